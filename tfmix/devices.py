@@ -1,0 +1,189 @@
+"""What the hardware can do: devices as frozen records, the policy they suit."""
+
+import dataclasses
+import re
+
+import keras
+from absl import logging
+
+# Tensor Cores take bfloat16 from compute capability 8.0 (Ampere) on and
+# float16 from 7.0 (Volta) on; below that 16 bit saves memory, not time.
+BFLOAT16_CAPABILITY = (8, 0)
+FLOAT16_CAPABILITY = (7, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One device the backend computes on.
+
+    Attributes:
+        kind: `"GPU"`, `"TPU"` or `"CPU"`.
+        name: The name the backend gives it, `"NVIDIA H100"` for example.
+        compute_capability: NVIDIA's `(major, minor)`; `None` where there is
+            none or the backend does not tell.
+        float16: Whether float16 is faster than float32 there.
+        bfloat16: Whether bfloat16 is faster than float32 there.
+        backend: The Keras backend that listed it.
+    """
+
+    kind: str
+    name: str
+    compute_capability: tuple[int, int] | None
+    float16: bool
+    bfloat16: bool
+    backend: str
+
+
+def describe(
+    kind: str,
+    name: str,
+    backend: str,
+    compute_capability: tuple[int, int] | None = None,
+) -> Device:
+    """Builds the record of a device from the facts a backend gives.
+
+    Args:
+        kind: `"GPU"`, `"TPU"` or `"CPU"`.
+        name: The backend's name for the device.
+        backend: The Keras backend, `"tensorflow"` or `"jax"`.
+        compute_capability: `(major, minor)`, or `None` where unknown.
+
+    Returns:
+        The frozen record, suitability filled in.
+
+    Example:
+        >>> describe("GPU", "Tesla V100", "tensorflow", (7, 0)).bfloat16
+        False
+    """
+    capability = compute_capability if kind == "GPU" else None
+    tpu = kind == "TPU"
+    return Device(
+        kind=kind,
+        name=name,
+        compute_capability=capability,
+        # A TPU has no float16 units: it is computed in float32 there.
+        float16=capability is not None and capability >= FLOAT16_CAPABILITY,
+        bfloat16=tpu
+        or (capability is not None and capability >= BFLOAT16_CAPABILITY),
+        backend=backend,
+    )
+
+
+def devices() -> tuple[Device, ...]:
+    """Lists the devices Keras's backend computes on.
+
+    Use it to see why `"auto"` chose what it chose.
+
+    Returns:
+        Accelerators first, then CPUs, as frozen `Device` records.
+
+    Example:
+        >>> "CPU" in {device.kind for device in devices()}
+        True
+    """
+    backend = keras.backend.backend()
+    read = _read_tensorflow if backend == "tensorflow" else _read_jax
+    found = read()
+    return tuple(sorted(found, key=lambda device: device.kind == "CPU"))
+
+
+def suited_policy(found: tuple[Device, ...]) -> tuple[str, str]:
+    """Chooses the policy for a set of devices; the weakest of them decides.
+
+    Args:
+        found: Records as `devices()` returns them.
+
+    Returns:
+        The policy's name and the reason in words.
+
+    Example:
+        >>> suited_policy((describe("TPU", "TPU v4", "jax"),))[0]
+        'mixed_bfloat16'
+    """
+    accelerators = [device for device in found if device.kind != "CPU"]
+    if not accelerators:
+        return "float32", "only CPUs were found, where 16 bit is slower"
+    weakest = min(accelerators, key=_rank)
+    who = _in_words(weakest)
+    if len({_rank(device) for device in accelerators}) > 1:
+        who = f"the weakest of {len(accelerators)} devices is {who}"
+    if weakest.bfloat16:
+        return "mixed_bfloat16", f"{who}: fast in bfloat16, full range"
+    if weakest.float16:
+        return "mixed_float16", f"{who}: fast in float16, not in bfloat16"
+    return "float32", f"{who}: no fast 16-bit arithmetic (7.0 is the least)"
+
+
+def auto_policy() -> str:
+    """Chooses the policy for this machine; says why in one log line.
+
+    Returns:
+        `"float32"`, `"mixed_float16"` or `"mixed_bfloat16"`.
+
+    Example:
+        >>> auto_policy() in ("float32", "mixed_float16", "mixed_bfloat16")
+        True
+    """
+    name, reason = suited_policy(devices())
+    logging.info("tfmix: policy 'auto' is %r here: %s.", name, reason)
+    return name
+
+
+def _rank(device: Device) -> int:
+    return 2 * device.bfloat16 + device.float16 * (not device.bfloat16)
+
+
+def _in_words(device: Device) -> str:
+    if device.compute_capability is None:
+        unknown = device.kind == "GPU"
+        return device.name + (", compute capability unknown" * unknown)
+    major, minor = device.compute_capability
+    return f"{device.name}, compute capability {major}.{minor}"
+
+
+def _read_tensorflow() -> list[Device]:
+    import tensorflow as tf
+
+    found = []
+    for device in tf.config.list_physical_devices():
+        kind = device.device_type
+        if kind not in ("GPU", "TPU", "CPU"):
+            continue
+        details = {}
+        if kind == "GPU":
+            details = tf.config.experimental.get_device_details(device)
+        found.append(
+            describe(
+                kind,
+                details.get("device_name", device.name),
+                "tensorflow",
+                _capability(details.get("compute_capability")),
+            )
+        )
+    return found
+
+
+def _read_jax() -> list[Device]:
+    import jax
+
+    kinds = {"gpu": "GPU", "cuda": "GPU", "rocm": "GPU", "tpu": "TPU"}
+    found = [
+        describe(
+            kinds.get(device.platform.lower(), device.platform.upper()),
+            device.device_kind,
+            "jax",
+            _capability(getattr(device, "compute_capability", None)),
+        )
+        for device in jax.local_devices()
+    ]
+    return [device for device in found if device.kind in ("GPU", "TPU", "CPU")]
+
+
+def _capability(value: object) -> tuple[int, int] | None:
+    """Reads `(8, 0)` as TensorFlow gives it, `"8.0"` as JAX does."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+)\.(\d+)", value)
+        return (int(match[1]), int(match[2])) if match else None
+    if isinstance(value, tuple | list) and len(value) == 2:
+        return int(value[0]), int(value[1])
+    return None
