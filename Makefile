@@ -1,0 +1,77 @@
+# Needs Python 3.11 or newer and make, nothing else: every target builds `.venv`
+# first when it is missing or older than what it was built from.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The GPU build: make TENSORFLOW='tensorflow[and-cuda]' test
+TENSORFLOW ?= tensorflow-cpu
+VENV ?= .venv
+# Versions to force on top of setup.cfg, e.g. PINS='keras==3.12.*'
+PINS ?=
+BIN = $(VENV)/bin
+STAMP = $(VENV)/installed
+# TensorFlow's start-up lines about oneDNN and CPU flags hide our own output.
+export TF_CPP_MIN_LOG_LEVEL ?= 3
+
+.PHONY: demo test test-tensorflow test-jax test-doctest test-slow test-matrix
+.PHONY: check bench clean
+.DELETE_ON_ERROR:
+
+$(STAMP): setup.cfg pyproject.toml .ci/requirements.py
+	@echo "tfmix: [1/3] creating $(VENV) with $(PYTHON)"
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@echo "tfmix: [2/3] installing dependencies (first time: 2 to 5 minutes)"
+	@$(BIN)/python .ci/requirements.py '$(TENSORFLOW)' $(PINS) \
+	    > $(VENV)/requirements.txt
+	@$(BIN)/python -m pip install --disable-pip-version-check \
+	    --requirement $(VENV)/requirements.txt
+	@echo "tfmix: [3/3] installing tfmix itself, editable"
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet \
+	    --no-deps --editable .
+	@touch $@
+
+$(VENV): $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/python -m tfmix demo
+
+test: test-tensorflow test-jax test-doctest
+
+test-tensorflow: $(STAMP)
+	@echo "tfmix: tests under TensorFlow"
+	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q -m "not slow"
+
+test-jax: $(STAMP)
+	@echo "tfmix: tests under JAX"
+	@KERAS_BACKEND=jax $(BIN)/python -m pytest -q -m "not slow"
+
+test-doctest: $(STAMP)
+	@echo "tfmix: the examples in the docstrings"
+	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q --doctest-modules tfmix
+
+test-slow: $(STAMP)
+	@echo "tfmix: the slow tests, under TensorFlow and then under JAX"
+	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q -m slow
+	@KERAS_BACKEND=jax $(BIN)/python -m pytest -q -m slow
+
+# The oldest Keras and TensorFlow that setup.cfg allows, then the newest.
+test-matrix:
+	@$(MAKE) test VENV=.venv-oldest TENSORFLOW='tensorflow-cpu==2.20.*' \
+	    PINS="'keras==3.12.*'"
+	@$(MAKE) test VENV=.venv-newest
+
+check: $(STAMP)
+	@echo "tfmix: ruff, format, types, layout"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_import_graph.py tests/test_sizes.py
+
+bench: $(STAMP)
+	@for file in benchmarks/bench_*.py; do \
+	    echo "tfmix: $$file"; \
+	    $(BIN)/python "$$file" || exit 1; \
+	done
+
+clean:
+	rm -rf $(VENV) .venv-* build *.egg-info out
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis

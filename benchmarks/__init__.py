@@ -1,0 +1,1 @@
+"""Ratios against Keras's own classes, measured in the same run."""

@@ -1,0 +1,1 @@
+"""Scripts that show tfmix on real data; each has `main()`."""

@@ -1,0 +1,62 @@
+"""Gives every test the same start, and puts global state back after it."""
+
+import os
+import warnings
+
+# Both must be set before the backend is imported. Eight CPU devices for JAX
+# and four for TensorFlow (below) let replica tests run on any machine; the
+# tests that use one device are no slower for it.
+JAX_DEVICES = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {JAX_DEVICES}"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Figures are drawn into files, also where a display is there.
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import keras
+import pytest
+
+import tfmix
+
+TENSORFLOW_DEVICES = 4
+
+
+def pytest_sessionstart(session):
+    """Splits the CPU into replicas and turns off TF32, which has 10 bits."""
+    if keras.backend.backend() != "tensorflow":
+        return
+    import tensorflow as tf
+
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * TENSORFLOW_DEVICES
+    )
+
+
+@pytest.fixture(autouse=True)
+def restored_global_state(monkeypatch):
+    """Seeds the generators, then restores policy, float type and names.
+
+    `monkeypatch` is asked for so that a test's environment variables are
+    back, too, before the next test starts.
+    """
+    floatx, keras_policy = keras.config.floatx(), keras.config.dtype_policy()
+    tfmix_policy = _global_policy()
+    keras.utils.set_random_seed(1337)
+    yield
+    if tfmix_policy is not None:
+        tfmix.set_global_policy(tfmix_policy)
+    with warnings.catch_warnings():
+        # tfmix may warn when a policy is lost here; this one is put back.
+        warnings.simplefilter("ignore")
+        keras.utils.clear_session(free_memory=False)
+    if tfmix_policy is not None:
+        tfmix.set_global_policy(tfmix_policy)
+    keras.config.set_dtype_policy(keras_policy)
+    keras.config.set_floatx(floatx)
+
+
+def _global_policy():
+    if not hasattr(tfmix, "global_policy"):
+        return None
+    return tfmix.global_policy()

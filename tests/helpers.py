@@ -1,0 +1,126 @@
+"""What tests share: tolerances, lists of things to test, comparisons."""
+
+import keras
+import numpy as np
+import pytest
+
+# One row per dtype results are compared in. The unit is the format's epsilon;
+# the factor says how many roundings the compared paths may differ by.
+TOLERANCES = {
+    # Two summation orders of up to about a hundred products.
+    "float32": 64 * 2.0**-23,
+    # One rounding on the way in, one on the way out, and their half steps.
+    "float16": 4 * 2.0**-10,
+    # As float16; eight bits of significand leave less room for more.
+    "bfloat16": 4 * 2.0**-7,
+}
+
+# Non-default arguments for each, so that a field that is lost on the way
+# through a configuration or a file shows.
+OPTIMIZERS = {
+    "Adadelta": {"learning_rate": 0.5, "rho": 0.9, "epsilon": 1e-6},
+    "Adafactor": {"learning_rate": 0.02, "beta_2_decay": -0.7},
+    "Adagrad": {"learning_rate": 0.05, "initial_accumulator_value": 0.2},
+    "Adam": {"learning_rate": 0.02, "beta_1": 0.8, "amsgrad": True},
+    "AdamW": {"learning_rate": 0.02, "beta_2": 0.99, "weight_decay": 0.01},
+    "Adamax": {"learning_rate": 0.02, "beta_1": 0.8, "epsilon": 1e-6},
+    "Ftrl": {"learning_rate": 0.05, "l2_regularization_strength": 0.001},
+    "Lamb": {"learning_rate": 0.02, "beta_1": 0.8, "epsilon": 1e-6},
+    "Lion": {"learning_rate": 0.005, "beta_2": 0.95},
+    "Muon": {"learning_rate": 0.02, "momentum": 0.9, "nesterov": False},
+    "Nadam": {"learning_rate": 0.02, "beta_2": 0.99},
+    "RMSprop": {"learning_rate": 0.02, "momentum": 0.5, "centered": True},
+    "SGD": {"learning_rate": 0.05, "momentum": 0.9, "nesterov": True},
+    # New in Keras 3.15.
+    "ScheduleFreeAdamW": {"learning_rate": 0.02, "warmup_steps": 3},
+}
+
+# Not optimizers one can build by themselves: the base, and the wrappers.
+WRAPPERS = ("LossScaleOptimizer", "MultiOptimizer", "Optimizer")
+
+
+def optimizer_names():
+    """Returns the names in `OPTIMIZERS` that the installed Keras has."""
+    return [name for name in OPTIMIZERS if hasattr(keras.optimizers, name)]
+
+
+def make_optimizer(name, **overrides):
+    """Builds one of Keras's optimizers with non-default arguments."""
+    settings = {**OPTIMIZERS[name], **overrides}
+    return getattr(keras.optimizers, name)(**settings)
+
+
+def requires_backend(name):
+    """Marks a test that only makes sense on one backend of Keras."""
+    current = keras.backend.backend()
+    return pytest.mark.skipif(
+        current != name,
+        reason=f"needs KERAS_BACKEND={name}, which is {current}",
+    )
+
+
+def tolerance(dtype):
+    """Returns the `rtol` and `atol` results of a dtype are compared with."""
+    bound = TOLERANCES[keras.backend.standardize_dtype(dtype)]
+    return {"rtol": bound, "atol": bound}
+
+
+def to_numpy(value):
+    """Copies a tensor, variable or array to float64, integers to integers."""
+    array = np.asarray(keras.ops.convert_to_numpy(value))
+    # bfloat16 arrives as a type that NumPy's comparisons do not know.
+    if array.dtype.kind in "biu":
+        return array
+    return array.astype("float64")
+
+
+def snapshot(variables):
+    """Copies variables, to be compared with later."""
+    return [
+        np.array(keras.ops.convert_to_numpy(v), copy=True) for v in variables
+    ]
+
+
+def assert_close(actual, expected, dtype):
+    """Fails unless two arrays agree to the tolerance of `dtype`."""
+    np.testing.assert_allclose(
+        to_numpy(actual), to_numpy(expected), **tolerance(dtype)
+    )
+
+
+def assert_same_bits(actual, expected):
+    """Fails unless two arrays have one dtype, one shape and the same bits.
+
+    Unlike `==`, a NaN equals a NaN of the same bits and 0.0 is not -0.0.
+    """
+    left = np.ascontiguousarray(keras.ops.convert_to_numpy(actual))
+    right = np.ascontiguousarray(keras.ops.convert_to_numpy(expected))
+    assert left.dtype == right.dtype, f"{left.dtype} is not {right.dtype}"
+    assert left.shape == right.shape, f"{left.shape} is not {right.shape}"
+    different = int(np.sum(_bytes(left) != _bytes(right)))
+    assert not different, f"{different} bytes differ:\n{left}\n{right}"
+
+
+def assert_unchanged(variables, before):
+    """Fails unless variables have the very bits of their `snapshot`."""
+    assert len(variables) == len(before), "the number of variables changed"
+    for variable, value in zip(variables, before, strict=True):
+        try:
+            assert_same_bits(variable, value)
+        except AssertionError as error:
+            name = getattr(variable, "path", variable)
+            raise AssertionError(f"{name} changed: {error}") from error
+
+
+def assert_all_finite(values):
+    """Fails if any of the arrays holds an infinity or a NaN."""
+    values = list(values)
+    assert values, "there is nothing to check"
+    for value in values:
+        bad = int(np.sum(~np.isfinite(to_numpy(value))))
+        name = getattr(value, "path", "array")
+        assert not bad, f"{name} has {bad} entries that are not finite"
+
+
+def _bytes(array):
+    return np.frombuffer(array.tobytes(), dtype="uint8")

@@ -1,0 +1,101 @@
+"""A helper that cannot fail proves nothing: each is tried on a wrong input."""
+
+import inspect
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests import helpers
+
+DTYPES = sorted(helpers.TOLERANCES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_assert_close_accepts_half_the_tolerance_and_rejects_twice_it(dtype):
+    bound = helpers.tolerance(dtype)["rtol"]
+    helpers.assert_close(np.ones(3), np.full(3, 1.0 + bound / 2), dtype)
+    with pytest.raises(AssertionError):
+        helpers.assert_close(np.ones(3), np.full(3, 1.0 + 3 * bound), dtype)
+
+
+def test_tolerances_are_wider_for_formats_with_fewer_bits():
+    bounds = [
+        helpers.tolerance(dtype)["rtol"]
+        for dtype in ("float32", "float16", "bfloat16")
+    ]
+    assert bounds == sorted(bounds)
+    assert bounds[-1] < 0.1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.array([1.0, -0.0], "float32"),
+        np.array([1.0, 0.0], "float16"),
+        np.array([[1.0, 0.0]], "float32"),
+        np.array([1.0, 1e-45], "float32"),
+    ],
+    ids=["sign of zero", "dtype", "shape", "last bit"],
+)
+def test_assert_same_bits_rejects_what_looks_equal(wrong):
+    value = np.array([1.0, 0.0], "float32")
+    helpers.assert_same_bits(value, value.copy())
+    with pytest.raises(AssertionError):
+        helpers.assert_same_bits(value, wrong)
+
+
+def test_assert_same_bits_takes_nan_and_bfloat16():
+    value = np.array([np.nan, 1.0], ml_dtypes.bfloat16)
+    helpers.assert_same_bits(value, value.copy())
+
+
+def test_assert_unchanged_names_the_variable_that_changed():
+    variable = keras.Variable(np.ones(2, "float32"), name="kernel")
+    before = helpers.snapshot([variable])
+    helpers.assert_unchanged([variable], before)
+    variable.assign([1.0, 2.0])
+    with pytest.raises(AssertionError, match="kernel changed"):
+        helpers.assert_unchanged([variable], before)
+    with pytest.raises(AssertionError, match="number of variables"):
+        helpers.assert_unchanged([], before)
+
+
+def test_a_snapshot_is_a_copy():
+    variable = keras.Variable(np.ones(2, "float32"))
+    before = helpers.snapshot([variable])
+    variable.assign([5.0, 5.0])
+    assert before[0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_assert_all_finite_rejects_infinities_nan_and_nothing(bad):
+    helpers.assert_all_finite([np.ones(2), np.arange(3)])
+    with pytest.raises(AssertionError, match="not finite"):
+        helpers.assert_all_finite([np.ones(2), np.array([0.0, bad])])
+    with pytest.raises(AssertionError, match="nothing to check"):
+        helpers.assert_all_finite([])
+
+
+def test_the_list_of_optimizers_is_complete():
+    found = {
+        name
+        for name, value in inspect.getmembers(keras.optimizers, inspect.isclass)
+        if issubclass(value, keras.optimizers.Optimizer)
+    }
+    assert found - set(helpers.WRAPPERS) == set(helpers.optimizer_names())
+
+
+@pytest.mark.parametrize("name", helpers.optimizer_names())
+def test_optimizers_are_built_with_arguments_unlike_their_defaults(name):
+    built = helpers.make_optimizer(name).get_config()
+    default = getattr(keras.optimizers, name)().get_config()
+    for field in helpers.OPTIMIZERS[name]:
+        assert built[field] != default[field], field
+
+
+def test_requires_backend_skips_on_the_other_backend_only():
+    current = keras.backend.backend()
+    assert not helpers.requires_backend(current).mark.args[0]
+    assert helpers.requires_backend("numpy").mark.args[0]

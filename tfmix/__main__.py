@@ -1,0 +1,8 @@
+"""Runs the command line as `python -m tfmix`."""
+
+import sys
+
+from tfmix import cli
+
+if __name__ == "__main__":
+    sys.exit(cli.main())
