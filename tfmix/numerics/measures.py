@@ -1,0 +1,148 @@
+"""How one tensor sits in the range of a 16-bit format."""
+
+import dataclasses
+import math
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from tfmix import _formats
+
+# Two bits below the largest value: the next two doublings overflow.
+NEAR_OVERFLOW_BITS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Measures:
+    """Where the entries of one tensor lie in a format's range.
+
+    Shares are counted over all entries, between 0 and 1.
+
+    Attributes:
+        largest: The largest finite magnitude; 0 without finite entries.
+        zero: Share of exact zeros.
+        subnormal: Share that the format holds with lost bits only, from
+            half the smallest subnormal to the smallest normal value.
+        flushed: Share that is not zero and that the format rounds to zero.
+            Always 0 for a tensor that is already in the format.
+        near_overflow: Share of finite entries above a quarter of the largest
+            value, those that the format cannot hold included.
+        not_finite: Share of infinities and NaNs.
+        headroom_bits: How often the tensor can be doubled before it
+            overflows: negative if it does already, `-inf` if an entry is not
+            finite, `inf` if there is nothing but zeros.
+    """
+
+    largest: float
+    zero: float
+    subnormal: float
+    flushed: float
+    near_overflow: float
+    not_finite: float
+    headroom_bits: float
+
+
+# The order of the columns of `vector`.
+COLUMNS = tuple(
+    field.name
+    for field in dataclasses.fields(Measures)
+    if field.name != "headroom_bits"
+)
+
+
+def measure(values: Any, fmt: str = "float16") -> Measures:
+    """Measures one tensor and copies the result to the host.
+
+    Use `vector` inside a compiled function; it stays on the device.
+
+    Args:
+        values: Array-like of any shape and a float dtype. A float32 tensor is
+            measured as it would look in `fmt`.
+        fmt: `"float16"`, the default, or `"bfloat16"`.
+
+    Returns:
+        The `Measures` of `values`. Where the device flushes subnormals (most
+        do in bfloat16, whose range is float32's), they count as zeros.
+
+    Raises:
+        ValueError: If `fmt` is not a 16-bit float format.
+        TypeError: If `values` is not of a float dtype.
+
+    Example:
+        >>> measure([1.0, -16376.0, 0.0, 1e-9]).headroom_bits
+        2.0
+        >>> measure([1.0, -16376.0, 0.0, 1e-9]).flushed
+        0.25
+    """
+    limits = sixteen_bit(fmt)
+    return from_vector(ops.convert_to_numpy(vector(values, limits)), limits)
+
+
+def sixteen_bit(name: str) -> _formats.Format:
+    """Returns the limits of a 16-bit format, and refuses any other."""
+    if name not in _formats.SIXTEEN_BIT:
+        raise ValueError(
+            f"`fmt` must be one of {sorted(_formats.SIXTEEN_BIT)}. "
+            f"Received: fmt={name!r}."
+        )
+    return _formats.limits(name)
+
+
+def vector(values: Any, limits: _formats.Format) -> Any:
+    """Measures one tensor on the device, inside compiled code too.
+
+    Args:
+        values: Array-like of any shape and a float dtype.
+        limits: The format to measure against.
+
+    Returns:
+        A float32 tensor of shape `(len(COLUMNS),)`, in their order.
+
+    Raises:
+        TypeError: If `values` is not of a float dtype.
+    """
+    values = ops.convert_to_tensor(values)
+    dtype = keras.backend.standardize_dtype(values.dtype)
+    if not keras.backend.is_float_dtype(dtype):
+        raise TypeError(
+            "`values` must be of a float dtype, such as float16 or float32. "
+            f"Received: values of dtype {dtype!r}."
+        )
+    sizes = ops.abs(ops.reshape(ops.cast(values, "float32"), (-1,)))
+    finite = ops.isfinite(sizes)
+    known = ops.where(finite, sizes, 0.0)
+    # An entry of exactly half the smallest value is a tie: it rounds to zero.
+    half = limits.smallest / 2
+    near = limits.max / 2**NEAR_OVERFLOW_BITS
+    shares = [
+        finite & (sizes == 0.0),
+        (sizes > half) & (sizes < limits.tiny),
+        (sizes > 0.0) & (sizes <= half),
+        finite & (sizes > near),
+        ~finite,
+    ]
+    # The largest of nothing is an error in some backends: a zero is put in.
+    largest = ops.max(ops.append(known, ops.zeros((1,), "float32")))
+    return ops.stack([largest, *(_share(flag) for flag in shares)])
+
+
+def from_vector(row: Any, limits: _formats.Format) -> Measures:
+    """Turns one row of `vector`, copied to the host, into `Measures`."""
+    columns = dict(zip(COLUMNS, map(float, np.asarray(row)), strict=True))
+    return Measures(headroom_bits=_headroom(columns, limits), **columns)
+
+
+def _headroom(columns: dict[str, float], limits: _formats.Format) -> float:
+    if columns["not_finite"] > 0:
+        return -math.inf
+    if columns["largest"] == 0:
+        return math.inf
+    return float(math.floor(math.log2(limits.max / columns["largest"])))
+
+
+def _share(flags: Any) -> Any:
+    # Integers count exactly; float32 stops counting at 2**24.
+    count = ops.cast(ops.sum(ops.cast(flags, "int32")), "float32")
+    return count / ops.cast(ops.maximum(ops.size(flags), 1), "float32")
