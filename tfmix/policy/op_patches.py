@@ -1,0 +1,254 @@
+"""Runs single Keras ops in float32 by replacing the functions behind them.
+
+Keras looks every backend function up as an attribute (`backend.numpy.sum`)
+each time it is called, on all routes: eager `keras.ops`, `Operation` objects
+stored in Functional graphs, layers and activations. Replacing the attribute
+therefore reaches every caller, also those that did `from keras.ops import sum`
+long before. Ops that are composed in `keras.src.ops` itself have a private
+worker there (`_normalize`), which both routes call and which is replaced
+instead.
+
+Reaches into `keras.src`; checked on Keras 3.12.4 and 3.15.1, backends
+TensorFlow and JAX.
+"""
+
+import functools
+import importlib
+import inspect
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+
+from tfmix import _formats
+
+# Later Keras versions keep the op modules below `backend.ops`.
+_BACKEND_PARENTS = ("keras.src.backend", "keras.src.backend.ops")
+_OP_PARENTS = ("keras.src.ops", "keras.src.backend.ops")
+_THEMES = ("numpy", "nn", "math", "linalg", "image")
+_MARK = "_tfmix_op_rule"
+
+_lock = threading.RLock()
+# (owner, attribute) -> (what Keras had there, what stands there now).
+_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
+
+
+def replaced() -> list[tuple[Any, str]]:
+    """Returns the `(owner, attribute)` pairs that are replaced just now."""
+    return list(_replaced)
+
+
+def is_op(name: str) -> bool:
+    """Says whether Keras has a public op or activation that can be ruled.
+
+    Args:
+        name: A name as in `keras.ops` or `keras.activations`.
+
+    Returns:
+        True if the function exists and tfmix knows where to reach it.
+    """
+    public = hasattr(keras.ops, name) or hasattr(keras.activations, name)
+    return public and bool(targets(name))
+
+
+def op_names() -> list[str]:
+    """Returns the sorted names of all ops that can be put under a rule."""
+    public = {*dir(keras.ops), *dir(keras.activations)}
+    return sorted(n for n in public if not n.startswith("_") and targets(n))
+
+
+@functools.cache
+def targets(name: str) -> tuple[tuple[Any, str], ...]:
+    """Finds where the work of one op is done.
+
+    Args:
+        name: A name as in `keras.ops` or `keras.activations`.
+
+    Returns:
+        `(owner, attribute)` pairs, empty if there is nothing to replace.
+    """
+    for parents, function in (
+        (_BACKEND_PARENTS, name),
+        (_OP_PARENTS, f"_{name}"),
+    ):
+        found = [m for m in _modules(parents) if _defines(m, function)]
+        if found:
+            return tuple((module, function) for module in found)
+    return _activation_class(name)
+
+
+def replace(names: Iterable[str], in_force: Callable[[str], bool]) -> None:
+    """Makes the replaced functions exactly those behind `names`.
+
+    Args:
+        names: Ops to have replaced; all others get Keras's own function back.
+        in_force: Asked on every call of a replaced op whether its rule holds
+            for the caller; if not, the call goes straight to Keras.
+    """
+    with _lock:
+        wanted = {place: name for name in names for place in targets(name)}
+        for place in [p for p in _replaced if p not in wanted]:
+            _restore(place)
+        for (owner, attribute), name in wanted.items():
+            if (owner, attribute) not in _replaced:
+                original = vars(owner)[attribute]
+                rule = _rule(original, name, in_force)
+                setattr(owner, attribute, rule)
+                _replaced[owner, attribute] = (original, vars(owner)[attribute])
+
+
+def _restore(place: tuple[Any, str]) -> None:
+    owner, attribute = place
+    original, rule = _replaced.pop(place)
+    # Whoever replaced the function after us keeps their version; the rule
+    # inside it then finds nothing in force and passes every call on.
+    if vars(owner).get(attribute) is rule:
+        setattr(owner, attribute, original)
+
+
+def _defines(module: Any, name: str) -> bool:
+    """Says whether a module wrote a function itself, not only imports it."""
+    value = vars(module).get(name)
+    return inspect.isfunction(value) and value.__module__ == module.__name__
+
+
+@functools.cache
+def _modules(parents: tuple[str, ...]) -> list[Any]:
+    modules: list[Any] = []
+    for parent in parents:
+        try:
+            package = importlib.import_module(parent)
+        except ImportError:
+            continue
+        for theme in _THEMES:
+            module = getattr(package, theme, None)
+            if inspect.ismodule(module) and module not in modules:
+                modules.append(module)
+    if not modules:
+        raise RuntimeError(
+            f"tfmix found none of the op modules {list(_THEMES)} below "
+            f"{list(parents)} in Keras {keras.__version__}, so `float32_ops` "
+            "cannot work. Pass `float32_ops=[]`, or use a Keras version that "
+            "tfmix was checked on (3.12 to 3.15)."
+        )
+    return modules
+
+
+def _activation_class(name: str) -> tuple[tuple[Any, str], ...]:
+    """Finds activations that do their own arithmetic, such as mish."""
+    try:
+        module = importlib.import_module("keras.src.activations.activations")
+    except ImportError:
+        return ()
+    for label, value in vars(module).items():
+        same = label.lower() == name.replace("_", "")
+        if same and inspect.isclass(value) and "static_call" in vars(value):
+            return ((value, "static_call"),)
+    return ()
+
+
+def _rule(original: Any, name: str, in_force: Callable[[str], bool]) -> Any:
+    static = isinstance(original, staticmethod)
+    function = original.__func__ if static else original
+    dtype_at = _dtype_position(function)
+
+    @functools.wraps(function)
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        if not in_force(name):
+            return function(*args, **kwargs)
+        source = _only_16_bit(args, kwargs)
+        wanted = _wanted_dtype(args, kwargs, dtype_at)
+        if source is None or wanted not in (None, *_formats.SIXTEEN_BIT):
+            return function(*args, **kwargs)
+        args, kwargs = _map((args, kwargs), _to_float32)
+        if wanted is not None:
+            args, kwargs = _with_float32(args, kwargs, dtype_at)
+        result = function(*args, **kwargs)
+        return _narrowed(result, wanted or source)
+
+    setattr(rule, _MARK, name)
+    return staticmethod(rule) if static else rule
+
+
+def _dtype_position(function: Callable) -> int:
+    names = list(inspect.signature(function).parameters)
+    return names.index("dtype") if "dtype" in names else len(names) + 1
+
+
+def _wanted_dtype(args: tuple, kwargs: dict, position: int) -> str | None:
+    wanted = kwargs.get("dtype")
+    if len(args) > position:
+        wanted = args[position]
+    return None if wanted is None else keras.backend.standardize_dtype(wanted)
+
+
+def _with_float32(
+    args: tuple, kwargs: dict, position: int
+) -> tuple[tuple, dict]:
+    if len(args) > position:
+        return (*args[:position], "float32", *args[position + 1 :]), kwargs
+    return args, {**kwargs, "dtype": "float32"}
+
+
+def _only_16_bit(args: tuple, kwargs: dict) -> str | None:
+    """Returns the 16-bit dtype all float arguments share, else None."""
+    seen: set[str] = set()
+
+    def note(value: Any) -> Any:
+        seen.add(_float_dtype(value))
+        return value
+
+    _map((args, kwargs), note)
+    seen.discard("")
+    if len(seen) == 1 and seen <= set(_formats.SIXTEEN_BIT):
+        return seen.pop()
+    return None
+
+
+def _float_dtype(value: Any) -> str:
+    """Returns a tensor's float dtype, "" for what a rule does not touch."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or isinstance(value, type):
+        return ""
+    try:
+        name = keras.backend.standardize_dtype(dtype)
+    except (TypeError, ValueError):
+        return ""
+    if not name.startswith(("float", "bfloat", "complex")):
+        return ""
+    return name if _is_dense(value) else "sparse"
+
+
+def _is_dense(value: Any) -> bool:
+    # Sparse and ragged tensors of both backends carry their parts under
+    # these names; `is_tensor` alone is true for a `tf.SparseTensor`.
+    parts = ("indices", "row_splits")
+    return not any(hasattr(type(value), part) for part in parts) and (
+        not hasattr(value, "todense")
+    )
+
+
+def _to_float32(value: Any) -> Any:
+    if _float_dtype(value) in _formats.SIXTEEN_BIT:
+        return keras.ops.cast(value, "float32")
+    return value
+
+
+def _narrowed(result: Any, dtype: str) -> Any:
+    def narrow(value: Any) -> Any:
+        if _float_dtype(value) != "float32":
+            return value
+        return keras.ops.cast(value, dtype)
+
+    return _map(result, narrow)
+
+
+def _map(nest: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(nest, dict):
+        return {key: _map(value, function) for key, value in nest.items()}
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(_map(value, function) for value in nest))
+    if type(nest) in (tuple, list):
+        return type(nest)(_map(value, function) for value in nest)
+    return function(nest)

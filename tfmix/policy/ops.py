@@ -1,0 +1,251 @@
+"""Op rules: which `keras.ops` run in float32 on 16-bit input, and where."""
+
+import contextlib
+import contextvars
+import difflib
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from tfmix.policy import op_patches
+
+# What NNabla (Softmax, CumSum, float sums in Sum, Mean, Prod), MXNet (`amp/lists/symbol_fp16.py`, 137 ops), MindSpore
+# (`auto_blacklist`) and torch.autocast (`ATen/autocast_mode.h`) keep in
+# float32, in Keras's names. Element-wise ops whose only danger is the range
+# of their result (square, multiply, divide) are left out: the result goes
+# back to 16 bit, so float32 would cost two casts and change nothing.
+DEFAULT_FLOAT32_OPS: tuple[str, ...] = (
+    # Softmax and what is built like it.
+    "softmax",
+    "log_softmax",
+    "sparsemax",
+    "logsumexp",
+    "logaddexp",
+    "logaddexp2",
+    "dot_product_attention",
+    # Norms and normalisers.
+    "norm",
+    "normalize",
+    "rms_normalization",
+    "layer_normalization",
+    "cdist",
+    # Sums, means and products over many elements.
+    "sum",
+    "mean",
+    "average",
+    "var",
+    "std",
+    "prod",
+    "cumsum",
+    "cumprod",
+    "trace",
+    "corrcoef",
+    "nansum",
+    "nanmean",
+    "nanvar",
+    "nanstd",
+    "nanprod",
+    "nancumsum",
+    "nancumprod",
+    "segment_sum",
+    "average_pool",
+    "adaptive_average_pool",
+    # Exponentials, logarithms and powers.
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "power",
+    "sinh",
+    "cosh",
+    "erfinv",
+    "softplus",
+    "squareplus",
+    # Losses.
+    "categorical_crossentropy",
+    "sparse_categorical_crossentropy",
+    "binary_crossentropy",
+    "psnr",
+)
+
+_lock = threading.RLock()
+_installed: frozenset[str] = frozenset()
+_standing: frozenset[str] = frozenset()
+# How many `in_force` blocks of all threads need each op just now.
+_borrowed: Counter[str] = Counter()
+# The rules of the innermost `in_force` block of this thread or task.
+_local: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar(
+    "tfmix_float32_ops", default=None
+)
+
+
+def default_float32_ops(
+    *, add: Iterable[str] = (), remove: Iterable[str] = ()
+) -> list[str]:
+    """Returns the default list, extended or shortened, as a fresh copy.
+
+    Use it to write a policy's own list:
+    `Policy("mixed_float16", float32_ops=default_float32_ops(add=["tanh"]))`.
+
+    Args:
+        add: Names to append. Defaults to none.
+        remove: Names to leave out. Defaults to none.
+
+    Returns:
+        A list of op names; changing it changes nothing else.
+
+    Raises:
+        ValueError: If a name in `add` is unknown or on the list already, or
+            a name in `remove` is not on the list.
+
+    Example:
+        >>> "softmax" in default_float32_ops()
+        True
+        >>> "sum" in default_float32_ops(remove=["sum"])
+        False
+    """
+    removed = list(remove)
+    for name in removed:
+        if name not in DEFAULT_FLOAT32_OPS:
+            raise ValueError(
+                "`remove` may only name ops of the default list. Received: "
+                f"{name!r}.{_nearest(name, DEFAULT_FLOAT32_OPS)}"
+            )
+    kept = [name for name in DEFAULT_FLOAT32_OPS if name not in removed]
+    return list(resolve([*kept, *add]))
+
+
+def resolve(names: Iterable[str]) -> tuple[str, ...]:
+    """Checks a list of op names.
+
+    Args:
+        names: Names as in `keras.ops` or `keras.activations`.
+
+    Returns:
+        The names as a tuple, in their order.
+
+    Raises:
+        TypeError: If `names` is no iterable of strings.
+        ValueError: If a name is unknown to Keras or appears twice.
+
+    Example:
+        >>> resolve(["sum", "tanh"])
+        ('sum', 'tanh')
+    """
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(
+            "`float32_ops` must be a list of op names, for example "
+            f"['softmax', 'sum']. Received: float32_ops={names!r}."
+        )
+    seen: list[str] = []
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                "`float32_ops` takes names, for example 'softmax'. "
+                f"Received: {name!r} of type {type(name).__name__}."
+            )
+        if name in seen:
+            raise ValueError(
+                f"`float32_ops` names an op twice. Received: {name!r} again. "
+                "Leave one of them out."
+            )
+        _check_known(name)
+        seen.append(name)
+    return tuple(seen)
+
+
+def install(names: Iterable[str]) -> None:
+    """Puts op rules in force for the whole process.
+
+    The call replaces rules installed before; the same call twice is as one.
+    Functions traced earlier (`tf.function`, `jax.jit`, a model's compiled
+    `train_step`) keep the rules they were traced under.
+
+    Args:
+        names: Ops to run in float32 on 16-bit floating input.
+
+    Raises:
+        TypeError, ValueError: As `resolve`; nothing is changed then.
+    """
+    global _installed
+    resolved = frozenset(resolve(names))
+    with _lock:
+        _installed = resolved
+        _refresh()
+
+
+def uninstall() -> None:
+    """Ends the rules of `install`: every function is Keras's own again."""
+    install(())
+
+
+def installed() -> list[str]:
+    """Returns the names `install` put in force, sorted, as a copy."""
+    return sorted(_installed)
+
+
+@contextlib.contextmanager
+def in_force(names: Iterable[str]) -> Iterator[None]:
+    """Runs a block under exactly these op rules, whatever is installed.
+
+    For a model that carries its rules with it: other threads, and the code
+    after the block, keep theirs. `in_force(())` runs the block without any.
+
+    Args:
+        names: Ops to run in float32 on 16-bit floating input.
+
+    Raises:
+        TypeError, ValueError: As `resolve`.
+
+    Example:
+        >>> import keras
+        >>> ones = keras.ops.ones((4096,), dtype="float16")
+        >>> with in_force(["sum"]):
+        ...     float(keras.ops.sum(ones * 3))
+        12288.0
+    """
+    rules = frozenset(resolve(names))
+    with _lock:
+        _borrowed.update(rules)
+        _refresh()
+    token = _local.set(rules)
+    try:
+        yield
+    finally:
+        _local.reset(token)
+        with _lock:
+            _borrowed.subtract(rules)
+            _refresh()
+
+
+def _is_in_force(name: str) -> bool:
+    local = _local.get()
+    return name in (_installed if local is None else local)
+
+
+def _refresh() -> None:
+    global _standing
+    names = _installed | {op for op, users in _borrowed.items() if users > 0}
+    if names != _standing:
+        op_patches.replace(names, _is_in_force)
+        _standing = names
+
+
+def _check_known(name: str) -> None:
+    # Names of the default list are taken in every Keras version, so that a
+    # list written on a newer one (3.12 has no `nansum`) loads on an older.
+    if name in DEFAULT_FLOAT32_OPS or op_patches.is_op(name):
+        return
+    raise ValueError(
+        "`float32_ops` must name functions of `keras.ops` or "
+        f"`keras.activations` that take tensors. Received: {name!r}."
+        f"{_nearest(name, op_patches.op_names())}"
+    )
+
+
+def _nearest(name: str, allowed: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(allowed), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
