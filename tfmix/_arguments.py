@@ -1,0 +1,39 @@
+"""Checks of arguments, with errors that say what is allowed."""
+
+import numbers
+from typing import Any
+
+from tfmix import _formats
+
+
+def number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"`{name}` must be a number, such as 1024.0. "
+            f"Received: {name}={value!r} of type {type(value).__name__}."
+        )
+    return float(value)
+
+
+def positive(name: str, value: Any) -> float:
+    value = number(name, value)
+    if not 0.0 < value <= _formats.FLOAT32.max:
+        raise ValueError(
+            f"`{name}` must be positive and finite, such as 1024.0. "
+            f"Received: {name}={value!r}."
+        )
+    return value
+
+
+def count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(
+            f"`{name}` must be an integer of 1 or more, such as 2000. "
+            f"Received: {name}={value!r} of type {type(value).__name__}."
+        )
+    if value < 1:
+        raise ValueError(
+            f"`{name}` must be 1 or more, such as 2000. "
+            f"Received: {name}={value!r}."
+        )
+    return int(value)

@@ -1,0 +1,1 @@
+"""Loss scales, the optimizer that applies them, and atomic steps."""

@@ -1,0 +1,144 @@
+"""One optimizer step per replica, without a merge call (`tf.distribute`).
+
+Keras's optimizers sum the gradients over the replicas and write mirrored
+variables through merge calls, which may not stand inside a `tf.cond`. tfmix
+sums the gradients first. From there on every replica holds the same numbers,
+so each can take its step alone: it sees only its own copy of each variable
+and no strategy. All replicas reach the same decision, and none can wait for
+another. That also lets gradient accumulation and EMA, whose conditionals
+Keras cannot run under `MirroredStrategy`, work unchanged.
+
+Touches `keras.Variable._value`, `Optimizer._distribution_strategy` and
+`DistributedVariable._get`. Checked on Keras 3.12.4 and 3.15.1 with TensorFlow
+2.21.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Strategies whose variables do not live on the replicas that compute the
+# gradients: there is no local copy to update, and no joint step to skip.
+_REFUSED = {
+    "ParameterServerStrategyV2": "its workers update shared variables alone",
+    "ParameterServerStrategyV1": "its workers update shared variables alone",
+    "CentralStorageStrategy": "its variables are not copied to each replica",
+    "CentralStorageStrategyV1": "its variables are not copied to each replica",
+}
+
+
+def check_strategy(strategy: Any) -> None:
+    """Refuses a distribution strategy under which a step cannot be atomic.
+
+    Args:
+        strategy: A `tf.distribute.Strategy`.
+
+    Raises:
+        ValueError: If replicas cannot skip a step together under it.
+    """
+    name = type(strategy).__name__
+    if name in _REFUSED:
+        raise ValueError(
+            f"tfmix cannot scale the loss under {name}: {_REFUSED[name]}, so "
+            "the replicas could not skip a step together. Use "
+            "MirroredStrategy, MultiWorkerMirroredStrategy, "
+            "OneDeviceStrategy or TPUStrategy."
+        )
+
+
+def check_replica_context() -> None:
+    """Refuses to apply gradients outside of `strategy.run`.
+
+    Raises:
+        ValueError: If called in a cross-replica context.
+    """
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "Gradients must be applied in a replica context. Call "
+            "`optimizer.apply(...)` inside the function that you give to "
+            "`strategy.run(...)`."
+        )
+
+
+def sum_over_replicas(tensors: list[Any]) -> list[Any]:
+    """Sums each tensor over all replicas of all workers; `None`s stay.
+
+    Args:
+        tensors: Tensors, `tf.IndexedSlices` or `None`s, the same on each
+            replica.
+
+    Returns:
+        The sums, in the tensors' own dtypes, equal on all replicas.
+    """
+    context = tf.distribute.get_replica_context()
+    present = [tensor for tensor in tensors if tensor is not None]
+    if context.num_replicas_in_sync == 1 or not present:
+        return tensors
+    sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present))
+    return [None if tensor is None else next(sums) for tensor in tensors]
+
+
+@contextlib.contextmanager
+def one_replica(
+    keras_variables: Iterable[Any], optimizer: Any = None
+) -> Iterator[None]:
+    """Lets the code inside see one replica's variables and no strategy.
+
+    Args:
+        keras_variables: All `keras.Variable`s that the code inside reads or
+            writes. Each stands for this replica's copy until the exit.
+        optimizer: The Keras optimizer that the code inside calls, if any.
+    """
+    if not tf.distribute.has_strategy() or _runs_on_tpu():
+        yield
+        return
+    context = _no_strategy()
+    with contextlib.ExitStack() as undo:
+        for variable in keras_variables:
+            if isinstance(variable._value, tf.distribute.DistributedValues):
+                _swap(undo, variable, "_value", variable._value._get())
+        for each in _with_nested(optimizer):
+            _swap(undo, each, "_distribution_strategy", context.strategy)
+        undo.enter_context(context)
+        yield
+
+
+def local(variable: Any) -> Any:
+    """Returns this replica's copy of a plain `tf.Variable`."""
+    if isinstance(variable, tf.distribute.DistributedValues):
+        return variable._get()
+    return variable
+
+
+def _runs_on_tpu() -> bool:
+    # A TPU program is traced once for all replicas: it has no local copies.
+    return "TPU" in type(tf.distribute.get_strategy()).__name__
+
+
+@functools.cache
+def _no_strategy() -> Any:
+    # Each graph has its own stack of strategies; a new graph's is empty.
+    with tf.Graph().as_default():
+        return tf.distribute.get_replica_context()
+
+
+def _swap(
+    undo: contextlib.ExitStack, owner: Any, name: str, value: Any
+) -> None:
+    # Not through setattr: Keras and TensorFlow would begin to track the value.
+    undo.callback(vars(owner).__setitem__, name, vars(owner)[name])
+    vars(owner)[name] = value
+
+
+def _with_nested(optimizer: Any) -> Iterator[Any]:
+    """Yields a Keras optimizer and all that it wraps."""
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        return
+    yield optimizer
+    for value in list(vars(optimizer).values()):
+        for inner in value if isinstance(value, list | tuple) else [value]:
+            yield from _with_nested(inner)

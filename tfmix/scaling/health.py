@@ -1,0 +1,73 @@
+"""Is training stuck, and which variables' gradients are to blame?"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tfmix import _errors
+from tfmix.scaling import strategy
+
+MAX_CONSECUTIVE_SKIPS = 50
+_MOST_NAMED = 5
+
+
+def check(optimizer: Any, max_consecutive_skips: int) -> None:
+    """Raises if the steps of an optimizer are skipped and will be.
+
+    Args:
+        optimizer: A `LossScaleOptimizer`.
+        max_consecutive_skips: Integer, skips in a row that mean "stuck".
+
+    Raises:
+        LossScaleError: If so many steps in a row were skipped, or if the last
+            was skipped and the scale can shrink no further.
+    """
+    skips = optimizer.consecutive_skips
+    if not skips:
+        return
+    floor = _floor(optimizer.rule)
+    if floor is not None and optimizer.loss_scale <= floor:
+        where = f"The loss scale has reached its floor, {floor:g}"
+    elif skips >= max_consecutive_skips:
+        where = f"The loss scale is {optimizer.loss_scale:g}"
+    else:
+        return
+    raise _errors.LossScaleError(
+        f"{where}, and the last {skips} step(s) were skipped: their "
+        "gradients were not finite. No update is being applied.\n"
+        f"{_blame(optimizer.overflow_counts)}\n{_ADVICE}"
+    )
+
+
+def _floor(rule: strategy.LossScale) -> float | None:
+    if isinstance(rule, strategy.DynamicLossScale):
+        return rule.min_scale
+    return None
+
+
+def _blame(counts: Mapping[str, int]) -> str:
+    # Counted in the order of the model, and a sort is stable: of two
+    # variables with equal counts the one nearer the output comes first. A
+    # fault spreads from there towards the input.
+    named = [(path, count) for path, count in counts.items() if count]
+    named = sorted(reversed(named), key=lambda item: -item[1])
+    if not named:
+        return "No gradient was seen that was not finite by itself."
+    lines = [
+        f"  {path}: not finite in {count} skipped step(s)"
+        for path, count in named[:_MOST_NAMED]
+    ]
+    if len(named) > _MOST_NAMED:
+        lines.append(f"  and {len(named) - _MOST_NAMED} more")
+    return "\n".join(["Most often, nearest the output first:", *lines])
+
+
+_ADVICE = """What to change, most likely first:
+  - keep the layer named first in float32: Layer(..., dtype="float32"), and
+    end the model in tfmix.float32_output(...);
+  - look for NaN or infinity in the data: a skip at any scale means that the
+    loss or the forward pass itself is not finite;
+  - lower the learning rate or clip: Adam(..., global_clipnorm=1.0);
+  - train in "mixed_bfloat16", which has the range of float32;
+  - if the loss itself is huge, allow a smaller scale:
+    DynamicLossScale(min_scale=2.0**-14).
+tfmix.check(model, x, y) names the layer and the line to change."""

@@ -1,0 +1,88 @@
+"""One optimizer step under JAX: state goes in, the next state comes out."""
+
+from typing import TYPE_CHECKING, Any
+
+import keras
+from keras import ops
+
+from tfmix.scaling import finite, gradients, unscaled
+
+if TYPE_CHECKING:
+    from tfmix.scaling.optimizer import LossScaleOptimizer
+
+
+def stateless_apply(
+    optimizer: "LossScaleOptimizer",
+    optimizer_values: list[Any],
+    grads: list[Any],
+    trainable_values: list[Any],
+) -> tuple[list[Any], list[Any]]:
+    """Applies the gradients or leaves everything but the scale as it was.
+
+    Args:
+        optimizer: The optimizer, built.
+        optimizer_values: Current values of `optimizer.variables`.
+        grads: Scaled gradients; `None` where there is none.
+        trainable_values: Current values of the model's variables.
+
+    Returns:
+        The new values of the model's and of the optimizer's variables.
+    """
+    variables = optimizer.model_variables
+    mapping = list(zip(optimizer.variables, optimizer_values, strict=True))
+    own = len(optimizer.own_variables)
+    inner_values = list(optimizer_values[own:])
+    with keras.StatelessScope(state_mapping=mapping):
+        state = optimizer.state()
+        note = optimizer.unscaled_note.take()
+        scale = unscaled.divisor(note, optimizer.rule.current(state))
+        grads = gradients.unscale_all(grads, variables, scale)
+    is_finite = finite.all_finite(grads)
+    for bad in unscaled.seen_bad(note):
+        is_finite = ops.logical_and(is_finite, ops.equal(bad, 0))
+
+    def own_values(applied: bool) -> list[Any]:
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            optimizer.record(state, applied)
+            if not applied:
+                optimizer.count_overflows(grads, variables)
+        return [scope.get_current_value(v) for v in optimizer.own_variables]
+
+    def apply_step() -> tuple[list[Any], list[Any]]:
+        new_trainable, new_inner = optimizer.inner_optimizer.stateless_apply(
+            inner_values, grads, trainable_values
+        )
+        return new_trainable, own_values(True) + new_inner
+
+    def skip_step() -> tuple[list[Any], list[Any]]:
+        return list(trainable_values), own_values(False) + inner_values
+
+    return ops.cond(is_finite, apply_step, skip_step)
+
+
+def apply(
+    optimizer: "LossScaleOptimizer", grads: list[Any], variables: list[Any]
+) -> Any:
+    """Does the same on the variables themselves, as in an eager loop.
+
+    Args:
+        optimizer: The optimizer, built.
+        grads: Scaled gradients; `None` where there is none.
+        variables: The variables they belong to.
+
+    Returns:
+        Boolean scalar, whether the step was applied.
+    """
+    by_variable = dict(zip(map(id, variables), grads, strict=True))
+    model_variables = optimizer.model_variables
+    new_trainable, new_optimizer = stateless_apply(
+        optimizer,
+        [variable.value for variable in optimizer.variables],
+        [by_variable.get(id(variable)) for variable in model_variables],
+        [variable.value for variable in model_variables],
+    )
+    for variable, value in zip(model_variables, new_trainable, strict=True):
+        variable.assign(value)
+    for variable, value in zip(optimizer.variables, new_optimizer, strict=True):
+        variable.assign(value)
+    return optimizer.last_step_applied()

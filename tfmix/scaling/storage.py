@@ -1,0 +1,107 @@
+"""The state of a LossScaleOptimizer in a file: all of it, or an error."""
+
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+
+_OWN, _INNER = "own_", "inner_"
+# Keras's class stores its variables by position: these four, then the inner
+# optimizer's.
+_KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
+
+
+def save(
+    store: MutableMapping[str, Any], own: Sequence[Any], inner: Sequence[Any]
+) -> None:
+    """Writes own variables by name, the inner optimizer's by position."""
+    for variable in own:
+        store[_OWN + variable.name] = _to_numpy(variable)
+    for position, variable in enumerate(inner):
+        store[f"{_INNER}{position}"] = _to_numpy(variable)
+
+
+def load(
+    store: Mapping[str, Any], own: Sequence[Any], inner: Sequence[Any]
+) -> None:
+    """Reads what `save`, an older tfmix or Keras's own class has written.
+
+    A variable that an older version did not have keeps its initial value.
+    Nothing is assigned unless everything fits.
+
+    Args:
+        store: Arrays by key.
+        own: The optimizer's own variables.
+        inner: The inner optimizer's variables.
+
+    Raises:
+        ValueError: If the state does not belong to this optimizer.
+    """
+    arrays = {str(key): np.asarray(store[key]) for key in store.keys()}
+    if all(re.fullmatch(r"\d+", key) for key in arrays):
+        arrays = _from_positions(arrays, len(inner))
+    targets = {_OWN + variable.name: variable for variable in own}
+    targets |= {f"{_INNER}{n}": variable for n, variable in enumerate(inner)}
+    missing = {key for key in targets if key.startswith(_INNER)} - set(arrays)
+    surplus = set(arrays) - set(targets)
+    if missing or surplus:
+        raise ValueError(_mismatch(inner, sorted(missing), sorted(surplus)))
+    assign_all(
+        [targets[key] for key in arrays], [arrays[key] for key in arrays]
+    )
+
+
+def assign_all(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    """Assigns every value, or none if one does not fit.
+
+    Raises:
+        ValueError: If the counts or any shape differ.
+    """
+    if len(variables) != len(values):
+        raise ValueError(
+            f"The optimizer has {len(variables)} variables. Received: "
+            f"{len(values)} values. Give one for each of "
+            "`optimizer.variables`, in that order."
+        )
+    for variable, value in zip(variables, values, strict=True):
+        if tuple(variable.shape) != tuple(np.shape(value)):
+            raise ValueError(
+                f"The optimizer variable {variable.path!r} has shape "
+                f"{tuple(variable.shape)}. Received: a value of shape "
+                f"{tuple(np.shape(value))}. Build the optimizer on the "
+                "variables of the model that the state was saved with."
+            )
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _from_positions(
+    arrays: Mapping[str, np.ndarray], num_inner: int
+) -> dict[str, np.ndarray]:
+    by_position = [arrays[str(n)] for n in range(len(arrays))]
+    named: dict[str, np.ndarray] = {}
+    if len(by_position) == len(_KERAS_OWN) + num_inner:
+        own = by_position[: len(_KERAS_OWN)]
+        named = {_OWN + n: a for n, a in zip(_KERAS_OWN, own, strict=True)}
+        by_position = by_position[len(_KERAS_OWN) :]
+    # What remains is the inner optimizer's: a run without loss scaling can
+    # go on with it. `load` refuses it if the count differs.
+    inner = {f"{_INNER}{n}": array for n, array in enumerate(by_position)}
+    return named | inner
+
+
+def _mismatch(
+    inner: Sequence[Any], missing: list[str], surplus: list[str]
+) -> str:
+    return (
+        "The saved optimizer state does not fit this optimizer, whose inner "
+        f"optimizer has {len(inner)} variables. Received: a state without "
+        f"{missing} and with {surplus} besides. Load it into the optimizer "
+        "it was saved from, built on the same variables "
+        "(`optimizer.build(model.trainable_variables)`)."
+    )
+
+
+def _to_numpy(variable: Any) -> np.ndarray:
+    return np.asarray(variable.numpy())
