@@ -64,6 +64,21 @@ def check_replica_context() -> None:
         )
 
 
+def check_single_replica(what: str) -> None:
+    """Refuses what cannot work on several replicas.
+
+    Raises:
+        ValueError: If the current strategy has more than one replica.
+    """
+    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if num_replicas > 1:
+        raise ValueError(
+            f"{what} works on one replica only: a loop around the train step "
+            "cannot hold the all-reduce of several. Received: a strategy of "
+            f"{num_replicas} replicas. Leave it out; the batch is skipped."
+        )
+
+
 def sum_over_replicas(tensors: list[Any]) -> list[Any]:
     """Sums each tensor over all replicas of all workers; `None`s stay.
 

@@ -331,6 +331,11 @@ class LossScaleOptimizer(delegation.DelegatesToInner):
         """The model's variables that the optimizer was built with."""
         return list(self._trainable_variables)
 
+    @property
+    def consecutive_skips_variable(self) -> Any:
+        """The variable behind `consecutive_skips`; zero after a good step."""
+        return self._consecutive_skips
+
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Sets all of `optimizer.variables`, or none.
 
