@@ -25,10 +25,7 @@ def split(value: Any) -> tuple[Any, Any]:
         >>> float(upper[0]), int(lower[0])
         (1.0, 8)
     """
-    # A NaN with all upper mantissa bits set would carry over into -0.0.
-    quiet = ops.full_like(value, float("nan"))
-    value = ops.where(ops.isnan(value), quiet, value)
-    bits = bitcast(value, "uint32")
+    bits = bitcast(quiet(value), "uint32")
     upper = ops.right_shift(ops.add(bits, unsigned(0x8000)), unsigned(16))
     lower = ops.bitwise_and(bits, unsigned(0xFFFF))
     return (
@@ -53,6 +50,21 @@ def join(upper: Any, lower: Any) -> Any:
     # Sign-extended and added modulo 2**32.
     rest = bitcast(ops.cast(lower, "int32"), "uint32")
     return bitcast(ops.add(bits, rest), "float32")
+
+
+def quiet(value: Any) -> Any:
+    """Makes every NaN the same one.
+
+    A NaN whose mantissa bits are all set would round up into -0.0.
+
+    Args:
+        value: Float32 tensor of any shape.
+
+    Returns:
+        A tensor of the same shape and dtype.
+    """
+    nan = ops.full_like(value, float("nan"))
+    return ops.where(ops.isnan(value), nan, value)
 
 
 def fingerprint(tensor: Any) -> Any:

@@ -4,6 +4,7 @@ from typing import Any, Sequence
 
 from keras import ops
 
+from tfmix.scaling import bits
 from tfmix.scaling import inner
 
 
@@ -98,5 +99,9 @@ def refreshed(master: Any, stored: Any) -> Any:
     """
     master = ops.convert_to_tensor(master)
     stored = ops.convert_to_tensor(stored)
-    untouched = ops.equal(ops.cast(master, stored.dtype), stored)
+    rounded = ops.cast(master, stored.dtype)
+    # Compared as bits: XLA may drop a rounding whose result it computes with.
+    untouched = ops.equal(
+        bits.bitcast(rounded, "uint16"), bits.bitcast(stored, "uint16")
+    )
     return ops.where(untouched, master, ops.cast(stored, "float32"))

@@ -97,6 +97,14 @@ class Float32View(keras.Variable):
     def __jax_array__(self) -> Any:
         return self.load()
 
+    def _serialize_to_tensors(self) -> dict:
+        # Nothing of its own for a checkpoint: the model saves its variable,
+        # the wrapper what stands beside it.
+        return {}
+
+    def _restore_from_tensors(self, restored_tensors: dict) -> None:
+        pass
+
     @property
     def _unique_id(self) -> str:
         # The key under which the optimizer finds the slots of a variable.
