@@ -111,12 +111,9 @@ def _guarded_tensorflow(
     def attempt_again(data: Any) -> Any:
         distribute.check_single_replica("guard(model, retries=...)")
 
-        def body(count: Any, _: Any) -> tuple[Any, Any]:
-            return count + 1, attempt(data)[1]
-
         tf.while_loop(
             lambda count, applied: ~applied & (count <= retries),
-            body,
+            lambda count, _: (count + 1, attempt(data)[1]),
             (tf.constant(0), tf.constant(False)),
         )
         return model.get_metrics_result()
@@ -137,11 +134,9 @@ def _guarded_jax(model: Any, original: Callable, retries: int) -> Callable:
 
     def attempt(state: Any, data: Any) -> tuple[Any, Any, Any]:
         logs, after = original(state, data)
-        optimizer = model.optimizer
-        index = [id(v) for v in optimizer.variables].index(
-            id(optimizer.consecutive_skips_variable)
-        )
-        applied = ops.equal(after[2][index], 0)
+        mapping = zip(model.optimizer.variables, after[2], strict=True)
+        with keras.StatelessScope(state_mapping=mapping):
+            applied = model.optimizer.last_step_applied()
         after = (
             after[0],
             _restored(applied, after[1], state[1], only_float=True),

@@ -1,32 +1,27 @@
 """The optimizer that scales the loss and skips steps that overflowed."""
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 from keras import ops, tree
 
 from tfmix import _arguments
 from tfmix.scaling import (
     construction,
-    delegation,
     finite,
     gradients,
     health,
-    storage,
+    jax_step,
+    loop_checks,
+    scale_state,
     strategy,
     unscaled,
 )
 
-# How the variables of a loss scale's state are called in Keras's own class,
-# so that a checkpoint written by either can be read by tfmix.
-_KERAS_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
-
 
 @keras.saving.register_keras_serializable(package="tfmix")
-class LossScaleOptimizer(delegation.DelegatesToInner):
+class LossScaleOptimizer(scale_state.KeepsScaleState):
     """Wraps any Keras optimizer with loss scaling that survives every fault.
 
     A drop-in for `keras.optimizers.LossScaleOptimizer`. In each step the
@@ -69,7 +64,7 @@ class LossScaleOptimizer(delegation.DelegatesToInner):
         >>> model = keras.Sequential([keras.layers.Dense(1)])
         >>> optimizer = LossScaleOptimizer(keras.optimizers.Adam(1e-3))
         >>> model.compile(optimizer, loss="mse")
-        >>> history = model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+        >>> history = model.fit(ops.ones((4, 2)), ops.ones((4, 1)), verbose=0)
         >>> optimizer.loss_scale, optimizer.skipped_steps
         (32768.0, 0)
 
@@ -106,45 +101,9 @@ class LossScaleOptimizer(delegation.DelegatesToInner):
             name=name,
             **kwargs,
         )
-        self.rule = rule
         self.unscaled_note = unscaled.UnscaledNote()
-        self._loss_was_scaled = isinstance(rule, strategy.NoLossScale)
-        self._create_state()
-
-    @property
-    def loss_scale(self) -> float:
-        """The loss scale in force; reading it waits for the device."""
-        return float(self.rule.current(tree.map_structure(_host, self.state())))
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        wanted = np.float32(_arguments.positive("loss_scale", value))
-        state = self.rule.init()._replace(scale=wanted)
-        if float(self.rule.current(state)) != wanted:
-            raise ValueError(
-                f"{self.rule!r} does not allow this loss scale. "
-                f"Received: loss_scale={value!r}."
-            )
-        self._assign_state(state)
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps not applied so far; reading it waits for the device."""
-        return int(_host(self._skipped_steps))
-
-    @property
-    def consecutive_skips(self) -> int:
-        """Steps not applied since the last that was; waits for the device."""
-        return int(_host(self._consecutive_skips))
-
-    @property
-    def overflow_counts(self) -> dict[str, int]:
-        """Skipped steps per variable; reading it waits for the device."""
-        if not self.built:
-            return {}
-        counts = _host(self._overflow_counts).tolist()
-        paths = [_path(variable) for variable in self.model_variables]
-        return dict(zip(paths, counts, strict=True))
+        self.loss_was_scaled = isinstance(rule, strategy.NoLossScale)
+        self.create_state(rule)
 
     def check_health(
         self, max_consecutive_skips: int = health.MAX_CONSECUTIVE_SKIPS
@@ -180,7 +139,7 @@ class LossScaleOptimizer(delegation.DelegatesToInner):
             >>> float(optimizer.scale_loss(0.5))
             4.0
         """
-        self._loss_was_scaled = True
+        self.loss_was_scaled = True
         scale = self.rule.current(self.state())
 
         def scaled(value: Any) -> Any:
@@ -242,13 +201,15 @@ class LossScaleOptimizer(delegation.DelegatesToInner):
         grads = list(grads)
         if not grads:
             return ops.convert_to_tensor(False)
-        variables = self._variables_to_update(grads, trainable_variables)
-        self._warn_if_loss_was_not_scaled()
+        variables = loop_checks.variables_to_update(
+            self, grads, trainable_variables
+        )
+        loop_checks.warn_unless_loss_was_scaled(self)
         if keras.backend.backend() == "tensorflow":
-            from tfmix.scaling import tensorflow_step as step
-        else:
-            from tfmix.scaling import jax_step as step
-        return step.apply(self, grads, variables)
+            from tfmix.scaling import tensorflow_step
+
+            return tensorflow_step.apply(self, grads, variables)
+        return jax_step.apply(self, grads, variables)
 
     def apply_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
         """Applies scaled gradients, like `apply`, as Keras's `fit` calls it.
@@ -294,76 +255,13 @@ class LossScaleOptimizer(delegation.DelegatesToInner):
                 "`stateless_apply` needs a built optimizer. Call "
                 "`optimizer.build(model.trainable_variables)` first."
             )
-        from tfmix.scaling import jax_step
-
-        self._warn_if_loss_was_not_scaled()
+        loop_checks.warn_unless_loss_was_scaled(self)
         return jax_step.stateless_apply(
-            self, list(optimizer_variables), list(grads), trainable_variables
+            self,
+            list(optimizer_variables),
+            list(grads),
+            list(trainable_variables),
         )
-
-    def build(self, variables: Sequence[Any]) -> None:
-        """Creates the inner optimizer's slots and the overflow counts.
-
-        Args:
-            variables: The model's trainable variables.
-        """
-        if self.built:
-            return
-        variables = list(variables)
-        self.inner_optimizer.build(variables)
-        self._overflow_counts = self._counter(
-            "overflow_counts", shape=(len(variables),)
-        )
-        # In place: Keras would take an assigned list for its own variables.
-        self._trainable_variables.extend(variables)
-        for position, variable in enumerate(variables):
-            key = self._var_key(variable)
-            self._trainable_variables_indices[key] = position
-        self.built = True
-
-    @property
-    def own_variables(self) -> list[Any]:
-        """The variables of the loss scale and its counters."""
-        return list(self._variables)
-
-    @property
-    def model_variables(self) -> list[Any]:
-        """The model's variables that the optimizer was built with."""
-        return list(self._trainable_variables)
-
-    @property
-    def consecutive_skips_variable(self) -> Any:
-        """The variable behind `consecutive_skips`; zero after a good step."""
-        return self._consecutive_skips
-
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets all of `optimizer.variables`, or none.
-
-        Args:
-            weights: One array for each of `optimizer.variables`.
-
-        Raises:
-            ValueError: If the optimizer is not built, or a count or a shape
-                differs.
-        """
-        if not self.built:
-            raise ValueError(
-                "`set_weights` needs a built optimizer. Call "
-                "`optimizer.build(model.trainable_variables)` first."
-            )
-        storage.assign_all(self.variables, weights)
-
-    def save_own_variables(self, store: Any) -> None:
-        """Writes the whole state, the inner optimizer's included."""
-        storage.save(store, self.own_variables, self.inner_optimizer.variables)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Reads the whole state; also one that Keras's class has written.
-
-        Raises:
-            ValueError: If it does not fit. Nothing is changed then.
-        """
-        storage.load(store, self.own_variables, self.inner_optimizer.variables)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the settings; a default rule's in Keras's own form."""
@@ -398,133 +296,5 @@ class LossScaleOptimizer(delegation.DelegatesToInner):
         return self.scale_loss(loss)
 
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Does what `unscale_gradients` does, by its old tf.keras name.
-
-        Code written for tf.keras goes on to call `apply_gradients`, which
-        then does not divide again.
-        """
+        """Does what `unscale_gradients` does, by its old tf.keras name."""
         return self.unscale_gradients(grads)
-
-    def state(self) -> Any:
-        """Returns the rule's state as its named tuple of variables' values."""
-        return self._state_type(*(v.value for v in self._state_variables()))
-
-    def record(self, state: Any, applied: bool) -> None:
-        """Moves the loss scale and the counters on by one step.
-
-        Args:
-            state: What `state()` returned before the step.
-            applied: Bool, known because both outcomes are traced apart.
-        """
-        self._assign_state(self.rule.update(state, applied))
-        if applied:
-            self._consecutive_skips.assign(0)
-        else:
-            self._consecutive_skips.assign(self._consecutive_skips + 1)
-            self._skipped_steps.assign(self._skipped_steps + 1)
-
-    def count_overflows(
-        self, grads: Sequence[Any], variables: Sequence[Any]
-    ) -> None:
-        """Counts the variables whose gradient is not finite, on a skip."""
-        by_key = {
-            self._var_key(variable): gradient
-            for variable, gradient in zip(variables, grads, strict=True)
-            if gradient is not None
-        }
-        bad = [
-            ops.logical_not(finite.is_finite(by_key[key]))
-            if (key := self._var_key(variable)) in by_key
-            else ops.convert_to_tensor(False)
-            for variable in self.model_variables
-        ]
-        counts = self._overflow_counts
-        counts.assign(counts + ops.cast(ops.stack(bad), counts.dtype))
-
-    def last_step_applied(self) -> Any:
-        """Returns a boolean scalar tensor; nothing is copied to the host."""
-        return ops.equal(self._consecutive_skips.value, 0)
-
-    def _create_state(self) -> None:
-        initial = self.rule.init()
-        self._state_type = type(initial)
-        # Keras's order, so that its files can be read by position.
-        fields = sorted(initial._fields, key=lambda name: name != "good_steps")
-        for field in fields:
-            value = getattr(initial, field)
-            variable = self.add_variable(
-                shape=np.shape(value),
-                dtype="int" if isinstance(value, np.integer) else "float32",
-                initializer=keras.initializers.Constant(value),
-                name=_KERAS_NAMES.get(field, field),
-            )
-            setattr(self, _attribute(field), variable)
-        self._skipped_steps = self._counter("skipped_steps")
-        self._consecutive_skips = self._counter("consecutive_skips")
-
-    def _counter(self, name: str, shape: tuple[int, ...] = ()) -> Any:
-        return self.add_variable(
-            shape=shape, dtype="int32", initializer="zeros", name=name
-        )
-
-    def _state_variables(self) -> list[Any]:
-        fields = self._state_type._fields
-        return [vars(self)[_attribute(field)] for field in fields]
-
-    def _assign_state(self, state: Any) -> None:
-        for variable, value in zip(self._state_variables(), state, strict=True):
-            variable.assign(value)
-
-    def _variables_to_update(
-        self, grads: Sequence[Any], trainable_variables: Any
-    ) -> list[Any]:
-        if trainable_variables is not None:
-            variables = list(trainable_variables)
-            if not self.built:
-                self.build(variables)
-            self._check_variables_are_known(variables)
-        elif self.built:
-            variables = self.model_variables
-        else:
-            raise ValueError(
-                "The optimizer is not built yet, so it must be told which "
-                "variables the gradients belong to. Write "
-                "optimizer.apply(grads, model.trainable_variables)."
-            )
-        if len(grads) != len(variables):
-            raise ValueError(
-                "There must be one gradient (or None) for each variable. "
-                f"Received: {len(grads)} gradients for {len(variables)} "
-                "variables."
-            )
-        if all(gradient is None for gradient in grads):
-            raise ValueError(
-                "No gradients provided for any variable: all are None. Is "
-                "the loss computed from the model's variables, inside the "
-                "gradient tape?"
-            )
-        return variables
-
-    def _warn_if_loss_was_not_scaled(self) -> None:
-        if self._loss_was_scaled:
-            return
-        self._loss_was_scaled = True
-        warnings.warn(
-            "The gradients are divided by the loss scale, but the loss was "
-            "never multiplied by it, so every update is too small by that "
-            "factor. Write `loss = optimizer.scale_loss(loss)` inside the "
-            "gradient tape (or inside the function given to jax.grad).",
-            stacklevel=4,
-        )
-
-
-def _attribute(field: str) -> str:
-    return _KERAS_NAMES.get(field, f"_loss_scale_{field}")
-
-
-def _host(value: Any) -> np.ndarray:
-    return np.asarray(ops.convert_to_numpy(value))
-
-
-def _path(variable: Any) -> str:
-    return getattr(variable, "path", variable.name)

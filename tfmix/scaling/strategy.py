@@ -77,8 +77,10 @@ class LossScale(abc.ABC):
         by the initial one.
         """
         stored = state.scale
-        usable = _both(stored > 0, stored < math.inf)
-        return _select(usable, stored, _constant_like(self.init()[0], stored))
+        initial = _constant_like(self.init()[0], stored)
+        # Any comparison with NaN is false.
+        positive = _select(stored > 0, stored, initial)
+        return _select(positive < math.inf, positive, initial)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the settings as keyword arguments of the constructor."""
@@ -128,8 +130,7 @@ class DynamicLossScale(LossScale):
             scale no longer saves any float16 value from underflow.
 
     Raises:
-        TypeError: If a value is not a number, or a count not an integer.
-        ValueError: If a value lies outside its range.
+        TypeError, ValueError: If a value is no number, or out of range.
 
     Example:
         >>> rule = DynamicLossScale(initial_scale=8.0, growth_steps=2)
@@ -224,8 +225,7 @@ class FixedLossScale(LossScale):
             MindSpore's. Powers of two keep scaling exact.
 
     Raises:
-        TypeError: If `scale` is not a number.
-        ValueError: If `scale` is not positive and finite.
+        TypeError, ValueError: If `scale` is not a positive, finite number.
 
     Example:
         >>> float(FixedLossScale(512.0).init().scale)
@@ -298,9 +298,3 @@ def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
     if _is_number(condition):
         return if_true if condition else if_false
     return ops.where(condition, if_true, if_false)
-
-
-def _both(first: Any, second: Any) -> Any:
-    if _is_number(first) and _is_number(second):
-        return bool(first) and bool(second)
-    return ops.logical_and(first, second)

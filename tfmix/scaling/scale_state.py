@@ -1,0 +1,203 @@
+"""The variables of the loss scale and the counters, and what moves them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from tfmix import _arguments
+from tfmix.scaling import delegation, finite, storage, strategy
+
+# How the variables of a loss scale's state are called in Keras's own class,
+# so that a checkpoint written by either can be read by tfmix.
+_KERAS_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
+
+
+class KeepsScaleState(delegation.DelegatesToInner):
+    """A wrapper that holds a rule's state and counts what was skipped."""
+
+    built: bool
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale in force; reading it waits for the device."""
+        return float(self.rule.current(tree.map_structure(_host, self.state())))
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        wanted = np.float32(_arguments.positive("loss_scale", value))
+        state = self.rule.init()._replace(scale=wanted)
+        if float(self.rule.current(state)) != wanted:
+            raise ValueError(
+                f"{self.rule!r} does not allow this loss scale. "
+                f"Received: loss_scale={value!r}."
+            )
+        self._assign_state(state)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps not applied so far; reading it waits for the device."""
+        return int(_host(self._skipped_steps))
+
+    @property
+    def consecutive_skips(self) -> int:
+        """Steps not applied since the last that was; waits for the device."""
+        return int(_host(self._consecutive_skips))
+
+    @property
+    def overflow_counts(self) -> dict[str, int]:
+        """Skipped steps per variable; reading it waits for the device."""
+        if not self.built:
+            return {}
+        counts = _host(self._overflow_counts).tolist()
+        paths = [_path(variable) for variable in self.model_variables]
+        return dict(zip(paths, counts, strict=True))
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Creates the inner optimizer's slots and the overflow counts.
+
+        Args:
+            variables: The model's trainable variables.
+        """
+        if self.built:
+            return
+        variables = list(variables)
+        self.inner_optimizer.build(variables)
+        self._overflow_counts = self._counter(
+            "overflow_counts", shape=(len(variables),)
+        )
+        # In place: Keras would take an assigned list for its own variables.
+        self._trainable_variables.extend(variables)
+        for position, variable in enumerate(variables):
+            key = self._var_key(variable)
+            self._trainable_variables_indices[key] = position
+        self.built = True
+
+    @property
+    def own_variables(self) -> list[Any]:
+        """The variables of the loss scale and its counters."""
+        return list(self._variables)
+
+    @property
+    def model_variables(self) -> list[Any]:
+        """The model's variables that the optimizer was built with."""
+        return list(self._trainable_variables)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets all of `optimizer.variables`, or none.
+
+        Args:
+            weights: One array for each of `optimizer.variables`.
+
+        Raises:
+            ValueError: If the optimizer is not built, or a count or a shape
+                differs.
+        """
+        if not self.built:
+            raise ValueError(
+                "`set_weights` needs a built optimizer. Call "
+                "`optimizer.build(model.trainable_variables)` first."
+            )
+        storage.assign_all(self.variables, weights)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the whole state, the inner optimizer's included."""
+        storage.save(store, self.own_variables, self.inner_optimizer.variables)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads the whole state; also one that Keras's class has written.
+
+        Raises:
+            ValueError: If it does not fit. Nothing is changed then.
+        """
+        storage.load(store, self.own_variables, self.inner_optimizer.variables)
+
+    def state(self) -> Any:
+        """Returns the rule's state as its named tuple of variables' values."""
+        return self._state_type(*(v.value for v in self._state_variables()))
+
+    def record(self, state: Any, applied: bool) -> None:
+        """Moves the loss scale and the counters on by one step.
+
+        Args:
+            state: What `state()` returned before the step.
+            applied: Bool, known because both outcomes are traced apart.
+        """
+        self._assign_state(self.rule.update(state, applied))
+        if applied:
+            self._consecutive_skips.assign(0)
+        else:
+            self._consecutive_skips.assign(self._consecutive_skips + 1)
+            self._skipped_steps.assign(self._skipped_steps + 1)
+
+    def count_overflows(
+        self, grads: Sequence[Any], variables: Sequence[Any]
+    ) -> None:
+        """Counts the variables whose gradient is not finite, on a skip."""
+        by_key = {
+            self._var_key(variable): gradient
+            for variable, gradient in zip(variables, grads, strict=True)
+            if gradient is not None
+        }
+        bad = [
+            ops.logical_not(finite.is_finite(by_key[key]))
+            if (key := self._var_key(variable)) in by_key
+            else ops.convert_to_tensor(False)
+            for variable in self.model_variables
+        ]
+        counts = self._overflow_counts
+        counts.assign(counts + ops.cast(ops.stack(bad), counts.dtype))
+
+    def last_step_applied(self) -> Any:
+        """Returns a boolean scalar tensor; nothing is copied to the host."""
+        return ops.equal(self._consecutive_skips.value, 0)
+
+    def create_state(self, rule: strategy.LossScale) -> None:
+        """Creates a variable for each number that the rule remembers.
+
+        They exist from the start: a function that scales the loss and is
+        compiled before the first step must read the live scale.
+        """
+        self.rule = rule
+        initial = rule.init()
+        self._state_type = type(initial)
+        # Keras's order, so that its files can be read by position.
+        fields = sorted(initial._fields, key=lambda name: name != "good_steps")
+        for field in fields:
+            value = getattr(initial, field)
+            variable = self.add_variable(
+                shape=np.shape(value),
+                dtype="int" if isinstance(value, np.integer) else "float32",
+                initializer=keras.initializers.Constant(value),
+                name=_KERAS_NAMES.get(field, field),
+            )
+            setattr(self, _attribute(field), variable)
+        self._skipped_steps = self._counter("skipped_steps")
+        self._consecutive_skips = self._counter("consecutive_skips")
+
+    def _counter(self, name: str, shape: tuple[int, ...] = ()) -> Any:
+        return self.add_variable(
+            shape=shape, dtype="int32", initializer="zeros", name=name
+        )
+
+    def _state_variables(self) -> list[Any]:
+        fields = self._state_type._fields
+        return [vars(self)[_attribute(field)] for field in fields]
+
+    def _assign_state(self, state: Any) -> None:
+        for variable, value in zip(self._state_variables(), state, strict=True):
+            variable.assign(value)
+
+
+def _attribute(field: str) -> str:
+    return _KERAS_NAMES.get(field, f"_loss_scale_{field}")
+
+
+def _host(value: Any) -> np.ndarray:
+    return np.asarray(ops.convert_to_numpy(value))
+
+
+def _path(variable: Any) -> str:
+    return getattr(variable, "path", variable.name)
