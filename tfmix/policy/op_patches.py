@@ -12,31 +12,31 @@ Reaches into `keras.src`; checked on Keras 3.12.4 and 3.15.1, backends
 TensorFlow and JAX.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 
 from tfmix import _formats
+from tfmix.policy import replacements, tensors
 
 # Later Keras versions keep the op modules below `backend.ops`.
 _BACKEND_PARENTS = ("keras.src.backend", "keras.src.backend.ops")
 _OP_PARENTS = ("keras.src.ops", "keras.src.backend.ops")
 _THEMES = ("numpy", "nn", "math", "linalg", "image")
-_MARK = "_tfmix_op_rule"
+# Attribute of a 16-bit scalar that a rule made: its value in float32.
+WIDE = "_tfmix_float32"
 
-_lock = threading.RLock()
-# (owner, attribute) -> (what Keras had there, what stands there now).
-_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
+_replacements = replacements.Replacements()
 
 
-def replaced() -> list[tuple[Any, str]]:
+def replaced() -> list[replacements.Place]:
     """Returns the `(owner, attribute)` pairs that are replaced just now."""
-    return list(_replaced)
+    return _replacements.places()
 
 
 def is_op(name: str) -> bool:
@@ -59,7 +59,7 @@ def op_names() -> list[str]:
 
 
 @functools.cache
-def targets(name: str) -> tuple[tuple[Any, str], ...]:
+def targets(name: str) -> tuple[replacements.Place, ...]:
     """Finds where the work of one op is done.
 
     Args:
@@ -86,25 +86,13 @@ def replace(names: Iterable[str], in_force: Callable[[str], bool]) -> None:
         in_force: Asked on every call of a replaced op whether its rule holds
             for the caller; if not, the call goes straight to Keras.
     """
-    with _lock:
-        wanted = {place: name for name in names for place in targets(name)}
-        for place in [p for p in _replaced if p not in wanted]:
-            _restore(place)
-        for (owner, attribute), name in wanted.items():
-            if (owner, attribute) not in _replaced:
-                original = vars(owner)[attribute]
-                rule = _rule(original, name, in_force)
-                setattr(owner, attribute, rule)
-                _replaced[owner, attribute] = (original, vars(owner)[attribute])
-
-
-def _restore(place: tuple[Any, str]) -> None:
-    owner, attribute = place
-    original, rule = _replaced.pop(place)
-    # Whoever replaced the function after us keeps their version; the rule
-    # inside it then finds nothing in force and passes every call on.
-    if vars(owner).get(attribute) is rule:
-        setattr(owner, attribute, original)
+    _replacements.set(
+        {
+            place: functools.partial(_rule, name=name, in_force=in_force)
+            for name in names
+            for place in targets(name)
+        }
+    )
 
 
 def _defines(module: Any, name: str) -> bool:
@@ -135,7 +123,7 @@ def _modules(parents: tuple[str, ...]) -> list[Any]:
     return modules
 
 
-def _activation_class(name: str) -> tuple[tuple[Any, str], ...]:
+def _activation_class(name: str) -> tuple[replacements.Place, ...]:
     """Finds activations that do their own arithmetic, such as mish."""
     try:
         module = importlib.import_module("keras.src.activations.activations")
@@ -157,17 +145,16 @@ def _rule(original: Any, name: str, in_force: Callable[[str], bool]) -> Any:
     def rule(*args: Any, **kwargs: Any) -> Any:
         if not in_force(name):
             return function(*args, **kwargs)
-        source = _only_16_bit(args, kwargs)
+        source = tensors.only_16_bit((args, kwargs))
         wanted = _wanted_dtype(args, kwargs, dtype_at)
         if source is None or wanted not in (None, *_formats.SIXTEEN_BIT):
             return function(*args, **kwargs)
-        args, kwargs = _map((args, kwargs), _to_float32)
+        args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
         if wanted is not None:
             args, kwargs = _with_float32(args, kwargs, dtype_at)
         result = function(*args, **kwargs)
         return _narrowed(result, wanted or source)
 
-    setattr(rule, _MARK, name)
     return staticmethod(rule) if static else rule
 
 
@@ -191,64 +178,20 @@ def _with_float32(
     return args, {**kwargs, "dtype": "float32"}
 
 
-def _only_16_bit(args: tuple, kwargs: dict) -> str | None:
-    """Returns the 16-bit dtype all float arguments share, else None."""
-    seen: set[str] = set()
-
-    def note(value: Any) -> Any:
-        seen.add(_float_dtype(value))
-        return value
-
-    _map((args, kwargs), note)
-    seen.discard("")
-    if len(seen) == 1 and seen <= set(_formats.SIXTEEN_BIT):
-        return seen.pop()
-    return None
-
-
-def _float_dtype(value: Any) -> str:
-    """Returns a tensor's float dtype, "" for what a rule does not touch."""
-    dtype = getattr(value, "dtype", None)
-    if dtype is None or isinstance(value, type):
-        return ""
-    try:
-        name = keras.backend.standardize_dtype(dtype)
-    except (TypeError, ValueError):
-        return ""
-    if not name.startswith(("float", "bfloat", "complex")):
-        return ""
-    return name if _is_dense(value) else "sparse"
-
-
-def _is_dense(value: Any) -> bool:
-    # Sparse and ragged tensors of both backends carry their parts under
-    # these names; `is_tensor` alone is true for a `tf.SparseTensor`.
-    parts = ("indices", "row_splits")
-    return not any(hasattr(type(value), part) for part in parts) and (
-        not hasattr(value, "todense")
-    )
-
-
-def _to_float32(value: Any) -> Any:
-    if _float_dtype(value) in _formats.SIXTEEN_BIT:
-        return keras.ops.cast(value, "float32")
-    return value
-
-
 def _narrowed(result: Any, dtype: str) -> Any:
     def narrow(value: Any) -> Any:
-        if _float_dtype(value) != "float32":
+        if tensors.float_dtype(value) != "float32":
             return value
-        return keras.ops.cast(value, dtype)
+        return _remembering(keras.ops.cast(value, dtype), value)
 
-    return _map(result, narrow)
+    return tensors.map_leaves(result, narrow)
 
 
-def _map(nest: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(nest, dict):
-        return {key: _map(value, function) for key, value in nest.items()}
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(_map(value, function) for value in nest))
-    if type(nest) in (tuple, list):
-        return type(nest)(_map(value, function) for value in nest)
-    return function(nest)
+def _remembering(narrow: Any, wide: Any) -> Any:
+    """Notes a scalar's float32 value, for `add_loss` of a large penalty."""
+    if len(wide.shape) == 0:
+        # JAX arrays take no attributes; the penalty is then what the 16-bit
+        # format can hold.
+        with contextlib.suppress(AttributeError):
+            setattr(narrow, WIDE, wide)
+    return narrow

@@ -1,19 +1,17 @@
 """Op rules: which `keras.ops` run in float32 on 16-bit input, and where."""
 
 import contextlib
-import contextvars
 import difflib
-import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from tfmix.policy import op_patches
+from tfmix.policy import op_patches, switchboard
 
-# What NNabla (Softmax, CumSum, float sums in Sum, Mean, Prod), MXNet (`amp/lists/symbol_fp16.py`, 137 ops), MindSpore
-# (`auto_blacklist`) and torch.autocast (`ATen/autocast_mode.h`) keep in
-# float32, in Keras's names. Element-wise ops whose only danger is the range
-# of their result (square, multiply, divide) are left out: the result goes
-# back to 16 bit, so float32 would cost two casts and change nothing.
+# What NNabla (Softmax, CumSum, CumProd, float sums), MXNet (137 ops of
+# `amp/lists/symbol_fp16.py`), MindSpore (`auto_blacklist`) and torch.autocast
+# (`ATen/autocast_mode.h`) keep in float32, in Keras's names. Element-wise ops
+# whose only danger is the range of their result (square, multiply, divide)
+# are left out: the result goes back to 16 bit, so float32 would cost two
+# casts and change nothing.
 DEFAULT_FLOAT32_OPS: tuple[str, ...] = (
     # Softmax and what is built like it.
     "softmax",
@@ -71,15 +69,7 @@ DEFAULT_FLOAT32_OPS: tuple[str, ...] = (
     "psnr",
 )
 
-_lock = threading.RLock()
-_installed: frozenset[str] = frozenset()
-_standing: frozenset[str] = frozenset()
-# How many `in_force` blocks of all threads need each op just now.
-_borrowed: Counter[str] = Counter()
-# The rules of the innermost `in_force` block of this thread or task.
-_local: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar(
-    "tfmix_float32_ops", default=None
-)
+_board = switchboard.Switchboard("tfmix_float32_ops", op_patches.replace)
 
 
 def default_float32_ops(
@@ -170,11 +160,7 @@ def install(names: Iterable[str]) -> None:
     Raises:
         TypeError, ValueError: As `resolve`; nothing is changed then.
     """
-    global _installed
-    resolved = frozenset(resolve(names))
-    with _lock:
-        _installed = resolved
-        _refresh()
+    _board.install(resolve(names))
 
 
 def uninstall() -> None:
@@ -184,7 +170,7 @@ def uninstall() -> None:
 
 def installed() -> list[str]:
     """Returns the names `install` put in force, sorted, as a copy."""
-    return sorted(_installed)
+    return sorted(_board.installed)
 
 
 @contextlib.contextmanager
@@ -207,31 +193,8 @@ def in_force(names: Iterable[str]) -> Iterator[None]:
         ...     float(keras.ops.sum(ones * 3))
         12288.0
     """
-    rules = frozenset(resolve(names))
-    with _lock:
-        _borrowed.update(rules)
-        _refresh()
-    token = _local.set(rules)
-    try:
+    with _board.block(resolve(names)):
         yield
-    finally:
-        _local.reset(token)
-        with _lock:
-            _borrowed.subtract(rules)
-            _refresh()
-
-
-def _is_in_force(name: str) -> bool:
-    local = _local.get()
-    return name in (_installed if local is None else local)
-
-
-def _refresh() -> None:
-    global _standing
-    names = _installed | {op for op, users in _borrowed.items() if users > 0}
-    if names != _standing:
-        op_patches.replace(names, _is_in_force)
-        _standing = names
 
 
 def _check_known(name: str) -> None:

@@ -1,0 +1,75 @@
+"""Finds the 16-bit float tensors in a nest of arguments, and widens them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfmix import _formats
+
+
+def float_dtype(value: Any) -> str:
+    """Returns a tensor's float dtype.
+
+    Args:
+        value: Anything; tensors, variables and NumPy arrays have a dtype.
+
+    Returns:
+        The dtype's name, `"sparse"` for sparse and ragged float tensors, and
+        `""` for integers and for what is no tensor.
+
+    Example:
+        >>> import numpy as np
+        >>> float_dtype(np.float16(1)), float_dtype(1.0)
+        ('float16', '')
+    """
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or isinstance(value, type):
+        return ""
+    try:
+        name = keras.backend.standardize_dtype(dtype)
+    except (TypeError, ValueError):
+        return ""
+    if not name.startswith(("float", "bfloat", "complex")):
+        return ""
+    return name if _is_dense(value) else "sparse"
+
+
+def is_16_bit(value: Any) -> bool:
+    """Says whether a value is a dense float16 or bfloat16 tensor."""
+    return float_dtype(value) in _formats.SIXTEEN_BIT
+
+
+def only_16_bit(nest: Any) -> str | None:
+    """Returns the 16-bit dtype all float tensors of a nest share, else None."""
+    seen: set[str] = set()
+    map_leaves(nest, lambda value: seen.add(float_dtype(value)))
+    seen.discard("")
+    if len(seen) == 1 and seen <= set(_formats.SIXTEEN_BIT):
+        return seen.pop()
+    return None
+
+
+def widen(value: Any) -> Any:
+    """Casts a 16-bit tensor to float32 and leaves anything else alone."""
+    return keras.ops.cast(value, "float32") if is_16_bit(value) else value
+
+
+def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
+    """Applies a function to the leaves of lists, tuples and dicts."""
+    if isinstance(nest, dict):
+        return {k: map_leaves(v, function) for k, v in nest.items()}
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(map_leaves(v, function) for v in nest))
+    if type(nest) in (tuple, list):
+        return type(nest)(map_leaves(v, function) for v in nest)
+    return function(nest)
+
+
+def _is_dense(value: Any) -> bool:
+    # Sparse and ragged tensors of both backends carry their parts under
+    # these names; `is_tensor` alone is true for a `tf.SparseTensor`.
+    parts = ("indices", "row_splits")
+    return not any(hasattr(type(value), part) for part in parts) and (
+        not hasattr(value, "todense")
+    )
