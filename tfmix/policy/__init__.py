@@ -1,0 +1,1 @@
+"""Which dtype is used where: policies, their rules, and how Keras gets them."""

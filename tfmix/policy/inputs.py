@@ -1,0 +1,131 @@
+"""Inputs a cast would destroy reach the layer that needs them uncast.
+
+A subclassed model or a layer of the user's casts float inputs to 16 bit before
+its `call` runs, so ids given as floats arrive at an `Embedding` rounded (2049
+becomes 2048) and raw features at a `Normalization` without their digits. Here
+such a layer remembers what it cast, on the tensor itself, and the layers that
+need the exact values look there.
+
+Reaches into `keras.src`; checked on Keras 3.12.4 and 3.15.1.
+"""
+
+import functools
+import types
+from typing import Any
+
+import keras
+from absl import logging
+
+from tfmix import _formats
+
+_ATTRIBUTE = "_tfmix_uncast"
+_CALL = "call"
+_CONVERT = "convert_input"
+# Whole numbers above these are no longer exact: 2 to the significand's bits.
+_EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
+_DATA_LAYERS = ("DataLayer", "TFDataLayer")
+
+
+def keep_exact(layer: Any) -> None:
+    """Lets one layer remember, or look up, what was cast before it.
+
+    Args:
+        layer: Any layer; most need nothing and are left alone.
+    """
+    names = {base.__name__ for base in type(layer).__mro__}
+    if "Embedding" in names:
+        _look_up_ids(layer)
+    elif names.intersection(_DATA_LAYERS):
+        _use_converter(layer, _recover)
+    elif not _is_kerass_own(type(layer)):
+        _use_converter(layer, _remember)
+
+
+def forget_exact(layer: Any) -> None:
+    """Takes back what `keep_exact` attached.
+
+    Args:
+        layer: Any layer.
+    """
+    vars(layer.dtype_policy).pop(_CONVERT, None)
+    call = vars(layer).get(_CALL)
+    if getattr(call, "_tfmix_look_up", False):
+        object.__delattr__(layer, _CALL)
+
+
+def _is_kerass_own(layer_class: type) -> bool:
+    return layer_class.__module__.split(".")[0] == "keras"
+
+
+def _use_converter(layer: Any, convert: Any) -> None:
+    """Gives the layer a policy of its own with another `convert_input`."""
+    policy = layer.dtype_policy
+    if type(policy) is not keras.DTypePolicy:
+        return
+    own = keras.DTypePolicy(policy.name)
+    vars(own)[_CONVERT] = types.MethodType(convert, own)
+    object.__setattr__(layer, "_dtype_policy", own)
+
+
+def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
+    tensor = type(policy).convert_input(policy, x, False, dtype)
+    converted = type(policy).convert_input(policy, tensor, autocast, dtype)
+    if converted is not tensor:
+        _tensor_attributes().set_tensor_attr(converted, _ATTRIBUTE, tensor)
+    return converted
+
+
+def _recover(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
+    return type(policy).convert_input(policy, _uncast(x), autocast, dtype)
+
+
+def _uncast(x: Any) -> Any:
+    """Returns what a tensor was before a layer cast it, else the tensor."""
+    if not (keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor)):
+        return x
+    original = _tensor_attributes().get_tensor_attr(x, _ATTRIBUTE)
+    return x if original is None else original
+
+
+def _look_up_ids(layer: Any) -> None:
+    original = layer.call
+
+    @functools.wraps(original)
+    def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        ids = _uncast(inputs)
+        _warn_of_rounded_ids(layer, ids)
+        return original(ids, *args, **kwargs)
+
+    call._tfmix_look_up = True  # type: ignore[attr-defined]
+    object.__setattr__(layer, _CALL, call)
+
+
+def _warn_of_rounded_ids(layer: Any, ids: Any) -> None:
+    dtype = keras.backend.standardize_dtype(ids.dtype)
+    if dtype not in _formats.SIXTEEN_BIT:
+        return
+    if layer.input_dim <= _EXACT_UP_TO[dtype] or _only_shapes():
+        return
+    # A model meets this while it is traced, so a few times, not each step.
+    logging.warning(
+        "tfmix: ids reach Embedding %r as %s, which rounds whole numbers "
+        "above %d, and it has %d rows. Feed ids as integers, or slice and "
+        "cast them to 'int32' in a layer made with autocast=False.",
+        layer.name,
+        dtype,
+        _EXACT_UP_TO[dtype],
+        layer.input_dim,
+    )
+
+
+def _only_shapes() -> bool:
+    """Says whether Keras infers shapes, on stand-ins that remember nothing."""
+    from keras.src.backend.common import symbolic_scope
+
+    return bool(symbolic_scope.in_symbolic_scope())
+
+
+def _tensor_attributes() -> Any:
+    from keras.src.backend.common import tensor_attributes
+
+    return tensor_attributes

@@ -1,0 +1,86 @@
+"""The names a policy may have, and what people write instead of them."""
+
+import difflib
+from typing import Any
+
+from tfmix import _formats
+from tfmix.policy import rules
+
+DTYPE_NAMES = (
+    "float32",
+    "mixed_float16",
+    "mixed_bfloat16",
+    "float16",
+    "bfloat16",
+)
+NAMES = (*DTYPE_NAMES, "auto", *rules.LEVELS)
+
+# What people write who come from other libraries.
+_ALIASES = {
+    "fp16": "mixed_float16",
+    "bf16": "mixed_bfloat16",
+    "fp32": "float32",
+    "half": "mixed_float16",
+    "float": "float32",
+    "single": "float32",
+    "bfloat": "mixed_bfloat16",
+    "full": "float32",
+    "mixed": "mixed_float16",
+    "amp": "mixed_float16",
+    "16": "mixed_float16",
+    "16-mixed": "mixed_float16",
+    "bf16-mixed": "mixed_bfloat16",
+    "mixed_fp16": "mixed_float16",
+    "mixed_bf16": "mixed_bfloat16",
+    "mixed_half": "mixed_float16",
+    "mixed_precision": "mixed_float16",
+    "mixed_float32": "float32",
+    "f16": "float16",
+    "o0": "O0",
+    "o1": "O1",
+    "o2": "O2",
+    "o3": "O3",
+}
+
+
+def check(name: Any) -> None:
+    """Refuses what is no policy's name, and says which was meant.
+
+    Args:
+        name: What a user gave.
+
+    Raises:
+        TypeError: If `name` is no string.
+        ValueError: If it is none of the names.
+
+    Example:
+        >>> check("O2")
+    """
+    allowed = f"one of {list(NAMES)}"
+    if not isinstance(name, str):
+        dtype = getattr(name, "name", None) or getattr(name, "__name__", "")
+        hint = f" Did you mean {dtype!r}?" if dtype in DTYPE_NAMES else ""
+        if dtype in _formats.SIXTEEN_BIT:
+            hint = f" Did you mean 'mixed_{dtype}', or pure {dtype!r}?"
+        raise TypeError(
+            f"A policy's name must be a string, {allowed}. "
+            f"Received: name={name!r} of type {type(name).__name__}.{hint}"
+        )
+    if name not in NAMES:
+        raise ValueError(
+            f"A policy's name must be {allowed}. "
+            f"Received: name={name!r}. Did you mean {_nearest(name)!r}?"
+        )
+
+
+def _nearest(name: str) -> str:
+    key = name.strip().lower()
+    if key in _ALIASES:
+        return _ALIASES[key]
+    # One letter is enough to make "bool" look like "O3".
+    level = key.startswith("o") and len(key) <= 3
+    known = rules.LEVELS if level else (*DTYPE_NAMES, "auto", *_ALIASES)
+    lower = {candidate.lower(): candidate for candidate in known}
+    close = difflib.get_close_matches(key, lower, n=1, cutoff=0.0)
+    found = lower[close[0]]
+    return _ALIASES.get(found, found)

@@ -1,0 +1,252 @@
+"""`Policy`: a dtype policy with a list of what stays in float32."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from tfmix import _formats
+
+# Not the module: `tfmix.devices` is the public function of that name.
+from tfmix.devices import auto_policy
+from tfmix.policy import names, ops, rules
+
+
+class Policy(keras.DTypePolicy):
+    """A dtype policy, and the layers and ops it leaves in float32.
+
+    Use it where a name is not enough: to keep more, or less, in float32 than
+    the defaults. On layers and in saved models it stands as the plain
+    `keras.DTypePolicy` of the same name, which loads without tfmix.
+
+    Args:
+        name: String. `"float32"`, `"mixed_float16"`, `"mixed_bfloat16"`,
+            `"float16"`, `"bfloat16"`; `"auto"`, which asks the hardware; or a
+            level, `"O0"` to `"O3"`.
+        float32_layers: List of layers kept in float32, the whole list: layer
+            classes, class names, or regular expressions matched whole against
+            a layer's name or path. Defaults to what was measured to break;
+            `rules.default_float32_layers(add=[...])` extends it.
+        float32_ops: List of `keras.ops` computed in float32, the whole list.
+            Defaults to the reductions and exponentials other libraries keep;
+            `ops.default_float32_ops(add=[...])` extends it.
+        keep_batchnorm_fp32: Boolean, whether `BatchNormalization` computes
+            and answers in float32. Defaults to the level's choice, without a
+            level to `False`: Keras keeps its statistics in float32 anyway.
+
+    Raises:
+        TypeError: If `name` or a list has the wrong type.
+        ValueError: If `name` is none of the above, or a list names something
+            twice or something unknown.
+
+    Example:
+        >>> policy = Policy("mixed_float16", float32_layers=["head"])
+        >>> policy.compute_dtype, policy.variable_dtype
+        ('float16', 'float32')
+        >>> policy.float32_layers
+        ['head']
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        float32_layers: Iterable[rules.RuleItem] | None = None,
+        float32_ops: Iterable[str] | None = None,
+        keep_batchnorm_fp32: bool | None = None,
+    ) -> None:
+        names.check(name)
+        level = rules.LEVELS.get(name)
+        self.level = name if level else None
+        self._only_matmuls = bool(level and level.only_matmuls)
+        dtypes = level.policy if level else name
+        super(Policy, self).__init__(  # noqa: UP008, see `__class__`
+            auto_policy() if name == "auto" else dtypes
+        )
+        defaults = level.rules if level else rules.DEFAULT_LAYER_RULES
+        if float32_layers is None:
+            float32_layers = [rule.layer_class for rule in defaults]
+        self._float32_layers = rules.resolve(float32_layers)
+        if float32_ops is None:
+            with_ops = level.op_rules if level else True
+            float32_ops = ops.DEFAULT_FLOAT32_OPS if with_ops else ()
+        self._float32_ops = ops.resolve(float32_ops)
+        self._keep_batchnorm = _batchnorm(keep_batchnorm_fp32, level)
+        # Keras asks for it on every layer made.
+        self._plain = keras.DTypePolicy(self.name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # Keras writes `obj.__class__` into a saved model: this makes it the
+        # plain class, which loads without tfmix. `type(policy)` and
+        # `isinstance` still say `Policy`. It is also why `super()` above is
+        # spelt out: the short form needs this name for itself.
+        return keras.DTypePolicy
+
+    @property
+    def float32_layers(self) -> list[rules.RuleItem]:
+        """The layers kept in float32, as a copy."""
+        return list(self._float32_layers)
+
+    @property
+    def float32_ops(self) -> list[str]:
+        """The ops computed in float32, as a copy."""
+        return list(self._float32_ops)
+
+    @property
+    def keep_batchnorm_fp32(self) -> bool:
+        """Whether `BatchNormalization` computes and answers in float32."""
+        return self._keep_batchnorm
+
+    @property
+    def has_default_rules(self) -> bool:
+        """Whether the rules are those of the bare name."""
+        return self._content() == Policy(self.name)._content()
+
+    def why_float32(
+        self, layer_class: type, name: str, path: str | None = None
+    ) -> str | None:
+        """Says why a layer stays in float32 under this policy.
+
+        Args:
+            layer_class: The layer's class.
+            name: The layer's name.
+            path: Its path, `None` where it is not known yet.
+
+        Returns:
+            The reason; `None` if the layer computes in the policy's dtype.
+
+        Example:
+            >>> Policy("float32").why_float32(keras.layers.Softmax, "softmax")
+        """
+        if self.compute_dtype not in _formats.SIXTEEN_BIT:
+            return None
+        for item in self._float32_layers:
+            if rules.matches(item, layer_class, name, path):
+                return _reason(item)
+        kept = rules.BATCH_NORMALIZATION
+        if self._keep_batchnorm and rules.matches(
+            kept.layer_class, layer_class, name
+        ):
+            return kept.why
+        return None
+
+    def outside_white_list(self, layer_class: type) -> bool:
+        """Says whether level O1 leaves a class in float32: no matmul in it."""
+        return self._only_matmuls and not any(
+            base.__name__ in rules.MATMUL_LAYERS for base in layer_class.__mro__
+        )
+
+    def get_config(self) -> dict[str, str]:
+        """Returns the plain policy's configuration: the name."""
+        return {"name": self.name}
+
+    def __repr__(self) -> str:
+        shown = [repr(self.level or self.name)]
+        bare = Policy(self.level or self.name)
+        for field in ("float32_layers", "float32_ops", "keep_batchnorm_fp32"):
+            if getattr(self, field) != getattr(bare, field):
+                shown.append(f"{field}={getattr(self, field)!r}")
+        return f"Policy({', '.join(shown)})"
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is Policy:
+            return self._content() == other._content()
+        if isinstance(other, keras.DTypePolicy):
+            # Equal objects must act alike wherever a policy is asked for.
+            plain_class = type(other) in (
+                keras.DTypePolicy,
+                keras.FloatDTypePolicy,
+            )
+            same_name = plain_class and self.name == other.name
+            return same_name and self.has_default_rules
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._content())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # `copy` and `pickle` would look `__class__` up and lose the rules.
+        return _rebuild, (self.level or self.name, self._content())
+
+    def _content(self) -> tuple[Any, ...]:
+        return (
+            self.name,
+            self._float32_layers,
+            self._float32_ops,
+            self._keep_batchnorm,
+            self._only_matmuls,
+        )
+
+
+def with_rules(policy: keras.DTypePolicy) -> Policy:
+    """Finds the rules that go with any policy of Keras's.
+
+    Args:
+        policy: A `Policy`, a plain `keras.DTypePolicy`, a map or a quantized
+            policy.
+
+    Returns:
+        The policy itself if it has rules; else one of the same compute dtype
+        with the default rules.
+
+    Example:
+        >>> with_rules(keras.DTypePolicy("mixed_float16"))
+        Policy('mixed_float16')
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if policy.name in names.DTYPE_NAMES:
+        return Policy(policy.name)
+    dtype = policy.compute_dtype
+    mixed = policy.variable_dtype != dtype
+    if dtype in _formats.SIXTEEN_BIT:
+        return Policy(f"mixed_{dtype}" if mixed else dtype)
+    return Policy("float32")
+
+
+def plain(policy: keras.DTypePolicy) -> keras.DTypePolicy:
+    """Returns what Keras may keep: the plain policy of the same name."""
+    return policy._plain if isinstance(policy, Policy) else policy
+
+
+def _batchnorm(value: Any, level: rules.Level | None) -> bool:
+    if value is None:
+        return bool(level and level.keep_batchnorm_fp32)
+    if not isinstance(value, bool):
+        raise TypeError(
+            "`keep_batchnorm_fp32` must be True, False or None. "
+            f"Received: keep_batchnorm_fp32={value!r}."
+        )
+    return value
+
+
+def _reason(item: rules.RuleItem) -> str:
+    known = (
+        *rules.DEFAULT_LAYER_RULES,
+        rules.LAYER_NORMALIZATION,
+        rules.BATCH_NORMALIZATION,
+    )
+    for rule in known:
+        if rule.layer_class == item:
+            return rule.why
+    shown = item.__name__ if isinstance(item, type) else repr(item)
+    return f"listed in float32_layers: {shown}"
+
+
+def _rebuild(name: str, content: tuple[Any, ...]) -> Policy:
+    _, layers, op_names, batchnorm, _ = content
+    return Policy(
+        name,
+        float32_layers=layers,
+        float32_ops=op_names,
+        keep_batchnorm_fp32=batchnorm,
+    )
+
+
+def is_sixteen_bit(policy: keras.DTypePolicy) -> bool:
+    """Says whether a policy, or any policy of a map, computes in 16 bit."""
+    parts = [policy]
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        parts += [policy[key] for key in policy]
+    return any(part.compute_dtype in _formats.SIXTEEN_BIT for part in parts)

@@ -1,0 +1,250 @@
+"""Layer rules: which layers a 16-bit policy leaves in float32, and why."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+RuleItem = str | type
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRule:
+    """A class of Keras layers that stays in float32.
+
+    Attributes:
+        layer_class: The class's name; subclasses fall under the rule, too.
+        why: The reason, as reports print it.
+    """
+
+    layer_class: str
+    why: str
+
+
+_NORMALISED = "a sum of squares leaves float16's range"
+_AVERAGED = "the sum overflows before it is divided"
+_RAW = "raw features lose their digits in 16 bit"
+_SOFTMAX = "probabilities lose their small values, and logits recovery"
+
+# Measured on Keras 3.12 and 3.15 by `benchmarks/layers.py`: each either gives
+# a non-finite or wrong result on input well inside the format's range, or is
+# cheap beside the matmuls around it and destroys what it is given.
+DEFAULT_LAYER_RULES: tuple[LayerRule, ...] = (
+    LayerRule("Softmax", _SOFTMAX),
+    LayerRule("UnitNormalization", _NORMALISED),
+    LayerRule("Dot", _NORMALISED),
+    LayerRule("BaseGlobalPooling", _AVERAGED),
+    LayerRule("GlobalAveragePooling1D", _AVERAGED),
+    LayerRule("GlobalAveragePooling2D", _AVERAGED),
+    LayerRule("GlobalAveragePooling3D", _AVERAGED),
+    LayerRule("AveragePooling1D", _AVERAGED),
+    LayerRule("AveragePooling2D", _AVERAGED),
+    LayerRule("AveragePooling3D", _AVERAGED),
+    LayerRule("Average", _AVERAGED),
+    # The bases of all preprocessing layers, Keras 3.15's name and 3.12's.
+    LayerRule("DataLayer", _RAW),
+    LayerRule("TFDataLayer", _RAW),
+)
+
+BATCH_NORMALIZATION = LayerRule(
+    "BatchNormalization", "the level keeps batch normalisation in float32"
+)
+LAYER_NORMALIZATION = LayerRule(
+    "LayerNormalization", "the level keeps layer normalisation in float32"
+)
+
+# MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, and attention,
+# whose matmuls are its work.
+MATMUL_LAYERS: tuple[str, ...] = (
+    "Dense",
+    "EinsumDense",
+    "BaseConv",
+    "BaseConvTranspose",
+    "BaseDepthwiseConv",
+    "BaseSeparableConv",
+    "LSTMCell",
+    "GRUCell",
+    "SimpleRNNCell",
+    "RNN",
+    "Attention",
+    "MultiHeadAttention",
+    "GroupedQueryAttention",
+    "PReLU",
+    "ReLU",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """One of MindSpore's and Apex's levels, in tfmix's terms.
+
+    Attributes:
+        policy: The name of the dtype policy.
+        only_matmuls: Whether only matmul layers compute in 16 bit.
+        rules: Layer rules of the level.
+        op_rules: Whether the default op rules are in force.
+        keep_batchnorm_fp32: Whether batch normalisation stays in float32.
+        loss_scale: `"dynamic"` or `None`.
+    """
+
+    policy: str
+    only_matmuls: bool
+    rules: tuple[LayerRule, ...]
+    op_rules: bool
+    keep_batchnorm_fp32: bool
+    loss_scale: str | None
+
+
+LEVELS: dict[str, Level] = {
+    # Everything in float32: Apex's and MindSpore's baseline.
+    "O0": Level("float32", False, (), False, False, None),
+    # Only what is on the white list computes in 16 bit. The loss is scaled,
+    # as in Apex; MindSpore leaves that to its user.
+    "O1": Level(
+        "mixed_float16", True, DEFAULT_LAYER_RULES, True, True, "dynamic"
+    ),
+    # Everything but the black list: batch and layer normalisation, and what
+    # tfmix measured.
+    "O2": Level(
+        "mixed_float16",
+        False,
+        (LAYER_NORMALIZATION, *DEFAULT_LAYER_RULES),
+        True,
+        True,
+        "dynamic",
+    ),
+    # Everything, variables included: the speed limit, not a recipe.
+    "O3": Level("float16", False, (), False, False, None),
+}
+
+
+def default_float32_layers(
+    *, add: Iterable[RuleItem] = (), remove: Iterable[str] = ()
+) -> list[RuleItem]:
+    """Returns the default rules, extended or shortened, as a fresh list.
+
+    Use it to write a policy's own list:
+    `Policy("mixed_float16", float32_layers=default_float32_layers(add=[...]))`.
+
+    Args:
+        add: Items to append: layer classes, class names, or regular
+            expressions. Defaults to none.
+        remove: Names of the default list to leave out. Defaults to none.
+
+    Returns:
+        A list of rule items; changing it changes nothing else.
+
+    Raises:
+        ValueError: If an item of `add` is there already, or one of `remove`
+            is not.
+
+    Example:
+        >>> "Softmax" in default_float32_layers(remove=["Dot"])
+        True
+    """
+    names = [rule.layer_class for rule in DEFAULT_LAYER_RULES]
+    removed = list(remove)
+    for name in removed:
+        if name not in names:
+            close = difflib.get_close_matches(str(name), names, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(
+                "`remove` may only name layers of the default list, "
+                f"{names}. Received: {name!r}.{hint}"
+            )
+    kept = [name for name in names if name not in removed]
+    return list(resolve([*kept, *add]))
+
+
+def resolve(items: Iterable[RuleItem]) -> tuple[RuleItem, ...]:
+    """Checks a list of layer rules.
+
+    Args:
+        items: Layer classes, class names, or regular expressions that are
+            matched whole against a layer's name or path.
+
+    Returns:
+        The items as a tuple, in their order.
+
+    Raises:
+        TypeError: If `items` is no list, or an item is neither a layer class
+            nor a string.
+        ValueError: If an item appears twice or is no regular expression.
+
+    Example:
+        >>> resolve(["Softmax", "decoder/.*"])
+        ('Softmax', 'decoder/.*')
+    """
+    if isinstance(items, str | type) or not isinstance(items, Iterable):
+        raise TypeError(
+            "`float32_layers` must be a list, for example ['Softmax', "
+            f"'head.*']. Received: float32_layers={items!r}."
+        )
+    seen: list[RuleItem] = []
+    for item in items:
+        _check(item)
+        if item in seen:
+            raise ValueError(
+                f"`float32_layers` names {item!r} twice. Leave one out."
+            )
+        seen.append(item)
+    return tuple(seen)
+
+
+def matches(
+    item: RuleItem, layer_class: type, name: str, path: str | None = None
+) -> bool:
+    """Says whether a layer falls under a rule.
+
+    Args:
+        item: A layer class, a class name or a regular expression.
+        layer_class: The layer's class; bases count.
+        name: The layer's name.
+        path: Its path, `None` where it is not known yet.
+
+    Returns:
+        True if the rule names the class, or matches the whole name or path.
+
+    Example:
+        >>> matches("head.*", keras.layers.Dense, "head_1")
+        True
+    """
+    if isinstance(item, type):
+        return issubclass(layer_class, item)
+    if any(base.__name__ == item for base in layer_class.__mro__):
+        return True
+    places = (name,) if path is None else (name, path)
+    return any(re.fullmatch(item, place) for place in places)
+
+
+def needs_path(items: Iterable[RuleItem]) -> bool:
+    """Says whether a rule could match a path that is no plain name."""
+    return any(
+        isinstance(item, str) and not item.isidentifier() for item in items
+    )
+
+
+def _check(item: Any) -> None:
+    if isinstance(item, type):
+        if not issubclass(item, keras.Layer):
+            raise TypeError(
+                "A class in `float32_layers` must be a Keras layer. "
+                f"Received: {item!r}."
+            )
+        return
+    if not isinstance(item, str):
+        raise TypeError(
+            "`float32_layers` takes layer classes, class names and regular "
+            f"expressions. Received: {item!r} of type {type(item).__name__}."
+            + (" Name its class or its name." * isinstance(item, keras.Layer))
+        )
+    try:
+        re.compile(item)
+    except re.error as error:
+        raise ValueError(
+            "A string in `float32_layers` must be a class name or a regular "
+            f"expression. Received: {item!r}, which is neither: {error}."
+        ) from error
