@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import inspect
 import pathlib
 
 import pytest
@@ -18,6 +19,10 @@ LAYERS = (
     ("cli",),
     ("__init__", "__main__"),
 )
+# The public function `tfmix.devices` hides the module of the same name once
+# `import tfmix` is through, so a late `from tfmix import devices` would get the
+# one or the other by chance.
+HIDDEN = {"devices"}
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 
@@ -43,6 +48,10 @@ def imports(path, names):
                 continue
             for alias in node.names:
                 dotted = f"{node.module}.{alias.name}"
+                assert _strip(dotted) not in HIDDEN, (
+                    f"{path}: write `from {dotted} import ...`, the function "
+                    "of the module's name hides it"
+                )
                 if not {_strip(dotted), f"{_strip(dotted)}.__init__"} & names:
                     dotted = node.module
                 found.add(_target(dotted, names, path))
@@ -108,6 +117,17 @@ def test_imports_point_downwards():
     check_downwards(graph_of(PACKAGE))
 
 
+def test_the_names_that_hide_their_module_are_known():
+    import tfmix
+
+    functions = {
+        name
+        for name in tfmix.__all__
+        if not inspect.ismodule(getattr(tfmix, name))
+    }
+    assert functions & set(modules(PACKAGE)) == HIDDEN
+
+
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
     """A package with our layout, to inject faults into."""
@@ -116,7 +136,9 @@ def copied(tmp_path, monkeypatch):
         (tmp_path / name / "__init__.py").write_text('"""Empty."""\n')
     (tmp_path / "_formats.py").write_text("import math\n")
     (tmp_path / "devices.py").write_text("from tfmix import _formats\n")
-    (tmp_path / "policy" / "policy.py").write_text("from tfmix import devices")
+    (tmp_path / "policy" / "policy.py").write_text(
+        "from tfmix.devices import devices\n"
+    )
     (tmp_path / "scaling" / "guard.py").write_text("import tfmix._formats\n")
     (tmp_path / "__init__.py").write_text("from tfmix import policy\n")
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
@@ -157,6 +179,7 @@ def test_an_injected_upward_arrow_is_found(copied):
         ("from tfmix.policy import Policy", "imports the package"),
         ("from . import policy", "relative import"),
         ("import tfmix.nothing", "no module of tfmix"),
+        ("from tfmix import devices", "from tfmix.devices import"),
     ],
 )
 def test_imports_that_hide_their_module_are_found(copied, line, message):

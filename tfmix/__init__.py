@@ -4,10 +4,38 @@ from tfmix import _host
 
 _host.require_supported_keras()
 
+from tfmix import callbacks as callbacks
 from tfmix._errors import LossScaleError as LossScaleError
+from tfmix.devices import devices as devices
+from tfmix.policy.policy import Policy as Policy
+from tfmix.policy.state import global_policy as global_policy
+from tfmix.policy.state import policy_scope as policy_scope
+from tfmix.policy.state import set_global_policy as set_global_policy
+from tfmix.scaling.bfloat16 import BFloat16Optimizer as BFloat16Optimizer
+from tfmix.scaling.finite import all_finite as all_finite
+from tfmix.scaling.guard import guard as guard
+from tfmix.scaling.master import MasterWeightOptimizer as MasterWeightOptimizer
+from tfmix.scaling.optimizer import LossScaleOptimizer as LossScaleOptimizer
+from tfmix.scaling.strategy import DynamicLossScale as DynamicLossScale
+from tfmix.scaling.strategy import FixedLossScale as FixedLossScale
+from tfmix.scaling.strategy import NoLossScale as NoLossScale
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BFloat16Optimizer",
+    "DynamicLossScale",
+    "FixedLossScale",
     "LossScaleError",
+    "LossScaleOptimizer",
+    "MasterWeightOptimizer",
+    "NoLossScale",
+    "Policy",
+    "all_finite",
+    "callbacks",
+    "devices",
+    "global_policy",
+    "guard",
+    "policy_scope",
+    "set_global_policy",
 ]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfmix import devices
+from tfmix.devices import devices, suited_policy
 
 OK, UNHEALTHY, BAD_INPUT = 0, 1, 2
 
@@ -129,8 +129,8 @@ def _add(
 
 
 def _devices(options: argparse.Namespace) -> Outcome:
-    found = devices.devices()
-    name, reason = devices.suited_policy(found)
+    found = devices()
+    name, reason = suited_policy(found)
     table = _table("kind", "name", "capability", "float16", "bfloat16")
     for device in found:
         capability = device.compute_capability

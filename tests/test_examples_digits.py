@@ -1,0 +1,135 @@
+"""The demo: its data, its arithmetic, its verdict and a short real run."""
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sklearn", reason="the demo's data come with scikit-learn")
+
+from examples import digits
+
+
+def make_run(policy="float32", accuracy=0.99, **changes):
+    run = digits.Run(
+        policy=policy,
+        seed=0,
+        accuracy=accuracy,
+        losses=(1.0, 0.5),
+        loss_scale=1.0,
+        skipped_steps=0,
+        seconds=2.0,
+        activation_bytes=2048,
+    )
+    return dataclasses.replace(run, **changes)
+
+
+def report_of(*accuracies):
+    runs = zip(digits.POLICIES, accuracies, strict=True)
+    return digits.Report(tuple(make_run(p, a) for p, a in runs))
+
+
+def test_no_test_image_is_trained_on_and_every_digit_is_in_both_parts():
+    train_x, test_x, train_y, test_y = digits.load()
+    assert len(train_x) == len(train_y) == 5 * (1797 - len(test_x))
+    known = {image.tobytes() for image in train_x}
+    shared = sum(image.tobytes() in known for image in test_x)
+    assert shared == 0
+    # Stratified: the shares of the ten digits agree to one image in 540.
+    parts = [np.bincount(y) / len(y) for y in (train_y, test_y)]
+    assert np.abs(parts[0] - parts[1]).max() <= 1 / len(test_y)
+
+
+def test_half_shifts_move_the_mass_by_half_a_pixel_each_way():
+    image = np.zeros((1, 8, 8, 1), "float32")
+    image[0, 3, 4] = 1.0
+    moved = digits.with_half_shifts(image)
+    rows, columns = np.indices((8, 8))
+    centres = [
+        (
+            float((rows * one[..., 0]).sum()),
+            float((columns * one[..., 0]).sum()),
+        )
+        for one in moved
+    ]
+    assert centres == [(3, 4), (3.5, 4), (2.5, 4), (3, 4.5), (3, 3.5)]
+
+
+def test_half_shifts_stay_in_step_with_the_labels():
+    images = np.arange(3, dtype="float32").reshape(3, 1, 1, 1)
+    images = np.broadcast_to(images, (3, 8, 8, 1))
+    inner = digits.with_half_shifts(images)[:, 4, 4, 0]
+    assert inner.tolist() == np.tile([0.0, 1.0, 2.0], 5).tolist()
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "healthy"),
+    [
+        ((0.99, 0.99, 0.99), True),
+        ((0.98, 0.984, 0.98), True),
+        ((0.979, 0.98, 0.98), False),
+        ((0.99, 0.982, 0.99), False),
+        ((0.982, 0.985, 0.99), False),
+    ],
+)
+def test_the_verdict_asks_for_accuracy_and_for_agreement(accuracies, healthy):
+    assert report_of(*accuracies).healthy is healthy
+
+
+def test_the_table_says_whether_the_goal_was_reached(capsys):
+    from rich import console
+
+    for accuracies, word in (((0.99,) * 3, "reached"), ((0.5,) * 3, "MISSED")):
+        console.Console(width=80).print(report_of(*accuracies).table())
+        out = capsys.readouterr().out
+        assert word in out
+        assert all(policy in out for policy in digits.POLICIES)
+
+
+def test_the_report_is_plain_json():
+    data = json.loads(json.dumps(report_of(0.99, 0.98, 0.99).to_dict()))
+    assert data["runs"][1]["accuracy"] == 0.98
+    assert data["healthy"] is False
+
+
+def test_the_plot_is_left_out_where_matplotlib_is_missing(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert digits.plot(report_of(0.99, 0.99, 0.99), tmp_path) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_plot_is_a_png_file(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = digits.plot(report_of(0.99, 0.99, 0.99), tmp_path / "new")
+    with open(path, "rb") as file:
+        assert file.read(8) == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("policy", digits.POLICIES)
+def test_one_epoch_learns_under_every_policy(policy):
+    train_x, test_x, train_y, test_y = digits.load()
+    data = (train_x[:1257], test_x, train_y[:1257], test_y)
+    with digits.progress.Progress(disable=True) as bar:
+        run = digits.train(policy, 0, data, 1, (bar, bar.add_task("")))
+    # Guessing names a tenth; one pass over a fifth of the data, far more.
+    assert run.accuracy > 0.4
+    assert run.seconds > 0
+    assert len(run.losses) == 1
+    # The network's outputs by hand, 64 images each: the convolutions and
+    # what follows them, then the head, whose last layer is float32.
+    hidden = 64 * (8 * 8 * (16 + 32) + 3 * 4 * 4 * 32 + 64 + 64 + 10)
+    width = 4 if policy == "float32" else 2
+    assert run.activation_bytes == hidden * width + 64 * 10 * 4
+    assert run.loss_scale == (2.0**15 if policy == "mixed_float16" else 1.0)
+
+
+@pytest.mark.slow
+def test_the_demo_reaches_its_goal_within_three_minutes(tmp_path):
+    report = digits.run(out=str(tmp_path), quiet=True)
+    assert report.healthy, report.to_dict()
+    assert sum(run.seconds for run in report.runs) < 180
+    assert len(report.runs) == 9

@@ -1,0 +1,79 @@
+"""The public names: written once, sorted, documented, of one version."""
+
+import configparser
+import importlib.metadata
+import inspect
+import pathlib
+import re
+
+import pytest
+
+import tfmix
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def undocumented(names, text):
+    """Returns the names that no text mentions in code font."""
+    return [
+        name
+        for name in names
+        if not re.search(rf"`(?:tfmix\.)?{re.escape(name)}\b", text)
+    ]
+
+
+def test_all_is_sorted_and_without_repetition():
+    assert list(tfmix.__all__) == sorted(set(tfmix.__all__))
+
+
+def test_all_names_everything_public_and_nothing_else():
+    public = {
+        name
+        for name, value in vars(tfmix).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    packages = {
+        name for name in tfmix.__all__ if inspect.ismodule(getattr(tfmix, name))
+    }
+    assert packages <= {"callbacks", "data"}
+    assert public | packages == set(tfmix.__all__)
+
+
+@pytest.mark.parametrize("name", tfmix.__all__)
+def test_every_public_name_has_a_docstring_of_its_own(name):
+    documented = getattr(tfmix, name)
+    assert vars(documented).get("__doc__") or documented.__doc__
+    if inspect.isclass(documented):
+        assert "__doc__" in vars(documented), "the docstring is inherited"
+
+
+def test_every_public_name_is_in_the_readme_or_the_docs():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    assert not undocumented(tfmix.__all__, text)
+
+
+def test_an_undocumented_name_is_found():
+    text = "Call `tfmix.guard(model)`, or `check`; guarded, checkers."
+    assert undocumented(["check", "guard", "apply"], text) == ["apply"]
+
+
+def test_the_version_is_the_one_in_the_metadata():
+    try:
+        installed = importlib.metadata.version("tfmix")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("tfmix is not installed, it is run from the checkout")
+    assert installed == tfmix.__version__
+
+
+def test_the_version_is_written_in_one_place():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    assert config["metadata"]["version"] == "attr: tfmix.__version__"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", tfmix.__version__)
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## {tfmix.__version__}" in changelog
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (ROOT / "tfmix" / "py.typed").is_file()
