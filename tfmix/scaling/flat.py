@@ -1,5 +1,6 @@
 """Flat masters: all 16-bit variables of a dtype behind one float32 vector."""
 
+import contextlib
 import math
 from typing import Any, Sequence
 
@@ -77,6 +78,10 @@ class FlatMasters:
         """All variables of the inner optimizer: vectors, then the others."""
         others = [v for v in self.variables if id(v) not in self._group_of]
         return [group.master for group in self.groups] + others
+
+    def creating_slots(self) -> contextlib.AbstractContextManager:
+        """Nothing to do: the masters are variables, slots lie beside them."""
+        return contextlib.nullcontext()
 
     def refresh(self) -> None:
         """Takes over what somebody assigned to the model's variables."""

@@ -1,7 +1,7 @@
 """What a wrapper has to know about the inner optimizer's private side.
 
 Checked on Keras 3.12.4 and 3.15.1: `_use_weight_decay`,
-`_exclude_from_weight_decay*`, `Variable._path`, `Variable._layout`.
+`Optimizer._var_key`, `Variable._path`, `Variable._layout`.
 """
 
 from typing import Any, Sequence
@@ -88,3 +88,16 @@ def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
     """
     decide = getattr(optimizer, "_use_weight_decay", None)
     return True if decide is None else bool(decide(variable))
+
+
+def key(variable: Any) -> Any:
+    """Returns the key under which optimizers find what belongs to a variable.
+
+    Args:
+        variable: A `keras.Variable`, or one replica's copy in its place.
+
+    Returns:
+        A hashable.
+    """
+    # It reads nothing of the optimizer.
+    return keras.optimizers.Optimizer._var_key(None, variable)

@@ -1,5 +1,6 @@
 """Masters, the plain way: one float32 variable behind each 16-bit one."""
 
+import contextlib
 from typing import Any, Sequence
 
 from keras import ops
@@ -31,6 +32,10 @@ class PerVariableMasters:
     def targets(self) -> list:
         """All variables of the inner optimizer, in the model's order."""
         return [self.target(variable) for variable in self.variables]
+
+    def creating_slots(self) -> contextlib.AbstractContextManager:
+        """Nothing to do: the masters are variables, slots lie beside them."""
+        return contextlib.nullcontext()
 
     def refresh(self) -> None:
         """Takes over the elements somebody assigned to the model's variables.

@@ -1,7 +1,7 @@
 """One replica's step, for wrappers used outside the loss-scale optimizer."""
 
 import contextlib
-from typing import Any, Iterable
+from typing import Any, Callable
 
 import keras
 
@@ -22,11 +22,11 @@ def sum_gradients(grads: Any) -> Any:
     return distribute.sum_over_replicas(list(grads))
 
 
-def single(variables: Iterable[Any]) -> Any:
+def single(optimizer: Any) -> Any:
     """Shows the code inside this replica's copies and no strategy.
 
     Args:
-        variables: All `keras.Variable`s that the code reads or writes.
+        optimizer: The built wrapper.
 
     Returns:
         A context manager; one that does nothing where there is no strategy.
@@ -35,7 +35,28 @@ def single(variables: Iterable[Any]) -> Any:
         return contextlib.nullcontext()
     from tfmix.scaling import distribute
 
-    return distribute.one_replica(variables)
+    variables = optimizer.variables + optimizer._trainable_variables
+    return distribute.one_replica(variables, optimizer)
+
+
+def run_on_each(optimizer: Any, function: Callable[[], None]) -> None:
+    """Runs a function of the optimizer's variables on every replica.
+
+    Args:
+        optimizer: The built wrapper.
+        function: Function without arguments.
+    """
+    strategy = getattr(optimizer, "_distribution_strategy", None)
+    if strategy is None or strategy.num_replicas_in_sync == 1:
+        function()
+        return
+    import tensorflow as tf
+
+    def on_replica() -> None:
+        with single(optimizer):
+            function()
+
+    tf.function(lambda: strategy.run(on_replica))()
 
 
 def _in_replica_of_many() -> bool:

@@ -22,8 +22,7 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
             variables: The model's trainable variables.
 
         Returns:
-            An object with `targets`, `refresh`, `route`, `write_back`, `read`
-            and `assign`, as `per_variable.PerVariableMasters` has them.
+            An object with the methods of `per_variable.PerVariableMasters`.
         """
         raise NotImplementedError
 
@@ -51,7 +50,8 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
             variables,
             [store.target(variable) for variable in variables],
         )
-        self.inner_optimizer.build(store.targets())
+        with store.creating_slots():
+            self.inner_optimizer.build(store.targets())
         self.built = True
 
     def apply(
@@ -78,13 +78,16 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
         if trainable_variables is not None:
             variables = list(trainable_variables)
             self._check_variables_are_known(variables)
+            # The same objects as in `build`, whatever stands for them here.
+            known = self._trainable_variables
+            variables = [known[self._get_variable_index(v)] for v in variables]
         if len(grads) != len(variables):
             raise ValueError(
                 "There must be one gradient per variable. Received: "
                 f"{len(grads)} gradients for {len(variables)} variables."
             )
         grads = replicas.sum_gradients(grads)
-        with replicas.single(self.variables + self._trainable_variables):
+        with replicas.single(self):
             self._step(grads, variables)
 
     def _step(self, grads: Sequence, variables: Sequence) -> None:

@@ -25,6 +25,10 @@ class Float32View(keras.Variable):
         variable: The model's `keras.Variable`.
     """
 
+    # While the slots are created, where TensorFlow places them: beside the
+    # variable behind the view.
+    colocating = False
+
     def __init__(self, variable: Any) -> None:
         self.stored = variable
         self._name = variable.name
@@ -53,9 +57,9 @@ class Float32View(keras.Variable):
     @property
     def value(self) -> Any:
         """The float32 tensor; under TensorFlow the view, to be assigned to."""
-        if keras.backend.backend() == "tensorflow":
-            return self
-        return self.load()
+        if keras.backend.backend() != "tensorflow":
+            return self.load()
+        return self.stored.value if self.colocating else self
 
     def assign(self, value: Any, **kwargs: Any) -> Any:
         """Stores a value.
@@ -107,8 +111,9 @@ class Float32View(keras.Variable):
 
     @property
     def _unique_id(self) -> str:
-        # The key under which the optimizer finds the slots of a variable.
-        return f"{self.stored.path}_float32_view_{id(self)}"
+        # The key under which an optimizer finds the slots of a variable; it
+        # is asked with one replica's copy, or while slots are created, too.
+        return inner.key(self.stored)
 
 
 def _dense(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Views of all bfloat16 variables, and how they notice a loaded weight."""
 
-from typing import Any, Sequence
+import contextlib
+from typing import Any, Iterator, Sequence
 
 import keras
 from keras import ops
@@ -40,6 +41,17 @@ class Views:
     def targets(self) -> list:
         """All variables of the inner optimizer, in the model's order."""
         return [self.target(variable) for variable in self.variables]
+
+    @contextlib.contextmanager
+    def creating_slots(self) -> Iterator[None]:
+        """Lets the inner optimizer place its slots beside the variables."""
+        try:
+            for each in self.views.values():
+                each.colocating = True
+            yield
+        finally:
+            for each in self.views.values():
+                each.colocating = False
 
     def refresh(self) -> None:
         """Drops the rest of every variable that somebody assigned.
