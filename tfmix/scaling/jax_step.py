@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import jax
 import keras
 from keras import ops
 
@@ -57,7 +58,10 @@ def stateless_apply(
     def skip_step() -> tuple[list[Any], list[Any]]:
         return list(trainable_values), own_values(False) + inner_values
 
-    return ops.cond(is_finite, apply_step, skip_step)
+    if not isinstance(is_finite, jax.core.Tracer):
+        # An eager step: the branch is known, and need not be compiled.
+        return apply_step() if is_finite else skip_step()
+    return jax.lax.cond(is_finite, apply_step, skip_step)
 
 
 def apply(

@@ -12,7 +12,6 @@ from tfmix.scaling import (
     finite,
     gradients,
     health,
-    jax_step,
     loop_checks,
     scale_state,
     strategy,
@@ -209,16 +208,14 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
             from tfmix.scaling import tensorflow_step
 
             return tensorflow_step.apply(self, grads, variables)
+        from tfmix.scaling import jax_step
+
         return jax_step.apply(self, grads, variables)
 
     def apply_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
-        """Applies scaled gradients, like `apply`, as Keras's `fit` calls it.
+        """Does what `apply` does with pairs of a gradient and its variable.
 
-        Args:
-            grads_and_vars: Pairs of a gradient and its variable.
-
-        Returns:
-            The inner optimizer's count of iterations, for compatibility.
+        Returns the inner optimizer's count of iterations, as Keras does.
         """
         pairs = list(grads_and_vars)
         self.apply([pair[0] for pair in pairs], [pair[1] for pair in pairs])
@@ -255,6 +252,8 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
                 "`stateless_apply` needs a built optimizer. Call "
                 "`optimizer.build(model.trainable_variables)` first."
             )
+        from tfmix.scaling import jax_step
+
         loop_checks.warn_unless_loss_was_scaled(self)
         return jax_step.stateless_apply(
             self,
@@ -292,7 +291,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
         return cls(**config)
 
     def get_scaled_loss(self, loss: Any) -> Any:
-        """Does what `scale_loss` does, under its name in the old tf.keras."""
+        """Does what `scale_loss` does, by its old tf.keras name."""
         return self.scale_loss(loss)
 
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:

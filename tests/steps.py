@@ -1,0 +1,70 @@
+"""One optimizer step, the same for every way of running it."""
+
+import keras
+import numpy as np
+from keras import ops
+
+MODES = {
+    "tensorflow": ("eager", "graph", "xla"),
+    "jax": ("eager", "jit"),
+}[keras.backend.backend()]
+
+
+def variables():
+    """Returns two model variables with known values."""
+    kernel = np.linspace(-1.0, 1.0, 6, dtype="float32").reshape(3, 2)
+    return [
+        keras.Variable(kernel, name="kernel"),
+        keras.Variable([0.5, -0.5], name="bias"),
+    ]
+
+
+def gradients(seed):
+    """Returns true gradients for `variables`, as NumPy arrays."""
+    rng = np.random.default_rng(seed)
+    return [
+        rng.normal(size=shape).astype("float32") for shape in [(3, 2), (2,)]
+    ]
+
+
+def stepper(optimizer, model_variables, mode):
+    """Returns a function that takes gradient arrays and applies them."""
+    optimizer.build(model_variables)
+    if keras.backend.backend() == "tensorflow":
+        return _tensorflow_stepper(optimizer, model_variables, mode)
+    return _jax_stepper(optimizer, model_variables, mode)
+
+
+def _tensorflow_stepper(optimizer, model_variables, mode):
+    import tensorflow as tf
+
+    def step(grads):
+        return optimizer.apply(list(grads), model_variables)
+
+    if mode != "eager":
+        step = tf.function(step, autograph=False, jit_compile=mode == "xla")
+    return lambda grads: step(tuple(map(tf.constant, grads)))
+
+
+def _jax_stepper(optimizer, model_variables, mode):
+    import jax
+
+    if mode == "eager":
+        return lambda grads: optimizer.apply(
+            [ops.convert_to_tensor(g) for g in grads], model_variables
+        )
+    compiled = jax.jit(optimizer.stateless_apply)
+
+    def step(grads):
+        new_model, new_optimizer = compiled(
+            [v.value for v in optimizer.variables],
+            list(grads),
+            [v.value for v in model_variables],
+        )
+        for variable, value in zip(model_variables, new_model, strict=True):
+            variable.assign(value)
+        pairs = zip(optimizer.variables, new_optimizer, strict=True)
+        for variable, value in pairs:
+            variable.assign(value)
+
+    return step
