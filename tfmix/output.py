@@ -1,0 +1,79 @@
+"""`float32_output`: the last layer, where 16-bit results become float32."""
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+
+def float32_output(
+    activation: str | Callable[..., Any] | None = None,
+    name: str | None = None,
+) -> keras.layers.Activation:
+    """Makes the model's last layer: a cast to float32, then an activation.
+
+    Use it after the last matmul, which so stays in 16 bit, where the hardware
+    is fast, while softmax and loss see float32. In 16 bit a softmax loses the
+    gradient of samples that are confidently wrong.
+
+    Args:
+        activation: Name or function, as for `keras.layers.Activation`.
+            Defaults to none: the values are only cast.
+        name: String, the layer's name. Defaults to one Keras makes.
+
+    Returns:
+        A plain `keras.layers.Activation` with `dtype="float32"`; a model
+        saved with it loads without tfmix. It takes float tensors of any
+        shape and returns float32 of the same shape.
+
+    Raises:
+        TypeError: If `activation` is neither name nor function.
+        ValueError: If it is a name Keras does not know.
+
+    Example:
+        >>> layer = float32_output("softmax")
+        >>> logits = keras.ops.zeros((1, 2), dtype="float16")
+        >>> keras.backend.standardize_dtype(layer(logits).dtype)
+        'float32'
+    """
+    if activation is not None:
+        _check(activation)
+    return keras.layers.Activation(
+        activation or "linear", dtype="float32", name=name
+    )
+
+
+def _check(activation: Any) -> None:
+    if isinstance(activation, str):
+        _check_name(activation)
+    elif isinstance(activation, keras.Layer):
+        raise TypeError(
+            "`activation` must be the name of an activation, such as "
+            f"'softmax', or a function. Received the layer: "
+            f"activation={activation!r}. Name its activation here, or make "
+            'that layer the last one with dtype="float32".'
+        )
+    elif not callable(activation) or isinstance(activation, type):
+        hint = ""
+        if hasattr(activation, "shape"):
+            hint = " Call what it returns: float32_output('softmax')(x)."
+        raise TypeError(
+            "`activation` must be the name of an activation, such as "
+            "'softmax', a function, or None. Received: "
+            f"activation={activation!r} of type {type(activation).__name__}."
+            f"{hint}"
+        )
+
+
+def _check_name(name: str) -> None:
+    try:
+        keras.activations.get(name)
+    except ValueError as error:
+        known = [known for known in dir(keras.activations) if known[0] != "_"]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            "`activation` must be the name of an activation of "
+            f"`keras.activations`. Received: activation={name!r}.{hint}"
+        ) from error
