@@ -123,8 +123,13 @@ def run(
         task = bar.add_task("training", total=steps, loss="")
         for policy in POLICIES:
             for seed in range(seeds):
-                bar.update(task, description=f"{policy}, seed {seed}")
-                runs.append(train(policy, seed, data, epochs, (bar, task)))
+                name = f"{policy}, seed {seed}"
+                bar.update(task, description=name)
+                ticks = _Progress(bar, task)
+                runs.append(train(policy, seed, data, epochs, [ticks]))
+                # Where the output is no terminal, the bar shows only its end.
+                if not quiet:
+                    bar.console.print(f"{name}: {runs[-1].accuracy:.2%}")
     report = Report(tuple(runs))
     path = plot(report, pathlib.Path(out)) if out is not None else None
     return dataclasses.replace(report, plot=path)
@@ -178,7 +183,7 @@ def train(
     seed: int,
     data: tuple[Any, ...],
     epochs: int,
-    bar: tuple[progress.Progress, progress.TaskID],
+    callbacks: list[keras.callbacks.Callback],
 ) -> Run:
     """Trains and tests one network."""
     train_x, test_x, train_y, test_y = data
@@ -202,7 +207,7 @@ def train(
             batch_size=BATCH_SIZE,
             epochs=epochs,
             verbose=0,
-            callbacks=[_Progress(*bar)],
+            callbacks=callbacks,
         )
         seconds = time.perf_counter() - start
         _, accuracy = model.evaluate(

@@ -7,6 +7,8 @@ _host.require_supported_keras()
 from tfmix import callbacks as callbacks
 from tfmix._errors import LossScaleError as LossScaleError
 from tfmix.devices import devices as devices
+from tfmix.numerics.check import check as check
+from tfmix.output import float32_output as float32_output
 from tfmix.policy.policy import Policy as Policy
 from tfmix.policy.state import global_policy as global_policy
 from tfmix.policy.state import policy_scope as policy_scope
@@ -33,7 +35,9 @@ __all__ = [
     "Policy",
     "all_finite",
     "callbacks",
+    "check",
     "devices",
+    "float32_output",
     "global_policy",
     "guard",
     "policy_scope",
