@@ -1,0 +1,1 @@
+"""The faults of `benchmarks.faults`, one small function each."""

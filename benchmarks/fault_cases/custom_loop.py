@@ -1,0 +1,219 @@
+"""Faults of training loops that a user writes by hand."""
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from benchmarks.fault_cases import loops, words
+from benchmarks.fault_cases.record import TENSORFLOW_ONLY, Outcome, fault
+
+_ONES = np.float32([1.0, 1.0])
+
+
+@fault()
+def forgotten_scale_loss(system: Any) -> Outcome:
+    """A loop without `scale_loss`: 50 steps with gradient 1, lr 0.1."""
+    variable, optimizer = loops.wrapped_vector(system)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(50):
+            optimizer.apply([ops.convert_to_tensor(_ONES)], [variable])
+    told = [w for w in caught if "scale_loss" in str(w.message)]
+    moved = 1.0 - float(words.to_numpy(variable)[0])
+    return Outcome(
+        len(told) == 1,
+        f"weight moved by {moved:.2g} (right: 5), {len(told)} warning(s)",
+    )
+
+
+@fault()
+def double_wrapping(system: Any) -> Outcome:
+    """An optimizer that scales the loss is wrapped again."""
+    variable = keras.Variable(_ONES)
+    try:
+        optimizer = system.wrap(system.wrap(keras.optimizers.SGD(0.1)))
+    except (TypeError, ValueError) as error:
+        return Outcome("twice" in str(error), f"refused: {str(error)[:70]}")
+    optimizer.build([variable])
+    loops.step(optimizer, [variable], [_ONES])
+    moved = 1.0 - float(words.to_numpy(variable)[0])
+    return Outcome(
+        bool(np.isclose(moved, 0.1)),
+        f"accepted; a step moves the weight by {moved:.2g} (right: 0.1)",
+    )
+
+
+@fault(TENSORFLOW_ONLY)
+def traced_before_build(system: Any) -> Outcome:
+    """The gradient function is traced before the optimizer is built."""
+    import tensorflow as tf
+
+    variable = keras.Variable(_ONES)
+    optimizer = system.wrap(keras.optimizers.SGD(0.1), initial_scale=1024.0)
+
+    @tf.function
+    def gradient() -> Any:
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(variable.value))
+        return tape.gradient(loss, variable.value)
+
+    gradient()
+    optimizer.build([variable])
+    for _ in range(3):
+        optimizer.apply([gradient() * np.inf], [variable])
+    before = words.to_numpy(variable)
+    optimizer.apply([gradient()], [variable])
+    ratio = float((before - words.to_numpy(variable))[0]) / 0.1
+    return Outcome(
+        bool(np.isclose(ratio, 1.0)),
+        f"after 3 skips updates are {ratio:.3g} times the right size",
+    )
+
+
+@fault()
+def clip_hides_infinity(system: Any) -> Outcome:
+    """The loop clips by value, which turns an infinity into a 1."""
+    variable, optimizer = loops.wrapped_vector(system)
+    before = words.to_numpy(variable)
+    scaled = [optimizer.scale_loss(ops.convert_to_tensor([np.inf, 0.25]))]
+    grads = [ops.clip(g, -1, 1) for g in system.unscale(optimizer, scaled)]
+    optimizer.apply(grads, [variable])
+    untouched = words.same([before], [words.to_numpy(variable)])
+    return Outcome(
+        untouched and words.skipped(optimizer, 1) == 1,
+        f"{words.progress(optimizer, 1)}, weight {words.vector(variable)}",
+    )
+
+
+@fault()
+def clip_by_norm(system: Any) -> Outcome:
+    """The loop clips the global norm of its gradients to 1."""
+    variable, optimizer = loops.wrapped_vector(system)
+    before = words.to_numpy(variable)
+    scaled = [optimizer.scale_loss(ops.convert_to_tensor([3.0, 4.0]))]
+    (gradient,) = system.unscale(optimizer, scaled)
+    gradient = gradient / ops.maximum(ops.norm(gradient), 1.0)
+    optimizer.apply([gradient], [variable])
+    norm = float(np.linalg.norm(before - words.to_numpy(variable))) / 0.1
+    return Outcome(
+        bool(np.isclose(norm, 1.0, rtol=1e-4)),
+        f"the applied gradient has norm {norm:.3g} (right: 1)",
+    )
+
+
+@fault()
+def float16_loss(system: Any) -> Outcome:
+    """A float16 loss of 3.0 is scaled before the optimizer is built."""
+    optimizer = system.wrap(keras.optimizers.SGD(0.1))
+    scaled = optimizer.scale_loss(ops.convert_to_tensor(np.float16(3.0)))
+    value = float(words.to_numpy(scaled))
+    dtype = keras.backend.standardize_dtype(scaled.dtype)
+    return Outcome(
+        value == 98304.0,
+        f"scaled loss {value:g} in {dtype} (right: 98304)",
+    )
+
+
+@fault()
+def two_optimizers(system: Any) -> Outcome:
+    """A GAN step: the generator's gradients overflow, not the critic's."""
+    critic, critic_optimizer = loops.wrapped_vector(system)
+    generator, generator_optimizer = loops.wrapped_vector(system)
+    before = words.to_numpy(generator)
+    for bad in (False, True, False):
+        loops.step(critic_optimizer, [critic], [_ONES])
+        gradient = _ONES * (np.inf if bad else 0.0)
+        loops.step(generator_optimizer, [generator], [gradient])
+    untouched = words.same([before], [words.to_numpy(generator)])
+    moved = np.allclose(words.to_numpy(critic), [0.7, 1.7])
+    return Outcome(
+        untouched and bool(moved),
+        f"critic: {words.progress(critic_optimizer, 3)}; "
+        f"generator: {words.progress(generator_optimizer, 3)}",
+    )
+
+
+@fault()
+def variable_without_gradient(system: Any) -> Outcome:
+    """One of two variables gets no gradient, also in a bad step."""
+    used, unused = keras.Variable(_ONES), keras.Variable(_ONES)
+    optimizer = system.wrap(keras.optimizers.SGD(0.1))
+    optimizer.build([used, unused])
+    with warnings.catch_warnings():
+        # Keras says that a gradient is missing, which is the point here.
+        warnings.simplefilter("ignore")
+        for factor in (np.float32(1), np.float32(np.inf), np.float32(1)):
+            scaled = optimizer.scale_loss(ops.convert_to_tensor(_ONES * factor))
+            optimizer.apply([scaled, None], [used, unused])
+    right = np.allclose(words.to_numpy(used), 0.8)
+    untouched = words.same([_ONES], [words.to_numpy(unused)])
+    return Outcome(
+        bool(right) and untouched,
+        f"{words.progress(optimizer, 3)}, weights {words.vector(used)} "
+        f"{words.vector(unused)} (right: [0.8 0.8] [1 1])",
+    )
+
+
+@fault()
+def overwrite_with_gradient(system: Any) -> Outcome:
+    """A variable overwritten by its gradient (float8), also in a bad step."""
+    weight, amax = keras.Variable(_ONES), keras.Variable(_ONES)
+    amax.overwrite_with_gradient = True
+    optimizer = system.wrap(keras.optimizers.SGD(0.1))
+    optimizer.build([weight, amax])
+    new = ops.convert_to_tensor(np.float32([7.0, 7.0]))
+    good = optimizer.scale_loss(ops.convert_to_tensor(_ONES))
+    optimizer.apply([good, new], [weight, amax])
+    optimizer.apply([good * np.inf, new * 2], [weight, amax])
+    kept = np.allclose(words.to_numpy(amax), 7.0)
+    moved = np.allclose(words.to_numpy(weight), 0.9)
+    return Outcome(
+        bool(kept and moved),
+        f"{words.progress(optimizer, 2)}, overwritten variable "
+        f"{words.vector(amax)} (right: [7 7])",
+    )
+
+
+@fault()
+def old_method_names(system: Any) -> Outcome:
+    """A loop of old tf.keras: get_scaled_loss, get_unscaled_gradients."""
+    variable, optimizer = loops.wrapped_vector(system)
+    scaled = optimizer.get_scaled_loss(ops.convert_to_tensor(_ONES))
+    grads = optimizer.get_unscaled_gradients([scaled])
+    optimizer.apply_gradients(zip(grads, [variable], strict=True))
+    right = np.allclose(words.to_numpy(variable), [0.9, 1.9])
+    return Outcome(
+        bool(right), f"weight {words.vector(variable)} (right: [0.9 1.9])"
+    )
+
+
+@fault()
+def inner_methods(system: Any) -> Outcome:
+    """`exclude_from_weight_decay` is called on the wrapper."""
+    bias = keras.Variable(_ONES, name="bias")
+    optimizer = system.wrap(keras.optimizers.AdamW(0.1, weight_decay=0.5))
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    optimizer.build([bias])
+    loops.step(optimizer, [bias], [0 * _ONES])
+    kept = words.same([_ONES], [words.to_numpy(bias)])
+    return Outcome(
+        kept, f"the excluded bias is {words.vector(bias)} (right: [1 1])"
+    )
+
+
+FAULTS = (
+    forgotten_scale_loss,
+    double_wrapping,
+    traced_before_build,
+    clip_hides_infinity,
+    clip_by_norm,
+    float16_loss,
+    two_optimizers,
+    variable_without_gradient,
+    overwrite_with_gradient,
+    old_method_names,
+    inner_methods,
+)

@@ -1,0 +1,71 @@
+"""A fault: a function that provokes it and reports what came of it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+EVERY_BACKEND = ("tensorflow", "jax")
+TENSORFLOW_ONLY = ("tensorflow",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one run of a fault ended in.
+
+    Attributes:
+        survived: Bool, whether a user could go on as if nothing had happened,
+            or was told what to do.
+        text: String, what was seen in this very run.
+    """
+
+    survived: bool
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One row of the table.
+
+    Attributes:
+        name: String, as `--only` takes it.
+        title: String, what happens to the run.
+        provoke: Function from a `systems.System` to an `Outcome`.
+        backends: Tuple of the Keras backends it can be provoked on.
+        seconds: Integer, after which a run counts as hanging.
+    """
+
+    name: str
+    title: str
+    provoke: Callable[[Any], Outcome]
+    backends: tuple[str, ...] = EVERY_BACKEND
+    seconds: int = 60
+
+    def run(self, system: Any) -> Outcome:
+        """Provokes the fault; an exception is an outcome too."""
+        try:
+            return self.provoke(system)
+        except Exception as error:
+            text = f"raises {type(error).__name__}: {_gist(error)}"
+            return Outcome(False, text[:160])
+
+
+def fault(
+    backends: tuple[str, ...] = EVERY_BACKEND, seconds: int = 60
+) -> Callable[[Callable[[Any], Outcome]], Fault]:
+    """Makes a fault of a function; its docstring's first line is the title."""
+
+    def decorate(provoke: Callable[[Any], Outcome]) -> Fault:
+        name = provoke.__name__.replace("_", "-")
+        title = (provoke.__doc__ or "").splitlines()[0].rstrip(".")
+        return Fault(name, title, provoke, backends, seconds)
+
+    return decorate
+
+
+def _gist(error: Exception) -> str:
+    """Returns the line of an error's message that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # TensorFlow puts the user's stack before "RuntimeError: the reason".
+    mark = f"{type(error).__name__}: "
+    marked = [line.removeprefix(mark) for line in lines if mark in line]
+    return next(iter(marked or lines), "no message")

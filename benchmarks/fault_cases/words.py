@@ -1,0 +1,62 @@
+"""Words for what a run has left behind."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+
+def to_numpy(value: Any) -> np.ndarray:
+    """Copies a tensor or variable to the host."""
+    return np.array(keras.ops.convert_to_numpy(value), copy=True)
+
+
+def snapshot(variables: Iterable[Any]) -> list[np.ndarray]:
+    """Copies variables, to be compared with later."""
+    return [to_numpy(variable) for variable in variables]
+
+
+def finite(variables: Iterable[Any]) -> bool:
+    """Returns whether no variable holds a NaN or an infinity."""
+    return all(np.isfinite(value).all() for value in snapshot(variables))
+
+
+def same(left: Iterable[Any], right: Iterable[Any]) -> bool:
+    """Returns whether two lists of arrays have the same bits."""
+    pairs = list(zip(left, right, strict=True))
+    return all(
+        np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs
+    )
+
+
+def weights(variables: Iterable[Any]) -> str:
+    """Says what state a model's weights are in."""
+    values = np.concatenate([v.ravel() for v in snapshot(variables)])
+    if np.isnan(values).any():
+        return f"{np.isnan(values).sum()} of {values.size} weights NaN"
+    if np.isinf(values).any():
+        return f"{np.isinf(values).sum()} of {values.size} weights infinite"
+    return "weights finite"
+
+
+def vector(variable: Any) -> str:
+    """Writes a short vector."""
+    numbers = (f"{number:.4g}" for number in to_numpy(variable).ravel())
+    return f"[{' '.join(numbers)}]"
+
+
+def scale(optimizer: Any) -> float:
+    """Returns the stored loss scale of either system's optimizer."""
+    return float(to_numpy(optimizer.dynamic_scale))
+
+
+def skipped(optimizer: Any, steps: int) -> int:
+    """Returns how many steps were not applied; Keras does not count them."""
+    return steps - int(to_numpy(optimizer.iterations))
+
+
+def progress(optimizer: Any, steps: int) -> str:
+    """Says how many steps were skipped and where the scale is."""
+    count = skipped(optimizer, steps)
+    return f"{count} of {steps} steps skipped, scale {scale(optimizer):g}"
