@@ -22,7 +22,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix.policy import replacements, tensors
+from tfmix.policy import attention_patch, replacements, tensors
 
 # Later Keras versions keep the op modules below `backend.ops`.
 _BACKEND_PARENTS = ("keras.src.backend", "keras.src.backend.ops")
@@ -68,6 +68,16 @@ def targets(name: str) -> tuple[replacements.Place, ...]:
     Returns:
         `(owner, attribute)` pairs, empty if there is nothing to replace.
     """
+    if name == attention_patch.OP:
+        # JAX multiplies 16-bit queries and keys into float32 logits by
+        # itself; a cast before it would only rule flash attention out.
+        if keras.backend.backend() == "jax":
+            return attention_patch.places()
+        return attention_patch.places() + _functions(name)
+    return _functions(name) or _activation_class(name)
+
+
+def _functions(name: str) -> tuple[replacements.Place, ...]:
     for parents, function in (
         (_BACKEND_PARENTS, name),
         (_OP_PARENTS, f"_{name}"),
@@ -75,7 +85,7 @@ def targets(name: str) -> tuple[replacements.Place, ...]:
         found = [m for m in _modules(parents) if _defines(m, function)]
         if found:
             return tuple((module, function) for module in found)
-    return _activation_class(name)
+    return ()
 
 
 def replace(names: Iterable[str], in_force: Callable[[str], bool]) -> None:
@@ -137,6 +147,8 @@ def _activation_class(name: str) -> tuple[replacements.Place, ...]:
 
 
 def _rule(original: Any, name: str, in_force: Callable[[str], bool]) -> Any:
+    if original.__qualname__.endswith(attention_patch.METHOD):
+        return attention_patch.rule(original, in_force)
     static = isinstance(original, staticmethod)
     function = original.__func__ if static else original
     dtype_at = _dtype_position(function)
@@ -180,16 +192,14 @@ def _with_float32(
 
 def _narrowed(result: Any, dtype: str) -> Any:
     def narrow(value: Any) -> Any:
-        if tensors.float_dtype(value) != "float32":
-            return value
-        return _remembering(keras.ops.cast(value, dtype), value)
+        return _remembering(tensors.narrow(value, dtype), value)
 
     return tensors.map_leaves(result, narrow)
 
 
 def _remembering(narrow: Any, wide: Any) -> Any:
     """Notes a scalar's float32 value, for `add_loss` of a large penalty."""
-    if len(wide.shape) == 0:
+    if narrow is not wide and len(wide.shape) == 0:
         # JAX arrays take no attributes; the penalty is then what the 16-bit
         # format can hold.
         with contextlib.suppress(AttributeError):

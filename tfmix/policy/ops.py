@@ -11,7 +11,7 @@ from tfmix.policy import op_patches, switchboard
 # (`ATen/autocast_mode.h`) keep in float32, in Keras's names. Element-wise ops
 # whose only danger is the range of their result (square, multiply, divide)
 # are left out: the result goes back to 16 bit, so float32 would cost two
-# casts and change nothing.
+# casts and change nothing. `benchmarks/layers.py` measured the activations.
 DEFAULT_FLOAT32_OPS: tuple[str, ...] = (
     # Softmax and what is built like it.
     "softmax",
@@ -62,6 +62,13 @@ DEFAULT_FLOAT32_OPS: tuple[str, ...] = (
     "erfinv",
     "softplus",
     "squareplus",
+    # Activations whose gradient is lost where they saturate: 1 - y**2 is 0
+    # once y is rounded to 1, and x + 3 is rounded onto the kink at 6.
+    "tanh",
+    "sigmoid",
+    "hard_sigmoid",
+    "hard_silu",
+    "selu",
     # Losses.
     "categorical_crossentropy",
     "sparse_categorical_crossentropy",
@@ -78,7 +85,7 @@ def default_float32_ops(
     """Returns the default list, extended or shortened, as a fresh copy.
 
     Use it to write a policy's own list:
-    `Policy("mixed_float16", float32_ops=default_float32_ops(add=["tanh"]))`.
+    `Policy("mixed_float16", float32_ops=default_float32_ops(add=["gelu"]))`.
 
     Args:
         add: Names to append. Defaults to none.
@@ -122,8 +129,8 @@ def resolve(names: Iterable[str]) -> tuple[str, ...]:
         ValueError: If a name is unknown to Keras or appears twice.
 
     Example:
-        >>> resolve(["sum", "tanh"])
-        ('sum', 'tanh')
+        >>> resolve(["sum", "gelu"])
+        ('sum', 'gelu')
     """
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(

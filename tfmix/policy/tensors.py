@@ -24,7 +24,8 @@ def float_dtype(value: Any) -> str:
         ('float16', '')
     """
     dtype = getattr(value, "dtype", None)
-    if dtype is None or isinstance(value, type):
+    # Layers and metrics have a dtype too, but no shape.
+    if dtype is None or not hasattr(value, "shape"):
         return ""
     try:
         name = keras.backend.standardize_dtype(dtype)
@@ -53,6 +54,13 @@ def only_16_bit(nest: Any) -> str | None:
 def widen(value: Any) -> Any:
     """Casts a 16-bit tensor to float32 and leaves anything else alone."""
     return keras.ops.cast(value, "float32") if is_16_bit(value) else value
+
+
+def narrow(value: Any, dtype: str) -> Any:
+    """Casts a float32 tensor to a dtype and leaves anything else alone."""
+    if float_dtype(value) != "float32":
+        return value
+    return keras.ops.cast(value, dtype)
 
 
 def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
