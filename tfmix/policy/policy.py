@@ -31,8 +31,10 @@ class Policy(keras.DTypePolicy):
             Defaults to the reductions and exponentials other libraries keep;
             `ops.default_float32_ops(add=[...])` extends it.
         keep_batchnorm_fp32: Boolean, whether `BatchNormalization` computes
-            and answers in float32. Defaults to the level's choice, without a
-            level to `False`: Keras keeps its statistics in float32 anyway.
+            and answers in float32. Defaults to the level's choice. Without a
+            level, to `True` for the pure 16-bit policies, whose moving
+            statistics would lose their small updates, else to `False`: Keras
+            keeps them in float32 under the mixed policies.
 
     Raises:
         TypeError: If `name` or a list has the wrong type.
@@ -71,7 +73,9 @@ class Policy(keras.DTypePolicy):
             with_ops = level.op_rules if level else True
             float32_ops = ops.DEFAULT_FLOAT32_OPS if with_ops else ()
         self._float32_ops = ops.resolve(float32_ops)
-        self._keep_batchnorm = _batchnorm(keep_batchnorm_fp32, level)
+        self._keep_batchnorm = _batchnorm(
+            keep_batchnorm_fp32, level, self.compute_dtype, self.variable_dtype
+        )
         # Keras asks for it on every layer made.
         self._plain = keras.DTypePolicy(self.name)
 
@@ -210,9 +214,12 @@ def plain(policy: keras.DTypePolicy) -> keras.DTypePolicy:
     return policy._plain if isinstance(policy, Policy) else policy
 
 
-def _batchnorm(value: Any, level: rules.Level | None) -> bool:
+def _batchnorm(
+    value: Any, level: rules.Level | None, compute: str, variable: str
+) -> bool:
     if value is None:
-        return bool(level and level.keep_batchnorm_fp32)
+        pure = compute == variable and variable in _formats.SIXTEEN_BIT
+        return level.keep_batchnorm_fp32 if level else pure
     if not isinstance(value, bool):
         raise TypeError(
             "`keep_batchnorm_fp32` must be True, False or None. "

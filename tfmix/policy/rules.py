@@ -50,10 +50,10 @@ DEFAULT_LAYER_RULES: tuple[LayerRule, ...] = (
 )
 
 BATCH_NORMALIZATION = LayerRule(
-    "BatchNormalization", "the level keeps batch normalisation in float32"
+    "BatchNormalization", "its moving statistics need small updates"
 )
 LAYER_NORMALIZATION = LayerRule(
-    "LayerNormalization", "the level keeps layer normalisation in float32"
+    "LayerNormalization", "on the black list of level O2"
 )
 
 # MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, and attention,
