@@ -3,14 +3,19 @@
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 
+import keras
+import numpy as np
 import pytest
 
-from tfmix import cli
+import tfmix
+from tfmix import cli, commands
 
-COMMANDS = ["demo", "devices"]
+COMMANDS = ["check", "demo", "devices"]
+ROWS = 12
 
 
 def run(capsys, *words):
@@ -20,9 +25,44 @@ def run(capsys, *words):
     return code, captured.out, captured.err
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with models, batches and files that are neither."""
+    path = tmp_path_factory.mktemp("cli")
+    random = np.random.default_rng(0)
+    x = random.normal(size=(2 * ROWS, 8)).astype("float32")
+    y = random.integers(0, 3, 2 * ROWS)
+    np.savez(path / "batch.npz", x=x, y=y)
+    np.savez(path / "named.npz", features=x)
+    np.savez(path / "targets.npz", y=y)
+    np.savez(path / "narrow.npz", x=x[:, :3], y=y)
+    np.save(path / "inputs.npy", x)
+    with tfmix.policy_scope("mixed_float16"):
+        inputs = keras.Input((8,), name="features")
+        hidden = keras.layers.Dense(16, name="first", activation="relu")
+        logits = keras.layers.Dense(3, name="last")(hidden(inputs))
+        model = keras.Model(inputs, tfmix.float32_output("softmax")(logits))
+        model.compile("adam", loss="sparse_categorical_crossentropy")
+        model.fit(x, y, verbose=0)
+    model.save(path / "good.keras")
+    keras.Model(inputs, model.output).save(path / "plain.keras")
+    bias = np.zeros(16, "float32")
+    bias[3] = 1e5
+    hidden.bias.assign(bias)
+    model.save(path / "bad.keras")
+    (path / "text.keras").write_text("no model")
+    (path / "text.npz").write_text("no arrays")
+    return path
+
+
+def checked(capsys, folder, model, data, *words):
+    paths = (str(folder / model), "--data", str(folder / data))
+    return run(capsys, "check", *paths, *words)
+
+
 def test_devices_prints_a_table_and_why_auto_is_what_it_is(capsys):
     code, out, err = run(capsys, "devices")
-    assert (code, err) == (cli.OK, "")
+    assert (code, err) == (commands.OK, "")
     assert "CPU" in out
     assert "'auto' is '" in out
 
@@ -30,7 +70,7 @@ def test_devices_prints_a_table_and_why_auto_is_what_it_is(capsys):
 def test_devices_as_json_holds_the_same_records(capsys):
     code, out, _ = run(capsys, "devices", "--json")
     data = json.loads(out)
-    assert code == cli.OK
+    assert code == commands.OK
     assert data["auto"] in ("float32", "mixed_float16", "mixed_bfloat16")
     assert {"kind", "name", "float16"} <= set(data["devices"][0])
 
@@ -60,7 +100,7 @@ def test_every_command_is_listed_in_the_help(capsys):
 def test_wrong_words_exit_with_2_and_show_the_usage(capsys, words):
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)
-    assert stopped.value.code == cli.BAD_INPUT
+    assert stopped.value.code == commands.BAD_INPUT
     assert "usage: tfmix" in capsys.readouterr().err
 
 
@@ -68,7 +108,7 @@ def test_wrong_words_exit_with_2_and_show_the_usage(capsys, words):
 @pytest.mark.parametrize("value", ["0", "-3"])
 def test_a_wrong_value_exits_with_2_and_names_the_option(capsys, option, value):
     code, out, err = run(capsys, "demo", f"--{option}", value)
-    assert (code, out) == (cli.BAD_INPUT, "")
+    assert (code, out) == (commands.BAD_INPUT, "")
     assert f"`{option}` must be a whole number" in err
     assert f"{option}={value}" in err
     assert "Traceback" not in err
@@ -77,15 +117,87 @@ def test_a_wrong_value_exits_with_2_and_names_the_option(capsys, option, value):
 def test_the_demo_without_its_data_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tfmix.examples.digits", None)
     code, _, err = run(capsys, "demo")
-    assert code == cli.BAD_INPUT
+    assert code == commands.BAD_INPUT
     assert "pip install 'tfmix[examples]'" in err
+
+
+def test_check_finds_a_healthy_model_healthy(capsys, folder):
+    code, out, _ = checked(capsys, folder, "good.keras", "batch.npz")
+    assert code == commands.OK
+    assert "mixed_float16 against float32: healthy" in out
+
+
+def test_check_names_the_layer_and_the_line_that_mends_it(capsys, folder):
+    code, out, _ = checked(capsys, folder, "bad.keras", "batch.npz")
+    assert code == commands.UNHEALTHY
+    (line,) = (line for line in out.splitlines() if "overflow " in line)
+    assert 'Dense(..., name="first", dtype="float32")' in line
+
+
+def test_check_as_json_suggests_a_policy(capsys, folder):
+    words = ("--json", "--suggest", "--policy", "mixed_float16")
+    code, out, _ = checked(capsys, folder, "bad.keras", "batch.npz", *words)
+    data = json.loads(out)
+    assert code == commands.UNHEALTHY
+    assert data["healthy"] is False
+    worst = data["rows"][0]
+    assert (worst["layer"], worst["verdict"]) == ("first", "overflow")
+    assert "'first'" in data["notes"][0]
+
+
+@pytest.mark.parametrize("data", ["inputs.npy", "named.npz"])
+def test_check_without_targets_looks_at_the_forward_pass(capsys, folder, data):
+    code, out, _ = checked(capsys, folder, "good.keras", data, "--json")
+    assert code == commands.OK
+    phases = {row["phase"] for row in json.loads(out)["rows"]}
+    assert "forward" in phases
+    assert "backward" not in phases
+
+
+def test_check_of_a_model_without_a_loss_says_what_was_left_out(capsys, folder):
+    _, out, _ = checked(capsys, folder, "plain.keras", "batch.npz", "--json")
+    assert "only the forward pass" in json.loads(out)["notes"][0]
+    words = ("--loss", "sparse_categorical_crossentropy", "--json")
+    _, out, _ = checked(capsys, folder, "plain.keras", "batch.npz", *words)
+    data = json.loads(out)
+    assert not data["notes"]
+    assert "backward" in {row["phase"] for row in data["rows"]}
+
+
+def test_check_uses_as_many_rows_as_it_is_told(folder):
+    x, y = commands.read_batch(folder / "batch.npz", ROWS)
+    assert (len(x), len(y)) == (ROWS, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "words", "message"),
+    [
+        ("none.keras", "batch.npz", [], "There is no file .*none.keras"),
+        ("text.keras", "batch.npz", [], "Keras cannot load"),
+        ("good.keras", "none.npz", [], "numpy.savez"),
+        ("good.keras", "text.npz", [], "NumPy cannot read"),
+        ("good.keras", "targets.npz", [], "holds no inputs"),
+        ("good.keras", "narrow.npz", [], "shape"),
+        ("good.keras", "batch.npz", ["--rows", "0"], "at least 1"),
+        ("good.keras", "batch.npz", ["--loss", "none"], "none"),
+        ("good.keras", "batch.npz", ["--policy", "int8"], "int8"),
+        ("good.keras", "batch.npz", ["--policy", "float32"], "float32"),
+    ],
+)
+def test_check_says_what_is_wrong_with_its_input(
+    capsys, folder, model, data, words, message
+):
+    code, out, err = checked(capsys, folder, model, data, *words)
+    assert (code, out) == (commands.BAD_INPUT, "")
+    assert re.search(message, err)
+    assert err.startswith("tfmix check: error: ")
 
 
 def test_an_interrupted_command_ends_as_a_shell_expects(capsys, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "devices", interrupted)
+    monkeypatch.setattr(commands, "devices", interrupted)
     code, _, err = run(capsys, "devices")
     assert code == 130
     assert err == "tfmix devices: interrupted\n"
@@ -95,7 +207,7 @@ def test_an_error_of_our_own_is_not_dressed_up_as_bad_input(monkeypatch):
     def broken():
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "devices", broken)
+    monkeypatch.setattr(commands, "devices", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["devices"])
 
@@ -108,7 +220,7 @@ def test_python_dash_m_runs_it_and_passes_the_exit_code_on():
         text=True,
         check=False,
     )
-    assert done.returncode == cli.BAD_INPUT
+    assert done.returncode == commands.BAD_INPUT
     assert "`seeds` must be" in done.stderr
 
 

@@ -16,7 +16,7 @@ LAYERS = (
     ("devices", "numerics.measures", "scaling.strategy"),
     ("policy", "scaling"),
     ("callbacks", "convert", "data", "numerics", "output", "plotting"),
-    ("cli",),
+    ("cli", "commands"),
     ("__init__", "__main__"),
 )
 # The public function `tfmix.devices` hides the module of the same name once

@@ -1,16 +1,15 @@
-"""The command line: parse, call one public function, print, exit code."""
+"""The command line: parse, call, print, exit code."""
 
 import argparse
-import dataclasses
-import importlib
 import json
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfmix.devices import devices, suited_policy
+from rich import console
 
-OK, UNHEALTHY, BAD_INPUT = 0, 1, 2
+from tfmix import commands
 
 EXIT_CODES = """\
 exit codes:
@@ -18,21 +17,8 @@ exit codes:
   1  done, and something is unhealthy (the output says what)
   2  the command or its input is wrong (the message says what to change)
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a command found: for people, for programs and for the shell.
-
-    Attributes:
-        text: A string or anything rich can print.
-        data: The same as plain JSON values, for `--json`.
-        code: The exit code.
-    """
-
-    text: Any
-    data: Any
-    code: int = OK
+PIPE_WIDTH = 160
+INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         argparse does.
 
     Example:
-        >>> main(["devices", "--json"])  # doctest: +ELLIPSIS
+        >>> main(["devices", "--json"])
         {...}
         0
     """
@@ -57,14 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = options.command(options)
     except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"tfmix {options.name}: error: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return commands.BAD_INPUT
     except KeyboardInterrupt:
         print(f"tfmix {options.name}: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     if options.json:
         print(json.dumps(outcome.data, indent=2))
-    elif outcome.text is not None:
-        _print(outcome.text)
+    else:
+        # A pipe has no width; wrapped advice would be no line to copy.
+        width = None if sys.stdout.isatty() else PIPE_WIDTH
+        console.Console(width=width).print(outcome.text)
     return outcome.code
 
 
@@ -79,42 +67,79 @@ def build_parser() -> argparse.ArgumentParser:
         description="Mixed-precision training for Keras 3, from a shell.",
         epilog="`tfmix COMMAND --help` shows a command's options.",
     )
-    commands = parser.add_subparsers(
-        dest="name", metavar="COMMAND", required=True
-    )
+    added = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
     _add(
-        commands,
+        added,
         "devices",
-        _devices,
+        commands.run_devices,
         "what the hardware can do, and the policy 'auto' takes here",
-        ["tfmix devices", "tfmix devices --json"],
+        "tfmix devices",
+        "tfmix devices --json",
     )
-    demo = _add(
-        commands,
-        "demo",
-        _demo,
-        "train on real scanned digits under three policies and compare",
-        ["tfmix demo", "tfmix demo --epochs 4 --seeds 1"],
-    )
-    demo.add_argument(
-        "--epochs", type=int, default=None, help="passes over the data"
-    )
-    demo.add_argument("--seeds", type=int, default=None, help="runs per policy")
-    demo.add_argument(
-        "--out", default="out", help="folder for the plot (default: out)"
-    )
+    _add_check(added)
+    _add_demo(added)
     return parser
 
 
+def _add_demo(added: Any) -> None:
+    parser = _add(
+        added,
+        "demo",
+        commands.run_demo,
+        "train on real scanned digits under three policies and compare",
+        "tfmix demo",
+        "tfmix demo --epochs 4 --seeds 1 --out plots",
+    )
+    parser.add_argument("--epochs", type=int, help="passes over the data")
+    parser.add_argument("--seeds", type=int, help="runs per policy")
+    parser.add_argument(
+        "--out", default="out", help="folder for the plot (default: out)"
+    )
+
+
+def _add_check(added: Any) -> None:
+    parser = _add(
+        added,
+        "check",
+        commands.run_check,
+        "a saved model in 16 bit against itself in float32, layer by layer",
+        "tfmix check model.keras --data batch.npz",
+        "tfmix check model.keras --data batch.npz --suggest --html report.html",
+        "tfmix check model.keras --data batch.npz --loss mse --json",
+    )
+    parser.add_argument("model", type=pathlib.Path, help="a .keras file")
+    parser.add_argument(
+        "--data",
+        type=pathlib.Path,
+        required=True,
+        help=".npz with x and y (or inputs by name), or .npy with x",
+    )
+    parser.add_argument(
+        "--loss", help="a loss of Keras (default: the compiled one)"
+    )
+    parser.add_argument(
+        "--policy", help="mixed_float16, mixed_bfloat16, ... (default: its own)"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=64, help="rows to use (default: 64)"
+    )
+    parser.add_argument(
+        "--suggest", action="store_true", help="search a policy that is healthy"
+    )
+    parser.add_argument(
+        "--html", type=pathlib.Path, help="write a report to this file"
+    )
+
+
 def _add(
-    commands: Any,
+    added: Any,
     name: str,
-    command: Callable[[argparse.Namespace], Outcome],
+    command: Callable[[argparse.Namespace], commands.Outcome],
     summary: str,
-    examples: list[str],
+    *examples: str,
 ) -> argparse.ArgumentParser:
     lines = "\n".join(f"  {example}" for example in examples)
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser: argparse.ArgumentParser = added.add_parser(
         name,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",
@@ -126,54 +151,3 @@ def _add(
     )
     parser.set_defaults(command=command)
     return parser
-
-
-def _devices(options: argparse.Namespace) -> Outcome:
-    found = devices()
-    name, reason = suited_policy(found)
-    table = _table("kind", "name", "capability", "float16", "bfloat16")
-    for device in found:
-        capability = device.compute_capability
-        table.add_row(
-            device.kind,
-            device.name,
-            ".".join(map(str, capability)) if capability else "-",
-            "fast" if device.float16 else "not faster",
-            "fast" if device.bfloat16 else "not faster",
-        )
-    table.caption = f"'auto' is '{name}' here: {reason}"
-    data = {
-        "devices": [dataclasses.asdict(device) for device in found],
-        "auto": name,
-        "reason": reason,
-    }
-    return Outcome(table, data)
-
-
-def _demo(options: argparse.Namespace) -> Outcome:
-    try:
-        # Lies in `examples/` of the repository; setup.cfg puts it here.
-        digits = importlib.import_module("tfmix.examples.digits")
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"The demo needs the module {error.name!r}, which is not "
-            "installed. Run `pip install 'tfmix[examples]'`, or "
-            "`pip install -e '.[examples]'` in a checkout."
-        ) from error
-    given = {"epochs": options.epochs, "seeds": options.seeds}
-    settings = {name: v for name, v in given.items() if v is not None}
-    report = digits.run(out=options.out, quiet=options.json, **settings)
-    code = OK if report.healthy else UNHEALTHY
-    return Outcome(report.table(), report.to_dict(), code)
-
-
-def _table(*columns: str) -> Any:
-    from rich import box, table
-
-    return table.Table(*columns, box=box.SIMPLE_HEAD, caption_justify="left")
-
-
-def _print(text: Any) -> None:
-    from rich import console
-
-    console.Console().print(text)

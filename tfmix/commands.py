@@ -1,0 +1,184 @@
+"""The commands of the shell: each reads its input and calls one function."""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import pathlib
+from typing import Any
+
+import keras
+import numpy as np
+from rich import box, console, markup, table
+
+from tfmix.devices import devices, suited_policy
+from tfmix.numerics import check
+
+OK, UNHEALTHY, BAD_INPUT = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a command found: for people, for programs and for the shell.
+
+    Attributes:
+        text: A string or anything rich can print.
+        data: The same as plain JSON values, for `--json`.
+        code: The exit code.
+    """
+
+    text: Any
+    data: Any
+    code: int = OK
+
+
+def run_devices(options: argparse.Namespace) -> Outcome:
+    """Lists the devices, and says what `"auto"` would choose."""
+    found = devices()
+    name, reason = suited_policy(found)
+    drawn = table.Table(
+        *("kind", "name", "capability", "float16", "bfloat16"),
+        box=box.SIMPLE_HEAD,
+        caption=f"'auto' is '{name}' here: {reason}",
+        caption_justify="left",
+    )
+    for device in found:
+        capability = device.compute_capability
+        drawn.add_row(
+            device.kind,
+            device.name,
+            ".".join(map(str, capability)) if capability else "-",
+            "fast" if device.float16 else "not faster",
+            "fast" if device.bfloat16 else "not faster",
+        )
+    data = {
+        "devices": [dataclasses.asdict(device) for device in found],
+        "auto": name,
+        "reason": reason,
+    }
+    return Outcome(drawn, data)
+
+
+def run_check(options: argparse.Namespace) -> Outcome:
+    """Checks a saved model in 16 bit on a batch from a file."""
+    x, y = read_batch(options.data, options.rows)
+    # A loss that is given replaces the compiled one, which then need not load.
+    model = load_model(options.model, compiled=options.loss is None)
+    notes = []
+    if y is not None and not (options.loss or getattr(model, "loss", None)):
+        y = None
+        notes.append(
+            "The model has no loss, so only the forward pass was "
+            "checked; give one with --loss."
+        )
+    try:
+        report = check.check(
+            model, x, y, loss=options.loss, policy=options.policy
+        )
+    except (TypeError, ValueError):
+        raise
+    except Exception as error:
+        # Each backend has exceptions of its own for data that do not fit.
+        raise ValueError(
+            f"The model could not be checked on {str(options.data)!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    data = {**json.loads(report.to_json()), "notes": notes}
+    if options.suggest:
+        suggested = report.suggested_policy(progress=not options.json)
+        data["suggested_policy"] = repr(suggested)
+        notes.append(f"suggested: {suggested!r}")
+    if options.html:
+        report.to_html(options.html)
+        notes.append(f"report: {options.html}")
+    text = console.Group(report, *map(markup.escape, notes))
+    return Outcome(text, data, OK if report.healthy else UNHEALTHY)
+
+
+def run_demo(options: argparse.Namespace) -> Outcome:
+    """Trains on scanned digits under three policies."""
+    try:
+        # Lies in `examples/` of the repository; setup.cfg puts it here.
+        digits = importlib.import_module("tfmix.examples.digits")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"The demo needs the module {error.name!r}, which is not "
+            "installed. Run `pip install 'tfmix[examples]'`, or "
+            "`pip install -e '.[examples]'` in a checkout."
+        ) from error
+    given = {"epochs": options.epochs, "seeds": options.seeds}
+    settings = {name: v for name, v in given.items() if v is not None}
+    report = digits.run(out=options.out, quiet=options.json, **settings)
+    code = OK if report.healthy else UNHEALTHY
+    return Outcome(report.table(), report.to_dict(), code)
+
+
+def load_model(path: pathlib.Path, compiled: bool) -> keras.Model:
+    """Loads a model from a `.keras` file.
+
+    Args:
+        path: The file.
+        compiled: Whether to restore the optimizer and the loss as well.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If there is no such file, or Keras cannot load it.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"There is no file {str(path)!r}. Give the path of a model that "
+            "was saved with `model.save('NAME.keras')`."
+        )
+    try:
+        return keras.saving.load_model(path, compile=compiled)
+    except Exception as error:
+        # A broken file makes Keras raise what its parts raise: zipfile's
+        # errors, h5py's, KeyError for a missing entry.
+        raise ValueError(
+            f"Keras cannot load {str(path)!r}: {type(error).__name__}: "
+            f"{error} A model with classes of your own is checked from "
+            "Python, where they are known."
+        ) from error
+
+
+def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
+    """Reads inputs and targets from an `.npz` or inputs from an `.npy` file.
+
+    Args:
+        path: The file. In an `.npz`, `y` holds the targets (it may be
+            missing) and `x` the inputs; a model with several inputs takes
+            arrays by the inputs' names instead of `x`.
+        rows: How many rows to keep.
+
+    Returns:
+        Inputs and targets, the latter None where there are none.
+
+    Raises:
+        ValueError: If the file is missing, unreadable or has no inputs.
+    """
+    if rows < 1:
+        raise ValueError(f"`rows` must be at least 1. Received: rows={rows!r}.")
+    if not path.is_file():
+        raise ValueError(
+            f"There is no file {str(path)!r}. Write one with "
+            "`numpy.savez('NAME.npz', x=inputs, y=targets)`."
+        )
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded[:rows], None
+        arrays = {name: loaded[name][:rows] for name in loaded.files}
+    except Exception as error:
+        # NumPy raises zipfile's, zlib's and its own errors on a broken file.
+        raise ValueError(
+            f"NumPy cannot read {str(path)!r}: {type(error).__name__}: {error}"
+        ) from error
+    y = arrays.pop("y", None)
+    if not arrays:
+        raise ValueError(
+            f"{str(path)!r} holds no inputs. Received the arrays: "
+            f"{loaded.files!r}. Save them as `x`, or by the inputs' names."
+        )
+    return arrays["x"] if "x" in arrays else arrays, y
