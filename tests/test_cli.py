@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import tfmix
+from tests import helpers
 from tfmix import cli, commands
 
-COMMANDS = ["check", "demo", "devices"]
+COMMANDS = ["check", "convert", "demo", "devices"]
 ROWS = 12
 
 
@@ -130,8 +131,8 @@ def test_check_finds_a_healthy_model_healthy(capsys, folder):
 def test_check_names_the_layer_and_the_line_that_mends_it(capsys, folder):
     code, out, _ = checked(capsys, folder, "bad.keras", "batch.npz")
     assert code == commands.UNHEALTHY
-    (line,) = (line for line in out.splitlines() if "overflow " in line)
-    assert 'Dense(..., name="first", dtype="float32")' in line
+    worst = next(line for line in out.splitlines() if "overflow " in line)
+    assert 'Dense(..., name="first", dtype="float32")' in worst
 
 
 def test_check_as_json_suggests_a_policy(capsys, folder):
@@ -191,6 +192,64 @@ def test_check_says_what_is_wrong_with_its_input(
     assert (code, out) == (commands.BAD_INPUT, "")
     assert re.search(message, err)
     assert err.startswith("tfmix check: error: ")
+
+
+def converted(capsys, source, target, *words):
+    return run(capsys, "convert", str(source), str(target), *words)
+
+
+@pytest.mark.parametrize("words", [[], ["--inference"]])
+def test_convert_writes_a_model_that_predicts_nearly_the_same(
+    capsys, folder, tmp_path, words
+):
+    source = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+    source.compile("sgd", loss="mse")
+    x = np.load(folder / "inputs.npy")
+    source.fit(x, x[:, :3], verbose=0)
+    source.save(tmp_path / "source.keras")
+    target = tmp_path / "target.keras"
+    words = [*words, "--policy", "O2", "--json"]
+    code, out, _ = converted(capsys, tmp_path / "source.keras", target, *words)
+    assert code == commands.OK
+    assert json.loads(out)["target"] == str(target)
+    model = keras.saving.load_model(target)
+    assert model.compiled is ("--inference" not in words)
+    helpers.assert_close(
+        model.predict(x, verbose=0), source.predict(x, verbose=0), "float16"
+    )
+
+
+def test_convert_prints_what_became_of_each_layer(capsys, folder, tmp_path):
+    words = ("--policy", "mixed_bfloat16")
+    target = tmp_path / "new.keras"
+    code, out, _ = converted(capsys, folder / "good.keras", target, *words)
+    assert code == commands.OK
+    assert "first" in out
+    assert f"written: {target}" in out
+    assert target.is_file()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "policy", "message"),
+    [
+        ("none.keras", "new.keras", "O2", "There is no file"),
+        ("text.keras", "new.keras", "O2", "Keras cannot load"),
+        ("good.keras", "new.h5", "O2", r"ends in `\.keras`"),
+        ("good.keras", "good.keras", "O2", "--overwrite"),
+        ("good.keras", "new.keras", "int8", "int8"),
+        ("good.keras", "none/new.keras", "O2", "none/new.keras"),
+    ],
+)
+def test_convert_says_what_is_wrong_and_writes_nothing(
+    capsys, folder, source, target, policy, message
+):
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    words = ("--policy", policy)
+    code, out, err = converted(capsys, folder / source, folder / target, *words)
+    assert (code, out) == (commands.BAD_INPUT, "")
+    assert re.search(message, err)
+    after = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert after == before
 
 
 def test_an_interrupted_command_ends_as_a_shell_expects(capsys, monkeypatch):

@@ -5,7 +5,11 @@ from tfmix import _host
 _host.require_supported_keras()
 
 from tfmix import callbacks as callbacks
+from tfmix import data as data
 from tfmix._errors import LossScaleError as LossScaleError
+from tfmix.convert import apply_policy as apply_policy
+from tfmix.convert import convert_model as convert_model
+from tfmix.convert import prepare as prepare
 from tfmix.devices import devices as devices
 from tfmix.numerics.check import check as check
 from tfmix.output import float32_output as float32_output
@@ -34,12 +38,16 @@ __all__ = [
     "NoLossScale",
     "Policy",
     "all_finite",
+    "apply_policy",
     "callbacks",
     "check",
+    "convert_model",
+    "data",
     "devices",
     "float32_output",
     "global_policy",
     "guard",
     "policy_scope",
+    "prepare",
     "set_global_policy",
 ]

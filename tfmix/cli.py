@@ -77,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
         "tfmix devices --json",
     )
     _add_check(added)
+    _add_convert(added)
     _add_demo(added)
     return parser
 
@@ -128,6 +129,30 @@ def _add_check(added: Any) -> None:
     )
     parser.add_argument(
         "--html", type=pathlib.Path, help="write a report to this file"
+    )
+
+
+def _add_convert(added: Any) -> None:
+    parser = _add(
+        added,
+        "convert",
+        commands.run_convert,
+        "a saved model into another policy, weights carried over",
+        "tfmix convert model.keras model16.keras --policy mixed_float16",
+        "tfmix convert model.keras served.keras --policy bfloat16 --inference",
+    )
+    parser.add_argument("source", type=pathlib.Path, help="a .keras file")
+    parser.add_argument("target", type=pathlib.Path, help="the file to write")
+    parser.add_argument(
+        "--policy", required=True, help="mixed_float16, bfloat16, O2, ..."
+    )
+    parser.add_argument(
+        "--inference",
+        action="store_true",
+        help="leave out the optimizer and the loss",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an existing file"
     )
 
 

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from rich import box, console, markup, table
 
+from tfmix import convert
 from tfmix.devices import devices, suited_policy
 from tfmix.numerics import check
 
@@ -93,6 +94,32 @@ def run_check(options: argparse.Namespace) -> Outcome:
         notes.append(f"report: {options.html}")
     text = console.Group(report, *map(markup.escape, notes))
     return Outcome(text, data, OK if report.healthy else UNHEALTHY)
+
+
+def run_convert(options: argparse.Namespace) -> Outcome:
+    """Converts a saved model and saves the result."""
+    target = options.target
+    if target.suffix != ".keras":
+        raise ValueError(
+            f"The converted model is written in Keras's own format. Received: "
+            f"target={str(target)!r}. Give it a name that ends in `.keras`."
+        )
+    if target.exists() and not options.overwrite:
+        raise ValueError(
+            f"{str(target)!r} exists already. Give another name, or "
+            "`--overwrite`."
+        )
+    model = load_model(options.source, compiled=not options.inference)
+    report = convert.apply_policy(model, options.policy)
+    model.save(target)
+    data = {
+        "policy": options.policy,
+        "target": str(target),
+        "rows": [dataclasses.asdict(row) for row in report.rows],
+        "notes": list(report.notes),
+    }
+    written = markup.escape(f"written: {target}")
+    return Outcome(console.Group(report, written), data)
 
 
 def run_demo(options: argparse.Namespace) -> Outcome:
