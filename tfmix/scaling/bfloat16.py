@@ -1,14 +1,13 @@
 """Training bfloat16 variables without float32 masters."""
 
 import random
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 
-from tfmix.scaling import kahan
+from tfmix.scaling import kahan, sixteen_bit, views
 from tfmix.scaling import rounding as stochastic_rounding
-from tfmix.scaling import sixteen_bit
-from tfmix.scaling import views
 
 ROUNDINGS = {
     "stochastic": stochastic_rounding.StochasticRounding,
@@ -113,7 +112,7 @@ def checked_seed(seed: int | None) -> int:
         ValueError: If it does not fit.
     """
     if seed is None:
-        return random.randrange(2**31)  # noqa: S311 (no secret)
+        return random.randrange(2**31)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(
             f"`seed` must be an integer or None. Received: seed={seed!r}."

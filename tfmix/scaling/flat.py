@@ -2,34 +2,13 @@
 
 import contextlib
 import math
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 from keras import ops
 
-from tfmix.scaling import inner, per_variable
-
-# Optimizers whose update of an element reads that element alone, by the
-# `update_step` they run (so subclasses that keep it count too).
-ELEMENTWISE = (
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Adagrad",
-    "Adadelta",
-    "RMSprop",
-    "Nadam",
-    "Ftrl",
-    "Lion",
-    "ScheduleFreeAdamW",  # Keras 3.13 and newer
-)
-REFUSED = {
-    "Lamb": "it scales each variable's update by that variable's norm",
-    "Muon": "it orthogonalises each weight matrix",
-    "Adafactor": "it keeps row and column statistics of each weight matrix",
-    "MultiOptimizer": "it chooses an optimizer for each variable",
-}
+from tfmix.scaling import elementwise, inner, per_variable
 
 
 class FlatMasters:
@@ -49,8 +28,8 @@ class FlatMasters:
     """
 
     def __init__(self, optimizer: Any, variables: Sequence) -> None:
-        check_elementwise(optimizer.inner_optimizer)
-        check_variables(variables)
+        elementwise.check_optimizer(optimizer.inner_optimizer)
+        elementwise.check_variables(variables)
         self.variables = list(variables)
         members: dict[tuple, list] = {}
         for variable in variables:
@@ -102,7 +81,7 @@ class FlatMasters:
         Raises:
             ValueError: If a variable of a group has no gradient.
         """
-        of = {id(v): grad for v, grad in zip(variables, grads)}
+        of = {id(v): grad for v, grad in zip(variables, grads, strict=True)}
         others = [v for v in variables if id(v) not in self._group_of]
         vectors = []
         for group in self.groups:
@@ -125,7 +104,9 @@ class FlatMasters:
         """Rounds the vectors into the model's variables."""
         for group in self.groups:
             rounded = ops.cast(group.master, group.dtype)
-            for variable, part in zip(group.variables, group.parts(rounded)):
+            for variable, part in zip(
+                group.variables, group.parts(rounded), strict=True
+            ):
                 variable.assign(part)
 
     def read(self, variable: Any) -> Any:
@@ -183,7 +164,7 @@ class Group:
         pieces = ops.split(vector, self.ends[:-1])
         return [
             ops.reshape(piece, variable.shape)
-            for piece, variable in zip(pieces, self.variables)
+            for piece, variable in zip(pieces, self.variables, strict=True)
         ]
 
 
@@ -202,70 +183,3 @@ def joined(tensors: Sequence) -> Any:
     """
     flat = [ops.reshape(ops.convert_to_tensor(t), (-1,)) for t in tensors]
     return flat[0] if len(flat) == 1 else ops.concatenate(flat)
-
-
-def check_elementwise(optimizer: Any) -> None:
-    """Refuses an optimizer that must see each variable apart.
-
-    Args:
-        optimizer: The inner optimizer.
-
-    Raises:
-        ValueError: If its update of one element depends on others, or cannot
-            be known not to.
-    """
-    name = type(optimizer).__name__
-    for base, reason in REFUSED.items():
-        known = getattr(keras.optimizers, base, None)
-        if known is not None and isinstance(optimizer, known):
-            raise ValueError(
-                f"flat=True cannot run {name}: {reason}. Received: "
-                f"inner_optimizer={optimizer.name!r}. Use flat=False."
-            )
-    if optimizer.clipnorm is not None:
-        raise ValueError(
-            "flat=True cannot run clipnorm, which clips each variable's "
-            f"gradient by its own norm. Received: clipnorm="
-            f"{optimizer.clipnorm!r}. Use global_clipnorm, clipvalue or "
-            "flat=False."
-        )
-    if not _runs_elementwise_update(optimizer):
-        raise ValueError(
-            f"flat=True needs an element-wise optimizer: {list(ELEMENTWISE)}, "
-            f"or a class that says so with `elementwise = True`. Received: "
-            f"inner_optimizer={optimizer.name!r} of type {name}. Use "
-            "flat=False."
-        )
-
-
-def check_variables(variables: Sequence) -> None:
-    """Refuses variables that cannot be parts of one vector.
-
-    Args:
-        variables: The model's variables.
-
-    Raises:
-        ValueError: If a 16-bit variable has a constraint or is sharded.
-    """
-    for variable in filter(inner.is_sixteen_bit, variables):
-        if variable.constraint is not None:
-            raise ValueError(
-                "flat=True cannot apply the constraint of one variable to a "
-                f"part of a vector. Received: variable {variable.path!r} with "
-                f"constraint={variable.constraint!r}. Use flat=False."
-            )
-    distribution = keras.distribution.distribution()
-    if isinstance(distribution, keras.distribution.ModelParallel):
-        raise ValueError(
-            "flat=True cannot join variables that are sharded differently. "
-            f"Received: distribution={distribution!r}. Use flat=False."
-        )
-
-
-def _runs_elementwise_update(optimizer: Any) -> bool:
-    if getattr(type(optimizer), "elementwise", False):
-        return True
-    known = [getattr(keras.optimizers, name, None) for name in ELEMENTWISE]
-    return type(optimizer).update_step in [
-        cls.update_step for cls in known if cls is not None
-    ]

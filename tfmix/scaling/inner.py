@@ -4,7 +4,8 @@ Checked on Keras 3.12.4 and 3.15.1: `_use_weight_decay`,
 `Optimizer._var_key`, `Variable._path`, `Variable._layout`.
 """
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 
@@ -69,7 +70,7 @@ def carry_weight_decay_exclusions(
     for each in getattr(optimizer, "optimizers", [optimizer]):
         excluded = [
             target
-            for variable, target in zip(variables, targets)
+            for variable, target in zip(variables, targets, strict=True)
             if not uses_weight_decay(each, variable)
         ]
         if excluded:

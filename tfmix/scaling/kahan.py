@@ -4,9 +4,7 @@ from typing import Any
 
 from keras import ops
 
-from tfmix.scaling import bits
-from tfmix.scaling import view
-from tfmix.scaling import views
+from tfmix.scaling import bits, view, views
 
 
 class KahanView(view.Float32View):

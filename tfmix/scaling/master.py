@@ -1,6 +1,7 @@
 """Float32 master weights behind a model's 16-bit variables."""
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 

@@ -1,12 +1,12 @@
 """Masters, the plain way: one float32 variable behind each 16-bit one."""
 
 import contextlib
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from keras import ops
 
-from tfmix.scaling import bits
-from tfmix.scaling import inner
+from tfmix.scaling import bits, inner
 
 
 class PerVariableMasters:
@@ -59,7 +59,7 @@ class PerVariableMasters:
             Gradients in float32 and the variables to update with them.
         """
         routed = []
-        for grad, variable in zip(grads, variables):
+        for grad, variable in zip(grads, variables, strict=True):
             if grad is not None and id(variable) in self.masters:
                 grad = ops.cast(grad, "float32")
             routed.append(grad)

@@ -1,7 +1,8 @@
 """One replica's step, for wrappers used outside the loss-scale optimizer."""
 
 import contextlib
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import keras
 

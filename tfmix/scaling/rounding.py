@@ -1,13 +1,12 @@
 """Stochastic rounding of float32 to bfloat16."""
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 from keras import ops
 
-from tfmix.scaling import bits
-from tfmix.scaling import view
-from tfmix.scaling import views
+from tfmix.scaling import bits, view, views
 
 # A step may assign a variable more than once (weight decay, then the update,
 # then a constraint); each assignment needs bits of its own.

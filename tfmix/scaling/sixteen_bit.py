@@ -1,6 +1,7 @@
 """The step of an optimizer whose model has 16-bit variables."""
 
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 from keras import ops
@@ -102,8 +103,11 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
             var_list: The model's variables; the optimizer's own list counts.
         """
         if self.built:
-            self.inner_optimizer.finalize_variable_values(self._store.targets())
-            self._store.write_back()
+            replicas.run_on_each(self, self._finalize)
+
+    def _finalize(self) -> None:
+        self.inner_optimizer.finalize_variable_values(self._store.targets())
+        self._store.write_back()
 
     def read_float32(self, variable: Any) -> Any:
         """Returns the float32 value behind a model's variable.

@@ -1,6 +1,7 @@
 """Split masters: a bfloat16 variable and the 16 bits it lacks."""
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from tfmix.scaling import bits, view, views
 

@@ -1,7 +1,8 @@
 """Views of all bfloat16 variables, and how they notice a loaded weight."""
 
 import contextlib
-from typing import Any, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
 from keras import ops
@@ -88,7 +89,7 @@ class Views:
             Dense gradients in float32 and the variables to update with them.
         """
         routed = []
-        for grad, variable in zip(grads, variables):
+        for grad, variable in zip(grads, variables, strict=True):
             if grad is not None and id(variable) in self.views:
                 grad = ops.cast(ops.convert_to_tensor(grad), "float32")
             routed.append(grad)

@@ -1,6 +1,7 @@
 """An optimizer that drives another one and looks like it from outside."""
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 
@@ -125,7 +126,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 f"{len(variables)} variables, built={self.built}. Call "
                 "`build(model.trainable_variables)` first."
             )
-        for variable, weight in zip(variables, weights):
+        for variable, weight in zip(variables, weights, strict=True):
             if tuple(variable.shape) != tuple(weight.shape):
                 raise ValueError(
                     f"Variable {variable.path!r} has shape "
@@ -195,15 +196,15 @@ def checked_inner(wrapper: str, optimizer: Any) -> keras.optimizers.Optimizer:
         )
     if isinstance(optimizer, OptimizerWrapper):
         raise ValueError(
-            f"{wrapper} cannot wrap {type(optimizer).__name__}: both would keep "
-            "the same 16-bit variables. Received: inner_optimizer="
+            f"{wrapper} cannot wrap {type(optimizer).__name__}: both would "
+            "keep the same 16-bit variables. Received: inner_optimizer="
             f"{optimizer.name!r}. Keep one of the two."
         )
     if optimizer.built:
         raise ValueError(
             f"{wrapper} builds the inner optimizer on its own float32 "
-            f"variables. Received: inner_optimizer={optimizer.name!r}, which is "
-            "built already. Pass a fresh one, for example "
+            f"variables. Received: inner_optimizer={optimizer.name!r}, which "
+            "is built already. Pass a fresh one, for example "
             f"{type(optimizer).__name__}.from_config(optimizer.get_config())."
         )
     return optimizer
