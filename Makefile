@@ -16,7 +16,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 .PHONY: check bench clean
 .DELETE_ON_ERROR:
 
-$(STAMP): setup.cfg pyproject.toml .ci/requirements.py
+$(STAMP): setup.cfg .ci/requirements.py
 	@echo "tfmix: [1/3] creating $(VENV) with $(PYTHON)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@echo "tfmix: [2/3] installing dependencies (first time: 2 to 5 minutes)"
@@ -66,10 +66,12 @@ check: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_import_graph.py tests/test_sizes.py
 
+# Every benchmark also runs alone: python -m benchmarks.NAME
 bench: $(STAMP)
-	@for file in benchmarks/bench_*.py; do \
-	    echo "tfmix: $$file"; \
-	    $(BIN)/python "$$file" || exit 1; \
+	@for file in $$(grep -l '^if __name__' benchmarks/*.py); do \
+	    name=benchmarks.$$(basename "$$file" .py); \
+	    echo "tfmix: $$name"; \
+	    $(BIN)/python -m "$$name" || exit 1; \
 	done
 
 clean:
