@@ -1,5 +1,7 @@
 """What tests share: tolerances, lists of things to test, comparisons."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -56,6 +58,20 @@ def requires_backend(name):
     return pytest.mark.skipif(
         current != name,
         reason=f"needs KERAS_BACKEND={name}, which is {current}",
+    )
+
+
+@functools.cache
+def mirrored_strategy(num_replicas=2):
+    """Returns the one MirroredStrategy of the test run (TensorFlow only).
+
+    TensorFlow numbers the collectives of each strategy from 100 up, so two
+    strategies in one process mistake each other's for their own.
+    """
+    import tensorflow as tf
+
+    return tf.distribute.MirroredStrategy(
+        [f"CPU:{n}" for n in range(num_replicas)]
     )
 
 

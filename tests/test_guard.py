@@ -172,6 +172,32 @@ def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
     assert type(loaded.optimizer) is optimizers.LossScaleOptimizer
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_an_epoch_without_an_applied_step_does_not_report_a_loss_of_zero(mode):
+    # The loss is finite, the gradients are not: the scale is far too high.
+    model = make_model(**MODES[mode])
+    rule = strategy.DynamicLossScale(2.0**120, max_scale=2.0**120)
+    wrapped = optimizers.LossScaleOptimizer("sgd", loss_scale=rule)
+    model.compile(wrapped, loss="mse", metrics=["mae"], **MODES[mode])
+    guards.guard(model)
+    x, y = data()
+    y = y * 1e3
+    history = model.fit(x, y, batch_size=16, verbose=0).history
+    assert wrapped.skipped_steps == 4
+    assert 1e5 < history["loss"][0] < 1e8
+    assert history["mae"][0] > 1.0
+
+
+def test_a_stuck_run_does_not_hide_that_its_loss_is_not_finite():
+    model = guards.guard(make_model())
+    x, y = data()
+    stop = keras.callbacks.TerminateOnNaN()
+    fit = {"batch_size": 1, "verbose": 0, "callbacks": [stop]}
+    history = model.fit(x * np.nan, y, **fit).history
+    assert np.isnan(history["loss"][-1])
+    assert model.optimizer.skipped_steps == 3
+
+
 @helpers.requires_backend("tensorflow")
 def test_a_train_step_of_the_users_own_is_guarded_and_keeps_its_logs():
     import tensorflow as tf

@@ -8,6 +8,7 @@ import keras
 from keras import ops
 
 from tfmix import _arguments
+from tfmix.scaling import guard_logs
 from tfmix.scaling import optimizer as optimizers
 
 _MARK = "_tfmix_unguarded_train_step"
@@ -65,6 +66,9 @@ def guard(model: Any, retries: int = 0) -> Any:
     wrap = _guarded_tensorflow if tensorflow else _guarded_jax
     vars(model)[_MARK] = original
     vars(model)["train_step"] = wrap(model, original, retries)
+    vars(model)["get_metrics_result"] = functools.partial(
+        guard_logs.after_epoch, model
+    )
     # A step that was compiled before would go on without the guard.
     model.train_function = None
     return model
@@ -116,7 +120,7 @@ def _guarded_tensorflow(
             lambda count, _: (count + 1, attempt(data)[1]),
             (tf.constant(0), tf.constant(False)),
         )
-        return model.get_metrics_result()
+        return guard_logs.metrics_result(model)
 
     @functools.wraps(original)
     def train_step(data: Any) -> Any:
@@ -124,7 +128,7 @@ def _guarded_tensorflow(
         if retries:
             return attempt_again(data)
         logs = attempt(data)[0]
-        return _updated(logs, model.get_metrics_result())
+        return guard_logs.after_step(model, logs)
 
     return train_step
 
@@ -165,9 +169,10 @@ def _guarded_jax(model: Any, original: Callable, retries: int) -> Callable:
             logs, state = attempt_again(state, data)
         else:
             logs, state, _ = attempt(state, data)
-        mapping = list(zip(model.metrics_variables, state[3], strict=True))
+        variables = model.optimizer.variables + model.metrics_variables
+        mapping = list(zip(variables, state[2] + state[3], strict=True))
         with keras.StatelessScope(state_mapping=mapping):
-            return _updated(logs, model.get_metrics_result()), state
+            return guard_logs.after_step(model, logs), state
 
     return train_step
 
@@ -176,13 +181,6 @@ def _watched(model: Any) -> list[Any]:
     """The variables that a skipped step must not have changed."""
     state = [v for v in model.non_trainable_variables if _is_float(v)]
     return state + list(model.metrics_variables)
-
-
-def _updated(logs: Any, results: dict[str, Any]) -> Any:
-    # The step's own logs were read before the metrics were given back.
-    if not isinstance(logs, dict):
-        return logs
-    return logs | {k: v for k, v in results.items() if k in logs or not logs}
 
 
 def _restored(

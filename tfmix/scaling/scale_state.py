@@ -152,7 +152,11 @@ class KeepsScaleState(delegation.DelegatesToInner):
 
     def last_step_applied(self) -> Any:
         """Returns a boolean scalar tensor; nothing is copied to the host."""
-        return ops.equal(self._consecutive_skips.value, 0)
+        return ops.logical_not(self.skipped_in_a_row(1))
+
+    def skipped_in_a_row(self, steps: int) -> Any:
+        """Returns a boolean scalar tensor: so many skips or more, just now?"""
+        return ops.greater_equal(self._consecutive_skips.value, steps)
 
     def create_state(self, rule: strategy.LossScale) -> None:
         """Creates a variable for each number that the rule remembers.
