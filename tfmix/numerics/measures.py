@@ -112,20 +112,20 @@ def vector(values: Any, limits: _formats.Format) -> Any:
         )
     sizes = ops.abs(ops.reshape(ops.cast(values, "float32"), (-1,)))
     finite = ops.isfinite(sizes)
-    known = ops.where(finite, sizes, 0.0)
-    # An entry of exactly half the smallest value is a tie: it rounds to zero.
-    half = limits.smallest / 2
-    near = limits.max / 2**NEAR_OVERFLOW_BITS
-    shares = [
-        finite & (sizes == 0.0),
-        (sizes > half) & (sizes < limits.tiny),
-        (sizes > 0.0) & (sizes <= half),
-        finite & (sizes > near),
-        ~finite,
-    ]
     # The largest of nothing is an error in some backends: a zero is put in.
-    largest = ops.max(ops.append(known, ops.zeros((1,), "float32")))
-    return ops.stack([largest, *(_share(flag) for flag in shares)])
+    known = ops.append(ops.where(finite, sizes, 0.0), ops.zeros((1,)))
+    shares = map(_share, _flags(sizes, finite, limits))
+    return ops.stack([ops.max(known), *shares])
+
+
+def on_host(values: np.ndarray, limits: _formats.Format) -> Measures:
+    """Measures an array that is in the host's memory, as `measure` does."""
+    sizes = np.abs(values.astype(np.float32).reshape(-1))
+    finite = np.isfinite(sizes)
+    largest = np.max(sizes, where=finite, initial=0.0)
+    flags = _flags(sizes, finite, limits)
+    shares = [np.count_nonzero(flag) / max(flag.size, 1) for flag in flags]
+    return from_vector([largest, *shares], limits)
 
 
 def from_vector(row: Any, limits: _formats.Format) -> Measures:
@@ -140,6 +140,20 @@ def _headroom(columns: dict[str, float], limits: _formats.Format) -> float:
     if columns["largest"] == 0:
         return math.inf
     return float(math.floor(math.log2(limits.max / columns["largest"])))
+
+
+def _flags(sizes: Any, finite: Any, limits: _formats.Format) -> list[Any]:
+    """Says of each magnitude which shares it counts in, in their order."""
+    # An entry of exactly half the smallest value is a tie: it rounds to zero.
+    half = limits.smallest / 2
+    near = limits.max / 2**NEAR_OVERFLOW_BITS
+    return [
+        finite & (sizes == 0.0),
+        (sizes > half) & (sizes < limits.tiny),
+        (sizes > 0.0) & (sizes <= half),
+        finite & (sizes > near),
+        ~finite,
+    ]
 
 
 def _share(flags: Any) -> Any:

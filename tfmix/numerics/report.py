@@ -1,0 +1,205 @@
+"""What a check found: rows, a table, a figure, a page, a policy."""
+
+import dataclasses
+import html
+import io
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import rich.box
+import rich.console
+import rich.table
+
+from tfmix.numerics import probe, suggest, verdicts
+from tfmix.policy import policy as policies
+
+_COLUMNS = (
+    "layer",
+    "phase",
+    "verdict",
+    "relative error",
+    "headroom",
+    "what to write",
+)
+# Wide enough for the longest line of advice; a terminal wraps it.
+_WIDTH = 160
+_STYLES = {
+    verdicts.OK: "green",
+    verdicts.OVERFLOW: "bold red",
+    verdicts.NOT_FINITE: "bold red",
+    verdicts.UNDERFLOW: "yellow",
+    verdicts.INACCURATE: "yellow",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One layer in one phase.
+
+    Attributes:
+        layer: The layer's name, its path where the name is not unique, or
+            `"loss"`.
+        phase: `"forward"`: its outputs; `"backward"`: the gradients it
+            computes, of its inputs and weights; `"weights"`: their values.
+        verdict: `"ok"`, `"overflow"`, `"underflow"`, `"inaccurate"` or
+            `"not_finite"`.
+        relative_error: Norm of the error that this layer alone makes in 16
+            bit, over the norm of the float32 result.
+        headroom_bits: How often the result can be doubled before it leaves
+            the format; negative if it has left it.
+        advice: The line of code that mends it; empty for most healthy rows.
+        gradient_cosine: Cosine between the 16-bit and the float32 gradient,
+            None in other phases.
+    """
+
+    layer: str
+    phase: str
+    verdict: str
+    relative_error: float
+    headroom_bits: float
+    advice: str
+    gradient_cosine: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NumericsReport:
+    """The result of `tfmix.check`; prints as a table.
+
+    Attributes:
+        rows: One `Row` per layer and phase, the most severe first.
+        policy: The `tfmix.Policy` that was checked.
+        loss_scale: The loss scale that gradients were judged under.
+        again: Checks the same model and batch under another policy.
+        targets: The watched layers by name.
+    """
+
+    rows: tuple[Row, ...]
+    policy: policies.Policy
+    loss_scale: float
+    again: Callable[[policies.Policy], "NumericsReport"] = dataclasses.field(
+        repr=False
+    )
+    targets: Mapping[str, probe.Target] = dataclasses.field(repr=False)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every row is fine."""
+        return not self.faults
+
+    @property
+    def faults(self) -> tuple[Row, ...]:
+        """The rows that are not fine, the most severe first."""
+        return tuple(row for row in self.rows if row.verdict != verdicts.OK)
+
+    def suggested_policy(self, *, progress: bool = True) -> policies.Policy:
+        """Searches the fewest float32 layers that make the model healthy.
+
+        Each candidate is checked on the same batch, so the search takes as
+        long as a few checks.
+
+        Args:
+            progress: Boolean, whether to show the search. Defaults to `True`.
+
+        Returns:
+            A `tfmix.Policy`: the one that was checked if that is healthy;
+            else one with more `float32_layers`.
+
+        Raises:
+            ValueError: If the model is not finite in float32 either.
+        """
+        return suggest.policy(self, progress=progress)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draws the headroom of each layer.
+
+        Args:
+            path: Where to write a picture. Defaults to `None`: nowhere.
+
+        Returns:
+            The `matplotlib.figure.Figure`.
+
+        Raises:
+            ImportError: If matplotlib is missing.
+        """
+        from tfmix import plotting
+
+        return plotting.headroom(self, path)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes one page with table and figure that needs no other file.
+
+        Args:
+            path: Where to write it.
+        """
+        from tfmix.numerics import page
+
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page.document(self))
+
+    def to_json(self) -> str:
+        """Returns the report as JSON; infinities and NaN become null."""
+        return json.dumps(
+            {
+                "healthy": self.healthy,
+                "policy": self.policy.name,
+                "loss_scale": self.loss_scale,
+                "rows": [_plain(dataclasses.asdict(row)) for row in self.rows],
+            },
+            indent=2,
+        )
+
+    def __rich__(self) -> rich.table.Table:
+        table = rich.table.Table(
+            title=self._title(), box=rich.box.SIMPLE_HEAD, title_justify="left"
+        )
+        for column in _COLUMNS:
+            table.add_column(column, overflow="fold")
+        for row in self.rows:
+            style = _STYLES[row.verdict]
+            cells = cells_of(row)
+            # Names and advice hold brackets, which rich would take for style.
+            table.add_row(*map(rich.markup.escape, cells), style=style)
+        return table
+
+    def __str__(self) -> str:
+        console = rich.console.Console(
+            file=io.StringIO(), width=_WIDTH, color_system=None
+        )
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _title(self) -> str:
+        count = len({row.layer for row in self.faults})
+        verdict = "healthy" if self.healthy else f"{count} layer(s) at fault"
+        return (
+            f"{self.policy.name} against float32: {verdict} "
+            f"(loss scale {self.loss_scale:g})"
+        )
+
+
+def cells_of(row: Row) -> tuple[str, ...]:
+    """Returns a row's cells as the tables print them."""
+    return (
+        row.layer,
+        row.phase,
+        row.verdict,
+        f"{row.relative_error:.2g}",
+        f"{row.headroom_bits:+.0f} bits",
+        row.advice,
+    )
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: None
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for key, value in values.items()
+    }

@@ -1,0 +1,192 @@
+"""One check of one model: the passes, and what each layer was found to do."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tfmix import _formats
+from tfmix.numerics import batch as batches
+from tfmix.numerics import (
+    compare,
+    epsilons,
+    heads,
+    host,
+    local,
+    losses,
+    passes,
+    plan,
+    probe,
+    verdicts,
+    weights,
+)
+
+# Where dynamic loss scaling starts; its rule's default.
+LOSS_SCALE = 2.0**15
+# Where it ends, at the lowest.
+_FLOOR = 1.0
+# Factor between two scales that are tried when gradients overflow.
+_STEP_DOWN = 16.0
+
+
+class Visit:
+    """One check: what was found so far."""
+
+    def __init__(
+        self,
+        batch: batches.Batch,
+        found: Sequence[probe.Target],
+        sixteen: plan.Plan,
+        limits: _formats.Format,
+    ) -> None:
+        self.batch = batch
+        self.found = found
+        self.limits = limits
+        self.classes = {
+            target.name: type(target.operation).__name__ for target in found
+        }
+        self.findings: list[verdicts.Finding] = []
+        self._sixteen = sixteen
+        self._reference = plan.reference(batch.model)
+        self._busy = False
+        self._order = 0
+        self._weights_before = False
+
+    def run(self) -> None:
+        """Makes the passes and collects the findings."""
+        batch, found = self.batch, self.found
+        run = passes.sixteen_bit(batch, found, self._sixteen, self.limits.name)
+        truth = None
+        if batch.loss is not None:
+            truth = passes.truth(batch, found, self._reference, run.signatures)
+        scale = losses.scale(run, truth, self.limits, (LOSS_SCALE, _FLOOR))
+        self._judge_all(
+            local.Judge(self._sixteen, run, truth, self.limits, scale)
+        )
+        while self.judge.scale > _FLOOR and self._overflows_backward():
+            lower = max(self.judge.scale / _STEP_DOWN, _FLOOR)
+            self._judge_all(dataclasses.replace(self.judge, scale=lower))
+        self.findings = _worst(_attributed(self.findings, found))
+
+    def _judge_all(self, judge: local.Judge) -> None:
+        self.judge = judge
+        self.findings = []
+        self._order = 0
+        self._weights_before = False
+        with (
+            host.policies(self._reference),
+            host.autocast("float32"),
+            probe.watched(self.found, self._call),
+        ):
+            outputs, _ = self.batch.run(self.batch.weights())
+        self.findings += weights.findings(
+            self.found, self._sixteen, self.limits
+        )
+        if self.batch.loss is not None:
+            self._order += 1
+            self.findings += losses.findings(
+                self.batch, outputs, judge, self._order
+            )
+
+    def _overflows_backward(self) -> bool:
+        """Says whether dynamic loss scaling would go on to a lower scale."""
+        bad_forward = {
+            finding.layer
+            for finding in self.findings
+            if finding.phase != verdicts.BACKWARD
+            and finding.verdict != verdicts.OK
+        }
+        return any(
+            finding.gap.lost
+            and finding.phase == verdicts.BACKWARD
+            and finding.layer not in bad_forward
+            for finding in self.findings
+        )
+
+    def _call(self, call: probe.Call) -> Any:
+        if self._busy:
+            return call.proceed()
+        has_weights = any(
+            layer.trainable_variables for layer in call.target.layers
+        )
+        reaches_weights = self._weights_before
+        outputs = call.proceed()
+        self._weights_before |= has_weights
+        if call.key not in self.judge.run.signatures:
+            return outputs
+        self._busy = True
+        try:
+            self._order += 1
+            self._judge(call, reaches_weights, has_weights or reaches_weights)
+        finally:
+            self._busy = False
+        return outputs
+
+    def _judge(
+        self, call: probe.Call, reaches_weights: bool, useful: bool
+    ) -> None:
+        name, order = call.target.name, self._order
+        gaps = self.judge.call(call)
+        forward = verdicts.forward(name, order, gaps, self.limits)
+        self.findings.append(forward)
+        if useful:
+            backward = verdicts.backward(
+                name, order, gaps, self.limits, reaches_weights
+            )
+            self.findings += [backward] if backward else []
+        if forward.verdict != verdicts.OK:
+            return
+        self._add_latent(call, gaps.outputs)
+
+    def _add_latent(self, call: probe.Call, gap: compare.Gap) -> None:
+        name, order = call.target.name, self._order
+        signature = self.judge.run.signatures[call.key]
+        if signature.is_output:
+            exact = self.judge.exact(call, call.tensors)
+            head = heads.finding(
+                name,
+                order,
+                gap,
+                signature,
+                heads.probabilities(call.target.operation, exact),
+            )
+            self.findings += [head] if head else []
+        constants = epsilons.vanishing(call.target.operation, self.limits)
+        if constants and epsilons.shows(self.judge, call):
+            self.findings.append(
+                verdicts.Finding(
+                    name,
+                    verdicts.FORWARD,
+                    verdicts.UNDERFLOW,
+                    gap,
+                    order,
+                    latent=True,
+                    note=f"its {constants[0]:g} is 0 in {self.limits.name}",
+                )
+            )
+
+
+def _attributed(
+    findings: Sequence[verdicts.Finding], found: Sequence[probe.Target]
+) -> list[verdicts.Finding]:
+    """Clears a layer of the faults of the layers inside it."""
+    inside = {target.name: target.inside for target in found}
+    guilty = {
+        (outer, finding.phase)
+        for finding in findings
+        if finding.verdict != verdicts.OK and not finding.given
+        for outer in inside.get(finding.layer, ())
+    }
+    return [
+        dataclasses.replace(finding, verdict=verdicts.OK)
+        if (finding.layer, finding.phase) in guilty
+        else finding
+        for finding in findings
+    ]
+
+
+def _worst(findings: Sequence[verdicts.Finding]) -> list[verdicts.Finding]:
+    """Keeps one finding per layer and phase, for layers called often."""
+    worst: dict[tuple[str, str], verdicts.Finding] = {}
+    for finding in sorted(findings, key=lambda one: one.rank):
+        worst.setdefault((finding.layer, finding.phase), finding)
+    return list(worst.values())
