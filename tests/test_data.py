@@ -69,7 +69,7 @@ def test_a_model_trains_on_it():
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    history = model.fit(data.cast(dataset, "float16"), verbose=0)
+    history = model.fit(data.cast(dataset), shuffle=False, verbose=0)
     assert np.isfinite(history.history["loss"][0])
 
 

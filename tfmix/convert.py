@@ -9,6 +9,7 @@ from tfmix.policy import (
     carrying,
     changes,
     compiling,
+    copying,
     layers,
     plan,
     report,

@@ -59,8 +59,11 @@ def cast(dataset: Any, dtype: str = "float16") -> Any:
             return tf.cast(component, dtype)
         return component
 
+    # `map` unpacks an element that is a tuple, also one of length 1.
+    is_tuple = type(dataset.element_spec) is tuple
+
     def cast_element(*element: Any) -> Any:
-        nest = element if len(element) > 1 else element[0]
+        nest = element if is_tuple else element[0]
         return tf.nest.map_structure(cast_leaf, nest)
 
     return dataset.map(cast_element, num_parallel_calls=tf.data.AUTOTUNE)

@@ -107,8 +107,10 @@ def _set_policy(
     vars(layer).pop(_FIRST_CALLED, None)
     inputs.forget_exact(layer)
     layers.set_dtype(layer, policy)
-    if policy.compute_dtype in _formats.SIXTEEN_BIT or among_16_bit:
+    if among_16_bit:
         inputs.keep_exact(layer)
+        if policy.compute_dtype == "float32":
+            inputs.look_behind_casts(layer)
 
     def restore() -> None:
         inputs.forget_exact(layer)

@@ -34,11 +34,23 @@ def keep_exact(layer: Any) -> None:
     """
     names = {base.__name__ for base in type(layer).__mro__}
     if "Embedding" in names:
-        _look_up_ids(layer)
+        _look_up(layer, warn=True)
     elif names.intersection(_DATA_LAYERS):
-        _use_converter(layer, _recover)
-    elif not _is_kerass_own(type(layer)):
+        look_behind_casts(layer)
+        # Some of them switch the conversion of their inputs off.
+        _look_up(layer, warn=False)
+    elif "Sequential" in names or not _is_kerass_own(type(layer)):
+        # A Sequential model casts, too, at the call that builds it.
         _use_converter(layer, _remember)
+
+
+def look_behind_casts(layer: Any) -> None:
+    """Gives a layer its inputs as they were before a layer around it cast.
+
+    Args:
+        layer: A layer that computes in float32 by a rule.
+    """
+    _use_converter(layer, _recover)
 
 
 def forget_exact(layer: Any) -> None:
@@ -47,7 +59,11 @@ def forget_exact(layer: Any) -> None:
     Args:
         layer: Any layer.
     """
-    vars(layer.dtype_policy).pop(_CONVERT, None)
+    policy = layer.dtype_policy
+    if _CONVERT in vars(policy):
+        object.__setattr__(
+            layer, "_dtype_policy", keras.DTypePolicy(policy.name)
+        )
     call = vars(layer).get(_CALL)
     if getattr(call, "_tfmix_look_up", False):
         object.__delattr__(layer, _CALL)
@@ -87,14 +103,15 @@ def _uncast(x: Any) -> Any:
     return x if original is None else original
 
 
-def _look_up_ids(layer: Any) -> None:
+def _look_up(layer: Any, warn: bool) -> None:
     original = layer.call
 
     @functools.wraps(original)
     def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        ids = _uncast(inputs)
-        _warn_of_rounded_ids(layer, ids)
-        return original(ids, *args, **kwargs)
+        exact = keras.tree.map_structure(_uncast, inputs)
+        if warn:
+            _warn_of_rounded_ids(layer, exact)
+        return original(exact, *args, **kwargs)
 
     call._tfmix_look_up = True  # type: ignore[attr-defined]
     object.__setattr__(layer, _CALL, call)

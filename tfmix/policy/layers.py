@@ -31,10 +31,12 @@ def settle(layer: Any, dtype: Any, policy: keras.DTypePolicy) -> None:
     """
     if dtype is None:
         put(layer, _CHOSEN, True)
+        inputs.keep_exact(layer)
         _apply_rules(layer, policy)
-    elif isinstance(dtype, policies.Policy):
+    else:
+        inputs.keep_exact(layer)
+    if isinstance(dtype, policies.Policy):
         set_dtype(layer, policies.plain(dtype))
-    inputs.keep_exact(layer)
     if isinstance(layer, keras.Model):
         carrying.carry(layer, policy)
 
@@ -51,10 +53,8 @@ def is_chosen(layer: Any) -> bool:
 
 def keep_float32(layer: Any) -> None:
     """Makes a layer, and what it holds without a dtype of its own, float32."""
-    set_dtype(layer, keras.DTypePolicy("float32"))
-    for inner in layer._flatten_layers(include_self=False):
-        if is_chosen(inner):
-            set_dtype(inner, keras.DTypePolicy("float32"))
+    _make_float32(layer)
+    _keep_inside_float32(layer)
 
 
 def set_dtype(layer: Any, policy: keras.DTypePolicy) -> None:
@@ -66,6 +66,17 @@ def set_dtype(layer: Any, policy: keras.DTypePolicy) -> None:
     put(layer, "_dtype_policy", policy)
 
 
+def _make_float32(layer: Any) -> None:
+    set_dtype(layer, keras.DTypePolicy("float32"))
+    inputs.look_behind_casts(layer)
+
+
+def _keep_inside_float32(layer: Any) -> None:
+    for inner in layer._flatten_layers(include_self=False):
+        if is_chosen(inner) and inner.compute_dtype != "float32":
+            _make_float32(inner)
+
+
 def _apply_rules(layer: Any, policy: keras.DTypePolicy) -> None:
     if policy.compute_dtype not in _formats.SIXTEEN_BIT:
         return
@@ -75,7 +86,7 @@ def _apply_rules(layer: Any, policy: keras.DTypePolicy) -> None:
     if ruled.why_float32(type(layer), layer.name):
         keep_float32(layer)
         # What it holds is attached after this constructor, or in `build`.
-        _before_first_call(layer, keep_float32)
+        _before_first_call(layer, _keep_inside_float32)
     elif ruled.outside_white_list(type(layer)):
         set_dtype(layer, keras.DTypePolicy("float32"))
     elif rules.needs_path(ruled.float32_layers):
