@@ -5,7 +5,9 @@ import keras
 from benchmarks.fault_cases import (
     custom_loop,
     fitting,
+    policies,
     replicas,
+    saved_state,
     scale_range,
     sparse,
     workers,
@@ -18,6 +20,8 @@ FAULTS = (
     *scale_range.FAULTS,
     *fitting.FAULTS,
     *sparse.FAULTS,
+    *saved_state.FAULTS,
+    *policies.FAULTS,
     *custom_loop.FAULTS,
 )
 

@@ -20,7 +20,7 @@ def forgotten_scale_loss(system: Any) -> Outcome:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(50):
-            optimizer.apply([ops.convert_to_tensor(_ONES)], [variable])
+            loops.apply(optimizer, [ops.convert_to_tensor(_ONES)], [variable])
     told = [w for w in caught if "scale_loss" in str(w.message)]
     moved = 1.0 - float(words.to_numpy(variable)[0])
     return Outcome(
@@ -63,9 +63,9 @@ def traced_before_build(system: Any) -> Outcome:
     gradient()
     optimizer.build([variable])
     for _ in range(3):
-        optimizer.apply([gradient() * np.inf], [variable])
+        loops.apply(optimizer, [gradient() * np.inf], [variable])
     before = words.to_numpy(variable)
-    optimizer.apply([gradient()], [variable])
+    loops.apply(optimizer, [gradient()], [variable])
     ratio = float((before - words.to_numpy(variable))[0]) / 0.1
     return Outcome(
         bool(np.isclose(ratio, 1.0)),
@@ -80,7 +80,7 @@ def clip_hides_infinity(system: Any) -> Outcome:
     before = words.to_numpy(variable)
     scaled = [optimizer.scale_loss(ops.convert_to_tensor([np.inf, 0.25]))]
     grads = [ops.clip(g, -1, 1) for g in system.unscale(optimizer, scaled)]
-    optimizer.apply(grads, [variable])
+    loops.apply(optimizer, grads, [variable])
     untouched = words.same([before], [words.to_numpy(variable)])
     return Outcome(
         untouched and words.skipped(optimizer, 1) == 1,
@@ -96,7 +96,7 @@ def clip_by_norm(system: Any) -> Outcome:
     scaled = [optimizer.scale_loss(ops.convert_to_tensor([3.0, 4.0]))]
     (gradient,) = system.unscale(optimizer, scaled)
     gradient = gradient / ops.maximum(ops.norm(gradient), 1.0)
-    optimizer.apply([gradient], [variable])
+    loops.apply(optimizer, [gradient], [variable])
     norm = float(np.linalg.norm(before - words.to_numpy(variable))) / 0.1
     return Outcome(
         bool(np.isclose(norm, 1.0, rtol=1e-4)),
@@ -147,7 +147,7 @@ def variable_without_gradient(system: Any) -> Outcome:
         warnings.simplefilter("ignore")
         for factor in (np.float32(1), np.float32(np.inf), np.float32(1)):
             scaled = optimizer.scale_loss(ops.convert_to_tensor(_ONES * factor))
-            optimizer.apply([scaled, None], [used, unused])
+            loops.apply(optimizer, [scaled, None], [used, unused])
     right = np.allclose(words.to_numpy(used), 0.8)
     untouched = words.same([_ONES], [words.to_numpy(unused)])
     return Outcome(
@@ -166,8 +166,8 @@ def overwrite_with_gradient(system: Any) -> Outcome:
     optimizer.build([weight, amax])
     new = ops.convert_to_tensor(np.float32([7.0, 7.0]))
     good = optimizer.scale_loss(ops.convert_to_tensor(_ONES))
-    optimizer.apply([good, new], [weight, amax])
-    optimizer.apply([good * np.inf, new * 2], [weight, amax])
+    loops.apply(optimizer, [good, new], [weight, amax])
+    loops.apply(optimizer, [good * np.inf, new * 2], [weight, amax])
     kept = np.allclose(words.to_numpy(amax), 7.0)
     moved = np.allclose(words.to_numpy(weight), 0.9)
     return Outcome(

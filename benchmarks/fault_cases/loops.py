@@ -16,11 +16,25 @@ def wrapped_vector(
     return variable, optimizer
 
 
-def step(optimizer: Any, variables: Any, gradients: Any) -> Any:
+def apply(optimizer: Any, gradients: Any, variables: Any) -> None:
+    """Applies scaled gradients the way a loop on this backend does."""
+    if keras.backend.backend() != "jax":
+        optimizer.apply(gradients, variables)
+        return
+    new_variables, new_state = optimizer.stateless_apply(
+        [v.value for v in optimizer.variables],
+        gradients,
+        [v.value for v in variables],
+    )
+    _assign(variables, new_variables)
+    _assign(optimizer.variables, new_state)
+
+
+def step(optimizer: Any, variables: Any, gradients: Any) -> None:
     """Takes a step with true gradients, scaled as a tape would have."""
     scale = optimizer.scale_loss(keras.ops.convert_to_tensor(1.0))
     scaled = [keras.ops.convert_to_tensor(g) * scale for g in gradients]
-    return optimizer.apply(scaled, variables)
+    apply(optimizer, scaled, variables)
 
 
 def repeat(optimizer: Any, variable: Any, gradient: Any, steps: int) -> None:
@@ -39,7 +53,8 @@ def _repeat_tensorflow(
     @tf.function(jit_compile=True)
     def loop() -> None:
         for _ in tf.range(steps):
-            optimizer.apply([tf.constant(gradient)], [variable])
+            scaled = optimizer.scale_loss(tf.constant(gradient))
+            optimizer.apply([scaled], [variable])
 
     loop()
 
@@ -51,13 +66,17 @@ def _repeat_jax(
 
     def body(_: Any, carry: Any) -> Any:
         trainable, state = carry
-        return optimizer.stateless_apply(
-            state, [jax.numpy.asarray(gradient)], trainable
-        )
+        mapping = zip(optimizer.variables, state, strict=True)
+        with keras.StatelessScope(state_mapping=mapping):
+            scaled = optimizer.scale_loss(jax.numpy.asarray(gradient))
+        return optimizer.stateless_apply(state, [scaled], trainable)
 
     start = [variable.value], [v.value for v in optimizer.variables]
     loop = jax.jit(lambda carry: jax.lax.fori_loop(0, steps, body, carry))
     trainable, state = loop(start)
-    variable.assign(trainable[0])
-    for own, value in zip(optimizer.variables, state, strict=True):
-        own.assign(value)
+    _assign([variable, *optimizer.variables], [*trainable, *state])
+
+
+def _assign(variables: Any, values: Any) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)

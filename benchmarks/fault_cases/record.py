@@ -1,8 +1,12 @@
 """A fault: a function that provokes it and reports what came of it."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
+
+_COLOURS = re.compile("\x1b\\[[0-9;]*m")
+_PREFACE = "Exception encountered when calling"
 
 EVERY_BACKEND = ("tensorflow", "jax")
 TENSORFLOW_ONLY = ("tensorflow",)
@@ -64,8 +68,14 @@ def fault(
 
 def _gist(error: Exception) -> str:
     """Returns the line of an error's message that says what is wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # TensorFlow puts the user's stack before "RuntimeError: the reason".
+    plain = _COLOURS.sub("", str(error))
+    lines = [line.strip() for line in plain.splitlines() if line.strip()]
+    # TensorFlow puts the user's stack before "RuntimeError: the reason", and
+    # Keras the layer that was called.
     mark = f"{type(error).__name__}: "
-    marked = [line.removeprefix(mark) for line in lines if mark in line]
-    return next(iter(marked or lines), "no message")
+    for number, line in enumerate(lines):
+        if mark in line:
+            lines = [line.split(mark, 1)[1], *lines[number + 1 :]]
+            break
+    said = [line for line in lines if not line.startswith(_PREFACE)]
+    return next(iter(said), "no message")

@@ -31,7 +31,7 @@ class System(abc.ABC):
         """Returns gradients a user may clip, before `optimizer.apply`."""
 
     @abc.abstractmethod
-    def set_policy(self, name: str) -> None:
+    def set_policy(self, policy: Any) -> None:
         """Sets the global dtype policy."""
 
     @abc.abstractmethod
@@ -58,8 +58,8 @@ class Keras(System):
     def unscale(self, optimizer: Any, grads: Sequence[Any]) -> list[Any]:
         return list(grads)
 
-    def set_policy(self, name: str) -> None:
-        keras.config.set_dtype_policy(name)
+    def set_policy(self, policy: Any) -> None:
+        keras.config.set_dtype_policy(policy)
 
     def callbacks(self) -> list[Any]:
         return []
@@ -82,8 +82,8 @@ class Tfmix(System):
     def unscale(self, optimizer: Any, grads: Sequence[Any]) -> list[Any]:
         return optimizer.unscale_gradients(grads)
 
-    def set_policy(self, name: str) -> None:
-        tfmix.set_global_policy(name)
+    def set_policy(self, policy: Any) -> None:
+        tfmix.set_global_policy(policy)
 
     def callbacks(self) -> list[Any]:
         return [tfmix.callbacks.LossScaleMonitor()]

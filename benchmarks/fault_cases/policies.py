@@ -1,0 +1,83 @@
+"""Faults that need a global 16-bit policy: what `compile` makes of it."""
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+
+from benchmarks.fault_cases import loops, words
+from benchmarks.fault_cases.record import Outcome, fault
+
+
+def _model(**settings: Any) -> Any:
+    keras.utils.set_random_seed(5)
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(4, **settings),
+            keras.layers.Dense(1, dtype="float32"),
+        ]
+    )
+
+
+@fault()
+def static_scale_replaced(system: Any) -> Outcome:
+    """Model.compile(SGD(loss_scale_factor=1024)) under mixed_float16."""
+    system.set_policy("mixed_float16")
+    try:
+        model = _model()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.compile(keras.optimizers.SGD(loss_scale_factor=1024.0), "mse")
+        optimizer = model.optimizer
+        optimizer.build(model.trainable_variables)
+        for _ in range(2):
+            bad = [np.inf * v.value for v in model.trainable_variables]
+            loops.apply(optimizer, bad, model.trainable_variables)
+    finally:
+        system.set_policy("float32")
+    told = [w for w in caught if "loss_scale_factor" in str(w.message)]
+    scale = words.scale(optimizer)
+    return Outcome(
+        scale == 1024.0 or bool(told),
+        f"the fixed scale of 1024 is {scale:g} after 2 bad steps, "
+        f"{len(told)} warning(s)",
+    )
+
+
+@fault()
+def policy_map(system: Any) -> Outcome:
+    """The global policy is a DTypePolicyMap; compile("sgd")."""
+    policies = keras.dtype_policies.DTypePolicyMap(
+        default_policy="mixed_float16"
+    )
+    system.set_policy(policies)
+    try:
+        model = _model()
+        model.compile("sgd", loss="mse")
+    finally:
+        system.set_policy("float32")
+    scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    return Outcome(
+        scaled,
+        f"layers compute in {model.layers[0].compute_dtype}, the loss is "
+        f"{'' if scaled else 'not '}scaled",
+    )
+
+
+@fault()
+def activity_regularizer(system: Any) -> Outcome:
+    """An activity regularizer beside a compiled loss, mixed_float16."""
+    system.set_policy("mixed_float16")
+    try:
+        model = _model(activity_regularizer=keras.regularizers.L2(0.01))
+        model.compile("sgd", loss="mse")
+        x = np.ones((8, 4), "float32")
+        loss = model.fit(x, x[:, :1], verbose=0).history["loss"][0]
+    finally:
+        system.set_policy("float32")
+    return Outcome(bool(np.isfinite(loss)), f"trains, loss {loss:.3g}")
+
+
+FAULTS = (static_scale_replaced, policy_map, activity_regularizer)
