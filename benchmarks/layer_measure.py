@@ -1,15 +1,14 @@
 """Runs a layer forward and backward in one dtype and compares two runs."""
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
-from benchmarks import layer_recipes
-from tfmix import _formats
+from benchmarks import layer_deviation
+from benchmarks.layer_recipe import Recipe
 from tfmix.policy import state
 
 KINDS = {
@@ -17,49 +16,11 @@ KINDS = {
     "scaled by 200": lambda n: 200.0 * n,
     "offset by 100": lambda n: 100.0 + n,
 }
-# Relative error a result may have, in units of the format's epsilon.
-BOUNDS = {"float16": 16.0, "bfloat16": 8.0}
-SMALLEST = 2.0**-14
-
-
-@dataclasses.dataclass(frozen=True)
-class Deviation:
-    """How far a 16-bit run is from float32.
-
-    Attributes:
-        epsilons: The largest error, in units of the format's epsilon:
-            `max|a - b| / max(max|b|, 2**-14)` over the entries whose float32
-            value `b` is inside the format's range. `max|b|` is taken over
-            all outputs, over the gradients of all inputs, or over those of
-            all weights: the gradient of a key's bias is zero but for
-            rounding, and has no scale of its own. The gradient from above
-            is of size 1; what is smaller than 2**-14, float16's smallest
-            normal number, is the loss scale's business.
-        not_finite: How many entries are not finite where `b` is in range.
-        worst: Name of the tensor that is furthest out.
-        error: What was raised instead, `""` if nothing was.
-    """
-
-    epsilons: float = 0.0
-    not_finite: int = 0
-    worst: str = ""
-    error: str = ""
-
-    def is_within(self, bound: float) -> bool:
-        """Says whether a run came through, finite and inside the bound."""
-        return not self.error and not self.not_finite and self.epsilons <= bound
-
-    def __str__(self) -> str:
-        if self.error:
-            return self.error
-        if self.not_finite:
-            return f"{self.not_finite} not finite ({self.worst})"
-        return f"{self.epsilons:.1f} eps ({self.worst})"
 
 
 def deviations(
-    recipe: layer_recipes.Recipe, fmt: str, kind: str
-) -> dict[str, Deviation]:
+    recipe: Recipe, fmt: str, kind: str
+) -> dict[str, layer_deviation.Deviation]:
     """Compares Keras and tfmix in one format with float32.
 
     All three runs get the same numbers: inputs and weights are rounded to
@@ -85,43 +46,11 @@ def deviations(
         try:
             with scope:
                 _, actual = _run(recipe, inputs, fmt, weights, fmt)
-            found[who] = compare(actual, reference, fmt)
+            found[who] = layer_deviation.compare(actual, reference, fmt)
         except Exception as error:
             # Kernels that are missing raise anything; the sweep goes on.
-            found[who] = Deviation(error=type(error).__name__)
+            found[who] = layer_deviation.Deviation(error=type(error).__name__)
     return found
-
-
-def compare(
-    actual: dict[str, np.ndarray], reference: dict[str, np.ndarray], fmt: str
-) -> Deviation:
-    """Compares the tensors of two runs by name, group by group."""
-    limits = _formats.limits(fmt)
-    inside = {k: np.abs(b) <= limits.max for k, b in reference.items()}
-    sizes: dict[str, float] = {}
-    for name, expected in reference.items():
-        size = np.max(np.abs(expected[inside[name]]), initial=SMALLEST)
-        group = _group(name)
-        sizes[group] = max(sizes.get(group, 0.0), float(size))
-    worst = Deviation()
-    for name, expected in reference.items():
-        got, wanted = actual[name][inside[name]], expected[inside[name]]
-        finite = np.isfinite(got)
-        gap = np.max(np.abs(got - wanted), initial=0.0, where=finite)
-        epsilons = float(gap) / sizes[_group(name)] / limits.epsilon
-        bad = int(np.sum(~finite))
-        if (bad, epsilons) > (worst.not_finite, worst.epsilons):
-            worst = Deviation(epsilons, bad, name)
-    return worst
-
-
-def _group(name: str) -> str:
-    """Names what a tensor's error is measured by; see `Deviation`."""
-    return (
-        " ".join(name.split()[:2])
-        if name.startswith("d input")
-        else name.split()[0]
-    )
 
 
 @contextlib.contextmanager
@@ -135,7 +64,7 @@ def keras_policy(name: str) -> Iterator[None]:
         keras.config.set_dtype_policy(before)
 
 
-def _inputs(recipe: layer_recipes.Recipe, fmt: str, kind: str) -> Any:
+def _inputs(recipe: Recipe, fmt: str, kind: str) -> Any:
     rng = np.random.default_rng(11)
 
     def draw(shape: Any) -> Any:
@@ -149,7 +78,7 @@ def _inputs(recipe: layer_recipes.Recipe, fmt: str, kind: str) -> Any:
 
 
 def _run(
-    recipe: layer_recipes.Recipe,
+    recipe: Recipe,
     inputs: Any,
     dtype: str,
     weights: list[np.ndarray] | None,

@@ -1,33 +1,13 @@
 """How to build each layer of `keras.layers` for the sweep, and on what."""
 
-import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 
-Shape = tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """One way to build a layer or activation, and the input it is tried on.
-
-    Attributes:
-        make: Builds it; called once for every policy.
-        shapes: Shape of each input, batch included.
-        training: The `training` argument, `None` where there is none.
-        call: Further arguments of the call.
-        as_list: Whether the inputs go in as one list.
-    """
-
-    make: Callable[[], Any]
-    shapes: tuple[Shape, ...]
-    training: bool | None = None
-    call: dict[str, Any] = dataclasses.field(default_factory=dict)
-    as_list: bool = False
-
+from benchmarks import layer_composites
+from benchmarks.layer_recipe import Recipe, Shape
 
 # Not swept, each with the reason; a test refuses a layer on neither list.
 NOT_SWEPT = {
@@ -60,7 +40,7 @@ _SEQUENCE = (4, 32, 64)
 _IMAGE = (2, 16, 16, 3)
 _MAP = (2, 16, 16, 8)
 _VOLUME = (2, 8, 8, 8, 4)
-_RANDOM_IMAGE_LAYERS = {
+_RANDOM_IMAGE_LAYERS: dict[str, dict[str, Any]] = {
     "AugMix": {},
     "CutMix": {},
     "MixUp": {},
@@ -68,6 +48,7 @@ _RANDOM_IMAGE_LAYERS = {
     "RandomBrightness": {"factor": 0.2},
     "RandomColorDegeneration": {"factor": 0.5},
     "RandomColorJitter": {},
+    "RandomCrop": {"height": 8, "width": 8},
     "RandomContrast": {"factor": 0.2},
     "RandomElasticTransform": {},
     "RandomErasing": {},
@@ -146,7 +127,6 @@ _PLAIN: dict[str, tuple[dict[str, Any], Any]] = {
     "Reshape": ({"target_shape": (-1,)}, _SEQUENCE),
     "Resizing": ({"height": 8, "width": 8}, _IMAGE),
     "CenterCrop": ({"height": 8, "width": 8}, _IMAGE),
-    "RandomCrop": ({"height": 16, "width": 16}, _IMAGE),
     "AutoContrast": ({"value_range": (0, 255)}, _IMAGE),
     "ContrastLimitedAdaptiveHistogramEqualization": (
         {"value_range": (0, 255), "tile_grid_size": (2, 2)},
@@ -187,7 +167,7 @@ _MERGES = ("Add", "Concatenate", "Maximum", "Minimum", "Multiply", "Subtract")
 
 def layer_recipes() -> dict[str, Recipe]:
     """Returns the recipes for all layers the installed Keras has."""
-    found = {**_plain_recipes(), **_composed_recipes()}
+    found = {**_plain_recipes(), **layer_composites.recipes()}
     return {
         label: recipe
         for label, recipe in sorted(found.items())
@@ -206,7 +186,7 @@ def activation_recipes() -> dict[str, Recipe]:
     calls = {"threshold": {"threshold": 0.5, "default_value": 0.0}}
     return {
         name: Recipe(
-            lambda n=name: getattr(keras.activations, n),
+            functools.partial(getattr, keras.activations, name),
             ((8, 500),),
             call=calls.get(name, {}),
         )
@@ -216,11 +196,13 @@ def activation_recipes() -> dict[str, Recipe]:
 
 
 def _plain_recipes() -> dict[str, Recipe]:
-    images = {k: (v, _IMAGE) for k, v in _RANDOM_IMAGE_LAYERS.items()}
     recipes = {
         name: Recipe(_maker(name, arguments), (shape,))
-        for name, (arguments, shape) in {**_PLAIN, **images}.items()
+        for name, (arguments, shape) in _PLAIN.items()
     }
+    for name, arguments in _RANDOM_IMAGE_LAYERS.items():
+        make = _maker(name, arguments)
+        recipes[name] = Recipe(make, (_IMAGE,), training=False)
     for name, (arguments, shape) in _IN_TRAINING.items():
         training = True if name == "BatchNormalization" else None
         recipes[name] = Recipe(_maker(name, arguments), (shape,), training)
@@ -232,77 +214,3 @@ def _plain_recipes() -> dict[str, Recipe]:
 
 def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Any]:
     return lambda: getattr(keras.layers, name)(**arguments)
-
-
-def _composed_recipes() -> dict[str, Recipe]:
-    """Recipes that need several inputs, other layers or other arguments."""
-    layers = keras.layers
-    pair = ((2, 16, 32), (2, 16, 32))
-    state = ((4, 32), (4, 16))
-    recipes = {
-        "AdditiveAttention": Recipe(
-            lambda: layers.AdditiveAttention(), pair, as_list=True
-        ),
-        "Attention": Recipe(lambda: layers.Attention(), pair, as_list=True),
-        "Average": Recipe(
-            lambda: layers.Average(), ((2, 32),) * 300, as_list=True
-        ),
-        "Bidirectional": Recipe(
-            lambda: layers.Bidirectional(layers.LSTM(8)), ((4, 12, 32),)
-        ),
-        "Dot": Recipe(
-            lambda: layers.Dot(axes=1), ((4, 256), (4, 256)), as_list=True
-        ),
-        "Dot(normalize=True)": Recipe(
-            lambda: layers.Dot(axes=1, normalize=True),
-            ((4, 1024), (4, 1024)),
-            as_list=True,
-        ),
-        "GRUCell": Recipe(lambda: layers.GRUCell(16), state),
-        "GroupQueryAttention": Recipe(
-            lambda: layers.GroupQueryAttention(16, 4, 2), pair
-        ),
-        "LSTMCell": Recipe(
-            lambda: layers.LSTMCell(16), ((4, 32), ((4, 16), (4, 16)))
-        ),
-        "MultiHeadAttention": Recipe(
-            lambda: layers.MultiHeadAttention(4, 16), pair
-        ),
-        "MultiHeadAttention(dropout=0.1)": Recipe(
-            lambda: layers.MultiHeadAttention(4, 16, dropout=0.1), pair
-        ),
-        "GroupQueryAttention(dropout=0.1)": Recipe(
-            lambda: layers.GroupQueryAttention(16, 4, 2, dropout=0.1), pair
-        ),
-        "GlobalAveragePooling1D(mask)": Recipe(
-            lambda: layers.GlobalAveragePooling1D(),
-            ((2, 4096, 8),),
-            call={"mask": np.ones((2, 4096), bool)},
-        ),
-        "Normalization": Recipe(
-            lambda: layers.Normalization(mean=100.0, variance=4.0),
-            ((16, 32),),
-        ),
-        "SimpleRNNCell": Recipe(lambda: layers.SimpleRNNCell(16), state),
-        "Softmax(axis=(1, 2))": Recipe(
-            lambda: layers.Softmax(axis=(1, 2)), ((4, 32, 32),)
-        ),
-        "SpectralNormalization": Recipe(
-            lambda: layers.SpectralNormalization(layers.Dense(32)),
-            ((16, 128),),
-            training=False,
-        ),
-        "TimeDistributed": Recipe(
-            lambda: layers.TimeDistributed(layers.Dense(16)), ((4, 12, 64),)
-        ),
-    }
-    recipes["Embedding"] = Recipe(
-        lambda: layers.Embedding(64, 16), ((4, 12),), call={"ids": 64}
-    )
-    if hasattr(layers, "ReversibleEmbedding"):
-        recipes["ReversibleEmbedding"] = Recipe(
-            lambda: layers.ReversibleEmbedding(64, 32),
-            ((4, 32),),
-            call={"reverse": True},
-        )
-    return recipes

@@ -1,0 +1,48 @@
+"""What exceeds the sweep's bounds under tfmix's default policy, and why.
+
+The same list, in words for users, is `docs/what-stays-float32.md`; a test
+compares the two.
+"""
+
+import keras
+
+from benchmarks import layer_deviation
+
+NO_KERNEL = "TensorFlow has no float16 kernel for it on a CPU"
+SATURATED_ATTENTION = (
+    "rounded queries and keys decide a saturated softmax differently"
+)
+SATURATED_GATE = (
+    "the gradient of a saturated gate follows the rounding of its 16-bit sum"
+)
+
+# By the label of the recipe.
+EXCEPTIONS: dict[str, str] = {
+    "AdaptiveMaxPooling3D": NO_KERNEL,
+    "MaxPooling3D": NO_KERNEL,
+    "GroupQueryAttention": SATURATED_ATTENTION,
+    "GroupQueryAttention(dropout=0.1)": SATURATED_ATTENTION,
+    "MultiHeadAttention": SATURATED_ATTENTION,
+    "MultiHeadAttention(dropout=0.1)": SATURATED_ATTENTION,
+    "ConvLSTM3D": SATURATED_GATE,
+    "LSTMCell": SATURATED_GATE,
+    "SimpleRNNCell": SATURATED_GATE,
+}
+
+
+def reason(
+    name: str, fmt: str, deviation: layer_deviation.Deviation
+) -> str | None:
+    """Says why a deviation is known, or None if it is not.
+
+    A reason for an inaccurate result does not excuse one that is not finite,
+    and only a missing kernel excuses an error.
+    """
+    known = EXCEPTIONS.get(name)
+    if deviation.not_finite:
+        return None
+    if not deviation.error:
+        return None if known == NO_KERNEL else known
+    tensorflow = keras.backend.backend() == "tensorflow"
+    missing = known == NO_KERNEL and fmt == "float16" and tensorflow
+    return known if missing else None

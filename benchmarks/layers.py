@@ -1,0 +1,171 @@
+"""Sweeps every layer and activation of Keras in 16 bit against float32.
+
+Run it with `python -m benchmarks.layers`: it prints what is out of line in
+Keras, in tfmix, or in both, side by side. `--json PATH` writes all results.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import keras
+import rich.console
+import rich.progress
+import rich.table
+
+from benchmarks import (
+    layer_deviation,
+    layer_measure,
+    layer_recipe,
+    layer_recipes,
+)
+from benchmarks.layer_exceptions import reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One layer in one format on one kind of input.
+
+    Attributes:
+        name: The recipe's label, activations as `activations.relu`.
+        fmt: `"float16"` or `"bfloat16"`.
+        kind: A key of `layer_measure.KINDS`.
+        keras: Keras's deviation from float32.
+        tfmix: The same under tfmix's default policy.
+    """
+
+    name: str
+    fmt: str
+    kind: str
+    keras: layer_deviation.Deviation
+    tfmix: layer_deviation.Deviation
+
+    @property
+    def bound(self) -> float:
+        """The error allowed, in units of the format's epsilon."""
+        return layer_deviation.BOUNDS[self.fmt]
+
+    @property
+    def is_interesting(self) -> bool:
+        """Whether Keras or tfmix is out of line."""
+        both = (self.keras, self.tfmix)
+        return not all(d.is_within(self.bound) for d in both)
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether tfmix is out of line and the docs do not say why."""
+        if self.tfmix.is_within(self.bound):
+            return False
+        return reason(self.name, self.fmt, self.tfmix) is None
+
+
+def recipes() -> dict[str, layer_recipe.Recipe]:
+    """Returns all recipes by the name they are printed under."""
+    activations = layer_recipes.activation_recipes()
+    return {
+        **layer_recipes.layer_recipes(),
+        **{f"activations.{name}": r for name, r in activations.items()},
+    }
+
+
+def sweep(
+    names: Iterable[str], formats: Sequence[str], kinds: Sequence[str]
+) -> Iterator[Row]:
+    """Measures recipes one by one.
+
+    Args:
+        names: Keys of `recipes()`.
+        formats: Some of `layer_deviation.BOUNDS`.
+        kinds: Some of `layer_measure.KINDS`.
+
+    Yields:
+        A row for each combination.
+    """
+    known = recipes()
+    for name in names:
+        for fmt in formats:
+            for kind in kinds:
+                found = layer_measure.deviations(known[name], fmt, kind)
+                yield Row(name, fmt, kind, found["keras"], found["tfmix"])
+
+
+def table(rows: Iterable[Row]) -> rich.table.Table:
+    """Lays the interesting rows out, Keras and tfmix side by side."""
+    title = f"Keras {keras.version()}, {keras.backend.backend()}: out of line"
+    result = rich.table.Table(title=title)
+    for heading in ("layer", "format", "input", "Keras", "tfmix", "why"):
+        result.add_column(heading)
+    for row in rows:
+        if not row.is_interesting:
+            continue
+        within = row.tfmix.is_within(row.bound)
+        why = "" if within else reason(row.name, row.fmt, row.tfmix)
+        result.add_row(
+            row.name,
+            row.fmt,
+            row.kind,
+            str(row.keras),
+            str(row.tfmix),
+            "[red]unexplained[/red]" if why is None else why,
+        )
+    return result
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Counts what is out of line, in one line."""
+    keras_out = sum(not row.keras.is_within(row.bound) for row in rows)
+    tfmix_out = sum(not row.tfmix.is_within(row.bound) for row in rows)
+    unexplained = sum(row.is_unexplained for row in rows)
+    return (
+        f"{len(rows)} measurements: Keras out of line in {keras_out}, tfmix "
+        f"in {tfmix_out}, of which {unexplained} are not explained in "
+        "docs/what-stays-float32.md"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the sweep; exit code 1 if tfmix has an unexplained row."""
+    options = _parse(arguments)
+    names = options.only or list(recipes())
+    console = rich.console.Console()
+    rows = []
+    with rich.progress.Progress(console=console, transient=True) as progress:
+        kinds = list(layer_measure.KINDS)
+        total = len(names) * len(options.format) * len(kinds)
+        task = progress.add_task("layers", total=total)
+        for row in sweep(names, options.format, kinds):
+            rows.append(row)
+            progress.update(task, advance=1, description=row.name)
+    console.print(table(rows))
+    console.print(summary(rows))
+    if options.json:
+        text = json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
+        Path(options.json).write_text(text)
+    return int(any(row.is_unexplained for row in rows))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    known = recipes()
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=sorted(known),
+        metavar="LAYER",
+        help="names as printed, activations as `activations.relu`",
+    )
+    parser.add_argument(
+        "--format",
+        nargs="+",
+        choices=sorted(layer_deviation.BOUNDS),
+        default=sorted(layer_deviation.BOUNDS),
+    )
+    parser.add_argument("--json", metavar="PATH", help="write all results")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The sweep of all layers: tfmix within the bounds, the rest explained."""
+
+import inspect
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from benchmarks import (
+    layer_deviation,
+    layer_exceptions,
+    layer_measure,
+    layer_recipes,
+    layers,
+)
+
+DOCS = Path(__file__).parents[1] / "docs" / "what-stays-float32.md"
+# Layers and activations that Keras itself gets wrong, one of each sort.
+FAST = (
+    ("UnitNormalization", "float16", "offset by 100"),
+    ("Average", "bfloat16", "offset by 100"),
+    ("GlobalAveragePooling1D(mask)", "float16", "offset by 100"),
+    ("AveragePooling1D", "float16", "offset by 100"),
+    ("Attention", "float16", "scaled by 200"),
+    ("MultiHeadAttention", "float16", "scaled by 200"),
+    ("SimpleRNN", "float16", "offset by 100"),
+    ("Softmax(axis=(1, 2))", "bfloat16", "offset by 100"),
+    ("activations.squareplus", "float16", "scaled by 200"),
+    ("activations.hard_silu", "bfloat16", "normal"),
+)
+# Keras is right here, and tfmix must stay so.
+ALSO_RIGHT = (
+    ("Dense", "float16", "normal"),
+    ("Conv2D", "bfloat16", "offset by 100"),
+    ("LayerNormalization", "float16", "offset by 100"),
+    ("BatchNormalization", "bfloat16", "scaled by 200"),
+    ("Embedding", "float16", "normal"),
+    ("activations.gelu", "bfloat16", "scaled by 200"),
+)
+
+
+def measured(name, fmt, kind):
+    (row,) = layers.sweep([name], [fmt], [kind])
+    return row
+
+
+@pytest.mark.parametrize(("name", "fmt", "kind"), [*FAST, *ALSO_RIGHT])
+def test_tfmix_stays_within_the_bound(name, fmt, kind):
+    row = measured(name, fmt, kind)
+    assert row.tfmix.is_within(row.bound), str(row.tfmix)
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow",
+    reason="XLA sums float16 in float32 by itself on a CPU",
+)
+@pytest.mark.parametrize(("name", "fmt", "kind"), FAST)
+def test_the_sweep_sees_what_keras_gets_wrong(name, fmt, kind):
+    row = measured(name, fmt, kind)
+    assert not row.keras.is_within(row.bound)
+    assert row.is_interesting
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(layers.recipes()))
+def test_every_layer_is_within_the_bound_or_explained(name):
+    rows = list(
+        layers.sweep([name], layer_deviation.BOUNDS, layer_measure.KINDS)
+    )
+    unexplained = [
+        (row.fmt, row.kind, str(row.tfmix))
+        for row in rows
+        if row.is_unexplained
+    ]
+    assert unexplained == []
+
+
+def test_every_layer_of_keras_is_swept_or_left_out_for_a_reason():
+    swept = {
+        getattr(keras.layers, layer_recipes.layer_name(label))
+        for label in layer_recipes.layer_recipes()
+    }
+    forgotten = [
+        name
+        for name, value in vars(keras.layers).items()
+        if inspect.isclass(value)
+        and value not in swept
+        and name not in layer_recipes.NOT_SWEPT
+    ]
+    assert forgotten == []
+
+
+def test_every_activation_of_keras_is_swept():
+    names = {n for n in dir(keras.activations) if n[0].islower()}
+    helpers_ = {"deserialize", "get", "serialize"}
+    assert set(layer_recipes.activation_recipes()) == names - helpers_
+
+
+def test_every_exception_is_in_the_docs_with_its_reason():
+    text = " ".join(DOCS.read_text().split())
+    for label, why in layer_exceptions.EXCEPTIONS.items():
+        assert layer_recipes.layer_name(label) in text
+        assert why in text
+
+
+def test_a_deviation_is_measured_in_epsilons_of_the_format():
+    reference = {"output 0": np.array([1.0, -2.0])}
+    off = {"output 0": np.array([1.0, -2.0 + 2.0**-8])}
+    found = layer_deviation.compare(off, reference, "float16")
+    # 2**-8 of a largest value of 2, in steps of 2**-10.
+    assert found.epsilons == 2.0
+    assert found.worst == "output 0"
+    assert found.is_within(2.0)
+    assert not found.is_within(1.9)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_inside_the_range_is_out_of_line(bad):
+    reference = {"output 0": np.array([1.0, 65504.0])}
+    actual = {"output 0": np.array([1.0, bad])}
+    found = layer_deviation.compare(actual, reference, "float16")
+    assert found.not_finite == 1
+    assert not found.is_within(1e9)
+
+
+def test_what_float32_has_outside_the_range_is_not_counted():
+    reference = {"output 0": np.array([1.0, 65520.0])}
+    actual = {"output 0": np.array([1.0, np.inf])}
+    found = layer_deviation.compare(actual, reference, "float16")
+    assert found.is_within(0.0)
+
+
+def test_an_exception_excuses_no_infinity_and_no_other_layer():
+    inaccurate = layer_deviation.Deviation(epsilons=100.0)
+    infinite = layer_deviation.Deviation(not_finite=1)
+    attention = "MultiHeadAttention"
+    assert layer_exceptions.reason(attention, "bfloat16", inaccurate)
+    assert layer_exceptions.reason(attention, "bfloat16", infinite) is None
+    assert layer_exceptions.reason("Dense", "bfloat16", inaccurate) is None
+
+
+def test_the_command_prints_both_sides_and_writes_json(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    code = layers.main(
+        ["--only", "activations.squareplus", "--format", "float16"]
+        + ["--json", str(path)]
+    )
+    assert code == 0
+    printed = capsys.readouterr().out
+    assert "3 measurements" in printed
+    assert '"kind": "scaled by 200"' in path.read_text()
