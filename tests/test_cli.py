@@ -35,6 +35,7 @@ def folder(tmp_path_factory):
     y = random.integers(0, 3, 2 * ROWS)
     np.savez(path / "batch.npz", x=x, y=y)
     np.savez(path / "named.npz", features=x)
+    np.savez(path / "other.npz", other=x)
     np.savez(path / "targets.npz", y=y)
     np.savez(path / "narrow.npz", x=x[:, :3], y=y)
     np.save(path / "inputs.npy", x)
@@ -170,6 +171,16 @@ def test_check_uses_as_many_rows_as_it_is_told(folder):
     assert (len(x), len(y)) == (ROWS, ROWS)
 
 
+@pytest.mark.parametrize("kind", [list, dict])
+def test_arrays_by_name_take_the_structure_of_the_inputs(kind):
+    inputs = {name: keras.Input((2,), name=name) for name in ("b", "a")}
+    given = inputs if kind is dict else list(inputs.values())
+    model = keras.Model(given, keras.layers.Add()(list(inputs.values())))
+    arrays = {"a": 1, "b": 2, "c": 3}
+    expected = {"b": 2, "a": 1} if kind is dict else [2, 1]
+    assert commands.arranged(arrays, model) == expected
+
+
 @pytest.mark.parametrize(
     ("model", "data", "words", "message"),
     [
@@ -179,6 +190,7 @@ def test_check_uses_as_many_rows_as_it_is_told(folder):
         ("good.keras", "text.npz", [], "NumPy cannot read"),
         ("good.keras", "targets.npz", [], "holds no inputs"),
         ("good.keras", "narrow.npz", [], "shape"),
+        ("good.keras", "other.npz", [], r"inputs \['features'\].*'other'"),
         ("good.keras", "batch.npz", ["--rows", "0"], "at least 1"),
         ("good.keras", "batch.npz", ["--loss", "none"], "none"),
         ("good.keras", "batch.npz", ["--policy", "int8"], "int8"),

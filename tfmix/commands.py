@@ -65,6 +65,7 @@ def run_check(options: argparse.Namespace) -> Outcome:
     x, y = read_batch(options.data, options.rows)
     # A loss that is given replaces the compiled one, which then need not load.
     model = load_model(options.model, compiled=options.loss is None)
+    x = arranged(x, model)
     notes = []
     if y is not None and not (options.loss or getattr(model, "loss", None)):
         y = None
@@ -209,3 +210,29 @@ def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
             f"{loaded.files!r}. Save them as `x`, or by the inputs' names."
         )
     return arrays["x"] if "x" in arrays else arrays, y
+
+
+def arranged(x: Any, model: keras.Model) -> Any:
+    """Puts arrays given by name into the structure a model asks for.
+
+    Args:
+        x: An array, or a dict of arrays by the names of the inputs.
+        model: A model; one without `keras.Input`s takes the dict as it is.
+
+    Returns:
+        The array, or a nest of arrays like the model's inputs.
+
+    Raises:
+        ValueError: If an input of the model has no array.
+    """
+    inputs = getattr(model, "input", None)
+    if not isinstance(x, dict) or inputs is None:
+        return x
+    names = [tensor.name for tensor in keras.tree.flatten(inputs)]
+    if missing := [name for name in names if name not in x]:
+        raise ValueError(
+            f"There is no array for the inputs {missing!r}. Received the "
+            f"arrays: {sorted(x)!r}. Save each by its input's name, or the "
+            "only one as `x`."
+        )
+    return keras.tree.map_structure(lambda tensor: x[tensor.name], inputs)
