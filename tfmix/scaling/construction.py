@@ -19,11 +19,13 @@ def loss_scale_rule(
         TypeError: If `loss_scale` is of no known kind.
         ValueError: If a value is out of range or given twice.
     """
-    given = {
-        "initial_scale": initial_scale,
-        "growth_steps": dynamic_growth_steps,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
+    given: dict[str, Any] = {}
+    if initial_scale is not None:
+        given["initial_scale"] = initial_scale
+    if dynamic_growth_steps is not None:
+        given["growth_steps"] = _arguments.count(
+            "dynamic_growth_steps", dynamic_growth_steps
+        )
     if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return strategy.DynamicLossScale(**given)
     if given:
@@ -44,17 +46,6 @@ def loss_scale_rule(
         )
     return strategy.FixedLossScale(
         _arguments.positive("loss_scale", loss_scale)
-    )
-
-
-def is_rule_of(
-    rule: strategy.LossScale, initial_scale: Any, dynamic_growth_steps: Any
-) -> bool:
-    """Returns whether Keras's two arguments say all there is of the rule."""
-    if type(rule) is not strategy.DynamicLossScale:
-        return False
-    return rule == loss_scale_rule(
-        "dynamic", initial_scale, dynamic_growth_steps
     )
 
 

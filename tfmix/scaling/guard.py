@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from tfmix import _arguments
-from tfmix.scaling import guard_logs
+from tfmix.scaling import configuration, guard_logs, loop_checks
 from tfmix.scaling import optimizer as optimizers
 
 _MARK = "_tfmix_unguarded_train_step"
@@ -69,6 +69,9 @@ def guard(model: Any, retries: int = 0) -> Any:
     vars(model)["get_metrics_result"] = functools.partial(
         guard_logs.after_epoch, model
     )
+    vars(model)["get_compile_config"] = functools.partial(
+        _compile_config, model
+    )
     # A step that was compiled before would go on without the guard.
     model.train_function = None
     return model
@@ -77,6 +80,10 @@ def guard(model: Any, retries: int = 0) -> Any:
 def is_guarded(model: Any) -> bool:
     """Returns whether `guard` has made the model's train step atomic."""
     return _MARK in vars(model)
+
+
+def _compile_config(model: Any) -> Any:
+    return configuration.with_guarded(type(model).get_compile_config(model))
 
 
 def _check_optimizer(model: Any) -> None:
@@ -100,7 +107,8 @@ def _guarded_tensorflow(
     def attempt(data: Any) -> tuple[Any, Any]:
         watched = _watched(model)
         before = [tf.identity(variable.value) for variable in watched]
-        logs = original(data)
+        with loop_checks.guarded_step(model.optimizer):
+            logs = original(data)
         applied = model.optimizer.last_step_applied()
 
         def restore() -> Any:
@@ -137,7 +145,8 @@ def _guarded_jax(model: Any, original: Callable, retries: int) -> Callable:
     import jax
 
     def attempt(state: Any, data: Any) -> tuple[Any, Any, Any]:
-        logs, after = original(state, data)
+        with loop_checks.guarded_step(model.optimizer):
+            logs, after = original(state, data)
         mapping = zip(model.optimizer.variables, after[2], strict=True)
         with keras.StatelessScope(state_mapping=mapping):
             applied = model.optimizer.last_step_applied()

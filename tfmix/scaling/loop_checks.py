@@ -1,7 +1,8 @@
 """What a training loop of one's own gets wrong, caught before any update."""
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -53,5 +54,28 @@ def warn_unless_loss_was_scaled(optimizer: Any) -> None:
         "multiplied by it, so every update is too small by that factor. "
         "Write `loss = optimizer.scale_loss(loss)` inside the gradient tape "
         "(or inside the function given to jax.grad).",
+        stacklevel=4,
+    )
+
+
+@contextlib.contextmanager
+def guarded_step(optimizer: Any) -> Iterator[None]:
+    """Tells `apply` that the step around it leaves no trace if skipped."""
+    optimizer.in_guarded_step = True
+    try:
+        yield
+    finally:
+        optimizer.in_guarded_step = False
+
+
+def warn_unless_guarded(optimizer: Any) -> None:
+    """Warns once if a model that was guarded when saved is so no longer."""
+    if not optimizer.guarded or optimizer.in_guarded_step:
+        return
+    optimizer.guarded = False
+    warnings.warn(
+        "The model was guarded when it was saved: a skipped step left no "
+        "trace in its statistics and metrics. A guard is not part of the "
+        "file. Write `tfmix.guard(model)` after loading it.",
         stacklevel=4,
     )

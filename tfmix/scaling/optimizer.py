@@ -8,6 +8,7 @@ from keras import ops, tree
 
 from tfmix import _arguments
 from tfmix.scaling import (
+    configuration,
     construction,
     finite,
     gradients,
@@ -101,6 +102,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
             **kwargs,
         )
         self.unscaled_note = unscaled.UnscaledNote()
+        self.guarded = self.in_guarded_step = False
         self.loss_was_scaled = isinstance(rule, strategy.NoLossScale)
         self.create_state(rule)
 
@@ -204,6 +206,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
             self, grads, trainable_variables
         )
         loop_checks.warn_unless_loss_was_scaled(self)
+        loop_checks.warn_unless_guarded(self)
         if keras.backend.backend() == "tensorflow":
             from tfmix.scaling import tensorflow_step
 
@@ -255,6 +258,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
         from tfmix.scaling import jax_step
 
         loop_checks.warn_unless_loss_was_scaled(self)
+        loop_checks.warn_unless_guarded(self)
         return jax_step.stateless_apply(
             self,
             list(optimizer_variables),
@@ -264,31 +268,18 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the settings; a default rule's in Keras's own form."""
-        serialize = keras.saving.serialize_keras_object
-        config = {
-            "name": self.name,
-            "inner_optimizer": serialize(self.inner_optimizer),
-        }
-        keras_form = {
-            "initial_scale": self.initial_scale,
-            "dynamic_growth_steps": self.dynamic_growth_steps,
-        }
-        if construction.is_rule_of(self.rule, **keras_form):
-            return config | keras_form
-        return config | {"loss_scale": serialize(self.rule)}
+        return configuration.to_config(self)
 
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: Any = None
     ) -> "LossScaleOptimizer":
         """Returns the optimizer that `get_config` described."""
-        config = dict(config)
-        for key in ("inner_optimizer", "loss_scale"):
-            if isinstance(config.get(key), dict):
-                config[key] = keras.saving.deserialize_keras_object(
-                    config[key], custom_objects=custom_objects
-                )
-        return cls(**config)
+        config = configuration.deserialized(config, custom_objects)
+        guarded = config.pop("guarded", False)
+        optimizer = cls(**config)
+        optimizer.guarded = guarded
+        return optimizer
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """Does what `scale_loss` does, by its old tf.keras name."""

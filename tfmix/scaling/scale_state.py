@@ -136,19 +136,16 @@ class KeepsScaleState(delegation.DelegatesToInner):
         self, grads: Sequence[Any], variables: Sequence[Any]
     ) -> None:
         """Counts the variables whose gradient is not finite, on a skip."""
-        by_key = {
-            self._var_key(variable): gradient
-            for variable, gradient in zip(variables, grads, strict=True)
-            if gradient is not None
-        }
-        bad = [
-            ops.logical_not(finite.is_finite(by_key[key]))
-            if (key := self._var_key(variable)) in by_key
-            else ops.convert_to_tensor(False)
-            for variable in self.model_variables
-        ]
+        no_gradient = ops.convert_to_tensor(False)
+        is_bad = {self._var_key(v): no_gradient for v in self.model_variables}
+        for variable, gradient in zip(variables, grads, strict=True):
+            if gradient is not None:
+                bad = ops.logical_not(finite.is_finite(gradient))
+                is_bad[self._var_key(variable)] = bad
         counts = self._overflow_counts
-        counts.assign(counts + ops.cast(ops.stack(bad), counts.dtype))
+        counts.assign(
+            counts + ops.cast(ops.stack(list(is_bad.values())), counts.dtype)
+        )
 
     def last_step_applied(self) -> Any:
         """Returns a boolean scalar tensor; nothing is copied to the host."""

@@ -1,0 +1,68 @@
+"""The settings of a LossScaleOptimizer as plain data, and back."""
+
+import copy
+from typing import Any
+
+import keras
+
+from tfmix.scaling import construction, strategy
+
+
+def to_config(optimizer: Any) -> dict[str, Any]:
+    """Returns the constructor's arguments, in Keras's form if they fit it.
+
+    Args:
+        optimizer: A `LossScaleOptimizer`.
+
+    Returns:
+        A dict of plain data.
+    """
+    serialize = keras.saving.serialize_keras_object
+    config = {
+        "name": optimizer.name,
+        "inner_optimizer": serialize(optimizer.inner_optimizer),
+    }
+    keras_form = {
+        "initial_scale": optimizer.initial_scale,
+        "dynamic_growth_steps": optimizer.dynamic_growth_steps,
+    }
+    if _says_all(optimizer.rule, **keras_form):
+        config |= keras_form
+    else:
+        config["loss_scale"] = serialize(optimizer.rule)
+    return config
+
+
+def with_guarded(compile_config: dict[str, Any] | None) -> Any:
+    """Returns a model's compile config with a note that it was guarded.
+
+    `LossScaleOptimizer.from_config` reads the note, so that a loaded model
+    that is trained without the guard says so.
+    """
+    if not compile_config:
+        return compile_config
+    compile_config = copy.deepcopy(compile_config)
+    compile_config["optimizer"]["config"]["guarded"] = True
+    return compile_config
+
+
+def deserialized(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
+    """Returns a copy of a config with its objects made."""
+    config = dict(config)
+    for key in ("inner_optimizer", "loss_scale"):
+        if isinstance(config.get(key), dict):
+            config[key] = keras.saving.deserialize_keras_object(
+                config[key], custom_objects=custom_objects
+            )
+    return config
+
+
+def _says_all(
+    rule: strategy.LossScale, initial_scale: Any, dynamic_growth_steps: Any
+) -> bool:
+    # Keras has two settings; the rule may differ from the default in more.
+    if type(rule) is not strategy.DynamicLossScale:
+        return False
+    return rule == construction.loss_scale_rule(
+        "dynamic", initial_scale, dynamic_growth_steps
+    )
