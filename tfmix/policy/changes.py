@@ -15,15 +15,7 @@ Undo = Callable[[], None]
 
 # What Keras compiled once and would go on using.
 _COMPILED = ("train_function", "test_function", "predict_function")
-# What tfmix sets on an instance: these, and attributes of its own prefix.
-_METHODS = (
-    "call",
-    "compile",
-    "compute_loss",
-    "compute_metrics",
-    "test_step",
-    "train_step",
-)
+# What tfmix sets on an instance shadows a method, or has this prefix.
 _OURS = "_tfmix_"
 _FIRST_CALLED = "_check_super_called"
 
@@ -71,12 +63,13 @@ def remember_methods(model: Any) -> Undo:
     Returns:
         A function that restores exactly that.
     """
+    kind = type(model)
 
     def ours() -> dict[str, Any]:
         return {
             name: value
             for name, value in vars(model).items()
-            if name in _METHODS or name.startswith(_OURS)
+            if name.startswith(_OURS) or callable(getattr(kind, name, None))
         }
 
     before = ours()
