@@ -161,7 +161,9 @@ class Group:
 
     def parts(self, vector: Any) -> list:
         """Cuts a vector into tensors of the variables' shapes."""
-        pieces = ops.split(vector, self.ends[:-1])
+        pieces = [vector]
+        if len(self.variables) > 1:
+            pieces = ops.split(vector, self.ends[:-1])
         return [
             ops.reshape(piece, variable.shape)
             for piece, variable in zip(pieces, self.variables, strict=True)

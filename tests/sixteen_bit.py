@@ -1,0 +1,87 @@
+"""What the tests of the 16-bit optimizers share."""
+
+import keras
+import numpy as np
+from keras import ops
+
+from tfmix.scaling import bfloat16, master
+
+# Sizes are multiples of 16. TensorFlow's kernels compute what is left over
+# beyond a whole SIMD register with other code, whose square root and division
+# may differ in the last bit; in a flat vector that falls on other elements.
+# XLA, which `fit` uses by default, has no such rest.
+SHAPES = [(16, 5), (16,), (33, 16)]
+ODD_SHAPES = [(7, 5), (5,), (33, 17)]
+
+# Every way to keep the bits that bfloat16 lacks.
+WAYS = {
+    "masters": master.MasterWeightOptimizer,
+    "flat": lambda inner: master.MasterWeightOptimizer(inner, flat=True),
+    "split": lambda inner: master.MasterWeightOptimizer(inner, split=True),
+    "kahan": lambda inner: bfloat16.BFloat16Optimizer(inner, rounding="kahan"),
+    "stochastic": lambda inner: bfloat16.BFloat16Optimizer(inner, seed=7),
+}
+EXACT_WAYS = ["masters", "flat", "split"]
+
+
+def variables(dtype, seed=0, shapes=SHAPES):
+    """Variables that start from the same bfloat16 numbers in any dtype."""
+    random = np.random.default_rng(seed)
+    return [
+        keras.Variable(
+            ops.cast(ops.cast(random.normal(size=shape), "bfloat16"), dtype),
+            name=f"v{i}",
+        )
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def gradients(steps, seed=1, shapes=SHAPES):
+    """Float32 gradients for `variables`, a list per step."""
+    random = np.random.default_rng(seed)
+    return [
+        [random.normal(size=shape).astype("float32") for shape in shapes]
+        for _ in range(steps)
+    ]
+
+
+def run(optimizer, model_variables, steps, jit=False):
+    """Applies gradients in a compiled function, as `fit` does."""
+    if not optimizer.built:
+        optimizer.build(model_variables)
+    if keras.backend.backend() == "tensorflow":
+        _run_tensorflow(optimizer, model_variables, steps, jit)
+    else:
+        _run_jax(optimizer, model_variables, steps)
+
+
+def _run_tensorflow(optimizer, model_variables, steps, jit):
+    import tensorflow as tf
+
+    @tf.function(jit_compile=jit)
+    def step(*grads):
+        optimizer.apply(list(grads), model_variables)
+
+    for grads in steps:
+        step(*[tf.convert_to_tensor(grad) for grad in grads])
+
+
+def _run_jax(optimizer, model_variables, steps):
+    import jax
+
+    step = jax.jit(optimizer.stateless_apply)
+    state = [v.value for v in optimizer.variables]
+    values = [v.value for v in model_variables]
+    for grads in steps:
+        values, state = step(state, grads, values)
+    everything = list(model_variables) + optimizer.variables
+    for variable, value in zip(everything, values + state, strict=True):
+        variable.assign(value)
+
+
+def bits_of(values):
+    """The exact content of variables or tensors, to compare with `==`."""
+    return [
+        ops.convert_to_numpy(ops.cast(value, "float32")).tobytes()
+        for value in values
+    ]
