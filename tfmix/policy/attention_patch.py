@@ -32,6 +32,19 @@ def places() -> tuple[replacements.Place, ...]:
     return tuple((c, METHOD) for c in layers if METHOD in vars(c))
 
 
+def has_float32_logits() -> bool:
+    """Says whether the backend makes float32 logits of 16-bit queries.
+
+    JAX does on accelerators, where a cast before it would only rule flash
+    attention out; on a CPU it has no such product of float16 and raises.
+    """
+    if keras.backend.backend() != "jax":
+        return False
+    import jax
+
+    return bool(jax.default_backend() != "cpu")
+
+
 def rule(original: Callable, in_force: Callable[[str], bool]) -> Callable:
     """Makes the method compute in float32 while the op's rule is in force.
 

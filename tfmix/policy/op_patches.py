@@ -69,9 +69,7 @@ def targets(name: str) -> tuple[replacements.Place, ...]:
         `(owner, attribute)` pairs, empty if there is nothing to replace.
     """
     if name == attention_patch.OP:
-        # JAX multiplies 16-bit queries and keys into float32 logits by
-        # itself; a cast before it would only rule flash attention out.
-        if keras.backend.backend() == "jax":
+        if attention_patch.has_float32_logits():
             return attention_patch.places()
         return attention_patch.places() + _functions(name)
     return _functions(name) or _activation_class(name)
