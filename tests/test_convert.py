@@ -294,6 +294,7 @@ def test_a_float32_layer_in_a_mixed_model_was_chosen_and_stays():
     assert rows["own"].why == "has a dtype of its own"
 
 
+@helpers.requires_backend("tensorflow")
 def test_layers_of_integer_and_double_dtypes_are_left_alone():
     model = keras.Sequential(
         [
