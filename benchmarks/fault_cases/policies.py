@@ -32,9 +32,9 @@ def static_scale_replaced(system: Any) -> Outcome:
             model.compile(keras.optimizers.SGD(loss_scale_factor=1024.0), "mse")
         optimizer = model.optimizer
         optimizer.build(model.trainable_variables)
+        bad = [np.full(v.shape, np.inf) for v in model.trainable_variables]
         for _ in range(2):
-            bad = [np.inf * v.value for v in model.trainable_variables]
-            loops.apply(optimizer, bad, model.trainable_variables)
+            loops.step(optimizer, model.trainable_variables, bad)
     finally:
         system.set_policy("float32")
     told = [w for w in caught if "loss_scale_factor" in str(w.message)]

@@ -36,7 +36,8 @@ class Child:
             env={**os.environ, **(environment or {})},
             start_new_session=own_group,
         )
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def line(self, seconds: float) -> str | None:
         """Returns the next line, or `None` once the child has ended.
@@ -61,8 +62,11 @@ class Child:
             else:
                 self._process.kill()
         self._process.wait()
+        # The pipe is closed once the last of its writers has ended.
+        self._listener.join(timeout=10)
 
     def _listen(self) -> None:
-        for line in self._process.stdout or ():
-            self._lines.put(line.rstrip("\n"))
+        with self._process.stdout as stdout:
+            for line in stdout:
+                self._lines.put(line.rstrip("\n"))
         self._lines.put(None)

@@ -1,0 +1,148 @@
+"""The table of faults: tfmix survives each row, and a row can be lost."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import faults
+from benchmarks.fault_cases import catalogue, child, record, systems
+
+# Those that train several models, or start processes.
+SLOW = {
+    "accumulation-window",
+    "fit-jit-compile",
+    "fit-steps-per-execution",
+    "kill-and-resume",
+    "nan-in-one-worker",
+    "own-state",
+    "replicas-ema",
+    "start-up-overflow",
+    "terminate-on-nan",
+}
+
+
+def row(fault):
+    marks = [pytest.mark.slow] if fault.name in SLOW else []
+    return pytest.param(fault, id=fault.name, marks=marks)
+
+
+def system(name):
+    return systems.by_name(name)
+
+
+@pytest.mark.parametrize("fault", [row(f) for f in catalogue.on_this_backend()])
+def test_tfmix_survives(fault):
+    outcome = fault.run(system("tfmix"))
+    assert outcome.survived, outcome.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bad-stretch",
+        "stored-scale-nan",
+        "fixed-scale-overflow",
+        "forgotten-scale-loss",
+        "double-wrapping",
+        "clip-hides-infinity",
+        "policy-map",
+        "inner-methods",
+    ],
+)
+def test_a_system_without_the_remedy_is_lost(name):
+    outcome = catalogue.by_name(name).run(system("Keras"))
+    assert not outcome.survived, outcome.text
+
+
+def test_there_are_24_faults_or_more_each_with_its_own_name():
+    names = [fault.name for fault in catalogue.FAULTS]
+    assert len(names) == len(set(names)) >= 24
+    assert all(fault.title for fault in catalogue.FAULTS)
+
+
+def test_an_exception_is_an_outcome():
+    def provoke(_):
+        raise RuntimeError("in user code:\n  File x\n  RuntimeError: the why\n")
+
+    outcome = record.Fault("name", "title", provoke).run(system("tfmix"))
+    assert outcome == record.Outcome(False, "raises RuntimeError: the why")
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="'no-such'.*bad-stretch"):
+        catalogue.by_name("no-such")
+
+
+class SilentProcess:
+    """Starts a fault and is never heard of again."""
+
+    def __init__(self, lines, ends):
+        self.lines = [child.MARK + json.dumps(line) for line in lines]
+        self.ends = ends
+
+    def line(self, seconds):
+        if self.lines:
+            return self.lines.pop(0)
+        if self.ends:
+            return None
+        raise TimeoutError
+
+    def wait(self):
+        return -11
+
+    def kill(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        (False, "hangs (killed after 60 s)"),
+        (True, "the process ends with exit code -11"),
+    ],
+)
+def test_a_child_that_hangs_or_dies_costs_one_row(monkeypatch, ends, expected):
+    fine = {"survived": True, "text": "fine"}
+    first = [{"starts": "a"}, {"ends": "a", **fine}, {"starts": "b"}]
+    second = [{"starts": "c"}, {"ends": "c", **fine}]
+    second += [{"starts": "d"}, {"ends": "d", **fine}]
+    processes = [SilentProcess(first, ends), SilentProcess(second, ends)]
+    monkeypatch.setattr(
+        faults.processes, "Child", lambda *_, **__: processes.pop(0)
+    )
+    two = [catalogue.by_name(n) for n in ("bad-stretch", "set-weights")]
+    outcomes = faults.run_all(two, report=lambda line: None)
+    texts = [outcome.text for outcome in outcomes.values()]
+    assert texts == ["fine", expected, "fine", "fine"]
+    assert not processes
+
+
+@pytest.mark.parametrize(("survives", "status"), [(True, 0), (False, 1)])
+def test_the_exit_status_says_whether_tfmix_survived(
+    monkeypatch, capsys, survives, status
+):
+    outcomes = {
+        ("set-weights", "Keras"): record.Outcome(False, "lost it"),
+        ("set-weights", "tfmix"): record.Outcome(survives, "weight [nan]"),
+    }
+    monkeypatch.setattr(faults, "run_all", lambda *_: outcomes)
+    assert faults.main(["--only", "set-weights"]) == status
+    assert "[nan]" in capsys.readouterr().out
+    assert faults.main(["--only", "set-weights", "--json"]) == status
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["fault"] == "set-weights"
+    assert row["tfmix"] == {"survived": survives, "text": "weight [nan]"}
+
+
+@pytest.mark.slow
+def test_the_command_runs_a_row_in_a_process_of_its_own():
+    command = [sys.executable, "-m", "benchmarks.faults", "--json"]
+    result = subprocess.run(
+        [*command, "--only", "set-weights"], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    (row,) = json.loads(result.stdout)
+    assert row["tfmix"]["survived"]
+    assert not row["Keras"]["survived"]

@@ -1,0 +1,158 @@
+"""Thousands of steps with random faults: nothing breaks at any of them."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers, soak
+
+STEPS = [
+    pytest.param(1_000, id="1000"),
+    pytest.param(20_000, id="20000", marks=pytest.mark.slow),
+]
+
+
+def wrapped(inner, rule):
+    return tfmix.LossScaleOptimizer(inner, loss_scale=rule)
+
+
+def unprotected(inner, rule):
+    """A bare optimizer that looks like ours, to see the soak fail."""
+    del rule
+    inner.rule = soak.RULE
+    inner.scale_loss = lambda loss: loss
+    return inner
+
+
+def run_tensorflow(steps, system, seed=1):
+    """Returns what each step of a compiled loop left behind."""
+    import tensorflow as tf
+
+    variables, optimizer = soak.make_variables(system)
+    table, kernel, bias = variables
+    faults = soak.schedule(steps, seed)
+    columns = [tf.constant(column) for column in vars(faults).values()]
+    scale = getattr(optimizer, "dynamic_scale", tf.constant(1.0))
+
+    def gradients(step, fault):
+        # The same row twice in each batch, so that sparse rows add up.
+        ids = tf.stack([step % soak.ROWS, (step + 1) % soak.ROWS] * 2)
+        with tf.GradientTape() as tape:
+            rows = tf.gather(table.value, ids)
+            tape.watch(rows)
+            loss = soak.loss(rows, kernel.value, bias.value)
+            loss = optimizer.scale_loss(loss)
+        grads = tape.gradient(loss, [rows, kernel.value, bias.value])
+        sparse, *dense = (soak.hit(g, i, fault) for i, g in enumerate(grads))
+        return [tf.IndexedSlices(sparse, ids, table.shape), *dense]
+
+    @tf.function
+    def loop():
+        finite = tf.TensorArray(tf.bool, steps)
+        applied = tf.TensorArray(tf.bool, steps)
+        scales = tf.TensorArray(tf.float32, steps)
+        for step in tf.range(steps):
+            fault = [column[step] for column in columns]
+            result = optimizer.apply(gradients(step, fault), variables)
+            result = True if result is None else result
+            everything = [*variables, *optimizer.variables]
+            finite = finite.write(step, tfmix.all_finite(everything))
+            applied = applied.write(step, result)
+            scales = scales.write(step, keras.ops.convert_to_tensor(scale))
+        return finite.stack(), applied.stack(), scales.stack()
+
+    result = [array.numpy() for array in loop()]
+    return faults, optimizer, *result
+
+
+def run_jax(steps, system, seed=1):
+    """Does the same in one `lax.scan`, with a dense table gradient."""
+    import jax
+
+    variables, optimizer = soak.make_variables(system)
+    faults = soak.schedule(steps, seed)
+    rows = np.arange(2)
+
+    def scaled_loss(values, state, step):
+        table, kernel, bias = values
+        loss = soak.loss(table[(rows + step) % soak.ROWS], kernel, bias)
+        mapping = zip(optimizer.variables, state, strict=True)
+        with keras.StatelessScope(state_mapping=mapping):
+            return optimizer.scale_loss(loss)
+
+    def body(carry, now):
+        values, state = carry
+        step, fault = now
+        grads = jax.grad(scaled_loss)(values, state, step)
+        grads = [soak.hit(g, i, fault) for i, g in enumerate(grads)]
+        before = state
+        values, state = optimizer.stateless_apply(state, grads, values)
+        mapping = dict(zip(map(id, optimizer.variables), state, strict=True))
+        count = mapping[id(optimizer.iterations)]
+        old = dict(zip(map(id, optimizer.variables), before, strict=True))
+        applied = count > old[id(optimizer.iterations)]
+        scale = getattr(optimizer, "dynamic_scale", None)
+        scale = 1.0 if scale is None else mapping[id(scale)]
+        finite = tfmix.all_finite([*values, *state])
+        return (list(values), list(state)), (finite, applied, scale)
+
+    start = [v.value for v in variables], [v.value for v in optimizer.variables]
+    inputs = np.arange(steps), tuple(vars(faults).values())
+    scan = jax.jit(lambda carry: jax.lax.scan(body, carry, inputs))
+    (_, state), result = scan(start)
+    for variable, value in zip(optimizer.variables, state, strict=True):
+        variable.assign(value)
+    return faults, optimizer, *map(np.asarray, result)
+
+
+def run(steps, system=wrapped):
+    if keras.backend.backend() == "tensorflow":
+        return run_tensorflow(steps, system)
+    return run_jax(steps, system)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_random_faults_leave_no_trace_in_any_step(steps):
+    faults, optimizer, finite, applied, scales = run(steps)
+    assert finite.all(), f"not finite after step {np.argmin(finite)}"
+    np.testing.assert_array_equal(applied, ~faults.bad)
+    np.testing.assert_array_equal(scales, soak.oracle_scales(faults.bad))
+    assert scales.min() >= soak.RULE.min_scale
+    assert scales.max() <= soak.RULE.max_scale
+    assert int(optimizer.iterations) == applied.sum()
+    assert int(optimizer.iterations) + optimizer.skipped_steps == steps
+    assert optimizer.skipped_steps == faults.bad.sum()
+
+
+@pytest.mark.slow
+def test_the_long_soak_reaches_both_bounds():
+    scales = soak.oracle_scales(soak.schedule(20_000, seed=1).bad)
+    assert scales.min() == soak.RULE.min_scale
+    assert scales.max() == soak.RULE.max_scale
+
+
+def test_the_soak_breaks_an_optimizer_that_skips_nothing():
+    _, _, finite, _, _ = run(100, unprotected)
+    assert not finite.all()
+
+
+def test_each_variable_was_hit_and_each_counted():
+    faults, optimizer, *_ = run(1_000)
+    everywhere = (faults.variable[faults.bad] == soak.NUM_VARIABLES).sum()
+    expected = [
+        (faults.variable[faults.bad] == index).sum() + everywhere
+        for index in range(soak.NUM_VARIABLES)
+    ]
+    assert min(expected) > everywhere > 0
+    assert list(optimizer.overflow_counts.values()) == expected
+
+
+def test_the_oracle_knows_the_rule():
+    bad = [False] * 14 + [True] + [False] * 15 + [True] * 9
+    scales = soak.oracle_scales(np.array(bad))
+    assert scales[13] == 2.0**8
+    assert scales[14] == 2.0**7
+    assert scales[29] == 2.0**8
+    assert scales[-1] == soak.RULE.min_scale
+    helpers.assert_all_finite([scales])
