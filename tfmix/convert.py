@@ -61,12 +61,12 @@ def apply_policy(
 
     Example:
         >>> model = keras.Sequential(
-        ...     [keras.Input((4,)), keras.layers.Dense(8, name="body"),
-        ...      keras.layers.Dense(2, "softmax", name="head")]
+        ...     [keras.Input((4,)), keras.layers.Dense(8),
+        ...      keras.layers.Dense(2, "softmax")]
         ... )
         >>> report = apply_policy(model, "mixed_float16")
-        >>> [(row.layer, row.after) for row in report.rows]
-        [('body', 'mixed_float16'), ('head', 'float32')]
+        >>> [row.after for row in report.rows]
+        ['mixed_float16', 'float32']
         >>> report.undo()
         >>> model.layers[0].compute_dtype
         'float32'
@@ -121,10 +121,11 @@ def convert_model(
 
     Example:
         >>> model = keras.Sequential(
-        ...     [keras.Input((4,)), keras.layers.Dense(2)]
+        ...     [keras.Input((4,)), keras.layers.Dense(8),
+        ...      keras.layers.Dense(2)]
         ... )
         >>> convert_model(model, "mixed_bfloat16").layers[0].compute_dtype
-        'float32'
+        'bfloat16'
         >>> model.layers[0].compute_dtype
         'float32'
     """
@@ -167,7 +168,8 @@ def prepare(
 
     Example:
         >>> model = keras.Sequential(
-        ...     [keras.Input((4,)), keras.layers.Dense(2)]
+        ...     [keras.Input((4,)), keras.layers.Dense(8),
+        ...      keras.layers.Dense(2)]
         ... )
         >>> model, optimizer, report = prepare(model, "sgd", level="O2")
         >>> type(optimizer).__name__
@@ -229,7 +231,9 @@ def _already(
 ) -> tuple[str, ...]:
     if any(row.before != row.after for row in rows):
         return ()
-    return (f"The model was {policy.name} already: no layer changes.",)
+    if any(row.after == policy.name for row in rows):
+        return (f"The model was {policy.name} already: no layer changes.",)
+    return ("No layer changes: the last column says why.",)
 
 
 def _suit_optimizer(model: Any, policy: keras.DTypePolicy) -> None:

@@ -87,7 +87,12 @@ def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
     tensor = type(policy).convert_input(policy, x, False, dtype)
     converted = type(policy).convert_input(policy, tensor, autocast, dtype)
     if converted is not tensor:
-        _tensor_attributes().set_tensor_attr(converted, _ATTRIBUTE, tensor)
+        attributes = _tensor_attributes()
+        attributes.set_tensor_attr(converted, _ATTRIBUTE, tensor)
+        mask = attributes.get_tensor_attr(x, "_keras_mask")
+        if mask is not None:
+            # Keras 3.12 loses it in this cast.
+            attributes.set_tensor_attr(converted, "_keras_mask", mask)
     return converted
 
 
