@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # The GPU build: make TENSORFLOW='tensorflow[and-cuda]' test
 TENSORFLOW ?= tensorflow-cpu
 VENV ?= .venv
-# Versions to force on top of setup.cfg, e.g. PINS='keras==3.12.*'
+# Versions to force on top of setup.cfg, e.g. PINS="'keras==3.12.*'"
 PINS ?=
 BIN = $(VENV)/bin
 STAMP = $(VENV)/installed
@@ -20,10 +20,12 @@ $(STAMP): setup.cfg .ci/requirements.py
 	@echo "tfmix: [1/3] creating $(VENV) with $(PYTHON)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@echo "tfmix: [2/3] installing dependencies (first time: 2 to 5 minutes)"
-	@$(BIN)/python .ci/requirements.py '$(TENSORFLOW)' $(PINS) \
+	@$(BIN)/python .ci/requirements.py '$(TENSORFLOW)' \
 	    > $(VENV)/requirements.txt
+	@printf '%s\n' $(PINS) > $(VENV)/constraints.txt
 	@$(BIN)/python -m pip install --disable-pip-version-check \
-	    --requirement $(VENV)/requirements.txt
+	    --requirement $(VENV)/requirements.txt \
+	    --constraint $(VENV)/constraints.txt
 	@echo "tfmix: [3/3] installing tfmix itself, editable"
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet \
 	    --no-deps --editable .
@@ -55,8 +57,8 @@ test-slow: $(STAMP)
 
 # The oldest Keras and TensorFlow that setup.cfg allows, then the newest.
 test-matrix:
-	@$(MAKE) test VENV=.venv-oldest TENSORFLOW='tensorflow-cpu==2.20.*' \
-	    PINS="'keras==3.12.*'"
+	@$(MAKE) test VENV=.venv-oldest \
+	    PINS="'keras==3.12.*' 'tensorflow-cpu==2.20.*'"
 	@$(MAKE) test VENV=.venv-newest
 
 check: $(STAMP)

@@ -5,7 +5,7 @@ reason: users get `tensorflow`, but a test machine without a GPU is better off
 with `tensorflow-cpu` (half the size), which no `tensorflow` requirement
 accepts. `make TENSORFLOW="tensorflow[and-cuda]" test` takes the GPU build.
 
-Usage: python .ci/requirements.py TENSORFLOW [EXTRA_PIN ...]
+Usage: python .ci/requirements.py TENSORFLOW
 """
 
 import configparser
@@ -16,7 +16,7 @@ import sys
 SETUP_CFG = pathlib.Path(__file__).parent.parent / "setup.cfg"
 
 
-def requirements(tensorflow: str, pins: list[str]) -> list[str]:
+def requirements(tensorflow: str) -> list[str]:
     """Returns every dependency and extra of setup.cfg, one per line."""
     config = configparser.ConfigParser()
     config.read(SETUP_CFG, encoding="utf-8")
@@ -24,8 +24,8 @@ def requirements(tensorflow: str, pins: list[str]) -> list[str]:
     for extra in config["options.extras_require"].values():
         lines += extra.split()
     found = [re.sub(r"^tensorflow\b", tensorflow, line) for line in lines]
-    return sorted(set(found)) + pins
+    return sorted(set(found))
 
 
 if __name__ == "__main__":
-    print("\n".join(requirements(sys.argv[1], sys.argv[2:])))
+    print("\n".join(requirements(sys.argv[1])))
