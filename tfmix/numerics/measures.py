@@ -114,8 +114,36 @@ def vector(values: Any, limits: _formats.Format) -> Any:
     finite = ops.isfinite(sizes)
     # The largest of nothing is an error in some backends: a zero is put in.
     known = ops.append(ops.where(finite, sizes, 0.0), ops.zeros((1,)))
-    shares = map(_share, _flags(sizes, finite, limits))
-    return ops.stack([ops.max(known), *shares])
+    # One pass for all counts: XLA compiles a loop for each reduction.
+    steps = ops.where(finite, sizes, np.float32(np.inf))[:, None]
+    above = ops.cast(steps > _thresholds(limits), "int32")
+    return ops.concatenate(
+        [ops.max(known)[None], _shares(ops.sum(above, 0), ops.size(sizes))]
+    )
+
+
+def _thresholds(limits: _formats.Format) -> np.ndarray:
+    """Returns the bounds between the shares, each the last of the lower."""
+    # An entry of exactly half the smallest value is a tie: it rounds to zero.
+    below_normal = np.nextafter(np.float32(limits.tiny), np.float32(0))
+    bounds = [
+        0.0,
+        limits.smallest / 2,
+        below_normal,
+        limits.max / 2**NEAR_OVERFLOW_BITS,
+        np.finfo(np.float32).max,
+    ]
+    return np.array(bounds, np.float32)
+
+
+def _shares(above: Any, size: Any) -> Any:
+    """Turns counts above each threshold into the shares between them."""
+    # Integers count exactly; float32 stops counting at 2**24.
+    count = ops.cast(ops.append(ops.cast(size, "int32"), above), "float32")
+    count = count / ops.maximum(count[:1], 1.0)
+    zero, flushed, subnormal = (count[i] - count[i + 1] for i in range(3))
+    near_overflow = count[4] - count[5]
+    return ops.stack([zero, subnormal, flushed, near_overflow, count[5]])
 
 
 def on_host(values: np.ndarray, limits: _formats.Format) -> Measures:
@@ -123,8 +151,12 @@ def on_host(values: np.ndarray, limits: _formats.Format) -> Measures:
     sizes = np.abs(values.astype(np.float32).reshape(-1))
     finite = np.isfinite(sizes)
     largest = np.max(sizes, where=finite, initial=0.0)
-    flags = _flags(sizes, finite, limits)
-    shares = [np.count_nonzero(flag) / max(flag.size, 1) for flag in flags]
+    sizes = np.where(finite, sizes, np.inf)
+    bounds = _thresholds(limits)
+    above = np.array([np.count_nonzero(sizes > bound) for bound in bounds])
+    counts = np.append(sizes.size, above) / max(sizes.size, 1)
+    zero, flushed, subnormal, _, near_overflow = counts[:-1] - counts[1:]
+    shares = (zero, subnormal, flushed, near_overflow, counts[-1])
     return from_vector([largest, *shares], limits)
 
 
@@ -140,23 +172,3 @@ def _headroom(columns: dict[str, float], limits: _formats.Format) -> float:
     if columns["largest"] == 0:
         return math.inf
     return float(math.floor(math.log2(limits.max / columns["largest"])))
-
-
-def _flags(sizes: Any, finite: Any, limits: _formats.Format) -> list[Any]:
-    """Says of each magnitude which shares it counts in, in their order."""
-    # An entry of exactly half the smallest value is a tie: it rounds to zero.
-    half = limits.smallest / 2
-    near = limits.max / 2**NEAR_OVERFLOW_BITS
-    return [
-        finite & (sizes == 0.0),
-        (sizes > half) & (sizes < limits.tiny),
-        (sizes > 0.0) & (sizes <= half),
-        finite & (sizes > near),
-        ~finite,
-    ]
-
-
-def _share(flags: Any) -> Any:
-    # Integers count exactly; float32 stops counting at 2**24.
-    count = ops.cast(ops.sum(ops.cast(flags, "int32")), "float32")
-    return count / ops.cast(ops.maximum(ops.size(flags), 1), "float32")

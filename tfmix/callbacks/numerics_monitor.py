@@ -1,0 +1,167 @@
+"""Watches every layer's numbers in a running `fit`, on sampled steps."""
+
+from typing import Any
+
+import keras
+from absl import logging
+
+from tfmix import _arguments, _formats
+from tfmix.callbacks import tap
+from tfmix.numerics import plan, probe, reading, sampler, verdicts
+
+# A loss scale this low is no part of the search for one.
+_NO_SCALE = 1.0
+
+
+class NumericsMonitor(keras.callbacks.Callback):
+    """Names the layer at which a running training goes wrong.
+
+    On each sampled step the same batch runs through a second, instrumented
+    copy of the training step, compiled like the first. It measures what every
+    layer returns, the gradients, the weights and their gradients, and
+    compares each layer with itself in float32. Nothing of the model changes;
+    the numbers are a few floats per layer, copied to the host on sampled
+    steps only. Under a distribution strategy the first replica is sampled.
+
+    A gradient that overflows under the loss scale in force is no event if it
+    does not at a scale of 1: that is how dynamic scaling finds its scale.
+
+    Args:
+        every: Integer, steps between two samples; the first step is one.
+            Defaults to `100`, which costs about as much as two steps more in
+            a hundred.
+
+    Attributes:
+        events: List of `Event` (`step`, `layer`, `phase`, `verdict`): the
+            first layer at fault in the forward pass of a sampled step, and,
+            if there is none, in the backward pass.
+        rows: The `Row`s of the last sample (`layer`, `phase`, `measures`).
+
+    Raises:
+        TypeError: If `every` is not an integer.
+        ValueError: If `every` is below 1.
+
+    Example:
+        >>> NumericsMonitor(every=10).events
+        []
+    """
+
+    def __init__(self, every: int = 100) -> None:
+        """Checks the argument; compiles nothing yet."""
+        super().__init__()
+        self.every = _arguments.count("every", every)
+        self.events: list[reading.Event] = []
+        self.rows: list[reading.Row] = []
+        self._step = 0
+        self._tap: tap.Tap | None = None
+        self._model_of: Any = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Puts the tap in front of the training function."""
+        # Not `self.model`, which would bring the state back on JAX.
+        model = self._model
+        function = tap.original(model.train_function)
+        self._tap = tap.Tap(function, model, self.every, self._look, self._step)
+        model.train_function = self._tap
+        if self._model_of is not model:
+            self._model_of = model
+            self._prepare(model)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Takes the tap away."""
+        if self._tap is not None:
+            self._step = self._tap.step
+            self._model.train_function = self._tap.original
+            self._tap = None
+
+    def _prepare(self, model: Any) -> None:
+        dtypes = [
+            layer.compute_dtype for layer in plan.sixteen_bit_layers(model)
+        ]
+        # A model without 16-bit layers is measured as float16 would see it.
+        self._limits = _formats.limits(dtypes[0] if dtypes else "float16")
+        self._found = probe.targets(model)
+        self._reader = reading.Reader(
+            self._found,
+            [variable.path for variable in model.trainable_variables],
+            self._limits,
+        )
+        self._sampler = sampler.Sampler(model, self._found, self._limits)
+        self._exact: sampler.Sampler | None = None
+        self._cleared: set[str] = set()
+        self._failed = False
+
+    def _look(self, state: Any, batch: Any) -> None:
+        if self._failed:
+            return
+        try:
+            sample = self._sampler(state, batch)
+            self._read(sample, state, batch)
+        except Exception as error:
+            # A monitor must not end the training that it watches.
+            self._failed = True
+            logging.warning(
+                "NumericsMonitor cannot sample this model and is off: %s: %s",
+                type(error).__name__,
+                error,
+            )
+
+    def _read(self, sample: sampler.Sample, state: Any, batch: Any) -> None:
+        self.rows = self._reader.rows(sample)
+        forward = self._reader.forward(sample)
+        if forward is not None:
+            self._add(forward[0], verdicts.FORWARD, forward[1])
+            return
+        layer = self._reader.overflow(sample)
+        if layer is not None:
+            self._add_overflow(layer, sample, state, batch)
+            return
+        self._add_underflow(sample, state, batch)
+
+    def _add_overflow(
+        self, layer: str, sample: sampler.Sample, state: Any, batch: Any
+    ) -> None:
+        if sample.scale > _NO_SCALE:
+            again = self._sampler(state, batch, _NO_SCALE)
+            layer = self._reader.overflow(again) or ""
+        if layer:
+            self._add(layer, verdicts.BACKWARD, verdicts.OVERFLOW)
+
+    def _add_underflow(
+        self, sample: sampler.Sample, state: Any, batch: Any
+    ) -> None:
+        vanished = reading.vanished(self._limits)
+        layer = self._reader.backward(sample, vanished)
+        if layer is None or layer in self._cleared:
+            return
+        if self._exact is None:
+            self._exact = sampler.Sampler(
+                self._model_of,
+                self._found,
+                self._limits,
+                plan.reference(self._model_of),
+            )
+        # Zeros that are zeros in float32, too, are the model's own.
+        exact = self._exact(state, batch, sample.scale)
+        maker = self._reader.lost(sample, exact)
+        if maker is None:
+            self._cleared.add(layer)
+        else:
+            self._add(maker, verdicts.BACKWARD, verdicts.UNDERFLOW)
+
+    def _add(self, layer: str, phase: str, verdict: str) -> None:
+        step = self._tap.step if self._tap else self._step
+        event = reading.Event(step, layer, phase, verdict)
+        if not any(
+            (old.layer, old.phase, old.verdict) == (layer, phase, verdict)
+            for old in self.events
+        ):
+            logging.warning(
+                "Step %d: %s in the %s pass of layer %r. tfmix.check(model, "
+                "x, y) says what to write.",
+                step,
+                verdict,
+                phase,
+                layer,
+            )
+        self.events.append(event)
