@@ -123,7 +123,8 @@ def test_float16_adam_keeps_epsilon_beta_and_slots(flat):
     assert {str(v.dtype) for v in slots} == {"float32"}
     assert all(np.isfinite(ops.convert_to_numpy(v)).all() for v in slots)
     value = ops.convert_to_numpy(weight).astype("float32")
-    assert np.isfinite(value).all() and abs(value - 0.25).max() < 0.02
+    assert np.isfinite(value).all()
+    assert abs(value - 0.25).max() < 0.02
     assert value[2] == 0.25
 
 

@@ -106,6 +106,7 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
             replicas.run_on_each(self, self._finalize)
 
     def _finalize(self) -> None:
+        self._store.refresh()
         self.inner_optimizer.finalize_variable_values(self._store.targets())
         self._store.write_back()
 
