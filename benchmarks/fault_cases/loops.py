@@ -1,5 +1,6 @@
 """Training loops in miniature: one variable, gradients made to order."""
 
+import functools
 from typing import Any
 
 import keras
@@ -18,23 +19,42 @@ def wrapped_vector(
 
 def apply(optimizer: Any, gradients: Any, variables: Any) -> None:
     """Applies scaled gradients the way a loop on this backend does."""
-    if keras.backend.backend() != "jax":
+    if keras.backend.backend() == "jax":
+        function = optimizer.stateless_apply
+        _apply_stateless(function, optimizer, gradients, variables)
+    else:
         optimizer.apply(gradients, variables)
-        return
-    new_variables, new_state = optimizer.stateless_apply(
-        [v.value for v in optimizer.variables],
-        gradients,
-        [v.value for v in variables],
-    )
-    _assign(variables, new_variables)
-    _assign(optimizer.variables, new_state)
 
 
 def step(optimizer: Any, variables: Any, gradients: Any) -> None:
     """Takes a step with true gradients, scaled as a tape would have."""
     scale = optimizer.scale_loss(keras.ops.convert_to_tensor(1.0))
     scaled = [keras.ops.convert_to_tensor(g) * scale for g in gradients]
-    apply(optimizer, scaled, variables)
+    if keras.backend.backend() == "jax":
+        # Without it, Keras's class is compiled anew in every step.
+        function = _compiled(optimizer)
+        _apply_stateless(function, optimizer, scaled, variables)
+    else:
+        optimizer.apply(scaled, variables)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(optimizer: Any) -> Any:
+    import jax
+
+    return jax.jit(optimizer.stateless_apply)
+
+
+def _apply_stateless(
+    function: Any, optimizer: Any, gradients: Any, variables: Any
+) -> None:
+    new_variables, new_state = function(
+        [v.value for v in optimizer.variables],
+        gradients,
+        [v.value for v in variables],
+    )
+    _assign(variables, new_variables)
+    _assign(optimizer.variables, new_state)
 
 
 def repeat(optimizer: Any, variable: Any, gradient: Any, steps: int) -> None:
