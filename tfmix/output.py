@@ -6,6 +6,8 @@ from typing import Any
 
 import keras
 
+from tfmix.policy import logits
+
 
 def float32_output(
     activation: str | Callable[..., Any] | None = None,
@@ -39,9 +41,11 @@ def float32_output(
     """
     if activation is not None:
         _check(activation)
-    return keras.layers.Activation(
+    layer = keras.layers.Activation(
         activation or "linear", dtype="float32", name=name
     )
+    logits.remember(layer)
+    return layer
 
 
 def _check(activation: Any) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfmix.policy import op_patches, replacements, tensors
+from tfmix.policy import logits, op_patches, replacements, tensors
 
 LOSSES = "losses"
 METRICS = "metrics"
@@ -100,6 +100,8 @@ class _WideOps(types.ModuleType):
         value = getattr(self._ops, name)
         if not inspect.isfunction(value) or not self._holds():
             return value
+        if name in logits.LOSSES:
+            value = logits.recovering(value)
         return functools.partial(_call_wide, value)
 
 
