@@ -24,26 +24,29 @@ class LayerRule:
     why: str
 
 
-_NORMALISED = "a sum of squares leaves float16's range"
+_ATTENTION = "unscaled logits leave float16's range: every output is NaN"
 _AVERAGED = "the sum overflows before it is divided"
+_NORMALISED = "the sum of squares leaves float16's range: zeros"
 _RAW = "raw features lose their digits in 16 bit"
 _SOFTMAX = "probabilities lose their small values, and logits recovery"
+_SPECTRUM = "infinite in float16, a TypeError in bfloat16"
 
-# Measured on Keras 3.12 and 3.15 by `benchmarks/layers.py`: each either gives
-# a non-finite or wrong result on input well inside the format's range, or is
-# cheap beside the matmuls around it and destroys what it is given.
+# Measured by `benchmarks/layers.py` and in Keras's own gaps, on Keras 3.12 to
+# 3.15. Op rules cover some of these as well (averages, norms), but only
+# layers take their dtype with them into a model that plain Keras loads.
 DEFAULT_LAYER_RULES: tuple[LayerRule, ...] = (
     LayerRule("Softmax", _SOFTMAX),
+    LayerRule("Attention", _ATTENTION),
+    LayerRule("AdditiveAttention", _ATTENTION),
     LayerRule("UnitNormalization", _NORMALISED),
-    LayerRule("Dot", _NORMALISED),
-    LayerRule("BaseGlobalPooling", _AVERAGED),
+    LayerRule("Average", _AVERAGED),
     LayerRule("GlobalAveragePooling1D", _AVERAGED),
     LayerRule("GlobalAveragePooling2D", _AVERAGED),
     LayerRule("GlobalAveragePooling3D", _AVERAGED),
     LayerRule("AveragePooling1D", _AVERAGED),
     LayerRule("AveragePooling2D", _AVERAGED),
     LayerRule("AveragePooling3D", _AVERAGED),
-    LayerRule("Average", _AVERAGED),
+    LayerRule("STFTSpectrogram", _SPECTRUM),
     # The bases of all preprocessing layers, Keras 3.15's name and 3.12's.
     LayerRule("DataLayer", _RAW),
     LayerRule("TFDataLayer", _RAW),
@@ -56,8 +59,8 @@ LAYER_NORMALIZATION = LayerRule(
     "LayerNormalization", "on the black list of level O2"
 )
 
-# MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, and attention,
-# whose matmuls are its work.
+# MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, and the
+# attention whose logits are scaled.
 MATMUL_LAYERS: tuple[str, ...] = (
     "Dense",
     "EinsumDense",
@@ -69,7 +72,6 @@ MATMUL_LAYERS: tuple[str, ...] = (
     "GRUCell",
     "SimpleRNNCell",
     "RNN",
-    "Attention",
     "MultiHeadAttention",
     "GroupedQueryAttention",
     "PReLU",
@@ -142,7 +144,7 @@ def default_float32_layers(
             is not.
 
     Example:
-        >>> "Softmax" in default_float32_layers(remove=["Dot"])
+        >>> "Softmax" in default_float32_layers(remove=["Average"])
         True
     """
     names = [rule.layer_class for rule in DEFAULT_LAYER_RULES]
