@@ -304,7 +304,11 @@ def legacy(name):
         (lambda: Wrapped("sgd", math.nan), ValueError, "initial_scale=nan"),
         (lambda: Wrapped("sgd", "x"), TypeError, "initial_scale='x'"),
         (lambda: Wrapped("sgd", None, 0), ValueError, "dynamic_growth_steps=0"),
-        (lambda: Wrapped("sgd", None, 2.5), TypeError, "dynamic_growth_steps=2.5"),
+        (
+            lambda: Wrapped("sgd", None, 2.5),
+            TypeError,
+            "dynamic_growth_steps=2.5",
+        ),
         (lambda: Wrapped("sgd", loss_scale=0.0), ValueError, "loss_scale=0.0"),
         (
             lambda: Wrapped("sgd", loss_scale=math.inf),

@@ -1,6 +1,5 @@
 """From scaled 16-bit gradients to true float32 ones."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -8,29 +7,6 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix.scaling import finite
-
-
-def unscale_all(
-    grads: Sequence[Any], variables: Sequence[Any], scale: Any
-) -> list[Any]:
-    """Divides a step's gradients by the loss scale.
-
-    Args:
-        grads: Scaled gradients; a `None` stays `None`.
-        variables: The variables they belong to. A gradient that overwrites
-            its variable (Keras's float8 training computes new scales that
-            way) is a value, not a gradient: it is returned as it is.
-        scale: Float32 scalar.
-
-    Returns:
-        A list of the gradients, 16-bit ones as float32.
-    """
-    return [
-        gradient
-        if gradient is None or getattr(v, "overwrite_with_gradient", False)
-        else unscale(gradient, scale)
-        for gradient, v in zip(grads, variables, strict=True)
-    ]
 
 
 def unscale(gradient: Any, scale: Any) -> Any:

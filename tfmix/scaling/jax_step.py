@@ -1,19 +1,16 @@
 """One optimizer step under JAX: state goes in, the next state comes out."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import keras
 from keras import ops
 
-from tfmix.scaling import finite, gradients, unscaled
-
-if TYPE_CHECKING:
-    from tfmix.scaling.optimizer import LossScaleOptimizer
+from tfmix.scaling import blocks, unscaled
 
 
 def stateless_apply(
-    optimizer: "LossScaleOptimizer",
+    optimizer: Any,
     optimizer_values: list[Any],
     grads: list[Any],
     trainable_values: list[Any],
@@ -21,7 +18,7 @@ def stateless_apply(
     """Applies the gradients or leaves everything but the scale as it was.
 
     Args:
-        optimizer: The optimizer, built.
+        optimizer: A `LossScaleOptimizer`, built.
         optimizer_values: Current values of `optimizer.variables`.
         grads: Scaled gradients; `None` where there is none.
         trainable_values: Current values of the model's variables.
@@ -37,8 +34,8 @@ def stateless_apply(
         state = optimizer.state()
         note = optimizer.unscaled_note.take()
         scale = unscaled.divisor(note, optimizer.rule.current(state))
-        grads = gradients.unscale_all(grads, variables, scale)
-    is_finite = finite.all_finite(grads)
+        true = blocks.unscaled(grads, variables, scale)
+    is_finite = blocks.all_finite(true)
     for bad in unscaled.seen_bad(note):
         is_finite = ops.logical_and(is_finite, ops.equal(bad, 0))
 
@@ -46,12 +43,13 @@ def stateless_apply(
         with keras.StatelessScope(state_mapping=mapping) as scope:
             optimizer.record(state, applied)
             if not applied:
-                optimizer.count_overflows(grads, variables)
+                bad = blocks.not_finite(true, len(grads))
+                optimizer.count_overflows(bad, variables)
         return [scope.get_current_value(v) for v in optimizer.own_variables]
 
     def apply_step() -> tuple[list[Any], list[Any]]:
         new_trainable, new_inner = optimizer.inner_optimizer.stateless_apply(
-            inner_values, grads, trainable_values
+            inner_values, blocks.parts(true, len(grads)), trainable_values
         )
         return new_trainable, own_values(True) + new_inner
 
@@ -64,13 +62,11 @@ def stateless_apply(
     return jax.lax.cond(is_finite, apply_step, skip_step)
 
 
-def apply(
-    optimizer: "LossScaleOptimizer", grads: list[Any], variables: list[Any]
-) -> Any:
+def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
     """Does the same on the variables themselves, as in an eager loop.
 
     Args:
-        optimizer: The optimizer, built.
+        optimizer: A `LossScaleOptimizer`, built.
         grads: Scaled gradients; `None` where there is none.
         variables: The variables they belong to.
 

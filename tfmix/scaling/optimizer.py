@@ -8,9 +8,9 @@ from keras import ops, tree
 
 from tfmix import _arguments
 from tfmix.scaling import (
+    blocks,
     configuration,
     construction,
-    finite,
     gradients,
     health,
     loop_checks,
@@ -173,12 +173,12 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
         """
         grads = list(grads)
         scale = self.rule.current(self.state())
-        variables = self.model_variables if self.built else [None] * len(grads)
+        variables = self._trainable_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        grads = gradients.unscale_all(grads, variables, scale)
-        self.unscaled_note.leave(finite.all_finite(grads))
-        return grads
+        true = blocks.unscaled(grads, variables, scale)
+        self.unscaled_note.leave(blocks.all_finite(true))
+        return blocks.parts(true, len(grads))
 
     def apply(
         self, grads: Sequence[Any], trainable_variables: Any = None

@@ -8,7 +8,7 @@ import numpy as np
 from keras import ops, tree
 
 from tfmix import _arguments
-from tfmix.scaling import delegation, finite, storage, strategy
+from tfmix.scaling import delegation, storage, strategy
 
 # How the variables of a loss scale's state are called in Keras's own class,
 # so that a checkpoint written by either can be read by tfmix.
@@ -132,20 +132,22 @@ class KeepsScaleState(delegation.DelegatesToInner):
             self._consecutive_skips.assign(self._consecutive_skips + 1)
             self._skipped_steps.assign(self._skipped_steps + 1)
 
-    def count_overflows(
-        self, grads: Sequence[Any], variables: Sequence[Any]
-    ) -> None:
-        """Counts the variables whose gradient is not finite, on a skip."""
-        no_gradient = ops.convert_to_tensor(False)
-        is_bad = {self._var_key(v): no_gradient for v in self.model_variables}
-        for variable, gradient in zip(variables, grads, strict=True):
-            if gradient is not None:
-                bad = ops.logical_not(finite.is_finite(gradient))
-                is_bad[self._var_key(variable)] = bad
+    def count_overflows(self, bad: Any, variables: Sequence[Any]) -> None:
+        """Counts, on a skip, the variables whose gradient is not finite.
+
+        Args:
+            bad: Boolean vector, one flag for each variable.
+            variables: The variables of the step.
+        """
         counts = self._overflow_counts
-        counts.assign(
-            counts + ops.cast(ops.stack(list(is_bad.values())), counts.dtype)
-        )
+        bad = ops.cast(bad, counts.dtype)
+        indices = self._trainable_variables_indices
+        rows = [indices[self._var_key(variable)] for variable in variables]
+        if rows != list(range(len(indices))):
+            # A step on some of the variables, or in another order.
+            column = np.reshape(rows, (-1, 1))
+            bad = ops.scatter(column, bad, tuple(counts.shape))
+        counts.assign(counts + bad)
 
     def last_step_applied(self) -> Any:
         """Returns a boolean scalar tensor; nothing is copied to the host."""

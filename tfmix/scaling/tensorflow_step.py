@@ -1,22 +1,17 @@
 """One optimizer step under TensorFlow: sum, unscale, check, apply or skip."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
-from tfmix.scaling import distribute, finite, gradients, unscaled
-
-if TYPE_CHECKING:
-    from tfmix.scaling.optimizer import LossScaleOptimizer
+from tfmix.scaling import blocks, distribute, unscaled
 
 
-def apply(
-    optimizer: "LossScaleOptimizer", grads: list[Any], variables: list[Any]
-) -> Any:
+def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
     """Applies the gradients on all replicas or on none.
 
     Args:
-        optimizer: The optimizer, built.
+        optimizer: A `LossScaleOptimizer`, built.
         grads: Scaled gradients of this replica; `None` where there is none.
         variables: The variables they belong to.
 
@@ -31,20 +26,22 @@ def apply(
     with distribute.one_replica(keras_variables, optimizer):
         state = optimizer.state()
         scale = unscaled.divisor(note, optimizer.rule.current(state))
-        grads = gradients.unscale_all(grads, variables, scale)
-        is_finite = finite.all_finite(grads)
+        true = blocks.unscaled(grads, variables, scale)
+        is_finite = blocks.all_finite(true)
         for bad in seen_bad:
             is_finite = tf.logical_and(is_finite, bad == 0)
 
         def apply_step() -> Any:
             local = [distribute.local(variable) for variable in variables]
-            optimizer.inner_optimizer.apply(grads, local)
+            inner_grads = blocks.parts(true, len(grads))
+            optimizer.inner_optimizer.apply(inner_grads, local)
             optimizer.record(state, True)
             return tf.constant(True)
 
         def skip_step() -> Any:
             optimizer.record(state, False)
-            optimizer.count_overflows(grads, variables)
+            bad = blocks.not_finite(true, len(grads))
+            optimizer.count_overflows(bad, variables)
             return tf.constant(False)
 
         return tf.cond(is_finite, apply_step, skip_step)
