@@ -269,6 +269,24 @@ def test_every_output_of_several_is_float32():
     assert layer(model, "body").output.dtype == "float16"
 
 
+def test_a_nested_models_result_has_the_dtype_of_its_last_layer():
+    backbone = keras.Sequential(
+        [
+            keras.Input((6, 2)),
+            keras.layers.Dense(4),
+            keras.layers.GlobalAveragePooling1D(),
+        ],
+        name="back",
+    )
+    inputs = keras.Input((6, 2))
+    model = keras.Model(inputs, keras.layers.Dense(1)(backbone(inputs)))
+    report = convert.apply_policy(model, "mixed_float16")
+    assert backbone.layers[0].output.dtype == "float16"
+    assert layer(model, "back")._inbound_nodes[-1].outputs[0].dtype == "float32"
+    report.undo()
+    assert backbone.layers[0].output.dtype == "float32"
+
+
 def test_back_to_float32_by_policy():
     model = nested()
     before = predict(model)

@@ -36,7 +36,7 @@ def build(name):
     model = getattr(keras.applications, name)(
         weights=None, input_shape=(size, size, 3), classes=10
     )
-    x = np.random.default_rng(2).uniform(0, 255, (4, size, size, 3))
+    x = np.random.default_rng(2).uniform(-1, 1, (4, size, size, 3))
     return model, x.astype("float32")
 
 

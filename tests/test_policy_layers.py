@@ -111,6 +111,8 @@ def test_what_a_ruled_layer_holds_is_float32_too():
         layer(x)
     assert computes_in(plain.cell) == "float32"
     assert {v.dtype for v in plain.weights} == {"float32"}
+    assert {computes_in(x) for x in both_ways._flatten_layers()} == {"float32"}
+    assert {v.dtype for v in both_ways.weights} == {"float32"}
     assert computes_in(free.cell) == "float16"
     assert {v.dtype for v in free.weights} == {"float16"}
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix.policy import inputs, layers, plan
+from tfmix.policy import inputs, layers, plan, wrapping
 
 Undo = Callable[[], None]
 
@@ -38,6 +38,8 @@ def set_dtypes(steps: Iterable[plan.Step]) -> Undo:
         before = step.layer.variable_dtype
         undo.append(_set_policy(step.layer, step.policy, mixed))
         undo.append(_cast_variables(step.layer, before))
+    for step in reversed(steps):
+        # Inner layers first: a nested model returns what they return.
         undo.append(_set_spec(step.layer))
     return lambda: _run(undo)
 
@@ -160,12 +162,20 @@ def _set_spec(layer: Any) -> Undo:
     """Corrects the dtypes a Functional graph noted for a layer's results."""
     undo: list[Undo] = []
     for node in layer._inbound_nodes:
-        for tensor in keras.tree.flatten(node.outputs):
+        tensors = keras.tree.flatten(node.outputs)
+        for index, tensor in enumerate(tensors):
             dtype = keras.backend.standardize_dtype(tensor.dtype)
             if dtype in _formats.FORMATS:
                 undo.append(_restore_attribute(tensor, "_dtype"))
-                tensor._dtype = layer.compute_dtype
+                tensor._dtype = _result_dtype(layer, index)
     return lambda: _run(undo)
+
+
+def _result_dtype(layer: Any, index: int) -> str:
+    inner = getattr(layer, "_functional", None) or layer
+    if wrapping.is_graph(layer) and getattr(inner, "outputs", None):
+        return str(keras.tree.flatten(inner.outputs)[index].dtype)
+    return str(layer.compute_dtype)
 
 
 def _restore_attribute(owner: Any, name: str) -> Undo:

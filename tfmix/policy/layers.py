@@ -72,8 +72,13 @@ def _make_float32(layer: Any) -> None:
 
 
 def _keep_inside_float32(layer: Any) -> None:
+    # `Bidirectional` runs copies made from the configuration of the layer it
+    # was given, in which every dtype looks as if the user had chosen it.
+    names = {base.__name__ for base in type(layer).__mro__}
+    copies = "Bidirectional" in names
     for inner in layer._flatten_layers(include_self=False):
-        if is_chosen(inner) and inner.compute_dtype != "float32":
+        chosen = copies or is_chosen(inner)
+        if chosen and inner.compute_dtype != "float32":
             _make_float32(inner)
 
 
