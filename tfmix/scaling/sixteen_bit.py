@@ -16,6 +16,8 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
     variable are kept. Takes the arguments of `OptimizerWrapper`.
     """
 
+    built: bool
+
     def make_store(self, variables: Sequence) -> Any:
         """Creates what stands between the model's and the inner variables.
 
@@ -40,8 +42,8 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
             return
         variables = list(variables)
         # Past the automatic tracking: these are the model's, not ours.
-        vars(self)["_trainable_variables"] = variables
-        vars(self)["_trainable_variables_indices"] = {
+        self.__dict__["_trainable_variables"] = variables
+        self.__dict__["_trainable_variables_indices"] = {
             self._var_key(variable): i for i, variable in enumerate(variables)
         }
         store = self.make_store(variables)
@@ -73,6 +75,12 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
         if len(grads) == 0:
             return
         if not self.built:
+            if trainable_variables is None:
+                raise ValueError(
+                    "The optimizer is not built yet. Received: "
+                    "trainable_variables=None. Pass the variables, or call "
+                    "build(model.trainable_variables) first."
+                )
             with keras.name_scope(self.name):
                 self.build(trainable_variables)
         variables = self._trainable_variables
