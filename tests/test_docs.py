@@ -1,0 +1,108 @@
+"""The guide's code runs as it is written, page by page, line by line."""
+
+import pathlib
+import re
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers
+
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+BACKENDS = ("tensorflow", "jax")
+
+
+def python_blocks(text):
+    """Returns each python block with the number of its first line."""
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    return [(text[: one.start()].count("\n") + 2, one[1]) for one in found]
+
+
+def other_backend(block):
+    """Says whether a block imports the backend that is not in use."""
+    imported = re.findall(r"^\s*import (\w+)", block, re.M)
+    others = set(BACKENDS) - {keras.backend.backend()}
+    return bool(others & set(imported))
+
+
+def start():
+    """Returns what a page may use without introducing it first."""
+    random = np.random.default_rng(0)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    variables = model.trainable_variables
+    optimizer = tfmix.LossScaleOptimizer("sgd")
+    optimizer.build(variables)
+    optimizer.scale_loss(1.0)
+    return {
+        "keras": keras,
+        "np": np,
+        "tfmix": tfmix,
+        "x": random.normal(size=(16, 8)).astype("float32"),
+        "y": random.integers(0, 4, size=16),
+        "model": model,
+        "sgd": keras.optimizers.SGD(0.1),
+        "optimizer": optimizer,
+        "variables": variables,
+        "grads": [keras.ops.ones(v.shape) for v in variables],
+        "loss": keras.ops.ones(()),
+    }
+
+
+def run_page(text, name="page"):
+    """Runs a page's blocks one after the other, as a reader would.
+
+    Blocks of the other backend are passed over; lines keep their numbers.
+    """
+    names = start()
+    for line, block in python_blocks(text):
+        if not other_backend(block):
+            code = compile("\n" * (line - 1) + block, name, "exec")
+            exec(code, names)
+    return names
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Lets code write files, and shares the one strategy of the test run."""
+    monkeypatch.chdir(tmp_path)
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        strategy = helpers.mirrored_strategy()
+        monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: strategy)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if python_blocks(page.read_text("utf-8"))],
+    ids=lambda page: page.name,
+)
+def test_every_block_of_a_page_runs(page, place):
+    run_page(page.read_text(encoding="utf-8"), str(page))
+
+
+def test_a_block_that_fails_is_found_with_its_line():
+    with pytest.raises(NameError) as caught:
+        run_page("Text\n\n```python\nx = 1\nnowhere\n```\n")
+    assert caught.traceback[-1].lineno + 1 == 5
+
+
+@helpers.requires_backend("tensorflow")
+def test_blocks_of_the_other_backend_are_passed_over():
+    text = "```python\nimport jax\nnowhere\n```\n```python\nseen = 1\n```\n"
+    assert run_page(text)["seen"] == 1
+
+
+def test_links_between_pages_lead_somewhere():
+    links = [
+        (page.name, target)
+        for page in PAGES
+        for target in re.findall(
+            r"\]\((?!https?:)([^)#\s]+)", page.read_text(encoding="utf-8")
+        )
+    ]
+    broken = [link for link in links if not (DOCS / link[1]).exists()]
+    assert not broken
