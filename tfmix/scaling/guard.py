@@ -174,10 +174,8 @@ def _guarded_jax(model: Any, original: Callable, retries: int) -> Callable:
     @functools.wraps(original)
     def train_step(state: Any, data: Any) -> tuple[Any, Any]:
         _check_optimizer(model)
-        if retries:
-            logs, state = attempt_again(state, data)
-        else:
-            logs, state, _ = attempt(state, data)
+        run = attempt_again if retries else attempt
+        logs, state, *_ = run(state, data)
         variables = model.optimizer.variables + model.metrics_variables
         mapping = list(zip(variables, state[2] + state[3], strict=True))
         with keras.StatelessScope(state_mapping=mapping):

@@ -27,13 +27,15 @@ def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
         state = optimizer.state()
         scale = unscaled.divisor(note, optimizer.rule.current(state))
         true = blocks.unscaled(grads, variables, scale)
+        # Taken apart out here: inside the conditional some would be of its
+        # graph and some of this one, which TensorFlow's all-reduce refuses.
+        inner_grads = blocks.parts(true, len(grads))
         is_finite = blocks.all_finite(true)
         for bad in seen_bad:
             is_finite = tf.logical_and(is_finite, bad == 0)
 
         def apply_step() -> Any:
             local = [distribute.local(variable) for variable in variables]
-            inner_grads = blocks.parts(true, len(grads))
             optimizer.inner_optimizer.apply(inner_grads, local)
             optimizer.record(state, True)
             return tf.constant(True)
