@@ -2,6 +2,8 @@
 
 python -m benchmarks.faults [--only NAME ...] [--json]
 
+KERAS_BACKEND=jax runs the rows that need no `tf.distribute`.
+
 Every outcome is computed from what happened in this very run. The faults run
 in child processes, so one that hangs or kills its process costs one row.
 The exit status is 1 if tfmix does not survive a row.
@@ -63,25 +65,26 @@ def _run_in_one_child(pairs: list[Pair]) -> Iterator[tuple[Pair, Outcome]]:
                 f"`python -m {child.__name__} {names[0]}` by hand."
             )
         for pair in pairs:
-            ends = _outcome(process, pair[0].seconds)
-            yield pair, ends
-            if ends.text.startswith(("hangs", "the process")):
+            outcome, lives = _outcome(process, pair[0].seconds)
+            yield pair, outcome
+            if not lives:
                 return
     finally:
         process.kill()
 
 
-def _outcome(process: processes.Child, seconds: int) -> Outcome:
+def _outcome(process: processes.Child, seconds: int) -> tuple[Outcome, bool]:
+    """Returns the outcome of a fault, and whether the child can go on."""
     try:
         message = _message(process, seconds)
         while message.get("starts"):
             message = _message(process, seconds)
     except TimeoutError:
-        return Outcome(False, f"hangs (killed after {seconds} s)")
+        return Outcome(False, f"hangs (killed after {seconds} s)"), False
     if not message:
-        code = process.wait()
-        return Outcome(False, f"the process ends with exit code {code}")
-    return Outcome(message["survived"], message["text"])
+        text = f"the process ends with exit code {process.wait()}"
+        return Outcome(False, text), False
+    return Outcome(message["survived"], message["text"]), True
 
 
 def _message(process: processes.Child, seconds: float) -> dict[str, Any]:
@@ -138,7 +141,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    faults = [catalogue.by_name(name) for name in options.only]
+    try:
+        faults = [catalogue.by_name(name) for name in options.only]
+    except ValueError as error:
+        parser.error(str(error))
     faults = faults or catalogue.on_this_backend()
     start = time.monotonic()
 

@@ -5,6 +5,7 @@ import keras
 from benchmarks.fault_cases import (
     custom_loop,
     fitting,
+    jax_replicas,
     policies,
     replicas,
     saved_state,
@@ -17,6 +18,7 @@ from benchmarks.fault_cases.record import Fault
 FAULTS = (
     *replicas.FAULTS,
     *workers.FAULTS,
+    *jax_replicas.FAULTS,
     *scale_range.FAULTS,
     *fitting.FAULTS,
     *sparse.FAULTS,
@@ -36,13 +38,12 @@ def by_name(name: str) -> Fault:
     """Returns the fault of that name.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If this backend has none of that name.
     """
-    for fault in FAULTS:
-        if fault.name == name:
-            return fault
-    known = [fault.name for fault in FAULTS]
-    raise ValueError(
-        f"There is no fault {name!r}. Received: --only {name}. "
-        f"Known are {known}."
-    )
+    faults = {fault.name: fault for fault in on_this_backend()}
+    if name not in faults:
+        raise ValueError(
+            f"There is no such fault on {keras.backend.backend()}. Received: "
+            f"{name!r}. There are {sorted(faults)}."
+        )
+    return faults[name]

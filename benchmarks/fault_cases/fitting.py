@@ -9,14 +9,14 @@ from benchmarks.fault_cases import words
 from benchmarks.fault_cases.record import Fault, Outcome, fault
 
 _BATCH = 8
-_BATCHES = 20
+BATCHES = 20
 _BAD_BATCH = 10
 
 
 def data(bad_value: float) -> tuple[np.ndarray, np.ndarray]:
     """Returns 20 batches of 8 rows; one row of the 11th is `bad_value`."""
     generator = np.random.default_rng(7)
-    x = generator.normal(size=(_BATCH * _BATCHES, 4)).astype("float32")
+    x = generator.normal(size=(_BATCH * BATCHES, 4)).astype("float32")
     y = (x.sum(axis=1, keepdims=True) > 0).astype("float32")
     x[_BAD_BATCH * _BATCH] = bad_value
     return x, y
@@ -44,7 +44,8 @@ def compiled(system: Any, *layers: Any, **settings: Any) -> Any:
     return system.guard(model)
 
 
-def _fit(model: Any, x: Any, y: Any, **arguments: Any) -> Any:
+def fit(model: Any, x: Any, y: Any, **arguments: Any) -> Any:
+    """Trains on the batches in order, one epoch by default."""
     return model.fit(
         x, y, batch_size=_BATCH, shuffle=False, verbose=0, **arguments
     )
@@ -56,7 +57,7 @@ def batch_normalization(system: Any) -> Outcome:
     normalization = keras.layers.BatchNormalization(dtype="mixed_float16")
     model = compiled(system, normalization)
     x, y = data(bad_value=1e6)
-    _fit(model, x, y, epochs=2)
+    fit(model, x, y, epochs=2)
     clean = x[: _BAD_BATCH * _BATCH], y[: _BAD_BATCH * _BATCH]
     val_loss = model.evaluate(*clean, verbose=0)[0]
     statistics = words.finite(model.non_trainable_variables)
@@ -71,7 +72,7 @@ def batch_normalization(system: Any) -> Outcome:
 def epoch_metrics(system: Any) -> Outcome:
     """One batch of NaN in an epoch: the epoch's loss and metrics."""
     model = compiled(system)
-    logs = _fit(model, *data(bad_value=np.nan)).history
+    logs = fit(model, *data(bad_value=np.nan)).history
     values = {name: numbers[-1] for name, numbers in logs.items()}
     shown = ", ".join(f"{name} {v:.3g}" for name, v in sorted(values.items()))
     return Outcome(
@@ -85,12 +86,12 @@ def terminate_on_nan(system: Any) -> Outcome:
     """One batch of NaN in a healthy run that uses TerminateOnNaN."""
     model = compiled(system)
     stop = keras.callbacks.TerminateOnNaN()
-    history = _fit(model, *data(np.nan), epochs=3, callbacks=[stop])
+    history = fit(model, *data(np.nan), epochs=3, callbacks=[stop])
     epochs = len(history.epoch)
     steps = int(model.optimizer.iterations)
     return Outcome(
         epochs == 3 and not model.stop_training,
-        f"{epochs} of 3 epochs, {steps} of {3 * (_BATCHES - 1)} good steps",
+        f"{epochs} of 3 epochs, {steps} of {3 * (BATCHES - 1)} good steps",
     )
 
 
@@ -118,7 +119,7 @@ def own_state(system: Any) -> Outcome:
     """One batch of NaN; a user's layer averages its inputs."""
     layer = _RunningMean(dtype="mixed_float16")
     model = compiled(system, layer)
-    _fit(model, *data(np.nan))
+    fit(model, *data(np.nan))
     mean = float(words.to_numpy(layer.mean))
     return Outcome(bool(np.isfinite(mean)), f"the layer's average is {mean:g}")
 
@@ -162,14 +163,14 @@ def _bad_batch_under(name: str, **arguments: Any) -> Fault:
     def provoke(system: Any) -> Outcome:
         normalization = keras.layers.BatchNormalization(dtype="mixed_float16")
         model = compiled(system, normalization, **arguments)
-        logs = _fit(model, *data(np.nan)).history
+        logs = fit(model, *data(np.nan)).history
         weights = words.finite(model.variables)
         loss = logs["loss"][-1]
-        skipped = words.skipped(model.optimizer, _BATCHES)
+        skipped = words.skipped(model.optimizer, BATCHES)
         return Outcome(
             weights and bool(np.isfinite(loss)) and skipped == 1,
             f"{'all' if weights else 'not all'} variables finite, loss "
-            f"{loss:.3g}, {words.progress(model.optimizer, _BATCHES)}",
+            f"{loss:.3g}, {words.progress(model.optimizer, BATCHES)}",
         )
 
     title = f"One batch of NaN in `fit` with {name}"

@@ -1,12 +1,16 @@
 """Child processes that are listened to line by line, and end with us."""
 
 import os
+import pathlib
 import queue
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+
+# `python -m benchmarks...` finds the package from here only.
+_REPOSITORY = pathlib.Path(__file__).parents[2]
 
 
 class Child:
@@ -33,6 +37,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            cwd=_REPOSITORY,
             env={**os.environ, **(environment or {})},
             start_new_session=own_group,
         )
