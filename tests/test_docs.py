@@ -48,6 +48,8 @@ def start():
         "variables": variables,
         "grads": [keras.ops.ones(v.shape) for v in variables],
         "loss": keras.ops.ones(()),
+        # Stands for a reader's own.
+        "MyLayer": type("MyLayer", (keras.layers.Layer,), {}),
     }
 
 
