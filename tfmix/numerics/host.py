@@ -143,6 +143,20 @@ def nothing_traced() -> Iterator[None]:
         tf.config.run_functions_eagerly(before)
 
 
+def run_on_shapes(function: Callable[..., Any], inputs: list[Any]) -> Any:
+    """Runs a function on `keras.KerasTensor`s, computing nothing."""
+    backend = importlib.import_module("keras.src.backend")
+    # The next Keras keeps the backend's functions one level deeper.
+    backend = getattr(backend, "ops", backend)
+    run = getattr(backend, "compute_output_spec", None)
+    if run is None:
+        raise RuntimeError(
+            "tfmix does not fit this version of Keras: its backend has no "
+            "'compute_output_spec'. Install Keras 3.12 to 3.15."
+        )
+    return run(function, *inputs)
+
+
 def copy_mask(source: Any, destination: Any) -> None:
     """Hands the mask of one tensor, if it has one, on to another."""
     masking = importlib.import_module("keras.src.backend.common.masking")

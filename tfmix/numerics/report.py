@@ -16,7 +16,7 @@ import rich.table
 from tfmix.numerics import probe, suggest, verdicts
 from tfmix.policy import policy as policies
 
-_COLUMNS = (
+COLUMNS = (
     "layer",
     "phase",
     "verdict",
@@ -155,7 +155,7 @@ class NumericsReport:
         table = rich.table.Table(
             title=self._title(), box=rich.box.SIMPLE_HEAD, title_justify="left"
         )
-        for column in _COLUMNS:
+        for column in COLUMNS:
             table.add_column(column, overflow="fold")
         for row in self.rows:
             style = _STYLES[row.verdict]

@@ -100,7 +100,7 @@ class Sampler:
         """
         values = self._compiled(state, data, ops.convert_to_tensor(scale))
         arrays = [np.asarray(ops.convert_to_numpy(one)) for one in values]
-        forward, backward, weights, gradients, scale, scaled = arrays
+        forward, backward, weights, gradients, used, scaled = arrays
         calls = tuple(self._calls)
         return Sample(
             calls=calls,
@@ -108,8 +108,8 @@ class Sampler:
             backward=backward[: len(calls)],
             weights=weights,
             gradients=gradients,
-            scale=float(scale),
-            loss=float(scaled) / float(scale),
+            scale=float(used),
+            loss=float(scaled) / float(used),
         )
 
     def _compile(self) -> Any:

@@ -154,5 +154,6 @@ def backward(
     return Finding(layer, BACKWARD, verdict, worst, order, given)
 
 
-def _badness(gap: compare.Gap) -> float:
-    return math.inf if gap.broken else gap.relative_error
+def _badness(gap: compare.Gap) -> tuple[float, float]:
+    error = math.inf if gap.broken else gap.relative_error
+    return error, -gap.headroom_bits

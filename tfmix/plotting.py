@@ -1,0 +1,224 @@
+"""Figures of numerics: ranges, headroom and the loss scale over time.
+
+Each function draws from plain records and returns a matplotlib figure.
+matplotlib is imported when one is called.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from keras import ops
+
+from tfmix import _formats
+
+_RED, _YELLOW, _GREEN, _BLUE, _GREY = (
+    "#b2182b",
+    "#e0a526",
+    "#4d9221",
+    "#2166ac",
+    "#d9d9d9",
+)
+# Longest bar of headroom that is drawn; more is never a concern.
+_MOST_BITS = 24
+_VERDICT_COLOURS = {"ok": _GREEN, "underflow": _YELLOW, "inaccurate": _YELLOW}
+
+Path = str | os.PathLike[str]
+
+
+def headroom(report: Any, path: Path | None = None) -> Any:
+    """Draws how far each layer lies from overflow, forward and backward.
+
+    Args:
+        report: A `NumericsReport` of `tfmix.check`.
+        path: Where to write a picture. Defaults to `None`: nowhere.
+
+    Returns:
+        The `matplotlib.figure.Figure`.
+
+    Raises:
+        ImportError: If matplotlib is missing.
+    """
+    phases = [
+        phase
+        for phase in ("forward", "backward")
+        if any(row.phase == phase for row in report.rows)
+    ]
+    names = _in_order(report)
+    figure = _figure(2 + 4.5 * len(phases), 1.6 + 0.28 * len(names))
+    axes = figure.subplots(1, len(phases), squeeze=False, sharey=True)[0]
+    for axis, phase in zip(axes, phases, strict=True):
+        rows = {row.layer: row for row in report.rows if row.phase == phase}
+        _bars(axis, [rows.get(name) for name in names], names)
+        axis.set_title(f"{phase} pass", loc="left", fontsize=10)
+        axis.set_xlabel(f"bits to overflow in {report.policy.compute_dtype}")
+    axes[0].invert_yaxis()
+    _legend(figure)
+    return _written(figure, path)
+
+
+def exponents(
+    tensors: Mapping[str, Any], fmt: str = "float16", path: Path | None = None
+) -> Any:
+    """Draws where the values of tensors lie in the range of a format.
+
+    The picture of the mixed-precision paper: a histogram of exponents, with
+    the part that the format flushes to zero, the subnormal one and the one
+    that overflows marked.
+
+    Args:
+        tensors: Names to arrays, such as a layer's activations and gradients.
+        fmt: `"float16"`, the default, or `"bfloat16"`.
+        path: Where to write a picture. Defaults to `None`: nowhere.
+
+    Returns:
+        The `matplotlib.figure.Figure`.
+
+    Raises:
+        ImportError: If matplotlib is missing.
+        ValueError: If `tensors` is empty or `fmt` is no float format.
+    """
+    limits = _formats.limits(fmt)
+    if not tensors:
+        raise ValueError(
+            "There is nothing to draw. Received: tensors={}. Pass names and "
+            "arrays, such as {'gradients': array}."
+        )
+    powers = {name: _powers(values) for name, values in tensors.items()}
+    bounds = [int(np.log2(v)) for v in (limits.smallest, limits.tiny)]
+    top = int(np.log2(limits.max)) + 1
+    known = np.concatenate([*powers.values(), [bounds[0] - 2, top + 2]])
+    edges = np.arange(known.min(), known.max() + 2) - 0.5
+    figure = _figure(8, 1.2 + 1.7 * len(powers))
+    axes = figure.subplots(len(powers), 1, squeeze=False, sharex=True)[:, 0]
+    for axis, (name, values) in zip(axes, powers.items(), strict=True):
+        axis.hist(values, bins=edges, color=_BLUE, weights=_even(values))
+        axis.axvspan(edges[0], bounds[0] - 0.5, color=_RED, alpha=0.15, lw=0)
+        axis.axvspan(
+            bounds[0] - 0.5, bounds[1] - 0.5, color=_YELLOW, alpha=0.2, lw=0
+        )
+        axis.axvspan(top - 0.5, edges[-1], color=_RED, alpha=0.15, lw=0)
+        axis.set_title(name, loc="left", fontsize=10)
+        axis.set_ylabel("share")
+    axes[0].margins(x=0)
+    axes[-1].set_xlabel(
+        f"exponent, base 2. Red: zero or infinite in {fmt}; yellow: subnormal"
+    )
+    return _written(figure, path)
+
+
+def loss_scale_timeline(
+    readings: Sequence[Any], path: Path | None = None
+) -> Any:
+    """Draws the loss scale over the steps, and where steps were skipped.
+
+    Args:
+        readings: `LossScaleMonitor.timeline`.
+        path: Where to write a picture. Defaults to `None`: nowhere.
+
+    Returns:
+        The `matplotlib.figure.Figure`.
+
+    Raises:
+        ImportError: If matplotlib is missing.
+        ValueError: If there are no readings.
+    """
+    if not readings:
+        raise ValueError(
+            "There is nothing to draw. Received: readings=[]. Pass the "
+            "`timeline` of a LossScaleMonitor that has been through a `fit`."
+        )
+    steps = [reading.step for reading in readings]
+    skipped = np.array([reading.skipped_steps for reading in readings])
+    new = np.diff(skipped, prepend=0)
+    figure = _figure(8, 3.6)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    scales = [reading.loss_scale for reading in readings]
+    upper.step(steps, scales, where="post", color=_BLUE, marker=".")
+    upper.set_yscale("log", base=2)
+    upper.set_ylabel("loss scale")
+    lower.vlines(steps, 0, new, color=_RED, lw=2)
+    lower.set_ylim(0, max(1, new.max()) * 1.2)
+    lower.yaxis.get_major_locator().set_params(integer=True)
+    lower.set_ylabel("skipped")
+    lower.set_xlabel(f"step; {skipped[-1]} skipped in all")
+    return _written(figure, path)
+
+
+def _figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib import figure
+    except ImportError as error:
+        raise ImportError(
+            "tfmix draws with matplotlib, which is not installed. Run "
+            "`pip install 'tfmix[plot]'`."
+        ) from error
+    # Not pyplot's: such a figure belongs to the caller, and no display is
+    # opened nor left behind.
+    return figure.Figure(figsize=(width, height), layout="constrained")
+
+
+def _written(figure: Any, path: Path | None) -> Any:
+    for axis in figure.axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def _in_order(report: Any) -> list[str]:
+    """Returns the layers from input to output, the loss last."""
+    drawn = {row.layer for row in report.rows if row.phase != "weights"}
+    known = [name for name in report.targets if name in drawn]
+    return [*known, *sorted(drawn.difference(known))]
+
+
+def _bars(axis: Any, rows: Iterable[Any], names: Sequence[str]) -> None:
+    for place, row in enumerate(rows):
+        if row is None:
+            continue
+        bits = min(max(row.headroom_bits, -_MOST_BITS), _MOST_BITS)
+        colour = _VERDICT_COLOURS.get(row.verdict, _RED)
+        axis.barh(place, bits, color=colour, height=0.7)
+        if row.verdict != "ok":
+            # Beside the bar where it has room, whatever the bar's sign.
+            axis.text(
+                max(bits, 0) + 0.4,
+                place,
+                row.verdict.replace("_", " "),
+                va="center",
+                fontsize=8,
+            )
+    axis.axvline(0, color="black", lw=0.8)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_xlim(right=_MOST_BITS + 6)
+    axis.grid(axis="x", color=_GREY, lw=0.5)
+    axis.set_axisbelow(True)
+
+
+def _legend(figure: Any) -> None:
+    from matplotlib import patches
+
+    kinds = (
+        (_GREEN, "ok"),
+        (_YELLOW, "digits lost"),
+        (_RED, "overflow or not finite"),
+    )
+    figure.legend(
+        handles=[patches.Patch(color=c, label=label) for c, label in kinds],
+        loc="outside upper right",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )
+
+
+def _powers(values: Any) -> np.ndarray:
+    array = np.asarray(ops.convert_to_numpy(values)).astype(np.float64)
+    array = np.abs(array[np.isfinite(array) & (array != 0)])
+    return np.floor(np.log2(array))
+
+
+def _even(values: np.ndarray) -> np.ndarray:
+    return np.full(values.shape, 1.0 / max(values.size, 1))
