@@ -24,6 +24,8 @@ from tfmix.scaling.master import MasterWeightOptimizer as MasterWeightOptimizer
 from tfmix.scaling.optimizer import LossScaleOptimizer as LossScaleOptimizer
 from tfmix.scaling.strategy import DynamicLossScale as DynamicLossScale
 from tfmix.scaling.strategy import FixedLossScale as FixedLossScale
+from tfmix.scaling.strategy import LossScale as LossScale
+from tfmix.scaling.strategy import LossScaleState as LossScaleState
 from tfmix.scaling.strategy import NoLossScale as NoLossScale
 
 __version__ = "0.1.0"
@@ -32,8 +34,10 @@ __all__ = [
     "BFloat16Optimizer",
     "DynamicLossScale",
     "FixedLossScale",
+    "LossScale",
     "LossScaleError",
     "LossScaleOptimizer",
+    "LossScaleState",
     "MasterWeightOptimizer",
     "NoLossScale",
     "Policy",
