@@ -20,6 +20,9 @@ WAYS = {
     "split": lambda inner: master.MasterWeightOptimizer(inner, split=True),
     "kahan": lambda inner: bfloat16.BFloat16Optimizer(inner, rounding="kahan"),
     "stochastic": lambda inner: bfloat16.BFloat16Optimizer(inner, seed=7),
+    "narrow": lambda inner: bfloat16.BFloat16Optimizer(
+        inner, seed=7, slot_dtype="bfloat16"
+    ),
 }
 EXACT_WAYS = ["masters", "flat", "split"]
 

@@ -158,3 +158,32 @@ def test_sparse_gradients_update_as_dense_ones_do(way):
         final.append(to_float64(table))
     np.testing.assert_array_equal(final[0], final[1])
     np.testing.assert_array_equal(final[0][3], [0.75, 0.75])
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD", "Adafactor"])
+def test_bfloat16_slots_take_two_bytes_and_train_alike(name):
+    steps = [sixteen_bit.gradients(1)[0]] * 30
+    wide = sixteen_bit.variables("float32")
+    sixteen_bit.run(helpers.make_optimizer(name), wide, steps)
+    stored = sixteen_bit.variables("bfloat16")
+    inner = helpers.make_optimizer(name)
+    optimizer = bfloat16.BFloat16Optimizer(inner, seed=2, slot_dtype="bfloat16")
+    sixteen_bit.run(optimizer, stored, steps)
+    full = [v for v in inner.variables if tuple(v.shape) == (33, 16)]
+    assert full
+    assert {str(v.dtype) for v in full} == {"bfloat16"}
+    assert not any(isinstance(v, rounding.StochasticView) for v in full)
+    moved = to_float64(wide[2]) - to_float64(
+        sixteen_bit.variables("float32")[2]
+    )
+    error = to_float64(stored[2]) - to_float64(wide[2])
+    assert np.abs(error).mean() < 0.1 * np.abs(moved).mean()
+    assert len(optimizer.variables) == len({id(v) for v in optimizer.variables})
+
+
+def test_bfloat16_slots_go_with_stochastic_rounding():
+    make = bfloat16.BFloat16Optimizer
+    with pytest.raises(ValueError, match="slot_dtype='bfloat16', rounding='k"):
+        make("sgd", rounding="kahan", slot_dtype="bfloat16")
+    with pytest.raises(ValueError, match="slot_dtype='float16'"):
+        make("sgd", slot_dtype="float16")

@@ -23,7 +23,7 @@ class BFloat16Optimizer(sixteen_bit.SixteenBitOptimizer):
     drops every update smaller than half a step of the format (1/256 of the
     weight). Stochastic rounding keeps updates in the mean; Kahan summation
     carries what was dropped to the next step (arXiv 2010.06192). The inner
-    optimizer computes in float32, with float32 slots.
+    optimizer computes in float32.
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
@@ -32,6 +32,9 @@ class BFloat16Optimizer(sixteen_bit.SixteenBitOptimizer):
         seed: Integer of 31 bits that decides the stochastic rounding.
             Defaults to `None`: drawn from Python's `random`, which
             `keras.utils.set_random_seed` seeds.
+        slot_dtype: `"float32"`, or `"bfloat16"` to store the inner
+            optimizer's slots in bfloat16, too, rounded stochastically; only
+            with `rounding="stochastic"`. Defaults to `"float32"`.
         name: String. Defaults to the snake-case class name.
 
     Raises:
@@ -55,6 +58,7 @@ class BFloat16Optimizer(sixteen_bit.SixteenBitOptimizer):
         *,
         rounding: str = "stochastic",
         seed: int | None = None,
+        slot_dtype: str = "float32",
         name: str | None = None,
     ) -> None:
         if rounding not in ROUNDINGS:
@@ -67,8 +71,20 @@ class BFloat16Optimizer(sixteen_bit.SixteenBitOptimizer):
                 f"rounding={rounding!r} draws no random numbers. "
                 f"Received: seed={seed!r}. Leave `seed` out."
             )
+        if slot_dtype not in ("float32", "bfloat16"):
+            raise ValueError(
+                "`slot_dtype` must be 'float32' or 'bfloat16'. "
+                f"Received: slot_dtype={slot_dtype!r}."
+            )
+        if slot_dtype == "bfloat16" and rounding != "stochastic":
+            raise ValueError(
+                "bfloat16 slots are rounded stochastically. Received: "
+                f"slot_dtype={slot_dtype!r}, rounding={rounding!r}. Use "
+                "rounding='stochastic' or slot_dtype='float32'."
+            )
         super().__init__(inner_optimizer, name=name)
         self.rounding = rounding
+        self.slot_dtype = slot_dtype
         self.seed = checked_seed(seed) if rounding == "stochastic" else None
         if self.seed is not None:
             # In a variable, so that a checkpoint continues the same numbers.
@@ -95,6 +111,7 @@ class BFloat16Optimizer(sixteen_bit.SixteenBitOptimizer):
             **super().get_config(),
             "rounding": self.rounding,
             "seed": self.seed,
+            "slot_dtype": self.slot_dtype,
         }
 
 

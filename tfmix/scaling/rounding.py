@@ -1,6 +1,7 @@
 """Stochastic rounding of float32 to bfloat16."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -11,6 +12,9 @@ from tfmix.scaling import bits, view, views
 # A step may assign a variable more than once (weight decay, then the update,
 # then a constraint); each assignment needs bits of its own.
 ASSIGNMENTS_PER_STEP = 16
+
+# Sums and averages over many steps stay in float32.
+WIDE_SLOTS = ("average", "gradient_accumulator")
 
 
 def stochastic(value: Any, random_bits: Any) -> Any:
@@ -110,12 +114,52 @@ class StochasticRounding(views.Views):
     def __init__(self, optimizer: Any, variables: Sequence) -> None:
         self.optimizer = optimizer
         self.streams = 0
+        self.slots: list[StochasticView] = []
         super().__init__(optimizer, variables)
 
     def make_view(self, optimizer: Any, variable: Any) -> StochasticView:
         """Creates the view of one bfloat16 variable."""
         self.streams += 1
         return StochasticView(variable, self.streams, self.draw)
+
+    @contextlib.contextmanager
+    def creating_slots(self) -> Iterator[None]:
+        """Places the slots, and makes them bfloat16 if that was asked for."""
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(super().creating_slots())
+            if self.optimizer.slot_dtype == "bfloat16":
+                inner_optimizer = self.optimizer.inner_optimizer
+                several = getattr(inner_optimizer, "optimizers", None)
+                for each in several or [inner_optimizer]:
+                    undo.enter_context(self._narrow_slots(each))
+            yield
+
+    @contextlib.contextmanager
+    def _narrow_slots(self, optimizer: Any) -> Iterator[None]:
+        original = optimizer.add_variable_from_reference
+
+        def add(
+            reference_variable: Any,
+            name: Any = None,
+            initializer: Any = "zeros",
+        ) -> Any:
+            narrow = isinstance(reference_variable, StochasticView)
+            if not narrow or name in WIDE_SLOTS:
+                return original(reference_variable, name, initializer)
+            slot = original(reference_variable.stored, name, initializer)
+            narrowed = self.make_view(self.optimizer, slot)
+            self.slots.append(narrowed)
+            # The variable behind the view is tracked already, and a list that
+            # lost an element is one TensorFlow would not save. Checked on
+            # Keras 3.12.4 and 3.15.1.
+            optimizer._tracker.stored_ids["variables"].add(id(narrowed))
+            return narrowed
+
+        vars(optimizer)["add_variable_from_reference"] = add
+        try:
+            yield
+        finally:
+            del vars(optimizer)["add_variable_from_reference"]
 
     def draw(self, shape: tuple, stream: int) -> Any:
         """Random bits of the current step."""
@@ -125,5 +169,5 @@ class StochasticRounding(views.Views):
     def refresh(self) -> None:
         """Starts the streams of a step anew."""
         super().refresh()
-        for each in self.views.values():
+        for each in [*self.views.values(), *self.slots]:
             each.assignments = 0
