@@ -110,6 +110,34 @@ def test_blocks_of_the_other_backend_are_passed_over():
     assert run_page(text)["seen"] == 1
 
 
+def tables(text):
+    """Returns each table line of a page whose third cell holds code."""
+    rows = re.findall(r"^\|(.*)\|$", text, re.M)
+    cells = [[cell.strip() for cell in row.split("|")] for row in rows]
+    return [
+        row[2].strip("`")
+        for row in cells
+        if len(row) == 4 and row[2].startswith("`")
+    ]
+
+
+COMING_FROM = (DOCS / "coming-from.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "line", sorted(set(tables(COMING_FROM))), ids=lambda line: line[:60]
+)
+def test_a_line_for_those_who_come_from_elsewhere_runs(line, place):
+    exec(compile(line, "coming-from.md", "exec"), start())
+
+
+def test_every_option_of_the_tables_has_its_line():
+    rows = re.findall(r"^\| .*\|$", COMING_FROM, re.M)
+    options = [row for row in rows if " | tfmix | to know |" not in row]
+    # One of torch's has nothing to be set here.
+    assert len(tables(COMING_FROM)) == len(options) - 1 > 80
+
+
 def test_links_between_pages_lead_somewhere():
     links = [
         (page.name, target)
