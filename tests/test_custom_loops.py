@@ -100,6 +100,29 @@ def test_the_step_of_one_optimizer_does_not_decide_for_another():
     assert float(w.numpy()[0]) < 1.0
 
 
+def test_two_optimizers_can_share_a_scale_and_still_skip_alone():
+    one = Wrapped("sgd", initial_scale=16.0, dynamic_growth_steps=2)
+    two = Wrapped("sgd", loss_scale=one)
+    v, w = (keras.Variable(np.ones(1, "float32")) for _ in range(2))
+    for wrapped, variable in ((one, v), (two, w)):
+        wrapped.build([variable])
+        wrapped.scale_loss(1.0)
+
+    def both(first, second):
+        one.apply([array(first)], [v])
+        two.apply([array(second)], [w])
+        assert one.loss_scale == two.loss_scale
+        return one.loss_scale
+
+    assert [both(1.0, 1.0), both(1.0, 1.0)] == [16.0, 32.0]
+    assert both(1.0, np.nan) == 16.0
+    assert (one.skipped_steps, two.skipped_steps) == (0, 1)
+    assert both(np.inf, 1.0) == 8.0
+    assert (one.skipped_steps, two.skipped_steps) == (1, 1)
+    again = Wrapped.from_config(two.get_config())
+    assert again.rule == two.rule
+
+
 def test_gradients_added_up_by_the_user_are_checked_as_a_whole():
     wrapped = Wrapped(keras.optimizers.SGD(1.0), loss_scale=4.0)
     w = keras.Variable(np.zeros(1, "float32"))

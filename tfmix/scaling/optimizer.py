@@ -38,9 +38,11 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
             Defaults to `2.0**15`.
         dynamic_growth_steps: Integer, finite steps before the dynamic scale
             doubles. Defaults to `2000`.
-        loss_scale: `"dynamic"`, a positive number for a fixed scale, or a
-            `tfmix.LossScale` object, which then holds all settings.
-            Defaults to `"dynamic"`.
+        loss_scale: `"dynamic"`, a positive number for a fixed scale, a
+            `tfmix.LossScale` object, which then holds all settings, or a
+            `LossScaleOptimizer` whose scale this one is to share: either
+            lowers it, and the other one's steps let it grow. Defaults to
+            `"dynamic"`.
         name: String. Defaults to `"loss_scale_optimizer"`.
 
     Attributes:
@@ -89,6 +91,9 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
     ) -> None:
         """Checks the arguments and creates the state of the loss scale."""
         construction.refuse_legacy_arguments(kwargs)
+        leader = None
+        if isinstance(loss_scale, LossScaleOptimizer):
+            leader, loss_scale = loss_scale, loss_scale.rule
         rule = construction.loss_scale_rule(
             loss_scale, initial_scale, dynamic_growth_steps
         )
@@ -104,7 +109,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
         self.unscaled_note = unscaled.UnscaledNote()
         self.guarded = self.in_guarded_step = False
         self.loss_was_scaled = isinstance(rule, strategy.NoLossScale)
-        self.create_state(rule)
+        self.create_state(rule, leader)
 
     def check_health(
         self, max_consecutive_skips: int = health.MAX_CONSECUTIVE_SKIPS

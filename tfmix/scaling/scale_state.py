@@ -1,5 +1,6 @@
 """The variables of the loss scale and the counters, and what moves them."""
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,7 +126,10 @@ class KeepsScaleState(delegation.DelegatesToInner):
             state: What `state()` returned before the step.
             applied: Bool, known because both outcomes are traced apart.
         """
-        self._assign_state(self.rule.update(state, applied))
+        # Of optimizers that share a scale each one lowers it, one raises it:
+        # else the growth window would be over after half its steps.
+        if self._leads or not applied:
+            self._assign_state(self.rule.update(state, applied))
         if applied:
             self._consecutive_skips.assign(0)
         else:
@@ -157,28 +161,41 @@ class KeepsScaleState(delegation.DelegatesToInner):
         """Returns a boolean scalar tensor: so many skips or more, just now?"""
         return ops.greater_equal(self._consecutive_skips.value, steps)
 
-    def create_state(self, rule: strategy.LossScale) -> None:
+    def create_state(
+        self, rule: strategy.LossScale, leader: "KeepsScaleState | None"
+    ) -> None:
         """Creates a variable for each number that the rule remembers.
 
         They exist from the start: a function that scales the loss and is
         compiled before the first step must read the live scale.
+
+        Args:
+            rule: The rule.
+            leader: The optimizer whose variables are used instead, or `None`.
         """
         self.rule = rule
+        self._leads = leader is None
         initial = rule.init()
         self._state_type = type(initial)
         # Keras's order, so that its files can be read by position.
         fields = sorted(initial._fields, key=lambda name: name != "good_steps")
         for field in fields:
-            value = getattr(initial, field)
-            variable = self.add_variable(
-                shape=np.shape(value),
-                dtype="int" if isinstance(value, np.integer) else "float32",
-                initializer=keras.initializers.Constant(value),
-                name=_KERAS_NAMES.get(field, field),
-            )
+            if leader is None:
+                variable = self._number(field, getattr(initial, field))
+            else:
+                variable = vars(leader)[_attribute(field)]
+            # Keras tracks what is assigned, and what it has made only once.
             setattr(self, _attribute(field), variable)
         self._skipped_steps = self._counter("skipped_steps")
         self._consecutive_skips = self._counter("consecutive_skips")
+
+    def _number(self, field: str, value: Any) -> Any:
+        return self.add_variable(
+            shape=np.shape(value),
+            dtype="int" if isinstance(value, numbers.Integral) else "float32",
+            initializer=keras.initializers.Constant(value),
+            name=_KERAS_NAMES.get(field, field),
+        )
 
     def _counter(self, name: str, shape: tuple[int, ...] = ()) -> Any:
         return self.add_variable(
