@@ -77,7 +77,7 @@ class NaiveVariance(keras.layers.Layer):
 
 
 class TinyEpsilon(keras.layers.Layer):
-    """Divides by a norm that is 0 for the rows of an unused feature."""
+    """Weighs rows by a share of their size, which is 0/0 without features."""
 
     def __init__(self, epsilon=1e-8, **settings):
         super().__init__(**settings)
@@ -85,7 +85,7 @@ class TinyEpsilon(keras.layers.Layer):
 
     def call(self, inputs):
         size = ops.max(ops.abs(inputs), -1, keepdims=True)
-        return inputs / (size + self.epsilon)
+        return inputs * (size / (size + self.epsilon))
 
 
 class FaintGradient(keras.layers.Layer):

@@ -1,5 +1,7 @@
 """The loss scale to start with: the largest that does not overflow."""
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -68,13 +70,11 @@ def calibrate_loss_scale(
     is_finite = _compiled(whole)
     best = _HIGHEST
     for start in range(0, _rows(x), rows):
-        part = tree.map_structure(
-            lambda one, start=start: one[start : start + rows],
+        x, y = tree.map_structure(
+            operator.itemgetter(slice(start, start + rows)),
             (whole.x, whole.y),
         )
-        best = _largest(
-            lambda power, part=part: is_finite(*part, 2.0**power), best
-        )
+        best = _largest(functools.partial(is_finite, x, y), best)
     return 2.0 ** max(best - margin, _LOWEST)
 
 
@@ -110,7 +110,7 @@ def _largest(fits: Callable[[int], bool], highest: int) -> int:
     return lowest
 
 
-def _compiled(whole: trial.Batch) -> Callable[[Any, Any, float], bool]:
+def _compiled(whole: trial.Batch) -> Callable[[Any, Any, int], bool]:
     """Compiles whether all gradients of one batch are finite at a scale."""
 
     def step(weights: list[Any], x: Any, y: Any, scale: Any) -> Any:
@@ -131,8 +131,8 @@ def _compiled(whole: trial.Batch) -> Callable[[Any, Any, float], bool]:
 
         step = tf.function(step, autograph=False, reduce_retracing=True)
 
-    def is_finite(x: Any, y: Any, scale: float) -> bool:
-        tensor = ops.convert_to_tensor(scale, "float32")
+    def is_finite(x: Any, y: Any, power: int) -> bool:
+        tensor = ops.convert_to_tensor(2.0**power, "float32")
         return bool(step(whole.weights(), x, y, tensor))
 
     return is_finite

@@ -13,6 +13,7 @@ from tfmix.numerics import (
     plan,
     probe,
     report,
+    rows,
     verdicts,
     visit,
 )
@@ -85,12 +86,12 @@ def _run(
         found = probe.targets(batch.model)
         seen = visit.Visit(batch, found, sixteen, limits)
         seen.run()
-    rows = [
+    found_rows = [
         _row(finding, seen.classes, limits)
         for finding in sorted(seen.findings, key=lambda one: one.rank)
     ]
     return report.NumericsReport(
-        rows=tuple(rows),
+        rows=tuple(found_rows),
         policy=base,
         loss_scale=seen.judge.scale,
         again=lambda other: _run(batch, other, other),
@@ -129,9 +130,9 @@ def _row(
     finding: verdicts.Finding,
     classes: dict[str, str],
     limits: _formats.Format,
-) -> report.Row:
+) -> rows.Row:
     gap = finding.gap
-    return report.Row(
+    return rows.Row(
         layer=finding.layer,
         phase=finding.phase,
         verdict=finding.verdict,

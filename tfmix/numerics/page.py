@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from tfmix import plotting
-from tfmix.numerics import report as reports
+from tfmix.numerics import rows as table_rows
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
@@ -35,7 +35,7 @@ def document(report: Any) -> str:
     state = "healthy" if report.healthy else "not healthy"
     title = f"{report.policy.name} against float32: {state}"
     heads = "".join(
-        f"<th>{html.escape(column)}</th>" for column in reports.COLUMNS
+        f"<th>{html.escape(column)}</th>" for column in table_rows.COLUMNS
     )
     rows = "\n".join(map(_row, report.rows))
     return (
@@ -52,8 +52,8 @@ def document(report: Any) -> str:
     )
 
 
-def _row(row: reports.Row) -> str:
-    *cells, advice = reports.cells_of(row)
+def _row(row: table_rows.Row) -> str:
+    *cells, advice = table_rows.cells_of(row)
     shown = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
     code = f"<code>{html.escape(advice)}</code>" if advice else ""
     return f'<tr class="{row.verdict}">{shown}<td>{code}</td></tr>'

@@ -108,12 +108,7 @@ def truth(
     ]
 
     def losses(inputs: list[Any]) -> list[Any]:
-        added, weights = inputs[: len(zeros)], inputs[len(zeros) :]
-        rest = iter(added)
-        nudges = {
-            key: [next(rest) for _ in range(size)]
-            for key, size in zip(keys, sizes, strict=True)
-        }
+        nudges, weights = _dealt(inputs, keys, sizes)
 
         def on_call(call: probe.Call) -> Any:
             outputs = call.proceed()
@@ -133,12 +128,20 @@ def truth(
     with host.policies(planned), host.autocast("float32"):
         (loss,), back = pullback.pullback(losses, [*zeros, *batch.weights()])
         gradients = back([ops.ones_like(loss)])
-    rest = iter(gradients)
+    by_call, rest = _dealt(gradients, keys, sizes)
+    return Truth(by_call, rest, _float(loss))
+
+
+def _dealt(
+    tensors: Sequence[Any], keys: Sequence[Key], sizes: Sequence[int]
+) -> tuple[dict[Key, list[Any]], list[Any]]:
+    """Deals a list out to calls, and returns what is left over."""
+    rest = iter(tensors)
     by_call = {
         key: [next(rest) for _ in range(size)]
         for key, size in zip(keys, sizes, strict=True)
     }
-    return Truth(by_call, list(rest), _float(loss))
+    return by_call, list(rest)
 
 
 def _signature(call: probe.Call, outputs: list[Any], fmt: str) -> Signature:

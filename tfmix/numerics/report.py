@@ -14,16 +14,9 @@ import rich.console
 import rich.table
 
 from tfmix.numerics import probe, suggest, verdicts
+from tfmix.numerics import rows as table_rows
 from tfmix.policy import policy as policies
 
-COLUMNS = (
-    "layer",
-    "phase",
-    "verdict",
-    "relative error",
-    "headroom",
-    "what to write",
-)
 # Wide enough for the longest line of advice; a terminal wraps it.
 _WIDTH = 160
 _STYLES = {
@@ -33,35 +26,6 @@ _STYLES = {
     verdicts.UNDERFLOW: "yellow",
     verdicts.INACCURATE: "yellow",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One layer in one phase.
-
-    Attributes:
-        layer: The layer's name, its path where the name is not unique, or
-            `"loss"`.
-        phase: `"forward"`: its outputs; `"backward"`: the gradients it
-            computes, of its inputs and weights; `"weights"`: their values.
-        verdict: `"ok"`, `"overflow"`, `"underflow"`, `"inaccurate"` or
-            `"not_finite"`.
-        relative_error: Norm of the error that this layer alone makes in 16
-            bit, over the norm of the float32 result.
-        headroom_bits: How often the result can be doubled before it leaves
-            the format; negative if it has left it.
-        advice: The line of code that mends it; empty for most healthy rows.
-        gradient_cosine: Cosine between the 16-bit and the float32 gradient,
-            None in other phases.
-    """
-
-    layer: str
-    phase: str
-    verdict: str
-    relative_error: float
-    headroom_bits: float
-    advice: str
-    gradient_cosine: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,7 +40,7 @@ class NumericsReport:
         targets: The watched layers by name.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[table_rows.Row, ...]
     policy: policies.Policy
     loss_scale: float
     again: Callable[[policies.Policy], "NumericsReport"] = dataclasses.field(
@@ -90,7 +54,7 @@ class NumericsReport:
         return not self.faults
 
     @property
-    def faults(self) -> tuple[Row, ...]:
+    def faults(self) -> tuple[table_rows.Row, ...]:
         """The rows that are not fine, the most severe first."""
         return tuple(row for row in self.rows if row.verdict != verdicts.OK)
 
@@ -155,11 +119,11 @@ class NumericsReport:
         table = rich.table.Table(
             title=self._title(), box=rich.box.SIMPLE_HEAD, title_justify="left"
         )
-        for column in COLUMNS:
+        for column in table_rows.COLUMNS:
             table.add_column(column, overflow="fold")
         for row in self.rows:
             style = _STYLES[row.verdict]
-            cells = cells_of(row)
+            cells = table_rows.cells_of(row)
             # Names and advice hold brackets, which rich would take for style.
             table.add_row(*map(rich.markup.escape, cells), style=style)
         return table
@@ -182,18 +146,6 @@ class NumericsReport:
             f"{self.policy.name} against float32: {verdict} "
             f"(loss scale {self.loss_scale:g})"
         )
-
-
-def cells_of(row: Row) -> tuple[str, ...]:
-    """Returns a row's cells as the tables print them."""
-    return (
-        row.layer,
-        row.phase,
-        row.verdict,
-        f"{row.relative_error:.2g}",
-        f"{row.headroom_bits:+.0f} bits",
-        row.advice,
-    )
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

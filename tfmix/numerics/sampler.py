@@ -193,16 +193,19 @@ class Sampler:
                 outputs = self._model(x, training=True)
             else:
                 outputs = self._model(x)
+        self._mark_outputs(made, outputs)
+        loss = self._model._compute_loss(
+            x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True
+        )
+        return rows, ops.cast(loss, "float32")
+
+    def _mark_outputs(self, made: dict[int, int], outputs: Any) -> None:
         for leaf in tree.flatten(outputs):
             index = made.get(id(leaf), -1)
             if index >= 0:
                 self._calls[index] = dataclasses.replace(
                     self._calls[index], is_output=True
                 )
-        loss = self._model._compute_loss(
-            x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True
-        )
-        return rows, ops.cast(loss, "float32")
 
     def _row(self, call: probe.Call, leaves: list[Any]) -> Any:
         leaves = [ops.stop_gradient(leaf) for leaf in leaves]
