@@ -32,7 +32,10 @@ def static_scale_replaced(system: Any) -> Outcome:
             model.compile(keras.optimizers.SGD(loss_scale_factor=1024.0), "mse")
         optimizer = model.optimizer
         optimizer.build(model.trainable_variables)
-        bad = [np.full(v.shape, np.inf) for v in model.trainable_variables]
+        bad = [
+            np.full(v.shape, np.inf, "float32")
+            for v in model.trainable_variables
+        ]
         for _ in range(2):
             loops.step(optimizer, model.trainable_variables, bad)
     finally:
