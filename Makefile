@@ -13,7 +13,7 @@ STAMP = $(VENV)/installed
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: demo test test-tensorflow test-jax test-doctest test-slow test-matrix
-.PHONY: check bench clean
+.PHONY: check bench docs clean
 .DELETE_ON_ERROR:
 
 $(STAMP): setup.cfg .ci/requirements.py
@@ -76,6 +76,11 @@ bench: $(STAMP)
 	    $(BIN)/python -m "$$name" || exit 1; \
 	done
 
+# The guide, into site/: offline, and every warning is an error.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "tfmix: the guide is in site/index.html"
+
 clean:
-	rm -rf $(VENV) .venv-* build *.egg-info out
+	rm -rf $(VENV) .venv-* build site *.egg-info out
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
