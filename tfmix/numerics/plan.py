@@ -7,6 +7,7 @@ import keras
 
 from tfmix import _formats
 from tfmix.numerics import host
+from tfmix.policy import plan as conversion
 from tfmix.policy import policy as policies
 
 FLOAT32 = "float32"
@@ -32,9 +33,9 @@ def sixteen_bit(model: Any, policy: keras.DTypePolicy | None) -> Plan:
 
     Args:
         model: The model.
-        policy: None for the model as it stands. A `Policy` leaves in float32
-            what its rules name, and what a 16-bit model keeps there already;
-            any other policy goes to every layer.
+        policy: None for the model as it stands. A `Policy` does what
+            `tfmix.apply_policy` does with it; any other policy goes to every
+            layer but those a 16-bit model keeps in float32.
 
     Returns:
         A policy for every layer that computes in floats.
@@ -42,21 +43,18 @@ def sixteen_bit(model: Any, policy: keras.DTypePolicy | None) -> Plan:
     layers = _movable(model)
     if policy is None:
         return {layer: vars(layer)["_dtype_policy"] for layer in layers}
+    if isinstance(policy, policies.Policy):
+        # What `apply_policy` would do, so that a suggestion does the same.
+        steps = {step.layer: step for step in conversion.plan(model, policy)}
+        return {
+            layer: steps[layer].policy for layer in layers if layer in steps
+        }
     kept = _kept(model, layers)
     whole = policies.plain(policy)
-    chosen = {
+    return {
         layer: keras.DTypePolicy(FLOAT32) if layer in kept else whole
         for layer in layers
     }
-    if isinstance(policy, policies.Policy):
-        for layer in layers:
-            if policy.why_float32(type(layer), layer.name, layer.path):
-                for part in host.flat_layers(layer):
-                    if part in chosen:
-                        chosen[part] = keras.DTypePolicy(FLOAT32)
-            elif policy.outside_white_list(type(layer)):
-                chosen[layer] = keras.DTypePolicy(FLOAT32)
-    return chosen
 
 
 def dtype(plan: Plan, layer: Any) -> str:
