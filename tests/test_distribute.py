@@ -220,6 +220,25 @@ def test_a_strategy_without_merge_calls_takes_the_same_path(monkeypatch):
     assert train.optimizer.loss_scale == 4.0
 
 
+def test_on_a_tpu_the_optimizer_does_not_sum_a_second_time(monkeypatch):
+    # No TPU here, and no stand-in for its variables: the one method that
+    # differs there is looked at.
+    monkeypatch.setattr(distribute, "_runs_on_tpu", lambda: True)
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(1, "float32"))
+        inner = keras.optimizers.SGD()
+    pairs = [(tf.ones(1), weight)]
+
+    def on_replica():
+        with distribute.one_replica([weight], inner):
+            # Returned as they are, whatever the number of replicas.
+            assert inner._all_reduce_sum_gradients(pairs) == pairs
+        assert "_all_reduce_sum_gradients" not in vars(inner)
+
+    strategy.run(on_replica)
+
+
 def test_gradients_outside_of_a_replica_are_refused():
     train = Trainer()
     with train.strategy.scope():

@@ -8,9 +8,9 @@ and no strategy. All replicas reach the same decision, and none can wait for
 another. That also lets gradient accumulation and EMA, whose conditionals
 Keras cannot run under `MirroredStrategy`, work unchanged.
 
-Touches `keras.Variable._value`, `Optimizer._distribution_strategy` and
-`DistributedVariable._get`. Checked on Keras 3.12.4 and 3.15.1 with TensorFlow
-2.21.
+Touches `keras.Variable._value`, `DistributedVariable._get`, and of optimizers
+`_distribution_strategy` and `_all_reduce_sum_gradients`. Checked on Keras
+3.12.4 and 3.15.1 with TensorFlow 2.21.
 """
 
 import contextlib
@@ -108,11 +108,18 @@ def one_replica(
             writes. Each stands for this replica's copy until the exit.
         optimizer: The Keras optimizer that the code inside calls, if any.
     """
-    if not tf.distribute.has_strategy() or _runs_on_tpu():
+    if not tf.distribute.has_strategy():
         yield
         return
     context = _no_strategy()
     with contextlib.ExitStack() as undo:
+        if _runs_on_tpu():
+            # Traced once for all replicas: there are no local copies to show,
+            # and no merge calls either. Only the second sum has to go.
+            for each in _with_nested(optimizer):
+                _swap(undo, each, "_all_reduce_sum_gradients", list)
+            yield
+            return
         for variable in keras_variables:
             if isinstance(variable._value, tf.distribute.DistributedValues):
                 _swap(undo, variable, "_value", variable._value._get())
@@ -130,7 +137,6 @@ def local(variable: Any) -> Any:
 
 
 def _runs_on_tpu() -> bool:
-    # A TPU program is traced once for all replicas: it has no local copies.
     return "TPU" in type(tf.distribute.get_strategy()).__name__
 
 
@@ -145,7 +151,10 @@ def _swap(
     undo: contextlib.ExitStack, owner: Any, name: str, value: Any
 ) -> None:
     # Not through setattr: Keras and TensorFlow would begin to track the value.
-    undo.callback(vars(owner).__setitem__, name, vars(owner)[name])
+    if name in vars(owner):
+        undo.callback(vars(owner).__setitem__, name, vars(owner)[name])
+    else:
+        undo.callback(vars(owner).pop, name)
     vars(owner)[name] = value
 
 

@@ -110,9 +110,16 @@ class KeepsScaleState(delegation.DelegatesToInner):
     def load_own_variables(self, store: Any) -> None:
         """Reads the whole state; also one that Keras's class has written.
 
+        Before the optimizer is built there is nothing to read it into, and a
+        file of weights may hold none: that is said in a warning, as in Keras,
+        so that weights can be loaded into any model.
+
         Raises:
             ValueError: If it does not fit. Nothing is changed then.
         """
+        if not self.built or not store.keys():
+            storage.warn_of_nothing_restored(self)
+            return
         storage.load(store, self.own_variables, self.inner_optimizer.variables)
 
     def state(self) -> Any:

@@ -1,6 +1,7 @@
 """The state of a LossScaleOptimizer in a file: all of it, or an error."""
 
 import re
+import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -49,6 +50,21 @@ def load(
         raise ValueError(_mismatch(inner, sorted(missing), sorted(surplus)))
     assign_all(
         [targets[key] for key in arrays], [arrays[key] for key in arrays]
+    )
+
+
+def warn_of_nothing_restored(optimizer: Any) -> None:
+    """Warns that an optimizer goes on as it is, and why."""
+    reason = "the file holds no optimizer state"
+    if not optimizer.built:
+        reason = (
+            "it is not built yet; to restore its state as well, call "
+            "`optimizer.build(model.trainable_variables)` before loading"
+        )
+    warnings.warn(
+        f"The state of optimizer {optimizer.name!r} was not restored: "
+        f"{reason}.",
+        stacklevel=3,
     )
 
 
