@@ -16,7 +16,25 @@ def diagnosed(planted):
     return check.check(planted.model, planted.x, planted.y, loss=planted.loss)
 
 
-@pytest.mark.parametrize("kind", numerics_faults.KINDS)
+# JAX compiles every op it meets for the first time: what takes seconds with
+# TensorFlow takes half a minute there.
+QUICK_ON_JAX = ("activation_overflow", "faint_gradients")
+
+
+def slow_on_jax(values, quick=()):
+    on_jax = keras.backend.backend() == "jax"
+    return [
+        pytest.param(
+            one,
+            marks=pytest.mark.slow if on_jax and one not in quick else (),
+        )
+        for one in values
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind", slow_on_jax(numerics_faults.KINDS, QUICK_ON_JAX)
+)
 def test_the_planted_layer_is_named_first(kind):
     planted = numerics_faults.plant(kind, seed=1)
     first = diagnosed(planted).rows[0]
@@ -80,7 +98,9 @@ def digits(shape, rows=32):
     return x, generator.integers(0, 10, rows)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "policy", slow_on_jax(["mixed_float16", "mixed_bfloat16"])
+)
 @pytest.mark.parametrize(
     ("build", "shape"),
     [(convolutional, (8, 8, 1)), (transformer, (8, 8)), (recurrent, (8, 8))],
