@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from benchmarks import faults
-from benchmarks.fault_cases import catalogue, child, record, systems
+from benchmarks.fault_cases import catalogue, child, record, replicas, systems
+from tests import helpers
 
 # Those that train several models, or start processes.
 SLOW = {
@@ -21,6 +22,12 @@ SLOW = {
     "start-up-overflow",
     "terminate-on-nan",
 }
+
+
+@pytest.fixture(autouse=True)
+def one_strategy(monkeypatch):
+    """Runs the replica rows under the strategy that all tests share."""
+    monkeypatch.setattr(replicas, "mirrored", helpers.mirrored_strategy)
 
 
 def row(fault):

@@ -11,6 +11,10 @@ from tfmix.convert import apply_policy as apply_policy
 from tfmix.convert import convert_model as convert_model
 from tfmix.convert import prepare as prepare
 from tfmix.devices import devices as devices
+from tfmix.numerics.advise import advise as advise
+from tfmix.numerics.calibrate import (
+    calibrate_loss_scale as calibrate_loss_scale,
+)
 from tfmix.numerics.check import check as check
 from tfmix.output import float32_output as float32_output
 from tfmix.policy.policy import Policy as Policy
@@ -18,6 +22,8 @@ from tfmix.policy.state import global_policy as global_policy
 from tfmix.policy.state import policy_scope as policy_scope
 from tfmix.policy.state import set_global_policy as set_global_policy
 from tfmix.scaling.bfloat16 import BFloat16Optimizer as BFloat16Optimizer
+from tfmix.scaling.export import export_float32 as export_float32
+from tfmix.scaling.export import load_float32 as load_float32
 from tfmix.scaling.finite import all_finite as all_finite
 from tfmix.scaling.guard import guard as guard
 from tfmix.scaling.master import MasterWeightOptimizer as MasterWeightOptimizer
@@ -41,16 +47,20 @@ __all__ = [
     "MasterWeightOptimizer",
     "NoLossScale",
     "Policy",
+    "advise",
     "all_finite",
     "apply_policy",
+    "calibrate_loss_scale",
     "callbacks",
     "check",
     "convert_model",
     "data",
     "devices",
+    "export_float32",
     "float32_output",
     "global_policy",
     "guard",
+    "load_float32",
     "policy_scope",
     "prepare",
     "set_global_policy",

@@ -8,6 +8,7 @@ from keras import ops, tree
 
 from tfmix import _arguments
 from tfmix.scaling import (
+    autograph,
     blocks,
     configuration,
     construction,
@@ -130,6 +131,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
         health.check(self, limit)
 
+    @autograph.untouched
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies a loss by the loss scale, in float32 or wider.
 
@@ -154,6 +156,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
 
         return tree.map_structure(scaled, loss)
 
+    @autograph.untouched
     def unscale_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Divides gradients by the loss scale, for clipping or logging.
 
@@ -185,6 +188,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
         self.unscaled_note.leave(blocks.all_finite(true))
         return blocks.parts(true, len(grads))
 
+    @autograph.untouched
     def apply(
         self, grads: Sequence[Any], trainable_variables: Any = None
     ) -> Any:
@@ -220,6 +224,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
 
         return jax_step.apply(self, grads, variables)
 
+    @autograph.untouched
     def apply_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
         """Does what `apply` does with pairs of a gradient and its variable.
 
