@@ -13,9 +13,11 @@ from tests import helpers
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 BACKENDS = ("tensorflow", "jax")
-# What a reader has done before a block, by a phrase of it: trained the model
-# of the block before, and has a file of weights.
+# What a reader has done before a block, by a phrase of it: imported what tfmix
+# leaves to be imported by itself; trained the model of the block before, and
+# made a file of weights.
 MEANWHILE = {
+    "tfmix.plotting": "import tfmix.plotting",
     "load_float32(model": """
 from tfmix.scaling import export
 model.build((None, 8))
@@ -40,7 +42,8 @@ def other_backend(block):
 def start():
     """Returns what a page may use without introducing it first."""
     random = np.random.default_rng(0)
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile(tfmix.LossScaleOptimizer("sgd"), loss="mse")
     variables = model.trainable_variables
     optimizer = tfmix.LossScaleOptimizer("sgd")
     optimizer.build(variables)
@@ -49,8 +52,8 @@ def start():
         "keras": keras,
         "np": np,
         "tfmix": tfmix,
-        "x": random.normal(size=(16, 8)).astype("float32"),
-        "y": random.integers(0, 4, size=16),
+        "x": random.normal(size=(256, 8)).astype("float32"),
+        "y": random.integers(0, 4, size=(256, 1)),
         "model": model,
         "sgd": keras.optimizers.SGD(0.1),
         "optimizer": optimizer,
