@@ -14,6 +14,7 @@ from benchmarks import (
     layer_recipes,
     layers,
 )
+from tfmix.policy import rules
 
 DOCS = Path(__file__).parents[1] / "docs" / "what-stays-float32.md"
 # Layers and activations that Keras itself gets wrong, one of each sort.
@@ -108,6 +109,18 @@ def test_every_exception_is_in_the_docs_with_its_reason():
     for label, why in layer_exceptions.EXCEPTIONS.items():
         assert layer_recipes.layer_name(label) in text
         assert why in text
+
+
+def test_every_default_layer_rule_is_in_the_docs():
+    text = DOCS.read_text()
+    missing = [
+        rule.layer_class
+        for rule in rules.DEFAULT_LAYER_RULES
+        # The bases of preprocessing layers have no names a user would know.
+        if not rule.layer_class.endswith("DataLayer")
+        and f"`{rule.layer_class}`" not in text
+    ]
+    assert missing == []
 
 
 def test_a_deviation_is_measured_in_epsilons_of_the_format():

@@ -135,8 +135,7 @@ def test_50000_classes_have_the_loss_and_gradient_of_float32(policy):
             model = classifier(classes, kernel, np.zeros(classes))
         results.append(logit_gradient(model, x, y))
     (loss, gradient), (loss_16, gradient_16) = results
-    # The figure. bfloat16 keeps 8 bits of the logits themselves.
-    bound = 1e-3 if policy == "mixed_float16" else 2.0**-7
+    bound = 1e-3
     assert loss_16 == pytest.approx(loss, rel=bound)
     error = np.linalg.norm(gradient_16 - gradient) / np.linalg.norm(gradient)
     assert error < bound

@@ -27,6 +27,16 @@ def test_an_item_matches_class_name_or_whole_path(item, name, path, expected):
     assert rules.matches(item, keras.layers.Dense, name, path) is expected
 
 
+@pytest.mark.parametrize(
+    "name", ["GroupQueryAttention", "AvgPool2D", "Convolution2D"]
+)
+def test_a_layer_is_known_by_every_name_keras_exports_it_under(name):
+    layer_class = getattr(keras.layers, name)
+    assert layer_class.__name__ != name
+    assert rules.matches(name, layer_class, "x")
+    assert not rules.matches(name, keras.layers.Dense, "x")
+
+
 def test_a_class_rule_takes_subclasses_too():
     class MyDense(keras.layers.Dense):
         pass

@@ -25,24 +25,27 @@ class LayerRule:
 
 
 _ATTENTION = "unscaled logits leave float16's range: every output is NaN"
+_ADDITIVE = "saturated scores: the gradient of its scale is rounding noise"
 _AVERAGED = "the sum overflows before it is divided"
+_WIDE_AVERAGE = "averages many values; kept with the other averages"
 _NORMALISED = "the sum of squares leaves float16's range: zeros"
 _RAW = "raw features lose their digits in 16 bit"
 _SOFTMAX = "probabilities lose their small values, and logits recovery"
 _SPECTRUM = "infinite in float16, a TypeError in bfloat16"
 
 # Measured by `benchmarks/layers.py` and in Keras's own gaps, on Keras 3.12 to
-# 3.15. Op rules cover some of these as well (averages, norms), but only
-# layers take their dtype with them into a model that plain Keras loads.
+# 3.15; the global averages over images and volumes, which Keras sums in
+# float32 by itself, complete their family. Op rules cover some as well, but
+# only layers take their dtype with them into a model that plain Keras loads.
 DEFAULT_LAYER_RULES: tuple[LayerRule, ...] = (
     LayerRule("Softmax", _SOFTMAX),
     LayerRule("Attention", _ATTENTION),
-    LayerRule("AdditiveAttention", _ATTENTION),
+    LayerRule("AdditiveAttention", _ADDITIVE),
     LayerRule("UnitNormalization", _NORMALISED),
     LayerRule("Average", _AVERAGED),
     LayerRule("GlobalAveragePooling1D", _AVERAGED),
-    LayerRule("GlobalAveragePooling2D", _AVERAGED),
-    LayerRule("GlobalAveragePooling3D", _AVERAGED),
+    LayerRule("GlobalAveragePooling2D", _WIDE_AVERAGE),
+    LayerRule("GlobalAveragePooling3D", _WIDE_AVERAGE),
     LayerRule("AveragePooling1D", _AVERAGED),
     LayerRule("AveragePooling2D", _AVERAGED),
     LayerRule("AveragePooling3D", _AVERAGED),
@@ -217,6 +220,10 @@ def matches(
     if isinstance(item, type):
         return issubclass(layer_class, item)
     if any(base.__name__ == item for base in layer_class.__mro__):
+        return True
+    # `keras.layers.GroupQueryAttention` is a class of another name.
+    exported = getattr(keras.layers, item, None)
+    if isinstance(exported, type) and issubclass(layer_class, exported):
         return True
     places = (name,) if path is None else (name, path)
     return any(re.fullmatch(item, place) for place in places)
