@@ -7,6 +7,9 @@ TENSORFLOW ?= tensorflow-cpu
 VENV ?= .venv
 # Versions to force on top of setup.cfg, e.g. PINS="'keras==3.12.*'"
 PINS ?=
+# Test files are spread over this many processes.
+JOBS ?= 2
+SPREAD = -n $(JOBS) --dist loadfile
 BIN = $(VENV)/bin
 STAMP = $(VENV)/installed
 # TensorFlow's start-up lines about oneDNN and CPU flags hide our own output.
@@ -40,11 +43,11 @@ test: test-tensorflow test-jax test-doctest
 
 test-tensorflow: $(STAMP)
 	@echo "tfmix: tests under TensorFlow"
-	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q -m "not slow"
+	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q $(SPREAD) -m "not slow"
 
 test-jax: $(STAMP)
 	@echo "tfmix: tests under JAX"
-	@KERAS_BACKEND=jax $(BIN)/python -m pytest -q -m "not slow"
+	@KERAS_BACKEND=jax $(BIN)/python -m pytest -q $(SPREAD) -m "not slow"
 
 test-doctest: $(STAMP)
 	@echo "tfmix: the examples in the docstrings"
@@ -52,8 +55,8 @@ test-doctest: $(STAMP)
 
 test-slow: $(STAMP)
 	@echo "tfmix: the slow tests, under TensorFlow and then under JAX"
-	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q -m slow
-	@KERAS_BACKEND=jax $(BIN)/python -m pytest -q -m slow
+	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q $(SPREAD) -m slow
+	@KERAS_BACKEND=jax $(BIN)/python -m pytest -q $(SPREAD) -m slow
 
 # The oldest Keras and TensorFlow that setup.cfg allows, then the newest.
 test-matrix:

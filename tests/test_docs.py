@@ -17,7 +17,6 @@ BACKENDS = ("tensorflow", "jax")
 # leaves to be imported by itself; trained the model of the block before, and
 # made a file of weights.
 MEANWHILE = {
-    "tfmix.plotting": "import tfmix.plotting",
     "load_float32(model": """
 from tfmix.scaling import export
 model.build((None, 8))

@@ -174,6 +174,10 @@ def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
         loaded.fit(x, y, verbose=0)
     again = keras.models.load_model(tmp_path / "model.keras")
     guards.guard(again).fit(x, y, verbose=0)
+    again.compile("adam", loss="mse")
+    again.save(tmp_path / "adam.keras")
+    adam = keras.models.load_model(tmp_path / "adam.keras").optimizer
+    assert type(adam) is keras.optimizers.Adam
 
 
 @pytest.mark.parametrize("mode", MODES)

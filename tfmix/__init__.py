@@ -6,6 +6,7 @@ _host.require_supported_keras()
 
 from tfmix import callbacks as callbacks
 from tfmix import data as data
+from tfmix import plotting as plotting
 from tfmix._errors import LossScaleError as LossScaleError
 from tfmix.convert import apply_policy as apply_policy
 from tfmix.convert import convert_model as convert_model
@@ -61,6 +62,7 @@ __all__ = [
     "global_policy",
     "guard",
     "load_float32",
+    "plotting",
     "policy_scope",
     "prepare",
     "set_global_policy",

@@ -39,7 +39,11 @@ def with_guarded(compile_config: dict[str, Any] | None) -> Any:
     `LossScaleOptimizer.from_config` reads the note, so that a loaded model
     that is trained without the guard says so.
     """
-    if not compile_config:
+    optimizer = (compile_config or {}).get("optimizer")
+    if not isinstance(optimizer, dict):
+        # Compiled anew since, with an optimizer that is not ours.
+        return compile_config
+    if optimizer["class_name"] != "LossScaleOptimizer":
         return compile_config
     compile_config = copy.deepcopy(compile_config)
     compile_config["optimizer"]["config"]["guarded"] = True
