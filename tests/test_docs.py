@@ -13,9 +13,8 @@ from tests import helpers
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 BACKENDS = ("tensorflow", "jax")
-# What a reader has done before a block, by a phrase of it: imported what tfmix
-# leaves to be imported by itself; trained the model of the block before, and
-# made a file of weights.
+# What a reader has done before a block, by a phrase of it: trained the model of
+# the block before, and made a file of weights.
 MEANWHILE = {
     "load_float32(model": """
 from tfmix.scaling import export
