@@ -7,7 +7,14 @@ import sys
 import pytest
 
 from benchmarks import faults
-from benchmarks.fault_cases import catalogue, child, record, replicas, systems
+from benchmarks.fault_cases import (
+    catalogue,
+    child,
+    record,
+    replicas,
+    systems,
+    words,
+)
 from tests import helpers
 
 # Those that train several models, or start processes.
@@ -43,6 +50,52 @@ def system(name):
 def test_tfmix_survives(fault):
     outcome = fault.run(system("tfmix"))
     assert outcome.survived, outcome.text
+
+
+# A pure 16-bit variable meets these in every run; the others are slow.
+QUICK_AT_16_BITS = {
+    "inf-in-one-replica",
+    "bad-stretch",
+    "fixed-scale-overflow",
+    "bad-sparse-row",
+    "set-weights",
+    "two-optimizers",
+    "inner-methods",
+}
+
+
+def rows_at_16_bits():
+    for each in systems.SIXTEEN_BIT:
+        for fault in catalogue.on_this_backend():
+            if fault.name not in each.inapplicable:
+                quick = fault.name in QUICK_AT_16_BITS
+                quick = quick and each.name in ("masters", "flat")
+                yield pytest.param(
+                    fault,
+                    each,
+                    id=f"{each.name}-{fault.name}",
+                    marks=[] if quick else [pytest.mark.slow],
+                )
+
+
+@pytest.mark.parametrize(("fault", "column"), list(rows_at_16_bits()))
+def test_sixteen_bit_variables_survive(fault, column):
+    outcome = fault.run(column)
+    assert outcome.survived, outcome.text
+
+
+def test_what_does_not_apply_names_a_fault_and_a_reason():
+    names = {fault.name for fault in catalogue.FAULTS}
+    for each in systems.SIXTEEN_BIT:
+        assert set(each.inapplicable) <= names
+        assert all(each.inapplicable.values())
+
+
+def test_close_knows_the_precision_of_a_variable():
+    rounded = systems.by_name("masters").variable([0.9])
+    assert words.close(rounded, [0.9])
+    assert not words.close(rounded, [0.91])
+    assert not words.close(systems.by_name("tfmix").variable([0.9]), [0.9003])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +176,7 @@ def test_a_child_that_hangs_or_dies_costs_one_row(monkeypatch, ends, expected):
         faults.processes, "Child", lambda *_, **__: processes.pop(0)
     )
     two = [catalogue.by_name(n) for n in ("bad-stretch", "set-weights")]
-    outcomes = faults.run_all(two, report=lambda line: None)
+    outcomes = faults.run_all(two, systems.SYSTEMS, report=lambda line: None)
     texts = [outcome.text for outcome in outcomes.values()]
     assert texts == ["fine", expected, "fine", "fine"]
     assert not processes
@@ -144,6 +197,16 @@ def test_the_exit_status_says_whether_tfmix_survived(
     (row,) = json.loads(capsys.readouterr().out)
     assert row["fault"] == "set-weights"
     assert row["tfmix"] == {"survived": survives, "text": "weight [nan]"}
+
+
+def test_a_fault_that_does_not_apply_is_not_run(monkeypatch, capsys):
+    monkeypatch.setattr(faults, "_run_in_one_child", lambda pairs: pairs[:0])
+    chosen = ["--only", "policy-map", "--systems", "flat"]
+    assert faults.main(chosen) == 0
+    assert "does not apply" in capsys.readouterr().out
+    assert faults.main([*chosen, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert "flat" not in row
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def data(bad_value: float) -> tuple[np.ndarray, np.ndarray]:
 def compiled(system: Any, *layers: Any, **settings: Any) -> Any:
     """Returns a small float16 classifier, compiled and guarded."""
     keras.utils.set_random_seed(3)
-    policy = {"dtype": "mixed_float16"}
+    policy = {"dtype": system.policy}
     model = keras.Sequential(
         [
             keras.Input((4,), dtype="float32"),
@@ -54,7 +54,7 @@ def fit(model: Any, x: Any, y: Any, **arguments: Any) -> Any:
 @fault()
 def batch_normalization(system: Any) -> Outcome:
     """A row of 1e6 overflows the forward pass before BatchNormalization."""
-    normalization = keras.layers.BatchNormalization(dtype="mixed_float16")
+    normalization = keras.layers.BatchNormalization(dtype=system.policy)
     model = compiled(system, normalization)
     x, y = data(bad_value=1e6)
     fit(model, x, y, epochs=2)
@@ -117,7 +117,7 @@ class _RunningMean(keras.layers.Layer):
 @fault()
 def own_state(system: Any) -> Outcome:
     """One batch of NaN; a user's layer averages its inputs."""
-    layer = _RunningMean(dtype="mixed_float16")
+    layer = _RunningMean(dtype=system.policy)
     model = compiled(system, layer)
     fit(model, *data(np.nan))
     mean = float(words.to_numpy(layer.mean))
@@ -161,7 +161,7 @@ def accumulation_window(system: Any) -> Outcome:
 
 def _bad_batch_under(name: str, **arguments: Any) -> Fault:
     def provoke(system: Any) -> Outcome:
-        normalization = keras.layers.BatchNormalization(dtype="mixed_float16")
+        normalization = keras.layers.BatchNormalization(dtype=system.policy)
         model = compiled(system, normalization, **arguments)
         logs = fit(model, *data(np.nan)).history
         weights = words.finite(model.variables)

@@ -4,14 +4,13 @@ import functools
 from typing import Any
 
 import keras
-import numpy as np
 
 
 def wrapped_vector(
     system: Any, optimizer: Any = None, **settings: Any
 ) -> tuple[Any, Any]:
     """Returns the weight [1, 2] and a built optimizer, SGD(0.1) by default."""
-    variable = keras.Variable(np.float32([1.0, 2.0]), name="weight")
+    variable = system.variable([1.0, 2.0], "weight")
     optimizer = system.wrap(optimizer or keras.optimizers.SGD(0.1), **settings)
     optimizer.build([variable])
     return variable, optimizer

@@ -24,7 +24,7 @@ def _model(**settings: Any) -> Any:
 @fault()
 def static_scale_replaced(system: Any) -> Outcome:
     """Model.compile(SGD(loss_scale_factor=1024)) under mixed_float16."""
-    system.set_policy("mixed_float16")
+    system.set_policy(system.policy)
     try:
         model = _model()
         with warnings.catch_warnings(record=True) as caught:
@@ -52,9 +52,7 @@ def static_scale_replaced(system: Any) -> Outcome:
 @fault()
 def policy_map(system: Any) -> Outcome:
     """The global policy is a DTypePolicyMap; compile("sgd")."""
-    policies = keras.dtype_policies.DTypePolicyMap(
-        default_policy="mixed_float16"
-    )
+    policies = keras.dtype_policies.DTypePolicyMap(default_policy=system.policy)
     system.set_policy(policies)
     try:
         model = _model()
@@ -72,7 +70,7 @@ def policy_map(system: Any) -> Outcome:
 @fault()
 def activity_regularizer(system: Any) -> Outcome:
     """An activity regularizer beside a compiled loss, mixed_float16."""
-    system.set_policy("mixed_float16")
+    system.set_policy(system.policy)
     try:
         model = _model(activity_regularizer=keras.regularizers.L2(0.01))
         model.compile("sgd", loss="mse")

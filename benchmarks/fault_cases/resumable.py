@@ -54,8 +54,8 @@ def build(system: Any) -> Any:
     model = keras.Sequential(
         [
             keras.Input((4,), dtype="float32"),
-            keras.layers.Dense(8, dtype="mixed_float16"),
-            keras.layers.BatchNormalization(dtype="mixed_float16"),
+            keras.layers.Dense(8, dtype=system.policy),
+            keras.layers.BatchNormalization(dtype=system.policy),
             keras.layers.Dense(1, dtype="float32"),
         ]
     )

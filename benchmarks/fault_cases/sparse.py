@@ -14,7 +14,7 @@ _ROWS = 100
 def _step(system: Any, rows: Any, values: Any) -> tuple[Any, Any]:
     import tensorflow as tf
 
-    table = keras.Variable(np.ones((_ROWS, 2), "float32"), name="table")
+    table = system.variable(np.ones((_ROWS, 2)), "table")
     optimizer = system.wrap(keras.optimizers.SGD(1.0), initial_scale=1.0)
     optimizer.build([table])
     gradient = tf.IndexedSlices(

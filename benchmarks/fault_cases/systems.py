@@ -1,7 +1,7 @@
-"""The two columns of the table: how each system is put into a script."""
+"""The columns of the table: how each system is put into a script."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,6 +13,17 @@ class System(abc.ABC):
     """How a user of one library writes what the faults need."""
 
     name: str
+    # Of the variables that the faults make themselves.
+    dtype = "float32"
+    # Of the layers in models that compute in 16 bits, and in all others.
+    policy = "mixed_float16"
+    layers = "float32"
+    # Why a fault does not apply, by its name.
+    inapplicable: Mapping[str, str] = {}
+
+    def variable(self, values: Any, name: str | None = None) -> Any:
+        """Creates a weight of the system's dtype."""
+        return keras.Variable(values, dtype=self.dtype, name=name)
 
     @abc.abstractmethod
     def wrap(self, optimizer: Any, **settings: Any) -> Any:
@@ -89,9 +100,67 @@ class Tfmix(System):
         return [tfmix.callbacks.LossScaleMonitor()]
 
 
+_BY_COMPILE = "`compile` puts plain masters around an optimizer"
+_REPLACED = {
+    "static-scale-replaced": _BY_COMPILE,
+    "policy-map": _BY_COMPILE,
+    "activity-regularizer": _BY_COMPILE,
+    "reload-under-float32": _BY_COMPILE,
+}
+
+_TOGETHER = {
+    "variable-without-gradient": "flat masters need every gradient, and say so"
+}
+
+
+class SixteenBit(Tfmix):
+    """tfmix on a model whose variables are 16-bit themselves.
+
+    Args:
+        name: The name of the column.
+        dtype: Of the variables, `"float16"` or `"bfloat16"`.
+        keep: Wraps an optimizer so that no update is lost.
+        inapplicable: Why a fault does not apply, by its name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dtype: str,
+        keep: Callable[[Any], Any],
+        inapplicable: Mapping[str, str],
+    ) -> None:
+        self.name = name
+        self.dtype = self.policy = self.layers = dtype
+        self.keep = keep
+        self.inapplicable = inapplicable
+
+    def wrap(self, optimizer: Any, **settings: Any) -> Any:
+        return super().wrap(self.keep(optimizer), **settings)
+
+    def fixed(self, optimizer: Any, scale: float) -> Any:
+        return super().fixed(self.keep(optimizer), scale)
+
+
+def _masters(**how: bool) -> Callable[[Any], Any]:
+    return lambda inner: tfmix.MasterWeightOptimizer(inner, **how)
+
+
+def _rounded(**how: Any) -> Callable[[Any], Any]:
+    return lambda inner: tfmix.BFloat16Optimizer(inner, **how)
+
+
+# float16 overflows; split masters and rounding are for bfloat16.
+SIXTEEN_BIT = (
+    SixteenBit("masters", "float16", _masters(), {}),
+    SixteenBit("flat", "float16", _masters(flat=True), _REPLACED | _TOGETHER),
+    SixteenBit("split", "bfloat16", _masters(split=True), _REPLACED),
+    SixteenBit("stochastic", "bfloat16", _rounded(seed=7), _REPLACED),
+    SixteenBit("kahan", "bfloat16", _rounded(rounding="kahan"), _REPLACED),
+)
 SYSTEMS = (Keras(), Tfmix())
 
 
 def by_name(name: str) -> System:
     """Returns the system of that name."""
-    return {system.name: system for system in SYSTEMS}[name]
+    return {each.name: each for each in (*SYSTEMS, *SIXTEEN_BIT)}[name]

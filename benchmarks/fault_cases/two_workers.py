@@ -25,11 +25,10 @@ def main(system_name: str) -> None:
     # The strategy has to exist before any other TensorFlow code runs.
     from benchmarks.fault_cases import systems, words
 
+    system = systems.by_name(system_name)
     with strategy.scope():
-        weight = keras.Variable(np.float32([1.0, 2.0]), name="weight")
-        optimizer = systems.by_name(system_name).wrap(
-            keras.optimizers.SGD(0.1), initial_scale=1024.0
-        )
+        weight = system.variable([1.0, 2.0], "weight")
+        optimizer = system.wrap(keras.optimizers.SGD(0.1), initial_scale=1024.0)
         optimizer.build([weight])
     bad_worker = strategy.cluster_resolver.task_id == 1
 

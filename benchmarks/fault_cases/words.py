@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import keras
+import ml_dtypes
 import numpy as np
 
 
@@ -30,6 +31,14 @@ def same(left: Iterable[Any], right: Iterable[Any]) -> bool:
     )
 
 
+def close(variable: Any, expected: Any) -> bool:
+    """Returns whether a variable holds numbers, as far as its dtype can."""
+    steps = ml_dtypes.finfo(to_numpy(variable).dtype).eps
+    got = to_numpy(variable).astype("float64")
+    # Twice, as stochastic rounding may end in either neighbour.
+    return bool(np.allclose(got, expected, rtol=max(2 * float(steps), 1e-5)))
+
+
 def weights(variables: Iterable[Any]) -> str:
     """Says what state a model's weights are in."""
     values = np.concatenate([v.ravel() for v in snapshot(variables)])
@@ -42,7 +51,7 @@ def weights(variables: Iterable[Any]) -> str:
 
 def vector(variable: Any) -> str:
     """Writes a short vector."""
-    numbers = (f"{number:.4g}" for number in to_numpy(variable).ravel())
+    numbers = (f"{float(n):.4g}" for n in to_numpy(variable).ravel())
     return f"[{' '.join(numbers)}]"
 
 

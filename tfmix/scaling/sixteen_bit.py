@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix.scaling import bits, inner, replicas, wrapper
+from tfmix.scaling import bits, inner, replicas, tracing, wrapper
 
 
 class SixteenBitOptimizer(wrapper.OptimizerWrapper):
@@ -46,6 +46,11 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
         self.__dict__["_trainable_variables_indices"] = {
             self._var_key(variable): i for i, variable in enumerate(variables)
         }
+        with tracing.outside(variables):
+            self._build(variables)
+        self.built = True
+
+    def _build(self, variables: list) -> None:
         store = self.make_store(variables)
         self._store = store
         inner.carry_weight_decay_exclusions(
@@ -55,7 +60,6 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
         )
         with store.creating_slots():
             self.inner_optimizer.build(store.targets())
-        self.built = True
 
     def apply(
         self, grads: Sequence, trainable_variables: Sequence | None = None
@@ -101,7 +105,8 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
 
     def _step(self, grads: Sequence, variables: Sequence) -> None:
         self._store.refresh()
-        self.inner_optimizer.apply(*self._store.route(grads, variables))
+        routed, targets = self._store.route(grads, variables)
+        self.inner_optimizer.apply(tracing.here(routed), targets)
         self._store.write_back()
 
     def finalize_variable_values(self, var_list: Sequence) -> None:
