@@ -79,10 +79,12 @@ def convert_train_and_undo(name, policy):
 
 def train_one_step(model, x):
     if hasattr(model.optimizer, "loss_scale"):
-        # Untrained, and normalised over four pixels, these have gradients of
-        # several thousand at their first layer; this is about one step.
+        # Untrained, and normalised over 16 pixels, these have gradients of
+        # several hundred at their first layer (over 4: up to 20,000, which
+        # no scale from 1 up brings through); this is about one step.
         model.optimizer.loss_scale = 1.0
-    model.fit(x, np.arange(4), batch_size=4, verbose=0)
+    x = np.random.default_rng(3).uniform(-1, 1, (16, *x.shape[1:]))
+    model.fit(x, np.arange(16) % 10, batch_size=16, verbose=0)
     assert int(model.optimizer.iterations) == 1
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
 
