@@ -40,10 +40,11 @@ def with_guarded(compile_config: dict[str, Any] | None) -> Any:
     that is trained without the guard says so.
     """
     optimizer = (compile_config or {}).get("optimizer")
-    if not isinstance(optimizer, dict):
-        # Compiled anew since, with an optimizer that is not ours.
-        return compile_config
-    if optimizer["class_name"] != "LossScaleOptimizer":
+    ours = isinstance(optimizer, dict) and (
+        optimizer["class_name"] == "LossScaleOptimizer"
+    )
+    if compile_config is None or not ours:
+        # Not compiled, or anew since, with an optimizer that is not ours.
         return compile_config
     compile_config = copy.deepcopy(compile_config)
     compile_config["optimizer"]["config"]["guarded"] = True
