@@ -175,9 +175,7 @@ def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
     again = keras.models.load_model(tmp_path / "model.keras")
     guards.guard(again).fit(x, y, verbose=0)
     again.compile("adam", loss="mse")
-    again.save(tmp_path / "adam.keras")
-    adam = keras.models.load_model(tmp_path / "adam.keras").optimizer
-    assert type(adam) is keras.optimizers.Adam
+    assert "guarded" not in str(again.get_compile_config())
 
 
 @pytest.mark.parametrize("mode", MODES)
