@@ -1,6 +1,7 @@
 """Shows the loss scale and the skipped steps while a model trains."""
 
 import os
+import threading
 from typing import Any
 
 import keras
@@ -78,6 +79,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self._watched: Any = None
         self._epoch_start = 0
         self._last_batch = -1
+        self._lock = threading.Lock()
         self._file: event_file.EventFile | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -95,6 +97,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts to count the batches of an epoch."""
         self._epoch_start = self._step
+        self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Reads the scale when it is time to, before the next step runs."""
@@ -107,7 +110,9 @@ class LossScaleMonitor(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Shows the last reading in the progress bar."""
-        self._last_batch = batch
+        # Keras calls this from a pool of threads, not always in order.
+        with self._lock:
+            self._last_batch = max(self._last_batch, batch)
         if logs is not None:
             logs.update(self._shown)
 
