@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 
@@ -48,9 +49,12 @@ def here(grads: Sequence) -> list:
         return list(grads)
     import tensorflow as tf
 
-    return [
-        grad
-        if grad is None
-        else tf.nest.map_structure(tf.identity, grad, expand_composites=True)
-        for grad in grads
-    ]
+    def copied(grad: Any) -> Any:
+        if grad is None:
+            return None
+        if isinstance(grad, tf.IndexedSlices):
+            values, indices = map(tf.identity, (grad.values, grad.indices))
+            return tf.IndexedSlices(values, indices, grad.dense_shape)
+        return tf.identity(grad)
+
+    return [copied(grad) for grad in grads]
