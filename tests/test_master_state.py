@@ -50,7 +50,7 @@ def test_a_built_optimizer_is_refused():
     refused(
         lambda: master.MasterWeightOptimizer(inner),
         ValueError,
-        "'sgd', which is built already",
+        "(?i)'sgd', which is built already",
     )
 
 
