@@ -118,7 +118,7 @@ def _look_up(layer: Any, warn: bool) -> None:
             _warn_of_rounded_ids(layer, exact)
         return original(exact, *args, **kwargs)
 
-    call._tfmix_look_up = True  # type: ignore[attr-defined]
+    vars(call)["_tfmix_look_up"] = True
     object.__setattr__(layer, _CALL, call)
 
 
