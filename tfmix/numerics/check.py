@@ -63,7 +63,8 @@ def check(
 
     Example:
         >>> import numpy as np
-        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.ReLU()])
+        >>> layers = [keras.layers.ReLU(), keras.layers.Dense(1)]
+        >>> model = keras.Sequential([keras.Input((2,)), *layers])
         >>> check(model, np.array([[1e5, 1.0]])).rows[0].verdict
         'overflow'
     """
