@@ -1,0 +1,273 @@
+"""What the examples share: flags, data, the runs over the seeds, the table.
+
+An example trains each of its variants from several seeds and sets it beside
+its twin, which differs in nothing but the arithmetic. Ask one what it takes
+with `--help`; all of them have
+
+    --epochs, --seeds   how long, and how often
+    --out               folder for the picture, empty for none
+    --quiet             no progress bar
+"""
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from absl import flags
+from rich import box, console, progress, table
+
+BAD_FLAGS = 2  # exit code, as of Python's own argparse
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one training run came to.
+
+    Attributes:
+        variant: Name of the way of training; one row of the table.
+        seed: The seed.
+        score: Share of the test set that was right, from 0 to 1.
+        twin: Name of the variant to compare with; itself for a twin.
+        losses: Training loss of each epoch (or step), for the picture.
+        columns: Further columns of the table by their headings. Numbers are
+            added up over the seeds, other values listed.
+    """
+
+    variant: str
+    seed: int
+    score: float
+    twin: str = "float32"
+    losses: tuple[float, ...] = ()
+    columns: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """All runs of an example, what it claims, and whether that held.
+
+    Attributes:
+        runs: One per variant and seed.
+        claims: Sentences, and whether each came true.
+        plot: The picture's file, `None` without one.
+    """
+
+    runs: tuple[Run, ...]
+    claims: dict[str, bool]
+    plot: str | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every claim came true."""
+        return all(self.claims.values())
+
+    def of(self, variant: str) -> list[Run]:
+        """Returns the runs of one variant, one per seed."""
+        return [run for run in self.runs if run.variant == variant]
+
+
+def parse(
+    argv: Sequence[str] | None, doc: str, **defaults: Any
+) -> flags.FlagValues:
+    """Reads an example's flags; prints help, or what is wrong, and exits.
+
+    Args:
+        argv: The command line, the program's name first; `None` for Python's.
+        doc: The example's docstring, for the help.
+        **defaults: Further flags: a name and `(default, help)`. A whole
+            number must be at least 1.
+
+    Returns:
+        The values, as attributes.
+    """
+    argv = list(sys.argv if argv is None else argv)
+    values = flags.FlagValues()
+    standard = {
+        "seeds": (3, "Runs of each variant."),
+        "out": ("out", "Folder for the picture; empty for none."),
+        "quiet": (False, "Whether to leave out the progress bar."),
+        "help": (False, "Print this and exit."),
+    }
+    for name, (default, text) in {**standard, **defaults}.items():
+        _define(name, default, text, values)
+    try:
+        rest = values(argv)[1:]
+        if rest:
+            raise flags.Error(f"Unknown argument {rest[0]!r}.")
+    except flags.Error as error:
+        print(f"{argv[0]}: {error} Try --help.", file=sys.stderr)
+        sys.exit(BAD_FLAGS)
+    if values.help:
+        print(f"{doc}\n{values.get_help()}")
+        sys.exit(0)
+    return values
+
+
+def _define(
+    name: str, default: Any, text: str, values: flags.FlagValues
+) -> None:
+    if isinstance(default, bool):
+        flags.DEFINE_boolean(name, default, text, flag_values=values)
+    elif isinstance(default, int):
+        flags.DEFINE_integer(name, default, text, 1, flag_values=values)
+    elif isinstance(default, float):
+        flags.DEFINE_float(name, default, text, flag_values=values)
+    else:
+        flags.DEFINE_string(name, default, text, flag_values=values)
+
+
+def digits(images: bool = False) -> tuple[np.ndarray, ...]:
+    """Returns scikit-learn's 1,797 scanned digits, three in ten for the test.
+
+    Args:
+        images: Whether to give `(8, 8, 1)` images. Defaults to `False`, 64
+            numbers a digit.
+
+    Returns:
+        Training inputs from 0 to 1, test inputs, and the labels of both.
+    """
+    from sklearn import datasets, model_selection
+
+    found = datasets.load_digits()
+    inputs = (found.data / 16.0).astype("float32")
+    if images:
+        inputs = inputs.reshape(-1, 8, 8, 1)
+    parts = model_selection.train_test_split(
+        inputs,
+        found.target.astype("int32"),
+        test_size=0.3,
+        stratify=found.target,
+        random_state=0,
+    )
+    return tuple(parts)
+
+
+def train_all(
+    variants: Sequence[str],
+    seeds: int,
+    ticks: int,
+    train: Callable[[str, int, Callable[[float], None]], Run],
+    quiet: bool = False,
+) -> tuple[Run, ...]:
+    """Trains every variant from every seed, with a progress bar.
+
+    Args:
+        variants: Their names.
+        seeds: Runs of each.
+        ticks: How often a run moves the bar, for instance its epochs.
+        train: Called with a variant's name, a seed (which is set by then) and
+            a function to call with the loss, `ticks` times.
+        quiet: Whether to leave out the bar. Defaults to `False`.
+
+    Returns:
+        What `train` returned.
+    """
+    runs = []
+    columns = (*progress.Progress.get_default_columns(), "{task.fields[loss]}")
+    with progress.Progress(*columns, disable=quiet) as bar:
+        total = len(variants) * seeds * ticks
+        task = bar.add_task("training", total=total, loss="")
+
+        def tick(loss: float) -> None:
+            bar.update(task, advance=1, loss=f"loss {loss:.4f}")
+
+        for variant in variants:
+            for seed in range(seeds):
+                name = f"{variant}, seed {seed}"
+                bar.update(task, description=name)
+                keras.utils.set_random_seed(seed)
+                runs.append(train(variant, seed, tick))
+                # Where the output is no terminal, the bar shows only its end.
+                if not quiet:
+                    bar.console.print(f"{name}: {runs[-1].score:.2%}")
+    return tuple(runs)
+
+
+class Tick(keras.callbacks.Callback):
+    """Moves the bar of `train_all` after each epoch of `fit`."""
+
+    def __init__(self, tick: Callable[[float], None]) -> None:
+        super().__init__()
+        self.tick = tick
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Passes the epoch's loss on."""
+        self.tick((logs or {}).get("loss", float("nan")))
+
+
+def gap(runs: Sequence[Run], variant: str) -> tuple[float, float]:
+    """Compares a variant with its twin.
+
+    Returns:
+        The mean score less the twin's, and the noise of the seeds: the
+        distance from the worst to the best seed, of the one or the other,
+        whichever is larger. (Of three seeds it is 1.7 standard deviations on
+        average, twice the 0.8 that a difference of two such means has.)
+    """
+    own = [run for run in runs if run.variant == variant]
+    twin = [run.score for run in runs if run.variant == own[0].twin]
+    scores = [run.score for run in own]
+    noise = max(max(scores) - min(scores), max(twin) - min(twin))
+    return float(np.mean(scores) - np.mean(twin)), float(noise)
+
+
+def close(runs: Sequence[Run], variant: str, least: float = 0.01) -> bool:
+    """Says whether a variant is as good as its twin.
+
+    Args:
+        runs: All runs.
+        variant: The variant's name.
+        least: What is no difference whatever the seeds say. Defaults to one
+            point in a hundred: three seeds may agree by chance.
+    """
+    distance, noise = gap(runs, variant)
+    return bool(abs(distance) <= max(noise, least))
+
+
+def drawn(outcome: Outcome, unit: str = "test accuracy") -> table.Table:
+    """Returns the table, one row per variant, for rich to print."""
+    names = list(dict.fromkeys(run.variant for run in outcome.runs))
+    headings = list(
+        dict.fromkeys(key for run in outcome.runs for key in run.columns)
+    )
+    rows = table.Table(
+        *("variant", f"{unit}\nmean (range)", "less its twin's\n(seed noise)"),
+        *headings,
+        box=box.SIMPLE_HEAD,
+    )
+    for name in names:
+        own = outcome.of(name)
+        scores = [run.score for run in own]
+        compared = "-"
+        if own[0].twin != name:
+            distance, noise = gap(outcome.runs, name)
+            compared = f"{100 * distance:+.2f}\n({100 * noise:.2f})"
+        rows.add_row(
+            name,
+            f"{np.mean(scores):.2%}\n({min(scores):.2%} - {max(scores):.2%})",
+            compared,
+            *(_cell([run.columns.get(key) for run in own]) for key in headings),
+        )
+    return rows
+
+
+def _cell(values: list[Any]) -> str:
+    found = [value for value in values if value is not None]
+    if all(isinstance(value, int | float) for value in found):
+        return f"{sum(found):,g}" if found else ""
+    return "\n".join(sorted({str(value) for value in found}))
+
+
+def finish(outcome: Outcome) -> int:
+    """Prints the table and what was claimed; returns 1 if a claim failed."""
+    printer = console.Console()
+    printer.print(drawn(outcome))
+    for claim, came_true in outcome.claims.items():
+        word = "[green]true[/]" if came_true else "[red]FALSE[/]"
+        printer.print(f"{word}: {claim}", highlight=False)
+    if outcome.plot:
+        printer.print(f"picture: {pathlib.Path(outcome.plot)}")
+    return int(not outcome.healthy)

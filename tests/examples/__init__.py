@@ -1,0 +1,1 @@
+"""Each example runs, and what it claims comes true."""
