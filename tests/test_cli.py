@@ -17,7 +17,7 @@ import tfmix
 from tests import helpers
 from tfmix import cli, commands
 
-COMMANDS = ["check", "convert", "demo", "devices"]
+COMMANDS = ["advise", "check", "convert", "demo", "devices"]
 ROOT = pathlib.Path(__file__).parent.parent
 ROWS = 12
 # `tfmix.examples` is where setup.cfg puts `examples/` on installation.
@@ -215,6 +215,68 @@ def test_check_says_what_is_wrong_with_its_input(
     assert err.startswith("tfmix check: error: ")
 
 
+def advised(capsys, path, *words):
+    return run(capsys, "advise", str(path), *words)
+
+
+def test_advise_prints_shapes_padding_and_bytes(capsys, folder):
+    words = ("--batch-size", "32")
+    code, out, err = advised(capsys, folder / "good.keras", *words)
+    assert (code, err) == (commands.OK, "")
+    last = next(line for line in out.splitlines() if "last" in line)
+    assert "(32, 16, 3)" in last
+    assert "n 3 -> 8" in last
+    assert "mixed_bfloat16" in out
+
+
+def test_advise_as_json_counts_the_slots_of_the_saved_optimizer(capsys, folder):
+    words = ("--batch-size", "32", "--json")
+    code, out, _ = advised(capsys, folder / "good.keras", *words)
+    assert code == commands.OK
+    data = json.loads(out)
+    assert {row["layer"] for row in data["rows"]} == {"first", "last"}
+    weights = 4 * (8 * 16 + 16 + 16 * 3 + 3)
+    memory = data["memory"]["mixed_float16"]
+    assert memory["weights"] == weights
+    # Adam's two moments, and its learning rate.
+    assert 2 * weights <= memory["slots"] <= 2 * weights + 32
+
+
+def own_loss(y_true, y_pred):
+    return keras.ops.mean(keras.ops.square(y_true - y_pred))
+
+
+def test_advise_needs_no_loss_of_the_users_own(capsys, tmp_path):
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+    model.compile("sgd", own_loss)
+    model.save(tmp_path / "own.keras")
+    words = ("--batch-size", "2")
+    assert advised(capsys, tmp_path / "own.keras", *words)[0] == commands.OK
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "message"),
+    [
+        ("none.keras", "8", "There is no file .*none.keras"),
+        ("text.keras", "8", "Keras cannot load"),
+        ("good.keras", "0", "batch_size=0"),
+        ("good.keras", "-4", "batch_size=-4"),
+        ("long.keras", "8", "Build the model for one length"),
+    ],
+)
+def test_advise_says_what_is_wrong_with_its_input(
+    capsys, folder, model, size, message
+):
+    if model == "long.keras":
+        layers = [keras.Input((None, 3)), keras.layers.Dense(2)]
+        keras.Sequential(layers).save(folder / model)
+    words = ("--batch-size", size)
+    code, out, err = advised(capsys, folder / model, *words)
+    assert (code, out) == (commands.BAD_INPUT, "")
+    assert re.search(message, err)
+    assert err.startswith("tfmix advise: error: ")
+
+
 def converted(capsys, source, target, *words):
     return run(capsys, "convert", str(source), str(target), *words)
 
@@ -292,19 +354,58 @@ def test_an_error_of_our_own_is_not_dressed_up_as_bad_input(monkeypatch):
         cli.main(["devices"])
 
 
-def test_python_dash_m_runs_it_and_passes_the_exit_code_on(tmp_path):
-    words = ["check", "none.keras", "--data", "none.npz"]
-    done = subprocess.run(
+def in_a_shell(folder, *words):
+    return subprocess.run(
         [sys.executable, "-m", "tfmix", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_python_dash_m_runs_it_and_passes_the_exit_code_on(tmp_path):
+    done = in_a_shell(tmp_path, "check", "none.keras", "--data", "none.npz")
     assert done.returncode == commands.BAD_INPUT
     assert "tfmix check: error: There is no file" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+CHECK = ("--data", "batch.npz")
+TO = ("shell.keras", "--policy")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("devices",), commands.OK, ""),
+        (("devices", "cpu"), commands.BAD_INPUT, "cpu"),
+        (("advise", "good.keras", "--batch-size", "8"), commands.OK, ""),
+        (("advise", "text.keras", "--batch-size", "8"), 2, "cannot load"),
+        (("advise", "good.keras"), commands.BAD_INPUT, "--batch-size"),
+        (("check", "good.keras", *CHECK), commands.OK, ""),
+        (("check", "bad.keras", *CHECK), commands.UNHEALTHY, ""),
+        (("check", "text.keras", *CHECK), 2, "Keras cannot load"),
+        (("convert", "good.keras", *TO, "O2"), commands.OK, ""),
+        (("convert", "good.keras", *TO, "O9"), commands.BAD_INPUT, "O9"),
+        pytest.param(
+            ("demo", "--epochs", "1", "--seeds", "1"), 0, "", marks=installed
+        ),
+        (("demo", "--epochs", "0"), commands.BAD_INPUT, "epochs=0"),
+    ],
+)
+def test_every_command_runs_in_a_shell(folder, words, code, message):
+    words = [words[0], "--json", *words[1:]]
+    done = in_a_shell(folder, *words)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert bool(done.stdout) is (code != commands.BAD_INPUT)
+    if done.stdout:
+        assert json.loads(done.stdout)
+    (folder / "shell.keras").unlink(missing_ok=True)
 
 
 @installed

@@ -77,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
         "tfmix devices --json",
     )
     _add_check(added)
+    _add_advise(added)
     _add_convert(added)
     _add_demo(added)
     return parser
@@ -129,6 +130,21 @@ def _add_check(added: Any) -> None:
     )
     parser.add_argument(
         "--html", type=pathlib.Path, help="write a report to this file"
+    )
+
+
+def _add_advise(added: Any) -> None:
+    parser = _add(
+        added,
+        "advise",
+        commands.run_advise,
+        "shapes that keep 16-bit hardware waiting, and memory per policy",
+        "tfmix advise model.keras --batch-size 128",
+        "tfmix advise model.keras --batch-size 128 --json",
+    )
+    parser.add_argument("model", type=pathlib.Path, help="a .keras file")
+    parser.add_argument(
+        "--batch-size", type=int, required=True, help="rows of a training batch"
     )
 
 

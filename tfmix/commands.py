@@ -13,7 +13,7 @@ from rich import box, console, markup, table
 
 from tfmix import convert
 from tfmix.devices import devices, suited_policy
-from tfmix.numerics import check
+from tfmix.numerics import advise, check
 
 OK, UNHEALTHY, BAD_INPUT = 0, 1, 2
 
@@ -95,6 +95,18 @@ def run_check(options: argparse.Namespace) -> Outcome:
         notes.append(f"report: {options.html}")
     text = console.Group(report, *map(markup.escape, notes))
     return Outcome(text, data, OK if report.healthy else UNHEALTHY)
+
+
+def run_advise(options: argparse.Namespace) -> Outcome:
+    """Says where a saved model's shapes are slow, and what it weighs."""
+    try:
+        # An optimizer that was saved with the model has its slots counted.
+        model = load_model(options.model, compiled=True)
+    except ValueError:
+        # A loss of the user's own keeps no one from counting the rest.
+        model = load_model(options.model, compiled=False)
+    advice = advise.advise(model, options.batch_size)
+    return Outcome(advice, json.loads(advice.to_json()))
 
 
 def run_convert(options: argparse.Namespace) -> Outcome:

@@ -1,8 +1,7 @@
 """How much of a model 16-bit hardware can speed up, and what it weighs."""
 
 import dataclasses
-import html
-import io
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ import rich.markup
 import rich.table
 
 from tfmix import _arguments, _formats
-from tfmix.numerics import shapes
+from tfmix.numerics import printed, shapes
 
 # Tensor Cores work on multiples of 8 in 16 bit (NVIDIA's mixed-precision
 # guide), the MXU of a TPU on tiles of 128.
@@ -32,7 +31,6 @@ _POLICIES = {
 }
 # Adam's, where the model has no optimizer yet.
 _SLOTS = 2
-_WIDTH = 120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +79,7 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Advice:
+class Advice(printed.Printed):
     """What `advise` found; prints as a table.
 
     Attributes:
@@ -99,16 +97,9 @@ class Advice:
     def __rich__(self) -> rich.console.Group:
         return rich.console.Group(_layers(self), _bytes(self))
 
-    def __str__(self) -> str:
-        console = rich.console.Console(
-            file=io.StringIO(), width=_WIDTH, color_system=None
-        )
-        with console.capture() as captured:
-            console.print(self)
-        return captured.get()
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+    def to_json(self) -> str:
+        """Returns the advice as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
 
 
 def advise(model: keras.Model, batch_size: int) -> Advice:

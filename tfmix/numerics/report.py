@@ -1,8 +1,6 @@
 """What a check found: rows, a table, a figure, a page, a policy."""
 
 import dataclasses
-import html
-import io
 import json
 import math
 import os
@@ -10,15 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import rich.box
-import rich.console
 import rich.table
 
-from tfmix.numerics import probe, suggest, verdicts
+from tfmix.numerics import printed, probe, suggest, verdicts
 from tfmix.numerics import rows as table_rows
 from tfmix.policy import policy as policies
 
-# Wide enough for the longest line of advice; a terminal wraps it.
-_WIDTH = 160
 _STYLES = {
     verdicts.OK: "green",
     verdicts.OVERFLOW: "bold red",
@@ -29,7 +24,7 @@ _STYLES = {
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class NumericsReport:
+class NumericsReport(printed.Printed):
     """The result of `tfmix.check`; prints as a table.
 
     Attributes:
@@ -127,17 +122,6 @@ class NumericsReport:
             # Names and advice hold brackets, which rich would take for style.
             table.add_row(*map(rich.markup.escape, cells), style=style)
         return table
-
-    def __str__(self) -> str:
-        console = rich.console.Console(
-            file=io.StringIO(), width=_WIDTH, color_system=None
-        )
-        with console.capture() as captured:
-            console.print(self)
-        return captured.get()
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def _title(self) -> str:
         count = len({row.layer for row in self.faults})
