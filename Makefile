@@ -71,13 +71,11 @@ check: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_import_graph.py tests/test_sizes.py
 
-# Every benchmark also runs alone: python -m benchmarks.NAME
+# Prints the tables, keeps them in docs/benchmarks/ and makes docs/benchmarks.md
+# of them: an hour on two cores; ONLY="scale peers" for some, ONLY=--list for
+# their names. Each also runs alone: python -m benchmarks.NAME
 bench: $(STAMP)
-	@for file in $$(grep -l '^if __name__' benchmarks/*.py); do \
-	    name=benchmarks.$$(basename "$$file" .py); \
-	    echo "tfmix: $$name"; \
-	    $(BIN)/python -m "$$name" || exit 1; \
-	done
+	@$(BIN)/python -m benchmarks --save=docs $(ONLY)
 
 # The guide, into site/: offline, and every warning is an error.
 docs: $(STAMP)

@@ -1,6 +1,7 @@
 """What a fault does to a run under Keras's loss scaler and under tfmix's.
 
 python -m benchmarks.faults [--only NAME ...] [--systems NAME ...] [--json]
+                             [--save]
 
 `--systems masters flat split stochastic kahan` shows pure 16-bit variables.
 KERAS_BACKEND=jax runs the rows that need no `tf.distribute`.
@@ -20,9 +21,11 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import keras
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import results
 from benchmarks.fault_cases import catalogue, child, processes, systems
 from benchmarks.fault_cases.record import Fault, Outcome
 
@@ -158,8 +161,32 @@ def as_json(
     return json.dumps(rows, indent=2)
 
 
+def plain_table(
+    faults: list[Fault],
+    columns: Sequence[systems.System],
+    outcomes: dict[tuple[str, str], Outcome],
+) -> results.Table:
+    """Returns the table for the page, without colours."""
+
+    def cell(fault: Fault, system: systems.System) -> str:
+        if fault.name in system.inapplicable:
+            return f"does not apply: {system.inapplicable[fault.name]}"
+        outcome = outcomes[fault.name, system.name]
+        mark = "survives" if outcome.survived else "**lost**"
+        return f"{mark}: {outcome.text}"
+
+    rows = [
+        {"fault": fault.title}
+        | {system.name: cell(fault, system) for system in columns}
+        for fault in faults
+    ]
+    return results.Table(f"{len(faults)} faults", rows)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Parses, runs, prints; returns the exit status."""
+    words = sys.argv[1:] if arguments is None else arguments
+    run = results.Run("faults", words, keras.backend.backend())
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults")
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
     names = [each.name for each in systems.SYSTEMS]
@@ -170,7 +197,8 @@ def main(arguments: list[str] | None = None) -> int:
         choices=[*names, *(each.name for each in systems.SIXTEEN_BIT)],
     )
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
+    results.add_save(parser)
+    options = parser.parse_args(words)
     try:
         faults = [catalogue.by_name(name) for name in options.only]
     except ValueError as error:
@@ -189,6 +217,8 @@ def main(arguments: list[str] | None = None) -> int:
         Console(width=None if sys.stdout.isatty() else 120).print(
             table(faults, columns, outcomes)
         )
+    kept = run.record([plain_table(faults, columns, outcomes)])
+    results.publish(kept, options, shown=False)
     return _summary(columns, outcomes, report)
 
 

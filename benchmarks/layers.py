@@ -1,7 +1,8 @@
 """Sweeps every layer and activation of Keras in 16 bit against float32.
 
 Run it with `python -m benchmarks.layers`: it prints what is out of line in
-Keras, in tfmix, or in both, side by side. `--json PATH` writes all results.
+Keras, in tfmix, or in both, side by side. `--json PATH` writes all results,
+`--save` what is printed into docs/.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from benchmarks import (
     layer_measure,
     layer_recipe,
     layer_recipes,
+    results,
 )
 from benchmarks.layer_exceptions import reason
 
@@ -114,6 +116,22 @@ def table(rows: Iterable[Row]) -> rich.table.Table:
     return result
 
 
+def plain_table(rows: Sequence[Row]) -> results.Table:
+    """Returns the interesting rows for the page."""
+    shown = [
+        {
+            "layer": row.name,
+            "format": row.fmt,
+            "input": row.kind,
+            "Keras": str(row.keras),
+            "tfmix": str(row.tfmix),
+        }
+        for row in rows
+        if row.is_interesting
+    ]
+    return results.Table("Out of line", shown, f"{summary(rows)}.")
+
+
 def summary(rows: Sequence[Row]) -> str:
     """Counts what is out of line, in one line."""
     keras_out = sum(not row.keras.is_within(row.bound) for row in rows)
@@ -128,7 +146,9 @@ def summary(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the sweep; exit code 1 if tfmix has an unexplained row."""
-    options = _parse(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    run = results.Run("layers", words, keras.backend.backend(), "seed 11")
+    options = _parse(words)
     names = options.only or list(recipes())
     console = rich.console.Console()
     rows = []
@@ -144,6 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         text = json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
         Path(options.json).write_text(text)
+    results.publish(run.record([plain_table(rows)]), options, shown=False)
     return int(any(row.is_unexplained for row in rows))
 
 
@@ -164,6 +185,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=sorted(layer_deviation.BOUNDS),
     )
     parser.add_argument("--json", metavar="PATH", help="write all results")
+    results.add_save(parser)
     return parser.parse_args(arguments)
 
 

@@ -10,9 +10,9 @@ percent on the last sixty. Bytes are counted from the variables. Times are
 ratios of runs that alternate in this process.
 """
 
-import argparse
 import dataclasses
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +21,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from benchmarks import results
 from tfmix.scaling import bfloat16, master
 
 
@@ -96,6 +97,10 @@ def sunspots() -> Task:
     return Task("sunspots", train, test, model, score, epochs=60)
 
 
+_SCORES = {
+    "digits": "Score: accuracy in percent on the last 360 images.",
+    "sunspots": "Score: R2 in percent on the last sixty years.",
+}
 # Name: policy of the layers, and what is put around Adam.
 VARIANTS: dict[str, tuple[str, Callable]] = {
     "float32": ("float32", lambda adam: adam),
@@ -162,8 +167,8 @@ def fit(model: keras.Model, task: Task, epochs: int) -> float:
     return time.perf_counter() - start
 
 
-def run_task(task: Task, seeds: int, rounds: int = 7) -> None:
-    """Prints the table of one task."""
+def run_task(task: Task, seeds: int, rounds: int = 9) -> results.Table:
+    """Returns the table of one task."""
     scores: dict[str, list[float]] = {name: [] for name in VARIANTS}
     models = {}
     for seed in range(seeds):
@@ -177,16 +182,22 @@ def run_task(task: Task, seeds: int, rounds: int = 7) -> None:
     for _ in range(rounds):
         for name in VARIANTS:
             times[name].append(fit(models[name], task, epochs=1))
-    print(f"\n{task.name}: {task.epochs} epochs, {seeds} seeds")
-    print(f"{'variant':18}{'score':>16}{'bytes':>8}{'+slots':>8}{'step':>8}")
+    rows = []
     for name in VARIANTS:
-        spread = statistics.stdev(scores[name]) if seeds > 1 else 0.0
+        deviation = statistics.stdev(scores[name]) if seeds > 1 else 0.0
         ratios = np.divide(times[name], times["float32"])
-        mean = statistics.mean(scores[name])
-        print(
-            f"{name:18}{mean:9.2f} +-{spread:5.2f}{sizes[name][0]:8.2f}"
-            f"{sizes[name][1]:8.2f}{statistics.median(ratios):8.2f}"
+        rows.append(
+            {
+                "variant": name,
+                "score": f"{statistics.mean(scores[name]):.2f} ± "
+                f"{deviation:.2f}",
+                "bytes per parameter": sizes[name][0],
+                "with slots": sizes[name][1],
+                "epoch, ratio to float32": results.spread(ratios),
+            }
         )
+    title = f"{task.name}: {task.epochs} epochs, {seeds} seeds"
+    return results.Table(title, rows, _SCORES[task.name])
 
 
 def optimizer_step(flat: bool, layers: int) -> Callable[[], Any]:
@@ -211,41 +222,57 @@ def optimizer_step(flat: bool, layers: int) -> Callable[[], Any]:
     return lambda: int(step(*grads))
 
 
-def run_steps(layers: int = 400, rounds: int = 30, repeats: int = 5) -> None:
-    """Prints how long the flat masters' step takes against the plain one's."""
+def run_steps(
+    layers: int = 400, rounds: int = 30, repeats: int = 5
+) -> results.Table:
+    """Returns how long the flat masters' step takes against the plain one's."""
     steps = {flat: optimizer_step(flat, layers) for flat in (False, True)}
     for step in steps.values():
         step()
         step()
-    ratios = []
+    times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds):
-        seconds = {}
         for flat, step in steps.items():
             start = time.perf_counter()
             for _ in range(repeats):
                 step()
-            seconds[flat] = (time.perf_counter() - start) / repeats
-        ratios.append(seconds[True] / seconds[False])
-    low, middle, high = np.quantile(ratios, [0.1, 0.5, 0.9])
-    print(
-        f"\n{layers} layers ({2 * layers} variables), Adam, graph mode: flat / "
-        f"plain = {middle:.2f} (10 % to 90 %: {low:.2f} to {high:.2f}); last "
-        f"round {1e3 * seconds[True]:.1f} and {1e3 * seconds[False]:.1f} ms"
-    )
+            elapsed = (time.perf_counter() - start) / repeats
+            times[flat].append(1e3 * elapsed)
+    rows = [
+        {
+            "masters": "flat" if flat else "one by one",
+            "ms": results.spread(times[flat]),
+            "ratio": results.spread(np.divide(times[flat], times[False])),
+        }
+        for flat in times
+    ]
+    title = f"{layers} layers ({2 * layers} variables), Adam, graph mode"
+    return results.Table(title, rows)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = results.parser("master", __doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--task", choices=["digits", "sunspots"])
-    options = parser.parse_args(arguments)
-    if not options.steps:
-        for task in (digits, sunspots):
-            if options.task in (None, task.__name__):
-                run_task(task(), options.seeds)
-    run_steps()
+    options = parser.parse_args(words)
+    run = results.Run(
+        "master",
+        words,
+        keras.backend.backend(),
+        f"seeds 0 to {options.seeds - 1}; score: mean and standard deviation",
+    )
+    chosen = [] if options.steps else [digits, sunspots]
+    tables = [
+        run_task(task(), options.seeds)
+        for task in chosen
+        if options.task in (None, task.__name__)
+    ]
+    if keras.backend.backend() == "tensorflow":
+        tables.append(run_steps())
+    results.publish(run.record(tables), options)
 
 
 if __name__ == "__main__":

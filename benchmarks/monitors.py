@@ -4,14 +4,16 @@ Run `python -m benchmarks.monitors`. Runs alternate, so that a machine that
 slows down slows both; the table shows the median ratio and its spread.
 """
 
-import argparse
+import os
+import sys
 import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
-import rich.console
-import rich.table
 
+from benchmarks import results
 from tfmix import callbacks
 from tfmix.scaling import optimizer as scaling
 
@@ -66,15 +68,22 @@ def ratios(
     return np.array([with_it / without for with_it, without in pairs])
 
 
-def main() -> None:
-    """Measures and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints and, if asked, keeps the table."""
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = results.parser("monitors", __doc__)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--jit", action="store_true", help="compile with XLA")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
+    run = results.Run(
+        "monitors",
+        words,
+        keras.backend.backend(),
+        f"seed 0; {options.rounds} rounds of {options.steps} steps in turns",
+    )
     model = build(options.jit)
-    table = rich.table.Table("callback", "ratio", "from", "to")
+    rows = []
     for name, monitor in (
         ("none", keras.callbacks.Callback()),
         ("LossScaleMonitor()", callbacks.LossScaleMonitor()),
@@ -82,8 +91,16 @@ def main() -> None:
     ):
         found = ratios(model, monitor, options.steps, options.rounds)
         low, middle, high = np.percentile(found, [25, 50, 75])
-        table.add_row(name, f"{middle:.3f}", f"{low:.3f}", f"{high:.3f}")
-    rich.console.Console().print(table)
+        rows.append(
+            {
+                "callback": name,
+                "ratio (median)": float(middle),
+                "quartiles": f"{low:.3f} to {high:.3f}",
+            }
+        )
+    title = f"Dense network, batch {BATCH}, width {WIDTH}, mixed_float16"
+    table = results.Table(title, rows)
+    results.publish(run.record([table]), options)
 
 
 if __name__ == "__main__":

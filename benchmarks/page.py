@@ -1,0 +1,163 @@
+"""The page of results, made from records: text in, Markdown out."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks import catalogue
+
+_INTRODUCTION = """\
+# Benchmarks
+
+<!-- Made by `make bench`; what is written here by hand is lost. -->
+
+`make bench` measures every table of this page and makes the page anew; `make
+bench ONLY="scale peers"` some of them. Each section keeps its last result
+until it is measured again, so dates and machines may differ between sections:
+each names its own. The same figures, as JSON, lie in `docs/benchmarks/`.
+
+A cell such as 1.06 (1.02 to 1.11) is a median with the smallest and the
+largest run. A ratio is taken between runs that took turns, so that a slow
+moment of the machine hits both; on two cores, trust no difference below 0.05.
+"""
+# Three digits: no timing here is better than a percent.
+_DIGITS = 3
+
+
+def cell(value: Any) -> str:
+    """Returns a cell as text.
+
+    Args:
+        value: Text, a number, a truth value, `None`, or a dict with
+            `median`, `low` and `high`.
+
+    Example:
+        >>> cell(None), cell(1234.5), cell(0.01234)
+        ('–', '1,234', '0.0123')
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, dict):
+        middle, low, high = (
+            cell(value[key]) for key in ("median", "low", "high")
+        )
+        return f"{middle} ({low} to {high})"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return _number(value)
+    return str(value)
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 100:
+        return f"{value:,.0f}"
+    # Ratios near 1 line up: 0.98 and 1.02, not 0.984 and 1.02.
+    before = max(0, math.floor(math.log10(size)) + 1)
+    if 0.1 <= size < 1:
+        return f"{value:.2f}"
+    decimals = _DIGITS - before if before else _zeros(size) + _DIGITS
+    return f"{value:.{max(decimals, 0)}f}"
+
+
+def _zeros(size: float) -> int:
+    """Counts the zeros behind the point of a number below 0.1."""
+    return -math.floor(math.log10(size)) - 1
+
+
+def render(records: Sequence[dict[str, Any]]) -> str:
+    """Returns the whole page.
+
+    Args:
+        records: As `results.Run.record` returns them, in any order.
+    """
+    sections = [_INTRODUCTION]
+    for benchmark in catalogue.BENCHMARKS:
+        own = [r for r in records if _is_of(r, benchmark.name)]
+        sections.append(section(benchmark, own))
+    return "\n".join(sections)
+
+
+def _is_of(record: dict[str, Any], name: str) -> bool:
+    return record["name"].split("/")[0] == name
+
+
+def section(
+    benchmark: catalogue.Benchmark, records: Sequence[dict[str, Any]]
+) -> str:
+    """Returns the part of the page on one benchmark."""
+    lines = [f"## {benchmark.title}", "", benchmark.about, ""]
+    if not records:
+        lines += [benchmark.missing, ""]
+    backends = list(benchmark.backends)
+
+    def order(record: dict[str, Any]) -> int:
+        backend = record["backend"]
+        return backends.index(backend) if backend in backends else 0
+
+    for record in sorted(records, key=order):
+        lines += _lines(record)
+    return "\n".join(lines)
+
+
+def _lines(record: dict[str, Any]) -> Iterator[str]:
+    """Yields the lines of one record: tables, then what they were."""
+    for table in record["tables"]:
+        yield f"**{_escaped(table['title'])}**"
+        yield ""
+        yield from _table(table["rows"])
+        yield ""
+        if table["note"]:
+            yield _escaped(table["note"])
+            yield ""
+    yield _provenance(record)
+    yield ""
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    if not rows:
+        yield "Nothing to show."
+        return
+    columns = list(rows[0])
+    yield _row(columns)
+    numbers = [_is_number(rows[0][column]) for column in columns]
+    yield _row(["--:" if number else "---" for number in numbers])
+    for row in rows:
+        yield _row([_escaped(cell(row.get(column))) for column in columns])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | dict)
+
+
+def _escaped(text: str) -> str:
+    # A bar ends a cell; a line break ends the table; `<` opens a tag.
+    text = " ".join(text.split())
+    return text.replace("|", r"\|").replace("<", "&lt;")
+
+
+def _provenance(record: dict[str, Any]) -> str:
+    machine, versions = record["machine"], record["versions"]
+    what = ", ".join(f"{name} {value}" for name, value in versions.items())
+    parts = [
+        f"{record['date']}, {record['seconds']} s, `{record['command']}`",
+        f"{machine['cpu']}, {machine['cores']} cores, "
+        f"{machine['memory_gb']} GB, {machine['system']}"
+        + (f", {machine['gpu']}" if machine.get("gpu") else ""),
+        what,
+        f"load average {record['load']} at the start",
+    ]
+    if record["how"]:
+        parts.append(_escaped(record["how"]))
+    return f"<small>{'; '.join(parts)}</small>"

@@ -1,0 +1,197 @@
+"""A benchmark's result: tables on the screen, a JSON file for the page.
+
+A benchmark builds `Table`s and hands them to `publish`. Every cell is text, a
+number, or `spread(values)`; screen, page and JSON are made from the same rows.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import rich.box
+import rich.console
+import rich.markup
+import rich.table
+
+from benchmarks import machine, page
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+_PIPE_WIDTH = 140
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows under a title.
+
+    Attributes:
+        title: What the rows have in common.
+        rows: Column to value, the same columns in each.
+        note: A sentence below the table.
+    """
+
+    title: str
+    rows: Sequence[Mapping[str, Any]]
+    note: str = ""
+
+
+@dataclasses.dataclass
+class Run:
+    """What a measurement needs to be repeated, gathered while it runs.
+
+    Attributes:
+        name: The benchmark's name, `"gpu/transformer"` for a part that is
+            kept on its own.
+        arguments: The words after `python -m benchmarks.NAME`.
+        backend: The Keras backend, or empty.
+        how: Seeds, runs and what the spread is, in a sentence.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    backend: str = ""
+    how: str = ""
+    begun: float = dataclasses.field(default_factory=time.monotonic)
+    load: float = dataclasses.field(default_factory=machine.load)
+
+    def record(
+        self, tables: Sequence[Table], versions: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Returns the result as plain JSON values."""
+        hidden = ("--save", "--json")
+        words = [w for w in self.arguments if w.split("=")[0] not in hidden]
+        module = self.name.split("/")[0]
+        command = " ".join(["python", "-m", f"benchmarks.{module}", *words])
+        if self.backend:
+            command = f"KERAS_BACKEND={self.backend} {command}"
+        now = datetime.datetime.now(datetime.UTC)
+        return {
+            "name": self.name,
+            "backend": self.backend,
+            "command": command,
+            "date": now.strftime("%Y-%m-%d %H:%M UTC"),
+            "seconds": round(time.monotonic() - self.begun),
+            "how": self.how,
+            "load": self.load,
+            "machine": machine.describe(),
+            "versions": machine.versions(versions),
+            "tables": [dataclasses.asdict(table) for table in tables],
+        }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Returns a cell with the median and the extremes of some runs.
+
+    Example:
+        >>> spread([1.0, 4.0, 2.0])
+        {'median': 2.0, 'low': 1.0, 'high': 4.0, 'runs': 3}
+    """
+    return {
+        "median": float(np.median(values)),
+        "low": float(np.min(values)),
+        "high": float(np.max(values)),
+        "runs": len(values),
+    }
+
+
+def parser(name: str, doc: str) -> argparse.ArgumentParser:
+    """Returns a parser with the options that every benchmark has."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0]
+    )
+    made.add_argument(
+        "--json", action="store_true", help="print JSON instead of tables"
+    )
+    add_save(made)
+    return made
+
+
+def add_save(parser: argparse.ArgumentParser) -> None:
+    """Adds the option `--save`, the path of the guide or `None`."""
+    parser.add_argument(
+        "--save",
+        type=pathlib.Path,
+        nargs="?",
+        const=DOCS,
+        metavar="DOCS",
+        help="write the result and its page into docs/, or another folder",
+    )
+
+
+def publish(
+    record: dict[str, Any],
+    options: argparse.Namespace,
+    shown: bool = True,
+) -> None:
+    """Prints a record and, if asked for, keeps it.
+
+    Args:
+        record: As `Run.record` returns it.
+        options: With `json` and `save`, as `parser` makes them.
+        shown: Whether to print at all; not where the benchmark has printed
+            tables of its own.
+    """
+    if shown and options.json:
+        print(json.dumps(record, indent=1))
+    elif shown:
+        show(record)
+    if options.save:
+        path = save(record, options.save)
+        print(f"saved: {path}", file=sys.stderr)
+
+
+def show(record: dict[str, Any]) -> None:
+    """Prints the tables of a record."""
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    console = rich.console.Console(width=width)
+    for table in record["tables"]:
+        if not table["rows"]:
+            console.print(f"{table['title']}: nothing to show", markup=False)
+            continue
+        drawn = rich.table.Table(
+            *table["rows"][0],
+            title=rich.markup.escape(table["title"]),
+            box=rich.box.SIMPLE_HEAD,
+            caption=table["note"] or None,
+            caption_justify="left",
+        )
+        for row in table["rows"]:
+            cells = [page.cell(value) for value in row.values()]
+            drawn.add_row(*map(rich.markup.escape, cells))
+        console.print(drawn)
+
+
+def save(record: dict[str, Any], docs: pathlib.Path = DOCS) -> pathlib.Path:
+    """Writes a record, over the last one of its kind, and makes the page.
+
+    Returns:
+        The file written, `docs/benchmarks/NAME-BACKEND.json`.
+    """
+    folder = docs / "benchmarks"
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [record["name"].replace("/", "-"), record["backend"]]
+    path = folder / ("-".join(filter(None, parts)) + ".json")
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_page(docs)
+    return path
+
+
+def saved(docs: pathlib.Path = DOCS) -> list[dict[str, Any]]:
+    """Returns the records that were kept, by name."""
+    return [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted((docs / "benchmarks").glob("*.json"))
+    ]
+
+
+def write_page(docs: pathlib.Path = DOCS) -> pathlib.Path:
+    """Makes `docs/benchmarks.md` from the records that are there."""
+    path = docs / "benchmarks.md"
+    path.write_text(page.render(saved(docs)), encoding="utf-8")
+    return path
