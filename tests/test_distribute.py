@@ -283,3 +283,21 @@ def test_variables_are_whole_again_after_an_error():
     with pytest.raises(KeyError, match="planted"):
         strategy.run(fail)
     assert weight.value is value
+
+
+def test_scale_and_counters_are_read_inside_the_scope_as_outside():
+    train = Trainer({"initial_scale": 1024.0})
+    train([1.0, 2.0, 3.0], [np.inf, 2.0, 3.0])
+
+    def seen():
+        optimizer = train.optimizer
+        optimizer.check_health()
+        counts = (optimizer.skipped_steps, optimizer.consecutive_skips)
+        return optimizer.loss_scale, counts, optimizer.overflow_counts
+
+    with train.strategy.scope():
+        inside = seen()
+        train.optimizer.loss_scale = 64.0
+        assert train.optimizer.loss_scale == 64.0
+    assert inside == (512.0, (1, 1), {"weight": 1})
+    assert seen() == (64.0, (1, 1), {"weight": 1})

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import ops, tree
+from keras import ops
 
 from tfmix import _arguments
 from tfmix.scaling import delegation, storage, strategy
@@ -24,7 +24,10 @@ class KeepsScaleState(delegation.DelegatesToInner):
     @property
     def loss_scale(self) -> float:
         """The loss scale in force; reading it waits for the device."""
-        return float(self.rule.current(tree.map_structure(_host, self.state())))
+        # Of the variables, not of their values: in the scope of a strategy
+        # NumPy cannot read the value of a mirrored one.
+        state = self._state_type(*map(_host, self._state_variables()))
+        return float(self.rule.current(state))
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
