@@ -35,6 +35,7 @@ class Run:
         losses: Training loss of each epoch (or step), for the picture.
         columns: Further columns of the table by their headings. Numbers are
             added up over the seeds, other values listed.
+        curve: Another number of each step, for the picture's second half.
     """
 
     variant: str
@@ -43,6 +44,7 @@ class Run:
     twin: str = "float32"
     losses: tuple[float, ...] = ()
     columns: dict[str, Any] = dataclasses.field(default_factory=dict)
+    curve: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +55,13 @@ class Outcome:
         runs: One per variant and seed.
         claims: Sentences, and whether each came true.
         plot: The picture's file, `None` without one.
+        unit: What the scores are; the table's heading.
     """
 
     runs: tuple[Run, ...]
     claims: dict[str, bool]
     plot: str | None = None
+    unit: str = "test accuracy"
 
     @property
     def healthy(self) -> bool:
@@ -227,17 +231,19 @@ def close(runs: Sequence[Run], variant: str, least: float = 0.01) -> bool:
     return bool(abs(distance) <= max(noise, least))
 
 
-def drawn(outcome: Outcome, unit: str = "test accuracy") -> table.Table:
+def drawn(outcome: Outcome) -> table.Table:
     """Returns the table, one row per variant, for rich to print."""
     names = list(dict.fromkeys(run.variant for run in outcome.runs))
     headings = list(
         dict.fromkeys(key for run in outcome.runs for key in run.columns)
     )
     rows = table.Table(
-        *("variant", f"{unit}\nmean (range)", "less its twin's\n(seed noise)"),
+        *("variant", f"{outcome.unit}\nmean (range)", "to its twin\n(seed noise)"),
         *headings,
         box=box.SIMPLE_HEAD,
     )
+    for column in rows.columns:
+        column.no_wrap = True
     for name in names:
         own = outcome.of(name)
         scores = [run.score for run in own]
@@ -247,7 +253,8 @@ def drawn(outcome: Outcome, unit: str = "test accuracy") -> table.Table:
             compared = f"{100 * distance:+.2f}\n({100 * noise:.2f})"
         rows.add_row(
             name,
-            f"{np.mean(scores):.2%}\n({min(scores):.2%} - {max(scores):.2%})",
+            f"{np.mean(scores):.2%}\n"
+            f"({100 * min(scores):.2f}-{100 * max(scores):.2f})",
             compared,
             *(_cell([run.columns.get(key) for run in own]) for key in headings),
         )

@@ -15,7 +15,7 @@ def losses(
     out: str | None,
     name: str,
     title: str,
-    unit: str = "epoch",
+    curve: str = "",
 ) -> str | None:
     """Draws each variant's training loss: the mean, and a band of the seeds.
 
@@ -24,7 +24,8 @@ def losses(
         out: The folder, made if it is missing; empty or `None` for none.
         name: The file's name without its ending.
         title: Stands above the axes.
-        unit: What one loss belongs to. Defaults to `"epoch"`.
+        curve: What the runs' `curve` shows; it is drawn beside the losses,
+            of each variant's first seed. Defaults to `""`: it is not drawn.
 
     Returns:
         The file, or `None` if none was drawn.
@@ -35,17 +36,25 @@ def losses(
         from matplotlib import figure
     except ModuleNotFoundError:
         return None
-    drawn = figure.Figure(figsize=(7, 4), layout="constrained")
-    axes = drawn.subplots()
+    drawn = figure.Figure(figsize=(11 if curve else 7, 4), layout="constrained")
+    drawn.suptitle(title)
+    panels = drawn.subplots(1, 2 if curve else 1, squeeze=False)[0]
     variants = list(dict.fromkeys(run.variant for run in runs))
     for number, variant in enumerate(variants):
-        own = np.array([run.losses for run in runs if run.variant == variant])
-        steps = np.arange(1, own.shape[1] + 1)
+        own = [run for run in runs if run.variant == variant]
+        values = np.array([run.losses for run in own])
         style = _STYLES[number % len(_STYLES)]
-        axes.plot(steps, own.mean(axis=0), style, label=variant)
-        axes.fill_between(steps, own.min(axis=0), own.max(axis=0), alpha=0.15)
-    axes.set(xlabel=unit, ylabel="training loss", yscale="log", title=title)
-    axes.legend()
+        steps = np.arange(1, values.shape[1] + 1)
+        low, high = values.min(axis=0), values.max(axis=0)
+        panels[0].plot(steps, values.mean(axis=0), style, label=variant)
+        panels[0].fill_between(steps, low, high, alpha=0.15)
+        if curve:
+            panels[1].plot(own[0].curve, style, label=variant)
+    panels[0].set(xlabel="epoch", ylabel="training loss", yscale="log")
+    if curve:
+        panels[1].set(xlabel="step", ylabel=f"{curve}, first seed")
+        panels[1].set_yscale("log", base=2)
+    panels[0].legend()
     return save(drawn, out, name)
 
 
