@@ -61,7 +61,7 @@ class Outcome:
     runs: tuple[Run, ...]
     claims: dict[str, bool]
     plot: str | None = None
-    unit: str = "test accuracy"
+    unit: str = "accuracy"
 
     @property
     def healthy(self) -> bool:
@@ -232,18 +232,25 @@ def close(runs: Sequence[Run], variant: str, least: float = 0.01) -> bool:
 
 
 def drawn(outcome: Outcome) -> table.Table:
-    """Returns the table, one row per variant, for rich to print."""
+    """Returns the table, one row per variant, for rich to print.
+
+    Args:
+        outcome: The runs, and what their score is.
+
+    Returns:
+        For each variant the mean of its score over the seeds and the range,
+        the distance to its twin and the noise of the seeds, and the runs'
+        own columns.
+    """
     names = list(dict.fromkeys(run.variant for run in outcome.runs))
     headings = list(
         dict.fromkeys(key for run in outcome.runs for key in run.columns)
     )
     rows = table.Table(
-        *("variant", f"{outcome.unit}\nmean (range)", "to its twin\n(seed noise)"),
+        *("variant", f"{outcome.unit}\n%, (range)", "to twin\n(noise)"),
         *headings,
         box=box.SIMPLE_HEAD,
     )
-    for column in rows.columns:
-        column.no_wrap = True
     for name in names:
         own = outcome.of(name)
         scores = [run.score for run in own]
@@ -253,8 +260,8 @@ def drawn(outcome: Outcome) -> table.Table:
             compared = f"{100 * distance:+.2f}\n({100 * noise:.2f})"
         rows.add_row(
             name,
-            f"{np.mean(scores):.2%}\n"
-            f"({100 * min(scores):.2f}-{100 * max(scores):.2f})",
+            f"{100 * np.mean(scores):.2f}\n"
+            f"({100 * min(scores):.1f}-{100 * max(scores):.1f})",
             compared,
             *(_cell([run.columns.get(key) for run in own]) for key in headings),
         )

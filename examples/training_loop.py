@@ -134,8 +134,7 @@ def train(
         twin=variant.twin,
         losses=tuple(losses),
         columns={
-            "batches": len(applied),
-            "applied": sum(applied),
+            "lost\nbatches": len(applied) - sum(applied),
             "skipped\nsteps": optimizer.skipped_steps,
             "final\nscale": f"2^{np.log2(scales[-1]):g}",
         },
@@ -225,7 +224,7 @@ def run(
         "all in one started at a scale that overflows, and no batch was lost": (
             all(
                 run.columns["skipped\nsteps"] > 0
-                and run.columns["applied"] == run.columns["batches"]
+                and run.columns["lost\nbatches"] == 0
                 for run in whole
             )
         ),

@@ -111,7 +111,7 @@ def test_the_table_has_a_row_per_variant_and_adds_up_its_numbers(capsys):
     assert common.finish(outcome) == 1
     out = capsys.readouterr().out
     half = next(line for line in out.splitlines() if "half" in line)
-    assert half.split() == ["half", "90.00%", "-2.00", "6", "2^15"]
+    assert half.split() == ["half", "90.00", "-2.00", "6", "2^15"]
     assert "true: It learns." in out
     assert "FALSE: It flies." in out
 
