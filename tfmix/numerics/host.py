@@ -10,6 +10,8 @@ from typing import Any
 
 import keras
 
+from tfmix.policy import nested
+
 
 def is_structure(layer: Any) -> bool:
     """Says whether a layer only connects others: Sequential, Functional."""
@@ -60,11 +62,16 @@ def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
             write into a `DTypePolicyMap`, which is the user's.
     """
     before = {layer: vars(layer)["_dtype_policy"] for layer in plan}
+    undo = []
     try:
         for layer, policy in plan.items():
             object.__setattr__(layer, "_dtype_policy", policy)
+            if policy is not before[layer]:
+                undo.append(nested.widen_inputs(layer))
         yield
     finally:
+        for restore in reversed(undo):
+            restore()
         for layer, policy in before.items():
             object.__setattr__(layer, "_dtype_policy", policy)
 

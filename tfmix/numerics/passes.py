@@ -75,7 +75,9 @@ def sixteen_bit(
         leaves = probe.floats(outputs)
         if all(map(host.is_number, [*leaves, *call.tensors])):
             signatures[call.key] = _signature(call, leaves, fmt)
-            made.update({id(leaf): call.key for leaf in leaves})
+            for leaf in leaves:
+                # What a layer hands on from one inside it is the inner one's.
+                made.setdefault(id(leaf), call.key)
             alive.append(leaves)
         return outputs
 

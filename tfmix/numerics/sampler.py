@@ -184,7 +184,8 @@ class Sampler:
                 tokens[index],
                 lambda grad: measures.vector(grad, self._limits),
             )
-            made[id(sent)] = index
+            # What a layer hands on from one inside it is the inner one's.
+            made[id(sent)] = made.get(id(leaves[0]), index)
             alive.append(sent)
             return probe.replaced(outputs, [sent, *leaves[1:]])
 

@@ -37,7 +37,7 @@ def policy(report: Any, *, progress: bool) -> policies.Policy:
 
         def healthy(names: Names) -> bool:
             bar.update(task, advance=1, description=f"Trying {len(names)}")
-            return bool(report.again(with_layers(report, names)).healthy)
+            return _heals(report, names)
 
         names = _enough(report, lambda: bar.advance(task))
         return with_layers(report, fewest(names, healthy))
@@ -81,6 +81,15 @@ def fewest(names: Names, healthy: Callable[[Names], bool]) -> Names:
                 start += size
         size //= 2
     return names
+
+
+def _heals(report: Any, names: Names) -> bool:
+    try:
+        return bool(report.again(with_layers(report, names)).healthy)
+    except Exception:
+        # A layer of the user's adds 16-bit inputs to what a float32 layer
+        # inside it returns: each backend has an error of its own for that.
+        return False
 
 
 def _enough(report: Any, step: Callable[[], None]) -> Names:

@@ -30,6 +30,10 @@ _SAME_DIRECTION = {"float16": 1.0, "bfloat16": 0.8}
 
 # Most of a tensor below the normal range is underflow, whatever else it is.
 _MOST = 0.5
+# An error above this is more than that of numbers rounded to full precision.
+_ROUNDING = 0.01
+# Below the normal range digits go with every layer further down.
+_LOW_TOLERANCE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Finding:
         latent: Whether the fault is known from the layer's making and did
             not show on this batch.
         note: What was seen, in words.
+        was_low: Whether most of the gradient it was given lies below the
+            normal range already.
     """
 
     layer: str
@@ -57,6 +63,17 @@ class Finding:
     given: bool = False
     latent: bool = False
     note: str = ""
+    was_low: bool = False
+
+    @property
+    def opens_underflow(self) -> bool:
+        """Whether it turns a gradient in range into one mostly below it."""
+        return (
+            self.phase == BACKWARD
+            and _is_low(self.gap)
+            and not self.was_low
+            and self.gap.relative_error > _ROUNDING
+        )
 
     @property
     def rank(self) -> tuple[bool, bool, bool, bool, int, int]:
@@ -95,7 +112,10 @@ def of_gradient(gap: compare.Gap, limits: _formats.Format) -> str:
     Returns:
         The verdict.
     """
-    verdict = _of_gap(gap, BACKWARD_TOLERANCES[limits.name])
+    tolerance = BACKWARD_TOLERANCES[limits.name]
+    if _is_low(gap):
+        tolerance = _LOW_TOLERANCE
+    verdict = _of_gap(gap, tolerance)
     if verdict == INACCURATE and gap.cosine > _SAME_DIRECTION[limits.name]:
         return OK
     return verdict
@@ -109,8 +129,11 @@ def _of_gap(gap: compare.Gap, tolerance: float) -> str:
         return NOT_FINITE if gap.only_nan and inside else OVERFLOW
     if gap.relative_error <= tolerance:
         return OK
-    low = gap.flushed + gap.subnormal
-    return UNDERFLOW if low > _MOST else INACCURATE
+    return UNDERFLOW if _is_low(gap) else INACCURATE
+
+
+def _is_low(gap: compare.Gap) -> bool:
+    return gap.flushed + gap.subnormal > _MOST
 
 
 def forward(
@@ -145,13 +168,18 @@ def backward(
     if found.incoming is None or found.weights is None or found.inputs is None:
         return None
     incoming = of_gradient(found.incoming, limits)
+    was_low = _is_low(found.incoming)
     if incoming != OK:
-        return Finding(layer, BACKWARD, incoming, found.incoming, order, True)
+        return Finding(
+            layer, BACKWARD, incoming, found.incoming, order, True, was_low=True
+        )
     gaps = [found.weights, *([found.inputs] if reaches_weights else [])]
     worst = max(gaps, key=_badness)
     given = of_output(found.arguments, limits) != OK
     verdict = of_gradient(worst, limits)
-    return Finding(layer, BACKWARD, verdict, worst, order, given)
+    return Finding(
+        layer, BACKWARD, verdict, worst, order, given, was_low=was_low
+    )
 
 
 def _badness(gap: compare.Gap) -> tuple[float, float]:

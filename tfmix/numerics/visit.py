@@ -65,7 +65,8 @@ class Visit:
         while self.judge.scale > _FLOOR and self._overflows_backward():
             lower = max(self.judge.scale / _STEP_DOWN, _FLOOR)
             self._judge_all(dataclasses.replace(self.judge, scale=lower))
-        self.findings = _worst(_attributed(self.findings, found))
+        traced = _traced_back(self.findings)
+        self.findings = _worst(_attributed(traced, found))
 
     def _judge_all(self, judge: local.Judge) -> None:
         self.judge = judge
@@ -182,6 +183,34 @@ def _attributed(
         else finding
         for finding in findings
     ]
+
+
+def _traced_back(
+    findings: Sequence[verdicts.Finding],
+) -> list[verdicts.Finding]:
+    """Blames gradients that underflow on the layer that made them small.
+
+    The digits go little by little on the way from there, and what is left
+    crosses the tolerance some layers later.
+    """
+    result = list(findings)
+    for index, victim in enumerate(findings):
+        if victim.phase != verdicts.BACKWARD or not victim.was_low:
+            continue
+        if victim.verdict != verdicts.UNDERFLOW:
+            continue
+        result[index] = dataclasses.replace(victim, given=True)
+        makers = [
+            (finding.order, position)
+            for position, finding in enumerate(findings)
+            if finding.opens_underflow and finding.order > victim.order
+        ]
+        if makers:
+            position = min(makers)[1]
+            result[position] = dataclasses.replace(
+                findings[position], verdict=verdicts.UNDERFLOW
+            )
+    return result
 
 
 def _worst(findings: Sequence[verdicts.Finding]) -> list[verdicts.Finding]:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix.policy import inputs, layers, plan, wrapping
+from tfmix.policy import inputs, layers, nested, plan, wrapping
 
 Undo = Callable[[], None]
 
@@ -38,6 +38,7 @@ def set_dtypes(steps: Iterable[plan.Step]) -> Undo:
         before = step.layer.variable_dtype
         undo.append(_set_policy(step.layer, step.policy, mixed))
         undo.append(_cast_variables(step.layer, before))
+        undo.append(nested.widen_inputs(step.layer))
     for step in reversed(steps):
         # Inner layers first: a nested model returns what they return.
         undo.append(_set_spec(step.layer))
