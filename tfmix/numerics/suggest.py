@@ -40,6 +40,8 @@ def policy(report: Any, *, progress: bool) -> policies.Policy:
             return _heals(report, names)
 
         names = _enough(report, lambda: bar.advance(task))
+        # What holds the most is tried first, to be left out.
+        names = tuple(sorted(names, key=lambda name: -_breadth(report, name)))
         return with_layers(report, fewest(names, healthy))
 
 
@@ -124,9 +126,13 @@ def _parts(report: Any, name: str) -> list[str]:
     inner = [
         target.name
         for target in report.targets.values()
-        if report.targets[name].name in target.inside
+        if name in target.inside
     ]
     return [name, *inner]
+
+
+def _breadth(report: Any, name: str) -> int:
+    return len(_parts(report, name))
 
 
 def _outputs(report: Any) -> list[str]:
