@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests import helpers
+from tests import helpers, quick_compile
 from tfmix import convert
 
 # The smallest member of each family, and the smallest input it takes.
@@ -25,10 +25,14 @@ SMALLEST = {
     "Xception": 71,
 }
 QUICK = ("MobileNet", "MobileNetV2", "VGG16")
+if keras.backend.backend() == "jax":
+    # XLA compiles for ten seconds and more before each of their steps.
+    QUICK = QUICK[:1]
 PREPROCESSING = {"Rescaling", "Normalization"}
 # From about 50 layers on, roundings add up: the square root of the depth
 # times the tolerance of one layer, on probabilities.
 DEPTH = 16
+TENSORFLOW = keras.backend.backend() == "tensorflow"
 
 
 def build(name):
@@ -40,10 +44,14 @@ def build(name):
     return model, x.astype("float32")
 
 
+@quick_compile.quick_compile()
 def convert_train_and_undo(name, policy):
     model, x = build(name)
-    # Tracing these takes longer than running them once.
-    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    # Under TensorFlow, tracing these takes longer than running them once;
+    # under JAX every operation of an eager step is compiled by itself.
+    model.compile(
+        "sgd", "sparse_categorical_crossentropy", run_eagerly=TENSORFLOW
+    )
     before = model.predict(x, verbose=0)
     weights = model.get_weights()
     report = convert.apply_policy(model, policy)
@@ -90,7 +98,7 @@ def train_one_step(model, x):
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_three_families_convert_train_and_come_back(name):
+def test_quick_families_convert_train_and_come_back(name):
     policy = "mixed_bfloat16" if name == "MobileNet" else "mixed_float16"
     convert_train_and_undo(name, policy)
 
