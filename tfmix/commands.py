@@ -5,6 +5,8 @@ import dataclasses
 import importlib
 import json
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import keras
@@ -85,7 +87,7 @@ def run_check(options: argparse.Namespace) -> Outcome:
             f"The model could not be checked on {str(options.data)!r}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    data = {**json.loads(report.to_json()), "notes": notes}
+    data = json.loads(report.to_json())
     if options.suggest:
         suggested = report.suggested_policy(progress=not options.json)
         data["suggested_policy"] = repr(suggested)
@@ -93,6 +95,7 @@ def run_check(options: argparse.Namespace) -> Outcome:
     if options.html:
         report.to_html(options.html)
         notes.append(f"report: {options.html}")
+    data["notes"] += notes
     text = console.Group(report, *map(markup.escape, notes))
     return Outcome(text, data, OK if report.healthy else UNHEALTHY)
 
@@ -151,6 +154,46 @@ def run_demo(options: argparse.Namespace) -> Outcome:
     report = digits.run(out=options.out, quiet=options.json, **settings)
     code = OK if report.healthy else UNHEALTHY
     return Outcome(report.table(), report.to_dict(), code)
+
+
+def run_bench(options: argparse.Namespace) -> Outcome:
+    """Runs the benchmarks of the checkout, each in a process of its own."""
+    root = pathlib.Path(__file__).parents[1]
+    if not (root / "benchmarks" / "__main__.py").is_file():
+        raise ImportError(
+            "The benchmarks lie in tfmix's repository and are not installed "
+            f"with it. Received: an installation in {str(root)!r}. Run `tfmix "
+            "bench` from a checkout, after `pip install -e .` there."
+        )
+    known = json.loads(_benchmarks(root, ["--list", "--json"]).stdout)
+    if unknown := [name for name in options.names if name not in known]:
+        raise ValueError(
+            f"There is no such benchmark. Received: {unknown!r}. There are: "
+            f"{', '.join(known)}. Without a name, all are run."
+        )
+    if options.list:
+        return Outcome("\n".join(known), known)
+    json_only = ["--json"] if options.json else []
+    ran = _benchmarks(root, [*options.names, *json_only], options.json)
+    if options.json and not ran.stdout:
+        raise ImportError("The benchmarks did not start; see above.")
+    data = json.loads(ran.stdout) if options.json else None
+    done = ", ".join(options.names or known)
+    text = f"failed, see above: {done}" if ran.returncode else f"done: {done}"
+    return Outcome(text, data, UNHEALTHY if ran.returncode else OK)
+
+
+def _benchmarks(
+    root: pathlib.Path, words: list[str], captured: bool = True
+) -> subprocess.CompletedProcess:
+    """Runs `python -m benchmarks`; its messages and tables are shown."""
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *words],
+        cwd=root,
+        stdout=subprocess.PIPE if captured else None,
+        text=True,
+        check=False,
+    )
 
 
 def load_model(path: pathlib.Path, compiled: bool) -> keras.Model:

@@ -9,6 +9,7 @@ from absl import logging
 
 from tfmix import _arguments
 from tfmix.callbacks import event_file, scale_log
+from tfmix.numerics import unscaled
 
 
 class LossScaleMonitor(keras.callbacks.Callback):
@@ -84,7 +85,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the optimizer and notes where the run starts."""
-        self._watched = _scaling_optimizer(self.model.optimizer)
+        self._watched = _scaling_optimizer(self.model)
         if self._watched is None:
             return
         if self.log_dir is not None:
@@ -158,8 +159,9 @@ class LossScaleMonitor(keras.callbacks.Callback):
         )
 
 
-def _scaling_optimizer(optimizer: Any) -> Any:
+def _scaling_optimizer(model: Any) -> Any:
     """Returns a tfmix optimizer, or None where there is nothing to show."""
+    optimizer = model.optimizer
     if hasattr(optimizer, "consecutive_skips"):
         return optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -171,7 +173,8 @@ def _scaling_optimizer(optimizer: Any) -> Any:
         )
     logging.warning(
         "LossScaleMonitor has nothing to show: the model was compiled "
-        "without loss scaling (its optimizer is %s).",
+        "without loss scaling (its optimizer is %s). %s",
         type(optimizer).__name__,
+        unscaled.warning(model),
     )
     return None

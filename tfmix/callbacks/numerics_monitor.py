@@ -7,7 +7,7 @@ from absl import logging
 
 from tfmix import _arguments, _formats
 from tfmix.callbacks import tap
-from tfmix.numerics import plan, probe, reading, sampler, verdicts
+from tfmix.numerics import plan, probe, reading, sampler, unscaled, verdicts
 
 # A loss scale this low is no part of the search for one.
 _NO_SCALE = 1.0
@@ -66,6 +66,8 @@ class NumericsMonitor(keras.callbacks.Callback):
         if self._model_of is not model:
             self._model_of = model
             self._prepare(model)
+            if note := unscaled.warning(model):
+                logging.warning("NumericsMonitor: %s", note)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Takes the tap away."""

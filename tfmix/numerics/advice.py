@@ -29,6 +29,20 @@ def line(
     return f"{_code(finding, layer_class)}  # {_why(finding, limits)}"
 
 
+def mended_by_scaling(finding: verdicts.Finding) -> bool:
+    """Says whether a loss scale would bring a finding's gradients back."""
+    return (
+        finding.phase == verdicts.BACKWARD
+        and finding.verdict == verdicts.UNDERFLOW
+    )
+
+
+def scaled(line: str) -> str:
+    """Returns the advice for a gradient that no loss scale lifts yet."""
+    why = line.partition("  # ")[2]
+    return f"tfmix.LossScaleOptimizer(optimizer)  # {why}"
+
+
 def _code(finding: verdicts.Finding, layer_class: str) -> str:
     if finding.layer == verdicts.LOSS:
         return _loss_code(finding)

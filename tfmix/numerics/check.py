@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import keras
+from absl import logging
 
 from tfmix import _formats
 from tfmix.numerics import (
@@ -14,6 +15,7 @@ from tfmix.numerics import (
     probe,
     report,
     rows,
+    unscaled,
     verdicts,
     visit,
 )
@@ -70,13 +72,18 @@ def check(
     """
     batch = batches.prepare(model, x, y, loss)
     chosen, base = _policy(model, policy)
-    return _run(batch, chosen, base)
+    # A policy that is tried out comes with loss scaling; what stands may not.
+    note = unscaled.warning(model) if chosen is None else ""
+    if note:
+        logging.warning("tfmix: %s", note)
+    return _run(batch, chosen, base, note)
 
 
 def _run(
     batch: batches.Batch,
     chosen: keras.DTypePolicy | None,
     base: policies.Policy,
+    note: str = "",
 ) -> report.NumericsReport:
     limits = _formats.limits(base.compute_dtype)
     sixteen = plan.sixteen_bit(batch.model, chosen)
@@ -85,10 +92,11 @@ def _run(
         if isinstance(chosen, policies.Policy):
             stack.enter_context(op_rules.in_force(chosen.float32_ops))
         found = probe.targets(batch.model)
-        seen = visit.Visit(batch, found, sixteen, limits)
+        highest = visit.FLOOR if note else visit.LOSS_SCALE
+        seen = visit.Visit(batch, found, sixteen, limits, highest)
         seen.run()
     found_rows = [
-        _row(finding, seen.classes, limits)
+        _row(finding, seen.classes, limits, note)
         for finding in sorted(seen.findings, key=lambda one: one.rank)
     ]
     return report.NumericsReport(
@@ -97,6 +105,7 @@ def _run(
         loss_scale=seen.judge.scale,
         again=lambda other: _run(batch, other, other),
         targets={target.name: target for target in found},
+        notes=(note,) if note else (),
     )
 
 
@@ -131,17 +140,19 @@ def _row(
     finding: verdicts.Finding,
     classes: dict[str, str],
     limits: _formats.Format,
+    note: str,
 ) -> rows.Row:
     gap = finding.gap
+    line = advice.line(finding, classes.get(finding.layer, "Layer"), limits)
+    if note and advice.mended_by_scaling(finding):
+        line = advice.scaled(line)
     return rows.Row(
         layer=finding.layer,
         phase=finding.phase,
         verdict=finding.verdict,
         relative_error=math.inf if gap.broken else gap.relative_error,
         headroom_bits=gap.headroom_bits,
-        advice=advice.line(
-            finding, classes.get(finding.layer, "Layer"), limits
-        ),
+        advice=line,
         gradient_cosine=(
             float(gap.cosine) if finding.phase == verdicts.BACKWARD else None
         ),

@@ -18,6 +18,7 @@ th { background: #f6f6f6; }
 code { font-size: 13px; overflow-wrap: anywhere; }
 .overflow, .not_finite { background: #fbe3e4; }
 .underflow, .inaccurate { background: #fdf3d8; }
+.note { background: #fdf3d8; padding: .4rem .6rem; }
 img { max-width: 100%; }
 """
 
@@ -37,6 +38,9 @@ def document(report: Any) -> str:
     heads = "".join(
         f"<th>{html.escape(column)}</th>" for column in table_rows.COLUMNS
     )
+    notes = "".join(
+        f'<p class="note">{html.escape(note)}</p>\n' for note in report.notes
+    )
     rows = "\n".join(map(_row, report.rows))
     return (
         "<!DOCTYPE html>\n"
@@ -46,7 +50,7 @@ def document(report: Any) -> str:
         f"<p>Gradients were judged under a loss scale of "
         f"{report.loss_scale:g}. Each layer was judged by itself, on the "
         f"inputs it has in float32.</p>\n"
-        f"{_picture(report)}"
+        f"{notes}{_picture(report)}"
         f"<table><thead><tr>{heads}</tr></thead>\n<tbody>{rows}</tbody>"
         f"</table></body></html>\n"
     )

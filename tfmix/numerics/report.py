@@ -33,6 +33,7 @@ class NumericsReport(printed.Printed):
         loss_scale: The loss scale that gradients were judged under.
         again: Checks the same model and batch under another policy.
         targets: The watched layers by name.
+        notes: Sentences on what is wrong with the model as a whole.
     """
 
     rows: tuple[table_rows.Row, ...]
@@ -42,6 +43,7 @@ class NumericsReport(printed.Printed):
         repr=False
     )
     targets: Mapping[str, probe.Target] = dataclasses.field(repr=False)
+    notes: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
@@ -105,6 +107,7 @@ class NumericsReport(printed.Printed):
                 "healthy": self.healthy,
                 "policy": self.policy.name,
                 "loss_scale": self.loss_scale,
+                "notes": list(self.notes),
                 "rows": [_plain(dataclasses.asdict(row)) for row in self.rows],
             },
             indent=2,
@@ -112,7 +115,11 @@ class NumericsReport(printed.Printed):
 
     def __rich__(self) -> rich.table.Table:
         table = rich.table.Table(
-            title=self._title(), box=rich.box.SIMPLE_HEAD, title_justify="left"
+            title=self._title(),
+            box=rich.box.SIMPLE_HEAD,
+            title_justify="left",
+            caption="\n".join(map(rich.markup.escape, self.notes)) or None,
+            caption_justify="left",
         )
         for column in table_rows.COLUMNS:
             table.add_column(column, overflow="fold")

@@ -23,7 +23,7 @@ from tfmix.numerics import (
 # Where dynamic loss scaling starts; its rule's default.
 LOSS_SCALE = 2.0**15
 # Where it ends, at the lowest.
-_FLOOR = 1.0
+FLOOR = 1.0
 # Factor between two scales that are tried when gradients overflow.
 _STEP_DOWN = 16.0
 
@@ -37,6 +37,7 @@ class Visit:
         found: Sequence[probe.Target],
         sixteen: plan.Plan,
         limits: _formats.Format,
+        highest: float = LOSS_SCALE,
     ) -> None:
         self.batch = batch
         self.found = found
@@ -47,6 +48,7 @@ class Visit:
         self.findings: list[verdicts.Finding] = []
         self._sixteen = sixteen
         self._reference = plan.reference(batch.model)
+        self._highest = highest
         self._busy = False
         self._order = 0
         self._weights_before = False
@@ -58,12 +60,12 @@ class Visit:
         truth = None
         if batch.loss is not None:
             truth = passes.truth(batch, found, self._reference, run.signatures)
-        scale = losses.scale(run, truth, self.limits, (LOSS_SCALE, _FLOOR))
+        scale = losses.scale(run, truth, self.limits, (self._highest, FLOOR))
         self._judge_all(
             local.Judge(self._sixteen, run, truth, self.limits, scale)
         )
-        while self.judge.scale > _FLOOR and self._overflows_backward():
-            lower = max(self.judge.scale / _STEP_DOWN, _FLOOR)
+        while self.judge.scale > FLOOR and self._overflows_backward():
+            lower = max(self.judge.scale / _STEP_DOWN, FLOOR)
             self._judge_all(dataclasses.replace(self.judge, scale=lower))
         traced = _traced_back(self.findings)
         self.findings = _worst(_attributed(traced, found))
