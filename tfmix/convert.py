@@ -17,7 +17,7 @@ from tfmix.policy import (
     wrapping,
 )
 from tfmix.policy import policy as policies
-from tfmix.scaling import guard
+from tfmix.scaling import guard, handover
 from tfmix.scaling import optimizer as scaling
 
 
@@ -76,18 +76,21 @@ def apply_policy(
     steps = plan.plan(model, accepted)
     rows = [_row(step) for step in steps if step.shown]
     notes = (*_already(rows, accepted), *plan.unused_rules(model, accepted))
+    state_before = handover.take(model)
     undo_methods = changes.remember_methods(model)
     undo_dtypes = changes.set_dtypes(steps)
     undo_optimizer = _optimizer_undo(model)
     carrying.drop(model)
     carrying.carry(model, accepted)
-    _suit_optimizer(model, accepted)
+    _suit_optimizer(model, accepted, state_before)
     changes.forget_compiled(model)
 
     def undo() -> None:
+        trained = handover.take(model)
         undo_methods()
-        undo_optimizer()
         undo_dtypes()
+        undo_optimizer()
+        handover.give(model, trained)
         changes.forget_compiled(model)
 
     for note in notes:
@@ -236,19 +239,24 @@ def _already(
     return ("No layer changes: the last column says why.",)
 
 
-def _suit_optimizer(model: Any, policy: keras.DTypePolicy) -> None:
+def _suit_optimizer(
+    model: Any, policy: keras.DTypePolicy, state: handover.Handover | None
+) -> None:
     optimizer = getattr(model, "optimizer", None)
     if not getattr(model, "compiled", False) or optimizer is None:
         return
     level = policies.with_rules(policy).level
     pure = wrapping.has_sixteen_bit_variables(model)
-    if pure and optimizer.built:
+    anew = optimizer.built and (pure or (state is not None and state.cast))
+    if anew:
         # Its slots have the shapes and dtypes of variables that were.
         optimizer = type(optimizer).from_config(optimizer.get_config())
     suited = wrapping.suited(optimizer, model, level)
     compiling.adopt_optimizer(model, suited)
     if isinstance(suited, scaling.LossScaleOptimizer):
         guard.guard(model)
+    if anew:
+        handover.give(model, state)
 
 
 def _optimizer_undo(model: Any) -> changes.Undo:
