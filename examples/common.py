@@ -251,6 +251,7 @@ def drawn(outcome: Outcome) -> table.Table:
         *headings,
         box=box.SIMPLE_HEAD,
     )
+    rows.columns[1].no_wrap = True
     for name in names:
         own = outcome.of(name)
         scores = [run.score for run in own]

@@ -100,13 +100,14 @@ def train(
 ) -> common.Run:
     """Trains and tests one network."""
     train_x, test_x, train_y, test_y = common.digits(images=True)
-    optimizer = keras.optimizers.Adam(0.003)
+    steps = epochs * -(-len(train_x) // BATCH_SIZE)
+    decay = keras.optimizers.schedules.CosineDecay(0.004, steps)
+    optimizer = keras.optimizers.Adam(decay)
     callbacks: list[keras.callbacks.Callback] = [common.Tick(tick)]
     if name == BY_HAND:
         model, optimizer = by_hand(optimizer)
         # Lower by half from the middle of the run on.
-        half = epochs * -(-len(train_x) // BATCH_SIZE) // 2
-        callbacks.append(GiveScale(lambda step: SCALES[step >= half]))
+        callbacks.append(GiveScale(lambda step: SCALES[2 * step >= steps]))
     else:
         model, optimizer = by_level(name, optimizer)
     model.compile(
