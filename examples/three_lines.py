@@ -19,7 +19,7 @@ from tfmix.examples import common, pictures
 
 BATCH_SIZE, EPOCHS, SEEDS = 64, 8, 3
 VARIANTS = ("float32", "mixed_float16", "mixed_bfloat16")
-LEAST_ACCURACY = 0.95
+LEAST_ACCURACY = 0.9
 
 
 def build_model(policy: str) -> tuple[keras.Model, keras.Optimizer]:

@@ -1,0 +1,38 @@
+"""Three lines into mixed precision, and what each of them changed."""
+
+import keras
+import pytest
+
+pytest.importorskip("sklearn", reason="the example's data come with it")
+
+import tfmix
+from tfmix.examples import three_lines
+
+
+@pytest.mark.parametrize("policy", three_lines.VARIANTS)
+def test_the_policy_changes_what_computes_and_nothing_else(policy):
+    before = tfmix.global_policy()
+    model, optimizer = three_lines.build_model(policy)
+    compute = policy.removeprefix("mixed_")
+    assert three_lines.dtypes_of(model) == (compute, "float32", "float32")
+    scaled = isinstance(optimizer, tfmix.LossScaleOptimizer)
+    assert scaled == (policy == "mixed_float16")
+    assert model.optimizer is optimizer
+    assert before.name == "float32"
+    assert tfmix.global_policy().name == policy
+
+
+def test_a_run_leaves_the_policy_as_it_was():
+    if keras.backend.backend() == "jax":
+        pytest.skip("the slow test trains under JAX")
+    run = three_lines.train("mixed_float16", 0, 1, lambda loss: None)
+    assert tfmix.global_policy().name == "float32"
+    assert run.score > 0.4
+
+
+@pytest.mark.slow
+def test_every_policy_is_as_good_as_float32(tmp_path):
+    outcome = three_lines.run(quiet=True, out=str(tmp_path))
+    assert outcome.healthy, (outcome.claims, outcome.runs)
+    assert len(outcome.runs) == 9
+    assert (tmp_path / "three_lines.png").is_file()
