@@ -88,9 +88,10 @@ def sweep(
     """
     known = recipes()
     for name in names:
+        runs = layer_measure.Runs(known[name])
         for fmt in formats:
             for kind in kinds:
-                found = layer_measure.deviations(known[name], fmt, kind)
+                found = runs.deviations(fmt, kind)
                 yield Row(name, fmt, kind, found["keras"], found["tfmix"])
 
 
@@ -159,11 +160,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in sweep(names, options.format, kinds):
             rows.append(row)
             progress.update(task, advance=1, description=row.name)
+            if options.json:
+                # After each: what a sweep that is cut short found is kept.
+                found = [dataclasses.asdict(row) for row in rows]
+                Path(options.json).write_text(json.dumps(found, indent=1))
     console.print(table(rows))
     console.print(summary(rows))
-    if options.json:
-        text = json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
-        Path(options.json).write_text(text)
     results.publish(run.record([plain_table(rows)]), options, shown=False)
     return int(any(row.is_unexplained for row in rows))
 

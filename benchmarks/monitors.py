@@ -51,7 +51,13 @@ def seconds(model: keras.Model, steps: int, monitors: list[object]) -> float:
             yield x, y
 
     start = time.perf_counter()
-    model.fit(batches(), steps_per_epoch=steps, verbose=0, callbacks=monitors)
+    model.fit(
+        batches(),
+        steps_per_epoch=steps,
+        verbose=0,
+        callbacks=monitors,
+        shuffle=False,
+    )
     return (time.perf_counter() - start) / steps
 
 

@@ -11,13 +11,14 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import rich.box
 import rich.console
 import rich.markup
+import rich.progress
 import rich.table
 
 from benchmarks import machine, page
@@ -144,6 +145,14 @@ def publish(
     if options.save:
         path = save(record, options.save)
         print(f"saved: {path}", file=sys.stderr)
+
+
+def track(steps: Iterable[Any], what: str) -> Iterator[Any]:
+    """Yields the steps and shows progress, apart from what is printed."""
+    console = rich.console.Console(stderr=True)
+    yield from rich.progress.track(
+        steps, what, console=console, disable=not console.is_terminal
+    )
 
 
 def show(record: dict[str, Any]) -> None:

@@ -1,0 +1,233 @@
+"""Mixed precision on a GPU: speed, memory, and what tfmix's parts cost there.
+
+    python -m benchmarks.gpu [--models NAME ...] [--precisions NAME ...]
+        [--runs 9] [--steps 50] [--dry-run] [--json] [--save]
+
+ResNet-50, a transformer encoder of 12 layers, an LSTM and a head over 50,304
+words, trained by `fit` in float32 without and with TF32, under both mixed
+policies, and in pure bfloat16 with masters; KERAS_BACKEND picks the backend.
+Each precision has a process, and they take turns on the GPU. Under JAX the
+transformer is written by hand as well, as the best that can be had.
+
+Without a GPU nothing is measured and what was measured before is kept.
+`--dry-run` goes through all of it in this process, with tiny models on
+whatever there is; its figures mean nothing and are never saved.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks import results, turns
+
+MODELS = ("resnet50", "transformer", "lstm", "head")
+PRECISIONS = (
+    "float32",
+    "float32, TF32",
+    "mixed_float16",
+    "mixed_bfloat16",
+    "bfloat16, masters",
+)
+HAND_WRITTEN = "hand-written"
+# What all others are compared with.
+BASE = "float32"
+# What loss scaling and the monitors are measured on.
+SCALED = "mixed_float16"
+VARIANTS = ("no loss scaling", "LossScaleMonitor", "NumericsMonitor")
+NOTE = (
+    "Ratio: speed over float32 without TF32, turn by turn. Share: of the "
+    "bfloat16 matrix product rate, {rate:.0f} TFLOP/s here, counting layers' "
+    "products only."
+)
+# Anything with `ask`: a worker, or a session in this process.
+Workers = Mapping[str, Any]
+
+
+def names_of(model: str, backend: str) -> list[str]:
+    """Returns the rows that a model has under a backend."""
+    by_hand = model == "transformer" and backend == "jax"
+    return [*PRECISIONS, HAND_WRITTEN] if by_hand else list(PRECISIONS)
+
+
+def speeds(workers: Workers, runs: int, steps: int) -> dict[str, list[float]]:
+    """Returns seconds per step by precision; they take turns."""
+    found: dict[str, list[float]] = {name: [] for name in workers}
+    for turn in results.track(range(runs + 1), "precisions"):
+        for name, worker in workers.items():
+            taken = worker.ask(what="seconds", steps=steps)
+            # The first turn compiles.
+            if turn:
+                found[name].append(taken)
+    return found
+
+
+def precision_table(
+    title: str,
+    workers: Workers,
+    seconds: dict[str, list[float]],
+    units: tuple[str, int],
+    rate: float,
+) -> results.Table:
+    """Returns a row per precision.
+
+    Args:
+        title: The table's title.
+        workers: By precision, after their steps.
+        seconds: Per step, by precision, turn by turn.
+        units: What is counted, and how many a step takes.
+        rate: Of the device's matrix products, in FLOP/s.
+    """
+    unit, per_step = units
+    flops = workers[BASE].ask(what="flops")
+    rows = []
+    for name, own in seconds.items():
+        pairs = zip(seconds[BASE], own, strict=True)
+        peak = workers[name].ask(what="peak")
+        rows.append(
+            {
+                "precision": name,
+                f"{unit} per second": results.spread(
+                    [per_step / each for each in own]
+                ),
+                "ratio": results.spread([a / b for a, b in pairs]),
+                "peak, GB": None if peak is None else peak / 1e9,
+                "share, %": results.spread(
+                    [100 * flops / each / rate for each in own]
+                ),
+            }
+        )
+    return results.Table(title, rows, NOTE.format(rate=rate / 1e12))
+
+
+def parts_table(
+    title: str, worker: Any, runs: int, steps: int
+) -> results.Table:
+    """Returns what loss scaling and each monitor cost, turn by turn."""
+    rows = []
+    for variant in VARIANTS:
+        pairs = []
+        for turn in range(runs + 1):
+            plain = worker.ask(what="seconds", steps=steps)
+            other = worker.ask(what="seconds", steps=steps, variant=variant)
+            if turn:
+                pairs.append((plain, other))
+        scaling = variant == VARIANTS[0]
+        costs = [100 * ((a / b if scaling else b / a) - 1.0) for a, b in pairs]
+        what = "loss scaling and guard" if scaling else variant
+        rows.append({"part": what, "cost, % of a step": results.spread(costs)})
+    note = "Against the same model without it; NumericsMonitor(every=100)."
+    return results.Table(title, rows, note)
+
+
+def tables_of(
+    model: str, workers: Workers, options: argparse.Namespace
+) -> list[results.Table]:
+    """Measures one model; returns its tables."""
+    from benchmarks import gpu_models
+
+    runs, steps = options.runs, options.steps
+    rate = workers[BASE].ask(what="matmul")
+    seconds = speeds(workers, runs, steps)
+    task = gpu_models.task(model, options.dry_run)
+    units = task.unit, task.per_row * task.batch_size
+    title = f"{model}, batch {task.batch_size}"
+    first = precision_table(title, workers, seconds, units, rate)
+    if SCALED not in workers:
+        return [first]
+    title = f"{model}: parts, {SCALED}"
+    # Twice 50 steps hold one sample of the monitor that looks at every 100th.
+    return [first, parts_table(title, workers[SCALED], runs, 2 * steps)]
+
+
+def started(
+    model: str, names: list[str], stop: contextlib.ExitStack
+) -> dict[str, turns.Worker]:
+    """Starts a process per precision."""
+    return {
+        name: stop.enter_context(
+            turns.Worker("benchmarks.gpu_worker", [model, name])
+        )
+        for name in names
+    }
+
+
+def sessions(model: str, names: list[str]) -> dict[str, Any]:
+    """Returns tiny sessions in this process."""
+    from benchmarks import gpu_reference, gpu_worker
+
+    return {
+        name: gpu_reference.Session(tiny=True)
+        if name == HAND_WRITTEN
+        else gpu_worker.Session(model, name, tiny=True)
+        for name in names
+    }
+
+
+def found_gpu() -> str | None:
+    """Returns the GPU's name; asked in a process that gives it free again."""
+    with turns.Worker("benchmarks.gpu_worker", ["any", "device"]) as worker:
+        return worker.ask()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures, prints and, if asked, keeps a result per model."""
+    words = sys.argv[1:] if arguments is None else arguments
+    options = _parse(words)
+    backend = os.environ.get("KERAS_BACKEND", "tensorflow")
+    gpu = "dry run, no figures" if options.dry_run else found_gpu()
+    if gpu is None:
+        print(
+            f"No GPU under {backend}: nothing is measured, the last result is "
+            "kept. `--dry-run` tries the script without one."
+        )
+        return 0
+    how = (
+        f"seed 0; median and extremes of {options.runs} turns of "
+        f"{options.steps} steps"
+    )
+    for model in options.models:
+        run = results.Run(f"gpu/{model}", words, backend, how)
+        chosen = {BASE, *options.precisions}
+        names = [n for n in names_of(model, backend) if n in chosen]
+        with contextlib.ExitStack() as stop:
+            workers = (
+                sessions(model, names)
+                if options.dry_run
+                else started(model, names, stop)
+            )
+            record = run.record(tables_of(model, workers, options))
+        record["machine"]["gpu"] = gpu
+        results.publish(record, options)
+    return 0
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser = results.parser("gpu", __doc__)
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME"
+    )
+    every = (*PRECISIONS, HAND_WRITTEN)
+    parser.add_argument(
+        "--precisions",
+        nargs="+",
+        choices=every,
+        default=every,
+        metavar="NAME",
+        help=f"{BASE} is always measured (default: all)",
+    )
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args(words)
+    if options.dry_run and options.save:
+        parser.error("--dry-run measures nothing that could be saved")
+    if min(options.runs, options.steps) < 1:
+        parser.error("--runs and --steps must be at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
