@@ -17,7 +17,7 @@ import tfmix
 from tests import helpers
 from tfmix import cli, commands
 
-COMMANDS = ["advise", "check", "convert", "demo", "devices"]
+COMMANDS = ["advise", "bench", "check", "convert", "demo", "devices"]
 ROOT = pathlib.Path(__file__).parent.parent
 ROWS = 12
 # `tfmix.examples` is where setup.cfg puts `examples/` on installation.
@@ -354,6 +354,51 @@ def test_an_error_of_our_own_is_not_dressed_up_as_bad_input(monkeypatch):
         cli.main(["devices"])
 
 
+def test_bench_lists_what_can_be_run(capsys):
+    code, out, _ = run(capsys, "bench", "--list")
+    assert code == commands.OK
+    assert {"overhead", "peers", "gpu"} <= set(out.split())
+    code, out, _ = run(capsys, "bench", "--list", "--json")
+    assert "overhead" in json.loads(out)
+
+
+def test_bench_names_the_benchmarks_when_there_is_none_of_a_name(capsys):
+    code, out, err = run(capsys, "bench", "nothing", "peers")
+    assert (code, out) == (commands.BAD_INPUT, "")
+    assert "Received: ['nothing']. There are: overhead" in err
+
+
+def test_bench_away_from_a_checkout_says_where_to_run_it(
+    capsys, monkeypatch, tmp_path
+):
+    elsewhere = tmp_path / "tfmix" / "commands.py"
+    monkeypatch.setattr(commands, "__file__", str(elsewhere))
+    code, _, err = run(capsys, "bench")
+    assert code == commands.BAD_INPUT
+    assert "Run `tfmix bench` from a checkout" in err
+
+
+@pytest.mark.parametrize("returncode", [0, 1])
+def test_bench_passes_on_what_became_of_the_runs(
+    capsys, monkeypatch, returncode
+):
+    asked = []
+
+    def started(root, words, captured=True):
+        asked.append(words)
+        out = '["peers"]' if "--list" in words else '[{"name": "peers"}]'
+        return subprocess.CompletedProcess([], returncode, out)
+
+    monkeypatch.setattr(commands, "_benchmarks", started)
+    code, out, _ = run(capsys, "bench", "peers", "--json")
+    assert code == returncode
+    assert json.loads(out) == [{"name": "peers"}]
+    assert asked[-1] == ["peers", "--json"]
+    code, out, _ = run(capsys, "bench", "peers")
+    assert code == returncode
+    assert "peers" in out
+
+
 def in_a_shell(folder, *words):
     return subprocess.run(
         [sys.executable, "-m", "tfmix", *words],
@@ -394,6 +439,8 @@ TO = ("shell.keras", "--policy")
             ("demo", "--epochs", "1", "--seeds", "1"), 0, "", marks=installed
         ),
         (("demo", "--epochs", "0"), commands.BAD_INPUT, "epochs=0"),
+        (("bench", "--list"), commands.OK, ""),
+        (("bench", "no-such"), commands.BAD_INPUT, "['no-such']"),
     ],
 )
 def test_every_command_runs_in_a_shell(folder, words, code, message):

@@ -80,7 +80,24 @@ def build_parser() -> argparse.ArgumentParser:
     _add_advise(added)
     _add_convert(added)
     _add_demo(added)
+    _add_bench(added)
     return parser
+
+
+def _add_bench(added: Any) -> None:
+    parser = _add(
+        added,
+        "bench",
+        commands.run_bench,
+        "the benchmarks of a checkout, all or some",
+        "tfmix bench --list",
+        "tfmix bench overhead peers",
+        "tfmix bench sparse_memory --json",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which to run")
+    parser.add_argument(
+        "--list", action="store_true", help="print the names, run nothing"
+    )
 
 
 def _add_demo(added: Any) -> None:
