@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops, tree
 
 from tfmix import _formats
-from tfmix.numerics import host, measures, plan, probe, pullback
+from tfmix.numerics import deviation, host, measures, plan, probe, pullback
 
 # The columns of a forward row: those of `measures`, then these.
 ERROR, BROKEN = "relative_error", "broken"
@@ -213,8 +213,9 @@ class Sampler:
         measured = measures.vector(leaves[0], self._limits)
         if self._planned is not None or not self._is_sixteen_bit(call):
             return ops.concatenate([measured, ops.zeros((2,))])
+        operation, limits = call.target.operation, self._limits
         exact = [
-            ops.cast(ops.stop_gradient(leaf), "float32")
+            deviation.unrounded(ops.stop_gradient(leaf), operation, limits)
             for leaf in call.tensors
         ]
         planned = {
@@ -224,7 +225,7 @@ class Sampler:
         }
         with host.policies(planned), host.autocast("float32"), host.trial():
             right = probe.floats(call.proceed_with(exact))
-        return ops.concatenate([measured, _error(leaves[0], right[0])])
+        return ops.concatenate([measured, deviation.error(leaves[0], right[0])])
 
     def _is_sixteen_bit(self, call: probe.Call) -> bool:
         layers = call.target.layers
@@ -271,19 +272,3 @@ class Sampler:
         return ops.stack(
             [measures.vector(one, self._limits) for one in tensors]
         )
-
-
-def _error(found: Any, exact: Any) -> Any:
-    """Returns the relative error, and whether float32 is not finite."""
-    found = ops.cast(found, "float32")
-    fine, alike = ops.isfinite(exact), ops.isfinite(found)
-    right = ops.where(fine, exact, 0.0)
-    largest = ops.max(ops.abs(right))
-    # In units of the largest value: squares of 1e30 leave float32's range.
-    unit = ops.where(largest > 0, largest, 1.0)
-    wrong = ops.where(fine & alike, found - right, 0.0) / unit
-    size = ops.sum(ops.square(right / unit))
-    error = ops.sqrt(ops.sum(ops.square(wrong)) / ops.maximum(size, 1e-30))
-    lost = ops.any(fine & ~alike)
-    error = ops.where(lost, np.float32(np.inf), error)
-    return ops.stack([error, ops.cast(~ops.all(fine), "float32")])

@@ -1,0 +1,66 @@
+"""How far a running layer's output lies from the same in float32."""
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from tfmix import _formats
+
+# A rounding moves a value by up to half an epsilon; over all values that is a
+# fifth of one, in the mean of squares.
+_MEAN_ROUNDING = 0.2
+# Turns neighbouring places into angles far apart.
+_SHUFFLE = 12.9898
+
+
+def unrounded(tensor: Any, operation: Any, limits: _formats.Format) -> Any:
+    """Returns what a 16-bit input may have been before it was rounded.
+
+    A layer that takes a large offset away makes much of that rounding.
+
+    Args:
+        tensor: A float tensor that a layer is called with.
+        operation: The layer.
+        limits: The 16-bit format.
+
+    Returns:
+        The tensor in float32, each value of a 16-bit one moved as much as
+        roundings come to. Ids of an embedding stay as they are.
+    """
+    exact = ops.cast(tensor, "float32")
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    is_lookup = isinstance(operation, keras.layers.Embedding)
+    if dtype not in _formats.SIXTEEN_BIT or is_lookup:
+        return exact
+    # Up or down by the place: what was rounded to one value differed before.
+    places = ops.cast(ops.arange(ops.size(exact)), "float32")
+    signs = ops.sign(ops.sin(places * _SHUFFLE))
+    step = limits.epsilon * _MEAN_ROUNDING
+    return exact * (1.0 + step * ops.reshape(signs, ops.shape(exact)))
+
+
+def error(found: Any, exact: Any) -> Any:
+    """Returns the relative error, and whether float32 is not finite.
+
+    Args:
+        found: A 16-bit output.
+        exact: The same in float32.
+
+    Returns:
+        A float32 tensor of shape `(2,)`; the error is infinite where a value
+        is finite in float32 alone.
+    """
+    found = ops.cast(found, "float32")
+    fine, alike = ops.isfinite(exact), ops.isfinite(found)
+    right = ops.where(fine, exact, 0.0)
+    largest = ops.max(ops.abs(right))
+    # In units of the largest value: squares of 1e30 leave float32's range.
+    unit = ops.where(largest > 0, largest, 1.0)
+    wrong = ops.where(fine & alike, found - right, 0.0) / unit
+    size = ops.sum(ops.square(right / unit))
+    error = ops.sqrt(ops.sum(ops.square(wrong)) / ops.maximum(size, 1e-30))
+    lost = ops.any(fine & ~alike)
+    error = ops.where(lost, np.float32(np.inf), error)
+    return ops.stack([error, ops.cast(~ops.all(fine), "float32")])
