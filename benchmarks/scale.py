@@ -108,7 +108,12 @@ def replica_rows(replicas: int, runs: int) -> list[Row]:
     strategy = scale_steps.strategy_of(replicas)
     shapes = scale_steps.shapes(*BY_VARIABLES["100"])
     made = scale_steps.prepared(shapes, strategy=strategy)
-    return system_rows(str(replicas), made, runs)
+    rows = system_rows(str(replicas), made, runs)
+    # Each replica takes part in every exchange, so each has its node.
+    return [
+        row | {"all-reduces": made[row["system"]].collectives // replicas}
+        for row in rows
+    ]
 
 
 def with_peak(row: Row) -> Row:
