@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 from keras import ops
 
 from tfmix.scaling import finite, gradients
@@ -28,15 +27,55 @@ class Block:
     Attributes:
         tensor: The gradients, stacked along a new first axis if several.
         positions: Which gradients of the step these are.
+        is_value: Whether it overwrites its variable (Keras's float8 training
+            computes new scales that way): a value, not to be divided.
     """
 
     tensor: Any
     positions: tuple[int, ...]
+    is_value: bool = False
 
     @property
     def is_stack(self) -> bool:
         """Whether the first axis counts gradients."""
         return len(self.positions) > 1
+
+
+def joined(grads: Sequence[Any], variables: Sequence[Any]) -> list[Block]:
+    """Joins a step's gradients, still scaled, and widens 16-bit ones.
+
+    Args:
+        grads: Scaled gradients; `None` where there is none.
+        variables: The variables they belong to.
+
+    Returns:
+        The scaled gradients in float32 or wider, as blocks.
+    """
+    return [
+        _block(grads, variables, positions)
+        for positions in _groups(grads, variables)
+    ]
+
+
+def apart(grads: Sequence[Any], variables: Sequence[Any]) -> list[Block]:
+    """Does what `joined` does, with each gradient in a block of its own."""
+    return [
+        _block(grads, variables, (position,))
+        for position, gradient in enumerate(grads)
+        if gradient is not None
+    ]
+
+
+def divided(blocks: Sequence[Block], scale: Any) -> list[Block]:
+    """Returns the blocks of true gradients: divided by the loss scale."""
+    return [
+        block
+        if block.is_value
+        else dataclasses.replace(
+            block, tensor=gradients.unscale(block.tensor, scale)
+        )
+        for block in blocks
+    ]
 
 
 def unscaled(
@@ -46,24 +85,13 @@ def unscaled(
 
     Args:
         grads: Scaled gradients; `None` where there is none.
-        variables: The variables they belong to. A gradient that overwrites
-            its variable (Keras's float8 training computes new scales that
-            way) is a value, not a gradient: it is not divided.
+        variables: The variables they belong to.
         scale: Float32 scalar.
 
     Returns:
         The true gradients in float32 or wider, as blocks.
     """
-    blocks = []
-    for positions in _groups(grads, variables):
-        if len(positions) > 1:
-            tensor = ops.stack([grads[position] for position in positions])
-        else:
-            tensor = grads[positions[0]]
-        if not _overwrites(variables[positions[0]]):
-            tensor = gradients.unscale(tensor, scale)
-        blocks.append(Block(tensor, positions))
-    return blocks
+    return divided(joined(grads, variables), scale)
 
 
 def parts(blocks: Sequence[Block], count: int) -> list[Any]:
@@ -109,6 +137,18 @@ def _bad_ones(block: Block) -> Any:
     return ops.logical_not(ops.all(ops.isfinite(block.tensor), axis=axes))
 
 
+def _block(
+    grads: Sequence[Any], variables: Sequence[Any], positions: tuple[int, ...]
+) -> Block:
+    tensor = grads[positions[0]]
+    if len(positions) > 1:
+        tensor = ops.stack([grads[position] for position in positions])
+    is_value = _overwrites(variables[positions[0]])
+    if not is_value:
+        tensor = gradients.widened(tensor)
+    return Block(tensor, positions, is_value)
+
+
 def _groups(
     grads: Sequence[Any], variables: Sequence[Any]
 ) -> list[tuple[int, ...]]:
@@ -127,8 +167,7 @@ def _kind(gradient: Any) -> tuple[Any, ...]:
 
 
 def _is_small(gradient: Any) -> bool:
-    if finite.is_sparse(gradient) or keras.backend.backend() != "tensorflow":
-        # XLA, behind JAX always, joins operations itself.
+    if finite.is_sparse(gradient):
         return False
     shape = tuple(gradient.shape)
     return None not in shape and math.prod(shape) <= _SMALL

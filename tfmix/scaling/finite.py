@@ -1,9 +1,16 @@
 """Is every number of a nest of tensors finite?"""
 
+import math
 from typing import Any
 
 import keras
 from keras import ops, tree
+
+from tfmix.scaling import compiled
+
+# The most rows that XLA's `TreeReductionRewriter` leaves in one piece, and a
+# size below which a check costs no more than its start.
+_ROWS, _FEW = 32, 2**14
 
 
 def all_finite(tensors: Any) -> Any:
@@ -38,12 +45,31 @@ def is_finite(tensor: Any) -> Any:
         return _is_finite_sparse(tensor)
     if not keras.backend.is_float_dtype(_dtype(tensor)):
         return ops.convert_to_tensor(True)
+    if compiled.by_xla() and _row_count(tensor) > 1:
+        return _is_finite_by_rows(tensor)
     return ops.all(ops.isfinite(tensor))
 
 
 def is_sparse(tensor: Any) -> bool:
     """Returns whether `tensor` is a `tf.IndexedSlices`, without TensorFlow."""
     return hasattr(tensor, "values") and hasattr(tensor, "dense_shape")
+
+
+def _is_finite_by_rows(tensor: Any) -> Any:
+    # XLA reduces booleans, and anything over more than 32 numbers, one by one
+    # on a CPU: 16 ms for 25 million. Float sums of up to 32 rows it vectorises:
+    # 7 ms. A finite number times zero adds zero, any other NaN.
+    rows = ops.reshape(tensor, (_row_count(tensor), -1))
+    return ops.all(ops.equal(ops.sum(ops.multiply(rows, 0.0), axis=0), 0.0))
+
+
+def _row_count(tensor: Any) -> int:
+    """Returns into how many rows to cut a tensor; 1 if into none."""
+    shape = tuple(tensor.shape)
+    if _dtype(tensor) not in ("float32", "float64") or None in shape:
+        return 1
+    size = math.prod(shape)
+    return math.gcd(size, _ROWS) if size > _FEW else 1
 
 
 def _is_finite_sparse(slices: Any) -> Any:

@@ -19,11 +19,21 @@ def unscale(gradient: Any, scale: Any) -> Any:
     Returns:
         The gradient, of the same kind; float32 where it was 16-bit.
     """
+    gradient = widened(gradient)
     if finite.is_sparse(gradient):
         values = unscale(gradient.values, scale)
         return type(gradient)(values, gradient.indices, gradient.dense_shape)
-    gradient = to_float32(gradient)
     return ops.divide(gradient, ops.cast(scale, gradient.dtype))
+
+
+def widened(gradient: Any) -> Any:
+    """Returns a gradient, dense or sparse, in float32 if it was 16-bit."""
+    if not finite.is_sparse(gradient):
+        return to_float32(gradient)
+    if not is_16bit(gradient):
+        return gradient
+    values = to_float32(gradient.values)
+    return type(gradient)(values, gradient.indices, gradient.dense_shape)
 
 
 def to_float32(tensor: Any) -> Any:

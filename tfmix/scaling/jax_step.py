@@ -6,7 +6,7 @@ import jax
 import keras
 from keras import ops
 
-from tfmix.scaling import blocks, unscaled
+from tfmix.scaling import blocks, compiled, unscaled
 
 
 def stateless_apply(
@@ -34,22 +34,25 @@ def stateless_apply(
         state = optimizer.state()
         note = optimizer.unscaled_note.take()
         scale = unscaled.divisor(note, optimizer.rule.current(state))
-        true = blocks.unscaled(grads, variables, scale)
-    is_finite = blocks.all_finite(true)
-    for bad in unscaled.seen_bad(note):
-        is_finite = ops.logical_and(is_finite, ops.equal(bad, 0))
+    # Joined for the check alone: apart, each division fuses with its update.
+    joined = blocks.unscaled(grads, variables, scale)
+    bad = blocks.not_finite(joined, len(grads))
+    is_finite = ops.logical_not(ops.any(bad))
+    for flag in unscaled.seen_bad(note):
+        is_finite = ops.logical_and(is_finite, ops.equal(flag, 0))
 
     def own_values(applied: bool) -> list[Any]:
         with keras.StatelessScope(state_mapping=mapping) as scope:
             optimizer.record(state, applied)
             if not applied:
-                bad = blocks.not_finite(true, len(grads))
-                optimizer.count_overflows(bad, variables)
+                kept = compiled.kept_apart(bad)
+                optimizer.count_overflows(kept, variables)
         return [scope.get_current_value(v) for v in optimizer.own_variables]
 
     def apply_step() -> tuple[list[Any], list[Any]]:
+        apart = blocks.divided(blocks.apart(grads, variables), scale)
         new_trainable, new_inner = optimizer.inner_optimizer.stateless_apply(
-            inner_values, blocks.parts(true, len(grads)), trainable_values
+            inner_values, blocks.parts(apart, len(grads)), trainable_values
         )
         return new_trainable, own_values(True) + new_inner
 
@@ -59,7 +62,19 @@ def stateless_apply(
     if not isinstance(is_finite, jax.core.Tracer):
         # An eager step: the branch is known, and need not be compiled.
         return apply_step() if is_finite else skip_step()
-    return jax.lax.cond(is_finite, apply_step, skip_step)
+    if jax.default_backend() == "cpu":
+        return jax.lax.cond(is_finite, apply_step, skip_step)
+    # On an accelerator a conditional waits for the host to read its flag.
+    return _selected(is_finite, apply_step(), skip_step())
+
+
+def _selected(is_finite: Any, applied: Any, skipped: Any) -> Any:
+    """Chooses between the values of two outcomes that are both computed."""
+
+    def chosen(new: Any, old: Any) -> Any:
+        return old if new is old else jax.numpy.where(is_finite, new, old)
+
+    return jax.tree.map(chosen, applied, skipped)
 
 
 def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:

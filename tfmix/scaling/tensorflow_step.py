@@ -4,7 +4,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmix.scaling import blocks, distribute, unscaled
+from tfmix.scaling import (
+    blocks,
+    compiled,
+    distribute,
+    finite,
+    magnitude,
+    tracing,
+    unscaled,
+)
 
 
 def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
@@ -26,24 +34,92 @@ def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
     with distribute.one_replica(keras_variables, optimizer):
         state = optimizer.state()
         scale = unscaled.divisor(note, optimizer.rule.current(state))
-        true = blocks.unscaled(grads, variables, scale)
-        # Taken apart out here: inside the conditional some would be of its
-        # graph and some of this one, which TensorFlow's all-reduce refuses.
-        inner_grads = blocks.parts(true, len(grads))
-        is_finite = blocks.all_finite(true)
+        step = (_XlaStep if compiled.by_xla() else _Step)(
+            grads, variables, scale
+        )
+        is_finite = step.is_finite()
         for bad in seen_bad:
             is_finite = tf.logical_and(is_finite, bad == 0)
 
         def apply_step() -> Any:
             local = [distribute.local(variable) for variable in variables]
-            optimizer.inner_optimizer.apply(inner_grads, local)
+            optimizer.inner_optimizer.apply(step.true_gradients(), local)
             optimizer.record(state, True)
             return tf.constant(True)
 
         def skip_step() -> Any:
             optimizer.record(state, False)
-            bad = blocks.not_finite(true, len(grads))
-            optimizer.count_overflows(bad, variables)
+            optimizer.count_overflows(step.not_finite(), variables)
             return tf.constant(False)
 
         return tf.cond(is_finite, apply_step, skip_step)
+
+
+class _Step:
+    """The gradients of a step that TensorFlow runs operation by operation.
+
+    The check reads the scaled gradients; they are divided where they are
+    applied, and each quotient can die as soon as its variable is updated.
+    """
+
+    def __init__(
+        self, grads: list[Any], variables: list[Any], scale: Any
+    ) -> None:
+        self._blocks = blocks.joined(grads, variables)
+        self._count = len(grads)
+        self._scale = scale
+
+    def is_finite(self) -> Any:
+        """Returns a boolean scalar: would every true gradient be finite?"""
+        return tf.cond(
+            magnitude.surely_finite(self._blocks, self._scale),
+            lambda: tf.constant(True),
+            lambda: blocks.all_finite(self._divided()),
+        )
+
+    def not_finite(self) -> Any:
+        """Returns a boolean vector, true for each one that is not finite."""
+        return blocks.not_finite(self._divided(), self._count)
+
+    def true_gradients(self) -> list[Any]:
+        """Returns the gradients divided by the scale."""
+        return _here(blocks.parts(self._divided(), self._count))
+
+    def _divided(self) -> list[blocks.Block]:
+        return blocks.divided(self._blocks, self._scale)
+
+
+class _XlaStep(_Step):
+    """The gradients of a step that XLA compiles.
+
+    Each gradient is divided apart, which fuses with its update; only the
+    check joins them. Who is to blame falls off on the way: to find it out in
+    the branch of the skip would take one more kernel for each large variable.
+    """
+
+    def __init__(
+        self, grads: list[Any], variables: list[Any], scale: Any
+    ) -> None:
+        super().__init__(grads, variables, scale)
+        self._grads, self._variables = grads, variables
+        self._bad = super().not_finite()
+
+    def is_finite(self) -> Any:
+        return tf.logical_not(tf.reduce_any(self._bad))
+
+    def not_finite(self) -> Any:
+        return compiled.kept_apart(self._bad)
+
+    def true_gradients(self) -> list[Any]:
+        apart = blocks.apart(self._grads, self._variables)
+        divided = blocks.divided(apart, self._scale)
+        return _here(blocks.parts(divided, self._count))
+
+
+def _here(grads: list[Any]) -> list[Any]:
+    # The rows of a sparse gradient were computed outside of the branch that
+    # has divided it, and TensorFlow's all-reduce refuses tensors of two graphs.
+    return [
+        tracing.here([gradient])[0] if finite.is_sparse(gradient) else gradient
+        for gradient in grads
+    ]
