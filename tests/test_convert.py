@@ -529,3 +529,28 @@ def test_a_wrong_policy_leaves_the_model_as_it_was():
     with pytest.raises(ValueError, match="Did you mean 'mixed_float16'"):
         convert.apply_policy(model, "fp16")
     assert layer(model, "body").compute_dtype == "float32"
+
+
+def test_a_copy_takes_lambda_layers_along():
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Lambda(lambda x: 2 * x),
+            keras.layers.Dense(2),
+        ]
+    )
+    twin = convert.convert_model(model, "mixed_bfloat16")
+    assert twin.layers[0].compute_dtype == "bfloat16"
+    x = np.ones((1, 4), "float32")
+    helpers.assert_close(twin(x), model(x), "bfloat16")
+
+
+def test_a_recurrent_layer_starts_orthogonal_in_pure_bfloat16():
+    # Neither backend has a QR decomposition in bfloat16.
+    with state.policy_scope("bfloat16"):
+        layer = keras.layers.LSTM(4)
+        layer.build((None, 3, 2))
+    kernel = helpers.to_numpy(layer.cell.recurrent_kernel)
+    np.testing.assert_allclose(
+        kernel @ kernel.T, np.eye(4), atol=helpers.TOLERANCES["bfloat16"]
+    )

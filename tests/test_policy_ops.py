@@ -16,6 +16,27 @@ FORMATS_OF_ALL_OPS = (
     if keras.backend.backend() == "tensorflow"
     else ("bfloat16",)
 )
+LINEAR_ALGEBRA = (
+    "cholesky",
+    "det",
+    "eigh",
+    "inv",
+    "lstsq",
+    "qr",
+    "slogdet",
+    "solve",
+    "solve_triangular",
+    "svd",
+)
+
+
+def definite(x):
+    """A positive definite matrix both formats hold exactly."""
+    places = np.arange(4)
+    values = 2.0 ** -abs(places[:, None] - places) + np.diag(places)
+    return tensor(values, x.dtype)
+
+
 # How to call each default op on one (4, 6) tensor of positive numbers.
 SPECIAL_CALLS = {
     "logaddexp": lambda f, x: f(x, x),
@@ -39,10 +60,22 @@ SPECIAL_CALLS = {
         np.array([0, 1, 2, 3]), x
     ),
     "psnr": lambda f, x: f(x, x * 2, 1.0),
+    "lstsq": lambda f, x: f(definite(x), x),
+    "solve": lambda f, x: f(definite(x), x),
+    "solve_triangular": lambda f, x: f(definite(x), x, lower=True),
+    **dict.fromkeys(
+        ("cholesky", "det", "eigh", "inv", "slogdet"),
+        lambda f, x: f(definite(x)),
+    ),
 }
 # Without a rule there is nothing to compare with: no 16-bit kernel under
 # TensorFlow, and under JAX this loss is float32 because its one-hot table is.
-NO_16_BIT_IN_KERAS = ("sparsemax", "erfinv", "sparse_categorical_crossentropy")
+NO_16_BIT_IN_KERAS = (
+    "sparsemax",
+    "erfinv",
+    "sparse_categorical_crossentropy",
+    *LINEAR_ALGEBRA,
+)
 
 
 @pytest.fixture(autouse=True)

@@ -69,6 +69,18 @@ DEFAULT_FLOAT32_OPS: tuple[str, ...] = (
     "hard_sigmoid",
     "hard_silu",
     "selu",
+    # Linear algebra, which has no 16-bit kernels; the orthogonal start of
+    # every recurrent layer is a `qr`.
+    "cholesky",
+    "det",
+    "eigh",
+    "inv",
+    "lstsq",
+    "qr",
+    "slogdet",
+    "solve",
+    "solve_triangular",
+    "svd",
     # Losses.
     "categorical_crossentropy",
     "sparse_categorical_crossentropy",
