@@ -1,6 +1,7 @@
 """What loss scaling adds to an optimizer step: time, operations, tracing.
 
     python -m benchmarks.overhead [--runs 9] [--json PATH] [--only NAME ...]
+                                  [--save]
 
 Two models of variables only, so that nothing but the optimizer is timed: many
 small (two hundred 32 x 32 layers) and few large (six 2048 x 2048 layers), with
@@ -14,6 +15,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +29,7 @@ import rich.progress
 import rich.table
 
 import tfmix
+from benchmarks import results as kept
 
 BACKEND = keras.backend.backend()
 MODES = {"tensorflow": ("graph", "xla"), "jax": ("jit",)}[BACKEND]
@@ -156,19 +159,45 @@ def table(results: list[dict[str, Any]]) -> rich.table.Table:
     return shown
 
 
+def page_table(results: list[dict[str, Any]]) -> kept.Table:
+    """The same rows for the page."""
+    rows = [
+        {
+            "model": result["model"],
+            "mode": result["mode"],
+            "system": system,
+            "ms": _cell(result[system]["ms"]),
+            "ratio to bare": _cell(result[system]["ratio"]),
+            "first call, s": result[system]["first_call_s"],
+        }
+        for result in results
+        for system in SYSTEMS
+    ]
+    return kept.Table(f"Adam step, {BACKEND}", rows)
+
+
+def _cell(values: dict[str, float]) -> dict[str, float]:
+    low, high = values["min"], values["max"]
+    return {"median": values["median"], "low": low, "high": high}
+
+
 def main() -> None:
     """Measures, prints the table and writes it as JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--only", nargs="*", choices=MODES, default=MODES)
     parser.add_argument("--json", help="write the figures to this file")
+    kept.add_save(parser)
     arguments = parser.parse_args()
+    how = f"no randomness; median and extremes of {arguments.runs} turns"
+    run = kept.Run("overhead", sys.argv[1:], BACKEND, how)
     cases = [(name, mode) for mode in arguments.only for name in MODELS]
     results = [
         measure(name, mode, arguments.runs)
         for name, mode in rich.progress.track(cases, "measuring")
     ]
     rich.console.Console(width=100).print(table(results))
+    kept.publish(run.record([page_table(results)]), arguments, shown=False)
     if arguments.json:
         machine = {
             "cpus": os.cpu_count(),

@@ -127,7 +127,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         return
     columns = list(rows[0])
     yield _row(columns)
-    numbers = [_is_number(rows[0][column]) for column in columns]
+    numbers = [any(_is_number(r.get(c)) for r in rows) for c in columns]
     yield _row(["--:" if number else "---" for number in numbers])
     for row in rows:
         yield _row([_escaped(cell(row.get(column))) for column in columns])

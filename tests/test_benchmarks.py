@@ -102,6 +102,11 @@ def test_text_cannot_break_out_of_its_cell():
     assert r"| a \| b c &lt;i> |" in text
 
 
+def test_a_column_of_numbers_is_one_though_its_first_cell_is_empty():
+    rows = [{"who": "bare", "ms": None}, {"who": "ours", "ms": 1.0}]
+    assert "| --- | --: |\n| bare | – |" in page.render([record(rows=rows)])
+
+
 def test_a_table_without_rows_says_so():
     assert "Nothing to show." in page.render([record(rows=[])])
 
