@@ -1,11 +1,16 @@
 """Shapes, alignment, share of the work and bytes: counted by hand."""
 
+import math
+import re
+
 import keras
 import numpy as np
 import pytest
 
 from tests import helpers
 from tfmix.numerics import advise as advising
+from tfmix.scaling import master
+from tfmix.scaling import optimizer as scaling
 
 advise = advising.advise
 
@@ -108,6 +113,8 @@ def test_memory_is_that_of_the_variables_and_outputs():
     assert memory["float32"].weights == weights == 4 * (16 * 8 + 8)
     assert memory["mixed_float16"].weights == weights
     assert memory["float16"].weights == weights / 2
+    # Momentum and masters, both in float32.
+    assert memory["float16"].slots == pytest.approx(2 * weights, abs=64)
     assert memory["float32"].activations == 4 * 32 * 8
     assert memory["mixed_float16"].activations == 2 * 32 * 8
 
@@ -150,3 +157,86 @@ def test_wrong_arguments_are_refused():
         advise(model, 0)
     with pytest.raises(ValueError, match="Build the model for one length"):
         advise(sequential(keras.layers.Dense(4), shape=(None, 3)), 32)
+
+
+def wide(policy):
+    keras.config.set_dtype_policy(policy)
+    hidden = [keras.layers.Dense(256, "relu") for _ in range(3)]
+    model = sequential(*hidden, keras.layers.Dense(16), shape=(64,))
+    optimizer = keras.optimizers.Adam()
+    if policy == "float16":
+        optimizer = master.MasterWeightOptimizer(optimizer)
+    model.compile(scaling.LossScaleOptimizer(optimizer), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def held_by(variables):
+    return sum(np.array(variable).nbytes for variable in variables)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "float16"])
+def test_bytes_of_weights_and_slots_are_those_of_the_variables(policy):
+    model = wide(policy)
+    memory = advise(model, 512).memory[policy]
+    assert memory.weights == held_by(model.variables)
+    # The loss scale, the counters and the learning rate come on top.
+    slots = held_by(model.optimizer.variables)
+    assert memory.slots == pytest.approx(slots, rel=0.01)
+
+
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_bytes_agree_with_what_the_compiler_reports_for_the_step(policy):
+    import jax
+
+    model, rows = wide(policy), 8192
+    x = np.ones((rows, 64), "float32")
+    trainable = [one.value for one in model.trainable_variables]
+    slots = [one.value for one in model.optimizer.variables]
+
+    def forward(weights, slots):
+        def loss(weights):
+            outputs, _ = model.stateless_call(weights, [], x, training=True)
+            return keras.ops.mean(keras.ops.square(outputs))
+
+        # What is kept for the backward pass comes out of the forward pass.
+        return jax.vjp(loss, weights), slots
+
+    reported = jax.jit(forward).lower(trainable, slots).compile()
+    reported = reported.memory_analysis()
+    memory = advise(model, rows).memory[policy]
+    assert reported.argument_size_in_bytes == pytest.approx(
+        memory.weights + memory.slots, rel=0.02
+    )
+    kept = reported.output_size_in_bytes
+    print("KEPT", policy, kept, memory)
+    assert kept == pytest.approx(memory.activations, rel=0.3)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.slow
+def test_bytes_agree_with_the_arguments_of_tensorflows_compiled_step():
+    import tensorflow as tf
+
+    model = wide("mixed_float16")
+
+    @tf.function(jit_compile=True, autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x, training=True) ** 2)
+            loss = model.optimizer.scale_loss(tf.cast(loss, "float32"))
+        weights = model.trainable_variables
+        model.optimizer.apply(tape.gradient(loss, weights), weights)
+        return loss
+
+    text = step.experimental_get_compiler_ir(tf.ones((8, 64)))(stage="hlo")
+    layout = re.search(r"entry_computation_layout={\((.*)\)->", text)[1]
+    sizes = {"f32": 4, "f16": 2, "s32": 4, "s64": 8, "pred": 1}
+    arguments = sum(
+        sizes[kind] * math.prod(map(int, filter(None, shape.split(","))))
+        for kind, shape in re.findall(r"([a-z0-9]+)\[([\d,]*)\]", layout)
+    )
+    memory = advise(model, 8).memory["mixed_float16"]
+    expected = memory.weights + memory.slots
+    assert arguments == pytest.approx(expected, rel=0.02)

@@ -12,6 +12,7 @@ import pytest
 from keras import ops
 
 from tfmix import convert
+from tfmix.callbacks import numerics_monitor
 from tfmix.numerics import check, plan
 from tfmix.scaling import optimizer as scaling
 
@@ -452,3 +453,20 @@ def test_the_suggestion_trains_to_the_loss_of_float32(kind, seed):
         variable.assign(value)
     convert.apply_policy(model, policy)
     assert trained(case, case.rate) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_monitor_names_the_layer_on_the_first_step_under_xla(kind, seed):
+    case = planted(kind, seed)
+    optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-6))
+    case.model.compile(optimizer, case.loss, jit_compile=True)
+    monitor = numerics_monitor.NumericsMonitor(every=1)
+    case.model.fit(
+        case.x, case.y, batch_size=ROWS, verbose=0, callbacks=[monitor]
+    )
+    backward = kind in ("loss_over_pixels", "vanishing_gradient")
+    first = monitor.events[0]
+    assert (first.step, first.layer) == (0, case.layer)
+    assert first.phase == ("backward" if backward else "forward")

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests import numerics_faults
+from tests import helpers, numerics_faults
 from tfmix.callbacks import numerics_monitor, tap
 from tfmix.scaling import optimizer as scaling
 
@@ -166,6 +166,28 @@ def test_a_model_it_cannot_sample_trains_on_with_one_warning(caplog):
     Odd.broken = True
     train(model, Monitor(every=1))
     assert sum("is off" in text for text in caplog.messages) == 1
+
+
+@pytest.mark.slow
+@helpers.requires_backend("tensorflow")
+def test_the_first_replica_of_a_mirrored_run_is_sampled():
+    with helpers.mirrored_strategy().scope():
+        keras.utils.set_random_seed(3)
+        layers = [
+            keras.layers.Dense(8, "relu", dtype="mixed_float16"),
+            numerics_faults.Loud(name="loud", dtype="mixed_float16"),
+            numerics_faults.Quiet(dtype="mixed_float16"),
+            keras.layers.Dense(1, dtype="float32"),
+        ]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-3))
+        model.compile(optimizer, "mse", jit_compile=False)
+    monitor = Monitor(every=4)
+    train(model, monitor)
+    assert [(event.step, event.layer) for event in monitor.events] == [
+        (0, "loud"),
+        (4, "loud"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -94,11 +94,13 @@ def exponents(
     axes = figure.subplots(len(powers), 1, squeeze=False, sharex=True)[:, 0]
     for axis, (name, values) in zip(axes, powers.items(), strict=True):
         axis.hist(values, bins=edges, color=_BLUE, weights=_even(values))
-        axis.axvspan(edges[0], bounds[0] - 0.5, color=_RED, alpha=0.15, lw=0)
-        axis.axvspan(
-            bounds[0] - 0.5, bounds[1] - 0.5, color=_YELLOW, alpha=0.2, lw=0
-        )
-        axis.axvspan(top - 0.5, edges[-1], color=_RED, alpha=0.15, lw=0)
+        for start, end, colour in (
+            (edges[0], bounds[0] - 0.5, _RED),
+            (bounds[0] - 0.5, bounds[1] - 0.5, _YELLOW),
+            (top - 0.5, edges[-1], _RED),
+        ):
+            # Behind the bars, which would change their colour with it.
+            axis.axvspan(start, end, color=colour, alpha=0.17, lw=0, zorder=0)
         axis.set_title(name, loc="left", fontsize=10)
         axis.set_ylabel("share")
     axes[0].margins(x=0)
@@ -193,6 +195,7 @@ def _bars(axis: Any, rows: Iterable[Any], names: Sequence[str]) -> None:
     axis.axvline(0, color="black", lw=0.8)
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.set_xlim(right=_MOST_BITS + 6)
+    axis.margins(y=0.01)
     axis.grid(axis="x", color=_GREY, lw=0.5)
     axis.set_axisbelow(True)
 

@@ -63,7 +63,8 @@ class Memory:
 
     Attributes:
         weights: Of all variables of the model.
-        slots: Of the optimizer's variables.
+        slots: Of the optimizer's variables, in float32, and of the float32
+            masters that tfmix keeps behind 16-bit weights.
         activations: Of what layers return, kept for the backward pass; the
             compiler may keep less.
     """
@@ -174,19 +175,26 @@ def _padding(product: shapes.Product) -> str:
 def _memory(model: Any, found: list[shapes.Use]) -> dict[str, Memory]:
     trainable = _elements(model.trainable_variables)
     weights = trainable + _elements(model.non_trainable_variables)
-    optimizer = getattr(model, "optimizer", None)
-    slots = _SLOTS * trainable
-    if optimizer is not None and getattr(optimizer, "built", False):
-        slots = _elements(optimizer.variables)
+    slots = _slots(getattr(model, "optimizer", None), trainable)
     outputs = sum(use.outputs for use in found if not use.has_parts)
     return {
         name: Memory(
             weights * _BYTES[variables],
-            slots * _BYTES[variables],
+            # A master in float32 stands behind each 16-bit weight.
+            (slots + trainable * (variables != "float32")) * _BYTES["float32"],
             outputs * _BYTES[activations],
         )
         for name, (variables, activations) in _POLICIES.items()
     }
+
+
+def _slots(optimizer: Any, trainable: int) -> int:
+    """Counts the variables of the optimizer inside all wrappers."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    if optimizer is None or not optimizer.built:
+        return _SLOTS * trainable
+    return _elements(optimizer.variables)
 
 
 def _elements(variables: list[Any]) -> int:

@@ -20,6 +20,17 @@ code { font-size: 13px; overflow-wrap: anywhere; }
 .underflow, .inaccurate { background: #fdf3d8; }
 .note { background: #fdf3d8; padding: .4rem .6rem; }
 img { max-width: 100%; }
+h1 { font-size: 1.6rem; line-height: 1.25; overflow-wrap: anywhere; }
+td:nth-child(4), td:nth-child(5) { white-space: nowrap; }
+.wide { overflow-x: auto; }
+@media (max-width: 44rem) {
+  .wide img { max-width: none; width: 44rem; }
+  thead { display: none; }
+  tr { display: block; padding: .4rem 0; border-bottom: 1px solid #ddd; }
+  td { display: inline-block; border: 0; padding: 0 .5rem; }
+  td:first-child { font-weight: 600; }
+  td:last-child { display: block; }
+}
 """
 
 
@@ -41,18 +52,24 @@ def document(report: Any) -> str:
     notes = "".join(
         f'<p class="note">{html.escape(note)}</p>\n' for note in report.notes
     )
+    first = report.faults[0] if report.faults else None
+    summary = first and (
+        f"<p><b>First: {html.escape(first.layer)}</b>, {first.phase}, "
+        f"{first.verdict}: <code>{html.escape(first.advice)}</code></p>\n"
+    )
     rows = "\n".join(map(_row, report.rows))
     return (
         "<!DOCTYPE html>\n"
         f'<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n"
         f"<body><h1>{html.escape(title)}</h1>\n"
         f"<p>Gradients were judged under a loss scale of "
         f"{report.loss_scale:g}. Each layer was judged by itself, on the "
         f"inputs it has in float32.</p>\n"
-        f"{notes}{_picture(report)}"
-        f"<table><thead><tr>{heads}</tr></thead>\n<tbody>{rows}</tbody>"
-        f"</table></body></html>\n"
+        f"{summary or ''}{notes}{_picture(report)}"
+        f"<table><thead><tr>{heads}</tr></thead>"
+        f"\n<tbody>{rows}</tbody></table></body></html>\n"
     )
 
 
@@ -73,4 +90,5 @@ def _picture(report: Any) -> str:
     figure.savefig(written, format="png", dpi=110)
     data = base64.b64encode(written.getvalue()).decode("ascii")
     source = f"data:image/png;base64,{data}"
-    return f'<p><img alt="Headroom of each layer" src="{source}"></p>\n'
+    image = f'<img alt="Headroom of each layer" src="{source}">'
+    return f'<p class="wide">{image}</p>\n'
