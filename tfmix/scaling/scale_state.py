@@ -107,7 +107,13 @@ class KeepsScaleState(delegation.DelegatesToInner):
         storage.assign_all(self.variables, weights)
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes the whole state, the inner optimizer's included."""
+        """Writes the whole state, the inner optimizer's included.
+
+        Before the optimizer is built there is none: what the inner one has by
+        then is its settings, which no built one could be restored from.
+        """
+        if not self.built:
+            return
         storage.save(store, self.own_variables, self.inner_optimizer.variables)
 
     def load_own_variables(self, store: Any) -> None:
