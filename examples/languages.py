@@ -71,6 +71,14 @@ def build_model(languages: int) -> keras.Model:
     return keras.Model(tokens, tfmix.float32_output("softmax")(x))
 
 
+def compiled() -> bool:
+    """Says whether XLA should compile; JAX needs it to be fast.
+
+    TensorFlow does without: so short a run does not win back the time.
+    """
+    return keras.backend.backend() == "jax"
+
+
 def batches(
     x: np.ndarray, y: np.ndarray, seed: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -113,7 +121,9 @@ def pretrained(steps: int) -> list[np.ndarray]:
     with tfmix.policy_scope("float32"):
         model = build_model(len(BEFORE))
         model.compile(
-            keras.optimizers.Adam(RATE), loss="sparse_categorical_crossentropy"
+            keras.optimizers.Adam(RATE),
+            loss="sparse_categorical_crossentropy",
+            jit_compile=compiled(),
         )
         fit(model, texts(BEFORE), 0, steps, [])
     # The head's kernel and bias are the last two.
@@ -134,7 +144,11 @@ def train(
         if policy == "mixed_float16":
             # `compile` would do the same.
             optimizer = tfmix.LossScaleOptimizer(optimizer)
-        model.compile(optimizer, loss="sparse_categorical_crossentropy")
+        model.compile(
+            optimizer,
+            loss="sparse_categorical_crossentropy",
+            jit_compile=compiled(),
+        )
         losses = fit(model, data, seed, steps, [common.Tick(tick)])
         outputs = model.predict(data[1], batch_size=len(data[1]), verbose=0)
         advice = tfmix.advise(model, BATCH_SIZE)

@@ -103,7 +103,7 @@ def test_without_the_scale_the_network_does_not_learn(tmp_path):
     assert outcome.healthy, (outcome.claims, outcome.runs)
     for run in outcome.of(fine_tuning.SCALED):
         assert run.score > 0.8
-        assert run.columns["bytes\n(served)"] == "10640\n(10640)"
+        assert run.columns["bytes\n(served)"] == "11024\n(11024)"
     for run in outcome.of(fine_tuning.UNSCALED):
         assert fine_tuning.percent(run, "LSTM\nmoved") < 50
         assert run.score < 0.7
