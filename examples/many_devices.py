@@ -4,138 +4,227 @@ The same network learns scikit-learn's scanned digits in mixed float16 on four
 logical CPUs (`MirroredStrategy`), in two processes that this script starts
 (`MultiWorkerMirroredStrategy`), and on eight simulated devices under JAX
 (`DataParallel`). One row of the data is NaN, so in each epoch one replica gets
-gradients that are not finite, and the others do not.
+gradients that are not finite, and the others do not. The twins learn the same
+rows on the same devices in float32, with the same check of each step.
 
-Run it with `python examples/many_devices.py`; it takes about a minute on two
-cores. Each part runs in processes of its own, since the number of devices and
-the backend are fixed when TensorFlow or JAX is imported.
+    python examples/many_devices.py --seeds=3
+
+takes about a minute on two cores. Each part runs in processes of its own,
+since the number of devices and the backend are fixed when TensorFlow or JAX is
+imported; each process trains from every seed.
 """
 
 import hashlib
-import json
-import os
-import socket
-import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
+from rich import progress
+
+import tfmix
+from tfmix.examples import common, processes
 
 PARTS = ("mirrored", "two workers", "jax")
 REPLICAS = {"mirrored": 4, "two workers": 2, "jax": 8}
-BATCH_SIZE, EPOCHS = 64, 6
+POLICIES = ("float32", "mixed_float16")
+BATCH_SIZE, EPOCHS, SEEDS = 64, 4, 3
 # In the second batch; the shares of all other replicas are sound.
 BAD_ROW = BATCH_SIZE + 1
 LEAST_ACCURACY = 0.9
-_TIMEOUT = 240  # seconds
-_RESULT = "RESULT "
+_DEVICES = "--xla_force_host_platform_device_count"
+
+# Builds a model under a policy; returns it and what trains it.
+Make = Callable[[str], tuple[Any, Callable[[], Any]]]
 
 
 def load() -> tuple[np.ndarray, ...]:
     """Returns training images with the bad row, test images, both's labels."""
-    from sklearn import datasets, model_selection
-
-    digits = datasets.load_digits()
-    train_x, test_x, train_y, test_y = model_selection.train_test_split(
-        (digits.data / 16.0).astype("float32"),
-        digits.target,
-        test_size=0.3,
-        stratify=digits.target,
-        random_state=0,
-    )
+    train_x, test_x, train_y, test_y = common.digits()
     # Whole batches, so that every replica has a share of each.
     rows = len(train_x) // BATCH_SIZE * BATCH_SIZE
     train_x[BAD_ROW] = np.nan
     return train_x[:rows], test_x, train_y[:rows], test_y
 
 
-def compiled_model() -> Any:
-    """Builds and compiles the network in mixed float16."""
-    import keras
+def build_model(policy: str) -> keras.Model:
+    """Builds the network under a policy."""
+    with tfmix.policy_scope(policy):
+        return keras.Sequential(
+            [
+                keras.Input((64,)),
+                keras.layers.Dense(64, activation="relu"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(10),
+                tfmix.float32_output("softmax"),
+            ]
+        )
 
-    import tfmix
 
-    keras.utils.set_random_seed(0)
-    tfmix.set_global_policy("mixed_float16")
-    model = keras.Sequential(
-        [
-            keras.Input((64,)),
-            keras.layers.Dense(64, activation="relu"),
-            keras.layers.BatchNormalization(),
-            keras.layers.Dense(10),
-            tfmix.float32_output("softmax"),
-        ]
-    )
-    # `compile` wraps the optimizer and guards the model by itself.
+def compiled_model(policy: str) -> keras.Model:
+    """Builds the network and compiles it with a check of each step."""
+    model = build_model(policy)
+    rule = tfmix.NoLossScale() if policy == "float32" else "dynamic"
     model.compile(
-        keras.optimizers.Adam(0.005), loss="sparse_categorical_crossentropy"
+        tfmix.LossScaleOptimizer(keras.optimizers.Adam(0.005), loss_scale=rule),
+        loss="sparse_categorical_crossentropy",
     )
-    return model
+    model.optimizer.build(model.trainable_variables)
+    return tfmix.guard(model)
 
 
-def train_mirrored() -> dict[str, Any]:
+def mirrored() -> Make:
     """Trains with `fit` on four logical CPUs."""
     import tensorflow as tf
 
     (cpu,) = tf.config.list_physical_devices("CPU")
     logical = [tf.config.LogicalDeviceConfiguration()] * REPLICAS["mirrored"]
     tf.config.set_logical_device_configuration(cpu, logical)
-    names = [f"CPU:{n}" for n in range(len(logical))]
-    with tf.distribute.MirroredStrategy(names).scope():
-        model = compiled_model()
-    return _fitted(model)
+    strategy = tf.distribute.MirroredStrategy(
+        [f"CPU:{n}" for n in range(len(logical))]
+    )
+
+    def make(policy: str) -> Any:
+        with strategy.scope():
+            model = compiled_model(policy)
+        return model, lambda: fit(model)
+
+    return make
 
 
-def train_jax() -> dict[str, Any]:
+def jax() -> Make:
     """Trains with `fit` on eight simulated devices."""
-    import keras
-
     keras.distribution.set_distribution(keras.distribution.DataParallel())
-    return _fitted(compiled_model())
+
+    def make(policy: str) -> Any:
+        model = compiled_model(policy)
+        return model, lambda: fit(model)
+
+    return make
 
 
-def train_worker() -> dict[str, Any]:
-    """Trains as one of two workers; each gets its share of every batch."""
+def worker() -> Make:
+    """Trains as one of two workers, on its share of every batch."""
     import tensorflow as tf
 
     # The strategy has to exist before anything else of TensorFlow runs.
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    with strategy.scope():
-        model = compiled_model()
-
-    # Keras's `fit` does not run under this strategy.
-    @tf.function
-    def step(batch: Any) -> None:
-        strategy.run(model.train_step, args=(batch,))
-
     x, _, y, _ = load()
     share = BATCH_SIZE // REPLICAS["two workers"]
     first = share * strategy.cluster_resolver.task_id
-    for _ in range(EPOCHS):
-        for start in range(first, len(x), BATCH_SIZE):
-            rows = slice(start, start + share)
-            step((x[rows], y[rows]))
-    return _result(model)
+
+    def make(policy: str) -> Any:
+        with strategy.scope():
+            model = compiled_model(policy)
+
+        # Keras's `fit` does not run under this strategy.
+        @tf.function
+        def step(batch: Any) -> None:
+            strategy.run(model.train_step, args=(batch,))
+
+        def train() -> None:
+            for _ in range(EPOCHS):
+                for start in range(first, len(x), BATCH_SIZE):
+                    rows = slice(start, start + share)
+                    step((x[rows], y[rows]))
+
+        return model, train
+
+    return make
 
 
-def run(parts: tuple[str, ...] = PARTS) -> dict[str, dict[str, Any]]:
+def fit(model: keras.Model) -> None:
+    """Trains with Keras's own loop."""
+    x, _, y, _ = load()
+    model.fit(
+        x, y, batch_size=BATCH_SIZE, epochs=EPOCHS, shuffle=False, verbose=0
+    )
+
+
+def train_part(part: str, seeds: int) -> list[dict[str, Any]]:
+    """Trains under each policy from each seed, in this process."""
+    make = {"mirrored": mirrored, "jax": jax, "two workers": worker}[part]()
+    results = []
+    for policy in POLICIES:
+        model, train = make(policy)
+        optimizer = model.optimizer
+        start = [variable.numpy() for variable in optimizer.variables]
+        for seed in range(seeds):
+            # What was compiled for the first seed serves all.
+            keras.utils.set_random_seed(seed)
+            model.set_weights(build_model(policy).get_weights())
+            optimizer.set_weights(start)
+            train()
+            found = {"policy": policy, "seed": seed, **_result(model)}
+            results.append(found)
+    return results
+
+
+def run(
+    parts: tuple[str, ...] = PARTS, seeds: int = SEEDS, quiet: bool = False
+) -> common.Outcome:
     """Runs the parts, each in fresh processes.
 
     Args:
         parts: Some of `PARTS`.
+        seeds: Runs of each variant.
+        quiet: Whether to leave out the progress bar.
 
     Returns:
-        For each part what it ended with: `accuracy`, `skipped_steps`, `steps`,
-        `loss_scale`, `trained` (a hash) and `finite`.
+        All runs, and what came true.
 
     Raises:
-        RuntimeError: If a process ends without a result.
+        RuntimeError: If a process ends without a result, or two that train
+            together do not end alike.
     """
-    return {part: _finished(part, _started(part)) for part in parts}
+    results = {}
+    with progress.Progress(disable=quiet) as bar:
+        task = bar.add_task("training", total=len(parts))
+        for part in parts:
+            name = f"{part}, {REPLICAS[part]} replicas"
+            bar.update(task, description=name)
+            count = REPLICAS[part]
+            environment = {
+                "KERAS_BACKEND": "jax" if part == "jax" else "tensorflow",
+                "XLA_FLAGS": f"{_DEVICES}={count}",
+            }
+            words = [__file__, f"--part={part}", f"--seeds={seeds}"]
+            workers = count if part == "two workers" else 0
+            ended = processes.run(part, words, environment, workers)
+            results[part] = same(part, ended)
+            bar.advance(task)
+    runs = [_run(part, one) for part in parts for one in results[part]]
+    halves = [f"{part}, mixed_float16" for part in parts]
+    claims = {
+        "in every epoch all replicas skipped the one bad step, no weight was "
+        "hurt, and the network learnt": all(
+            survived(one) for part in parts for one in results[part]
+        ),
+        "16 bit is as good as its float32 twin, within the noise of the "
+        "seeds or a point": all(common.close(runs, name) for name in halves),
+    }
+    return common.Outcome(tuple(runs), claims)
+
+
+def same(part: str, ended: list[Any]) -> list[dict[str, Any]]:
+    """Returns what all processes of a part ended with.
+
+    Each worker averages its own statistics of BatchNormalization; what is
+    trained, skipped and scaled must be the same.
+
+    Raises:
+        RuntimeError: If it is not.
+    """
+    keys = ("trained", "skipped_steps", "loss_scale")
+    ends = [[[one[key] for key in keys] for one in each] for each in ended]
+    if any(end != ends[0] for end in ends):
+        raise RuntimeError(f"The processes of {part!r} differ: {ended}")
+    return list(ended[0])
 
 
 def survived(result: dict[str, Any]) -> bool:
-    """Says whether a part skipped once per epoch and learnt all the same."""
+    """Says whether a run skipped once per epoch and learnt all the same."""
     return bool(
         result["finite"]
         and result["skipped_steps"] == EPOCHS
@@ -143,33 +232,28 @@ def survived(result: dict[str, Any]) -> bool:
     )
 
 
-def main() -> int:
-    """Prints what became of each part; returns 1 if one did not survive."""
-    if len(sys.argv) > 1:
-        trained = {"mirrored": train_mirrored, "jax": train_jax}
-        result = trained.get(sys.argv[1], train_worker)()
-        print(_RESULT + json.dumps(result), flush=True)
-        return 0
-    healthy = True
-    for part in PARTS:
-        print(f"{part}, {REPLICAS[part]} replicas ...", flush=True)
-        result = run((part,))[part]
-        healthy &= survived(result)
-        print(
-            f"  {'survived' if survived(result) else 'FAILED'}: accuracy "
-            f"{result['accuracy']:.2%}, {result['skipped_steps']} of "
-            f"{result['steps']} steps skipped on all replicas, "
-            f"loss scale {result['loss_scale']:g}"
-        )
-    return int(not healthy)
+def main(argv: list[str] | None = None) -> int:
+    """Prints what became of each part; returns 1 if a claim is false."""
+    text = f"Train only this part, in this process: one of {PARTS}."
+    values = common.parse(argv, __doc__, part=("", text))
+    if not values.part:
+        return common.finish(run(PARTS, values.seeds, values.quiet))
+    processes.report(train_part(values.part, values.seeds))
+    return 0
 
 
-def _fitted(model: Any) -> dict[str, Any]:
-    x, _, y, _ = load()
-    model.fit(
-        x, y, batch_size=BATCH_SIZE, epochs=EPOCHS, shuffle=False, verbose=0
+def _run(part: str, result: dict[str, Any]) -> common.Run:
+    return common.Run(
+        variant=f"{part}, {result['policy']}",
+        seed=result["seed"],
+        score=result["accuracy"],
+        twin=f"{part}, float32",
+        columns={
+            "steps": result["steps"],
+            "skipped\nby all": result["skipped_steps"],
+            "scale": f"2^{np.log2(result['loss_scale']):g}",
+        },
     )
-    return _result(model)
 
 
 def _result(model: Any) -> dict[str, Any]:
@@ -198,72 +282,6 @@ def _outputs(weights: list[np.ndarray], x: np.ndarray) -> np.ndarray:
     # Keras's epsilon of BatchNormalization.
     hidden = (hidden - mean) / np.sqrt(variance + 1e-3) * gamma + beta
     return hidden @ head + head_bias
-
-
-def _started(part: str) -> list[subprocess.Popen]:
-    backend = "jax" if part == "jax" else "tensorflow"
-    environment = {
-        **os.environ,
-        "KERAS_BACKEND": backend,
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count="
-        f"{REPLICAS['jax']}",
-    }
-    clusters: list[dict[str, str]] = [{}]
-    if part == "two workers":
-        workers = [f"127.0.0.1:{port}" for port in _free_ports(2)]
-        clusters = [
-            {
-                "TF_CONFIG": json.dumps(
-                    {
-                        "cluster": {"worker": workers},
-                        "task": {"type": "worker", "index": index},
-                    }
-                )
-            }
-            for index in range(len(workers))
-        ]
-    return [
-        subprocess.Popen(
-            [sys.executable, __file__, part],
-            env={**environment, **cluster},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for cluster in clusters
-    ]
-
-
-def _finished(part: str, processes: list[subprocess.Popen]) -> dict[str, Any]:
-    try:
-        ended = [process.communicate(timeout=_TIMEOUT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    results = []
-    for out, err in ended:
-        lines = [line for line in out.splitlines() if line.startswith(_RESULT)]
-        if not lines:
-            raise RuntimeError(f"{part!r} ended without a result:\n{err}")
-        results.append(json.loads(lines[0].removeprefix(_RESULT)))
-    # Each worker averages its own statistics of BatchNormalization; what is
-    # trained, skipped and scaled must be the same.
-    same = ("trained", "skipped_steps", "loss_scale")
-    if any(
-        result[key] != results[0][key] for result in results for key in same
-    ):
-        raise RuntimeError(f"The processes of {part!r} differ: {results}")
-    return results[0]
-
-
-def _free_ports(count: int) -> list[int]:
-    # All are bound at once, so that no two are the same.
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
 
 
 if __name__ == "__main__":
