@@ -115,6 +115,7 @@ def test_flat_masters_take_over_and_hand_back():
     fitted(model)
 
 
+@pytest.mark.slow
 def test_a_pure_model_goes_on_in_float32_where_it_was():
     with tfmix.policy_scope("bfloat16"):
         model = trained()
