@@ -186,32 +186,35 @@ def test_bytes_of_weights_and_slots_are_those_of_the_variables(policy):
 
 
 @helpers.requires_backend("jax")
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_bytes_agree_with_what_the_compiler_reports_for_the_step(policy):
+@pytest.mark.slow
+def test_bytes_agree_with_what_the_compiler_reports_for_the_step():
     import jax
 
-    model, rows = wide(policy), 8192
-    x = np.ones((rows, 64), "float32")
-    trainable = [one.value for one in model.trainable_variables]
-    slots = [one.value for one in model.optimizer.variables]
+    rows = 4096
+    hidden = [keras.layers.Dense(256, "tanh") for _ in range(12)]
+    model = sequential(*hidden, shape=(256,))
+    model.compile(keras.optimizers.Adam(), "mse")
+    model.optimizer.build(model.trainable_variables)
 
-    def forward(weights, slots):
+    def step(weights, slots, x):
         def loss(weights):
             outputs, _ = model.stateless_call(weights, [], x, training=True)
             return keras.ops.mean(keras.ops.square(outputs))
 
-        # What is kept for the backward pass comes out of the forward pass.
-        return jax.vjp(loss, weights), slots
+        gradients = jax.grad(loss)(weights)
+        return model.optimizer.stateless_apply(slots, gradients, weights)
 
-    reported = jax.jit(forward).lower(trainable, slots).compile()
-    reported = reported.memory_analysis()
-    memory = advise(model, rows).memory[policy]
-    assert reported.argument_size_in_bytes == pytest.approx(
-        memory.weights + memory.slots, rel=0.02
-    )
-    kept = reported.output_size_in_bytes
-    print("KEPT", policy, kept, memory)
-    assert kept == pytest.approx(memory.activations, rel=0.3)
+    trainable = [one.value for one in model.trainable_variables]
+    slots = [one.value for one in model.optimizer.variables]
+    x = np.ones((rows, 256), "float32")
+    compiled = jax.jit(step).lower(trainable, slots, x).compile()
+    reported = compiled.memory_analysis()
+    memory = advise(model, rows).memory["float32"]
+    held = reported.argument_size_in_bytes - x.nbytes
+    assert held == pytest.approx(memory.weights + memory.slots, rel=0.01)
+    # What the step needs besides: activations, and gradients of a few layers.
+    kept = reported.temp_size_in_bytes
+    assert kept == pytest.approx(memory.activations, rel=0.2)
 
 
 @helpers.requires_backend("tensorflow")

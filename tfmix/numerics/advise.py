@@ -65,8 +65,9 @@ class Memory:
         weights: Of all variables of the model.
         slots: Of the optimizer's variables, in float32, and of the float32
             masters that tfmix keeps behind 16-bit weights.
-        activations: Of what layers return, kept for the backward pass; the
-            compiler may keep less.
+        activations: Of what layers return, kept for the backward pass. A
+            framework may keep more, JAX a ReLU's input for instance, and a
+            CPU without 16-bit arithmetic keeps them in float32.
     """
 
     weights: int
