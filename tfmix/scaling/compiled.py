@@ -32,6 +32,13 @@ def by_xla() -> bool:
     return False
 
 
+def for_cpu() -> bool:
+    """Returns whether JAX compiles for a CPU by default."""
+    import jax
+
+    return jax.default_backend() == "cpu"
+
+
 def kept_apart(tensor: Any) -> Any:
     """Returns the tensor; a branch that calls this stays a branch.
 

@@ -34,7 +34,8 @@ def stateless_apply(
         state = optimizer.state()
         note = optimizer.unscaled_note.take()
         scale = unscaled.divisor(note, optimizer.rule.current(state))
-    # Joined for the check alone: apart, each division fuses with its update.
+    true = blocks.divided(blocks.apart(grads, variables), scale)
+    # Joined for the check alone: to take them apart again costs kernels.
     joined = blocks.unscaled(grads, variables, scale)
     bad = blocks.not_finite(joined, len(grads))
     is_finite = ops.logical_not(ops.any(bad))
@@ -50,9 +51,8 @@ def stateless_apply(
         return [scope.get_current_value(v) for v in optimizer.own_variables]
 
     def apply_step() -> tuple[list[Any], list[Any]]:
-        apart = blocks.divided(blocks.apart(grads, variables), scale)
         new_trainable, new_inner = optimizer.inner_optimizer.stateless_apply(
-            inner_values, blocks.parts(apart, len(grads)), trainable_values
+            inner_values, blocks.parts(true, len(grads)), trainable_values
         )
         return new_trainable, own_values(True) + new_inner
 
@@ -62,7 +62,7 @@ def stateless_apply(
     if not isinstance(is_finite, jax.core.Tracer):
         # An eager step: the branch is known, and need not be compiled.
         return apply_step() if is_finite else skip_step()
-    if jax.default_backend() == "cpu":
+    if compiled.for_cpu():
         return jax.lax.cond(is_finite, apply_step, skip_step)
     # On an accelerator a conditional waits for the host to read its flag.
     return _selected(is_finite, apply_step(), skip_step())

@@ -1,0 +1,312 @@
+"""The steps that `benchmarks.overhead` times, one section per process.
+
+    python -m benchmarks.overhead_steps SECTION RUNS
+
+A section has a backend of its own and may need devices that TensorFlow makes
+at its start only, so each runs in a new process and prints its rows as JSON.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+
+import tfmix
+from benchmarks import resident
+
+MODELS = {
+    "many small (200 x 32 x 32)": (200, 32, 20),
+    "few large (6 x 2048 x 2048)": (6, 2048, 1),
+}
+# Two replicas share the cores, and each has variables of its own.
+REPLICATED = {
+    "many small (50 x 32 x 32)": (50, 32, 20),
+    "few large (4 x 1024 x 1024)": (4, 1024, 3),
+}
+SYSTEMS = {
+    "bare": lambda inner: inner,
+    "keras": keras.optimizers.LossScaleOptimizer,
+    "tfmix": tfmix.LossScaleOptimizer,
+}
+Step = Callable[[], Any]
+
+
+def variables(layers: int, width: int) -> list[Any]:
+    """Kernels and biases of that many dense layers."""
+    shapes = [(width, width), (width,)] * layers
+    return [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
+
+
+def wrapped(system: str, model: list[Any]) -> Any:
+    """Returns Adam as one of the systems wraps it, built."""
+    optimizer = SYSTEMS[system](keras.optimizers.Adam())
+    optimizer.build(model)
+    if system != "bare":
+        optimizer.scale_loss(1.0)
+    return optimizer
+
+
+def tensorflow_step(system: str, size: tuple[int, int], xla: bool) -> Step:
+    """Returns a step that is traced at its first call."""
+    import tensorflow as tf
+
+    model = variables(*size)
+    optimizer = wrapped(system, model)
+    grads = [tf.fill(v.shape, np.float32(1e-3)) for v in model]
+
+    @tf.function(autograph=False, jit_compile=xla)
+    def step(grads: list[Any]) -> Any:
+        optimizer.apply(grads, model)
+        return optimizer.iterations.value
+
+    return lambda: step(grads).numpy()
+
+
+def jax_compiled(system: str, size: tuple[int, int]) -> tuple[Any, list, list]:
+    """Returns a compiled step, its state and gradients."""
+    import jax
+
+    model = variables(*size)
+    optimizer = wrapped(system, model)
+
+    # The same order in and out: else what is donated has to be copied.
+    def step(state: list[Any], grads: list[Any]) -> list[Any]:
+        return list(optimizer.stateless_apply(state[1], grads, state[0]))
+
+    grads = [jax.numpy.full(v.shape, 1e-3) for v in model]
+    state = [
+        [jax.numpy.array(v.value) for v in each]
+        for each in (model, optimizer.variables)
+    ]
+    lowered = jax.jit(step, donate_argnums=0).lower(state, grads)
+    return lowered.compile(), state, grads
+
+
+def jax_step(system: str, size: tuple[int, int]) -> Step:
+    """Returns a compiled step that keeps its state between calls."""
+    import jax
+
+    compiled, state, grads = jax_compiled(system, size)
+
+    def step() -> None:
+        state[:] = compiled(state, grads)
+        jax.block_until_ready(state)
+
+    return step
+
+
+def replicated_step(strategy: Any, system: str, size: tuple[int, int]) -> Step:
+    """Returns a step of each replica of a strategy."""
+    import tensorflow as tf
+
+    with strategy.scope():
+        model = variables(*size)
+        optimizer = wrapped(system, model)
+
+    def on_replica() -> None:
+        grads = [tf.fill(v.shape, np.float32(1e-3)) for v in model]
+        optimizer.apply(grads, model)
+
+    @tf.function(autograph=False)
+    def step() -> Any:
+        strategy.run(on_replica)
+        return tf.constant(0)
+
+    return lambda: step().numpy()
+
+
+def sparse_step(system: str, inner: str) -> Step:
+    """Returns a step, forward to update, of a model with a large embedding."""
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            keras.Input((32,), dtype="int32"),
+            keras.layers.Embedding(1_000_000, 64),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(1),
+        ]
+    )
+    optimizer = SYSTEMS[system](getattr(keras.optimizers, inner)(0.01))
+    trained = model.trainable_variables
+    optimizer.build(trained)
+    rng = np.random.default_rng(1)
+    ids = tf.constant(rng.integers(0, 1_000_000, (256, 32)), tf.int32)
+    target = tf.constant(rng.normal(size=(256, 1)), tf.float32)
+
+    @tf.function(autograph=False)
+    def step(ids: Any, target: Any) -> Any:
+        with tf.GradientTape() as tape:
+            output = model(ids, training=True)
+            loss = tf.reduce_mean(tf.square(output - target))
+            scaled = loss if system == "bare" else optimizer.scale_loss(loss)
+        grads = tape.gradient(scaled, [v.value for v in trained])
+        optimizer.apply(grads, trained)
+        return loss
+
+    return lambda: step(ids, target).numpy()
+
+
+def dense_step(system: str, size: tuple[int, int], xla: bool) -> Step:
+    """Returns a step, forward to update, of that many dense layers."""
+    import tensorflow as tf
+
+    layers, width = size
+    model = keras.Sequential([keras.Input((width,))])
+    for _ in range(layers):
+        model.add(keras.layers.Dense(width, activation="relu"))
+    trained = model.trainable_variables
+    optimizer = wrapped(system, trained)
+    data = tf.ones((64, width))
+
+    @tf.function(autograph=False, jit_compile=xla)
+    def step(data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(data, training=True)))
+            scaled = loss if system == "bare" else optimizer.scale_loss(loss)
+        grads = tape.gradient(scaled, [v.value for v in trained])
+        optimizer.apply(grads, trained)
+        return loss
+
+    return lambda: step(data).numpy()
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Returns the median and the extremes."""
+    return {
+        "median": statistics.median(values),
+        "low": min(values),
+        "high": max(values),
+        "runs": len(values),
+    }
+
+
+def in_turns(
+    what: dict[str, Any], steps: dict[str, Step], repeats: int, runs: int
+) -> list[dict[str, Any]]:
+    """Times steps in turn; returns a row each, ratios taken within a turn."""
+    times: dict[str, list[float]] = {system: [] for system in steps}
+    for turn in range(runs + 1):
+        for system, step in steps.items():
+            start = time.perf_counter()
+            for _ in range(repeats):
+                step()
+            if turn:
+                spent = 1e3 * (time.perf_counter() - start) / repeats
+                times[system].append(spent)
+    extra = {
+        system: [a - b for a, b in zip(own, times["bare"], strict=True)]
+        for system, own in times.items()
+    }
+    rows = []
+    for system, own in times.items():
+        ratios = [a / b for a, b in zip(own, times["bare"], strict=True)]
+        row = {**what, "system": system, "ms": spread(own)}
+        row |= {"ratio": spread(ratios), "overhead_ms": spread(extra[system])}
+        if system == "tfmix" and "keras" in extra:
+            keras_extra = statistics.median(extra["keras"])
+            share = statistics.median(extra["tfmix"]) / keras_extra
+            row["overhead_of_keras"] = share
+        rows.append(row)
+    return rows
+
+
+def graph(runs: int, xla: bool = False) -> list[dict[str, Any]]:
+    """Graph mode, or XLA."""
+    rows = []
+    for name, (*size, repeats) in MODELS.items():
+        steps = {s: tensorflow_step(s, tuple(size), xla) for s in SYSTEMS}
+        rows += in_turns({"model": name}, steps, repeats, runs)
+    return rows
+
+
+def jax(runs: int) -> list[dict[str, Any]]:
+    """JAX, compiled, with donated state."""
+    rows = []
+    for name, (*size, repeats) in MODELS.items():
+        steps = {s: jax_step(s, tuple(size)) for s in SYSTEMS}
+        rows += in_turns({"model": name}, steps, repeats, runs)
+    return rows
+
+
+def mirrored(runs: int) -> list[dict[str, Any]]:
+    """Two replicas on two logical CPUs."""
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    logical = [tf.config.LogicalDeviceConfiguration() for _ in range(2)]
+    tf.config.set_logical_device_configuration(cpu, logical)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    rows = []
+    for name, (*size, repeats) in REPLICATED.items():
+        steps = {s: replicated_step(strategy, s, tuple(size)) for s in SYSTEMS}
+        rows += in_turns({"model": name}, steps, repeats, runs)
+    return rows
+
+
+def sparse(runs: int) -> list[dict[str, Any]]:
+    """A million embeddings; only two systems, since a table fills the cache."""
+    rows = []
+    for inner, repeats in (("SGD", 50), ("Adagrad", 2)):
+        steps = {s: sparse_step(s, inner) for s in ("bare", "tfmix")}
+        rows += in_turns({"model": inner}, steps, repeats, 2 * runs + 1)
+    return rows
+
+
+def first_step(system: str, layers: str) -> list[dict[str, Any]]:
+    """Time to the first step under XLA: tracing and compiling."""
+    # What any first compilation in a process costs is not the model's.
+    dense_step("bare", (1, 8), True)()
+    step = dense_step(system, (int(layers), 32), True)
+    start = time.perf_counter()
+    step()
+    return [{"seconds": time.perf_counter() - start}]
+
+
+def peak(system: str, mode: str) -> list[dict[str, Any]]:
+    """How far a step's peak lies above what was there before it."""
+    if mode == "jax":
+        compiled, _, _ = jax_compiled(system, (6, 2048))
+        plan = compiled.memory_analysis()
+        new = plan.output_size_in_bytes - plan.alias_size_in_bytes
+        return [{"mb": (plan.temp_size_in_bytes + new) / 2**20}]
+    dense_step(system, (6, 64), mode == "xla")()
+    step = dense_step(system, (6, 2048), mode == "xla")
+    step()
+    with resident.Peak() as measured:
+        for _ in range(10):
+            step()
+    return [{"mb": measured.megabytes}]
+
+
+SECTIONS: dict[str, Callable[..., list[dict[str, Any]]]] = {
+    "graph": graph,
+    "xla": lambda runs: graph(runs, xla=True),
+    "jax": jax,
+    "mirrored": mirrored,
+    "sparse": sparse,
+}
+
+
+def main() -> None:
+    """Runs one section, or one measurement of one system."""
+    name, *arguments = sys.argv[1:]
+    if name in SECTIONS:
+        rows = SECTIONS[name](int(arguments[0]))
+    else:
+        rows = {"first_step": first_step, "peak": peak}[name](*arguments)
+    print("rows: " + json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
