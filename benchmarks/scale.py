@@ -43,6 +43,8 @@ BY_PARAMETERS = {
 DIFFERENT = "500, no two alike"
 MEASURED_MEMORY = ("1e7", "1e8")
 REPLICAS = (1, 2, 4, 8)
+# Each replica is traced on its own: 8 times 50 variables, three times.
+ON_REPLICAS = (50, 10**6)
 PARTS = ("variables", "parameters", "replicas")
 _NOTES = {
     "variables": "Operations are those of the whole step, its branches "
@@ -106,7 +108,7 @@ def replica_rows(replicas: int, runs: int) -> list[Row]:
     from benchmarks import scale_steps
 
     strategy = scale_steps.strategy_of(replicas)
-    shapes = scale_steps.shapes(*BY_VARIABLES["100"])
+    shapes = scale_steps.shapes(*ON_REPLICAS)
     made = scale_steps.prepared(shapes, strategy=strategy)
     rows = system_rows(str(replicas), made, runs)
     # Each replica takes part in every exchange, so each has its node.
@@ -143,8 +145,8 @@ def table(part: str, runs: int) -> results.Table:
     else:
         words = ("--runs", str(runs), "--replicas")
         rows = [r for n in REPLICAS for r in _in_own_process(*words, str(n))]
-        title = "Number of replicas (logical CPUs, MirroredStrategy), 100 "
-        title += "variables, 1e6 parameters"
+        title = "Number of replicas (logical CPUs, MirroredStrategy), "
+        title += f"{ON_REPLICAS[0]} variables, 1e6 parameters"
     return results.Table(title, rows, _NOTES[part])
 
 

@@ -73,20 +73,22 @@ def prepared(
         strategy: A `tf.distribute` strategy to run under, if any.
     """
     _warm_up()
-    scope = strategy.scope() if strategy else contextlib.nullcontext()
-    with scope:
+    scope = strategy.scope if strategy else contextlib.nullcontext
+    with scope():
         variables = [
             keras.Variable(tf.ones(shape), name=f"v{i}")
             for i, shape in enumerate(sizes)
         ]
-        grads = [tf.fill(shape, np.float32(1e-3)) for shape in sizes]
-        made = {}
-        for system in systems:
+    grads = [tf.fill(shape, np.float32(1e-3)) for shape in sizes]
+    made = {}
+    for system in systems:
+        with scope():
             optimizer = _WRAP[system](keras.optimizers.SGD(1e-3))
             optimizer.build(variables)
             # tfmix warns of gradients whose loss was never scaled.
             optimizer.scale_loss(1.0)
-            made[system] = _compiled(optimizer, variables, grads, strategy)
+        # Traced outside, as it is called: inside it is another function.
+        made[system] = _compiled(optimizer, variables, grads, strategy)
     return made
 
 
@@ -148,16 +150,14 @@ def times_in_turns(made: dict[str, Step], runs: int) -> dict[str, list[float]]:
         for system, step in made.items():
             start = time.perf_counter()
             for _ in range(repeats):
-                result = step.run()
-            tf.nest.map_structure(_wait, result)
+                _wait(step.run())
             elapsed = time.perf_counter() - start
             found[system].append(1e3 * elapsed / repeats)
     return found
 
 
 def _wait(value: Any) -> None:
-    values = getattr(value, "values", (value,))
-    for each in values:
+    for each in getattr(value, "values", (value,)):
         each.numpy()
 
 
