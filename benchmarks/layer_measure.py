@@ -1,15 +1,18 @@
 """Runs a layer forward and backward in one dtype and compares two runs."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
-from benchmarks import layer_deviation
+from benchmarks import layer_deviation, layer_weights
 from benchmarks.layer_recipe import Recipe
 from tfmix.policy import state
+
+# Inputs to outputs and the gradients of inputs and of variables.
+Gradients = Callable[[Any], tuple[Any, Any, Any]]
 
 KINDS = {
     "normal": lambda n: n,
@@ -18,39 +21,57 @@ KINDS = {
 }
 
 
-def deviations(
-    recipe: Recipe, fmt: str, kind: str
-) -> dict[str, layer_deviation.Deviation]:
-    """Compares Keras and tfmix in one format with float32.
+class Runs:
+    """Measures one recipe; what is built for a format serves all inputs.
 
     All three runs get the same numbers: inputs and weights are rounded to
     the format first, so that what differs is the arithmetic.
 
     Args:
         recipe: What to build and on what input.
-        fmt: `"float16"` or `"bfloat16"`.
-        kind: A key of `KINDS`.
-
-    Returns:
-        `"keras"` and `"tfmix"`, each with its deviation. Raises what the
-        float32 run raises.
     """
-    inputs = _inputs(recipe, fmt, kind)
-    with keras_policy("float32"):
-        weights, reference = _run(recipe, inputs, "float32", None, fmt)
-    found = {}
-    for who, scope in (
-        ("keras", keras_policy(f"mixed_{fmt}")),
-        ("tfmix", state.policy_scope(f"mixed_{fmt}")),
-    ):
-        try:
-            with scope:
-                _, actual = _run(recipe, inputs, fmt, weights, fmt)
-            found[who] = layer_deviation.compare(actual, reference, fmt)
-        except Exception as error:
-            # Kernels that are missing raise anything; the sweep goes on.
-            found[who] = layer_deviation.Deviation(error=type(error).__name__)
-    return found
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._built: dict[tuple[str, str], _Run] = {}
+
+    def deviations(
+        self, fmt: str, kind: str
+    ) -> dict[str, layer_deviation.Deviation]:
+        """Compares Keras and tfmix in one format with float32.
+
+        Args:
+            fmt: `"float16"` or `"bfloat16"`.
+            kind: A key of `KINDS`.
+
+        Returns:
+            `"keras"` and `"tfmix"`, each with its deviation. Raises what the
+            float32 run raises.
+        """
+        inputs = _inputs(self._recipe, fmt, kind)
+        with keras_policy("float32"):
+            run = self._run("float32", "float32", inputs)
+            weights = [_rounded(w, fmt) for w in run.first_weights]
+            reference = run(inputs, weights)
+        found = {}
+        for who, scope in (
+            ("keras", keras_policy(f"mixed_{fmt}")),
+            ("tfmix", state.policy_scope(f"mixed_{fmt}")),
+        ):
+            try:
+                with scope:
+                    actual = self._run(who, fmt, inputs)(inputs, weights)
+                found[who] = layer_deviation.compare(actual, reference, fmt)
+            except Exception as error:
+                # Missing kernels raise anything; the sweep goes on.
+                name = type(error).__name__
+                found[who] = layer_deviation.Deviation(error=name)
+        return found
+
+    def _run(self, who: str, dtype: str, inputs: Any) -> "_Run":
+        if (who, dtype) not in self._built:
+            self._built[who, dtype] = _Run(self._recipe, dtype, inputs)
+        return self._built[who, dtype]
 
 
 @contextlib.contextmanager
@@ -77,29 +98,52 @@ def _inputs(recipe: Recipe, fmt: str, kind: str) -> Any:
     return [draw(shape) for shape in recipe.shapes]
 
 
-def _run(
-    recipe: Recipe,
-    inputs: Any,
-    dtype: str,
-    weights: list[np.ndarray] | None,
-    fmt: str,
-) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
-    keras.utils.set_random_seed(7)
-    layer = recipe.make()
-    arguments = {k: v for k, v in recipe.call.items() if k != "ids"}
-    if recipe.training is not None:
-        arguments["training"] = recipe.training
+class _Run:
+    """A layer built under the policy in force, forward and backward."""
 
-    def call(tensors: Any) -> Any:
-        return layer(*([tensors] if recipe.as_list else tensors), **arguments)
+    def __init__(self, recipe: Recipe, dtype: str, inputs: Any) -> None:
+        keras.utils.set_random_seed(7)
+        self._layer = recipe.make()
+        self._recipe = recipe
+        self._dtype = dtype
+        self.first_weights: list[np.ndarray] = []
+        if isinstance(self._layer, keras.Layer):
+            with layer_weights.drawn_by_numpy():
+                _build(self._call, _cast_all(inputs, dtype))
+            self.first_weights = self._layer.get_weights()
+        self._variables = list(getattr(self._layer, "trainable_variables", []))
+        if keras.backend.backend() == "jax":
+            others = getattr(self._layer, "non_trainable_variables", [])
+            self._gradients = _with_jax(self._call, self._variables, others)
+        else:
+            self._gradients = _with_tape(self._call, self._variables)
 
-    cast = _cast_all(inputs, dtype)
-    if isinstance(layer, keras.Layer):
-        _build(call, cast)
-        if weights is None:
-            weights = [_rounded(w, fmt) for w in layer.get_weights()]
-        layer.set_weights(weights)
-    return weights or [], _gradients(call, cast, layer)
+    def __call__(
+        self, inputs: Any, weights: list[np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Returns outputs and gradients by name."""
+        if weights:
+            self._layer.set_weights(weights)
+        cast = _cast_all(inputs, self._dtype)
+        outputs, by_input, by_weight = self._gradients(cast)
+        named = {f"output {i}": t for i, t in enumerate(outputs)}
+        named.update({f"d input {i}": t for i, t in enumerate(by_input)})
+        paths = [v.path.split("/")[-1] for v in self._variables]
+        named.update(
+            {
+                f"d {p} {i}": t
+                for i, (p, t) in enumerate(zip(paths, by_weight, strict=True))
+            }
+        )
+        return {k: _to_numpy(t) for k, t in named.items() if t is not None}
+
+    def _call(self, tensors: Any) -> Any:
+        recipe = self._recipe
+        arguments = {k: v for k, v in recipe.call.items() if k != "ids"}
+        if recipe.training is not None:
+            arguments["training"] = recipe.training
+        tensors = [tensors] if recipe.as_list else tensors
+        return self._layer(*tensors, **arguments)
 
 
 def _build(call: Any, inputs: Any) -> None:
@@ -112,51 +156,35 @@ def _build(call: Any, inputs: Any) -> None:
     call(inputs)
 
 
-def _gradients(call: Any, inputs: Any, layer: Any) -> dict[str, np.ndarray]:
-    variables = list(getattr(layer, "trainable_variables", []))
-    if keras.backend.backend() == "jax":
-        outputs, by_input, by_weight = _with_jax(call, inputs, layer, variables)
-    else:
-        outputs, by_input, by_weight = _with_tape(call, inputs, variables)
-    named = {f"output {i}": t for i, t in enumerate(outputs)}
-    named.update({f"d input {i}": t for i, t in enumerate(by_input)})
-    paths = [v.path.split("/")[-1] for v in variables]
-    named.update(
-        {
-            f"d {p} {i}": t
-            for i, (p, t) in enumerate(zip(paths, by_weight, strict=True))
-        }
-    )
-    return {k: _to_numpy(t) for k, t in named.items() if t is not None}
-
-
-def _with_tape(call: Any, inputs: Any, variables: Any) -> tuple[Any, Any, Any]:
+def _with_tape(call: Any, variables: Any) -> Gradients:
     import tensorflow as tf
 
-    floats = [t for t in keras.tree.flatten(inputs) if t.dtype.is_floating]
-    with tf.GradientTape() as tape:
-        tape.watch(floats)
-        outputs = _float_leaves(call(inputs))
-        total = _weighted_sum(outputs)
-    values = [v.value for v in variables]
-    by_input, by_weight = tape.gradient(total, (floats, values))
-    return outputs, by_input, by_weight
+    def gradients(inputs: Any) -> tuple[Any, Any, Any]:
+        floats = [t for t in keras.tree.flatten(inputs) if t.dtype.is_floating]
+        with tf.GradientTape() as tape:
+            tape.watch(floats)
+            outputs = _float_leaves(call(inputs))
+            total = _weighted_sum(outputs)
+        values = [v.value for v in variables]
+        return outputs, *tape.gradient(total, (floats, values))
+
+    return gradients
 
 
-def _with_jax(
-    call: Any, inputs: Any, layer: Any, variables: Any
-) -> tuple[Any, Any, Any]:
+def _with_jax(call: Any, variables: Any, others: Any) -> Gradients:
     import jax
     from keras.src import backend
 
-    flat = keras.tree.flatten(inputs)
-    where = [i for i, t in enumerate(flat) if "float" in str(t.dtype)]
-
-    def total(floats: Any, values: Any) -> Any:
-        leaves = list(flat)
-        for index, value in zip(where, floats, strict=True):
-            leaves[index] = value
-        mapping = list(zip(variables, values, strict=True))
+    def total(floats: Any, values: Any, states: Any, inputs: Any) -> Any:
+        floats = iter(floats)
+        leaves = [
+            next(floats) if _is_float(t) else t
+            for t in keras.tree.flatten(inputs)
+        ]
+        mapping = [
+            *zip(variables, values, strict=True),
+            *zip(others, states, strict=True),
+        ]
         with backend.StatelessScope(state_mapping=mapping):
             outputs = _float_leaves(
                 call(keras.tree.pack_sequence_as(inputs, leaves))
@@ -164,11 +192,17 @@ def _with_jax(
         return _weighted_sum(outputs), outputs
 
     # As in `fit`, where Keras compiles the whole step.
-    gradient = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
-    (by_input, by_weight), outputs = gradient(
-        [flat[i] for i in where], [v.value for v in variables]
-    )
-    return outputs, by_input, by_weight
+    compiled = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+
+    def gradients(inputs: Any) -> tuple[Any, Any, Any]:
+        floats = [t for t in keras.tree.flatten(inputs) if _is_float(t)]
+        values = [v.value for v in variables]
+        states = [v.value for v in others]
+        found, outputs = compiled(floats, values, states, inputs)
+        by_input, by_weight = found
+        return outputs, by_input, by_weight
+
+    return gradients
 
 
 def _weighted_sum(outputs: list[Any]) -> Any:
@@ -177,18 +211,29 @@ def _weighted_sum(outputs: list[Any]) -> Any:
     total = 0.0
     for output in outputs:
         above = rng.choice([-1.0, -0.5, 0.5, 1.0], size=output.shape)
+        above = _opaque(above.astype("float32"))
         wide = keras.ops.cast(output, "float32")
         # Off the range the gradient is nobody's concern, and inf * 0 is not
         # to spoil the others.
-        total = total + keras.ops.sum(wide * above.astype("float32"))
+        total = total + keras.ops.sum(wide * above)
     return total
 
 
+def _opaque(constant: np.ndarray) -> Any:
+    """Keeps XLA from running half the program while it compiles it."""
+    if keras.backend.backend() != "jax":
+        return constant
+    import jax
+
+    return jax.lax.optimization_barrier(constant)
+
+
 def _float_leaves(outputs: Any) -> list[Any]:
-    leaves = keras.tree.flatten(outputs)
-    return [
-        t for t in leaves if "float" in keras.backend.standardize_dtype(t.dtype)
-    ]
+    return [t for t in keras.tree.flatten(outputs) if _is_float(t)]
+
+
+def _is_float(tensor: Any) -> bool:
+    return "float" in keras.backend.standardize_dtype(tensor.dtype)
 
 
 def _cast_all(inputs: Any, dtype: str) -> Any:

@@ -1,5 +1,6 @@
 """Which optimizers and variables may be updated as parts of one vector."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,13 @@ ELEMENTWISE = (
     "Lion",
     "ScheduleFreeAdamW",  # Keras 3.13 and newer
 )
+# Those that raise to a power, or divide by a square root, which TensorFlow's
+# graph optimizer turns into a product with `rsqrt`. Its kernels compute both
+# to the last bit in one way in whole SIMD registers and in another in what is
+# left beyond them; other operations are exact either way.
+UNEVEN = ("Adadelta", "Adagrad", "Ftrl", "RMSprop")
+# Floats in the widest register there is, AVX-512's.
+REGISTER = 16
 REFUSED = {
     "Lamb": "it scales each variable's update by that variable's norm",
     "Muon": "it orthogonalises each weight matrix",
@@ -88,10 +96,30 @@ def check_variables(variables: Sequence) -> None:
         )
 
 
+def must_stay_alone(optimizer: Any, variable: Any) -> bool:
+    """Says whether joining a variable to others would change its last bits.
+
+    Args:
+        optimizer: The inner optimizer.
+        variable: The model's variable.
+
+    Returns:
+        True for a variable that leaves a register partly filled under an
+        optimizer whose result depends on it. The answer is the same on every
+        backend, so that a checkpoint fits all of them.
+    """
+    size = math.prod(variable.shape)
+    return bool(size % REGISTER) and _runs_update_of(optimizer, UNEVEN)
+
+
 def _runs_elementwise_update(optimizer: Any) -> bool:
     if getattr(type(optimizer), "elementwise", False):
         return True
-    known = [getattr(keras.optimizers, name, None) for name in ELEMENTWISE]
+    return _runs_update_of(optimizer, ELEMENTWISE)
+
+
+def _runs_update_of(optimizer: Any, names: Sequence[str]) -> bool:
+    known = [getattr(keras.optimizers, name, None) for name in names]
     return type(optimizer).update_step in [
         cls.update_step for cls in known if cls is not None
     ]

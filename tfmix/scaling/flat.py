@@ -16,7 +16,8 @@ class FlatMasters:
 
     A group is what one update can treat alike: one dtype, with or without
     weight decay. The inner optimizer then updates a few vectors instead of
-    hundreds of variables.
+    hundreds of variables. A few optimizers would give some elements another
+    last bit there; see `elementwise.UNEVEN`.
 
     Args:
         optimizer: The wrapper that owns the vectors.
@@ -37,7 +38,14 @@ class FlatMasters:
                 decays = inner.uses_weight_decay(
                     optimizer.inner_optimizer, variable
                 )
-                key = (keras.backend.standardize_dtype(variable.dtype), decays)
+                alone = elementwise.must_stay_alone(
+                    optimizer.inner_optimizer, variable
+                )
+                key = (
+                    keras.backend.standardize_dtype(variable.dtype),
+                    "" if decays else "_no_decay",
+                    f"_{len(members)}" if alone else "",
+                )
                 members.setdefault(key, []).append(variable)
         self.groups = [
             Group(optimizer, key, group) for key, group in members.items()
@@ -136,22 +144,21 @@ class Group:
 
     Args:
         optimizer: The wrapper that owns the vector.
-        key: dtype, and whether weight decay acts on the group.
+        key: dtype, and what sets its name apart from those of other groups.
         variables: The model's variables of the group.
     """
 
     def __init__(
-        self, optimizer: Any, key: tuple[str, bool], variables: list
+        self, optimizer: Any, key: tuple[str, str, str], variables: list
     ) -> None:
-        self.dtype, self.decays = key
+        self.dtype = key[0]
         self.variables = variables
         sizes = [math.prod(variable.shape) for variable in variables]
         self.ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        suffix = "" if self.decays else "_no_decay"
         self.master = optimizer.add_float32(
             shape=(self.ends[-1],),
             value=lambda: joined([v.value for v in variables]),
-            name=f"flat_{self.dtype}{suffix}",
+            name=f"flat_{''.join(key)}",
             aggregation=variables[0].aggregation,
         )
 
