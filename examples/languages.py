@@ -159,9 +159,9 @@ def train(
         score=float(np.mean(outputs.argmax(axis=-1) == data[3])),
         losses=tuple(losses),
         columns={
-            "work in\n16 bit": f"{advice.share_16bit:.0%}",
-            "skipped\nsteps": getattr(optimizer, "skipped_steps", 0),
-            "KiB: weights,\nslots": f"{memory.weights >> 10}, "
+            "in 16\nbit": f"{advice.share_16bit:.0%}",
+            "skips": getattr(optimizer, "skipped_steps", 0),
+            "KiB of\nweights,\nslots": f"{memory.weights >> 10}, "
             f"{memory.slots >> 10}",
             "activa-\ntions": f"{memory.activations >> 10}",
         },
