@@ -1,8 +1,5 @@
 """The benchmark of growth: sizes, counts of operations, rows."""
 
-import json
-import pathlib
-
 import numpy as np
 import pytest
 
@@ -83,9 +80,7 @@ def test_a_peak_is_at_least_what_was_filled():
 )
 def test_what_runs_in_a_process_of_its_own_answers(words):
     answer = scale._in_own_process(*words)
-    assert json.dumps(answer)
     if words[0] == "--replicas":
         assert [row["number"] for row in answer] == ["2"] * 3
     else:
         assert answer > 0
-    assert pathlib.Path(scale.__file__).exists()
