@@ -28,7 +28,7 @@ MODELS = {
 }
 # Two replicas share the cores, and each has variables of its own.
 REPLICATED = {
-    "many small (50 x 32 x 32)": (50, 32, 20),
+    "many small (20 x 32 x 32)": (20, 32, 20),
     "few large (4 x 1024 x 1024)": (4, 1024, 3),
 }
 SYSTEMS = {
@@ -215,8 +215,10 @@ def in_turns(
         row |= {"ratio": spread(ratios), "overhead_ms": spread(extra[system])}
         if system == "tfmix" and "keras" in extra:
             keras_extra = statistics.median(extra["keras"])
-            share = statistics.median(extra["tfmix"]) / keras_extra
-            row["overhead_of_keras"] = share
+            # Below zero the machine was too busy to tell.
+            if keras_extra > 0:
+                share = statistics.median(extra["tfmix"]) / keras_extra
+                row["overhead_of_keras"] = share
         rows.append(row)
     return rows
 
