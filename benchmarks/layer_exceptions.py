@@ -24,6 +24,7 @@ EXCEPTIONS: dict[str, str] = {
     "GroupQueryAttention(dropout=0.1)": SATURATED_ATTENTION,
     "MultiHeadAttention": SATURATED_ATTENTION,
     "MultiHeadAttention(dropout=0.1)": SATURATED_ATTENTION,
+    "Bidirectional": SATURATED_GATE,
     "ConvLSTM3D": SATURATED_GATE,
     "LSTMCell": SATURATED_GATE,
     "SimpleRNNCell": SATURATED_GATE,
