@@ -159,13 +159,19 @@ def test_each_module_that_runs_alone_is_in_the_catalogue_or_a_worker():
         path.stem: path.read_text("utf-8")
         for path in (ROOT / "benchmarks").glob("[a-z]*.py")
     }
-    alone = {
+    runnable = {
         name
         for name, text in texts.items()
         if '\nif __name__ == "__main__":\n' in text
-        and "turns.serve(" not in text
     }
-    assert alone == known
+    workers = {
+        name
+        for name in runnable
+        for other, text in texts.items()
+        if other != name and f'"benchmarks.{name}"' in text
+    }
+    assert "peers_jax" in workers
+    assert runnable - workers == known
 
 
 def test_a_name_that_is_no_benchmark_is_answered_with_the_names(capsys):
