@@ -23,7 +23,7 @@ from tfmix.examples import common, pictures
 BATCH_SIZE, EPOCHS, SEEDS = 32, 5, 3
 LEVELS = ("O0", "O1", "O2", "O3")
 BY_HAND = "by hand"
-LEAST_ACCURACY = 0.95
+LEAST_ACCURACY = 0.93
 # What the scale is in each epoch by hand; any schedule would do.
 SCALES = (1024.0, 512.0)
 
@@ -172,7 +172,7 @@ def run(
         quiet,
     )
     claims = {
-        "every variant reads 95 of 100 digits": all(
+        "every variant reads 93 of 100 digits": all(
             run.score >= LEAST_ACCURACY for run in runs
         ),
         "each is as good as float32, within the noise of the seeds or a "
