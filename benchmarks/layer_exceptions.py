@@ -26,6 +26,7 @@ EXCEPTIONS: dict[str, str] = {
     "MultiHeadAttention(dropout=0.1)": SATURATED_ATTENTION,
     "Bidirectional": SATURATED_GATE,
     "ConvLSTM3D": SATURATED_GATE,
+    "GRUCell": SATURATED_GATE,
     "LSTMCell": SATURATED_GATE,
     "SimpleRNNCell": SATURATED_GATE,
 }
