@@ -284,7 +284,6 @@ def peak(system: str, mode: str) -> list[dict[str, Any]]:
         return [{"mb": (plan.temp_size_in_bytes + new) / 2**20}]
     dense_step(system, (6, 64), mode == "xla")()
     step = dense_step(system, (6, 2048), mode == "xla")
-    step()
     with resident.Peak() as measured:
         for _ in range(10):
             step()
