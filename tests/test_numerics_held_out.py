@@ -142,7 +142,10 @@ def activation_overflow(rng):
 
     k = int(rng.integers(0, 12))
     parts = [part for index in range(12) for part in block(index == k)]
-    return regression(rng, shape, parts, name)
+    case = regression(rng, shape, parts, name)
+    # Twelve normalised blocks without a way around them are chaotic: at a
+    # rate of 1e-3, float32 weights off by 0.1 % end 20 % apart.
+    return dataclasses.replace(case, rate=1e-5)
 
 
 class Heads(keras.layers.Layer):
