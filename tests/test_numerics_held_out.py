@@ -441,7 +441,7 @@ def trained(case, rate):
     )
     case.model.compile(optimizer, case.loss)
     history = case.model.fit(
-        case.x, case.y, batch_size=ROWS, epochs=15, verbose=0
+        case.x, case.y, batch_size=ROWS, epochs=6, verbose=0
     )
     return history.history["loss"][-1]
 
