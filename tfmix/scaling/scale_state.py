@@ -109,12 +109,11 @@ class KeepsScaleState(delegation.DelegatesToInner):
     def save_own_variables(self, store: Any) -> None:
         """Writes the whole state, the inner optimizer's included.
 
-        Before the optimizer is built there is none: what the inner one has by
-        then is its settings, which no built one could be restored from.
+        Before it is built the inner one has settings alone, which its config
+        holds as well.
         """
-        if not self.built:
-            return
-        storage.save(store, self.own_variables, self.inner_optimizer.variables)
+        inner = self.inner_optimizer.variables if self.built else ()
+        storage.save(store, self.own_variables, inner)
 
     def load_own_variables(self, store: Any) -> None:
         """Reads the whole state; also one that Keras's class has written.

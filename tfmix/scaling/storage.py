@@ -28,7 +28,8 @@ def load(
 ) -> None:
     """Reads what `save`, an older tfmix or Keras's own class has written.
 
-    A variable that an older version did not have keeps its initial value.
+    A variable that an older version did not have keeps its initial value, and
+    so does an inner optimizer that was saved before it was built.
     Nothing is assigned unless everything fits.
 
     Args:
@@ -43,7 +44,8 @@ def load(
     if all(re.fullmatch(r"\d+", key) for key in arrays):
         arrays = _from_positions(arrays, len(inner))
     targets = {_OWN + variable.name: variable for variable in own}
-    targets |= {f"{_INNER}{n}": variable for n, variable in enumerate(inner)}
+    if any(key.startswith(_INNER) for key in arrays) or not _is_new(inner):
+        targets |= {f"{_INNER}{n}": each for n, each in enumerate(inner)}
     missing = {key for key in targets if key.startswith(_INNER)} - set(arrays)
     surplus = set(arrays) - set(targets)
     if missing or surplus:
@@ -117,6 +119,10 @@ def _mismatch(
         "it was saved from, built on the same variables "
         "(`optimizer.build(model.trainable_variables)`)."
     )
+
+
+def _is_new(inner: Sequence[Any]) -> bool:
+    return all(_to_numpy(v) == 0 for v in inner if v.name == "iteration")
 
 
 def _to_numpy(variable: Any) -> np.ndarray:
