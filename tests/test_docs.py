@@ -90,10 +90,20 @@ def place(tmp_path, monkeypatch):
         monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: strategy)
 
 
+def page_parameter(page):
+    # The recipes' programs are tested under JAX as well.
+    slow = keras.backend.backend() == "jax" and page.parent.name == "recipes"
+    marks = pytest.mark.slow if slow else ()
+    return pytest.param(page, marks=marks, id=page.name)
+
+
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if python_blocks(page.read_text("utf-8"))],
-    ids=lambda page: page.name,
+    [
+        page_parameter(page)
+        for page in PAGES
+        if python_blocks(page.read_text("utf-8"))
+    ],
 )
 def test_every_block_of_a_page_runs(page, place):
     run_page(page.read_text(encoding="utf-8"), str(page))

@@ -28,8 +28,11 @@ def first_event(kind, jit_compile, seed=1):
     return planted, (event.step, event.layer, event.phase)
 
 
-# One forward fault and one of the loss; the others take longer to trace.
-QUICK = ("tiny_epsilon", "loss_over_pixels")
+JAX = keras.backend.backend() == "jax"
+# One forward fault and one of the loss; the others take longer to trace, and
+# every operation alone takes longer to compile under JAX.
+QUICK = ("tiny_epsilon",) if JAX else ("tiny_epsilon", "loss_over_pixels")
+OP_BY_OP = pytest.param(False, marks=pytest.mark.slow if JAX else ())
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,7 @@ def train(model, *callbacks, **settings):
     return model.fit(*data(), callbacks=list(callbacks), **settings)
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [OP_BY_OP, True])
 def test_a_healthy_run_raises_no_alarm_and_is_not_changed(jit_compile):
     plain, watched = healthy(jit_compile), healthy(jit_compile)
     monitor = Monitor(every=2)
