@@ -7,9 +7,10 @@ TENSORFLOW ?= tensorflow-cpu
 VENV ?= .venv
 # Versions to force on top of setup.cfg, e.g. PINS="'keras==3.12.*'"
 PINS ?=
-# Test files are spread over this many processes.
+# The tests are spread over this many processes, which keep files together
+# until one has nothing left to do.
 JOBS ?= 2
-SPREAD = -n $(JOBS) --dist loadfile
+SPREAD = -n $(JOBS) --dist worksteal
 BIN = $(VENV)/bin
 STAMP = $(VENV)/installed
 # TensorFlow's start-up lines about oneDNN and CPU flags hide our own output.
