@@ -1,4 +1,4 @@
-"""What the examples share: flags, data, the runs over the seeds, the table.
+"""What the examples share: flags, data, the comparison with a twin, a table.
 
 An example trains each of its variants from several seeds and sets it beside
 its twin, which differs in nothing but the arithmetic. Ask one what it takes
@@ -12,13 +12,12 @@ with `--help`; all of them have
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import keras
 import numpy as np
 from absl import flags
-from rich import box, console, progress, table
+from rich import box, console, table
 
 BAD_FLAGS = 2  # exit code, as of Python's own argparse
 
@@ -149,59 +148,6 @@ def digits(images: bool = False) -> tuple[np.ndarray, ...]:
     return tuple(parts)
 
 
-def train_all(
-    variants: Sequence[str],
-    seeds: int,
-    ticks: int,
-    train: Callable[[str, int, Callable[[float], None]], Run],
-    quiet: bool = False,
-) -> tuple[Run, ...]:
-    """Trains every variant from every seed, with a progress bar.
-
-    Args:
-        variants: Their names.
-        seeds: Runs of each.
-        ticks: How often a run moves the bar, for instance its epochs.
-        train: Called with a variant's name, a seed (which is set by then) and
-            a function to call with the loss, `ticks` times.
-        quiet: Whether to leave out the bar. Defaults to `False`.
-
-    Returns:
-        What `train` returned.
-    """
-    runs = []
-    columns = (*progress.Progress.get_default_columns(), "{task.fields[loss]}")
-    with progress.Progress(*columns, disable=quiet) as bar:
-        total = len(variants) * seeds * ticks
-        task = bar.add_task("training", total=total, loss="")
-
-        def tick(loss: float) -> None:
-            bar.update(task, advance=1, loss=f"loss {loss:.4f}")
-
-        for variant in variants:
-            for seed in range(seeds):
-                name = f"{variant}, seed {seed}"
-                bar.update(task, description=name)
-                keras.utils.set_random_seed(seed)
-                runs.append(train(variant, seed, tick))
-                # Where the output is no terminal, the bar shows only its end.
-                if not quiet:
-                    bar.console.print(f"{name}: {runs[-1].score:.2%}")
-    return tuple(runs)
-
-
-class Tick(keras.callbacks.Callback):
-    """Moves the bar of `train_all` after each epoch of `fit`."""
-
-    def __init__(self, tick: Callable[[float], None]) -> None:
-        super().__init__()
-        self.tick = tick
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Passes the epoch's loss on."""
-        self.tick((logs or {}).get("loss", float("nan")))
-
-
 def gap(runs: Sequence[Run], variant: str) -> tuple[float, float]:
     """Compares a variant with its twin.
 
@@ -231,6 +177,23 @@ def close(runs: Sequence[Run], variant: str, least: float = 0.01) -> bool:
     return bool(abs(distance) <= max(noise, least))
 
 
+def sound(runs: Sequence[Run], least: float) -> dict[str, bool]:
+    """Returns what every example claims that trains to a goal.
+
+    Args:
+        runs: All runs.
+        least: The score that each should come to.
+    """
+    names = dict.fromkeys(r.variant for r in runs if r.twin != r.variant)
+    return {
+        f"every run comes to {least:.0%} or more": all(
+            run.score >= least for run in runs
+        ),
+        "16 bit is as good as its float32 twin, within the noise of the seeds "
+        "or a point": all(close(runs, name) for name in names),
+    }
+
+
 def drawn(outcome: Outcome) -> table.Table:
     """Returns the table, one row per variant, for rich to print.
 
@@ -239,15 +202,15 @@ def drawn(outcome: Outcome) -> table.Table:
 
     Returns:
         For each variant the mean of its score over the seeds and the range,
-        the distance to its twin and the noise of the seeds, and the runs'
-        own columns.
+        the distance to its twin, whether it lies inside the noise of the
+        seeds, and the runs' own columns.
     """
     names = list(dict.fromkeys(run.variant for run in outcome.runs))
     headings = list(
         dict.fromkeys(key for run in outcome.runs for key in run.columns)
     )
     rows = table.Table(
-        *("variant", f"{outcome.unit}\n%, (range)", "to twin\n(noise)"),
+        *("variant", f"{outcome.unit}\n%, (range)", "to twin,\nseed noise"),
         *headings,
         box=box.SIMPLE_HEAD,
     )
@@ -258,7 +221,8 @@ def drawn(outcome: Outcome) -> table.Table:
         compared = "-"
         if own[0].twin != name:
             distance, noise = gap(outcome.runs, name)
-            compared = f"{100 * distance:+.2f}\n({100 * noise:.2f})"
+            where = "inside" if abs(distance) <= noise else "outside"
+            compared = f"{100 * distance:+.2f}\n{where} {100 * noise:.2f}"
         rows.add_row(
             name,
             f"{100 * np.mean(scores):.2f}\n"

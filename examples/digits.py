@@ -20,6 +20,7 @@ from rich import box, progress, table
 from sklearn import datasets, model_selection
 
 import tfmix
+from tfmix.examples import recipe
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 BATCH_SIZE, EPOCHS, SEEDS = 64, 8, 3
@@ -121,12 +122,16 @@ def run(
     with progress.Progress(*columns, disable=quiet) as bar:
         steps = len(POLICIES) * seeds * epochs
         task = bar.add_task("training", total=steps, loss="")
+
+        def tick(loss: float) -> None:
+            bar.update(task, advance=1, loss=f"loss {loss:.4f}")
+
         for policy in POLICIES:
             for seed in range(seeds):
                 name = f"{policy}, seed {seed}"
                 bar.update(task, description=name)
-                ticks = _Progress(bar, task)
-                runs.append(train(policy, seed, data, epochs, [ticks]))
+                ticks = [recipe.Tick(tick)]
+                runs.append(train(policy, seed, data, epochs, ticks))
                 # Where the output is no terminal, the bar shows only its end.
                 if not quiet:
                     bar.console.print(f"{name}: {runs[-1].accuracy:.2%}")
@@ -289,18 +294,6 @@ def _cells(runs: list[Run]) -> list[str]:
         f"{np.mean([run.seconds for run in runs]):.1f}",
         f"{kibibytes:,.0f} KiB",
     ]
-
-
-class _Progress(keras.callbacks.Callback):
-    """Moves the bar by one epoch and shows the loss beside it."""
-
-    def __init__(self, bar: progress.Progress, task: progress.TaskID):
-        super().__init__()
-        self.bar, self.task = bar, task
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        loss = f"loss {(logs or {}).get('loss', float('nan')):.4f}"
-        self.bar.update(self.task, advance=1, loss=loss)
 
 
 if __name__ == "__main__":

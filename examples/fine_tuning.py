@@ -17,21 +17,20 @@ takes about a minute on two cores, under TensorFlow or KERAS_BACKEND=jax.
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
 import tfmix
-from tfmix.examples import common, pictures, series
+from tfmix.examples import common, recipe, series
 
 # Every size that a matrix product sees is a multiple of 8, as Tensor Cores
 # want it: 8 months a frame, 8 months forecast, 32 units, batches of 192.
 MONTHS, FRAMES = series.MONTHS, series.FRAMES
 UNITS, BATCH_SIZE = 32, 192
 TRAINED, TESTED = 2 * BATCH_SIZE, 60  # windows
-PRETRAINING_EPOCHS, EPOCHS, SEEDS = 6, 50, 3
+PRETRAINING_EPOCHS, EPOCHS = 6, 50
 RATE = 0.01
 SCALE = 128.0
 # Of what fine-tuning in float32 gains, the share that is no learning.
@@ -95,9 +94,7 @@ def delivered(x: np.ndarray, y: np.ndarray, dtype: str) -> dict[str, Any]:
     return {"x": dataset, "shuffle": False}  # That is done already.
 
 
-def train(
-    name: str, seed: int, epochs: int, tick: Callable[[float], None]
-) -> common.Run:
+def train(name: str, seed: int, epochs: int, tick: recipe.Ticker) -> common.Run:
     """Casts the network of a seed, fine-tunes it, converts it for inference."""
     variant, record = VARIANTS[name], series.mauna_loa()
     source = build_model(record.unit)
@@ -115,7 +112,7 @@ def train(
     )
     data = delivered(record.x[:TRAINED], record.y[:TRAINED], variant.policy)
     history = model.fit(
-        **data, epochs=epochs, verbose=0, callbacks=[common.Tick(tick)]
+        **data, epochs=epochs, verbose=0, callbacks=[recipe.Tick(tick)]
     )
     served = tfmix.convert_model(model, "float16", inference=True)
     return common.Run(
@@ -189,45 +186,22 @@ def percent(run: common.Run, column: str) -> float:
     return float(run.columns[column].strip("%"))
 
 
-def run(
-    epochs: int = EPOCHS,
-    seeds: int = SEEDS,
-    quiet: bool = False,
-    out: str | None = None,
-) -> common.Outcome:
-    """Fine-tunes in every variant from every seed.
-
-    Args:
-        epochs: Passes over the data.
-        seeds: Runs of each variant.
-        quiet: Whether to leave out the progress bar.
-        out: Folder for the picture, `None` for none.
-
-    Returns:
-        All runs, and what came true.
-    """
-    runs = common.train_all(
-        list(VARIANTS),
-        seeds,
-        epochs,
-        lambda name, seed, tick: train(name, seed, epochs, tick),
-        quiet,
-    )
-    picture = pictures.losses(
-        runs, out, "fine_tuning", "CO2 growth: squared error in variances"
-    )
-    return common.Outcome(runs, claims(runs), picture, "test R2")
+RECIPE = recipe.Recipe(
+    __doc__,
+    list(VARIANTS),
+    train,
+    claims,
+    length=("epochs", EPOCHS, "Passes over the data."),
+    picture=("fine_tuning", "CO2 growth: squared error in variances"),
+    unit="test R2",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the comparison; returns 1 if a claim did not come true."""
-    values = common.parse(
-        argv, __doc__, epochs=(EPOCHS, "Passes over the data.")
-    )
+    """Prints the comparison; returns 1 if a claim is false."""
+    code = RECIPE.main(argv)
     print(tfmix.advise(build_model(1.0), BATCH_SIZE))
-    return common.finish(
-        run(values.epochs, values.seeds, values.quiet, values.out)
-    )
+    return code
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ takes about a minute on two cores, under TensorFlow or KERAS_BACKEND=jax.
 """
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -19,9 +18,9 @@ import numpy as np
 from sklearn import neighbors
 
 import tfmix
-from tfmix.examples import common, pictures
+from tfmix.examples import common, recipe
 
-BATCH_SIZE, STEPS, SEEDS, NOISE = 64, 500, 3, 16
+BATCH_SIZE, STEPS, NOISE = 64, 500, 16
 TICKS = 10
 # Asked for one of ten at random, one in ten would be right by chance.
 LEAST_SCORE = 0.6
@@ -117,9 +116,7 @@ def one_hot(digits: np.ndarray) -> np.ndarray:
     return np.eye(10, dtype="float32")[digits]
 
 
-def train(
-    name: str, seed: int, steps: int, tick: Callable[[float], None]
-) -> common.Run:
+def train(name: str, seed: int, steps: int, tick: recipe.Ticker) -> common.Run:
     """Trains a pair and lets the nearest scanned digits read what it draws."""
     inputs, _, labels, _ = common.digits()
     random = np.random.default_rng(seed)
@@ -159,56 +156,33 @@ def _columns(pair: Pair) -> dict[str, Any]:
     }
 
 
-def run(
-    steps: int = STEPS,
-    seeds: int = SEEDS,
-    quiet: bool = False,
-    out: str | None = None,
-) -> common.Outcome:
-    """Trains every variant from every seed.
-
-    Args:
-        steps: Turns of both networks.
-        seeds: Runs of each variant.
-        quiet: Whether to leave out the progress bar.
-        out: Folder for the picture, `None` for none.
-
-    Returns:
-        All runs, and what came true.
-    """
-    runs = common.train_all(
-        VARIANTS,
-        seeds,
-        TICKS,
-        lambda name, seed, tick: train(name, seed, steps, tick),
-        quiet,
-    )
+def claims(runs: tuple[common.Run, ...]) -> dict[str, bool]:
+    """Returns what the example says, and whether it came true."""
     halves = [run for run in runs if run.columns]
-    claims = {
-        "what is drawn is what was asked for, six times in ten or more": all(
-            run.score >= LEAST_SCORE for run in runs
-        ),
-        "16 bit draws as well as float32, within the noise of the seeds or "
-        "a point": all(common.close(runs, name) for name in VARIANTS[1:]),
+    return {
+        **common.sound(runs, LEAST_SCORE),
         "the first scale overflowed, and no weight was hurt": all(
             run.columns["critic\nskips"] > 0 and run.columns["finite"] == "True"
             for run in halves
         ),
     }
-    picture = pictures.losses(
-        runs, out, "gan", "The generator's loss, by tenths of the run"
-    )
-    return common.Outcome(runs, claims, picture, "read as asked")
+
+
+RECIPE = recipe.Recipe(
+    __doc__,
+    VARIANTS,
+    train,
+    claims,
+    length=("steps", STEPS, "Turns of both networks."),
+    picture=("gan", "The generator's loss, by tenths of the run"),
+    unit="read as asked",
+    ticks=lambda steps: TICKS,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the comparison; returns 1 if a claim is false."""
-    values = common.parse(
-        argv, __doc__, steps=(STEPS, "Turns of both networks.")
-    )
-    return common.finish(
-        run(values.steps, values.seeds, values.quiet, values.out)
-    )
+    return RECIPE.main(argv)
 
 
 if __name__ == "__main__":

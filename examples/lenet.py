@@ -18,9 +18,9 @@ import keras
 import numpy as np
 
 import tfmix
-from tfmix.examples import common, pictures
+from tfmix.examples import common, recipe
 
-BATCH_SIZE, EPOCHS, SEEDS = 32, 5, 3
+BATCH_SIZE, EPOCHS = 32, 5
 LEVELS = ("O0", "O1", "O2", "O3")
 BY_HAND = "by hand"
 LEAST_ACCURACY = 0.93
@@ -95,15 +95,13 @@ class GiveScale(keras.callbacks.Callback):
         self.step += 1
 
 
-def train(
-    name: str, seed: int, epochs: int, tick: Callable[[float], None]
-) -> common.Run:
+def train(name: str, seed: int, epochs: int, tick: recipe.Ticker) -> common.Run:
     """Trains and tests one network."""
     train_x, test_x, train_y, test_y = common.digits(images=True)
     steps = epochs * -(-len(train_x) // BATCH_SIZE)
     decay = keras.optimizers.schedules.CosineDecay(0.004, steps)
     optimizer = keras.optimizers.Adam(decay)
-    callbacks: list[keras.callbacks.Callback] = [common.Tick(tick)]
+    callbacks: list[keras.callbacks.Callback] = [recipe.Tick(tick)]
     if name == BY_HAND:
         model, optimizer = by_hand(optimizer)
         # Lower by half from the middle of the run on.
@@ -147,38 +145,10 @@ def _columns(model: keras.Model, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def run(
-    epochs: int = EPOCHS,
-    seeds: int = SEEDS,
-    quiet: bool = False,
-    out: str | None = None,
-) -> common.Outcome:
-    """Trains at every level, and by hand, from every seed.
-
-    Args:
-        epochs: Passes over the data.
-        seeds: Runs of each variant.
-        quiet: Whether to leave out the progress bar.
-        out: Folder for the picture, `None` for none.
-
-    Returns:
-        All runs, and what came true.
-    """
-    runs = common.train_all(
-        (*LEVELS, BY_HAND),
-        seeds,
-        epochs,
-        lambda name, seed, tick: train(name, seed, epochs, tick),
-        quiet,
-    )
-    claims = {
-        "every variant reads 93 of 100 digits": all(
-            run.score >= LEAST_ACCURACY for run in runs
-        ),
-        "each is as good as float32, within the noise of the seeds or a "
-        "point": all(
-            common.close(runs, name) for name in (*LEVELS[1:], BY_HAND)
-        ),
+def claims(runs: tuple[common.Run, ...]) -> dict[str, bool]:
+    """Returns what the example says, and whether it came true."""
+    return {
+        **common.sound(runs, LEAST_ACCURACY),
         "by hand, one layer of nine computes in float32, and the scale is "
         "what the last step was given": all(
             run.columns["float32\nlayers"] == "1 of 9"
@@ -187,18 +157,21 @@ def run(
             if run.variant == BY_HAND
         ),
     }
-    picture = pictures.losses(runs, out, "lenet", "LeNet-5 on scanned digits")
-    return common.Outcome(runs, claims, picture)
+
+
+RECIPE = recipe.Recipe(
+    __doc__,
+    (*LEVELS, BY_HAND),
+    train,
+    claims,
+    length=("epochs", EPOCHS, "Passes over the data."),
+    picture=("lenet", "LeNet-5 on scanned digits"),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the comparison; returns 1 if a claim is false."""
-    values = common.parse(
-        argv, __doc__, epochs=(EPOCHS, "Passes over the data.")
-    )
-    return common.finish(
-        run(values.epochs, values.seeds, values.quiet, values.out)
-    )
+    return RECIPE.main(argv)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,15 @@ takes about a minute on two cores, under TensorFlow or KERAS_BACKEND=jax.
 
 import dataclasses
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import keras
 
 import tfmix
-from tfmix.examples import common, pictures
+from tfmix.examples import common, recipe
 from tfmix.scaling import handover
 
-BATCH_SIZE, EPOCHS, SEEDS = 64, 3, 3  # epochs of each of three stages
+BATCH_SIZE, EPOCHS = 64, 3  # epochs of each of three stages
 LEAST_ACCURACY = 0.95
 # The calls: what `to_float16` is given beside the model.
 CALLS: dict[str, dict[str, Any] | None] = {
@@ -113,9 +112,7 @@ def build_model() -> keras.Model:
     return model
 
 
-def train(
-    name: str, seed: int, epochs: int, tick: Callable[[float], None]
-) -> common.Run:
+def train(name: str, seed: int, epochs: int, tick: recipe.Ticker) -> common.Run:
     """Trains in float32, in 16 bit and in float32 again; then tests."""
     train_x, test_x, train_y, test_y = common.digits()
     losses: list[float] = []
@@ -127,7 +124,7 @@ def train(
             batch_size=BATCH_SIZE,
             epochs=epochs,
             verbose=0,
-            callbacks=[common.Tick(tick)],
+            callbacks=[recipe.Tick(tick)],
         )
         losses.extend(history.history["loss"])
 
@@ -163,57 +160,31 @@ def _columns(model: keras.Model) -> dict[str, Any]:
     }
 
 
-def run(
-    epochs: int = EPOCHS,
-    seeds: int = SEEDS,
-    quiet: bool = False,
-    out: str | None = None,
-) -> common.Outcome:
-    """Trains with every call from every seed.
-
-    Args:
-        epochs: Passes over the data in each of the three stages.
-        seeds: Runs of each variant.
-        quiet: Whether to leave out the progress bar.
-        out: Folder for the picture, `None` for none.
-
-    Returns:
-        All runs, and what came true.
-    """
-    runs = common.train_all(
-        list(CALLS),
-        seeds,
-        3 * epochs,
-        lambda name, seed, tick: train(name, seed, epochs, tick),
-        quiet,
-    )
-    claims = {
-        "every variant reads 95 of 100 digits": all(
-            run.score >= LEAST_ACCURACY for run in runs
-        ),
-        "each is as good as the one that stayed in float32, within the "
-        "noise of the seeds or a point": all(
-            common.close(runs, name) for name in CALLS
-        ),
+def claims(runs: tuple[common.Run, ...]) -> dict[str, bool]:
+    """Returns what the example says, and whether it came true."""
+    return {
+        **common.sound(runs, LEAST_ACCURACY),
         "back in float32, the first optimizer went on with every step that "
         "was taken": all(
             run.columns["optimizer\nwent on"] == "True" for run in runs
         ),
     }
-    picture = pictures.losses(
-        runs, out, "one_call", "Float32, then 16 bit, then float32 again"
-    )
-    return common.Outcome(runs, claims, picture)
+
+
+RECIPE = recipe.Recipe(
+    __doc__,
+    list(CALLS),
+    train,
+    claims,
+    length=("epochs", EPOCHS, "Passes in each of three stages."),
+    picture=("one_call", "Float32, then 16 bit, then float32 again"),
+    ticks=lambda epochs: 3 * epochs,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the comparison; returns 1 if a claim is false."""
-    values = common.parse(
-        argv, __doc__, epochs=(EPOCHS, "Passes in each of three stages.")
-    )
-    return common.finish(
-        run(values.epochs, values.seeds, values.quiet, values.out)
-    )
+    return RECIPE.main(argv)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ takes half a minute on two cores, under TensorFlow or KERAS_BACKEND=jax.
 """
 
 import sys
-from collections.abc import Callable
 
 import keras
 
 import tfmix
-from tfmix.examples import common, pictures
+from tfmix.examples import common, recipe
 
-BATCH_SIZE, EPOCHS, SEEDS = 64, 8, 3
+BATCH_SIZE, EPOCHS = 64, 8
 VARIANTS = ("float32", "mixed_float16", "mixed_bfloat16")
 LEAST_ACCURACY = 0.9
 
@@ -52,7 +51,7 @@ def dtypes_of(model: keras.Model) -> tuple[str, str, str]:
 
 
 def train(
-    policy: str, seed: int, epochs: int, tick: Callable[[float], None]
+    policy: str, seed: int, epochs: int, tick: recipe.Ticker
 ) -> common.Run:
     """Trains and tests one network."""
     before = tfmix.global_policy()
@@ -69,7 +68,7 @@ def train(
         train_y[:rows],
         batch_size=BATCH_SIZE,
         epochs=epochs,
-        callbacks=[common.Tick(tick)],
+        callbacks=[recipe.Tick(tick)],
         verbose=0,
     )
     _, accuracy = model.evaluate(
@@ -89,36 +88,10 @@ def train(
     )
 
 
-def run(
-    epochs: int = EPOCHS,
-    seeds: int = SEEDS,
-    quiet: bool = False,
-    out: str | None = None,
-) -> common.Outcome:
-    """Trains under every policy from every seed.
-
-    Args:
-        epochs: Passes over the data.
-        seeds: Runs under each policy.
-        quiet: Whether to leave out the progress bar.
-        out: Folder for the picture, `None` for none.
-
-    Returns:
-        All runs, and what came true.
-    """
-    runs = common.train_all(
-        VARIANTS,
-        seeds,
-        epochs,
-        lambda policy, seed, tick: train(policy, seed, epochs, tick),
-        quiet,
-    )
-    claims = {
-        f"every run reads {LEAST_ACCURACY:.0%} of the digits": all(
-            run.score >= LEAST_ACCURACY for run in runs
-        ),
-        "16 bit is as accurate as float32, within the noise of the seeds or a "
-        "point": all(common.close(runs, policy) for policy in VARIANTS[1:]),
+def claims(runs: tuple[common.Run, ...]) -> dict[str, bool]:
+    """Returns what the example says, and whether it came true."""
+    return {
+        **common.sound(runs, LEAST_ACCURACY),
         "hidden layers compute in 16 bit, variables and outputs are float32": (
             all(
                 run.columns["hidden layer,\nits variables,\noutput"]
@@ -127,20 +100,21 @@ def run(
             )
         ),
     }
-    picture = pictures.losses(
-        runs, out, "three_lines", "Digits: three lines into mixed precision"
-    )
-    return common.Outcome(runs, claims, picture)
+
+
+RECIPE = recipe.Recipe(
+    __doc__,
+    VARIANTS,
+    train,
+    claims,
+    length=("epochs", EPOCHS, "Passes over the data."),
+    picture=("three_lines", "Digits: three lines into mixed precision"),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the comparison; returns 1 if a claim did not come true."""
-    values = common.parse(
-        argv, __doc__, epochs=(EPOCHS, "Passes over the data.")
-    )
-    return common.finish(
-        run(values.epochs, values.seeds, values.quiet, values.out)
-    )
+    """Prints the comparison; returns 1 if a claim is false."""
+    return RECIPE.main(argv)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ takes a minute on two cores. Without a TPU, the same on eight pretended devices:
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/tpu.py
 """
 
+import functools
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 # Before Keras is imported, which reads it once.
@@ -24,14 +24,14 @@ import keras
 import numpy as np
 
 import tfmix
-from tfmix.examples import common, digits, pictures
+from tfmix.examples import common, digits, recipe
 
 # The tile of a TPU's matrix unit.
 TILE = 128
 INPUTS, HIDDEN, CLASSES = TILE, 2 * TILE, TILE
 # 128 rows for each of eight devices.
 BATCH_SIZE = 8 * TILE
-EPOCHS, SEEDS = 20, 3
+EPOCHS = 20
 VARIANTS = ("float32", "mixed_bfloat16")
 LEAST_ACCURACY = 0.95
 
@@ -50,6 +50,7 @@ def build_model() -> keras.Model:
     )
 
 
+@functools.cache
 def load() -> tuple[np.ndarray, ...]:
     """Returns training inputs, test inputs and the labels of both.
 
@@ -69,14 +70,10 @@ def filled(images: np.ndarray) -> np.ndarray:
 
 
 def train(
-    policy: str,
-    seed: int,
-    data: tuple[np.ndarray, ...],
-    epochs: int,
-    tick: Callable[[float], None],
+    policy: str, seed: int, epochs: int, tick: recipe.Ticker
 ) -> common.Run:
     """Trains and tests one network on all devices."""
-    train_x, test_x, train_y, test_y = data
+    train_x, test_x, train_y, test_y = load()
     with tfmix.policy_scope(policy):
         model = build_model()
         model.compile(
@@ -87,7 +84,7 @@ def train(
             train_y,
             batch_size=BATCH_SIZE,
             epochs=epochs,
-            callbacks=[common.Tick(tick)],
+            callbacks=[recipe.Tick(tick)],
             verbose=0,
         )
     outputs = keras.ops.convert_to_numpy(model(test_x))
@@ -109,16 +106,13 @@ def devices_of(variable: Any) -> set[Any]:
     return set(variable.value.sharding.device_set)
 
 
-def claims(runs: tuple[common.Run, ...], devices: int) -> dict[str, bool]:
+def claims(runs: tuple[common.Run, ...]) -> dict[str, bool]:
     """Returns what the example says, and whether it came true."""
+    devices = len(keras.distribution.list_devices())
     with tfmix.policy_scope("mixed_bfloat16"):
         advice = tfmix.advise(build_model(), BATCH_SIZE)
     return {
-        f"every run reads {LEAST_ACCURACY:.0%} of the digits": all(
-            run.score >= LEAST_ACCURACY for run in runs
-        ),
-        "bfloat16 is as accurate as float32, within the noise of the seeds or "
-        "a point": common.close(runs, "mixed_bfloat16"),
+        **common.sound(runs, LEAST_ACCURACY),
         "no loss is scaled: the optimizer is the bare one": all(
             run.columns["optimizer"] == "Adam" for run in runs
         ),
@@ -132,22 +126,18 @@ def claims(runs: tuple[common.Run, ...], devices: int) -> dict[str, bool]:
     }
 
 
-def run(
-    epochs: int = EPOCHS,
-    seeds: int = SEEDS,
-    quiet: bool = False,
-    out: str | None = None,
-) -> common.Outcome:
-    """Trains under both policies from every seed, on all devices.
+RECIPE = recipe.Recipe(
+    __doc__,
+    VARIANTS,
+    train,
+    claims,
+    length=("epochs", EPOCHS, "Passes over the data."),
+    picture=("tpu", "Digits on many devices"),
+)
 
-    Args:
-        epochs: Passes over the data.
-        seeds: Runs under each policy.
-        quiet: Whether to leave out the progress bar.
-        out: Folder for the picture, `None` for none.
 
-    Returns:
-        All runs, and what came true.
+def main(argv: list[str] | None = None) -> int:
+    """Prints the comparison; returns 1 if a claim is false.
 
     Raises:
         RuntimeError: If Keras does not run on JAX.
@@ -157,33 +147,12 @@ def run(
             "Keras trains on TPUs under JAX. Received: Keras's backend "
             f"{keras.backend.backend()!r}. Set KERAS_BACKEND=jax."
         )
-    data = load()
     before = keras.distribution.distribution()
-    parallel = keras.distribution.DataParallel()
-    keras.distribution.set_distribution(parallel)
+    keras.distribution.set_distribution(keras.distribution.DataParallel())
     try:
-        runs = common.train_all(
-            VARIANTS,
-            seeds,
-            epochs,
-            lambda policy, seed, tick: train(policy, seed, data, epochs, tick),
-            quiet,
-        )
+        return RECIPE.main(argv)
     finally:
         keras.distribution.set_distribution(before)
-    picture = pictures.losses(runs, out, "tpu", "Digits on many devices")
-    devices = int(parallel.device_mesh.devices.size)
-    return common.Outcome(runs, claims(runs, devices), picture)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Prints the comparison; returns 1 if a claim did not come true."""
-    values = common.parse(
-        argv, __doc__, epochs=(EPOCHS, "Passes over the data.")
-    )
-    return common.finish(
-        run(values.epochs, values.seeds, values.quiet, values.out)
-    )
 
 
 if __name__ == "__main__":

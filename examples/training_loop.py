@@ -16,16 +16,16 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
 import tfmix
-from tfmix.examples import common, pictures, updater
+from tfmix.examples import common, recipe, updater
 
-BATCH_SIZE, EPOCHS, SEEDS, REPLICAS = 64, 8, 3, 2
+BATCH_SIZE, EPOCHS, REPLICAS = 64, 8, 2
 # From 2**24, the ceiling of a loss scale, to 1 are 24 halvings.
 RETRIES = 24
 LEAST_ACCURACY = 0.93
@@ -106,9 +106,7 @@ def batches(
         yield [(inputs[rows], labels[rows]) for rows in parts]
 
 
-def train(
-    name: str, seed: int, epochs: int, tick: Callable[[float], None]
-) -> common.Run:
+def train(name: str, seed: int, epochs: int, tick: recipe.Ticker) -> common.Run:
     """Trains and tests one network."""
     variant, data = VARIANTS[name], common.digits()
     scope = replicas if variant.all_in_one else contextlib.nullcontext
@@ -189,65 +187,36 @@ def split_cpu() -> None:
     )
 
 
-def run(
-    epochs: int = EPOCHS,
-    seeds: int = SEEDS,
-    quiet: bool = False,
-    out: str | None = None,
-) -> common.Outcome:
-    """Trains every variant from every seed.
-
-    Args:
-        epochs: Passes over the data.
-        seeds: Runs of each variant.
-        quiet: Whether to leave out the progress bar.
-        out: Folder for the picture, `None` for none.
-
-    Returns:
-        All runs, and what came true.
-    """
-    runs = common.train_all(
-        list(VARIANTS),
-        seeds,
-        epochs,
-        lambda name, seed, tick: train(name, seed, epochs, tick),
-        quiet,
-    )
-    whole = [run for run in runs if run.variant == "all in one"]
-    halves = [name for name in VARIANTS if VARIANTS[name].policy != "float32"]
-    claims = {
-        "every variant reads 93 of 100 digits": all(
-            run.score >= LEAST_ACCURACY for run in runs
-        ),
-        "16 bit is as good as its float32 twin, within the noise of the "
-        "seeds or a point": all(common.close(runs, name) for name in halves),
+def claims(runs: tuple[common.Run, ...]) -> dict[str, bool]:
+    """Returns what the example says, and whether it came true."""
+    return {
+        **common.sound(runs, LEAST_ACCURACY),
         "all in one started at a scale that overflows, and no batch was lost": (
             all(
                 run.columns["skipped\nsteps"] > 0
                 and run.columns["lost\nbatches"] == 0
-                for run in whole
+                for run in runs
+                if run.variant == "all in one"
             )
         ),
     }
-    picture = pictures.losses(
-        runs,
-        out,
-        "training_loop",
-        "Digits, a loop of one's own",
-        curve="loss scale",
-    )
-    return common.Outcome(runs, claims, picture)
+
+
+RECIPE = recipe.Recipe(
+    __doc__,
+    list(VARIANTS),
+    train,
+    claims,
+    length=("epochs", EPOCHS, "Passes over the data."),
+    picture=("training_loop", "Digits, a loop of one's own"),
+    curve="loss scale",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the comparison; returns 1 if 16 bit learns less than float32."""
-    values = common.parse(
-        argv, __doc__, epochs=(EPOCHS, "Passes over the data.")
-    )
+    """Prints the comparison; returns 1 if a claim is false."""
     split_cpu()
-    return common.finish(
-        run(values.epochs, values.seeds, values.quiet, values.out)
-    )
+    return RECIPE.main(argv)
 
 
 if __name__ == "__main__":

@@ -63,22 +63,6 @@ def test_the_test_digits_are_not_trained_on():
     assert np.array_equal(common.digits(images=True)[1].reshape(-1, 64), test_x)
 
 
-def test_every_variant_is_trained_from_every_seed():
-    seen, random = [], []
-
-    def train(variant, seed, tick):
-        seen.append((variant, seed))
-        random.append(np.random.random())
-        tick(0.5)
-        return common.Run(variant, seed, 1.0)
-
-    runs = common.train_all(["a", "b"], 2, 1, train, quiet=True)
-    assert seen == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    assert [(run.variant, run.seed) for run in runs] == seen
-    # The seed is set before each run.
-    assert random[:2] == random[2:]
-
-
 def test_the_gap_is_that_of_the_means_and_the_noise_the_larger_range():
     runs = TWINS + runs_of("half", 0.91, 0.97, 0.94)
     distance, noise = common.gap(runs, "half")
@@ -103,6 +87,33 @@ def test_equal_seeds_leave_the_least_difference_that_counts():
     runs = runs_of("float32", 0.9, 0.9) + runs_of("half", 0.895, 0.895)
     assert common.close(runs, "half")
     assert not common.close(runs, "half", least=0.004)
+
+
+@pytest.mark.parametrize(
+    ("scores", "least", "expected"),
+    [
+        ((0.91, 0.93), 0.9, [True, True]),
+        ((0.91, 0.89), 0.9, [False, True]),
+        ((0.97, 0.97), 0.9, [True, False]),
+        ((0.80, 0.80), 0.9, [False, False]),
+    ],
+)
+def test_sound_is_what_comes_to_the_goal_and_is_close_to_its_twin(
+    scores, least, expected
+):
+    runs = TWINS + runs_of("good", 0.92) + runs_of("half", *scores)
+    assert list(common.sound(runs, least).values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("scores", "word"), [((0.90, 0.90), "inside"), ((0.97, 0.97), "outside")]
+)
+def test_the_table_says_whether_a_difference_is_inside_the_noise(
+    scores, word, capsys
+):
+    runs = TWINS + runs_of("half", *scores)
+    common.finish(common.Outcome(runs, {}))
+    assert f"{word} 4.00" in capsys.readouterr().out
 
 
 def test_the_table_has_a_row_per_variant_and_adds_up_its_numbers(capsys):

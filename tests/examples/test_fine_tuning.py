@@ -99,7 +99,7 @@ def test_a_claim_that_is_false_shows(made, healthy):
 
 @pytest.mark.slow
 def test_without_the_scale_the_network_does_not_learn(tmp_path):
-    outcome = fine_tuning.run(seeds=2, quiet=True, out=str(tmp_path))
+    outcome = fine_tuning.RECIPE.run(seeds=2, quiet=True, out=str(tmp_path))
     assert outcome.healthy, (outcome.claims, outcome.runs)
     for run in outcome.of(fine_tuning.SCALED):
         assert run.score > 0.8

@@ -56,7 +56,7 @@ def test_the_critic_does_not_learn_from_the_generators_turn():
 
 @pytest.mark.slow
 def test_16_bit_draws_as_well_as_float32(tmp_path):
-    outcome = gan.run(quiet=True, out=str(tmp_path))
+    outcome = gan.RECIPE.run(quiet=True, out=str(tmp_path))
     assert outcome.healthy, [outcome.claims, outcome.runs]
     assert len(outcome.runs) == 9
     assert (tmp_path / "gan.png").is_file()

@@ -109,6 +109,6 @@ def test_one_seed_has_no_neighbour():
 
 @pytest.mark.slow
 def test_mixed_takes_the_same_way_as_float32(tmp_path):
-    outcome = languages.run(seeds=2, quiet=True, out=str(tmp_path))
+    outcome = languages.RECIPE.run(seeds=2, quiet=True, out=str(tmp_path))
     assert outcome.healthy, (outcome.claims, outcome.runs)
     assert (tmp_path / "languages.png").is_file()

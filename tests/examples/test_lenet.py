@@ -72,7 +72,7 @@ def test_the_scale_of_each_step_is_asked_for_by_its_number():
 
 @pytest.mark.slow
 def test_every_level_and_the_hand_are_as_good_as_float32(tmp_path):
-    outcome = lenet.run(quiet=True, out=str(tmp_path))
+    outcome = lenet.RECIPE.run(quiet=True, out=str(tmp_path))
     assert outcome.healthy, [outcome.claims, outcome.runs]
     assert len(outcome.runs) == 15
     assert (tmp_path / "lenet.png").is_file()

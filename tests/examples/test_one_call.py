@@ -40,7 +40,7 @@ def test_flat_masters_make_the_variables_16_bit_and_back():
 
 @pytest.mark.slow
 def test_every_call_is_as_good_as_staying_in_float32(tmp_path):
-    outcome = one_call.run(quiet=True, out=str(tmp_path))
+    outcome = one_call.RECIPE.run(quiet=True, out=str(tmp_path))
     assert outcome.healthy, [outcome.claims, outcome.runs]
     assert len(outcome.runs) == 12
     assert (tmp_path / "one_call.png").is_file()

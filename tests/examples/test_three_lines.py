@@ -37,7 +37,7 @@ def test_a_run_leaves_the_policy_as_it_was():
 
 @pytest.mark.slow
 def test_every_policy_is_as_good_as_float32(tmp_path):
-    outcome = three_lines.run(quiet=True, out=str(tmp_path))
+    outcome = three_lines.RECIPE.run(quiet=True, out=str(tmp_path))
     assert outcome.healthy, (outcome.claims, outcome.runs)
     assert len(outcome.runs) == 9
     assert (tmp_path / "three_lines.png").is_file()

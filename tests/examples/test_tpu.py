@@ -57,11 +57,10 @@ def test_a_run_is_on_all_devices():
 
     from tfmix.examples import tpu
 
-    data = tpu.load()
     parallel = keras.distribution.DataParallel()
     keras.distribution.set_distribution(parallel)
     try:
-        run = tpu.train("mixed_bfloat16", 0, data, 4, lambda loss: None)
+        run = tpu.train("mixed_bfloat16", 0, 4, lambda loss: None)
     finally:
         keras.distribution.set_distribution(None)
     assert run.columns == {

@@ -81,7 +81,7 @@ def test_the_distribution_ends_with_its_block():
 
 @pytest.mark.slow
 def test_every_variant_is_as_good_as_its_twin(tmp_path):
-    outcome = training_loop.run(quiet=True, out=str(tmp_path))
+    outcome = training_loop.RECIPE.run(quiet=True, out=str(tmp_path))
     assert outcome.healthy, common.drawn(outcome)
     assert len(outcome.runs) == 15
     # Fast enough growth to meet the limit, and to come back from it.
