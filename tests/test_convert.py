@@ -554,3 +554,33 @@ def test_a_recurrent_layer_starts_orthogonal_in_pure_bfloat16():
     np.testing.assert_allclose(
         kernel @ kernel.T, np.eye(4), atol=helpers.TOLERANCES["bfloat16"]
     )
+
+
+def ends_in_ops(x):
+    return keras.ops.softmax(keras.layers.Dense(3, name="head")(x))
+
+
+def ends_in_a_cast(x):
+    return keras.ops.cast(keras.layers.Dense(3, name="head")(x), "float32")
+
+
+@pytest.mark.parametrize(
+    ("end", "head"), [(ends_in_ops, "float32"), (ends_in_a_cast, "float16")]
+)
+def test_an_output_made_by_ops_is_float32_too(end, head):
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(8, name="body")(inputs)
+    x = keras.ops.relu(x) + keras.ops.mean(x, axis=-1, keepdims=True)
+    model = keras.Model(inputs, end(x))
+    before = predict(model)
+    report = convert.apply_policy(model, "mixed_float16")
+    assert layer(model, "body").compute_dtype == "float16"
+    # What the user casts needs no float32 matmul.
+    assert layer(model, "head").compute_dtype == head
+    after = predict(model)
+    assert after.dtype == np.float32
+    np.testing.assert_allclose(
+        after, before, atol=helpers.TOLERANCES["float16"]
+    )
+    report.undo()
+    np.testing.assert_array_equal(predict(model), before)

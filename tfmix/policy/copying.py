@@ -4,13 +4,16 @@ Reaches into `keras.src`; checked on Keras 3.12.4 and 3.15.1.
 """
 
 import contextlib
-import copy
 import importlib
+import itertools
 from typing import Any
 
 import keras
 
-from tfmix.policy import carrying, state
+from tfmix.policy import carrying, own_code, state
+
+# Of Keras's message: enough for its first sentence and a path.
+_LONGEST = 300
 
 
 def copied(model: Any) -> Any:
@@ -25,27 +28,64 @@ def copied(model: Any) -> Any:
     Raises:
         TypeError: If Keras cannot save and load the model.
     """
-    own = {
-        type(layer).__name__: type(layer)
-        for layer in model._flatten_layers()
-        if type(layer).__module__.split(".")[0] != "keras"
-    }
     # What the model's own code makes without a dtype gets the source's.
     before = carrying.carried_policy(model) or model.dtype_policy
     try:
-        with (
-            keras.saving.custom_object_scope(own),
-            state.policy_scope(before),
-            _trusting(),
-        ):
-            return copy.deepcopy(model)
+        with own_code.kept_at_hand() as own:
+            # As pickle does it, which Keras supports: save, then load.
+            load, saved, *_ = model.__reduce__()
+            with (
+                keras.saving.custom_object_scope(own),
+                state.policy_scope(before),
+                _trusting(),
+            ):
+                twin = load(*saved)
+        _check_weights(twin, model)
     except Exception as error:
         raise TypeError(
             "`model` cannot be copied: Keras cannot save and load it. "
-            f"Received: model={model!r}. Give its classes a `get_config` "
-            "with all arguments of their constructors, or convert it in "
-            "place: apply_policy(model, policy)."
+            f"Received: model={model!r}. The cause is {_first_cause(error)} "
+            f"{_advice(model)} convert it in place: "
+            "apply_policy(model, policy)."
         ) from error
+    return twin
+
+
+def _check_weights(twin: Any, model: Any) -> None:
+    """Keras only warns of some layers that it could not load."""
+    pairs = itertools.zip_longest(twin.get_weights(), model.get_weights())
+    if any(_bits(copy) != _bits(original) for copy, original in pairs):
+        raise ValueError("The copy has other weights than the model.")
+
+
+def _bits(weight: Any) -> bytes:
+    return b"" if weight is None else weight.tobytes()
+
+
+def _first_cause(error: BaseException) -> str:
+    """Says what went wrong first; what Keras adds to it is about files."""
+    while error.__cause__ is not None or error.__context__ is not None:
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    text = " ".join(str(error).split())
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}..."
+    return f"{type(error).__name__}: {text or 'no message'}"
+
+
+def _advice(model: Any) -> str:
+    own = sorted(
+        {
+            type(layer).__name__
+            for layer in model._flatten_layers()
+            if type(layer).__module__.split(".")[0] != "keras"
+        }
+    )
+    if not own:
+        return "What to do:"
+    return (
+        f"Give {', '.join(own)} a `get_config` with all arguments of the "
+        "constructor, or"
+    )
 
 
 def _trusting() -> contextlib.AbstractContextManager:

@@ -1,6 +1,7 @@
 """Which dtype policy each layer of an existing model gets, and why."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -64,12 +65,35 @@ def heads(model: Any) -> list[Any]:
     inner = getattr(model, "_functional", None) or model
     if not getattr(inner, "outputs", None):
         return heads(model.layers[-1]) or list(model.layers[-1:])
+    return [
+        head
+        for layer in _makers(inner.outputs)
+        for head in heads(layer) or [layer]
+    ]
+
+
+def _makers(tensors: Iterable[Any]) -> list[Any]:
+    """Lists the layers that results come from, through bare `keras.ops`."""
     found: list[Any] = []
-    for tensor in inner.outputs:
-        operation = tensor._keras_history[0]
+    seen: set[int] = set()
+    waiting = list(tensors)
+    while waiting:
+        operation, node, _ = waiting.pop()._keras_history
+        if id(operation) in seen:
+            continue
+        seen.add(id(operation))
         if isinstance(operation, keras.Layer):
-            found += heads(operation) or [operation]
+            found.append(operation)
+        elif not _casts_to_float32(operation):
+            waiting += operation._inbound_nodes[node].input_tensors
     return found
+
+
+def _casts_to_float32(operation: Any) -> bool:
+    """Says whether what the user wrote makes the result float32 already."""
+    if type(operation).__name__ != "Cast":
+        return False
+    return str(getattr(operation, "dtype", "")) == "float32"
 
 
 def unused_rules(model: Any, policy: keras.DTypePolicy) -> tuple[str, ...]:
