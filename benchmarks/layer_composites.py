@@ -55,6 +55,13 @@ def recipes() -> dict[str, Recipe]:
             lambda: layers.Normalization(mean=100.0, variance=4.0),
             ((16, 32),),
         ),
+        "Pipeline": Recipe(
+            lambda: layers.Pipeline(
+                [layers.Rescaling(1 / 255.0), layers.CenterCrop(8, 8)]
+            ),
+            ((2, 16, 16, 3),),
+        ),
+        "RNN": Recipe(lambda: layers.RNN(layers.GRUCell(16)), ((4, 12, 32),)),
         "SimpleRNNCell": Recipe(lambda: layers.SimpleRNNCell(16), state),
         "Softmax(axis=(1, 2))": Recipe(
             lambda: layers.Softmax(axis=(1, 2)), ((4, 32, 32),)
@@ -64,10 +71,23 @@ def recipes() -> dict[str, Recipe]:
             ((16, 128),),
             training=False,
         ),
+        "StackedRNNCells": Recipe(
+            lambda: layers.RNN(
+                layers.StackedRNNCells(
+                    [layers.LSTMCell(8), layers.SimpleRNNCell(8)]
+                )
+            ),
+            ((4, 12, 32),),
+        ),
         "TimeDistributed": Recipe(
             lambda: layers.TimeDistributed(layers.Dense(16)), ((4, 12, 64),)
         ),
     }
+    found["CategoryEncoding"] = Recipe(
+        lambda: layers.CategoryEncoding(64, output_mode="count"),
+        ((4, 12),),
+        call={"ids": 64},
+    )
     found["Embedding"] = Recipe(
         lambda: layers.Embedding(64, 16), ((4, 12),), call={"ids": 64}
     )

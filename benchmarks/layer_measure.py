@@ -48,10 +48,8 @@ class Runs:
             `"keras"` and `"tfmix"`, each with its deviation. Raises what the
             float32 run raises.
         """
-        inputs = _inputs(self._recipe, fmt, kind)
         with keras_policy("float32"):
-            run = self._run("float32", "float32", inputs)
-            weights = [_rounded(w, fmt) for w in run.first_weights]
+            inputs, weights, run = self.float32_run(fmt, kind)
             reference = run(inputs, weights)
         found = {}
         for who, scope in (
@@ -67,6 +65,18 @@ class Runs:
                 name = type(error).__name__
                 found[who] = layer_deviation.Deviation(error=name)
         return found
+
+    def float32_run(
+        self, fmt: str, kind: str
+    ) -> tuple[Any, list[np.ndarray], "_Run"]:
+        """Returns inputs and weights in the format's numbers, and float32.
+
+        To be called, and the run to be run, under Keras's float32 policy.
+        """
+        inputs = _inputs(self._recipe, fmt, kind)
+        run = self._run("float32", "float32", inputs)
+        weights = [_rounded(w, fmt) for w in run.first_weights]
+        return inputs, weights, run
 
     def _run(self, who: str, dtype: str, inputs: Any) -> "_Run":
         if (who, dtype) not in self._built:

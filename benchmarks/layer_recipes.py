@@ -11,7 +11,6 @@ from benchmarks.layer_recipe import Recipe, Shape
 
 # Not swept, each with the reason; a test refuses a layer on neither list.
 NOT_SWEPT = {
-    "CategoryEncoding": "takes integers",
     "Discretization": "gives integers, has no gradient",
     "FlaxLayer": "wraps another library",
     "HashedCrossing": "takes integers",
@@ -24,9 +23,6 @@ NOT_SWEPT = {
     "Lambda": "runs the user's function",
     "Layer": "a base class",
     "MaxNumBoundingBoxes": "pads bounding boxes, not tensors",
-    "Pipeline": "runs other layers",
-    "RNN": "runs a cell; swept through LSTM, GRU and SimpleRNN",
-    "StackedRNNCells": "runs other cells",
     "StringLookup": "takes strings",
     "TFSMLayer": "wraps a SavedModel",
     "TextVectorization": "takes strings",

@@ -12,6 +12,7 @@ from benchmarks import (
     layer_exceptions,
     layer_measure,
     layer_recipes,
+    layer_sensitivity,
     layers,
 )
 from tfmix.policy import rules
@@ -157,6 +158,37 @@ def test_an_exception_excuses_no_infinity_and_no_other_layer():
     assert layer_exceptions.reason(attention, "bfloat16", inaccurate)
     assert layer_exceptions.reason(attention, "bfloat16", infinite) is None
     assert layer_exceptions.reason("Dense", "bfloat16", inaccurate) is None
+
+
+@pytest.mark.parametrize(
+    ("rounded", "unexplained"),
+    [(100.0, False), (1.0, True), (None, False)],
+)
+def test_rounding_is_a_reason_only_where_it_moves_float32(rounded, unexplained):
+    if rounded is not None:
+        rounded = layer_deviation.Deviation(epsilons=rounded)
+    row = layers.Row(
+        "LSTMCell",
+        "float16",
+        "offset by 100",
+        keras=layer_deviation.Deviation(),
+        tfmix=layer_deviation.Deviation(epsilons=20.0),
+        rounded=rounded,
+    )
+    assert row.is_unexplained == unexplained
+
+
+def test_rounded_inputs_move_a_saturated_gate_and_no_matmul():
+    found = {
+        name: layer_sensitivity.of(
+            layer_measure.Runs(layers.recipes()[name]),
+            "float16",
+            "offset by 100",
+        )
+        for name in ("SimpleRNNCell", "Dense")
+    }
+    assert found["SimpleRNNCell"].epsilons > 16
+    assert 0 < found["Dense"].epsilons < 2
 
 
 def test_the_command_prints_both_sides_and_writes_json(tmp_path, capsys):
