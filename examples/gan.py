@@ -174,9 +174,10 @@ RECIPE = recipe.Recipe(
     train,
     claims,
     length=("steps", STEPS, "Turns of both networks."),
-    picture=("gan", "The generator's loss, by tenths of the run"),
+    picture=("gan", "The generator's loss"),
     unit="read as asked",
     ticks=lambda steps: TICKS,
+    axis="tenth of the run",
 )
 
 

@@ -210,11 +210,9 @@ RECIPE = recipe.Recipe(
     train,
     claims,
     length=("steps", STEPS, "Batches to fine-tune on."),
-    picture=(
-        "languages",
-        f"Languages: loss of each {STEPS_PER_TICK} steps, band of the seeds",
-    ),
+    picture=("languages", "Languages: mean and band of the seeds"),
     ticks=lambda steps: max(1, steps // STEPS_PER_TICK),
+    axis=f"{STEPS_PER_TICK} steps each",
 )
 
 

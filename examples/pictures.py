@@ -16,6 +16,7 @@ def losses(
     name: str,
     title: str,
     curve: str = "",
+    axis: str = "epoch",
 ) -> str | None:
     """Draws each variant's training loss: the mean, and a band of the seeds.
 
@@ -26,6 +27,7 @@ def losses(
         title: Stands above the axes.
         curve: What the runs' `curve` shows; it is drawn beside the losses,
             of each variant's first seed. Defaults to `""`: it is not drawn.
+        axis: What the losses are of. Defaults to `"epoch"`.
 
     Returns:
         The file, or `None` if none was drawn.
@@ -50,7 +52,7 @@ def losses(
         panels[0].fill_between(steps, low, high, alpha=0.15)
         if curve:
             panels[1].plot(own[0].curve, style, label=variant)
-    panels[0].set(xlabel="epoch", ylabel="training loss", yscale="log")
+    panels[0].set(xlabel=axis, ylabel="training loss", yscale="log")
     if curve:
         panels[1].set(xlabel="step", ylabel=f"{curve}, first seed")
         panels[1].set_yscale("log", base=2)

@@ -36,6 +36,7 @@ class Recipe:
             Defaults to as often as that, for instance after each epoch.
         curve: What the runs' `curve` shows, for the picture's second half.
             Defaults to `""`: there is none.
+        axis: What the picture's losses are of. Defaults to `"epoch"`.
     """
 
     doc: str
@@ -47,6 +48,7 @@ class Recipe:
     unit: str = "accuracy"
     ticks: Callable[[int], int] = int
     curve: str = ""
+    axis: str = "epoch"
 
     def run(
         self,
@@ -76,7 +78,7 @@ class Recipe:
             quiet,
         )
         file, title = self.picture
-        drawn = pictures.losses(runs, out, file, title, curve=self.curve)
+        drawn = pictures.losses(runs, out, file, title, self.curve, self.axis)
         return common.Outcome(runs, self.claims(runs), drawn, self.unit)
 
     def main(self, argv: Sequence[str] | None = None) -> int:
