@@ -473,7 +473,7 @@ def test_the_suggestion_trains_to_the_loss_of_float32(kind, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_monitor_names_the_layer_on_the_first_step_under_xla(kind, seed):
     case = planted(kind, seed)

@@ -16,6 +16,7 @@ from tfmix.numerics import (
     passes,
     plan,
     probe,
+    room,
     verdicts,
     weights,
 )
@@ -89,6 +90,11 @@ class Visit:
             self.findings += losses.findings(
                 self.batch, outputs, judge, self._order
             )
+            self._add_tight(
+                verdicts.LOSS,
+                [self.findings[-1].gap],
+                judge.run.output_dtypes,
+            )
 
     def _overflows_backward(self) -> bool:
         """Says whether dynamic loss scaling would go on to a lower scale."""
@@ -136,9 +142,30 @@ class Visit:
                 name, order, gaps, self.limits, reaches_weights
             )
             self.findings += [backward] if backward else []
+            self._add_tight(
+                name,
+                [gaps.weights, gaps.inputs if reaches_weights else None],
+                self._dtypes(call),
+            )
         if forward.verdict != verdicts.OK:
             return
         self._add_latent(call, gaps.outputs)
+
+    def _dtypes(self, call: probe.Call) -> list[str]:
+        signature = self.judge.run.signatures[call.key]
+        planned = [plan.dtype(self._sixteen, one) for one in call.target.layers]
+        return [*planned, *signature.arguments]
+
+    def _add_tight(
+        self,
+        name: str,
+        gaps: Sequence[compare.Gap | None],
+        dtypes: Sequence[str],
+    ) -> None:
+        if self.judge.truth is None or self.judge.scale > FLOOR:
+            return
+        tight = room.finding(name, self._order, gaps, dtypes)
+        self.findings += [tight] if tight else []
 
     def _add_latent(self, call: probe.Call, gap: compare.Gap) -> None:
         name, order = call.target.name, self._order
