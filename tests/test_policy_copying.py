@@ -10,6 +10,7 @@ import pytest
 from tests import helpers
 from tfmix import convert
 from tfmix.policy import own_code
+from tfmix.policy import policy as policies
 
 X = np.random.default_rng(5).normal(size=(8, 4)).astype("float32")
 FACTOR = 3.0
@@ -69,6 +70,23 @@ def test_a_copy_computes_with_the_scripts_own_code():
     assert set(found) == {"loss", "own_metric"}
     for name, value in found.items():
         assert value == pytest.approx(expected[name], rel=0.05)
+
+
+def test_rules_and_maps_find_nested_layers_of_a_copy_by_their_path():
+    inner = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(4, name="one")], name="inner"
+    )
+    inputs = keras.Input((4,))
+    outputs = keras.layers.Dense(2)(keras.layers.Dense(4)(inner(inputs)))
+    model = keras.Model(inputs, outputs)
+    chosen = keras.dtype_policies.DTypePolicyMap(default_policy="mixed_float16")
+    chosen["inner/one"] = keras.DTypePolicy("mixed_bfloat16")
+    ruled = policies.Policy("mixed_float16", float32_layers=["inner/.*"])
+    for policy, dtype in ((chosen, "bfloat16"), (ruled, "float32")):
+        twin = convert.convert_model(model, policy)
+        one = twin.get_layer("inner").get_layer("one")
+        assert one.compute_dtype == dtype
+        assert twin.layers[2].compute_dtype == "float16"
 
 
 def keras_functions():

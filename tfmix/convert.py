@@ -42,8 +42,10 @@ def apply_policy(
 
     Use it on a model that exists already: loaded, from `keras.applications`,
     trained, compiled or not. Its weights stay; the next `fit`, `predict` and
-    `evaluate` use the new dtypes. The model's outputs stay float32. A
-    compiled model's optimizer is wrapped if the new dtypes call for it.
+    `evaluate` use the new dtypes. The model's outputs stay float32; those of
+    a subclassed model where a layer with a softmax makes them, and a warning
+    says where they do not. A compiled model's optimizer is wrapped if the
+    new dtypes call for it.
 
     Args:
         model: A `keras.Model`: Functional, Sequential or subclassed, nested

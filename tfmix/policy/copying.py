@@ -41,6 +41,7 @@ def copied(model: Any) -> Any:
             ):
                 twin = load(*saved)
         _check_weights(twin, model)
+        _copy_paths(twin, model)
     except Exception as error:
         raise TypeError(
             "`model` cannot be copied: Keras cannot save and load it. "
@@ -56,6 +57,19 @@ def _check_weights(twin: Any, model: Any) -> None:
     pairs = itertools.zip_longest(twin.get_weights(), model.get_weights())
     if any(_bits(copy) != _bits(original) for copy, original in pairs):
         raise ValueError("The copy has other weights than the model.")
+
+
+def _copy_paths(twin: Any, model: Any) -> None:
+    """Gives layers the paths that rules and maps name them by.
+
+    Keras builds what it loads from the inside: "encoder/dense" is "dense".
+    """
+    layers = twin._flatten_layers(), model._flatten_layers()
+    pairs = list(zip(*layers, strict=False))
+    if all(copy.name == original.name for copy, original in pairs):
+        for copy, original in pairs:
+            if copy.path and original.path:
+                copy._path = original.path
 
 
 def _bits(weight: Any) -> bytes:

@@ -93,7 +93,8 @@ def _casts_to_float32(operation: Any) -> bool:
     """Says whether what the user wrote makes the result float32 already."""
     if type(operation).__name__ != "Cast":
         return False
-    return str(getattr(operation, "dtype", "")) == "float32"
+    found: str = keras.backend.standardize_dtype(operation.dtype)
+    return found == "float32"
 
 
 def unused_rules(model: Any, policy: keras.DTypePolicy) -> tuple[str, ...]:
