@@ -110,8 +110,10 @@ def _compiled_check(array):
     return check([tf.constant(array)])
 
 
-@helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("mode", ["graph", "xla"])
+_MODES = ["jit"] if keras.backend.backend() == "jax" else ["graph", "xla"]
+
+
+@pytest.mark.parametrize("mode", _MODES)
 @pytest.mark.parametrize(
     ("value", "scale", "applied"),
     [
@@ -123,17 +125,52 @@ def _compiled_check(array):
         (1e-45, 2.0, True),
     ],
 )
-def test_the_one_pass_bound_never_decides_wrongly(mode, value, scale, applied):
-    import tensorflow as tf
+def test_the_check_never_decides_wrongly(mode, value, scale, applied):
+    variable, optimizer = _after_a_step([0, 0, 0, 0, value], scale, mode)
+    assert bool(np.any(variable.numpy())) is (applied and value > 1)
+    assert optimizer.skipped_steps == (not applied)
 
-    variable = keras.Variable(np.zeros(5, "float32"))
-    optimizer = optimizers.LossScaleOptimizer("sgd", loss_scale=scale)
+
+@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("scale", [2.0**-100, 3.0, 2.0**64, 2.0**127])
+def test_any_scale_is_divided_out(mode, scale):
+    true = np.float32([1.5, -0.25, 2.0**-20])
+    variable, _ = _after_a_step(true * np.float32(scale), scale, mode)
+    np.testing.assert_allclose(variable, -0.01 * true, rtol=1e-6)
+
+
+def _after_a_step(gradient, scale, mode):
+    variable = keras.Variable(np.zeros(len(gradient), "float32"))
+    optimizer = optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.01), loss_scale=scale
+    )
     optimizer.build([variable])
     optimizer.scale_loss(1.0)
+    gradient = np.float32(gradient)
+    if mode == "jit":
+        import jax
 
-    @tf.function(autograph=False, jit_compile=mode == "xla")
-    def step(gradient):
-        return optimizer.apply([gradient], [variable])
+        state = [v.value for v in optimizer.variables]
+        step = jax.jit(optimizer.stateless_apply)
+        values, state = step(state, [gradient], [variable.value])
+        new = [*values, *state]
+        for each, value in zip(
+            [variable, *optimizer.variables], new, strict=True
+        ):
+            each.assign(value)
+    else:
+        import tensorflow as tf
 
-    assert bool(step(tf.constant([0, 0, 0, 0, value], "float32"))) is applied
-    assert optimizer.skipped_steps == (not applied)
+        @tf.function(autograph=False, jit_compile=mode == "xla")
+        def step(gradient):
+            return optimizer.apply([gradient], [variable])
+
+        step(tf.constant(gradient))
+    return variable, optimizer
+
+
+@helpers.requires_backend("jax")
+def test_the_compiled_step_keeps_no_second_gradient():
+    model, optimizer = built((512, 256), 2)
+    memory = jax_program(model, optimizer).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * 512 * 256

@@ -13,7 +13,7 @@ from typing import Any
 
 from keras import ops
 
-from tfmix.scaling import finite, gradients
+from tfmix.scaling import compiled, finite, gradients
 
 # Elements of a gradient that is still worth copying to save operations. At
 # 2**14 (64 KiB of float32) a copy costs about what one operation does.
@@ -68,6 +68,9 @@ def apart(grads: Sequence[Any], variables: Sequence[Any]) -> list[Block]:
 
 def divided(blocks: Sequence[Block], scale: Any) -> list[Block]:
     """Returns the blocks of true gradients: divided by the loss scale."""
+    if compiled.by_xla():
+        # The reciprocal of a constant beyond 2^126 would be folded to zero.
+        scale = compiled.kept_apart(scale)
     return [
         block
         if block.is_value

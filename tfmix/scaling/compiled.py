@@ -40,13 +40,14 @@ def for_cpu() -> bool:
 
 
 def kept_apart(tensor: Any) -> Any:
-    """Returns the tensor; a branch that calls this stays a branch.
+    """Returns the tensor; XLA does not look through this.
 
-    XLA turns a conditional whose branches are cheap into selects. Those need
-    the variables' old values next to the new ones, and copy every slot.
+    A branch that calls this stays a branch: XLA turns a conditional whose
+    branches are cheap into selects. Those need the variables' old values next
+    to the new ones, and copy every slot.
 
     Args:
-        tensor: A tensor that the branch uses, on a step that XLA compiles.
+        tensor: A tensor on a step that XLA compiles.
     """
     if keras.backend.backend() == "jax":
         import jax

@@ -6,7 +6,10 @@ import keras
 from keras import ops
 
 from tfmix import _formats
-from tfmix.scaling import finite
+from tfmix.scaling import compiled, finite
+
+# Beyond 2^126 a scale's reciprocal is subnormal, which XLA flushes to zero.
+_HALFWAY = 2.0**64
 
 
 def unscale(gradient: Any, scale: Any) -> Any:
@@ -17,13 +20,28 @@ def unscale(gradient: Any, scale: Any) -> Any:
         scale: Float32 scalar.
 
     Returns:
-        The gradient, of the same kind; float32 where it was 16-bit.
+        The gradient, of the same kind; float32 where it was 16-bit. Under
+        XLA it is multiplied by the reciprocal, which rounds once more where
+        the scale is no power of two.
     """
     gradient = widened(gradient)
     if finite.is_sparse(gradient):
         values = unscale(gradient.values, scale)
         return type(gradient)(values, gradient.indices, gradient.dense_shape)
-    return ops.divide(gradient, ops.cast(scale, gradient.dtype))
+    scale = ops.cast(scale, gradient.dtype)
+    if compiled.by_xla():
+        return _multiplied(gradient, scale)
+    return ops.divide(gradient, scale)
+
+
+def _multiplied(gradient: Any, scale: Any) -> Any:
+    # XLA repeats a product in every kernel that reads it, where a division
+    # gets a kernel and a tensor of its own. Exact for powers of two.
+    is_huge = scale > _HALFWAY
+    lowered = ops.where(is_huge, scale / _HALFWAY, scale)
+    # No second factor: XLA would join the two.
+    gradient = ops.where(is_huge, gradient / _HALFWAY, gradient)
+    return gradient * (1.0 / lowered)
 
 
 def widened(gradient: Any) -> Any:

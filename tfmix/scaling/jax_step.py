@@ -34,9 +34,10 @@ def stateless_apply(
         state = optimizer.state()
         note = optimizer.unscaled_note.take()
         scale = unscaled.divisor(note, optimizer.rule.current(state))
-    true = blocks.divided(blocks.apart(grads, variables), scale)
     # Joined for the check alone: to take them apart again costs kernels.
-    joined = blocks.unscaled(grads, variables, scale)
+    joined = blocks.joined(grads, variables)
+    if optimizer.rule.lowest_scale < 1:
+        joined = blocks.divided(joined, scale)
     bad = blocks.not_finite(joined, len(grads))
     is_finite = ops.logical_not(ops.any(bad))
     for flag in unscaled.seen_bad(note):
@@ -51,6 +52,7 @@ def stateless_apply(
         return [scope.get_current_value(v) for v in optimizer.own_variables]
 
     def apply_step() -> tuple[list[Any], list[Any]]:
+        true = blocks.divided(blocks.apart(grads, variables), scale)
         new_trainable, new_inner = optimizer.inner_optimizer.stateless_apply(
             inner_values, blocks.parts(true, len(grads)), trainable_values
         )

@@ -40,7 +40,12 @@ class LossScale(abc.ABC):
     - `update(state, finite)` returns the next state and touches nothing else.
       It has to work on tensors inside a compiled step (`keras.ops.where`
       instead of `if`).
-    - `current(state)` is finite and positive whatever the state holds.
+    - `current(state)` is finite and positive whatever the state holds, and
+      never below `lowest_scale`.
+
+    Attributes:
+        lowest_scale: Float. Defaults to `0.0`, no bound. From 1 on, a division
+            by the scale cannot overflow, and XLA's check gets cheaper.
 
     Example:
         >>> class Halving(LossScale):
@@ -53,6 +58,11 @@ class LossScale(abc.ABC):
         >>> Halving().update(Halving().init(), True).scale
         np.float32(512.0)
     """
+
+    @property
+    def lowest_scale(self) -> float:
+        """A bound that no scale is below."""
+        return 0.0
 
     @abc.abstractmethod
     def init(self) -> Any:
@@ -178,6 +188,11 @@ class DynamicLossScale(LossScale):
         _store(self, "growth_factor", growth)
         _store(self, "backoff_factor", backoff)
 
+    @property
+    def lowest_scale(self) -> float:
+        """The floor, `min_scale`."""
+        return self.min_scale
+
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""
         return LossScaleState(np.float32(self.initial_scale))
@@ -238,6 +253,11 @@ class FixedLossScale(LossScale):
         """Checks the scale and stores it as a plain number."""
         _store(self, "scale", _arguments.positive("scale", self.scale))
 
+    @property
+    def lowest_scale(self) -> float:
+        """The fixed scale."""
+        return self.scale
+
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""
         return LossScaleState(np.float32(self.scale))
@@ -264,6 +284,11 @@ class NoLossScale(LossScale):
         >>> float(NoLossScale().init().scale)
         1.0
     """
+
+    @property
+    def lowest_scale(self) -> float:
+        """One."""
+        return 1.0
 
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""
