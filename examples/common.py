@@ -122,10 +122,13 @@ def _define(
         flags.DEFINE_string(name, default, text, flag_values=values)
 
 
-def digits(images: bool = False) -> tuple[np.ndarray, ...]:
+def digits(batch_size: int = 1, images: bool = False) -> tuple[np.ndarray, ...]:
     """Returns scikit-learn's 1,797 scanned digits, three in ten for the test.
 
     Args:
+        batch_size: The training rows are as many as make whole batches: for
+            a smaller last one, XLA would compile the step again. Defaults to
+            1, all rows.
         images: Whether to give `(8, 8, 1)` images. Defaults to `False`, 64
             numbers a digit.
 
@@ -138,14 +141,15 @@ def digits(images: bool = False) -> tuple[np.ndarray, ...]:
     inputs = (found.data / 16.0).astype("float32")
     if images:
         inputs = inputs.reshape(-1, 8, 8, 1)
-    parts = model_selection.train_test_split(
+    train_x, test_x, train_y, test_y = model_selection.train_test_split(
         inputs,
         found.target.astype("int32"),
         test_size=0.3,
         stratify=found.target,
         random_state=0,
     )
-    return tuple(parts)
+    rows = len(train_x) // batch_size * batch_size
+    return train_x[:rows], test_x, train_y[:rows], test_y
 
 
 def gap(runs: Sequence[Run], variant: str) -> tuple[float, float]:
@@ -194,6 +198,24 @@ def sound(runs: Sequence[Run], least: float) -> dict[str, bool]:
     }
 
 
+def by_noise(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Sorts variants by whether they differ from their twins by noise only.
+
+    Args:
+        runs: All runs.
+
+    Returns:
+        Names of variants, of those that have a twin, under `"inside"` and
+        `"outside"`, as far as there are any.
+    """
+    found: dict[str, list[str]] = {}
+    for name in dict.fromkeys(r.variant for r in runs if r.twin != r.variant):
+        distance, noise = gap(runs, name)
+        where = "inside" if abs(distance) <= noise else "outside"
+        found.setdefault(where, []).append(name)
+    return found
+
+
 def drawn(outcome: Outcome) -> table.Table:
     """Returns the table, one row per variant, for rich to print.
 
@@ -202,27 +224,25 @@ def drawn(outcome: Outcome) -> table.Table:
 
     Returns:
         For each variant the mean of its score over the seeds and the range,
-        the distance to its twin, whether it lies inside the noise of the
-        seeds, and the runs' own columns.
+        the distance to its twin and the noise of the seeds, and the runs'
+        own columns.
     """
     names = list(dict.fromkeys(run.variant for run in outcome.runs))
     headings = list(
         dict.fromkeys(key for run in outcome.runs for key in run.columns)
     )
     rows = table.Table(
-        *("variant", f"{outcome.unit}\n%, (range)", "to twin,\nseed noise"),
+        *("variant", f"{outcome.unit}\n%, (range)", "to twin\n(noise)"),
         *headings,
         box=box.SIMPLE_HEAD,
     )
-    rows.columns[1].no_wrap = True
     for name in names:
         own = outcome.of(name)
         scores = [run.score for run in own]
         compared = "-"
         if own[0].twin != name:
             distance, noise = gap(outcome.runs, name)
-            where = "inside" if abs(distance) <= noise else "outside"
-            compared = f"{100 * distance:+.2f}\n{where} {100 * noise:.2f}"
+            compared = f"{100 * distance:+.2f}\n({100 * noise:.2f})"
         rows.add_row(
             name,
             f"{100 * np.mean(scores):.2f}\n"
@@ -230,6 +250,10 @@ def drawn(outcome: Outcome) -> table.Table:
             compared,
             *(_cell([run.columns.get(key) for run in own]) for key in headings),
         )
+    for column in rows.columns:
+        # Lines may break between words, and nowhere else.
+        cells = [str(column.header), *map(str, column.cells)]
+        column.min_width = max(map(len, " ".join(cells).split()), default=1)
     return rows
 
 
@@ -244,6 +268,9 @@ def finish(outcome: Outcome) -> int:
     """Prints the table and what was claimed; returns 1 if a claim failed."""
     printer = console.Console()
     printer.print(drawn(outcome))
+    for where, names in sorted(by_noise(outcome.runs).items()):
+        text = f"{where} the noise of the seeds: {', '.join(names)}"
+        printer.print(text, highlight=False)
     for claim, came_true in outcome.claims.items():
         word = "[green]true[/]" if came_true else "[red]FALSE[/]"
         printer.print(f"{word}: {claim}", highlight=False)

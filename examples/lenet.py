@@ -97,8 +97,8 @@ class GiveScale(keras.callbacks.Callback):
 
 def train(name: str, seed: int, epochs: int, tick: recipe.Ticker) -> common.Run:
     """Trains and tests one network."""
-    train_x, test_x, train_y, test_y = common.digits(images=True)
-    steps = epochs * -(-len(train_x) // BATCH_SIZE)
+    train_x, test_x, train_y, test_y = common.digits(BATCH_SIZE, images=True)
+    steps = epochs * len(train_x) // BATCH_SIZE
     decay = keras.optimizers.schedules.CosineDecay(0.004, steps)
     optimizer = keras.optimizers.Adam(decay)
     callbacks: list[keras.callbacks.Callback] = [recipe.Tick(tick)]

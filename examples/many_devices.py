@@ -42,11 +42,10 @@ Make = Callable[[str], tuple[Any, Callable[[], Any]]]
 
 def load() -> tuple[np.ndarray, ...]:
     """Returns training images with the bad row, test images, both's labels."""
-    train_x, test_x, train_y, test_y = common.digits()
     # Whole batches, so that every replica has a share of each.
-    rows = len(train_x) // BATCH_SIZE * BATCH_SIZE
+    train_x, test_x, train_y, test_y = common.digits(BATCH_SIZE)
     train_x[BAD_ROW] = np.nan
-    return train_x[:rows], test_x, train_y[:rows], test_y
+    return train_x, test_x, train_y, test_y
 
 
 def build_model(policy: str) -> keras.Model:

@@ -114,7 +114,7 @@ def build_model() -> keras.Model:
 
 def train(name: str, seed: int, epochs: int, tick: recipe.Ticker) -> common.Run:
     """Trains in float32, in 16 bit and in float32 again; then tests."""
-    train_x, test_x, train_y, test_y = common.digits()
+    train_x, test_x, train_y, test_y = common.digits(BATCH_SIZE)
     losses: list[float] = []
 
     def fit() -> None:
@@ -145,7 +145,7 @@ def train(name: str, seed: int, epochs: int, tick: recipe.Ticker) -> common.Run:
     columns["optimizer\nwent on"] = str(
         model.optimizer is optimizer
         and steps + columns["skipped\nsteps"]
-        == 3 * epochs * -(-len(train_x) // BATCH_SIZE)
+        == 3 * epochs * len(train_x) // BATCH_SIZE
     )
     return common.Run(
         name, seed, float(accuracy), losses=tuple(losses), columns=columns

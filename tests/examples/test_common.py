@@ -63,6 +63,14 @@ def test_the_test_digits_are_not_trained_on():
     assert np.array_equal(common.digits(images=True)[1].reshape(-1, 64), test_x)
 
 
+def test_batches_are_whole_and_begin_with_the_same_rows():
+    train_x, test_x, train_y, test_y = common.digits()
+    cut = common.digits(64)
+    assert [len(part) for part in cut] == [1216, len(test_x), 1216, len(test_y)]
+    assert np.array_equal(cut[0], train_x[:1216])
+    assert np.array_equal(cut[2], train_y[:1216])
+
+
 def test_the_gap_is_that_of_the_means_and_the_noise_the_larger_range():
     runs = TWINS + runs_of("half", 0.91, 0.97, 0.94)
     distance, noise = common.gap(runs, "half")
@@ -108,12 +116,12 @@ def test_sound_is_what_comes_to_the_goal_and_is_close_to_its_twin(
 @pytest.mark.parametrize(
     ("scores", "word"), [((0.90, 0.90), "inside"), ((0.97, 0.97), "outside")]
 )
-def test_the_table_says_whether_a_difference_is_inside_the_noise(
+def test_it_is_printed_whether_a_difference_is_inside_the_noise(
     scores, word, capsys
 ):
     runs = TWINS + runs_of("half", *scores)
     common.finish(common.Outcome(runs, {}))
-    assert f"{word} 4.00" in capsys.readouterr().out
+    assert f"{word} the noise of the seeds: half" in capsys.readouterr().out
 
 
 def test_the_table_has_a_row_per_variant_and_adds_up_its_numbers(capsys):
