@@ -165,6 +165,16 @@ def test_every_option_of_the_tables_has_its_line():
     assert len(bare) < len(options) / 10
 
 
+def test_what_is_said_to_be_the_same_by_default_is():
+    rows = re.findall(
+        r"`(tfmix\.DynamicLossScale\(.*?\))` \| the (?:same|defaults) \|",
+        COMING_FROM,
+    )
+    assert len(rows) > 4
+    for line in rows:
+        assert eval(line) == tfmix.DynamicLossScale(), line
+
+
 def test_links_between_pages_lead_somewhere():
     links = [
         (page, target)
