@@ -29,10 +29,13 @@ class Runs:
 
     Args:
         recipe: What to build and on what input.
+        loss_scale: What the gradient from above is multiplied by, and the
+            gradients found are divided by. Defaults to 1.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, loss_scale: float = 1.0) -> None:
         self._recipe = recipe
+        self._loss_scale = loss_scale
         self._built: dict[tuple[str, str], _Run] = {}
 
     def deviations(
@@ -80,7 +83,9 @@ class Runs:
 
     def _run(self, who: str, dtype: str, inputs: Any) -> "_Run":
         if (who, dtype) not in self._built:
-            self._built[who, dtype] = _Run(self._recipe, dtype, inputs)
+            self._built[who, dtype] = _Run(
+                self._recipe, dtype, inputs, self._loss_scale
+            )
         return self._built[who, dtype]
 
 
@@ -111,8 +116,11 @@ def _inputs(recipe: Recipe, fmt: str, kind: str) -> Any:
 class _Run:
     """A layer built under the policy in force, forward and backward."""
 
-    def __init__(self, recipe: Recipe, dtype: str, inputs: Any) -> None:
+    def __init__(
+        self, recipe: Recipe, dtype: str, inputs: Any, loss_scale: float
+    ) -> None:
         keras.utils.set_random_seed(7)
+        self._loss_scale = loss_scale
         self._layer = recipe.make()
         self._recipe = recipe
         self._dtype = dtype
@@ -124,9 +132,13 @@ class _Run:
         self._variables = list(getattr(self._layer, "trainable_variables", []))
         if keras.backend.backend() == "jax":
             others = getattr(self._layer, "non_trainable_variables", [])
-            self._gradients = _with_jax(self._call, self._variables, others)
+            self._gradients = _with_jax(
+                self._call, self._variables, others, loss_scale
+            )
         else:
-            self._gradients = _with_tape(self._call, self._variables)
+            self._gradients = _with_tape(
+                self._call, self._variables, loss_scale
+            )
 
     def __call__(
         self, inputs: Any, weights: list[np.ndarray]
@@ -145,7 +157,12 @@ class _Run:
                 for i, (p, t) in enumerate(zip(paths, by_weight, strict=True))
             }
         )
-        return {k: _to_numpy(t) for k, t in named.items() if t is not None}
+        return {
+            k: _to_numpy(t)
+            / (1 if k.startswith("output") else self._loss_scale)
+            for k, t in named.items()
+            if t is not None
+        }
 
     def _call(self, tensors: Any) -> Any:
         recipe = self._recipe
@@ -166,7 +183,7 @@ def _build(call: Any, inputs: Any) -> None:
     call(inputs)
 
 
-def _with_tape(call: Any, variables: Any) -> Gradients:
+def _with_tape(call: Any, variables: Any, loss_scale: float) -> Gradients:
     import tensorflow as tf
 
     def gradients(inputs: Any) -> tuple[Any, Any, Any]:
@@ -174,14 +191,16 @@ def _with_tape(call: Any, variables: Any) -> Gradients:
         with tf.GradientTape() as tape:
             tape.watch(floats)
             outputs = _float_leaves(call(inputs))
-            total = _weighted_sum(outputs)
+            total = _weighted_sum(outputs) * loss_scale
         values = [v.value for v in variables]
         return outputs, *tape.gradient(total, (floats, values))
 
     return gradients
 
 
-def _with_jax(call: Any, variables: Any, others: Any) -> Gradients:
+def _with_jax(
+    call: Any, variables: Any, others: Any, loss_scale: float
+) -> Gradients:
     import jax
     from keras.src import backend
 
@@ -199,7 +218,7 @@ def _with_jax(call: Any, variables: Any, others: Any) -> Gradients:
             outputs = _float_leaves(
                 call(keras.tree.pack_sequence_as(inputs, leaves))
             )
-        return _weighted_sum(outputs), outputs
+        return _weighted_sum(outputs) * loss_scale, outputs
 
     # As in `fit`, where Keras compiles the whole step.
     compiled = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))

@@ -1,8 +1,8 @@
 """How far float32 itself moves when what a layer is given is rounded.
 
-What exceeds the sweep's bound under tfmix is listed with a reason: the layer
-magnifies the rounding that inputs and weights get on their way into 16 bit,
-however exactly it computes behind that. This measures it.
+What exceeds the sweep's bound under tfmix is listed with a reason. One is
+that the layer magnifies the rounding which inputs and weights get on their
+way into 16 bit, however exactly it computes behind that. This measures it.
 """
 
 from typing import Any
@@ -43,14 +43,14 @@ def of(
 
 
 def _moved(arrays: Any, fmt: str, seed: int) -> Any:
-    """Moves each number by at most what rounding it to the format does."""
+    """Moves each number as far as rounding it to the format may."""
     rng = np.random.default_rng(seed)
     half = _formats.limits(fmt).epsilon / 2
 
     def move(array: np.ndarray) -> np.ndarray:
         if array.dtype.kind != "f":
             return array
-        part = rng.uniform(-half, half, array.shape)
+        part = rng.choice([-half, half], array.shape)
         return (array * (1 + part)).astype("float32")
 
     return keras.tree.map_structure(move, arrays)

@@ -161,19 +161,20 @@ def test_an_exception_excuses_no_infinity_and_no_other_layer():
 
 
 @pytest.mark.parametrize(
-    ("rounded", "unexplained"),
-    [(100.0, False), (1.0, True), (None, False)],
+    ("rounded", "scaled", "unexplained"),
+    [(100.0, 100.0, False), (1.0, 100.0, True), (1.0, 1.0, False)],
 )
-def test_rounding_is_a_reason_only_where_it_moves_float32(rounded, unexplained):
-    if rounded is not None:
-        rounded = layer_deviation.Deviation(epsilons=rounded)
+def test_a_reason_counts_only_where_a_measurement_shows_it(
+    rounded, scaled, unexplained
+):
     row = layers.Row(
         "LSTMCell",
         "float16",
         "offset by 100",
         keras=layer_deviation.Deviation(),
         tfmix=layer_deviation.Deviation(epsilons=20.0),
-        rounded=rounded,
+        rounded=layer_deviation.Deviation(epsilons=rounded),
+        scaled=layer_deviation.Deviation(epsilons=scaled),
     )
     assert row.is_unexplained == unexplained
 

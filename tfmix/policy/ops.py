@@ -66,7 +66,9 @@ DEFAULT_FLOAT32_OPS: tuple[str, ...] = (
     # once y is rounded to 1, and x + 3 is rounded onto the kink at 6.
     "tanh",
     "sigmoid",
+    "softsign",
     "hard_sigmoid",
+    "sparse_sigmoid",
     "hard_silu",
     "selu",
     # Linear algebra, which has no 16-bit kernels; the orthogonal start of
