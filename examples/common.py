@@ -242,7 +242,9 @@ def drawn(outcome: Outcome) -> table.Table:
         compared = "-"
         if own[0].twin != name:
             distance, noise = gap(outcome.runs, name)
-            compared = f"{100 * distance:+.2f}\n({100 * noise:.2f})"
+            # `+ 0.0` makes a plain zero of -0.0.
+            points = round(100 * distance, 2) + 0.0
+            compared = f"{points:+.2f}\n({100 * noise:.2f})"
         rows.add_row(
             name,
             f"{100 * np.mean(scores):.2f}\n"
@@ -269,7 +271,7 @@ def finish(outcome: Outcome) -> int:
     printer = console.Console()
     printer.print(drawn(outcome))
     for where, names in sorted(by_noise(outcome.runs).items()):
-        text = f"{where} the noise of the seeds: {', '.join(names)}"
+        text = f"{where} the noise of the seeds: {'; '.join(names)}"
         printer.print(text, highlight=False)
     for claim, came_true in outcome.claims.items():
         word = "[green]true[/]" if came_true else "[red]FALSE[/]"
