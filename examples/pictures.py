@@ -53,6 +53,7 @@ def losses(
         if curve:
             panels[1].plot(own[0].curve, style, label=variant)
     panels[0].set(xlabel=axis, ylabel="training loss", yscale="log")
+    panels[0].locator_params(axis="x", integer=True)
     if curve:
         panels[1].set(xlabel="step", ylabel=f"{curve}, first seed")
         panels[1].set_yscale("log", base=2)
