@@ -175,11 +175,15 @@ def summary(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the sweep; exit code 1 if tfmix has an unexplained row."""
     words = sys.argv[1:] if arguments is None else arguments
-    run = results.Run("layers", words, keras.backend.backend(), "seed 11")
     options = _parse(words)
-    names = options.only or list(recipes())
+    rows = _kept(options.json) if options.resume else []
+    how = f"seed 11; {len(rows)} rows kept from a run before" if rows else ""
+    run = results.Run(
+        "layers", words, keras.backend.backend(), how or "seed 11"
+    )
+    done = {row.name for row in rows}
+    names = [n for n in options.only or recipes() if n not in done]
     console = rich.console.Console()
-    rows = []
     with rich.progress.Progress(console=console, transient=True) as progress:
         kinds = list(layer_measure.KINDS)
         total = len(names) * len(options.format) * len(kinds)
@@ -191,10 +195,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 # After each: what a sweep that is cut short found is kept.
                 found = [dataclasses.asdict(row) for row in rows]
                 Path(options.json).write_text(json.dumps(found, indent=1))
+    rows.sort(key=lambda row: list(recipes()).index(row.name))
     console.print(table(rows))
     console.print(summary(rows))
     results.publish(run.record([plain_table(rows)]), options, shown=False)
     return int(any(row.is_unexplained for row in rows))
+
+
+def _kept(path: str) -> list[Row]:
+    """Returns the rows a run wrote, of recipes it finished."""
+    sides = ("keras", "tfmix", "rounded", "scaled")
+    rows = [
+        Row(
+            **{
+                key: layer_deviation.Deviation(**value)
+                if key in sides and value
+                else value
+                for key, value in each.items()
+            }
+        )
+        for each in json.loads(Path(path).read_text())
+    ]
+    # The last recipe may have been cut short.
+    return [row for row in rows if row.name != rows[-1].name]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -214,8 +237,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=sorted(layer_deviation.BOUNDS),
     )
     parser.add_argument("--json", metavar="PATH", help="write all results")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on where the run that wrote --json was cut short",
+    )
     results.add_save(parser)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.resume and not options.json:
+        parser.error("--resume needs --json PATH, the rows of the run before")
+    return options
 
 
 if __name__ == "__main__":
