@@ -24,10 +24,6 @@ def own_activation(x):
     return scaled(keras.ops.tanh(x))
 
 
-def own_penalty(kernel):
-    return 1e-4 * keras.ops.sum(keras.ops.square(kernel))
-
-
 def own_metric(y_true, y_pred):
     return keras.ops.mean(keras.ops.abs(y_true - y_pred))
 
@@ -44,12 +40,9 @@ class OwnStart(keras.initializers.Initializer):
 
 def own_parts():
     inputs = keras.Input((4,))
-    x = keras.layers.Dense(
-        4,
-        own_activation,
-        kernel_initializer=OwnStart(),
-        kernel_regularizer=own_penalty,
-    )(inputs)
+    x = keras.layers.Dense(4, own_activation, kernel_initializer=OwnStart())(
+        inputs
+    )
     for power in (1.0, 2.0):
         # The global is this script's, the variable this function's.
         x = keras.layers.Lambda(lambda t, p=power: scaled(t) / p)(x)
