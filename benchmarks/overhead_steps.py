@@ -20,11 +20,11 @@ import keras
 import numpy as np
 
 import tfmix
-from benchmarks import resident
+from benchmarks import resident, results
 
 MODELS = {
-    "many small (200 x 32 x 32)": (200, 32, 20),
-    "few large (6 x 2048 x 2048)": (6, 2048, 1),
+    "many small (200 x 32 x 32)": (200, 32, 40),
+    "few large (6 x 2048 x 2048)": (6, 2048, 3),
 }
 # Two replicas share the cores, and each has variables of its own.
 REPLICATED = {
@@ -181,16 +181,6 @@ def dense_step(system: str, size: tuple[int, int], xla: bool) -> Step:
     return lambda: step(data).numpy()
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Returns the median and the extremes."""
-    return {
-        "median": statistics.median(values),
-        "low": min(values),
-        "high": max(values),
-        "runs": len(values),
-    }
-
-
 def in_turns(
     what: dict[str, Any], steps: dict[str, Step], repeats: int, runs: int
 ) -> list[dict[str, Any]]:
@@ -211,8 +201,11 @@ def in_turns(
     rows = []
     for system, own in times.items():
         ratios = [a / b for a, b in zip(own, times["bare"], strict=True)]
-        row = {**what, "system": system, "ms": spread(own)}
-        row |= {"ratio": spread(ratios), "overhead_ms": spread(extra[system])}
+        row = {**what, "system": system, "ms": results.spread(own)}
+        row |= {
+            "ratio": results.spread(ratios),
+            "overhead_ms": results.spread(extra[system]),
+        }
         if system == "tfmix" and "keras" in extra:
             keras_extra = statistics.median(extra["keras"])
             # Below zero the machine was too busy to tell.
