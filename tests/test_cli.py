@@ -436,7 +436,7 @@ TO = ("shell.keras", "--policy")
         (("convert", "good.keras", *TO, "O2"), commands.OK, ""),
         (("convert", "good.keras", *TO, "O9"), commands.BAD_INPUT, "O9"),
         pytest.param(
-            ("demo", "--epochs", "1", "--seeds", "1"), 0, "", marks=installed
+            ("demo", "--epochs", "4", "--seeds", "1"), 0, "", marks=installed
         ),
         (("demo", "--epochs", "0"), commands.BAD_INPUT, "epochs=0"),
         (("bench", "--list"), commands.OK, ""),

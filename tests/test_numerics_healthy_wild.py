@@ -64,7 +64,7 @@ def u_network(rng):
         return layers.LeakyReLU()(layers.GroupNormalization(4)(hidden))
 
     fine = block(inputs, 8)
-    coarse = block(layers.AveragePooling2D()(fine), 16)
+    coarse = block(layers.AveragePooling2D(2)(fine), 16)
     deep = block(layers.MaxPooling2D()(coarse), 16)
     hidden = layers.Conv2DTranspose(16, 2, 2)(deep)
     hidden = block(layers.Concatenate()([hidden, coarse]), 16)

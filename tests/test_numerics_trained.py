@@ -19,7 +19,9 @@ def losses(case, scale):
     keras.utils.set_random_seed(0)
     inner = keras.optimizers.Adam(case.rate, epsilon=case.epsilon)
     optimizer = scaling.LossScaleOptimizer(inner, initial_scale=scale)
-    case.model.compile(optimizer, case.loss, jit_compile=False)
+    # JAX compiles each operation alone otherwise, which takes minutes.
+    jit = keras.backend.backend() == "jax"
+    case.model.compile(optimizer, case.loss, jit_compile=jit)
     history = case.model.fit(
         case.x,
         case.y,
