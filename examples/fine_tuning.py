@@ -200,7 +200,8 @@ RECIPE = recipe.Recipe(
 def main(argv: list[str] | None = None) -> int:
     """Prints the comparison; returns 1 if a claim is false."""
     code = RECIPE.main(argv)
-    print(tfmix.advise(build_model(1.0), BATCH_SIZE))
+    cast = tfmix.convert_model(build_model(1.0), "float16")
+    print(f"\nthe cast network:\n{tfmix.advise(cast, BATCH_SIZE)}")
     return code
 
 
