@@ -12,7 +12,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "tfmix"
 # From the bottom up. A name stands for itself and what is below it; the most
 # specific one counts, so `scaling.strategy` is lower than `scaling`.
 LAYERS = (
-    ("_arguments", "_errors", "_formats", "_host"),
+    ("_arguments", "_errors", "_formats", "_host", "_selection"),
     ("devices", "numerics.measures", "scaling.strategy"),
     ("policy", "scaling"),
     ("callbacks", "convert", "data", "numerics", "output", "plotting"),

@@ -34,11 +34,7 @@ def stateless_apply(
         state = optimizer.state()
         note = optimizer.unscaled_note.take()
         scale = unscaled.divisor(note, optimizer.rule.current(state))
-    # Joined for the check alone: to take them apart again costs kernels.
-    joined = blocks.joined(grads, variables)
-    if optimizer.rule.lowest_scale < 1:
-        joined = blocks.divided(joined, scale)
-    bad = blocks.not_finite(joined, len(grads))
+    bad = _not_finite(grads, variables, scale, optimizer.rule.lowest_scale)
     is_finite = ops.logical_not(ops.any(bad))
     for flag in unscaled.seen_bad(note):
         is_finite = ops.logical_and(is_finite, ops.equal(flag, 0))
@@ -68,6 +64,21 @@ def stateless_apply(
         return jax.lax.cond(is_finite, apply_step, skip_step)
     # On an accelerator a conditional waits for the host to read its flag.
     return _selected(is_finite, apply_step(), skip_step())
+
+
+def _not_finite(
+    grads: list[Any], variables: list[Any], scale: Any, lowest: float
+) -> Any:
+    """Returns which true gradients are not finite.
+
+    No division by 1 or more makes an infinity, so that the scaled gradients
+    tell it, which are there already. Joined for the check alone: to take them
+    apart again costs kernels.
+    """
+    joined = blocks.joined(grads, variables)
+    if lowest < 1:
+        joined = blocks.divided(joined, scale)
+    return blocks.not_finite(joined, len(grads))
 
 
 def _selected(is_finite: Any, applied: Any, skipped: Any) -> Any:

@@ -3,14 +3,13 @@
 import abc
 import dataclasses
 import math
-import numbers
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 from keras import ops
 
-from tfmix import _arguments
+from tfmix import _arguments, _selection
 
 
 class LossScaleState(NamedTuple):
@@ -59,10 +58,7 @@ class LossScale(abc.ABC):
         np.float32(512.0)
     """
 
-    @property
-    def lowest_scale(self) -> float:
-        """A bound that no scale is below."""
-        return 0.0
+    lowest_scale = 0.0
 
     @abc.abstractmethod
     def init(self) -> Any:
@@ -87,10 +83,10 @@ class LossScale(abc.ABC):
         by the initial one.
         """
         stored = state.scale
-        initial = _constant_like(self.init()[0], stored)
+        initial = _selection.constant_like(self.init()[0], stored)
         # Any comparison with NaN is false.
-        positive = _select(stored > 0, stored, initial)
-        return _select(positive < math.inf, positive, initial)
+        positive = _selection.select(stored > 0, stored, initial)
+        return _selection.select(positive < math.inf, positive, initial)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the settings as keyword arguments of the constructor."""
@@ -189,8 +185,8 @@ class DynamicLossScale(LossScale):
         _store(self, "backoff_factor", backoff)
 
     @property
-    def lowest_scale(self) -> float:
-        """The floor, `min_scale`."""
+    def lowest_scale(self) -> float:  # type: ignore[override]
+        """The floor."""
         return self.min_scale
 
     def init(self) -> LossScaleState:
@@ -200,9 +196,13 @@ class DynamicLossScale(LossScale):
     def current(self, state: Any) -> Any:
         """Returns the stored scale inside the bounds; NaN starts afresh."""
         stored = state.scale
-        initial = _constant_like(np.float32(self.initial_scale), stored)
+        initial = _selection.constant_like(
+            np.float32(self.initial_scale), stored
+        )
         # NaN is the one value that does not equal itself.
-        return self._bounded(_select(stored == stored, stored, initial))
+        return self._bounded(
+            _selection.select(stored == stored, stored, initial)
+        )
 
     def update(self, state: Any, finite: Any) -> LossScaleState:
         """Returns the state after a step; see the class for the rule."""
@@ -215,24 +215,44 @@ class DynamicLossScale(LossScale):
         grown = self._bounded(scale * self.growth_factor)
         shrunk = self._bounded(scale * self.backoff_factor)
         return LossScaleState(
-            scale=_select(
+            scale=_selection.select(
                 finite,
-                _select(grows, grown, scale),
-                _select(shrinks, shrunk, scale),
+                _selection.select(grows, grown, scale),
+                _selection.select(shrinks, shrunk, scale),
             ),
-            good_steps=_select(finite, _select(grows, zero, good_steps), zero),
-            overflows=_select(finite, overflows * 0, overflows),
+            good_steps=_selection.select(
+                finite, _selection.select(grows, zero, good_steps), zero
+            ),
+            overflows=_selection.select(finite, overflows * 0, overflows),
         )
 
     def _bounded(self, scale: Any) -> Any:
-        if _is_number(scale):
+        if _selection.is_number(scale):
             return np.float32(min(max(scale, self.min_scale), self.max_scale))
         return ops.clip(scale, self.min_scale, self.max_scale)
 
 
+class _ConstantLossScale(LossScale):
+    """A scale that stays what it was at first."""
+
+    @property
+    def lowest_scale(self) -> float:  # type: ignore[override]
+        """The first scale."""
+        return float(self.init()[0])
+
+    def current(self, state: Any) -> Any:
+        """Returns the first scale, whatever the state holds."""
+        return _selection.constant_like(self.init()[0], state.scale)
+
+    def update(self, state: Any, finite: Any) -> LossScaleState:
+        """Returns the state with the first scale restored."""
+        del finite  # There is nothing to adapt.
+        return state._replace(scale=self.current(state))
+
+
 @keras.saving.register_keras_serializable(package="tfmix")
 @dataclasses.dataclass(frozen=True)
-class FixedLossScale(LossScale):
+class FixedLossScale(_ConstantLossScale):
     """A scale that never changes; steps that overflow are still skipped.
 
     Args:
@@ -253,28 +273,14 @@ class FixedLossScale(LossScale):
         """Checks the scale and stores it as a plain number."""
         _store(self, "scale", _arguments.positive("scale", self.scale))
 
-    @property
-    def lowest_scale(self) -> float:
-        """The fixed scale."""
-        return self.scale
-
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""
         return LossScaleState(np.float32(self.scale))
 
-    def current(self, state: Any) -> Any:
-        """Returns the fixed scale, whatever the state holds."""
-        return _constant_like(np.float32(self.scale), state.scale)
-
-    def update(self, state: Any, finite: Any) -> LossScaleState:
-        """Returns the state with the fixed scale restored."""
-        del finite  # A fixed scale does not learn from the outcome.
-        return state._replace(scale=self.current(state))
-
 
 @keras.saving.register_keras_serializable(package="tfmix")
 @dataclasses.dataclass(frozen=True)
-class NoLossScale(LossScale):
+class NoLossScale(_ConstantLossScale):
     """A scale of one: only the check and the skip of bad steps remain.
 
     For float32 and bfloat16 runs, whose gradients need no scaling but can
@@ -285,41 +291,11 @@ class NoLossScale(LossScale):
         1.0
     """
 
-    @property
-    def lowest_scale(self) -> float:
-        """One."""
-        return 1.0
-
     def init(self) -> LossScaleState:
         """Returns the state before the first step."""
         return LossScaleState(np.float32(1.0))
-
-    def current(self, state: Any) -> Any:
-        """Returns one."""
-        return _constant_like(np.float32(1.0), state.scale)
-
-    def update(self, state: Any, finite: Any) -> LossScaleState:
-        """Returns the state with a scale of one."""
-        del finite  # There is nothing to adapt.
-        return state._replace(scale=self.current(state))
 
 
 def _store(loss_scale: LossScale, name: str, value: float | int) -> None:
     # The documented way to set a field of a frozen dataclass while it is made.
     object.__setattr__(loss_scale, name, value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Number | np.generic | np.ndarray)
-
-
-def _constant_like(number: np.float32, like: Any) -> Any:
-    """Returns the number as what `like` is: a number or a tensor."""
-    return number if _is_number(like) else ops.convert_to_tensor(number)
-
-
-def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Chooses on the host when it can, else inside the compiled step."""
-    if _is_number(condition):
-        return if_true if condition else if_false
-    return ops.where(condition, if_true, if_false)
