@@ -40,11 +40,8 @@ class LossScale(abc.ABC):
       It has to work on tensors inside a compiled step (`keras.ops.where`
       instead of `if`).
     - `current(state)` is finite and positive whatever the state holds, and
-      never below `lowest_scale`.
-
-    Attributes:
-        lowest_scale: Float. Defaults to `0.0`, no bound. From 1 on, a division
-            by the scale cannot overflow, and XLA's check gets cheaper.
+      never below the float `lowest_scale` (0.0 unless you set it; from 1 on,
+      the check is cheaper under JAX).
 
     Example:
         >>> class Halving(LossScale):
