@@ -8,7 +8,7 @@ operation costs more than its arithmetic.
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from keras import ops
@@ -27,13 +27,14 @@ class Block:
     Attributes:
         tensor: The gradients, stacked along a new first axis if several.
         positions: Which gradients of the step these are.
-        is_value: Whether it overwrites its variable (Keras's float8 training
-            computes new scales that way): a value, not to be divided.
+        is_true: Whether it is not to be divided: it was already, or it
+            overwrites its variable (Keras's float8 training computes new
+            scales that way) and is no gradient.
     """
 
     tensor: Any
     positions: tuple[int, ...]
-    is_value: bool = False
+    is_true: bool = False
 
     @property
     def is_stack(self) -> bool:
@@ -41,20 +42,41 @@ class Block:
         return len(self.positions) > 1
 
 
-def joined(grads: Sequence[Any], variables: Sequence[Any]) -> list[Block]:
+def joined(
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    true: Collection[int] = (),
+) -> list[Block]:
     """Joins a step's gradients, still scaled, and widens 16-bit ones.
 
     Args:
         grads: Scaled gradients; `None` where there is none.
         variables: The variables they belong to.
+        true: Which of them are not scaled any more, out of those `alone`.
 
     Returns:
         The scaled gradients in float32 or wider, as blocks.
     """
     return [
-        _block(grads, variables, positions)
+        _block(grads, variables, positions, positions[0] in true)
         for positions in _groups(grads, variables)
     ]
+
+
+def alone(grads: Sequence[Any], variables: Sequence[Any]) -> frozenset[int]:
+    """Returns which scaled gradients `joined` leaves as they are.
+
+    Args:
+        grads: Scaled gradients; `None` where there is none.
+        variables: The variables they belong to.
+    """
+    return frozenset(
+        position
+        for position, *others in _groups(grads, variables)
+        if not others
+        and not _overwrites(variables[position])
+        and not gradients.is_16bit(grads[position])
+    )
 
 
 def apart(grads: Sequence[Any], variables: Sequence[Any]) -> list[Block]:
@@ -73,7 +95,7 @@ def divided(blocks: Sequence[Block], scale: Any) -> list[Block]:
         scale = compiled.kept_apart(scale)
     return [
         block
-        if block.is_value
+        if block.is_true
         else dataclasses.replace(
             block, tensor=gradients.unscale(block.tensor, scale)
         )
@@ -141,15 +163,17 @@ def _bad_ones(block: Block) -> Any:
 
 
 def _block(
-    grads: Sequence[Any], variables: Sequence[Any], positions: tuple[int, ...]
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    positions: tuple[int, ...],
+    is_true: bool = False,
 ) -> Block:
     tensor = grads[positions[0]]
     if len(positions) > 1:
         tensor = ops.stack([grads[position] for position in positions])
-    is_value = _overwrites(variables[positions[0]])
-    if not is_value:
-        tensor = gradients.widened(tensor)
-    return Block(tensor, positions, is_value)
+    if _overwrites(variables[positions[0]]):
+        return Block(tensor, positions, is_true=True)
+    return Block(gradients.widened(tensor), positions, is_true)
 
 
 def _groups(

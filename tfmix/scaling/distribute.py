@@ -79,6 +79,11 @@ def check_single_replica(what: str) -> None:
         )
 
 
+def on_one_replica() -> bool:
+    """Returns whether the current strategy has only one replica."""
+    return tf.distribute.get_strategy().num_replicas_in_sync == 1
+
+
 def sum_over_replicas(tensors: list[Any]) -> list[Any]:
     """Sums each tensor over all replicas of all workers; `None`s stay.
 

@@ -9,6 +9,7 @@ from tfmix.scaling import (
     compiled,
     distribute,
     finite,
+    gradients,
     magnitude,
     tracing,
     unscaled,
@@ -27,15 +28,21 @@ def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
         Boolean scalar tensor, whether the step was applied.
     """
     distribute.check_replica_context()
-    grads = distribute.sum_over_replicas(grads)
     note = optimizer.unscaled_note.take()
-    seen_bad = distribute.sum_over_replicas(unscaled.seen_bad(note))
     keras_variables = optimizer.variables + optimizer.model_variables
-    with distribute.one_replica(keras_variables, optimizer):
+    with distribute.one_replica(keras_variables):
         state = optimizer.state()
         scale = unscaled.divisor(note, optimizer.rule.current(state))
+    early = _divided_early(grads, variables)
+    grads = [
+        gradients.unscale(gradient, scale) if position in early else gradient
+        for position, gradient in enumerate(grads)
+    ]
+    grads = distribute.sum_over_replicas(grads)
+    seen_bad = distribute.sum_over_replicas(unscaled.seen_bad(note))
+    with distribute.one_replica(keras_variables, optimizer):
         step = (_XlaStep if compiled.by_xla() else _Step)(
-            grads, variables, scale
+            grads, variables, scale, early
         )
         is_finite = step.is_finite()
         for bad in seen_bad:
@@ -55,19 +62,35 @@ def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
         return tf.cond(is_finite, apply_step, skip_step)
 
 
+def _divided_early(grads: list[Any], variables: list[Any]) -> frozenset[int]:
+    """Returns which gradients each replica divides before they are summed.
+
+    It does so in place, where it has computed them. The sum lies in one
+    buffer for all replicas, and its quotient takes another for each.
+    """
+    if distribute.on_one_replica() or compiled.by_xla():
+        return frozenset()
+    return blocks.alone(grads, variables)
+
+
 class _Step:
     """The gradients of a step that TensorFlow runs operation by operation.
 
     The check reads the scaled gradients; they are divided where they are
-    applied, and each quotient can die as soon as its variable is updated.
+    applied, except for the `early` ones.
     """
 
     def __init__(
-        self, grads: list[Any], variables: list[Any], scale: Any
+        self,
+        grads: list[Any],
+        variables: list[Any],
+        scale: Any,
+        early: frozenset[int],
     ) -> None:
-        self._blocks = blocks.joined(grads, variables)
+        self._blocks = blocks.joined(grads, variables, early)
         self._count = len(grads)
         self._scale = scale
+        self._early = early
 
     def is_finite(self) -> Any:
         """Returns a boolean scalar: would every true gradient be finite?"""
@@ -83,10 +106,20 @@ class _Step:
 
     def true_gradients(self) -> list[Any]:
         """Returns the gradients divided by the scale."""
-        return _here(blocks.parts(self._divided(), self._count))
+        return self._here(blocks.parts(self._divided(), self._count))
 
     def _divided(self) -> list[blocks.Block]:
         return blocks.divided(self._blocks, self._scale)
+
+    def _here(self, grads: list[Any]) -> list[Any]:
+        # What was computed outside of the branch, like the rows of a sparse
+        # gradient, TensorFlow's all-reduce refuses beside what was inside.
+        return [
+            tracing.here([gradient])[0]
+            if position in self._early or finite.is_sparse(gradient)
+            else gradient
+            for position, gradient in enumerate(grads)
+        ]
 
 
 class _XlaStep(_Step):
@@ -98,9 +131,13 @@ class _XlaStep(_Step):
     """
 
     def __init__(
-        self, grads: list[Any], variables: list[Any], scale: Any
+        self,
+        grads: list[Any],
+        variables: list[Any],
+        scale: Any,
+        early: frozenset[int],
     ) -> None:
-        super().__init__(grads, variables, scale)
+        super().__init__(grads, variables, scale, early)
         self._grads, self._variables = grads, variables
         self._bad = super().not_finite()
 
@@ -113,13 +150,4 @@ class _XlaStep(_Step):
     def true_gradients(self) -> list[Any]:
         apart = blocks.apart(self._grads, self._variables)
         divided = blocks.divided(apart, self._scale)
-        return _here(blocks.parts(divided, self._count))
-
-
-def _here(grads: list[Any]) -> list[Any]:
-    # The rows of a sparse gradient were computed outside of the branch that
-    # has divided it, and TensorFlow's all-reduce refuses tensors of two graphs.
-    return [
-        tracing.here([gradient])[0] if finite.is_sparse(gradient) else gradient
-        for gradient in grads
-    ]
+        return self._here(blocks.parts(divided, self._count))
