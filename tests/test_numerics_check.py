@@ -235,6 +235,22 @@ def test_the_compiled_loss_is_used():
     assert "loss" in {row.layer for row in report.rows}
 
 
+def test_several_losses_are_judged_and_keep_their_means():
+    inputs = keras.Input((3,))
+    outputs = [
+        keras.layers.Activation("linear", dtype="float32")(
+            keras.layers.Dense(1)(inputs)
+        )
+        for _ in range(2)
+    ]
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", ["mse", "mae"])
+    x, y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+    assert check.check(model, x, [y, y], policy="mixed_float16").healthy
+    means = [v for v in model.metrics_variables if v.name == "total"]
+    assert not any(float(ops.sum(mean)) for mean in means)
+
+
 def test_a_float32_model_is_checked_in_float16_under_the_default_rules():
     model = convolutional("float32")
     report = check.check(

@@ -71,7 +71,9 @@ def findings(
     ]
 
     def loss(leaves: list[Any]) -> list[Any]:
-        return [batch.loss_of(leaves, outputs)]
+        # The loss of several outputs keeps a mean of each in variables.
+        with keras.StatelessScope():
+            return [batch.loss_of(leaves, outputs)]
 
     truth, truth_back = pullback.pullback(loss, exact)
     found, found_back = pullback.pullback(loss, near)
