@@ -78,8 +78,9 @@ def _bits(weight: Any) -> bytes:
 
 def _first_cause(error: BaseException) -> str:
     """Says what went wrong first; what Keras adds to it is about files."""
-    while error.__cause__ is not None or error.__context__ is not None:
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    before: BaseException | None = error
+    while before is not None:
+        error, before = before, before.__cause__ or before.__context__
     text = " ".join(str(error).split())
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}..."

@@ -40,8 +40,7 @@ class LossScale(abc.ABC):
       It has to work on tensors inside a compiled step (`keras.ops.where`
       instead of `if`).
     - `current(state)` is finite and positive whatever the state holds, and
-      never below the float `lowest_scale` (0.0 unless you set it; from 1 on,
-      the check is cheaper under JAX).
+      never below `lowest_scale` (0.0; from 1 on, JAX's check is cheaper).
 
     Example:
         >>> class Halving(LossScale):
@@ -55,7 +54,10 @@ class LossScale(abc.ABC):
         np.float32(512.0)
     """
 
-    lowest_scale = 0.0
+    @property
+    def lowest_scale(self) -> float:
+        """A bound that no scale is below."""
+        return 0.0
 
     @abc.abstractmethod
     def init(self) -> Any:
@@ -182,7 +184,7 @@ class DynamicLossScale(LossScale):
         _store(self, "backoff_factor", backoff)
 
     @property
-    def lowest_scale(self) -> float:  # type: ignore[override]
+    def lowest_scale(self) -> float:
         """The floor."""
         return self.min_scale
 
@@ -233,7 +235,7 @@ class _ConstantLossScale(LossScale):
     """A scale that stays what it was at first."""
 
     @property
-    def lowest_scale(self) -> float:  # type: ignore[override]
+    def lowest_scale(self) -> float:
         """The first scale."""
         return float(self.init()[0])
 
