@@ -93,6 +93,25 @@ def test_a_healthy_run_raises_no_alarm_and_is_not_changed(jit_compile):
         np.testing.assert_array_equal(np.array(left), np.array(right))
 
 
+def test_zeros_are_no_alarm():
+    # As residual networks start: the error of such a layer is 0, and so is
+    # every gradient that goes into it.
+    start = {"gamma_initializer": "zeros", "dtype": "mixed_float16"}
+    layers = [
+        keras.Input((4,)),
+        keras.layers.BatchNormalization(**start),
+        keras.layers.ReLU(dtype="mixed_float16"),
+        keras.layers.Dense(1, dtype="float32"),
+    ]
+    model = keras.Sequential(layers)
+    optimizer = scaling.LossScaleOptimizer(keras.optimizers.Adam())
+    model.compile(optimizer, "mse", jit_compile=JAX)
+    monitor = Monitor()
+    train(model, monitor)
+    assert monitor.events == []
+    assert all(row.measures.not_finite == 0 for row in monitor.rows)
+
+
 def test_rows_measure_every_layer_and_weight():
     monitor = Monitor()
     model = healthy(jit_compile=JAX)

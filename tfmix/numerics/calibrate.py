@@ -24,7 +24,7 @@ def calibrate_loss_scale(
     *,
     loss: Any = None,
     batch_size: int = 32,
-    margin_bits: int = 3,
+    margin_bits: int = 4,
 ) -> float:
     """Finds the largest loss scale at which no gradient overflows.
 
@@ -41,9 +41,9 @@ def calibrate_loss_scale(
         loss: As for `compile`. Defaults to the compiled loss.
         batch_size: Integer, rows of a batch, as in training. Defaults to 32.
         margin_bits: Integer, bits left free for batches that were not tried.
-            Defaults to 3: in the first 200 steps of six models, gradients
-            came to 3 times those at the start, in a residual network with
-            batch normalisation to more than 4. 0 gives the largest itself.
+            Defaults to 4: in the first 200 steps of six models, three seeds
+            each, gradients came to at most 8 times those at the start. 0
+            gives the largest itself.
 
     Returns:
         A power of two from 1 to 2**24; 1 for a model without float16 layers,

@@ -225,7 +225,10 @@ class Sampler:
         }
         with host.policies(planned), host.autocast("float32"), host.trial():
             right = probe.floats(call.proceed_with(exact))
-        return ops.concatenate([measured, deviation.error(leaves[0], right[0])])
+        # The weights were read again: no gradient may come from there, as
+        # that of a square root at an error of 0 would be NaN.
+        error = deviation.error(leaves[0], ops.stop_gradient(right[0]))
+        return ops.concatenate([measured, error])
 
     def _is_sixteen_bit(self, call: probe.Call) -> bool:
         layers = call.target.layers
