@@ -111,26 +111,23 @@ def one_replica(
     Args:
         keras_variables: All `keras.Variable`s that the code inside reads or
             writes. Each stands for this replica's copy until the exit.
-        optimizer: The Keras optimizer that the code inside calls, if any.
+        optimizer: The Keras optimizer that the code inside calls, if any. It
+            does not sum its gradients: they are summed.
     """
-    if not tf.distribute.has_strategy():
-        yield
-        return
-    context = _no_strategy()
     with contextlib.ExitStack() as undo:
-        if _runs_on_tpu():
-            # Traced once for all replicas: there are no local copies to show,
-            # and no merge calls either. Only the second sum has to go.
-            for each in _with_nested(optimizer):
-                _swap(undo, each, "_all_reduce_sum_gradients", list)
-            yield
-            return
-        for variable in keras_variables:
-            if isinstance(variable._value, tf.distribute.DistributedValues):
-                _swap(undo, variable, "_value", variable._value._get())
         for each in _with_nested(optimizer):
-            _swap(undo, each, "_distribution_strategy", context.strategy)
-        undo.enter_context(context)
+            # Without a strategy this saves an operation for each gradient.
+            _swap(undo, each, "_all_reduce_sum_gradients", list)
+        # On a TPU the step is traced once for all replicas: there are no
+        # local copies to show, and no merge calls either.
+        if tf.distribute.has_strategy() and not _runs_on_tpu():
+            context = _no_strategy()
+            for variable in keras_variables:
+                if isinstance(variable._value, tf.distribute.DistributedValues):
+                    _swap(undo, variable, "_value", variable._value._get())
+            for each in _with_nested(optimizer):
+                _swap(undo, each, "_distribution_strategy", context.strategy)
+            undo.enter_context(context)
         yield
 
 

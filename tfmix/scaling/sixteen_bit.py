@@ -106,7 +106,7 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
     def _step(self, grads: Sequence, variables: Sequence) -> None:
         self._store.refresh()
         routed, targets = self._store.route(grads, variables)
-        self.inner_optimizer.apply(tracing.here(routed), targets)
+        self.inner_optimizer.apply(routed, targets)
         self._store.write_back()
 
     def finalize_variable_values(self, var_list: Sequence) -> None:

@@ -6,12 +6,11 @@ import tensorflow as tf
 
 from tfmix.scaling import (
     blocks,
+    branch,
     compiled,
     distribute,
-    finite,
     gradients,
     magnitude,
-    tracing,
     unscaled,
 )
 
@@ -59,7 +58,7 @@ def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
             optimizer.count_overflows(step.not_finite(), variables)
             return tf.constant(False)
 
-        return tf.cond(is_finite, apply_step, skip_step)
+        return branch.cond(is_finite, apply_step, skip_step, keras_variables)
 
 
 def _divided_early(grads: list[Any], variables: list[Any]) -> frozenset[int]:
@@ -90,7 +89,6 @@ class _Step:
         self._blocks = blocks.joined(grads, variables, early)
         self._count = len(grads)
         self._scale = scale
-        self._early = early
 
     def is_finite(self) -> Any:
         """Returns a boolean scalar: would every true gradient be finite?"""
@@ -106,20 +104,10 @@ class _Step:
 
     def true_gradients(self) -> list[Any]:
         """Returns the gradients divided by the scale."""
-        return self._here(blocks.parts(self._divided(), self._count))
+        return blocks.parts(self._divided(), self._count)
 
     def _divided(self) -> list[blocks.Block]:
         return blocks.divided(self._blocks, self._scale)
-
-    def _here(self, grads: list[Any]) -> list[Any]:
-        # What was computed outside of the branch, like the rows of a sparse
-        # gradient, TensorFlow's all-reduce refuses beside what was inside.
-        return [
-            tracing.here([gradient])[0]
-            if position in self._early or finite.is_sparse(gradient)
-            else gradient
-            for position, gradient in enumerate(grads)
-        ]
 
 
 class _XlaStep(_Step):
@@ -150,4 +138,4 @@ class _XlaStep(_Step):
     def true_gradients(self) -> list[Any]:
         apart = blocks.apart(self._grads, self._variables)
         divided = blocks.divided(apart, self._scale)
-        return self._here(blocks.parts(divided, self._count))
+        return blocks.parts(divided, self._count)

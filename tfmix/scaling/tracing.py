@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 
@@ -31,30 +30,3 @@ def outside(variables: Sequence) -> contextlib.AbstractContextManager:
             bool(variable.value.is_initialized()) for variable in variables
         )
     return tf.init_scope() if ready else contextlib.nullcontext()
-
-
-def here(grads: Sequence) -> list:
-    """Brings gradients into the graph being traced.
-
-    Inside the loss-scale optimizer's conditional some gradients are computed
-    in its graph and some outside, which TensorFlow's all-reduce refuses.
-
-    Args:
-        grads: List of tensors, sparse gradients and `None`s.
-
-    Returns:
-        The list with the same values.
-    """
-    if keras.backend.backend() != "tensorflow":
-        return list(grads)
-    import tensorflow as tf
-
-    def copied(grad: Any) -> Any:
-        if grad is None:
-            return None
-        if isinstance(grad, tf.IndexedSlices):
-            values, indices = map(tf.identity, (grad.values, grad.indices))
-            return tf.IndexedSlices(values, indices, grad.dense_shape)
-        return tf.identity(grad)
-
-    return [copied(grad) for grad in grads]
