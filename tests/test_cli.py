@@ -443,6 +443,7 @@ TO = ("shell.keras", "--policy")
         ),
         (("demo", "--epochs", "0"), commands.BAD_INPUT, "epochs=0"),
         (("bench", "--list"), commands.OK, ""),
+        (("bench", "sparse_memory"), commands.OK, "about 2 min"),
         (("bench", "no-such"), commands.BAD_INPUT, "['no-such']"),
     ],
 )
