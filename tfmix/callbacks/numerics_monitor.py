@@ -7,7 +7,15 @@ from absl import logging
 
 from tfmix import _arguments, _formats
 from tfmix.callbacks import tap
-from tfmix.numerics import plan, probe, reading, sampler, unscaled, verdicts
+from tfmix.numerics import (
+    host,
+    plan,
+    probe,
+    reading,
+    sampler,
+    unscaled,
+    verdicts,
+)
 
 # A loss scale this low is no part of the search for one.
 _NO_SCALE = 1.0
@@ -55,6 +63,8 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._step = 0
         self._tap: tap.Tap | None = None
         self._model_of: Any = None
+        self._prepared = False
+        self._failed = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Puts the tap in front of the training function."""
@@ -65,7 +75,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         model.train_function = self._tap
         if self._model_of is not model:
             self._model_of = model
-            self._prepare(model)
+            self._prepared = self._failed = False
             if note := unscaled.warning(model):
                 logging.warning("NumericsMonitor: %s", note)
 
@@ -76,7 +86,8 @@ class NumericsMonitor(keras.callbacks.Callback):
             self._model.train_function = self._tap.original
             self._tap = None
 
-    def _prepare(self, model: Any) -> None:
+    def _prepare(self, model: Any, batch: Any) -> None:
+        _build(model, batch)
         dtypes = [
             layer.compute_dtype for layer in plan.sixteen_bit_layers(model)
         ]
@@ -91,12 +102,14 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._sampler = sampler.Sampler(model, self._found, self._limits)
         self._exact: sampler.Sampler | None = None
         self._cleared: set[str] = set()
-        self._failed = False
+        self._prepared = True
 
     def _look(self, state: Any, batch: Any) -> None:
         if self._failed:
             return
         try:
+            if not self._prepared:
+                self._prepare(self._model_of, batch)
             sample = self._sampler(state, batch)
             self._read(sample, state, batch)
         except Exception as error:
@@ -167,3 +180,17 @@ class NumericsMonitor(keras.callbacks.Callback):
                 layer,
             )
         self.events.append(event)
+
+
+def _build(model: Any, batch: Any) -> None:
+    """Builds a model that would build itself while its step is traced."""
+    if all(layer.built for layer in host.flat_layers(model)):
+        return
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    # By symbols: no seed is drawn from, and no statistics move.
+    model(keras.tree.map_structure(_symbol, x))
+
+
+def _symbol(leaf: Any) -> keras.KerasTensor:
+    dtype = keras.backend.standardize_dtype(leaf.dtype)
+    return keras.KerasTensor(tuple(leaf.shape), dtype)

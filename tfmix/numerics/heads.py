@@ -12,6 +12,8 @@ from tfmix.numerics import compare, passes, verdicts
 # Half of the smallest normal value and all below: the digits are going.
 _SHARE = 0.1
 _SUM_TOLERANCE = 1e-3
+# In 16 bit, where bfloat16 rounds by up to 0.004.
+_ROUNDED_TOLERANCE = 0.01
 
 
 def probabilities(operation: Any, outputs: list[Any]) -> bool:
@@ -55,6 +57,23 @@ def finding(
         latent=True,
         note=f"the model's probabilities are left in {dtypes[0]}",
     )
+
+
+def looks_like_probabilities(output: Any) -> Any:
+    """Says the same of a tensor in a traced step, by its values alone.
+
+    Args:
+        output: A float tensor, in 16 bit perhaps.
+
+    Returns:
+        A float32 scalar: 1 if its rows lie between 0 and 1 and sum to 1.
+    """
+    if len(output.shape) < 2 or output.shape[-1] in (None, 1):
+        return ops.zeros(())
+    values = ops.cast(output, "float32")
+    inside = ops.all((values >= 0) & (values <= 1))
+    away = ops.max(ops.abs(ops.sum(values, -1) - 1.0))
+    return ops.cast(inside & (away <= _ROUNDED_TOLERANCE), "float32")
 
 
 def _sums_to_one(leaf: Any) -> bool:

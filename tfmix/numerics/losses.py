@@ -1,6 +1,8 @@
 """The loss, judged like a layer, and the loss scale it is judged under."""
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -92,6 +94,40 @@ def findings(
             order,
         ),
     ]
+
+
+def blamed(
+    found: Sequence[verdicts.Finding], limits: _formats.Format
+) -> list[verdicts.Finding]:
+    """Blames a loss out of range for gradients no loss scale brings back.
+
+    In float32, where Keras computes its losses, a sum over pixels is fine,
+    and so is the gradient of each pixel: those of the weights overflow.
+
+    Args:
+        found: Findings at the lowest loss scale, where gradients overflow.
+        limits: The 16-bit format.
+
+    Returns:
+        The findings, the loss at fault where it is out of the format's
+        range and nothing went wrong on the way to it.
+    """
+    (loss,) = (
+        one
+        for one in found
+        if (one.layer, one.phase) == (verdicts.LOSS, verdicts.FORWARD)
+    )
+    forward = (one for one in found if one.phase != verdicts.BACKWARD)
+    if loss.gap.headroom_bits >= 0 or any(
+        one.verdict != verdicts.OK for one in forward
+    ):
+        return list(found)
+    reached = limits.max * 2.0 ** -(loss.gap.headroom_bits + 1)
+    note = f"the loss reaches {reached:.3g}: gradients overflow at scale 1"
+    guilty = dataclasses.replace(
+        loss, phase=verdicts.BACKWARD, verdict=verdicts.OVERFLOW, note=note
+    )
+    return [*found, guilty]
 
 
 def _forward(

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from tfmix import _formats
@@ -190,7 +189,7 @@ class Reader:
         measured = measures.from_vector(
             row[: len(measures.COLUMNS)], self.limits
         )
-        error, broken = row[len(measures.COLUMNS) :]
+        error, broken, head = row[len(measures.COLUMNS) :]
         if broken:
             return verdicts.OK
         lost = not math.isfinite(error)
@@ -205,21 +204,11 @@ class Reader:
             headroom_bits=measured.headroom_bits,
         )
         verdict = verdicts.of_output(gap, self.limits)
-        if verdict == verdicts.OK and self._bad_head(call, measured):
+        low = measured.subnormal + measured.zero > _LOW
+        sixteen = call.dtype in _formats.SIXTEEN_BIT
+        if verdict == verdicts.OK and head and sixteen and low:
             return verdicts.UNDERFLOW
         return verdict
-
-    def _bad_head(
-        self, call: sampler.Call, measured: measures.Measures
-    ) -> bool:
-        operation = self.found[call.target].operation
-        activation = getattr(operation, "activation", None)
-        return (
-            call.is_output
-            and call.dtype in _formats.SIXTEEN_BIT
-            and activation is keras.activations.softmax
-            and measured.subnormal + measured.zero > _LOW
-        )
 
     def _inside(self, name: str) -> tuple[str, ...]:
         (target,) = (one for one in self.found if one.name == name)

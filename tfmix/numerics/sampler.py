@@ -10,11 +10,19 @@ import numpy as np
 from keras import ops, tree
 
 from tfmix import _formats
-from tfmix.numerics import deviation, host, measures, plan, probe, pullback
+from tfmix.numerics import (
+    deviation,
+    heads,
+    host,
+    measures,
+    plan,
+    probe,
+    pullback,
+)
 
 # The columns of a forward row: those of `measures`, then these.
-ERROR, BROKEN = "relative_error", "broken"
-FORWARD_COLUMNS = (*measures.COLUMNS, ERROR, BROKEN)
+ERROR, BROKEN, HEAD = "relative_error", "broken", "are_probabilities"
+FORWARD_COLUMNS = (*measures.COLUMNS, ERROR, BROKEN, HEAD)
 _WIDTH = len(measures.COLUMNS)
 # Rows kept for gradients of calls: enough for layers that are shared.
 _CALLS_PER_LAYER = 4
@@ -194,25 +202,29 @@ class Sampler:
                 outputs = self._model(x, training=True)
             else:
                 outputs = self._model(x)
-        self._mark_outputs(made, outputs)
+        self._mark_outputs(made, outputs, rows)
         loss = self._model._compute_loss(
             x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True
         )
         return rows, ops.cast(loss, "float32")
 
-    def _mark_outputs(self, made: dict[int, int], outputs: Any) -> None:
+    def _mark_outputs(
+        self, made: dict[int, int], outputs: Any, rows: list[Any]
+    ) -> None:
         for leaf in tree.flatten(outputs):
             index = made.get(id(leaf), -1)
             if index >= 0:
                 self._calls[index] = dataclasses.replace(
                     self._calls[index], is_output=True
                 )
+                head = heads.looks_like_probabilities(ops.stop_gradient(leaf))
+                rows[index] = ops.append(rows[index][:-1], head)
 
     def _row(self, call: probe.Call, leaves: list[Any]) -> Any:
         leaves = [ops.stop_gradient(leaf) for leaf in leaves]
         measured = measures.vector(leaves[0], self._limits)
         if self._planned is not None or not self._is_sixteen_bit(call):
-            return ops.concatenate([measured, ops.zeros((2,))])
+            return ops.concatenate([measured, ops.zeros((3,))])
         operation, limits = call.target.operation, self._limits
         exact = [
             deviation.unrounded(ops.stop_gradient(leaf), operation, limits)
@@ -228,7 +240,7 @@ class Sampler:
         # The weights were read again: no gradient may come from there, as
         # that of a square root at an error of 0 would be NaN.
         error = deviation.error(leaves[0], ops.stop_gradient(right[0]))
-        return ops.concatenate([measured, error])
+        return ops.concatenate([measured, error, ops.zeros((1,))])
 
     def _is_sixteen_bit(self, call: probe.Call) -> bool:
         layers = call.target.layers

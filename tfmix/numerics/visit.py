@@ -68,6 +68,8 @@ class Visit:
         while self.judge.scale > FLOOR and self._overflows_backward():
             lower = max(self.judge.scale / _STEP_DOWN, FLOOR)
             self._judge_all(dataclasses.replace(self.judge, scale=lower))
+        if batch.loss is not None and self._overflows_backward():
+            self.findings = losses.blamed(self.findings, self.limits)
         traced = _traced_back(self.findings)
         self.findings = _worst(_attributed(traced, found))
 
