@@ -93,3 +93,9 @@ def test_what_marks_masked_steps_does_not_move(dtype):
     assert 0.4 < np.mean(moved != 0.0) < 0.6
     rms = np.sqrt(np.mean(moved**2))
     assert rms == pytest.approx(0.2 * limits.epsilon, rel=0.1)
+
+
+def test_a_batch_without_rows_is_refused():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match=r"at least one row.*\(0, 4\)"):
+        check.check(model, np.zeros((0, 4)), np.zeros((0, 1)), loss="mse")

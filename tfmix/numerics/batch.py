@@ -94,8 +94,8 @@ def prepare(model: Any, x: Any, y: Any, loss: Any) -> Batch:
 
     Raises:
         TypeError: If `model` is no Keras model.
-        ValueError: If there are targets and no loss, or a loss but no
-            targets.
+        ValueError: If there are no rows, if there are targets and no loss,
+            or a loss but no targets.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -103,6 +103,7 @@ def prepare(model: Any, x: Any, y: Any, loss: Any) -> Batch:
             f"Received: model={model!r} of type {type(model).__name__}."
         )
     x, y = tree.map_structure(_tensor, (x, y))
+    _refuse_empty(x)
     if y is None and loss is not None:
         raise ValueError(
             "A loss needs targets: pass `y`, or leave `loss` out to check "
@@ -114,6 +115,16 @@ def prepare(model: Any, x: Any, y: Any, loss: Any) -> Batch:
         # As `fit` would; the variables have to be there before the scopes.
         model(x)
     return batch
+
+
+def _refuse_empty(x: Any) -> None:
+    shapes = [tuple(leaf.shape) for leaf in tree.flatten(x)]
+    if any(shape[:1] == (0,) for shape in shapes):
+        # The mean of no losses is NaN, which is no fault of the model.
+        raise ValueError(
+            "`x` must hold at least one row; 16 to 64 are enough. "
+            f"Received: x of shape {shapes[0]}."
+        )
 
 
 def _tensor(value: Any) -> Any:
