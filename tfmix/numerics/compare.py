@@ -101,6 +101,9 @@ def _relative(error: float, size: float, lost: bool) -> float:
 
 
 def _cosine(product: float, size: float, other: float) -> float:
-    if size == 0 or other == 0:
+    if size == 0:
         return 1.0
+    if other == 0:
+        # All that there was is lost.
+        return 0.0
     return float(product / math.sqrt(size * other))

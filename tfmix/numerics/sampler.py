@@ -35,12 +35,10 @@ class Call:
     Attributes:
         target: Index of the layer.
         dtype: Compute dtype of what it returns.
-        is_output: Whether it returns an output of the model.
     """
 
     target: int
     dtype: str
-    is_output: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +184,7 @@ class Sampler:
             finally:
                 busy.pop()
             dtype = keras.backend.standardize_dtype(leaves[0].dtype)
-            self._calls.append(Call(call.key[0], dtype, False))
+            self._calls.append(Call(call.key[0], dtype))
             sent = pullback.export_gradient(
                 leaves[0],
                 tokens[index],
@@ -202,21 +200,18 @@ class Sampler:
                 outputs = self._model(x, training=True)
             else:
                 outputs = self._model(x)
-        self._mark_outputs(made, outputs, rows)
+        self._mark_probabilities(made, outputs, rows)
         loss = self._model._compute_loss(
             x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True
         )
         return rows, ops.cast(loss, "float32")
 
-    def _mark_outputs(
+    def _mark_probabilities(
         self, made: dict[int, int], outputs: Any, rows: list[Any]
     ) -> None:
         for leaf in tree.flatten(outputs):
             index = made.get(id(leaf), -1)
             if index >= 0:
-                self._calls[index] = dataclasses.replace(
-                    self._calls[index], is_output=True
-                )
                 head = heads.looks_like_probabilities(ops.stop_gradient(leaf))
                 rows[index] = ops.append(rows[index][:-1], head)
 
