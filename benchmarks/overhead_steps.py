@@ -28,8 +28,8 @@ MODELS = {
 }
 # Two replicas share the cores, and each has variables of its own.
 REPLICATED = {
-    "many small (20 x 32 x 32)": (20, 32, 20),
-    "few large (4 x 1024 x 1024)": (4, 1024, 3),
+    "many small (20 x 32 x 32)": (20, 32, 60),
+    "few large (4 x 1024 x 1024)": (4, 1024, 6),
 }
 SYSTEMS = {
     "bare": lambda inner: inner,
@@ -187,7 +187,8 @@ def in_turns(
     """Times steps in turn; returns a row each, ratios taken within a turn."""
     times: dict[str, list[float]] = {system: [] for system in steps}
     for turn in range(runs + 1):
-        for system, step in steps.items():
+        # Forwards and backwards: no system always follows the same other one.
+        for system, step in list(steps.items())[:: 1 if turn % 2 else -1]:
             start = time.perf_counter()
             for _ in range(repeats):
                 step()
