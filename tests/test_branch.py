@@ -69,6 +69,14 @@ def test_it_is_whole_on_one_cpu_and_right_on_any(devices, whole):
     )
 
 
+def test_large_variables_keep_it_open(monkeypatch):
+    variables = counters("CPU:0", "CPU:0")
+    monkeypatch.setattr(branch, "_LARGE", 1)
+    step = counting(variables)
+    assert not is_whole(step, tf.constant(1.0))
+    assert bool(step(tf.constant(1.0)))
+
+
 def test_eagerly_it_is_a_plain_choice():
     variables = counters("CPU:0")
     step = counting(variables).python_function

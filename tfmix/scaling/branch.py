@@ -5,16 +5,20 @@ each tensor that its branches use: three for each variable of an Adam step,
 which takes as long as a tenth of the step if the variables are small. Kept
 whole, it is one operation that calls one of two functions. Such a function
 runs on one device, so this is only for steps whose variables share one; a
-GPU's have their counters on the host.
+GPU's have their counters on the host. What it takes in lives to its end, so
+this is not for large models, whose gradients are freed one by one.
 
 Touches `tf.Operation._set_attr`. Checked on TensorFlow 2.20 and 2.21.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+# Elements of all variables together: 64 MiB, and under Adam 21 of gradients.
+_LARGE = 2**24
 _KEPT_WHOLE = tf.compat.v1.AttrValue(b=False)
 
 
@@ -22,7 +26,7 @@ def cond(
     predicate: Any,
     true_fn: Callable[[], Any],
     false_fn: Callable[[], Any],
-    keras_variables: Iterable[Any],
+    keras_variables: Sequence[Any],
 ) -> Any:
     """Does what `tf.cond` does.
 
@@ -35,7 +39,7 @@ def cond(
     Returns:
         What the function chosen returns.
     """
-    device = _only_cpu(keras_variables)
+    device = _only_cpu(keras_variables) if _is_small(keras_variables) else ""
     if tf.executing_eagerly() or not device:
         return tf.cond(predicate, true_fn, false_fn)
     with tf.device(device):
@@ -47,7 +51,11 @@ def cond(
     return result
 
 
-def _only_cpu(keras_variables: Iterable[Any]) -> str:
+def _is_small(keras_variables: Sequence[Any]) -> bool:
+    return sum(math.prod(each.shape) for each in keras_variables) <= _LARGE
+
+
+def _only_cpu(keras_variables: Sequence[Any]) -> str:
     """Returns the one CPU that holds all variables; nothing if none does."""
     devices = {variable._value.device for variable in keras_variables}
     if len(devices) != 1:
