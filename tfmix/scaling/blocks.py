@@ -30,11 +30,14 @@ class Block:
         is_true: Whether it is not to be divided: it was already, or it
             overwrites its variable (Keras's float8 training computes new
             scales that way) and is no gradient.
+        recipe: A `deferred.Recipe` if `tensor` is better computed again
+            where it is needed than held.
     """
 
     tensor: Any
     positions: tuple[int, ...]
     is_true: bool = False
+    recipe: Any = None
 
     @property
     def is_stack(self) -> bool:

@@ -39,7 +39,7 @@ def cond(
     Returns:
         What the function chosen returns.
     """
-    device = _only_cpu(keras_variables) if _is_small(keras_variables) else ""
+    device = "" if is_large(keras_variables) else _only_cpu(keras_variables)
     if tf.executing_eagerly() or not device:
         return tf.cond(predicate, true_fn, false_fn)
     with tf.device(device):
@@ -51,8 +51,9 @@ def cond(
     return result
 
 
-def _is_small(keras_variables: Sequence[Any]) -> bool:
-    return sum(math.prod(each.shape) for each in keras_variables) <= _LARGE
+def is_large(keras_variables: Sequence[Any]) -> bool:
+    """Returns whether a step over these variables is better taken apart."""
+    return sum(math.prod(each.shape) for each in keras_variables) > _LARGE
 
 
 def _only_cpu(keras_variables: Sequence[Any]) -> str:

@@ -36,6 +36,9 @@ def surely_finite(step: Sequence[blocks.Block], scale: Any) -> Any:
 
 def _squares(block: blocks.Block) -> Any:
     """Returns at least the square of any of the block's numbers, float32."""
+    bound = block.recipe.squares() if block.recipe else None
+    if bound is not None:
+        return bound
     tensor = block.tensor
     if finite.is_sparse(tensor):
         # No sum of some rows exceeds the sum of all magnitudes.

@@ -8,6 +8,7 @@ from tfmix.scaling import (
     blocks,
     branch,
     compiled,
+    deferred,
     distribute,
     gradients,
     magnitude,
@@ -43,6 +44,8 @@ def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
         step = (_XlaStep if compiled.by_xla() else _Step)(
             grads, variables, scale, early
         )
+        if branch.is_large(keras_variables):
+            step.defer()
         is_finite = step.is_finite()
         for bad in seen_bad:
             is_finite = tf.logical_and(is_finite, bad == 0)
@@ -90,6 +93,10 @@ class _Step:
         self._count = len(grads)
         self._scale = scale
 
+    def defer(self) -> None:
+        """Computes large gradients where they are needed, if possible."""
+        self._blocks = deferred.deferred(self._blocks)
+
     def is_finite(self) -> Any:
         """Returns a boolean scalar: would every true gradient be finite?"""
         return tf.cond(
@@ -107,7 +114,7 @@ class _Step:
         return blocks.parts(self._divided(), self._count)
 
     def _divided(self) -> list[blocks.Block]:
-        return blocks.divided(self._blocks, self._scale)
+        return blocks.divided(deferred.computed(self._blocks), self._scale)
 
 
 class _XlaStep(_Step):
@@ -128,6 +135,9 @@ class _XlaStep(_Step):
         super().__init__(grads, variables, scale, early)
         self._grads, self._variables = grads, variables
         self._bad = super().not_finite()
+
+    def defer(self) -> None:
+        """Leaves it to XLA."""
 
     def is_finite(self) -> Any:
         return tf.logical_not(tf.reduce_any(self._bad))
