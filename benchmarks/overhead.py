@@ -9,7 +9,8 @@ machine hits all alike. Sections, each in processes of its own:
 
 graph, xla, jax  Variables only and Adam, so that nothing but the optimizer is
                  timed: two hundred 32 x 32 layers, six 2048 x 2048 layers.
-mirrored         The same on two replicas, which share the CPU.
+training         Whole steps of dense layers in graph mode, a batch of 64.
+mirrored         As `graph` on two replicas, which share the CPU.
 compile          Seconds to the first step of 100 and of 300 dense layers,
                  forward, backward and update, under XLA.
 sparse           A step of a model with an embedding of 1,000,000 x 64.
@@ -26,7 +27,15 @@ from typing import Any
 
 from benchmarks import results
 
-_TENSORFLOW = ("graph", "xla", "compile", "sparse", "mirrored", "memory")
+_TENSORFLOW = (
+    "graph",
+    "xla",
+    "training",
+    "compile",
+    "sparse",
+    "mirrored",
+    "memory",
+)
 SECTIONS = (*_TENSORFLOW, "jax")
 _LAYERS = (100, 300)
 _SYSTEMS = ("bare", "keras", "tfmix")

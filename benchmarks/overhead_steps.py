@@ -26,6 +26,11 @@ MODELS = {
     "many small (200 x 32 x 32)": (200, 32, 40),
     "few large (6 x 2048 x 2048)": (6, 2048, 3),
 }
+# Forward, backward and update.
+TRAINED = {
+    "many small (100 x 32 x 32)": (100, 32, 20),
+    "few large (6 x 2048 x 2048)": (6, 2048, 3),
+}
 # Two replicas share the cores, and each has variables of its own.
 REPLICATED = {
     "many small (20 x 32 x 32)": (20, 32, 60),
@@ -226,6 +231,15 @@ def graph(runs: int, xla: bool = False) -> list[dict[str, Any]]:
     return rows
 
 
+def training(runs: int) -> list[dict[str, Any]]:
+    """Whole steps of dense layers in graph mode."""
+    rows = []
+    for name, (*size, repeats) in TRAINED.items():
+        steps = {s: dense_step(s, tuple(size), False) for s in SYSTEMS}
+        rows += in_turns({"model": name}, steps, repeats, runs)
+    return rows
+
+
 def jax(runs: int) -> list[dict[str, Any]]:
     """JAX, compiled, with donated state."""
     rows = []
@@ -287,6 +301,7 @@ def peak(system: str, mode: str) -> list[dict[str, Any]]:
 SECTIONS: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "graph": graph,
     "xla": lambda runs: graph(runs, xla=True),
+    "training": training,
     "jax": jax,
     "mirrored": mirrored,
     "sparse": sparse,
