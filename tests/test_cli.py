@@ -194,6 +194,7 @@ def test_arrays_by_name_take_the_structure_of_the_inputs(kind):
     ("model", "data", "words", "message"),
     [
         ("none.keras", "batch.npz", [], "There is no file .*none.keras"),
+        (".", "batch.npz", [], "is a directory"),
         ("text.keras", "batch.npz", [], "Keras cannot load"),
         ("good.keras", "none.npz", [], "numpy.savez"),
         ("good.keras", "text.npz", [], "NumPy cannot read"),

@@ -83,6 +83,13 @@ def test_what_is_no_string_is_refused(name):
         Policy(name)
 
 
+@pytest.mark.parametrize("name", ["int4", "bool", "double", ""])
+def test_no_name_is_guessed_that_is_not_near(name):
+    with pytest.raises(ValueError, match="must be one of") as error:
+        Policy(name)
+    assert "Did you mean" not in str(error.value)
+
+
 def test_a_numpy_dtype_is_told_both_names_it_could_mean():
     with pytest.raises(TypeError, match="'mixed_float16', or pure 'float16'"):
         Policy(np.float16)

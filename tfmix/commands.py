@@ -209,11 +209,11 @@ def load_model(path: pathlib.Path, compiled: bool) -> keras.Model:
     Raises:
         ValueError: If there is no such file, or Keras cannot load it.
     """
-    if not path.is_file():
-        raise ValueError(
-            f"There is no file {str(path)!r}. Give the path of a model that "
-            "was saved with `model.save('NAME.keras')`."
-        )
+    _check_file(
+        path,
+        "Give the path of a model that was saved with "
+        "`model.save('NAME.keras')`.",
+    )
     try:
         return keras.saving.load_model(path, compile=compiled)
     except Exception as error:
@@ -224,6 +224,13 @@ def load_model(path: pathlib.Path, compiled: bool) -> keras.Model:
             f"{error} A model with classes of your own is checked from "
             "Python, where they are known."
         ) from error
+
+
+def _check_file(path: pathlib.Path, advice: str) -> None:
+    if path.is_dir():
+        raise ValueError(f"{str(path)!r} is a directory, no file. {advice}")
+    if not path.is_file():
+        raise ValueError(f"There is no file {str(path)!r}. {advice}")
 
 
 def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
@@ -243,11 +250,9 @@ def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
     """
     if rows < 1:
         raise ValueError(f"`rows` must be at least 1. Received: rows={rows!r}.")
-    if not path.is_file():
-        raise ValueError(
-            f"There is no file {str(path)!r}. Write one with "
-            "`numpy.savez('NAME.npz', x=inputs, y=targets)`."
-        )
+    _check_file(
+        path, "Write one with `numpy.savez('NAME.npz', x=inputs, y=targets)`."
+    )
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):

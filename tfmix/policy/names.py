@@ -69,18 +69,18 @@ def check(name: Any) -> None:
     if name not in NAMES:
         raise ValueError(
             f"A policy's name must be {allowed}. "
-            f"Received: name={name!r}. Did you mean {_nearest(name)!r}?"
+            f"Received: name={name!r}.{_hint(name)}"
         )
 
 
-def _nearest(name: str) -> str:
+def _hint(name: str) -> str:
     key = name.strip().lower()
-    if key in _ALIASES:
-        return _ALIASES[key]
     # One letter is enough to make "bool" look like "O3".
     level = key.startswith("o") and len(key) <= 3
     known = rules.LEVELS if level else (*DTYPE_NAMES, "auto", *_ALIASES)
     lower = {candidate.lower(): candidate for candidate in known}
-    close = difflib.get_close_matches(key, lower, n=1, cutoff=0.0)
+    close = difflib.get_close_matches(key, lower, n=1, cutoff=0.5)
+    if not close:
+        return ""
     found = lower[close[0]]
-    return _ALIASES.get(found, found)
+    return f" Did you mean {_ALIASES.get(found, found)!r}?"
