@@ -1,6 +1,6 @@
 """What loss scaling adds to a step: time, first step, memory.
 
-    python -m benchmarks.overhead [--only SECTION,...] [--runs 9] [--json FILE]
+    python -m benchmarks.overhead [--only SECTION,...] [--runs 15] [--json FILE]
                                   [--keras-compile] [--save]
 
 The bare optimizer, Keras's scaler and tfmix's take turns in one process; a
@@ -49,7 +49,7 @@ _MEMORY = (
 
 def measure(
     sections: Sequence[str] = SECTIONS,
-    runs: int = 9,
+    runs: int = 15,
     keras_compile: bool = False,
 ) -> list[dict[str, Any]]:
     """Measures the sections.
@@ -143,7 +143,7 @@ def main() -> None:
     backend = os.environ.get("KERAS_BACKEND", "")
     known = {"jax": ("jax",), "tensorflow": _TENSORFLOW}
     default = ",".join(known.get(backend, SECTIONS))
-    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--only", default=default, help="sections, with commas")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--keras-compile", action="store_true")

@@ -24,17 +24,17 @@ from benchmarks import resident, results
 
 MODELS = {
     "many small (200 x 32 x 32)": (200, 32, 40),
-    "few large (6 x 2048 x 2048)": (6, 2048, 3),
+    "few large (6 x 2048 x 2048)": (6, 2048, 10),
 }
 # Forward, backward and update.
 TRAINED = {
     "many small (100 x 32 x 32)": (100, 32, 20),
-    "few large (6 x 2048 x 2048)": (6, 2048, 3),
+    "few large (6 x 2048 x 2048)": (6, 2048, 4),
 }
 # Two replicas share the cores, and each has variables of its own.
 REPLICATED = {
     "many small (20 x 32 x 32)": (20, 32, 60),
-    "few large (4 x 1024 x 1024)": (4, 1024, 6),
+    "few large (4 x 1024 x 1024)": (4, 1024, 20),
 }
 SYSTEMS = {
     "bare": lambda inner: inner,
