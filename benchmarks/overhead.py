@@ -39,6 +39,8 @@ _TENSORFLOW = (
 SECTIONS = (*_TENSORFLOW, "jax")
 _LAYERS = (100, 300)
 _SYSTEMS = ("bare", "keras", "tfmix")
+# Half a minute each at 300 layers.
+_COMPILATIONS = 3
 # What is alive at once depends on TensorFlow's threads, under JAX on nothing.
 _MEMORY = (
     ("graph", "tensorflow", 5),
@@ -64,7 +66,8 @@ def measure(
         Rows with `section`, `model` and `system`. Timings have `ms`, `ratio`
         to the bare optimizer and `overhead_ms`, each with `median`, `low`,
         `high` and `runs`; tfmix's also `overhead_of_keras`, the ratio of the
-        median overheads. `compile` has `seconds` and `ratio`, `memory` `mb`.
+        median overheads. `compile` has `seconds` and `ratio`, `memory` `mb`, as
+        spreads of fewer runs.
     """
     rows = []
     for section in results.track(sections, "measuring"):
@@ -97,13 +100,16 @@ def _compile(with_keras: bool) -> list[dict[str, Any]]:
     systems = _SYSTEMS if with_keras else ("bare", "tfmix")
     rows = []
     for layers in _LAYERS:
-        bare = 0.0
-        for system in systems:
-            (row,) = _worker("first_step", system, str(layers))
-            bare = bare or row["seconds"]
-            row |= {"ratio": row["seconds"] / bare}
-            model = f"{layers} dense layers"
-            rows.append({"model": model, "system": system, **row})
+        found: dict[str, list[float]] = {system: [] for system in systems}
+        for _ in range(_COMPILATIONS):
+            for system in systems:
+                (row,) = _worker("first_step", system, str(layers))
+                found[system].append(row["seconds"])
+        for system, own in found.items():
+            ratios = [a / b for a, b in zip(own, found["bare"], strict=True)]
+            row = {"model": f"{layers} dense layers", "system": system}
+            row |= {"seconds": results.spread(own)}
+            rows.append({**row, "ratio": results.spread(ratios)})
     return rows
 
 

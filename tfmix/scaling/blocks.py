@@ -96,12 +96,12 @@ def divided(blocks: Sequence[Block], scale: Any) -> list[Block]:
     if compiled.by_xla():
         # The reciprocal of a constant beyond 2^126 would be folded to zero.
         scale = compiled.kept_apart(scale)
+    scaled = [block.tensor for block in blocks if not block.is_true]
+    true = iter(gradients.unscale(scaled, scale))
     return [
         block
         if block.is_true
-        else dataclasses.replace(
-            block, tensor=gradients.unscale(block.tensor, scale)
-        )
+        else dataclasses.replace(block, tensor=next(true))
         for block in blocks
     ]
 

@@ -1,5 +1,7 @@
 """From scaled 16-bit gradients to true float32 ones."""
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -12,46 +14,55 @@ from tfmix.scaling import compiled, finite
 _HALFWAY = 2.0**64
 
 
-def unscale(gradient: Any, scale: Any) -> Any:
-    """Divides one gradient by the loss scale, in float32 or wider.
+def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
+    """Divides gradients by the loss scale, in float32 or wider.
 
     Args:
-        gradient: Tensor or `tf.IndexedSlices` of any float dtype.
+        grads: Tensors or `tf.IndexedSlices` of any float dtype.
         scale: Float32 scalar.
 
     Returns:
-        The gradient, of the same kind; float32 where it was 16-bit. Under
-        XLA it is multiplied by the reciprocal, which rounds once more where
-        the scale is no power of two.
+        The gradients, of the same kinds; float32 where they were 16-bit.
+        Under XLA they are multiplied by the reciprocal, which rounds once
+        more where the scale is no power of two.
     """
-    gradient = widened(gradient)
-    if finite.is_sparse(gradient):
-        values = unscale(gradient.values, scale)
-        return type(gradient)(values, gradient.indices, gradient.dense_shape)
-    scale = ops.cast(scale, gradient.dtype)
-    if compiled.by_xla():
-        return _multiplied(gradient, scale)
-    return ops.divide(gradient, scale)
+    divide = _by_reciprocal(scale) if compiled.by_xla() else _by_quotient(scale)
+    return [_on_values(divide, widened(gradient)) for gradient in grads]
 
 
-def _multiplied(gradient: Any, scale: Any) -> Any:
+def _by_quotient(scale: Any) -> Callable[[Any], Any]:
+    return lambda tensor: ops.divide(tensor, ops.cast(scale, tensor.dtype))
+
+
+def _by_reciprocal(scale: Any) -> Callable[[Any], Any]:
     # XLA repeats a product in every kernel that reads it, where a division
     # gets a kernel and a tensor of its own. Exact for powers of two.
-    is_huge = scale > _HALFWAY
+    is_huge = ops.greater(scale, _HALFWAY)
     lowered = ops.where(is_huge, scale / _HALFWAY, scale)
-    # No second factor: XLA would join the two.
-    gradient = ops.where(is_huge, gradient / _HALFWAY, gradient)
-    return gradient * (1.0 / lowered)
+
+    # All gradients share the scalars: each operation takes time to compile.
+    @functools.cache
+    def reciprocal(dtype: Any) -> Any:
+        return 1.0 / ops.cast(lowered, dtype)
+
+    def multiplied(tensor: Any) -> Any:
+        # No second factor: XLA would join the two.
+        tensor = ops.where(is_huge, tensor / _HALFWAY, tensor)
+        return tensor * reciprocal(tensor.dtype)
+
+    return multiplied
+
+
+def _on_values(function: Callable[[Any], Any], tensor: Any) -> Any:
+    if not finite.is_sparse(tensor):
+        return function(tensor)
+    values = function(tensor.values)
+    return type(tensor)(values, tensor.indices, tensor.dense_shape)
 
 
 def widened(gradient: Any) -> Any:
     """Returns a gradient, dense or sparse, in float32 if it was 16-bit."""
-    if not finite.is_sparse(gradient):
-        return to_float32(gradient)
-    if not is_16bit(gradient):
-        return gradient
-    values = to_float32(gradient.values)
-    return type(gradient)(values, gradient.indices, gradient.dense_shape)
+    return _on_values(to_float32, gradient) if is_16bit(gradient) else gradient
 
 
 def to_float32(tensor: Any) -> Any:

@@ -33,11 +33,7 @@ def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
     with distribute.one_replica(keras_variables):
         state = optimizer.state()
         scale = unscaled.divisor(note, optimizer.rule.current(state))
-    early = _divided_early(grads, variables)
-    grads = [
-        gradients.unscale(gradient, scale) if position in early else gradient
-        for position, gradient in enumerate(grads)
-    ]
+    grads, early = _divided_early(grads, variables, scale)
     grads = distribute.sum_over_replicas(grads)
     seen_bad = distribute.sum_over_replicas(unscaled.seen_bad(note))
     with distribute.one_replica(keras_variables, optimizer):
@@ -64,15 +60,21 @@ def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
         return branch.cond(is_finite, apply_step, skip_step, keras_variables)
 
 
-def _divided_early(grads: list[Any], variables: list[Any]) -> frozenset[int]:
-    """Returns which gradients each replica divides before they are summed.
+def _divided_early(
+    grads: list[Any], variables: list[Any], scale: Any
+) -> tuple[list[Any], frozenset[int]]:
+    """Divides what each replica best divides before the sum; says which.
 
     It does so in place, where it has computed them. The sum lies in one
     buffer for all replicas, and its quotient takes another for each.
     """
     if distribute.on_one_replica() or compiled.by_xla():
-        return frozenset()
-    return blocks.alone(grads, variables)
+        return grads, frozenset()
+    early = blocks.alone(grads, variables)
+    true = gradients.unscale([grads[position] for position in early], scale)
+    by_position = dict(zip(early, true, strict=True))
+    divided = [by_position.get(place, each) for place, each in enumerate(grads)]
+    return divided, early
 
 
 class _Step:
