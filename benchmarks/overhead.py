@@ -1,6 +1,6 @@
 """What loss scaling adds to a step: time, first step, memory.
 
-    python -m benchmarks.overhead [--only SECTION,...] [--runs 15] [--json FILE]
+    python -m benchmarks.overhead [--only SECTION,...] [--runs 60] [--json FILE]
                                   [--keras-compile] [--save]
 
 The bare optimizer, Keras's scaler and tfmix's take turns in one process; a
@@ -51,7 +51,7 @@ _MEMORY = (
 
 def measure(
     sections: Sequence[str] = SECTIONS,
-    runs: int = 15,
+    runs: int = 60,
     keras_compile: bool = False,
 ) -> list[dict[str, Any]]:
     """Measures the sections.
@@ -149,7 +149,7 @@ def main() -> None:
     backend = os.environ.get("KERAS_BACKEND", "")
     known = {"jax": ("jax",), "tensorflow": _TENSORFLOW}
     default = ",".join(known.get(backend, SECTIONS))
-    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--only", default=default, help="sections, with commas")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--keras-compile", action="store_true")
@@ -158,7 +158,10 @@ def main() -> None:
     sections = options.only.split(",")
     if not set(sections) <= set(SECTIONS):
         parser.error(f"--only takes {', '.join(SECTIONS)}, with commas")
-    how = f"median and extremes of {options.runs} turns"
+    how = (
+        f"median and quartiles of {options.runs} turns; of compile (3 runs) "
+        "and memory (5 and 3) the extremes"
+    )
     run = results.Run("overhead", sys.argv[1:], backend, how)
     rows = measure(sections, options.runs, options.keras_compile)
     record = run.record(tables(rows))

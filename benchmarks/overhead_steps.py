@@ -22,19 +22,21 @@ import numpy as np
 import tfmix
 from benchmarks import resident, results
 
+# Layers, width, steps in a turn: a tenth of a second, since the memory of a
+# shared machine is fast and slow for seconds each.
 MODELS = {
-    "many small (200 x 32 x 32)": (200, 32, 40),
-    "few large (6 x 2048 x 2048)": (6, 2048, 10),
+    "many small (200 x 32 x 32)": (200, 32, 4),
+    "few large (6 x 2048 x 2048)": (6, 2048, 1),
 }
 # Forward, backward and update.
 TRAINED = {
-    "many small (100 x 32 x 32)": (100, 32, 20),
-    "few large (6 x 2048 x 2048)": (6, 2048, 4),
+    "many small (100 x 32 x 32)": (100, 32, 8),
+    "few large (6 x 2048 x 2048)": (6, 2048, 1),
 }
 # Two replicas share the cores, and each has variables of its own.
 REPLICATED = {
-    "many small (20 x 32 x 32)": (20, 32, 60),
-    "few large (4 x 1024 x 1024)": (4, 1024, 20),
+    "many small (20 x 32 x 32)": (20, 32, 20),
+    "few large (4 x 1024 x 1024)": (4, 1024, 3),
 }
 SYSTEMS = {
     "bare": lambda inner: inner,
@@ -207,11 +209,10 @@ def in_turns(
     rows = []
     for system, own in times.items():
         ratios = [a / b for a, b in zip(own, times["bare"], strict=True)]
-        row = {**what, "system": system, "ms": results.spread(own)}
-        row |= {
-            "ratio": results.spread(ratios),
-            "overhead_ms": results.spread(extra[system]),
-        }
+        measured = {"ms": own, "ratio": ratios, "overhead_ms": extra[system]}
+        row = {**what, "system": system}
+        for name, values in measured.items():
+            row[name] = results.spread(values, quartiles=True)
         if system == "tfmix" and "keras" in extra:
             keras_extra = statistics.median(extra["keras"])
             # Below zero the machine was too busy to tell.
@@ -267,9 +268,9 @@ def mirrored(runs: int) -> list[dict[str, Any]]:
 def sparse(runs: int) -> list[dict[str, Any]]:
     """A million embeddings; only two systems, since a table fills the cache."""
     rows = []
-    for inner, repeats in (("SGD", 50), ("Adagrad", 2)):
+    for inner, repeats in (("SGD", 3), ("Adagrad", 1)):
         steps = {s: sparse_step(s, inner) for s in ("bare", "tfmix")}
-        rows += in_turns({"model": inner}, steps, repeats, 2 * runs + 1)
+        rows += in_turns({"model": inner}, steps, repeats, runs)
     return rows
 
 

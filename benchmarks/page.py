@@ -17,8 +17,9 @@ until it is measured again, so dates and machines may differ between sections:
 each names its own. The same figures, as JSON, lie in `docs/benchmarks/`.
 
 A cell such as 1.06 (1.02 to 1.11) is a median with the smallest and the
-largest run. A ratio is taken between runs that took turns, so that a slow
-moment of the machine hits both; on two cores, trust no difference below 0.05.
+largest run, or with the quartiles where a section's last line says so. A ratio
+is taken between runs that took turns, so that a slow moment of the machine
+hits both; on two cores, trust no difference below 0.05.
 """
 # Three digits: no timing here is better than a percent.
 _DIGITS = 3

@@ -86,17 +86,25 @@ class Run:
         }
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
+def spread(
+    values: Sequence[float], quartiles: bool = False
+) -> dict[str, float]:
     """Returns a cell with the median and the extremes of some runs.
+
+    Args:
+        values: A number for each run.
+        quartiles: Whether to give the quartiles instead of the extremes,
+            which say nothing of many short runs.
 
     Example:
         >>> spread([1.0, 4.0, 2.0])
         {'median': 2.0, 'low': 1.0, 'high': 4.0, 'runs': 3}
     """
+    low, high = (25, 75) if quartiles else (0, 100)
     return {
         "median": float(np.median(values)),
-        "low": float(np.min(values)),
-        "high": float(np.max(values)),
+        "low": float(np.percentile(values, low)),
+        "high": float(np.percentile(values, high)),
         "runs": len(values),
     }
 
