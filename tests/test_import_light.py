@@ -12,7 +12,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 HEAVY = ("matplotlib", "pandas", "sklearn", "tensorboard", "tensorflow")
 LONGEST_IMPORT = 0.15  # seconds on top of `import keras`
-ATTEMPTS = 3
+ATTEMPTS = 8
 
 # Blocking a module is stronger than looking for it afterwards: Keras itself
 # imports matplotlib where it is installed.
