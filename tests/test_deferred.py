@@ -204,6 +204,18 @@ def test_an_overflowing_product_of_finite_factors_is_blamed():
     assert overflows == [1, 0]
 
 
+def test_a_product_is_not_looked_for_behind_a_narrower_cast():
+    @tf.function(autograph=False)
+    def step(left):
+        narrow = tf.cast(tf.matmul(left, left, transpose_b=True), "float16")
+        wide = blocks.Block(tf.cast(narrow, "float32"), (0,))
+        (block,) = deferred.deferred([wide])
+        assert block.recipe.squares() is None
+        return block.recipe.computed()
+
+    assert np.isinf(step(tf.fill((8, 1), 1e5)).numpy()).all()
+
+
 @pytest.mark.parametrize("exponent", [-30, 0, 9])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_number_of_a_product_exceeds_its_bound(exponent, dtype):

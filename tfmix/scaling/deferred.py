@@ -23,7 +23,8 @@ from tfmix.scaling import blocks
 
 # Elements of a gradient worth it: 1 MiB of float32.
 _LARGE = 2**18
-# Not float16: a product's norms do not tell whether it stays below 65,504.
+# Not float16: a product's norms do not tell whether it, or a cast of it on the
+# way, stays below 65,504.
 _BOUNDED = (tf.float32, tf.float64, tf.bfloat16)
 
 
@@ -97,10 +98,9 @@ def _recipe(tensor: Any) -> Recipe | None:
 def _repeatable(tensor: tf.Tensor) -> Iterator[tf.Operation]:
     """Yields the operations that made a tensor, if for nothing else."""
     readers = 0
-    while len(tensor.consumers()) == readers:
+    while tensor.dtype in _BOUNDED and len(tensor.consumers()) == readers:
         operation = tensor.op
-        is_product = operation.type == "MatMul" and tensor.dtype in _BOUNDED
-        if is_product or operation.type in ("Cast", "Identity"):
+        if operation.type in ("Cast", "Identity", "MatMul"):
             yield operation
         if operation.type not in ("Cast", "Identity"):
             return
