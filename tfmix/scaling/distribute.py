@@ -18,8 +18,9 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
+
+from tfmix.scaling import inner, swap
 
 # Strategies whose variables do not live on the replicas that compute the
 # gradients: there is no local copy to update, and no joint step to skip.
@@ -115,18 +116,20 @@ def one_replica(
             does not sum its gradients: they are summed.
     """
     with contextlib.ExitStack() as undo:
-        for each in _with_nested(optimizer):
+        for each in inner.with_nested(optimizer):
             # Without a strategy this saves an operation for each gradient.
-            _swap(undo, each, "_all_reduce_sum_gradients", list)
+            swap.swap(undo, each, "_all_reduce_sum_gradients", list)
         # On a TPU the step is traced once for all replicas: there are no
         # local copies to show, and no merge calls either.
         if tf.distribute.has_strategy() and not _runs_on_tpu():
             context = _no_strategy()
             for variable in keras_variables:
                 if isinstance(variable._value, tf.distribute.DistributedValues):
-                    _swap(undo, variable, "_value", variable._value._get())
-            for each in _with_nested(optimizer):
-                _swap(undo, each, "_distribution_strategy", context.strategy)
+                    swap.swap(undo, variable, "_value", variable._value._get())
+            for each in inner.with_nested(optimizer):
+                swap.swap(
+                    undo, each, "_distribution_strategy", context.strategy
+                )
             undo.enter_context(context)
         yield
 
@@ -147,24 +150,3 @@ def _no_strategy() -> Any:
     # Each graph has its own stack of strategies; a new graph's is empty.
     with tf.Graph().as_default():
         return tf.distribute.get_replica_context()
-
-
-def _swap(
-    undo: contextlib.ExitStack, owner: Any, name: str, value: Any
-) -> None:
-    # Not through setattr: Keras and TensorFlow would begin to track the value.
-    if name in vars(owner):
-        undo.callback(vars(owner).__setitem__, name, vars(owner)[name])
-    else:
-        undo.callback(vars(owner).pop, name)
-    vars(owner)[name] = value
-
-
-def _with_nested(optimizer: Any) -> Iterator[Any]:
-    """Yields a Keras optimizer and all that it wraps."""
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        return
-    yield optimizer
-    for value in list(vars(optimizer).values()):
-        for inner in value if isinstance(value, list | tuple) else [value]:
-            yield from _with_nested(inner)

@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
-from tfmix.scaling import sixteen_bit
+from tfmix.scaling import sixteen_bit, swap
 
 
 def export_float32(model: Any, path: Any = None) -> list[np.ndarray]:
@@ -147,19 +147,11 @@ def float32_storage(model: Any) -> Iterator[None]:
             wide = keras.Variable(
                 ops.cast(variable.value, "float32"), trainable=False
             )
-            _swap(undo, variable, "_value", wide._value)
-            _swap(undo, variable, "_dtype", "float32")
+            swap.swap(undo, variable, "_value", wide._value)
+            swap.swap(undo, variable, "_dtype", "float32")
         if "optimizer" in vars(model):
-            _swap(undo, model, "optimizer", None)
+            swap.swap(undo, model, "optimizer", None)
         yield
-
-
-def _swap(
-    undo: contextlib.ExitStack, owner: Any, name: str, value: Any
-) -> None:
-    # Not through setattr: Keras would begin to track the value.
-    undo.callback(vars(owner).__setitem__, name, vars(owner)[name])
-    vars(owner)[name] = value
 
 
 def _wide_value(variable: Any, owner: Any) -> np.ndarray:

@@ -4,7 +4,7 @@ Checked on Keras 3.12.4 and 3.15.1: `_use_weight_decay`,
 `Optimizer._var_key`, `Variable._path`, `Variable._layout`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -102,3 +102,17 @@ def key(variable: Any) -> Any:
     """
     # It reads nothing of the optimizer.
     return keras.optimizers.Optimizer._var_key(None, variable)
+
+
+def with_nested(optimizer: Any) -> Iterator[Any]:
+    """Yields a Keras optimizer and all that it wraps.
+
+    Args:
+        optimizer: Anything; what is no optimizer yields nothing.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        return
+    yield optimizer
+    for value in list(vars(optimizer).values()):
+        for each in value if isinstance(value, list | tuple) else [value]:
+            yield from with_nested(each)

@@ -10,6 +10,7 @@ from tfmix.scaling import (
     compiled,
     deferred,
     distribute,
+    fused,
     gradients,
     magnitude,
     unscaled,
@@ -48,7 +49,8 @@ def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
 
         def apply_step() -> Any:
             local = [distribute.local(variable) for variable in variables]
-            optimizer.inner_optimizer.apply(step.true_gradients(), local)
+            with fused.updates(optimizer.inner_optimizer):
+                optimizer.inner_optimizer.apply(step.true_gradients(), local)
             optimizer.record(state, True)
             return tf.constant(True)
 
