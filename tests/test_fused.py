@@ -137,6 +137,9 @@ def conditional(request, monkeypatch):
 @pytest.mark.usefixtures("conditional")
 @pytest.mark.parametrize("name", helpers.optimizer_names())
 def test_every_optimizer_steps_as_without(name, monkeypatch):
+    if name == "Muon" and keras.version().startswith("3.12."):
+        pytest.skip("Keras 3.12's own Muon fails under TensorFlow")
+
     def run():
         inner = helpers.make_optimizer(name)
         return stepped(optimizers.LossScaleOptimizer(inner))
