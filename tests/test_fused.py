@@ -287,6 +287,8 @@ OTHERS = {
     "a chain of products": lambda variable: variable * 2.0 * 0.5,
     "another quotient": lambda variable: tf.ones(3) / 1.0,
     "a difference below": lambda v: tf.ones(3) * 1.0 / (tf.sqrt(v) - 1.0),
+    "one number above": lambda v: tf.ones(1) * 2.0 / (tf.sqrt(v) + 1.0),
+    "a vector below": lambda v: tf.ones(3) * 2.0 / (tf.sqrt(v) + tf.ones(3)),
     "no root below": lambda variable: tf.ones(3) * 2.0 / (tf.ones(3) + 1.0),
     "no variable's root": lambda v: tf.ones(3) * 2.0 / (tf.sqrt(v / 4.0) + 1.0),
     "no product above": lambda v: tf.exp(v * 0.0) / (tf.sqrt(v - 4.0) + 1.0),

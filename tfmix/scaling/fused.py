@@ -161,12 +161,14 @@ def _quotient(value: tf.Tensor, variable: Any) -> tuple | None:
     if value.op.type != "RealDiv":
         return None
     above, below = value.op.inputs
-    product = _product(above)
+    product = _product(above) if above.shape == value.shape else None
     if not product or below.op.type != "AddV2":
         return None
     root, epsilon = below.op.inputs
-    # Without it, TensorFlow would multiply by the reciprocal root.
-    if root.op.type != "Sqrt" or not tf.get_static_value(epsilon):
+    if root.op.type != "Sqrt" or epsilon.shape.rank != 0:
+        return None
+    # Without epsilon TensorFlow would multiply by the reciprocal root.
+    if not tf.get_static_value(epsilon):
         return None
     (other,) = root.op.inputs
     if other.op.type != "ReadVariableOp" or other.shape != value.shape:
