@@ -127,6 +127,24 @@ def stepped(optimizer, steps=5, seed=0):
     return results, operations(step)
 
 
+def assert_as_without(run, monkeypatch):
+    """Asserts that a run gives the same bits in single operations.
+
+    Args:
+        run: Function that returns variables, and operations.
+
+    Returns:
+        The operations with and without.
+    """
+    fewer, types = run()
+    with monkeypatch.context() as single:
+        single.setattr(fused, "_writes_as_keras_does", lambda optimizer: False)
+        plain, plain_types = run()
+    for one, two in zip(fewer, plain, strict=True):
+        helpers.assert_same_bits(one, two)
+    return types, plain_types
+
+
 @pytest.fixture(params=["whole", "taken apart"])
 def conditional(request, monkeypatch):
     """Runs a test with either form of the step's conditional."""
@@ -144,12 +162,8 @@ def test_every_optimizer_steps_as_without(name, monkeypatch):
         inner = helpers.make_optimizer(name)
         return stepped(optimizers.LossScaleOptimizer(inner))
 
-    fewer, types = run()
-    monkeypatch.setattr(fused, "_writes_as_keras_does", lambda optimizer: False)
-    plain, plain_types = run()
+    types, plain_types = assert_as_without(run, monkeypatch)
     assert counted(plain_types) == (0, 0)
-    for one, two in zip(fewer, plain, strict=True):
-        helpers.assert_same_bits(one, two)
     assert len(types) <= len(plain_types) + 2
 
 
@@ -175,12 +189,8 @@ def test_whatever_surrounds_an_update(options, monkeypatch):
         inner = keras.optimizers.Adam(0.01, **options)
         return stepped(optimizers.LossScaleOptimizer(inner))
 
-    fewer, types = run()
-    monkeypatch.setattr(fused, "_writes_as_keras_does", lambda optimizer: False)
-    plain, _ = run()
+    types, _ = assert_as_without(run, monkeypatch)
     assert counted(types) == (8, 4)
-    for one, two in zip(fewer, plain, strict=True):
-        helpers.assert_same_bits(one, two)
 
 
 def test_a_nested_optimizer_takes_one_pass():
@@ -358,9 +368,6 @@ def test_fit_learns_as_without(monkeypatch):
         optimizer = optimizers.LossScaleOptimizer(keras.optimizers.AdamW(0.01))
         model.compile(optimizer, "mse", jit_compile=False)
         model.fit(x, x[:, :1] ** 2, 16, 3, shuffle=False, verbose=0)
-        return [np.array(each) for each in model.weights]
+        return [np.array(each) for each in model.weights], None
 
-    fewer = run()
-    monkeypatch.setattr(fused, "_writes_as_keras_does", lambda optimizer: False)
-    for one, two in zip(fewer, run(), strict=True):
-        helpers.assert_same_bits(one, two)
+    assert_as_without(run, monkeypatch)
