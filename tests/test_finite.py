@@ -61,3 +61,19 @@ def test_rows_that_overflow_only_when_summed_are_caught(
 
     values = tf.cast(tf.constant(values)[:, None], dtype)
     assert bool(check(values, tf.constant(rows))) is expected
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize(("count", "expected"), [(1, True), (100, False)])
+def test_a_sum_of_rows_that_a_small_scale_makes_overflow_is_not_sure(
+    count, expected
+):
+    import tensorflow as tf
+
+    from tfmix.scaling import blocks, magnitude
+
+    values = tf.fill([count, 1], 1e18 * 10 / count**0.5)
+    rows = tf.IndexedSlices(values, tf.zeros(count, tf.int32), [5, 1])
+    step = [blocks.Block(rows, (0,))]
+    scale = tf.constant(1e-19)
+    assert bool(magnitude.surely_finite(step, scale)) is expected
