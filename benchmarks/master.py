@@ -22,7 +22,7 @@ import numpy as np
 from keras import ops
 
 from benchmarks import results
-from tfmix.scaling import bfloat16, master
+from tfmix.variables import bfloat16, master
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import Any
 import keras
 
 import tfmix
+from tfmix.conversion import optimizer_state
 from tfmix.examples import common, recipe
-from tfmix.scaling import handover
 
 BATCH_SIZE, EPOCHS = 64, 3  # epochs of each of three stages
 LEAST_ACCURACY = 0.95
@@ -81,7 +81,7 @@ def to_float16(  # noqa: PLR0913 - the settings that fastai's call has
         )
     before = optimizer.global_clipnorm
     optimizer.global_clipnorm = clip
-    state, inner = handover.take(model), optimizer
+    state, inner = optimizer_state.take(model), optimizer
     if flat_master:
         # Masters want an optimizer that is not built yet.
         fresh = type(optimizer).from_config(optimizer.get_config())
@@ -89,7 +89,7 @@ def to_float16(  # noqa: PLR0913 - the settings that fastai's call has
     scaled = tfmix.LossScaleOptimizer(inner, loss_scale=rule)
     policy = "float16" if flat_master else "mixed_float16"
     _, _, report = tfmix.prepare(model, scaled, policy)
-    handover.give(model, state)
+    optimizer_state.give(model, state)
     return Way(report, optimizer, before)
 
 

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from tests import test_numerics_held_out as held_out
+from tests.doctor import test_held_out as held_out
 
 ROWS = 64
 WIDTH = held_out.WIDTH

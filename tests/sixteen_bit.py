@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from tfmix.scaling import bfloat16, master
+from tfmix.variables import bfloat16, master
 
 # Odd sizes, which leave SIMD registers partly filled, and a whole one.
 SHAPES = [(7, 5), (5,), (33, 17), (16, 3)]

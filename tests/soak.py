@@ -5,9 +5,9 @@ import dataclasses
 import keras
 import numpy as np
 
-from tfmix.scaling import strategy
+from tfmix.scaling import rules
 
-RULE = strategy.DynamicLossScale(
+RULE = rules.DynamicLossScale(
     initial_scale=2.0**8, growth_steps=15, min_scale=2.0**5, max_scale=2.0**11
 )
 ROWS, WIDTH = 12, 3

@@ -10,13 +10,20 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parent.parent / "tfmix"
 
 # From the bottom up. A name stands for itself and what is below it; the most
-# specific one counts, so `scaling.strategy` is lower than `scaling`.
+# specific one counts, so `scaling.step` is lower than `scaling`.
 LAYERS = (
-    ("_arguments", "_errors", "_formats", "_host", "_selection"),
-    ("devices", "numerics.measures", "scaling.strategy"),
-    ("policy", "scaling"),
-    ("callbacks", "convert", "data", "numerics", "output", "plotting"),
-    ("cli", "commands"),
+    ("_arguments", "_errors", "_formats", "_tables"),
+    ("_keras", "devices"),
+    ("policy",),
+    ("scaling.step",),
+    ("variables",),
+    ("scaling",),
+    ("policy.in_force",),
+    ("conversion", "data", "output"),
+    ("doctor", "hardware", "plotting"),
+    ("callbacks",),
+    ("commands",),
+    ("cli",),
     ("__init__", "__main__"),
 )
 # The public function `tfmix.devices` hides the module of the same name once

@@ -6,7 +6,7 @@ import pytest
 from tests import numerics_faults
 from tfmix import plotting
 from tfmix.callbacks import scale_log
-from tfmix.numerics import check
+from tfmix.doctor import check
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,10 @@ import keras
 import numpy as np
 from rich import box, console, markup, table
 
-from tfmix import convert
+from tfmix.conversion import convert
 from tfmix.devices import devices, suited_policy
-from tfmix.numerics import advise, check
+from tfmix.doctor import check
+from tfmix.hardware import advise
 
 OK, UNHEALTHY, BAD_INPUT = 0, 1, 2
 

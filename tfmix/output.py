@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfmix.policy import logits
+from tfmix.policy.in_force import softmax_logits
 
 
 def float32_output(
@@ -44,7 +44,7 @@ def float32_output(
     layer = keras.layers.Activation(
         activation or "linear", dtype="float32", name=name
     )
-    logits.remember(layer)
+    softmax_logits.remember(layer)
     return layer
 
 

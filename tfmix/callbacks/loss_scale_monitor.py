@@ -8,8 +8,8 @@ import keras
 from absl import logging
 
 from tfmix import _arguments
-from tfmix.callbacks import event_file, scale_log
-from tfmix.numerics import unscaled
+from tfmix.callbacks import scale_log, tensorboard_file
+from tfmix.doctor import missing_scaler
 
 
 class LossScaleMonitor(keras.callbacks.Callback):
@@ -64,7 +64,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
         """Checks the arguments; reads nothing yet."""
         super().__init__()
         if log_dir is not None:
-            event_file.refuse_other_backends(log_dir)
+            tensorboard_file.refuse_other_backends(log_dir)
         self.every = _arguments.count("every", every)
         self.max_consecutive_skips = _arguments.count(
             "max_consecutive_skips", max_consecutive_skips
@@ -81,7 +81,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self._epoch_start = 0
         self._last_batch = -1
         self._lock = threading.Lock()
-        self._file: event_file.EventFile | None = None
+        self._file: tensorboard_file.EventFile | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the optimizer and notes where the run starts."""
@@ -89,7 +89,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
         if self._watched is None:
             return
         if self.log_dir is not None:
-            self._file = event_file.EventFile(self.log_dir)
+            self._file = tensorboard_file.EventFile(self.log_dir)
         start = self._reading()
         self._scale_line = scale_log.ScaleLine(start)
         self._alarm = scale_log.Alarm(self.alarm_after, start)
@@ -175,6 +175,6 @@ def _scaling_optimizer(model: Any) -> Any:
         "LossScaleMonitor has nothing to show: the model was compiled "
         "without loss scaling (its optimizer is %s). %s",
         type(optimizer).__name__,
-        unscaled.warning(model),
+        missing_scaler.warning(model),
     )
     return None

@@ -6,16 +6,10 @@ import keras
 from absl import logging
 
 from tfmix import _arguments, _formats
-from tfmix.callbacks import tap
-from tfmix.numerics import (
-    host,
-    plan,
-    probe,
-    reading,
-    sampler,
-    unscaled,
-    verdicts,
-)
+from tfmix._keras import layers
+from tfmix.callbacks import batch_tap, reading, sampler
+from tfmix.conversion import trial_policies
+from tfmix.doctor import missing_scaler, probe, verdicts
 
 # A loss scale this low is no part of the search for one.
 _NO_SCALE = 1.0
@@ -61,7 +55,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.events: list[reading.Event] = []
         self.rows: list[reading.Row] = []
         self._step = 0
-        self._tap: tap.Tap | None = None
+        self._tap: batch_tap.Tap | None = None
         self._model_of: Any = None
         self._prepared = False
         self._failed = False
@@ -70,13 +64,15 @@ class NumericsMonitor(keras.callbacks.Callback):
         """Puts the tap in front of the training function."""
         # Not `self.model`, which would bring the state back on JAX.
         model = self._model
-        function = tap.original(model.train_function)
-        self._tap = tap.Tap(function, model, self.every, self._look, self._step)
+        function = batch_tap.original(model.train_function)
+        self._tap = batch_tap.Tap(
+            function, model, self.every, self._look, self._step
+        )
         model.train_function = self._tap
         if self._model_of is not model:
             self._model_of = model
             self._prepared = self._failed = False
-            if note := unscaled.warning(model):
+            if note := missing_scaler.warning(model):
                 logging.warning("NumericsMonitor: %s", note)
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -89,7 +85,8 @@ class NumericsMonitor(keras.callbacks.Callback):
     def _prepare(self, model: Any, batch: Any) -> None:
         _build(model, batch)
         dtypes = [
-            layer.compute_dtype for layer in plan.sixteen_bit_layers(model)
+            layer.compute_dtype
+            for layer in trial_policies.sixteen_bit_layers(model)
         ]
         # A model without 16-bit layers is measured as float16 would see it.
         self._limits = _formats.limits(dtypes[0] if dtypes else "float16")
@@ -154,7 +151,7 @@ class NumericsMonitor(keras.callbacks.Callback):
                 self._model_of,
                 self._found,
                 self._limits,
-                plan.reference(self._model_of),
+                trial_policies.reference(self._model_of),
             )
         # Zeros that are zeros in float32, too, are the model's own.
         exact = self._exact(state, batch, sample.scale)
@@ -184,7 +181,7 @@ class NumericsMonitor(keras.callbacks.Callback):
 
 def _build(model: Any, batch: Any) -> None:
     """Builds a model that would build itself while its step is traced."""
-    if all(layer.built for layer in host.flat_layers(model)):
+    if all(layer.built for layer in layers.flat_layers(model)):
         return
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     # By symbols: no seed is drawn from, and no statistics move.

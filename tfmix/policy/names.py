@@ -4,7 +4,7 @@ import difflib
 from typing import Any
 
 from tfmix import _formats
-from tfmix.policy import rules
+from tfmix.policy import layer_rules
 
 DTYPE_NAMES = (
     "float32",
@@ -13,7 +13,7 @@ DTYPE_NAMES = (
     "float16",
     "bfloat16",
 )
-NAMES = (*DTYPE_NAMES, "auto", *rules.LEVELS)
+NAMES = (*DTYPE_NAMES, "auto", *layer_rules.LEVELS)
 
 # What people write who come from other libraries.
 _ALIASES = {
@@ -77,7 +77,7 @@ def _hint(name: str) -> str:
     key = name.strip().lower()
     # One letter is enough to make "bool" look like "O3".
     level = key.startswith("o") and len(key) <= 3
-    known = rules.LEVELS if level else (*DTYPE_NAMES, "auto", *_ALIASES)
+    known = layer_rules.LEVELS if level else (*DTYPE_NAMES, "auto", *_ALIASES)
     lower = {candidate.lower(): candidate for candidate in known}
     close = difflib.get_close_matches(key, lower, n=1, cutoff=0.5)
     if not close:

@@ -9,7 +9,7 @@ from tfmix import _formats
 
 # Not the module: `tfmix.devices` is the public function of that name.
 from tfmix.devices import auto_policy
-from tfmix.policy import names, ops, rules
+from tfmix.policy import layer_rules, names, op_rules
 
 
 class Policy(keras.DTypePolicy):
@@ -53,26 +53,26 @@ class Policy(keras.DTypePolicy):
         self,
         name: str,
         *,
-        float32_layers: Iterable[rules.RuleItem] | None = None,
+        float32_layers: Iterable[layer_rules.RuleItem] | None = None,
         float32_ops: Iterable[str] | None = None,
         keep_batchnorm_fp32: bool | None = None,
     ) -> None:
         names.check(name)
-        level = rules.LEVELS.get(name)
+        level = layer_rules.LEVELS.get(name)
         self.level = name if level else None
         self._only_matmuls = bool(level and level.only_matmuls)
         dtypes = level.policy if level else name
         super(Policy, self).__init__(  # noqa: UP008, see `__class__`
             auto_policy() if name == "auto" else dtypes
         )
-        defaults = level.rules if level else rules.DEFAULT_LAYER_RULES
+        defaults = level.rules if level else layer_rules.DEFAULT_LAYER_RULES
         if float32_layers is None:
             float32_layers = [rule.layer_class for rule in defaults]
-        self._float32_layers = rules.resolve(float32_layers)
+        self._float32_layers = layer_rules.resolve(float32_layers)
         if float32_ops is None:
             with_ops = level.op_rules if level else True
-            float32_ops = ops.DEFAULT_FLOAT32_OPS if with_ops else ()
-        self._float32_ops = ops.resolve(float32_ops)
+            float32_ops = op_rules.DEFAULT_FLOAT32_OPS if with_ops else ()
+        self._float32_ops = op_rules.resolve(float32_ops)
         self._keep_batchnorm = _batchnorm(
             keep_batchnorm_fp32, level, self.compute_dtype, self.variable_dtype
         )
@@ -88,7 +88,7 @@ class Policy(keras.DTypePolicy):
         return keras.DTypePolicy
 
     @property
-    def float32_layers(self) -> list[rules.RuleItem]:
+    def float32_layers(self) -> list[layer_rules.RuleItem]:
         """The layers kept in float32, as a copy."""
         return list(self._float32_layers)
 
@@ -126,10 +126,10 @@ class Policy(keras.DTypePolicy):
         if self.compute_dtype not in _formats.SIXTEEN_BIT:
             return None
         for item in self._float32_layers:
-            if rules.matches(item, layer_class, name, path):
+            if layer_rules.matches(item, layer_class, name, path):
                 return _reason(item)
-        kept = rules.BATCH_NORMALIZATION
-        if self._keep_batchnorm and rules.matches(
+        kept = layer_rules.BATCH_NORMALIZATION
+        if self._keep_batchnorm and layer_rules.matches(
             kept.layer_class, layer_class, name
         ):
             return kept.why
@@ -138,7 +138,8 @@ class Policy(keras.DTypePolicy):
     def outside_white_list(self, layer_class: type) -> bool:
         """Says whether level O1 leaves a class in float32: no matmul in it."""
         return self._only_matmuls and not any(
-            base.__name__ in rules.MATMUL_LAYERS for base in layer_class.__mro__
+            base.__name__ in layer_rules.MATMUL_LAYERS
+            for base in layer_class.__mro__
         )
 
     def get_config(self) -> dict[str, str]:
@@ -215,7 +216,7 @@ def plain(policy: keras.DTypePolicy) -> keras.DTypePolicy:
 
 
 def _batchnorm(
-    value: Any, level: rules.Level | None, compute: str, variable: str
+    value: Any, level: layer_rules.Level | None, compute: str, variable: str
 ) -> bool:
     if value is None:
         pure = compute == variable and variable in _formats.SIXTEEN_BIT
@@ -228,11 +229,11 @@ def _batchnorm(
     return value
 
 
-def _reason(item: rules.RuleItem) -> str:
+def _reason(item: layer_rules.RuleItem) -> str:
     known = (
-        *rules.DEFAULT_LAYER_RULES,
-        rules.LAYER_NORMALIZATION,
-        rules.BATCH_NORMALIZATION,
+        *layer_rules.DEFAULT_LAYER_RULES,
+        layer_rules.LAYER_NORMALIZATION,
+        layer_rules.BATCH_NORMALIZATION,
     )
     for rule in known:
         if rule.layer_class == item:

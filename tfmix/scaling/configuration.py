@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from tfmix.scaling import construction, strategy
+from tfmix.scaling import rules, settings
 
 
 def to_config(optimizer: Any) -> dict[str, Any]:
@@ -63,11 +63,11 @@ def deserialized(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
 
 
 def _says_all(
-    rule: strategy.LossScale, initial_scale: Any, dynamic_growth_steps: Any
+    rule: rules.LossScale, initial_scale: Any, dynamic_growth_steps: Any
 ) -> bool:
     # Keras has two settings; the rule may differ from the default in more.
-    if type(rule) is not strategy.DynamicLossScale:
+    if type(rule) is not rules.DynamicLossScale:
         return False
-    return rule == construction.loss_scale_rule(
+    return rule == settings.loss_scale_rule(
         "dynamic", initial_scale, dynamic_growth_steps
     )

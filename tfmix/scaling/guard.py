@@ -102,7 +102,7 @@ def _guarded_tensorflow(
 ) -> Callable:
     import tensorflow as tf
 
-    from tfmix.scaling import distribute
+    from tfmix.scaling.step import distribute
 
     def attempt(data: Any) -> tuple[Any, Any]:
         watched = _watched(model)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfmix import _errors
-from tfmix.scaling import strategy
+from tfmix.scaling import rules
 
 MAX_CONSECUTIVE_SKIPS = 50
 _MOST_NAMED = 5
@@ -38,8 +38,8 @@ def check(optimizer: Any, max_consecutive_skips: int) -> None:
     )
 
 
-def _floor(rule: strategy.LossScale) -> float | None:
-    if isinstance(rule, strategy.DynamicLossScale):
+def _floor(rule: rules.LossScale) -> float | None:
+    if isinstance(rule, rules.DynamicLossScale):
         return rule.min_scale
     return None
 

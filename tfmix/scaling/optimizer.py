@@ -7,18 +7,16 @@ import keras
 from keras import ops, tree
 
 from tfmix import _arguments
+from tfmix._keras import autograph
 from tfmix.scaling import (
-    autograph,
-    blocks,
     configuration,
-    construction,
-    gradients,
     health,
     loop_checks,
+    rules,
     scale_state,
-    strategy,
-    unscaled,
+    settings,
 )
+from tfmix.scaling.step import blocks, unscale, unscaled
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
@@ -91,15 +89,15 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
         **kwargs: Any,
     ) -> None:
         """Checks the arguments and creates the state of the loss scale."""
-        construction.refuse_legacy_arguments(kwargs)
+        settings.refuse_legacy_arguments(kwargs)
         leader = None
         if isinstance(loss_scale, LossScaleOptimizer):
             leader, loss_scale = loss_scale, loss_scale.rule
-        rule = construction.loss_scale_rule(
+        rule = settings.loss_scale_rule(
             loss_scale, initial_scale, dynamic_growth_steps
         )
-        inner_optimizer = construction.inner_optimizer(inner_optimizer)
-        construction.check_strategy()
+        inner_optimizer = settings.inner_optimizer(inner_optimizer)
+        settings.check_strategy()
         super().__init__(
             inner_optimizer,
             initial_scale=float(rule.init()[0]),
@@ -109,7 +107,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
         )
         self.unscaled_note = unscaled.UnscaledNote()
         self.guarded = self.in_guarded_step = False
-        self.loss_was_scaled = isinstance(rule, strategy.NoLossScale)
+        self.loss_was_scaled = isinstance(rule, rules.NoLossScale)
         self.create_state(rule, leader)
 
     def check_health(
@@ -151,7 +149,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
         scale = self.rule.current(self.state())
 
         def scaled(value: Any) -> Any:
-            value = gradients.to_float32(ops.convert_to_tensor(value))
+            value = unscale.to_float32(ops.convert_to_tensor(value))
             return ops.multiply(value, ops.cast(scale, value.dtype))
 
         return tree.map_structure(scaled, loss)
@@ -217,10 +215,10 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
         loop_checks.warn_unless_loss_was_scaled(self)
         loop_checks.warn_unless_guarded(self)
         if keras.backend.backend() == "tensorflow":
-            from tfmix.scaling import tensorflow_step
+            from tfmix.scaling.step import tensorflow_step
 
             return tensorflow_step.apply(self, grads, variables)
-        from tfmix.scaling import jax_step
+        from tfmix.scaling.step import jax_step
 
         return jax_step.apply(self, grads, variables)
 
@@ -265,7 +263,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
                 "`stateless_apply` needs a built optimizer. Call "
                 "`optimizer.build(model.trainable_variables)` first."
             )
-        from tfmix.scaling import jax_step
+        from tfmix.scaling.step import jax_step
 
         loop_checks.warn_unless_loss_was_scaled(self)
         loop_checks.warn_unless_guarded(self)

@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _arguments
-from tfmix.scaling import delegation, storage, strategy
+from tfmix.scaling import delegation, rules, storage
 
 # How the variables of a loss scale's state are called in Keras's own class,
 # so that a checkpoint written by either can be read by tfmix.
@@ -177,7 +177,7 @@ class KeepsScaleState(delegation.DelegatesToInner):
         return ops.greater_equal(self._consecutive_skips.value, steps)
 
     def create_state(
-        self, rule: strategy.LossScale, leader: "KeepsScaleState | None"
+        self, rule: rules.LossScale, leader: "KeepsScaleState | None"
     ) -> None:
         """Creates a variable for each number that the rule remembers.
 

@@ -1,0 +1,223 @@
+"""The benchmarks' page, records and runner: what is kept, what is shown."""
+
+import json
+import math
+import pathlib
+
+import pytest
+
+from benchmarks import __main__ as runner
+from benchmarks import catalogue, page, results
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def record(name="peers", backend="", rows=None, **changes):
+    """A record as a benchmark makes it, of one table."""
+    run = results.Run(name, ["--runs", "3", "--save=/x"], backend, "seed 7")
+    rows = [{"who": "bare", "ms": 1.5}] if rows is None else rows
+    made = run.record([results.Table("Small", rows, "A note.")])
+    return {**made, **changes}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (True, "yes"),
+        (12345, "12,345"),
+        (12345.6, "12,346"),
+        (99.96, "100.0"),
+        (12.34, "12.3"),
+        (1.234, "1.23"),
+        (0.987, "0.99"),
+        (0.01234, "0.0123"),
+        (-1.5, "-1.50"),
+        (0.0, "0"),
+        (math.nan, "nan"),
+        ("as it is", "as it is"),
+        ({"median": 1.0, "low": 0.5, "high": 2.0}, "1.00 (0.50 to 2.00)"),
+    ],
+)
+def test_a_cell_shows_three_digits_and_no_more(value, text):
+    assert page.cell(value) == text
+
+
+def test_a_spread_is_the_median_with_the_extremes():
+    assert results.spread([3.0, 1.0, 2.0, 10.0]) == {
+        "median": 2.5,
+        "low": 1.0,
+        "high": 10.0,
+        "runs": 4,
+    }
+
+
+def test_a_record_says_how_to_repeat_it():
+    made = record(backend="jax")
+    assert made["command"] == (
+        "KERAS_BACKEND=jax python -m benchmarks.peers --runs 3"
+    )
+    assert made["how"] == "seed 7"
+    assert made["machine"]["cores"] >= 1
+    assert made["machine"]["memory_gb"] >= 1
+    assert {"python", "keras", "numpy"} <= set(made["versions"])
+    assert json.loads(json.dumps(made)) == made
+
+
+def test_a_page_has_the_tables_and_where_they_were_measured():
+    text = page.render([record(date="2026-01-02 03:04 UTC", seconds=5)])
+    assert "| who | ms |\n| --- | --: |\n| bare | 1.50 |" in text
+    assert "A note." in text
+    assert "2026-01-02 03:04 UTC, 5 s, `python -m benchmarks.peers" in text
+    assert "seed 7" in text
+
+
+def test_a_page_has_a_section_for_each_benchmark_measured_or_not():
+    text = page.render([])
+    for benchmark in catalogue.BENCHMARKS:
+        assert f"\n## {benchmark.title}\n" in text
+        assert benchmark.missing in text
+    assert "no GPU was at hand" in text
+
+
+def test_a_measured_section_no_longer_says_that_nothing_was_measured():
+    missing = catalogue.by_name("gpu").missing
+    text = page.render([record("gpu/transformer", "jax")])
+    assert missing not in text
+    assert "| bare | 1.50 |" in text
+
+
+def test_backends_come_in_the_order_of_the_catalogue():
+    text = page.render(
+        [record("overhead", "jax"), record("overhead", "tensorflow")]
+    )
+    assert text.index("KERAS_BACKEND=tensorflow") < text.index(
+        "KERAS_BACKEND=jax python -m benchmarks.overhead"
+    )
+
+
+def test_text_cannot_break_out_of_its_cell():
+    rows = [{"what": "a | b\nc <i>"}]
+    text = page.render([record(rows=rows)])
+    assert r"| a \| b c &lt;i> |" in text
+
+
+def test_a_column_of_numbers_is_one_though_its_first_cell_is_empty():
+    rows = [{"who": "bare", "ms": None}, {"who": "ours", "ms": 1.0}]
+    assert "| --- | --: |\n| bare | – |" in page.render([record(rows=rows)])
+
+
+def test_a_table_without_rows_says_so():
+    assert "Nothing to show." in page.render([record(rows=[])])
+
+
+def test_a_result_is_kept_until_the_same_one_is_measured_again(tmp_path):
+    results.save(record("overhead", "jax", date="the first day"), tmp_path)
+    results.save(
+        record("overhead", "tensorflow", date="the second day"), tmp_path
+    )
+    results.save(record("peers", date="the third day"), tmp_path)
+    results.save(record("overhead", "jax", date="the fourth day"), tmp_path)
+    dates = {each["date"] for each in results.saved(tmp_path)}
+    assert dates == {"the second day", "the third day", "the fourth day"}
+    text = (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
+    assert "the first day" not in text
+    assert all(f"<small>{date}," in text for date in dates)
+
+
+def test_parts_of_a_benchmark_are_kept_apart(tmp_path):
+    first = results.save(record("gpu/lstm", "jax"), tmp_path)
+    second = results.save(record("gpu/head", "jax"), tmp_path)
+    assert first.name == "gpu-lstm-jax.json"
+    assert len(results.saved(tmp_path)) == 2
+    assert second.exists()
+
+
+def test_publish_prints_a_table_or_json_and_saves_if_asked(tmp_path, capsys):
+    parser = results.parser("peers", "Doc.")
+    results.publish(record(), parser.parse_args([]))
+    assert "bare" in capsys.readouterr().out
+    options = parser.parse_args(["--json", f"--save={tmp_path}"])
+    results.publish(record(), options)
+    assert json.loads(capsys.readouterr().out)["name"] == "peers"
+    assert (tmp_path / "benchmarks" / "peers.json").exists()
+
+
+def test_save_means_the_guide_unless_told_otherwise():
+    parser = results.parser("peers", "Doc.")
+    assert parser.parse_args([]).save is None
+    assert parser.parse_args(["--save"]).save == ROOT / "docs"
+
+
+def test_each_benchmark_of_the_catalogue_is_a_module_that_runs_alone():
+    for benchmark in catalogue.BENCHMARKS:
+        path = ROOT / "benchmarks" / f"{benchmark.name}.py"
+        assert '\nif __name__ == "__main__":\n' in path.read_text("utf-8")
+
+
+def test_each_module_that_runs_alone_is_in_the_catalogue_or_a_worker():
+    known = {benchmark.name for benchmark in catalogue.BENCHMARKS}
+    texts = {
+        path.stem: path.read_text("utf-8")
+        for path in (ROOT / "benchmarks").glob("[a-z]*.py")
+    }
+    runnable = {
+        name
+        for name, text in texts.items()
+        if '\nif __name__ == "__main__":\n' in text
+    }
+    workers = {
+        name
+        for name in runnable
+        for other, text in texts.items()
+        if other != name and f'"benchmarks.{name}"' in text
+    }
+    assert "peers_jax" in workers
+    assert runnable - workers == known
+
+
+def test_a_name_that_is_no_benchmark_is_answered_with_the_names(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        runner.main(["nothing"])
+    assert stopped.value.code == 2
+    assert "no benchmark 'nothing'. There are: overhead" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(ValueError, match="no benchmark 'nothing'"):
+        catalogue.by_name("nothing")
+
+
+def test_a_backend_that_is_set_is_the_only_one(monkeypatch):
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    backends = [backend for backend, _ in catalogue.commands("overhead")]
+    assert backends == ["tensorflow", "jax"]
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    assert catalogue.commands("overhead") == [("jax", {"KERAS_BACKEND": "jax"})]
+    assert catalogue.commands("peers") == [("", {})]
+
+
+class Finished:
+    """Stands for a process that has ended."""
+
+    def __init__(self, returncode):
+        self.returncode = returncode
+
+
+def test_a_benchmark_that_fails_is_named_and_the_others_still_run(
+    monkeypatch, capsys
+):
+    ran = []
+
+    def start(command, **_):
+        ran.append(command[2])
+        return Finished(1 if command[2].endswith("peers") else 0)
+
+    monkeypatch.setattr(runner.subprocess, "run", start)
+    assert runner.main(["peers", "scale"]) == 1
+    assert ran == ["benchmarks.peers", "benchmarks.scale"]
+    assert "failed: peers (exit code 1)" in capsys.readouterr().err
+
+
+def test_the_page_in_the_guide_is_the_one_its_records_make():
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert text == page.render(results.saved())

@@ -1,0 +1,194 @@
+"""What LossScaleMonitor shows, when it reads, and when it stops a run."""
+
+import csv
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tfmix import _errors
+from tfmix.callbacks import loss_scale_monitor
+from tfmix.scaling import optimizer as scaling
+from tfmix.scaling import rules
+
+Monitor = loss_scale_monitor.LossScaleMonitor
+
+
+def compiled(**settings):
+    settings = {"loss_scale": rules.DynamicLossScale()} | settings
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(scaling.LossScaleOptimizer("sgd", **settings), "mse")
+    return model
+
+
+def batches(count, bad=()):
+    x = np.ones((count, 2), "float32")
+    x[list(bad)] = np.inf
+    return {"x": x, "y": np.zeros((count, 1), "float32"), "batch_size": 1}
+
+
+def fit(model, monitor, data, **settings):
+    settings = {"verbose": 0, "shuffle": False} | settings
+    callbacks = [monitor, *settings.pop("callbacks", [])]
+    return model.fit(**data, callbacks=callbacks, **settings).history
+
+
+def test_the_history_holds_scale_and_steps():
+    history = fit(compiled(), Monitor(), batches(6, bad=[1, 4]), epochs=2)
+    assert history["loss_scale"] == [2.0**13, 2.0**11]
+    assert history["skipped_steps"] == [2, 4]
+    assert history["applied_steps"] == [4, 8]
+
+
+def test_the_csv_file_holds_them_too(tmp_path):
+    logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    fit(compiled(), Monitor(), batches(3, bad=[0]), callbacks=[logger])
+    with open(tmp_path / "log.csv") as file:
+        (row,) = csv.DictReader(file)
+    assert float(row["loss_scale"]) == 2.0**14
+    assert int(row["skipped_steps"]) == 1
+
+
+def test_the_progress_bar_shows_them(capsys):
+    fit(compiled(), Monitor(), batches(4, bad=[0]), verbose=1)
+    assert "loss_scale: 16384" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("every", "steps"), [(2, [2, 4, 5]), (9, [5])])
+def test_readings_are_made_every_n_steps_and_at_the_end(every, steps):
+    monitor = Monitor(every=every)
+    fit(compiled(), monitor, batches(5, bad=[1]))
+    assert [reading.step for reading in monitor.timeline] == steps
+    assert monitor.timeline[-1].loss_scale == 2.0**14
+
+
+def test_a_reading_inside_an_epoch_sees_the_current_scale():
+    monitor = Monitor(every=1)
+    fit(compiled(), monitor, batches(4, bad=[0, 2]))
+    scales = [reading.loss_scale for reading in monitor.timeline]
+    assert scales == [2.0**14, 2.0**14, 2.0**13, 2.0**13]
+
+
+def test_steps_are_counted_over_epochs_and_over_calls_of_fit():
+    monitor = Monitor()
+    model = compiled()
+    fit(model, monitor, batches(3), epochs=2)
+    fit(model, monitor, batches(4))
+    assert [reading.step for reading in monitor.timeline] == [3, 6, 10]
+
+
+def test_steps_are_counted_when_one_call_makes_several():
+    monitor = Monitor()
+    model = compiled()
+    model.compile(model.optimizer, "mse", steps_per_execution=3)
+    fit(model, monitor, batches(6))
+    assert monitor.timeline[-1].step == 6
+
+
+def test_between_readings_nothing_is_copied_to_the_host(monkeypatch):
+    reads = []
+    readable = scaling.LossScaleOptimizer.loss_scale.fget
+    monkeypatch.setattr(
+        scaling.LossScaleOptimizer,
+        "loss_scale",
+        property(lambda self: reads.append(1) or readable(self)),
+    )
+    fit(compiled(), Monitor(every=50), batches(120))
+    # At the start, after 50 and 100 steps, and at the end of the epoch; a
+    # health check may read once more each time.
+    assert len(reads) <= 8
+
+
+def test_keras_keeps_its_asynchronous_dispatch():
+    without = keras.callbacks.CallbackList([])
+    container = keras.callbacks.CallbackList([Monitor()])
+    assert container._async_train == without._async_train
+
+
+def test_a_stuck_run_is_stopped_with_the_variable_named():
+    model = compiled(loss_scale=rules.FixedLossScale(8.0))
+    monitor = Monitor(every=1, max_consecutive_skips=5)
+    with pytest.raises(_errors.LossScaleError, match="kernel"):
+        fit(model, monitor, batches(40, bad=range(40)))
+    assert monitor.timeline[-1].consecutive_skips == 5
+
+
+def test_one_skip_less_does_not_stop_the_run():
+    model = compiled(loss_scale=rules.FixedLossScale(8.0))
+    monitor = Monitor(every=1, max_consecutive_skips=5)
+    fit(model, monitor, batches(12, bad=[1, 2, 3, 4, 7, 8, 9, 10]))
+    assert monitor.timeline[-1].skipped_steps == 8
+
+
+def test_an_alarm_rings_once_for_each_standstill(caplog):
+    model = compiled(loss_scale=rules.FixedLossScale(8.0))
+    monitor = Monitor(every=1, max_consecutive_skips=50, alarm_after=3)
+    fit(model, monitor, batches(9, bad=[0, 1, 2, 3, 5, 6, 7]))
+    rung = [text for text in caplog.messages if "No update" in text]
+    assert len(rung) == 2
+    assert "last 3 steps" in rung[0]
+
+
+def test_a_start_that_burns_steps_is_one_line_in_the_log(caplog):
+    fit(compiled(), Monitor(every=1), batches(8, bad=range(6)))
+    lines = [text for text in caplog.messages if "Loss scale" in text]
+    assert len(lines) == 1
+    assert "32768 -> 16384" in lines[0]
+
+
+def test_a_model_without_loss_scaling_trains_with_one_warning(caplog):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    history = fit(model, Monitor(every=1), batches(3))
+    assert set(history) == {"loss"}
+    assert sum("nothing to show" in text for text in caplog.messages) == 1
+
+
+def test_keras_own_scaler_is_refused():
+    sgd = keras.optimizers.SGD()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.LossScaleOptimizer(sgd), "mse")
+    with pytest.raises(TypeError, match=r"tfmix\.LossScaleOptimizer"):
+        fit(model, Monitor(), batches(3))
+
+
+@pytest.mark.parametrize(
+    "name", ["every", "max_consecutive_skips", "alarm_after"]
+)
+def test_numbers_below_one_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name}=0"):
+        Monitor(**{name: 0})
+    with pytest.raises(TypeError, match=f"{name}=2.5"):
+        Monitor(**{name: 2.5})
+
+
+@helpers.requires_backend("tensorflow")
+def test_tensorboard_files_hold_one_point_per_reading(tmp_path):
+    import tensorflow as tf
+
+    monitor = Monitor(every=2, log_dir=tmp_path)
+    fit(compiled(), monitor, batches(4, bad=[0]))
+    (file,) = tmp_path.iterdir()
+    records = tf.data.TFRecordDataset(str(file)).as_numpy_iterator()
+    found = {
+        (event.step, value.tag): float(tf.make_ndarray(value.tensor))
+        for event in map(tf.compat.v1.Event.FromString, records)
+        for value in event.summary.value
+        if value.tag == "loss_scale"
+    }
+    assert found == {
+        (reading.step, "loss_scale"): reading.loss_scale
+        for reading in monitor.timeline
+    }
+
+
+@helpers.requires_backend("jax")
+def test_tensorboard_files_are_refused_where_nothing_writes_them(tmp_path):
+    with pytest.raises(ValueError, match="'jax'"):
+        Monitor(log_dir=str(tmp_path))
+
+
+def test_a_log_dir_that_is_no_path_is_refused():
+    with pytest.raises(TypeError, match="log_dir=3"):
+        Monitor(log_dir=3)

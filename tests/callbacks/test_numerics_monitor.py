@@ -1,0 +1,220 @@
+"""NumericsMonitor names the layer inside `fit`, and changes nothing else."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers, numerics_faults
+from tfmix.callbacks import batch_tap, numerics_monitor
+from tfmix.scaling import optimizer as scaling
+
+Monitor = numerics_monitor.NumericsMonitor
+
+
+def compiled(planted, jit_compile):
+    optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-3))
+    planted.model.compile(optimizer, planted.loss, jit_compile=jit_compile)
+    return planted.model
+
+
+def first_event(kind, jit_compile, seed=1):
+    planted = numerics_faults.plant(kind, seed)
+    monitor = Monitor(every=1)
+    rows = numerics_faults.ROWS
+    compiled(planted, jit_compile).fit(
+        planted.x, planted.y, batch_size=rows, verbose=0, callbacks=[monitor]
+    )
+    event = monitor.events[0]
+    return planted, (event.step, event.layer, event.phase)
+
+
+JAX = keras.backend.backend() == "jax"
+# One forward fault and one of the loss; the others take longer to trace, and
+# under JAX each operation compiled alone takes longer than the whole step.
+QUICK = ("tiny_epsilon",) if JAX else ("tiny_epsilon", "loss_over_pixels")
+OP_BY_OP = pytest.param(False, marks=pytest.mark.slow if JAX else ())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow)
+        for kind in numerics_faults.KINDS
+    ],
+)
+def test_the_planted_layer_is_named_on_the_first_step(kind):
+    planted, found = first_event(kind, jit_compile=JAX)
+    phase = "backward" if kind == "loss_over_pixels" else planted.phase
+    assert found == (0, planted.layer, phase)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", numerics_faults.KINDS)
+def test_the_planted_layer_is_named_under_xla(kind):
+    planted, found = first_event(kind, jit_compile=True)
+    phase = "backward" if kind == "loss_over_pixels" else planted.phase
+    assert found == (0, planted.layer, phase)
+
+
+def healthy(jit_compile=False, **settings):
+    keras.utils.set_random_seed(3)
+    layers = [
+        keras.Input((4,)),
+        keras.layers.Dense(8, activation="relu", dtype="mixed_float16"),
+        keras.layers.BatchNormalization(dtype="mixed_float16"),
+        keras.layers.Dropout(0.2, seed=5, dtype="mixed_float16"),
+        keras.layers.Dense(1, dtype="mixed_float16"),
+        keras.layers.Activation("linear", dtype="float32"),
+    ]
+    model = keras.Sequential(layers)
+    optimizer = scaling.LossScaleOptimizer(keras.optimizers.Adam())
+    model.compile(optimizer, "mse", jit_compile=jit_compile, **settings)
+    return model
+
+
+def data(rows=24):
+    generator = np.random.default_rng(0)
+    return generator.normal(size=(rows, 4)), generator.normal(size=(rows, 1))
+
+
+def train(model, *callbacks, **settings):
+    settings = {"verbose": 0, "shuffle": False, "batch_size": 4} | settings
+    return model.fit(*data(), callbacks=list(callbacks), **settings)
+
+
+@pytest.mark.parametrize("jit_compile", [OP_BY_OP, True])
+def test_a_healthy_run_raises_no_alarm_and_is_not_changed(jit_compile):
+    plain, watched = healthy(jit_compile), healthy(jit_compile)
+    monitor = Monitor(every=2)
+    expected = train(plain, epochs=2).history
+    assert train(watched, monitor, epochs=2).history == expected
+    assert monitor.events == []
+    for left, right in zip(plain.variables, watched.variables, strict=True):
+        np.testing.assert_array_equal(np.array(left), np.array(right))
+
+
+def test_zeros_are_no_alarm():
+    # As residual networks start: the error of such a layer is 0, and so is
+    # every gradient that goes into it.
+    start = {"gamma_initializer": "zeros", "dtype": "mixed_float16"}
+    layers = [
+        keras.Input((4,)),
+        keras.layers.BatchNormalization(**start),
+        keras.layers.ReLU(dtype="mixed_float16"),
+        keras.layers.Dense(1, dtype="float32"),
+    ]
+    model = keras.Sequential(layers)
+    optimizer = scaling.LossScaleOptimizer(keras.optimizers.Adam())
+    model.compile(optimizer, "mse", jit_compile=JAX)
+    monitor = Monitor()
+    train(model, monitor)
+    assert monitor.events == []
+    assert all(row.measures.not_finite == 0 for row in monitor.rows)
+
+
+def test_rows_measure_every_layer_and_weight():
+    monitor = Monitor()
+    model = healthy(jit_compile=JAX)
+    train(model, monitor)
+    phases = {(row.layer, row.phase) for row in monitor.rows}
+    paths = {variable.path for variable in model.trainable_variables}
+    names = {layer.name for layer in model.layers}
+    assert {(path, "weights") for path in paths} <= phases
+    assert {(path, "weight_gradients") for path in paths} <= phases
+    assert {(name, "forward") for name in names} <= phases
+    assert {(name, "backward") for name in names} <= phases
+
+
+class Counting(Monitor):
+    steps = ()
+
+    def _look(self, state, batch):
+        self.steps = (*self.steps, self._tap.step)
+
+
+@pytest.mark.parametrize(
+    ("every", "stride", "steps"),
+    [(1, 1, range(12)), (4, 1, (0, 4, 8)), (4, 3, (0, 6, 9)), (50, 1, (0,))],
+)
+def test_steps_are_sampled_at_their_multiples(every, stride, steps):
+    monitor = Counting(every=every)
+    model = healthy(steps_per_execution=stride)
+    train(model, monitor, epochs=2)
+    assert monitor.steps == tuple(steps)
+
+
+def test_no_batch_is_lost_or_seen_twice():
+    seen = []
+    model = healthy(run_eagerly=True)
+    original = model.train_step
+
+    def train_step(*arguments):
+        batch = arguments[-1]
+        seen.append(np.array(batch[0]))
+        return original(*arguments)
+
+    model.train_step = train_step
+    model.make_train_function(force=True)
+    train(model, Counting(every=2))
+    expected = data()[0].astype("float32")
+    np.testing.assert_array_equal(np.concatenate(seen), expected)
+
+
+def test_the_training_function_is_the_models_own_again():
+    model = healthy()
+    train(model, Monitor(every=3))
+    assert not isinstance(model.train_function, batch_tap.Tap)
+
+
+def test_steps_go_on_counting_in_the_next_fit():
+    monitor = Counting(every=4)
+    model = healthy()
+    train(model, monitor)
+    train(model, monitor)
+    assert monitor.steps == (0, 4, 8)
+
+
+def test_a_model_it_cannot_sample_trains_on_with_one_warning(caplog):
+    class Odd(keras.Sequential):
+        def compute_loss(self, *arguments, **settings):
+            if Odd.broken:
+                raise RuntimeError("no loss here")
+            return super().compute_loss(*arguments, **settings)
+
+    Odd.broken = False
+    model = Odd([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(scaling.LossScaleOptimizer("sgd"), "mse")
+    train(model)
+    Odd.broken = True
+    train(model, Monitor(every=1))
+    assert sum("is off" in text for text in caplog.messages) == 1
+
+
+@pytest.mark.slow
+@helpers.requires_backend("tensorflow")
+def test_the_first_replica_of_a_mirrored_run_is_sampled():
+    with helpers.mirrored_strategy().scope():
+        keras.utils.set_random_seed(3)
+        layers = [
+            keras.layers.Dense(8, "relu", dtype="mixed_float16"),
+            numerics_faults.Loud(name="loud", dtype="mixed_float16"),
+            numerics_faults.Quiet(dtype="mixed_float16"),
+            keras.layers.Dense(1, dtype="float32"),
+        ]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-3))
+        model.compile(optimizer, "mse", jit_compile=False)
+    monitor = Monitor(every=4)
+    train(model, monitor)
+    assert [(event.step, event.layer) for event in monitor.events] == [
+        (0, "loud"),
+        (4, "loud"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("every", "error"), [(0, ValueError), (1.5, TypeError)]
+)
+def test_wrong_arguments_are_refused(every, error):
+    with pytest.raises(error, match=f"every={every}"):
+        Monitor(every=every)

@@ -1,0 +1,286 @@
+"""The doctor names the planted layer first, and changes nothing."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from tests import numerics_faults
+from tfmix.doctor import check
+from tfmix.policy import policy as policies
+
+
+def diagnosed(planted):
+    return check.check(planted.model, planted.x, planted.y, loss=planted.loss)
+
+
+# JAX compiles every op it meets for the first time: what takes seconds with
+# TensorFlow takes half a minute there.
+QUICK_ON_JAX = ("activation_overflow", "faint_gradients")
+
+
+def slow_on_jax(values, quick=()):
+    on_jax = keras.backend.backend() == "jax"
+    return [
+        pytest.param(
+            one,
+            marks=pytest.mark.slow if on_jax and one not in quick else (),
+        )
+        for one in values
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind", slow_on_jax(numerics_faults.KINDS, QUICK_ON_JAX)
+)
+def test_the_planted_layer_is_named_first(kind):
+    planted = numerics_faults.plant(kind, seed=1)
+    first = diagnosed(planted).rows[0]
+    assert (first.layer, first.phase) == (planted.layer, planted.phase)
+    assert first.verdict != "ok"
+    assert first.advice
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", numerics_faults.KINDS)
+def test_twenty_draws_of_depth_and_place_name_the_right_layer(kind):
+    for seed in range(20):
+        planted = numerics_faults.plant(kind, seed)
+        report = diagnosed(planted)
+        assert not report.healthy, seed
+        assert report.rows[0].layer == planted.layer, seed
+
+
+def convolutional(policy):
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(8, 3, activation="relu", dtype=policy),
+            keras.layers.BatchNormalization(dtype=policy),
+            keras.layers.Flatten(dtype=policy),
+            keras.layers.Dropout(0.5, dtype=policy),
+            keras.layers.Dense(10, dtype=policy),
+            keras.layers.Activation("softmax", dtype="float32"),
+        ]
+    )
+
+
+def transformer(policy):
+    inputs = keras.Input((8, 8))
+    hidden = keras.layers.Dense(16, dtype=policy)(inputs)
+    attention = keras.layers.MultiHeadAttention(2, 8, dropout=0.1, dtype=policy)
+    hidden = keras.layers.Add(dtype=policy)([hidden, attention(hidden, hidden)])
+    hidden = keras.layers.LayerNormalization(dtype=policy)(hidden)
+    hidden = keras.layers.Dense(16, activation="gelu", dtype=policy)(hidden)
+    hidden = keras.layers.Flatten(dtype=policy)(hidden)
+    outputs = keras.layers.Activation("softmax", dtype="float32")(
+        keras.layers.Dense(10, dtype=policy)(hidden)
+    )
+    return keras.Model(inputs, outputs)
+
+
+def recurrent(policy):
+    return keras.Sequential(
+        [
+            keras.Input((8, 8)),
+            keras.layers.LSTM(12, dropout=0.2, dtype=policy),
+            keras.layers.Dense(10, dtype=policy),
+            keras.layers.Activation("softmax", dtype="float32"),
+        ]
+    )
+
+
+def digits(shape, rows=32):
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, 17, (rows, *shape)).astype("float32") / 16
+    return x, generator.integers(0, 10, rows)
+
+
+@pytest.mark.parametrize(
+    "policy", slow_on_jax(["mixed_float16", "mixed_bfloat16"])
+)
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [(convolutional, (8, 8, 1)), (transformer, (8, 8)), (recurrent, (8, 8))],
+)
+def test_a_healthy_model_raises_no_alarm(build, shape, policy):
+    model = build(policy)
+    x, y = digits(shape)
+    report = check.check(model, x, y, loss="sparse_categorical_crossentropy")
+    assert report.healthy, str(report)
+    assert report.suggested_policy(progress=False) == policies.Policy(policy)
+
+
+class Nested(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(4)
+        self.block = keras.Sequential(
+            [keras.layers.Dense(4), keras.layers.BatchNormalization()]
+        )
+        self.head = keras.layers.Dense(2)
+
+    def call(self, inputs, training=False):
+        hidden = ops.tanh(self.first(inputs))
+        return self.head(self.block(hidden, training=training))
+
+
+def everything_about(model):
+    return (
+        [np.array(variable) for variable in model.variables],
+        [
+            (layer.name, layer._dtype_policy)
+            for layer in model._flatten_layers()
+        ],
+        [vars(layer).get("call") for layer in model._flatten_layers()],
+        keras.config.dtype_policy().name,
+        keras.config.floatx(),
+    )
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+def test_the_model_is_as_it_was(policy):
+    model = Nested()
+    x, y = np.ones((6, 3), "float32"), np.zeros((6, 2), "float32")
+    model.compile("sgd", "mse")
+    model.fit(x, y, verbose=0)
+    before, function = everything_about(model), model.train_function
+    check.check(model, x, y, policy=policy)
+    after = everything_about(model)
+    for left, right in zip(before[0], after[0], strict=True):
+        np.testing.assert_array_equal(left, right)
+    for left, right in zip(before[1], after[1], strict=True):
+        assert left[1] is right[1]
+    assert before[2:] == after[2:]
+    assert model.train_function is function
+
+
+def test_the_model_is_as_it_was_after_an_error():
+    model = Nested()
+    x = np.ones((6, 3), "float32")
+    model(x)
+    before = everything_about(model)
+    with pytest.raises(ZeroDivisionError):
+        check.check(model, x, x, loss=lambda y, outputs: 1 / 0)
+    after = everything_about(model)
+    assert [p for _, p in before[1]] == [p for _, p in after[1]]
+    assert before[2:] == after[2:]
+
+
+class Summing(keras.layers.Layer):
+    """Computes by itself around the layers it holds."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.inner = keras.layers.Dense(4)
+
+    def call(self, inputs):
+        total = ops.sum(ops.square(self.inner(inputs) * 300.0), -1)
+        return ops.sqrt(total)[:, None]
+
+
+def test_a_layer_around_others_is_named_for_what_it_does_itself():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((4,)), Summing(name="summing")])
+    report = check.check(model, np.ones((8, 4), "float32"))
+    assert {row.layer for row in report.faults} == {"summing"}
+
+
+def test_a_layer_around_others_is_not_blamed_for_them():
+    keras.config.set_dtype_policy("mixed_float16")
+
+    class Outer(keras.layers.Layer):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            self.inner = Summing(name="guilty")
+
+        def call(self, inputs):
+            return ops.tanh(self.inner(inputs))
+
+    model = keras.Sequential([keras.Input((4,)), Outer(name="outer")])
+    report = check.check(model, np.ones((8, 4), "float32"))
+    assert [row.layer for row in report.faults] == ["guilty"]
+
+
+def test_an_op_of_a_functional_graph_is_named():
+    keras.config.set_dtype_policy("mixed_float16")
+    inputs = keras.Input((4,))
+    hidden = ops.multiply(keras.layers.Dense(4)(inputs), 60000.0)
+    model = keras.Model(inputs, keras.layers.Dense(2)(ops.tanh(hidden)))
+    report = check.check(model, np.full((8, 4), 9.0, "float32"))
+    assert report.rows[0].layer.startswith("multiply")
+    assert report.rows[0].verdict == "overflow"
+
+
+def test_what_is_broken_in_float32_is_said_to_be():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.ReLU()])
+    report = check.check(model, np.array([[np.nan, 1.0]]))
+    assert report.rows[0].verdict == "not_finite"
+    with pytest.raises(ValueError, match="float32 either"):
+        report.suggested_policy(progress=False)
+
+
+def test_a_check_without_targets_looks_at_the_forward_pass_alone():
+    model = convolutional("mixed_float16")
+    report = check.check(model, digits((8, 8, 1))[0])
+    assert "backward" not in {row.phase for row in report.rows}
+
+
+def test_the_compiled_loss_is_used():
+    model = convolutional("mixed_float16")
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    report = check.check(model, *digits((8, 8, 1)))
+    assert "loss" in {row.layer for row in report.rows}
+
+
+def test_several_losses_are_judged_and_keep_their_means():
+    inputs = keras.Input((3,))
+    outputs = [
+        keras.layers.Activation("linear", dtype="float32")(
+            keras.layers.Dense(1)(inputs)
+        )
+        for _ in range(2)
+    ]
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", ["mse", "mae"])
+    x, y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+    assert check.check(model, x, [y, y], policy="mixed_float16").healthy
+    means = [v for v in model.metrics_variables if v.name == "total"]
+    assert not any(float(ops.sum(mean)) for mean in means)
+
+
+def test_a_float32_model_is_checked_in_float16_under_the_default_rules():
+    model = convolutional("float32")
+    report = check.check(
+        model, *digits((8, 8, 1)), loss="sparse_categorical_crossentropy"
+    )
+    assert report.policy == policies.Policy("mixed_float16")
+
+
+def test_json_holds_the_rows_and_no_infinity():
+    planted = numerics_faults.plant("activation_overflow", 0)
+    found = json.loads(diagnosed(planted).to_json())
+    assert found["healthy"] is False
+    assert found["rows"][0]["relative_error"] is None
+    assert found["rows"][0]["layer"] == "loud"
+
+
+def test_the_table_names_layer_and_line():
+    text = str(diagnosed(numerics_faults.plant("activation_overflow", 0)))
+    assert "loud" in text
+    assert 'name="loud", dtype="float32"' in text
+
+
+def test_wrong_arguments_are_refused():
+    model = convolutional("mixed_float16")
+    x, y = digits((8, 8, 1))
+    with pytest.raises(TypeError, match="model='resnet'"):
+        check.check("resnet", x)
+    with pytest.raises(ValueError, match="loss=None"):
+        check.check(model, x, y)
+    with pytest.raises(ValueError, match="y=None"):
+        check.check(model, x, loss="mse")
+    with pytest.raises(ValueError, match="policy='float32'"):
+        check.check(model, x, policy="float32")

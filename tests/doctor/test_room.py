@@ -1,0 +1,62 @@
+"""Gradients that all but fill the format at the lowest loss scale."""
+
+import keras
+import numpy as np
+import pytest
+
+from tfmix import _formats
+from tfmix.doctor import check, gaps, room
+
+FLOAT16 = _formats.FLOAT16
+
+
+def found(largest, dtype="float16"):
+    values = [np.array([largest, 1.0], "float32")]
+    gap = gaps.gap(values, values, FLOAT16)
+    return room.finding("layer", 0, [None, gap], [dtype])
+
+
+@pytest.mark.parametrize("largest", [16_400.0, 65_504.0, 65_519.0])
+def test_what_another_batch_may_overflow_is_named(largest):
+    assert found(largest).verdict == "overflow"
+
+
+@pytest.mark.parametrize("largest", [0.0, 16_000.0, 1e6])
+def test_gradients_with_room_or_out_of_reach_are_not(largest):
+    assert found(largest) is None
+
+
+def test_float32_has_room():
+    assert found(65_504.0, "float32") is None
+
+
+def summed(gain):
+    """A bias whose gradient is the number of rows times the gain."""
+    keras.config.set_dtype_policy("mixed_float16")
+    head = keras.layers.Activation("linear", dtype="float32")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1), head])
+
+    def loss(y, outputs):
+        return gain * keras.ops.sum(outputs)
+
+    x = np.full((32, 1), 0.5, "float32")
+    return check.check(model, x, x, loss=loss)
+
+
+def test_a_loss_scale_of_1_without_room_is_a_fault():
+    report = summed(2.0**10)
+    assert report.loss_scale == 1.0
+    (row,) = report.faults
+    assert row.layer.startswith("dense")
+    assert row.phase == "backward"
+    assert "loss scale of 1" in row.advice
+
+
+def test_a_loss_scale_of_1_with_room_is_none():
+    assert summed(2.0**8).healthy
+
+
+def test_the_suggestion_takes_the_layer_out_of_float16():
+    report = summed(2.0**10)
+    policy = report.suggested_policy(progress=False)
+    assert report.rows[0].layer in policy.float32_layers

@@ -1,0 +1,77 @@
+"""The suggested policy: found by measuring, small, and good to train with."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests import numerics_faults
+from tfmix.conversion import convert, trial_policies
+from tfmix.doctor import check, suggest
+from tfmix.scaling import optimizer as scaling
+
+# Sums over pixels need a step that is as much smaller.
+RATES = {"loss_over_pixels": 1e-9}
+
+
+def trained(model, planted, rate):
+    keras.utils.set_random_seed(0)
+    optimizer = scaling.LossScaleOptimizer(
+        keras.optimizers.SGD(rate), initial_scale=1.0
+    )
+    model.compile(optimizer, planted.loss)
+    history = model.fit(planted.x, planted.y, epochs=15, verbose=0)
+    return history.history["loss"][-1]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            kind,
+            marks=() if kind == "activation_overflow" else pytest.mark.slow,
+        )
+        for kind in numerics_faults.KINDS
+    ],
+)
+def test_the_suggested_policy_trains_to_the_loss_of_float32(kind):
+    planted = numerics_faults.plant(kind, seed=2)
+    model, rate = planted.model, RATES.get(kind, 1e-2)
+    report = check.check(model, planted.x, planted.y, loss=planted.loss)
+    policy = report.suggested_policy(progress=False)
+    assert report.again(policy).healthy
+    weights = [np.array(variable) for variable in model.variables]
+    before = {layer: layer._dtype_policy for layer in model._flatten_layers()}
+    for layer, dtype in trial_policies.reference(model).items():
+        object.__setattr__(layer, "_dtype_policy", dtype)
+    expected = trained(model, planted, rate)
+    for layer, dtype in before.items():
+        object.__setattr__(layer, "_dtype_policy", dtype)
+    for variable, value in zip(model.variables, weights, strict=True):
+        variable.assign(value)
+    convert.apply_policy(model, policy)
+    found = trained(model, planted, rate)
+    assert found == pytest.approx(expected, rel=0.01)
+
+
+def test_no_layer_of_the_suggestion_can_be_left_out():
+    planted = numerics_faults.plant("faint_gradients", 4)
+    report = check.check(planted.model, planted.x, planted.y, loss=planted.loss)
+    policy = report.suggested_policy(progress=False)
+    base = report.policy.float32_layers
+    added = [name for name in policy.float32_layers if name not in base]
+    assert added
+    for name in added:
+        fewer = suggest.with_layers(
+            report, [one for one in added if one != name]
+        )
+        assert not report.again(fewer).healthy, name
+
+
+@pytest.mark.parametrize("needed", [("c",), ("a", "d"), (), tuple("abcde")])
+def test_the_search_keeps_what_is_needed_and_no_more(needed):
+    names = tuple("abcde")
+
+    def healthy(chosen):
+        return set(needed) <= set(chosen)
+
+    assert suggest.fewest(names, healthy) == needed

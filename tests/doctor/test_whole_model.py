@@ -1,0 +1,101 @@
+"""Losses that sum over pixels, and softmaxes in no layer of that name."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from tfmix import _formats
+from tfmix.callbacks import deviation, numerics_monitor
+from tfmix.doctor import check, heads
+from tfmix.scaling import optimizer as scaling
+
+
+def over_pixels(y_true, y_pred):
+    return ops.sum(ops.square(y_true - y_pred))
+
+
+@pytest.mark.slow
+def test_a_sum_that_keras_makes_in_float32_is_named_before_its_gradients():
+    """The loss of several outputs gets them in float32, as in `fit`."""
+    keras.utils.set_random_seed(0)
+    keras.config.set_dtype_policy("mixed_float16")
+    inputs = keras.Input((64, 64, 1))
+    hidden = keras.layers.Conv2D(6, 3, padding="same", activation="relu")(
+        inputs
+    )
+    picture = keras.layers.Conv2D(1, 1)(hidden)
+    number = keras.layers.Dense(1)(
+        keras.layers.GlobalAveragePooling2D()(hidden)
+    )
+    model = keras.Model(inputs, [picture, number])
+    x = np.random.default_rng(0).normal(size=(16, 64, 64, 1))
+    y = [x + 3.0, x.mean((1, 2))]
+    report = check.check(model, x, y, loss=[over_pixels, "mse"])
+    first = report.rows[0]
+    found = (first.layer, first.phase, first.verdict)
+    assert found == ("loss", "backward", "overflow")
+    assert "keras.ops.mean" in first.advice
+
+
+def test_probabilities_are_known_by_their_values():
+    logits = np.random.default_rng(0).normal(size=(4, 3, 1000))
+    right = ops.cast(ops.softmax(logits), "float16")
+    assert float(heads.looks_like_probabilities(right)) == 1.0
+    for wrong in (right * 0.9, right - 0.001, right[..., :1], ops.ones(3)):
+        assert float(heads.looks_like_probabilities(wrong)) == 0.0
+
+
+class Classifier(keras.Model):
+    """Computes its softmax itself, as no layer."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.logits = keras.layers.Dense(50_000)
+
+    def call(self, inputs):
+        return ops.softmax(self.logits(inputs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["layer", "model"])
+def test_the_monitor_names_a_softmax_of_many_classes(form):
+    keras.config.set_dtype_policy("mixed_float16")
+    model = Classifier(name="classes")
+    if form == "layer":
+        last = keras.layers.Softmax(name="classes", dtype="mixed_float16")
+        parts = [keras.Input((8,)), keras.layers.Dense(50_000), last]
+        model = keras.Sequential(parts)
+    optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-6))
+    loss = "sparse_categorical_crossentropy"
+    model.compile(optimizer, loss, jit_compile=True)
+    monitor = numerics_monitor.NumericsMonitor(every=1)
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(8, 8)), generator.integers(0, 50_000, 8)
+    model.fit(x, y, verbose=0, callbacks=[monitor])
+    event = monitor.events[0]
+    found = (event.step, event.layer, event.phase, event.verdict)
+    assert found == (0, "classes", "forward", "underflow")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_marks_masked_steps_does_not_move(dtype):
+    """`x != -1` would be true of all of it, which looks like an error."""
+    marks = ops.convert_to_tensor([-1.0, 0.0, 0.5, -99.0], dtype)
+    layer = keras.layers.Masking(-1.0)
+    limits = _formats.limits(dtype)
+    found = deviation.unrounded(marks, layer, limits)
+    assert np.array_equal(found, [-1.0, 0.0, 0.5, -99.0])
+    values = np.random.default_rng(0).normal(size=1000)
+    rounded = ops.cast(ops.convert_to_tensor(values), dtype)
+    exact = np.array(ops.cast(rounded, "float32"))
+    moved = np.array(deviation.unrounded(rounded, layer, limits)) / exact - 1
+    assert 0.4 < np.mean(moved != 0.0) < 0.6
+    rms = np.sqrt(np.mean(moved**2))
+    assert rms == pytest.approx(0.2 * limits.epsilon, rel=0.1)
+
+
+def test_a_batch_without_rows_is_refused():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match=r"at least one row.*\(0, 4\)"):
+        check.check(model, np.zeros((0, 4)), np.zeros((0, 1)), loss="mse")

@@ -1,0 +1,245 @@
+"""Shapes, alignment, share of the work and bytes: counted by hand."""
+
+import math
+import re
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tfmix.hardware import advise as advising
+from tfmix.scaling import optimizer as scaling
+from tfmix.variables import master
+
+advise = advising.advise
+
+
+def rows_of(model, batch_size=32):
+    return {
+        row.layer.split("/")[-1]: row for row in advise(model, batch_size).rows
+    }
+
+
+def sequential(*layers, shape=(16,)):
+    return keras.Sequential([keras.Input(shape), *layers])
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "expected"),
+    [
+        (keras.layers.Dense(10), (64,), ((32, 64, 10),)),
+        (keras.layers.Dense(8), (5, 64), ((160, 64, 8),)),
+        (keras.layers.Conv2D(16, 3), (8, 8, 4), ((32 * 36, 36, 16),)),
+        (
+            keras.layers.Conv2D(16, 3, groups=2),
+            (8, 8, 4),
+            ((32 * 36, 18, 8),),
+        ),
+        (
+            keras.layers.Conv2DTranspose(6, 2),
+            (8, 8, 4),
+            ((32 * 64, 4, 24),),
+        ),
+        (
+            keras.layers.EinsumDense("abc,cd->abd", output_shape=(5, 8)),
+            (5, 64),
+            ((160, 64, 8),),
+        ),
+        (
+            keras.layers.LSTM(12),
+            (5, 7),
+            ((160, 7, 48), (32, 12, 48)),
+        ),
+    ],
+)
+def test_products_have_the_shapes_of_the_matrices(layer, shape, expected):
+    (row,) = advise(sequential(layer, shape=shape), 32).rows
+    assert row.shapes == expected
+
+
+def test_operations_are_two_for_each_product_of_two_numbers():
+    (row,) = advise(sequential(keras.layers.Dense(10)), 32).rows
+    assert row.flops == 2 * 32 * 16 * 10
+
+
+@helpers.requires_backend("jax")
+def test_operations_agree_with_what_the_compiler_counts():
+    import jax
+
+    model = sequential(keras.layers.Dense(64), keras.layers.Dense(32))
+    values = [variable.value for variable in model.trainable_variables]
+
+    def forward(weights, x):
+        return model.stateless_call(weights, [], x)[0]
+
+    compiled = jax.jit(forward).lower(values, np.ones((32, 16))).compile()
+    counted = compiled.cost_analysis()["flops"]
+    ours = sum(row.flops for row in advise(model, 32).rows)
+    # The compiler counts the bias's additions as well.
+    assert ours == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("units", "aligned", "tpu", "padding"),
+    [
+        (128, True, True, ""),
+        (24, True, False, ""),
+        (10, False, False, "n 10 -> 16"),
+    ],
+)
+def test_alignment_asks_for_multiples(units, aligned, tpu, padding):
+    model = sequential(keras.layers.Dense(units), shape=(128,))
+    (row,) = advise(model, 32).rows
+    assert (row.aligned, row.aligned_tpu) == (aligned, tpu)
+    assert row.padding == padding
+
+
+def test_the_share_in_16_bit_is_of_the_work():
+    model = sequential(
+        keras.layers.Dense(48, dtype="mixed_float16"),
+        keras.layers.Dense(16, dtype="float32"),
+    )
+    # 16 x 48 products against 48 x 16.
+    assert advise(model, 8).share_16bit == 0.5
+
+
+def test_memory_is_that_of_the_variables_and_outputs():
+    model = sequential(keras.layers.Dense(8))
+    model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
+    model.optimizer.build(model.trainable_variables)
+    memory = advise(model, 32).memory
+    weights = sum(np.array(variable).nbytes for variable in model.variables)
+    assert memory["float32"].weights == weights == 4 * (16 * 8 + 8)
+    assert memory["mixed_float16"].weights == weights
+    assert memory["float16"].weights == weights / 2
+    # Momentum and masters, both in float32.
+    assert memory["float16"].slots == pytest.approx(2 * weights, abs=64)
+    assert memory["float32"].activations == 4 * 32 * 8
+    assert memory["mixed_float16"].activations == 2 * 32 * 8
+
+
+def test_attention_counts_its_own_products_beside_its_layers():
+    inputs = keras.Input((6, 16))
+    outputs = keras.layers.MultiHeadAttention(2, 8, name="mha")(inputs, inputs)
+    rows = rows_of(keras.Model(inputs, outputs))
+    assert rows["mha"].shapes == ((6, 8, 6), (6, 6, 8))
+    assert rows["mha"].flops == 2 * 2 * (32 * 2) * 6 * 8 * 6
+    assert rows["query"].shapes == ((32 * 6, 16, 16),)
+
+
+def test_a_subclassed_model_is_run_on_the_shapes_it_was_built_with():
+    class Custom(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.layers.Dense(4)
+
+        def call(self, inputs):
+            return self.inner(inputs)
+
+    model = Custom()
+    model(np.ones((2, 8), "float32"))
+    (row,) = advise(model, 64).rows
+    assert row.shapes == ((64, 8, 4),)
+
+
+def test_it_prints_as_a_table():
+    text = str(advise(sequential(keras.layers.Dense(10, name="head")), 32))
+    assert "head" in text
+    assert "n 10 -> 16" in text
+
+
+def test_wrong_arguments_are_refused():
+    model = sequential(keras.layers.Dense(4))
+    with pytest.raises(TypeError, match="model='resnet'"):
+        advise("resnet", 32)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        advise(model, 0)
+    with pytest.raises(ValueError, match="Build the model for one length"):
+        advise(sequential(keras.layers.Dense(4), shape=(None, 3)), 32)
+
+
+def wide(policy):
+    keras.config.set_dtype_policy(policy)
+    hidden = [keras.layers.Dense(256, "relu") for _ in range(3)]
+    model = sequential(*hidden, keras.layers.Dense(16), shape=(64,))
+    optimizer = keras.optimizers.Adam()
+    if policy == "float16":
+        optimizer = master.MasterWeightOptimizer(optimizer)
+    model.compile(scaling.LossScaleOptimizer(optimizer), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def held_by(variables):
+    return sum(np.array(variable).nbytes for variable in variables)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "float16"])
+def test_bytes_of_weights_and_slots_are_those_of_the_variables(policy):
+    model = wide(policy)
+    memory = advise(model, 512).memory[policy]
+    assert memory.weights == held_by(model.variables)
+    # The loss scale, the counters and the learning rate come on top.
+    slots = held_by(model.optimizer.variables)
+    assert memory.slots == pytest.approx(slots, rel=0.01)
+
+
+@helpers.requires_backend("jax")
+@pytest.mark.slow
+def test_bytes_agree_with_what_the_compiler_reports_for_the_step():
+    import jax
+
+    rows = 4096
+    hidden = [keras.layers.Dense(256, "tanh") for _ in range(12)]
+    model = sequential(*hidden, shape=(256,))
+    model.compile(keras.optimizers.Adam(), "mse")
+    model.optimizer.build(model.trainable_variables)
+
+    def step(weights, slots, x):
+        def loss(weights):
+            outputs, _ = model.stateless_call(weights, [], x, training=True)
+            return keras.ops.mean(keras.ops.square(outputs))
+
+        gradients = jax.grad(loss)(weights)
+        return model.optimizer.stateless_apply(slots, gradients, weights)
+
+    trainable = [one.value for one in model.trainable_variables]
+    slots = [one.value for one in model.optimizer.variables]
+    x = np.ones((rows, 256), "float32")
+    compiled = jax.jit(step).lower(trainable, slots, x).compile()
+    reported = compiled.memory_analysis()
+    memory = advise(model, rows).memory["float32"]
+    held = reported.argument_size_in_bytes - x.nbytes
+    assert held == pytest.approx(memory.weights + memory.slots, rel=0.01)
+    # What the step needs besides: activations, and gradients of a few layers.
+    kept = reported.temp_size_in_bytes
+    assert kept == pytest.approx(memory.activations, rel=0.2)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.slow
+def test_bytes_agree_with_the_arguments_of_tensorflows_compiled_step():
+    import tensorflow as tf
+
+    model = wide("mixed_float16")
+
+    @tf.function(jit_compile=True, autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x, training=True) ** 2)
+            loss = model.optimizer.scale_loss(tf.cast(loss, "float32"))
+        weights = model.trainable_variables
+        model.optimizer.apply(tape.gradient(loss, weights), weights)
+        return loss
+
+    text = step.experimental_get_compiler_ir(tf.ones((8, 64)))(stage="hlo")
+    layout = re.search(r"entry_computation_layout={\((.*)\)->", text)[1]
+    sizes = {"f32": 4, "f16": 2, "s32": 4, "s64": 8, "pred": 1}
+    arguments = sum(
+        sizes[kind] * math.prod(map(int, filter(None, shape.split(","))))
+        for kind, shape in re.findall(r"([a-z0-9]+)\[([\d,]*)\]", layout)
+    )
+    memory = advise(model, 8).memory["mixed_float16"]
+    expected = memory.weights + memory.slots
+    assert arguments == pytest.approx(expected, rel=0.02)

@@ -1,0 +1,284 @@
+"""`compile` wraps the optimizer a 16-bit model needs, and no other."""
+
+import copy
+
+import keras
+import numpy as np
+import pytest
+
+from tfmix.policy.in_force import carried, scope
+from tfmix.scaling import guard, rules
+from tfmix.scaling import optimizer as scaling
+from tfmix.variables import master
+
+X = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def make(dtype=None, **kwargs):
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            keras.layers.Dense(4, dtype=dtype),
+            keras.layers.Dense(1, dtype="float32"),
+        ],
+        **kwargs,
+    )
+
+
+class Subclassed(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def is_wrapped(model):
+    return type(model.optimizer) is scaling.LossScaleOptimizer
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O1", "O2", "float16"])
+@pytest.mark.parametrize("kind", [make, Subclassed])
+def test_a_float16_model_gets_loss_scaling_and_a_guard(policy, kind):
+    scope.set_global_policy(policy)
+    model = kind()
+    model.compile("adam", "mse")
+    assert is_wrapped(model)
+    assert model.optimizer.loss_scale == 2.0**15
+    assert guard.is_guarded(model)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_other_models_get_none(policy):
+    scope.set_global_policy(policy)
+    model = make()
+    model.compile("adam", "mse")
+    assert type(model.optimizer) is keras.optimizers.Adam
+    assert not guard.is_guarded(model)
+
+
+def test_a_map_is_looked_into():
+    entry = {"dense": keras.DTypePolicy("mixed_float16")}
+    policy = keras.dtype_policies.DTypePolicyMap(
+        keras.DTypePolicy("mixed_float16"), entry
+    )
+    with scope.policy_scope(policy):
+        model = make()
+    model.compile("adam", "mse")
+    assert is_wrapped(model)
+
+
+def test_one_float16_layer_is_enough_while_a_policy_is_on():
+    scope.set_global_policy("mixed_bfloat16")
+    model = make(dtype="mixed_float16")
+    model.compile("adam", "mse")
+    assert is_wrapped(model)
+
+
+@pytest.mark.parametrize("kind", [make, Subclassed])
+def test_a_model_of_a_scope_is_wrapped_after_it(kind):
+    with scope.policy_scope("mixed_float16"):
+        model = kind()
+    model.compile("adam", "mse")
+    assert is_wrapped(model)
+    assert guard.is_guarded(model)
+    assert "compile" not in vars(type(model))
+    model.fit(X, Y, verbose=0)
+    assert model.optimizer.loss_scale > 0
+
+
+def test_a_model_made_before_the_policy_is_wrapped_by_it():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = make()
+    scope.set_global_policy("mixed_bfloat16")
+    model.compile("adam", "mse")
+    assert is_wrapped(model)
+
+
+def test_a_float32_model_is_left_alone_under_a_float16_policy():
+    model = make(dtype="float32")
+    scope.set_global_policy("mixed_float16")
+    other = make(dtype="float32")
+    for one in (model, other):
+        one.compile("adam", "mse")
+        assert type(one.optimizer) is keras.optimizers.Adam
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
+def test_auto_scale_loss_off_is_respected_and_saved(policy, tmp_path):
+    scope.set_global_policy(policy)
+    model = make()
+    model.compile("sgd", "mse", auto_scale_loss=False)
+    assert type(model.optimizer) is keras.optimizers.SGD
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    assert type(loaded.optimizer) is keras.optimizers.SGD
+
+
+def test_the_users_own_loss_scale_optimizer_stays():
+    scope.set_global_policy("mixed_float16")
+    own = scaling.LossScaleOptimizer("adam", loss_scale=8.0)
+    model = make()
+    model.compile(own, "mse")
+    assert model.optimizer is own
+    assert guard.is_guarded(model)
+    kerass = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    model = make()
+    model.compile(kerass, "mse")
+    assert model.optimizer is kerass
+
+
+def test_the_users_optimizer_is_the_one_inside():
+    scope.set_global_policy("mixed_float16")
+    adam = keras.optimizers.Adam(0.5)
+    model = make()
+    model.compile(adam, "mse")
+    assert model.optimizer.inner_optimizer is adam
+
+
+def test_a_fixed_loss_scale_factor_becomes_a_fixed_loss_scale():
+    scope.set_global_policy("mixed_float16")
+    adam = keras.optimizers.Adam(loss_scale_factor=1024.0)
+    model = make()
+    model.compile(adam, "mse")
+    assert model.optimizer.rule == rules.FixedLossScale(1024.0)
+    assert model.optimizer.inner_optimizer is adam
+    model.fit(X, Y, verbose=0)
+    assert model.optimizer.loss_scale == 1024.0
+    assert np.isfinite(model.get_weights()[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("policy", "scale"),
+    [("float16", 2.0**15), ("bfloat16", 1.0), ("O3", 1.0)],
+)
+def test_16_bit_variables_get_masters(policy, scale):
+    scope.set_global_policy(policy)
+    model = make()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    assert is_wrapped(model)
+    assert model.optimizer.loss_scale == scale
+    inner = model.optimizer.inner_optimizer
+    assert type(inner) is master.MasterWeightOptimizer
+
+
+@pytest.mark.parametrize("in_scope", [True, False])
+def test_an_overridden_compile_is_reached(in_scope):
+    class Model(Subclassed):
+        def compile(self, optimizer, extra, **kwargs):
+            super().compile(optimizer=optimizer, loss="mse", **kwargs)
+            self.extra = extra
+
+    with scope.policy_scope("mixed_float16"):
+        model = Model()
+        if in_scope:
+            model.compile("sgd", 3)
+    if not in_scope:
+        model.compile("sgd", extra=3)
+    assert is_wrapped(model)
+    assert model.extra == 3
+
+
+def test_a_compile_that_keeps_its_optimizers_elsewhere_still_works():
+    class Gan(Subclassed):
+        def compile(self, first, second):
+            super().compile()
+            self.first, self.second = first, second
+
+    with scope.policy_scope("mixed_float16"):
+        model = Gan()
+    model.compile(keras.optimizers.SGD(), keras.optimizers.Adam())
+    # `super().compile()` made RMSprop of its own accord.
+    assert is_wrapped(model)
+    assert type(model.first) is keras.optimizers.SGD
+
+
+def test_a_wrong_argument_is_kerass_own_error():
+    with scope.policy_scope("mixed_float16"):
+        model = make()
+    with pytest.raises(TypeError, match="no_such_argument"):
+        model.compile("adam", no_such_argument=1)
+
+
+def test_the_wrapped_optimizer_is_what_is_saved(tmp_path):
+    with scope.policy_scope("mixed_float16"):
+        model = make()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "m.keras")
+    for policy in ("float32", "mixed_float16", "mixed_bfloat16"):
+        scope.set_global_policy(policy)
+        loaded = keras.models.load_model(tmp_path / "m.keras")
+        assert is_wrapped(loaded), policy
+        assert loaded.layers[0].compute_dtype == "float16"
+        pairs = zip(
+            loaded.optimizer.variables, model.optimizer.variables, strict=True
+        )
+        for after, before in pairs:
+            np.testing.assert_array_equal(after, before)
+
+
+def test_a_float32_model_loads_as_it_was_under_a_float16_policy(tmp_path):
+    model = make()
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "m.keras")
+    scope.set_global_policy("mixed_float16")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    assert type(loaded.optimizer) is keras.optimizers.Adam
+    assert {layer.compute_dtype for layer in loaded.layers} == {"float32"}
+    assert int(loaded.optimizer.iterations) == 1
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, keras.models.clone_model])
+def test_copies_of_a_model_train(copies):
+    scope.set_global_policy("mixed_float16")
+    model = make()
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    twin = copies(model)
+    twin.compile("adam", "mse")
+    assert is_wrapped(twin)
+    twin.fit(X, Y, verbose=0)
+
+
+def test_what_a_model_carries_can_be_dropped():
+    with scope.policy_scope("mixed_float16"):
+        model = make()
+    before = set(vars(make()))
+    assert carried.carried_policy(model).name == "mixed_float16"
+    carried.drop(model)
+    assert carried.carried_policy(model) is None
+    assert not {"compile", "call", "train_step"} & set(vars(model)) - before
+
+
+def test_a_model_of_a_scope_keeps_its_op_rules_after_it():
+    class Norm(keras.layers.Layer):
+        def call(self, x):
+            return keras.ops.norm(x, axis=-1, keepdims=True)
+
+    with scope.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((1024,)), Norm()])
+    x = np.full((2, 1024), 300.0, "float32")
+    result = keras.ops.convert_to_numpy(model(x))
+    np.testing.assert_array_equal(result, [[9600.0]] * 2)
+    np.testing.assert_array_equal(model.predict(x, verbose=0), result)
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"),
+    reason="needs keras.optimizers.MultiOptimizer",
+)
+def test_the_multi_optimizer_is_wrapped_as_a_whole():
+    scope.set_global_policy("mixed_float16")
+    model = make()
+    parts = keras.optimizers.OptimizerMap(
+        keras.optimizers.SGD(), {".*/bias": keras.optimizers.Adam()}
+    )
+    model.compile(keras.optimizers.MultiOptimizer(parts), "mse")
+    assert is_wrapped(model)
+    model.fit(X, Y, verbose=0)
+    assert np.isfinite(model.get_weights()[0]).all()

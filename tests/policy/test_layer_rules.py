@@ -1,0 +1,97 @@
+"""Layer rules: what an item may be, and what it matches."""
+
+import keras
+import pytest
+
+from tfmix.policy import layer_rules
+
+
+@pytest.mark.parametrize(
+    ("item", "name", "path", "expected"),
+    [
+        (keras.layers.Dense, "x", None, True),
+        (keras.layers.Layer, "x", None, True),
+        (keras.layers.Conv2D, "x", None, False),
+        ("Dense", "x", None, True),
+        ("Den", "x", None, False),
+        ("head", "head", None, True),
+        ("head", "my_head", None, False),
+        ("head", "head_1", None, False),
+        (".*head.*", "my_head_1", None, True),
+        ("net/.*", "x", "net/x", True),
+        ("net/.*", "x", None, False),
+        ("net", "x", "net/x", False),
+    ],
+)
+def test_an_item_matches_class_name_or_whole_path(item, name, path, expected):
+    assert layer_rules.matches(item, keras.layers.Dense, name, path) is expected
+
+
+@pytest.mark.parametrize(
+    "name", ["GroupQueryAttention", "AvgPool2D", "Convolution2D"]
+)
+def test_a_layer_is_known_by_every_name_keras_exports_it_under(name):
+    layer_class = getattr(keras.layers, name)
+    assert layer_class.__name__ != name
+    assert layer_rules.matches(name, layer_class, "x")
+    assert not layer_rules.matches(name, keras.layers.Dense, "x")
+
+
+def test_a_class_rule_takes_subclasses_too():
+    class MyDense(keras.layers.Dense):
+        pass
+
+    assert layer_rules.matches("Dense", MyDense, "x")
+    assert layer_rules.matches(keras.layers.Dense, MyDense, "x")
+
+
+@pytest.mark.parametrize(
+    ("items", "error", "message"),
+    [
+        ("Dense", TypeError, "must be a list"),
+        (keras.layers.Dense, TypeError, "must be a list"),
+        (7, TypeError, "must be a list"),
+        ([7], TypeError, "Received: 7 of type int"),
+        ([int], TypeError, "must be a Keras layer"),
+        (["Dense", "Dense"], ValueError, "twice"),
+        (["head["], ValueError, "'head\\['"),
+    ],
+)
+def test_wrong_items_are_refused(items, error, message):
+    with pytest.raises(error, match=message):
+        layer_rules.resolve(items)
+
+
+def test_a_layer_in_place_of_its_class_is_told_what_to_write():
+    with pytest.raises(TypeError, match="Name its class or its name"):
+        layer_rules.resolve([keras.layers.Dense(1)])
+
+
+def test_defaults_can_be_extended_and_shortened():
+    extended = layer_rules.default_float32_layers(
+        add=["mine"], remove=["Softmax"]
+    )
+    assert "mine" in extended
+    assert "Softmax" not in extended
+    assert "Softmax" in layer_rules.default_float32_layers()
+
+
+def test_removing_what_is_not_there_suggests_what_is():
+    with pytest.raises(ValueError, match="Did you mean 'Softmax'"):
+        layer_rules.default_float32_layers(remove=["softmax"])
+
+
+def test_adding_what_is_there_is_an_error():
+    with pytest.raises(ValueError, match="twice"):
+        layer_rules.default_float32_layers(add=["Softmax"])
+
+
+def test_every_default_rule_has_a_reason_and_names_a_class_once():
+    names = [rule.layer_class for rule in layer_rules.DEFAULT_LAYER_RULES]
+    assert len(names) == len(set(names))
+    assert all(rule.why for rule in layer_rules.DEFAULT_LAYER_RULES)
+
+
+def test_only_what_is_no_plain_name_waits_for_a_path():
+    assert layer_rules.needs_path(["net/.*"])
+    assert not layer_rules.needs_path(["Softmax", "head", keras.layers.Dense])

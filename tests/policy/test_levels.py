@@ -1,0 +1,38 @@
+"""The table of levels in the documentation is the one in the code."""
+
+import pathlib
+
+from tfmix.policy import layer_rules
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "levels.md"
+
+
+def table():
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|")[1:-1] for line in lines if line.startswith("| `O")]
+    return {cells[0].strip(" `"): [c.strip() for c in cells] for cells in rows}
+
+
+def test_every_level_has_a_row():
+    assert set(table()) == set(layer_rules.LEVELS)
+
+
+def test_rows_say_what_the_levels_do():
+    for name, cells in table().items():
+        level = layer_rules.LEVELS[name]
+        assert cells[1].startswith(f"`{level.policy}`")
+        statistics = "float16" if name == "O3" else "float32"
+        assert cells[3] == statistics
+        kept = level.keep_batchnorm_fp32 or level.policy == "float32"
+        assert (cells[3] == "float32") == kept
+        assert cells[4] == ("default" if level.op_rules else "none")
+        assert cells[5] == (level.loss_scale or "none")
+
+
+def test_level_one_names_its_white_list_and_level_two_its_black_list():
+    rows = table()
+    for name in ("Dense", "EinsumDense", "MultiHeadAttention", "PReLU"):
+        assert name in layer_rules.MATMUL_LAYERS
+        assert f"`{name}`" in rows["O1"][2]
+    assert "`LayerNormalization`" in rows["O2"][2]
+    assert layer_rules.LAYER_NORMALIZATION in layer_rules.LEVELS["O2"].rules

@@ -1,0 +1,224 @@
+"""`Policy`: names, rules, and how it stands in Keras's eyes."""
+
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+
+from tfmix.policy import layer_rules, names
+from tfmix.policy import policy as policies
+
+Policy = policies.Policy
+
+UNUSUAL = {
+    "float32_layers": ["head", keras.layers.Dropout],
+    "float32_ops": ["tanh"],
+    "keep_batchnorm_fp32": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "compute", "variable"),
+    [
+        ("float32", "float32", "float32"),
+        ("mixed_float16", "float16", "float32"),
+        ("mixed_bfloat16", "bfloat16", "float32"),
+        ("float16", "float16", "float16"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("O0", "float32", "float32"),
+        ("O1", "float16", "float32"),
+        ("O2", "float16", "float32"),
+        ("O3", "float16", "float16"),
+    ],
+)
+def test_a_name_says_which_dtypes_are_used(name, compute, variable):
+    policy = Policy(name)
+    assert (policy.compute_dtype, policy.variable_dtype) == (compute, variable)
+
+
+def test_auto_becomes_the_policy_of_this_machine(monkeypatch):
+    monkeypatch.setattr(policies, "auto_policy", lambda: "mixed_bfloat16")
+    assert Policy("auto").name == "mixed_bfloat16"
+    assert Policy("auto") == Policy("mixed_bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("fp16", "mixed_float16"),
+        ("bf16", "mixed_bfloat16"),
+        ("mixed_fp16", "mixed_float16"),
+        ("half", "mixed_float16"),
+        ("Mixed_Float16", "mixed_float16"),
+        ("mixed-bfloat16", "mixed_bfloat16"),
+        ("mixd_float16", "mixed_float16"),
+        ("bfloat", "mixed_bfloat16"),
+        ("o2", "O2"),
+        ("O5", "O"),
+        ("fp32", "float32"),
+    ],
+)
+def test_a_wrong_name_is_met_with_the_nearest_and_all_allowed(name, meant):
+    with pytest.raises(ValueError, match="must be one of") as error:
+        Policy(name)
+    text = str(error.value)
+    assert f"name={name!r}" in text
+    assert f"Did you mean '{meant}" in text
+    assert all(repr(allowed) in text for allowed in names.NAMES)
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", "bool", "string", "uint8", "float64", "float8", ""]
+)
+def test_dtypes_that_are_no_policy_are_refused(name):
+    with pytest.raises(ValueError, match="must be one of"):
+        Policy(name)
+
+
+@pytest.mark.parametrize("name", [None, 16, np.float16, np.dtype("float16")])
+def test_what_is_no_string_is_refused(name):
+    with pytest.raises(TypeError, match="must be a string, one of"):
+        Policy(name)
+
+
+@pytest.mark.parametrize("name", ["int4", "bool", "double", ""])
+def test_no_name_is_guessed_that_is_not_near(name):
+    with pytest.raises(ValueError, match="must be one of") as error:
+        Policy(name)
+    assert "Did you mean" not in str(error.value)
+
+
+def test_a_numpy_dtype_is_told_both_names_it_could_mean():
+    with pytest.raises(TypeError, match="'mixed_float16', or pure 'float16'"):
+        Policy(np.float16)
+
+
+def test_keep_batchnorm_fp32_must_be_a_boolean():
+    with pytest.raises(TypeError, match="keep_batchnorm_fp32='yes'"):
+        Policy("mixed_float16", keep_batchnorm_fp32="yes")
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))],
+)
+@pytest.mark.parametrize("name", ["mixed_float16", "O3"])
+def test_copies_keep_every_rule(name, duplicate):
+    policy = Policy(name, **UNUSUAL)
+    twin = duplicate(policy)
+    assert type(twin) is Policy
+    assert twin == policy
+    assert hash(twin) == hash(policy)
+    assert twin.level == policy.level
+    for field, value in UNUSUAL.items():
+        assert getattr(twin, field) == value
+        assert getattr(Policy(name), field) != value
+
+
+def test_policies_compare_by_content():
+    plain = keras.DTypePolicy("mixed_float16")
+    assert Policy("mixed_float16") == Policy("mixed_float16")
+    assert Policy("mixed_float16") != Policy("mixed_bfloat16")
+    assert Policy("mixed_float16") != Policy("mixed_float16", **UNUSUAL)
+    assert plain == Policy("mixed_float16")
+    assert Policy("mixed_float16") == plain
+    assert plain != Policy("mixed_float16", **UNUSUAL)
+    assert Policy("mixed_float16") != Policy("O2")
+    assert Policy("mixed_float16") != "mixed_float16"
+    assert len({Policy("O2"), Policy("O2"), Policy("O1")}) == 2
+
+
+def test_lists_are_read_as_copies():
+    policy = Policy("mixed_float16")
+    policy.float32_layers.clear()
+    policy.float32_ops.clear()
+    assert policy == Policy("mixed_float16")
+    assert policy.float32_layers
+    assert policy.float32_ops
+
+
+def test_the_representation_can_be_run():
+    policy = Policy("O2", float32_ops=["tanh"], keep_batchnorm_fp32=False)
+    assert eval(repr(policy), {"Policy": Policy}) == policy
+    assert repr(Policy("mixed_float16")) == "Policy('mixed_float16')"
+
+
+def test_a_layer_that_was_given_a_policy_is_saved_as_plain_keras():
+    layer = keras.layers.Dense(2, dtype=Policy("mixed_float16", **UNUSUAL))
+    assert layer.get_config()["dtype"] == {
+        "module": "keras",
+        "class_name": "DTypePolicy",
+        "config": {"name": "mixed_float16"},
+        "registered_name": None,
+    }
+
+
+def test_a_policy_is_both_ours_and_kerass():
+    policy = Policy("mixed_float16")
+    assert isinstance(policy, Policy)
+    assert isinstance(policy, keras.DTypePolicy)
+    assert type(policy) is Policy
+
+
+@pytest.mark.parametrize("name", ["float32", "O0"])
+def test_a_float32_policy_has_no_reason_to_keep_anything(name):
+    layer = keras.layers.Softmax
+    assert Policy(name).why_float32(layer, "softmax") is None
+
+
+def test_reasons_tell_our_rule_from_the_users():
+    policy = Policy("mixed_float16", float32_layers=["Softmax", "head.*"])
+    ours = policy.why_float32(keras.layers.Softmax, "softmax")
+    users = policy.why_float32(keras.layers.Dense, "head_2")
+    assert "logits" in ours
+    assert "head.*" in users
+    assert policy.why_float32(keras.layers.Dense, "dense") is None
+
+
+@pytest.mark.parametrize("name", ["O1", "O2"])
+def test_levels_one_and_two_keep_batch_normalisation(name):
+    batchnorm = keras.layers.BatchNormalization
+    assert Policy(name).why_float32(batchnorm, "bn")
+    off = Policy(name, keep_batchnorm_fp32=False)
+    assert off.why_float32(batchnorm, "bn") is None
+    assert Policy("O3").why_float32(batchnorm, "bn") is None
+    on = Policy("mixed_float16", keep_batchnorm_fp32=True)
+    assert on.why_float32(batchnorm, "bn")
+
+
+def test_level_one_lets_only_matmuls_compute_in_16_bit():
+    policy = Policy("O1")
+    assert not policy.outside_white_list(keras.layers.Dense)
+    assert not policy.outside_white_list(keras.layers.Conv2D)
+    assert not policy.outside_white_list(keras.layers.LSTM)
+    assert policy.outside_white_list(keras.layers.Add)
+    assert not Policy("O2").outside_white_list(keras.layers.Add)
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        (keras.DTypePolicy("mixed_bfloat16"), "mixed_bfloat16"),
+        (keras.DTypePolicy("float64"), "float32"),
+        (keras.dtype_policies.DTypePolicyMap("float16"), "float16"),
+        (
+            keras.dtype_policies.QuantizedDTypePolicy("int8", "mixed_bfloat16"),
+            "mixed_bfloat16",
+        ),
+    ],
+)
+def test_any_policy_of_kerass_has_rules_of_its_compute_dtype(policy, name):
+    assert policies.with_rules(policy) == Policy(name)
+
+
+def test_a_map_is_16_bit_when_any_entry_is():
+    entry = {"a": keras.DTypePolicy("mixed_float16")}
+    map_of = keras.dtype_policies.DTypePolicyMap
+    assert policies.is_sixteen_bit(map_of("float32", entry))
+    assert not policies.is_sixteen_bit(map_of("float32"))
+
+
+def test_every_level_of_the_table_is_a_name():
+    assert set(layer_rules.LEVELS) <= set(names.NAMES)

@@ -1,0 +1,177 @@
+"""What XLA makes of a step: one real branch, and no word to the host."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tfmix._keras import compilation
+from tfmix.scaling import optimizer as optimizers
+from tfmix.scaling.step import finite
+
+
+def built(shape, count):
+    model = [
+        keras.Variable(np.zeros(shape, "float32"), name=f"v{n}")
+        for n in range(count)
+    ]
+    optimizer = optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+    optimizer.build(model)
+    optimizer.scale_loss(1.0)
+    return model, optimizer
+
+
+def jax_program(model, optimizer):
+    import jax
+
+    grads = [jax.numpy.ones(v.shape) for v in model]
+    state = [v.value for v in optimizer.variables]
+    values = [v.value for v in model]
+    return jax.jit(optimizer.stateless_apply).lower(state, grads, values)
+
+
+def tensorflow_program(model, optimizer):
+    import tensorflow as tf
+
+    @tf.function(autograph=False, jit_compile=True)
+    def step(grads):
+        return optimizer.apply(grads, model)
+
+    grads = [tf.ones(v.shape) for v in model]
+    return step.experimental_get_compiler_ir(grads)(stage="optimized_hlo")
+
+
+@pytest.mark.parametrize("shape", [(256, 128), (4,)])
+def test_the_skip_stays_a_branch_and_copies_no_slots(shape):
+    if keras.backend.backend() == "jax":
+        program = jax_program(*built(shape, 2)).compile().as_text()
+    else:
+        program = tensorflow_program(*built(shape, 2))
+    assert " conditional(" in program
+
+
+@helpers.requires_backend("jax")
+def test_the_compiled_step_never_waits_for_the_host():
+    program = jax_program(*built((256, 128), 2)).compile().as_text()
+    words = ("callback", "infeed", "outfeed", " send(", " recv(")
+    assert [word for word in words if word in program] == []
+
+
+@helpers.requires_backend("jax")
+def test_the_search_for_host_calls_finds_one():
+    import jax
+
+    def printing(value):
+        jax.debug.print("{}", value)
+        return value
+
+    program = jax.jit(printing).lower(1.0).compile().as_text()
+    assert "callback" in program
+
+
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize("bad", [1.0, np.nan, np.inf])
+def test_an_accelerators_step_equals_the_branch(bad, monkeypatch):
+    def result():
+        model, optimizer = built((3,), 2)
+        grads = [np.float32([bad, 1, 2]), np.ones(3, "float32")]
+        import jax
+
+        return jax.jit(optimizer.stateless_apply)(
+            [v.value for v in optimizer.variables],
+            grads,
+            [v.value for v in model],
+        )
+
+    branch = result()
+    monkeypatch.setattr(compilation, "for_cpu", lambda: False)
+    for one, other in zip(sum(branch, []), sum(result(), []), strict=True):
+        helpers.assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, None])
+@pytest.mark.parametrize("place", [0, 777, -1])
+@pytest.mark.parametrize("shape", [(192, 128), (24577,), (129, 131)])
+def test_large_tensors_are_checked_whole_under_xla(shape, place, bad):
+    array = np.full(shape, 3e38, "float32")
+    array.ravel()[1] = 1e-45
+    if bad is not None:
+        array.ravel()[place] = bad
+    assert bool(_compiled_check(array)) is (bad is None)
+
+
+def _compiled_check(array):
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.jit(finite.all_finite)([array])
+    import tensorflow as tf
+
+    check = tf.function(finite.all_finite, autograph=False, jit_compile=True)
+    return check([tf.constant(array)])
+
+
+_MODES = ["jit"] if keras.backend.backend() == "jax" else ["graph", "xla"]
+
+
+@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize(
+    ("value", "scale", "applied"),
+    [
+        (3e38, 1.0, True),  # Its square overflows; it does not.
+        (3e38, 0.5, False),  # Finite until it is divided.
+        (1.6e38, 0.5, True),
+        (-np.inf, 0.5, False),
+        (np.nan, 2.0, False),
+        (1e-45, 2.0, True),
+    ],
+)
+def test_the_check_never_decides_wrongly(mode, value, scale, applied):
+    variable, optimizer = _after_a_step([0, 0, 0, 0, value], scale, mode)
+    assert bool(np.any(variable.numpy())) is (applied and value > 1)
+    assert optimizer.skipped_steps == (not applied)
+
+
+@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("scale", [2.0**-100, 3.0, 2.0**64, 2.0**127])
+def test_any_scale_is_divided_out(mode, scale):
+    true = np.float32([1.5, -0.25, 2.0**-20])
+    variable, _ = _after_a_step(true * np.float32(scale), scale, mode)
+    np.testing.assert_allclose(variable, -0.01 * true, rtol=1e-6)
+
+
+def _after_a_step(gradient, scale, mode):
+    variable = keras.Variable(np.zeros(len(gradient), "float32"))
+    optimizer = optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.01), loss_scale=scale
+    )
+    optimizer.build([variable])
+    optimizer.scale_loss(1.0)
+    gradient = np.float32(gradient)
+    if mode == "jit":
+        import jax
+
+        state = [v.value for v in optimizer.variables]
+        step = jax.jit(optimizer.stateless_apply)
+        values, state = step(state, [gradient], [variable.value])
+        new = [*values, *state]
+        for each, value in zip(
+            [variable, *optimizer.variables], new, strict=True
+        ):
+            each.assign(value)
+    else:
+        import tensorflow as tf
+
+        @tf.function(autograph=False, jit_compile=mode == "xla")
+        def step(gradient):
+            return optimizer.apply([gradient], [variable])
+
+        step(tf.constant(gradient))
+    return variable, optimizer
+
+
+@helpers.requires_backend("jax")
+def test_the_compiled_step_keeps_no_second_gradient():
+    model, optimizer = built((512, 256), 2)
+    memory = jax_program(model, optimizer).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * 512 * 256

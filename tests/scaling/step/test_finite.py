@@ -1,0 +1,79 @@
+"""`all_finite` finds a single bad number anywhere, and nothing else."""
+
+import numpy as np
+import pytest
+from keras import ops
+
+from tests import helpers
+from tfmix.scaling.step import finite
+
+BAD = [np.nan, np.inf, -np.inf]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("position", [(0, 0), (1, 2), (3, 4)])
+def test_one_bad_number_anywhere_is_found(dtype, bad, position):
+    array = np.ones((4, 5), "float32")
+    array[position] = bad
+    good = ops.ones((4, 5), dtype)
+    tensor = ops.cast(ops.convert_to_tensor(array), dtype)
+    assert not bool(finite.all_finite([good, {"key": (tensor, None)}]))
+    assert bool(finite.all_finite([good, {"key": (good, None)}]))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_largest_finite_numbers_are_finite(dtype):
+    largest = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
+    tensor = ops.cast(ops.full((1000,), largest[dtype]), dtype)
+    assert bool(finite.all_finite([tensor, -tensor]))
+
+
+def test_integers_nones_and_nothing_are_finite():
+    assert bool(finite.all_finite([]))
+    assert bool(finite.all_finite([None, ops.convert_to_tensor([1, 2])]))
+    assert bool(finite.all_finite([np.ones(3), 2.0]))
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("values", "rows", "dtype", "expected"),
+    [
+        ([1.0, 2.0, 3.0], [0, 1, 1], "float32", True),
+        ([1.0, np.nan, 3.0], [0, 1, 1], "float32", False),
+        ([3e38, 3e38, 1.0], [1, 1, 0], "float32", False),
+        ([3e38, 3e38, 1.0], [1, 2, 0], "float32", True),
+        ([64000.0, 64000.0, 1.0], [1, 1, 0], "float16", False),
+        ([64000.0, 64000.0, 1.0], [1, 2, 0], "float16", True),
+        ([64000.0, -64000.0, 1.0], [1, 1, 0], "float16", True),
+    ],
+)
+def test_rows_that_overflow_only_when_summed_are_caught(
+    values, rows, dtype, expected, compiled
+):
+    import tensorflow as tf
+
+    @tf.function(jit_compile=compiled, autograph=False)
+    def check(values, rows):
+        shape = tf.constant([5, 1])
+        return finite.all_finite([tf.IndexedSlices(values, rows, shape)])
+
+    values = tf.cast(tf.constant(values)[:, None], dtype)
+    assert bool(check(values, tf.constant(rows))) is expected
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize(("count", "expected"), [(1, True), (100, False)])
+def test_a_sum_of_rows_that_a_small_scale_makes_overflow_is_not_sure(
+    count, expected
+):
+    import tensorflow as tf
+
+    from tfmix.scaling.step import blocks, magnitude
+
+    values = tf.fill([count, 1], 1e18 * 10 / count**0.5)
+    rows = tf.IndexedSlices(values, tf.zeros(count, tf.int32), [5, 1])
+    step = [blocks.Block(rows, (0,))]
+    scale = tf.constant(1e-19)
+    assert bool(magnitude.surely_finite(step, scale)) is expected

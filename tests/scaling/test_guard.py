@@ -1,0 +1,252 @@
+"""A guarded model's skipped step leaves no trace, whatever runs it."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tfmix.scaling import guard as guards
+from tfmix.scaling import optimizer as optimizers
+from tfmix.scaling import rules
+
+MODES = {
+    "eager": {"run_eagerly": True},
+    "graph": {"jit_compile": False},
+    "xla": {"jit_compile": True},
+}
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class CountsCalls(keras.layers.Layer):
+    """Keeps state of the user's own: a float and an integer."""
+
+    def build(self, input_shape):
+        self.total = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, name="total"
+        )
+        self.calls = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, dtype="int32"
+        )
+
+    def call(self, inputs):
+        self.total.assign(self.total + keras.ops.sum(inputs))
+        self.calls.assign(self.calls + 1)
+        return inputs
+
+
+def make_model(rule="dynamic", **compile_arguments):
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8),
+            CountsCalls(),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1),
+        ]
+    )
+    wrapped = optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01), loss_scale=rule
+    )
+    model.compile(wrapped, loss="mse", metrics=["mae"], **compile_arguments)
+    return model
+
+
+def data(bad_row=None, bad=np.inf):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 4)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    if bad_row is not None:
+        x[bad_row] = bad
+    return x, y
+
+
+def without(array, start, stop):
+    return np.concatenate([array[:start], array[stop:]])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_bad_batch_is_as_if_it_had_not_been_there(mode, bad):
+    keras.utils.set_random_seed(1)
+    guarded = guards.guard(make_model(**MODES[mode]))
+    keras.utils.set_random_seed(1)
+    oracle = make_model(**MODES[mode])
+    fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
+    x, y = data(bad_row=20, bad=bad)
+    history = guarded.fit(x, y, **fit).history
+    good = [without(array, 16, 32) for array in data()]
+    expected = oracle.fit(*good, **fit).history
+    for key in ("loss", "mae"):
+        helpers.assert_close(history[key], expected[key], "float32")
+    for ours, theirs in zip(guarded.weights, oracle.weights, strict=True):
+        if ours.name != "calls" and "int" not in ours.dtype:
+            helpers.assert_close(ours, theirs, "float32")
+    assert guarded.optimizer.skipped_steps == 2
+
+
+def test_without_the_guard_the_same_batch_poisons_the_model():
+    model = make_model()
+    model.fit(*data(bad_row=20), batch_size=16, verbose=0, shuffle=False)
+    with pytest.raises(AssertionError, match="not finite"):
+        helpers.assert_all_finite(model.non_trainable_variables)
+
+
+def test_terminate_on_nan_lets_a_healthy_run_go_on():
+    model = guards.guard(make_model())
+    history = model.fit(
+        *data(bad_row=20),
+        batch_size=16,
+        epochs=3,
+        verbose=0,
+        callbacks=[keras.callbacks.TerminateOnNaN()],
+    )
+    assert len(history.history["loss"]) == 3
+    helpers.assert_all_finite(history.history["loss"])
+
+
+@pytest.mark.parametrize("rule", [64.0, rules.NoLossScale()])
+def test_the_guard_works_with_every_rule(rule):
+    model = guards.guard(make_model(rule))
+    model.fit(*data(bad_row=20), batch_size=16, verbose=0)
+    helpers.assert_all_finite(model.non_trainable_variables[:1])
+    assert model.optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+def test_a_skipped_batch_can_be_retried_at_a_lower_scale(mode):
+    # A loss this large overflows float32 until the scale has come down.
+    def huge(y_true, y_pred):
+        return keras.ops.mean(keras.ops.square(y_pred - y_true)) * 1e30
+
+    model = make_model()
+    rule = rules.DynamicLossScale(2.0**24)
+    model.compile(
+        optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(1e-33), loss_scale=rule
+        ),
+        loss=huge,
+        metrics=["mae"],
+        **MODES[mode],
+    )
+    guards.guard(model, retries=10)
+    x, y = data()
+    history = model.fit(x * 30, y * 30, batch_size=16, verbose=0).history
+    skipped = model.optimizer.skipped_steps
+    assert skipped > 0
+    assert int(model.optimizer.iterations) == 4
+    assert model.optimizer.loss_scale == 2.0 ** (24 - skipped)
+    helpers.assert_all_finite([history["loss"][0], history["mae"][0]])
+
+
+def test_guarding_twice_and_compiling_again_change_nothing():
+    model = make_model()
+    assert not guards.is_guarded(model)
+    assert guards.guard(guards.guard(model)) is model
+    assert guards.is_guarded(model)
+    model.fit(*data(), verbose=0)
+    model.compile(optimizers.LossScaleOptimizer("sgd"), loss="mse")
+    model.fit(*data(bad_row=3), batch_size=16, verbose=0)
+    helpers.assert_all_finite(
+        v for v in model.non_trainable_variables if "int" not in v.dtype
+    )
+
+
+def test_a_model_that_was_trained_before_is_compiled_anew():
+    model = make_model()
+    model.fit(*data(), batch_size=16, verbose=0)
+    guards.guard(model).fit(*data(bad_row=3), batch_size=16, verbose=0)
+    helpers.assert_all_finite(
+        v for v in model.non_trainable_variables if "int" not in v.dtype
+    )
+
+
+def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
+    model = guards.guard(make_model())
+    x, y = data()
+    model.fit(x, y, batch_size=16, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    helpers.assert_same_bits(
+        loaded.predict(x, verbose=0), model.predict(x, verbose=0)
+    )
+    assert type(loaded.optimizer) is optimizers.LossScaleOptimizer
+    with pytest.warns(UserWarning, match=r"tfmix.guard\(model\)"):
+        loaded.fit(x, y, verbose=0)
+    again = keras.models.load_model(tmp_path / "model.keras")
+    guards.guard(again).fit(x, y, verbose=0)
+    again.compile("adam", loss="mse")
+    assert "guarded" not in str(again.get_compile_config())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_epoch_without_an_applied_step_does_not_report_a_loss_of_zero(mode):
+    # The loss is finite, the gradients are not: the scale is far too high.
+    model = make_model(**MODES[mode])
+    rule = rules.DynamicLossScale(2.0**120, max_scale=2.0**120)
+    wrapped = optimizers.LossScaleOptimizer("sgd", loss_scale=rule)
+    model.compile(wrapped, loss="mse", metrics=["mae"], **MODES[mode])
+    guards.guard(model)
+    x, y = data()
+    y = y * 1e3
+    history = model.fit(x, y, batch_size=16, verbose=0).history
+    assert wrapped.skipped_steps == 4
+    assert 1e5 < history["loss"][0] < 1e8
+    assert history["mae"][0] > 1.0
+
+
+def test_a_stuck_run_does_not_hide_that_its_loss_is_not_finite():
+    model = guards.guard(make_model())
+    x, y = data()
+    stop = keras.callbacks.TerminateOnNaN()
+    fit = {"batch_size": 1, "verbose": 0, "callbacks": [stop]}
+    history = model.fit(x * np.nan, y, **fit).history
+    assert np.isnan(history["loss"][-1])
+    assert model.optimizer.skipped_steps == 3
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_train_step_of_the_users_own_is_guarded_and_keeps_its_logs():
+    import tensorflow as tf
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm = keras.layers.BatchNormalization()
+            self.dense = keras.layers.Dense(1)
+            self.seen = keras.metrics.Mean(name="seen")
+
+        def call(self, x, training=False):
+            return self.dense(self.norm(x, training=training))
+
+        def train_step(self, batch):
+            x, y = batch
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+                scaled = self.optimizer.scale_loss(loss)
+            grads = tape.gradient(scaled, self.trainable_variables)
+            self.optimizer.apply(grads, self.trainable_variables)
+            self.seen.update_state(loss)
+            return {"seen": self.seen.result(), "answer": tf.constant(42.0)}
+
+    model = Own()
+    model.compile(optimizers.LossScaleOptimizer("adam"))
+    guards.guard(model)
+    history = model.fit(*data(bad_row=20), batch_size=16, verbose=0).history
+    assert history["answer"] == [42.0]
+    assert np.isfinite(history["seen"][0])
+    helpers.assert_all_finite(model.non_trainable_variables)
+
+
+def test_a_model_that_cannot_skip_is_refused_with_what_to_write():
+    model = make_model()
+    model.compile("adam", loss="mse")
+    with pytest.raises(ValueError, match="tfmix.NoLossScale"):
+        guards.guard(model)
+    with pytest.raises(TypeError, match="model=3"):
+        guards.guard(3)
+    with pytest.raises(ValueError, match="retries=-1"):
+        guards.guard(make_model(), retries=-1)
+    late = guards.guard(make_model())
+    late.compile("adam", loss="mse")
+    with pytest.raises(ValueError, match="can be guarded only if"):
+        late.fit(*data(), verbose=0)

@@ -1,0 +1,1 @@
+"""The private side of Keras and TensorFlow: all of it that we reach into."""

@@ -1,0 +1,142 @@
+"""Where Keras does the work of each op: the functions behind `keras.ops`.
+
+Keras looks every backend function up as an attribute (`backend.numpy.sum`)
+each time it is called, on all routes: eager `keras.ops`, `Operation` objects
+stored in Functional graphs, layers and activations. Replacing the attribute
+therefore reaches every caller, also those that did `from keras.ops import sum`
+long before. Ops that are composed in `keras.src.ops` itself have a private
+worker there (`_normalize`), which both routes call and which is replaced
+instead.
+
+Checked on Keras 3.12.4 and 3.15.1, backends TensorFlow and JAX.
+"""
+
+import functools
+import importlib
+import inspect
+from typing import Any
+
+import keras
+
+from tfmix._keras import attributes
+
+# Later Keras versions keep the op modules below `backend.ops`.
+_BACKEND_PARENTS = ("keras.src.backend", "keras.src.backend.ops")
+_OP_PARENTS = ("keras.src.ops", "keras.src.backend.ops")
+_THEMES = ("numpy", "nn", "math", "linalg", "image")
+ATTENTION = "dot_product_attention"
+# With dropout, returned scores or more than one attention axis, the attention
+# layers do not call `ops.dot_product_attention` but this method of their own.
+ATTENTION_METHOD = "_compute_attention"
+
+
+def is_op(name: str) -> bool:
+    """Says whether Keras has a public op or activation that can be ruled.
+
+    Args:
+        name: A name as in `keras.ops` or `keras.activations`.
+
+    Returns:
+        True if the function exists and tfmix knows where to reach it.
+    """
+    public = hasattr(keras.ops, name) or hasattr(keras.activations, name)
+    return public and bool(targets(name))
+
+
+def op_names() -> list[str]:
+    """Returns the sorted names of all ops that can be put under a rule."""
+    public = {*dir(keras.ops), *dir(keras.activations)}
+    return sorted(n for n in public if not n.startswith("_") and targets(n))
+
+
+@functools.cache
+def targets(name: str) -> tuple[attributes.Place, ...]:
+    """Finds where the work of one op is done.
+
+    Args:
+        name: A name as in `keras.ops` or `keras.activations`.
+
+    Returns:
+        `(owner, attribute)` pairs, empty if there is nothing to replace.
+    """
+    if name == ATTENTION:
+        if _has_float32_logits():
+            return _attention_methods()
+        return _attention_methods() + _functions(name)
+    return _functions(name) or _activation_class(name)
+
+
+def _functions(name: str) -> tuple[attributes.Place, ...]:
+    for parents, function in (
+        (_BACKEND_PARENTS, name),
+        (_OP_PARENTS, f"_{name}"),
+    ):
+        found = [m for m in _modules(parents) if _defines(m, function)]
+        if found:
+            return tuple((module, function) for module in found)
+    return ()
+
+
+def _attention_methods() -> tuple[attributes.Place, ...]:
+    """Returns where the attention layers write attention out."""
+    layers = (
+        keras.layers.MultiHeadAttention,
+        keras.layers.GroupQueryAttention,
+    )
+    return tuple(
+        (c, ATTENTION_METHOD) for c in layers if ATTENTION_METHOD in vars(c)
+    )
+
+
+def _has_float32_logits() -> bool:
+    """Says whether the backend makes float32 logits of 16-bit queries.
+
+    JAX does on accelerators, where a cast before it would only rule flash
+    attention out; on a CPU it has no such product of float16 and raises.
+    """
+    if keras.backend.backend() != "jax":
+        return False
+    import jax
+
+    return bool(jax.default_backend() != "cpu")
+
+
+def _defines(module: Any, name: str) -> bool:
+    """Says whether a module wrote a function itself, not only imports it."""
+    value = vars(module).get(name)
+    return inspect.isfunction(value) and value.__module__ == module.__name__
+
+
+@functools.cache
+def _modules(parents: tuple[str, ...]) -> list[Any]:
+    modules: list[Any] = []
+    for parent in parents:
+        try:
+            package = importlib.import_module(parent)
+        except ImportError:
+            continue
+        for theme in _THEMES:
+            module = getattr(package, theme, None)
+            if inspect.ismodule(module) and module not in modules:
+                modules.append(module)
+    if not modules:
+        raise RuntimeError(
+            f"tfmix found none of the op modules {list(_THEMES)} below "
+            f"{list(parents)} in Keras {keras.__version__}, so `float32_ops` "
+            "cannot work. Pass `float32_ops=[]`, or use a Keras version that "
+            "tfmix was checked on (3.12 to 3.15)."
+        )
+    return modules
+
+
+def _activation_class(name: str) -> tuple[attributes.Place, ...]:
+    """Finds activations that do their own arithmetic, such as mish."""
+    try:
+        module = importlib.import_module("keras.src.activations.activations")
+    except ImportError:
+        return ()
+    for label, value in vars(module).items():
+        same = label.lower() == name.replace("_", "")
+        if same and inspect.isclass(value) and "static_call" in vars(value):
+            return ((value, "static_call"),)
+    return ()

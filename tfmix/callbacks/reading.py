@@ -1,0 +1,233 @@
+"""A sample of a training step, read: rows, and what went wrong first."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfmix import _formats
+from tfmix.callbacks import sampler
+from tfmix.doctor import gaps, probe, ranges, verdicts
+
+# Below four bits a gradient is noise.
+_DIGITS = 16
+# Share of a model's probabilities below the normal range that is a fault.
+_LOW = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A fault in a sampled step.
+
+    Attributes:
+        step: The training step, from 0.
+        layer: The layer that made it, or `"loss"`.
+        phase: `"forward"` or `"backward"`.
+        verdict: `"overflow"`, `"underflow"`, `"inaccurate"` or
+            `"not_finite"`.
+    """
+
+    step: int
+    layer: str
+    phase: str
+    verdict: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One tensor of one sampled step.
+
+    Attributes:
+        layer: The layer's name; the path of a weight.
+        phase: `"forward"` for outputs, `"backward"` for their gradients,
+            `"weights"`, or `"weight_gradients"`. Gradients are measured as
+            they are, multiplied by the loss scale.
+        measures: Where its values lie in the format.
+    """
+
+    layer: str
+    phase: str
+    ranges: ranges.Measures
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reader:
+    """Reads the samples of one model.
+
+    Attributes:
+        found: The watched layers.
+        variables: Paths of the trainable weights.
+        limits: The 16-bit format.
+    """
+
+    found: Sequence[probe.Target]
+    variables: Sequence[str]
+    limits: _formats.Format
+
+    def rows(self, sample: sampler.Sample) -> list[Row]:
+        """Returns a row for every tensor of a sample."""
+        names = [self.found[call.target].name for call in sample.calls]
+        tables = [
+            (names, "forward", sample.forward[:, : len(ranges.COLUMNS)]),
+            (names, "backward", sample.backward),
+            (self.variables, "weights", sample.weights),
+            (self.variables, "weight_gradients", sample.gradients),
+        ]
+        return [
+            Row(name, phase, ranges.from_vector(row, self.limits))
+            for layers, phase, table in tables
+            for name, row in zip(layers, table, strict=True)
+        ]
+
+    def forward(self, sample: sampler.Sample) -> tuple[str, str] | None:
+        """Returns layer and verdict of the first fault of the forward pass."""
+        faults: dict[str, str] = {}
+        for call, row in zip(sample.calls, sample.forward, strict=True):
+            target = self.found[call.target]
+            verdict = self._own_fault(call, row)
+            inside = [
+                name for name in faults if target.name in self._inside(name)
+            ]
+            # A layer is not blamed for the layers inside it.
+            if verdict != verdicts.OK and not inside:
+                faults.setdefault(target.name, verdict)
+        if faults:
+            severe = (verdicts.OVERFLOW, verdicts.NOT_FINITE)
+            hard = [one for one in faults.items() if one[1] in severe]
+            return (hard or list(faults.items()))[0]
+        for call, row in zip(sample.calls, sample.forward, strict=True):
+            if _column(row, "not_finite") > 0:
+                # Its input or its weights are not finite themselves.
+                return self.found[call.target].name, verdicts.NOT_FINITE
+        return None
+
+    def backward(
+        self, sample: sampler.Sample, bad: Callable[[Any], bool]
+    ) -> str | None:
+        """Returns the layer whose gradients are bad first, going back.
+
+        Args:
+            sample: The sample.
+            bad: Says of a row of `backward` or `gradients` whether it is.
+
+        Returns:
+            The layer that computes them, `"loss"` if that is the loss, None
+            if none are bad.
+        """
+        names = [self.found[call.target].name for call in sample.calls]
+        # Each gradient was computed by the layer that came next.
+        makers = [*names[1:], verdicts.LOSS]
+        for name, maker, call, row in reversed(
+            list(zip(names, makers, sample.calls, sample.backward, strict=True))
+        ):
+            sixteen = call.dtype in _formats.SIXTEEN_BIT
+            if sixteen and bad(row):
+                return maker
+            if self._weights_bad(name, sample, bad):
+                return name
+        return None
+
+    def overflow(self, sample: sampler.Sample) -> str | None:
+        """Returns the layer whose gradients overflow first, going back.
+
+        A loss that is itself out of the format's range, a sum over pixels
+        for instance, is the reason for all that overflow behind it.
+        """
+        layer = self.backward(sample, not_finite)
+        if layer is not None and abs(sample.loss) > self.limits.max:
+            return verdicts.LOSS
+        return layer
+
+    def lost(self, sample: sampler.Sample, exact: sampler.Sample) -> str | None:
+        """Returns the layer, going back, that loses a whole gradient.
+
+        Args:
+            sample: The sample.
+            exact: A sample of the same step in float32.
+
+        Returns:
+            The layer's name; None if what vanished is zero in float32, too.
+        """
+        check = vanished(self.limits)
+        kept = [_column(row, "largest") > 0.0 for row in exact.backward]
+        backward = sample.backward.copy()
+        backward[~np.array(kept, bool)] = np.inf
+        known = [_column(row, "largest") > 0.0 for row in exact.gradients]
+        gradients = sample.gradients.copy()
+        gradients[~np.array(known, bool)] = np.inf
+        return self.backward(
+            dataclasses.replace(sample, backward=backward, gradients=gradients),
+            check,
+        )
+
+    def _weights_bad(
+        self, name: str, sample: sampler.Sample, bad: Callable[[Any], bool]
+    ) -> bool:
+        (target,) = (one for one in self.found if one.name == name)
+        if not target.whole:
+            return False
+        paths = {
+            variable.path
+            for layer in target.layers
+            for variable in layer.trainable_variables
+        }
+        rows = [
+            row
+            for path, row in zip(self.variables, sample.gradients, strict=True)
+            if path in paths
+        ]
+        # One that overflowed is a fault; one that is zero, a bias before a
+        # normalisation perhaps, is none.
+        return (
+            any(map(not_finite, rows))
+            and any(map(bad, rows))
+            or (bool(rows) and all(map(bad, rows)))
+        )
+
+    def _own_fault(self, call: sampler.Call, row: Any) -> str:
+        measured = ranges.from_vector(row[: len(ranges.COLUMNS)], self.limits)
+        error, broken, head = row[len(ranges.COLUMNS) :]
+        if broken:
+            return verdicts.OK
+        lost = not math.isfinite(error)
+        gap = gaps.Gap(
+            relative_error=float(error),
+            cosine=1.0,
+            lost=lost,
+            only_nan=False,
+            broken=False,
+            flushed=measured.zero if error >= 1 else 0.0,
+            subnormal=measured.subnormal,
+            headroom_bits=measured.headroom_bits,
+        )
+        verdict = verdicts.of_output(gap, self.limits)
+        low = measured.subnormal + measured.zero > _LOW
+        sixteen = call.dtype in _formats.SIXTEEN_BIT
+        if verdict == verdicts.OK and head and sixteen and low:
+            return verdicts.UNDERFLOW
+        return verdict
+
+    def _inside(self, name: str) -> tuple[str, ...]:
+        (target,) = (one for one in self.found if one.name == name)
+        return target.inside
+
+
+def not_finite(row: Any) -> bool:
+    """Says of a row of measures whether an entry was not finite."""
+    return _column(row, "not_finite") > 0
+
+
+def vanished(limits: _formats.Format) -> Callable[[Any], bool]:
+    """Returns what says of a row whether its entries have lost all digits."""
+
+    def check(row: Any) -> bool:
+        largest = _column(row, "largest")
+        return largest < _DIGITS * limits.smallest and not not_finite(row)
+
+    return check
+
+
+def _column(row: Any, name: str) -> float:
+    return float(row[ranges.COLUMNS.index(name)])

@@ -1,0 +1,276 @@
+"""Existing models: into 16 bit, in place or as a copy, and back."""
+
+from typing import Any, NamedTuple
+
+import keras
+from absl import logging
+
+from tfmix.conversion import (
+    changes,
+    conversion_report,
+    copying,
+    optimizer_state,
+    planned_policies,
+)
+from tfmix.policy import policy as policies
+from tfmix.policy.in_force import (
+    carried,
+    compiling,
+    new_layers,
+    scope,
+    suited_optimizer,
+)
+from tfmix.scaling import guard
+from tfmix.scaling import optimizer as scaling
+
+
+class Prepared(NamedTuple):
+    """What `prepare` returns.
+
+    Attributes:
+        model: The model that was given, converted in place.
+        optimizer: The optimizer to compile with, wrapped where it is needed.
+        report: The `ConversionReport`, with `undo()`.
+    """
+
+    model: Any
+    optimizer: Any
+    conversion_report: conversion_report.ConversionReport
+
+
+def apply_policy(
+    model: Any, policy: str | keras.DTypePolicy
+) -> conversion_report.ConversionReport:
+    """Changes the dtypes of an existing model, in place.
+
+    Use it on a model that exists already: loaded, from `keras.applications`,
+    trained, compiled or not. Its weights stay; the next `fit`, `predict` and
+    `evaluate` use the new dtypes. The model's outputs stay float32; those of
+    a subclassed model where a layer with a softmax makes them, and a warning
+    says where they do not. A compiled model's optimizer is wrapped if the
+    new dtypes call for it.
+
+    Args:
+        model: A `keras.Model`: Functional, Sequential or subclassed, nested
+            or with shared layers.
+        policy: As for `set_global_policy`. Its rules decide which layers
+            stay in float32; a layer quantized or of an integer dtype, and
+            in a model with 16-bit layers a float32 one, is left alone.
+
+    Returns:
+        A `ConversionReport`: one row per layer, and `undo()`.
+
+    Raises:
+        TypeError: If `model` is no Keras 3 model or `policy` no policy.
+        ValueError: If the policy is unknown or its dtype is no float.
+
+    Example:
+        >>> model = keras.Sequential(
+        ...     [keras.Input((4,)), keras.layers.Dense(8),
+        ...      keras.layers.Dense(2, "softmax")]
+        ... )
+        >>> report = apply_policy(model, "mixed_float16")
+        >>> [row.after for row in report.rows]
+        ['mixed_float16', 'float32']
+        >>> report.undo()
+        >>> model.layers[0].compute_dtype
+        'float32'
+    """
+    accepted = scope.accept(policy)
+    _check_model(model)
+    steps = planned_policies.plan(model, accepted)
+    rows = [_row(step) for step in steps if step.shown]
+    notes = (
+        *_already(rows, accepted),
+        *planned_policies.unused_rules(model, accepted),
+    )
+    state_before = optimizer_state.take(model)
+    undo_methods = changes.remember_methods(model)
+    undo_dtypes = changes.set_dtypes(steps)
+    undo_optimizer = _optimizer_undo(model)
+    carried.drop(model)
+    carried.carry(model, accepted)
+    _suit_optimizer(model, accepted, state_before)
+    changes.forget_compiled(model)
+
+    def undo() -> None:
+        trained = optimizer_state.take(model)
+        undo_methods()
+        undo_dtypes()
+        undo_optimizer()
+        optimizer_state.give(model, trained)
+        changes.forget_compiled(model)
+
+    for note in notes:
+        logging.warning("tfmix: %s", note)
+    return conversion_report.ConversionReport(accepted, rows, undo, notes)
+
+
+def convert_model(
+    model: Any, policy: str | keras.DTypePolicy, *, inference: bool = False
+) -> Any:
+    """Makes a converted copy of a model; the source is left untouched.
+
+    Use it for a second, 16-bit version: to compare, to serve, or to save at
+    half the size under `"float16"` or `"bfloat16"`, whose variables are cast.
+
+    Args:
+        model: A `keras.Model`. A subclassed one must be loadable, that is
+            have a `get_config` that says how to make it.
+        policy: As for `apply_policy`.
+        inference: Boolean, whether the copy is only for prediction: it is
+            then not compiled, carries no optimizer state and has nothing
+            trainable. Defaults to `False`.
+
+    Returns:
+        The copy, weights carried over; compiled, with the optimizer's state,
+        if the source is.
+
+    Raises:
+        TypeError: If `model` is no Keras 3 model, or cannot be copied.
+        ValueError: As `apply_policy`.
+
+    Example:
+        >>> model = keras.Sequential(
+        ...     [keras.Input((4,)), keras.layers.Dense(8),
+        ...      keras.layers.Dense(2)]
+        ... )
+        >>> convert_model(model, "mixed_bfloat16").layers[0].compute_dtype
+        'bfloat16'
+        >>> model.layers[0].compute_dtype
+        'float32'
+    """
+    accepted = scope.accept(policy)
+    _check_model(model)
+    twin = copying.copied(model)
+    if inference:
+        copying.forget_training(twin)
+    apply_policy(twin, accepted)
+    return twin
+
+
+def prepare(
+    model: Any,
+    optimizer: Any,
+    level: str | keras.DTypePolicy = "O2",
+    *,
+    keep_batchnorm_fp32: bool | None = None,
+) -> Prepared:
+    """Converts a model, wraps its optimizer and guards it, in one call.
+
+    The form other libraries have: Apex's `amp.initialize`, MindSpore's
+    `build_train_network`. `compile` the model with the optimizer returned.
+
+    Args:
+        model: A `keras.Model`, changed in place.
+        optimizer: A Keras optimizer or the name of one.
+        level: `"O0"` to `"O3"`, or any policy. Defaults to `"O2"`:
+            `mixed_float16`, normalisation layers in float32, dynamic loss
+            scale.
+        keep_batchnorm_fp32: Boolean, overrides the level's choice. Defaults
+            to `None`, the level's own.
+
+    Returns:
+        A named tuple `(model, optimizer, report)`.
+
+    Raises:
+        TypeError, ValueError: As `apply_policy`; also if both a policy object
+            and `keep_batchnorm_fp32` are given.
+
+    Example:
+        >>> model = keras.Sequential(
+        ...     [keras.Input((4,)), keras.layers.Dense(8),
+        ...      keras.layers.Dense(2)]
+        ... )
+        >>> model, optimizer, report = prepare(model, "sgd", level="O2")
+        >>> type(optimizer).__name__
+        'LossScaleOptimizer'
+    """
+    if keep_batchnorm_fp32 is not None:
+        if not isinstance(level, str):
+            raise ValueError(
+                "`keep_batchnorm_fp32` goes with a level's name. Received: "
+                f"level={level!r}. Give it to the Policy instead."
+            )
+        level = policies.Policy(level, keep_batchnorm_fp32=keep_batchnorm_fp32)
+    accepted = scope.accept(level)
+    _check_model(model)
+    found = keras.optimizers.get(optimizer)
+    done = apply_policy(model, accepted)
+    ruled = policies.with_rules(accepted)
+    found = suited_optimizer.suited(found, model, ruled.level)
+    if getattr(model, "compiled", False):
+        compiling.adopt_optimizer(model, found)
+    if isinstance(found, scaling.LossScaleOptimizer):
+        guard.guard(model)
+    return Prepared(model, found, done)
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, keras.Model):
+        return
+    hint = ""
+    if isinstance(model, keras.Layer):
+        hint = " Put the layer into a model, or set its `dtype_policy`."
+    elif "tf_keras" in type(model).__module__:
+        hint = " It is a model of tf_keras (Keras 2), which is not supported."
+    raise TypeError(
+        "`model` must be a Keras 3 model (keras.Model). Received: "
+        f"model={model!r} of type {type(model).__name__}.{hint}"
+    )
+
+
+def _row(step: planned_policies.Step) -> conversion_report.Row:
+    return conversion_report.Row(
+        new_layers.path_of(step.layer),
+        type(step.layer).__name__,
+        _name(step.layer),
+        step.policy.name,
+        step.why,
+    )
+
+
+def _name(layer: Any) -> str:
+    current = layer.dtype_policy
+    if isinstance(current, keras.dtype_policies.DTypePolicyMap):
+        return str(current[new_layers.path_of(layer)].name)
+    return str(current.name)
+
+
+def _already(
+    rows: list[conversion_report.Row], policy: keras.DTypePolicy
+) -> tuple[str, ...]:
+    if any(row.before != row.after for row in rows):
+        return ()
+    if any(row.after == policy.name for row in rows):
+        return (f"The model was {policy.name} already: no layer changes.",)
+    return ("No layer changes: the last column says why.",)
+
+
+def _suit_optimizer(
+    model: Any,
+    policy: keras.DTypePolicy,
+    state: optimizer_state.Handover | None,
+) -> None:
+    optimizer = getattr(model, "optimizer", None)
+    if not getattr(model, "compiled", False) or optimizer is None:
+        return
+    level = policies.with_rules(policy).level
+    pure = suited_optimizer.has_sixteen_bit_variables(model)
+    anew = optimizer.built and (pure or (state is not None and state.cast))
+    if anew:
+        # Its slots have the shapes and dtypes of variables that were.
+        optimizer = type(optimizer).from_config(optimizer.get_config())
+    suited = suited_optimizer.suited(optimizer, model, level)
+    compiling.adopt_optimizer(model, suited)
+    if isinstance(suited, scaling.LossScaleOptimizer):
+        guard.guard(model)
+    if anew:
+        optimizer_state.give(model, state)
+
+
+def _optimizer_undo(model: Any) -> changes.Undo:
+    optimizer = getattr(model, "optimizer", None)
+    if not getattr(model, "compiled", False) or optimizer is None:
+        return lambda: None
+    return lambda: compiling.adopt_optimizer(model, optimizer)

@@ -1,0 +1,162 @@
+"""A model, a batch and a loss: run as often as needed, nothing changed."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from tfmix._keras import layers
+from tfmix.doctor import probe
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """What a check runs: the model on one batch, in training mode.
+
+    Attributes:
+        model: A built Keras model.
+        x: The inputs, as tensors.
+        y: The targets, or None.
+        loss: Maps `(y, outputs)` to the loss, or None without a loss.
+    """
+
+    model: Any
+    x: Any
+    y: Any
+    loss: Callable[[Any, Any], Any] | None
+
+    def weights(self) -> list[Any]:
+        """Returns the values of the trainable weights."""
+        return [weight.value for weight in self.model.trainable_variables]
+
+    def run(self, weights: Sequence[Any]) -> tuple[Any, Any]:
+        """Runs the model and the loss.
+
+        Args:
+            weights: Values to use for the trainable weights. Every other
+                variable is read; none is written, the random seeds included.
+
+        Returns:
+            The model's outputs, and the loss or None.
+        """
+        mapping = list(
+            zip(self.model.trainable_variables, weights, strict=True)
+        )
+        with keras.StatelessScope(mapping, collect_losses=True) as scope:
+            outputs = self._call()
+            loss = self._total(outputs, scope)
+        return outputs, loss
+
+    def loss_of(self, outputs: Sequence[Any], template: Any) -> Any:
+        """Computes the loss of other float outputs, as one scalar."""
+        if self.loss is None:
+            raise missing_loss()
+        value = self.loss(self.y, probe.replaced(template, outputs))
+        return ops.mean(value) if len(value.shape) else value
+
+    def _call(self) -> Any:
+        if getattr(self.model, "_call_has_training_arg", False):
+            return self.model(self.x, training=True)
+        return self.model(self.x)
+
+    def _total(self, outputs: Any, scope: Any) -> Any:
+        parts = [ops.cast(ops.sum(part), "float32") for part in scope.losses]
+        if self.loss is not None:
+            main = self.loss_of(probe.floats(outputs), outputs)
+            parts.append(ops.cast(main, "float32"))
+        return sum(parts[1:], parts[0]) if parts else None
+
+
+def missing_loss() -> ValueError:
+    """Returns the error for a check of gradients without a loss."""
+    return ValueError(
+        "There is no loss to compute gradients of. Received: loss=None. "
+        'Pass `loss=`, for example loss="sparse_categorical_crossentropy", '
+        "or compile the model."
+    )
+
+
+def prepare(model: Any, x: Any, y: Any, loss: Any) -> Batch:
+    """Checks the arguments of a check and builds the model if need be.
+
+    Args:
+        model: A Keras model.
+        x: Inputs: an array, or a nest of arrays.
+        y: Targets, or None.
+        loss: A name, a `keras.losses.Loss`, a function of `(y, outputs)`, a
+            nest of those for several outputs, or None for the loss that the
+            model was compiled with.
+
+    Returns:
+        The `Batch`.
+
+    Raises:
+        TypeError: If `model` is no Keras model.
+        ValueError: If there are no rows, if there are targets and no loss,
+            or a loss but no targets.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "`model` must be a keras.Model. "
+            f"Received: model={model!r} of type {type(model).__name__}."
+        )
+    x, y = tree.map_structure(_tensor, (x, y))
+    _refuse_empty(x)
+    if y is None and loss is not None:
+        raise ValueError(
+            "A loss needs targets: pass `y`, or leave `loss` out to check "
+            f"the forward pass alone. Received: y=None, loss={loss!r}."
+        )
+    function = None if y is None else _function(model, loss)
+    batch = Batch(model, x, y, function)
+    if not all(layer.built for layer in layers.flat_layers(model)):
+        # As `fit` would; the variables have to be there before the scopes.
+        model(x)
+    return batch
+
+
+def _refuse_empty(x: Any) -> None:
+    shapes = [tuple(leaf.shape) for leaf in tree.flatten(x)]
+    if any(shape[:1] == (0,) for shape in shapes):
+        # The mean of no losses is NaN, which is no fault of the model.
+        raise ValueError(
+            "`x` must hold at least one row; 16 to 64 are enough. "
+            f"Received: x of shape {shapes[0]}."
+        )
+
+
+def _tensor(value: Any) -> Any:
+    if value is None:
+        return None
+    if getattr(value, "dtype", None) == np.float64:
+        # As `fit` does with NumPy's default.
+        value = np.asarray(value, keras.config.floatx())
+    return ops.convert_to_tensor(value)
+
+
+def _function(model: Any, loss: Any) -> Callable[[Any, Any], Any]:
+    if loss is None:
+        compiled = layers.compiled_loss(model)
+        if compiled is None:
+            raise missing_loss()
+        return compiled
+    if callable(loss) and not isinstance(loss, keras.losses.Loss):
+        return _in_the_outputs_dtype(loss)
+    return layers.compile_loss(loss)
+
+
+def _in_the_outputs_dtype(
+    loss: Callable[[Any, Any], Any],
+) -> Callable[[Any, Any], Any]:
+    """Calls a plain function as a training loop of the user's would."""
+
+    def call(y: Any, outputs: Any) -> Any:
+        leaves = probe.floats(outputs)
+        if len(leaves) == 1 and probe.is_float(y):
+            y = ops.cast(y, leaves[0].dtype)
+        return loss(y, outputs)
+
+    return call

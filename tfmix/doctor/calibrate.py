@@ -1,0 +1,143 @@
+"""The loss scale to start with: the largest that does not overflow."""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import ops, tree
+
+from tfmix import _arguments, _errors, _formats
+from tfmix.conversion import trial_policies
+from tfmix.doctor import batch as trial
+from tfmix.doctor import pullback
+from tfmix.scaling.step import finite
+
+# The exponents that are tried: the bounds of `DynamicLossScale`.
+_LOWEST, _HIGHEST = 0, 24
+
+
+def calibrate_loss_scale(
+    model: keras.Model,
+    x: Any,
+    y: Any,
+    *,
+    loss: Any = None,
+    batch_size: int = 32,
+    margin_bits: int = 4,
+) -> float:
+    """Finds the largest loss scale at which no gradient overflows.
+
+    Start training with it, `LossScaleOptimizer("adam", initial_scale=...)`,
+    and no step is burnt on the search for one. Forward and backward pass run
+    in the model's dtypes; nothing is applied, and weights, statistics and
+    random seeds stay as they are.
+
+    Args:
+        model: A built `keras.Model`.
+        x: Inputs, an array or a nest of arrays. All rows are tried, batch by
+            batch; a few hundred are enough.
+        y: Targets.
+        loss: As for `compile`. Defaults to the compiled loss.
+        batch_size: Integer, rows of a batch, as in training. Defaults to 32.
+        margin_bits: Integer, bits left free for batches that were not tried.
+            Defaults to 4: in the first 200 steps of six models, three seeds
+            each, gradients came to at most 8 times those at the start. 0
+            gives the largest itself.
+
+    Returns:
+        A power of two from 1 to 2**24; 1 for a model without float16 layers,
+        which needs no loss scaling.
+
+    Raises:
+        TypeError: If `model` is no Keras model or a number no integer.
+        ValueError: If there is no loss or no targets.
+        tfmix.LossScaleError: If gradients are not finite at any scale.
+
+    Example:
+        >>> import numpy as np
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> x, y = np.ones((4, 2)), np.ones((4, 1))
+        >>> calibrate_loss_scale(model, x, y, loss="mse")
+        1.0
+    """
+    rows = _arguments.count("batch_size", batch_size)
+    # Zero is allowed here, which `count` refuses.
+    margin = _arguments.count("margin_bits", margin_bits + 1) - 1
+    whole = _prepare(model, x, y, loss)
+    dtypes = {
+        layer.compute_dtype
+        for layer in trial_policies.sixteen_bit_layers(model)
+    }
+    if _formats.FLOAT16.name not in dtypes:
+        return 1.0
+    is_finite = _compiled(whole)
+    best = _HIGHEST
+    for start in range(0, _rows(x), rows):
+        x, y = tree.map_structure(
+            operator.itemgetter(slice(start, start + rows)),
+            (whole.x, whole.y),
+        )
+        best = _largest(functools.partial(is_finite, x, y), best)
+    return 2.0 ** max(best - margin, _LOWEST)
+
+
+def _prepare(model: Any, x: Any, y: Any, loss: Any) -> trial.Batch:
+    if y is None:
+        raise ValueError(
+            "Gradients need targets. Received: y=None. Pass the targets that "
+            "the model is trained on."
+        )
+    return trial.prepare(model, x, y, loss)
+
+
+def _rows(x: Any) -> int:
+    return int(tree.flatten(x)[0].shape[0])
+
+
+def _largest(fits: Callable[[int], bool], highest: int) -> int:
+    """Returns the largest exponent that fits, found by halving."""
+    if fits(highest):
+        return highest
+    lowest = _LOWEST
+    if not fits(lowest):
+        raise _errors.LossScaleError(
+            "The gradients are not finite at a loss scale of 1, so no scale "
+            "can make them so. tfmix.check(model, x, y) names the layer."
+        )
+    while highest - lowest > 1:
+        middle = (lowest + highest) // 2
+        if fits(middle):
+            lowest = middle
+        else:
+            highest = middle
+    return lowest
+
+
+def _compiled(whole: trial.Batch) -> Callable[[Any, Any, int], bool]:
+    """Compiles whether all gradients of one batch are finite at a scale."""
+
+    def step(weights: list[Any], x: Any, y: Any, scale: Any) -> Any:
+        part = trial.Batch(whole.model, x, y, whole.loss)
+
+        def losses(values: list[Any]) -> list[Any]:
+            return [part.run(values)[1] * scale]
+
+        (scaled,), back = pullback.pullback(losses, weights)
+        return finite.all_finite([scaled, *back([ops.ones_like(scaled)])])
+
+    if keras.backend.backend() == "jax":
+        import jax
+
+        step = jax.jit(step)
+    else:
+        import tensorflow as tf
+
+        step = tf.function(step, autograph=False, reduce_retracing=True)
+
+    def is_finite(x: Any, y: Any, power: int) -> bool:
+        tensor = ops.convert_to_tensor(2.0**power, "float32")
+        return bool(step(whole.weights(), x, y, tensor))
+
+    return is_finite

@@ -1,0 +1,151 @@
+"""The loss, judged like a layer, and the loss scale it is judged under."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfmix import _formats
+from tfmix.doctor import batch as batches
+from tfmix.doctor import gaps, one_layer, probe, pullback, verdicts, whole_model
+
+# Bits kept free for the sums inside a layer.
+_MARGIN = 2
+
+
+def scale(
+    run: whole_model.SixteenBitRun,
+    truth: whole_model.Truth | None,
+    limits: _formats.Format,
+    bounds: tuple[float, float],
+) -> float:
+    """Returns the loss scale that dynamic scaling would settle at.
+
+    Args:
+        run: The 16-bit run, which says which gradients are 16 bit.
+        truth: The float32 gradients, or None.
+        limits: The 16-bit format.
+        bounds: The highest and the lowest scale.
+
+    Returns:
+        A power of two; 1 in bfloat16, which has float32's range.
+    """
+    if limits.name != _formats.FLOAT16.name or truth is None:
+        return 1.0
+    highest, lowest = bounds
+    gradients = list(truth.weights)
+    for key, tensors in truth.outputs.items():
+        dtypes = run.signatures[key].outputs
+        gradients += [
+            tensor
+            for tensor, dtype in zip(tensors, dtypes, strict=True)
+            if dtype in _formats.SIXTEEN_BIT
+        ]
+    largest = max((_largest(tensor) for tensor in gradients), default=0.0)
+    if largest == 0.0:
+        return highest
+    fitting = 2.0 ** (math.floor(math.log2(limits.max / largest)) - _MARGIN)
+    return min(max(fitting, lowest), highest)
+
+
+def findings(
+    batch: batches.Batch, outputs: Any, judge: one_layer.Judge, order: int
+) -> list[verdicts.Finding]:
+    """Judges the loss on the float32 outputs, forward and backward.
+
+    Args:
+        batch: The batch, with a loss.
+        outputs: The model's outputs in the float32 run.
+        judge: The record of both runs.
+        order: Rank of the loss in the order of computation.
+
+    Returns:
+        A finding for each phase.
+    """
+    limits = judge.limits
+    exact = [ops.cast(leaf, "float32") for leaf in probe.floats(outputs)]
+    near = [
+        ops.cast(leaf, dtype)
+        for leaf, dtype in zip(exact, judge.run.output_dtypes, strict=True)
+    ]
+
+    def loss(leaves: list[Any]) -> list[Any]:
+        # The loss of several outputs keeps a mean of each in variables.
+        with keras.StatelessScope():
+            return [batch.loss_of(leaves, outputs)]
+
+    truth, truth_back = pullback.pullback(loss, exact)
+    found, found_back = pullback.pullback(loss, near)
+    forward = gaps.gap(found, truth, limits)
+    right = truth_back([ops.ones_like(truth[0])])
+    one = ops.ones_like(found[0])
+    wrong = found_back([one * ops.cast(judge.scale, one.dtype)])
+    backward = gaps.gap(wrong, right, limits, judge.scale)
+    return [
+        _forward(found, forward, judge, order),
+        verdicts.Finding(
+            verdicts.LOSS,
+            verdicts.BACKWARD,
+            verdicts.of_gradient(backward, limits),
+            backward,
+            order,
+        ),
+    ]
+
+
+def blamed(
+    found: Sequence[verdicts.Finding], limits: _formats.Format
+) -> list[verdicts.Finding]:
+    """Blames a loss out of range for gradients no loss scale brings back.
+
+    In float32, where Keras computes its losses, a sum over pixels is fine,
+    and so is the gradient of each pixel: those of the weights overflow.
+
+    Args:
+        found: Findings at the lowest loss scale, where gradients overflow.
+        limits: The 16-bit format.
+
+    Returns:
+        The findings, the loss at fault where it is out of the format's
+        range and nothing went wrong on the way to it.
+    """
+    (loss,) = (
+        one
+        for one in found
+        if (one.layer, one.phase) == (verdicts.LOSS, verdicts.FORWARD)
+    )
+    forward = (one for one in found if one.phase != verdicts.BACKWARD)
+    if loss.gap.headroom_bits >= 0 or any(
+        one.verdict != verdicts.OK for one in forward
+    ):
+        return list(found)
+    reached = limits.max * 2.0 ** -(loss.gap.headroom_bits + 1)
+    note = f"the loss reaches {reached:.3g}: gradients overflow at scale 1"
+    guilty = dataclasses.replace(
+        loss, phase=verdicts.BACKWARD, verdict=verdicts.OVERFLOW, note=note
+    )
+    return [*found, guilty]
+
+
+def _forward(
+    found: list[Any], gap: gaps.Gap, judge: one_layer.Judge, order: int
+) -> verdicts.Finding:
+    limits = judge.limits
+    verdict = verdicts.of_output(gap, limits)
+    note = ""
+    dtype = keras.backend.standardize_dtype(found[0].dtype)
+    if verdict != verdicts.OK and dtype in _formats.SIXTEEN_BIT:
+        note = f"the loss is computed in {dtype}"
+    return verdicts.Finding(
+        verdicts.LOSS, verdicts.FORWARD, verdict, gap, order, note=note
+    )
+
+
+def _largest(tensor: Any) -> float:
+    if not math.prod(tensor.shape):
+        return 0.0
+    finite = ops.where(ops.isfinite(tensor), ops.abs(tensor), 0.0)
+    return float(ops.max(finite))

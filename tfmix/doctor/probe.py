@@ -1,0 +1,180 @@
+"""Which layers of a model are watched, and hooks on each of their calls."""
+
+import contextlib
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+from keras import ops, tree
+
+from tfmix._keras import layers as host
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """A layer, or an op of a functional graph, that is judged by itself.
+
+    Attributes:
+        operation: The `keras.Layer` or `keras.Operation`.
+        name: Its name; its path where another has the same name.
+        inside: Names of the watched layers that hold it, outermost first.
+        whole: Whether the parts inside it are judged with it, not by
+            themselves: all of Keras's own layers, and layers without parts.
+    """
+
+    operation: Any
+    name: str
+    inside: tuple[str, ...]
+    whole: bool
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers whose dtypes decide how this one computes."""
+        return host.flat_layers(self.operation)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers, as dropout does."""
+        return host.owns_random_numbers(self.operation)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a watched layer, about to be made.
+
+    Attributes:
+        target: What is called.
+        key: The target's index and how often it was called before.
+        run: The layer's own `call`.
+        args: Positional arguments, already cast by the layer.
+        kwargs: Keyword arguments, the same.
+    """
+
+    target: Target
+    key: tuple[int, int]
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def proceed(self) -> Any:
+        """Makes the call as it is."""
+        return self.run(*self.args, **self.kwargs)
+
+    def proceed_with(self, tensors: Sequence[Any]) -> Any:
+        """Makes the call with other tensors in place of the float ones."""
+        args, kwargs = replaced((self.args, self.kwargs), tensors)
+        return self.run(*args, **kwargs)
+
+    @property
+    def tensors(self) -> list[Any]:
+        """The float tensors among the arguments."""
+        return floats((self.args, self.kwargs))
+
+
+def targets(model: keras.Model) -> list[Target]:
+    """Finds what is judged by itself in a model.
+
+    Args:
+        model: A built Keras model of any kind.
+
+    Returns:
+        One `Target` per layer, each once, outer ones first.
+    """
+    found: dict[int, Target] = {}
+    _visit(model, (), found)
+    names = Counter(target.name for target in found.values())
+    return [
+        target
+        if names[target.name] == 1
+        else dataclasses.replace(target, name=_path(target.operation))
+        for target in found.values()
+    ]
+
+
+@contextlib.contextmanager
+def watched(
+    found: Sequence[Target], on_call: Callable[[Call], Any]
+) -> Iterator[None]:
+    """Hands each call of the targets to a function, for a block.
+
+    Args:
+        found: What to watch.
+        on_call: Gets the `Call`, returns the outputs to go on with. Calls
+            made while it runs are handed to it, too.
+    """
+    counts: Counter[int] = Counter()
+
+    def make(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            target, key = found[index], (index, counts[index])
+            counts[index] += 1
+            if "training" in kwargs and target.is_random:
+                # Another mask in 16 bit would look like an error of it.
+                kwargs["training"] = False
+            return on_call(Call(target, key, original, args, kwargs))
+
+        return call
+
+    operations = [target.operation for target in found]
+    with host.calls_replaced(operations, make):
+        yield
+
+
+def floats(nest: Any) -> list[Any]:
+    """Returns the float tensors of a nest, in order."""
+    return [leaf for leaf in tree.flatten(nest) if is_float(leaf)]
+
+
+def replaced(nest: Any, tensors: Sequence[Any]) -> Any:
+    """Puts other tensors in the places of a nest's float tensors."""
+    rest = iter(tensors)
+
+    def one(leaf: Any) -> Any:
+        if not is_float(leaf):
+            return leaf
+        new = next(rest)
+        host.copy_mask(leaf, new)
+        return new
+
+    return tree.map_structure(one, nest)
+
+
+def is_float(leaf: Any) -> bool:
+    """Says whether something is a tensor of a float dtype."""
+    return ops.is_tensor(leaf) and keras.backend.is_float_dtype(
+        keras.backend.standardize_dtype(leaf.dtype)
+    )
+
+
+def _visit(
+    operation: Any, inside: tuple[str, ...], found: dict[int, Target]
+) -> None:
+    if id(operation) in found or isinstance(operation, keras.layers.InputLayer):
+        return
+    is_layer = isinstance(operation, keras.Layer)
+    inner = host.inner_operations(operation) if is_layer else []
+    structure = is_layer and host.is_structure(operation)
+    whole = not inner or (host.is_kerass_own(operation) and not structure)
+    if not structure and _computes_in_floats(operation):
+        target = Target(operation, operation.name, inside, whole)
+        found[id(operation)] = target
+        inside = (*inside, operation.name)
+    if not whole:
+        for part in inner:
+            _visit(part, inside, found)
+
+
+def _computes_in_floats(operation: Any) -> bool:
+    if not isinstance(operation, keras.Layer):
+        return True
+    return keras.backend.is_float_dtype(
+        keras.backend.standardize_dtype(operation.compute_dtype)
+    )
+
+
+def _path(operation: Any) -> str:
+    return getattr(operation, "path", None) or operation.name

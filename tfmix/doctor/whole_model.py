@@ -1,0 +1,173 @@
+"""Two runs of a whole model: in 16 bit for its dtypes, in float32 for truth."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfmix import _formats
+from tfmix._keras import layers
+from tfmix.conversion import trial_policies
+from tfmix.doctor import batch as batches
+from tfmix.doctor import probe, pullback
+
+Key = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What one call looked like in the 16-bit run.
+
+    Attributes:
+        arguments: Dtypes of the float arguments.
+        rounded: For each, whether its values fit into 16 bits, whatever the
+            dtype: a 16-bit layer made it.
+        outputs: Dtypes of the float outputs.
+        shapes: Shapes of the float outputs.
+        is_output: Whether the outputs are among the model's.
+    """
+
+    arguments: tuple[str, ...]
+    rounded: tuple[bool, ...]
+    outputs: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    is_output: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class SixteenBitRun:
+    """The 16-bit run: every call's `Signature`, and what came out."""
+
+    signatures: dict[Key, Signature]
+    output_dtypes: tuple[str, ...]
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Truth:
+    """Gradients of the float32 run.
+
+    Attributes:
+        outputs: For each call, gradients with respect to its outputs.
+        weights: Gradients with respect to the trainable weights.
+        loss: The loss.
+    """
+
+    outputs: dict[Key, list[Any]]
+    weights: list[Any]
+    loss: float
+
+
+def sixteen_bit(
+    batch: batches.Batch,
+    found: Sequence[probe.Target],
+    planned: trial_policies.Plan,
+    fmt: str,
+) -> SixteenBitRun:
+    """Runs the model forward in 16 bit and notes the dtypes."""
+    signatures: dict[Key, Signature] = {}
+    made: dict[int, Key] = {}
+    # Kept until the end, so that an `id` stands for one tensor only.
+    alive = []
+
+    def on_call(call: probe.Call) -> Any:
+        outputs = call.proceed()
+        leaves = probe.floats(outputs)
+        if all(map(layers.is_number, [*leaves, *call.tensors])):
+            signatures[call.key] = _signature(call, leaves, fmt)
+            for leaf in leaves:
+                # What a layer hands on from one inside it is the inner one's.
+                made.setdefault(id(leaf), call.key)
+            alive.append(leaves)
+        return outputs
+
+    with layers.policies(planned), probe.watched(found, on_call):
+        outputs, loss = batch.run(batch.weights())
+    leaves = probe.floats(outputs)
+    for leaf in leaves:
+        key = made.get(id(leaf))
+        if key is not None:
+            signatures[key] = dataclasses.replace(
+                signatures[key], is_output=True
+            )
+    return SixteenBitRun(signatures, tuple(map(_dtype, leaves)), _float(loss))
+
+
+def truth(
+    batch: batches.Batch,
+    found: Sequence[probe.Target],
+    planned: trial_policies.Plan,
+    signatures: dict[Key, Signature],
+) -> Truth:
+    """Runs the model forward and back in float32."""
+    keys = list(signatures)
+    sizes = [len(signatures[key].shapes) for key in keys]
+    # A zero is added to every output: its gradient is the output's.
+    zeros = [
+        ops.zeros(shape, "float32")
+        for key in keys
+        for shape in signatures[key].shapes
+    ]
+
+    def losses(inputs: list[Any]) -> list[Any]:
+        nudges, weights = _dealt(inputs, keys, sizes)
+
+        def on_call(call: probe.Call) -> Any:
+            outputs = call.proceed()
+            leaves = probe.floats(outputs)
+            nudge = nudges.get(call.key)
+            if nudge is None or len(nudge) != len(leaves):
+                return outputs
+            moved = [
+                leaf + ops.cast(zero, leaf.dtype)
+                for leaf, zero in zip(leaves, nudge, strict=True)
+            ]
+            return probe.replaced(outputs, moved)
+
+        with probe.watched(found, on_call):
+            return [batch.run(weights)[1]]
+
+    with layers.policies(planned), layers.autocast("float32"):
+        (loss,), back = pullback.pullback(losses, [*zeros, *batch.weights()])
+        gradients = back([ops.ones_like(loss)])
+    by_call, rest = _dealt(gradients, keys, sizes)
+    return Truth(by_call, rest, _float(loss))
+
+
+def _dealt(
+    tensors: Sequence[Any], keys: Sequence[Key], sizes: Sequence[int]
+) -> tuple[dict[Key, list[Any]], list[Any]]:
+    """Deals a list out to calls, and returns what is left over."""
+    rest = iter(tensors)
+    by_call = {
+        key: [next(rest) for _ in range(size)]
+        for key, size in zip(keys, sizes, strict=True)
+    }
+    return by_call, list(rest)
+
+
+def _signature(call: probe.Call, outputs: list[Any], fmt: str) -> Signature:
+    return Signature(
+        arguments=tuple(_dtype(leaf) for leaf in call.tensors),
+        rounded=tuple(_fits(leaf, fmt) for leaf in call.tensors),
+        outputs=tuple(_dtype(leaf) for leaf in outputs),
+        shapes=tuple(tuple(leaf.shape) for leaf in outputs),
+    )
+
+
+def _fits(tensor: Any, fmt: str) -> bool:
+    if _dtype(tensor) in _formats.SIXTEEN_BIT:
+        return True
+    tensor = ops.cast(tensor, "float32")
+    same = ops.cast(ops.cast(tensor, fmt), "float32") == tensor
+    return bool(ops.all(same | ops.isnan(tensor)))
+
+
+def _dtype(tensor: Any) -> str:
+    return str(keras.backend.standardize_dtype(tensor.dtype))
+
+
+def _float(loss: Any) -> float:
+    return float("nan") if loss is None else float(loss)

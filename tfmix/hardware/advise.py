@@ -1,0 +1,242 @@
+"""How much of a model 16-bit hardware can speed up, and what it weighs."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import rich.box
+import rich.console
+import rich.markup
+import rich.table
+
+from tfmix import _arguments, _formats, _tables
+from tfmix.hardware import products as shapes
+
+# Tensor Cores work on multiples of 8 in 16 bit (NVIDIA's mixed-precision
+# guide), the MXU of a TPU on tiles of 128.
+GPU_MULTIPLE = 8
+TPU_MULTIPLE = 128
+# Padding that adds more than this to a layer's work gives away what it wins.
+_MOST_PADDING = 0.25
+_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+# Policies, and the dtypes of weights and activations under each.
+_POLICIES = {
+    "float32": ("float32", "float32"),
+    "mixed_float16": ("float32", "float16"),
+    "mixed_bfloat16": ("float32", "bfloat16"),
+    "float16": ("float16", "float16"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+}
+# Adam's, where the model has no optimizer yet.
+_SLOTS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One layer with matrix products.
+
+    Attributes:
+        layer: The layer's path.
+        dtype: The dtype it computes in.
+        shapes: `(m, k, n)` of each product, `(m, k) x (k, n)`.
+        aligned: Whether k and n of each are multiples of 8, which a GPU's
+            Tensor Cores need.
+        aligned_tpu: Whether they are multiples of 128, a TPU's tile.
+        flops: Floating-point operations of a forward pass.
+        padding: What to round up, as text; empty if nothing helps.
+    """
+
+    layer: str
+    dtype: str
+    shapes: tuple[tuple[int, int, int], ...]
+    aligned: bool
+    aligned_tpu: bool
+    flops: int
+    padding: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes that training holds under one policy.
+
+    Attributes:
+        weights: Of all variables of the model.
+        slots: Of the optimizer's variables, in float32, and of the float32
+            masters that tfmix keeps behind 16-bit weights.
+        activations: Of what layers return, kept for the backward pass. A
+            framework may keep more, JAX a ReLU's input for instance, and a
+            CPU without 16-bit arithmetic keeps them in float32.
+    """
+
+    weights: int
+    slots: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All three together."""
+        return self.weights + self.slots + self.activations
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice(_tables.Printed):
+    """What `advise` found; prints as a table.
+
+    Attributes:
+        rows: One `Row` per layer with products, the costliest first.
+        share_16bit: Share of the operations that run in 16 bit, 0 to 1.
+        memory: Policy name to `Memory`.
+        batch_size: The batch size it holds for.
+    """
+
+    rows: tuple[Row, ...]
+    share_16bit: float
+    memory: Mapping[str, Memory]
+    batch_size: int
+
+    def __rich__(self) -> rich.console.Group:
+        return rich.console.Group(_layers(self), _bytes(self))
+
+    def to_json(self) -> str:
+        """Returns the advice as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+
+def advise(model: keras.Model, batch_size: int) -> Advice:
+    """Says where a model's shapes keep 16-bit hardware from being fast.
+
+    Nothing is computed: the model runs on shapes alone.
+
+    Args:
+        model: A built `keras.Model`.
+        batch_size: Integer, rows of a training batch.
+
+    Returns:
+        An `Advice`: `rows`, `share_16bit` and `memory`.
+
+    Raises:
+        TypeError: If `model` is no Keras model, or `batch_size` no integer.
+        ValueError: If `batch_size` is below 1, or the model's input shapes
+            are not known.
+
+    Example:
+        >>> layers = [keras.Input((64,)), keras.layers.Dense(10)]
+        >>> advise(keras.Sequential(layers), 32).rows[0].padding
+        'n 10 -> 16'
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "`model` must be a keras.Model. "
+            f"Received: model={model!r} of type {type(model).__name__}."
+        )
+    size = _arguments.count("batch_size", batch_size)
+    found = shapes.uses(model, size)
+    rows = sorted(
+        (_row(use) for use in found if use.products), key=lambda row: -row.flops
+    )
+    work = sum(row.flops for row in rows)
+    fast = sum(row.flops for row in rows if row.dtype in _formats.SIXTEEN_BIT)
+    return Advice(
+        tuple(rows), fast / work if work else 0.0, _memory(model, found), size
+    )
+
+
+def _row(use: shapes.Use) -> Row:
+    products = use.products
+    return Row(
+        layer=use.layer.path or use.layer.name,
+        dtype=str(use.layer.compute_dtype),
+        shapes=tuple((one.m, one.k, one.n) for one in products),
+        aligned=_aligned(products, GPU_MULTIPLE),
+        aligned_tpu=_aligned(products, TPU_MULTIPLE),
+        flops=sum(one.flops for one in products),
+        padding=_padding(products[0]),
+    )
+
+
+def _aligned(products: tuple[shapes.Product, ...], multiple: int) -> bool:
+    return all(
+        one.k % multiple == 0 and one.n % multiple == 0 for one in products
+    )
+
+
+def _padding(product: shapes.Product) -> str:
+    hints = []
+    for name in ("k", "n"):
+        size = getattr(product, name)
+        padded = -(-size // GPU_MULTIPLE) * GPU_MULTIPLE
+        small = size < GPU_MULTIPLE * 2
+        if padded != size and (small or padded / size - 1 <= _MOST_PADDING):
+            hints.append(f"{name} {size} -> {padded}")
+    return ", ".join(hints)
+
+
+def _memory(model: Any, found: list[shapes.Use]) -> dict[str, Memory]:
+    trainable = _elements(model.trainable_variables)
+    weights = trainable + _elements(model.non_trainable_variables)
+    slots = _slots(getattr(model, "optimizer", None), trainable)
+    outputs = sum(use.outputs for use in found if not use.has_parts)
+    return {
+        name: Memory(
+            weights * _BYTES[variables],
+            # A master in float32 stands behind each 16-bit weight.
+            (slots + trainable * (variables != "float32")) * _BYTES["float32"],
+            outputs * _BYTES[activations],
+        )
+        for name, (variables, activations) in _POLICIES.items()
+    }
+
+
+def _slots(optimizer: Any, trainable: int) -> int:
+    """Counts the variables of the optimizer inside all wrappers."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    if optimizer is None or not optimizer.built:
+        return _SLOTS * trainable
+    return _elements(optimizer.variables)
+
+
+def _elements(variables: list[Any]) -> int:
+    total = 0
+    for variable in variables:
+        if keras.backend.is_float_dtype(variable.dtype):
+            size = 1
+            for dimension in variable.shape:
+                size *= int(dimension)
+            total += size
+    return total
+
+
+def _layers(advice: Advice) -> rich.table.Table:
+    drawn = rich.table.Table(
+        *("layer", "dtype", "(m, k, n)", "GPU", "TPU", "GFLOP", "pad"),
+        title=f"{advice.share_16bit:.0%} of the work in 16 bit, "
+        f"batch of {advice.batch_size}",
+        title_justify="left",
+        box=rich.box.SIMPLE_HEAD,
+    )
+    for row in advice.rows:
+        cells = (
+            row.layer,
+            row.dtype,
+            " ".join(map(str, row.shapes)),
+            "yes" if row.aligned else "no",
+            "yes" if row.aligned_tpu else "no",
+            f"{row.flops / 1e9:.3g}",
+            row.padding,
+        )
+        drawn.add_row(*map(rich.markup.escape, cells))
+    return drawn
+
+
+def _bytes(advice: Advice) -> rich.table.Table:
+    drawn = rich.table.Table(
+        *("MiB", "weights", "slots", "activations", "together"),
+        box=rich.box.SIMPLE_HEAD,
+    )
+    for name, memory in advice.memory.items():
+        sizes = (memory.weights, memory.slots, memory.activations, memory.total)
+        drawn.add_row(name, *(f"{size / 2**20:.2f}" for size in sizes))
+    return drawn

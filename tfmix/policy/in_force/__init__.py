@@ -1,0 +1,1 @@
+"""What acts on Keras while a policy is in force."""

@@ -1,0 +1,129 @@
+"""How Keras's layers get tfmix's policy: the hooks, while one is in force.
+
+Reaches into `keras.src`; checked on Keras 3.12.4 and 3.15.1. Keras keeps its
+policy per thread and drops it in `clear_session()`; all its code reads and
+writes it through the two functions of `global_state`, looked up as module
+attributes, so replacing those two reaches every thread and every caller.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfmix._keras import attributes
+from tfmix.policy import policy as policies
+from tfmix.policy.in_force import compiling, new_layers
+
+Lookup = Callable[[], keras.DTypePolicy | None]
+Replaced = Callable[[keras.DTypePolicy], None]
+
+_KEY = "dtype_policy"
+_replacements = attributes.Replacements()
+
+
+def are_installed() -> bool:
+    """Says whether Keras asks tfmix for its policy just now."""
+    return bool(_replacements.places())
+
+
+def places() -> list[attributes.Place]:
+    """Returns the `(owner, attribute)` pairs that are replaced just now."""
+    return _replacements.places()
+
+
+def install(lookup: Lookup, replaced: Replaced) -> None:
+    """Lets Keras ask tfmix; does nothing when it does already.
+
+    Args:
+        lookup: Returns the policy in force for the calling thread.
+        replaced: Called when the user sets a policy through Keras.
+
+    Raises:
+        RuntimeError: If this version of Keras lacks a function that is
+            needed; nothing is replaced then.
+    """
+    if are_installed():
+        return
+    state = _global_state()
+    trainer = importlib.import_module("keras.src.trainers.trainer").Trainer
+    wanted: dict[attributes.Place, Callable[[Any], Any]] = {
+        (state, "get_global_attribute"): lambda f: _getter(f, lookup),
+        (state, "set_global_attribute"): lambda f: _setter(f, replaced),
+        (keras.Layer, "__init__"): lambda f: _initializer(f, lookup),
+        (trainer, "compile"): compiling.wrapped,
+    }
+    for owner, name in wanted:
+        if name not in vars(owner):
+            raise RuntimeError(
+                f"tfmix does not fit Keras {keras.__version__}: {owner!r} has "
+                f"no {name!r}. Install a Keras it was tested on (3.12 to "
+                "3.15), or a newer tfmix."
+            )
+    _replacements.set(wanted)
+
+
+def remove() -> None:
+    """Gives Keras its own functions back."""
+    _replacements.set({})
+
+
+def keras_policy_name() -> str:
+    """Returns the name of Keras's own policy in the calling thread."""
+    own = getattr(_global_state().GLOBAL_STATE_TRACKER, _KEY, None)
+    return keras.config.floatx() if own is None else own.name
+
+
+def make_keras_float32() -> None:
+    """Sets Keras's own policy of this thread to float32, unless it is."""
+    if keras_policy_name() != "float32":
+        tracker = _global_state().GLOBAL_STATE_TRACKER
+        setattr(tracker, _KEY, keras.DTypePolicy("float32"))
+
+
+def _global_state() -> Any:
+    return importlib.import_module("keras.src.backend.common.global_state")
+
+
+def _getter(original: Callable[..., Any], lookup: Lookup) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_global_attribute(name: str, *args: Any, **kwargs: Any) -> Any:
+        # This is called some ten times per layer call, with other names.
+        if name == _KEY:
+            policy = lookup()
+            if policy is not None:
+                return policies.plain(policy)
+        return original(name, *args, **kwargs)
+
+    return get_global_attribute
+
+
+def _setter(
+    original: Callable[..., Any], replaced: Replaced
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def set_global_attribute(name: str, value: Any) -> None:
+        original(name, value)
+        if name == _KEY and value is not None:
+            replaced(value)
+
+    return set_global_attribute
+
+
+def _initializer(
+    original: Callable[..., None], lookup: Lookup
+) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        policy = lookup()
+        if policy is not None:
+            new_layers.settle(self, kwargs.get("dtype"), policy)
+
+    # Keras makes configurations out of constructors' arguments, by two
+    # readers of signatures, of which one does not look through wrappers.
+    vars(__init__)["__signature__"] = inspect.signature(original)
+    return __init__

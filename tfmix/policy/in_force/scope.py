@@ -1,0 +1,240 @@
+"""The policy in force: one for the process, and scopes on top of it."""
+
+import contextlib
+import threading
+from types import TracebackType
+from typing import Any
+
+import keras
+from absl import logging
+
+from tfmix.policy import policy as policies
+from tfmix.policy.in_force import hooks, losses
+from tfmix.policy.in_force import ops as ops_in_force
+
+_lock = threading.RLock()
+_local = threading.local()
+# What `set_global_policy` set; `None` before its first call.
+_base: keras.DTypePolicy | None = None
+# The scopes of all threads that are open just now, latest last. Replaced,
+# never changed, so that it can be read without the lock.
+_open: tuple["_Scope", ...] = ()
+
+
+def set_global_policy(policy: str | keras.DTypePolicy) -> None:
+    """Sets the dtype policy of every layer created from now on.
+
+    It holds in all threads and survives `keras.utils.clear_session()`. Inside
+    a `policy_scope` of the same thread it lasts until the scope ends.
+    `"float32"` switches tfmix off: Keras is as if tfmix had never been there.
+
+    Args:
+        policy: A name (see `Policy`), a `Policy`, or any
+            `keras.DTypePolicy`, maps and quantized policies included.
+
+    Raises:
+        TypeError: If `policy` is none of these.
+        ValueError: If its name is unknown or its dtype is no float.
+
+    Example:
+        >>> set_global_policy("mixed_bfloat16")
+        >>> keras.layers.Dense(2).compute_dtype
+        'bfloat16'
+        >>> set_global_policy("float32")
+    """
+    global _base
+    accepted = accept(policy)
+    with _lock:
+        scopes = _own_scopes()
+        if scopes:
+            scopes[-1].replace(accepted)
+        else:
+            _base = accepted
+            if accepted.name == "float32":
+                hooks.make_keras_float32()
+        _refresh()
+
+
+def global_policy() -> keras.DTypePolicy:
+    """Returns the dtype policy new layers get, rules included.
+
+    Returns:
+        What `set_global_policy` or `policy_scope` was given, names as a
+        `Policy`; Keras's own policy while tfmix is off.
+
+    Example:
+        >>> with policy_scope("mixed_float16"):
+        ...     global_policy()
+        Policy('mixed_float16')
+    """
+    if hooks.are_installed():
+        found = _lookup()
+        if found is not None:
+            return found
+    current = keras.config.dtype_policy()
+    if _base is not None and _base.name == current.name == "float32":
+        return _base
+    return current
+
+
+class policy_scope(contextlib.ContextDecorator):
+    """Context (or decorator) in which new layers get another dtype policy.
+
+    The policy before is back on exit, also after an exception and also when
+    other threads open and close scopes of their own meanwhile.
+
+    Args:
+        policy: As for `set_global_policy`.
+
+    Raises:
+        TypeError, ValueError: As `set_global_policy`.
+
+    Example:
+        >>> with policy_scope("mixed_float16"):
+        ...     layer = keras.layers.Dense(2)
+        >>> layer.compute_dtype, keras.layers.Dense(2).compute_dtype
+        ('float16', 'float32')
+    """
+
+    def __init__(self, policy: str | keras.DTypePolicy) -> None:
+        self._policy = accept(policy)
+        self._entered: list[_Scope] = []
+
+    def __enter__(self) -> keras.DTypePolicy:
+        global _open
+        with _lock:
+            scope = _Scope(self._policy, _own_scopes())
+            self._entered.append(scope)
+            _open = (*_open, scope)
+            _refresh()
+        return self._policy
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        global _open
+        with _lock:
+            scope = self._entered.pop()
+            scope.close()
+            _open = tuple(other for other in _open if other is not scope)
+            _refresh()
+
+
+def accept(policy: Any) -> keras.DTypePolicy:
+    """Checks what a user gave as a policy and makes names a `Policy`.
+
+    Args:
+        policy: A name, a `Policy` or a `keras.DTypePolicy`.
+
+    Returns:
+        The policy as an object.
+
+    Raises:
+        TypeError: If `policy` is neither a name nor a policy.
+        ValueError: If its name is unknown or its dtype is no float.
+
+    Example:
+        >>> accept("O2").name
+        'mixed_float16'
+    """
+    if not isinstance(policy, keras.DTypePolicy):
+        return policies.Policy(policy)
+    for dtype in (policy.compute_dtype, policy.variable_dtype):
+        if not keras.backend.is_float_dtype(dtype):
+            raise ValueError(
+                "A policy for layers must have float dtypes, such as "
+                f"'mixed_float16'. Received: policy={policy!r}, with {dtype!r}."
+            )
+    return policy
+
+
+class _Scope:
+    """One open scope; knows the thread's stack it is on."""
+
+    def __init__(
+        self, policy: keras.DTypePolicy, scopes: list["_Scope"]
+    ) -> None:
+        self.policy = policy
+        self._scopes = scopes
+        self._rules = _enter_rules(policy)
+        scopes.append(self)
+
+    def replace(self, policy: keras.DTypePolicy) -> None:
+        self.policy = policy
+        self._rules.close()
+        self._rules = _enter_rules(policy)
+
+    def close(self) -> None:
+        self._scopes.remove(self)
+        self._rules.close()
+
+
+def _own_scopes() -> list[_Scope]:
+    if not hasattr(_local, "scopes"):
+        _local.scopes = []
+    scopes: list[_Scope] = _local.scopes
+    return scopes
+
+
+def _lookup() -> keras.DTypePolicy | None:
+    scopes = _own_scopes()
+    if scopes:
+        return scopes[-1].policy
+    latest = _open
+    return latest[-1].policy if latest else _base
+
+
+def _op_rules(policy: keras.DTypePolicy | None) -> list[str]:
+    if policy is None or not policies.is_sixteen_bit(policy):
+        return []
+    return policies.with_rules(policy).float32_ops
+
+
+def _enter_rules(policy: keras.DTypePolicy) -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    stack.enter_context(ops_in_force.in_force(_op_rules(policy)))
+    stack.enter_context(losses.in_force(policies.is_sixteen_bit(policy)))
+    return stack
+
+
+def _refresh() -> None:
+    """Brings Keras in line with the policies in force, under the lock."""
+    standing = [scope.policy for scope in _open]
+    if _base is not None:
+        standing.append(_base)
+    if all(policy.name == "float32" for policy in standing):
+        # A float32 scope needs the hooks only against a policy of Keras's.
+        against_keras = bool(_open) and hooks.keras_policy_name() != "float32"
+    else:
+        against_keras = True
+    process_wide = _open[-1].policy if _open else _base
+    ops_in_force.install(_op_rules(process_wide))
+    if process_wide is not None and policies.is_sixteen_bit(process_wide):
+        losses.install()
+    else:
+        losses.uninstall()
+    if against_keras:
+        hooks.install(_lookup, _replaced_by_keras)
+        return
+    hooks.remove()
+
+
+def _replaced_by_keras(policy: keras.DTypePolicy) -> None:
+    """Follows a `keras.config.set_dtype_policy` made while tfmix is on."""
+    before = _lookup()
+    # Maps cannot be compared: Keras's `==` fails on them.
+    if before is policy or (
+        isinstance(before, policies.Policy) and before == policy
+    ):
+        return
+    logging.warning(
+        "tfmix: keras.config.set_dtype_policy(%r) replaces tfmix's policy "
+        "%r. Call tfmix.set_global_policy(%r) to say so, or leave it out.",
+        policy.name,
+        before,
+        policy.name,
+    )
+    set_global_policy(policy)

@@ -1,0 +1,145 @@
+"""What a LossScaleOptimizer may be made of, with errors that say what to do."""
+
+import difflib
+import warnings
+from typing import Any
+
+import keras
+
+from tfmix import _arguments
+from tfmix.scaling import rules
+
+
+def loss_scale_rule(
+    loss_scale: Any, initial_scale: Any, dynamic_growth_steps: Any
+) -> rules.LossScale:
+    """Returns the rule that three constructor arguments describe.
+
+    Raises:
+        TypeError: If `loss_scale` is of no known kind.
+        ValueError: If a value is out of range or given twice.
+    """
+    given: dict[str, Any] = {}
+    if initial_scale is not None:
+        given["initial_scale"] = initial_scale
+    if dynamic_growth_steps is not None:
+        given["growth_steps"] = _arguments.count(
+            "dynamic_growth_steps", dynamic_growth_steps
+        )
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        return rules.DynamicLossScale(**given)
+    if given:
+        raise ValueError(
+            "`initial_scale` and `dynamic_growth_steps` are settings of the "
+            "dynamic rule and would be ignored beside another one. Received: "
+            f"initial_scale={initial_scale!r}, dynamic_growth_steps="
+            f"{dynamic_growth_steps!r}, loss_scale={loss_scale!r}. Write "
+            "loss_scale=tfmix.DynamicLossScale(initial_scale=..., "
+            "growth_steps=...), or leave the two out."
+        )
+    if isinstance(loss_scale, rules.LossScale):
+        return loss_scale
+    if isinstance(loss_scale, str) or loss_scale is None:
+        raise ValueError(
+            '`loss_scale` must be "dynamic", a positive number or a '
+            f"tfmix.LossScale object. Received: loss_scale={loss_scale!r}."
+        )
+    return rules.FixedLossScale(_arguments.positive("loss_scale", loss_scale))
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """Returns the Keras optimizer to wrap.
+
+    Args:
+        optimizer: A Keras optimizer or the name of one.
+
+    Raises:
+        TypeError: If it is something else, for instance of `tf_keras`.
+        ValueError: If the name is unknown, or it scales the loss itself.
+    """
+    if isinstance(optimizer, str):
+        optimizer = _by_name(optimizer)
+    if isinstance(optimizer, type):
+        raise TypeError(
+            "`inner_optimizer` must be an optimizer, not a class. Received: "
+            f"inner_optimizer={optimizer!r}. Write {optimizer.__name__}()."
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "`inner_optimizer` scales the loss already; a second scale would "
+            "be divided out twice. Received: inner_optimizer="
+            f"{optimizer!r}. Wrap the optimizer inside it: "
+            "LossScaleOptimizer(optimizer.inner_optimizer)."
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(_not_an_optimizer(optimizer))
+    if optimizer.loss_scale_factor is not None:
+        warnings.warn(
+            f"The fixed loss_scale_factor={optimizer.loss_scale_factor!r} of "
+            f"{optimizer.name!r} is replaced by tfmix's loss scale. To keep "
+            "it, write LossScaleOptimizer(..., loss_scale="
+            f"{optimizer.loss_scale_factor!r}).",
+            stacklevel=3,
+        )
+    return optimizer
+
+
+def refuse_legacy_arguments(kwargs: dict[str, Any]) -> None:
+    """Refuses `dynamic=False` of `tf.keras`, with what to write instead.
+
+    Raises:
+        ValueError: If `kwargs` asks for a scale that is not dynamic.
+    """
+    if not kwargs.pop("dynamic", True):
+        raise ValueError(
+            "`dynamic=False` is an argument of the old tf.keras. For a fixed "
+            "scale write LossScaleOptimizer(optimizer, loss_scale=128.0). "
+            "(Keras says to set `loss_scale_factor` on the inner optimizer; "
+            "that applies steps that are not finite.)"
+        )
+
+
+def check_strategy() -> None:
+    """Refuses distribution strategies under which replicas cannot agree.
+
+    Raises:
+        ValueError: If the current `tf.distribute` strategy is one of them.
+    """
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        from tfmix.scaling.step import distribute
+
+        distribute.check_strategy(tf.distribute.get_strategy())
+
+
+def _by_name(name: str) -> Any:
+    try:
+        return keras.optimizers.get(name)
+    except ValueError:
+        known = sorted(
+            known.lower()
+            for known, value in vars(keras.optimizers).items()
+            if isinstance(value, type) and known != "Optimizer"
+        )
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            "`inner_optimizer` must be a Keras optimizer or the name of one "
+            f"of {known}. Received: inner_optimizer={name!r}.{hint}"
+        ) from None
+
+
+def _not_an_optimizer(optimizer: Any) -> str:
+    module = type(optimizer).__module__
+    received = f"Received: inner_optimizer={optimizer!r} ({module})."
+    if module.startswith(("tf_keras", "tensorflow.")):
+        return (
+            "`inner_optimizer` comes from the legacy tf_keras package, which "
+            f"Keras 3 cannot run. {received} Write "
+            f"keras.optimizers.{type(optimizer).__name__}(...)."
+        )
+    return (
+        "`inner_optimizer` must be a keras.optimizers.Optimizer, such as "
+        f'keras.optimizers.Adam(), or a name such as "adam". {received}'
+    )

@@ -1,0 +1,1 @@
+"""One step of the loss-scale optimizer, on each backend."""

@@ -1,0 +1,122 @@
+"""Is every number of a nest of tensors finite?"""
+
+import math
+from typing import Any
+
+import keras
+from keras import ops, tree
+
+from tfmix._keras import compilation
+
+# The most rows that XLA's `TreeReductionRewriter` leaves in one piece, and a
+# size below which a check costs no more than its start.
+_MOST_ROWS, _FEW = 32, 2**14
+
+
+def all_finite(tensors: Any) -> Any:
+    """Returns whether no tensor holds an infinity or a NaN.
+
+    Reads each tensor once and copies nothing to the host. Sparse gradients
+    (`tf.IndexedSlices`) are checked on their values and on the sums of the
+    rows that several values share, never as a dense tensor.
+
+    Args:
+        tensors: A tensor, or any nest of lists, tuples and dicts of tensors
+            and `None`s, of any shape and dtype. Integers count as finite.
+
+    Returns:
+        A boolean scalar tensor; true for an empty nest.
+
+    Example:
+        >>> bool(all_finite({"a": [1.0, 2.0], "b": None}))
+        True
+        >>> bool(all_finite([1.0, float("inf")]))
+        False
+    """
+    flags = [is_finite(leaf) for leaf in _leaves(tensors)]
+    if not flags:
+        return ops.convert_to_tensor(True)
+    return flags[0] if len(flags) == 1 else ops.all(ops.stack(flags))
+
+
+def is_finite(tensor: Any) -> Any:
+    """Returns a boolean scalar tensor: is every number of one tensor finite?"""
+    if is_sparse(tensor):
+        return _is_finite_sparse(tensor)
+    if not keras.backend.is_float_dtype(_dtype(tensor)):
+        return ops.convert_to_tensor(True)
+    if compilation.by_xla() and _rows(tensor) > 1:
+        return _is_finite_by_rows(tensor)
+    return ops.all(ops.isfinite(tensor))
+
+
+def is_sparse(tensor: Any) -> bool:
+    """Returns whether `tensor` is a `tf.IndexedSlices`, without TensorFlow."""
+    return hasattr(tensor, "values") and hasattr(tensor, "dense_shape")
+
+
+def _is_finite_by_rows(tensor: Any) -> Any:
+    # XLA on a CPU reduces booleans one by one, as anything over more than 32
+    # numbers: 16 ms for 25 million. TensorFlow's vectorises sums of 32 rows
+    # (7 ms), JAX's is fast at products only (5 ms, such sums take 220).
+    # A finite number times zero adds zero, any other NaN.
+    rows = ops.reshape(tensor, (_rows(tensor), -1))
+    if keras.backend.backend() == "tensorflow":
+        sums = ops.sum(ops.multiply(rows, 0.0), axis=0)
+    else:
+        # Of the tensor itself, so that XLA cannot know the result.
+        zeros = ops.multiply(rows[0], 0.0)
+        sums = ops.matmul(rows, zeros)
+    return ops.all(ops.equal(sums, 0.0))
+
+
+def _rows(tensor: Any) -> int:
+    """Returns into how many rows to cut a tensor; 1 if into none."""
+    shape = tuple(tensor.shape)
+    if _dtype(tensor) not in ("float32", "float64") or None in shape:
+        return 1
+    size = math.prod(shape)
+    if size <= _FEW:
+        return 1
+    if keras.backend.backend() == "tensorflow":
+        return math.gcd(size, _MOST_ROWS)
+    # Accelerators reduce well, and may round a product's factors to 16 bits.
+    return shape[0] if len(shape) > 1 and compilation.for_cpu() else 1
+
+
+def _is_finite_sparse(slices: Any) -> Any:
+    import tensorflow as tf
+
+    # The optimizer adds up the values of a row. No partial sum exceeds the
+    # sum of all magnitudes: while the format holds that, every row is finite.
+    total = tf.reduce_sum(tf.abs(tf.cast(slices.values, tf.float32)))
+    return tf.cond(
+        total <= tf.cast(slices.dtype.max, tf.float32),
+        lambda: tf.constant(True),
+        lambda: tf.reduce_all(tf.math.is_finite(_sums_of_rows(slices))),
+    )
+
+
+def _sums_of_rows(slices: Any) -> Any:
+    import tensorflow as tf
+
+    rows, position = tf.unique(slices.indices)
+    return tf.math.unsorted_segment_sum(
+        slices.values, position, tf.shape(rows)[0]
+    )
+
+
+def _leaves(tensors: Any) -> list[Any]:
+    leaves = []
+    for leaf in tree.flatten(tensors):
+        if leaf is not None:
+            leaves.append(leaf if is_sparse(leaf) else _as_tensor(leaf))
+    return leaves
+
+
+def _as_tensor(leaf: Any) -> Any:
+    return leaf if ops.is_tensor(leaf) else ops.convert_to_tensor(leaf)
+
+
+def _dtype(tensor: Any) -> str:
+    return keras.backend.standardize_dtype(tensor.dtype)

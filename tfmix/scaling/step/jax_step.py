@@ -1,0 +1,117 @@
+"""One optimizer step under JAX: state goes in, the next state comes out."""
+
+from typing import Any
+
+import jax
+import keras
+from keras import ops
+
+from tfmix._keras import compilation
+from tfmix.scaling.step import blocks, unscaled
+
+
+def stateless_apply(
+    optimizer: Any,
+    optimizer_values: list[Any],
+    grads: list[Any],
+    trainable_values: list[Any],
+) -> tuple[list[Any], list[Any]]:
+    """Applies the gradients or leaves everything but the scale as it was.
+
+    Args:
+        optimizer: A `LossScaleOptimizer`, built.
+        optimizer_values: Current values of `optimizer.variables`.
+        grads: Scaled gradients; `None` where there is none.
+        trainable_values: Current values of the model's variables.
+
+    Returns:
+        The new values of the model's and of the optimizer's variables.
+    """
+    variables = optimizer.model_variables
+    mapping = list(zip(optimizer.variables, optimizer_values, strict=True))
+    own = len(optimizer.own_variables)
+    inner_values = list(optimizer_values[own:])
+    with keras.StatelessScope(state_mapping=mapping):
+        state = optimizer.state()
+        note = optimizer.unscaled_note.take()
+        scale = unscaled.divisor(note, optimizer.rule.current(state))
+    bad = _not_finite(grads, variables, scale, optimizer.rule.lowest_scale)
+    is_finite = ops.logical_not(ops.any(bad))
+    for flag in unscaled.seen_bad(note):
+        is_finite = ops.logical_and(is_finite, ops.equal(flag, 0))
+
+    def own_values(applied: bool) -> list[Any]:
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            optimizer.record(state, applied)
+            if not applied:
+                kept = compilation.kept_apart(bad)
+                optimizer.count_overflows(kept, variables)
+        return [scope.get_current_value(v) for v in optimizer.own_variables]
+
+    def apply_step() -> tuple[list[Any], list[Any]]:
+        true = blocks.divided(blocks.apart(grads, variables), scale)
+        new_trainable, new_inner = optimizer.inner_optimizer.stateless_apply(
+            inner_values, blocks.parts(true, len(grads)), trainable_values
+        )
+        return new_trainable, own_values(True) + new_inner
+
+    def skip_step() -> tuple[list[Any], list[Any]]:
+        return list(trainable_values), own_values(False) + inner_values
+
+    if not isinstance(is_finite, jax.core.Tracer):
+        # An eager step: the branch is known, and need not be compiled.
+        return apply_step() if is_finite else skip_step()
+    if compilation.for_cpu():
+        return jax.lax.cond(is_finite, apply_step, skip_step)
+    # On an accelerator a conditional waits for the host to read its flag.
+    return _selected(is_finite, apply_step(), skip_step())
+
+
+def _not_finite(
+    grads: list[Any], variables: list[Any], scale: Any, lowest: float
+) -> Any:
+    """Returns which true gradients are not finite.
+
+    No division by 1 or more makes an infinity, so that the scaled gradients
+    tell it, which are there already. Joined for the check alone: to take them
+    apart again costs kernels.
+    """
+    joined = blocks.joined(grads, variables)
+    if lowest < 1:
+        joined = blocks.divided(joined, scale)
+    return blocks.not_finite(joined, len(grads))
+
+
+def _selected(is_finite: Any, applied: Any, skipped: Any) -> Any:
+    """Chooses between the values of two outcomes that are both computed."""
+
+    def chosen(new: Any, old: Any) -> Any:
+        return old if new is old else jax.numpy.where(is_finite, new, old)
+
+    return jax.tree.map(chosen, applied, skipped)
+
+
+def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
+    """Does the same on the variables themselves, as in an eager loop.
+
+    Args:
+        optimizer: A `LossScaleOptimizer`, built.
+        grads: Scaled gradients; `None` where there is none.
+        variables: The variables they belong to.
+
+    Returns:
+        Boolean scalar, whether the step was applied.
+    """
+    by_variable = dict(zip(map(id, variables), grads, strict=True))
+    model_variables = optimizer.model_variables
+    new_trainable, new_optimizer = stateless_apply(
+        optimizer,
+        [variable.value for variable in optimizer.variables],
+        [by_variable.get(id(variable)) for variable in model_variables],
+        [variable.value for variable in model_variables],
+    )
+    for variable, value in zip(model_variables, new_trainable, strict=True):
+        variable.assign(value)
+    for variable, value in zip(optimizer.variables, new_optimizer, strict=True):
+        variable.assign(value)
+    return optimizer.last_step_applied()

@@ -1,0 +1,1 @@
+"""Optimizers for 16-bit variables."""

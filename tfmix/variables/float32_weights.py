@@ -1,0 +1,168 @@
+"""Float32 weights out of a 16-bit model, and into one, without loss."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from tfmix import _formats
+from tfmix._keras import swap
+from tfmix.variables import base
+
+
+def export_float32(model: Any, path: Any = None) -> list[np.ndarray]:
+    """Returns a 16-bit model's weights in float32, masters where it has some.
+
+    Use it to go on in float32, or to publish weights with all their bits.
+
+    Args:
+        model: A built Keras model.
+        path: File name that ends in `.weights.h5`, to write the weights to as
+            `save_weights` of a float32 model would. Defaults to `None`: no
+            file.
+
+    Returns:
+        A list of arrays in the order of `model.weights`, as `set_weights` of
+        the same model in float32 takes it. Weights that are not 16-bit come
+        in their own dtype. Copied to the host.
+
+    Raises:
+        TypeError: If `model` is no Keras model.
+        ValueError: If the model is not built.
+
+    Example:
+        >>> model = keras.Sequential([keras.layers.Dense(1, dtype="bfloat16")])
+        >>> model.build((None, 2))
+        >>> [str(array.dtype) for array in export_float32(model)]
+        ['float32', 'float32']
+    """
+    check_model(model)
+    owner = float32_owner(model)
+    values = [_wide_value(variable, owner) for variable in model.weights]
+    if path is not None:
+        with float32_storage(model):
+            model.set_weights(values)
+            model.save_weights(path)
+    return values
+
+
+def load_float32(model: Any, source: Any) -> None:
+    """Loads float32 weights into a 16-bit model and its masters.
+
+    Use it instead of `load_weights` or `set_weights` to start from a float32
+    checkpoint: those round the weights to 16 bits before the masters see them.
+
+    Args:
+        model: A built Keras model, compiled with a `MasterWeightOptimizer` or
+            a `BFloat16Optimizer`, also inside a loss-scale optimizer.
+        source: File name that `load_weights` takes, or a list of arrays as
+            `get_weights` of the float32 model returns it.
+
+    Raises:
+        TypeError: If `model` is no Keras model.
+        ValueError: If the model is not built, or has no such optimizer.
+    """
+    check_model(model)
+    owner = float32_owner(model)
+    if owner is None:
+        raise ValueError(
+            "The model has no place for more than 16 bits. Received: a model "
+            f"with optimizer={getattr(model, 'optimizer', None)!r}. Compile "
+            "it with tfmix.MasterWeightOptimizer (or BFloat16Optimizer) "
+            "first, or call load_weights if 16 bits are enough."
+        )
+    if not owner.built:
+        model.optimizer.build(model.trainable_variables)
+    with float32_storage(model):
+        if isinstance(source, (list, tuple)):
+            model.set_weights(source)
+        else:
+            model.load_weights(source)
+        values = [np.array(each, copy=True) for each in model.get_weights()]
+    for variable, value in zip(model.weights, values, strict=True):
+        if owns(owner, variable):
+            owner.assign_float32(variable, value)
+        else:
+            variable.assign(value)
+
+
+def check_model(model: Any) -> None:
+    """Refuses what has no weights yet.
+
+    Args:
+        model: What the caller was given.
+
+    Raises:
+        TypeError: If it is no Keras model.
+        ValueError: If it is not built.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"`model` must be a keras.Model. Received: model={model!r}."
+        )
+    if not model.built:
+        raise ValueError(
+            "The model has no weights yet. Received: model="
+            f"{model.name!r}. Call it on a batch, or model.build(shape)."
+        )
+
+
+def float32_owner(model: Any) -> base.SixteenBitOptimizer | None:
+    """Finds the optimizer that keeps the model's missing bits.
+
+    Args:
+        model: A Keras model.
+
+    Returns:
+        The model's optimizer, or the one inside it, or `None`.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    while optimizer is not None:
+        if isinstance(optimizer, base.SixteenBitOptimizer):
+            return optimizer
+        optimizer = vars(optimizer).get("inner_optimizer")
+    return None
+
+
+def owns(owner: base.SixteenBitOptimizer, variable: Any) -> bool:
+    """Whether an optimizer was built with a variable."""
+    return any(variable is each for each in owner._trainable_variables)
+
+
+@contextlib.contextmanager
+def float32_storage(model: Any) -> Iterator[None]:
+    """Lets a model's 16-bit variables store float32, to read or write a file.
+
+    Touches `keras.Variable._value` and `_dtype`, checked on Keras 3.12.4 and
+    3.15.1. On exit each variable has its own storage back, unchanged. The
+    model's optimizer is out of sight: a file of weights holds no state of it.
+
+    Args:
+        model: A built Keras model.
+    """
+    with contextlib.ExitStack() as undo:
+        for variable in filter(_is_narrow, model.weights):
+            wide = keras.Variable(
+                ops.cast(variable.value, "float32"), trainable=False
+            )
+            swap.swap(undo, variable, "_value", wide._value)
+            swap.swap(undo, variable, "_dtype", "float32")
+        if "optimizer" in vars(model):
+            swap.swap(undo, model, "optimizer", None)
+        yield
+
+
+def _wide_value(variable: Any, owner: Any) -> np.ndarray:
+    if owner is not None and owner.built and owns(owner, variable):
+        return ops.convert_to_numpy(owner.read_float32(variable))
+    if _is_narrow(variable):
+        return ops.convert_to_numpy(ops.cast(variable, "float32"))
+    return ops.convert_to_numpy(variable)
+
+
+def _is_narrow(variable: Any) -> bool:
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    return dtype in _formats.SIXTEEN_BIT

@@ -1,0 +1,91 @@
+"""Float32 master weights behind a model's 16-bit variables."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfmix.variables import base, per_variable
+from tfmix.variables import flat as flat_masters
+from tfmix.variables import split as split_masters
+
+
+@keras.saving.register_keras_serializable(package="tfmix")
+class MasterWeightOptimizer(base.SixteenBitOptimizer):
+    """Updates float32 masters and rounds them into 16-bit variables.
+
+    Use it for models whose variables are float16 or bfloat16 (the policies
+    `"float16"` and `"bfloat16"`), where an update smaller than half a step of
+    the format would be lost. The inner optimizer sees float32 only:
+    gradients, masters and slots; its weight decay, clipping, constraints, EMA
+    and accumulation act on the masters. Variables that are not 16-bit are
+    passed straight through. Put it inside the loss-scale optimizer:
+    `LossScaleOptimizer(MasterWeightOptimizer(Adam()))`.
+
+    Weights assigned to the model after the optimizer was built (loaded from a
+    file, for instance) are taken over by the masters at the next step.
+
+    Args:
+        inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
+        flat: Boolean. Joins the masters into one vector per dtype: one update
+            instead of one per variable. For element-wise optimizers only.
+            Defaults to `False`.
+        split: Boolean. Keeps only the 16 bits that a bfloat16 variable lacks:
+            4 bytes per weight instead of 6, with exact float32 results.
+            Defaults to `False`.
+        name: String. Defaults to the snake-case class name.
+
+    Raises:
+        ValueError: If the arguments contradict each other, or (when built)
+            if `flat` or `split` does not fit the optimizer or the variables.
+        TypeError: If `inner_optimizer` is no optimizer.
+
+    Example:
+        >>> weight = keras.Variable([1.0], dtype="bfloat16")
+        >>> sgd = keras.optimizers.SGD(0.001)
+        >>> optimizer = MasterWeightOptimizer(sgd)
+        >>> for _ in range(8):
+        ...     optimizer.apply([keras.ops.ones(1, "bfloat16")], [weight])
+        >>> float(weight[0])
+        0.9921875
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        *,
+        flat: bool = False,
+        split: bool = False,
+        name: str | None = None,
+    ) -> None:
+        for argument, value in (("flat", flat), ("split", split)):
+            if not isinstance(value, bool):
+                raise TypeError(
+                    f"`{argument}` must be True or False. "
+                    f"Received: {argument}={value!r}."
+                )
+        if flat and split:
+            raise ValueError(
+                "`flat` joins float32 masters, and `split` keeps none. "
+                "Received: flat=True, split=True. Choose flat=True for speed "
+                "or split=True for memory."
+            )
+        super().__init__(inner_optimizer, name=name)
+        self.flat = flat
+        self.split = split
+
+    def make_store(self, variables: Sequence) -> Any:
+        """Creates the masters; see `SixteenBitOptimizer`."""
+        if self.flat:
+            return flat_masters.FlatMasters(self, variables)
+        if self.split:
+            return split_masters.SplitMasters(self, variables)
+        return per_variable.PerVariableMasters(self, variables)
+
+    def get_config(self) -> dict:
+        """Returns the settings `from_config` needs."""
+        return {
+            **super().get_config(),
+            "flat": self.flat,
+            "split": self.split,
+        }

@@ -1,0 +1,173 @@
+"""Stochastic rounding of float32 to bfloat16."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfmix.variables import bits, view, views
+
+# A step may assign a variable more than once (weight decay, then the update,
+# then a constraint); each assignment needs bits of its own.
+ASSIGNMENTS_PER_STEP = 16
+
+# Sums and averages over many steps stay in float32.
+WIDE_SLOTS = ("average", "gradient_accumulator")
+
+
+def stochastic(value: Any, random_bits: Any) -> Any:
+    """Rounds up with the probability that makes the mean exact.
+
+    Args:
+        value: Float32 tensor of any shape.
+        random_bits: Uint32 tensor of the same shape, of which the lower 16
+            bits count.
+
+    Returns:
+        A bfloat16 tensor of the same shape: one of the two neighbours, or
+        the value where it is a bfloat16, infinite or NaN.
+
+    Example:
+        >>> half_way = ops.array([1.0 + 2.0**-8])
+        >>> float(stochastic(half_way, bits.unsigned([0x7FFF]))[0])
+        1.0
+        >>> float(stochastic(half_way, bits.unsigned([0x8000]))[0])
+        1.0078125
+    """
+    word = bits.bitcast(bits.quiet(value), "uint32")
+    noise = ops.bitwise_and(random_bits, bits.unsigned(0xFFFF))
+    upper = ops.right_shift(ops.add(word, noise), bits.unsigned(16))
+    return bits.bitcast(ops.cast(upper, "uint16"), "bfloat16")
+
+
+def random_bits(shape: tuple, seed: Any, stream: int, step: Any) -> Any:
+    """Draws bits that depend on the arguments alone.
+
+    The generator is named, so eager code, graphs and XLA agree, and so do
+    replicas.
+
+    Args:
+        shape: Tuple of integers.
+        seed: Integer scalar tensor.
+        stream: Integer; different for each use within a step.
+        step: Integer scalar tensor.
+
+    Returns:
+        A uint32 tensor.
+    """
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        key = tf.cast(seed, tf.int64) * 2**32 + stream
+        return tf.random.stateless_uniform(
+            shape,
+            seed=tf.stack([key, tf.cast(step, tf.int64)]),
+            minval=None,
+            maxval=None,
+            dtype=tf.uint32,
+            alg="philox",
+        )
+    import jax
+
+    key = jax.random.key(ops.convert_to_tensor(seed), impl="threefry2x32")
+    key = jax.random.fold_in(jax.random.fold_in(key, stream), step)
+    return jax.random.bits(key, shape, "uint32")
+
+
+class StochasticView(view.Float32View):
+    """A bfloat16 variable that rounds stochastically what it is assigned.
+
+    Args:
+        variable: The bfloat16 variable.
+        stream: Integer, different for each view of an optimizer.
+        draw: Function of a shape and a stream that returns random bits.
+    """
+
+    def __init__(self, variable: Any, stream: int, draw: Any) -> None:
+        super().__init__(variable)
+        self.stream = stream * ASSIGNMENTS_PER_STEP
+        self.draw = draw
+        self.assignments = 0
+
+    def load(self) -> Any:
+        """Returns the float32 value as a tensor."""
+        return ops.cast(self.stored, "float32")
+
+    def store(self, value: Any) -> None:
+        """Keeps a float32 tensor, rounded."""
+        noise = self.draw(self._shape, self.stream + self.assignments)
+        self.assignments += 1
+        self.stored.assign(stochastic(value, noise))
+
+
+class StochasticRounding(views.Views):
+    """Rounds the new value of every bfloat16 variable stochastically.
+
+    Args:
+        optimizer: The wrapper; its `seed_variable` and `iterations` decide
+            the rounding.
+        variables: The model's variables, in order.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence) -> None:
+        self.optimizer = optimizer
+        self.streams = 0
+        self.slots: list[StochasticView] = []
+        super().__init__(optimizer, variables)
+
+    def make_view(self, optimizer: Any, variable: Any) -> StochasticView:
+        """Creates the view of one bfloat16 variable."""
+        self.streams += 1
+        return StochasticView(variable, self.streams, self.draw)
+
+    @contextlib.contextmanager
+    def creating_slots(self) -> Iterator[None]:
+        """Places the slots, and makes them bfloat16 if that was asked for."""
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(super().creating_slots())
+            if self.optimizer.slot_dtype == "bfloat16":
+                inner_optimizer = self.optimizer.inner_optimizer
+                several = getattr(inner_optimizer, "optimizers", None)
+                for each in several or [inner_optimizer]:
+                    undo.enter_context(self._narrow_slots(each))
+            yield
+
+    @contextlib.contextmanager
+    def _narrow_slots(self, optimizer: Any) -> Iterator[None]:
+        original = optimizer.add_variable_from_reference
+
+        def add(
+            reference_variable: Any,
+            name: Any = None,
+            initializer: Any = "zeros",
+        ) -> Any:
+            narrow = isinstance(reference_variable, StochasticView)
+            if not narrow or name in WIDE_SLOTS:
+                return original(reference_variable, name, initializer)
+            slot = original(reference_variable.stored, name, initializer)
+            narrowed = self.make_view(self.optimizer, slot)
+            self.slots.append(narrowed)
+            # The variable behind the view is tracked already, and a list that
+            # lost an element is one TensorFlow would not save. Checked on
+            # Keras 3.12.4 and 3.15.1.
+            optimizer._tracker.stored_ids["variables"].add(id(narrowed))
+            return narrowed
+
+        vars(optimizer)["add_variable_from_reference"] = add
+        try:
+            yield
+        finally:
+            del vars(optimizer)["add_variable_from_reference"]
+
+    def draw(self, shape: tuple, stream: int) -> Any:
+        """Random bits of the current step."""
+        step = ops.convert_to_tensor(self.optimizer.iterations)
+        return random_bits(shape, self.optimizer.seed_variable, stream, step)
+
+    def refresh(self) -> None:
+        """Starts the streams of a step anew."""
+        super().refresh()
+        for each in [*self.views.values(), *self.slots]:
+            each.assignments = 0
