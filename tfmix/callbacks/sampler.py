@@ -14,6 +14,7 @@ from tfmix._keras import layers as host
 from tfmix.callbacks import deviation
 from tfmix.conversion import trial_policies
 from tfmix.doctor import heads, probe, pullback, ranges
+from tfmix.policy.in_force import carried
 
 # The columns of a forward row: those of `measures`, then these.
 ERROR, BROKEN, HEAD = "relative_error", "broken", "are_probabilities"
@@ -190,7 +191,7 @@ class Sampler:
             alive.append(sent)
             return probe.replaced(outputs, [sent, *leaves[1:]])
 
-        with probe.watched(self._found, on_call):
+        with probe.watched(self._found, on_call), carried.outputs_as_made():
             if getattr(self._model, "_call_has_training_arg", False):
                 outputs = self._model(x, training=True)
             else:

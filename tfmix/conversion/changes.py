@@ -17,8 +17,6 @@ Undo = Callable[[], None]
 
 # What Keras compiled once and would go on using.
 _COMPILED = ("train_function", "test_function", "predict_function")
-# What tfmix sets on an instance shadows a method, or has this prefix.
-_OURS = "_tfmix_"
 _FIRST_CALLED = "_check_super_called"
 
 
@@ -57,35 +55,6 @@ def forget_compiled(model: Any) -> None:
         for name in _COMPILED:
             if getattr(layer, name, None) is not None:
                 setattr(layer, name, None)
-
-
-def remember_methods(model: Any) -> Undo:
-    """Notes what tfmix has set on a model.
-
-    Args:
-        model: A Keras model.
-
-    Returns:
-        A function that restores exactly that.
-    """
-    kind = type(model)
-
-    def ours() -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in vars(model).items()
-            if name.startswith(_OURS) or callable(getattr(kind, name, None))
-        }
-
-    before = ours()
-
-    def restore() -> None:
-        for name in ours():
-            object.__delattr__(model, name)
-        for name, value in before.items():
-            new_layers.put(model, name, value)
-
-    return restore
 
 
 def _run(undo: list[Undo]) -> None:

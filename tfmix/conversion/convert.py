@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import keras
 from absl import logging
 
+from tfmix._keras import model_methods, training_classes
 from tfmix.conversion import (
     changes,
     conversion_report,
@@ -15,7 +16,6 @@ from tfmix.conversion import (
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import (
     carried,
-    compiling,
     new_layers,
     scope,
     suited_optimizer,
@@ -85,17 +85,17 @@ def apply_policy(
         *planned_policies.unused_rules(model, accepted),
     )
     state_before = optimizer_state.take(model)
-    undo_methods = changes.remember_methods(model)
+    methods = model_methods.of(model)
+    parts = methods.parts
     undo_dtypes = changes.set_dtypes(steps)
     undo_optimizer = _optimizer_undo(model)
-    carried.drop(model)
     carried.carry(model, accepted)
     _suit_optimizer(model, accepted, state_before)
     changes.forget_compiled(model)
 
     def undo() -> None:
         trained = optimizer_state.take(model)
-        undo_methods()
+        methods.restore(parts)
         undo_dtypes()
         undo_optimizer()
         optimizer_state.give(model, trained)
@@ -200,9 +200,9 @@ def prepare(
     ruled = policies.with_rules(accepted)
     found = suited_optimizer.suited(found, model, ruled.level)
     if getattr(model, "compiled", False):
-        compiling.adopt_optimizer(model, found)
+        training_classes.adopt_optimizer(model, found)
     if isinstance(found, scaling.LossScaleOptimizer):
-        guard.guard(model)
+        guard.put_on(model)
     return Prepared(model, found, done)
 
 
@@ -262,9 +262,9 @@ def _suit_optimizer(
         # Its slots have the shapes and dtypes of variables that were.
         optimizer = type(optimizer).from_config(optimizer.get_config())
     suited = suited_optimizer.suited(optimizer, model, level)
-    compiling.adopt_optimizer(model, suited)
+    training_classes.adopt_optimizer(model, suited)
     if isinstance(suited, scaling.LossScaleOptimizer):
-        guard.guard(model)
+        guard.put_on(model)
     if anew:
         optimizer_state.give(model, state)
 
@@ -273,4 +273,4 @@ def _optimizer_undo(model: Any) -> changes.Undo:
     optimizer = getattr(model, "optimizer", None)
     if not getattr(model, "compiled", False) or optimizer is None:
         return lambda: None
-    return lambda: compiling.adopt_optimizer(model, optimizer)
+    return lambda: training_classes.adopt_optimizer(model, optimizer)

@@ -22,8 +22,7 @@ from tfmix.doctor import (
 )
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import carried as carrying
-from tfmix.policy.in_force import ops as ops_in_force
-from tfmix.policy.in_force import scope
+from tfmix.policy.in_force import penalties, scope, switch
 
 
 def check(
@@ -91,7 +90,9 @@ def _run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(layers.nothing_traced())
         if isinstance(chosen, policies.Policy):
-            stack.enter_context(ops_in_force.in_force(chosen.float32_ops))
+            stack.enter_context(
+                switch.block({*chosen.float32_ops, penalties.RULE})
+            )
         found = probe.targets(batch.model)
         highest = visit.FLOOR if note else visit.LOSS_SCALE
         seen = visit.Visit(batch, found, sixteen, limits, highest)

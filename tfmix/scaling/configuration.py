@@ -1,6 +1,5 @@
 """The settings of a LossScaleOptimizer as plain data, and back."""
 
-import copy
 from typing import Any
 
 import keras
@@ -31,24 +30,6 @@ def to_config(optimizer: Any) -> dict[str, Any]:
     else:
         config["loss_scale"] = serialize(optimizer.rule)
     return config
-
-
-def with_guarded(compile_config: dict[str, Any] | None) -> Any:
-    """Returns a model's compile config with a note that it was guarded.
-
-    `LossScaleOptimizer.from_config` reads the note, so that a loaded model
-    that is trained without the guard says so.
-    """
-    optimizer = (compile_config or {}).get("optimizer")
-    ours = isinstance(optimizer, dict) and (
-        optimizer["class_name"] == "LossScaleOptimizer"
-    )
-    if compile_config is None or not ours:
-        # Not compiled, or anew since, with an optimizer that is not ours.
-        return compile_config
-    compile_config = copy.deepcopy(compile_config)
-    compile_config["optimizer"]["config"]["guarded"] = True
-    return compile_config
 
 
 def deserialized(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:

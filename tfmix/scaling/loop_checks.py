@@ -1,8 +1,7 @@
 """What a training loop of one's own gets wrong, caught before any update."""
 
-import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -56,16 +55,6 @@ def warn_unless_loss_was_scaled(optimizer: Any) -> None:
         "(or inside the function given to jax.grad).",
         stacklevel=4,
     )
-
-
-@contextlib.contextmanager
-def guarded_step(optimizer: Any) -> Iterator[None]:
-    """Tells `apply` that the step around it leaves no trace if skipped."""
-    optimizer.in_guarded_step = True
-    try:
-        yield
-    finally:
-        optimizer.in_guarded_step = False
 
 
 def warn_unless_guarded(optimizer: Any) -> None:

@@ -260,15 +260,6 @@ def test_strategies_that_cannot_skip_together_are_refused():
         distribute.check_strategy(ParameterServerStrategyV2())
 
 
-def test_a_retry_is_refused_on_several_replicas():
-    with helpers.mirrored_strategy().scope():
-        model = keras.Sequential([keras.layers.Dense(1)])
-        model.compile(Wrapped("adam"), loss="mse")
-    guards.guard(model, retries=1)
-    with pytest.raises(ValueError, match="one replica only"):
-        model.fit(*regression(0), verbose=0)
-
-
 def test_variables_are_whole_again_after_an_error():
     strategy = helpers.mirrored_strategy()
     with strategy.scope():

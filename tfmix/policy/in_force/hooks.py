@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import attributes
+from tfmix._keras import attributes, training_classes
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import compiling, new_layers
 
@@ -49,12 +49,11 @@ def install(lookup: Lookup, replaced: Replaced) -> None:
     if are_installed():
         return
     state = _global_state()
-    trainer = importlib.import_module("keras.src.trainers.trainer").Trainer
     wanted: dict[attributes.Place, Callable[[Any], Any]] = {
         (state, "get_global_attribute"): lambda f: _getter(f, lookup),
         (state, "set_global_attribute"): lambda f: _setter(f, replaced),
         (keras.Layer, "__init__"): lambda f: _initializer(f, lookup),
-        (trainer, "compile"): compiling.wrapped,
+        (training_classes.trainer(), "compile"): compiling.wrapped,
     }
     for owner, name in wanted:
         if name not in vars(owner):

@@ -8,21 +8,17 @@ from absl import logging
 from tfmix import _formats
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
-from tfmix.variables import base as sixteen_bit
-from tfmix.variables import master
+from tfmix.variables import base, master
+
+# Marks a wrapper that tfmix has put on, so that tfmix takes it off again.
+_AUTOMATIC = "_tfmix_automatic"
 
 
-def computing_layers(model: Any) -> list[Any]:
+def computing_layers(model: keras.Layer) -> list[keras.Layer]:
     """Lists the layers of a model that compute something, at any depth.
 
     Functional and Sequential models only pass tensors on, whatever their own
     dtype policy says; a subclassed model may compute in its `call`.
-
-    Args:
-        model: A Keras layer or model.
-
-    Returns:
-        The layers, each once.
     """
     return [
         layer
@@ -32,20 +28,20 @@ def computing_layers(model: Any) -> list[Any]:
     ]
 
 
-def is_graph(model: Any) -> bool:
+def is_graph(model: keras.Layer) -> bool:
     """Says whether a model is Functional or Sequential."""
     names = {base.__name__ for base in type(model).__mro__}
     return bool(names & {"Functional", "Sequential"})
 
 
-def computes_in(model: Any, dtype: str) -> bool:
+def computes_in(model: keras.Layer, dtype: str) -> bool:
     """Says whether any layer of a model computes in a dtype."""
     return any(
         layer.compute_dtype == dtype for layer in computing_layers(model)
     )
 
 
-def has_sixteen_bit_variables(model: Any) -> bool:
+def has_sixteen_bit_variables(model: keras.Layer) -> bool:
     """Says whether a model keeps, or will keep, variables in 16 bit."""
     return any(
         layer.variable_dtype in _formats.SIXTEEN_BIT
@@ -53,26 +49,33 @@ def has_sixteen_bit_variables(model: Any) -> bool:
     )
 
 
-def suited(optimizer: Any, model: Any, level: str | None = None) -> Any:
+def suited(
+    optimizer: keras.optimizers.Optimizer,
+    model: keras.Layer,
+    level: str | None = None,
+) -> keras.optimizers.Optimizer:
     """Returns an optimizer with what a model's dtypes call for around it.
 
     float16 layers get loss scaling, 16-bit variables get float32 masters.
-    What is there already stays; an optimizer that scales the loss is returned
-    as it is.
+    What is there already stays; into tfmix's loss-scale optimizer masters are
+    put where they are missing.
 
     Args:
         optimizer: A Keras optimizer.
         model: The model it will train.
         level: The level the model was made at; `"O3"` asks for no loss
-            scaling. Defaults to `None`.
+            scaling.
 
-    Returns:
-        The optimizer itself or a wrapper around it.
+    Raises:
+        ValueError: If the model has 16-bit variables and `optimizer` scales
+            the loss without masters, and none can be put in.
     """
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return optimizer
     float16 = computes_in(model, "float16")
     pure = has_sixteen_bit_variables(model)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        if pure:
+            _add_masters(optimizer)
+        return optimizer
     if not float16 and not pure:
         return optimizer
     fixed = optimizer.loss_scale_factor
@@ -88,11 +91,51 @@ def suited(optimizer: Any, model: Any, level: str | None = None) -> Any:
             optimizer.name,
             fixed,
         )
-    if pure and not isinstance(optimizer, sixteen_bit.SixteenBitOptimizer):
-        optimizer = master.MasterWeightOptimizer(optimizer)
-    return scaling.LossScaleOptimizer(
-        optimizer, loss_scale=_rule(fixed, float16, level)
+    if pure and not isinstance(optimizer, base.SixteenBitOptimizer):
+        optimizer = _automatic(master.MasterWeightOptimizer(optimizer))
+    return _automatic(
+        scaling.LossScaleOptimizer(
+            optimizer, loss_scale=_rule(fixed, float16, level)
+        )
     )
+
+
+def without_automatic(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
+    """Takes off the wrappers that `suited` has put around an optimizer.
+
+    A wrapper of the user's stays, and masters put into one come out of it.
+    """
+    while vars(optimizer).get(_AUTOMATIC):
+        optimizer = optimizer.inner_optimizer
+    inner = vars(optimizer).get("inner_optimizer")
+    if inner is not None and vars(inner).get(_AUTOMATIC):
+        optimizer.inner_optimizer = inner.inner_optimizer
+    return optimizer
+
+
+def _automatic(optimizer: Any) -> keras.optimizers.Optimizer:
+    object.__setattr__(optimizer, _AUTOMATIC, True)
+    return optimizer
+
+
+def _add_masters(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
+    inner = optimizer.inner_optimizer
+    if isinstance(inner, base.SixteenBitOptimizer):
+        return
+    ours = isinstance(optimizer, scaling.LossScaleOptimizer)
+    if not ours or optimizer.built:
+        name = type(inner).__name__
+        state = "is built already" if ours else "is Keras's own"
+        raise ValueError(
+            "A model with 16-bit variables loses every update smaller than "
+            "half a step of the format, unless its optimizer keeps float32 "
+            f"masters. Received: optimizer={optimizer!r}, which has none and "
+            f"{state}. Compile with tfmix.LossScaleOptimizer("
+            f"tfmix.MasterWeightOptimizer({name}(...)))."
+        )
+    optimizer.inner_optimizer = _automatic(master.MasterWeightOptimizer(inner))
 
 
 def _rule(fixed: float | None, float16: bool, level: str | None) -> Any:

@@ -65,21 +65,6 @@ def check_replica_context() -> None:
         )
 
 
-def check_single_replica(what: str) -> None:
-    """Refuses what cannot work on several replicas.
-
-    Raises:
-        ValueError: If the current strategy has more than one replica.
-    """
-    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    if num_replicas > 1:
-        raise ValueError(
-            f"{what} works on one replica only: a loop around the train step "
-            "cannot hold the all-reduce of several. Received: a strategy of "
-            f"{num_replicas} replicas. Leave it out; the batch is skipped."
-        )
-
-
 def on_one_replica() -> bool:
     """Returns whether the current strategy has only one replica."""
     return tf.distribute.get_strategy().num_replicas_in_sync == 1
