@@ -222,3 +222,50 @@ def test_a_model_that_cannot_skip_is_refused_with_what_to_write():
     late.compile("adam", loss="mse")
     with pytest.raises(ValueError, match="can be guarded only if"):
         late.fit(*data(), verbose=0)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+def test_frozen_weights_are_left_alone_and_a_teacher_is_put_back(
+    mode, monkeypatch
+):
+    from tfmix._keras import traced
+
+    asked = {}
+    may_be_written = traced.may_be_written
+
+    def spying(variable):
+        asked[id(variable)] = may_be_written(variable)
+        return asked[id(variable)]
+
+    monkeypatch.setattr(traced, "may_be_written", spying)
+
+    class Student(keras.Model):
+        """Lets a frozen teacher follow in its training step."""
+
+        def __init__(self):
+            super().__init__()
+            self.backbone = keras.layers.Dense(4, name="backbone")
+            self.backbone.trainable = False
+            self.head = keras.layers.Dense(1, name="head")
+            self.teacher = keras.layers.Dense(1, name="teacher")
+            self.teacher.trainable = False
+
+        def call(self, x):
+            x = self.backbone(x)
+            return self.head(x) + 0.0 * self.teacher(x)
+
+        def train_step(self, data):
+            logs = super().train_step(data)
+            self.teacher.bias.assign(self.teacher.bias + 1.0)
+            return logs
+
+    model = Student()
+    optimizer = optimizers.LossScaleOptimizer("sgd")
+    model.compile(optimizer, loss="mse", **MODES[mode])
+    guards.guard(model)
+    model.fit(*data(bad_row=20), batch_size=16, verbose=0)
+    frozen = [id(variable.value) for variable in model.backbone.variables]
+    assert [asked[one] for one in frozen] == [False, False]
+    # Four steps, of which one was skipped.
+    assert float(model.teacher.bias[0]) == 3.0
