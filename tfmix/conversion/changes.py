@@ -9,9 +9,9 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import nested_inputs
+from tfmix._keras import layer_policies, nested_inputs
 from tfmix.conversion import planned_policies
-from tfmix.policy.in_force import new_layers, suited_optimizer, uncast_inputs
+from tfmix.policy.in_force import suited_optimizer, uncast_inputs
 
 Undo = Callable[[], None]
 
@@ -73,7 +73,7 @@ def _set_policy(
     # Rules of the policy it was made under must not come back later.
     vars(layer).pop(_FIRST_CALLED, None)
     uncast_inputs.forget_exact(layer)
-    new_layers.set_dtype(layer, policy)
+    layer_policies.set_policy(layer, policy)
     if among_16_bit:
         uncast_inputs.keep_exact(layer)
         if policy.compute_dtype == "float32":
@@ -81,9 +81,9 @@ def _set_policy(
 
     def restore() -> None:
         uncast_inputs.forget_exact(layer)
-        new_layers.set_dtype(layer, before)
+        layer_policies.set_policy(layer, before)
         for name, value in attributes.items():
-            new_layers.put(layer, name, value)
+            layer_policies.put(layer, name, value)
 
     return restore
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import keras
 from absl import logging
 
-from tfmix._keras import model_methods, training_classes
+from tfmix._keras import layer_policies, model_methods, training_classes
 from tfmix.conversion import (
     changes,
     conversion_report,
@@ -16,7 +16,6 @@ from tfmix.conversion import (
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import (
     carried,
-    new_layers,
     scope,
     suited_optimizer,
 )
@@ -222,7 +221,7 @@ def _check_model(model: Any) -> None:
 
 def _row(step: planned_policies.Step) -> conversion_report.Row:
     return conversion_report.Row(
-        new_layers.path_of(step.layer),
+        layer_policies.path_of(step.layer),
         type(step.layer).__name__,
         _name(step.layer),
         step.policy.name,
@@ -233,7 +232,7 @@ def _row(step: planned_policies.Step) -> conversion_report.Row:
 def _name(layer: Any) -> str:
     current = layer.dtype_policy
     if isinstance(current, keras.dtype_policies.DTypePolicyMap):
-        return str(current[new_layers.path_of(layer)].name)
+        return str(current[layer_policies.path_of(layer)].name)
     return str(current.name)
 
 

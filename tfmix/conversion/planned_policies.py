@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
+from tfmix._keras import layer_policies
 from tfmix.policy import layer_rules
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import new_layers, suited_optimizer
@@ -117,7 +118,9 @@ def unused_rules(model: Any, policy: keras.DTypePolicy) -> tuple[str, ...]:
         for item in policy.float32_layers
         if item in written
         and not any(
-            layer_rules.matches(item, type(x), x.name, new_layers.path_of(x))
+            layer_rules.matches(
+                item, type(x), x.name, layer_policies.path_of(x)
+            )
             for x in model._flatten_layers()
         )
     )
@@ -153,7 +156,7 @@ class _Planner:
     def _decide(self, layer: Any, inherited: Step | None) -> Step:
         if suited_optimizer.is_graph(layer):
             why = self._rules.why_float32(
-                type(layer), layer.name, new_layers.path_of(layer)
+                type(layer), layer.name, layer_policies.path_of(layer)
             )
             target = _float32() if why else self._target(layer)
             return Step(layer, target, why or "", shown=False)
@@ -173,7 +176,7 @@ class _Planner:
     ) -> Step | None:
         """Returns what the layers inside a layer get, `None` for their own."""
         ruled = self._rules.why_float32(
-            type(layer), layer.name, new_layers.path_of(layer)
+            type(layer), layer.name, layer_policies.path_of(layer)
         )
         names = {base.__name__ for base in type(layer).__mro__}
         composite = layer.__class__.__module__.split(".")[0] == "keras"
@@ -204,7 +207,7 @@ class _Planner:
     def _why_float32(self, layer: Any) -> str | None:
         if self._is_float32:
             return None
-        path = new_layers.path_of(layer)
+        path = layer_policies.path_of(layer)
         why = self._rules.why_float32(type(layer), layer.name, path)
         if why:
             return why
@@ -219,7 +222,9 @@ class _Planner:
 
     def _target(self, layer: Any) -> keras.DTypePolicy:
         if isinstance(self._policy, keras.dtype_policies.DTypePolicyMap):
-            found: keras.DTypePolicy = self._policy[new_layers.path_of(layer)]
+            found: keras.DTypePolicy = self._policy[
+                layer_policies.path_of(layer)
+            ]
             return policies.plain(found)
         return policies.plain(self._policy)
 

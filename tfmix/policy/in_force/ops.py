@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import attributes, op_places
-from tfmix.policy.in_force import attention, softmax_logits, tensors
+from tfmix._keras import attention_layers, attributes, op_places
+from tfmix.policy.in_force import softmax_logits, tensors
 
 
 def makers(
@@ -34,7 +34,7 @@ def makers(
 
 def _rule(original: Any, name: str, holds: Callable[[str], bool]) -> Any:
     if original.__qualname__.endswith(op_places.ATTENTION_METHOD):
-        return attention.rule(original, holds)
+        return _attention_rule(original, holds)
     static = isinstance(original, staticmethod)
     function = original.__func__ if static else original
     dtype_at = _dtype_position(function)
@@ -57,6 +57,31 @@ def _rule(original: Any, name: str, holds: Callable[[str], bool]) -> Any:
         return tensors.map_leaves(result, narrow)
 
     return staticmethod(rule) if static else rule
+
+
+def _attention_rule(
+    original: Callable[..., Any], holds: Callable[[str], bool]
+) -> Callable[..., Any]:
+    """Makes a layer's own attention compute as the op's rule says.
+
+    Logits of 16-bit queries and keys overflow float16 there just the same.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        source = tensors.only_16_bit((args, kwargs))
+        bound = signature.bind(self, *args, **kwargs).arguments
+        ruled = source is not None and holds(op_places.ATTENTION)
+        if not ruled or not attention_layers.writes_out(self, bound):
+            return original(self, *args, **kwargs)
+        args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
+        with attention_layers.float32_softmax(self):
+            result = original(self, *args, **kwargs)
+        narrow = functools.partial(tensors.narrow, dtype=str(source))
+        return tensors.map_leaves(result, narrow)
+
+    return compute
 
 
 def _dtype_position(function: Callable) -> int:

@@ -6,6 +6,7 @@ import keras
 from absl import logging
 
 from tfmix import _formats
+from tfmix._keras import layers
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
 from tfmix.variables import base, master
@@ -22,7 +23,7 @@ def computing_layers(model: keras.Layer) -> list[keras.Layer]:
     """
     return [
         layer
-        for layer in model._flatten_layers()
+        for layer in layers.flat_layers(model)
         if not isinstance(layer, keras.layers.InputLayer)
         and not is_graph(layer)
     ]
