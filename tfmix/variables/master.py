@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+from keras import ops
 
-from tfmix.variables import base, per_variable
+from tfmix._keras import variables
+from tfmix.variables import base, bits
 from tfmix.variables import flat as flat_masters
 from tfmix.variables import split as split_masters
 
@@ -50,6 +52,9 @@ class MasterWeightOptimizer(base.SixteenBitOptimizer):
         0.9921875
     """
 
+    # Declared, so that an inner optimizer's of the same name is left alone.
+    flat = split = False
+
     def __init__(
         self,
         inner_optimizer: Any,
@@ -74,13 +79,15 @@ class MasterWeightOptimizer(base.SixteenBitOptimizer):
         self.flat = flat
         self.split = split
 
-    def make_store(self, variables: Sequence) -> Any:
+    def make_stand_ins(
+        self, model_variables: Sequence[keras.Variable]
+    ) -> base.StandIns:
         """Creates the masters; see `SixteenBitOptimizer`."""
         if self.flat:
-            return flat_masters.FlatMasters(self, variables)
+            return flat_masters.FlatMasters(self, model_variables)
         if self.split:
-            return split_masters.SplitMasters(self, variables)
-        return per_variable.PerVariableMasters(self, variables)
+            return split_masters.SplitMasters(self, model_variables)
+        return PerVariableMasters(self, model_variables)
 
     def get_config(self) -> dict:
         """Returns the settings `from_config` needs."""
@@ -89,3 +96,39 @@ class MasterWeightOptimizer(base.SixteenBitOptimizer):
             "flat": self.flat,
             "split": self.split,
         }
+
+
+class PerVariableMasters(base.StandIns):
+    """Keeps a float32 variable behind every 16-bit one."""
+
+    def make(self) -> dict[int, keras.Variable]:
+        """Creates the masters."""
+        return {id(each): self._master(each) for each in self.narrow}
+
+    def _master(self, variable: keras.Variable) -> keras.Variable:
+        master = self.optimizer.add_float32(
+            shape=tuple(variable.shape),
+            value=lambda: variable.value,
+            name=variable.name,
+            **variables.placement(variable),
+        )
+        return variables.adopt(master, variable)
+
+    def refresh(self) -> None:
+        """Takes over what somebody assigned to the model's variables.
+
+        After `load_weights` a master would otherwise put its old value back.
+        """
+        for variable in self.narrow:
+            master = self.target(variable)
+            master.assign(bits.refreshed(master, variable))
+
+    def write_back(self) -> None:
+        """Rounds the masters into the model's variables."""
+        for variable in self.narrow:
+            variable.assign(ops.cast(self.target(variable), variable.dtype))
+
+    def assign(self, variable: keras.Variable, value: Any) -> None:
+        """Sets the float32 value behind a variable, and the variable."""
+        self.target(variable).assign(value)
+        variable.assign(ops.cast(value, variable.dtype))
