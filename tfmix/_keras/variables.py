@@ -1,9 +1,9 @@
 """The parts of Keras's variables that tfmix reaches into.
 
-Checked on Keras 3.12.4 and 3.15.1: the private attributes of `keras.Variable`
-that `Float32View` fills, `_value`, `_dtype`, `_path` and `_layout`. Under
-TensorFlow the optimizers unwrap `variable.value` and assign to that, and find
-a variable's slots by `_unique_id`.
+Checked on Keras 3.12.4 and 3.15.1: `_value`, `_dtype`, `_path`, `_layout`, and
+that a `keras.Variable` is what its `__dict__` holds. Under TensorFlow the
+optimizers unwrap `variable.value` and assign to that, and find a variable's
+slots by `_unique_id`.
 """
 
 import contextlib
@@ -16,6 +16,8 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import attributes, optimizers
+
+Variables = Sequence[keras.Variable]
 
 
 def is_narrow(variable: keras.Variable) -> bool:
@@ -67,9 +69,7 @@ def store_apart(
     attributes.swap(undo, variable, "_dtype", dtype)
 
 
-def assign_all(
-    variables: Sequence[keras.Variable], values: Sequence[Any]
-) -> None:
+def assign_all(variables: Variables, values: Sequence[Any]) -> None:
     """Assigns every array, or none if one does not fit.
 
     Raises:
@@ -107,21 +107,11 @@ class Float32View(keras.Variable):
     colocating = False
 
     def __init__(self, variable: keras.Variable) -> None:
-        self.stored = variable
-        self._name = variable.name
-        self._shape = tuple(variable.shape)
-        self._ndim = len(self._shape)
-        self._dtype = "float32"
-        self._autocast = False
-        self._aggregation = variable.aggregation
-        self._synchronization = getattr(variable, "_synchronization", "auto")
-        self._layout = getattr(variable, "_layout", None)
-        self._overwrite_with_gradient = False
-        self._initializer = None
-        self._regularizer = None
-        self._constraint = None
-        self._value = None
-        adopt(self, variable)
+        # All but what TensorFlow remembers of the variable, for checkpoints.
+        for name, value in vars(variable).items():
+            if not name.startswith("_self_"):
+                self.__dict__[name] = value
+        self.stored, self._dtype, self._value = variable, "float32", None
 
     def load(self) -> Any:
         """Returns the float32 value as a tensor."""

@@ -1,7 +1,7 @@
 """The optimizer of 16-bit variables whose inner optimizer works in float32."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -11,29 +11,23 @@ from tfmix._keras import optimizers, tracing, variables
 from tfmix.scaling.step import replicas
 from tfmix.variables import delegating
 
+Variables = variables.Variables
+
 
 class StandIns:
     """What the inner optimizer updates in the place of 16-bit variables.
 
     Subclasses say through `make` where the bits that do not fit into a
     variable are kept. Other variables stand for themselves.
-
-    Args:
-        optimizer: The wrapper that owns the state.
-        model_variables: The model's trainable variables, in order.
-
-    Raises:
-        ValueError: If a variable does not fit.
     """
 
     def __init__(
-        self,
-        optimizer: "SixteenBitOptimizer",
-        model_variables: Sequence[keras.Variable],
+        self, optimizer: "SixteenBitOptimizer", model_variables: Variables
     ) -> None:
         self.optimizer = optimizer
-        self.variables = list(model_variables)
-        self.narrow = [v for v in self.variables if variables.is_sixteen_bit(v)]
+        self.narrow = [
+            v for v in model_variables if variables.is_sixteen_bit(v)
+        ]
         self.stand_ins = self.make()
 
     def make(self) -> dict[int, keras.Variable]:
@@ -52,40 +46,33 @@ class StandIns:
         """Returns what the inner optimizer updates for a variable."""
         return self.stand_ins.get(id(variable), variable)
 
-    def targets(self) -> list[keras.Variable]:
-        """Returns all variables of the inner optimizer."""
-        return [self.target(variable) for variable in self.variables]
-
-    def targets_of_all(
-        self, chosen: Sequence[keras.Variable]
-    ) -> list[keras.Variable]:
-        """Returns the variables of the inner optimizer that mean these alone.
+    def targets(self, these: Variables) -> list[keras.Variable]:
+        """Returns what the inner optimizer updates for some of the variables.
 
         Raises:
-            ValueError: If one stands for another variable as well.
+            ValueError: If that would update others as well.
         """
-        return [self.target(variable) for variable in chosen]
+        return [self.target(variable) for variable in these]
 
     def creating_slots(self) -> contextlib.AbstractContextManager:
         """Opens while the inner optimizer is built."""
         return contextlib.nullcontext()
 
-    def route(
-        self, grads: Sequence[Any], model_variables: Sequence[keras.Variable]
-    ) -> tuple[list, list]:
+    def route(self, grads: Sequence, of: Variables) -> tuple[list, list]:
         """Returns the inner optimizer's gradients and their variables.
 
-        Args:
-            grads: One gradient (tensor, sparse or `None`) per variable.
-            model_variables: The model's variables they belong to.
+        A gradient is a tensor, sparse or not, or `None`.
         """
-        routed = [
+        return self.wide(grads, of), self.targets(of)
+
+    def wide(self, grads: Sequence, of: Variables) -> list:
+        """Returns the gradients, in float32 where a stand-in takes them."""
+        return [
             ops.cast(grad, "float32")
             if grad is not None and id(variable) in self.stand_ins
             else grad
-            for grad, variable in zip(grads, model_variables, strict=True)
+            for grad, variable in zip(grads, of, strict=True)
         ]
-        return routed, [self.target(variable) for variable in model_variables]
 
     def read(self, variable: keras.Variable) -> Any:
         """Returns the float32 value behind a model's variable."""
@@ -93,7 +80,8 @@ class StandIns:
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Sets the float32 value behind a variable, and the variable."""
-        raise NotImplementedError
+        self.target(variable).assign(value)
+        variable.assign(ops.cast(value, variable.dtype))
 
 
 class SixteenBitOptimizer(
@@ -102,15 +90,6 @@ class SixteenBitOptimizer(
     """Lets an inner optimizer update 16-bit variables in float32.
 
     Subclasses say through `make_stand_ins` how.
-
-    Args:
-        inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
-        name: String. Defaults to the snake-case class name.
-
-    Raises:
-        ValueError: If `inner_optimizer` is built, is a loss-scale optimizer
-            or wraps 16-bit variables itself.
-        TypeError: If `inner_optimizer` is no optimizer.
     """
 
     def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
@@ -118,17 +97,12 @@ class SixteenBitOptimizer(
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
 
-    def make_stand_ins(
-        self, model_variables: Sequence[keras.Variable]
-    ) -> StandIns:
+    def make_stand_ins(self, model_variables: Variables) -> StandIns:
         """Creates what stands between the model's and the inner variables."""
         raise NotImplementedError
 
-    def build(self, variables: Sequence[keras.Variable]) -> None:
+    def build(self, variables: Variables) -> None:
         """Creates the state for a model's trainable variables.
-
-        Args:
-            variables: List of `keras.Variable`s.
 
         Raises:
             ValueError: If a variable does not fit, or somebody else has built
@@ -141,49 +115,35 @@ class SixteenBitOptimizer(
         optimizers.remember(self, variables)
         with tracing.outside(variables):
             self._store = self.make_stand_ins(variables)
-            for each in optimizers.workers(self.inner_optimizer):
-                self._carry_exclusions(each, variables)
+            self._carry_weight_decay_exclusions(variables)
             with self._store.creating_slots():
-                self.inner_optimizer.build(self._store.targets())
+                self.inner_optimizer.build(self._store.targets(variables))
         self.built = True
 
-    def _carry_exclusions(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        model_variables: Sequence[keras.Variable],
+    def _carry_weight_decay_exclusions(
+        self, model_variables: Variables
     ) -> None:
-        # Keras remembers them by identity.
-        excluded = [
-            variable
-            for variable in model_variables
-            if not optimizers.uses_weight_decay(optimizer, variable)
-        ]
-        if excluded:
-            targets = self._store.targets_of_all(excluded)
-            optimizer.exclude_from_weight_decay(var_list=targets)
+        """Excludes the stand-ins: Keras remembers variables by identity."""
+        for each in optimizers.workers(self.inner_optimizer):
+            excluded = [
+                variable
+                for variable in model_variables
+                if not optimizers.uses_weight_decay(each, variable)
+            ]
+            if excluded:
+                targets = self._store.targets(excluded)
+                each.exclude_from_weight_decay(var_list=targets)
 
     def exclude_from_weight_decay(
         self,
-        var_list: Sequence[keras.Variable] | None = None,
+        var_list: Variables | None = None,
         var_names: Sequence[str] | None = None,
     ) -> None:
-        """Excludes variables from the inner optimizer's weight decay.
-
-        As in Keras, what was excluded before is not any more.
-
-        Args:
-            var_list: The model's variables. Defaults to `None`.
-            var_names: Strings; a variable whose name contains one of them is
-                excluded. Defaults to `None`.
-
-        Raises:
-            ValueError: If the optimizer is built and has joined one of the
-                variables to another that is not excluded.
-        """
+        """Excludes variables, or their stand-ins; see `DelegatesToInner`."""
         if self.built:
             known = optimizers.remembered(self)
             excluded = optimizers.named(known, var_list, var_names)
-            var_list, var_names = self._store.targets_of_all(excluded), None
+            var_list, var_names = self._store.targets(excluded), None
         super().exclude_from_weight_decay(var_list, var_names)
 
     def scale_loss(self, loss: Any) -> Any:
@@ -193,7 +153,7 @@ class SixteenBitOptimizer(
     def apply(
         self,
         grads: Sequence[Any],
-        trainable_variables: Sequence[keras.Variable] | None = None,
+        trainable_variables: Variables | None = None,
     ) -> None:
         """Applies one step to the model's variables.
 
@@ -234,20 +194,15 @@ class SixteenBitOptimizer(
             self.inner_optimizer.apply(routed, targets)
             self._store.write_back()
 
-    def finalize_variable_values(
-        self, var_list: Sequence[keras.Variable]
-    ) -> None:
-        """Gives the model the inner optimizer's final (averaged) weights.
-
-        Args:
-            var_list: The model's variables; the optimizer's own list counts.
-        """
+    def finalize_variable_values(self, var_list: Variables) -> None:
+        """Gives the model the inner optimizer's final (averaged) weights."""
         if self.built:
             replicas.run_on_each(self, self._finalize)
 
     def _finalize(self) -> None:
         self._store.refresh()
-        self.inner_optimizer.finalize_variable_values(self._store.targets())
+        targets = self._store.targets(optimizers.remembered(self))
+        self.inner_optimizer.finalize_variable_values(targets)
         self._store.write_back()
 
     def read_float32(self, variable: keras.Variable) -> Any:
@@ -280,36 +235,16 @@ class SixteenBitOptimizer(
         self._store.assign(variable, ops.convert_to_tensor(value, "float32"))
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads the whole state, or nothing.
-
-        Args:
-            store: Arrays by position, as `save_own_variables` writes them.
+        """Reads the whole state, or nothing; see Keras's class.
 
         Raises:
-            ValueError: If a shape does not match. Another number of arrays
-                is skipped with a warning, as in Keras.
+            ValueError: If a shape does not match.
         """
         keys = [str(index) for index in range(len(self.variables))]
         if len(store.keys()) != len(keys):
             super().load_own_variables(store)
         else:
             variables.assign_all(self.variables, [store[key] for key in keys])
-
-    def add_float32(
-        self,
-        shape: tuple[int, ...],
-        value: Callable[[], Any],
-        name: str,
-        **placement: Any,
-    ) -> keras.Variable:
-        """Adds a float32 variable that starts from the model's values."""
-        return self.add_variable(
-            shape=shape,
-            initializer=lambda shape, dtype: ops.cast(value(), dtype),
-            dtype="float32",
-            name=name,
-            **placement,
-        )
 
     def get_config(self) -> dict:
         """Returns the settings `from_config` needs."""
@@ -324,13 +259,7 @@ class SixteenBitOptimizer(
     def from_config(
         cls, config: dict, custom_objects: dict | None = None
     ) -> "SixteenBitOptimizer":
-        """Creates the optimizer, without state, from `get_config()`.
-
-        Args:
-            config: Dictionary; it is left as it was.
-            custom_objects: Dictionary of names to classes, for the inner
-                optimizer. Defaults to `None`.
-        """
+        """Creates the optimizer, without state, from `get_config()`."""
         config = dict(config)
         optimizer = keras.saving.deserialize_keras_object(
             config.pop("inner_optimizer"), custom_objects=custom_objects

@@ -1,7 +1,6 @@
 """Training bfloat16 variables without float32 masters."""
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -100,9 +99,7 @@ class BFloat16Optimizer(base.SixteenBitOptimizer):
                 name="seed",
             )
 
-    def make_stand_ins(
-        self, model_variables: Sequence[keras.Variable]
-    ) -> base.StandIns:
+    def make_stand_ins(self, model_variables: base.Variables) -> base.StandIns:
         """Creates the views; see `SixteenBitOptimizer`."""
         return ROUNDINGS[self.rounding](self, model_variables)
 

@@ -72,19 +72,15 @@ def fingerprint(tensor: Any, salt: int = 0) -> Any:
     Tells whether somebody assigned a variable since the last look. Every
     element is hashed with its position before they are added up: a plain
     weighted sum is the same for many pairs of constant tensors.
-
-    Args:
-        tensor: Float16 or bfloat16 tensor of any shape.
-        salt: Integer; another one gives another hash.
     """
     words = ops.reshape(bitcast(tensor, "uint16"), (-1,))
     words = bitcast(ops.cast(words, "uint32"), "int32")
     positions = ops.arange(words.shape[0], dtype="int32")
-    # The multipliers and shifts of MurmurHash3, whose arithmetic wraps around.
+    # As MurmurHash3 mixes bits, in arithmetic that wraps around.
     mixed = ops.add(words, ops.multiply(positions, _signed(0x9E3779B1)))
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        mixed = ops.bitwise_xor(mixed, ops.right_shift(mixed, _signed(shift)))
-        mixed = ops.multiply(mixed, _signed(factor))
+    mixed = ops.bitwise_xor(mixed, ops.right_shift(mixed, _signed(16)))
+    mixed = ops.multiply(mixed, _signed(0x85EBCA6B))
+    mixed = ops.bitwise_xor(mixed, ops.right_shift(mixed, _signed(13)))
     return ops.add(ops.sum(mixed), _signed(salt))
 
 

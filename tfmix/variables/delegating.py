@@ -7,8 +7,8 @@ import keras
 
 from tfmix._keras import optimizers, variables
 
-# Settings that Keras's base class keeps on every optimizer, also on a wrapper
-# that does not use them (Keras 3.12.4, 3.15.1).
+# What Keras's base class keeps on every optimizer, also on a wrapper that does
+# not use it (Keras 3.12.4, 3.15.1).
 _SHARED_SETTINGS = (
     "clipnorm",
     "clipvalue",
@@ -16,6 +16,8 @@ _SHARED_SETTINGS = (
     "ema_overwrite_frequency",
     "global_clipnorm",
     "gradient_accumulation_steps",
+    "iterations",
+    "learning_rate",
     "use_ema",
     "weight_decay",
 )
@@ -57,22 +59,7 @@ class DelegatesToInner:
     @property
     def variables(self) -> list[keras.Variable]:
         """The wrapper's own variables, then the inner optimizer's."""
-        own = optimizers.own_variables(self)
-        return own + self.inner_optimizer.variables
-
-    @property
-    def learning_rate(self) -> Any:
-        """The inner optimizer's learning rate, schedule already applied."""
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, learning_rate: Any) -> None:
-        self.inner_optimizer.learning_rate = learning_rate
-
-    @property
-    def iterations(self) -> Any:
-        """The inner optimizer's count of applied steps."""
-        return self.inner_optimizer.iterations
+        return optimizers.own_variables(self) + self.inner_optimizer.variables
 
     @property
     def loss_scale_factor(self) -> float | None:
@@ -101,6 +88,10 @@ class DelegatesToInner:
             var_list: The model's variables. Defaults to `None`.
             var_names: Strings; a variable whose name contains one of them is
                 excluded. Defaults to `None`.
+
+        Raises:
+            ValueError: If the optimizer is built and has joined one of the
+                variables to another that is not excluded.
         """
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
@@ -111,8 +102,7 @@ class DelegatesToInner:
             weights: One array for each of `optimizer.variables`.
 
         Raises:
-            ValueError: If the optimizer is not built, or the number of arrays
-                or a shape does not match.
+            ValueError: If the optimizer is not built, or an array does not fit.
         """
         if not self.built:
             raise ValueError(

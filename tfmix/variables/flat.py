@@ -28,7 +28,9 @@ ELEMENTWISE = (
 # Those that raise to a power, or divide by a square root, which TensorFlow's
 # graph optimizer turns into a product with `rsqrt`. Its kernels compute both
 # to the last bit in one way in whole SIMD registers and in another in what is
-# left beyond them; other operations are exact either way.
+# left beyond them; other operations are exact either way. A variable that
+# leaves a register partly filled stays alone under these, on every backend, so
+# that a checkpoint fits all of them.
 UNEVEN = ("Adadelta", "Adagrad", "Ftrl", "RMSprop")
 # Floats in the widest register there is, AVX-512's.
 REGISTER = 16
@@ -45,27 +47,23 @@ class FlatMasters(base.StandIns):
 
     A group is what one update can treat alike: one dtype, with or without
     weight decay. The inner optimizer then updates a few vectors instead of
-    hundreds of variables. A few optimizers would give some elements another
-    last bit there; see `UNEVEN`.
+    hundreds of variables.
     """
 
     def make(self) -> dict[int, keras.Variable]:
-        """Creates the groups.
-
-        Raises:
-            ValueError: If the inner optimizer or a variable needs its
-                variables apart.
-        """
+        """Creates the groups, or says why the variables cannot be joined."""
         inner = self.optimizer.inner_optimizer
         _check_optimizer(inner)
         _check_variables(self.narrow)
         members: dict[tuple[str, str, str], list[keras.Variable]] = {}
         for variable in self.narrow:
             decays = optimizers.uses_weight_decay(inner, variable)
+            uneven = math.prod(variable.shape) % REGISTER
+            alone = uneven and _runs_update_of(inner, UNEVEN)
             key = (
                 keras.backend.standardize_dtype(variable.dtype),
                 "" if decays else "_no_decay",
-                f"_{len(members)}" if _must_stay_alone(inner, variable) else "",
+                f"_{len(members)}" if alone else "",
             )
             members.setdefault(key, []).append(variable)
         self.groups = [
@@ -78,16 +76,10 @@ class FlatMasters(base.StandIns):
         }
         return {key: group.master for key, group in self._group_of.items()}
 
-    def targets(self) -> list[keras.Variable]:
+    def targets(self, these: base.Variables) -> list[keras.Variable]:
         """Returns the vectors, then the variables outside of all groups."""
-        return self._masters() + self._others(self.variables)
-
-    def targets_of_all(
-        self, chosen: Sequence[keras.Variable]
-    ) -> list[keras.Variable]:
-        """See `StandIns`; for a group all of its variables must be chosen."""
-        found = self._others(chosen)
-        ids = {id(variable) for variable in chosen}
+        vectors = []
+        ids = {id(variable) for variable in these}
         for group in self.groups:
             inside = [v.path for v in group.variables if id(v) in ids]
             outside = [v.path for v in group.variables if id(v) not in ids]
@@ -98,16 +90,11 @@ class FlatMasters(base.StandIns):
                     "`exclude_from_weight_decay` before the optimizer is "
                     "built, or use flat=False."
                 )
-            found += [group.master] if inside else []
-        return found
+            vectors += [group.master] if inside else []
+        return vectors + self._others(these)
 
-    def _masters(self) -> list[keras.Variable]:
-        return [group.master for group in self.groups]
-
-    def _others(
-        self, model_variables: Sequence[keras.Variable]
-    ) -> list[keras.Variable]:
-        return [v for v in model_variables if id(v) not in self._group_of]
+    def _others(self, these: base.Variables) -> list[keras.Variable]:
+        return [v for v in these if id(v) not in self._group_of]
 
     def refresh(self) -> None:
         """Takes over what somebody assigned to the model's variables."""
@@ -115,22 +102,16 @@ class FlatMasters(base.StandIns):
             stored = joined(group.variables)
             group.master.assign(bits.refreshed(group.master, stored))
 
-    def route(
-        self, grads: Sequence[Any], model_variables: Sequence[keras.Variable]
-    ) -> tuple[list, list]:
-        """Joins the model's gradients into the inner optimizer's.
-
-        Raises:
-            ValueError: If a variable of a group has no gradient, or the inner
-                optimizer clips each variable by now.
-        """
+    def route(self, grads: Sequence, of: base.Variables) -> tuple[list, list]:
+        """Joins the model's gradients into the inner optimizer's."""
+        # Once more: `clipnorm` may have been set since.
         _check_optimizer(self.optimizer.inner_optimizer)
-        routed, _ = super().route(grads, model_variables)
-        pairs = zip(model_variables, routed, strict=True)
-        of = {id(variable): grad for variable, grad in pairs}
+        grad_of = dict(zip(map(id, of), self.wide(grads, of), strict=True))
         vectors = []
         for group in self.groups:
-            lost = [v.path for v in group.variables if of.get(id(v)) is None]
+            lost = [
+                v.path for v in group.variables if grad_of.get(id(v)) is None
+            ]
             if lost:
                 raise ValueError(
                     "flat=True updates all 16-bit variables at once and needs "
@@ -138,12 +119,9 @@ class FlatMasters(base.StandIns):
                     "them (`trainable = False`) before the optimizer is "
                     "built, or use flat=False."
                 )
-            vectors.append(joined([of[id(v)] for v in group.variables]))
-        others = self._others(model_variables)
-        return (
-            vectors + [of[id(variable)] for variable in others],
-            self._masters() + others,
-        )
+            vectors.append(joined([grad_of[id(v)] for v in group.variables]))
+        vectors += [grad_of[id(variable)] for variable in self._others(of)]
+        return vectors, self.targets(of)
 
     def write_back(self) -> None:
         """Rounds the vectors into the model's variables."""
@@ -174,10 +152,7 @@ class FlatMasters(base.StandIns):
 class Group:
     """Variables that share a vector, and where each lies in it.
 
-    Args:
-        optimizer: The wrapper that owns the vector.
-        key: dtype, and what sets its name apart from those of other groups.
-        members: The model's variables of the group.
+    Its `key` is the dtype and what sets its name apart from other groups'.
     """
 
     def __init__(
@@ -190,9 +165,10 @@ class Group:
         self.variables = members
         sizes = [math.prod(variable.shape) for variable in members]
         self.ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        self.master = optimizer.add_float32(
+        self.master = optimizer.add_variable(
             shape=(self.ends[-1],),
-            value=lambda: joined([v.value for v in members]),
+            initializer=lambda shape, dtype: ops.cast(joined(members), dtype),
+            dtype="float32",
             name=f"flat_{''.join(key)}",
             aggregation=members[0].aggregation,
         )
@@ -250,7 +226,7 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         )
 
 
-def _check_variables(narrow: Sequence[keras.Variable]) -> None:
+def _check_variables(narrow: base.Variables) -> None:
     """Refuses 16-bit variables that cannot be parts of one vector."""
     for variable in narrow:
         if variable.constraint is not None:
@@ -265,19 +241,6 @@ def _check_variables(narrow: Sequence[keras.Variable]) -> None:
             "flat=True cannot join variables that are sharded differently. "
             f"Received: distribution={distribution!r}. Use flat=False."
         )
-
-
-def _must_stay_alone(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> bool:
-    """Returns whether joining a variable to others would change its last bits.
-
-    It would where the variable leaves a register partly filled under an
-    optimizer whose result depends on it. The answer is the same on every
-    backend, so that a checkpoint fits all of them.
-    """
-    size = math.prod(variable.shape)
-    return bool(size % REGISTER) and _runs_update_of(optimizer, UNEVEN)
 
 
 def _runs_update_of(

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import keras
 from keras import ops
 
 from tfmix.variables import bits, views
@@ -10,6 +9,8 @@ from tfmix.variables import bits, views
 
 class KahanView(views.RestView):
     """A bfloat16 variable and, in bfloat16, what its rounding lost."""
+
+    rest_dtype, rest_name = "bfloat16", "compensation"
 
     def load(self) -> Any:
         """Returns the float32 value as a tensor."""
@@ -35,10 +36,6 @@ class KahanView(views.RestView):
 class KahanSummation(views.Views):
     """Carries each rounding error to the next step."""
 
+    view = KahanView
     # Else the lost bits of `SplitMasters`, an integer, might pass for errors.
     salt = 1
-
-    def make_view(self, variable: keras.Variable) -> KahanView:
-        """Creates the view of one bfloat16 variable and its error."""
-        rest = self.add_rest(variable, "bfloat16", "compensation")
-        return KahanView(variable, rest)

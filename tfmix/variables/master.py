@@ -1,6 +1,5 @@
 """Float32 master weights behind a model's 16-bit variables."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -79,9 +78,7 @@ class MasterWeightOptimizer(base.SixteenBitOptimizer):
         self.flat = flat
         self.split = split
 
-    def make_stand_ins(
-        self, model_variables: Sequence[keras.Variable]
-    ) -> base.StandIns:
+    def make_stand_ins(self, model_variables: base.Variables) -> base.StandIns:
         """Creates the masters; see `SixteenBitOptimizer`."""
         if self.flat:
             return flat_masters.FlatMasters(self, model_variables)
@@ -106,9 +103,10 @@ class PerVariableMasters(base.StandIns):
         return {id(each): self._master(each) for each in self.narrow}
 
     def _master(self, variable: keras.Variable) -> keras.Variable:
-        master = self.optimizer.add_float32(
-            shape=tuple(variable.shape),
-            value=lambda: variable.value,
+        master = self.optimizer.add_variable(
+            shape=variable.shape,
+            initializer=lambda shape, dtype: ops.cast(variable.value, dtype),
+            dtype="float32",
             name=variable.name,
             **variables.placement(variable),
         )
@@ -127,8 +125,3 @@ class PerVariableMasters(base.StandIns):
         """Rounds the masters into the model's variables."""
         for variable in self.narrow:
             variable.assign(ops.cast(self.target(variable), variable.dtype))
-
-    def assign(self, variable: keras.Variable, value: Any) -> None:
-        """Sets the float32 value behind a variable, and the variable."""
-        self.target(variable).assign(value)
-        variable.assign(ops.cast(value, variable.dtype))

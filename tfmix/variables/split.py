@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import keras
-
 from tfmix.variables import bits, views
 
 
 class SplitView(views.RestView):
-    """An exact float32 in the model's variable and 16 more bits, an int16."""
+    """An exact float32 in the model's variable and 16 more bits."""
+
+    rest_dtype, rest_name = "int16", "lost_bits"
 
     def load(self) -> Any:
         """Returns the float32 value as a tensor."""
@@ -24,12 +24,8 @@ class SplitView(views.RestView):
 class SplitMasters(views.Views):
     """Keeps the lower half of the master of every bfloat16 variable."""
 
+    view = SplitView
     only_bfloat16 = (
         "split=True keeps the 16 bits that a bfloat16 lacks to a float32; a "
         "float16 is no part of one"
     )
-
-    def make_view(self, variable: keras.Variable) -> SplitView:
-        """Creates the view of one bfloat16 variable and its lower half."""
-        rest = self.add_rest(variable, "int16", "lost_bits")
-        return SplitView(variable, rest)

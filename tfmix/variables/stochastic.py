@@ -19,16 +19,10 @@ WIDE_SLOTS = ("average", "gradient_accumulator")
 
 
 def stochastic(value: Any, random_bits: Any) -> Any:
-    """Rounds up with the probability that makes the mean exact.
+    """Rounds float32 up with the probability that makes the mean exact.
 
-    Args:
-        value: Float32 tensor of any shape.
-        random_bits: Uint32 tensor of the same shape, of which the lower 16
-            bits count.
-
-    Returns:
-        A bfloat16 tensor of the same shape: one of the two neighbours, or
-        the value where it is a bfloat16, infinite or NaN.
+    The lower 16 bits of the uint32 `random_bits` decide between the two
+    neighbours. What is a bfloat16, infinite or NaN stays.
 
     Example:
         >>> half_way = ops.array([1.0 + 2.0**-8])
@@ -49,13 +43,7 @@ def random_bits(
     """Draws uint32 numbers that depend on the arguments alone.
 
     The generator is named, so eager code, graphs and XLA agree, and so do
-    replicas.
-
-    Args:
-        shape: Tuple of integers.
-        seed: Integer scalar tensor.
-        stream: Integer; different for each use within a step.
-        step: Integer scalar tensor.
+    replicas. Each use within a step has its own `stream`.
     """
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
@@ -79,10 +67,8 @@ def random_bits(
 class StochasticView(variables.Float32View):
     """A bfloat16 variable that rounds stochastically what it is assigned.
 
-    Args:
-        variable: The bfloat16 variable.
-        stream: Integer, different for each view of an optimizer.
-        draw: Function of a shape and a stream that returns random bits.
+    `draw` returns random bits for a shape and a stream; each view of an
+    optimizer has a `stream` of its own.
     """
 
     def __init__(

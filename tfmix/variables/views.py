@@ -7,17 +7,15 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import variables
+from tfmix._keras import attributes, variables
 from tfmix.variables import base, bits
 
 
 class RestView(variables.Float32View):
-    """A view that keeps more than the model's variable, in a `rest`.
+    """A view that keeps more than the model's variable, in a `rest`."""
 
-    Args:
-        variable: The model's bfloat16 variable.
-        rest: Variable of the same shape, 16 bits wide.
-    """
+    rest_dtype: str
+    rest_name: str
 
     def __init__(self, variable: keras.Variable, rest: keras.Variable) -> None:
         super().__init__(variable)
@@ -27,6 +25,7 @@ class RestView(variables.Float32View):
 class Views(base.StandIns):
     """Lets the inner optimizer update float32 views of bfloat16 variables."""
 
+    view: type[RestView]
     # Why a float16 variable does not fit; opens the message.
     only_bfloat16 = (
         "BFloat16Optimizer rounds to bfloat16; updates of float16 variables "
@@ -59,30 +58,23 @@ class Views(base.StandIns):
         return made
 
     def make_view(self, variable: keras.Variable) -> variables.Float32View:
-        """Creates the view of one bfloat16 variable."""
-        raise NotImplementedError
-
-    def add_rest(
-        self, variable: keras.Variable, dtype: str, name: str
-    ) -> keras.Variable:
-        """Adds a variable of zeros beside one of the model's."""
-        return self.optimizer.add_variable(
-            shape=tuple(variable.shape),
-            dtype=dtype,
-            name=f"{variable.path.replace('/', '_')}_{name}",
+        """Creates the view of one bfloat16 variable, and its rest of zeros."""
+        path = variable.path.replace("/", "_")
+        rest = self.optimizer.add_variable(
+            shape=variable.shape,
+            dtype=self.view.rest_dtype,
+            name=f"{path}_{self.view.rest_name}",
             **variables.placement(variable),
         )
+        return self.view(variable, rest)
 
     @contextlib.contextmanager
     def creating_slots(self) -> Iterator[None]:
         """Lets the inner optimizer place its slots beside the variables."""
-        try:
+        with contextlib.ExitStack() as undo:
             for view in self.stand_ins.values():
-                view.colocating = True
+                attributes.swap(undo, view, "colocating", True)
             yield
-        finally:
-            for view in self.stand_ins.values():
-                view.colocating = False
 
     def refresh(self) -> None:
         """Drops the rest of every variable that somebody assigned.
