@@ -15,6 +15,7 @@ import numpy as np
 from absl import logging
 from keras import ops
 
+from tfmix._keras import optimizers
 from tfmix.variables import base, flat
 
 # Lists of the model's and of all variables, not of one slot of each.
@@ -146,13 +147,9 @@ def _write(worker: Any, places: list[_Place], state: Handover) -> None:
 
 def _chain(model: Any) -> list[Any]:
     """The model's optimizer and those inside it, outermost first."""
-    optimizer, chain = getattr(model, "optimizer", None), []
     if not getattr(model, "compiled", False):
         return []
-    while optimizer is not None:
-        chain.append(optimizer)
-        optimizer = vars(optimizer).get("inner_optimizer")
-    return chain
+    return list(optimizers.chain(getattr(model, "optimizer", None)))
 
 
 def _owner(chain: list[Any]) -> base.SixteenBitOptimizer | None:

@@ -12,6 +12,7 @@ import rich.markup
 import rich.table
 
 from tfmix import _arguments, _formats, _tables
+from tfmix._keras import optimizers
 from tfmix.hardware import products as shapes
 
 # Tensor Cores work on multiples of 8 in 16 bit (NVIDIA's mixed-precision
@@ -191,11 +192,10 @@ def _memory(model: Any, found: list[shapes.Use]) -> dict[str, Memory]:
 
 def _slots(optimizer: Any, trainable: int) -> int:
     """Counts the variables of the optimizer inside all wrappers."""
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
-    if optimizer is None or not optimizer.built:
+    chain = list(optimizers.chain(optimizer))
+    if not chain or not chain[-1].built:
         return _SLOTS * trainable
-    return _elements(optimizer.variables)
+    return _elements(chain[-1].variables)
 
 
 def _elements(variables: list[Any]) -> int:

@@ -9,14 +9,17 @@ import numpy as np
 from keras import ops
 
 from tfmix import _arguments
-from tfmix.scaling import delegation, rules, storage
+from tfmix.scaling import rules, storage
+from tfmix.variables import delegating
 
 # How the variables of a loss scale's state are called in Keras's own class,
 # so that a checkpoint written by either can be read by tfmix.
 _KERAS_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 
 
-class KeepsScaleState(delegation.DelegatesToInner):
+class KeepsScaleState(
+    delegating.DelegatesToInner, keras.optimizers.LossScaleOptimizer
+):
     """A wrapper that holds a rule's state and counts what was skipped."""
 
     built: bool

@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmix._keras import optimizers, swap
+from tfmix._keras import attributes, optimizers
 
 # Strategies whose variables do not live on the replicas that compute the
 # gradients: there is no local copy to update, and no joint step to skip.
@@ -103,16 +103,18 @@ def one_replica(
     with contextlib.ExitStack() as undo:
         for each in optimizers.with_nested(optimizer):
             # Without a strategy this saves an operation for each gradient.
-            swap.swap(undo, each, "_all_reduce_sum_gradients", list)
+            attributes.swap(undo, each, "_all_reduce_sum_gradients", list)
         # On a TPU the step is traced once for all replicas: there are no
         # local copies to show, and no merge calls either.
         if tf.distribute.has_strategy() and not _runs_on_tpu():
             context = _no_strategy()
             for variable in keras_variables:
                 if isinstance(variable._value, tf.distribute.DistributedValues):
-                    swap.swap(undo, variable, "_value", variable._value._get())
+                    attributes.swap(
+                        undo, variable, "_value", variable._value._get()
+                    )
             for each in optimizers.with_nested(optimizer):
-                swap.swap(
+                attributes.swap(
                     undo, each, "_distribution_strategy", context.strategy
                 )
             undo.enter_context(context)

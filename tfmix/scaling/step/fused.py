@@ -23,7 +23,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmix._keras import compilation, optimizers, swap
+from tfmix._keras import attributes, compilation, optimizers
 
 
 @contextlib.contextmanager
@@ -39,8 +39,8 @@ def updates(optimizer: Any) -> Iterator[None]:
             for each in optimizers.with_nested(optimizer):
                 if _writes_as_keras_does(each):
                     own = _Updates(each)
-                    swap.swap(undo, each, "assign_add", own.add)
-                    swap.swap(undo, each, "assign_sub", own.subtract)
+                    attributes.swap(undo, each, "assign_add", own.add)
+                    attributes.swap(undo, each, "assign_sub", own.subtract)
         yield
 
 
