@@ -95,6 +95,10 @@ def in_force(names: Iterable[str]) -> Iterator[None]:
 
 
 def _rule(original: Any, name: str, in_force: Callable[[str], bool]) -> Any:
+    if inspect.ismodule(original):
+        # One name for many ops; each asks for its own rule.
+        each = functools.partial(_rule, in_force=in_force)
+        return op_places.stand_in(original, each)
     if original.__qualname__.endswith(op_places.ATTENTION_METHOD):
         return attention.rule(original, in_force)
     static = isinstance(original, staticmethod)
