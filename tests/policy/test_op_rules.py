@@ -1,4 +1,4 @@
-"""The default list of ops: what was measured, what the guide says, old names."""
+"""The default list of ops: the measurement, the guide and the old names."""
 
 import json
 import pathlib
