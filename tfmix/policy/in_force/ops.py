@@ -33,6 +33,10 @@ def makers(
 
 
 def _rule(original: Any, name: str, holds: Callable[[str], bool]) -> Any:
+    if inspect.ismodule(original):
+        # One name for many ops; each asks for its own rule.
+        each = functools.partial(_rule, holds=holds)
+        return op_places.stand_in(original, each)
     if original.__qualname__.endswith(op_places.ATTENTION_METHOD):
         return _attention_rule(original, holds)
     static = isinstance(original, staticmethod)
