@@ -1,10 +1,12 @@
 """Existing models: into 16 bit, in place or as a copy, and back."""
 
+import contextlib
 from typing import Any, NamedTuple
 
 import keras
 from absl import logging
 
+from tfmix._keras import optimizer_slots, variable_dtypes
 from tfmix.conversion import (
     changes,
     conversion_report,
@@ -20,7 +22,7 @@ from tfmix.policy.in_force import (
     scope,
     suited_optimizer,
 )
-from tfmix.scaling import guard
+from tfmix.scaling import guard, rules
 from tfmix.scaling import optimizer as scaling
 
 
@@ -33,9 +35,9 @@ class Prepared(NamedTuple):
         report: The `ConversionReport`, with `undo()`.
     """
 
-    model: Any
-    optimizer: Any
-    conversion_report: conversion_report.ConversionReport
+    model: keras.Model
+    optimizer: keras.optimizers.Optimizer
+    report: conversion_report.ConversionReport
 
 
 def apply_policy(
@@ -84,26 +86,59 @@ def apply_policy(
         *_already(rows, accepted),
         *planned_policies.unused_rules(model, accepted),
     )
-    state_before = optimizer_state.take(model)
-    undo_methods = changes.remember_methods(model)
-    undo_dtypes = changes.set_dtypes(steps)
-    undo_optimizer = _optimizer_undo(model)
-    carried.drop(model)
-    carried.carry(model, accepted)
-    _suit_optimizer(model, accepted, state_before)
-    changes.forget_compiled(model)
-
-    def undo() -> None:
-        trained = optimizer_state.take(model)
-        undo_methods()
-        undo_dtypes()
-        undo_optimizer()
-        optimizer_state.give(model, trained)
-        changes.forget_compiled(model)
-
+    with variable_dtypes.strategy_scope(model):
+        undo = _converted(model, accepted, steps)
     for note in notes:
         logging.warning("tfmix: %s", note)
     return conversion_report.ConversionReport(accepted, rows, undo, notes)
+
+
+def _converted(
+    model: keras.Model,
+    policy: keras.DTypePolicy,
+    steps: list[planned_policies.Step],
+) -> changes.Undo:
+    """Changes a model, or after an error nothing; returns the way back."""
+    before = optimizer_state.optimizer_of(model)
+    state_before = optimizer_state.take(model)
+    known = optimizer_slots.remembered(before, model.variables)
+    with contextlib.ExitStack() as way_back, contextlib.ExitStack() as failed:
+        way_back.callback(changes.forget_compiled, model)
+        failed.callback(_adopt, model, before)
+        way_back.callback(known)
+        way_back.callback(_fixed_scales(before))
+        check = changes.stand(steps, way_back)
+        undo_methods = changes.remember_methods(model)
+        way_back.callback(undo_methods)
+        changes.set_dtypes(steps, way_back)
+        known()
+        carried.drop(model)
+        carried.carry(model, policy)
+        _suit_optimizer(model, policy, state_before)
+        installed = optimizer_state.optimizer_of(model)
+        if isinstance(installed, scaling.LossScaleOptimizer):
+            guard.guard(model)
+        changes.forget_compiled(model)
+        failed.pop_all()
+        undone = way_back.pop_all()
+
+    def undo() -> None:
+        check()
+        with variable_dtypes.strategy_scope(model):
+            trained = optimizer_state.take(model)
+            current = optimizer_state.optimizer_of(model)
+            known = optimizer_slots.remembered(current, model.variables)
+            undone.close()
+            known()
+            if current is installed:
+                _adopt(model, before)
+                optimizer_state.give(model, trained)
+            else:
+                # The user has compiled anew since: with this one they go on.
+                carries = carried.carried_policy(model) or model.dtype_policy
+                _suit_optimizer(model, carries, trained)
+
+    return undo
 
 
 def convert_model(
@@ -248,29 +283,74 @@ def _already(
 
 
 def _suit_optimizer(
-    model: Any,
+    model: keras.Model,
     policy: keras.DTypePolicy,
     state: optimizer_state.Handover | None,
 ) -> None:
-    optimizer = getattr(model, "optimizer", None)
-    if not getattr(model, "compiled", False) or optimizer is None:
+    """Gives a model the wrappers its dtypes need, and takes ours off."""
+    optimizer = optimizer_state.optimizer_of(model)
+    if optimizer is None:
         return
     level = policies.with_rules(policy).level
     pure = suited_optimizer.has_sixteen_bit_variables(model)
-    anew = optimizer.built and (pure or (state is not None and state.cast))
+    cast = state is not None and state.cast
+    bare = _without_ours(optimizer)
+    on_masters = bool(optimizer_state.owner(optimizer))
+    if pure and on_masters and not cast:
+        bare, anew = optimizer, False
+    else:
+        # Masters, and slots of another dtype, want one that is not built.
+        # One whose masters go has float32 slots already.
+        off_masters = on_masters and not optimizer_state.owner(bare)
+        anew = bare.built and (pure or (cast and not off_masters))
     if anew:
-        # Its slots have the shapes and dtypes of variables that were.
-        optimizer = type(optimizer).from_config(optimizer.get_config())
-    suited = suited_optimizer.suited(optimizer, model, level)
-    compiling.adopt_optimizer(model, suited)
-    if isinstance(suited, scaling.LossScaleOptimizer):
-        guard.guard(model)
-    if anew:
-        optimizer_state.give(model, state)
+        moved = {} if state is None else state.homes
+        bare = optimizer_slots.fresh(bare, moved)
+    suited = suited_optimizer.suited(bare, model, level)
+    if not anew and _alike(suited, optimizer):
+        suited = optimizer
+    _adopt(model, suited)
+    optimizer_state.give(model, state)
 
 
-def _optimizer_undo(model: Any) -> changes.Undo:
-    optimizer = getattr(model, "optimizer", None)
-    if not getattr(model, "compiled", False) or optimizer is None:
-        return lambda: None
-    return lambda: compiling.adopt_optimizer(model, optimizer)
+def _without_ours(optimizer: Any) -> Any:
+    """Returns an optimizer without the wrappers that tfmix put on."""
+    fixed = None
+    while vars(optimizer).get(suited_optimizer.PUT_ON):
+        rule = getattr(optimizer, "rule", None)
+        if isinstance(rule, rules.FixedLossScale):
+            # Made of the factor that the user had given the optimizer.
+            fixed = rule.scale
+        optimizer = optimizer.inner_optimizer
+    if fixed is not None:
+        optimizer.loss_scale_factor = fixed
+    return optimizer
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Says whether two wrappers scale the loss of one optimizer alike."""
+    return (
+        isinstance(one, scaling.LossScaleOptimizer)
+        and isinstance(other, scaling.LossScaleOptimizer)
+        and one.inner_optimizer is other.inner_optimizer
+        and one.rule == other.rule
+    )
+
+
+def _fixed_scales(optimizer: Any) -> changes.Undo:
+    """Notes each `loss_scale_factor`, which `suited` makes a wrapper of."""
+    noted = [
+        (worker, worker.loss_scale_factor)
+        for worker in optimizer_slots.workers(optimizer)
+    ]
+
+    def restore() -> None:
+        for worker, factor in noted:
+            worker.loss_scale_factor = factor
+
+    return restore
+
+
+def _adopt(model: keras.Model, optimizer: Any) -> None:
+    if optimizer is not None:
+        compiling.adopt_optimizer(model, optimizer)

@@ -11,6 +11,9 @@ from tfmix.scaling import rules
 from tfmix.variables import base as sixteen_bit
 from tfmix.variables import master
 
+# Set on the wrappers that tfmix puts on by itself, and so may take off.
+PUT_ON = "_tfmix_put_on"
+
 
 def computing_layers(model: Any) -> list[Any]:
     """Lists the layers of a model that compute something, at any depth.
@@ -90,9 +93,12 @@ def suited(optimizer: Any, model: Any, level: str | None = None) -> Any:
         )
     if pure and not isinstance(optimizer, sixteen_bit.SixteenBitOptimizer):
         optimizer = master.MasterWeightOptimizer(optimizer)
-    return scaling.LossScaleOptimizer(
+        vars(optimizer)[PUT_ON] = True
+    scaled = scaling.LossScaleOptimizer(
         optimizer, loss_scale=_rule(fixed, float16, level)
     )
+    vars(scaled)[PUT_ON] = True
+    return scaled
 
 
 def _rule(fixed: float | None, float16: bool, level: str | None) -> Any:
