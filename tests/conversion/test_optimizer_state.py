@@ -45,9 +45,8 @@ def fitted(model, epochs=1):
 def state_of(model):
     """Returns all numbers by name: slots, counters, float32 weights."""
     state = optimizer_state.take(model)
-    named = dict(state.numbers)
-    for name, values in state.slots.items():
-        named |= {f"{name} {place}": v for place, v in enumerate(values)}
+    named = {name: value for (_, name), value in state.numbers.items()}
+    named |= {f"{name} {n}": v for (_, name, n), v in state.slots.items()}
     named |= {f"weight {n}": v for n, v in enumerate(state.weights)}
     return named
 

@@ -1,11 +1,18 @@
 """Existing models: into 16 bit, in place or as a copy, and back."""
 
+import contextlib
 from typing import Any, NamedTuple
 
 import keras
 from absl import logging
 
-from tfmix._keras import layer_policies, model_methods, training_classes
+from tfmix._keras import (
+    layer_policies,
+    model_methods,
+    optimizer_slots,
+    training_classes,
+    variable_dtypes,
+)
 from tfmix.conversion import (
     changes,
     conversion_report,
@@ -32,9 +39,9 @@ class Prepared(NamedTuple):
         report: The `ConversionReport`, with `undo()`.
     """
 
-    model: Any
-    optimizer: Any
-    conversion_report: conversion_report.ConversionReport
+    model: keras.Model
+    optimizer: keras.optimizers.Optimizer
+    report: conversion_report.ConversionReport
 
 
 def apply_policy(
@@ -83,26 +90,58 @@ def apply_policy(
         *_already(rows, accepted),
         *planned_policies.unused_rules(model, accepted),
     )
-    state_before = optimizer_state.take(model)
-    methods = model_methods.of(model)
-    parts = methods.parts
-    undo_dtypes = changes.set_dtypes(steps)
-    undo_optimizer = _optimizer_undo(model)
-    carried.carry(model, accepted)
-    _suit_optimizer(model, accepted, state_before)
-    changes.forget_compiled(model)
-
-    def undo() -> None:
-        trained = optimizer_state.take(model)
-        methods.restore(parts)
-        undo_dtypes()
-        undo_optimizer()
-        optimizer_state.give(model, trained)
-        changes.forget_compiled(model)
-
+    with variable_dtypes.strategy_scope(model):
+        undo = _converted(model, accepted, steps)
     for note in notes:
         logging.warning("tfmix: %s", note)
     return conversion_report.ConversionReport(accepted, rows, undo, notes)
+
+
+def _converted(
+    model: keras.Model,
+    policy: keras.DTypePolicy,
+    steps: list[planned_policies.Step],
+) -> changes.Undo:
+    """Changes a model, or after an error nothing; returns the way back."""
+    before = optimizer_state.optimizer_of(model)
+    state_before = optimizer_state.take(model)
+    known = optimizer_slots.remembered(before, model.variables)
+    with contextlib.ExitStack() as way_back, contextlib.ExitStack() as failed:
+        way_back.callback(changes.forget_compiled, model)
+        failed.callback(_adopt, model, before)
+        way_back.callback(known)
+        way_back.callback(_inside(before))
+        check = changes.stand(steps, way_back)
+        methods = model_methods.of(model)
+        way_back.callback(methods.restore, methods.parts)
+        changes.set_dtypes(steps, way_back)
+        known()
+        carried.carry(model, policy)
+        _suit_optimizer(model, policy, state_before)
+        installed = optimizer_state.optimizer_of(model)
+        if isinstance(installed, scaling.LossScaleOptimizer):
+            guard.put_on(model)
+        changes.forget_compiled(model)
+        failed.pop_all()
+        undone = way_back.pop_all()
+
+    def undo() -> None:
+        check()
+        with variable_dtypes.strategy_scope(model):
+            trained = optimizer_state.take(model)
+            current = optimizer_state.optimizer_of(model)
+            known = optimizer_slots.remembered(current, model.variables)
+            undone.close()
+            known()
+            if current is installed:
+                _adopt(model, before)
+                optimizer_state.give(model, trained)
+            else:
+                # The user has compiled anew since: with this one they go on.
+                carries = carried.carried_policy(model) or model.dtype_policy
+                _suit_optimizer(model, carries, trained)
+
+    return undo
 
 
 def convert_model(
@@ -247,29 +286,62 @@ def _already(
 
 
 def _suit_optimizer(
-    model: Any,
+    model: keras.Model,
     policy: keras.DTypePolicy,
     state: optimizer_state.Handover | None,
 ) -> None:
-    optimizer = getattr(model, "optimizer", None)
-    if not getattr(model, "compiled", False) or optimizer is None:
+    """Gives a model the wrappers its dtypes need, and takes ours off."""
+    optimizer = optimizer_state.optimizer_of(model)
+    if optimizer is None:
         return
     level = policies.with_rules(policy).level
     pure = suited_optimizer.has_sixteen_bit_variables(model)
-    anew = optimizer.built and (pure or (state is not None and state.cast))
+    cast = state is not None and state.cast
+    on_masters = bool(optimizer_state.owner(optimizer))
+    bare = suited_optimizer.without_automatic(optimizer)
+    if pure and on_masters and not cast:
+        bare, anew = optimizer, False
+    else:
+        # Masters, and slots of another dtype, want one that is not built.
+        # One whose masters go has float32 slots already.
+        off_masters = on_masters and not optimizer_state.owner(bare)
+        anew = bare.built and (pure or (cast and not off_masters))
     if anew:
-        # Its slots have the shapes and dtypes of variables that were.
-        optimizer = type(optimizer).from_config(optimizer.get_config())
-    suited = suited_optimizer.suited(optimizer, model, level)
-    training_classes.adopt_optimizer(model, suited)
-    if isinstance(suited, scaling.LossScaleOptimizer):
-        guard.put_on(model)
-    if anew:
-        optimizer_state.give(model, state)
+        moved = {} if state is None else state.homes
+        bare = optimizer_slots.fresh(bare, moved)
+    suited = suited_optimizer.suited(bare, model, level)
+    if not anew and _alike(suited, optimizer):
+        suited = optimizer
+    _adopt(model, suited)
+    optimizer_state.give(model, state)
 
 
-def _optimizer_undo(model: Any) -> changes.Undo:
-    optimizer = getattr(model, "optimizer", None)
-    if not getattr(model, "compiled", False) or optimizer is None:
-        return lambda: None
-    return lambda: training_classes.adopt_optimizer(model, optimizer)
+def _alike(one: Any, other: Any) -> bool:
+    """Says whether two wrappers scale the loss of one optimizer alike."""
+    return (
+        isinstance(one, scaling.LossScaleOptimizer)
+        and isinstance(other, scaling.LossScaleOptimizer)
+        and one.inner_optimizer is other.inner_optimizer
+        and one.rule == other.rule
+    )
+
+
+def _inside(optimizer: Any) -> changes.Undo:
+    """Notes what fitting an optimizer to a model changes inside it."""
+    noted = [
+        (part, name, getattr(part, name))
+        for part in optimizer_slots.parts(optimizer)
+        for name in ("inner_optimizer", "loss_scale_factor")
+        if name in vars(part)
+    ]
+
+    def restore() -> None:
+        for part, name, value in noted:
+            setattr(part, name, value)
+
+    return restore
+
+
+def _adopt(model: keras.Model, optimizer: Any) -> None:
+    if optimizer is not None:
+        training_classes.adopt_optimizer(model, optimizer)

@@ -108,8 +108,15 @@ def without_automatic(
 
     A wrapper of the user's stays, and masters put into one come out of it.
     """
+    fixed = None
     while vars(optimizer).get(_AUTOMATIC):
+        rule = getattr(optimizer, "rule", None)
+        if isinstance(rule, rules.FixedLossScale):
+            # Made of the factor that the user had given the optimizer.
+            fixed = rule.scale
         optimizer = optimizer.inner_optimizer
+    if fixed is not None:
+        optimizer.loss_scale_factor = fixed
     inner = vars(optimizer).get("inner_optimizer")
     if inner is not None and vars(inner).get(_AUTOMATIC):
         optimizer.inner_optimizer = inner.inner_optimizer

@@ -84,8 +84,13 @@ def sum_over_replicas(tensors: list[Any]) -> list[Any]:
     present = [tensor for tensor in tensors if tensor is not None]
     if context.num_replicas_in_sync == 1 or not present:
         return tensors
-    sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, present))
-    return [None if tensor is None else next(sums) for tensor in tensors]
+    sums: dict[int, Any] = {}
+    # What is reduced together is packed into one vector, so has one dtype.
+    for dtype in dict.fromkeys(tensor.dtype for tensor in present):
+        alike = [tensor for tensor in present if tensor.dtype == dtype]
+        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, alike)
+        sums.update(zip(map(id, alike), reduced, strict=True))
+    return [None if tensor is None else sums[id(tensor)] for tensor in tensors]
 
 
 @contextlib.contextmanager
