@@ -38,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         {...}
         0
     """
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.name is None:
+        parser.print_help()
+        return commands.OK
     try:
         outcome = options.command(options)
     except (ImportError, OSError, TypeError, ValueError) as error:
@@ -67,7 +71,11 @@ def build_parser() -> argparse.ArgumentParser:
         description="Mixed-precision training for Keras 3, from a shell.",
         epilog="`tfmix COMMAND --help` shows a command's options.",
     )
-    added = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
+    version = vars(sys.modules["tfmix"])["__version__"]
+    parser.add_argument(
+        "--version", action="version", version=f"tfmix {version}"
+    )
+    added = parser.add_subparsers(dest="name", metavar="COMMAND")
     _add(
         added,
         "devices",

@@ -25,7 +25,7 @@ def is_structure(layer: Any) -> bool:
     )
 
 
-def is_kerass_own(layer: Any) -> bool:
+def is_builtin(layer: Any) -> bool:
     """Says whether a layer's class is part of Keras."""
     return type(layer).__module__.split(".")[0] == "keras"
 
@@ -49,7 +49,7 @@ def flat_layers(layer: Any) -> list[Any]:
 
 def owns_random_numbers(layer: Any) -> bool:
     """Says whether a layer, or a part of a layer of Keras's, draws numbers."""
-    parts = flat_layers(layer) if is_kerass_own(layer) else [layer]
+    parts = flat_layers(layer) if is_builtin(layer) else [layer]
     return any(getattr(part, "_seed_generators", None) for part in parts)
 
 
@@ -132,22 +132,6 @@ def calls_replaced(
                 object.__setattr__(operation, "call", own)
             else:
                 vars(operation).pop("call", None)
-
-
-@contextlib.contextmanager
-def nothing_traced() -> Iterator[None]:
-    """Runs a user's `tf.function`s op by op, so that hooks see numbers."""
-    if keras.backend.backend() != "tensorflow":
-        yield
-        return
-    import tensorflow as tf
-
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)
 
 
 def run_on_shapes(function: Callable[..., Any], inputs: list[Any]) -> Any:

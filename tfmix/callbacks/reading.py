@@ -9,12 +9,10 @@ import numpy as np
 
 from tfmix import _formats
 from tfmix.callbacks import sampler
-from tfmix.doctor import gaps, probe, ranges, verdicts
+from tfmix.doctor import gaps, latent, probe, ranges, verdicts
 
 # Below four bits a gradient is noise.
 _DIGITS = 16
-# Share of a model's probabilities below the normal range that is a fault.
-_LOW = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TensorRanges:
     """One tensor of one sampled step.
 
     Attributes:
@@ -49,7 +47,7 @@ class Row:
 
     layer: str
     phase: str
-    ranges: ranges.Measures
+    measures: ranges.Measures
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,7 +64,7 @@ class Reader:
     variables: Sequence[str]
     limits: _formats.Format
 
-    def rows(self, sample: sampler.Sample) -> list[Row]:
+    def rows(self, sample: sampler.Sample) -> list[TensorRanges]:
         """Returns a row for every tensor of a sample."""
         names = [self.found[call.target].name for call in sample.calls]
         tables = [
@@ -76,7 +74,7 @@ class Reader:
             (self.variables, "weight_gradients", sample.gradients),
         ]
         return [
-            Row(name, phase, ranges.from_vector(row, self.limits))
+            TensorRanges(name, phase, ranges.from_vector(row, self.limits))
             for layers, phase, table in tables
             for name, row in zip(layers, table, strict=True)
         ]
@@ -108,26 +106,40 @@ class Reader:
     ) -> str | None:
         """Returns the layer whose gradients are bad first, going back.
 
-        Args:
-            sample: The sample.
-            bad: Says of a row of `backward` or `gradients` whether it is.
-
-        Returns:
-            The layer that computes them, `"loss"` if that is the loss, None
-            if none are bad.
+        `bad` judges a row of `backward` or `gradients`. The layer is the one
+        that computed them, `"loss"` if that is the loss, None if none are bad.
         """
-        names = [self.found[call.target].name for call in sample.calls]
-        # Each gradient was computed by the layer that came next.
-        makers = [*names[1:], verdicts.LOSS]
-        for name, maker, call, row in reversed(
-            list(zip(names, makers, sample.calls, sample.backward, strict=True))
-        ):
+        for index in reversed(range(len(sample.calls))):
+            call = sample.calls[index]
             sixteen = call.dtype in _formats.SIXTEEN_BIT
-            if sixteen and bad(row):
-                return maker
+            if sixteen and bad(sample.backward[index]):
+                return self._user(index, sample)
+            name = self.found[call.target].name
             if self._weights_bad(name, sample, bad):
                 return name
         return None
+
+    def _user(self, index: int, sample: sampler.Sample) -> str:
+        """Names the layer that computed the gradient of a call's output."""
+        uses = [use for use in sample.uses if use.maker == index]
+        for use in uses:
+            share = use.share
+            if share is not None and share < len(sample.shares):
+                if not_finite(sample.shares[share]):
+                    return self._name(use.target)
+        if uses:
+            return self._name(uses[0].target)
+        # Something else, such as a cast, lies in between: the next layer in
+        # the order of calls whose inputs may come from there.
+        for call in sample.calls[index + 1 :]:
+            if not call.inputs_known:
+                return self._name(call.target)
+        return verdicts.LOSS
+
+    def _name(self, target: int) -> str:
+        return (
+            verdicts.LOSS if target == sampler.LOSS else self.found[target].name
+        )
 
     def overflow(self, sample: sampler.Sample) -> str | None:
         """Returns the layer whose gradients overflow first, going back.
@@ -143,12 +155,7 @@ class Reader:
     def lost(self, sample: sampler.Sample, exact: sampler.Sample) -> str | None:
         """Returns the layer, going back, that loses a whole gradient.
 
-        Args:
-            sample: The sample.
-            exact: A sample of the same step in float32.
-
-        Returns:
-            The layer's name; None if what vanished is zero in float32, too.
+        None if what vanished is zero in `exact`, the step in float32, too.
         """
         check = vanished(self.limits)
         kept = [_column(row, "largest") > 0.0 for row in exact.backward]
@@ -203,7 +210,7 @@ class Reader:
             headroom_bits=measured.headroom_bits,
         )
         verdict = verdicts.of_output(gap, self.limits)
-        low = measured.subnormal + measured.zero > _LOW
+        low = measured.subnormal + measured.zero > latent.LOW_SHARE
         sixteen = call.dtype in _formats.SIXTEEN_BIT
         if verdict == verdicts.OK and head and sixteen and low:
             return verdicts.UNDERFLOW

@@ -11,14 +11,13 @@ from keras import ops
 from tfmix import _formats
 from tfmix._keras import layers
 from tfmix.conversion import trial_policies
-from tfmix.doctor import gaps as compare
-from tfmix.doctor import probe, pullback, whole_model
+from tfmix.doctor import gaps, probe, pullback, whole_model
 
-Gaps = tuple[compare.Gap, compare.Gap]
+Gaps = tuple[gaps.Gap, gaps.Gap]
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdicts:
+class CallGaps:
     """The gaps one call opens by itself.
 
     Attributes:
@@ -29,11 +28,11 @@ class Verdicts:
         weights: Of the weights' gradients.
     """
 
-    arguments: compare.Gap
-    outputs: compare.Gap
-    incoming: compare.Gap | None = None
-    inputs: compare.Gap | None = None
-    weights: compare.Gap | None = None
+    arguments: gaps.Gap
+    outputs: gaps.Gap
+    incoming: gaps.Gap | None = None
+    inputs: gaps.Gap | None = None
+    weights: gaps.Gap | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +53,7 @@ class Judge:
     limits: _formats.Format
     scale: float
 
-    def call(self, call: probe.Call) -> Verdicts:
+    def call(self, call: probe.Call) -> CallGaps:
         """Judges a call that is about to be made in the float32 run."""
         signature = self.run.signatures[call.key]
         exact = [ops.cast(leaf, "float32") for leaf in call.tensors]
@@ -64,23 +63,23 @@ class Judge:
                 exact, signature.rounded, signature.arguments, strict=True
             )
         ]
-        arguments = compare.gap(near, exact, self.limits)
+        arguments = gaps.gap(near, exact, self.limits)
         weights = _weights(call.target)
         values = [variable.value for variable in weights]
         function = _function(call, len(exact), weights)
         truth, truth_back = pullback.pullback(function, [*exact, *values])
         with self._in_sixteen_bit(call.target):
             found, found_back = pullback.pullback(function, [*near, *values])
-        outputs = compare.gap(found, truth, self.limits)
+        outputs = gaps.gap(found, truth, self.limits)
         if self.truth is None:
-            return Verdicts(arguments, outputs)
+            return CallGaps(arguments, outputs)
         gradients = self.truth.outputs.get(call.key)
         if gradients is None:
-            return Verdicts(arguments, outputs)
-        cast, gaps = self._back(
+            return CallGaps(arguments, outputs)
+        cast, (inputs, of_weights) = self._back(
             gradients, truth, truth_back, found, found_back, len(exact)
         )
-        return Verdicts(arguments, outputs, cast, *gaps)
+        return CallGaps(arguments, outputs, cast, inputs, of_weights)
 
     def exact(self, call: probe.Call, tensors: Sequence[Any]) -> list[Any]:
         """Makes a call in float32 with other tensors."""
@@ -99,25 +98,21 @@ class Judge:
         found: Sequence[Any],
         found_back: Callable[[list[Any]], list[Any]],
         inputs: int,
-    ) -> tuple[compare.Gap, Gaps]:
+    ) -> tuple[gaps.Gap, Gaps]:
         # Losses a layer adds come after its outputs; no gradient for them.
         exact = [*gradients, *map(ops.zeros_like, truth[len(gradients) :])]
         near = [
             ops.cast(gradient * self.scale, leaf.dtype)
             for gradient, leaf in zip(exact, found, strict=True)
         ]
-        cast = compare.gap(near, exact, self.limits, self.scale)
+        cast = gaps.gap(near, exact, self.limits, self.scale)
         right = truth_back(
             [ops.cast(a, b.dtype) for a, b in zip(exact, truth, strict=True)]
         )
         wrong = found_back(near)
         return cast, (
-            compare.gap(
-                wrong[:inputs], right[:inputs], self.limits, self.scale
-            ),
-            compare.gap(
-                wrong[inputs:], right[inputs:], self.limits, self.scale
-            ),
+            gaps.gap(wrong[:inputs], right[:inputs], self.limits, self.scale),
+            gaps.gap(wrong[inputs:], right[inputs:], self.limits, self.scale),
         )
 
     @contextlib.contextmanager

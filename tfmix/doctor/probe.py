@@ -75,14 +75,7 @@ class Call:
 
 
 def targets(model: keras.Model) -> list[Target]:
-    """Finds what is judged by itself in a model.
-
-    Args:
-        model: A built Keras model of any kind.
-
-    Returns:
-        One `Target` per layer, each once, outer ones first.
-    """
+    """Lists what is judged by itself in a built model, outer layers first."""
     found: dict[int, Target] = {}
     _visit(model, (), found)
     names = Counter(target.name for target in found.values())
@@ -100,10 +93,8 @@ def watched(
 ) -> Iterator[None]:
     """Hands each call of the targets to a function, for a block.
 
-    Args:
-        found: What to watch.
-        on_call: Gets the `Call`, returns the outputs to go on with. Calls
-            made while it runs are handed to it, too.
+    `on_call` returns the outputs to go on with. Calls made while it runs are
+    handed to it, too.
     """
     counts: Counter[int] = Counter()
 
@@ -158,7 +149,7 @@ def _visit(
     is_layer = isinstance(operation, keras.Layer)
     inner = host.inner_operations(operation) if is_layer else []
     structure = is_layer and host.is_structure(operation)
-    whole = not inner or (host.is_kerass_own(operation) and not structure)
+    whole = not inner or (host.is_builtin(operation) and not structure)
     if not structure and _computes_in_floats(operation):
         target = Target(operation, operation.name, inside, whole)
         found[id(operation)] = target

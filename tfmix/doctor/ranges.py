@@ -93,15 +93,7 @@ def sixteen_bit(name: str) -> _formats.Format:
 def vector(values: Any, limits: _formats.Format) -> Any:
     """Measures one tensor on the device, inside compiled code too.
 
-    Args:
-        values: Array-like of any shape and a float dtype.
-        limits: The format to measure against.
-
-    Returns:
-        A float32 tensor of shape `(len(COLUMNS),)`, in their order.
-
-    Raises:
-        TypeError: If `values` is not of a float dtype.
+    Returns float32 of shape `(len(COLUMNS),)`, in their order.
     """
     values = ops.convert_to_tensor(values)
     dtype = keras.backend.standardize_dtype(values.dtype)

@@ -54,18 +54,9 @@ class Use:
 
 
 def uses(model: keras.Model, batch_size: int) -> list[Use]:
-    """Runs a model without numbers and notes every call of a layer.
+    """Runs a built model on shapes alone and notes every call of a layer.
 
-    Args:
-        model: A built model.
-        batch_size: Integer, rows of the batch.
-
-    Returns:
-        One `Use` for each call, in the order in which the calls end.
-
-    Raises:
-        ValueError: If an input has a dimension besides the first that is not
-            known.
+    The calls come in the order in which they end.
     """
     inputs = _inputs(model, batch_size)
     layers = [
