@@ -138,7 +138,7 @@ def towers():
     right = keras.layers.Dense(8, name="right", dtype=dtype)(inputs)
     more = keras.layers.Dense(8, name="more", dtype=dtype)(right)
     left = Blowing(name="guilty", dtype=dtype)(left)
-    joined = keras.layers.Add(name="joined", dtype=dtype)([left, more])
+    joined = keras.layers.Add(name="joined", dtype=dtype)([more, left])
     outputs = keras.layers.Dense(1, name="head", dtype="float32")(joined)
     model = keras.Model(inputs, outputs)
     optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-3))

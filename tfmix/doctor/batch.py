@@ -1,7 +1,7 @@
 """A model, a batch and a loss: run as often as needed, nothing changed."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -67,6 +67,18 @@ class Batch:
             if bad:
                 found[name] = sorted(map(int, bad))
         return found
+
+    def without(self, rows: Collection[int]) -> "Batch":
+        """Leaves out some rows, if others remain and the model allows it."""
+        count = _free_rows(self.model, (self.x, self.y))
+        if count is None or len(rows) == count:
+            return self
+        kept = [row for row in range(count) if row not in rows]
+        x, y = tree.map_structure(
+            lambda leaf: None if leaf is None else ops.take(leaf, kept, axis=0),
+            (self.x, self.y),
+        )
+        return dataclasses.replace(self, x=x, y=y)
 
     def _call(self) -> Any:
         if getattr(self.model, "_call_has_training_arg", False):
@@ -165,20 +177,24 @@ def _slice(nest: Any, start: int, stop: int) -> Any:
 
 
 def _first_rows(
-    model: Any, x: Any, y: Any, most: int | None
+    model: keras.Model, x: Any, y: Any, most: int | None
 ) -> tuple[Any, Any, tuple[str, ...]]:
-    """Cuts a batch, unless its parts or the model ask for all of it."""
-    leaves = [leaf for leaf in tree.flatten((x, y)) if leaf is not None]
-    counts = {tuple(np.shape(leaf))[:1] for leaf in leaves}
-    inputs = getattr(model, "inputs", None) or ()
-    fixed = any(one.shape[0] is not None for one in inputs)
-    if most is None or fixed or len(counts) != 1 or counts == {()}:
-        return x, y, ()
-    ((rows,),) = counts
-    if rows <= most:
+    rows = _free_rows(model, (x, y))
+    if most is None or rows is None or rows <= most:
         return x, y, ()
     note = f"`x` has {rows:,} rows; the first {most} of them were checked."
     return *_slice((x, y), 0, most), (note,)
+
+
+def _free_rows(model: keras.Model, nest: Any) -> int | None:
+    """Counts rows; None if parts or the model ask for all of them."""
+    leaves = [leaf for leaf in tree.flatten(nest) if leaf is not None]
+    counts = {tuple(np.shape(leaf))[:1] for leaf in leaves}
+    inputs = getattr(model, "inputs", None) or ()
+    fixed = any(one.shape[0] is not None for one in inputs)
+    if fixed or len(counts) != 1 or counts == {()}:
+        return None
+    return int(next(iter(counts))[0])
 
 
 def _refuse_empty(x: Any) -> None:

@@ -110,15 +110,17 @@ def checked(
 
 
 def _run(
-    batch: batches.Batch,
+    given: batches.Batch,
     chosen: keras.DTypePolicy | None,
     base: policies.Policy,
     warning: str = "",
 ) -> numerics_report.NumericsReport:
     """Checks a batch; a warning says that the loss is not scaled."""
     limits = _formats.limits(base.compute_dtype)
-    sixteen = trial_policies.sixteen_bit(batch.model, chosen)
-    bad_data = _bad_data(batch)
+    sixteen = trial_policies.sixteen_bit(given.model, chosen)
+    bad_rows = given.bad_rows()
+    batch = given.without({row for rows in bad_rows.values() for row in rows})
+    bad_data = [_bad_data(*one) for one in bad_rows.items()]
     with contextlib.ExitStack() as stack:
         stack.enter_context(eager_functions.nothing_traced())
         if isinstance(chosen, policies.Policy):
@@ -129,7 +131,7 @@ def _run(
         visit.run()
     findings = visit.findings
     if bad_data:
-        # What is not finite behind them is so because of them.
+        # Where no row is fine, all that is not finite is so because of them.
         findings = [
             dataclasses.replace(one, verdict=verdicts.OK)
             if one.gap.broken
@@ -140,7 +142,7 @@ def _run(
         rows=(*bad_data, *_rows(findings, found, limits, bool(warning))),
         policy=base,
         loss_scale=visit.judge.scale,
-        again=lambda other: _run(batch, other, other),
+        again=lambda other: _run(given, other, other),
         targets={target.name: target for target in found},
         sixteen_bit_layers=sum(
             trial_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
@@ -206,25 +208,20 @@ def _rows(
     return result
 
 
-def _bad_data(batch: batches.Batch) -> list[verdicts.LayerVerdict]:
-    """Returns a row for each of `x` and `y` that holds NaN or infinity."""
-    result = []
-    for name, rows in batch.bad_rows().items():
-        shown = ", ".join(map(str, rows[:_BAD_ROWS_SHOWN]))
-        more = ", ..." if len(rows) > _BAD_ROWS_SHOWN else ""
-        result.append(
-            verdicts.LayerVerdict(
-                layer=name,
-                phase=verdicts.FORWARD,
-                verdict=verdicts.NOT_FINITE,
-                relative_error=math.inf,
-                headroom_bits=-math.inf,
-                advice=f"numpy.isfinite({name})  # {name} holds NaN or "
-                f"infinity in rows {shown}{more}: mend that first",
-                broken=True,
-            )
-        )
-    return result
+def _bad_data(name: str, rows: Sequence[int]) -> verdicts.LayerVerdict:
+    """Returns the row of the report for `x` or `y` with NaN or infinity."""
+    shown = ", ".join(map(str, rows[:_BAD_ROWS_SHOWN]))
+    more = ", ..." if len(rows) > _BAD_ROWS_SHOWN else ""
+    return verdicts.LayerVerdict(
+        layer=name,
+        phase=verdicts.FORWARD,
+        verdict=verdicts.NOT_FINITE,
+        relative_error=math.inf,
+        headroom_bits=-math.inf,
+        advice=f"numpy.isfinite({name})  # {name} holds NaN or infinity in "
+        f"rows {shown}{more}: mend that first",
+        broken=True,
+    )
 
 
 class _Visit:
