@@ -25,16 +25,12 @@ OK, UNHEALTHY, BAD_INPUT = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a command found: for people, for programs and for the shell.
+    """What a command found: for people, for programs and for the shell."""
 
-    Attributes:
-        text: A string or anything rich can print.
-        data: The same as plain JSON values, for `--json`.
-        code: The exit code.
-    """
-
+    # A string or anything rich can print; the same as plain JSON values.
     text: Any
     data: Any
+    # The exit code.
     code: int = OK
 
 

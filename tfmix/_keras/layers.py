@@ -57,9 +57,8 @@ def owns_random_numbers(layer: Any) -> bool:
 def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
     """Gives layers other dtype policies for the length of a block.
 
-    Args:
-        plan: Maps layers to policies. Keras's setter is not used: it would
-            write into a `DTypePolicyMap`, which is the user's.
+    Keras's setter is not used: it would write into the user's own
+    `DTypePolicyMap`.
     """
     before = {layer: vars(layer)["_dtype_policy"] for layer in plan}
     undo = []
@@ -84,11 +83,7 @@ def autocast(dtype: str | None) -> Any:
 
 @contextlib.contextmanager
 def trial() -> Iterator[Any]:
-    """Takes back, after a block, what it did to the stateless scope.
-
-    Yields:
-        The `keras.StatelessScope` that is open.
-    """
+    """Yields the open `keras.StatelessScope`, and puts it back as it was."""
     scopes = importlib.import_module("keras.src.backend.common.stateless_scope")
     scope = scopes.get_stateless_scope()
     mapping, losses = dict(scope.state_mapping), list(scope.losses)
@@ -113,9 +108,7 @@ def calls_replaced(
 ) -> Iterator[None]:
     """Replaces `operation.call` on single instances for a block.
 
-    Args:
-        operations: Layers and ops.
-        make: Gets an index and the original `call`, returns the new one.
+    `make` gets an index and the original `call`, and returns the new one.
     """
     before = [
         (operation, vars(operation).get("call")) for operation in operations

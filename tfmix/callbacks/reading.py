@@ -52,15 +52,10 @@ class TensorRanges:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reader:
-    """Reads the samples of one model.
-
-    Attributes:
-        found: The watched layers.
-        variables: Paths of the trainable weights.
-        limits: The 16-bit format.
-    """
+    """Reads the samples of one model."""
 
     found: Sequence[probe.Target]
+    # Paths of the trainable weights.
     variables: Sequence[str]
     limits: _formats.Format
 
@@ -82,15 +77,14 @@ class Reader:
     def forward(self, sample: sampler.Sample) -> tuple[str, str] | None:
         """Returns layer and verdict of the first fault of the forward pass."""
         faults: dict[str, str] = {}
+        # A layer is not blamed for the layers inside it, which end first.
+        cleared: set[str] = set()
         for call, row in zip(sample.calls, sample.forward, strict=True):
             target = self.found[call.target]
             verdict = self._own_fault(call, row)
-            inside = [
-                name for name in faults if target.name in self._inside(name)
-            ]
-            # A layer is not blamed for the layers inside it.
-            if verdict != verdicts.OK and not inside:
+            if verdict != verdicts.OK and target.name not in cleared:
                 faults.setdefault(target.name, verdict)
+                cleared.update(target.inside)
         if faults:
             severe = (verdicts.OVERFLOW, verdicts.NOT_FINITE)
             hard = [one for one in faults.items() if one[1] in severe]
@@ -114,9 +108,9 @@ class Reader:
             sixteen = call.dtype in _formats.SIXTEEN_BIT
             if sixteen and bad(sample.backward[index]):
                 return self._user(index, sample)
-            name = self.found[call.target].name
-            if self._weights_bad(name, sample, bad):
-                return name
+            target = self.found[call.target]
+            if self._weights_bad(target, sample, bad):
+                return target.name
         return None
 
     def _user(self, index: int, sample: sampler.Sample) -> str:
@@ -157,22 +151,25 @@ class Reader:
 
         None if what vanished is zero in `exact`, the step in float32, too.
         """
-        check = vanished(self.limits)
-        kept = [_column(row, "largest") > 0.0 for row in exact.backward]
-        backward = sample.backward.copy()
-        backward[~np.array(kept, bool)] = np.inf
-        known = [_column(row, "largest") > 0.0 for row in exact.gradients]
-        gradients = sample.gradients.copy()
-        gradients[~np.array(known, bool)] = np.inf
-        return self.backward(
-            dataclasses.replace(sample, backward=backward, gradients=gradients),
-            check,
+        largest = ranges.COLUMNS.index("largest")
+
+        def known(rows: np.ndarray, right: np.ndarray) -> np.ndarray:
+            # An infinity is not a value that vanished.
+            return np.where(right[:, [largest]] > 0.0, rows, np.inf)
+
+        kept = dataclasses.replace(
+            sample,
+            backward=known(sample.backward, exact.backward),
+            gradients=known(sample.gradients, exact.gradients),
         )
+        return self.backward(kept, vanished(self.limits))
 
     def _weights_bad(
-        self, name: str, sample: sampler.Sample, bad: Callable[[Any], bool]
+        self,
+        target: probe.Target,
+        sample: sampler.Sample,
+        bad: Callable[[Any], bool],
     ) -> bool:
-        (target,) = (one for one in self.found if one.name == name)
         if not target.whole:
             return False
         paths = {
@@ -180,18 +177,12 @@ class Reader:
             for layer in target.layers
             for variable in layer.trainable_variables
         }
-        rows = [
-            row
-            for path, row in zip(self.variables, sample.gradients, strict=True)
-            if path in paths
-        ]
+        named = zip(self.variables, sample.gradients, strict=True)
+        rows = [row for path, row in named if path in paths]
         # One that overflowed is a fault; one that is zero, a bias before a
         # normalisation perhaps, is none.
-        return (
-            any(map(not_finite, rows))
-            and any(map(bad, rows))
-            or (bool(rows) and all(map(bad, rows)))
-        )
+        overflowed = any(map(not_finite, rows)) and any(map(bad, rows))
+        return overflowed or (bool(rows) and all(map(bad, rows)))
 
     def _own_fault(self, call: sampler.Call, row: Any) -> str:
         measured = ranges.from_vector(row[: len(ranges.COLUMNS)], self.limits)
@@ -215,10 +206,6 @@ class Reader:
         if verdict == verdicts.OK and head and sixteen and low:
             return verdicts.UNDERFLOW
         return verdict
-
-    def _inside(self, name: str) -> tuple[str, ...]:
-        (target,) = (one for one in self.found if one.name == name)
-        return target.inside
 
 
 def not_finite(row: Any) -> bool:

@@ -27,61 +27,45 @@ LOSS = -1
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is known of one call when the step is traced.
+    """What is known of one call when the step is traced."""
 
-    Attributes:
-        target: Index of the layer.
-        dtype: Compute dtype of what it returns.
-        inputs_known: Whether other calls returned all of its inputs as they
-            are, with no cast and no other operation in between.
-    """
-
+    # Index of the layer, and the dtype of what it returns.
     target: int
     dtype: str
+    # Whether other calls returned all of its inputs as they are, with no cast
+    # and no other operation in between.
     inputs_known: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """A call of a layer on the very tensor that an earlier call returned.
+    """A call of a layer on the very tensor that an earlier call returned."""
 
-    Attributes:
-        maker: Index of the earlier call.
-        target: Index of the layer that uses it, or `LOSS`.
-        share: The row of `Sample.shares` with its part of the gradient; None
-            for the first use.
-    """
-
+    # Index of the earlier call, and of the layer that uses it, or `LOSS`.
     maker: int
     target: int
+    # The row of `Sample.shares` with the part of the gradient that this use
+    # computes; None for the first use.
     share: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The numbers of one step, on the host.
+    """The numbers of one step, on the host."""
 
-    Attributes:
-        calls: The calls, in the order in which they ended.
-        uses: Which layers used what a call returned.
-        forward: A row for each call's output.
-        backward: A row of `ranges.COLUMNS` for each: its outputs' gradients.
-        shares: A row for the part of a gradient that one use computed, where
-            a tensor is used more than once.
-        weights: One row for each trainable weight.
-        gradients: One row for each trainable weight's gradient.
-        scale: The loss scale of the step.
-        loss: The loss, not scaled.
-    """
-
+    # In the order in which the calls ended.
     calls: tuple[Call, ...]
     uses: tuple[Use, ...]
+    # A row for each call's output, and for its gradient.
     forward: np.ndarray
     backward: np.ndarray
+    # A row for the part of a gradient that one use computed.
     shares: np.ndarray
+    # A row for each trainable weight, and for its gradient.
     weights: np.ndarray
     gradients: np.ndarray
     scale: float
+    # Not scaled.
     loss: float
 
 
@@ -132,14 +116,9 @@ class _Trace:
 
 
 class Sampler:
-    """Compiles and runs the instrumented step of one model.
+    """Compiles and runs the instrumented step of one compiled, built model.
 
-    Args:
-        model: A compiled, built model.
-        found: What is watched.
-        limits: The 16-bit format.
-        planned: Dtypes to run under instead of the model's own; None for
-            those. The comparison with float32 is left out then.
+    Under dtypes that are `planned`, layers are not compared with float32.
     """
 
     def __init__(

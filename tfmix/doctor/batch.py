@@ -14,14 +14,10 @@ from tfmix.doctor import probe
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """What a check runs: the model on one batch, in training mode.
+    """What a check runs: a built model on one batch, in training mode.
 
-    Attributes:
-        model: A built Keras model.
-        x: The inputs, as tensors.
-        y: The targets, or None.
-        loss: Maps `(y, outputs)` to the loss, or None without a loss.
-        notes: What was left out of the data, in sentences.
+    `loss` maps `(y, outputs)` to the loss; `notes` say in sentences what was
+    left out of the data.
     """
 
     model: keras.Model
@@ -107,15 +103,9 @@ def prepare(
 ) -> Batch:
     """Checks the arguments of a check and builds the model if need be.
 
-    Args:
-        model: A Keras model.
-        x: Inputs: an array, a nest of arrays, or a `tf.data.Dataset`, of which
-            the first batch is taken.
-        y: Targets, or None.
-        loss: A name, a `keras.losses.Loss`, a function of `(y, outputs)`, a
-            nest of those for several outputs, or None for the loss that the
-            model was compiled with.
-        most: How many rows to keep; None for all.
+    At most `most` rows are kept, of a dataset those of its first batch. The
+    loss is what `compile` takes, a function of `(y, outputs)`, or None for the
+    loss that the model was compiled with.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(

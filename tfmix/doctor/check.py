@@ -338,22 +338,18 @@ class _Visit:
                 name, order, found, self.limits, reaches_weights
             )
             self.findings += [backward] if backward else []
+            planned = [
+                trial_policies.dtype(self._sixteen, one)
+                for one in call.target.layers
+            ]
+            arguments = self.judge.run.signatures[call.key].arguments
             self._add_tight(
                 name,
                 [found.weights, found.inputs if reaches_weights else None],
-                self._dtypes(call),
+                [*planned, *arguments],
             )
-        if forward.verdict != verdicts.OK:
-            return
-        self._add_latent(call, found.outputs)
-
-    def _dtypes(self, call: probe.Call) -> list[str]:
-        signature = self.judge.run.signatures[call.key]
-        planned = [
-            trial_policies.dtype(self._sixteen, one)
-            for one in call.target.layers
-        ]
-        return [*planned, *signature.arguments]
+        if forward.verdict == verdicts.OK:
+            self._add_latent(call, found.outputs)
 
     def _add_tight(
         self,
@@ -367,21 +363,9 @@ class _Visit:
         self.findings += [tight] if tight else []
 
     def _add_latent(self, call: probe.Call, gap: gaps.Gap) -> None:
-        signature = self.judge.run.signatures[call.key]
-        found = [
-            latent.probabilities(
-                call.target.name,
-                self._order,
-                gap,
-                signature,
-                call.target.operation,
-                self.judge.exact(call, call.tensors)
-                if signature.is_output
-                else [],
-            ),
-            latent.vanishing_constant(self.judge, call, self._order, gap),
-        ]
-        self.findings += [one for one in found if one is not None]
+        for look in (latent.probabilities, latent.vanishing_constant):
+            finding = look(self.judge, call, self._order, gap)
+            self.findings += [finding] if finding else []
 
 
 def _attributed(

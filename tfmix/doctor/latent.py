@@ -15,7 +15,7 @@ from keras import ops
 from tfmix import _formats
 from tfmix._keras import layers as host
 from tfmix.conversion import trial_policies
-from tfmix.doctor import gaps, one_layer, probe, verdicts, whole_model
+from tfmix.doctor import gaps, one_layer, probe, verdicts
 
 # Share of a model's probabilities below the normal range that is a fault.
 LOW_SHARE = 0.1
@@ -32,29 +32,25 @@ _PROBES = (0.0, 64.0)
 
 
 def probabilities(
-    layer: str,
-    order: int,
-    gap: gaps.Gap,
-    signature: whole_model.Signature,
-    operation: Any,
-    outputs: list[Any],
+    judge: one_layer.Judge, call: probe.Call, order: int, gap: gaps.Gap
 ) -> verdicts.Finding | None:
     """Judges probabilities that the model returns in 16 bit.
 
     Rounded probabilities have lost the logits behind them: where a class
-    has 0, the loss has no gradient that could raise it. `outputs` are the
-    layer's in float32.
+    has 0, the loss has no gradient that could raise it.
     """
+    signature = judge.run.signatures[call.key]
     dtypes = [
         name for name in signature.outputs if name in _formats.SIXTEEN_BIT
     ]
     if not (signature.is_output and dtypes):
         return None
-    if not _are_probabilities(operation, outputs):
+    outputs = judge.exact(call, call.tensors)
+    if not _are_probabilities(call.target.operation, outputs):
         return None
     low = gap.flushed + gap.subnormal > LOW_SHARE
     return verdicts.Finding(
-        layer,
+        call.target.name,
         verdicts.FORWARD,
         verdicts.UNDERFLOW if low else verdicts.INACCURATE,
         gap,

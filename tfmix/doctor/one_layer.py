@@ -18,18 +18,12 @@ Gaps = tuple[gaps.Gap, gaps.Gap]
 
 @dataclasses.dataclass(frozen=True)
 class CallGaps:
-    """The gaps one call opens by itself.
+    """The gaps one call opens by itself, in the order it opens them."""
 
-    Attributes:
-        arguments: Of the inputs, by the cast to 16 bit alone.
-        outputs: Of the outputs.
-        incoming: Of the outputs' gradients, by the cast to 16 bit alone.
-        inputs: Of the inputs' gradients.
-        weights: Of the weights' gradients.
-    """
-
+    # Of the inputs, by the cast to 16 bit alone, and of the outputs.
     arguments: gaps.Gap
     outputs: gaps.Gap
+    # Of the outputs' gradients, by the cast alone, and of those it computes.
     incoming: gaps.Gap | None = None
     inputs: gaps.Gap | None = None
     weights: gaps.Gap | None = None
@@ -37,15 +31,7 @@ class CallGaps:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Judge:
-    """What is needed to run single calls both ways.
-
-    Attributes:
-        sixteen: The 16-bit plan.
-        run: The 16-bit run's record.
-        truth: The float32 gradients, None without a loss.
-        limits: The 16-bit format.
-        scale: The loss scale.
-    """
+    """Runs single calls both ways; `truth` is None without a loss."""
 
     sixteen: trial_policies.Plan
     run: whole_model.SixteenBitRun

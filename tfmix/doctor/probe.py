@@ -15,19 +15,15 @@ from tfmix._keras import layers as host
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
-    """A layer, or an op of a functional graph, that is judged by itself.
+    """A layer, or an op of a functional graph, that is judged by itself."""
 
-    Attributes:
-        operation: The `keras.Layer` or `keras.Operation`.
-        name: Its name; its path where another has the same name.
-        inside: Names of the watched layers that hold it, outermost first.
-        whole: Whether the parts inside it are judged with it, not by
-            themselves: all of Keras's own layers, and layers without parts.
-    """
-
-    operation: Any
+    operation: keras.Operation
+    # Its path where another has the same name.
     name: str
+    # Names of the watched layers that hold it, outermost first.
     inside: tuple[str, ...]
+    # Whether the parts inside it are judged with it, not by themselves: all
+    # of Keras's own layers, and layers without parts.
     whole: bool
 
     @property
@@ -45,15 +41,11 @@ class Target:
 class Call:
     """One call of a watched layer, about to be made.
 
-    Attributes:
-        target: What is called.
-        key: The target's index and how often it was called before.
-        run: The layer's own `call`.
-        args: Positional arguments, already cast by the layer.
-        kwargs: Keyword arguments, the same.
+    The arguments are those that the layer has cast already.
     """
 
     target: Target
+    # The target's index and how often it was called before.
     key: tuple[int, int]
     run: Callable[..., Any]
     args: tuple[Any, ...]

@@ -16,14 +16,7 @@ Shapes = list[Shape]
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One matrix product of a forward pass, `(m, k) x (k, n)`.
-
-    Attributes:
-        m: Rows of the left matrix.
-        k: Its columns, which are summed over.
-        n: Columns of the right matrix.
-        count: How many such products a forward pass makes.
-    """
+    """A matrix product `(m, k) x (k, n)`, made `count` times a forward pass."""
 
     m: int
     k: int
@@ -38,18 +31,12 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One call of a layer.
+    """One call of a layer: its products, and how many elements it returns."""
 
-    Attributes:
-        layer: The layer.
-        products: Its matrix products; none for a light layer.
-        outputs: Elements it returns.
-        has_parts: Whether other layers are called inside it.
-    """
-
-    layer: Any
+    layer: keras.Layer
     products: tuple[Product, ...]
     outputs: int
+    # Whether other layers are called inside it.
     has_parts: bool
 
 
