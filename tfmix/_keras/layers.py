@@ -25,7 +25,7 @@ def is_structure(layer: Any) -> bool:
     )
 
 
-def is_kerass_own(layer: Any) -> bool:
+def is_builtin(layer: Any) -> bool:
     """Says whether a layer's class is part of Keras."""
     return type(layer).__module__.split(".")[0] == "keras"
 
@@ -49,7 +49,7 @@ def flat_layers(layer: Any) -> list[Any]:
 
 def owns_random_numbers(layer: Any) -> bool:
     """Says whether a layer, or a part of a layer of Keras's, draws numbers."""
-    parts = flat_layers(layer) if is_kerass_own(layer) else [layer]
+    parts = flat_layers(layer) if is_builtin(layer) else [layer]
     return any(getattr(part, "_seed_generators", None) for part in parts)
 
 
@@ -57,9 +57,8 @@ def owns_random_numbers(layer: Any) -> bool:
 def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
     """Gives layers other dtype policies for the length of a block.
 
-    Args:
-        plan: Maps layers to policies. Keras's setter is not used: it would
-            write into a `DTypePolicyMap`, which is the user's.
+    Keras's setter is not used: it would write into the user's own
+    `DTypePolicyMap`.
     """
     before = {layer: vars(layer)["_dtype_policy"] for layer in plan}
     undo = []
@@ -84,11 +83,7 @@ def autocast(dtype: str | None) -> Any:
 
 @contextlib.contextmanager
 def trial() -> Iterator[Any]:
-    """Takes back, after a block, what it did to the stateless scope.
-
-    Yields:
-        The `keras.StatelessScope` that is open.
-    """
+    """Yields the open `keras.StatelessScope`, and puts it back as it was."""
     scopes = importlib.import_module("keras.src.backend.common.stateless_scope")
     scope = scopes.get_stateless_scope()
     mapping, losses = dict(scope.state_mapping), list(scope.losses)
@@ -113,9 +108,7 @@ def calls_replaced(
 ) -> Iterator[None]:
     """Replaces `operation.call` on single instances for a block.
 
-    Args:
-        operations: Layers and ops.
-        make: Gets an index and the original `call`, returns the new one.
+    `make` gets an index and the original `call`, and returns the new one.
     """
     before = [
         (operation, vars(operation).get("call")) for operation in operations
@@ -132,22 +125,6 @@ def calls_replaced(
                 object.__setattr__(operation, "call", own)
             else:
                 vars(operation).pop("call", None)
-
-
-@contextlib.contextmanager
-def nothing_traced() -> Iterator[None]:
-    """Runs a user's `tf.function`s op by op, so that hooks see numbers."""
-    if keras.backend.backend() != "tensorflow":
-        yield
-        return
-    import tensorflow as tf
-
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)
 
 
 def run_on_shapes(function: Callable[..., Any], inputs: list[Any]) -> Any:

@@ -4,10 +4,6 @@ import dataclasses
 from collections.abc import Callable
 
 import keras
-import rich.box
-import rich.console
-import rich.markup
-import rich.table
 
 from tfmix import _tables
 
@@ -94,13 +90,10 @@ class ConversionReport(_tables.Printed):
     def __repr__(self) -> str:
         return f"<ConversionReport {self._summary()}>"
 
-    def __rich__(self) -> rich.console.Group:
-        table = rich.table.Table(*_HEADS, box=rich.box.SIMPLE_HEAD)
-        for row in self.rows:
-            # Names hold brackets, which rich would take for style.
-            table.add_row(*map(rich.markup.escape, dataclasses.astuple(row)))
-        notes = map(rich.markup.escape, self.notes)
-        return rich.console.Group(self._summary(), table, *notes)
+    def tables(self) -> list[_tables.Table]:
+        """Returns what to print."""
+        rows = [dataclasses.astuple(row) for row in self.rows]
+        return [_tables.Table(_HEADS, rows, self._summary(), self.notes)]
 
     def _summary(self) -> str:
         changed = sum(row.before != row.after for row in self.rows)

@@ -153,3 +153,25 @@ def _rule(fixed: float | None, float16: bool, level: str | None) -> Any:
         # The check for non-finite gradients stays.
         return rules.NoLossScale()
     return "dynamic"
+
+
+def missing_scaler_warning(model: keras.Model) -> str:
+    """Says what to write for a float16 model whose loss is not scaled.
+
+    Empty for a model that is not compiled, has no layers in float16, or has
+    an optimizer that scales the loss. Keras scales it only where the model as
+    a whole is "mixed_float16", and not under `compile(auto_scale_loss=False)`.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not computes_in(model, "float16"):
+        return ""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return ""
+    if getattr(optimizer, "loss_scale_factor", None):
+        return ""
+    name = type(optimizer).__name__
+    return (
+        f"The model computes in float16 and {name} does not scale the loss: "
+        f"gradients below {_formats.FLOAT16.smallest:.1g} become 0. Compile "
+        f"with tfmix.LossScaleOptimizer({name}(...))."
+    )
