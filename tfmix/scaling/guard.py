@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from tfmix import _arguments
-from tfmix.scaling import configuration, guard_logs, loop_checks
+from tfmix.scaling import guard_logs, settings
 from tfmix.scaling import optimizer as optimizers
 
 _MARK = "_tfmix_unguarded_train_step"
@@ -83,7 +83,7 @@ def is_guarded(model: Any) -> bool:
 
 
 def _compile_config(model: Any) -> Any:
-    return configuration.with_guarded(type(model).get_compile_config(model))
+    return settings.with_guarded(type(model).get_compile_config(model))
 
 
 def _check_optimizer(model: Any) -> None:
@@ -102,12 +102,12 @@ def _guarded_tensorflow(
 ) -> Callable:
     import tensorflow as tf
 
-    from tfmix.scaling.step import distribute
+    from tfmix.scaling.step import replicas
 
     def attempt(data: Any) -> tuple[Any, Any]:
         watched = _watched(model)
         before = [tf.identity(variable.value) for variable in watched]
-        with loop_checks.guarded_step(model.optimizer):
+        with optimizers.guarded_step(model.optimizer):
             logs = original(data)
         applied = model.optimizer.last_step_applied()
 
@@ -116,12 +116,12 @@ def _guarded_tensorflow(
                 variable.value.assign(value)
             return tf.constant(False)
 
-        with distribute.one_replica(watched):
+        with replicas.one_replica(watched):
             tf.cond(applied, lambda: tf.constant(True), restore)
         return logs, applied
 
     def attempt_again(data: Any) -> Any:
-        distribute.check_single_replica("guard(model, retries=...)")
+        replicas.check_single_replica("guard(model, retries=...)")
 
         tf.while_loop(
             lambda count, applied: ~applied & (count <= retries),
@@ -145,7 +145,7 @@ def _guarded_jax(model: Any, original: Callable, retries: int) -> Callable:
     import jax
 
     def attempt(state: Any, data: Any) -> tuple[Any, Any, Any]:
-        with loop_checks.guarded_step(model.optimizer):
+        with optimizers.guarded_step(model.optimizer):
             logs, after = original(state, data)
         mapping = zip(model.optimizer.variables, after[2], strict=True)
         with keras.StatelessScope(state_mapping=mapping):

@@ -31,14 +31,6 @@ def load(
     A variable that an older version did not have keeps its initial value, and
     so does an inner optimizer that was saved before it was built.
     Nothing is assigned unless everything fits.
-
-    Args:
-        store: Arrays by key.
-        own: The optimizer's own variables.
-        inner: The inner optimizer's variables.
-
-    Raises:
-        ValueError: If the state does not belong to this optimizer.
     """
     arrays = {str(key): np.asarray(store[key]) for key in store.keys()}
     if all(re.fullmatch(r"\d+", key) for key in arrays):
@@ -71,11 +63,7 @@ def warn_of_nothing_restored(optimizer: Any) -> None:
 
 
 def assign_all(variables: Sequence[Any], values: Sequence[Any]) -> None:
-    """Assigns every value, or none if one does not fit.
-
-    Raises:
-        ValueError: If the counts or any shape differ.
-    """
+    """Assigns every value, or none if a count or a shape does not fit."""
     if len(variables) != len(values):
         raise ValueError(
             f"The optimizer has {len(variables)} variables. Received: "

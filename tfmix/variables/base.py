@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import optimizers, tracing
+from tfmix._keras import compilation, optimizers
 from tfmix.scaling.step import replicas
 from tfmix.variables import bits, wrapper
 
@@ -48,7 +48,7 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
         self.__dict__["_trainable_variables_indices"] = {
             self._var_key(variable): i for i, variable in enumerate(variables)
         }
-        with tracing.outside(variables):
+        with compilation.outside_of_tracing(variables):
             self._build(variables)
         self.built = True
 
@@ -101,7 +101,7 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
                 "There must be one gradient per variable. Received: "
                 f"{len(grads)} gradients for {len(variables)} variables."
             )
-        grads = replicas.sum_gradients(grads)
+        grads = replicas.sum_gradients(grads, variables)
         with replicas.single(self):
             self._step(grads, variables)
 
