@@ -20,6 +20,8 @@ class System(abc.ABC):
     layers = "float32"
     # Why a fault does not apply, by its name.
     inapplicable: Mapping[str, str] = {}
+    # How `optimizer.apply` is told that its gradients come from `unscale`.
+    unscaled: Mapping[str, bool] = {}
 
     def variable(self, values: Any, name: str | None = None) -> Any:
         """Creates a weight of the system's dtype."""
@@ -80,6 +82,7 @@ class Tfmix(System):
     """tfmix's classes."""
 
     name = "tfmix"
+    unscaled: Mapping[str, bool] = {"unscaled": True}
 
     def wrap(self, optimizer: Any, **settings: Any) -> Any:
         return tfmix.LossScaleOptimizer(optimizer, **settings)

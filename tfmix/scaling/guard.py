@@ -1,8 +1,7 @@
 """A train step that leaves no trace when it is skipped."""
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -123,14 +122,14 @@ class _Guard:
         _check_optimizer(self._model)
         import tensorflow as tf
 
-        from tfmix.scaling.step import distribute
+        from tfmix.scaling.step import replicas
 
         model, watched = self._model, _watched(self._model)
         before = [tf.identity(variable.value) for variable in watched]
-        with _guarded_step(model.optimizer):
+        with optimizers.guarded_step(model.optimizer):
             logs = original(data)
         applied = model.optimizer.last_step_applied()
-        with distribute.one_replica(watched):
+        with replicas.one_replica(watched):
             # Frozen weights are not written: to put them back, XLA would
             # copy them at every step.
             written = [
@@ -155,7 +154,7 @@ class _Guard:
             return result
         _check_optimizer(self._model)
         model = self._model
-        with _guarded_step(model.optimizer):
+        with optimizers.guarded_step(model.optimizer):
             logs, after = original(state, data)
         mapping = zip(model.optimizer.variables, after[2], strict=True)
         with keras.StatelessScope(state_mapping=mapping):
@@ -206,16 +205,6 @@ def _watched(model: keras.Model) -> list[keras.Variable]:
     """Lists the variables that a skipped step must not have changed."""
     state = [v for v in model.non_trainable_variables if _is_float(v)]
     return state + list(model.metrics_variables)
-
-
-@contextlib.contextmanager
-def _guarded_step(optimizer: optimizers.LossScaleOptimizer) -> Iterator[None]:
-    """Tells `apply` that the step around it leaves no trace if skipped."""
-    optimizer.in_guarded_step = True
-    try:
-        yield
-    finally:
-        optimizer.in_guarded_step = False
 
 
 def _restored(

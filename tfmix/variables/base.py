@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import optimizers, tracing, variables
+from tfmix._keras import compilation, optimizers, variables
 from tfmix.scaling.step import replicas
 from tfmix.variables import delegating
 
@@ -113,7 +113,7 @@ class SixteenBitOptimizer(
         _check_not_built(type(self).__name__, self.inner_optimizer)
         variables = list(variables)
         optimizers.remember(self, variables)
-        with tracing.outside(variables):
+        with compilation.outside_of_tracing(variables):
             self._store = self.make_stand_ins(variables)
             self._carry_weight_decay_exclusions(variables)
             with self._store.creating_slots():
@@ -187,7 +187,7 @@ class SixteenBitOptimizer(
                 "There must be one gradient per variable. Received: "
                 f"{len(grads)} gradients for {len(variables)} variables."
             )
-        grads = replicas.sum_gradients(grads)
+        grads = replicas.sum_gradients(grads, variables)
         with replicas.single(self):
             self._store.refresh()
             routed, targets = self._store.route(grads, variables)

@@ -13,7 +13,8 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-from tfmix.scaling.step import distribute
+from tfmix.scaling.step import replicas
+from tfmix.variables import master as masters
 
 Wrapped = optimizers.LossScaleOptimizer
 
@@ -133,7 +134,7 @@ def test_unscaled_gradients_of_one_bad_replica_make_all_skip():
             true = wrapped.unscale_gradients([gradient])
             # Clipping by value hides the infinity of the one replica.
             clipped = [tf.clip_by_value(true[0], -1.0, 1.0)]
-            return wrapped.apply(clipped, [weight])
+            return wrapped.apply(clipped, [weight], unscaled=True)
 
         return strategy.run(on_replica, args=(grads,))
 
@@ -223,7 +224,7 @@ def test_a_strategy_without_merge_calls_takes_the_same_path(monkeypatch):
 def test_on_a_tpu_the_optimizer_does_not_sum_a_second_time(monkeypatch):
     # No TPU here, and no stand-in for its variables: the one method that
     # differs there is looked at.
-    monkeypatch.setattr(distribute, "_runs_on_tpu", lambda: True)
+    monkeypatch.setattr(replicas, "_runs_on_tpu", lambda: True)
     strategy = helpers.mirrored_strategy()
     with strategy.scope():
         weight = keras.Variable(np.zeros(1, "float32"))
@@ -231,7 +232,7 @@ def test_on_a_tpu_the_optimizer_does_not_sum_a_second_time(monkeypatch):
     pairs = [(tf.ones(1), weight)]
 
     def on_replica():
-        with distribute.one_replica([weight], inner):
+        with replicas.one_replica([weight], inner):
             # Returned as they are, whatever the number of replicas.
             assert inner._all_reduce_sum_gradients(pairs) == pairs
         assert "_all_reduce_sum_gradients" not in vars(inner)
@@ -257,7 +258,7 @@ def test_strategies_that_cannot_skip_together_are_refused():
         """Has the name of the strategy, which needs a cluster to exist."""
 
     with pytest.raises(ValueError, match="MirroredStrategy"):
-        distribute.check_strategy(ParameterServerStrategyV2())
+        replicas.check_strategy(ParameterServerStrategyV2())
 
 
 def test_variables_are_whole_again_after_an_error():
@@ -267,7 +268,7 @@ def test_variables_are_whole_again_after_an_error():
     value = weight.value
 
     def fail():
-        with distribute.one_replica([weight]):
+        with replicas.one_replica([weight]):
             assert not isinstance(weight.value, type(value))
             raise KeyError("planted")
 
@@ -292,3 +293,118 @@ def test_scale_and_counters_are_read_inside_the_scope_as_outside():
         assert train.optimizer.loss_scale == 64.0
     assert inside == (512.0, (1, 1), {"weight": 1})
     assert seen() == (64.0, (1, 1), {"weight": 1})
+
+
+def float8_model(strategy):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                keras.layers.Dense(16, "relu"),
+                keras.layers.Dense(1),
+            ]
+        )
+        for layer in model.layers:
+            layer.quantize("float8")
+        wrapped = Wrapped(keras.optimizers.SGD(0.05), initial_scale=64.0)
+        model.compile(wrapped, loss="mse", jit_compile=False)
+    return model
+
+
+def float8_states(model):
+    return [
+        variable
+        for variable in model.trainable_variables
+        if getattr(variable, "overwrite_with_gradient", False)
+    ]
+
+
+def test_a_float8_model_trains_on_two_replicas_as_on_one():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 8)).astype("float32")
+    y = x[:, :1] ** 2
+    results = []
+    for strategy in (
+        tf.distribute.OneDeviceStrategy("CPU:0"),
+        helpers.mirrored_strategy(),
+    ):
+        model = float8_model(strategy)
+        history = model.fit(x, y, 16, 5, shuffle=False, verbose=0).history
+        states = helpers.snapshot(float8_states(model))
+        results.append((history["loss"], states))
+        before = helpers.snapshot(model.trainable_variables)
+        model.fit(x[:16], np.full((16, 1), np.nan), 16, verbose=0)
+        assert model.optimizer.skipped_steps == 1
+        helpers.assert_unchanged(model.trainable_variables, before)
+    assert_replicas_agree(model.trainable_variables)
+    (one_loss, one), (two_loss, two) = results
+    # Each replica rounds to 8 bits what one device rounds as a whole.
+    np.testing.assert_allclose(two_loss, one_loss, rtol=0.05)
+    assert two_loss[-1] < two_loss[0] / 2
+    assert len(one) == 12
+    for left, right in zip(one, two, strict=True):
+        np.testing.assert_allclose(right, left, rtol=0.1)
+
+
+def test_what_overwrites_its_variable_is_maxed_and_the_rest_summed():
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        variables = [
+            keras.Variable(np.zeros(shape, "float32"))
+            for shape in ((2,), (), (2,), (1,))
+        ]
+    for variable in variables[:2]:
+        variable.overwrite_with_gradient = True
+    values = tf.constant([[1.0, -5.0], [3.0, -7.0]])
+
+    @tf.function
+    def run(values):
+        def on_replica():
+            context = tf.distribute.get_replica_context()
+            own = values[context.replica_id_in_sync_group]
+            grads = [own, own[1], own, None]
+            *sums, absent = replicas.sum_gradients(grads, variables)
+            assert absent is None
+            return sums
+
+        return strategy.run(on_replica)
+
+    def both(values):
+        return [
+            [each.numpy().tolist() for each in summed.values]
+            for summed in run(values)
+        ]
+
+    assert both(values) == [[[3.0, -5.0]] * 2, [-5.0] * 2, [[4.0, -12.0]] * 2]
+    for bad in (np.nan, np.inf):
+        for place in np.ndindex(2, 2):
+            array = values.numpy()
+            array[place] = bad
+            pair, *_ = both(tf.constant(array))
+            expected = [place[1] != 0, place[1] != 1]
+            assert np.isfinite(pair).tolist() == [expected] * 2
+
+
+def test_masters_take_the_largest_value_that_overwrites_a_variable():
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(1), dtype="bfloat16")
+        amax = keras.Variable(np.zeros(1, "float32"))
+        amax.overwrite_with_gradient = True
+        optimizer = masters.MasterWeightOptimizer(keras.optimizers.SGD(1.0))
+        optimizer.build([weight, amax])
+
+    @tf.function
+    def run():
+        def on_replica():
+            context = tf.distribute.get_replica_context()
+            own = tf.constant([[1.0], [2.0]])[context.replica_id_in_sync_group]
+            optimizer.apply([own, own], [weight, amax])
+
+        strategy.run(on_replica)
+
+    run()
+    for variable, expected in ((weight, -3.0), (amax, 2.0)):
+        for value in variable.value.values:
+            assert float(value.numpy()[0]) == expected
