@@ -5,7 +5,7 @@ import threading
 import keras
 import pytest
 
-from tfmix._keras import eager_functions
+from tfmix._keras import compilation
 
 pytestmark = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="TensorFlow's functions"
@@ -34,15 +34,15 @@ def in_thread(function):
 
 
 def test_only_the_asking_thread_runs_eagerly(is_eager):
-    with eager_functions.nothing_traced():
+    with compilation.nothing_traced():
         assert is_eager()
         assert not in_thread(is_eager)
     assert not is_eager()
 
 
 def test_a_block_inside_a_block_ends_neither(is_eager):
-    with eager_functions.nothing_traced():
-        with eager_functions.nothing_traced():
+    with compilation.nothing_traced():
+        with compilation.nothing_traced():
             assert is_eager()
         assert is_eager()
     assert not is_eager()
@@ -53,14 +53,14 @@ def test_blocks_of_two_threads_end_apart(is_eager):
     found = []
 
     def other():
-        with eager_functions.nothing_traced():
+        with compilation.nothing_traced():
             both.wait(60)
             over.wait(60)
             found.append(is_eager())
 
     thread = threading.Thread(target=other)
     thread.start()
-    with eager_functions.nothing_traced():
+    with compilation.nothing_traced():
         both.wait(60)
     assert not is_eager()
     over.set()
@@ -70,17 +70,17 @@ def test_blocks_of_two_threads_end_apart(is_eager):
 
 
 def test_what_tensorflow_had_is_there_again_also_after_an_error():
-    owner = eager_functions._function_class()
-    before = vars(owner)[eager_functions._NAME]
+    owner = compilation._function_class()
+    before = vars(owner)[compilation._NAME]
 
     def failing():
-        with eager_functions.nothing_traced():
-            assert vars(owner)[eager_functions._NAME] is not before
+        with compilation.nothing_traced():
+            assert vars(owner)[compilation._NAME] is not before
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         failing()
-    assert vars(owner)[eager_functions._NAME] is before
+    assert vars(owner)[compilation._NAME] is before
 
 
 def test_a_user_who_asked_for_eager_functions_keeps_them(is_eager):
@@ -88,7 +88,7 @@ def test_a_user_who_asked_for_eager_functions_keeps_them(is_eager):
 
     tf.config.run_functions_eagerly(True)
     try:
-        with eager_functions.nothing_traced():
+        with compilation.nothing_traced():
             assert in_thread(is_eager)
         assert is_eager()
     finally:

@@ -6,12 +6,10 @@ import pytest
 
 from tests import helpers
 from tests.conversion import test_orders as small
-from tfmix._keras import variable_dtypes
+from tfmix._keras import layer_policies, training_classes, variables
 from tfmix.conversion import changes, convert, optimizer_state
 from tfmix.policy.in_force import (
     carried,
-    compiling,
-    new_layers,
     suited_optimizer,
 )
 from tfmix.scaling import guard
@@ -32,14 +30,14 @@ def body(model):
 
 
 STAGES = [
-    (new_layers, "set_dtype", 2),
-    (variable_dtypes, "cast_in_place", 2),
+    (layer_policies, "set_policy", 2),
+    (variables, "cast_in_place", 2),
     (changes, "_set_spec", 2),
     (carried, "carry", 1),
     (suited_optimizer, "suited", 1),
-    (compiling, "adopt_optimizer", 1),
+    (training_classes, "adopt_optimizer", 1),
     (optimizer_state, "give", 1),
-    (guard, "guard", 1),
+    (guard, "put_on", 1),
     (changes, "forget_compiled", 1),
 ]
 

@@ -229,16 +229,16 @@ def test_a_model_that_cannot_skip_is_refused_with_what_to_write():
 def test_frozen_weights_are_left_alone_and_a_teacher_is_put_back(
     mode, monkeypatch
 ):
-    from tfmix._keras import traced
+    from tfmix._keras import compilation
 
     asked = {}
-    may_be_written = traced.may_be_written
+    may_be_written = compilation.may_be_written
 
     def spying(variable):
         asked[id(variable)] = may_be_written(variable)
         return asked[id(variable)]
 
-    monkeypatch.setattr(traced, "may_be_written", spying)
+    monkeypatch.setattr(compilation, "may_be_written", spying)
 
     class Student(keras.Model):
         """Lets a frozen teacher follow in its training step."""

@@ -1,24 +1,33 @@
-"""How the code that runs now is compiled: by XLA, by JAX, by AutoGraph.
+"""How the code that runs now is traced and compiled, and by what.
 
-Reads the control-flow context of TensorFlow's graphs, which
-`tf.function(jit_compile=True)` sets while it traces, and calls
-`tensorflow.compiler...xla_optimization_barrier` and, of Keras,
-`get_stateless_scope` and `get_tensor_attr`. Checked on TensorFlow 2.20 and
-2.21, Keras 3.12.4 and 3.15.1.
+Checked on TensorFlow 2.20 and 2.21, Keras 3.12.4 and 3.15.1.
 """
 
 import contextlib
-import numbers
+import importlib
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
-import numpy as np
-from keras.src.backend.common import stateless_scope, tensor_attributes
+from keras.src.backend.common import stateless_scope
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_DATA = (numbers.Number, np.generic, np.ndarray)
+
+
+# Operations that take a variable's handle and leave the variable alone.
+_READS = {
+    "ReadVariableOp",
+    "ResourceGather",
+    "VarIsInitializedOp",
+    "VariableShape",
+}
+_EAGER = "_run_functions_eagerly"
+_lock = threading.Lock()
+# How many blocks each thread is in; what is replaced comes back when none is.
+_blocks: dict[int, int] = {}
+_originals: list[property] = []
 
 
 def by_xla() -> bool:
@@ -109,20 +118,6 @@ def trace() -> Any:
     return weakref.ref(tf.compat.v1.get_default_graph())
 
 
-def mark(tensor: Any, name: str, value: Any) -> None:
-    """Notes something on a tensor object; what is computed of it has no note.
-
-    Numbers and NumPy arrays, which a caller may hold as data, get none.
-    """
-    if tensor is not None and not isinstance(tensor, _DATA):
-        tensor_attributes.set_tensor_attr(tensor, f"_tfmix_{name}", value)
-
-
-def marked(tensor: Any, name: str) -> Any:
-    """Returns what was noted on this very tensor object, or `None`."""
-    return tensor_attributes.get_tensor_attr(tensor, f"_tfmix_{name}")
-
-
 def untouched(function: Function) -> Function:
     """Returns the function, to be run by AutoGraph as it is written.
 
@@ -165,5 +160,77 @@ def outside_of_tracing(
     return tf.init_scope() if ready else contextlib.nullcontext()
 
 
+def is_symbolic(tensor: Any) -> bool:
+    """Says whether a tensor's value is not known yet."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return bool(tf.is_symbolic_tensor(tensor))
+    import jax
+
+    return isinstance(tensor, jax.core.Tracer)
+
+
+def may_be_written(variable: Any) -> bool:
+    """Says whether what was traced so far may change a `tf.Variable`.
+
+    True wherever that cannot be known: in eager mode, and where a function
+    that was traced apart takes the variable.
+    """
+    import tensorflow as tf
+
+    graph = tf.compat.v1.get_default_graph()
+    if tf.executing_eagerly() or not hasattr(graph, "capture"):
+        return True
+    users = graph.capture(variable.handle).consumers()
+    return any(user.type not in _READS for user in users)
+
+
+@contextlib.contextmanager
+def nothing_traced() -> Iterator[None]:
+    """Runs `tf.function`s op by op in a block, in the calling thread only.
+
+    `tf.config.run_functions_eagerly` would do so for the whole process.
+    """
+    if keras.backend.backend() != "tensorflow":
+        yield
+        return
+    thread = threading.get_ident()
+    with _lock:
+        if not _blocks:
+            _install()
+        _blocks[thread] = _blocks.get(thread, 0) + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _blocks[thread] -= 1
+            if not _blocks[thread]:
+                del _blocks[thread]
+            if not _blocks:
+                setattr(_function_class(), _EAGER, _originals.pop())
+
+
 def _none() -> None:
     """Stands in for what a graph does not have."""
+
+
+def _install() -> None:
+    owner = _function_class()
+    original = vars(owner)[_EAGER]
+    _originals.append(original)
+
+    def is_eager(function: object) -> bool:
+        if threading.get_ident() in _blocks:
+            return True
+        return bool(original.__get__(function, type(function)))
+
+    setattr(owner, _EAGER, property(is_eager))
+
+
+def _function_class() -> type:
+    module = importlib.import_module(
+        "tensorflow.python.eager.polymorphic_function.polymorphic_function"
+    )
+    function: type = module.Function
+    return function

@@ -9,6 +9,8 @@ from typing import Any
 
 import keras
 
+from tfmix import _formats
+
 # `Layer.__call__` starts with this method, before it casts its inputs. An
 # instance attribute of that name is a hook for one layer, not for a class.
 FIRST_CALLED = "_check_super_called"
@@ -64,3 +66,31 @@ def until_built(
             vars(layer).pop(FIRST_CALLED, None)
 
     put(layer, FIRST_CALLED, check)
+
+
+def widen_inputs(layer: Any) -> Callable[[], None]:
+    """Lets a nested model pass its 16-bit inputs on in float32.
+
+    A Functional or Sequential model notes the dtype of the tensors it was
+    made of and casts to it, also once its own layers, and the one before it,
+    compute in float32. Each layer inside casts what it takes anyway.
+
+    Returns:
+        A function that puts the dtypes back.
+    """
+    graph = getattr(layer, "_functional", None) or layer
+    noted = []
+    for tensor in getattr(graph, "_inputs", None) or ():
+        # The tensor decides at run time, its layer in a saved model.
+        history = getattr(tensor, "_keras_history", None)
+        for holder in (tensor, getattr(history, "operation", None)):
+            dtype = vars(holder).get("_dtype") if holder is not None else None
+            if dtype in _formats.SIXTEEN_BIT:
+                object.__setattr__(holder, "_dtype", _formats.FLOAT32.name)
+                noted.append((holder, dtype))
+
+    def restore() -> None:
+        for holder, dtype in noted:
+            object.__setattr__(holder, "_dtype", dtype)
+
+    return restore

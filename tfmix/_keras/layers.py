@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import nested_inputs
+from tfmix._keras import layer_policies
 
 
 def is_structure(layer: Any) -> bool:
@@ -47,6 +47,51 @@ def flat_layers(layer: Any) -> list[Any]:
     return list(found.values())
 
 
+def parts(layer: keras.Layer) -> list[keras.Layer]:
+    """Returns the layers that a layer holds itself."""
+    return list(layer._layers)
+
+
+def results(model: keras.Layer) -> list[Any]:
+    """Returns the symbolic results of a Functional or Sequential model."""
+    graph = getattr(model, "_functional", None) or model
+    return keras.tree.flatten(getattr(graph, "outputs", None) or [])
+
+
+def maker(tensor: keras.KerasTensor) -> tuple[Any, list[Any]]:
+    """Returns what made a symbolic tensor, and the tensors it took."""
+    operation, node, _ = tensor._keras_history
+    nodes = operation._inbound_nodes
+    return operation, nodes[node].input_tensors if nodes else []
+
+
+def noted_results(layer: keras.Layer) -> list[tuple[int, Any]]:
+    """Returns the results that graphs noted for a layer, with their place."""
+    return [
+        (place, tensor)
+        for node in layer._inbound_nodes
+        for place, tensor in enumerate(keras.tree.flatten(node.outputs))
+    ]
+
+
+def symbolic_arguments(model: keras.Model) -> list[Any]:
+    """Returns what to call a model with, as symbols; empty if not known."""
+    structure = getattr(model, "_inputs_struct", None)
+    if structure is not None:
+        return [structure]
+    if isinstance(model, keras.Sequential) and model.inputs:
+        return list(model.inputs[:1])
+    shapes = model._build_shapes_dict or {}
+    return [keras.KerasTensor(s, "float32") for s in shapes.values()]
+
+
+def call_in_training(model: keras.Model, inputs: Any) -> Any:
+    """Calls a model in training mode, if it knows modes."""
+    if getattr(model, "_call_has_training_arg", False):
+        return model(inputs, training=True)
+    return model(inputs)
+
+
 def owns_random_numbers(layer: Any) -> bool:
     """Says whether a layer, or a part of a layer of Keras's, draws numbers."""
     parts = flat_layers(layer) if is_builtin(layer) else [layer]
@@ -66,7 +111,7 @@ def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
         for layer, policy in plan.items():
             object.__setattr__(layer, "_dtype_policy", policy)
             if policy is not before[layer]:
-                undo.append(nested_inputs.widen_inputs(layer))
+                undo.append(layer_policies.widen_inputs(layer))
         yield
     finally:
         for restore in reversed(undo):
@@ -161,3 +206,8 @@ def compiled_loss(model: Any) -> Any:
     if compiled is None:
         return None
     return compile_loss(compiled._user_loss, compiled._user_loss_weights)
+
+
+def compute_loss(model: keras.Model, **arguments: Any) -> Any:
+    """Computes a model's loss as its training step does."""
+    return model._compute_loss(**arguments)

@@ -12,17 +12,18 @@ one name, `backend.linalg`, and a stand-in for that module serves all of it.
 Checked on Keras 3.12.4 and 3.15.1, backends TensorFlow and JAX.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
-from tfmix._keras import attributes
+from tfmix._keras import attributes, layer_policies
 
 # Later Keras versions keep the op modules below `backend.ops`.
 _BACKEND_PARENTS = ("keras.src.backend", "keras.src.backend.ops")
@@ -76,6 +77,30 @@ def stand_in(
         if not name.startswith("_") and _defines(module, name):
             setattr(copy, name, rule(value, name=name))
     return copy
+
+
+def writes_out(layer: keras.Layer, arguments: dict[str, Any]) -> bool:
+    """Says whether a call will not use `ops.dot_product_attention`."""
+    dropout = getattr(layer, "_dropout", getattr(layer, "dropout", 0.0))
+    scores = arguments.get("return_attention_scores") or getattr(
+        layer, "_return_attention_scores", False
+    )
+    return dropout > 0.0 or scores or len(arguments["query"].shape) != 4
+
+
+@contextlib.contextmanager
+def float32_softmax(layer: keras.Layer) -> Iterator[None]:
+    """Keeps the layer's own softmax from casting its logits to 16 bit."""
+    softmax = getattr(layer, "_softmax", None)
+    if softmax is None:
+        yield
+        return
+    before = vars(softmax)["_dtype_policy"]
+    layer_policies.set_policy(softmax, keras.DTypePolicy("float32"))
+    try:
+        yield
+    finally:
+        layer_policies.set_policy(softmax, before)
 
 
 def _function(name: str) -> tuple[attributes.Place, ...]:

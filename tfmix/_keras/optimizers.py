@@ -5,11 +5,14 @@ Checked on Keras 3.12.4 and 3.15.1: `_variables`, `_trainable_variables`,
 `_get_variable_index`, `_tracker`, `_use_weight_decay` and `_var_key`.
 """
 
+import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+
+from tfmix._keras import attributes
 
 
 def chain(
@@ -85,6 +88,48 @@ def recognised(
     optimizer._check_variables_are_known(variables)
     known = optimizer._trainable_variables
     return [known[optimizer._get_variable_index(v)] for v in variables]
+
+
+def positions(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
+) -> list[int]:
+    """Returns the places of variables among those of the build."""
+    places = optimizer._trainable_variables_indices
+    return [places[key(variable)] for variable in variables]
+
+
+@contextlib.contextmanager
+def alone(
+    optimizer: keras.optimizers.Optimizer | None, strategy: Any = None
+) -> Iterator[None]:
+    """Lets an optimizer, and all in it, sum no gradients over replicas.
+
+    Args:
+        optimizer: The optimizer, if any.
+        strategy: What it takes for its `tf.distribute.Strategy`; its own if
+            `None`.
+    """
+    with contextlib.ExitStack() as undo:
+        for each in with_nested(optimizer):
+            # Without a strategy this saves an operation for each gradient.
+            attributes.swap(undo, each, "_all_reduce_sum_gradients", list)
+            if strategy is not None:
+                attributes.swap(undo, each, "_distribution_strategy", strategy)
+        yield
+
+
+def strategy_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns the `tf.distribute.Strategy` it was made under, or `None`."""
+    return getattr(optimizer, "_distribution_strategy", None)
+
+
+class OverwritesThroughInner:
+    """Mixin: overwrites variables as the inner optimizer does."""
+
+    inner_optimizer: keras.optimizers.Optimizer
+
+    def _overwrite_variable_with_gradient(self, variable: Any) -> Any:
+        return self.inner_optimizer._overwrite_variable_with_gradient(variable)
 
 
 def count_as_tracked(

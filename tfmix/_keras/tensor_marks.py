@@ -4,7 +4,12 @@ Checked on Keras 3.12.4 and 3.15.1.
 """
 
 import importlib
+import numbers
 from typing import Any
+
+import numpy as np
+
+_DATA = (numbers.Number, np.generic, np.ndarray)
 
 
 def get(tensor: Any, name: str) -> Any:
@@ -13,8 +18,13 @@ def get(tensor: Any, name: str) -> Any:
 
 
 def put(tensor: Any, name: str, value: Any) -> None:
-    """Notes a value under a name, for as long as the tensor lives."""
-    _attributes().set_tensor_attr(tensor, name, value)
+    """Notes a value under a name, for as long as the tensor lives.
+
+    What is computed of the tensor has no note. Numbers and NumPy arrays, which
+    a caller may hold as data, get none.
+    """
+    if tensor is not None and not isinstance(tensor, _DATA):
+        _attributes().set_tensor_attr(tensor, name, value)
 
 
 def _attributes() -> Any:

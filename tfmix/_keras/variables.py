@@ -7,7 +7,7 @@ slots by `_unique_id`.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -69,6 +69,25 @@ def store_apart(
     attributes.swap(undo, variable, "_dtype", dtype)
 
 
+@contextlib.contextmanager
+def local_copies(these: Iterable[keras.Variable]) -> Iterator[None]:
+    """Lets each variable stand for this replica's copy of it (TensorFlow)."""
+    with contextlib.ExitStack() as undo:
+        for variable in these:
+            copy = local(variable._value)
+            if copy is not variable._value:
+                attributes.swap(undo, variable, "_value", copy)
+        yield
+
+
+def local(variable: Any) -> Any:
+    """Returns this replica's copy of a `tf.Variable`, or the variable."""
+    import tensorflow as tf
+
+    distributed = isinstance(variable, tf.distribute.DistributedValues)
+    return variable._get() if distributed else variable
+
+
 def assign_all(variables: Variables, values: Sequence[Any]) -> None:
     """Assigns every array, or none if one does not fit.
 
@@ -92,6 +111,45 @@ def assign_all(variables: Variables, values: Sequence[Any]) -> None:
             )
     for variable, array in zip(variables, arrays, strict=True):
         variable.assign(array)
+
+
+def own_trainable(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the variables made to be trained that a layer itself holds."""
+    return list(layer._trainable_variables)
+
+
+def own_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the variables a layer itself holds, not those of its layers."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def cast_in_place(variable: keras.Variable, dtype: str) -> None:
+    """Gives a variable another dtype, keeping its value as far as it fits.
+
+    TensorFlow stores it in another `tf.Variable` afterwards. That one lies
+    where the strategy in scope puts it; see `strategy_scope`.
+    """
+    if not all(hasattr(variable, name) for name in ("_dtype", "_initialize")):
+        raise RuntimeError(
+            f"tfmix does not fit Keras {keras.__version__}: its variables "
+            "cannot be cast in place. Build the model under the policy and "
+            "load its weights."
+        )
+    value, before = ops.cast(variable.value, dtype), variable._dtype
+    variable._dtype = dtype
+    try:
+        variable._initialize(value)
+    except Exception:
+        variable._dtype = before
+        raise
+
+
+def strategy_scope(
+    model: keras.Model,
+) -> contextlib.AbstractContextManager[Any]:
+    """Opens the scope in which new variables lie beside a model's."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
 class Float32View(keras.Variable):

@@ -229,15 +229,17 @@ class Sampler:
             return probe.replaced(outputs, [sent, *leaves[1:]])
 
         with probe.watched(self._found, on_call), carried.outputs_as_made():
-            if getattr(self._model, "_call_has_training_arg", False):
-                outputs = self._model(x, training=True)
-            else:
-                outputs = self._model(x)
+            outputs = host.call_in_training(self._model, x)
         for leaf in tree.flatten(outputs):
             trace.use(leaf, LOSS)
         self._mark_probabilities(outputs)
-        loss = self._model._compute_loss(
-            x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True
+        loss = host.compute_loss(
+            self._model,
+            x=x,
+            y=y,
+            y_pred=outputs,
+            sample_weight=sample_weight,
+            training=True,
         )
         rows = trace.forget_tensors()
         return rows, ops.cast(loss, "float32")

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
-from tfmix._keras import layer_policies, nested_inputs, variable_dtypes
+from tfmix._keras import attributes, layer_policies, layers, variables
 from tfmix.conversion import planned_policies
 from tfmix.policy.in_force import suited_optimizer, uncast_inputs
 
@@ -40,7 +40,7 @@ def set_dtypes(
         before = step.layer.variable_dtype
         _set_policy(step.layer, step.policy, mixed, way_back)
         _cast_variables(step.layer, before, way_back)
-        way_back.callback(nested_inputs.widen_inputs(step.layer))
+        way_back.callback(layer_policies.widen_inputs(step.layer))
     for step in reversed(steps):
         # Inner layers first: a nested model returns what they return.
         _set_spec(step.layer, way_back)
@@ -73,7 +73,7 @@ def stand(
 
 def forget_compiled(model: keras.Model) -> None:
     """Lets Keras trace the functions of a model, and nested ones, anew."""
-    for layer in model._flatten_layers():
+    for layer in layers.flat_layers(model):
         for name in _COMPILED:
             if getattr(layer, name, None) is not None:
                 setattr(layer, name, None)
@@ -116,14 +116,14 @@ def _cast_variables(
     dtype = layer.variable_dtype
     if dtype == before:
         return
-    own = variable_dtypes.own_variables(layer)
+    own = variables.own_variables(layer)
     # One of another dtype was given it on purpose.
     left_alone = {id(v) for v in own if v.dtype != before}
     originals: dict[int, Any] = {}
 
     def restore() -> None:
         # Those too that were made since: the layer may have been built late.
-        for variable in variable_dtypes.own_variables(layer):
+        for variable in variables.own_variables(layer):
             if variable.dtype == dtype and id(variable) not in left_alone:
                 _cast_back(variable, before, originals.get(id(variable)))
 
@@ -131,12 +131,12 @@ def _cast_variables(
     for variable in own:
         if id(variable) not in left_alone:
             originals[id(variable)] = ops.convert_to_numpy(variable.value)
-            variable_dtypes.cast_in_place(variable, dtype)
+            variables.cast_in_place(variable, dtype)
 
 
 def _cast_back(variable: keras.Variable, dtype: str, original: Any) -> None:
     now, narrow = ops.convert_to_numpy(variable.value), variable.dtype
-    variable_dtypes.cast_in_place(variable, dtype)
+    variables.cast_in_place(variable, dtype)
     if original is not None:
         # What was not trained since gets back the bits the cast took.
         narrowed = ops.convert_to_numpy(ops.cast(original, narrow))
@@ -146,17 +146,16 @@ def _cast_back(variable: keras.Variable, dtype: str, original: Any) -> None:
 
 def _set_spec(layer: keras.Layer, way_back: contextlib.ExitStack) -> None:
     """Corrects the dtypes a Functional graph noted for a layer's results."""
-    for node in layer._inbound_nodes:
-        tensors = keras.tree.flatten(node.outputs)
-        for index, tensor in enumerate(tensors):
-            dtype = keras.backend.standardize_dtype(tensor.dtype)
-            if dtype in _formats.FORMATS:
-                way_back.callback(setattr, tensor, "_dtype", tensor._dtype)
-                tensor._dtype = _result_dtype(layer, index)
+    for place, tensor in layers.noted_results(layer):
+        dtype = keras.backend.standardize_dtype(tensor.dtype)
+        if dtype in _formats.FORMATS:
+            attributes.swap(
+                way_back, tensor, "_dtype", _result_dtype(layer, place)
+            )
 
 
-def _result_dtype(layer: keras.Layer, index: int) -> str:
-    inner = getattr(layer, "_functional", None) or layer
-    if suited_optimizer.is_graph(layer) and getattr(inner, "outputs", None):
-        return str(keras.tree.flatten(inner.outputs)[index].dtype)
+def _result_dtype(layer: keras.Layer, place: int) -> str:
+    results = layers.results(layer)
+    if suited_optimizer.is_graph(layer) and results:
+        return str(results[place].dtype)
     return str(layer.compute_dtype)

@@ -11,7 +11,7 @@ from tfmix._keras import (
     model_methods,
     optimizer_slots,
     training_classes,
-    variable_dtypes,
+    variables,
 )
 from tfmix.conversion import (
     changes,
@@ -90,7 +90,7 @@ def apply_policy(
         *_already(rows, accepted),
         *planned_policies.unused_rules(model, accepted),
     )
-    with variable_dtypes.strategy_scope(model):
+    with variables.strategy_scope(model):
         undo = _converted(model, accepted, steps)
     for note in notes:
         logging.warning("tfmix: %s", note)
@@ -127,7 +127,7 @@ def _converted(
 
     def undo() -> None:
         check()
-        with variable_dtypes.strategy_scope(model):
+        with variables.strategy_scope(model):
             trained = optimizer_state.take(model)
             current = optimizer_state.optimizer_of(model)
             known = optimizer_slots.remembered(current, model.variables)

@@ -1,15 +1,11 @@
-"""A second model like the first: same weights, nothing shared.
+"""A second model like the first: same weights, nothing shared."""
 
-Reaches into `keras.src`; checked on Keras 3.12.4 and 3.15.1.
-"""
-
-import contextlib
-import importlib
 import itertools
 from typing import Any
 
 import keras
 
+from tfmix._keras import layer_policies, layers, training_classes
 from tfmix.policy.in_force import carried
 from tfmix.policy.in_force import scope as state
 
@@ -28,7 +24,7 @@ def copied(model: keras.Model) -> keras.Model:
     try:
         # As pickle does it, which Keras supports: save, then load.
         load, saved, *_ = model.__reduce__()
-        with state.policy_scope(before), _trusting():
+        with state.policy_scope(before), training_classes.trusting():
             twin = load(*saved)
         _check_weights(twin, model)
         _copy_paths(twin, model)
@@ -54,12 +50,12 @@ def _copy_paths(twin: keras.Model, model: keras.Model) -> None:
 
     Keras builds what it loads from the inside: "encoder/dense" is "dense".
     """
-    layers = twin._flatten_layers(), model._flatten_layers()
-    pairs = list(zip(*layers, strict=False))
+    both = layers.flat_layers(twin), layers.flat_layers(model)
+    pairs = list(zip(*both, strict=False))
     if all(copy.name == original.name for copy, original in pairs):
         for copy, original in pairs:
             if copy.path and original.path:
-                copy._path = original.path
+                layer_policies.put(copy, "_path", original.path)
 
 
 def _bits(weight: Any) -> bytes:
@@ -81,7 +77,7 @@ def _advice(model: keras.Model) -> str:
     """Says what to write, by what Keras can find again and what not."""
     own = {
         type(layer)
-        for layer in model._flatten_layers()
+        for layer in layers.flat_layers(model)
         if type(layer).__module__.split(".")[0] != "keras"
     }
     registered = keras.saving.get_registered_name
@@ -107,13 +103,6 @@ def _advice(model: keras.Model) -> str:
 
 def _names(classes: set[type]) -> str:
     return ", ".join(sorted(each.__name__ for each in classes))
-
-
-def _trusting() -> contextlib.AbstractContextManager:
-    """Lets Lambda layers load: their code is the caller's, not a file's."""
-    module = importlib.import_module("keras.src.saving.serialization_lib")
-    scope = getattr(module, "SafeModeScope", None)
-    return contextlib.nullcontext() if scope is None else scope(False)
 
 
 def forget_training(model: keras.Model) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 from keras import ops
 
-from tfmix._keras import optimizer_slots, variable_dtypes
+from tfmix._keras import optimizer_slots, optimizers, variables
 from tfmix.variables import base, flat
 
 # Which of the optimizers that update, its attribute, which model variable.
@@ -78,7 +78,7 @@ def take(model: keras.Model) -> Handover | None:
     workers = optimizer_slots.workers(optimizer)
     if optimizer is None or not optimizer.built or not workers[0].built:
         return None
-    variables = list(optimizer._trainable_variables)
+    variables = optimizers.remembered(optimizer)
     masters = owner(optimizer)
     places = _places(optimizer, variables)
     return Handover(
@@ -109,7 +109,7 @@ def give(model: keras.Model, state: Handover | None) -> None:
     if state is None or optimizer is None:
         return
     if not optimizer.built:
-        with variable_dtypes.strategy_scope(model):
+        with variables.strategy_scope(model):
             optimizer.build(state.variables)
     workers = optimizer_slots.workers(optimizer)
     if [id(x) for x in workers] == [id(x) for x in state.workers]:
@@ -165,7 +165,7 @@ def _places(optimizer: Any, variables: list) -> list[_Place] | None:
         slots = optimizer_slots.slots(worker)
         if slots is None:
             return None
-        known = worker._trainable_variables
+        known = optimizers.remembered(worker)
         index = {id(target): place for place, target in enumerate(known)}
         if not set(index) <= set(map(id, targets)):
             return None
@@ -236,4 +236,4 @@ def _targets(optimizer: Any, variables: list) -> list[keras.Variable]:
 
 
 def _knows(masters: base.SixteenBitOptimizer, variable: Any) -> bool:
-    return any(variable is each for each in masters._trainable_variables)
+    return any(variable is each for each in optimizers.remembered(masters))

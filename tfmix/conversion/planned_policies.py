@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import layer_policies
+from tfmix._keras import layer_policies, layers
 from tfmix.policy import layer_rules
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import new_layers, suited_optimizer
@@ -64,13 +64,11 @@ def heads(model: Any) -> list[Any]:
     """
     if not suited_optimizer.is_graph(model):
         return []
-    inner = getattr(model, "_functional", None) or model
-    if not getattr(inner, "outputs", None):
+    results = layers.results(model)
+    if not results:
         return heads(model.layers[-1]) or list(model.layers[-1:])
     return [
-        head
-        for layer in _makers(inner.outputs)
-        for head in heads(layer) or [layer]
+        head for layer in _makers(results) for head in heads(layer) or [layer]
     ]
 
 
@@ -80,14 +78,14 @@ def _makers(tensors: Iterable[Any]) -> list[Any]:
     seen: set[int] = set()
     waiting = list(tensors)
     while waiting:
-        operation, node, _ = waiting.pop()._keras_history
+        operation, taken = layers.maker(waiting.pop())
         if id(operation) in seen:
             continue
         seen.add(id(operation))
         if isinstance(operation, keras.Layer):
             found.append(operation)
         elif not _casts_to_float32(operation):
-            waiting += operation._inbound_nodes[node].input_tensors
+            waiting += taken
     return found
 
 
@@ -121,7 +119,7 @@ def unused_rules(model: Any, policy: keras.DTypePolicy) -> tuple[str, ...]:
             layer_rules.matches(
                 item, type(x), x.name, layer_policies.path_of(x)
             )
-            for x in model._flatten_layers()
+            for x in layers.flat_layers(model)
         )
     )
 
@@ -150,7 +148,7 @@ class _Planner:
         step = self._decide(layer, inherited)
         self.steps.append(step)
         passed_on = self._passed_on(layer, step, inherited)
-        for inner in layer._layers:
+        for inner in layers.parts(layer):
             self._visit(inner, passed_on)
 
     def _decide(self, layer: Any, inherited: Step | None) -> Step:

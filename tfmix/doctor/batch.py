@@ -77,9 +77,7 @@ class Batch:
         return dataclasses.replace(self, x=x, y=y)
 
     def _call(self) -> Any:
-        if getattr(self.model, "_call_has_training_arg", False):
-            return self.model(self.x, training=True)
-        return self.model(self.x)
+        return layers.call_in_training(self.model, self.x)
 
     def _total(self, outputs: Any, scope: Any) -> Any:
         parts = [ops.cast(ops.sum(part), "float32") for part in scope.losses]

@@ -10,7 +10,7 @@ import keras
 from absl import logging
 
 from tfmix import _formats
-from tfmix._keras import eager_functions, layers
+from tfmix._keras import compilation, layers
 from tfmix.conversion import trial_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import (
@@ -121,7 +121,7 @@ def _run(
     batch = given.without({row for rows in bad_rows.values() for row in rows})
     bad_data = [_bad_data(*one) for one in bad_rows.items()]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(eager_functions.nothing_traced())
+        stack.enter_context(compilation.nothing_traced())
         stack.enter_context(carrying.outputs_as_made())
         if isinstance(chosen, policies.Policy):
             stack.enter_context(

@@ -14,6 +14,7 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import layers as host
+from tfmix._keras import variables
 from tfmix.conversion import trial_policies
 from tfmix.doctor import gaps, one_layer, probe, verdicts
 
@@ -210,5 +211,5 @@ def _cast_weights(
         for layer in (target.layers if target.whole else [target.operation])
         if trial_policies.dtype(planned, layer) in _formats.SIXTEEN_BIT
         and (layer.autocast or isinstance(layer, keras.layers.Embedding))
-        for variable in layer._trainable_variables
+        for variable in variables.own_trainable(layer)
     ]

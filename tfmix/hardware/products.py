@@ -77,21 +77,13 @@ def uses(model: keras.Model, batch_size: int) -> list[Use]:
 
 
 def _inputs(model: Any, batch_size: int) -> list[Any]:
-    structure = getattr(model, "_inputs_struct", None)
-    if structure is None and isinstance(model, keras.Sequential):
-        structure = model.inputs[0] if model.inputs else None
-    if structure is None:
-        shapes = model._build_shapes_dict
-        if not shapes:
-            raise ValueError(
-                "The model's input shapes are not known. Received: "
-                f"model={model!r}. Call it once on a batch."
-            )
-        structure = [
-            keras.KerasTensor(shape, "float32") for shape in shapes.values()
-        ]
-        return [_fixed(one, batch_size) for one in structure]
-    return [tree.map_structure(lambda one: _fixed(one, batch_size), structure)]
+    found = host.symbolic_arguments(model)
+    if not found:
+        raise ValueError(
+            "The model's input shapes are not known. Received: "
+            f"model={model!r}. Call it once on a batch."
+        )
+    return tree.map_structure(lambda one: _fixed(one, batch_size), found)
 
 
 def _fixed(tensor: Any, batch_size: int) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import model_methods, traced
+from tfmix._keras import compilation, model_methods
 from tfmix.scaling import optimizer as optimizers
 
 # A skipped step's own loss is reported if it is finite: only the scaled
@@ -135,7 +135,7 @@ class _Guard:
             written = [
                 (variable.value, value)
                 for variable, value in zip(watched, before, strict=True)
-                if traced.may_be_written(variable.value)
+                if compilation.may_be_written(variable.value)
             ]
 
             def restore() -> Any:
@@ -179,7 +179,7 @@ class _Guard:
         if self._gives_way or not results:
             return results
         recorded = _recorded(self._model)
-        known = not traced.is_symbolic(recorded)
+        known = not compilation.is_symbolic(recorded)
         return {} if known and not recorded else results
 
     def _compile_config(self, original: Callable) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops, tree
 
 from tfmix import _arguments
-from tfmix._keras import compilation
+from tfmix._keras import compilation, optimizers, tensor_marks
 from tfmix.scaling import health, rules, settings, storage
 from tfmix.scaling.step import blocks, replicas, unscale
 from tfmix.variables import delegating
@@ -21,7 +21,7 @@ from tfmix.variables import delegating
 _KERAS_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 # Notes on tensors: a loss that was scaled, a gradient that was divided or is
 # still to be.
-_LOSS, _GRADIENT = "loss_is_scaled", "gradient"
+_LOSS, _GRADIENT = "_tfmix_scaled_loss", "_tfmix_gradient"
 _SCALED, _TRUE = "scaled", "true"
 
 
@@ -450,11 +450,7 @@ class LossScaleOptimizer(
         self._overflow_counts = self._counter(
             "overflow_counts", shape=(len(variables),)
         )
-        # In place: Keras would take an assigned list for its own variables.
-        self._trainable_variables.extend(variables)
-        for position, variable in enumerate(variables):
-            key = self._var_key(variable)
-            self._trainable_variables_indices[key] = position
+        optimizers.remember(self, variables)
         self.built = True
 
     def save_own_variables(self, store: Any) -> None:
@@ -506,12 +502,12 @@ class LossScaleOptimizer(
     @property
     def own_variables(self) -> list[keras.Variable]:
         """The variables of the loss scale and its counters."""
-        return list(self._variables)
+        return optimizers.own_variables(self)
 
     @property
     def model_variables(self) -> list[keras.Variable]:
         """The model's variables that the optimizer was built with."""
-        return list(self._trainable_variables)
+        return optimizers.remembered(self)
 
     def state(self) -> Any:
         """Returns the rule's state as its named tuple of variables' values."""
@@ -545,9 +541,8 @@ class LossScaleOptimizer(
         """
         counts = self._overflow_counts
         bad = ops.cast(bad, counts.dtype)
-        indices = self._trainable_variables_indices
-        rows = [indices[self._var_key(variable)] for variable in variables]
-        if rows != list(range(len(indices))):
+        rows = optimizers.positions(self, variables)
+        if rows != list(range(len(self.model_variables))):
             # A step on some of the variables, or in another order.
             column = np.reshape(rows, (-1, 1))
             bad = ops.scatter(column, bad, tuple(counts.shape))
@@ -562,7 +557,7 @@ class LossScaleOptimizer(
         return ops.greater_equal(self._consecutive_skips.value, steps)
 
     def _scaled(self, loss: Any) -> Any:
-        if any(compilation.marked(each, _LOSS) for each in tree.flatten(loss)):
+        if any(tensor_marks.get(each, _LOSS) for each in tree.flatten(loss)):
             raise ValueError(
                 "This loss was scaled already, and would be scaled twice. "
                 f"Received: loss={loss!r}. Call `scale_loss` once, on the "
@@ -574,7 +569,7 @@ class LossScaleOptimizer(
         def scaled(value: Any) -> Any:
             value = unscale.to_float32(ops.convert_to_tensor(value))
             value = ops.multiply(value, ops.cast(scale, value.dtype))
-            compilation.mark(value, _LOSS, True)
+            tensor_marks.put(value, _LOSS, True)
             return value
 
         return tree.map_structure(scaled, loss)
@@ -588,7 +583,7 @@ class LossScaleOptimizer(
                 "what the gradient tape or jax.grad returns."
             )
         self._warn_unless_loss_was_scaled()
-        variables = self._trainable_variables
+        variables = self.model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
         true = blocks.parts(
@@ -596,8 +591,8 @@ class LossScaleOptimizer(
         )
         for before, after in zip(grads, true, strict=True):
             if after is not before:
-                compilation.mark(before, _GRADIENT, _SCALED)
-                compilation.mark(after, _GRADIENT, _TRUE)
+                tensor_marks.put(before, _GRADIENT, _SCALED)
+                tensor_marks.put(after, _GRADIENT, _TRUE)
         return true
 
     def _variables_of(
@@ -608,7 +603,7 @@ class LossScaleOptimizer(
             variables = list(trainable_variables)
             if not self.built:
                 self.build(variables)
-            self._check_variables_are_known(variables)
+            optimizers.recognised(self, variables)
         elif self.built:
             variables = self.model_variables
         else:
@@ -761,7 +756,7 @@ def _attribute(field: str) -> str:
 
 def _notes(grads: Sequence[Any]) -> set[str]:
     """Returns what is known of the gradients: `_SCALED`, `_TRUE` or both."""
-    return {compilation.marked(each, _GRADIENT) for each in grads} - {None}
+    return {tensor_marks.get(each, _GRADIENT) for each in grads} - {None}
 
 
 def _host(variable: keras.Variable) -> np.ndarray:

@@ -23,7 +23,7 @@ _SHARED_SETTINGS = (
 )
 
 
-class DelegatesToInner:
+class DelegatesToInner(optimizers.OverwritesThroughInner):
     """Mixin of the optimizers that leave the update to another one.
 
     Hyper-parameters, the learning rate, `iterations` and every public
@@ -33,7 +33,6 @@ class DelegatesToInner:
     """
 
     built: bool
-    inner_optimizer: keras.optimizers.Optimizer
 
     def __getattr__(self, name: str) -> Any:
         """Looks up on the inner optimizer what the wrapper does not have."""
@@ -110,9 +109,6 @@ class DelegatesToInner:
                 "`optimizer.build(model.trainable_variables)` first."
             )
         variables.assign_all(self.variables, weights)
-
-    def _overwrite_variable_with_gradient(self, variable: Any) -> Any:
-        return self.inner_optimizer._overwrite_variable_with_gradient(variable)
 
 
 def _shared(name: str) -> property:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import attention_layers, attributes, op_places
+from tfmix._keras import attributes, op_places
 from tfmix.policy.in_force import softmax_logits, tensors
 
 
@@ -77,10 +77,10 @@ def _attention_rule(
         source = tensors.only_16_bit((args, kwargs))
         bound = signature.bind(self, *args, **kwargs).arguments
         ruled = source is not None and holds(op_places.ATTENTION)
-        if not ruled or not attention_layers.writes_out(self, bound):
+        if not ruled or not op_places.writes_out(self, bound):
             return original(self, *args, **kwargs)
         args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
-        with attention_layers.float32_softmax(self):
+        with op_places.float32_softmax(self):
             result = original(self, *args, **kwargs)
         narrow = functools.partial(tensors.narrow, dtype=str(source))
         return tensors.map_leaves(result, narrow)

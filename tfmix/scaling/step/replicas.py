@@ -7,10 +7,6 @@ so each can take its step alone: it sees only its own copy of each variable
 and no strategy. All replicas reach the same decision, and none can wait for
 another. That also lets gradient accumulation and EMA, whose conditionals
 Keras cannot run under `MirroredStrategy`, work unchanged.
-
-Touches `keras.Variable._value`, `DistributedVariable._get`, and of optimizers
-`_distribution_strategy` and `_all_reduce_sum_gradients`. Checked on Keras
-3.12.4 and 3.15.1 with TensorFlow 2.21.
 """
 
 import contextlib
@@ -20,7 +16,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import attributes, optimizers
+from tfmix._keras import optimizers, variables
 from tfmix.scaling.step import unscale
 
 if keras.backend.backend() == "tensorflow":
@@ -128,7 +124,7 @@ def single(
     """Does what `one_replica` does, for a built wrapper, on any backend."""
     if not _in_replica_of_many():
         return contextlib.nullcontext()
-    variables = optimizer.variables + optimizer._trainable_variables
+    variables = optimizer.variables + optimizers.remembered(optimizer)
     return one_replica(variables, optimizer)
 
 
@@ -145,24 +141,18 @@ def one_replica(
         optimizer: The Keras optimizer that the code inside calls, if any. It
             does not sum its gradients: they are summed.
     """
-    with contextlib.ExitStack() as undo:
-        for each in optimizers.with_nested(optimizer):
-            # Without a strategy this saves an operation for each gradient.
-            attributes.swap(undo, each, "_all_reduce_sum_gradients", list)
-        # On a TPU the step is traced once for all replicas: there are no
-        # local copies to show, and no merge calls either.
-        if tf.distribute.has_strategy() and not _runs_on_tpu():
-            context = _no_strategy()
-            for variable in keras_variables:
-                if isinstance(variable._value, tf.distribute.DistributedValues):
-                    attributes.swap(
-                        undo, variable, "_value", variable._value._get()
-                    )
-            for each in optimizers.with_nested(optimizer):
-                attributes.swap(
-                    undo, each, "_distribution_strategy", context.strategy
-                )
-            undo.enter_context(context)
+    # On a TPU the step is traced once for all replicas: there are no local
+    # copies to show, and no merge calls either.
+    if not tf.distribute.has_strategy() or _runs_on_tpu():
+        with optimizers.alone(optimizer):
+            yield
+        return
+    context = _no_strategy()
+    with (
+        optimizers.alone(optimizer, context.strategy),
+        variables.local_copies(keras_variables),
+        context,
+    ):
         yield
 
 
@@ -170,7 +160,7 @@ def run_on_each(
     optimizer: keras.optimizers.Optimizer, function: Callable[[], None]
 ) -> None:
     """Runs a function of a built optimizer's variables on every replica."""
-    strategy = getattr(optimizer, "_distribution_strategy", None)
+    strategy = optimizers.strategy_of(optimizer)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         function()
         return
@@ -184,9 +174,7 @@ def run_on_each(
 
 def local(variable: Any) -> Any:
     """Returns this replica's copy of a plain `tf.Variable`."""
-    if isinstance(variable, tf.distribute.DistributedValues):
-        return variable._get()
-    return variable
+    return variables.local(variable)
 
 
 def _in_replica_of_many() -> bool:
