@@ -211,6 +211,10 @@ class Float32View(keras.Variable):
         """Copies the float32 value to the host."""
         return ops.convert_to_numpy(self.load())
 
+    def __truediv__(self, other: Any) -> Any:
+        # `tf.divide` asks its argument to do it, and `value` is the view.
+        return ops.divide(self.load(), other)
+
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.array(self.numpy(), dtype=dtype, copy=copy)
 
