@@ -59,6 +59,8 @@ def snapshot(everything):
         label(owner, name): value
         for owner in everything
         for name, value in list(vars(owner).items())
+        # Python makes these on first sight.
+        if name != "__annotations__"
     }
 
 
@@ -100,7 +102,6 @@ def test_at_most_45_names_of_keras_are_replaced(everything):
 def test_the_registry_lists_exactly_what_is_replaced(everything, policy):
     before = snapshot(everything)
     tfmix.set_global_policy(policy)
-    train()
     found = changed(before, snapshot(everything))
     assert found
     assert registered() == found
