@@ -292,7 +292,6 @@ def small(dtype="mixed_float16"):
     layers = [
         keras.Input((4,)),
         keras.layers.Dense(8, "tanh", dtype=dtype, name="first"),
-        keras.layers.BatchNormalization(dtype=dtype, name="norm"),
         keras.layers.Dense(1, dtype=dtype, name="last"),
         keras.layers.Activation("linear", dtype="float32"),
     ]
