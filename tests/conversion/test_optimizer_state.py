@@ -45,8 +45,10 @@ def fitted(model, epochs=1):
 def state_of(model):
     """Returns all numbers by name: slots, counters, float32 weights."""
     state = optimizer_state.take(model)
-    named = {name: value for (_, name), value in state.numbers.items()}
-    named |= {f"{name} {n}": v for (_, name, n), v in state.slots.items()}
+    named = {
+        name if place < 0 else f"{name} {place}": value
+        for (_, name, place), value in state.numbers.items()
+    }
     named |= {f"weight {n}": v for n, v in enumerate(state.weights)}
     return named
 

@@ -152,8 +152,8 @@ def test_from_one_pure_dtype_to_the_other_the_moments_go_along():
     convert.apply_policy(model, "bfloat16")
     after = optimizer_state.take(model)
     assert body(model).kernel.dtype == "bfloat16"
-    for name in before.slots:
-        helpers.assert_same_bits(after.slots[name], before.slots[name])
+    for name in before.numbers:
+        helpers.assert_same_bits(after.numbers[name], before.numbers[name])
     small.losses(model)
     assert int(model.optimizer.iterations) == 4
 

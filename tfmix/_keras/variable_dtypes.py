@@ -1,8 +1,8 @@
 """The dtype of a variable that exists already, and the storage behind it.
 
-Reaches into `keras.Variable` and `keras.Layer`: `_dtype`, `_initialize`,
-`_trainable_variables`, `_non_trainable_variables`. Checked on Keras 3.12.4
-and 3.15.1.
+Reaches into `keras.Variable` and `keras.Layer`: `_dtype`, `_trainable`,
+`_initialize`, `_trainable_variables`, `_non_trainable_variables`. Checked on
+Keras 3.12.4 and 3.15.1.
 """
 
 import contextlib
@@ -29,13 +29,18 @@ def cast_in_place(variable: keras.Variable, dtype: str) -> None:
             "cannot be cast in place. Build the model under the policy and "
             "load its weights."
         )
-    value, before = ops.cast(variable.value, dtype), variable._dtype
+    value = ops.cast(variable.value, dtype)
+    before, trainable = variable._dtype, variable._trainable
     variable._dtype = dtype
+    # A frozen one may be thawed: as before, its gradients must be recorded.
+    variable._trainable = getattr(variable.value, "trainable", trainable)
     try:
         variable._initialize(value)
     except Exception:
         variable._dtype = before
         raise
+    finally:
+        variable._trainable = trainable
 
 
 def strategy_scope(

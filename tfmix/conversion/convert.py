@@ -106,10 +106,12 @@ def _converted(
         way_back.callback(changes.forget_compiled, model)
         failed.callback(_adopt, model, before)
         way_back.callback(known)
-        way_back.callback(_fixed_scales(before))
+        for worker in optimizer_slots.workers(before):
+            # `suited` makes a wrapper of it.
+            factor = worker.loss_scale_factor
+            way_back.callback(setattr, worker, "loss_scale_factor", factor)
         check = changes.stand(steps, way_back)
-        undo_methods = changes.remember_methods(model)
-        way_back.callback(undo_methods)
+        way_back.callback(changes.remember_methods(model))
         changes.set_dtypes(steps, way_back)
         known()
         carried.drop(model)
@@ -125,20 +127,30 @@ def _converted(
     def undo() -> None:
         check()
         with variable_dtypes.strategy_scope(model):
-            trained = optimizer_state.take(model)
-            current = optimizer_state.optimizer_of(model)
-            known = optimizer_slots.remembered(current, model.variables)
-            undone.close()
-            known()
-            if current is installed:
-                _adopt(model, before)
-                optimizer_state.give(model, trained)
-            else:
-                # The user has compiled anew since: with this one they go on.
-                carries = carried.carried_policy(model) or model.dtype_policy
-                _suit_optimizer(model, carries, trained)
+            _take_back(model, undone, installed, before)
 
     return undo
+
+
+def _take_back(
+    model: keras.Model,
+    way_back: contextlib.ExitStack,
+    installed: keras.optimizers.Optimizer | None,
+    before: keras.optimizers.Optimizer | None,
+) -> None:
+    """Undoes a conversion; `installed` is the optimizer it put on `before`."""
+    trained = optimizer_state.take(model)
+    current = optimizer_state.optimizer_of(model)
+    known = optimizer_slots.remembered(current, model.variables)
+    way_back.close()
+    known()
+    if current is installed:
+        _adopt(model, before)
+        optimizer_state.give(model, trained)
+    else:
+        # The user has compiled anew since, and goes on with this optimizer.
+        carries = carried.carried_policy(model) or model.dtype_policy
+        _suit_optimizer(model, carries, trained)
 
 
 def convert_model(
@@ -335,20 +347,6 @@ def _alike(one: Any, other: Any) -> bool:
         and one.inner_optimizer is other.inner_optimizer
         and one.rule == other.rule
     )
-
-
-def _fixed_scales(optimizer: Any) -> changes.Undo:
-    """Notes each `loss_scale_factor`, which `suited` makes a wrapper of."""
-    noted = [
-        (worker, worker.loss_scale_factor)
-        for worker in optimizer_slots.workers(optimizer)
-    ]
-
-    def restore() -> None:
-        for worker, factor in noted:
-            worker.loss_scale_factor = factor
-
-    return restore
 
 
 def _adopt(model: keras.Model, optimizer: Any) -> None:

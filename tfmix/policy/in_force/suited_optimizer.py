@@ -93,11 +93,11 @@ def suited(optimizer: Any, model: Any, level: str | None = None) -> Any:
         )
     if pure and not isinstance(optimizer, sixteen_bit.SixteenBitOptimizer):
         optimizer = master.MasterWeightOptimizer(optimizer)
-        vars(optimizer)[PUT_ON] = True
+        object.__setattr__(optimizer, PUT_ON, True)
     scaled = scaling.LossScaleOptimizer(
         optimizer, loss_scale=_rule(fixed, float16, level)
     )
-    vars(scaled)[PUT_ON] = True
+    object.__setattr__(scaled, PUT_ON, True)
     return scaled
 
 
