@@ -76,12 +76,15 @@ def take(model: keras.Model) -> Handover | None:
         The state, `None` if there is none to hand over.
     """
     optimizer = optimizer_of(model)
-    workers = optimizer_slots.workers(optimizer)
-    if optimizer is None or not optimizer.built or not workers[0].built:
+    workers, masters = optimizer_slots.workers(optimizer), owner(optimizer)
+    if not workers or not workers[0].built:
         return None
-    variables = list(optimizer._trainable_variables)
-    masters = owner(optimizer)
-    read = (lambda v: v.value) if masters is None else masters.read_float32
+    # A wrapper around them may not have been used yet.
+    variables = list((masters or workers[0])._trainable_variables)
+    store = _store(optimizer)
+    if store is not None:
+        store.refresh()
+    read = (lambda v: v.value) if store is None else store.read
     places = _places(optimizer, variables)
     return Handover(
         workers,
