@@ -122,6 +122,30 @@ def test_an_optimizer_that_was_first_used_on_masters_comes_back():
     assert int(optimizer.iterations) == 12
 
 
+def test_moments_survive_a_conversion_that_was_not_trained_under():
+    model = compiled()
+    small.losses(model)
+    before = optimizer_state.take(model)
+    convert.apply_policy(model, "mixed_float16")
+    convert.apply_policy(model, "float16")
+    after = optimizer_state.take(model)
+    assert after.numbers.keys() == before.numbers.keys()
+    for name in before.numbers:
+        helpers.assert_same_bits(after.numbers[name], before.numbers[name])
+
+
+def test_undoing_prepare_brings_the_first_optimizer_back():
+    model = compiled()
+    optimizer = model.optimizer
+    small.losses(model)
+    _, given, report = convert.prepare(model, adam(), "mixed_float16")
+    assert model.optimizer is given
+    small.losses(model)
+    report.undo()
+    assert model.optimizer is optimizer
+    small.losses(model)
+
+
 def test_what_a_layer_made_in_16_bit_later_comes_back_to_float32():
     model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
     report = convert.apply_policy(model, "bfloat16")
@@ -150,8 +174,8 @@ def test_from_one_pure_dtype_to_the_other_the_moments_go_along():
     convert.apply_policy(model, "bfloat16")
     after = optimizer_state.take(model)
     assert body(model).kernel.dtype == "bfloat16"
-    for name in before.slots:
-        helpers.assert_same_bits(after.slots[name], before.slots[name])
+    for name in before.numbers:
+        helpers.assert_same_bits(after.numbers[name], before.numbers[name])
     small.losses(model)
     assert int(model.optimizer.iterations) == 4
 

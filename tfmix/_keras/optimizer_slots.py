@@ -20,6 +20,8 @@ _EXCLUDED = "_exclude_from_weight_decay"
 
 # By attribute of the optimizer: one slot, or `None`, for each variable.
 Slots = dict[str, list[keras.Variable | None]]
+# By the `id` of a variable, the one that takes its place.
+Moved = Mapping[int, keras.Variable]
 
 
 def parts(optimizer: Any) -> list[keras.optimizers.Optimizer]:
@@ -72,8 +74,8 @@ def numbers(
 
 
 def remembered(
-    optimizer: Any, variables: Iterable[keras.Variable]
-) -> Callable[[], None]:
+    optimizer: Any, variables: Iterable[keras.Variable] = ()
+) -> Callable[..., None]:
     """Notes which variables an optimizer and its parts know, by object.
 
     TensorFlow's know a variable by the `tf.Variable` inside, which a cast
@@ -84,59 +86,25 @@ def remembered(
         variables: The model's, for what is said of them before `build`.
 
     Returns:
-        A function that lets the parts know the same variables again.
+        A function that lets the parts know the same variables again, or
+        those that it is told of, which get the slots of the others.
     """
     noted = [_noted(part, list(variables)) for part in parts(optimizer)]
 
-    def know_again() -> None:
+    def know_again(moved: Moved | None = None) -> None:
         for restore in noted:
-            restore()
+            restore(moved or {})
 
     return know_again
 
 
-def move(
-    worker: keras.optimizers.Optimizer,
-    targets: Mapping[int, keras.Variable],
-) -> None:
-    """Lets a built optimizer update other variables with the slots it has.
-
-    Args:
-        worker: The optimizer.
-        targets: By the `id` of a variable that it updates now, the one to
-            update from now on.
-    """
-    known = worker._trainable_variables
-    moved = [targets.get(id(variable), variable) for variable in known]
-    for name in _BY_KEY:
-        table = vars(worker).get(name, {})
-        values = [table.get(optimizers.key(variable)) for variable in known]
-        _rewrite(table, moved, values)
-    excluded = [
-        new
-        for old, new in zip(known, moved, strict=True)
-        if not optimizers.uses_weight_decay(worker, old)
-    ]
-    _set_known(worker, moved)
-    _exclude(worker, excluded)
-
-
-def fresh(optimizer: Any, targets: Mapping[int, keras.Variable]) -> Any:
-    """Returns an optimizer of the same settings that is not built.
-
-    Args:
-        optimizer: A built optimizer.
-        targets: By the `id` of a variable that it updates, the one which the
-            new optimizer will be built for.
-    """
+def fresh(optimizer: Any, moved: Moved) -> Any:
+    """Returns an optimizer of the same settings that is not built."""
     made = type(optimizer).from_config(optimizer.get_config())
     for old, new in zip(workers(optimizer), workers(made), strict=False):
-        excluded = [
-            targets.get(id(variable), variable)
-            for variable in old._trainable_variables
-            if not optimizers.uses_weight_decay(old, variable)
-        ]
+        excluded = _excluded(old, old._trainable_variables)
         if excluded:
+            excluded = [moved.get(id(each), each) for each in excluded]
             new.exclude_from_weight_decay(var_list=excluded)
     return made
 
@@ -156,39 +124,33 @@ def _belongs(slot: keras.Variable, variable: keras.Variable) -> bool:
     return slot.name == variable.name or slot.name.startswith(f"{path}_")
 
 
-def _noted(part: Any, variables: list[keras.Variable]) -> Callable[[], None]:
+def _noted(
+    part: Any, variables: list[keras.Variable]
+) -> Callable[[Moved], None]:
     built, known = part.built, list(part._trainable_variables)
     tables = {
-        name: [table.get(optimizers.key(variable)) for variable in known]
+        name: [table.get(optimizers.key(each)) for each in known]
         for name in _BY_KEY
         if (table := vars(part).get(name)) is not None
     }
-    keys = getattr(part, _EXCLUDED, ())
-    excluded = [v for v in variables + known if optimizers.key(v) in keys]
+    excluded = _excluded(part, variables + known)
 
-    def restore() -> None:
+    def restore(moved: Moved) -> None:
+        now = [moved.get(id(each), each) for each in known]
         if built:
+            # Past the automatic tracking: these are the model's.
+            vars(part)["_trainable_variables"] = now
             for name, values in tables.items():
-                _rewrite(vars(part)[name], known, values)
-            _set_known(part, known)
-        _exclude(part, excluded)
+                pairs = zip(map(optimizers.key, now), values, strict=True)
+                vars(part)[name].clear()
+                vars(part)[name].update(dict(pairs))
+        if excluded:
+            mapped = [moved.get(id(each), each) for each in excluded]
+            vars(part)[_EXCLUDED] = set(map(optimizers.key, mapped))
+            vars(part)[f"{_EXCLUDED}_cache"] = {}
 
     return restore
 
 
-def _rewrite(table: dict, variables: list, values: list) -> None:
-    table.clear()
-    for variable, value in zip(variables, values, strict=True):
-        if value is not None:
-            table[optimizers.key(variable)] = value
-
-
-def _set_known(part: Any, known: list[keras.Variable]) -> None:
-    # Past the automatic tracking: these are the model's.
-    vars(part)["_trainable_variables"] = known
-
-
-def _exclude(part: Any, excluded: list[keras.Variable]) -> None:
-    if excluded:
-        vars(part)[_EXCLUDED] = {optimizers.key(v) for v in excluded}
-        vars(part)[f"{_EXCLUDED}_cache"] = {}
+def _excluded(part: Any, variables: list) -> list[keras.Variable]:
+    return [v for v in variables if not optimizers.uses_weight_decay(part, v)]

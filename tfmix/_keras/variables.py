@@ -135,13 +135,18 @@ def cast_in_place(variable: keras.Variable, dtype: str) -> None:
             "cannot be cast in place. Build the model under the policy and "
             "load its weights."
         )
-    value, before = ops.cast(variable.value, dtype), variable._dtype
+    value = ops.cast(variable.value, dtype)
+    before, trainable = variable._dtype, variable._trainable
     variable._dtype = dtype
+    # A frozen one may be thawed: as before, its gradients must be recorded.
+    variable._trainable = getattr(variable.value, "trainable", trainable)
     try:
         variable._initialize(value)
     except Exception:
         variable._dtype = before
         raise
+    finally:
+        variable._trainable = trainable
 
 
 def strategy_scope(

@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
 
 
 def apply_policy(
-    model: Any, policy: str | keras.DTypePolicy
+    model: keras.Model, policy: str | keras.DTypePolicy
 ) -> conversion_report.ConversionReport:
     """Changes the dtypes of an existing model, in place.
 
@@ -84,41 +84,56 @@ def apply_policy(
     """
     accepted = scope.accept(policy)
     _check_model(model)
-    steps = planned_policies.plan(model, accepted)
+    return _convert(model, accepted)[0]
+
+
+def _convert(
+    model: keras.Model,
+    policy: keras.DTypePolicy,
+    given: keras.optimizers.Optimizer | None = None,
+) -> tuple[conversion_report.ConversionReport, Any]:
+    """Converts, and returns the report and the optimizer to train with."""
+    steps = planned_policies.plan(model, policy)
     rows = [_row(step) for step in steps if step.shown]
     notes = (
-        *_already(rows, accepted),
-        *planned_policies.unused_rules(model, accepted),
+        *_already(rows, policy),
+        *planned_policies.unused_rules(model, policy),
     )
     with variables.strategy_scope(model):
-        undo = _converted(model, accepted, steps)
+        undo, optimizer = _converted(model, policy, steps, given)
     for note in notes:
         logging.warning("tfmix: %s", note)
-    return conversion_report.ConversionReport(accepted, rows, undo, notes)
+    report = conversion_report.ConversionReport(policy, rows, undo, notes)
+    return report, optimizer
 
 
 def _converted(
     model: keras.Model,
     policy: keras.DTypePolicy,
     steps: list[planned_policies.Step],
-) -> changes.Undo:
+    given: keras.optimizers.Optimizer | None,
+) -> tuple[changes.Undo, keras.optimizers.Optimizer | None]:
     """Changes a model, or after an error nothing; returns the way back."""
     before = optimizer_state.optimizer_of(model)
     state_before = optimizer_state.take(model)
-    known = optimizer_slots.remembered(before, model.variables)
+    known = [
+        optimizer_slots.remembered(each, model.variables)
+        for each in (before, given)
+    ]
     with contextlib.ExitStack() as way_back, contextlib.ExitStack() as failed:
         way_back.callback(changes.forget_compiled, model)
         failed.callback(_adopt, model, before)
-        way_back.callback(known)
-        way_back.callback(_inside(before))
+        for know_again in known:
+            way_back.callback(know_again)
+        way_back.callback(_inside(given or before))
         check = changes.stand(steps, way_back)
         methods = model_methods.of(model)
         way_back.callback(methods.restore, methods.parts)
         changes.set_dtypes(steps, way_back)
-        known()
+        for know_again in known:
+            know_again()
         carried.carry(model, policy)
-        _suit_optimizer(model, policy, state_before)
-        installed = optimizer_state.optimizer_of(model)
+        installed = _suit_optimizer(model, policy, state_before, given)
         if isinstance(installed, scaling.LossScaleOptimizer):
             guard.put_on(model)
         changes.forget_compiled(model)
@@ -128,25 +143,38 @@ def _converted(
     def undo() -> None:
         check()
         with variables.strategy_scope(model):
-            trained = optimizer_state.take(model)
-            current = optimizer_state.optimizer_of(model)
-            known = optimizer_slots.remembered(current, model.variables)
-            undone.close()
-            known()
-            if current is installed:
-                _adopt(model, before)
-                optimizer_state.give(model, trained)
-            else:
-                # The user has compiled anew since: with this one they go on.
-                carries = carried.carried_policy(model) or model.dtype_policy
-                _suit_optimizer(model, carries, trained)
+            _take_back(model, undone, installed, before)
 
-    return undo
+    return undo, installed
+
+
+def _take_back(
+    model: keras.Model,
+    way_back: contextlib.ExitStack,
+    installed: keras.optimizers.Optimizer | None,
+    before: keras.optimizers.Optimizer | None,
+) -> None:
+    """Undoes a conversion that `installed` an optimizer for that `before`."""
+    trained = optimizer_state.take(model)
+    current = optimizer_state.optimizer_of(model)
+    known = optimizer_slots.remembered(current, model.variables)
+    way_back.close()
+    known()
+    if current is installed:
+        _adopt(model, before)
+        optimizer_state.give(model, trained)
+    else:
+        # The user has compiled anew since, and goes on with this optimizer.
+        carries = carried.carried_policy(model) or model.dtype_policy
+        _suit_optimizer(model, carries, trained)
 
 
 def convert_model(
-    model: Any, policy: str | keras.DTypePolicy, *, inference: bool = False
-) -> Any:
+    model: keras.Model,
+    policy: str | keras.DTypePolicy,
+    *,
+    inference: bool = False,
+) -> keras.Model:
     """Makes a converted copy of a model; the source is left untouched.
 
     Use it for a second, 16-bit version: to compare, to serve, or to save at
@@ -188,8 +216,8 @@ def convert_model(
 
 
 def prepare(
-    model: Any,
-    optimizer: Any,
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer | str,
     level: str | keras.DTypePolicy = "O2",
     *,
     keep_batchnorm_fp32: bool | None = None,
@@ -234,14 +262,8 @@ def prepare(
     accepted = scope.accept(level)
     _check_model(model)
     found = keras.optimizers.get(optimizer)
-    done = apply_policy(model, accepted)
-    ruled = policies.with_rules(accepted)
-    found = suited_optimizer.suited(found, model, ruled.level)
-    if getattr(model, "compiled", False):
-        training_classes.adopt_optimizer(model, found)
-    if isinstance(found, scaling.LossScaleOptimizer):
-        guard.put_on(model)
-    return Prepared(model, found, done)
+    report, found = _convert(model, accepted, found)
+    return Prepared(model, found, report)
 
 
 def _check_model(model: Any) -> None:
@@ -289,31 +311,46 @@ def _suit_optimizer(
     model: keras.Model,
     policy: keras.DTypePolicy,
     state: optimizer_state.Handover | None,
-) -> None:
+    given: keras.optimizers.Optimizer | None = None,
+) -> keras.optimizers.Optimizer | None:
     """Gives a model the wrappers its dtypes need, and takes ours off."""
-    optimizer = optimizer_state.optimizer_of(model)
-    if optimizer is None:
-        return
     level = policies.with_rules(policy).level
-    pure = suited_optimizer.has_sixteen_bit_variables(model)
-    cast = state is not None and state.cast
-    on_masters = bool(optimizer_state.owner(optimizer))
-    bare = suited_optimizer.without_automatic(optimizer)
-    if pure and on_masters and not cast:
-        bare, anew = optimizer, False
-    else:
-        # Masters, and slots of another dtype, want one that is not built.
-        # One whose masters go has float32 slots already.
-        off_masters = on_masters and not optimizer_state.owner(bare)
-        anew = bare.built and (pure or (cast and not off_masters))
-    if anew:
-        moved = {} if state is None else state.homes
-        bare = optimizer_slots.fresh(bare, moved)
+    optimizer = optimizer_state.optimizer_of(model)
+    if given is not None:
+        suited = suited_optimizer.suited(given, model, level)
+        if optimizer is not None:
+            _adopt(model, suited)
+        return suited
+    if optimizer is None:
+        return None
+    bare, anew = _bare(optimizer, model, state)
     suited = suited_optimizer.suited(bare, model, level)
     if not anew and _alike(suited, optimizer):
         suited = optimizer
     _adopt(model, suited)
     optimizer_state.give(model, state)
+    return suited
+
+
+def _bare(
+    optimizer: keras.optimizers.Optimizer,
+    model: keras.Model,
+    state: optimizer_state.Handover | None,
+) -> tuple[keras.optimizers.Optimizer, bool]:
+    """Returns an optimizer to be wrapped, and whether it is another one."""
+    pure = suited_optimizer.has_sixteen_bit_variables(model)
+    cast = state is not None and state.cast
+    on_masters = optimizer_state.owner(optimizer) is not None
+    if pure and on_masters and not cast:
+        return optimizer, False
+    bare = suited_optimizer.without_automatic(optimizer)
+    # Masters, and slots of another dtype, want one that is not built. One
+    # whose masters go has float32 slots already.
+    masters_go = on_masters and optimizer_state.owner(bare) is None
+    if not bare.built or not (pure or (cast and not masters_go)):
+        return bare, False
+    moved = {} if state is None else state.homes
+    return optimizer_slots.fresh(bare, moved), True
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -326,10 +363,12 @@ def _alike(one: Any, other: Any) -> bool:
     )
 
 
-def _inside(optimizer: Any) -> changes.Undo:
+def _inside(
+    optimizer: keras.optimizers.Optimizer | None,
+) -> changes.Undo:
     """Notes what fitting an optimizer to a model changes inside it."""
     noted = [
-        (part, name, getattr(part, name))
+        (part, name, vars(part)[name])
         for part in optimizer_slots.parts(optimizer)
         for name in ("inner_optimizer", "loss_scale_factor")
         if name in vars(part)

@@ -6,6 +6,7 @@ was there.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import keras
@@ -13,11 +14,14 @@ import numpy as np
 from absl import logging
 from keras import ops
 
-from tfmix._keras import optimizer_slots, optimizers, variables
+from tfmix._keras import optimizer_slots, optimizers
+from tfmix._keras import variables as variables_of
 from tfmix.variables import base, flat
 
 # Which of the optimizers that update, its attribute, which model variable.
 Key = tuple[int, str, int]
+# In place of the last, for what an optimizer keeps once: counters, rates.
+_ONCE = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +33,8 @@ class Handover:
         variables: The model's variables they were built for.
         targets: What they update in their place, masters for example.
         dtypes: The variables' dtypes by then.
-        slots: One array per slot and variable, `None` where it is not known
-            which slot is whose.
-        numbers: Counters, rates and the like, by worker and attribute.
+        numbers: Slots and counters, `None` if it is not certain whose they
+            are.
         weights: The variables' values in float32, from masters if there are.
     """
 
@@ -39,8 +42,7 @@ class Handover:
     variables: list[keras.Variable]
     targets: list[keras.Variable]
     dtypes: list[str]
-    slots: dict[Key, np.ndarray] | None
-    numbers: dict[tuple[int, str], np.ndarray]
+    numbers: dict[Key, np.ndarray] | None
     weights: list[np.ndarray]
 
     @property
@@ -75,11 +77,15 @@ def take(model: keras.Model) -> Handover | None:
         The state, `None` if there is none to hand over.
     """
     optimizer = optimizer_of(model)
-    workers = optimizer_slots.workers(optimizer)
-    if optimizer is None or not optimizer.built or not workers[0].built:
+    workers, masters = optimizer_slots.workers(optimizer), owner(optimizer)
+    if not workers or not workers[0].built:
         return None
-    variables = optimizers.remembered(optimizer)
-    masters = owner(optimizer)
+    # A wrapper around them may not have been used yet.
+    variables = optimizers.remembered(masters or workers[0])
+    store = _store(optimizer)
+    if store is not None:
+        store.refresh()
+    read = (lambda v: v.value) if store is None else store.read
     places = _places(optimizer, variables)
     return Handover(
         workers,
@@ -87,19 +93,7 @@ def take(model: keras.Model) -> Handover | None:
         _targets(optimizer, variables),
         [v.dtype for v in variables],
         None if places is None else _read(places),
-        {
-            (position, name): ops.convert_to_numpy(value)
-            for position, worker in enumerate(workers)
-            for name, value in optimizer_slots.numbers(worker).items()
-        },
-        [
-            ops.convert_to_numpy(
-                ops.cast(v.value, "float32")
-                if masters is None
-                else masters.read_float32(v)
-            )
-            for v in variables
-        ],
+        [ops.convert_to_numpy(ops.cast(read(v), "float32")) for v in variables],
     )
 
 
@@ -109,7 +103,7 @@ def give(model: keras.Model, state: Handover | None) -> None:
     if state is None or optimizer is None:
         return
     if not optimizer.built:
-        with variables.strategy_scope(model):
+        with variables_of.strategy_scope(model):
             optimizer.build(state.variables)
     workers = optimizer_slots.workers(optimizer)
     if [id(x) for x in workers] == [id(x) for x in state.workers]:
@@ -117,7 +111,7 @@ def give(model: keras.Model, state: Handover | None) -> None:
         targets = _targets(optimizer, state.variables)
         moved = dict(zip(map(id, state.targets), targets, strict=True))
         for worker in workers:
-            optimizer_slots.move(worker, moved)
+            optimizer_slots.remembered(worker)(moved)
     elif not _write(optimizer, state):
         logging.warning(
             "tfmix: %s cannot go on with the state of %s; its moments and its "
@@ -126,8 +120,9 @@ def give(model: keras.Model, state: Handover | None) -> None:
             type(state.workers[0]).__name__,
         )
     masters = owner(optimizer)
+    known = set(map(id, optimizers.remembered(masters))) if masters else ()
     for variable, weight in zip(state.variables, state.weights, strict=True):
-        if masters is not None and _knows(masters, variable):
+        if masters is not None and id(variable) in known:
             masters.assign_float32(variable, weight)
         else:
             variable.assign(ops.cast(weight, variable.dtype))
@@ -138,90 +133,79 @@ class _Place:
     """Where one slot of one of the model's variables lies."""
 
     key: Key
-    slot: keras.Variable
-    variable: keras.Variable
-    group: flat.Group | None  # whose vector holds it
-
-    @property
-    def span(self) -> slice:
-        """The part of the slot, as a vector, that is the variable's."""
-        if self.group is None:
-            return slice(None)
-        end = self.group.ends[self.group.position(self.variable)]
-        return slice(end - int(np.prod(self.variable.shape)), end)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        whole = self.slot if self.group is None else self.variable
-        return tuple(whole.shape)
+    holder: keras.Variable
+    span: slice  # of the holder, as a vector
+    shape: tuple[int, ...]
 
 
 def _places(optimizer: Any, variables: list) -> list[_Place] | None:
     """Finds the slots of variables, `None` where one is not certain."""
-    targets = _targets(optimizer, variables)
+    position: dict[int, list[int]] = {}
+    for number, target in enumerate(_targets(optimizer, variables)):
+        position.setdefault(id(target), []).append(number)
     groups = getattr(_store(optimizer), "_group_of", {})
     places = []
     for number, worker in enumerate(optimizer_slots.workers(optimizer)):
+        for name, value in optimizer_slots.numbers(worker).items():
+            key = number, name, _ONCE
+            places.append(_Place(key, value, slice(None), ()))
         slots = optimizer_slots.slots(worker)
-        if slots is None:
-            return None
         known = optimizers.remembered(worker)
-        index = {id(target): place for place, target in enumerate(known)}
-        if not set(index) <= set(map(id, targets)):
+        if slots is None or any(id(each) not in position for each in known):
             return None
-        places += [
-            _Place((number, name, position), slot, variable, group)
-            for position, variable in enumerate(variables)
-            if (place := index.get(id(targets[position]))) is not None
-            for name, values in slots.items()
-            if (slot := values[place]) is not None
-            for group in [groups.get(id(variable))]
-        ]
+        for name, values in slots.items():
+            for target, slot in zip(known, values, strict=True):
+                for index in position[id(target)] if slot is not None else ():
+                    variable = variables[index]
+                    cut = _cut(slot, variable, groups.get(id(variable)))
+                    places.append(_Place((number, name, index), slot, *cut))
     return places
+
+
+def _cut(
+    slot: keras.Variable, variable: keras.Variable, group: flat.Group | None
+) -> tuple[slice, tuple[int, ...]]:
+    """Says which part of a slot is a variable's, and of which shape."""
+    if group is None:
+        return slice(None), tuple(slot.shape)
+    end, shape = group.ends[group.position(variable)], tuple(variable.shape)
+    return slice(end - math.prod(shape), end), shape
 
 
 def _read(places: list[_Place]) -> dict[Key, np.ndarray]:
     vectors = _vectors(places)
     return {
-        place.key: vectors[id(place.slot)][place.span].reshape(place.shape)
+        place.key: vectors[id(place.holder)][place.span].reshape(place.shape)
         for place in places
     }
 
 
 def _write(optimizer: Any, state: Handover) -> bool:
-    """Writes a state if each slot and number finds its own, or nothing."""
+    """Writes a state if each slot and counter finds its own, or nothing."""
     workers = optimizer_slots.workers(optimizer)
     places = _places(optimizer, state.variables)
-    found = {
-        (position, name): value
-        for position, worker in enumerate(workers)
-        for name, value in optimizer_slots.numbers(worker).items()
-    }
     if (
         places is None
-        or state.slots is None
+        or state.numbers is None
         or [type(x) for x in workers] != [type(x) for x in state.workers]
-        or found.keys() != state.numbers.keys()
         or {place.key: place.shape for place in places}
-        != {key: value.shape for key, value in state.slots.items()}
+        != {key: value.shape for key, value in state.numbers.items()}
     ):
         return False
     vectors = _vectors(places)
     for place in places:
-        vectors[id(place.slot)][place.span] = state.slots[place.key].ravel()
-    for slot in {id(place.slot): place.slot for place in places}.values():
-        slot.assign(vectors[id(slot)].reshape(tuple(slot.shape)))
-    for key, number in found.items():
-        number.assign(state.numbers[key])
+        vectors[id(place.holder)][place.span] = state.numbers[place.key].ravel()
+    for holder in {id(place.holder): place.holder for place in places}.values():
+        holder.assign(vectors[id(holder)].reshape(tuple(holder.shape)))
     return True
 
 
 def _vectors(places: list[_Place]) -> dict[int, np.ndarray]:
-    """Copies each slot once to the host, as a vector."""
-    slots = {id(place.slot): place.slot for place in places}
+    """Copies each holder once to the host, as a vector."""
+    holders = {id(place.holder): place.holder for place in places}
     return {
-        key: np.array(ops.convert_to_numpy(slot)).ravel()
-        for key, slot in slots.items()
+        key: np.array(ops.convert_to_numpy(holder)).ravel()
+        for key, holder in holders.items()
     }
 
 
@@ -233,7 +217,3 @@ def _targets(optimizer: Any, variables: list) -> list[keras.Variable]:
     """Returns what an optimizer's workers update for the model's variables."""
     store = _store(optimizer)
     return variables if store is None else [*map(store.target, variables)]
-
-
-def _knows(masters: base.SixteenBitOptimizer, variable: Any) -> bool:
-    return any(variable is each for each in optimizers.remembered(masters))

@@ -96,10 +96,15 @@ def sum_over_replicas(
     maxed = {n for n in present if unscale.is_overwritten(variables[n])}
     # There is no reduction by maximum: each replica adds a row of its own.
     sent = [_as_row(grads[n]) if n in maxed else grads[n] for n in present]
-    sums = context.all_reduce(tf.distribute.ReduceOp.SUM, sent)
     result = list(grads)
-    for n, total in zip(present, sums, strict=True):
-        result[n] = _largest(total) if n in maxed else total
+    # What is reduced together is packed into one vector, so has one dtype.
+    for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
+        alike = [i for i, tensor in enumerate(sent) if tensor.dtype == dtype]
+        sums = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, [sent[i] for i in alike]
+        )
+        for n, total in zip([present[i] for i in alike], sums, strict=True):
+            result[n] = _largest(total) if n in maxed else total
     return result
 
 
