@@ -27,12 +27,7 @@ _standing: weakref.WeakKeyDictionary[keras.Layer, list[object]] = (
 def set_dtypes(
     steps: list[planned_policies.Step], way_back: contextlib.ExitStack
 ) -> None:
-    """Gives each layer of a plan its policy.
-
-    Args:
-        steps: The plan.
-        way_back: Gets what puts each policy and variable back.
-    """
+    """Gives each layer of a plan its policy."""
     mixed = any(
         step.policy.compute_dtype in _formats.SIXTEEN_BIT for step in steps
     )
@@ -49,11 +44,7 @@ def set_dtypes(
 def stand(
     steps: list[planned_policies.Step], way_back: contextlib.ExitStack
 ) -> Undo:
-    """Notes a conversion as the latest of its layers.
-
-    Returns:
-        A function that raises a `RuntimeError` once it is not.
-    """
+    """Notes a conversion as the latest of its layers."""
     token = object()
     for step in steps:
         found = _standing.setdefault(step.layer, [])

@@ -14,11 +14,7 @@ _LONGEST = 300
 
 
 def copied(model: keras.Model) -> keras.Model:
-    """Copies a model through Keras's own saving, optimizer included.
-
-    Raises:
-        TypeError: If Keras cannot save and load the model.
-    """
+    """Copies a model through Keras's own saving, optimizer included."""
     # What the model's own code makes without a dtype gets the source's.
     before = carried.carried_policy(model) or model.dtype_policy
     try:

@@ -71,11 +71,7 @@ def owner(optimizer: Any) -> base.SixteenBitOptimizer | None:
 
 
 def take(model: keras.Model) -> Handover | None:
-    """Notes the state of a model's optimizer; before variables are cast.
-
-    Returns:
-        The state, `None` if there is none to hand over.
-    """
+    """Notes the state of a model's optimizer; before variables are cast."""
     optimizer = optimizer_of(model)
     workers, masters = optimizer_slots.workers(optimizer), owner(optimizer)
     if not workers or not workers[0].built:

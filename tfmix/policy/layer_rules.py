@@ -153,13 +153,7 @@ def default_float32_layers(
 
 
 def resolve(items: Iterable[RuleItem]) -> tuple[RuleItem, ...]:
-    """Checks a list of layer rules and returns it as a tuple.
-
-    Raises:
-        TypeError: If `items` is no list, or an item is neither a layer class
-            nor a string.
-        ValueError: If an item appears twice or is no regular expression.
-    """
+    """Checks a list of layer rules and returns it as a tuple."""
     if isinstance(items, str | type) or not isinstance(items, Iterable):
         raise TypeError(
             "`float32_layers` must be a list, for example ['Softmax', "

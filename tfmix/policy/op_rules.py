@@ -104,12 +104,7 @@ def default_float32_ops(
 
 
 def resolve(names: Iterable[str]) -> tuple[str, ...]:
-    """Checks a list of op names and returns it as a tuple.
-
-    Raises:
-        TypeError: If `names` is no list of strings.
-        ValueError: If a name is unknown to Keras or appears twice.
-    """
+    """Checks a list of op names and returns it as a tuple."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(
             "`float32_ops` must be a list of op names, for example "

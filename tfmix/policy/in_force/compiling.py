@@ -32,15 +32,7 @@ def compile_suitably(
     kwargs: dict[str, Any],
     level: str | None = None,
 ) -> None:
-    """Compiles a model with the optimizer that its dtypes call for.
-
-    Args:
-        model: The model.
-        original: Its `compile`, bound; it may be a class's own.
-        args: The call's positional arguments.
-        kwargs: The call's keyword arguments.
-        level: The level the model was made at, `None` for none.
-    """
+    """Compiles a model with the optimizer that its dtypes call for."""
     try:
         bound = inspect.signature(original).bind(*args, **kwargs)
     except TypeError:

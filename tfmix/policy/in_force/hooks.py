@@ -23,16 +23,7 @@ def are_installed() -> bool:
 
 
 def install(lookup: Lookup, replaced: Replaced) -> None:
-    """Lets Keras ask tfmix; does nothing when it does already.
-
-    Args:
-        lookup: Returns the policy in force for the calling thread.
-        replaced: Called when the user sets a policy through Keras.
-
-    Raises:
-        RuntimeError: If this version of Keras lacks a function that is
-            needed; nothing is replaced then.
-    """
+    """Lets Keras ask tfmix; does nothing when it does already."""
     if are_installed():
         return
     wanted: dict[attributes.Place, Callable[[Any], Any]] = {

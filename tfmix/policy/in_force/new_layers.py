@@ -17,14 +17,7 @@ _CHOSEN = "_tfmix_chose_dtype"
 
 
 def settle(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
-    """Gives a layer that was just initialised what the policy says.
-
-    Args:
-        layer: The layer, `Layer.__init__` done.
-        dtype: What its `dtype` argument was; not `None` means that the user
-            chose, and wins.
-        policy: The policy in force.
-    """
+    """Gives a layer that was just initialised what the policy says."""
     uncast_inputs.keep_exact(layer)
     if dtype is None:
         layer_policies.put(layer, _CHOSEN, True)

@@ -15,13 +15,7 @@ from tfmix.policy.in_force import softmax_logits, tensors
 def makers(
     rules: Collection[str], holds: Callable[[str], bool]
 ) -> dict[attributes.Place, Callable[[Any], Any]]:
-    """Returns what to replace for a set of rules, and by what.
-
-    Args:
-        rules: Names of ops; other names are left alone.
-        holds: Asked at every call of a replaced op whether its rule holds for
-            the caller; if not, the call goes straight to Keras.
-    """
+    """Returns what to replace for a set of rules, and by what."""
     names = set(rules)
     if rules and keras.backend.backend() == "jax":
         names.update(softmax_logits.LOSSES)

@@ -138,16 +138,6 @@ class policy_scope(contextlib.ContextDecorator):
 def accept(policy: Any) -> keras.DTypePolicy:
     """Checks what a user gave as a policy and makes names a `Policy`.
 
-    Args:
-        policy: A name, a `Policy` or a `keras.DTypePolicy`.
-
-    Returns:
-        The policy as an object.
-
-    Raises:
-        TypeError: If `policy` is neither a name nor a policy.
-        ValueError: If its name is unknown or its dtype is no float.
-
     Example:
         >>> accept("O2").name
         'mixed_float16'

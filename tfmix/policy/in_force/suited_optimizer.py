@@ -60,16 +60,6 @@ def suited(
     float16 layers get loss scaling, 16-bit variables get float32 masters.
     What is there already stays; into tfmix's loss-scale optimizer masters are
     put where they are missing.
-
-    Args:
-        optimizer: A Keras optimizer.
-        model: The model it will train.
-        level: The level the model was made at; `"O3"` asks for no loss
-            scaling.
-
-    Raises:
-        ValueError: If the model has 16-bit variables and `optimizer` scales
-            the loss without masters, and none can be put in.
     """
     float16 = computes_in(model, "float16")
     pure = has_sixteen_bit_variables(model)

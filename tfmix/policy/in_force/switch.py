@@ -28,10 +28,6 @@ def install(rules: Iterable[str]) -> None:
 
     Functions traced earlier (`tf.function`, `jax.jit`, a model's compiled
     `train_step`) keep the rules they were traced under.
-
-    Args:
-        rules: Names of ops that `op_rules.resolve` has checked, and
-            `penalties.RULE`.
     """
     global _installed, _standing_by
     with _lock:

@@ -15,13 +15,6 @@ _WIDE = "_tfmix_float32"
 def float_dtype(value: Any) -> str:
     """Returns a tensor's float dtype.
 
-    Args:
-        value: Anything; tensors, variables and NumPy arrays have a dtype.
-
-    Returns:
-        The dtype's name, `"sparse"` for sparse and ragged float tensors, and
-        `""` for integers and for what is no tensor.
-
     Example:
         >>> import numpy as np
         >>> float_dtype(np.float16(1)), float_dtype(1.0)
