@@ -116,11 +116,7 @@ _CHECK: _Options = {
     "--policy": {
         "help": "mixed_float16, mixed_bfloat16, ... (default: its own)"
     },
-    "--rows": {
-        "type": int,
-        "default": 64,
-        "help": "rows to use (default: 64)",
-    },
+    "--rows": {"type": int, "default": 64, "help": "rows to use (default: 64)"},
     "--suggest": _flag("search a policy that is healthy"),
     "--html": _file("write a report to this file"),
 }
@@ -142,10 +138,7 @@ _CONVERT: _Options = {
 _DEMO: _Options = {
     "--epochs": {"type": int, "help": "passes over the data"},
     "--seeds": {"type": int, "help": "runs per policy"},
-    "--out": {
-        "default": "out",
-        "help": "folder for the plot (default: out)",
-    },
+    "--out": {"default": "out", "help": "folder for the plot (default: out)"},
 }
 _BENCH: _Options = {
     "names": {"nargs": "*", "metavar": "NAME", "help": "which to run"},

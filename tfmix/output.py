@@ -10,8 +10,7 @@ from tfmix.policy.in_force import softmax_logits
 
 
 def float32_output(
-    activation: str | Callable[..., Any] | None = None,
-    name: str | None = None,
+    activation: str | Callable[..., Any] | None = None, name: str | None = None
 ) -> keras.layers.Activation:
     """Makes the model's last layer: a cast to float32, then an activation.
 

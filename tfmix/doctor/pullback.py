@@ -52,8 +52,7 @@ def _export_jax(tensor: Any, token: Any, measure: Callable[[Any], Any]) -> Any:
         return value
 
     identity.defvjp(
-        lambda value, _: (value, None),
-        lambda _, grad: (grad, measure(grad)),
+        lambda value, _: (value, None), lambda _, grad: (grad, measure(grad))
     )
     return identity(tensor, token)
 
