@@ -1,5 +1,6 @@
 """The loss scale to start with: the largest that does not overflow."""
 
+import bisect
 import functools
 import itertools
 from collections.abc import Callable
@@ -16,8 +17,6 @@ from tfmix.scaling.step import finite
 
 # The exponents that are tried: the bounds of `DynamicLossScale`.
 _LOWEST, _HIGHEST = 0, 24
-# A dataset may repeat without end.
-_MOST_BATCHES = 32
 
 
 def calibrate_loss_scale(
@@ -85,7 +84,8 @@ def calibrate_loss_scale(
     is_finite = _compiled(whole)
     best = _HIGHEST
     if trial.is_dataset(x):
-        batches = itertools.islice(batches, _MOST_BATCHES - 1)
+        # Of 32 batches in all: it may repeat without end.
+        batches = itertools.islice(batches, 31)
     for part in itertools.chain([first], batches):
         fits = functools.partial(is_finite, *trial.tensors(part))
         best = _largest(fits, best)
@@ -96,19 +96,14 @@ def _largest(fits: Callable[[int], bool], highest: int) -> int:
     """Returns the largest exponent that fits, found by halving."""
     if fits(highest):
         return highest
-    lowest = _LOWEST
-    if not fits(lowest):
+    if not fits(_LOWEST):
         raise _errors.LossScaleError(
             "The gradients are not finite at a loss scale of 1, so no scale "
             "can make them so. tfmix.check(model, x, y) names the layer."
         )
-    while highest - lowest > 1:
-        middle = (lowest + highest) // 2
-        if fits(middle):
-            lowest = middle
-        else:
-            highest = middle
-    return lowest
+    above = range(_LOWEST + 1, highest)
+    fitting = bisect.bisect_left(above, True, key=lambda one: not fits(one))
+    return _LOWEST + fitting
 
 
 def _compiled(whole: trial.Batch) -> Callable[[Any, Any, int], bool]:
@@ -116,11 +111,9 @@ def _compiled(whole: trial.Batch) -> Callable[[Any, Any, int], bool]:
 
     def step(weights: list[Any], x: Any, y: Any, scale: Any) -> Any:
         part = trial.Batch(whole.model, x, y, whole.loss)
-
-        def losses(values: list[Any]) -> list[Any]:
-            return [part.run(values)[1] * scale]
-
-        (scaled,), back = pullback.pullback(losses, weights)
+        (scaled,), back = pullback.pullback(
+            lambda values: [part.run(values)[1] * scale], weights
+        )
         return finite.all_finite([scaled, *back([ops.ones_like(scaled)])])
 
     if keras.backend.backend() == "jax":

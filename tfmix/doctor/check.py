@@ -211,19 +211,11 @@ def _bad_data(name: str, rows: Sequence[int]) -> verdicts.LayerVerdict:
     """Returns the row of the report for `x` or `y` with NaN or infinity."""
     shown = ", ".join(map(str, rows[:_BAD_ROWS_SHOWN]))
     more = ", ..." if len(rows) > _BAD_ROWS_SHOWN else ""
-    advice = (
-        f"numpy.isfinite({name})  # {name} holds NaN or infinity in rows "
-        f"{shown}{more}: mend that first"
-    )
-    numbers = (math.inf, -math.inf)
+    where = f"{name} holds NaN or infinity in rows {shown}{more}"
+    advice = f"numpy.isfinite({name})  # {where}: mend that first"
+    phase, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
     return verdicts.LayerVerdict(
-        name,
-        verdicts.FORWARD,
-        verdicts.NOT_FINITE,
-        *numbers,
-        advice,
-        None,
-        True,
+        name, phase, verdict, math.inf, -math.inf, advice, broken=True
     )
 
 

@@ -20,9 +20,12 @@ def pullback(
     in their dtypes, into gradients of the inputs, zeros where nothing depends.
     With `sparse`, a `tf.IndexedSlices` is returned as its values alone.
     """
-    if keras.backend.backend() == "jax":
-        return _jax(function, list(inputs))
-    return _tensorflow(function, list(inputs), sparse)
+    if keras.backend.backend() == "tensorflow":
+        return _tensorflow(function, inputs, sparse)
+    import jax
+
+    outputs, back = jax.vjp(function, list(inputs))
+    return outputs, lambda gradients: back(gradients)[0]
 
 
 def export_gradient(
@@ -33,41 +36,24 @@ def export_gradient(
     The gradient of `token`, a float32 vector whose value is not used, will be
     `measure(gradient of tensor)`.
     """
+
+    def back(grad: Any) -> tuple[Any, Any]:
+        return grad, measure(grad)
+
     if keras.backend.backend() == "jax":
-        return _export_jax(tensor, token, measure)
-    import tensorflow as tf
+        import jax
 
-    @tf.custom_gradient
-    def identity(value: Any, _: Any) -> Any:
-        return tf.identity(value), lambda grad: (grad, measure(grad))
+        identity = jax.custom_vjp(lambda value, _: value)
+        identity.defvjp(lambda value, _: (value, None), lambda _, g: back(g))
+    else:
+        import tensorflow as tf
 
+        identity = tf.custom_gradient(lambda one, _: (tf.identity(one), back))
     return identity(tensor, token)
-
-
-def _export_jax(tensor: Any, token: Any, measure: Callable[[Any], Any]) -> Any:
-    import jax
-
-    @jax.custom_vjp
-    def identity(value: Any, _: Any) -> Any:
-        return value
-
-    identity.defvjp(
-        lambda value, _: (value, None), lambda _, grad: (grad, measure(grad))
-    )
-    return identity(tensor, token)
-
-
-def _jax(
-    function: Callable[[Tensors], Tensors], inputs: Tensors
-) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
-    import jax
-
-    outputs, back = jax.vjp(function, inputs)
-    return outputs, lambda gradients: back(gradients)[0]
 
 
 def _tensorflow(
-    function: Callable[[Tensors], Tensors], inputs: Tensors, sparse: bool
+    function: Callable[[Tensors], Tensors], inputs: Sequence[Any], sparse: bool
 ) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
     import tensorflow as tf
 

@@ -8,7 +8,6 @@ _NAMES = {
     verdicts.BACKWARD: "its gradient",
     verdicts.WEIGHTS: "a weight",
 }
-_ALL_FLOAT32 = 'keras.config.set_dtype_policy("float32")'
 
 
 def line(
@@ -24,14 +23,11 @@ def line(
     """
     if finding.verdict == verdicts.OK:
         return finding.note and f"# {finding.note}"
-    faint = (finding.phase, finding.verdict) == (
-        verdicts.BACKWARD,
-        verdicts.UNDERFLOW,
-    )
-    if unscaled and faint:
+    backward = finding.phase == verdicts.BACKWARD
+    if unscaled and backward and finding.verdict == verdicts.UNDERFLOW:
         code = "tfmix.LossScaleOptimizer(optimizer)"
     elif finding.gap.broken:
-        code = _ALL_FLOAT32
+        code = 'keras.config.set_dtype_policy("float32")'
     elif finding.layer == verdicts.LOSS:
         code = _loss_code(finding)
     elif finding.kind == verdicts.PROBABILITIES:
@@ -54,10 +50,8 @@ def _why(finding: verdicts.Finding, limits: _formats.Format) -> str:
     if gap.broken:
         return f"{what} is not finite in float32 either: mend that first"
     if gap.headroom_bits < 0 and gap.lost:
-        reached = limits.max * 2.0**-gap.headroom_bits
-        return (
-            f"{what} reaches {reached / 2:.3g}; {name} ends at {limits.max:g}"
-        )
+        reached = limits.max * 2.0**-gap.headroom_bits / 2
+        return f"{what} reaches {reached:.3g}; {name} ends at {limits.max:g}"
     if gap.lost:
         return f"{name} overflows inside it; {what} is fine in float32"
     if finding.verdict == verdicts.UNDERFLOW:
