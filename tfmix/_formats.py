@@ -5,23 +5,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Limits of one binary floating-point format.
+    """Limits of one binary floating-point format."""
 
-    Attributes:
-        name: The dtype name Keras uses.
-        bits: Storage size in bits.
-        max: The largest finite value.
-        tiny: The smallest positive normal value.
-        smallest: The smallest positive subnormal value.
-        epsilon: Distance from 1.0 to the next larger value.
-    """
-
-    name: str
+    name: str  # the dtype name Keras uses
     bits: int
-    max: float
-    tiny: float
-    smallest: float
-    epsilon: float
+    max: float  # the largest finite value
+    tiny: float  # the smallest positive normal value
+    smallest: float  # the smallest positive subnormal value
+    epsilon: float  # from 1.0 to the next larger value
 
 
 FLOAT16 = Format("float16", 16, 65504.0, 2.0**-14, 2.0**-24, 2.0**-10)
@@ -37,21 +28,7 @@ SIXTEEN_BIT = (FLOAT16.name, BFLOAT16.name)
 
 
 def limits(name: str) -> Format:
-    """Returns the limits of a float format by its dtype name.
-
-    Args:
-        name: `"float16"`, `"bfloat16"` or `"float32"`.
-
-    Returns:
-        The `Format` of that name.
-
-    Raises:
-        ValueError: If `name` is not one of the three.
-
-    Example:
-        >>> limits("float16").max
-        65504.0
-    """
+    """Returns the limits of a float format by its dtype name."""
     if name not in FORMATS:
         raise ValueError(
             f"The format must be one of {sorted(FORMATS)}. "
