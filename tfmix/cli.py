@@ -17,7 +17,6 @@ exit codes:
   1  done, and something is unhealthy (the output says what)
   2  the command or its input is wrong (the message says what to change)
 """
-PIPE_WIDTH = 160
 INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C
 _Command = Callable[[argparse.Namespace], commands.Outcome]
 
@@ -56,17 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(outcome.data, indent=2))
     else:
         # A pipe has no width; wrapped advice would be no line to copy.
-        width = None if sys.stdout.isatty() else PIPE_WIDTH
+        width = None if sys.stdout.isatty() else 160
         console.Console(width=width).print(outcome.text)
     return outcome.code
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser with one subcommand per public capability.
-
-    Returns:
-        The parser; each subcommand sets `command` to the function to call.
-    """
+    """Builds a parser whose subcommands set `command` to what to call."""
     parser = argparse.ArgumentParser(
         prog="tfmix",
         description="Mixed-precision training for Keras 3, from a shell.",
@@ -120,14 +115,8 @@ _CHECK: _Options = {
     "--suggest": _flag("search a policy that is healthy"),
     "--html": _file("write a report to this file"),
 }
-_ADVISE: _Options = {
-    **_MODEL,
-    "--batch-size": {
-        "type": int,
-        "required": True,
-        "help": "rows of a training batch",
-    },
-}
+_ROWS = {"type": int, "required": True, "help": "rows of a training batch"}
+_ADVISE: _Options = {**_MODEL, "--batch-size": _ROWS}
 _CONVERT: _Options = {
     "source": _file("a .keras file"),
     "target": _file("the file to write"),
