@@ -72,7 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"tfmix {version}"
     )
     added = parser.add_subparsers(dest="name", metavar="COMMAND")
-    for name, command, summary, examples, options in _COMMANDS:
+    for command, (summary, examples, options) in _COMMANDS.items():
+        name = command.__name__.removeprefix("run_")
         lines = "\n".join(f"  tfmix {name}{words}" for words in examples)
         one = added.add_parser(
             name,
@@ -116,7 +117,6 @@ _CHECK: _Options = {
     "--html": _file("write a report to this file"),
 }
 _ROWS = {"type": int, "required": True, "help": "rows of a training batch"}
-_ADVISE: _Options = {**_MODEL, "--batch-size": _ROWS}
 _CONVERT: _Options = {
     "source": _file("a .keras file"),
     "target": _file("the file to write"),
@@ -133,18 +133,14 @@ _BENCH: _Options = {
     "names": {"nargs": "*", "metavar": "NAME", "help": "which to run"},
     "--list": _flag("print the names, run nothing"),
 }
-# Name, function, summary, the words of its examples, and its options.
-_COMMANDS: tuple[tuple[str, _Command, str, tuple[str, ...], _Options], ...] = (
-    (
-        "devices",
-        commands.run_devices,
+# By function: summary, the words of the examples, and the options.
+_COMMANDS: dict[_Command, tuple[str, tuple[str, ...], _Options]] = {
+    commands.run_devices: (
         "what the hardware can do, and the policy 'auto' takes here",
         ("", " --json"),
         {},
     ),
-    (
-        "check",
-        commands.run_check,
+    commands.run_check: (
         "a saved model in 16 bit against itself in float32, layer by layer",
         (
             " model.keras --data batch.npz",
@@ -153,19 +149,15 @@ _COMMANDS: tuple[tuple[str, _Command, str, tuple[str, ...], _Options], ...] = (
         ),
         _CHECK,
     ),
-    (
-        "advise",
-        commands.run_advise,
+    commands.run_advise: (
         "shapes that keep 16-bit hardware waiting, and memory per policy",
         (
             " model.keras --batch-size 128",
             " model.keras --batch-size 128 --json",
         ),
-        _ADVISE,
+        {**_MODEL, "--batch-size": _ROWS},
     ),
-    (
-        "convert",
-        commands.run_convert,
+    commands.run_convert: (
         "a saved model into another policy, weights carried over",
         (
             " model.keras model16.keras --policy mixed_float16",
@@ -173,18 +165,14 @@ _COMMANDS: tuple[tuple[str, _Command, str, tuple[str, ...], _Options], ...] = (
         ),
         _CONVERT,
     ),
-    (
-        "demo",
-        commands.run_demo,
+    commands.run_demo: (
         "train on real scanned digits under three policies and compare",
         ("", " --epochs 4 --seeds 1 --out plots"),
         _DEMO,
     ),
-    (
-        "bench",
-        commands.run_bench,
+    commands.run_bench: (
         "the benchmarks of a checkout, all or some",
         (" --list", " overhead peers", " sparse_memory --json"),
         _BENCH,
     ),
-)
+}

@@ -170,14 +170,15 @@ def run_bench(options: argparse.Namespace) -> Outcome:
         )
     if options.list:
         return Outcome("\n".join(known), known)
-    json_only = ["--json"] if options.json else []
-    ran = _benchmarks(root, [*options.names, *json_only], options.json)
+    words = [*options.names, *(["--json"] if options.json else [])]
+    ran = _benchmarks(root, words, options.json)
     if options.json and not ran.stdout:
         raise ImportError("The benchmarks did not start; see above.")
     data = json.loads(ran.stdout) if options.json else None
     done = ", ".join(options.names or known)
-    text = f"failed, see above: {done}" if ran.returncode else f"done: {done}"
-    return Outcome(text, data, UNHEALTHY if ran.returncode else OK)
+    if ran.returncode:
+        return Outcome(f"failed, see above: {done}", data, UNHEALTHY)
+    return Outcome(f"done: {done}", data)
 
 
 def _benchmarks(
@@ -226,11 +227,7 @@ def _check_folder(path: pathlib.Path) -> None:
 
 
 def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
-    """Reads inputs and targets from an `.npz` or inputs from an `.npy` file.
-
-    In an `.npz`, `y` holds the targets, if any, and `x` the inputs, or there
-    are arrays by the names of several inputs.
-    """
+    """Reads `x`, or inputs by name, and `y` from `.npz`, `x` from `.npy`."""
     if rows < 1:
         raise ValueError(f"`rows` must be at least 1. Received: rows={rows!r}.")
     _check_file(

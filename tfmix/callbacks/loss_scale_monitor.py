@@ -13,10 +13,6 @@ from tfmix import _arguments
 from tfmix.callbacks import tensorboard_file
 from tfmix.policy.in_force import suited_optimizer
 
-# Seconds between two lines about the scale: a start that burns ten steps is
-# one line, not ten.
-_QUIET_SECONDS = 10.0
-
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
@@ -87,10 +83,8 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self.max_consecutive_skips = _arguments.count(
             "max_consecutive_skips", max_consecutive_skips
         )
-        self.alarm_after = _arguments.count(
-            "alarm_after",
-            max_consecutive_skips if alarm_after is None else alarm_after,
-        )
+        alarm = max_consecutive_skips if alarm_after is None else alarm_after
+        self.alarm_after = _arguments.count("alarm_after", alarm)
         self.log_dir = log_dir
         self.timeline: list[Reading] = []
         self._step = self._next_reading = self._epoch_start = 0
@@ -133,11 +127,10 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Reads the scale and puts it into the epoch's logs."""
         self._step = self._epoch_start + max(self._batches, default=-1) + 1
-        if not self._has_scale:
-            return
-        self._read()
-        if logs is not None:
-            logs.update(self._shown)
+        if self._has_scale:
+            self._read()
+            if logs is not None:
+                logs.update(self._shown)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Closes the TensorBoard file."""
@@ -158,11 +151,8 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def _read(self) -> None:
         reading = self._reading()
         self.timeline.append(reading)
-        self._shown = {
-            "loss_scale": reading.loss_scale,
-            "applied_steps": reading.applied_steps,
-            "skipped_steps": reading.skipped_steps,
-        }
+        names = ("loss_scale", "applied_steps", "skipped_steps")
+        self._shown = {name: getattr(reading, name) for name in names}
         if self._file is not None:
             self._file.write(reading.step, self._shown)
         self._log_change(reading)
@@ -173,13 +163,12 @@ class LossScaleMonitor(keras.callbacks.Callback):
         # Asking for `self.model` is what brings the variables up to date on
         # JAX, where `fit` keeps them to itself during an epoch.
         optimizer = self.model.optimizer
-        iterations = keras.ops.convert_to_numpy(optimizer.iterations)
         return Reading(
-            step=self._step,
-            loss_scale=optimizer.loss_scale,
-            applied_steps=int(iterations),
-            skipped_steps=optimizer.skipped_steps,
-            consecutive_skips=optimizer.consecutive_skips,
+            self._step,
+            optimizer.loss_scale,
+            int(keras.ops.convert_to_numpy(optimizer.iterations)),
+            optimizer.skipped_steps,
+            optimizer.consecutive_skips,
         )
 
     def _log_change(self, now: Reading) -> None:
@@ -187,7 +176,8 @@ class LossScaleMonitor(keras.callbacks.Callback):
         last, seconds = self._logged, time.monotonic()
         if now.loss_scale == last.loss_scale or seconds < self._quiet_until:
             return
-        self._logged, self._quiet_until = now, seconds + _QUIET_SECONDS
+        # A start that burns ten steps is one line in ten seconds, not ten.
+        self._logged, self._quiet_until = now, seconds + 10.0
         fell = now.loss_scale < last.loss_scale
         logging.log(
             logging.WARNING if fell else logging.INFO,

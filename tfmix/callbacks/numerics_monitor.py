@@ -131,8 +131,7 @@ class NumericsMonitor(keras.callbacks.Callback):
     def _add_underflow(
         self, sample: sampler.Sample, state: Any, batch: Any
     ) -> None:
-        vanished = reading.vanished(self._limits)
-        layer = self._reader.backward(sample, vanished)
+        layer = self._reader.underflow(sample)
         if layer is None or layer in self._cleared:
             return
         if self._exact is None:

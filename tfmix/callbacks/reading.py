@@ -11,9 +11,6 @@ from tfmix import _formats
 from tfmix.callbacks import sampler
 from tfmix.doctor import gaps, latent, probe, ranges, verdicts
 
-# Below four bits a gradient is noise.
-_DIGITS = 16
-
 
 @dataclasses.dataclass(frozen=True)
 class Event:
@@ -113,9 +110,8 @@ class Reader:
         return verdicts.LOSS
 
     def _name(self, target: int) -> str:
-        return (
-            verdicts.LOSS if target == sampler.LOSS else self.found[target].name
-        )
+        is_loss = target == sampler.LOSS
+        return verdicts.LOSS if is_loss else self.found[target].name
 
     def overflow(self, sample: sampler.Sample) -> str | None:
         """Returns the layer whose gradients overflow first, going back.
@@ -146,7 +142,17 @@ class Reader:
             backward=known(sample.backward, exact.backward),
             gradients=known(sample.gradients, exact.gradients),
         )
-        return self.backward(kept, vanished(self.limits))
+        return self.underflow(kept)
+
+    def underflow(self, sample: sampler.Sample) -> str | None:
+        """Returns the layer whose gradients vanish first, going back."""
+
+        def vanished(row: Any) -> bool:
+            # Below four bits a gradient is noise.
+            small = _column(row, "largest") < 16 * self.limits.smallest
+            return small and not not_finite(row)
+
+        return self.backward(sample, vanished)
 
     def _weights_bad(
         self, index: int, sample: sampler.Sample, bad: Callable[[Any], bool]
@@ -188,16 +194,6 @@ class Reader:
 def not_finite(row: Any) -> bool:
     """Says of a row of measures whether an entry was not finite."""
     return _column(row, "not_finite") > 0
-
-
-def vanished(limits: _formats.Format) -> Callable[[Any], bool]:
-    """Returns what says of a row whether its entries have lost all digits."""
-
-    def check(row: Any) -> bool:
-        largest = _column(row, "largest")
-        return largest < _DIGITS * limits.smallest and not not_finite(row)
-
-    return check
 
 
 def _column(row: Any, name: str) -> float:

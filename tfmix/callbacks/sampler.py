@@ -30,9 +30,8 @@ LOSS = -1
 class Call:
     """What is known of one call when the step is traced."""
 
-    # Index of the layer, and the dtype of what it returns.
-    target: int
-    dtype: str
+    target: int  # index of the layer
+    dtype: str  # of what it returns
     # Whether other calls returned all of its inputs as they are, with no cast
     # and no other operation in between.
     inputs_known: bool
@@ -42,9 +41,8 @@ class Call:
 class Use:
     """A call of a layer on the very tensor that an earlier call returned."""
 
-    # Index of the earlier call, and of the layer that uses it, or `LOSS`.
-    maker: int
-    target: int
+    maker: int  # index of the earlier call
+    target: int  # index of the layer that uses it, or `LOSS`
     # The row of `Sample.shares` with the part of the gradient that this use
     # computes; None for the first use.
     share: int | None
@@ -66,8 +64,7 @@ class Sample:
     weights: np.ndarray
     gradients: np.ndarray
     scale: float
-    # Not scaled.
-    loss: float
+    loss: float  # not scaled
 
 
 class _Trace:
@@ -113,10 +110,7 @@ class _Trace:
 
 
 class Sampler:
-    """Compiles and runs the instrumented step of one compiled, built model.
-
-    Under dtypes that are `planned`, layers are not compared with float32.
-    """
+    """Compiles and runs the instrumented step of a compiled, built model."""
 
     def __init__(
         self,
@@ -126,6 +120,7 @@ class Sampler:
         planned: trial_policies.Plan | None = None,
     ) -> None:
         self._model, self._found, self._limits = model, found, limits
+        # Under such dtypes, layers are not compared with float32.
         self._planned = planned
         self._reference = trial_policies.reference(model)
         self._room = _CALLS_PER_LAYER * len(found) + 1
@@ -156,18 +151,10 @@ class Sampler:
 
     def _compile(self) -> Any:
         xla = bool(self._model.jit_compile)
-        is_jax = keras.backend.backend() == "jax"
-        if self._model.run_eagerly or (is_jax and not xla):
+        plain_jax = keras.backend.backend() == "jax" and not xla
+        if self._model.run_eagerly or plain_jax:
             return self._step
-        if is_jax:
-            import jax
-
-            return jax.jit(self._step)
-        import tensorflow as tf
-
-        return tf.function(
-            self._step, jit_compile=xla, autograph=False, reduce_retracing=True
-        )
+        return pullback.compiled(self._step, xla)
 
     def _step(self, state: Any, data: Any, override: Any) -> tuple[Any, ...]:
         weights, others = self._values(state)
@@ -253,7 +240,10 @@ class Sampler:
     def _row(self, call: probe.Call, leaves: list[Any]) -> Any:
         leaves = [ops.stop_gradient(leaf) for leaf in leaves]
         measured = ranges.vector(leaves[0], self._limits)
-        if self._planned is not None or not self._is_sixteen_bit(call):
+        dtypes = {layer.compute_dtype for layer in call.target.layers}
+        dtypes.update(map(probe.dtype, call.tensors))
+        sixteen = dtypes.intersection(_formats.SIXTEEN_BIT)
+        if self._planned is not None or not sixteen:
             return ops.concatenate([measured, ops.zeros((3,))])
         operation, limits = call.target.operation, self._limits
         exact = [
@@ -267,11 +257,6 @@ class Sampler:
         # that of a square root at an error of 0 would be NaN.
         error = deviation.error(leaves[0], ops.stop_gradient(right[0]))
         return ops.concatenate([measured, error, ops.zeros((1,))])
-
-    def _is_sixteen_bit(self, call: probe.Call) -> bool:
-        dtypes = {layer.compute_dtype for layer in call.target.layers}
-        dtypes.update(map(probe.dtype, call.tensors))
-        return bool(dtypes.intersection(_formats.SIXTEEN_BIT))
 
     def _values(self, state: Any) -> tuple[list[Any], list[Any]]:
         """Returns the trainable weights, and other variables with values."""

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix import _arguments, _errors, _formats
+from tfmix import _arguments, _errors
 from tfmix.conversion import trial_policies
 from tfmix.doctor import batch as trial
 from tfmix.doctor import pullback
@@ -75,11 +75,8 @@ def calibrate_loss_scale(
             "the model is trained on."
         )
     whole = trial.prepare(model, *first, loss)
-    dtypes = {
-        layer.compute_dtype
-        for layer in trial_policies.sixteen_bit_layers(model)
-    }
-    if _formats.FLOAT16.name not in dtypes:
+    sixteen = trial_policies.sixteen_bit_layers(model)
+    if all(layer.compute_dtype != "float16" for layer in sixteen):
         return 1.0
     is_finite = _compiled(whole)
     best = _HIGHEST
@@ -116,17 +113,10 @@ def _compiled(whole: trial.Batch) -> Callable[[Any, Any, int], bool]:
         )
         return finite.all_finite([scaled, *back([ops.ones_like(scaled)])])
 
-    if keras.backend.backend() == "jax":
-        import jax
-
-        step = jax.jit(step)
-    else:
-        import tensorflow as tf
-
-        step = tf.function(step, autograph=False, reduce_retracing=True)
+    run = pullback.compiled(step)
 
     def is_finite(x: Any, y: Any, power: int) -> bool:
         tensor = ops.convert_to_tensor(2.0**power, "float32")
-        return bool(step(whole.weights(), x, y, tensor))
+        return bool(run(whole.weights(), x, y, tensor))
 
     return is_finite

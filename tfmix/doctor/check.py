@@ -32,9 +32,6 @@ from tfmix.policy.in_force import penalties, scope, suited_optimizer, switch
 ROWS = 64
 # Where dynamic loss scaling starts, its rule's default, and its lowest.
 _LOSS_SCALE, _LOWEST = 2.0**15, 1.0
-# Factor between two scales that are tried when gradients overflow.
-_STEP_DOWN = 16.0
-_BAD_ROWS_SHOWN = 10
 
 
 def check(
@@ -126,8 +123,7 @@ def _run(
         found = probe.targets(batch.model)
         highest = _LOWEST if warning else _LOSS_SCALE
         visit = _Visit(batch, found, sixteen, limits, highest)
-        visit.run()
-    findings = visit.findings
+        findings = visit.run()
     if bad_rows:
         # Where no row is fine, all that is not finite is so because of them.
         findings = [
@@ -209,8 +205,8 @@ def _rows(
 
 def _bad_data(name: str, rows: Sequence[int]) -> verdicts.LayerVerdict:
     """Returns the row of the report for `x` or `y` with NaN or infinity."""
-    shown = ", ".join(map(str, rows[:_BAD_ROWS_SHOWN]))
-    more = ", ..." if len(rows) > _BAD_ROWS_SHOWN else ""
+    shown = ", ".join(map(str, rows[:10]))
+    more = ", ..." if len(rows) > 10 else ""
     where = f"{name} holds NaN or infinity in rows {shown}{more}"
     advice = f"numpy.isfinite({name})  # {where}: mend that first"
     phase, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
@@ -231,8 +227,8 @@ class _Visit:
     highest: float
     findings: list[verdicts.Finding] = dataclasses.field(default_factory=list)
 
-    def run(self) -> None:
-        """Makes the passes and collects the findings."""
+    def run(self) -> list[verdicts.Finding]:
+        """Makes the passes and returns the findings."""
         batch, found, limits = self.batch, self.found, self.limits
         self._reference = trial_policies.reference(batch.model)
         run = whole_model.sixteen_bit(batch, found, self.sixteen, limits.name)
@@ -246,11 +242,11 @@ class _Visit:
             one_layer.Judge(self.sixteen, run, truth, limits, scale)
         )
         while self.judge.scale > _LOWEST and self._overflows_backward():
-            lower = max(self.judge.scale / _STEP_DOWN, _LOWEST)
+            lower = max(self.judge.scale / 16.0, _LOWEST)
             self._judge_all(dataclasses.replace(self.judge, scale=lower))
         if batch.loss is not None and self._overflows_backward():
             self.findings = loss.blamed(self.findings, limits)
-        self.findings = _worst(_attributed(_traced_back(self.findings), found))
+        return _worst(_attributed(_traced_back(self.findings), found))
 
     def _judge_all(self, judge: one_layer.Judge) -> None:
         self.judge = judge

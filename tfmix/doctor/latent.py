@@ -1,8 +1,4 @@
-"""Faults that a layer's making shows, and this batch need not.
-
-Probabilities left in 16 bit, constants and weights that the format cannot
-hold, gradients without room at the lowest loss scale.
-"""
+"""Faults that a layer's making shows, and this batch need not."""
 
 import numbers
 from collections.abc import Sequence
@@ -37,8 +33,7 @@ def probabilities(
 ) -> verdicts.Finding | None:
     """Judges probabilities that the model returns in 16 bit.
 
-    Rounded probabilities have lost the logits behind them: where a class
-    has 0, the loss has no gradient that could raise it.
+    Where a class is rounded to 0, no gradient of the loss can raise it.
     """
     signature = judge.run.signatures[call.key]
     dtypes = _sixteen_bit(signature.outputs)
@@ -95,10 +90,7 @@ def no_room(
     found: Sequence[gaps.Gap | None],
     dtypes: Sequence[str],
 ) -> verdicts.Finding | None:
-    """Judges gradients at a loss scale of 1, where all steps may be lost.
-
-    `dtypes` are those the layer computes in. None if there is room.
-    """
+    """Judges gradients at a loss scale of 1, of a layer that has `dtypes`."""
     sixteen = _sixteen_bit(dtypes)
     # Beyond one bit too many, what is not lost was not made in 16 bit.
     tight = [

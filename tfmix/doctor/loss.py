@@ -12,9 +12,6 @@ from tfmix import _formats
 from tfmix.doctor import batch as batches
 from tfmix.doctor import gaps, one_layer, probe, pullback, verdicts, whole_model
 
-# Bits kept free for the sums inside a layer.
-_MARGIN = 2
-
 
 def scale(
     run: whole_model.SixteenBitRun,
@@ -24,8 +21,7 @@ def scale(
 ) -> float:
     """Returns the power of two that dynamic scaling would settle at.
 
-    `bounds` are the highest and the lowest scale. It is 1 in bfloat16, which
-    has float32's range.
+    `bounds` are the highest and the lowest; bfloat16 has float32's range: 1.
     """
     if limits.name != _formats.FLOAT16.name or truth is None:
         return 1.0
@@ -41,7 +37,8 @@ def scale(
     largest = max(map(_largest, [*truth.weights, *sixteen]), default=0.0)
     if largest == 0.0:
         return highest
-    fitting = 2.0 ** (math.floor(math.log2(limits.max / largest)) - _MARGIN)
+    # Two bits are kept free for the sums inside a layer.
+    fitting = 2.0 ** (math.floor(math.log2(limits.max / largest)) - 2)
     return min(max(fitting, lowest), highest)
 
 
@@ -86,10 +83,8 @@ def blamed(
 ) -> list[verdicts.Finding]:
     """Blames a loss out of range for gradients no loss scale brings back.
 
-    In float32, where Keras computes its losses, a sum over pixels is fine,
-    and so is the gradient of each pixel: those of the weights overflow. The
-    loss is at fault where it is out of the format's range and the forward
-    pass is fine.
+    A sum over pixels is fine in float32, and so is the gradient of each pixel;
+    those of the weights overflow.
     """
     forward = [one for one in found if one.phase != verdicts.BACKWARD]
     (loss,) = (one for one in forward if one.layer == verdicts.LOSS)

@@ -63,17 +63,7 @@ class NumericsReport(suggest.Checked, _tables.Printed):
         return suggest.policy(self, progress=progress)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draws the headroom of each layer.
-
-        Args:
-            path: Where to write a picture. Defaults to `None`: nowhere.
-
-        Returns:
-            The `matplotlib.figure.Figure`.
-
-        Raises:
-            ImportError: If matplotlib is missing.
-        """
+        """Draws the headroom of each layer, as `tfmix.plotting.headroom`."""
         from tfmix import plotting
 
         return plotting.headroom(self, path)

@@ -18,8 +18,7 @@ from tfmix.doctor import gaps, probe, pullback, whole_model
 class CallGaps:
     """The gaps one call opens by itself, in the order it opens them."""
 
-    # Of the inputs, by the cast to 16 bit alone, and of the outputs.
-    arguments: gaps.Gap
+    arguments: gaps.Gap  # of the inputs, by the cast to 16 bit alone
     outputs: gaps.Gap
     # Of the outputs' gradients, by the cast alone, and of those it computes.
     incoming: gaps.Gap | None = None

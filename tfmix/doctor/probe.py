@@ -19,10 +19,8 @@ class Target:
     """A layer, or an op of a functional graph, that is judged by itself."""
 
     operation: keras.Operation
-    # Its path where another has the same name.
-    name: str
-    # Names of the watched layers that hold it, outermost first.
-    inside: tuple[str, ...]
+    name: str  # its path where another has the same name
+    inside: tuple[str, ...]  # the watched layers that hold it, outermost first
     # Whether the parts inside it are judged with it, not by themselves: all
     # of Keras's own layers, and layers without parts.
     whole: bool

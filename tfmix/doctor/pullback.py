@@ -52,6 +52,19 @@ def export_gradient(
     return identity(tensor, token)
 
 
+def compiled(function: Callable[..., Any], xla: bool | None = None) -> Any:
+    """Compiles a function of tensors, on JAX always with XLA."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.jit(function)
+    import tensorflow as tf
+
+    return tf.function(
+        function, jit_compile=xla, autograph=False, reduce_retracing=True
+    )
+
+
 def _tensorflow(
     function: Callable[[Tensors], Tensors], inputs: Sequence[Any], sparse: bool
 ) -> tuple[Tensors, Callable[[Tensors], Tensors]]:

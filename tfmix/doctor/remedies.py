@@ -14,12 +14,11 @@ def line(
     finding: verdicts.Finding,
     layer_class: str,
     limits: _formats.Format,
-    unscaled: bool = False,
+    unscaled: bool,
 ) -> str:
-    """Returns a line of Python with a comment that says why.
+    """Returns a line of Python with a comment that says why, or nothing.
 
-    Empty for a layer that is fine. `unscaled` says that the model trains
-    without a loss scale, which would mend gradients that underflow.
+    An `unscaled` model trains without a loss scale, which mends underflow.
     """
     if finding.verdict == verdicts.OK:
         return finding.note and f"# {finding.note}"

@@ -42,9 +42,8 @@ class Checked:
 def policy(report: Checked, *, progress: bool) -> policies.Policy:
     """Searches by measurement: every candidate is checked.
 
-    First all layers at fault become float32, then those that show a fault
-    because of it, until none does. Then halves, quarters and single layers
-    are taken out again as long as the model stays healthy.
+    Layers at fault become float32 until none is, then halves, quarters and
+    single layers are taken out again as long as the model stays healthy.
     """
     if report.healthy:
         return report.policy

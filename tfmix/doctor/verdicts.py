@@ -152,30 +152,21 @@ def _badness(gap: gaps.Gap) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class LayerVerdict:
-    """A row of a report: one layer in one phase.
+    """A row of a report: one layer in one phase."""
 
-    Attributes:
-        layer: The layer's name, its path where the name is not unique,
-            `"loss"`, or `"x"` or `"y"` for data that is not finite.
-        phase: `"forward"`: its outputs; `"backward"`: the gradients it
-            computes, of its inputs and weights; `"weights"`: their values.
-        verdict: `"ok"`, `"overflow"`, `"underflow"`, `"inaccurate"` or
-            `"not_finite"`.
-        relative_error: Norm of the error that this layer alone makes in 16
-            bit, over the norm of the float32 result.
-        headroom_bits: How often the result can be doubled before it leaves
-            the format; negative if it has left it.
-        advice: The line of code that mends it; empty for most healthy rows.
-        gradient_cosine: Cosine between the 16-bit and the float32 gradient,
-            None in other phases.
-        broken: Whether it is at fault and not finite in float32 either.
-    """
-
+    # Its path where the name is not unique; `"loss"`; `"x"` or `"y"` for data
+    # that is not finite.
     layer: str
+    # `"forward"`: its outputs; `"backward"`: the gradients it computes, of its
+    # inputs and weights; `"weights"`: their values.
     phase: str
-    verdict: str
+    verdict: str  # `"ok"`, or one of the four faults
+    # Norm of the error that this layer alone makes in 16 bit, over the norm of
+    # the float32 result.
     relative_error: float
+    # How often the result can be doubled before it leaves the format.
     headroom_bits: float
-    advice: str
+    advice: str  # the line of code that mends it, or a note
+    # Between the 16-bit and the float32 gradient.
     gradient_cosine: float | None = None
-    broken: bool = False
+    broken: bool = False  # at fault, and not finite in float32 either

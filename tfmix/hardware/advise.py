@@ -15,8 +15,6 @@ from tfmix.hardware import products
 # Tensor Cores work on multiples of 8 in 16 bit (NVIDIA's mixed-precision
 # guide), the MXU of a TPU on tiles of 128.
 GPU_MULTIPLE, TPU_MULTIPLE = 8, 128
-# Padding that adds more than this to a layer's work gives away what it wins.
-_MOST_PADDING = 0.25
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 # Policies, and the dtypes of weights and activations under each.
 _POLICIES = {
@@ -26,8 +24,6 @@ _POLICIES = {
     "float16": ("float16", "float16"),
     "bfloat16": ("bfloat16", "bfloat16"),
 }
-# Adam's, where the model has no optimizer yet.
-_SLOTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,19 +143,19 @@ def advise(model: keras.Model, batch_size: int) -> Advice:
 
 
 def _row(layer: Any, found: tuple[products.Product, ...]) -> LayerProducts:
+    gpu, tpu = (
+        all(one.k % size == one.n % size == 0 for one in found)
+        for size in (GPU_MULTIPLE, TPU_MULTIPLE)
+    )
     return LayerProducts(
         layer.path or layer.name,
         str(layer.compute_dtype),
         tuple((one.m, one.k, one.n) for one in found),
-        _aligned(found, GPU_MULTIPLE),
-        _aligned(found, TPU_MULTIPLE),
+        gpu,
+        tpu,
         sum(one.flops for one in found),
         _padding(found[0]),
     )
-
-
-def _aligned(found: tuple[products.Product, ...], multiple: int) -> bool:
-    return all(one.k % multiple == one.n % multiple == 0 for one in found)
 
 
 def _padding(product: products.Product) -> str:
@@ -167,7 +163,8 @@ def _padding(product: products.Product) -> str:
     for name, size in (("k", product.k), ("n", product.n)):
         padded = -(-size // GPU_MULTIPLE) * GPU_MULTIPLE
         small = size < GPU_MULTIPLE * 2
-        if padded != size and (small or padded / size - 1 <= _MOST_PADDING):
+        # Padding that adds more to the work gives away what it wins.
+        if padded != size and (small or padded / size <= 1.25):
             hints.append(f"{name} {size} -> {padded}")
     return ", ".join(hints)
 
@@ -175,7 +172,7 @@ def _padding(product: products.Product) -> str:
 def _memory(model: Any, found: list[products.Use]) -> dict[str, Memory]:
     trainable = _elements(model.trainable_variables)
     weights = trainable + _elements(model.non_trainable_variables)
-    slots = _SLOTS * trainable
+    slots = 2 * trainable  # Adam's, where the model has no optimizer yet
     chain = list(optimizers.chain(getattr(model, "optimizer", None)))
     # The optimizer inside all wrappers.
     if chain and chain[-1].built:

@@ -36,8 +36,7 @@ class Use:
     layer: keras.Layer
     products: tuple[Product, ...]
     outputs: int
-    # Whether other layers are called inside it.
-    has_parts: bool
+    has_parts: bool  # whether other layers are called inside it
 
 
 def uses(model: keras.Model, batch_size: int) -> list[Use]:
