@@ -8,19 +8,18 @@ class Format:
     """Limits of one binary floating-point format."""
 
     name: str  # the dtype name Keras uses
-    bits: int
     max: float  # the largest finite value
     tiny: float  # the smallest positive normal value
     smallest: float  # the smallest positive subnormal value
     epsilon: float  # from 1.0 to the next larger value
 
 
-FLOAT16 = Format("float16", 16, 65504.0, 2.0**-14, 2.0**-24, 2.0**-10)
+FLOAT16 = Format("float16", 65504.0, 2.0**-14, 2.0**-24, 2.0**-10)
 BFLOAT16 = Format(
-    "bfloat16", 16, (2.0 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133, 2.0**-7
+    "bfloat16", (2.0 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133, 2.0**-7
 )
 FLOAT32 = Format(
-    "float32", 32, (2.0 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149, 2.0**-23
+    "float32", (2.0 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149, 2.0**-23
 )
 
 FORMATS = {fmt.name: fmt for fmt in (FLOAT16, BFLOAT16, FLOAT32)}

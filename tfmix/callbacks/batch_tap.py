@@ -10,9 +10,8 @@ import keras
 class Tap:
     """Stands for `model.train_function` and shows some batches to a function.
 
-    `look` gets the state (the values of all variables on JAX, None on
-    TensorFlow) and the batch, before the step is made. `step` is the number
-    of the next training step.
+    Before the step `step`, `look` gets the state, which is the values of all
+    variables on JAX and None on TensorFlow, and the batch.
     """
 
     def __init__(

@@ -90,9 +90,7 @@ def prepare(
 ) -> Batch:
     """Checks the arguments of a check and builds the model if need be.
 
-    At most `most` rows are kept, of a dataset those of its first batch. The
-    loss is what `compile` takes, a function of `(y, outputs)`, or None for the
-    loss that the model was compiled with.
+    At most `most` rows are kept, of a dataset those of its first batch.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(

@@ -16,13 +16,9 @@ from tfmix.doctor import gaps, one_layer, probe, verdicts
 
 # Share of a model's probabilities below the normal range that is a fault.
 LOW_SHARE = 0.1
-_SUM_TOLERANCE = 1e-3
-# In 16 bit, where bfloat16 rounds by up to 0.004.
-_ROUNDED_TOLERANCE = 0.01
 # Bits kept free at the lowest scale, for the next batch's gradients: over 200
 # steps they come to 3 times those at the start.
 _FREE_BITS = 2
-_EPSILONS = ("epsilon", "eps", "_epsilon", "_eps")
 # A constant guards against an input that is zero, or one that drives some
 # value inside to zero, as large logits do behind a softmax.
 _PROBES = (0.0, 64.0)
@@ -69,7 +65,7 @@ def _are_probabilities(operation: Any, outputs: list[Any]) -> bool:
             values = np.asarray(ops.convert_to_numpy(leaf))
             inside = np.all((values >= 0) & (values <= 1))
             sums = values.sum(-1, dtype=np.float64)
-            if inside and np.allclose(sums, 1.0, atol=_SUM_TOLERANCE):
+            if inside and np.allclose(sums, 1.0, atol=1e-3):
                 return True
     return False
 
@@ -81,7 +77,8 @@ def looks_like_probabilities(output: Any) -> Any:
     values = ops.cast(output, "float32")
     inside = ops.all((values >= 0) & (values <= 1))
     away = ops.max(ops.abs(ops.sum(values, -1) - 1.0))
-    return ops.cast(inside & (away <= _ROUNDED_TOLERANCE), "float32")
+    # The values may be in 16 bit, where bfloat16 rounds by up to 0.004.
+    return ops.cast(inside & (away <= 0.01), "float32")
 
 
 def no_room(
@@ -131,7 +128,8 @@ def vanishing_constant(
 
 def _constants(operation: Any) -> list[Any]:
     """Lists attributes called epsilon, and what the code of `call` names."""
-    found = [vars(operation).get(name) for name in _EPSILONS]
+    names = ("epsilon", "eps", "_epsilon", "_eps")
+    found = [vars(operation).get(name) for name in names]
     call: Any = getattr(type(operation), "call", None)
     if not host.is_builtin(operation) and hasattr(call, "__code__"):
         code = call.__code__

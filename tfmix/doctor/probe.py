@@ -88,7 +88,7 @@ def watched(
 ) -> Iterator[None]:
     """Hands each call of the targets to a function, for a block.
 
-    `on_call` returns the outputs to go on with. It gets those made in it, too.
+    `on_call` returns the outputs to go on with; it gets its own calls, too.
     """
     counts: Counter[int] = Counter()
 
@@ -152,8 +152,7 @@ def _visit(
         keras.backend.standardize_dtype(operation.compute_dtype)
     )
     if floats and not structure:
-        target = Target(operation, operation.name, inside, whole)
-        found[id(operation)] = target
+        found[id(operation)] = Target(operation, operation.name, inside, whole)
         inside = (*inside, operation.name)
     if not whole:
         for part in inner:

@@ -14,11 +14,10 @@ def pullback(
     *,
     sparse: bool = False,
 ) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
-    """Computes a function, and returns how gradients go back through it.
+    """Computes a function, and returns how gradients go back through it, once.
 
-    The second result is to be called once. It turns gradients of the outputs,
-    in their dtypes, into gradients of the inputs, zeros where nothing depends.
-    With `sparse`, a `tf.IndexedSlices` is returned as its values alone.
+    Gradients of the outputs, in their dtypes, become those of the inputs. With
+    `sparse`, a `tf.IndexedSlices` is returned as its values alone.
     """
     if keras.backend.backend() == "tensorflow":
         return _tensorflow(function, inputs, sparse)
@@ -33,8 +32,7 @@ def export_gradient(
 ) -> Any:
     """Returns a tensor unchanged, and measures its gradient.
 
-    The gradient of `token`, a float32 vector whose value is not used, will be
-    `measure(gradient of tensor)`.
+    That becomes the gradient of `token`, a float32 vector that is not used.
     """
 
     def back(grad: Any) -> tuple[Any, Any]:

@@ -61,10 +61,10 @@ def uses(model: keras.Model, batch_size: int) -> list[Use]:
         def call(*args: Any, **kwargs: Any) -> Any:
             outputs = original(*args, **kwargs)
             given, made = _shapes((args, kwargs)), _shapes(outputs)
+            multiplied = tuple(_products(layer, given, made))
             elements = sum(map(math.prod, made))
             has_parts = len(host.flat_layers(layer)) > 1
-            made_of = tuple(_products(layer, given, made))
-            found.append(Use(layer, made_of, elements, has_parts))
+            found.append(Use(layer, multiplied, elements, has_parts))
             return outputs
 
         return call
