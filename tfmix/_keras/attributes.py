@@ -25,8 +25,7 @@ def swap(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
 
 def replaced() -> list[Place]:
     """Returns every place that is replaced for the whole process just now."""
-    places = [place for each in _registry for place in each.places()]
-    return list(dict.fromkeys(places))
+    return list(dict.fromkeys(p for each in _registry for p in each.places()))
 
 
 class Replacements:
@@ -49,26 +48,23 @@ class Replacements:
     def set(self, wanted: Mapping[Place, Callable[[Any], Any]]) -> None:
         """Makes the replaced places exactly those of `wanted`.
 
-        Args:
-            wanted: For each place a function that takes what is there and
-                returns what is to stand there. A place that is replaced
-                already is left as it is.
+        For each it holds a function from what is there to what is to stand
+        there. A place that is replaced already is left as it is.
         """
         with self._lock:
             for place in [p for p in self._replaced if p not in wanted]:
                 self._restore(place)
             for place, make in wanted.items():
                 if place not in self._replaced:
-                    owner, attribute = place
-                    original = vars(owner)[attribute]
-                    setattr(owner, attribute, make(original))
-                    current = vars(owner)[attribute]
-                    self._replaced[place] = (original, current)
+                    owner, name = place
+                    original = vars(owner)[name]
+                    setattr(owner, name, make(original))
+                    self._replaced[place] = (original, vars(owner)[name])
 
     def _restore(self, place: Place) -> None:
-        owner, attribute = place
+        owner, name = place
         original, ours = self._replaced.pop(place)
         # Whoever replaced the attribute after us keeps their version; ours
         # inside it then finds nothing in force and passes every call on.
-        if vars(owner).get(attribute) is ours:
-            setattr(owner, attribute, original)
+        if vars(owner).get(name) is ours:
+            setattr(owner, name, original)

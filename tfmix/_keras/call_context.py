@@ -18,8 +18,8 @@ def is_outermost(layer: keras.Layer) -> bool:
     """Says whether a layer was called by no other, and with real tensors."""
     if on_shapes_only():
         return False
-    state = _common("global_state")
-    context = state.get_global_attribute("current_call_ctx")
+    get = _common("global_state").get_global_attribute
+    context = get("current_call_ctx")
     return context is not None and context.entry_layer is layer
 
 

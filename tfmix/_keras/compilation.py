@@ -33,8 +33,7 @@ _originals: list[property] = []
 def by_xla() -> bool:
     """Returns whether what is traced now becomes part of an XLA program.
 
-    If TensorFlow does not tell, the answer is no: the step is right then,
-    only slower.
+    No if TensorFlow does not tell: the step is right then, only slower.
     """
     if keras.backend.backend() != "tensorflow":
         return True
@@ -90,16 +89,13 @@ def becomes_constant(variable: keras.Variable) -> bool:
     if scope is not None and scope.get_current_value(variable) is not None:
         return False
     # Only while it compiles does JAX make a tracer out of a constant.
-    compiling = isinstance(jax.numpy.zeros(()), jax.core.Tracer)
-    return compiling and not isinstance(variable.value, jax.core.Tracer)
+    return is_symbolic(jax.numpy.zeros(())) and not is_symbolic(variable.value)
 
 
 def is_host_readable(variable: keras.Variable) -> bool:
     """Returns whether NumPy can read the variable here."""
     if keras.backend.backend() == "jax":
-        import jax
-
-        return not isinstance(variable.value, jax.core.Tracer)
+        return not is_symbolic(variable.value)
     import tensorflow as tf
 
     return bool(tf.executing_eagerly())
@@ -121,8 +117,7 @@ def trace() -> Any:
 def untouched(function: Function) -> Function:
     """Returns the function, to be run by AutoGraph as it is written.
 
-    A user's `tf.function` is rewritten together with all that it calls. Our
-    functions hold no Python control flow on tensors: to rewrite them takes
+    Our functions hold no Python control flow on tensors: to rewrite them takes
     time and prints warnings where AutoGraph does not know a newer Python.
     """
     if keras.backend.backend() != "tensorflow":
@@ -137,15 +132,9 @@ def outside_of_tracing(
 ) -> contextlib.AbstractContextManager:
     """Creates variables outside of the function that TensorFlow is tracing.
 
-    Masters start from the model's variables. TensorFlow cannot move such a
+    Masters start from a model's variables. TensorFlow cannot move such a
     first value out of a function by itself, and XLA refuses what stays in.
-
-    Args:
-        variables: The model's variables, whose values are read.
-
-    Returns:
-        A context manager; one that does nothing where nothing is traced, on
-        replicas, and where the model itself is created in the function.
+    It does nothing on replicas, and where the function creates the model.
     """
     if keras.backend.backend() != "tensorflow":
         return contextlib.nullcontext()
@@ -174,8 +163,7 @@ def is_symbolic(tensor: Any) -> bool:
 def may_be_written(variable: Any) -> bool:
     """Says whether what was traced so far may change a `tf.Variable`.
 
-    True wherever that cannot be known: in eager mode, and where a function
-    that was traced apart takes the variable.
+    True also in eager mode, and where a function traced apart takes it.
     """
     import tensorflow as tf
 
@@ -232,5 +220,4 @@ def _function_class() -> type:
     module = importlib.import_module(
         "tensorflow.python.eager.polymorphic_function.polymorphic_function"
     )
-    function: type = module.Function
-    return function
+    return module.Function  # type: ignore[no-any-return]

@@ -16,17 +16,13 @@ from tfmix import _formats
 FIRST_CALLED = "_check_super_called"
 
 
-def put(layer: keras.Layer, name: str, value: Any) -> None:
+def put(layer: Any, name: str, value: Any) -> None:
     """Sets an attribute without Keras tracking it as state."""
     object.__setattr__(layer, name, value)
 
 
 def set_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
-    """Sets a layer's policy as it is given.
-
-    Keras's own setter would write into the map, if the layer has one, and the
-    map is the user's.
-    """
+    """Sets a layer's policy; Keras's setter would write into a user's map."""
     put(layer, "_dtype_policy", policy)
 
 
@@ -69,14 +65,11 @@ def until_built(
 
 
 def widen_inputs(layer: Any) -> Callable[[], None]:
-    """Lets a nested model pass its 16-bit inputs on in float32.
+    """Lets a nested model pass its inputs on in float32; returns the undo.
 
     A Functional or Sequential model notes the dtype of the tensors it was
     made of and casts to it, also once its own layers, and the one before it,
     compute in float32. Each layer inside casts what it takes anyway.
-
-    Returns:
-        A function that puts the dtypes back.
     """
     graph = getattr(layer, "_functional", None) or layer
     noted = []
@@ -86,11 +79,11 @@ def widen_inputs(layer: Any) -> Callable[[], None]:
         for holder in (tensor, getattr(history, "operation", None)):
             dtype = vars(holder).get("_dtype") if holder is not None else None
             if dtype in _formats.SIXTEEN_BIT:
-                object.__setattr__(holder, "_dtype", _formats.FLOAT32.name)
+                put(holder, "_dtype", _formats.FLOAT32.name)
                 noted.append((holder, dtype))
 
     def restore() -> None:
         for holder, dtype in noted:
-            object.__setattr__(holder, "_dtype", dtype)
+            put(holder, "_dtype", dtype)
 
     return restore

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import layer_policies
+from tfmix._keras import attributes, compilation, layer_policies
 
 
 def is_structure(layer: Any) -> bool:
@@ -19,10 +19,8 @@ def is_structure(layer: Any) -> bool:
     if not isinstance(layer, keras.Sequential | functional.Functional):
         return False
     # A subclass with a `call` of its own computes what it likes.
-    return type(layer).call in (
-        keras.Sequential.call,
-        functional.Functional.call,
-    )
+    own = keras.Sequential.call, functional.Functional.call
+    return type(layer).call in own
 
 
 def is_builtin(layer: Any) -> bool:
@@ -43,8 +41,7 @@ def flat_layers(layer: Any) -> list[Any]:
     """Returns a layer and every layer inside it, each once."""
     if not isinstance(layer, keras.Layer):
         return []
-    found = {id(inner): inner for inner in layer._flatten_layers()}
-    return list(found.values())
+    return list({id(each): each for each in layer._flatten_layers()}.values())
 
 
 def parts(layer: keras.Layer) -> list[keras.Layer]:
@@ -100,24 +97,17 @@ def owns_random_numbers(layer: Any) -> bool:
 
 @contextlib.contextmanager
 def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
-    """Gives layers other dtype policies for the length of a block.
+    """Gives layers other dtype policies for a block.
 
-    Keras's setter is not used: it would write into the user's own
-    `DTypePolicyMap`.
+    Keras's setter would write into the user's own `DTypePolicyMap`.
     """
-    before = {layer: vars(layer)["_dtype_policy"] for layer in plan}
-    undo = []
-    try:
+    with contextlib.ExitStack() as undo:
         for layer, policy in plan.items():
-            object.__setattr__(layer, "_dtype_policy", policy)
-            if policy is not before[layer]:
-                undo.append(layer_policies.widen_inputs(layer))
+            before = vars(layer)["_dtype_policy"]
+            attributes.swap(undo, layer, "_dtype_policy", policy)
+            if policy is not before:
+                undo.callback(layer_policies.widen_inputs(layer))
         yield
-    finally:
-        for restore in reversed(undo):
-            restore()
-        for layer, policy in before.items():
-            object.__setattr__(layer, "_dtype_policy", policy)
 
 
 def autocast(dtype: str | None) -> Any:
@@ -142,9 +132,7 @@ def is_number(tensor: Any) -> bool:
     """Says whether a tensor holds values, and is no part of a trace."""
     if keras.backend.backend() != "jax":
         return hasattr(tensor, "numpy")
-    import jax
-
-    return not isinstance(tensor, jax.core.Tracer)
+    return not compilation.is_symbolic(tensor)
 
 
 @contextlib.contextmanager
@@ -155,21 +143,11 @@ def calls_replaced(
 
     `make` gets an index and the original `call`, and returns the new one.
     """
-    before = [
-        (operation, vars(operation).get("call")) for operation in operations
-    ]
-    try:
+    with contextlib.ExitStack() as undo:
         for index, operation in enumerate(operations):
             replacement = make(index, operation.call)
-            # Past Keras's attribute tracking, which is for a layer's state.
-            object.__setattr__(operation, "call", replacement)
+            attributes.swap(undo, operation, "call", replacement)
         yield
-    finally:
-        for operation, own in before:
-            if own is not None:
-                object.__setattr__(operation, "call", own)
-            else:
-                vars(operation).pop("call", None)
 
 
 def run_on_shapes(function: Callable[..., Any], inputs: list[Any]) -> Any:

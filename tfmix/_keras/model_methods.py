@@ -27,11 +27,7 @@ class Part(Protocol):
 
 
 class ModelMethods:
-    """What stands around the methods of one model, by the role it plays.
-
-    Args:
-        model: The model; get the owner of its methods by `of(model)`.
-    """
+    """What stands around the methods of one model, by role; see `of`."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
@@ -51,9 +47,7 @@ class ModelMethods:
 
     def take_off(self, role: str) -> None:
         """Removes what has a role; one that nothing has is no error."""
-        parts = self.parts
-        parts.pop(role, None)
-        self.restore(parts)
+        self.restore({k: v for k, v in self._parts.items() if k != role})
 
     def restore(self, parts: Mapping[str, Part]) -> None:
         """Makes what is in force exactly these parts."""
@@ -73,8 +67,7 @@ class ModelMethods:
             self._users.pop(name, None)
         else:
             self._users[name] = own
-        method = self._composed(name)
-        self._installed[name] = method
+        self._installed[name] = method = self._composed(name)
         object.__setattr__(self._model, name, method)
 
     def _remove(self, name: str) -> None:

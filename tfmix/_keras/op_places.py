@@ -23,7 +23,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import attributes, layer_policies
+from tfmix._keras import attributes
 
 # Later Keras versions keep the op modules below `backend.ops`.
 _BACKEND_PARENTS = ("keras.src.backend", "keras.src.backend.ops")
@@ -52,14 +52,9 @@ def op_names() -> list[str]:
 
 @functools.cache
 def targets(name: str) -> tuple[attributes.Place, ...]:
-    """Finds what has to be replaced to reach all work of one op.
+    """Finds what has to be replaced to reach all work of one op, if any.
 
-    Args:
-        name: A name as in `keras.ops` or `keras.activations`.
-
-    Returns:
-        `(owner, attribute)` pairs, empty if there is nothing to replace. What
-        stands there is a function, or a module: see `stand_in`.
+    What stands there is a function, or a module: see `stand_in`.
     """
     if name == ATTENTION:
         methods = _attention_methods()
@@ -92,22 +87,16 @@ def writes_out(layer: keras.Layer, arguments: dict[str, Any]) -> bool:
 def float32_softmax(layer: keras.Layer) -> Iterator[None]:
     """Keeps the layer's own softmax from casting its logits to 16 bit."""
     softmax = getattr(layer, "_softmax", None)
-    if softmax is None:
+    with contextlib.ExitStack() as undo:
+        if softmax is not None:
+            float32 = keras.DTypePolicy("float32")
+            attributes.swap(undo, softmax, "_dtype_policy", float32)
         yield
-        return
-    before = vars(softmax)["_dtype_policy"]
-    layer_policies.set_policy(softmax, keras.DTypePolicy("float32"))
-    try:
-        yield
-    finally:
-        layer_policies.set_policy(softmax, before)
 
 
 def _function(name: str) -> tuple[attributes.Place, ...]:
-    for parents, function in (
-        (_BACKEND_PARENTS, name),
-        (_OP_PARENTS, f"_{name}"),
-    ):
+    places = (_BACKEND_PARENTS, name), (_OP_PARENTS, f"_{name}")
+    for parents, function in places:
         for package, theme, module in _modules(parents):
             if _defines(module, function):
                 if function == name and theme == _LINEAR_ALGEBRA:
@@ -118,10 +107,7 @@ def _function(name: str) -> tuple[attributes.Place, ...]:
 
 def _attention_methods() -> tuple[attributes.Place, ...]:
     """Returns where the attention layers write attention out."""
-    layers = (
-        keras.layers.MultiHeadAttention,
-        keras.layers.GroupQueryAttention,
-    )
+    layers = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
     return tuple(
         (c, ATTENTION_METHOD) for c in layers if ATTENTION_METHOD in vars(c)
     )

@@ -14,22 +14,22 @@ import keras
 
 from tfmix._keras import attributes
 
+Optimizer = keras.optimizers.Optimizer
 
-def chain(
-    optimizer: keras.optimizers.Optimizer | None,
-) -> Iterator[keras.optimizers.Optimizer]:
-    """Yields an optimizer and those inside it, outermost first."""
+
+def chain(optimizer: Optimizer | None) -> Iterator[Optimizer]:
+    """Yields an optimizer and those it wraps, outermost first."""
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
-def with_nested(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
-    """Yields an optimizer and all that it holds, in lists as well.
+def with_nested(optimizer: Any) -> Iterator[Optimizer]:
+    """Yields an optimizer and all that it holds, outermost first.
 
     What is no optimizer of Keras's yields nothing.
     """
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         return
     yield optimizer
     for value in list(vars(optimizer).values()):
@@ -37,9 +37,7 @@ def with_nested(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
             yield from with_nested(each)
 
 
-def workers(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[keras.optimizers.Optimizer]:
+def workers(optimizer: Optimizer) -> list[Optimizer]:
     """Returns the optimizers of a `MultiOptimizer`, or the one given."""
     return getattr(optimizer, "optimizers", [optimizer])
 
@@ -47,67 +45,53 @@ def workers(
 def key(variable: Any) -> Any:
     """Returns the key under which optimizers find what belongs to a variable.
 
-    Args:
-        variable: A `keras.Variable`, or one replica's copy in its place.
+    One replica's copy of a variable has the same.
     """
     # It reads nothing of the optimizer.
-    return keras.optimizers.Optimizer._var_key(None, variable)
+    return Optimizer._var_key(None, variable)
 
 
-def own_variables(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[keras.Variable]:
+def own_variables(optimizer: Optimizer) -> list[keras.Variable]:
     """Returns a wrapper's variables without the inner optimizer's."""
     return list(optimizer._variables)
 
 
-def remember(
-    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
-) -> None:
+def remember(optimizer: Optimizer, variables: list[keras.Variable]) -> None:
     """Lets a wrapper know the model's variables, without tracking them."""
-    own = optimizer.__dict__
-    own["_trainable_variables"] = variables
-    own["_trainable_variables_indices"] = {
+    vars(optimizer)["_trainable_variables"] = variables
+    vars(optimizer)["_trainable_variables_indices"] = {
         key(variable): index for index, variable in enumerate(variables)
     }
 
 
-def remembered(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+def remembered(optimizer: Optimizer) -> list[keras.Variable]:
     """Returns the variables that an optimizer was built with."""
     return list(optimizer._trainable_variables)
 
 
 def recognised(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
+    optimizer: Optimizer, variables: Sequence[Any]
 ) -> list[keras.Variable]:
     """Returns the variables of the build that others stand for.
 
-    Raises:
-        ValueError: If an optimizer was not built with one of them.
+    A `ValueError` names one that the optimizer was not built with.
     """
     optimizer._check_variables_are_known(variables)
     known = optimizer._trainable_variables
     return [known[optimizer._get_variable_index(v)] for v in variables]
 
 
-def positions(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
-) -> list[int]:
+def positions(optimizer: Optimizer, variables: Sequence[Any]) -> list[int]:
     """Returns the places of variables among those of the build."""
     places = optimizer._trainable_variables_indices
     return [places[key(variable)] for variable in variables]
 
 
 @contextlib.contextmanager
-def alone(
-    optimizer: keras.optimizers.Optimizer | None, strategy: Any = None
-) -> Iterator[None]:
+def alone(optimizer: Optimizer | None, strategy: Any = None) -> Iterator[None]:
     """Lets an optimizer, and all in it, sum no gradients over replicas.
 
-    Args:
-        optimizer: The optimizer, if any.
-        strategy: What it takes for its `tf.distribute.Strategy`; its own if
-            `None`.
+    A strategy takes the place of its own `tf.distribute.Strategy`.
     """
     with contextlib.ExitStack() as undo:
         for each in with_nested(optimizer):
@@ -118,7 +102,7 @@ def alone(
         yield
 
 
-def strategy_of(optimizer: keras.optimizers.Optimizer) -> Any:
+def strategy_of(optimizer: Optimizer) -> Any:
     """Returns the `tf.distribute.Strategy` it was made under, or `None`."""
     return getattr(optimizer, "_distribution_strategy", None)
 
@@ -126,25 +110,28 @@ def strategy_of(optimizer: keras.optimizers.Optimizer) -> Any:
 class OverwritesThroughInner:
     """Mixin: overwrites variables as the inner optimizer does."""
 
-    inner_optimizer: keras.optimizers.Optimizer
+    inner_optimizer: Optimizer
 
     def _overwrite_variable_with_gradient(self, variable: Any) -> Any:
         return self.inner_optimizer._overwrite_variable_with_gradient(variable)
 
 
-def count_as_tracked(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> None:
+def count_as_tracked(optimizer: Optimizer, variable: keras.Variable) -> None:
     """Keeps an optimizer from adding a variable to those that it saves."""
     optimizer._tracker.stored_ids["variables"].add(id(variable))
 
 
-def uses_weight_decay(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> bool:
+def uses_weight_decay(optimizer: Optimizer, variable: keras.Variable) -> bool:
     """Returns False if `exclude_from_weight_decay` named the variable."""
     decide = getattr(optimizer, "_use_weight_decay", None)
-    return True if decide is None else bool(decide(variable))
+    return decide is None or bool(decide(variable))
+
+
+def undecayed(
+    optimizer: Optimizer, variables: Sequence[keras.Variable]
+) -> list[keras.Variable]:
+    """Returns the variables that an optimizer's weight decay leaves out."""
+    return [v for v in variables if not uses_weight_decay(optimizer, v)]
 
 
 def named(
@@ -154,7 +141,7 @@ def named(
 ) -> list[keras.Variable]:
     """Returns what the arguments of `exclude_from_weight_decay` mean."""
     keys = {key(variable) for variable in var_list or ()}
-    pattern = "|".join(var_names) if var_names else None
+    pattern = "|".join(var_names or ())
     return [
         variable
         for variable in variables

@@ -48,8 +48,7 @@ def adopt_optimizer(
 ) -> None:
     """Makes an optimizer the compiled model's, also in what it saves.
 
-    Keras saves the optimizer `compile` was given, not the one made of it, and
-    drops its state when it is loaded under another policy.
+    Keras would save the one `compile` was given, without its state.
     """
     model.optimizer = optimizer
     save_compile_argument(model, "optimizer", optimizer)

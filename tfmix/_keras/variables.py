@@ -29,8 +29,7 @@ def is_narrow(variable: keras.Variable) -> bool:
 def is_sixteen_bit(variable: keras.Variable) -> bool:
     """Returns whether a 16-bit variable is one that gradients update.
 
-    Variables that are overwritten with their gradient (float8 scales) have no
-    update to lose.
+    One overwritten with its gradient (a float8 scale) has no update to lose.
     """
     overwritten = getattr(variable, "overwrite_with_gradient", False)
     return is_narrow(variable) and not overwritten
@@ -51,9 +50,8 @@ def adopt(target: keras.Variable, variable: keras.Variable) -> keras.Variable:
     patterns and the names of the slots then match as they do in float32.
     """
     target._path = variable.path
-    target.trainable = variable.trainable
-    target.constraint = variable.constraint
-    target.regularizer = variable.regularizer
+    for name in ("trainable", "constraint", "regularizer"):
+        setattr(target, name, getattr(variable, name))
     return target
 
 
@@ -89,12 +87,7 @@ def local(variable: Any) -> Any:
 
 
 def assign_all(variables: Variables, values: Sequence[Any]) -> None:
-    """Assigns every array, or none if one does not fit.
-
-    Raises:
-        ValueError: If the counts or a shape differ, or an array holds no
-            numbers.
-    """
+    """Assigns every array, or none (`ValueError`) if one does not fit."""
     if len(values) != len(variables):
         raise ValueError(
             "There must be one array for each of `optimizer.variables`. "
@@ -120,7 +113,7 @@ def own_trainable(layer: keras.Layer) -> list[keras.Variable]:
 
 def own_variables(layer: keras.Layer) -> list[keras.Variable]:
     """Returns the variables a layer itself holds, not those of its layers."""
-    return [*layer._trainable_variables, *layer._non_trainable_variables]
+    return own_trainable(layer) + list(layer._non_trainable_variables)
 
 
 def cast_in_place(variable: keras.Variable, dtype: str) -> None:
@@ -192,10 +185,7 @@ class Float32View(keras.Variable):
         return self.stored.value if self.colocating else self
 
     def assign(self, value: Any, **kwargs: Any) -> Any:
-        """Stores a value of any float dtype; returns it in float32.
-
-        `kwargs` are those of `tf.Variable.assign`, without effect.
-        """
+        """Stores a value; ignores `kwargs` of `tf.Variable.assign`."""
         value = ops.cast(value, "float32")
         self.store(value)
         return value
