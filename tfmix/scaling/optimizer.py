@@ -210,10 +210,7 @@ class LossScaleOptimizer(
 
     @compilation.untouched
     def current_scale(self) -> Any:
-        """Returns the loss scale in force as a tensor, without a copy to host.
-
-        Returns:
-            Float32 scalar tensor.
+        """Returns the scale as a float32 scalar tensor, not copied to host.
 
         Raises:
             ValueError: If `jax.jit` would make a constant of it.
@@ -359,17 +356,16 @@ class LossScaleOptimizer(
                 "call `optimizer.apply(grads, variables)`. Received: "
                 f"backend={keras.backend.backend()!r}."
             )
-        self._require_built("stateless_apply")
+        if not self.built:
+            raise ValueError(
+                "`stateless_apply` needs a built optimizer. Call "
+                "`optimizer.build(model.trainable_variables)` first."
+            )
         from tfmix.scaling.step import jax_step
 
         self._check_step(grads, unscaled)
-        return jax_step.stateless_apply(
-            self,
-            list(optimizer_variables),
-            list(grads),
-            list(trainable_variables),
-            unscaled,
-        )
+        values = map(list, (optimizer_variables, grads, trainable_variables))
+        return jax_step.stateless_apply(self, *values, unscaled)
 
     @compilation.untouched
     def apply_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
@@ -415,13 +411,7 @@ class LossScaleOptimizer(
         """Divides gradients for `apply_gradients`, as the old tf.keras did.
 
         `apply_gradients` then takes true gradients until `scale_loss` is
-        called again.
-
-        Args:
-            grads: Scaled gradients; `None` where there is none.
-
-        Returns:
-            What `unscale_gradients` returns.
+        called again. Arguments and result are those of `unscale_gradients`.
 
         Raises:
             ValueError: If `apply_gradients` was given scaled gradients in a
@@ -447,27 +437,23 @@ class LossScaleOptimizer(
             return
         variables = list(variables)
         self.inner_optimizer.build(variables)
-        self._overflow_counts = self._counter(
-            "overflow_counts", shape=(len(variables),)
-        )
+        counts = self._counter("overflow_counts", (len(variables),))
+        self._overflow_counts = counts
         optimizers.remember(self, variables)
         self.built = True
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes the whole state, the inner optimizer's included.
-
-        Before it is built the inner one has settings alone, which its config
-        holds as well.
-        """
+        """Writes the whole state, the inner optimizer's included."""
+        # Before it is built the inner one has settings alone, which its
+        # config holds as well.
         inner = self.inner_optimizer.variables if self.built else ()
         storage.save(store, self.own_variables, inner)
 
     def load_own_variables(self, store: Any) -> None:
         """Reads the whole state; also one that Keras's class has written.
 
-        Before the optimizer is built there is nothing to read it into, and a
-        file of weights may hold none: that is said in a warning, as in Keras,
-        so that weights can be loaded into any model.
+        An optimizer that is not built, or a file without state, gets a
+        warning, as in Keras: weights can be loaded into any model.
 
         Raises:
             ValueError: If it does not fit. Nothing is changed then.
@@ -478,8 +464,23 @@ class LossScaleOptimizer(
         storage.load(store, self.own_variables, self.inner_optimizer.variables)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the settings; a default rule's in Keras's own form."""
-        return settings.to_config(self, self._leader_name)
+        """Returns the constructor's arguments, in Keras's form if they fit."""
+        serialize = keras.saving.serialize_keras_object
+        config = {
+            "name": self.name,
+            "inner_optimizer": serialize(self.inner_optimizer),
+        }
+        keras_form = {
+            "initial_scale": self.initial_scale,
+            "dynamic_growth_steps": self.dynamic_growth_steps,
+        }
+        if settings.says_all(self.rule, **keras_form):
+            config |= keras_form
+        else:
+            config["loss_scale"] = serialize(self.rule)
+        if self._leader_name is not None:
+            config["shared_scale_of"] = self._leader_name
+        return config
 
     @classmethod
     def from_config(
@@ -496,7 +497,14 @@ class LossScaleOptimizer(
         optimizer = cls(**config)
         optimizer.guarded = guarded
         if leader_name is not None:
-            settings.warn_of_lost_sharing(optimizer, leader_name)
+            warnings.warn(
+                f"The optimizer {optimizer.name!r} shared the loss scale of "
+                f"{leader_name!r} and has one of its own now. To share it "
+                "again, write tfmix.LossScaleOptimizer(optimizer."
+                "inner_optimizer, loss_scale=other), where `other` is "
+                f"{leader_name!r}.",
+                stacklevel=2,
+            )
         return optimizer
 
     @property
@@ -514,11 +522,9 @@ class LossScaleOptimizer(
         return self._state_type(*(v.value for v in self._state_variables()))
 
     def record(self, state: Any, applied: bool) -> None:
-        """Moves the loss scale and the counters on by one step.
+        """Moves the loss scale and the counters on from `state()`.
 
-        Args:
-            state: What `state()` returned before the step.
-            applied: Bool, known because both outcomes are traced apart.
+        Whether the step was applied is known: both outcomes are traced apart.
         """
         # Of optimizers that share a scale each one lowers it, one raises it:
         # else the growth window would be over after half its steps.
@@ -533,12 +539,7 @@ class LossScaleOptimizer(
     def count_overflows(
         self, bad: Any, variables: Sequence[keras.Variable]
     ) -> None:
-        """Counts, on a skip, the variables whose gradient is not finite.
-
-        Args:
-            bad: Boolean vector, one flag for each variable.
-            variables: The variables of the step.
-        """
+        """Counts, on a skip, the variables whose flag in `bad` is set."""
         counts = self._overflow_counts
         bad = ops.cast(bad, counts.dtype)
         rows = optimizers.positions(self, variables)
@@ -586,9 +587,8 @@ class LossScaleOptimizer(
         variables = self.model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        true = blocks.parts(
-            blocks.unscaled(grads, variables, self.current_scale()), len(grads)
-        )
+        made = blocks.unscaled(grads, variables, self.current_scale())
+        true = blocks.parts(made, len(grads))
         for before, after in zip(grads, true, strict=True):
             if after is not before:
                 tensor_marks.put(before, _GRADIENT, _SCALED)
@@ -644,9 +644,16 @@ class LossScaleOptimizer(
                 "still scaled, so the update would be too large by the loss "
                 "scale. Give its result to `apply`, or leave out unscaled=True."
             )
-        if not unscaled and _SCALED not in notes:
-            self._warn_if_perhaps_divided()
-        self._divided_in = None
+        divided_in, self._divided_in = self._divided_in, None
+        new = not unscaled and _SCALED not in notes and divided_in is not None
+        if new and divided_in == compilation.trace():
+            warnings.warn(
+                "`unscale_gradients` was called in this step, and now other "
+                "gradients than it was given are divided by the loss scale. If "
+                "they were made of its result, as by clipping, write "
+                "optimizer.apply(grads, variables, unscaled=True).",
+                stacklevel=4,
+            )
 
     def _warn_unless_loss_was_scaled(self) -> None:
         if self.loss_was_scaled:
@@ -660,45 +667,24 @@ class LossScaleOptimizer(
             stacklevel=5,
         )
 
-    def _warn_if_perhaps_divided(self) -> None:
-        """Warns if gradients that are new follow `unscale_gradients`."""
-        if self._divided_in is None or self._divided_in != compilation.trace():
-            return
-        warnings.warn(
-            "`unscale_gradients` was called in this step, and now other "
-            "gradients than it was given are divided by the loss scale. If "
-            "they were made of its result, as by clipping, write "
-            "optimizer.apply(grads, variables, unscaled=True).",
-            stacklevel=5,
-        )
-
     def _warn_unless_guarded(self) -> None:
         """Warns once if a model that was guarded when saved is so no longer."""
-        if not self.guarded or self.in_guarded_step:
-            return
-        self.guarded = False
-        warnings.warn(
-            "The model was guarded when it was saved: a skipped step left no "
-            "trace in its statistics and metrics. A guard is not part of the "
-            "file. Write `tfmix.guard(model)` after loading it.",
-            stacklevel=5,
-        )
-
-    def _require_built(self, method: str) -> None:
-        if not self.built:
-            raise ValueError(
-                f"`{method}` needs a built optimizer. Call "
-                "`optimizer.build(model.trainable_variables)` first."
+        if self.guarded and not self.in_guarded_step:
+            self.guarded = False
+            warnings.warn(
+                "The model was guarded when it was saved: a skipped step left "
+                "no trace in its statistics and metrics. A guard is not part "
+                "of the file. Write `tfmix.guard(model)` after loading it.",
+                stacklevel=5,
             )
 
     def _create_state(
         self, rule: rules.LossScale, leader: "LossScaleOptimizer | None"
     ) -> None:
-        """Creates a variable for each number that the rule remembers.
+        """Creates variables for what the rule remembers, or uses a leader's.
 
         They exist from the start: a function that scales the loss and is
-        compiled before the first step must read the live scale. If there is a
-        leader, its variables are used instead.
+        compiled before the first step must read the live scale.
         """
         self.rule = rule
         self._leader_name = leader.name if leader else None
@@ -708,21 +694,20 @@ class LossScaleOptimizer(
         fields = sorted(initial._fields, key=lambda name: name != "good_steps")
         for field in fields:
             if leader is None:
-                variable = self._number(field, getattr(initial, field))
+                value = getattr(initial, field)
+                whole = isinstance(value, numbers.Integral)
+                variable = self.add_variable(
+                    shape=np.shape(value),
+                    dtype="int" if whole else "float32",
+                    initializer=keras.initializers.Constant(value),
+                    name=_KERAS_NAMES.get(field, field),
+                )
             else:
                 variable = vars(leader)[_attribute(field)]
             # Keras tracks what is assigned, and what it has made only once.
             setattr(self, _attribute(field), variable)
         self._skipped_steps = self._counter("skipped_steps")
         self._consecutive_skips = self._counter("consecutive_skips")
-
-    def _number(self, field: str, value: Any) -> keras.Variable:
-        return self.add_variable(
-            shape=np.shape(value),
-            dtype="int" if isinstance(value, numbers.Integral) else "float32",
-            initializer=keras.initializers.Constant(value),
-            name=_KERAS_NAMES.get(field, field),
-        )
 
     def _counter(
         self, name: str, shape: tuple[int, ...] = ()
@@ -732,8 +717,7 @@ class LossScaleOptimizer(
         )
 
     def _state_variables(self) -> list[keras.Variable]:
-        fields = self._state_type._fields
-        return [vars(self)[_attribute(field)] for field in fields]
+        return [vars(self)[_attribute(n)] for n in self._state_type._fields]
 
     def _assign_state(self, state: Any) -> None:
         for variable, value in zip(self._state_variables(), state, strict=True):

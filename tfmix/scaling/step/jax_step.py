@@ -19,20 +19,11 @@ def stateless_apply(
 ) -> tuple[list[Any], list[Any]]:
     """Applies the gradients or leaves everything but the scale as it was.
 
-    Args:
-        optimizer: A `LossScaleOptimizer`, built.
-        optimizer_values: Current values of `optimizer.variables`.
-        grads: Gradients; `None` where there is none.
-        trainable_values: Current values of the model's variables.
-        unscaled: Whether the gradients were divided by the scale already.
-
-    Returns:
-        The new values of the model's and of the optimizer's variables.
+    See `LossScaleOptimizer.stateless_apply`, whose arguments these are.
     """
     variables = optimizer.model_variables
     mapping = list(zip(optimizer.variables, optimizer_values, strict=True))
-    own = len(optimizer.own_variables)
-    inner_values = list(optimizer_values[own:])
+    inner_values = optimizer_values[len(optimizer.own_variables) :]
     with keras.StatelessScope(state_mapping=mapping):
         state = optimizer.state()
         scale = None if unscaled else optimizer.rule.current(state)
@@ -71,8 +62,8 @@ def _not_finite(
 ) -> Any:
     """Returns which true gradients are not finite, as a boolean vector.
 
-    No division by 1 or more makes an infinity: then the scaled gradients,
-    which are there already, are checked. They are joined for the check alone,
+    No division by 1 or more makes an infinity: the scaled gradients, which
+    are there already, are checked then. They are joined for the check alone,
     since to take them apart again costs kernels.
     """
     joined = blocks.joined(grads, variables)
@@ -93,11 +84,7 @@ def _selected(is_finite: Any, applied: Any, skipped: Any) -> Any:
 def apply(
     optimizer: Any, grads: list[Any], variables: list[Any], unscaled: bool
 ) -> Any:
-    """Does the same on the variables themselves, as in an eager loop.
-
-    Returns:
-        Boolean scalar, whether the step was applied.
-    """
+    """Does the same on the variables; says whether the step was applied."""
     by_variable = dict(zip(map(id, variables), grads, strict=True))
     model_variables = optimizer.model_variables
     new_trainable, new_optimizer = stateless_apply(
@@ -107,8 +94,9 @@ def apply(
         [variable.value for variable in model_variables],
         unscaled,
     )
-    for variable, value in zip(model_variables, new_trainable, strict=True):
-        variable.assign(value)
-    for variable, value in zip(optimizer.variables, new_optimizer, strict=True):
+    changed = model_variables + optimizer.variables
+    for variable, value in zip(
+        changed, new_trainable + new_optimizer, strict=True
+    ):
         variable.assign(value)
     return optimizer.last_step_applied()

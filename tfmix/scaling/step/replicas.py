@@ -11,6 +11,7 @@ Keras cannot run under `MirroredStrategy`, work unchanged.
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,10 +26,8 @@ if keras.backend.backend() == "tensorflow":
 # Strategies whose variables do not live on the replicas that compute the
 # gradients: there is no local copy to update, and no joint step to skip.
 _REFUSED = {
-    "ParameterServerStrategyV2": "its workers update shared variables alone",
-    "ParameterServerStrategyV1": "its workers update shared variables alone",
+    "ParameterServerStrategy": "its workers update shared variables alone",
     "CentralStorageStrategy": "its variables are not copied to each replica",
-    "CentralStorageStrategyV1": "its variables are not copied to each replica",
 }
 
 
@@ -37,9 +36,10 @@ def check_strategy(strategy: Any = None) -> None:
     if keras.backend.backend() != "tensorflow":
         return
     name = type(strategy or tf.distribute.get_strategy()).__name__
-    if name in _REFUSED:
+    reason = _REFUSED.get(re.sub(r"V\d$", "", name))
+    if reason is not None:
         raise ValueError(
-            f"tfmix cannot scale the loss under {name}: {_REFUSED[name]}, so "
+            f"tfmix cannot scale the loss under {name}: {reason}, so "
             "the replicas could not skip a step together. Use "
             "MirroredStrategy, MultiWorkerMirroredStrategy, "
             "OneDeviceStrategy or TPUStrategy."
@@ -64,13 +64,9 @@ def on_one_replica() -> bool:
 def sum_gradients(
     grads: Sequence[Any], variables: Sequence[keras.Variable]
 ) -> Sequence[Any]:
-    """Does what `sum_over_replicas` does, on any backend and anywhere.
-
-    Outside of a strategy's replicas the gradients are returned as they are.
-    """
-    if not _in_replica_of_many():
-        return grads
-    return sum_over_replicas(list(grads), variables)
+    """Does what `sum_over_replicas` does, outside of replicas nothing."""
+    distributed = _in_replica_of_many()
+    return sum_over_replicas(list(grads), variables) if distributed else grads
 
 
 def sum_over_replicas(
@@ -79,15 +75,8 @@ def sum_over_replicas(
     """Sums each gradient over all replicas of all workers; `None`s stay.
 
     What overwrites its variable (Keras's float8 scales and histories of
-    maxima) is no gradient: of that, the largest is taken.
-
-    Args:
-        grads: Tensors, `tf.IndexedSlices` or `None`s, the same on each
-            replica.
-        variables: The variables they belong to.
-
-    Returns:
-        The sums, in the tensors' own dtypes, equal on all replicas.
+    maxima) is no gradient: of that, the largest is taken. The sums have the
+    gradients' dtypes and are equal on all replicas.
     """
     context = tf.distribute.get_replica_context()
     present = [n for n, gradient in enumerate(grads) if gradient is not None]
@@ -140,11 +129,8 @@ def one_replica(
 ) -> Iterator[None]:
     """Lets the code inside see one replica's variables and no strategy.
 
-    Args:
-        keras_variables: All `keras.Variable`s that the code inside reads or
-            writes. Each stands for this replica's copy until the exit.
-        optimizer: The Keras optimizer that the code inside calls, if any. It
-            does not sum its gradients: they are summed.
+    Each `keras.Variable` that the code reads or writes stands for this
+    replica's copy, and the Keras optimizer that it calls sums no gradients.
     """
     # On a TPU the step is traced once for all replicas: there are no local
     # copies to show, and no merge calls either.
@@ -177,15 +163,9 @@ def run_on_each(
     tf.function(lambda: strategy.run(on_replica))()
 
 
-def local(variable: Any) -> Any:
-    """Returns this replica's copy of a plain `tf.Variable`."""
-    return variables.local(variable)
-
-
 def _in_replica_of_many() -> bool:
-    if keras.backend.backend() != "tensorflow":
-        return False
-    if not tf.distribute.has_strategy():
+    backend = keras.backend.backend()
+    if backend != "tensorflow" or not tf.distribute.has_strategy():
         return False
     check_strategy()
     check_replica_context()

@@ -5,37 +5,30 @@ from typing import Any
 import tensorflow as tf
 
 from tfmix._keras import compilation
+from tfmix._keras import variables as keras_variables
 from tfmix.scaling.step import blocks, finite, replicas, unscale
 
 
 def apply(
     optimizer: Any, grads: list[Any], variables: list[Any], unscaled: bool
 ) -> Any:
-    """Applies the gradients on all replicas or on none.
+    """Applies one replica's gradients on all replicas or on none.
 
-    Args:
-        optimizer: A `LossScaleOptimizer`, built.
-        grads: Gradients of this replica; `None` where there is none.
-        variables: The variables they belong to.
-        unscaled: Whether the gradients were divided by the scale already.
-
-    Returns:
-        Boolean scalar tensor, whether the step was applied.
+    See `LossScaleOptimizer.apply`; the optimizer is built.
     """
     replicas.check_replica_context()
-    keras_variables = optimizer.variables + optimizer.model_variables
-    with replicas.one_replica(keras_variables):
+    used = optimizer.variables + optimizer.model_variables
+    with replicas.one_replica(used):
         state = optimizer.state()
         scale = None if unscaled else optimizer.rule.current(state)
     grads, early = _divided_early(grads, variables, scale)
     grads = replicas.sum_over_replicas(grads, variables)
-    with replicas.one_replica(keras_variables, optimizer):
-        step = (_XlaStep if compilation.by_xla() else _Step)(
-            grads, variables, scale, early
-        )
+    with replicas.one_replica(used, optimizer):
+        kind = _XlaStep if compilation.by_xla() else _Step
+        step = kind(grads, variables, scale, early)
 
         def apply_step() -> Any:
-            local = [replicas.local(variable) for variable in variables]
+            local = [keras_variables.local(variable) for variable in variables]
             optimizer.inner_optimizer.apply(step.true_gradients(), local)
             optimizer.record(state, True)
             return tf.constant(True)
@@ -56,8 +49,7 @@ def _divided_early(
     It does so in place, where it has computed them. The sum lies in one
     buffer for all replicas, and its quotient takes another for each.
     """
-    in_one_piece = replicas.on_one_replica() or compilation.by_xla()
-    if scale is None or in_one_piece:
+    if scale is None or replicas.on_one_replica() or compilation.by_xla():
         return grads, frozenset()
     early = blocks.alone(grads, variables)
     true = unscale.unscale([grads[position] for position in early], scale)
@@ -80,9 +72,9 @@ class _Step:
         scale: Any,
         early: frozenset[int],
     ) -> None:
+        self._grads, self._variables = grads, variables
         self._blocks = blocks.joined(grads, variables, early)
-        self._count = len(grads)
-        self._scale = scale
+        self._count, self._scale = len(grads), scale
 
     def is_finite(self) -> Any:
         """Returns a boolean scalar: would every true gradient be finite?"""
@@ -114,15 +106,8 @@ class _XlaStep(_Step):
     large variables.
     """
 
-    def __init__(
-        self,
-        grads: list[Any],
-        variables: list[Any],
-        scale: Any,
-        early: frozenset[int],
-    ) -> None:
-        super().__init__(grads, variables, scale, early)
-        self._grads, self._variables = grads, variables
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._bad = super().not_finite()
 
     def is_finite(self) -> Any:

@@ -21,9 +21,8 @@ def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
     Under XLA they are multiplied by the reciprocal, which rounds once more
     where the scale is no power of two.
     """
-    divide = (
-        _by_reciprocal(scale) if compilation.by_xla() else _by_quotient(scale)
-    )
+    by = _by_reciprocal if compilation.by_xla() else _by_quotient
+    divide = by(scale)
     return [_on_values(divide, widened(gradient)) for gradient in grads]
 
 
