@@ -90,9 +90,9 @@ class LossScale(abc.ABC):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the settings as keyword arguments of the constructor."""
-        if dataclasses.is_dataclass(self):
-            return dataclasses.asdict(self)
-        return {}
+        return (
+            dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        )
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "LossScale":
@@ -208,14 +208,10 @@ class DynamicLossScale(LossScale):
         grows = good_steps >= self.growth_steps
         shrinks = overflows >= self.hysteresis
         zero = good_steps * 0
-        grown = self._bounded(scale * self.growth_factor)
-        shrunk = self._bounded(scale * self.backoff_factor)
+        grown = _select(grows, self._bounded(scale * self.growth_factor), scale)
+        backoff = self._bounded(scale * self.backoff_factor)
         return LossScaleState(
-            scale=_select(
-                finite,
-                _select(grows, grown, scale),
-                _select(shrinks, shrunk, scale),
-            ),
+            scale=_select(finite, grown, _select(shrinks, backoff, scale)),
             good_steps=_select(finite, _select(grows, zero, good_steps), zero),
             overflows=_select(finite, overflows * 0, overflows),
         )

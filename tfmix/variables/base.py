@@ -25,9 +25,7 @@ class StandIns:
         self, optimizer: "SixteenBitOptimizer", model_variables: Variables
     ) -> None:
         self.optimizer = optimizer
-        self.narrow = [
-            v for v in model_variables if variables.is_sixteen_bit(v)
-        ]
+        self.narrow = [*filter(variables.is_sixteen_bit, model_variables)]
         self.stand_ins = self.make()
 
     def make(self) -> dict[int, keras.Variable]:
@@ -47,11 +45,7 @@ class StandIns:
         return self.stand_ins.get(id(variable), variable)
 
     def targets(self, these: Variables) -> list[keras.Variable]:
-        """Returns what the inner optimizer updates for some of the variables.
-
-        Raises:
-            ValueError: If that would update others as well.
-        """
+        """Does so for some variables, if that updates no others."""
         return [self.target(variable) for variable in these]
 
     def creating_slots(self) -> contextlib.AbstractContextManager:
@@ -59,10 +53,7 @@ class StandIns:
         return contextlib.nullcontext()
 
     def route(self, grads: Sequence, of: Variables) -> tuple[list, list]:
-        """Returns the inner optimizer's gradients and their variables.
-
-        A gradient is a tensor, sparse or not, or `None`.
-        """
+        """Returns the inner optimizer's gradients and their variables."""
         return self.wide(grads, of), self.targets(of)
 
     def wide(self, grads: Sequence, of: Variables) -> list:
@@ -115,24 +106,14 @@ class SixteenBitOptimizer(
         optimizers.remember(self, variables)
         with compilation.outside_of_tracing(variables):
             self._store = self.make_stand_ins(variables)
-            self._carry_weight_decay_exclusions(variables)
+            # Keras remembers by identity what has no weight decay.
+            for each in optimizers.workers(self.inner_optimizer):
+                if excluded := optimizers.undecayed(each, variables):
+                    targets = self._store.targets(excluded)
+                    each.exclude_from_weight_decay(var_list=targets)
             with self._store.creating_slots():
                 self.inner_optimizer.build(self._store.targets(variables))
         self.built = True
-
-    def _carry_weight_decay_exclusions(
-        self, model_variables: Variables
-    ) -> None:
-        """Excludes the stand-ins: Keras remembers variables by identity."""
-        for each in optimizers.workers(self.inner_optimizer):
-            excluded = [
-                variable
-                for variable in model_variables
-                if not optimizers.uses_weight_decay(each, variable)
-            ]
-            if excluded:
-                targets = self._store.targets(excluded)
-                each.exclude_from_weight_decay(var_list=targets)
 
     def exclude_from_weight_decay(
         self,
@@ -206,16 +187,10 @@ class SixteenBitOptimizer(
         self._store.write_back()
 
     def read_float32(self, variable: keras.Variable) -> Any:
-        """Returns the float32 value behind a model's variable.
-
-        Args:
-            variable: A variable the optimizer was built with.
-
-        Returns:
-            A float32 tensor of the variable's shape.
+        """Returns the float32 value behind a model's variable, as a tensor.
 
         Raises:
-            ValueError: If the variable is unknown.
+            ValueError: If the optimizer was not built with the variable.
         """
         (variable,) = optimizers.recognised(self, [variable])
         self._store.refresh()
@@ -224,12 +199,8 @@ class SixteenBitOptimizer(
     def assign_float32(self, variable: keras.Variable, value: Any) -> None:
         """Sets the float32 value behind a model's variable, and the variable.
 
-        Args:
-            variable: A variable the optimizer was built with.
-            value: Array of the variable's shape.
-
         Raises:
-            ValueError: If the variable is unknown.
+            ValueError: If the optimizer was not built with the variable.
         """
         (variable,) = optimizers.recognised(self, [variable])
         self._store.assign(variable, ops.convert_to_tensor(value, "float32"))
@@ -240,20 +211,17 @@ class SixteenBitOptimizer(
         Raises:
             ValueError: If a shape does not match.
         """
-        keys = [str(index) for index in range(len(self.variables))]
-        if len(store.keys()) != len(keys):
+        count = len(self.variables)
+        if len(store.keys()) != count:
             super().load_own_variables(store)
         else:
-            variables.assign_all(self.variables, [store[key] for key in keys])
+            arrays = [store[str(index)] for index in range(count)]
+            variables.assign_all(self.variables, arrays)
 
     def get_config(self) -> dict:
         """Returns the settings `from_config` needs."""
-        return {
-            "name": self.name,
-            "inner_optimizer": keras.saving.serialize_keras_object(
-                self.inner_optimizer
-            ),
-        }
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        return {"name": self.name, "inner_optimizer": inner}
 
     @classmethod
     def from_config(

@@ -21,18 +21,15 @@ def split(value: Any) -> tuple[Any, Any]:
     """
     bits = bitcast(quiet(value), "uint32")
     upper = ops.right_shift(ops.add(bits, unsigned(0x8000)), unsigned(16))
-    lower = ops.bitwise_and(bits, unsigned(0xFFFF))
-    return (
-        bitcast(ops.cast(upper, "uint16"), "bfloat16"),
-        bitcast(ops.cast(lower, "uint16"), "int16"),
-    )
+    upper = bitcast(ops.cast(upper, "uint16"), "bfloat16")
+    lower = ops.cast(ops.bitwise_and(bits, unsigned(0xFFFF)), "uint16")
+    return upper, bitcast(lower, "int16")
 
 
 def join(upper: Any, lower: Any) -> Any:
     """Puts together, exactly, what `split` took apart."""
-    bits = ops.left_shift(
-        ops.cast(bitcast(upper, "uint16"), "uint32"), unsigned(16)
-    )
+    bits = ops.cast(bitcast(upper, "uint16"), "uint32")
+    bits = ops.left_shift(bits, unsigned(16))
     # Sign-extended and added modulo 2**32.
     rest = bitcast(ops.cast(lower, "int32"), "uint32")
     return bitcast(ops.add(bits, rest), "float32")
@@ -69,8 +66,7 @@ def quiet(value: Any) -> Any:
 def fingerprint(tensor: Any, salt: int = 0) -> Any:
     """Returns a hash of a 16-bit tensor as a scalar int32 tensor.
 
-    Tells whether somebody assigned a variable since the last look. Every
-    element is hashed with its position before they are added up: a plain
+    Every element is hashed with its position before they are added up: a plain
     weighted sum is the same for many pairs of constant tensors.
     """
     words = ops.reshape(bitcast(tensor, "uint16"), (-1,))

@@ -46,8 +46,7 @@ class FlatMasters(base.StandIns):
     """Keeps one float32 vector per group of 16-bit variables.
 
     A group is what one update can treat alike: one dtype, with or without
-    weight decay. The inner optimizer then updates a few vectors instead of
-    hundreds of variables.
+    weight decay.
     """
 
     def make(self) -> dict[int, keras.Variable]:
@@ -66,20 +65,15 @@ class FlatMasters(base.StandIns):
                 f"_{len(members)}" if alone else "",
             )
             members.setdefault(key, []).append(variable)
-        self.groups = [
-            Group(self.optimizer, key, group) for key, group in members.items()
-        ]
+        self.groups = [Group(self.optimizer, *item) for item in members.items()]
         self._group_of = {
-            id(variable): group
-            for group in self.groups
-            for variable in group.variables
+            id(each): group for group in self.groups for each in group.variables
         }
         return {key: group.master for key, group in self._group_of.items()}
 
     def targets(self, these: base.Variables) -> list[keras.Variable]:
         """Returns the vectors, then the variables outside of all groups."""
-        vectors = []
-        ids = {id(variable) for variable in these}
+        vectors, ids = [], set(map(id, these))
         for group in self.groups:
             inside = [v.path for v in group.variables if id(v) in ids]
             outside = [v.path for v in group.variables if id(v) not in ids]
@@ -109,27 +103,25 @@ class FlatMasters(base.StandIns):
         grad_of = dict(zip(map(id, of), self.wide(grads, of), strict=True))
         vectors = []
         for group in self.groups:
-            lost = [
-                v.path for v in group.variables if grad_of.get(id(v)) is None
-            ]
-            if lost:
+            grads = [grad_of.get(id(v)) for v in group.variables]
+            if any(grad is None for grad in grads):
+                pairs = zip(group.variables, grads, strict=True)
+                lost = [v.path for v, grad in pairs if grad is None]
                 raise ValueError(
                     "flat=True updates all 16-bit variables at once and needs "
                     f"a gradient for each. Received: none for {lost}. Freeze "
                     "them (`trainable = False`) before the optimizer is "
                     "built, or use flat=False."
                 )
-            vectors.append(joined([grad_of[id(v)] for v in group.variables]))
+            vectors.append(joined(grads))
         vectors += [grad_of[id(variable)] for variable in self._others(of)]
         return vectors, self.targets(of)
 
     def write_back(self) -> None:
         """Rounds the vectors into the model's variables."""
         for group in self.groups:
-            rounded = ops.cast(group.master, group.dtype)
-            for variable, part in zip(
-                group.variables, group.parts(rounded), strict=True
-            ):
+            parts = group.parts(ops.cast(group.master, group.dtype))
+            for variable, part in zip(group.variables, parts, strict=True):
                 variable.assign(part)
 
     def read(self, variable: keras.Variable) -> Any:

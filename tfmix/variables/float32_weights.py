@@ -103,28 +103,25 @@ def _check_model(model: keras.Model) -> None:
 
 def _owner(model: keras.Model) -> base.SixteenBitOptimizer | None:
     """Finds the optimizer that keeps the model's missing bits."""
-    for optimizer in optimizers.chain(getattr(model, "optimizer", None)):
-        if isinstance(optimizer, base.SixteenBitOptimizer):
-            return optimizer
-    return None
+    found = optimizers.chain(getattr(model, "optimizer", None))
+    ours = (x for x in found if isinstance(x, base.SixteenBitOptimizer))
+    return next(ours, None)
 
 
 def _owns(
     owner: base.SixteenBitOptimizer | None, variable: keras.Variable
 ) -> bool:
     """Returns whether an optimizer was built with a variable."""
-    if owner is None or not owner.built:
-        return False
-    return any(variable is each for each in optimizers.remembered(owner))
+    known = optimizers.remembered(owner) if owner and owner.built else ()
+    return any(variable is each for each in known)
 
 
 @contextlib.contextmanager
 def _float32_storage(model: keras.Model) -> Iterator[None]:
     """Lets 16-bit variables store float32, to read or write a file.
 
-    Every variable of the model stores its value elsewhere for the time being,
-    so that a file that does not fit changes nothing. The model's optimizer is
-    out of sight: a file of weights holds no state of it.
+    Every variable stores its value elsewhere meanwhile: a file that does not
+    fit changes nothing. A file of weights holds no state of an optimizer.
     """
     with contextlib.ExitStack() as undo:
         for variable in model.weights:

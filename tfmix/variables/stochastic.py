@@ -76,8 +76,7 @@ class StochasticView(variables.Float32View):
     ) -> None:
         super().__init__(variable)
         self.stream = stream * ASSIGNMENTS_PER_STEP
-        self.draw = draw
-        self.assignments = 0
+        self.draw, self.assignments = draw, 0
 
     def load(self) -> Any:
         """Returns the float32 value as a tensor."""
@@ -118,9 +117,7 @@ class StochasticRounding(views.Views):
             yield
 
     def _narrow_slots(
-        self,
-        undo: contextlib.ExitStack,
-        optimizer: keras.optimizers.Optimizer,
+        self, undo: contextlib.ExitStack, optimizer: optimizers.Optimizer
     ) -> None:
         original = optimizer.add_variable_from_reference
 
