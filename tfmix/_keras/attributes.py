@@ -11,10 +11,8 @@ _registry: list["Replacements"] = []
 
 
 def swap(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Gives one object another attribute until a stack unwinds.
-
-    Not through `setattr`: Keras and TensorFlow would begin to track the value.
-    """
+    """Gives one object another attribute until a stack unwinds."""
+    # Not by `setattr`: Keras and TensorFlow would begin to track the value.
     own = vars(owner)
     if name in own:
         undo.callback(own.__setitem__, name, own[name])
@@ -29,11 +27,7 @@ def replaced() -> list[Place]:
 
 
 class Replacements:
-    """Attributes of modules and classes, replaced for the whole process.
-
-    The raw entry of `vars(owner)` is kept, so that a `staticmethod` comes
-    back as the very object it was.
-    """
+    """Attributes of modules and classes, replaced for the whole process."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -46,11 +40,7 @@ class Replacements:
         return list(self._replaced)
 
     def set(self, wanted: Mapping[Place, Callable[[Any], Any]]) -> None:
-        """Makes the replaced places exactly those of `wanted`.
-
-        For each it holds a function from what is there to what is to stand
-        there. A place that is replaced already is left as it is.
-        """
+        """Replaces the places of `wanted`, by old value, and no others."""
         with self._lock:
             for place in [p for p in self._replaced if p not in wanted]:
                 self._restore(place)

@@ -1,7 +1,4 @@
-"""Which call of a layer is running, and whether on numbers or on shapes.
-
-Checked on Keras 3.12.4 and 3.15.1.
-"""
+"""Which call of a layer is running, and whether on numbers or on shapes."""
 
 import importlib
 from typing import Any

@@ -1,7 +1,4 @@
-"""How the code that runs now is traced and compiled, and by what.
-
-Checked on TensorFlow 2.20 and 2.21, Keras 3.12.4 and 3.15.1.
-"""
+"""How the code that runs now is traced and compiled, and by what."""
 
 import contextlib
 import importlib
@@ -31,10 +28,8 @@ _originals: list[property] = []
 
 
 def by_xla() -> bool:
-    """Returns whether what is traced now becomes part of an XLA program.
-
-    No if TensorFlow does not tell: the step is right then, only slower.
-    """
+    """Returns whether what is traced now becomes part of an XLA program."""
+    # No if TensorFlow does not tell: the step is right then, only slower.
     if keras.backend.backend() != "tensorflow":
         return True
     import tensorflow as tf
@@ -60,12 +55,9 @@ def for_cpu() -> bool:
 
 
 def kept_apart(tensor: Any) -> Any:
-    """Returns the tensor, through which XLA does not look.
-
-    A branch that calls this stays a branch. XLA turns a conditional whose
-    branches are cheap into selects, which need the variables' old values next
-    to the new ones, and copy every slot.
-    """
+    """Returns the tensor, through which XLA does not look."""
+    # A branch that calls this stays one. XLA turns a conditional whose
+    # branches are cheap into selects, which copy every slot.
     if keras.backend.backend() == "jax":
         import jax
 
@@ -76,11 +68,7 @@ def kept_apart(tensor: Any) -> Any:
 
 
 def becomes_constant(variable: keras.Variable) -> bool:
-    """Returns whether JAX is compiling and would fix the variable's value.
-
-    That is so inside `jax.jit`, not inside `jax.grad` alone, unless a
-    `StatelessScope` holds a value for the variable.
-    """
+    """Returns whether JAX is compiling and would fix the variable's value."""
     if keras.backend.backend() != "jax":
         return False
     import jax
@@ -115,11 +103,9 @@ def trace() -> Any:
 
 
 def untouched(function: Function) -> Function:
-    """Returns the function, to be run by AutoGraph as it is written.
-
-    Our functions hold no Python control flow on tensors: to rewrite them takes
-    time and prints warnings where AutoGraph does not know a newer Python.
-    """
+    """Returns the function, to be run by AutoGraph as it is written."""
+    # Ours hold no Python control flow on tensors: to rewrite them takes time
+    # and prints warnings where AutoGraph does not know a newer Python.
     if keras.backend.backend() != "tensorflow":
         return function
     import tensorflow as tf
@@ -130,12 +116,9 @@ def untouched(function: Function) -> Function:
 def outside_of_tracing(
     variables: Sequence[keras.Variable],
 ) -> contextlib.AbstractContextManager:
-    """Creates variables outside of the function that TensorFlow is tracing.
-
-    Masters start from a model's variables. TensorFlow cannot move such a
-    first value out of a function by itself, and XLA refuses what stays in.
-    It does nothing on replicas, and where the function creates the model.
-    """
+    """Creates variables outside of the function that TensorFlow traces."""
+    # It cannot move a first value that is read from the model out of the
+    # function by itself, and XLA refuses what stays in.
     if keras.backend.backend() != "tensorflow":
         return contextlib.nullcontext()
     import tensorflow as tf
@@ -161,10 +144,7 @@ def is_symbolic(tensor: Any) -> bool:
 
 
 def may_be_written(variable: Any) -> bool:
-    """Says whether what was traced so far may change a `tf.Variable`.
-
-    True also in eager mode, and where a function traced apart takes it.
-    """
+    """Says whether what was traced so far may change a `tf.Variable`."""
     import tensorflow as tf
 
     graph = tf.compat.v1.get_default_graph()
@@ -176,10 +156,7 @@ def may_be_written(variable: Any) -> bool:
 
 @contextlib.contextmanager
 def nothing_traced() -> Iterator[None]:
-    """Runs `tf.function`s op by op in a block, in the calling thread only.
-
-    `tf.config.run_functions_eagerly` would do so for the whole process.
-    """
+    """Runs `tf.function`s op by op in a block, in the calling thread only."""
     if keras.backend.backend() != "tensorflow":
         yield
         return

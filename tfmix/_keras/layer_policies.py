@@ -1,7 +1,4 @@
-"""The dtype policy of one layer, set past Keras's tracking and maps.
-
-Checked on Keras 3.12.4 and 3.15.1.
-"""
+"""The dtype policy of one layer, set past Keras's tracking and maps."""
 
 import importlib
 from collections.abc import Callable
@@ -65,12 +62,10 @@ def until_built(
 
 
 def widen_inputs(layer: Any) -> Callable[[], None]:
-    """Lets a nested model pass its inputs on in float32; returns the undo.
-
-    A Functional or Sequential model notes the dtype of the tensors it was
-    made of and casts to it, also once its own layers, and the one before it,
-    compute in float32. Each layer inside casts what it takes anyway.
-    """
+    """Lets a nested model pass its inputs on in float32; returns the undo."""
+    # A Functional or Sequential model notes the dtype of the tensors it was
+    # made of and casts to it, whatever its layers compute in. Each layer
+    # inside casts what it takes anyway.
     graph = getattr(layer, "_functional", None) or layer
     noted = []
     for tensor in getattr(graph, "_inputs", None) or ():

@@ -1,7 +1,4 @@
-"""The parts of Keras's layers that the numerics tools reach into.
-
-Checked on Keras 3.12.4 and 3.15.1.
-"""
+"""The parts of Keras's layers that the numerics tools reach into."""
 
 import contextlib
 import importlib
@@ -97,10 +94,8 @@ def owns_random_numbers(layer: Any) -> bool:
 
 @contextlib.contextmanager
 def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
-    """Gives layers other dtype policies for a block.
-
-    Keras's setter would write into the user's own `DTypePolicyMap`.
-    """
+    """Gives layers other dtype policies for a block."""
+    # Keras's setter would write into the user's own `DTypePolicyMap`.
     with contextlib.ExitStack() as undo:
         for layer, policy in plan.items():
             before = vars(layer)["_dtype_policy"]
@@ -139,10 +134,7 @@ def is_number(tensor: Any) -> bool:
 def calls_replaced(
     operations: list[Any], make: Callable[[int, Any], Any]
 ) -> Iterator[None]:
-    """Replaces `operation.call` on single instances for a block.
-
-    `make` gets an index and the original `call`, and returns the new one.
-    """
+    """Replaces `operation.call` by `make(index, call)` for a block."""
     with contextlib.ExitStack() as undo:
         for index, operation in enumerate(operations):
             replacement = make(index, operation.call)

@@ -1,7 +1,7 @@
-"""The methods of one model that tfmix changes: one owner, each wrapped once.
+"""The methods of one model that tfmix changes, each wrapped once.
 
-Every wrapper is an attribute of the one model, so no class of Keras keeps a
-trace, and all that one role of tfmix put on comes off together.
+Wrappers are attributes of the model: no class of Keras keeps a trace, and all
+that one role of tfmix put on comes off together.
 """
 
 import functools

@@ -1,15 +1,11 @@
 """Where Keras does the work of each op: the functions behind `keras.ops`.
 
 Keras looks every backend function up as an attribute (`backend.numpy.sum`)
-each time it is called, on all routes: eager `keras.ops`, `Operation` objects
-stored in Functional graphs, layers and activations. Replacing the attribute
-therefore reaches every caller, also those that did `from keras.ops import sum`
-long before. Ops that are composed in `keras.src.ops` itself have a private
-worker there (`_normalize`), which both routes call and which is replaced
-instead. Linear algebra, none of which has 16-bit kernels, is reached through
-one name, `backend.linalg`, and a stand-in for that module serves all of it.
-
-Checked on Keras 3.12.4 and 3.15.1, backends TensorFlow and JAX.
+each time it is called, on all routes. Replacing the attribute reaches every
+caller, also those that did `from keras.ops import sum` long before. Ops that
+are composed in `keras.src.ops` have a private worker there (`_normalize`), to
+be replaced instead. Linear algebra, none of which has 16-bit kernels, is
+reached through `backend.linalg`, and one stand-in for that module serves it.
 """
 
 import contextlib
@@ -52,10 +48,7 @@ def op_names() -> list[str]:
 
 @functools.cache
 def targets(name: str) -> tuple[attributes.Place, ...]:
-    """Finds what has to be replaced to reach all work of one op, if any.
-
-    What stands there is a function, or a module: see `stand_in`.
-    """
+    """Finds the functions, or module, to replace for all work of one op."""
     if name == ATTENTION:
         methods = _attention_methods()
         return methods if _has_float32_logits() else methods + _function(name)
@@ -114,11 +107,9 @@ def _attention_methods() -> tuple[attributes.Place, ...]:
 
 
 def _has_float32_logits() -> bool:
-    """Says whether the backend makes float32 logits of 16-bit queries.
-
-    JAX does on accelerators, where a cast before it would only rule flash
-    attention out; on a CPU it has no such product of float16 and raises.
-    """
+    """Says whether the backend makes float32 logits of 16-bit queries."""
+    # JAX does on accelerators, where a cast before it would only rule flash
+    # attention out; on a CPU it has no such product of float16 and raises.
     if keras.backend.backend() != "jax":
         return False
     import jax

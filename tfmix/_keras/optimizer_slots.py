@@ -1,10 +1,4 @@
-"""What a Keras optimizer keeps for each variable, found by the variable.
-
-Reaches into `keras.optimizers.Optimizer`: `_trainable_variables` and its
-`_indices`, `_variables`, `_exclude_from_weight_decay` and its `_cache`, and
-`MultiOptimizer._inner_optimizers`, `_var_to_optimizer_idx`. Checked on Keras
-3.12.4 and 3.15.1.
-"""
+"""What a Keras optimizer keeps for each variable, found by the variable."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -35,11 +29,9 @@ def workers(optimizer: Any) -> list[optimizers.Optimizer]:
 
 
 def slots(worker: optimizers.Optimizer) -> Slots | None:
-    """Returns the slots of a built optimizer in the order of its variables.
-
-    Keras names a slot after its variable. `None` is returned unless each
-    list of slots agrees with these names, and no slot is left over.
-    """
+    """Returns the slots of a built optimizer in the order of its variables."""
+    # Keras names a slot after its variable. `None` unless each list of slots
+    # agrees with these names, and no slot is left over.
     known = optimizers.remembered(worker)
     found: Slots = {
         name: list(values)
@@ -68,12 +60,11 @@ def numbers(worker: optimizers.Optimizer) -> dict[str, keras.Variable]:
 def remembered(
     optimizer: Any, variables: Iterable[keras.Variable] = ()
 ) -> Callable[..., None]:
-    """Notes which variables an optimizer and its parts know, by object.
+    """Notes the variables an optimizer knows; returns what makes it know them.
 
     TensorFlow's know a variable by the `tf.Variable` inside, which a cast
     replaces. `variables` are the model's, for what is said of them before
-    `build`. The function returned lets the parts know the same variables
-    again, or those that it is told of, which get the slots of the others.
+    `build`. Those in `moved` get the slots of the ones they replace.
     """
     noted = [_noted(part, list(variables)) for part in parts(optimizer)]
 

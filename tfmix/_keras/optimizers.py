@@ -1,9 +1,4 @@
-"""The parts of Keras's optimizers that tfmix reaches into.
-
-Checked on Keras 3.12.4 and 3.15.1: `_variables`, `_trainable_variables`,
-`_trainable_variables_indices`, `_check_variables_are_known`,
-`_get_variable_index`, `_tracker`, `_use_weight_decay` and `_var_key`.
-"""
+"""The parts of Keras's optimizers that tfmix reaches into."""
 
 import contextlib
 import re
@@ -25,10 +20,7 @@ def chain(optimizer: Optimizer | None) -> Iterator[Optimizer]:
 
 
 def with_nested(optimizer: Any) -> Iterator[Optimizer]:
-    """Yields an optimizer and all that it holds, outermost first.
-
-    What is no optimizer of Keras's yields nothing.
-    """
+    """Yields an optimizer of Keras's and all that it holds, outermost first."""
     if not isinstance(optimizer, Optimizer):
         return
     yield optimizer
@@ -43,10 +35,7 @@ def workers(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def key(variable: Any) -> Any:
-    """Returns the key under which optimizers find what belongs to a variable.
-
-    One replica's copy of a variable has the same.
-    """
+    """Returns an optimizer's key for a variable or a replica's copy of it."""
     # It reads nothing of the optimizer.
     return Optimizer._var_key(None, variable)
 
@@ -72,10 +61,7 @@ def remembered(optimizer: Optimizer) -> list[keras.Variable]:
 def recognised(
     optimizer: Optimizer, variables: Sequence[Any]
 ) -> list[keras.Variable]:
-    """Returns the variables of the build that others stand for.
-
-    A `ValueError` names one that the optimizer was not built with.
-    """
+    """Returns the variables of the build that others stand for, or raises."""
     optimizer._check_variables_are_known(variables)
     known = optimizer._trainable_variables
     return [known[optimizer._get_variable_index(v)] for v in variables]
@@ -89,10 +75,8 @@ def positions(optimizer: Optimizer, variables: Sequence[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def alone(optimizer: Optimizer | None, strategy: Any = None) -> Iterator[None]:
-    """Lets an optimizer, and all in it, sum no gradients over replicas.
-
-    A strategy takes the place of its own `tf.distribute.Strategy`.
-    """
+    """Lets an optimizer, and all in it, sum no gradients over replicas."""
+    # A strategy takes the place of its own.
     with contextlib.ExitStack() as undo:
         for each in with_nested(optimizer):
             # Without a strategy this saves an operation for each gradient.

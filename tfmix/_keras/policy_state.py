@@ -1,10 +1,8 @@
 """Keras's own policy: where it is kept, read and written.
 
-Keras keeps it per thread and drops it in `clear_session()`. All its code
-reads and writes it through two functions, looked up as attributes of their
-module, so replacing those two reaches every thread and every caller.
-
-Checked on Keras 3.12.4 and 3.15.1.
+Keras keeps it per thread, drops it in `clear_session()`, reads and writes it
+through two functions, looked up as attributes of their module: replacing those
+two reaches every thread and every caller.
 """
 
 import importlib

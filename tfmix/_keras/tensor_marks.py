@@ -1,7 +1,4 @@
-"""Notes on tensors; also on JAX's arrays, which take no attributes.
-
-Checked on Keras 3.12.4 and 3.15.1.
-"""
+"""Notes on tensors; also on JAX's arrays, which take no attributes."""
 
 import importlib
 import numbers
@@ -18,11 +15,8 @@ def get(tensor: Any, name: str) -> Any:
 
 
 def put(tensor: Any, name: str, value: Any) -> None:
-    """Notes a value under a name, for as long as the tensor lives.
-
-    What is computed of the tensor has no note. Numbers and NumPy arrays, which
-    a caller may hold as data, get none.
-    """
+    """Notes a value for as long as a tensor lives; its results have no note."""
+    # Numbers and NumPy arrays, which a caller may hold as data, get none.
     if tensor is not None and not isinstance(tensor, _DATA):
         _attributes().set_tensor_attr(tensor, name, value)
 

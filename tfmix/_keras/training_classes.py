@@ -1,7 +1,4 @@
-"""Where Keras adds up what a model is trained on besides its loss.
-
-Checked on Keras 3.12.4 and 3.15.1.
-"""
+"""Where Keras adds up what a model is trained on besides its loss."""
 
 import contextlib
 import importlib
@@ -46,10 +43,8 @@ def _own_classes(base: type, method: str) -> Iterator[type]:
 def adopt_optimizer(
     model: keras.Model, optimizer: keras.optimizers.Optimizer
 ) -> None:
-    """Makes an optimizer the compiled model's, also in what it saves.
-
-    Keras would save the one `compile` was given, without its state.
-    """
+    """Makes an optimizer the compiled model's, also in what it saves."""
+    # Keras would save the one `compile` was given, without its state.
     model.optimizer = optimizer
     save_compile_argument(model, "optimizer", optimizer)
 

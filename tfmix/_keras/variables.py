@@ -1,9 +1,7 @@
 """The parts of Keras's variables that tfmix reaches into.
 
-Checked on Keras 3.12.4 and 3.15.1: `_value`, `_dtype`, `_path`, `_layout`, and
-that a `keras.Variable` is what its `__dict__` holds. Under TensorFlow the
-optimizers unwrap `variable.value` and assign to that, and find a variable's
-slots by `_unique_id`.
+A `keras.Variable` is what its `__dict__` holds. Under TensorFlow the optimizers
+unwrap `variable.value`, assign to that, and find slots by `_unique_id`.
 """
 
 import contextlib
@@ -27,10 +25,8 @@ def is_narrow(variable: keras.Variable) -> bool:
 
 
 def is_sixteen_bit(variable: keras.Variable) -> bool:
-    """Returns whether a 16-bit variable is one that gradients update.
-
-    One overwritten with its gradient (a float8 scale) has no update to lose.
-    """
+    """Returns whether a 16-bit variable is one that gradients update."""
+    # One overwritten with its gradient (a float8 scale) has none to lose.
     overwritten = getattr(variable, "overwrite_with_gradient", False)
     return is_narrow(variable) and not overwritten
 
@@ -44,11 +40,9 @@ def placement(variable: keras.Variable) -> dict[str, Any]:
 
 
 def adopt(target: keras.Variable, variable: keras.Variable) -> keras.Variable:
-    """Gives a stand-in the identity of the model's variable; returns it.
-
-    Maps by path (`MultiOptimizer`, Muon's `exclude_layers`), weight-decay
-    patterns and the names of the slots then match as they do in float32.
-    """
+    """Gives a stand-in the identity of the model's variable; returns it."""
+    # Maps by path (`MultiOptimizer`, Muon's `exclude_layers`), weight-decay
+    # patterns and names of slots then match as they do in float32.
     target._path = variable.path
     for name in ("trainable", "constraint", "regularizer"):
         setattr(target, name, getattr(variable, name))
@@ -117,11 +111,8 @@ def own_variables(layer: keras.Layer) -> list[keras.Variable]:
 
 
 def cast_in_place(variable: keras.Variable, dtype: str) -> None:
-    """Gives a variable another dtype, keeping its value as far as it fits.
-
-    TensorFlow stores it in another `tf.Variable` afterwards. That one lies
-    where the strategy in scope puts it; see `strategy_scope`.
-    """
+    """Gives a variable another dtype, keeping its value as far as it fits."""
+    # TensorFlow then stores it where the strategy in scope puts it.
     if not all(hasattr(variable, name) for name in ("_dtype", "_initialize")):
         raise RuntimeError(
             f"tfmix does not fit Keras {keras.__version__}: its variables "
@@ -153,9 +144,8 @@ def strategy_scope(
 class Float32View(keras.Variable):
     """A float32 variable that stores nothing but a model's 16-bit variable.
 
-    Every read puts the float32 value together and every assignment takes it
-    apart, so it holds inside `tf.cond`, `jax.jit` and stateless scopes alike.
-    Subclasses define `load` and `store`.
+    Reads and assignments go through `load` and `store`, so it holds inside
+    `tf.cond`, `jax.jit` and stateless scopes alike.
     """
 
     # Set while slots are created: TensorFlow then places them beside the

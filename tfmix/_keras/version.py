@@ -7,11 +7,9 @@ OLDEST_KERAS = (3, 12)
 
 
 def require_supported(version: str, backend: str) -> None:
-    """Raises `ImportError` for a version or backend that tfmix does not fit.
-
-    Called by `import tfmix` before any other module of tfmix, so that the
-    first error a user sees is the one that says what to change.
-    """
+    """Raises `ImportError` for a version or backend that tfmix does not fit."""
+    # Called before any other module of tfmix is imported, so that the first
+    # error a user sees is the one that says what to change.
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if numbers < OLDEST_KERAS:
         raise ImportError(

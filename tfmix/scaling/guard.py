@@ -94,11 +94,7 @@ def _check_optimizer(model: keras.Model) -> None:
 
 
 class _Guard:
-    """The guard of one model: what stands around its methods.
-
-    If the user has not `asked_for` it, an optimizer that skips no steps is no
-    error, and the guard does nothing.
-    """
+    """The guard of one model: what stands around its methods."""
 
     def __init__(self, model: keras.Model, asked_for: bool) -> None:
         self._model = model
@@ -170,10 +166,8 @@ class _Guard:
         return logs, (weights, others, slots, metrics)
 
     def _metrics_result(self, original: Callable) -> dict[str, Any]:
-        """Hides metrics that hold nothing yet from the end of an epoch.
-
-        Keras then takes the last step's logs, as it does for other keys.
-        """
+        """Hides metrics that hold nothing yet from the end of an epoch."""
+        # Keras then takes the last step's logs, as it does for other keys.
         results: dict[str, Any] = original()
         if self._gives_way or not results:
             return results
@@ -182,11 +176,8 @@ class _Guard:
         return {} if known and not recorded else results
 
     def _compile_config(self, original: Callable) -> Any:
-        """Notes in a saved model that it was guarded.
-
-        `LossScaleOptimizer.from_config` reads it, so that a loaded model that
-        is trained without the guard says so.
-        """
+        """Notes in a saved model that it was guarded."""
+        # `LossScaleOptimizer.from_config` reads it, to warn of the lack of it.
         config = original()
         optimizer = (config or {}).get("optimizer")
         # Else not compiled, or anew with an optimizer that is not ours.
@@ -215,12 +206,9 @@ def _is_float(value: Any) -> bool:
 
 
 def _logs_of_step(model: keras.Model, logs: Any) -> Any:
-    """Returns a step's logs as the metrics stand after a skip was undone.
-
-    Before the first applied step of an epoch the metrics are empty, and Keras
-    would report a loss of 0, the best there is: the skipped batch's own
-    values then stand in.
-    """
+    """Returns a step's logs as the metrics stand after a skip was undone."""
+    # Before an epoch's first applied step they are empty, and Keras would
+    # report a loss of 0, the best there is: the skipped batch's own stand in.
     # Past our own wrapper, by the model's method.
     results = type(model).get_metrics_result(model)
     if not isinstance(logs, dict) or not logs:

@@ -486,11 +486,8 @@ class LossScaleOptimizer(
     def from_config(
         cls, config: dict[str, Any], custom_objects: Any = None
     ) -> "LossScaleOptimizer":
-        """Returns the optimizer that `get_config` described.
-
-        One that shared its scale gets a scale of its own, and a warning says
-        how to share again.
-        """
+        """Returns the optimizer that `get_config` described."""
+        # It gets a scale of its own where that was shared, and says so.
         config = settings.deserialized(config, custom_objects)
         guarded = config.pop("guarded", False)
         leader_name = config.pop("shared_scale_of", None)
@@ -522,10 +519,7 @@ class LossScaleOptimizer(
         return self._state_type(*(v.value for v in self._state_variables()))
 
     def record(self, state: Any, applied: bool) -> None:
-        """Moves the loss scale and the counters on from `state()`.
-
-        Whether the step was applied is known: both outcomes are traced apart.
-        """
+        """Moves the loss scale and the counters on; `state` is from before."""
         # Of optimizers that share a scale each one lowers it, one raises it:
         # else the growth window would be over after half its steps.
         if self._leader_name is None or not applied:
@@ -681,11 +675,9 @@ class LossScaleOptimizer(
     def _create_state(
         self, rule: rules.LossScale, leader: "LossScaleOptimizer | None"
     ) -> None:
-        """Creates variables for what the rule remembers, or uses a leader's.
-
-        They exist from the start: a function that scales the loss and is
-        compiled before the first step must read the live scale.
-        """
+        """Creates variables for what the rule remembers, or uses a leader's."""
+        # From the start: a function that scales the loss and is compiled before
+        # the first step must read the live scale.
         self.rule = rule
         self._leader_name = leader.name if leader else None
         initial = rule.init()

@@ -28,12 +28,9 @@ def save(
 def load(
     store: Mapping[str, Any], own: Sequence[Any], inner: Sequence[Any]
 ) -> None:
-    """Reads what `save`, an older tfmix or Keras's own class has written.
-
-    A variable that an older version did not have keeps its initial value, and
-    so does an inner optimizer that was saved before it was built.
-    Nothing is assigned unless everything fits.
-    """
+    """Reads what `save`, an older tfmix or Keras's class wrote, or nothing."""
+    # A variable that an older version did not have keeps its initial value, and
+    # so does an inner optimizer that was saved before it was built.
     arrays = {str(key): np.asarray(store[key]) for key in store.keys()}
     if all(re.fullmatch(r"\d+", key) for key in arrays):
         arrays = _from_positions(arrays, len(inner))

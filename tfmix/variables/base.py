@@ -17,8 +17,8 @@ Variables = variables.Variables
 class StandIns:
     """What the inner optimizer updates in the place of 16-bit variables.
 
-    Subclasses say through `make` where the bits that do not fit into a
-    variable are kept. Other variables stand for themselves.
+    `make` says where the bits that do not fit into a variable are kept. Other
+    variables stand for themselves.
     """
 
     def __init__(
@@ -78,10 +78,7 @@ class StandIns:
 class SixteenBitOptimizer(
     delegating.DelegatesToInner, keras.optimizers.Optimizer
 ):
-    """Lets an inner optimizer update 16-bit variables in float32.
-
-    Subclasses say through `make_stand_ins` how.
-    """
+    """Lets an inner optimizer update 16-bit variables in float32."""
 
     def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
         inner_optimizer = _checked_inner(type(self).__name__, inner_optimizer)
@@ -206,11 +203,7 @@ class SixteenBitOptimizer(
         self._store.assign(variable, ops.convert_to_tensor(value, "float32"))
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads the whole state, or nothing; see Keras's class.
-
-        Raises:
-            ValueError: If a shape does not match.
-        """
+        """Reads the whole state, or nothing; see Keras's class."""
         count = len(self.variables)
         if len(store.keys()) != count:
             super().load_own_variables(store)

@@ -26,10 +26,9 @@ _SHARED_SETTINGS = (
 class DelegatesToInner(optimizers.OverwritesThroughInner):
     """Mixin of the optimizers that leave the update to another one.
 
-    Hyper-parameters, the learning rate, `iterations` and every public
-    attribute that the wrapper's class does not declare are read from the
-    inner optimizer and written to it. Stands before Keras's class among the
-    bases: that one passes on the learning rate and the iterations at most.
+    Every public attribute that the class does not declare, and the settings of
+    `_SHARED_SETTINGS`, are the inner optimizer's. Stands before Keras's class
+    among the bases.
     """
 
     built: bool

@@ -43,11 +43,10 @@ REFUSED = {
 
 
 class FlatMasters(base.StandIns):
-    """Keeps one float32 vector per group of 16-bit variables.
+    """Keeps one float32 vector per group of 16-bit variables."""
 
-    A group is what one update can treat alike: one dtype, with or without
-    weight decay.
-    """
+    # A group is what one update can treat alike: one dtype, with or without
+    # weight decay.
 
     def make(self) -> dict[int, keras.Variable]:
         """Creates the groups, or says why the variables cannot be joined."""
@@ -142,10 +141,7 @@ class FlatMasters(base.StandIns):
 
 
 class Group:
-    """Variables that share a vector, and where each lies in it.
-
-    Its `key` is the dtype and what sets its name apart from other groups'.
-    """
+    """Variables that share a vector; `key` is the dtype and name suffixes."""
 
     def __init__(
         self,
@@ -181,12 +177,7 @@ class Group:
 
 
 def joined(tensors: Sequence[Any]) -> Any:
-    """Joins tensors of one dtype, sparse gradients too, into a vector.
-
-    Example:
-        >>> len(joined([ops.ones((2, 2)), ops.zeros(1)]))
-        5
-    """
+    """Joins tensors of one dtype, sparse gradients too, into a vector."""
     flat = [ops.reshape(ops.convert_to_tensor(t), (-1,)) for t in tensors]
     return flat[0] if len(flat) == 1 else ops.concatenate(flat)
 

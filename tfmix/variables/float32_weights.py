@@ -118,11 +118,9 @@ def _owns(
 
 @contextlib.contextmanager
 def _float32_storage(model: keras.Model) -> Iterator[None]:
-    """Lets 16-bit variables store float32, to read or write a file.
-
-    Every variable stores its value elsewhere meanwhile: a file that does not
-    fit changes nothing. A file of weights holds no state of an optimizer.
-    """
+    """Lets 16-bit variables store float32, to read or write a file."""
+    # Every variable stores its value elsewhere meanwhile: a file that does not
+    # fit changes nothing. A file of weights holds no state of an optimizer.
     with contextlib.ExitStack() as undo:
         for variable in model.weights:
             dtype = keras.backend.standardize_dtype(variable.dtype)

@@ -19,18 +19,9 @@ WIDE_SLOTS = ("average", "gradient_accumulator")
 
 
 def stochastic(value: Any, random_bits: Any) -> Any:
-    """Rounds float32 up with the probability that makes the mean exact.
-
-    The lower 16 bits of the uint32 `random_bits` decide between the two
-    neighbours. What is a bfloat16, infinite or NaN stays.
-
-    Example:
-        >>> half_way = ops.array([1.0 + 2.0**-8])
-        >>> float(stochastic(half_way, bits.unsigned([0x7FFF]))[0])
-        1.0
-        >>> float(stochastic(half_way, bits.unsigned([0x8000]))[0])
-        1.0078125
-    """
+    """Rounds float32 up with the probability that makes the mean exact."""
+    # The lower 16 bits of the uint32 `random_bits` decide between the two
+    # neighbours. What is a bfloat16, infinite or NaN stays.
     word = bits.bitcast(bits.quiet(value), "uint32")
     noise = ops.bitwise_and(random_bits, bits.unsigned(0xFFFF))
     upper = ops.right_shift(ops.add(word, noise), bits.unsigned(16))
@@ -40,11 +31,9 @@ def stochastic(value: Any, random_bits: Any) -> Any:
 def random_bits(
     shape: tuple[int, ...], seed: Any, stream: int, step: Any
 ) -> Any:
-    """Draws uint32 numbers that depend on the arguments alone.
-
-    The generator is named, so eager code, graphs and XLA agree, and so do
-    replicas. Each use within a step has its own `stream`.
-    """
+    """Draws uint32 numbers that depend on the arguments alone."""
+    # The generator is named, so eager code, graphs and XLA agree, and so do
+    # replicas. Each use within a step has its own `stream`.
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -65,11 +54,7 @@ def random_bits(
 
 
 class StochasticView(variables.Float32View):
-    """A bfloat16 variable that rounds stochastically what it is assigned.
-
-    `draw` returns random bits for a shape and a stream; each view of an
-    optimizer has a `stream` of its own.
-    """
+    """A bfloat16 variable that rounds stochastically what it is assigned."""
 
     def __init__(
         self, variable: keras.Variable, stream: int, draw: Any
@@ -90,10 +75,7 @@ class StochasticView(variables.Float32View):
 
 
 class StochasticRounding(views.Views):
-    """Rounds the new value of every bfloat16 variable stochastically.
-
-    The optimizer's `seed_variable` and `iterations` decide the rounding.
-    """
+    """Rounds the new value of every bfloat16 variable stochastically."""
 
     def make(self) -> dict[int, keras.Variable]:
         """Creates the views."""

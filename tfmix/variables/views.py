@@ -77,10 +77,8 @@ class Views(base.StandIns):
             yield
 
     def refresh(self) -> None:
-        """Drops the rest of every variable that somebody assigned.
-
-        After `load_weights` it would shift the weight by up to half a step.
-        """
+        """Drops the rest of every variable that somebody assigned."""
+        # After `load_weights` it would shift the weight by up to half a step.
         if not self.with_rest:
             return
         now, seen = self._fingerprints(), ops.convert_to_tensor(self.seen)

@@ -1,8 +1,7 @@
 """Gradients of one shape joined into a block, so a step costs few operations.
 
-A model of hundreds of small variables has few distinct shapes. Dividing and
-checking each gradient apart takes several operations a variable, and each
-operation costs more than its arithmetic.
+Hundreds of small variables have few distinct shapes, and each operation on one
+of them costs more than its arithmetic.
 """
 
 import math
@@ -35,10 +34,7 @@ def joined(
     variables: Sequence[Any],
     true: Collection[int] = (),
 ) -> list[Block]:
-    """Joins a step's gradients and widens 16-bit ones; `None`s are left out.
-
-    Those at the positions `true`, of those `alone`, are not scaled any more.
-    """
+    """Joins gradients and widens 16-bit ones; those `true` are divided."""
     return [
         _block(grads, variables, positions, positions[0] in true)
         for positions in _groups(grads, variables)
@@ -106,10 +102,7 @@ def all_finite(blocks: Sequence[Block]) -> Any:
 
 
 def not_finite(blocks: Sequence[Block], count: int) -> Any:
-    """Returns a boolean vector, true for each gradient that is not finite.
-
-    There are `count` gradients, absent ones included.
-    """
+    """Returns a boolean vector: which of `count` gradients are not finite?"""
     flags = [ops.logical_not(_finite_ones(block)) for block in blocks]
     order = [position for block in blocks for position in block.positions]
     absent = sorted(set(range(count)) - set(order))

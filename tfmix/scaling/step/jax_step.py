@@ -17,10 +17,7 @@ def stateless_apply(
     trainable_values: list[Any],
     unscaled: bool,
 ) -> tuple[list[Any], list[Any]]:
-    """Applies the gradients or leaves everything but the scale as it was.
-
-    See `LossScaleOptimizer.stateless_apply`, whose arguments these are.
-    """
+    """Does the work of `LossScaleOptimizer.stateless_apply`."""
     variables = optimizer.model_variables
     mapping = list(zip(optimizer.variables, optimizer_values, strict=True))
     inner_values = optimizer_values[len(optimizer.own_variables) :]
@@ -60,12 +57,10 @@ def stateless_apply(
 def _not_finite(
     grads: list[Any], variables: list[Any], scale: Any, lowest: float
 ) -> Any:
-    """Returns which true gradients are not finite, as a boolean vector.
-
-    No division by 1 or more makes an infinity: the scaled gradients, which
-    are there already, are checked then. They are joined for the check alone,
-    since to take them apart again costs kernels.
-    """
+    """Returns which true gradients are not finite, as a boolean vector."""
+    # No division by 1 or more makes an infinity: the scaled gradients, which
+    # are there already, are checked then. They are joined for the check alone,
+    # since to take them apart again costs kernels.
     joined = blocks.joined(grads, variables)
     if lowest < 1:
         joined = blocks.divided(joined, scale)

@@ -1,12 +1,10 @@
 """One optimizer step per replica, without a merge call (`tf.distribute`).
 
-Keras's optimizers sum the gradients over the replicas and write mirrored
-variables through merge calls, which may not stand inside a `tf.cond`. tfmix
-sums the gradients first. From there on every replica holds the same numbers,
-so each can take its step alone: it sees only its own copy of each variable
-and no strategy. All replicas reach the same decision, and none can wait for
-another. That also lets gradient accumulation and EMA, whose conditionals
-Keras cannot run under `MirroredStrategy`, work unchanged.
+Keras's optimizers sum gradients and write mirrored variables through merge
+calls, which may not stand inside a `tf.cond`. tfmix sums the gradients first.
+From there on every replica holds the same numbers and takes its step alone: it
+sees only its own copy of each variable and no strategy. Gradient accumulation
+and EMA, whose conditionals Keras cannot run under `MirroredStrategy`, work too.
 """
 
 import contextlib
@@ -72,12 +70,9 @@ def sum_gradients(
 def sum_over_replicas(
     grads: list[Any], variables: Sequence[keras.Variable]
 ) -> list[Any]:
-    """Sums each gradient over all replicas of all workers; `None`s stay.
-
-    What overwrites its variable (Keras's float8 scales and histories of
-    maxima) is no gradient: of that, the largest is taken. The sums have the
-    gradients' dtypes and are equal on all replicas.
-    """
+    """Sums each gradient over all replicas of all workers; `None`s stay."""
+    # Of what overwrites its variable (Keras's float8 scales and histories of
+    # maxima) the largest is taken.
     context = tf.distribute.get_replica_context()
     present = [n for n, gradient in enumerate(grads) if gradient is not None]
     if context.num_replicas_in_sync == 1 or not present:
@@ -127,11 +122,8 @@ def one_replica(
     keras_variables: Iterable[keras.Variable],
     optimizer: keras.optimizers.Optimizer | None = None,
 ) -> Iterator[None]:
-    """Lets the code inside see one replica's variables and no strategy.
-
-    Each `keras.Variable` that the code reads or writes stands for this
-    replica's copy, and the Keras optimizer that it calls sums no gradients.
-    """
+    """Lets variables stand for this replica's copies, with no strategy."""
+    # The Keras optimizer that runs inside sums no gradients.
     # On a TPU the step is traced once for all replicas: there are no local
     # copies to show, and no merge calls either.
     if not tf.distribute.has_strategy() or _runs_on_tpu():

@@ -12,10 +12,7 @@ from tfmix.scaling.step import blocks, finite, replicas, unscale
 def apply(
     optimizer: Any, grads: list[Any], variables: list[Any], unscaled: bool
 ) -> Any:
-    """Applies one replica's gradients on all replicas or on none.
-
-    See `LossScaleOptimizer.apply`; the optimizer is built.
-    """
+    """Does the work of `LossScaleOptimizer.apply`, for a built one."""
     replicas.check_replica_context()
     used = optimizer.variables + optimizer.model_variables
     with replicas.one_replica(used):
@@ -44,11 +41,9 @@ def apply(
 def _divided_early(
     grads: list[Any], variables: list[Any], scale: Any
 ) -> tuple[list[Any], frozenset[int]]:
-    """Divides what each replica best divides before the sum; says which.
-
-    It does so in place, where it has computed them. The sum lies in one
-    buffer for all replicas, and its quotient takes another for each.
-    """
+    """Divides what each replica best divides before the sum; says which."""
+    # In place, where it has computed them. The sum lies in one buffer for all
+    # replicas, and its quotient takes another for each.
     if scale is None or replicas.on_one_replica() or compilation.by_xla():
         return grads, frozenset()
     early = blocks.alone(grads, variables)
@@ -61,8 +56,8 @@ def _divided_early(
 class _Step:
     """The gradients of a step that TensorFlow runs operation by operation.
 
-    The check reads the scaled gradients; they are divided where they are
-    applied, except for the `early` ones. A scale of `None` divides nothing.
+    The check reads scaled gradients; they are divided where they are applied,
+    except for the `early` ones. A scale of `None` divides nothing.
     """
 
     def __init__(
@@ -100,10 +95,9 @@ class _Step:
 class _XlaStep(_Step):
     """The gradients of a step that XLA compiles.
 
-    Each gradient is divided apart, which fuses with its update; only the
-    check joins them. It finds out in any case which gradients are not finite:
-    in the branch of the skip that would take a kernel more for each of the
-    large variables.
+    Each is divided apart, which fuses with its update; the check joins them,
+    and says which are not finite: in the branch of the skip that would take a
+    kernel more for each large variable.
     """
 
     def __init__(self, *args: Any) -> None:
