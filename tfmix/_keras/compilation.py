@@ -10,6 +10,12 @@ from typing import Any, TypeVar
 import keras
 from keras.src.backend.common import stateless_scope
 
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+else:
+    import jax
+    import jax.extend.core
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -32,8 +38,6 @@ def by_xla() -> bool:
     # No if TensorFlow does not tell: the step is right then, only slower.
     if keras.backend.backend() != "tensorflow":
         return True
-    import tensorflow as tf
-
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
@@ -49,8 +53,6 @@ def by_xla() -> bool:
 
 def for_cpu() -> bool:
     """Returns whether JAX compiles for a CPU by default."""
-    import jax
-
     return jax.default_backend() == "cpu"
 
 
@@ -59,8 +61,6 @@ def kept_apart(tensor: Any) -> Any:
     # A branch that calls this stays one. XLA turns a conditional whose
     # branches are cheap into selects, which copy every slot.
     if keras.backend.backend() == "jax":
-        import jax
-
         return jax.lax.optimization_barrier(tensor)
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -71,8 +71,6 @@ def becomes_constant(variable: keras.Variable) -> bool:
     """Returns whether JAX is compiling and would fix the variable's value."""
     if keras.backend.backend() != "jax":
         return False
-    import jax
-
     scope = stateless_scope.get_stateless_scope()
     if scope is not None and scope.get_current_value(variable) is not None:
         return False
@@ -84,19 +82,13 @@ def is_host_readable(variable: keras.Variable) -> bool:
     """Returns whether NumPy can read the variable here."""
     if keras.backend.backend() == "jax":
         return not is_symbolic(variable.value)
-    import tensorflow as tf
-
     return bool(tf.executing_eagerly())
 
 
 def trace() -> Any:
     """Returns what equals itself only while the same function is traced."""
     if keras.backend.backend() == "jax":
-        import jax.extend.core
-
         return jax.extend.core.get_opaque_trace_state()
-    import tensorflow as tf
-
     if tf.executing_eagerly():
         return "eager"
     return weakref.ref(tf.compat.v1.get_default_graph())
@@ -108,8 +100,6 @@ def untouched(function: Function) -> Function:
     # and prints warnings where AutoGraph does not know a newer Python.
     if keras.backend.backend() != "tensorflow":
         return function
-    import tensorflow as tf
-
     return tf.autograph.experimental.do_not_convert(function)
 
 
@@ -121,8 +111,6 @@ def outside_of_tracing(
     # function by itself, and XLA refuses what stays in.
     if keras.backend.backend() != "tensorflow":
         return contextlib.nullcontext()
-    import tensorflow as tf
-
     if not tf.inside_function() or tf.distribute.has_strategy():
         return contextlib.nullcontext()
     with tf.init_scope():
@@ -135,18 +123,12 @@ def outside_of_tracing(
 def is_symbolic(tensor: Any) -> bool:
     """Says whether a tensor's value is not known yet."""
     if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
         return bool(tf.is_symbolic_tensor(tensor))
-    import jax
-
     return isinstance(tensor, jax.core.Tracer)
 
 
 def may_be_written(variable: Any) -> bool:
     """Says whether what was traced so far may change a `tf.Variable`."""
-    import tensorflow as tf
-
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or not hasattr(graph, "capture"):
         return True
@@ -197,4 +179,4 @@ def _function_class() -> type:
     module = importlib.import_module(
         "tensorflow.python.eager.polymorphic_function.polymorphic_function"
     )
-    return module.Function  # type: ignore[no-any-return]
+    return module.Function

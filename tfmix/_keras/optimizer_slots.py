@@ -36,7 +36,11 @@ def slots(worker: optimizers.Optimizer) -> Slots | None:
     found: Slots = {
         name: list(values)
         for name, values in vars(worker).items()
-        if name not in _NO_SLOTS and _are_slots(values, len(known))
+        if name not in _NO_SLOTS
+        and isinstance(values, list)
+        and len(values) == len(known)
+        and any(value is not None for value in values)
+        and all(isinstance(v, keras.Variable | None) for v in values)
     }
     names = {scalar.name for scalar in numbers(worker).values()}
     for values in found.values():
@@ -83,15 +87,6 @@ def fresh(optimizer: Any, moved: Moved) -> Any:
         if excluded:
             new.exclude_from_weight_decay(var_list=_moved(excluded, moved))
     return made
-
-
-def _are_slots(values: Any, count: int) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) == count
-        and any(value is not None for value in values)
-        and all(isinstance(v, keras.Variable | None) for v in values)
-    )
 
 
 def _belongs(slot: keras.Variable, variable: keras.Variable) -> bool:

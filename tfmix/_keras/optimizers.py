@@ -3,13 +3,13 @@
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 
 from tfmix._keras import attributes
 
-Optimizer = keras.optimizers.Optimizer
+Optimizer: TypeAlias = keras.optimizers.Optimizer
 
 
 def chain(optimizer: Optimizer | None) -> Iterator[Optimizer]:
@@ -21,7 +21,7 @@ def chain(optimizer: Optimizer | None) -> Iterator[Optimizer]:
 
 def with_nested(optimizer: Any) -> Iterator[Optimizer]:
     """Yields an optimizer of Keras's and all that it holds, outermost first."""
-    if not isinstance(optimizer, Optimizer):
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
         return
     yield optimizer
     for value in list(vars(optimizer).values()):
@@ -37,7 +37,7 @@ def workers(optimizer: Optimizer) -> list[Optimizer]:
 def key(variable: Any) -> Any:
     """Returns an optimizer's key for a variable or a replica's copy of it."""
     # It reads nothing of the optimizer.
-    return Optimizer._var_key(None, variable)
+    return keras.optimizers.Optimizer._var_key(None, variable)
 
 
 def own_variables(optimizer: Optimizer) -> list[keras.Variable]:

@@ -100,7 +100,13 @@ class LossScaleOptimizer(
         **kwargs: Any,
     ) -> None:
         """Checks the arguments and creates the state of the loss scale."""
-        settings.refuse_legacy_arguments(kwargs)
+        if not kwargs.pop("dynamic", True):
+            raise ValueError(
+                "`dynamic=False` is an argument of the old tf.keras. For a "
+                "fixed scale write LossScaleOptimizer(optimizer, loss_scale="
+                "128.0). (Keras says to set `loss_scale_factor` on the inner "
+                "optimizer; that applies steps that are not finite.)"
+            )
         leader = None
         if isinstance(loss_scale, LossScaleOptimizer):
             leader, loss_scale = loss_scale, loss_scale.rule
@@ -364,8 +370,10 @@ class LossScaleOptimizer(
         from tfmix.scaling.step import jax_step
 
         self._check_step(grads, unscaled)
-        values = map(list, (optimizer_variables, grads, trainable_variables))
-        return jax_step.stateless_apply(self, *values, unscaled)
+        slots, values = list(optimizer_variables), list(trainable_variables)
+        return jax_step.stateless_apply(
+            self, slots, list(grads), values, unscaled
+        )
 
     @compilation.untouched
     def apply_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
@@ -488,7 +496,12 @@ class LossScaleOptimizer(
     ) -> "LossScaleOptimizer":
         """Returns the optimizer that `get_config` described."""
         # It gets a scale of its own where that was shared, and says so.
-        config = settings.deserialized(config, custom_objects)
+        config = dict(config)
+        for key in ("inner_optimizer", "loss_scale"):
+            if isinstance(config.get(key), dict):
+                config[key] = keras.saving.deserialize_keras_object(
+                    config[key], custom_objects=custom_objects
+                )
         guarded = config.pop("guarded", False)
         leader_name = config.pop("shared_scale_of", None)
         optimizer = cls(**config)
@@ -624,7 +637,14 @@ class LossScaleOptimizer(
         """Refuses gradients that `unscaled` is wrong for; warns as needed."""
         if not unscaled:
             self._warn_unless_loss_was_scaled()
-        self._warn_unless_guarded()
+        if self.guarded and not self.in_guarded_step:
+            self.guarded = False
+            warnings.warn(
+                "The model was guarded when it was saved: a skipped step left "
+                "no trace in its statistics and metrics. A guard is not part "
+                "of the file. Write `tfmix.guard(model)` after loading it.",
+                stacklevel=4,
+            )
         notes = _notes(grads)
         if not unscaled and _TRUE in notes:
             raise ValueError(
@@ -660,17 +680,6 @@ class LossScaleOptimizer(
             "gradient tape (or inside the function given to jax.grad).",
             stacklevel=5,
         )
-
-    def _warn_unless_guarded(self) -> None:
-        """Warns once if a model that was guarded when saved is so no longer."""
-        if self.guarded and not self.in_guarded_step:
-            self.guarded = False
-            warnings.warn(
-                "The model was guarded when it was saved: a skipped step left "
-                "no trace in its statistics and metrics. A guard is not part "
-                "of the file. Write `tfmix.guard(model)` after loading it.",
-                stacklevel=5,
-            )
 
     def _create_state(
         self, rule: rules.LossScale, leader: "LossScaleOptimizer | None"

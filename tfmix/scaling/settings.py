@@ -14,7 +14,7 @@ def loss_scale_rule(
     loss_scale: Any, initial_scale: Any, dynamic_growth_steps: Any
 ) -> rules.LossScale:
     """Returns the rule that three constructor arguments describe."""
-    given: dict[str, Any] = {}
+    given = {}
     if initial_scale is not None:
         given["initial_scale"] = initial_scale
     if dynamic_growth_steps is not None:
@@ -80,28 +80,6 @@ def inner_optimizer(optimizer: Any) -> Any:
             stacklevel=3,
         )
     return optimizer
-
-
-def refuse_legacy_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuses `dynamic=False` of `tf.keras`, with what to write instead."""
-    if not kwargs.pop("dynamic", True):
-        raise ValueError(
-            "`dynamic=False` is an argument of the old tf.keras. For a fixed "
-            "scale write LossScaleOptimizer(optimizer, loss_scale=128.0). "
-            "(Keras says to set `loss_scale_factor` on the inner optimizer; "
-            "that applies steps that are not finite.)"
-        )
-
-
-def deserialized(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
-    """Returns a copy of a config with its objects made."""
-    config = dict(config)
-    for key in ("inner_optimizer", "loss_scale"):
-        if isinstance(config.get(key), dict):
-            config[key] = keras.saving.deserialize_keras_object(
-                config[key], custom_objects=custom_objects
-            )
-    return config
 
 
 def _by_name(name: str) -> Any:

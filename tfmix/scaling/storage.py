@@ -33,7 +33,13 @@ def load(
     # so does an inner optimizer that was saved before it was built.
     arrays = {str(key): np.asarray(store[key]) for key in store.keys()}
     if all(re.fullmatch(r"\d+", key) for key in arrays):
-        arrays = _from_positions(arrays, len(inner))
+        keys = [_OWN + name for name in _KERAS_OWN]
+        if len(arrays) != len(keys) + len(inner):
+            # The inner optimizer's alone: a run without loss scaling can go
+            # on with it. It is refused below if the count differs.
+            keys = []
+        keys += [f"{_INNER}{n}" for n in range(len(arrays) - len(keys))]
+        arrays = {key: arrays[str(n)] for n, key in enumerate(keys)}
     targets = {_OWN + variable.name: variable for variable in own}
     is_new = all(_to_numpy(v) == 0 for v in inner if v.name == "iteration")
     if any(key.startswith(_INNER) for key in arrays) or not is_new:
@@ -64,18 +70,6 @@ def warn_of_nothing_restored(optimizer: Any) -> None:
         f"{reason}.",
         stacklevel=3,
     )
-
-
-def _from_positions(
-    arrays: Mapping[str, np.ndarray], num_inner: int
-) -> dict[str, np.ndarray]:
-    keys = [_OWN + name for name in _KERAS_OWN]
-    if len(arrays) != len(keys) + num_inner:
-        # The inner optimizer's alone: a run without loss scaling can go on
-        # with it. `load` refuses it if the count differs.
-        keys = []
-    keys += [f"{_INNER}{n}" for n in range(len(arrays) - len(keys))]
-    return {key: arrays[str(n)] for n, key in enumerate(keys)}
 
 
 def _to_numpy(variable: Any) -> np.ndarray:

@@ -174,14 +174,15 @@ class SixteenBitOptimizer(
 
     def finalize_variable_values(self, var_list: Variables) -> None:
         """Gives the model the inner optimizer's final (averaged) weights."""
-        if self.built:
-            replicas.run_on_each(self, self._finalize)
 
-    def _finalize(self) -> None:
-        self._store.refresh()
-        targets = self._store.targets(optimizers.remembered(self))
-        self.inner_optimizer.finalize_variable_values(targets)
-        self._store.write_back()
+        def finalize() -> None:
+            self._store.refresh()
+            targets = self._store.targets(optimizers.remembered(self))
+            self.inner_optimizer.finalize_variable_values(targets)
+            self._store.write_back()
+
+        if self.built:
+            replicas.run_on_each(self, finalize)
 
     def read_float32(self, variable: keras.Variable) -> Any:
         """Returns the float32 value behind a model's variable, as a tensor.

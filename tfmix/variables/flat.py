@@ -12,18 +12,10 @@ from tfmix.variables import base, bits
 
 # Optimizers whose update of an element reads that element alone, by the
 # `update_step` they run (so subclasses that keep it count too).
-ELEMENTWISE = (
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Adagrad",
-    "Adadelta",
-    "RMSprop",
-    "Nadam",
-    "Ftrl",
-    "Lion",
-    "ScheduleFreeAdamW",  # Keras 3.13 and newer
+# `ScheduleFreeAdamW` is in Keras 3.13 and newer.
+ELEMENTWISE = tuple(
+    "SGD Adam AdamW Adamax Adagrad Adadelta RMSprop Nadam Ftrl Lion "
+    "ScheduleFreeAdamW".split()
 )
 # Those that raise to a power, or divide by a square root, which TensorFlow's
 # graph optimizer turns into a product with `rsqrt`. Its kernels compute both

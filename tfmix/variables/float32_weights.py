@@ -40,7 +40,13 @@ def export_float32(model: keras.Model, path: Any = None) -> list[np.ndarray]:
     """
     _check_model(model)
     owner = _owner(model)
-    values = [_wide_value(variable, owner) for variable in model.weights]
+    values = []
+    for value in model.weights:
+        if owner is not None and _owns(owner, value):
+            value = owner.read_float32(value)
+        elif variables.is_narrow(value):
+            value = ops.cast(value, "float32")
+        values.append(ops.convert_to_numpy(value))
     if path is not None:
         with _float32_storage(model):
             model.set_weights(values)
@@ -129,14 +135,3 @@ def _float32_storage(model: keras.Model) -> Iterator[None]:
         if "optimizer" in vars(model):
             attributes.swap(undo, model, "optimizer", None)
         yield
-
-
-def _wide_value(
-    variable: keras.Variable, owner: base.SixteenBitOptimizer | None
-) -> np.ndarray:
-    value = variable
-    if owner is not None and _owns(owner, variable):
-        value = owner.read_float32(variable)
-    elif variables.is_narrow(variable):
-        value = ops.cast(variable, "float32")
-    return ops.convert_to_numpy(value)

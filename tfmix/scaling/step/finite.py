@@ -9,6 +9,9 @@ from keras import ops, tree
 
 from tfmix._keras import compilation
 
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
 # The most rows that XLA's `TreeReductionRewriter` leaves in one piece, and a
 # size below which a check costs no more than its start.
 _MOST_ROWS, _FEW = 32, 2**14
@@ -37,7 +40,7 @@ def all_finite(tensors: Any) -> Any:
         False
     """
     flags = [
-        is_finite(leaf if is_sparse(leaf) else _as_tensor(leaf))
+        is_finite(leaf if is_sparse(leaf) else ops.convert_to_tensor(leaf))
         for leaf in tree.flatten(tensors)
         if leaf is not None
     ]
@@ -55,8 +58,6 @@ def surely_finite(tensors: Sequence[Any], scale: Any) -> Any:
     tensor in between; `isfinite` and `all` take two. The sum is infinite or
     NaN if any number is, but also where squares overflow, from 1e19 on.
     """
-    import tensorflow as tf
-
     largest = tf.sqrt(tf.add_n([_squares(tensor) for tensor in tensors]))
     if scale is not None:
         # A scale below 1, which `min_scale` allows, makes gradients larger.
@@ -109,8 +110,6 @@ def _rows(tensor: Any) -> int:
 
 
 def _is_finite_sparse(slices: Any) -> Any:
-    import tensorflow as tf
-
     # The optimizer adds up the values of a row. No partial sum exceeds the
     # sum of all magnitudes: while the format holds that, every row is finite.
     total = tf.reduce_sum(tf.abs(tf.cast(slices.values, tf.float32)))
@@ -127,8 +126,6 @@ def _is_finite_sparse(slices: Any) -> Any:
 
 def _squares(tensor: Any) -> Any:
     """Returns at least the square of any of the tensor's numbers, float32."""
-    import tensorflow as tf
-
     if is_sparse(tensor):
         # By Cauchy's and Schwarz's inequality no sum of some rows exceeds the
         # norm of all, multiplied by the root of their number.
@@ -138,10 +135,6 @@ def _squares(tensor: Any) -> Any:
         return 2.0 * tf.cast(tf.nn.l2_loss(tensor), tf.float32)
     # An overwriting value in a narrow format, where squares lose all meaning.
     return tf.where(is_finite(tensor), 0.0, float("inf"))
-
-
-def _as_tensor(leaf: Any) -> Any:
-    return leaf if ops.is_tensor(leaf) else ops.convert_to_tensor(leaf)
 
 
 def _dtype(tensor: Any) -> str:

@@ -54,11 +54,6 @@ def check_replica_context() -> None:
         )
 
 
-def on_one_replica() -> bool:
-    """Returns whether the current strategy has only one replica."""
-    return tf.distribute.get_strategy().num_replicas_in_sync == 1
-
-
 def sum_gradients(
     grads: Sequence[Any], variables: Sequence[keras.Variable]
 ) -> Sequence[Any]:

@@ -44,7 +44,8 @@ def _divided_early(
     """Divides what each replica best divides before the sum; says which."""
     # In place, where it has computed them. The sum lies in one buffer for all
     # replicas, and its quotient takes another for each.
-    if scale is None or replicas.on_one_replica() or compilation.by_xla():
+    one = tf.distribute.get_strategy().num_replicas_in_sync == 1
+    if scale is None or one or compilation.by_xla():
         return grads, frozenset()
     early = blocks.alone(grads, variables)
     true = unscale.unscale([grads[position] for position in early], scale)
