@@ -16,7 +16,7 @@ else:
     import jax
     import jax.extend.core
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable)
 
 
 # Operations that take a variable's handle and leave the variable alone.

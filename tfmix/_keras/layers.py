@@ -25,7 +25,7 @@ def is_builtin(layer: Any) -> bool:
     return type(layer).__module__.split(".")[0] == "keras"
 
 
-def inner_operations(layer: Any) -> list[Any]:
+def inner_operations(layer: Any) -> list:
     """Returns what a layer holds: layers, and the ops of a graph."""
     if isinstance(layer, keras.Sequential):
         return list(layer.layers)
@@ -34,7 +34,7 @@ def inner_operations(layer: Any) -> list[Any]:
     return list(getattr(layer, "_layers", []))
 
 
-def flat_layers(layer: Any) -> list[Any]:
+def flat_layers(layer: Any) -> list:
     """Returns a layer and every layer inside it, each once."""
     if not isinstance(layer, keras.Layer):
         return []
@@ -46,13 +46,13 @@ def parts(layer: keras.Layer) -> list[keras.Layer]:
     return list(layer._layers)
 
 
-def results(model: keras.Layer) -> list[Any]:
+def results(model: keras.Layer) -> list:
     """Returns the symbolic results of a Functional or Sequential model."""
     graph = getattr(model, "_functional", None) or model
     return keras.tree.flatten(getattr(graph, "outputs", None) or [])
 
 
-def maker(tensor: keras.KerasTensor) -> tuple[Any, list[Any]]:
+def maker(tensor: keras.KerasTensor) -> tuple[Any, list]:
     """Returns what made a symbolic tensor, and the tensors it took."""
     operation, node, _ = tensor._keras_history
     nodes = operation._inbound_nodes
@@ -68,7 +68,7 @@ def noted_results(layer: keras.Layer) -> list[tuple[int, Any]]:
     ]
 
 
-def symbolic_arguments(model: keras.Model) -> list[Any]:
+def symbolic_arguments(model: keras.Model) -> list:
     """Returns what to call a model with, as symbols; empty if not known."""
     structure = getattr(model, "_inputs_struct", None)
     if structure is not None:
@@ -132,7 +132,7 @@ def is_number(tensor: Any) -> bool:
 
 @contextlib.contextmanager
 def calls_replaced(
-    operations: list[Any], make: Callable[[int, Any], Any]
+    operations: list, make: Callable[[int, Any], Any]
 ) -> Iterator[None]:
     """Replaces `operation.call` by `make(index, call)` for a block."""
     with contextlib.ExitStack() as undo:
@@ -142,7 +142,7 @@ def calls_replaced(
         yield
 
 
-def run_on_shapes(function: Callable[..., Any], inputs: list[Any]) -> Any:
+def run_on_shapes(function: Callable, inputs: list) -> Any:
     """Runs a function on `keras.KerasTensor`s, computing nothing."""
     backend = importlib.import_module("keras.src.backend")
     # The next Keras keeps the backend's functions one level deeper.

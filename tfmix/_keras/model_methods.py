@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import keras
 
 # Called with the method inside it, then the arguments of the call.
-Wrapper = Callable[..., Any]
+Wrapper = Callable
 # From the inside out: a guard restores what ran under the policy's rules.
 RULES, GUARD = "rules", "guard"
 _ROLES = (RULES, GUARD)
@@ -33,8 +33,8 @@ class ModelMethods:
         self._model = model
         self._parts: dict[str, Part] = {}
         # What stands on the model now, and what the user had put there.
-        self._installed: dict[str, Callable[..., Any]] = {}
-        self._users: dict[str, Callable[..., Any]] = {}
+        self._installed: dict[str, Callable] = {}
+        self._users: dict[str, Callable] = {}
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -81,7 +81,7 @@ class ModelMethods:
         else:
             object.__setattr__(self._model, name, users)
 
-    def _composed(self, name: str) -> Callable[..., Any]:
+    def _composed(self, name: str) -> Callable:
         @functools.wraps(getattr(self._model, name))
         def method(*args: Any, **kwargs: Any) -> Any:
             # Looked up at each call: parts and hooks come and go.

@@ -15,7 +15,6 @@ import importlib.util
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 
@@ -55,9 +54,7 @@ def targets(name: str) -> tuple[attributes.Place, ...]:
     return _function(name) or _activation_class(name)
 
 
-def stand_in(
-    module: types.ModuleType, rule: Callable[..., Any]
-) -> types.ModuleType:
+def stand_in(module: types.ModuleType, rule: Callable) -> types.ModuleType:
     """Copies a module, with `rule(function, name=name)` for each function."""
     copy = types.ModuleType(module.__name__, module.__doc__)
     vars(copy).update(vars(module))
@@ -67,7 +64,7 @@ def stand_in(
     return copy
 
 
-def writes_out(layer: keras.Layer, arguments: dict[str, Any]) -> bool:
+def writes_out(layer: keras.Layer, arguments: dict) -> bool:
     """Says whether a call will not use `ops.dot_product_attention`."""
     dropout = getattr(layer, "_dropout", getattr(layer, "dropout", 0.0))
     scores = arguments.get("return_attention_scores") or getattr(

@@ -59,7 +59,7 @@ def remembered(optimizer: Optimizer) -> list[keras.Variable]:
 
 
 def recognised(
-    optimizer: Optimizer, variables: Sequence[Any]
+    optimizer: Optimizer, variables: Sequence
 ) -> list[keras.Variable]:
     """Returns the variables of the build that others stand for, or raises."""
     optimizer._check_variables_are_known(variables)
@@ -67,7 +67,7 @@ def recognised(
     return [known[optimizer._get_variable_index(v)] for v in variables]
 
 
-def positions(optimizer: Optimizer, variables: Sequence[Any]) -> list[int]:
+def positions(optimizer: Optimizer, variables: Sequence) -> list[int]:
     """Returns the places of variables among those of the build."""
     places = optimizer._trainable_variables_indices
     return [places[key(variable)] for variable in variables]
@@ -120,7 +120,7 @@ def undecayed(
 
 def named(
     variables: Sequence[keras.Variable],
-    var_list: Sequence[Any] | None,
+    var_list: Sequence | None,
     var_names: Sequence[str] | None,
 ) -> list[keras.Variable]:
     """Returns what the arguments of `exclude_from_weight_decay` mean."""

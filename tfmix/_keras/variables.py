@@ -31,7 +31,7 @@ def is_sixteen_bit(variable: keras.Variable) -> bool:
     return is_narrow(variable) and not overwritten
 
 
-def placement(variable: keras.Variable) -> dict[str, Any]:
+def placement(variable: keras.Variable) -> dict:
     """Returns the arguments of `add_variable` that place one beside another."""
     return {
         "layout": getattr(variable, "_layout", None),
@@ -80,7 +80,7 @@ def local(variable: Any) -> Any:
     return variable._get() if distributed else variable
 
 
-def assign_all(variables: Variables, values: Sequence[Any]) -> None:
+def assign_all(variables: Variables, values: Sequence) -> None:
     """Assigns every array, or none (`ValueError`) if one does not fit."""
     if len(values) != len(variables):
         raise ValueError(
@@ -133,9 +133,7 @@ def cast_in_place(variable: keras.Variable, dtype: str) -> None:
         variable._trainable = trainable
 
 
-def strategy_scope(
-    model: keras.Model,
-) -> contextlib.AbstractContextManager[Any]:
+def strategy_scope(model: keras.Model) -> contextlib.AbstractContextManager:
     """Opens the scope in which new variables lie beside a model's."""
     strategy = getattr(model, "distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()

@@ -165,10 +165,10 @@ class _Guard:
             logs = _logs_of_step(model, logs)
         return logs, (weights, others, slots, metrics)
 
-    def _metrics_result(self, original: Callable) -> dict[str, Any]:
+    def _metrics_result(self, original: Callable) -> dict:
         """Hides metrics that hold nothing yet from the end of an epoch."""
         # Keras then takes the last step's logs, as it does for other keys.
-        results: dict[str, Any] = original()
+        results: dict = original()
         if self._gives_way or not results:
             return results
         recorded = _recorded(self._model)
@@ -189,9 +189,7 @@ class _Guard:
         return config
 
 
-def _restored(
-    applied: Any, new: list[Any], old: list[Any], only_float: bool
-) -> list[Any]:
+def _restored(applied: Any, new: list, old: list, only_float: bool) -> list:
     return [
         ops.where(applied, after, before)
         if after is not before and (_is_float(after) or not only_float)

@@ -241,7 +241,7 @@ class LossScaleOptimizer(
         return self.rule.current(self.state())
 
     @compilation.untouched
-    def unscale_gradients(self, grads: Sequence[Any]) -> list[Any]:
+    def unscale_gradients(self, grads: Sequence) -> list:
         """Divides gradients by the loss scale, for clipping or logging.
 
         To apply them, say that they are divided: `apply(grads, variables,
@@ -277,7 +277,7 @@ class LossScaleOptimizer(
     @compilation.untouched
     def apply(
         self,
-        grads: Sequence[Any],
+        grads: Sequence,
         trainable_variables: Sequence[keras.Variable] | None = None,
         *,
         unscaled: bool = False,
@@ -334,12 +334,12 @@ class LossScaleOptimizer(
 
     def stateless_apply(
         self,
-        optimizer_variables: Sequence[Any],
-        grads: Sequence[Any],
-        trainable_variables: Sequence[Any],
+        optimizer_variables: Sequence,
+        grads: Sequence,
+        trainable_variables: Sequence,
         *,
         unscaled: bool = False,
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list, list]:
         """Returns the values after the step; changes nothing (JAX).
 
         Args:
@@ -376,7 +376,7 @@ class LossScaleOptimizer(
         )
 
     @compilation.untouched
-    def apply_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
+    def apply_gradients(self, grads_and_vars: Iterable) -> Any:
         """Does what `apply` does with pairs of a gradient and its variable.
 
         As in Keras the gradients are scaled ones; as in tf.keras they are
@@ -415,7 +415,7 @@ class LossScaleOptimizer(
         return self._scaled(loss)
 
     @compilation.untouched
-    def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
+    def get_unscaled_gradients(self, grads: Sequence) -> list:
         """Divides gradients for `apply_gradients`, as the old tf.keras did.
 
         `apply_gradients` then takes true gradients until `scale_loss` is
@@ -471,7 +471,7 @@ class LossScaleOptimizer(
             return
         storage.load(store, self.own_variables, self.inner_optimizer.variables)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict:
         """Returns the constructor's arguments, in Keras's form if they fit."""
         serialize = keras.saving.serialize_keras_object
         config = {
@@ -492,7 +492,7 @@ class LossScaleOptimizer(
 
     @classmethod
     def from_config(
-        cls, config: dict[str, Any], custom_objects: Any = None
+        cls, config: dict, custom_objects: Any = None
     ) -> "LossScaleOptimizer":
         """Returns the optimizer that `get_config` described."""
         # It gets a scale of its own where that was shared, and says so.
@@ -582,7 +582,7 @@ class LossScaleOptimizer(
 
         return tree.map_structure(scaled, loss)
 
-    def _unscaled(self, grads: Sequence[Any]) -> list[Any]:
+    def _unscaled(self, grads: Sequence) -> list:
         grads = list(grads)
         if _TRUE in _notes(grads):
             raise ValueError(
@@ -603,7 +603,7 @@ class LossScaleOptimizer(
         return true
 
     def _variables_of(
-        self, grads: list[Any], trainable_variables: Any
+        self, grads: list, trainable_variables: Any
     ) -> list[keras.Variable]:
         """Returns the gradients' variables; builds the optimizer on them."""
         if trainable_variables is not None:
@@ -633,7 +633,7 @@ class LossScaleOptimizer(
             )
         return variables
 
-    def _check_step(self, grads: Sequence[Any], unscaled: bool) -> None:
+    def _check_step(self, grads: Sequence, unscaled: bool) -> None:
         """Refuses gradients that `unscaled` is wrong for; warns as needed."""
         if not unscaled:
             self._warn_unless_loss_was_scaled()
@@ -739,7 +739,7 @@ def _attribute(field: str) -> str:
     return _KERAS_NAMES.get(field, f"_loss_scale_{field}")
 
 
-def _notes(grads: Sequence[Any]) -> set[str]:
+def _notes(grads: Sequence) -> set[str]:
     """Returns what is known of the gradients: `_SCALED`, `_TRUE` or both."""
     return {tensor_marks.get(each, _GRADIENT) for each in grads} - {None}
 

@@ -88,14 +88,14 @@ class LossScale(abc.ABC):
         positive = _select(stored > 0, stored, initial)
         return _select(positive < math.inf, positive, initial)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict:
         """Returns the settings as keyword arguments of the constructor."""
         return (
             dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
         )
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "LossScale":
+    def from_config(cls, config: dict) -> "LossScale":
         """Returns the loss scale that `get_config` described."""
         return cls(**config)
 

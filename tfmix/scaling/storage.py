@@ -16,7 +16,7 @@ _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
 
 
 def save(
-    store: MutableMapping[str, Any], own: Sequence[Any], inner: Sequence[Any]
+    store: MutableMapping[str, Any], own: Sequence, inner: Sequence
 ) -> None:
     """Writes own variables by name, the inner optimizer's by position."""
     for variable in own:
@@ -25,9 +25,7 @@ def save(
         store[f"{_INNER}{position}"] = _to_numpy(variable)
 
 
-def load(
-    store: Mapping[str, Any], own: Sequence[Any], inner: Sequence[Any]
-) -> None:
+def load(store: Mapping, own: Sequence, inner: Sequence) -> None:
     """Reads what `save`, an older tfmix or Keras's class wrote, or nothing."""
     # A variable that an older version did not have keeps its initial value, and
     # so does an inner optimizer that was saved before it was built.

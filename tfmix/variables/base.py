@@ -129,9 +129,7 @@ class SixteenBitOptimizer(
         return self.inner_optimizer.scale_loss(loss)
 
     def apply(
-        self,
-        grads: Sequence[Any],
-        trainable_variables: Variables | None = None,
+        self, grads: Sequence, trainable_variables: Variables | None = None
     ) -> None:
         """Applies one step to the model's variables.
 

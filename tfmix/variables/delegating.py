@@ -93,7 +93,7 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
         """
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
+    def set_weights(self, weights: Sequence) -> None:
         """Sets all of `optimizer.variables`, or none.
 
         Args:

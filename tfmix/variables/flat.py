@@ -157,7 +157,7 @@ class Group:
         """Returns the place of a variable among the group's."""
         return [id(each) for each in self.variables].index(id(variable))
 
-    def parts(self, vector: Any) -> list[Any]:
+    def parts(self, vector: Any) -> list:
         """Cuts a vector into tensors of the variables' shapes."""
         pieces = [vector]
         if len(self.variables) > 1:
@@ -168,7 +168,7 @@ class Group:
         ]
 
 
-def joined(tensors: Sequence[Any]) -> Any:
+def joined(tensors: Sequence) -> Any:
     """Joins tensors of one dtype, sparse gradients too, into a vector."""
     flat = [ops.reshape(ops.convert_to_tensor(t), (-1,)) for t in tensors]
     return flat[0] if len(flat) == 1 else ops.concatenate(flat)

@@ -30,9 +30,7 @@ class Block(NamedTuple):
 
 
 def joined(
-    grads: Sequence[Any],
-    variables: Sequence[Any],
-    true: Collection[int] = (),
+    grads: Sequence, variables: Sequence, true: Collection[int] = ()
 ) -> list[Block]:
     """Joins gradients and widens 16-bit ones; those `true` are divided."""
     return [
@@ -41,7 +39,7 @@ def joined(
     ]
 
 
-def alone(grads: Sequence[Any], variables: Sequence[Any]) -> frozenset[int]:
+def alone(grads: Sequence, variables: Sequence) -> frozenset[int]:
     """Returns the positions of gradients that `joined` leaves as they are."""
     return frozenset(
         position
@@ -52,7 +50,7 @@ def alone(grads: Sequence[Any], variables: Sequence[Any]) -> frozenset[int]:
     )
 
 
-def apart(grads: Sequence[Any], variables: Sequence[Any]) -> list[Block]:
+def apart(grads: Sequence, variables: Sequence) -> list[Block]:
     """Does what `joined` does, with each gradient in a block of its own."""
     present = [n for n, gradient in enumerate(grads) if gradient is not None]
     return [_block(grads, variables, (position,)) for position in present]
@@ -73,9 +71,7 @@ def divided(blocks: Sequence[Block], scale: Any) -> list[Block]:
     ]
 
 
-def unscaled(
-    grads: Sequence[Any], variables: Sequence[Any], scale: Any
-) -> list[Block]:
+def unscaled(grads: Sequence, variables: Sequence, scale: Any) -> list[Block]:
     """Returns the blocks of true gradients, with NaN for any infinity."""
     return [
         block
@@ -85,9 +81,9 @@ def unscaled(
     ]
 
 
-def parts(blocks: Sequence[Block], count: int) -> list[Any]:
+def parts(blocks: Sequence[Block], count: int) -> list:
     """Returns the gradients in their own order, `None` where there is none."""
-    result: list[Any] = [None] * count
+    result: list = [None] * count
     for tensor, positions, _ in blocks:
         several = len(positions) > 1
         tensors = ops.unstack(tensor, len(positions)) if several else [tensor]
@@ -122,8 +118,8 @@ def _finite_ones(block: Block) -> Any:
 
 
 def _block(
-    grads: Sequence[Any],
-    variables: Sequence[Any],
+    grads: Sequence,
+    variables: Sequence,
     positions: tuple[int, ...],
     is_true: bool = False,
 ) -> Block:
@@ -135,9 +131,7 @@ def _block(
     return Block(unscale.widened(tensor), positions, is_true)
 
 
-def _groups(
-    grads: Sequence[Any], variables: Sequence[Any]
-) -> list[tuple[int, ...]]:
+def _groups(grads: Sequence, variables: Sequence) -> list[tuple[int, ...]]:
     groups: dict[Any, list[int]] = defaultdict(list)
     for position, gradient in enumerate(grads):
         if gradient is not None:

@@ -49,7 +49,7 @@ def all_finite(tensors: Any) -> Any:
     return flags[0] if len(flags) == 1 else ops.all(ops.stack(flags))
 
 
-def surely_finite(tensors: Sequence[Any], scale: Any) -> Any:
+def surely_finite(tensors: Sequence, scale: Any) -> Any:
     """Returns a boolean scalar, false if a closer look is needed (TensorFlow).
 
     True only if all gradients (float32 or wider), all sums of the rows of

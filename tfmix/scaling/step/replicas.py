@@ -55,16 +55,14 @@ def check_replica_context() -> None:
 
 
 def sum_gradients(
-    grads: Sequence[Any], variables: Sequence[keras.Variable]
-) -> Sequence[Any]:
+    grads: Sequence, variables: Sequence[keras.Variable]
+) -> Sequence:
     """Does what `sum_over_replicas` does, outside of replicas nothing."""
     distributed = _in_replica_of_many()
     return sum_over_replicas(list(grads), variables) if distributed else grads
 
 
-def sum_over_replicas(
-    grads: list[Any], variables: Sequence[keras.Variable]
-) -> list[Any]:
+def sum_over_replicas(grads: list, variables: Sequence[keras.Variable]) -> list:
     """Sums each gradient over all replicas of all workers; `None`s stay."""
     # Of what overwrites its variable (Keras's float8 scales and histories of
     # maxima) the largest is taken.

@@ -9,9 +9,7 @@ from tfmix._keras import variables as keras_variables
 from tfmix.scaling.step import blocks, finite, replicas, unscale
 
 
-def apply(
-    optimizer: Any, grads: list[Any], variables: list[Any], unscaled: bool
-) -> Any:
+def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:
     """Does the work of `LossScaleOptimizer.apply`, for a built one."""
     replicas.check_replica_context()
     used = optimizer.variables + optimizer.model_variables
@@ -39,8 +37,8 @@ def apply(
 
 
 def _divided_early(
-    grads: list[Any], variables: list[Any], scale: Any
-) -> tuple[list[Any], frozenset[int]]:
+    grads: list, variables: list, scale: Any
+) -> tuple[list, frozenset[int]]:
     """Divides what each replica best divides before the sum; says which."""
     # In place, where it has computed them. The sum lies in one buffer for all
     # replicas, and its quotient takes another for each.
@@ -62,11 +60,7 @@ class _Step:
     """
 
     def __init__(
-        self,
-        grads: list[Any],
-        variables: list[Any],
-        scale: Any,
-        early: frozenset[int],
+        self, grads: list, variables: list, scale: Any, early: frozenset[int]
     ) -> None:
         self._grads, self._variables = grads, variables
         self._blocks = blocks.joined(grads, variables, early)
@@ -85,7 +79,7 @@ class _Step:
         """Returns a boolean vector, true for each one that is not finite."""
         return blocks.not_finite(self._divided(), self._count)
 
-    def true_gradients(self) -> list[Any]:
+    def true_gradients(self) -> list:
         """Returns the gradients divided by the scale."""
         return blocks.parts(self._divided(), self._count)
 
@@ -111,7 +105,7 @@ class _XlaStep(_Step):
     def not_finite(self) -> Any:
         return compilation.kept_apart(self._bad)
 
-    def true_gradients(self) -> list[Any]:
+    def true_gradients(self) -> list:
         apart = blocks.apart(self._grads, self._variables)
         divided = blocks.divided(apart, self._scale)
         return blocks.parts(divided, self._count)

@@ -15,7 +15,7 @@ from tfmix.scaling.step import finite
 _HALFWAY = 2.0**64
 
 
-def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
+def unscale(grads: Sequence, scale: Any) -> list:
     """Divides gradients, dense or sparse, in float32 or wider."""
     # Under XLA they are multiplied by the reciprocal, which rounds once more
     # where the scale is no power of two.
