@@ -1,10 +1,10 @@
 """The dtype policy of one layer, set past Keras's tracking and maps."""
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.src.backend.common import name_scope
 
 from tfmix import _formats
 
@@ -29,8 +29,7 @@ def path_of(layer: keras.Layer) -> str:
         return str(layer.path)
     parent = layer._parent_path
     if parent is None:
-        names = importlib.import_module("keras.src.backend.common.name_scope")
-        parent = names.current_path()
+        parent = name_scope.current_path()
     return f"{parent}/{layer.name}" if parent else str(layer.name)
 
 

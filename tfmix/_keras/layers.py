@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
+from keras.src.backend.common import masking, stateless_scope, variables
+from keras.src.models import functional
+from keras.src.trainers import compile_utils
 
 from tfmix._keras import attributes, compilation, layer_policies
 
 
 def is_structure(layer: Any) -> bool:
     """Says whether a layer only connects others: Sequential, Functional."""
-    functional = importlib.import_module("keras.src.models.functional")
     if not isinstance(layer, keras.Sequential | functional.Functional):
         return False
     # A subclass with a `call` of its own computes what it likes.
@@ -107,15 +109,13 @@ def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
 
 def autocast(dtype: str | None) -> Any:
     """Returns a scope in which variables are read in a dtype."""
-    variables = importlib.import_module("keras.src.backend.common.variables")
     return variables.AutocastScope(dtype)
 
 
 @contextlib.contextmanager
 def trial() -> Iterator[Any]:
     """Yields the open `keras.StatelessScope`, and puts it back as it was."""
-    scopes = importlib.import_module("keras.src.backend.common.stateless_scope")
-    scope = scopes.get_stateless_scope()
+    scope = stateless_scope.get_stateless_scope()
     mapping, losses = dict(scope.state_mapping), list(scope.losses)
     try:
         yield scope
@@ -158,7 +158,6 @@ def run_on_shapes(function: Callable, inputs: list) -> Any:
 
 def copy_mask(source: Any, destination: Any) -> None:
     """Hands the mask of one tensor, if it has one, on to another."""
-    masking = importlib.import_module("keras.src.backend.common.masking")
     mask = masking.get_keras_mask(source)
     if mask is not None:
         masking.set_keras_mask(destination, mask)
@@ -166,8 +165,7 @@ def copy_mask(source: Any, destination: Any) -> None:
 
 def compile_loss(loss: Any, weights: Any = None) -> Any:
     """Returns the function that `compile(loss=loss)` would train with."""
-    utils = importlib.import_module("keras.src.trainers.compile_utils")
-    return utils.CompileLoss(loss=loss, loss_weights=weights)
+    return compile_utils.CompileLoss(loss=loss, loss_weights=weights)
 
 
 def compiled_loss(model: Any) -> Any:

@@ -1,21 +1,20 @@
 """Where Keras adds up what a model is trained on besides its loss."""
 
 import contextlib
-import importlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import keras
+from keras.src.saving import serialization_lib
+from keras.src.trainers import trainer as trainers
 
 from tfmix._keras import attributes
 
 
 def trainer() -> type:
     """Returns the class that gives models `compile` and `fit`."""
-    module = importlib.import_module("keras.src.trainers.trainer")
-    found: type = module.Trainer
-    return found
+    return trainers.Trainer
 
 
 def penalty_places() -> list[attributes.Place]:
@@ -58,6 +57,4 @@ def save_compile_argument(model: keras.Model, name: str, value: Any) -> None:
 
 def trusting() -> contextlib.AbstractContextManager:
     """Lets Lambda layers load: their code is the caller's, not a file's."""
-    module = importlib.import_module("keras.src.saving.serialization_lib")
-    scope: contextlib.AbstractContextManager = module.SafeModeScope(False)
-    return scope
+    return serialization_lib.SafeModeScope(False)

@@ -99,7 +99,6 @@ class LossScaleOptimizer(
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Checks the arguments and creates the state of the loss scale."""
         if not kwargs.pop("dynamic", True):
             raise ValueError(
                 "`dynamic=False` is an argument of the old tf.keras. For a "
@@ -178,15 +177,13 @@ class LossScaleOptimizer(
         """Raises if training is stuck; call it now and then in a long loop.
 
         Args:
-            max_consecutive_skips: Integer. Defaults to `50`: from `2.0**15`
-                the scale falls to its floor in 15 steps, from the ceiling in
-                24, so this many skips are not the search for a scale.
+            max_consecutive_skips: Integer. Defaults to `50`: the scale falls
+                from its ceiling to its floor in 24 steps.
 
         Raises:
-            LossScaleError: If the scale has reached its floor and steps are
-                still skipped, or if that many in a row were skipped. The
-                message names the variables whose gradients were not finite
-                and says what to change.
+            LossScaleError: If steps are skipped at the floor of the scale, or
+                that many in a row. It names the variables whose gradients
+                were not finite and says what to change.
         """
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
         health.check(self, limit)
@@ -244,10 +241,9 @@ class LossScaleOptimizer(
     def unscale_gradients(self, grads: Sequence) -> list:
         """Divides gradients by the loss scale, for clipping or logging.
 
-        To apply them, say that they are divided: `apply(grads, variables,
-        unscaled=True)`. Numbers that are not finite come back as NaN, an
-        infinity too, so that clipping by value cannot hide them: the step is
-        skipped then. Under a `tf.distribute` strategy these are this
+        To apply them, write `apply(grads, variables, unscaled=True)`. What is
+        not finite comes back as NaN, an infinity too, so that clipping by
+        value cannot hide it. Under a `tf.distribute` strategy these are this
         replica's gradients; to clip the sum over all replicas, give
         `global_clipnorm` to the inner optimizer instead.
 
@@ -294,8 +290,7 @@ class LossScaleOptimizer(
                 the step divides them, where that costs least.
 
         Returns:
-            Boolean scalar tensor, whether the step was applied. Nothing is
-            copied to the host.
+            Boolean scalar tensor, not copied to host: was the step applied?
 
         Raises:
             ValueError: If there is no gradient at all, a variable is unknown,
@@ -346,8 +341,7 @@ class LossScaleOptimizer(
             optimizer_variables: Current values of `optimizer.variables`.
             grads: Gradients of the scaled loss, one per trainable variable.
             trainable_variables: Current values of the model's variables.
-            unscaled: Bool, whether the gradients are divided by the loss
-                scale already. Defaults to `False`.
+            unscaled: Bool, as in `apply`. Defaults to `False`.
 
         Returns:
             The new values of the model's variables and of the optimizer's.
@@ -436,11 +430,7 @@ class LossScaleOptimizer(
         return self._unscaled(grads)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Creates the inner optimizer's slots and the overflow counts.
-
-        Args:
-            variables: The model's trainable variables.
-        """
+        """Creates the slots and counts for a model's trainable variables."""
         if self.built:
             return
         variables = list(variables)

@@ -17,8 +17,7 @@ class LossScaleState(NamedTuple):
     """What a loss scale remembers between two steps.
 
     Attributes:
-        scale: Float32 scalar, the stored loss scale. Read it through
-            `LossScale.current(state)`, which heals a damaged value.
+        scale: Float32 scalar; read it through `LossScale.current(state)`.
         good_steps: Integer scalar, finite steps since the last change.
         overflows: Integer scalar, non-finite steps in a row.
     """
@@ -69,18 +68,15 @@ class LossScale(abc.ABC):
         """Returns the state after a step.
 
         Args:
-            state: What `init` or the previous `update` returned: Python
-                numbers or scalar tensors.
-            finite: Bool or boolean scalar tensor, whether every gradient of
-                the step was finite, hence whether the step was applied.
+            state: What `init` or the previous `update` returned.
+            finite: Bool or boolean scalar tensor, was the step applied?
         """
 
     def current(self, state: Any) -> Any:
         """Returns the loss scale to use now, a positive finite scalar.
 
-        A stored value that no training can use (0, negative, inf or NaN, for
-        instance from a checkpoint of a run that had gone wrong) is replaced
-        by the initial one.
+        A stored value that no training can use (0, negative, inf or NaN, as
+        from the checkpoint of a run gone wrong) gives way to the initial one.
         """
         stored = state.scale
         initial = _constant_like(self.init()[0], stored)

@@ -10,16 +10,8 @@ from tfmix._keras import optimizers, variables
 # What Keras's base class keeps on every optimizer, also on a wrapper that does
 # not use it (Keras 3.12.4, 3.15.1).
 _SHARED_SETTINGS = (
-    "clipnorm",
-    "clipvalue",
-    "ema_momentum",
-    "ema_overwrite_frequency",
-    "global_clipnorm",
-    "gradient_accumulation_steps",
-    "iterations",
-    "learning_rate",
-    "use_ema",
-    "weight_decay",
+    "clipnorm clipvalue ema_momentum ema_overwrite_frequency global_clipnorm "
+    "gradient_accumulation_steps iterations learning_rate use_ema weight_decay"
 )
 
 
@@ -94,10 +86,7 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def set_weights(self, weights: Sequence) -> None:
-        """Sets all of `optimizer.variables`, or none.
-
-        Args:
-            weights: One array for each of `optimizer.variables`.
+        """Sets all of `optimizer.variables`, one array each, or none.
 
         Raises:
             ValueError: If the optimizer is not built, or an array does not fit.
@@ -124,5 +113,5 @@ def _write(wrapper: DelegatesToInner, name: str, value: Any) -> None:
         setattr(wrapper.inner_optimizer, name, value)
 
 
-for _name in _SHARED_SETTINGS:
+for _name in _SHARED_SETTINGS.split():
     setattr(DelegatesToInner, _name, _shared(_name))

@@ -159,13 +159,10 @@ class Group:
 
     def parts(self, vector: Any) -> list:
         """Cuts a vector into tensors of the variables' shapes."""
-        pieces = [vector]
-        if len(self.variables) > 1:
-            pieces = ops.split(vector, self.ends[:-1])
-        return [
-            ops.reshape(piece, variable.shape)
-            for piece, variable in zip(pieces, self.variables, strict=True)
-        ]
+        several = len(self.variables) > 1
+        pieces = ops.split(vector, self.ends[:-1]) if several else [vector]
+        pairs = zip(pieces, self.variables, strict=True)
+        return [ops.reshape(piece, variable.shape) for piece, variable in pairs]
 
 
 def joined(tensors: Sequence) -> Any:
@@ -178,8 +175,8 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses an optimizer that must see each variable apart."""
     name = type(optimizer).__name__
     for refused, reason in REFUSED.items():
-        known = getattr(keras.optimizers, refused, None)
-        if known is not None and isinstance(optimizer, known):
+        known: Any = getattr(keras.optimizers, refused, ())
+        if isinstance(optimizer, known):
             raise ValueError(
                 f"flat=True cannot run {name}: {reason}. Received: "
                 f"inner_optimizer={optimizer.name!r}. Use flat=False."
@@ -221,7 +218,5 @@ def _check_variables(narrow: base.Variables) -> None:
 def _runs_update_of(
     optimizer: keras.optimizers.Optimizer, names: Sequence[str]
 ) -> bool:
-    known = [getattr(keras.optimizers, name, None) for name in names]
-    return type(optimizer).update_step in [
-        cls.update_step for cls in known if cls is not None
-    ]
+    known = [vars(keras.optimizers).get(name) for name in names]
+    return type(optimizer).update_step in [c.update_step for c in known if c]
