@@ -33,9 +33,7 @@ def path_of(layer: keras.Layer) -> str:
     return f"{parent}/{layer.name}" if parent else str(layer.name)
 
 
-def until_built(
-    layer: keras.Layer, action: Callable[[keras.Layer], None]
-) -> None:
+def until_built(layer: keras.Layer, action: Callable) -> None:
     """Runs an action before each use of a layer until it is built."""
     if not hasattr(layer, FIRST_CALLED):
         raise RuntimeError(

@@ -131,9 +131,7 @@ def is_number(tensor: Any) -> bool:
 
 
 @contextlib.contextmanager
-def calls_replaced(
-    operations: list, make: Callable[[int, Any], Any]
-) -> Iterator[None]:
+def calls_replaced(operations: list, make: Callable) -> Iterator[None]:
     """Replaces `operation.call` by `make(index, call)` for a block."""
     with contextlib.ExitStack() as undo:
         for index, operation in enumerate(operations):

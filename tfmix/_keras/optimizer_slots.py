@@ -61,9 +61,7 @@ def numbers(worker: optimizers.Optimizer) -> dict[str, keras.Variable]:
     }
 
 
-def remembered(
-    optimizer: Any, variables: Iterable[keras.Variable] = ()
-) -> Callable[..., None]:
+def remembered(optimizer: Any, variables: Iterable = ()) -> Callable[..., None]:
     """Notes the variables an optimizer knows; returns what makes it know them.
 
     TensorFlow's know a variable by the `tf.Variable` inside, which a cast
@@ -95,9 +93,7 @@ def _belongs(slot: keras.Variable, variable: keras.Variable) -> bool:
     return slot.name == variable.name or slot.name.startswith(f"{path}_")
 
 
-def _noted(
-    part: Any, variables: list[keras.Variable]
-) -> Callable[[Moved], None]:
+def _noted(part: Any, variables: list) -> Callable[[Moved], None]:
     built, known = part.built, optimizers.remembered(part)
     tables = {
         name: [table.get(optimizers.key(each)) for each in known]

@@ -58,9 +58,7 @@ def remembered(optimizer: Optimizer) -> list[keras.Variable]:
     return list(optimizer._trainable_variables)
 
 
-def recognised(
-    optimizer: Optimizer, variables: Sequence
-) -> list[keras.Variable]:
+def recognised(optimizer: Optimizer, variables: Sequence) -> list:
     """Returns the variables of the build that others stand for, or raises."""
     optimizer._check_variables_are_known(variables)
     known = optimizer._trainable_variables
@@ -111,17 +109,13 @@ def uses_weight_decay(optimizer: Optimizer, variable: keras.Variable) -> bool:
     return decide is None or bool(decide(variable))
 
 
-def undecayed(
-    optimizer: Optimizer, variables: Sequence[keras.Variable]
-) -> list[keras.Variable]:
+def undecayed(optimizer: Optimizer, variables: Sequence) -> list:
     """Returns the variables that an optimizer's weight decay leaves out."""
     return [v for v in variables if not uses_weight_decay(optimizer, v)]
 
 
 def named(
-    variables: Sequence[keras.Variable],
-    var_list: Sequence | None,
-    var_names: Sequence[str] | None,
+    variables: Sequence, var_list: Sequence | None, var_names: Sequence | None
 ) -> list[keras.Variable]:
     """Returns what the arguments of `exclude_from_weight_decay` mean."""
     keys = {key(variable) for variable in var_list or ()}

@@ -39,9 +39,7 @@ def _own_classes(base: type, method: str) -> Iterator[type]:
             yield from _own_classes(subclass, method)
 
 
-def adopt_optimizer(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer
-) -> None:
+def adopt_optimizer(model: keras.Model, optimizer: Any) -> None:
     """Makes an optimizer the compiled model's, also in what it saves."""
     # Keras would save the one `compile` was given, without its state.
     model.optimizer = optimizer

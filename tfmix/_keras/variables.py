@@ -33,10 +33,8 @@ def is_sixteen_bit(variable: keras.Variable) -> bool:
 
 def placement(variable: keras.Variable) -> dict:
     """Returns the arguments of `add_variable` that place one beside another."""
-    return {
-        "layout": getattr(variable, "_layout", None),
-        "aggregation": variable.aggregation,
-    }
+    layout = getattr(variable, "_layout", None)
+    return {"layout": layout, "aggregation": variable.aggregation}
 
 
 def adopt(target: keras.Variable, variable: keras.Variable) -> keras.Variable:
@@ -53,9 +51,7 @@ def store_apart(
     undo: contextlib.ExitStack, variable: keras.Variable, dtype: str
 ) -> None:
     """Gives a variable another storage, of a dtype, until a stack unwinds."""
-    other = keras.Variable(
-        "zeros", shape=variable.shape, dtype=dtype, trainable=False
-    )
+    other = keras.Variable("zeros", variable.shape, dtype, trainable=False)
     other.assign(variable.value)
     attributes.swap(undo, variable, "_value", other._value)
     attributes.swap(undo, variable, "_dtype", dtype)

@@ -143,12 +143,9 @@ class _Guard:
             tf.cond(applied, lambda: tf.constant(True), restore)
         return _logs_of_step(model, logs)
 
-    def _on_jax(
-        self, original: Callable, state: Any, data: Any
-    ) -> tuple[Any, Any]:
+    def _on_jax(self, original: Callable, state: Any, data: Any) -> tuple:
         if self._gives_way:
-            result: tuple[Any, Any] = original(state, data)
-            return result
+            return tuple(original(state, data))
         _check_optimizer(self._model)
         model = self._model
         _, state_before, _, metrics_before = state

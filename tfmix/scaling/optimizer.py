@@ -435,8 +435,7 @@ class LossScaleOptimizer(
             return
         variables = list(variables)
         self.inner_optimizer.build(variables)
-        counts = self._counter("overflow_counts", (len(variables),))
-        self._overflow_counts = counts
+        self._overflow_counts = self._counter("overflow_counts", len(variables))
         optimizers.remember(self, variables)
         self.built = True
 
@@ -464,10 +463,8 @@ class LossScaleOptimizer(
     def get_config(self) -> dict:
         """Returns the constructor's arguments, in Keras's form if they fit."""
         serialize = keras.saving.serialize_keras_object
-        config = {
-            "name": self.name,
-            "inner_optimizer": serialize(self.inner_optimizer),
-        }
+        inner = serialize(self.inner_optimizer)
+        config = {"name": self.name, "inner_optimizer": inner}
         keras_form = {
             "initial_scale": self.initial_scale,
             "dynamic_growth_steps": self.dynamic_growth_steps,
@@ -533,9 +530,7 @@ class LossScaleOptimizer(
             self._consecutive_skips.assign(self._consecutive_skips + 1)
             self._skipped_steps.assign(self._skipped_steps + 1)
 
-    def count_overflows(
-        self, bad: Any, variables: Sequence[keras.Variable]
-    ) -> None:
+    def count_overflows(self, bad: Any, variables: Sequence) -> None:
         """Counts, on a skip, the variables whose flag in `bad` is set."""
         counts = self._overflow_counts
         bad = ops.cast(bad, counts.dtype)
@@ -592,9 +587,7 @@ class LossScaleOptimizer(
                 tensor_marks.put(after, _GRADIENT, _TRUE)
         return true
 
-    def _variables_of(
-        self, grads: list, trainable_variables: Any
-    ) -> list[keras.Variable]:
+    def _variables_of(self, grads: list, trainable_variables: Any) -> list:
         """Returns the gradients' variables; builds the optimizer on them."""
         if trainable_variables is not None:
             variables = list(trainable_variables)
@@ -671,9 +664,7 @@ class LossScaleOptimizer(
             stacklevel=5,
         )
 
-    def _create_state(
-        self, rule: rules.LossScale, leader: "LossScaleOptimizer | None"
-    ) -> None:
+    def _create_state(self, rule: rules.LossScale, leader: Any) -> None:
         """Creates variables for what the rule remembers, or uses a leader's."""
         # From the start: a function that scales the loss and is compiled before
         # the first step must read the live scale.
@@ -700,12 +691,8 @@ class LossScaleOptimizer(
         self._skipped_steps = self._counter("skipped_steps")
         self._consecutive_skips = self._counter("consecutive_skips")
 
-    def _counter(
-        self, name: str, shape: tuple[int, ...] = ()
-    ) -> keras.Variable:
-        return self.add_variable(
-            shape=shape, dtype="int32", initializer="zeros", name=name
-        )
+    def _counter(self, name: str, *shape: int) -> keras.Variable:
+        return self.add_variable(shape, "zeros", "int32", name=name)
 
     def _state_variables(self) -> list[keras.Variable]:
         return [vars(self)[_attribute(n)] for n in self._state_type._fields]

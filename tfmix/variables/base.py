@@ -113,9 +113,7 @@ class SixteenBitOptimizer(
         self.built = True
 
     def exclude_from_weight_decay(
-        self,
-        var_list: Variables | None = None,
-        var_names: Sequence[str] | None = None,
+        self, var_list: Variables | None = None, var_names: Any = None
     ) -> None:
         """Excludes variables, or their stand-ins; see `DelegatesToInner`."""
         if self.built:
@@ -256,9 +254,7 @@ def _checked_inner(
     return optimizer
 
 
-def _check_not_built(
-    wrapper: str, optimizer: keras.optimizers.Optimizer
-) -> None:
+def _check_not_built(wrapper: str, optimizer: optimizers.Optimizer) -> None:
     for each in optimizers.with_nested(optimizer):
         if each.built:
             raise ValueError(

@@ -215,8 +215,6 @@ def _check_variables(narrow: base.Variables) -> None:
         )
 
 
-def _runs_update_of(
-    optimizer: keras.optimizers.Optimizer, names: Sequence[str]
-) -> bool:
+def _runs_update_of(optimizer: Any, names: Sequence[str]) -> bool:
     known = [vars(keras.optimizers).get(name) for name in names]
     return type(optimizer).update_step in [c.update_step for c in known if c]

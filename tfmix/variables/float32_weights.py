@@ -114,9 +114,7 @@ def _owner(model: keras.Model) -> base.SixteenBitOptimizer | None:
     return next(ours, None)
 
 
-def _owns(
-    owner: base.SixteenBitOptimizer | None, variable: keras.Variable
-) -> bool:
+def _owns(owner: Any, variable: keras.Variable) -> bool:
     """Returns whether an optimizer was built with a variable."""
     known = optimizers.remembered(owner) if owner and owner.built else ()
     return any(variable is each for each in known)

@@ -28,9 +28,7 @@ def stochastic(value: Any, random_bits: Any) -> Any:
     return bits.bitcast(ops.cast(upper, "uint16"), "bfloat16")
 
 
-def random_bits(
-    shape: tuple[int, ...], seed: Any, stream: int, step: Any
-) -> Any:
+def random_bits(shape: tuple, seed: Any, stream: int, step: Any) -> Any:
     """Draws uint32 numbers that depend on the arguments alone."""
     # The generator is named, so eager code, graphs and XLA agree, and so do
     # replicas. Each use within a step has its own `stream`.
@@ -56,9 +54,7 @@ def random_bits(
 class StochasticView(variables.Float32View):
     """A bfloat16 variable that rounds stochastically what it is assigned."""
 
-    def __init__(
-        self, variable: keras.Variable, stream: int, draw: Any
-    ) -> None:
+    def __init__(self, variable: Any, stream: int, draw: Any) -> None:
         super().__init__(variable)
         self.stream = stream * ASSIGNMENTS_PER_STEP
         self.draw, self.assignments = draw, 0
@@ -104,8 +100,8 @@ class StochasticRounding(views.Views):
         original = optimizer.add_variable_from_reference
 
         def add(
-            reference_variable: keras.Variable,
-            name: str | None = None,
+            reference_variable: Any,
+            name: Any = None,
             initializer: Any = "zeros",
         ) -> keras.Variable:
             narrow = isinstance(reference_variable, StochasticView)

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 
 from tfmix._keras import optimizers, variables
+from tfmix._keras.optimizers import Optimizer
 from tfmix.scaling.step import unscale
 
 if keras.backend.backend() == "tensorflow":
@@ -54,9 +55,7 @@ def check_replica_context() -> None:
         )
 
 
-def sum_gradients(
-    grads: Sequence, variables: Sequence[keras.Variable]
-) -> Sequence:
+def sum_gradients(grads: Sequence, variables: Sequence) -> Sequence:
     """Does what `sum_over_replicas` does, outside of replicas nothing."""
     distributed = _in_replica_of_many()
     return sum_over_replicas(list(grads), variables) if distributed else grads
@@ -100,9 +99,7 @@ def _largest(rows: Any) -> Any:
     return tf.reduce_max(rows, axis=0) + nothing
 
 
-def single(
-    optimizer: keras.optimizers.Optimizer,
-) -> contextlib.AbstractContextManager:
+def single(optimizer: Optimizer) -> contextlib.AbstractContextManager:
     """Does what `one_replica` does, for a built wrapper, on any backend."""
     if not _in_replica_of_many():
         return contextlib.nullcontext()
@@ -112,8 +109,7 @@ def single(
 
 @contextlib.contextmanager
 def one_replica(
-    keras_variables: Iterable[keras.Variable],
-    optimizer: keras.optimizers.Optimizer | None = None,
+    keras_variables: Iterable, optimizer: Optimizer | None = None
 ) -> Iterator[None]:
     """Lets variables stand for this replica's copies, with no strategy."""
     # The Keras optimizer that runs inside sums no gradients.
@@ -132,9 +128,7 @@ def one_replica(
         yield
 
 
-def run_on_each(
-    optimizer: keras.optimizers.Optimizer, function: Callable[[], None]
-) -> None:
+def run_on_each(optimizer: Optimizer, function: Callable[[], None]) -> None:
     """Runs a function of a built optimizer's variables on every replica."""
     strategy = optimizers.strategy_of(optimizer)
     if strategy is None or strategy.num_replicas_in_sync == 1:
