@@ -16,7 +16,6 @@ from typing import Any
 import keras
 
 from tfmix._keras import optimizers, variables
-from tfmix._keras.optimizers import Optimizer
 from tfmix.scaling.step import unscale
 
 if keras.backend.backend() == "tensorflow":
@@ -99,7 +98,9 @@ def _largest(rows: Any) -> Any:
     return tf.reduce_max(rows, axis=0) + nothing
 
 
-def single(optimizer: Optimizer) -> contextlib.AbstractContextManager:
+def single(
+    optimizer: optimizers.Optimizer,
+) -> contextlib.AbstractContextManager:
     """Does what `one_replica` does, for a built wrapper, on any backend."""
     if not _in_replica_of_many():
         return contextlib.nullcontext()
@@ -109,7 +110,7 @@ def single(optimizer: Optimizer) -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def one_replica(
-    keras_variables: Iterable, optimizer: Optimizer | None = None
+    keras_variables: Iterable, optimizer: optimizers.Optimizer | None = None
 ) -> Iterator[None]:
     """Lets variables stand for this replica's copies, with no strategy."""
     # The Keras optimizer that runs inside sums no gradients.
@@ -128,7 +129,9 @@ def one_replica(
         yield
 
 
-def run_on_each(optimizer: Optimizer, function: Callable[[], None]) -> None:
+def run_on_each(
+    optimizer: optimizers.Optimizer, function: Callable[[], None]
+) -> None:
     """Runs a function of a built optimizer's variables on every replica."""
     strategy = optimizers.strategy_of(optimizer)
     if strategy is None or strategy.num_replicas_in_sync == 1:
