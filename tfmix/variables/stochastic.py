@@ -100,8 +100,8 @@ class StochasticRounding(views.Views):
         original = optimizer.add_variable_from_reference
 
         def add(
-            reference_variable: Any,
-            name: Any = None,
+            reference_variable: keras.Variable,
+            name: str | None = None,
             initializer: Any = "zeros",
         ) -> keras.Variable:
             narrow = isinstance(reference_variable, StochasticView)
