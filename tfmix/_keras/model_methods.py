@@ -62,10 +62,9 @@ class ModelMethods:
         own = vars(self._model).get(name)
         if own is not None and own is self._installed.get(name):
             return
-        # The user set it, before or after us: it is what we wrap.
-        if own is None:
-            self._users.pop(name, None)
-        else:
+        self._users.pop(name, None)
+        if own is not None:
+            # The user set it, before or after us: it is what we wrap.
             self._users[name] = own
         self._installed[name] = method = self._composed(name)
         object.__setattr__(self._model, name, method)

@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Iterator
 
 import keras
+from keras.src.activations import activations
 
 from tfmix._keras import attributes
 
@@ -148,8 +149,7 @@ def _modules(
 
 def _activation_class(name: str) -> tuple[attributes.Place, ...]:
     """Finds activations that do their own arithmetic, such as mish."""
-    module = importlib.import_module("keras.src.activations.activations")
-    for label, value in vars(module).items():
+    for label, value in vars(activations).items():
         same = label.lower() == name.replace("_", "")
         if same and inspect.isclass(value) and "static_call" in vars(value):
             return ((value, "static_call"),)

@@ -153,21 +153,22 @@ class DynamicLossScale(LossScale):
 
     def __post_init__(self) -> None:
         """Checks every setting and stores it as a plain number."""
-        for name in ("min_scale", "max_scale", "initial_scale"):
-            _store(self, name, _arguments.positive(name, getattr(self, name)))
-        for name in ("growth_steps", "hysteresis"):
-            _store(self, name, _arguments.count(name, getattr(self, name)))
-        growth = _arguments.number("growth_factor", self.growth_factor)
-        backoff = _arguments.number("backoff_factor", self.backoff_factor)
-        if not 1.0 < growth < math.inf:
+        for names, checked in (
+            (("min_scale", "max_scale", "initial_scale"), _arguments.positive),
+            (("growth_steps", "hysteresis"), _arguments.count),
+            (("growth_factor", "backoff_factor"), _arguments.number),
+        ):
+            for name in names:
+                _store(self, name, checked(name, getattr(self, name)))
+        if not 1.0 < self.growth_factor < math.inf:
             raise ValueError(
                 "`growth_factor` must be a finite number above 1, such as "
-                f"2.0. Received: growth_factor={growth!r}."
+                f"2.0. Received: growth_factor={self.growth_factor!r}."
             )
-        if not 0.0 < backoff < 1.0:
+        if not 0.0 < self.backoff_factor < 1.0:
             raise ValueError(
                 "`backoff_factor` must lie between 0 and 1, such as 0.5. "
-                f"Received: backoff_factor={backoff!r}."
+                f"Received: backoff_factor={self.backoff_factor!r}."
             )
         if not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
@@ -177,8 +178,6 @@ class DynamicLossScale(LossScale):
                 "Move the bound, as in DynamicLossScale(initial_scale="
                 f"{self.initial_scale!r}, min_scale=..., max_scale=...)."
             )
-        _store(self, "growth_factor", growth)
-        _store(self, "backoff_factor", backoff)
 
     @property
     def lowest_scale(self) -> float:

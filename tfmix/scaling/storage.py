@@ -57,12 +57,12 @@ def load(store: Mapping, own: Sequence, inner: Sequence) -> None:
 
 def warn_of_nothing_restored(optimizer: Any) -> None:
     """Warns that an optimizer goes on as it is, and why."""
-    reason = (
-        "the file holds no optimizer state"
-        if optimizer.built
-        else "it is not built yet; to restore its state as well, call "
-        "`optimizer.build(model.trainable_variables)` before loading"
-    )
+    reason = "the file holds no optimizer state"
+    if not optimizer.built:
+        reason = (
+            "it is not built yet; to restore its state as well, call "
+            "`optimizer.build(model.trainable_variables)` before loading"
+        )
     warnings.warn(
         f"The state of optimizer {optimizer.name!r} was not restored: "
         f"{reason}.",
