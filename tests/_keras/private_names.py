@@ -108,7 +108,7 @@ class _Scan(ast.NodeVisitor):
         if private and not dunder and not name.startswith(OWN_PREFIX):
             self.found.add(name)
 
-    def visit_ImportFrom(self, node):  # noqa: N802
+    def visit_ImportFrom(self, node):
         for alias in node.names:
             bound, dotted = alias.asname or alias.name, alias.name
             dotted = f"{node.module}.{dotted}"
@@ -118,10 +118,10 @@ class _Scan(ast.NodeVisitor):
                 self._modules[bound] = {dotted}
                 self.found.add(dotted)
 
-    def visit_Import(self, node):  # noqa: N802
+    def visit_Import(self, node):
         self.found |= {a.name for a in node.names if _DOTTED.match(a.name)}
 
-    def visit_FunctionDef(self, node):  # noqa: N802
+    def visit_FunctionDef(self, node):
         before = dict(self._modules)
         for inner in ast.walk(node):
             if isinstance(inner, ast.Assign) and len(inner.targets) == 1:
@@ -133,7 +133,7 @@ class _Scan(ast.NodeVisitor):
         self.generic_visit(node)
         self._modules = before
 
-    def visit_ClassDef(self, node):  # noqa: N802
+    def visit_ClassDef(self, node):
         before = self._foreign_self
         roots = {ast.unparse(base).split(".")[0] for base in node.bases}
         self._foreign_self = bool(roots & {"keras", "tf"})
@@ -144,7 +144,7 @@ class _Scan(ast.NodeVisitor):
         self.generic_visit(node)
         self._foreign_self = before
 
-    def visit_Attribute(self, node):  # noqa: N802
+    def visit_Attribute(self, node):
         dotted = ast.unparse(node)
         if _DOTTED.fullmatch(dotted):
             self.found.add(dotted)
@@ -157,7 +157,7 @@ class _Scan(ast.NodeVisitor):
             self._name(node.attr)
         self.generic_visit(node)
 
-    def visit_JoinedStr(self, node):  # noqa: N802
+    def visit_JoinedStr(self, node):
         for text in self._texts(node):
             self._text(text)
             # `f"_{name}"` may become any attribute; so must be declared.
@@ -165,13 +165,13 @@ class _Scan(ast.NodeVisitor):
                 self.found.add(text)
         self.generic_visit(node)
 
-    def visit_Tuple(self, node):  # noqa: N802
+    def visit_Tuple(self, node):
         """Reads an `attributes.Place`, `(module, "name")`."""
         if len(node.elts) == 2:
             self._pair(*node.elts)
         self.generic_visit(node)
 
-    def visit_Call(self, node):  # noqa: N802
+    def visit_Call(self, node):
         if ast.unparse(node.func) in {"getattr", "setattr", "hasattr"}:
             self._pair(*node.args[:2])
         self.generic_visit(node)
