@@ -46,7 +46,6 @@ TENSORFLOW_ONLY = {
 }
 SINCE = {
     # `keras.optimizers.MultiOptimizer` is not in Keras 3.12.
-    "_inner_optimizers": (3, 15),
     "_var_to_optimizer_idx": (3, 15),
 }
 # Nobody has it yet: the next Keras keeps the backend's functions there.
@@ -241,7 +240,6 @@ ATTRIBUTES = [
     ("an optimizer", optimizer, "_trainable_variables", list),
     ("an optimizer", optimizer, "_trainable_variables_indices", dict),
     ("an optimizer", optimizer, "_variables", list),
-    ("a MultiOptimizer", multi_optimizer, "_inner_optimizers", list),
     ("a MultiOptimizer", multi_optimizer, "_var_to_optimizer_idx", dict),
     ("a variable", lambda: keras.Variable([1.0]), "_dtype", str),
     ("a variable", lambda: keras.Variable([1.0]), "_path", str),
@@ -1127,14 +1125,14 @@ def test_weight_decay_is_decided_by_the_set_of_keys_and_its_cache():
 
 
 def test_a_multi_optimizer_finds_the_optimizer_of_a_variable_by_its_key():
-    skip_unless_here("_inner_optimizers")
+    skip_unless_here("_var_to_optimizer_idx")
     inner = [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.2)]
     made = keras.optimizers.MultiOptimizer(
         lambda variable: inner[variable.name == "two"]
     )
     variables = [keras.Variable([1.0], name=name) for name in ("one", "two")]
     made.build(variables)
-    assert made._inner_optimizers == made.optimizers == inner
+    assert made.optimizers == inner
     assert made._var_to_optimizer_idx == {
         made._var_key(each): index for index, each in enumerate(variables)
     }
