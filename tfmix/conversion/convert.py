@@ -127,8 +127,8 @@ def _converted(
             way_back.callback(know_again)
         way_back.callback(_inside(given or before))
         check = changes.stand(steps, way_back)
-        methods = model_methods.of(model)
-        way_back.callback(methods.restore, methods.parts)
+        methods = model_methods.parts(model)
+        way_back.callback(model_methods.restore, model, methods)
         changes.set_dtypes(steps, way_back)
         for know_again in known:
             know_again()

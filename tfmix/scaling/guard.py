@@ -67,7 +67,7 @@ def put_on(model: keras.Model, *, asked_for: bool = False) -> None:
     before = model_methods.part(model, model_methods.GUARD)
     asked_for = asked_for or (isinstance(before, _Guard) and before.asked_for)
     ours = _Guard(model, asked_for)
-    model_methods.of(model).put(model_methods.GUARD, ours)
+    model_methods.put(model, model_methods.GUARD, ours)
     # A step that was compiled before would go on without the guard.
     model.train_function = None
 

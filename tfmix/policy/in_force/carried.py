@@ -22,11 +22,11 @@ _as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 def carry(model: keras.Model, policy: keras.DTypePolicy) -> None:
     """Makes a model carry a policy, or none if it has no 16-bit part."""
-    owner = model_methods.of(model)
     if policies.is_sixteen_bit(policy):
-        owner.put(model_methods.RULES, _Carried(model, policy))
+        carried = _Carried(model, policy)
+        model_methods.put(model, model_methods.RULES, carried)
     else:
-        owner.take_off(model_methods.RULES)
+        model_methods.take_off(model, model_methods.RULES)
 
 
 def carried_policy(model: keras.Model) -> keras.DTypePolicy | None:
