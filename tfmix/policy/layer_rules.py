@@ -1,11 +1,12 @@
 """Layer rules: which layers a 16-bit policy leaves in float32, and why."""
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import keras
+
+from tfmix import _arguments
 
 RuleItem = str | type
 
@@ -59,20 +60,10 @@ LAYER_NORMALIZATION = LayerRule(
 # MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, and the
 # attention whose logits are scaled.
 MATMUL_LAYERS: tuple[str, ...] = (
-    "Dense",
-    "EinsumDense",
-    "BaseConv",
-    "BaseConvTranspose",
-    "BaseDepthwiseConv",
-    "BaseSeparableConv",
-    "LSTMCell",
-    "GRUCell",
-    "SimpleRNNCell",
-    "RNN",
-    "MultiHeadAttention",
-    "GroupedQueryAttention",
-    "PReLU",
-    "ReLU",
+    *("Dense", "EinsumDense", "BaseConv", "BaseConvTranspose"),
+    *("BaseDepthwiseConv", "BaseSeparableConv", "LSTMCell", "GRUCell"),
+    *("SimpleRNNCell", "RNN", "MultiHeadAttention", "GroupedQueryAttention"),
+    *("PReLU", "ReLU"),
 )
 
 
@@ -139,17 +130,22 @@ def default_float32_layers(
         True
     """
     names = [rule.layer_class for rule in DEFAULT_LAYER_RULES]
+    allowed = f"layers of the default list, {names}"
+    return list(resolve([*without(names, remove, allowed), *add]))
+
+
+def without(
+    default: Sequence[str], remove: Iterable[str], allowed: str
+) -> list[str]:
+    """Returns a default list without what `remove` names of it."""
     removed = list(remove)
     for name in removed:
-        if name not in names:
-            close = difflib.get_close_matches(str(name), names, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+        if name not in default:
             raise ValueError(
-                "`remove` may only name layers of the default list, "
-                f"{names}. Received: {name!r}.{hint}"
+                f"`remove` may only name {allowed}. Received: {name!r}."
+                f"{_arguments.did_you_mean(name, default)}"
             )
-    kept = [name for name in names if name not in removed]
-    return list(resolve([*kept, *add]))
+    return [name for name in default if name not in removed]
 
 
 def resolve(items: Iterable[RuleItem]) -> tuple[RuleItem, ...]:

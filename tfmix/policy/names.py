@@ -1,8 +1,6 @@
 """The names a policy may have, and what people write instead of them."""
 
-import difflib
-
-from tfmix import _formats
+from tfmix import _arguments, _formats
 from tfmix.policy import layer_rules
 
 DTYPE_NAMES = (
@@ -62,10 +60,10 @@ def _hint(name: str) -> str:
     key = name.strip().lower()
     # One letter is enough to make "bool" look like "O3".
     level = key.startswith("o") and len(key) <= 3
-    known = layer_rules.LEVELS if level else (*DTYPE_NAMES, "auto", *_ALIASES)
-    lower = {candidate.lower(): candidate for candidate in known}
-    close = difflib.get_close_matches(key, lower, n=1, cutoff=0.5)
-    if not close:
-        return ""
-    found = lower[close[0]]
-    return f" Did you mean {_ALIASES.get(found, found)!r}?"
+    known = {
+        **{allowed: allowed for allowed in (*DTYPE_NAMES, "auto")},
+        **_ALIASES,
+    }
+    if level:
+        known = {allowed.lower(): allowed for allowed in layer_rules.LEVELS}
+    return _arguments.did_you_mean(key, known, cutoff=0.5)
