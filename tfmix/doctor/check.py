@@ -26,7 +26,7 @@ from tfmix.doctor import (
 )
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import carried as carrying
-from tfmix.policy.in_force import penalties, scope, suited_optimizer, switch
+from tfmix.policy.in_force import ops, scope, suited_optimizer, switch
 
 # More rows would cost memory and tell nothing new.
 ROWS = 64
@@ -118,7 +118,7 @@ def _run(
     batch = given.without({row for rows in bad_rows.values() for row in rows})
     rules: Any = contextlib.nullcontext()
     if isinstance(chosen, policies.Policy):
-        rules = switch.block({*chosen.float32_ops, penalties.RULE})
+        rules = switch.block({*chosen.float32_ops, ops.PENALTIES})
     with compilation.nothing_traced(), carrying.outputs_as_made(), rules:
         found = probe.targets(batch.model)
         highest = _LOWEST if warning else _LOSS_SCALE

@@ -58,12 +58,8 @@ def check(name: object) -> None:
 
 def _hint(name: str) -> str:
     key = name.strip().lower()
+    known = {each: each for each in (*DTYPE_NAMES, "auto")} | _ALIASES
     # One letter is enough to make "bool" look like "O3".
-    level = key.startswith("o") and len(key) <= 3
-    known = {
-        **{allowed: allowed for allowed in (*DTYPE_NAMES, "auto")},
-        **_ALIASES,
-    }
-    if level:
-        known = {allowed.lower(): allowed for allowed in layer_rules.LEVELS}
+    if key.startswith("o") and len(key) <= 3:
+        known = {each.lower(): each for each in layer_rules.LEVELS}
     return _arguments.did_you_mean(key, known, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""Op rules in force: single Keras ops that run in float32 on 16-bit input."""
+"""Rules in force: Keras ops, and penalties, in float32 on 16-bit input."""
 
 import functools
 import inspect
@@ -8,8 +8,12 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import attributes, op_places
+from tfmix._keras import attributes, op_places, training_classes
 from tfmix.policy.in_force import softmax_logits, tensors
+
+# Regularizers, added losses: in force under every 16-bit policy, beside what is
+# named like ops. They are widened at their door, beside a compiled loss.
+PENALTIES = "(penalties)"
 
 
 def makers(
@@ -19,11 +23,15 @@ def makers(
     names = set(rules)
     if rules and keras.backend.backend() == "jax":
         names.update(softmax_logits.LOSSES)
-    return {
+    found: dict[attributes.Place, Callable[[Any], Any]] = {
         place: functools.partial(_rule, name=name, holds=holds)
         for name in names
         for place in op_places.targets(name)
     }
+    if PENALTIES in rules:
+        widening = functools.partial(_widening, holds=holds)
+        found |= dict.fromkeys(training_classes.penalty_places(), widening)
+    return found
 
 
 def _rule(original: Any, name: str, holds: Callable[[str], bool]) -> Any:
@@ -80,6 +88,18 @@ def _attention_rule(
         return tensors.map_leaves(result, narrow)
 
     return compute
+
+
+def _widening(
+    original: Callable[..., Any], holds: Callable[[str], bool]
+) -> Callable[..., Any]:
+    .wraps(original)
+    def widened(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if holds(PENALTIES):
+            args, kwargs = tensors.map_leaves((args, kwargs), tensors.wide)
+        return original(self, *args, **kwargs)
+
+    return widened
 
 
 def _dtype_position(function: Callable) -> int:

@@ -10,7 +10,7 @@ from absl import logging
 
 from tfmix._keras import policy_state
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import hooks, penalties, switch
+from tfmix.policy.in_force import hooks, ops, switch
 
 _lock = threading.RLock()
 _local = threading.local()
@@ -193,7 +193,7 @@ def _rules(policy: keras.DTypePolicy | None) -> frozenset[str]:
     if policy is None or not policies.is_sixteen_bit(policy):
         return frozenset()
     ruled = policies.with_rules(policy)
-    return frozenset({*ruled.float32_ops, penalties.RULE})
+    return frozenset({*ruled.float32_ops, ops.PENALTIES})
 
 
 def _enter_rules(policy: keras.DTypePolicy) -> contextlib.ExitStack:
