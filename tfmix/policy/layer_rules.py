@@ -56,6 +56,11 @@ BATCH_NORMALIZATION = LayerRule(
 LAYER_NORMALIZATION = LayerRule(
     "LayerNormalization", "on the black list of level O2"
 )
+# Why each layer that a rule of tfmix's names stays in float32.
+REASONS: dict[RuleItem, str] = {
+    rule.layer_class: rule.why
+    for rule in (*DEFAULT_LAYER_RULES, LAYER_NORMALIZATION, BATCH_NORMALIZATION)
+}
 
 # MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, and the
 # attention whose logits are scaled.

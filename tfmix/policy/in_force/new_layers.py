@@ -1,7 +1,7 @@
 """What a new layer gets from the policy in force, rules applied."""
 
+import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -47,8 +47,7 @@ def _make_float32(layer: keras.Layer) -> None:
 def _keep_inside_float32(layer: keras.Layer) -> None:
     # `Bidirectional` runs copies made from the configuration of the layer it
     # was given, in which every dtype looks as if the user had chosen it.
-    names = {base.__name__ for base in type(layer).__mro__}
-    copies = "Bidirectional" in names
+    copies = any(x.__name__ == "Bidirectional" for x in type(layer).__mro__)
     for inner in layers.flat_layers(layer)[1:]:
         chosen = copies or is_chosen(inner)
         if chosen and inner.compute_dtype != "float32":
@@ -56,11 +55,10 @@ def _keep_inside_float32(layer: keras.Layer) -> None:
 
 
 def _apply_rules(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
-    if policy.compute_dtype not in _formats.SIXTEEN_BIT:
+    sixteen = policy.compute_dtype in _formats.SIXTEEN_BIT
+    if not sixteen or _named_in_map(layer, policy):
         return
     ruled = policies.with_rules(policy)
-    if _named_in_map(layer, policy):
-        return
     if ruled.why_float32(type(layer), layer.name):
         keep_float32(layer)
         # What it holds is attached after this constructor, or in `build`.
@@ -68,7 +66,9 @@ def _apply_rules(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     elif ruled.outside_white_list(type(layer)):
         layer_policies.set_policy(layer, keras.DTypePolicy("float32"))
     elif layer_rules.needs_path(ruled.float32_layers):
-        layer_policies.until_built(layer, _apply_path_rules(ruled))
+        layer_policies.until_built(
+            layer, functools.partial(_apply_path_rules, ruled)
+        )
 
 
 def _named_in_map(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
@@ -79,12 +79,7 @@ def _named_in_map(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
     return any(re.fullmatch(key.split("/")[-1], layer.name) for key in policy)
 
 
-def _apply_path_rules(
-    ruled: policies.Policy,
-) -> Callable[[keras.Layer], None]:
-    def apply(layer: keras.Layer) -> None:
-        path = layer_policies.path_of(layer)
-        if ruled.why_float32(type(layer), layer.name, path):
-            keep_float32(layer)
-
-    return apply
+def _apply_path_rules(ruled: policies.Policy, layer: keras.Layer) -> None:
+    path = layer_policies.path_of(layer)
+    if ruled.why_float32(type(layer), layer.name, path):
+        keep_float32(layer)

@@ -93,7 +93,7 @@ def _attention_rule(
 def _widening(
     original: Callable[..., Any], holds: Callable[[str], bool]
 ) -> Callable[..., Any]:
-    .wraps(original)
+    @functools.wraps(original)
     def widened(self: Any, *args: Any, **kwargs: Any) -> Any:
         if holds(PENALTIES):
             args, kwargs = tensors.map_leaves((args, kwargs), tensors.wide)

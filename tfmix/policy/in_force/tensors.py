@@ -43,9 +43,8 @@ def only_16_bit(nest: Any) -> str | None:
     seen: set[str] = set()
     map_leaves(nest, lambda value: seen.add(float_dtype(value)))
     seen.discard("")
-    if len(seen) == 1 and seen <= set(_formats.SIXTEEN_BIT):
-        return seen.pop()
-    return None
+    alike = len(seen) == 1 and seen <= set(_formats.SIXTEEN_BIT)
+    return seen.pop() if alike else None
 
 
 def widen(value: Any) -> Any:
@@ -55,9 +54,8 @@ def widen(value: Any) -> Any:
 
 def narrow(value: Any, dtype: str) -> Any:
     """Casts a float32 tensor to a dtype and leaves anything else alone."""
-    if float_dtype(value) != "float32":
-        return value
-    return keras.ops.cast(value, dtype)
+    is_wide = float_dtype(value) == "float32"
+    return keras.ops.cast(value, dtype) if is_wide else value
 
 
 def narrow_once(value: Any, dtype: str) -> Any:

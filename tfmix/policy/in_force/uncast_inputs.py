@@ -8,13 +8,13 @@ need the exact values look there.
 """
 
 import functools
+import math
 import types
 from typing import Any
 
 import keras
 from absl import logging
 
-from tfmix import _formats
 from tfmix._keras import call_context, layer_policies, tensor_marks
 
 _UNCAST = "_tfmix_uncast"
@@ -37,7 +37,9 @@ def keep_exact(layer: keras.Layer) -> None:
         look_behind_casts(layer)
         # Some of them switch the conversion of their inputs off.
         _look_up(layer, warn=False)
-    elif "Sequential" in names or not _is_builtin(type(layer)):
+    elif "Sequential" in names or (
+        type(layer).__module__.split(".")[0] != "keras"
+    ):
         # A Sequential model casts, too, at the call that builds it.
         _use_converter(layer, _remember)
 
@@ -55,10 +57,6 @@ def forget_exact(layer: keras.Layer) -> None:
     call = vars(layer).get(_CALL)
     if getattr(call, "_tfmix_look_up", False):
         object.__delattr__(layer, _CALL)
-
-
-def _is_builtin(layer_class: type) -> bool:
-    return layer_class.__module__.split(".")[0] == "keras"
 
 
 def _use_converter(layer: keras.Layer, convert: Any) -> None:
@@ -89,9 +87,9 @@ def _recover(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
 
 def _uncast(x: Any) -> Any:
     """Returns what a tensor was before a layer cast it, else the tensor."""
-    if not (keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor)):
-        return x
-    original = tensor_marks.get(x, _UNCAST)
+    original = None
+    if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
+        original = tensor_marks.get(x, _UNCAST)
     return x if original is None else original
 
 
@@ -111,9 +109,8 @@ def _look_up(layer: keras.Layer, warn: bool) -> None:
 
 def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:
     dtype = keras.backend.standardize_dtype(ids.dtype)
-    if dtype not in _formats.SIXTEEN_BIT or call_context.on_shapes_only():
-        return
-    if layer.input_dim <= _EXACT_UP_TO[dtype]:
+    exact = _EXACT_UP_TO.get(dtype, math.inf)
+    if layer.input_dim <= exact or call_context.on_shapes_only():
         return
     # A model meets this while it is traced, so a few times, not each step.
     logging.warning(
@@ -122,6 +119,6 @@ def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:
         "cast them to 'int32' in a layer made with autocast=False.",
         layer.name,
         dtype,
-        _EXACT_UP_TO[dtype],
+        exact,
         layer.input_dim,
     )
