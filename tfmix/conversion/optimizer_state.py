@@ -1,8 +1,7 @@
 """The state of a model's optimizer, handed over when its variables are cast.
 
-An optimizer with 16-bit variables keeps moments of its masters, one without
-of the variables themselves; a conversion, there or back, goes on with what
-was there.
+With 16-bit variables the moments are those of masters, else of the variables
+themselves; a conversion, there or back, goes on with what was there.
 """
 
 import dataclasses

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 import keras
 
@@ -72,6 +71,13 @@ def _makers(tensors: Iterable[keras.KerasTensor]) -> list[keras.Layer]:
         ):
             waiting += taken
     return found
+
+
+def entry(policy: keras.DTypePolicy, layer: keras.Layer) -> keras.DTypePolicy:
+    """Returns the entry of a map for a layer, else the policy as it is."""
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        policy = policy[layer_policies.path_of(layer)]
+    return policy
 
 
 def unused_rules(
@@ -185,10 +191,7 @@ class _Planner:
         return self._rules.why_float32(type(layer), layer.name, path)
 
     def _target(self, layer: keras.Layer) -> keras.DTypePolicy:
-        if isinstance(self._policy, keras.dtype_policies.DTypePolicyMap):
-            path = layer_policies.path_of(layer)
-            return policies.plain(self._policy[path])
-        return policies.plain(self._policy)
+        return policies.plain(entry(self._policy, layer))
 
 
 def sixteen_bit_layers(model: keras.Model) -> list[keras.Layer]:
@@ -232,9 +235,7 @@ def dtype(planned: Plan, layer: keras.Layer) -> str:
     policy = planned.get(layer)
     if policy is None:
         return str(layer.compute_dtype)
-    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        policy = policy[layer.path]
-    return str(policy.compute_dtype)
+    return str(entry(policy, layer).compute_dtype)
 
 
 def _movable(model: keras.Model) -> list[keras.Layer]:

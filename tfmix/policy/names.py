@@ -33,12 +33,7 @@ _ALIASES = {
 
 
 def check(name: object) -> None:
-    """Refuses what is not the name of a policy, and suggests the nearest.
-
-    Raises:
-        TypeError: If `name` is no string.
-        ValueError: If it is none of `NAMES`.
-    """
+    """Refuses what is not the name of a policy, and suggests the nearest."""
     allowed = f"one of {list(NAMES)}"
     if not isinstance(name, str):
         dtype = getattr(name, "name", None) or getattr(name, "__name__", "")

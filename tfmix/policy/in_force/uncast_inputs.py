@@ -1,14 +1,11 @@
 """Exact inputs for the layers that a cast to 16 bit would break.
 
-A subclassed model or a layer of the user's casts float inputs to 16 bit before
-its `call` runs, so ids given as floats arrive at an `Embedding` rounded (2049
-becomes 2048) and raw features at a `Normalization` without their digits. Here
-such a layer remembers what it cast, on the tensor itself, and the layers that
-need the exact values look there.
+What is subclassed casts float inputs to 16 bit before its `call`: ids reach an
+`Embedding` rounded (2049 becomes 2048), raw features a `Normalization` without
+their digits. So it remembers on the tensor what it cast, and those look there.
 """
 
 import functools
-import math
 import types
 from typing import Any
 
@@ -109,8 +106,10 @@ def _look_up(layer: keras.Layer, warn: bool) -> None:
 
 def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:
     dtype = keras.backend.standardize_dtype(ids.dtype)
-    exact = _EXACT_UP_TO.get(dtype, math.inf)
-    if layer.input_dim <= exact or call_context.on_shapes_only():
+    exact = _EXACT_UP_TO.get(dtype)
+    if exact is None or call_context.on_shapes_only():
+        return
+    if layer.input_dim <= exact:
         return
     # A model meets this while it is traced, so a few times, not each step.
     logging.warning(
