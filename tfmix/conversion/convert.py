@@ -15,12 +15,7 @@ from tfmix._keras import (
     training_classes,
     variables,
 )
-from tfmix.conversion import (
-    changes,
-    copying,
-    optimizer_state,
-    planned_policies,
-)
+from tfmix.conversion import changes, copying, optimizer_state, planned_policies
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import carried, scope, suited_optimizer
 from tfmix.scaling import guard

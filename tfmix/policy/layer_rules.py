@@ -56,10 +56,10 @@ BATCH_NORMALIZATION = LayerRule(
 LAYER_NORMALIZATION = LayerRule(
     "LayerNormalization", "on the black list of level O2"
 )
+_BLACK_LIST = (LAYER_NORMALIZATION, *DEFAULT_LAYER_RULES)
 # Why each layer that a rule of tfmix's names stays in float32.
 REASONS: dict[RuleItem, str] = {
-    rule.layer_class: rule.why
-    for rule in (*DEFAULT_LAYER_RULES, LAYER_NORMALIZATION, BATCH_NORMALIZATION)
+    rule.layer_class: rule.why for rule in (*_BLACK_LIST, BATCH_NORMALIZATION)
 }
 
 # MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, and the
@@ -77,14 +77,11 @@ class Level:
     """One of Apex's and MindSpore's levels, in tfmix's terms."""
 
     policy: str
-    # Only layers on the white list compute in 16 bit.
-    only_matmuls: bool
+    only_matmuls: bool  # only the white list computes in 16 bit
     rules: tuple[LayerRule, ...]
-    # Whether the default op rules are in force.
-    op_rules: bool
+    op_rules: bool  # whether the default ones are in force
     keep_batchnorm_fp32: bool
-    # "dynamic" or nothing.
-    loss_scale: str | None
+    loss_scale: str | None  # "dynamic" or nothing
 
 
 LEVELS: dict[str, Level] = {
@@ -97,14 +94,7 @@ LEVELS: dict[str, Level] = {
     ),
     # Everything but the black list: batch and layer normalisation, and what
     # tfmix measured.
-    "O2": Level(
-        "mixed_float16",
-        False,
-        (LAYER_NORMALIZATION, *DEFAULT_LAYER_RULES),
-        True,
-        True,
-        "dynamic",
-    ),
+    "O2": Level("mixed_float16", False, _BLACK_LIST, True, True, "dynamic"),
     # Everything, variables included: the speed limit, not a recipe.
     "O3": Level("float16", False, (), False, False, None),
 }

@@ -12,6 +12,8 @@ from tfmix import _formats
 from tfmix.devices import auto_policy
 from tfmix.policy import layer_rules, names, op_rules
 
+_SETTINGS = ("float32_layers", "float32_ops", "keep_batchnorm_fp32")
+
 
 class Policy(keras.DTypePolicy):
     """A dtype policy, and the layers and ops it leaves in float32.
@@ -168,7 +170,7 @@ class Policy(keras.DTypePolicy):
     def __repr__(self) -> str:
         shown = [repr(self.level or self.name)]
         bare = _bare(self.level or self.name)
-        for field in ("float32_layers", "float32_ops", "keep_batchnorm_fp32"):
+        for field in _SETTINGS:
             if getattr(self, field) != getattr(bare, field):
                 shown.append(f"{field}={getattr(self, field)!r}")
         return f"Policy({', '.join(shown)})"
@@ -188,22 +190,12 @@ class Policy(keras.DTypePolicy):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # `copy` and `pickle` would look `__class__` up and lose the rules.
-        rebuild = functools.partial(
-            Policy,
-            float32_layers=self._float32_layers,
-            float32_ops=self._float32_ops,
-            keep_batchnorm_fp32=self._keep_batchnorm,
-        )
-        return rebuild, (self.level or self.name,)
+        settings = {one: getattr(self, one) for one in _SETTINGS}
+        return functools.partial(Policy, **settings), (self.level or self.name,)
 
     def _content(self) -> tuple[Any, ...]:
-        return (
-            self.name,
-            self._float32_layers,
-            self._float32_ops,
-            self._keep_batchnorm,
-            self._only_matmuls,
-        )
+        lists = self._float32_layers, self._float32_ops
+        return self.name, *lists, self._keep_batchnorm, self._only_matmuls
 
 
 def with_rules(policy: keras.DTypePolicy) -> Policy:

@@ -43,7 +43,9 @@ def compile_suitably(
     given = _optimizer(_read(bound, "optimizer", None))
     if wanted and given is not None:
         given = suited_optimizer.suited(given, model, level)
-        _write(bound, "optimizer", given)
+        declared = "optimizer" in bound.signature.parameters
+        holder = bound.arguments if declared else _extra(bound)
+        holder["optimizer"] = given
     if _AUTO in bound.signature.parameters:
         # Keras would decide from the model's own policy, not its layers'.
         bound.arguments[_AUTO] = False
@@ -92,10 +94,3 @@ def _read(bound: inspect.BoundArguments, name: str, default: Any) -> Any:
             default = declared
         return bound.arguments.get(name, default)
     return _extra(bound).get(name, default)
-
-
-def _write(bound: inspect.BoundArguments, name: str, value: Any) -> None:
-    if name in bound.signature.parameters:
-        bound.arguments[name] = value
-    else:
-        _extra(bound)[name] = value

@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from types import TracebackType
 from typing import Any
 
 import keras
@@ -118,12 +117,7 @@ class policy_scope(contextlib.ContextDecorator):
                 raise
         return self._policy
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         with _lock:
             self._leave()
             _refresh()
