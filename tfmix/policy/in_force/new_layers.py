@@ -55,8 +55,13 @@ def _keep_inside_float32(layer: keras.Layer) -> None:
 
 
 def _apply_rules(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
-    sixteen = policy.compute_dtype in _formats.SIXTEEN_BIT
-    if not sixteen or _named_in_map(layer, policy):
+    if policy.compute_dtype not in _formats.SIXTEEN_BIT:
+        return
+    # An entry of a map that may be meant for the layer decides on it. Paths
+    # are not known yet; the part after the last slash is the name.
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and any(
+        re.fullmatch(key.split("/")[-1], layer.name) for key in policy
+    ):
         return
     ruled = policies.with_rules(policy)
     if ruled.why_float32(type(layer), layer.name):
@@ -69,14 +74,6 @@ def _apply_rules(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
         layer_policies.until_built(
             layer, functools.partial(_apply_path_rules, ruled)
         )
-
-
-def _named_in_map(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
-    """Says whether a map has an entry that may be meant for the layer."""
-    if not isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        return False
-    # Paths are not known yet; the part after the last slash is the name.
-    return any(re.fullmatch(key.split("/")[-1], layer.name) for key in policy)
 
 
 def _apply_path_rules(ruled: policies.Policy, layer: keras.Layer) -> None:

@@ -15,9 +15,12 @@ from tfmix.policy.in_force import softmax_logits, tensors
 # named like ops. They are widened at their door, beside a compiled loss.
 PENALTIES = "(penalties)"
 
+# Says whether a rule is in force for the caller.
+Holds = Callable[[str], bool]
+
 
 def makers(
-    rules: Collection[str], holds: Callable[[str], bool]
+    rules: Collection[str], holds: Holds
 ) -> dict[attributes.Place, Callable[[Any], Any]]:
     """Returns what to replace for a set of rules, and by what."""
     names = set(rules)
@@ -34,7 +37,7 @@ def makers(
     return found
 
 
-def _rule(original: Any, name: str, holds: Callable[[str], bool]) -> Any:
+def _rule(original: Any, name: str, holds: Holds) -> Any:
     if inspect.ismodule(original):
         # One name for many ops; each asks for its own rule.
         each = functools.partial(_rule, holds=holds)
@@ -65,9 +68,7 @@ def _rule(original: Any, name: str, holds: Callable[[str], bool]) -> Any:
     return staticmethod(rule) if static else rule
 
 
-def _attention_rule(
-    original: Callable[..., Any], holds: Callable[[str], bool]
-) -> Callable[..., Any]:
+def _attention_rule(original: Callable, holds: Holds) -> Callable:
     """Makes a layer's own attention compute as the op's rule says.
 
     Logits of 16-bit queries and keys overflow float16 there just the same.
@@ -90,9 +91,7 @@ def _attention_rule(
     return compute
 
 
-def _widening(
-    original: Callable[..., Any], holds: Callable[[str], bool]
-) -> Callable[..., Any]:
+def _widening(original: Callable, holds: Holds) -> Callable:
     @functools.wraps(original)
     def widened(self: Any, *args: Any, **kwargs: Any) -> Any:
         if holds(PENALTIES):

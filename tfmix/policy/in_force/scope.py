@@ -130,12 +130,7 @@ class policy_scope(contextlib.ContextDecorator):
 
 
 def accept(policy: Any) -> keras.DTypePolicy:
-    """Checks what a user gave as a policy and makes names a `Policy`.
-
-    Example:
-        >>> accept("O2").name
-        'mixed_float16'
-    """
+    """Checks what a user gave as a policy and makes names a `Policy`."""
     if not isinstance(policy, keras.DTypePolicy):
         return policies.Policy(policy)
     for dtype in (policy.compute_dtype, policy.variable_dtype):
@@ -153,15 +148,15 @@ class _Scope:
     def __init__(
         self, policy: keras.DTypePolicy, scopes: list["_Scope"]
     ) -> None:
-        self.policy = policy
-        self._scopes = scopes
-        self._rules = _enter_rules(policy)
+        self.policy, self._scopes = policy, scopes
+        self._rules = contextlib.ExitStack()
+        self._rules.enter_context(switch.block(_rules(policy)))
         scopes.append(self)
 
     def replace(self, policy: keras.DTypePolicy) -> None:
         self.policy = policy
         self._rules.close()
-        self._rules = _enter_rules(policy)
+        self._rules.enter_context(switch.block(_rules(policy)))
 
     def close(self) -> None:
         self._scopes.remove(self)
@@ -188,12 +183,6 @@ def _rules(policy: keras.DTypePolicy | None) -> frozenset[str]:
         return frozenset()
     ruled = policies.with_rules(policy)
     return frozenset({*ruled.float32_ops, ops.PENALTIES})
-
-
-def _enter_rules(policy: keras.DTypePolicy) -> contextlib.ExitStack:
-    stack = contextlib.ExitStack()
-    stack.enter_context(switch.block(_rules(policy)))
-    return stack
 
 
 def _refresh() -> None:

@@ -13,13 +13,7 @@ _WIDE = "_tfmix_float32"
 
 
 def float_dtype(value: Any) -> str:
-    """Returns a tensor's float dtype.
-
-    Example:
-        >>> import numpy as np
-        >>> float_dtype(np.float16(1)), float_dtype(1.0)
-        ('float16', '')
-    """
+    """Returns a tensor's float dtype, "sparse" if it is that, else ""."""
     dtype = getattr(value, "dtype", None)
     # Layers and metrics have a dtype too, but no shape.
     if dtype is None or not hasattr(value, "shape"):
@@ -30,7 +24,12 @@ def float_dtype(value: Any) -> str:
         return ""
     if not name.startswith(("float", "bfloat", "complex")):
         return ""
-    return name if _is_dense(value) else "sparse"
+    # Sparse and ragged tensors of both backends carry their parts under these
+    # names; `is_tensor` alone is true for a `tf.SparseTensor`.
+    sparse = hasattr(value, "todense") or any(
+        hasattr(type(value), part) for part in ("indices", "row_splits")
+    )
+    return "sparse" if sparse else name
 
 
 def is_16_bit(value: Any) -> bool:
@@ -101,12 +100,3 @@ def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
     if type(nest) in (tuple, list):
         return type(nest)(map_leaves(v, function) for v in nest)
     return function(nest)
-
-
-def _is_dense(value: Any) -> bool:
-    # Sparse and ragged tensors of both backends carry their parts under
-    # these names; `is_tensor` alone is true for a `tf.SparseTensor`.
-    parts = ("indices", "row_splits")
-    return not any(hasattr(type(value), part) for part in parts) and (
-        not hasattr(value, "todense")
-    )

@@ -19,7 +19,6 @@ _CALL = "call"
 _CONVERT = "convert_input"
 # Whole numbers above these are no longer exact: 2 to the significand's bits.
 _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
-_DATA_LAYERS = ("DataLayer", "TFDataLayer")
 
 
 def keep_exact(layer: keras.Layer) -> None:
@@ -30,7 +29,7 @@ def keep_exact(layer: keras.Layer) -> None:
     names = {base.__name__ for base in type(layer).__mro__}
     if "Embedding" in names:
         _look_up(layer, warn=True)
-    elif names.intersection(_DATA_LAYERS):
+    elif names & {"DataLayer", "TFDataLayer"}:
         look_behind_casts(layer)
         # Some of them switch the conversion of their inputs off.
         _look_up(layer, warn=False)
