@@ -1,6 +1,5 @@
 """The settings of a LossScaleOptimizer: checked, as plain data, and back."""
 
-import difflib
 import warnings
 from typing import Any
 
@@ -93,8 +92,7 @@ def _by_name(name: str) -> Any:
         )
         if name.lower() in known:
             raise
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = _arguments.did_you_mean(name.lower(), known)
         raise ValueError(
             "`inner_optimizer` must be a Keras optimizer or the name of one "
             f"of {known}. Received: inner_optimizer={name!r}.{hint}"

@@ -13,7 +13,7 @@ from absl import logging
 
 from tfmix._keras import call_context, model_methods
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import compiling, penalties, switch, tensors
+from tfmix.policy.in_force import compiling, ops, switch, tensors
 
 _as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tfmix_outputs_as_made", default=False
@@ -57,7 +57,7 @@ class _Carried:
         self._model = model
         ruled = policies.with_rules(policy)
         self._level = ruled.level
-        self._rules = frozenset({*ruled.float32_ops, penalties.RULE})
+        self._rules = frozenset({*ruled.float32_ops, ops.PENALTIES})
         self._told = False
         self.wrappers: Mapping[str, model_methods.Wrapper] = {
             "call": self._call,

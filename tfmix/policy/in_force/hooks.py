@@ -47,7 +47,7 @@ def remove() -> None:
     _replacements.set({})
 
 
-def _getter(original: Callable[..., Any], lookup: Lookup) -> Callable[..., Any]:
+def _getter(original: Callable, lookup: Lookup) -> Callable:
     @functools.wraps(original)
     def get_global_attribute(name: str, *args: Any, **kwargs: Any) -> Any:
         # This is called some ten times per layer call, with other names.
@@ -60,9 +60,7 @@ def _getter(original: Callable[..., Any], lookup: Lookup) -> Callable[..., Any]:
     return get_global_attribute
 
 
-def _setter(
-    original: Callable[..., Any], replaced: Replaced
-) -> Callable[..., Any]:
+def _setter(original: Callable, replaced: Replaced) -> Callable:
     @functools.wraps(original)
     def set_global_attribute(name: str, value: Any) -> None:
         original(name, value)
@@ -72,9 +70,7 @@ def _setter(
     return set_global_attribute
 
 
-def _initializer(
-    original: Callable[..., None], lookup: Lookup
-) -> Callable[..., None]:
+def _initializer(original: Callable, lookup: Lookup) -> Callable:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

@@ -1,9 +1,7 @@
 """Losses find the logits behind a softmax on JAX, as Keras does on TensorFlow.
 
-TensorFlow's backend attaches the logits to the probabilities and computes the
-loss from them. Keras does not on JAX, whose arrays take no attributes: there a
-sample whose logits are wrong by more than 16 has loss 16.118 and gradient 0,
-also in float32.
+Keras attaches the logits to the probabilities, but not to JAX's arrays: there
+a sample wrong by more than 16 has loss 16.118 and gradient 0, also in float32.
 """
 
 import functools
