@@ -11,7 +11,7 @@ import numpy as np
 from keras import ops, tree
 
 from tfmix import _arguments
-from tfmix._keras import compilation, optimizers, tensor_marks
+from tfmix._keras import compilation, global_state, optimizers
 from tfmix.scaling import health, rules, settings, storage
 from tfmix.scaling.step import blocks, replicas, unscale
 from tfmix.variables import delegating
@@ -550,7 +550,7 @@ class LossScaleOptimizer(
         return ops.greater_equal(self._consecutive_skips.value, steps)
 
     def _scaled(self, loss: Any) -> Any:
-        if any(tensor_marks.get(each, _LOSS) for each in tree.flatten(loss)):
+        if any(global_state.note(each, _LOSS) for each in tree.flatten(loss)):
             raise ValueError(
                 "This loss was scaled already, and would be scaled twice. "
                 f"Received: loss={loss!r}. Call `scale_loss` once, on the "
@@ -562,7 +562,7 @@ class LossScaleOptimizer(
         def scaled(value: Any) -> Any:
             value = unscale.to_float32(ops.convert_to_tensor(value))
             value = ops.multiply(value, ops.cast(scale, value.dtype))
-            tensor_marks.put(value, _LOSS, True)
+            global_state.put_note(value, _LOSS, True)
             return value
 
         return tree.map_structure(scaled, loss)
@@ -583,8 +583,8 @@ class LossScaleOptimizer(
         true = blocks.parts(made, len(grads))
         for before, after in zip(grads, true, strict=True):
             if after is not before:
-                tensor_marks.put(before, _GRADIENT, _SCALED)
-                tensor_marks.put(after, _GRADIENT, _TRUE)
+                global_state.put_note(before, _GRADIENT, _SCALED)
+                global_state.put_note(after, _GRADIENT, _TRUE)
         return true
 
     def _variables_of(self, grads: list, trainable_variables: Any) -> list:
@@ -718,7 +718,7 @@ def _attribute(field: str) -> str:
 
 def _notes(grads: Sequence) -> set[str]:
     """Returns what is known of the gradients: `_SCALED`, `_TRUE` or both."""
-    return {tensor_marks.get(each, _GRADIENT) for each in grads} - {None}
+    return {global_state.note(each, _GRADIENT) for each in grads} - {None}
 
 
 def _host(variable: keras.Variable) -> np.ndarray:

@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import variables
-from tfmix.variables import base, bits, flat, split
+from tfmix.variables import base, bits, flat, views
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
@@ -79,7 +79,7 @@ class MasterWeightOptimizer(base.SixteenBitOptimizer):
         """Creates the masters; see `SixteenBitOptimizer`."""
         kind: type[base.StandIns] = PerVariableMasters
         if self.flat or self.split:
-            kind = flat.FlatMasters if self.flat else split.SplitMasters
+            kind = flat.FlatMasters if self.flat else SplitMasters
         return kind(self, model_variables)
 
     def get_config(self) -> dict:
@@ -115,3 +115,29 @@ class PerVariableMasters(base.StandIns):
         """Rounds the masters into the model's variables."""
         for variable in self.narrow:
             variable.assign(ops.cast(self.target(variable), variable.dtype))
+
+
+class SplitView(views.RestView):
+    """An exact float32 in the model's variable and 16 more bits."""
+
+    rest_dtype, rest_name = "int16", "lost_bits"
+
+    def load(self) -> Any:
+        """Returns the float32 value as a tensor."""
+        return bits.join(self.stored, self.rest)
+
+    def store(self, value: Any) -> None:
+        """Keeps a float32 tensor without loss."""
+        upper, lower = bits.split(value)
+        self.stored.assign(upper)
+        self.rest.assign(lower)
+
+
+class SplitMasters(views.Views):
+    """Keeps the lower half of the master of every bfloat16 variable."""
+
+    view = SplitView
+    only_bfloat16 = (
+        "split=True keeps the 16 bits that a bfloat16 lacks to a float32; a "
+        "float16 is no part of one"
+    )

@@ -15,7 +15,7 @@ import keras
 from absl import logging
 
 from tfmix import _formats
-from tfmix._keras import call_context, layer_policies, tensor_marks
+from tfmix._keras import global_state, layer_policies
 
 _UNCAST = "_tfmix_uncast"
 _CALL = "call"
@@ -75,11 +75,11 @@ def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
     tensor = type(policy).convert_input(policy, x, False, dtype)
     converted = type(policy).convert_input(policy, tensor, autocast, dtype)
     if converted is not tensor:
-        tensor_marks.put(converted, _UNCAST, tensor)
-        mask = tensor_marks.get(x, "_keras_mask")
+        global_state.put_note(converted, _UNCAST, tensor)
+        mask = global_state.note(x, "_keras_mask")
         if mask is not None:
             # Keras 3.12 loses it in this cast.
-            tensor_marks.put(converted, "_keras_mask", mask)
+            global_state.put_note(converted, "_keras_mask", mask)
     return converted
 
 
@@ -91,7 +91,7 @@ def _uncast(x: Any) -> Any:
     """Returns what a tensor was before a layer cast it, else the tensor."""
     if not (keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor)):
         return x
-    original = tensor_marks.get(x, _UNCAST)
+    original = global_state.note(x, _UNCAST)
     return x if original is None else original
 
 
@@ -111,7 +111,7 @@ def _look_up(layer: keras.Layer, warn: bool) -> None:
 
 def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:
     dtype = keras.backend.standardize_dtype(ids.dtype)
-    if dtype not in _formats.SIXTEEN_BIT or call_context.on_shapes_only():
+    if dtype not in _formats.SIXTEEN_BIT or global_state.on_shapes_only():
         return
     if layer.input_dim <= _EXACT_UP_TO[dtype]:
         return
