@@ -18,17 +18,22 @@ from tfmix._keras import attributes, optimizers
 Variables = Sequence[keras.Variable]
 
 
-def is_narrow(variable: keras.Variable) -> bool:
-    """Returns whether a variable is float16 or bfloat16."""
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    return dtype in _formats.SIXTEEN_BIT
+def is_narrow(tensor: Any) -> bool:
+    """Returns whether a tensor or variable is float16 or bfloat16."""
+    dtype = getattr(tensor, "dtype", None)
+    if dtype is None:
+        return False
+    return keras.backend.standardize_dtype(dtype) in _formats.SIXTEEN_BIT
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Returns whether a variable's gradient is its next value (float8)."""
+    return getattr(variable, "overwrite_with_gradient", False)
 
 
 def is_sixteen_bit(variable: keras.Variable) -> bool:
     """Returns whether a 16-bit variable is one that gradients update."""
-    # One overwritten with its gradient (a float8 scale) has none to lose.
-    overwritten = getattr(variable, "overwrite_with_gradient", False)
-    return is_narrow(variable) and not overwritten
+    return is_narrow(variable) and not is_overwritten(variable)
 
 
 def placement(variable: keras.Variable) -> dict:

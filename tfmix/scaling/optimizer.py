@@ -15,7 +15,7 @@ from tfmix import _arguments, _errors
 from tfmix._keras import compilation, global_state, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.scaling import rules, settings
-from tfmix.scaling.step import blocks, replicas, unscale
+from tfmix.scaling.step import replicas, unscale
 from tfmix.variables import delegating
 
 # How the variables of a loss scale's state are called in Keras's own class,
@@ -612,8 +612,8 @@ class LossScaleOptimizer(
         variables = self.model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        made = blocks.unscaled(grads, variables, self.current_scale())
-        true = blocks.parts(made, len(grads))
+        made = unscale.unscaled(grads, variables, self.current_scale())
+        true = unscale.parts(made, len(grads))
         for before, after in zip(grads, true, strict=True):
             if after is not before:
                 global_state.put_note(before, _GRADIENT, _SCALED)

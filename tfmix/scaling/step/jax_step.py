@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import compilation
-from tfmix.scaling.step import blocks
+from tfmix.scaling.step import unscale
 
 
 def stateless_apply(
@@ -36,9 +36,9 @@ def stateless_apply(
         return [scope.get_current_value(v) for v in optimizer.own_variables]
 
     def apply_step() -> tuple[list, list]:
-        true = blocks.divided(blocks.apart(grads, variables), scale)
+        true = unscale.divided(unscale.apart(grads, variables), scale)
         new_trainable, new_inner = optimizer.inner_optimizer.stateless_apply(
-            inner_values, blocks.parts(true, len(grads)), trainable_values
+            inner_values, unscale.parts(true, len(grads)), trainable_values
         )
         return new_trainable, own_values(True) + new_inner
 
@@ -59,10 +59,10 @@ def _not_finite(grads: list, variables: list, scale: Any, lowest: float) -> Any:
     # No division by 1 or more makes an infinity: the scaled gradients, which
     # are there already, are checked then. They are joined for the check alone,
     # since to take them apart again costs kernels.
-    joined = blocks.joined(grads, variables)
+    joined = unscale.joined(grads, variables)
     if lowest < 1:
-        joined = blocks.divided(joined, scale)
-    return blocks.not_finite(joined, len(grads))
+        joined = unscale.divided(joined, scale)
+    return unscale.not_finite(joined, len(grads))
 
 
 def _selected(is_finite: Any, applied: Any, skipped: Any) -> Any:
