@@ -30,7 +30,7 @@ def install(lookup: Lookup, replaced: Replaced) -> None:
         global_state.GETTER: lambda f: _getter(f, lookup),
         global_state.SETTER: lambda f: _setter(f, replaced),
         (keras.Layer, "__init__"): lambda f: _initializer(f, lookup),
-        (training_classes.trainer(), "compile"): compiling.wrapped,
+        (training_classes.TRAINER, "compile"): compiling.wrapped,
     }
     for owner, name in wanted:
         if name not in vars(owner):
