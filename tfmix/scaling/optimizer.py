@@ -193,9 +193,10 @@ class LossScaleOptimizer(
         """
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
         skips, rule = self.consecutive_skips, self.rule
-        has_floor = isinstance(rule, rules.DynamicLossScale)
-        if skips and has_floor and self.loss_scale <= rule.min_scale:
-            where = f"The loss scale has reached its floor, {rule.min_scale:g}"
+        is_dynamic = isinstance(rule, rules.DynamicLossScale)
+        floor = rule.lowest_scale if is_dynamic else 0.0
+        if skips and self.loss_scale <= floor:
+            where = f"The loss scale has reached its floor, {floor:g}"
         elif skips >= limit:
             where = f"The loss scale is {self.loss_scale:g}"
         else:
@@ -557,10 +558,9 @@ class LossScaleOptimizer(
         # else the growth window would be over after half its steps.
         if self._leader_name is None or not applied:
             self._assign_state(self.rule.update(state, applied))
-        if applied:
-            self._consecutive_skips.assign(0)
-        else:
-            self._consecutive_skips.assign(self._consecutive_skips + 1)
+        skips = 0 if applied else self._consecutive_skips + 1
+        self._consecutive_skips.assign(skips)
+        if not applied:
             self._skipped_steps.assign(self._skipped_steps + 1)
 
     def count_overflows(self, bad: Any, variables: Sequence) -> None:
@@ -609,7 +609,7 @@ class LossScaleOptimizer(
                 "what the gradient tape or jax.grad returns."
             )
         self._warn_unless_loss_was_scaled()
-        variables = self.model_variables
+        variables: list = self.model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
         made = unscale.unscaled(grads, variables, self.current_scale())
@@ -686,9 +686,9 @@ class LossScaleOptimizer(
             )
 
     def _warn_unless_loss_was_scaled(self) -> None:
-        if self.loss_was_scaled:
+        was_scaled, self.loss_was_scaled = self.loss_was_scaled, True
+        if was_scaled:
             return
-        self.loss_was_scaled = True
         warnings.warn(
             "The gradients are divided by the loss scale, but the loss was "
             "never multiplied by it, so every update is too small by that "

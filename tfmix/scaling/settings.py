@@ -14,9 +14,7 @@ def loss_scale_rule(
     loss_scale: Any, initial_scale: Any, dynamic_growth_steps: Any
 ) -> rules.LossScale:
     """Returns the rule that three constructor arguments describe."""
-    given = {}
-    if initial_scale is not None:
-        given["initial_scale"] = initial_scale
+    given = {} if initial_scale is None else {"initial_scale": initial_scale}
     if dynamic_growth_steps is not None:
         given["growth_steps"] = _arguments.count(
             "dynamic_growth_steps", dynamic_growth_steps

@@ -95,9 +95,7 @@ class StochasticRounding(views.Views):
                     self._narrow_slots(undo, each)
             yield
 
-    def _narrow_slots(
-        self, undo: contextlib.ExitStack, optimizer: optimizers.Optimizer
-    ) -> None:
+    def _narrow_slots(self, undo: contextlib.ExitStack, optimizer: Any) -> None:
         original = optimizer.add_variable_from_reference
 
         def add(
@@ -159,10 +157,7 @@ class KahanSummation(views.Views):
     salt = 1
 
 
-ROUNDINGS = {
-    "stochastic": StochasticRounding,
-    "kahan": KahanSummation,
-}
+ROUNDINGS = {"stochastic": StochasticRounding, "kahan": KahanSummation}
 
 
 @keras.saving.register_keras_serializable(package="tfmix")

@@ -84,8 +84,7 @@ class MasterWeightOptimizer(base.SixteenBitOptimizer):
 
     def get_config(self) -> dict:
         """Returns the settings `from_config` needs."""
-        own = {"flat": self.flat, "split": self.split}
-        return {**super().get_config(), **own}
+        return super().get_config() | {"flat": self.flat, "split": self.split}
 
 
 class PerVariableMasters(base.StandIns):
