@@ -172,7 +172,7 @@ def test_bfloat16_slots_take_two_bytes_and_train_alike(name):
     full = [v for v in inner.variables if tuple(v.shape) == (33, 17)]
     assert full
     assert {str(v.dtype) for v in full} == {"bfloat16"}
-    assert not any(isinstance(v, bfloat16.StochasticView) for v in full)
+    assert not any(isinstance(v, bfloat16._StochasticView) for v in full)
     moved = to_float64(wide[2]) - to_float64(
         sixteen_bit.variables("float32")[2]
     )

@@ -52,7 +52,7 @@ def random_bits(shape: tuple, seed: Any, stream: int, step: Any) -> Any:
     return jax.random.bits(key, shape, "uint32")
 
 
-class StochasticView(variables.Float32View):
+class _StochasticView(variables.Float32View):
     """A bfloat16 variable that rounds stochastically what it is assigned."""
 
     def __init__(self, variable: Any, stream: int, draw: Any) -> None:
@@ -61,27 +61,23 @@ class StochasticView(variables.Float32View):
         self.draw, self.assignments = draw, 0
 
     def load(self) -> Any:
-        """Returns the float32 value as a tensor."""
         return ops.cast(self.stored, "float32")
 
     def store(self, value: Any) -> None:
-        """Keeps a float32 tensor, rounded."""
         noise = self.draw(self.shape, self.stream + self.assignments)
         self.assignments += 1
         self.stored.assign(stochastic(value, noise))
 
 
-class StochasticRounding(views.Views):
+class _StochasticRounding(views.Views):
     """Rounds the new value of every bfloat16 variable stochastically."""
 
     def make(self) -> dict[int, keras.Variable]:
-        """Creates the views."""
-        self.created: list[StochasticView] = []
+        self.created: list[_StochasticView] = []
         return super().make()
 
-    def make_view(self, variable: keras.Variable) -> StochasticView:
-        """Creates the view of one bfloat16 variable."""
-        view = StochasticView(variable, len(self.created) + 1, self.draw)
+    def make_view(self, variable: keras.Variable) -> _StochasticView:
+        view = _StochasticView(variable, len(self.created) + 1, self.draw)
         self.created.append(view)
         return view
 
@@ -103,7 +99,7 @@ class StochasticRounding(views.Views):
             name: str | None = None,
             initializer: Any = "zeros",
         ) -> keras.Variable:
-            narrow = isinstance(reference_variable, StochasticView)
+            narrow = isinstance(reference_variable, _StochasticView)
             if not narrow or name in WIDE_SLOTS:
                 return original(reference_variable, name, initializer)
             slot = original(reference_variable.stored, name, initializer)
@@ -127,13 +123,12 @@ class StochasticRounding(views.Views):
             view.assignments = 0
 
 
-class KahanView(views.RestView):
+class _KahanView(views.RestView):
     """A bfloat16 variable and, in bfloat16, what its rounding lost."""
 
     rest_dtype, rest_name = "bfloat16", "compensation"
 
     def load(self) -> Any:
-        """Returns the float32 value as a tensor."""
         wide = [ops.cast(each, "float32") for each in (self.stored, self.rest)]
         return ops.add(*wide)
 
@@ -149,15 +144,15 @@ class KahanView(views.RestView):
         self.rest.assign(ops.cast(error, "bfloat16"))
 
 
-class KahanSummation(views.Views):
+class _KahanSummation(views.Views):
     """Carries each rounding error to the next step."""
 
-    view = KahanView
-    # Else the lost bits of `SplitMasters`, an integer, might pass for errors.
+    view = _KahanView
+    # Else the lost bits of split masters, an integer, might pass for errors.
     salt = 1
 
 
-ROUNDINGS = {"stochastic": StochasticRounding, "kahan": KahanSummation}
+ROUNDINGS = {"stochastic": _StochasticRounding, "kahan": _KahanSummation}
 
 
 @keras.saving.register_keras_serializable(package="tfmix")

@@ -17,10 +17,10 @@ ELEMENTWISE = tuple(
     "SGD Adam AdamW Adamax Adagrad Adadelta RMSprop Nadam Ftrl Lion "
     "ScheduleFreeAdamW".split()
 )
-# Those that raise to a power, or divide by a square root, which TensorFlow
-# turns into `rsqrt`. Its kernels compute both to the last bit in one way in whole
-# SIMD registers and in another in what is left. A variable that fills its last
-# register partly stays alone under these, so that a checkpoint fits all backends.
+# Those that raise to a power, or divide by a square root: TensorFlow's kernels
+# compute both to the last bit in one way in whole SIMD registers and in another
+# in what is left. A variable that fills its last register partly stays alone
+# under these, on every backend, so that a checkpoint fits all of them.
 UNEVEN = ("Adadelta", "Adagrad", "Ftrl", "RMSprop")
 # Floats in the widest register there is, AVX-512's.
 REGISTER = 16
