@@ -19,8 +19,7 @@ from tfmix._keras import variables as keras_variables
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-# Strategies whose variables do not live on the replicas that compute the
-# gradients: there is no local copy to update, and no joint step to skip.
+# Strategies whose variables do not live on the replicas: no joint step to skip.
 _REFUSED = {
     "ParameterServerStrategy": "its workers update shared variables alone",
     "CentralStorageStrategy": "its variables are not copied to each replica",
@@ -87,9 +86,8 @@ def _as_row(tensor: Any) -> Any:
 
 
 def _largest(rows: Any) -> Any:
-    # Zero, or NaN where a row holds a number that is not finite.
-    nothing = tf.reduce_sum(rows * 0, axis=0)
-    return tf.reduce_max(rows, axis=0) + nothing
+    # Plus zero, or NaN where a row holds a number that is not finite.
+    return tf.reduce_max(rows, axis=0) + tf.reduce_sum(rows * 0, axis=0)
 
 
 def single(
@@ -107,9 +105,8 @@ def one_replica(
     these: Iterable, optimizer: optimizers.Optimizer | None = None
 ) -> Iterator[None]:
     """Lets variables stand for this replica's copies, with no strategy."""
-    # The Keras optimizer that runs inside sums no gradients.
-    # On a TPU the step is traced once for all replicas: there are no local
-    # copies to show, and no merge calls either.
+    # A TPU's step is traced once for all replicas: there are no local copies
+    # to show, and no merge calls either.
     on_tpu = "TPU" in type(tf.distribute.get_strategy()).__name__
     if not tf.distribute.has_strategy() or on_tpu:
         with optimizers.alone(optimizer):

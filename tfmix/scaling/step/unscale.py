@@ -27,13 +27,12 @@ def unscale(grads: Sequence, scale: Any) -> list:
     """Divides gradients, dense or sparse, in float32 or wider."""
     # Under XLA they are multiplied by the reciprocal, which rounds once more
     # where the scale is no power of two.
-    by = _by_reciprocal if compilation.by_xla() else _by_quotient
-    divide = by(scale)
+    divide = (
+        _by_reciprocal(scale)
+        if compilation.by_xla()
+        else (lambda tensor: ops.divide(tensor, ops.cast(scale, tensor.dtype)))
+    )
     return [_on_values(divide, widened(gradient)) for gradient in grads]
-
-
-def _by_quotient(scale: Any) -> Callable[[Any], Any]:
-    return lambda tensor: ops.divide(tensor, ops.cast(scale, tensor.dtype))
 
 
 def _by_reciprocal(scale: Any) -> Callable[[Any], Any]:
