@@ -92,8 +92,7 @@ def trace() -> Any:
 
 def untouched(function: Function) -> Function:
     """Returns the function, to be run by AutoGraph as it is written."""
-    # Ours hold no Python control flow on tensors: to rewrite them takes time
-    # and prints warnings where AutoGraph does not know a newer Python.
+    # Ours hold no Python control flow on tensors: to rewrite them takes time.
     if keras.backend.backend() != "tensorflow":
         return function
     return tf.autograph.experimental.do_not_convert(function)

@@ -1,7 +1,7 @@
 """The parts of Keras's variables that tfmix reaches into.
 
-A `keras.Variable` is what its `__dict__` holds. Under TensorFlow the optimizers
-unwrap `variable.value`, assign to that, and find slots by `_unique_id`.
+Under TensorFlow the optimizers unwrap `variable.value`, assign to that, and
+find slots by `_unique_id`.
 """
 
 import contextlib
@@ -44,8 +44,7 @@ def placement(variable: keras.Variable) -> dict:
 
 def adopt(target: keras.Variable, variable: keras.Variable) -> keras.Variable:
     """Gives a stand-in the identity of the model's variable; returns it."""
-    # Maps by path (`MultiOptimizer`, Muon's `exclude_layers`), weight-decay
-    # patterns and names of slots then match as they do in float32.
+    # What goes by path (`MultiOptimizer`, weight decay) matches as in float32.
     target._path = variable.path
     for name in ("trainable", "constraint", "regularizer"):
         setattr(target, name, getattr(variable, name))

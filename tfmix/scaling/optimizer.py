@@ -144,8 +144,7 @@ class LossScaleOptimizer(
         variables = self._state_variables()
         if not all(map(compilation.is_host_readable, variables)):
             return self.current_scale()
-        # Of the variables, not of their values: in the scope of a strategy
-        # NumPy cannot read the value of a mirrored one.
+        # NumPy cannot read the value of a mirrored variable in a strategy's scope.
         state = self._state_type(*map(_host, variables))
         return float(self.rule.current(state))
 
@@ -516,8 +515,7 @@ class LossScaleOptimizer(
         cls, config: dict, custom_objects: Any = None
     ) -> "LossScaleOptimizer":
         """Returns the optimizer that `get_config` described."""
-        # It gets a scale of its own where that was shared, and says so.
-        config = dict(config)
+            config = dict(config)
         for key in ("inner_optimizer", "loss_scale"):
             if isinstance(config.get(key), dict):
                 config[key] = keras.saving.deserialize_keras_object(
@@ -554,8 +552,7 @@ class LossScaleOptimizer(
 
     def record(self, state: Any, applied: bool) -> None:
         """Moves the loss scale and the counters on; `state` is from before."""
-        # Of optimizers that share a scale each one lowers it, one raises it:
-        # else the growth window would be over after half its steps.
+        # Of optimizers that share a scale each one lowers it, one raises it.
         if self._leader_name is None or not applied:
             self._assign_state(self.rule.update(state, applied))
         skips = 0 if applied else self._consecutive_skips + 1
@@ -699,8 +696,7 @@ class LossScaleOptimizer(
 
     def _create_state(self, rule: rules.LossScale, leader: Any) -> None:
         """Creates variables for what the rule remembers, or uses a leader's."""
-        # From the start: a function that scales the loss and is compiled before
-        # the first step must read the live scale.
+        # From the start: a function compiled before the first step reads it.
         self.rule = rule
         self._leader_name = leader.name if leader else None
         initial = rule.init()
