@@ -144,7 +144,7 @@ class LossScaleOptimizer(
         variables = self._state_variables()
         if not all(map(compilation.is_host_readable, variables)):
             return self.current_scale()
-        # NumPy cannot read the value of a mirrored variable in a strategy's scope.
+        # NumPy cannot read a mirrored value inside a strategy's scope.
         state = self._state_type(*map(_host, variables))
         return float(self.rule.current(state))
 
@@ -515,7 +515,7 @@ class LossScaleOptimizer(
         cls, config: dict, custom_objects: Any = None
     ) -> "LossScaleOptimizer":
         """Returns the optimizer that `get_config` described."""
-            config = dict(config)
+        config = dict(config)
         for key in ("inner_optimizer", "loss_scale"):
             if isinstance(config.get(key), dict):
                 config[key] = keras.saving.deserialize_keras_object(
