@@ -11,7 +11,7 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfmix._keras import call_context, model_methods
+from tfmix._keras import global_state, model_methods
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import compiling, ops, switch, tensors
 
@@ -86,7 +86,7 @@ class _Carried:
         Inside another model or layer, 16 bit is handed on.
         """
         outputs = self._under_rules(original, *args, **kwargs)
-        if _as_made.get() or not call_context.is_outermost(self._model):
+        if _as_made.get() or not global_state.is_outermost(self._model):
             return outputs
         self._tell_of_16_bit(outputs)
         return tensors.map_leaves(outputs, tensors.wide)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfmix._keras import policy_state
+from tfmix._keras import global_state
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import hooks, ops, switch
 
@@ -50,7 +50,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
         else:
             _base = accepted
             if accepted.name == "float32":
-                policy_state.make_float32()
+                global_state.make_float32()
         _refresh()
 
 
@@ -193,7 +193,7 @@ def _refresh() -> None:
     hooked = True
     if all(policy.name == "float32" for policy in standing):
         # A float32 scope needs the hooks only against a policy of Keras's.
-        hooked = bool(_open) and policy_state.name() != "float32"
+        hooked = bool(_open) and global_state.policy_name() != "float32"
     switch.install(_rules(_open[-1].policy if _open else _base))
     if hooked:
         hooks.install(_lookup, _replaced_by_keras)

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfmix._keras import call_context, layer_policies, tensor_marks
+from tfmix._keras import global_state, layer_policies
 
 _UNCAST = "_tfmix_uncast"
 _CALL = "call"
@@ -69,11 +69,11 @@ def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
     tensor = type(policy).convert_input(policy, x, False, dtype)
     converted = type(policy).convert_input(policy, tensor, autocast, dtype)
     if converted is not tensor:
-        tensor_marks.put(converted, _UNCAST, tensor)
-        mask = tensor_marks.get(x, "_keras_mask")
+        global_state.put_note(converted, _UNCAST, tensor)
+        mask = global_state.note(x, "_keras_mask")
         if mask is not None:
             # Keras 3.12 loses it in this cast.
-            tensor_marks.put(converted, "_keras_mask", mask)
+            global_state.put_note(converted, "_keras_mask", mask)
     return converted
 
 
@@ -85,7 +85,7 @@ def _uncast(x: Any) -> Any:
     """Returns what a tensor was before a layer cast it, else the tensor."""
     original = None
     if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
-        original = tensor_marks.get(x, _UNCAST)
+        original = global_state.note(x, _UNCAST)
     return x if original is None else original
 
 
@@ -106,7 +106,7 @@ def _look_up(layer: keras.Layer, warn: bool) -> None:
 def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:
     dtype = keras.backend.standardize_dtype(ids.dtype)
     exact = _EXACT_UP_TO.get(dtype)
-    if exact is None or call_context.on_shapes_only():
+    if exact is None or global_state.on_shapes_only():
         return
     if layer.input_dim <= exact:
         return
