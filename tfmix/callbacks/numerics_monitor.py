@@ -1,6 +1,8 @@
 """Watches every layer's numbers in a running `fit`, on sampled steps."""
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -8,7 +10,7 @@ from absl import logging
 
 from tfmix import _arguments, _formats
 from tfmix._keras import layers
-from tfmix.callbacks import batch_tap, reading, sampler
+from tfmix.callbacks import reading, sampler
 from tfmix.conversion import trial_policies
 from tfmix.doctor import probe, verdicts
 from tfmix.policy.in_force import suited_optimizer
@@ -54,7 +56,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.events: list[reading.Event] = []
         self.rows: list[reading.TensorRanges] = []
         self._step = 0
-        self._tap: batch_tap.Tap | None = None
+        self._tap: Tap | None = None
         self._model_of: Any = None
         self._prepared = self._failed = False
 
@@ -62,10 +64,10 @@ class NumericsMonitor(keras.callbacks.Callback):
         """Puts the tap in front of the training function."""
         # Not `self.model`, which would bring the state back on JAX.
         model = self._model
-        function = batch_tap.original(model.train_function)
-        self._tap = batch_tap.Tap(
-            function, model, self.every, self._look, self._step
-        )
+        function = model.train_function
+        while isinstance(function, Tap):
+            function = function.original
+        self._tap = Tap(function, model, self.every, self._look, self._step)
         model.train_function = self._tap
         if self._model_of is not model:
             self._model_of = model
@@ -81,7 +83,10 @@ class NumericsMonitor(keras.callbacks.Callback):
             self._tap = None
 
     def _prepare(self, model: Any, batch: Any) -> None:
-        _build(model, batch)
+        if not all(layer.built for layer in layers.flat_layers(model)):
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            # By symbols: no seed is drawn from, and no statistics move.
+            model(keras.tree.map_structure(_symbol, x))
         sixteen = trial_policies.sixteen_bit_layers(model)
         # A model without 16-bit layers is measured as float16 would see it.
         dtype = sixteen[0].compute_dtype if sixteen else "float16"
@@ -165,14 +170,50 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.events.append(event)
 
 
-def _build(model: Any, batch: Any) -> None:
-    """Builds a model that would build itself while its step is traced."""
-    if all(layer.built for layer in layers.flat_layers(model)):
-        return
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+def _symbol(leaf: Any) -> keras.KerasTensor:
+    return keras.KerasTensor(tuple(leaf.shape), probe.dtype(leaf))
 
-    def symbol(leaf: Any) -> keras.KerasTensor:
-        return keras.KerasTensor(tuple(leaf.shape), probe.dtype(leaf))
 
-    # By symbols: no seed is drawn from, and no statistics move.
-    model(keras.tree.map_structure(symbol, x))
+class Tap:
+    """Stands for `model.train_function` and shows some batches to a function.
+
+    Before the step `step`, `look` gets the state, which is the values of all
+    variables on JAX and None on TensorFlow, and the batch.
+    """
+
+    def __init__(
+        self,
+        original: Any,
+        model: keras.Model,
+        every: int,
+        look: Callable[[Any, Any], None],
+        step: int,
+    ) -> None:
+        self.original, self.step = original, step
+        self._every, self._look = every, look
+        # One call makes several steps where `steps_per_execution` says so.
+        self._stride = max(int(model.steps_per_execution), 1)
+        # The first step of a run, then every multiple.
+        self._next = -(-step // every) * every
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Makes the training step or steps."""
+        *state, batches = arguments
+        if self.step < self._next:
+            outputs = self.original(*state, batches)
+        else:
+            self._next = self.step - self.step % self._every + self._every
+            batch = next(batches)
+            first = keras.tree.map_structure(_first_replica, batch)
+            self._look(state[0] if state else None, first)
+            # The batch goes back in front of those to come.
+            outputs = self.original(*state, itertools.chain([batch], batches))
+        self.step += self._stride
+        return outputs
+
+
+def _first_replica(leaf: Any) -> Any:
+    """Returns what the first replica gets of a part of a batch."""
+    # Known by name, so that TensorFlow need not be imported.
+    distributed = type(leaf).__name__ in ("PerReplica", "DistributedValues")
+    return leaf.values[0] if distributed else leaf

@@ -45,15 +45,14 @@ class Reader:
     def rows(self, sample: sampler.Sample) -> list[TensorRanges]:
         """Returns a row for every tensor of a sample."""
         names = [self.found[call.target].name for call in sample.calls]
-        tables = [
-            (names, "forward", sample.forward[:, : len(ranges.COLUMNS)]),
-            (names, "backward", sample.backward),
-            (self.variables, "weights", sample.weights),
-            (self.variables, "weight_gradients", sample.gradients),
-        ]
         return [
             TensorRanges(name, phase, ranges.from_vector(row, self.limits))
-            for layers, phase, table in tables
+            for layers, phase, table in (
+                (names, "forward", sample.forward[:, : len(ranges.COLUMNS)]),
+                (names, "backward", sample.backward),
+                (self.variables, "weights", sample.weights),
+                (self.variables, "weight_gradients", sample.gradients),
+            )
             for name, row in zip(layers, table, strict=True)
         ]
 
@@ -120,11 +119,8 @@ class Reader:
         for instance, is the reason for all that overflow behind it.
         """
         layer = self.backward(sample, not_finite)
-        return (
-            verdicts.LOSS
-            if layer and abs(sample.loss) > self.limits.max
-            else layer
-        )
+        too_large = abs(sample.loss) > self.limits.max
+        return verdicts.LOSS if layer and too_large else layer
 
     def lost(self, sample: sampler.Sample, exact: sampler.Sample) -> str | None:
         """Returns the layer, going back, that loses a whole gradient.

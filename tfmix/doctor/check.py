@@ -20,7 +20,6 @@ from tfmix.doctor import (
     numerics_report,
     one_layer,
     probe,
-    remedies,
     verdicts,
     whole_model,
 )
@@ -187,7 +186,7 @@ def _rows(
     result = []
     for one in sorted(findings, key=lambda one: one.rank):
         gap, name = one.gap, classes.get(one.layer, "Layer")
-        advice = remedies.line(one, name, limits, unscaled)
+        advice = verdicts.advice(one, name, limits, unscaled)
         result.append(
             verdicts.LayerVerdict(
                 one.layer,

@@ -47,7 +47,7 @@ def probabilities(
         order,
         latent=True,
         note=f"the model's probabilities are left in {dtypes[0]}",
-        kind=verdicts.PROBABILITIES,
+        probabilities=True,
     )
 
 

@@ -19,12 +19,31 @@ def pullback(
     Gradients of the outputs, in their dtypes, become those of the inputs. With
     `sparse`, a `tf.IndexedSlices` is returned as its values alone.
     """
-    if keras.backend.backend() == "tensorflow":
-        return _tensorflow(function, inputs, sparse)
-    import jax
+    if keras.backend.backend() == "jax":
+        import jax
 
-    outputs, back = jax.vjp(function, list(inputs))
-    return outputs, lambda gradients: back(gradients)[0]
+        outputs, back = jax.vjp(function, list(inputs))
+        return outputs, lambda gradients: back(gradients)[0]
+    import tensorflow as tf
+
+    # A tensor given twice would get the sum of both gradients for each.
+    inputs = [tf.identity(one) for one in inputs]
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        outputs = function(inputs)
+
+    def dense(gradient: Any, one: Any) -> Any:
+        if gradient is None:
+            return tf.zeros_like(one)
+        if sparse and isinstance(gradient, tf.IndexedSlices):
+            return gradient.values
+        return tf.convert_to_tensor(gradient)
+
+    def gradients_of(gradients: Tensors) -> Tensors:
+        found = tape.gradient(outputs, inputs, output_gradients=gradients)
+        return [dense(*pair) for pair in zip(found, inputs, strict=True)]
+
+    return outputs, gradients_of
 
 
 def export_gradient(
@@ -61,28 +80,3 @@ def compiled(function: Callable[..., Any], xla: bool | None = None) -> Any:
     return tf.function(
         function, jit_compile=xla, autograph=False, reduce_retracing=True
     )
-
-
-def _tensorflow(
-    function: Callable[[Tensors], Tensors], inputs: Sequence[Any], sparse: bool
-) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
-    import tensorflow as tf
-
-    # A tensor given twice would get the sum of both gradients for each.
-    inputs = [tf.identity(one) for one in inputs]
-    with tf.GradientTape() as tape:
-        tape.watch(inputs)
-        outputs = function(inputs)
-
-    def dense(gradient: Any, one: Any) -> Any:
-        if gradient is None:
-            return tf.zeros_like(one)
-        if sparse and isinstance(gradient, tf.IndexedSlices):
-            return gradient.values
-        return tf.convert_to_tensor(gradient)
-
-    def back(gradients: Tensors) -> Tensors:
-        found = tape.gradient(outputs, inputs, output_gradients=gradients)
-        return [dense(*pair) for pair in zip(found, inputs, strict=True)]
-
-    return outputs, back
