@@ -9,7 +9,7 @@ import numpy as np
 
 from tfmix import _formats
 from tfmix.callbacks import sampler
-from tfmix.doctor import gaps, latent, probe, ranges, verdicts
+from tfmix.doctor import latent, probe, ranges, verdicts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Reader:
         error, broken, head = row[len(ranges.COLUMNS) :]
         if broken:
             return verdicts.OK
-        gap = gaps.Gap(
+        gap = ranges.Gap(
             float(error),
             cosine=1.0,
             lost=not math.isfinite(error),

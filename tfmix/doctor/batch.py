@@ -19,8 +19,8 @@ class Batch:
     model: keras.Model
     x: Any
     y: Any
-    # Of `(y, outputs)`.
-    loss: Callable[[Any, Any], Any] | None
+    # A function of `(y, outputs)`, or None.
+    loss: Any
     # Sentences on what was left out of the data.
     notes: tuple[str, ...] = ()
 
@@ -44,8 +44,6 @@ class Batch:
 
     def loss_of(self, outputs: Sequence[Any], template: Any) -> Any:
         """Computes the loss of other float outputs, as one scalar."""
-        if self.loss is None:
-            raise missing_loss()
         value = self.loss(self.y, probe.replaced(template, outputs))
         return ops.mean(value) if len(value.shape) else value
 
@@ -74,15 +72,6 @@ class Batch:
             (self.x, self.y),
         )
         return dataclasses.replace(self, x=x, y=y)
-
-
-def missing_loss() -> ValueError:
-    """Returns the error for a check of gradients without a loss."""
-    return ValueError(
-        "There is no loss to compute gradients of. Received: loss=None. "
-        'Pass `loss=`, for example loss="sparse_categorical_crossentropy", '
-        "or compile the model."
-    )
 
 
 def prepare(
@@ -189,7 +178,11 @@ def _function(model: Any, loss: Any) -> Callable[[Any, Any], Any]:
     if loss is None:
         compiled = layers.compiled_loss(model)
         if compiled is None:
-            raise missing_loss()
+            raise ValueError(
+                "There is no loss to compute gradients of. Received: "
+                "loss=None. Pass `loss=`, for example loss="
+                '"sparse_categorical_crossentropy", or compile the model.'
+            )
         return compiled
     if not callable(loss) or isinstance(loss, keras.losses.Loss):
         return layers.compile_loss(loss)

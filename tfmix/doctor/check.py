@@ -14,14 +14,13 @@ from tfmix._keras import compilation, layers
 from tfmix.conversion import trial_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import (
-    gaps,
     latent,
     loss,
     numerics_report,
-    one_layer,
     probe,
+    ranges,
+    runs,
     verdicts,
-    whole_model,
 )
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import carried as carrying
@@ -230,16 +229,12 @@ class _Visit:
         """Makes the passes and returns the findings."""
         batch, found, limits = self.batch, self.found, self.limits
         self._reference = trial_policies.reference(batch.model)
-        run = whole_model.sixteen_bit(batch, found, self.sixteen, limits.name)
+        run = runs.sixteen_bit(batch, found, self.sixteen, limits.name)
         truth = None
         if batch.loss is not None:
-            truth = whole_model.truth(
-                batch, found, self._reference, run.signatures
-            )
+            truth = runs.truth(batch, found, self._reference, run.signatures)
         scale = loss.scale(run, truth, limits, (self.highest, _LOWEST))
-        self._judge_all(
-            one_layer.Judge(self.sixteen, run, truth, limits, scale)
-        )
+        self._judge_all(runs.Judge(self.sixteen, run, truth, limits, scale))
         while self.judge.scale > _LOWEST and self._overflows_backward():
             lower = max(self.judge.scale / 16.0, _LOWEST)
             self._judge_all(dataclasses.replace(self.judge, scale=lower))
@@ -247,7 +242,7 @@ class _Visit:
             self.findings = loss.blamed(self.findings, limits)
         return _worst(_attributed(_traced_back(self.findings), found))
 
-    def _judge_all(self, judge: one_layer.Judge) -> None:
+    def _judge_all(self, judge: runs.Judge) -> None:
         self.judge = judge
         self.findings = []
         self._order = 0
@@ -319,7 +314,7 @@ class _Visit:
                 self._add(look(self.judge, call, order, found.outputs))
 
     def _add_tight(
-        self, name: str, found: Sequence[gaps.Gap | None], dtypes: Sequence[str]
+        self, name: str, found: list[ranges.Gap | None], dtypes: Sequence[str]
     ) -> None:
         if self.judge.truth is not None and self.judge.scale <= _LOWEST:
             self._add(latent.no_room(name, self._order, found, dtypes))

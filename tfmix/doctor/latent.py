@@ -12,7 +12,7 @@ from tfmix import _formats
 from tfmix._keras import layers as host
 from tfmix._keras import variables
 from tfmix.conversion import trial_policies
-from tfmix.doctor import gaps, one_layer, probe, verdicts
+from tfmix.doctor import probe, ranges, runs, verdicts
 
 # Share of a model's probabilities below the normal range that is a fault.
 LOW_SHARE = 0.1
@@ -25,7 +25,7 @@ _PROBES = (0.0, 64.0)
 
 
 def probabilities(
-    judge: one_layer.Judge, call: probe.Call, order: int, gap: gaps.Gap
+    judge: runs.Judge, call: probe.Call, order: int, gap: ranges.Gap
 ) -> verdicts.Finding | None:
     """Judges probabilities that the model returns in 16 bit.
 
@@ -84,7 +84,7 @@ def looks_like_probabilities(output: Any) -> Any:
 def no_room(
     layer: str,
     order: int,
-    found: Sequence[gaps.Gap | None],
+    found: Sequence[ranges.Gap | None],
     dtypes: Sequence[str],
 ) -> verdicts.Finding | None:
     """Judges gradients at a loss scale of 1, of a layer that has `dtypes`."""
@@ -106,7 +106,7 @@ def no_room(
 
 
 def vanishing_constant(
-    judge: one_layer.Judge, call: probe.Call, order: int, gap: gaps.Gap
+    judge: runs.Judge, call: probe.Call, order: int, gap: ranges.Gap
 ) -> verdicts.Finding | None:
     """Judges a layer whose epsilon is zero in 16 bit, and is needed."""
     limits = judge.limits
@@ -137,7 +137,7 @@ def _constants(operation: Any) -> list[Any]:
     return found
 
 
-def _fails(judge: one_layer.Judge, call: probe.Call, factor: float) -> bool:
+def _fails(judge: runs.Judge, call: probe.Call, factor: float) -> bool:
     """Says whether a call fails in 16 bit alone, on inputs times a factor."""
     exact = [ops.cast(leaf, "float32") * factor for leaf in call.tensors]
     signature = judge.run.signatures[call.key]
@@ -163,7 +163,7 @@ def weights(
     for order, target in enumerate(found):
         if values := _cast_weights(target, planned):
             near = [ops.cast(value, limits.name) for value in values]
-            gap = gaps.gap(near, values, limits)
+            gap = ranges.gap(near, values, limits)
             verdict = verdicts.of_output(gap, limits)
             one = (target.name, verdicts.WEIGHTS, verdict, gap, order)
             result.append(verdicts.Finding(*one))

@@ -10,12 +10,12 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix.doctor import batch as batches
-from tfmix.doctor import gaps, one_layer, probe, pullback, verdicts, whole_model
+from tfmix.doctor import probe, pullback, ranges, runs, verdicts
 
 
 def scale(
-    run: whole_model.SixteenBitRun,
-    truth: whole_model.Truth | None,
+    run: runs.SixteenBitRun,
+    truth: runs.Truth | None,
     limits: _formats.Format,
     bounds: tuple[float, float],
 ) -> float:
@@ -43,7 +43,7 @@ def scale(
 
 
 def findings(
-    batch: batches.Batch, outputs: Any, judge: one_layer.Judge, order: int
+    batch: batches.Batch, outputs: Any, judge: runs.Judge, order: int
 ) -> list[verdicts.Finding]:
     """Judges the loss on the float32 outputs, forward and backward."""
     limits = judge.limits
@@ -60,11 +60,11 @@ def findings(
 
     truth, truth_back = pullback.pullback(loss, exact)
     found, found_back = pullback.pullback(loss, near)
-    forward = gaps.gap(found, truth, limits)
+    forward = ranges.gap(found, truth, limits)
     right = truth_back([ops.ones_like(truth[0])])
     one = ops.ones_like(found[0])
     wrong = found_back([one * ops.cast(judge.scale, one.dtype)])
-    backward = gaps.gap(wrong, right, limits, judge.scale)
+    backward = ranges.gap(wrong, right, limits, judge.scale)
     verdict, note = verdicts.of_output(forward, limits), ""
     dtype = probe.dtype(one)
     if verdict != verdicts.OK and dtype in _formats.SIXTEEN_BIT:

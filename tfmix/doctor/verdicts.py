@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from tfmix import _formats
-from tfmix.doctor import gaps, one_layer
+from tfmix.doctor import ranges, runs
 
 OK = "ok"
 OVERFLOW = "overflow"
@@ -44,7 +44,7 @@ class Finding:
     layer: str
     phase: str
     verdict: str
-    gap: gaps.Gap
+    gap: ranges.Gap
     # Rank of the layer in the order of computation.
     order: int = 0
     # Whether what the layer was given does not fit into 16 bits, so that the
@@ -81,12 +81,12 @@ class Finding:
         )
 
 
-def of_output(gap: gaps.Gap, limits: _formats.Format) -> str:
+def of_output(gap: ranges.Gap, limits: _formats.Format) -> str:
     """Names the verdict on the gap of a layer's output, or of any value."""
     return _of_gap(gap, FORWARD_TOLERANCES[limits.name])
 
 
-def of_gradient(gap: gaps.Gap, limits: _formats.Format) -> str:
+def of_gradient(gap: ranges.Gap, limits: _formats.Format) -> str:
     """Names the verdict on a gradient's gap: its direction matters most."""
     tolerance = BACKWARD_TOLERANCES[limits.name]
     if _is_low(gap):
@@ -97,7 +97,7 @@ def of_gradient(gap: gaps.Gap, limits: _formats.Format) -> str:
     return verdict
 
 
-def _of_gap(gap: gaps.Gap, tolerance: float) -> str:
+def _of_gap(gap: ranges.Gap, tolerance: float) -> str:
     if gap.broken:
         return NOT_FINITE
     if gap.lost:
@@ -108,12 +108,12 @@ def _of_gap(gap: gaps.Gap, tolerance: float) -> str:
     return UNDERFLOW if _is_low(gap) else INACCURATE
 
 
-def _is_low(gap: gaps.Gap) -> bool:
+def _is_low(gap: ranges.Gap) -> bool:
     return gap.flushed + gap.subnormal > _MOST
 
 
 def forward(
-    layer: str, order: int, found: one_layer.CallGaps, limits: _formats.Format
+    layer: str, order: int, found: runs.CallGaps, limits: _formats.Format
 ) -> Finding:
     """Judges the outputs of one call."""
     given = of_output(found.arguments, limits) != OK
@@ -124,7 +124,7 @@ def forward(
 def backward(
     layer: str,
     order: int,
-    found: one_layer.CallGaps,
+    found: runs.CallGaps,
     limits: _formats.Format,
     reaches_weights: bool,
 ) -> Finding | None:
@@ -146,7 +146,7 @@ def backward(
     )
 
 
-def _badness(gap: gaps.Gap) -> tuple[float, float]:
+def _badness(gap: ranges.Gap) -> tuple[float, float]:
     error = math.inf if gap.broken else gap.relative_error
     return error, -gap.headroom_bits
 
