@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 from absl import logging
+from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import compilation, layers
@@ -15,9 +16,9 @@ from tfmix.conversion import trial_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import (
     latent,
-    loss,
     numerics_report,
     probe,
+    pullback,
     ranges,
     runs,
     verdicts,
@@ -223,7 +224,6 @@ class _Visit:
     limits: _formats.Format
     # The loss scale to start with.
     highest: float
-    findings: list[verdicts.Finding] = dataclasses.field(default_factory=list)
 
     def run(self) -> list[verdicts.Finding]:
         """Makes the passes and returns the findings."""
@@ -233,18 +233,23 @@ class _Visit:
         truth = None
         if batch.loss is not None:
             truth = runs.truth(batch, found, self._reference, run.signatures)
-        scale = loss.scale(run, truth, limits, (self.highest, _LOWEST))
+        scale = _loss_scale(run, truth, limits, self.highest)
         self._judge_all(runs.Judge(self.sixteen, run, truth, limits, scale))
         while self.judge.scale > _LOWEST and self._overflows_backward():
             lower = max(self.judge.scale / 16.0, _LOWEST)
             self._judge_all(dataclasses.replace(self.judge, scale=lower))
         if batch.loss is not None and self._overflows_backward():
-            self.findings = loss.blamed(self.findings, limits)
-        return _worst(_attributed(_traced_back(self.findings), found))
+            self.findings = _blamed(self.findings, limits)
+        # One finding per layer and phase, for layers called often.
+        worst: dict[tuple[str, str], verdicts.Finding] = {}
+        findings = _attributed(_traced_back(self.findings), found)
+        for one in sorted(findings, key=lambda one: one.rank):
+            worst.setdefault((one.layer, one.phase), one)
+        return list(worst.values())
 
     def _judge_all(self, judge: runs.Judge) -> None:
         self.judge = judge
-        self.findings = []
+        self.findings: list[verdicts.Finding] = []
         self._order = 0
         self._busy = self._weights_before = False
         with (
@@ -255,12 +260,7 @@ class _Visit:
             outputs, _ = self.batch.run(self.batch.weights())
         self.findings += latent.weights(self.found, self.sixteen, self.limits)
         if self.batch.loss is not None:
-            self._order += 1
-            self.findings += loss.findings(
-                self.batch, outputs, judge, self._order
-            )
-            gap = self.findings[-1].gap
-            self._add_tight(verdicts.LOSS, [gap], judge.run.output_dtypes)
+            self._judge_loss(outputs)
 
     def _overflows_backward(self) -> bool:
         """Says whether dynamic loss scaling would go on to a lower scale."""
@@ -312,6 +312,40 @@ class _Visit:
         if forward.verdict == verdicts.OK:
             for look in (latent.probabilities, latent.vanishing_constant):
                 self._add(look(self.judge, call, order, found.outputs))
+
+    def _judge_loss(self, outputs: Any) -> None:
+        """Judges the loss on the float32 outputs, forward and backward."""
+        judge, limits = self.judge, self.limits
+        dtypes = judge.run.output_dtypes
+        exact = [ops.cast(leaf, "float32") for leaf in probe.floats(outputs)]
+        near = [ops.cast(*pair) for pair in zip(exact, dtypes, strict=True)]
+
+        def loss(leaves: list[Any]) -> list[Any]:
+            # The loss of several outputs keeps a mean of each in variables.
+            with keras.StatelessScope():
+                return [self.batch.loss_of(leaves, outputs)]
+
+        truth, truth_back = pullback.pullback(loss, exact)
+        found, found_back = pullback.pullback(loss, near)
+        forward = ranges.gap(found, truth, limits)
+        right = truth_back([ops.ones_like(truth[0])])
+        one = ops.ones_like(found[0])
+        wrong = found_back([one * ops.cast(judge.scale, one.dtype)])
+        backward = ranges.gap(wrong, right, limits, judge.scale)
+        verdict, note = verdicts.of_output(forward, limits), ""
+        dtype = probe.dtype(one)
+        if verdict != verdicts.OK and dtype in _formats.SIXTEEN_BIT:
+            note = f"the loss is computed in {dtype}"
+        name, back = verdicts.LOSS, verdicts.of_gradient(backward, limits)
+        self._order += 1
+        order = self._order
+        self.findings += [
+            verdicts.Finding(
+                name, verdicts.FORWARD, verdict, forward, order, note=note
+            ),
+            verdicts.Finding(name, verdicts.BACKWARD, back, backward, order),
+        ]
+        self._add_tight(name, [backward], dtypes)
 
     def _add_tight(
         self, name: str, found: list[ranges.Gap | None], dtypes: Sequence[str]
@@ -369,9 +403,57 @@ def _traced_back(
     return result
 
 
-def _worst(findings: list[verdicts.Finding]) -> list[verdicts.Finding]:
-    """Keeps one finding per layer and phase, for layers called often."""
-    worst: dict[tuple[str, str], verdicts.Finding] = {}
-    for one in sorted(findings, key=lambda one: one.rank):
-        worst.setdefault((one.layer, one.phase), one)
-    return list(worst.values())
+def _loss_scale(
+    run: runs.SixteenBitRun,
+    truth: runs.Truth | None,
+    limits: _formats.Format,
+    highest: float,
+) -> float:
+    """Returns the power of two that dynamic scaling would settle at.
+
+    It lies between `highest` and 1; bfloat16, with float32's range, has 1.
+    """
+    if limits.name != _formats.FLOAT16.name or truth is None:
+        return 1.0
+    sixteen = [
+        tensor
+        for key, tensors in truth.outputs.items()
+        for tensor, dtype in zip(
+            tensors, run.signatures[key].outputs, strict=True
+        )
+        if dtype in _formats.SIXTEEN_BIT
+    ]
+    largest = max(map(_largest, [*truth.weights, *sixteen]), default=0.0)
+    if largest == 0.0:
+        return highest
+    # Two bits are kept free for the sums inside a layer.
+    fitting = 2.0 ** (math.floor(math.log2(limits.max / largest)) - 2)
+    return min(max(fitting, _LOWEST), highest)
+
+
+def _blamed(
+    found: Sequence[verdicts.Finding], limits: _formats.Format
+) -> list[verdicts.Finding]:
+    """Blames a loss out of range for gradients no loss scale brings back.
+
+    A sum over pixels is fine in float32, and so is the gradient of each pixel;
+    those of the weights overflow.
+    """
+    forward = [one for one in found if one.phase != verdicts.BACKWARD]
+    (loss,) = (one for one in forward if one.layer == verdicts.LOSS)
+    faulty = any(one.verdict != verdicts.OK for one in forward)
+    if faulty or loss.gap.headroom_bits >= 0:
+        return list(found)
+    reached = limits.max * 2.0 ** -(loss.gap.headroom_bits + 1)
+    note = f"the loss reaches {reached:.3g}: gradients overflow at scale 1"
+    guilty = dataclasses.replace(
+        loss, phase=verdicts.BACKWARD, verdict=verdicts.OVERFLOW, note=note
+    )
+    return [*found, guilty]
+
+
+def _largest(tensor: Any) -> float:
+    if not math.prod(tensor.shape):
+        return 0.0
+    finite = ops.where(ops.isfinite(tensor), ops.abs(tensor), 0.0)
+    return float(ops.max(finite))
