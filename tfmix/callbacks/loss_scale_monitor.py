@@ -76,8 +76,18 @@ class LossScaleMonitor(keras.callbacks.Callback):
         log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        if log_dir is not None:
-            _refuse_other_backends(log_dir)
+        if not isinstance(log_dir, str | os.PathLike | None):
+            raise TypeError(
+                "`log_dir` must be the path of a directory, or None. "
+                f"Received: log_dir={log_dir!r}."
+            )
+        if log_dir is not None and keras.backend.backend() != "tensorflow":
+            raise ValueError(
+                "`log_dir` needs Keras's TensorFlow backend, which writes the "
+                f"TensorBoard files. Received: log_dir={log_dir!r} on the "
+                f"{keras.backend.backend()!r} backend. Leave `log_dir` out and "
+                "use keras.callbacks.CSVLogger, or the monitor's `timeline`."
+            )
         self.every = _arguments.count("every", every, example=100)
         self.max_consecutive_skips = _arguments.count(
             "max_consecutive_skips", max_consecutive_skips
@@ -228,22 +238,6 @@ def _has_scale(model: keras.Model) -> bool:
         suited_optimizer.missing_scaler_warning(model),
     )
     return False
-
-
-def _refuse_other_backends(log_dir: Any) -> None:
-    """Says before the training what cannot work."""
-    if not isinstance(log_dir, str | os.PathLike):
-        raise TypeError(
-            "`log_dir` must be the path of a directory, or None. "
-            f"Received: log_dir={log_dir!r}."
-        )
-    if keras.backend.backend() != "tensorflow":
-        raise ValueError(
-            "`log_dir` needs Keras's TensorFlow backend, which writes the "
-            f"TensorBoard files. Received: log_dir={log_dir!r} on the "
-            f"{keras.backend.backend()!r} backend. Leave `log_dir` out and "
-            "use keras.callbacks.CSVLogger, or the monitor's `timeline`."
-        )
 
 
 def _write(writer: Any, step: int, numbers: dict[str, float]) -> None:

@@ -294,8 +294,13 @@ class _Visit:
     def _judge(self, call: probe.Call, reaches_weights: bool) -> None:
         name, order, limits = call.target.name, self._order, self.limits
         found = self.judge.call(call)
-        forward = verdicts.forward(name, order, found, limits)
-        self._add(forward)
+        given = verdicts.of_output(found.arguments, limits) != verdicts.OK
+        verdict = verdicts.of_output(found.outputs, limits)
+        self._add(
+            verdicts.Finding(
+                name, verdicts.FORWARD, verdict, found.outputs, order, given
+            )
+        )
         if reaches_weights or call.target.weights:
             self._add(
                 verdicts.backward(name, order, found, limits, reaches_weights)
@@ -309,7 +314,7 @@ class _Visit:
                 [found.weights, found.inputs if reaches_weights else None],
                 [*planned, *self.judge.run.signatures[call.key].arguments],
             )
-        if forward.verdict == verdicts.OK:
+        if verdict == verdicts.OK:
             for look in (latent.probabilities, latent.vanishing_constant):
                 self._add(look(self.judge, call, order, found.outputs))
 

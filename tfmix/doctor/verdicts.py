@@ -112,15 +112,6 @@ def _is_low(gap: ranges.Gap) -> bool:
     return gap.flushed + gap.subnormal > _MOST
 
 
-def forward(
-    layer: str, order: int, found: runs.CallGaps, limits: _formats.Format
-) -> Finding:
-    """Judges the outputs of one call."""
-    given = of_output(found.arguments, limits) != OK
-    verdict = of_output(found.outputs, limits)
-    return Finding(layer, FORWARD, verdict, found.outputs, order, given)
-
-
 def backward(
     layer: str,
     order: int,
