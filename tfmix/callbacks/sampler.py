@@ -12,7 +12,8 @@ from keras import ops, tree
 from tfmix import _formats
 from tfmix._keras import layers as host
 from tfmix.conversion import trial_policies
-from tfmix.doctor import latent, probe, pullback, ranges
+from tfmix.doctor import batch as batches
+from tfmix.doctor import latent, probe, ranges
 from tfmix.policy.in_force import carried
 from tfmix.scaling import optimizer as scaling
 
@@ -134,7 +135,7 @@ class Sampler:
         plain_jax = keras.backend.backend() == "jax" and not xla
         self._compiled: Any = self._step
         if not (model.run_eagerly or plain_jax):
-            self._compiled = pullback.compiled(self._step, xla)
+            self._compiled = batches.compiled(self._step, xla)
 
     def __call__(self, state: Any, data: Any, scale: float = 0.0) -> Sample:
         """Measures one step, and copies the numbers to the host.
@@ -174,7 +175,7 @@ class Sampler:
         if self._planned is not None:
             autocast = host.autocast("float32")
         with host.policies(self._planned or {}), autocast:
-            (loss, rows), back = pullback.pullback(
+            (loss, rows), back = batches.pullback(
                 losses, [tokens, *weights], sparse=True
             )
             gradients = back([ops.ones_like(loss), ops.zeros_like(rows)])
@@ -235,7 +236,7 @@ class Sampler:
         return tensors
 
     def _measured(self, tensor: Any, token: Any) -> Any:
-        return pullback.export_gradient(
+        return batches.export_gradient(
             tensor, token, lambda grad: ranges.vector(grad, self._limits)
         )
 

@@ -14,15 +14,7 @@ from tfmix import _formats
 from tfmix._keras import compilation, layers
 from tfmix.conversion import trial_policies
 from tfmix.doctor import batch as batches
-from tfmix.doctor import (
-    latent,
-    numerics_report,
-    probe,
-    pullback,
-    ranges,
-    runs,
-    verdicts,
-)
+from tfmix.doctor import latent, numerics_report, probe, ranges, runs, verdicts
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import carried as carrying
 from tfmix.policy.in_force import penalties, scope, suited_optimizer, switch
@@ -296,11 +288,8 @@ class _Visit:
         found = self.judge.call(call)
         given = verdicts.of_output(found.arguments, limits) != verdicts.OK
         verdict = verdicts.of_output(found.outputs, limits)
-        self._add(
-            verdicts.Finding(
-                name, verdicts.FORWARD, verdict, found.outputs, order, given
-            )
-        )
+        one = (name, verdicts.FORWARD, verdict, found.outputs, order, given)
+        self._add(verdicts.Finding(*one))
         if reaches_weights or call.target.weights:
             self._add(
                 verdicts.backward(name, order, found, limits, reaches_weights)
@@ -330,8 +319,8 @@ class _Visit:
             with keras.StatelessScope():
                 return [self.batch.loss_of(leaves, outputs)]
 
-        truth, truth_back = pullback.pullback(loss, exact)
-        found, found_back = pullback.pullback(loss, near)
+        truth, truth_back = batches.pullback(loss, exact)
+        found, found_back = batches.pullback(loss, near)
         forward = ranges.gap(found, truth, limits)
         right = truth_back([ops.ones_like(truth[0])])
         one = ops.ones_like(found[0])

@@ -12,7 +12,7 @@ from tfmix import _formats
 from tfmix._keras import layers
 from tfmix.conversion import trial_policies
 from tfmix.doctor import batch as batches
-from tfmix.doctor import probe, pullback, ranges
+from tfmix.doctor import probe, ranges
 
 Key = tuple[int, int]
 
@@ -115,7 +115,7 @@ def truth(
             return [batch.run(weights)[1]]
 
     with layers.policies(planned), layers.autocast("float32"):
-        (loss,), back = pullback.pullback(losses, [*zeros, *batch.weights()])
+        (loss,), back = batches.pullback(losses, [*zeros, *batch.weights()])
         gradients = back([ops.ones_like(loss)])
     return Truth(*_dealt(gradients, signatures))
 
@@ -176,9 +176,9 @@ class Judge:
         weights, inputs = call.target.weights, len(exact)
         values = [variable.value for variable in weights]
         function = _function(call, inputs, weights)
-        truth, truth_back = pullback.pullback(function, [*exact, *values])
+        truth, truth_back = batches.pullback(function, [*exact, *values])
         with self._in_sixteen_bit(call.target):
-            found, found_back = pullback.pullback(function, [*near, *values])
+            found, found_back = batches.pullback(function, [*near, *values])
         outputs = ranges.gap(found, truth, limits)
         gradients = (self.truth.outputs if self.truth else {}).get(call.key)
         if gradients is None:

@@ -143,10 +143,7 @@ def _badness(gap: ranges.Gap) -> tuple[float, float]:
 
 
 def advice(
-    finding: Finding,
-    layer_class: str,
-    limits: _formats.Format,
-    unscaled: bool,
+    finding: Finding, layer_class: str, limits: _formats.Format, unscaled: bool
 ) -> str:
     """Returns a line of Python with a comment that says why, or nothing.
 
