@@ -94,11 +94,8 @@ class NumericsMonitor(keras.callbacks.Callback):
         dtype = sixteen[0].compute_dtype if sixteen else "float16"
         self._limits = _formats.limits(dtype)
         self._found = probe.targets(model)
-        self._reader = Reader(
-            self._found,
-            [variable.path for variable in model.trainable_variables],
-            self._limits,
-        )
+        paths = [variable.path for variable in model.trainable_variables]
+        self._reader = Reader(self._found, paths, self._limits)
         self._sampler = sampler.Sampler(model, self._found, self._limits)
         self._exact: sampler.Sampler | None = None
         self._cleared: set[str] = set()
@@ -142,11 +139,9 @@ class NumericsMonitor(keras.callbacks.Callback):
         if layer is None or layer in self._cleared:
             return
         if self._exact is None:
+            plan = trial_policies.reference(self._model_of)
             self._exact = sampler.Sampler(
-                self._model_of,
-                self._found,
-                self._limits,
-                trial_policies.reference(self._model_of),
+                self._model_of, self._found, self._limits, plan
             )
         # Zeros that are zeros in float32, too, are the model's own.
         exact = self._exact(state, batch, sample.scale)

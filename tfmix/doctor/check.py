@@ -216,6 +216,7 @@ class _Visit:
     limits: _formats.Format
     # The loss scale to start with.
     highest: float
+    findings: list[verdicts.Finding] = dataclasses.field(default_factory=list)
 
     def run(self) -> list[verdicts.Finding]:
         """Makes the passes and returns the findings."""
@@ -241,7 +242,7 @@ class _Visit:
 
     def _judge_all(self, judge: runs.Judge) -> None:
         self.judge = judge
-        self.findings: list[verdicts.Finding] = []
+        self.findings = []
         self._order = 0
         self._busy = self._weights_before = False
         with (

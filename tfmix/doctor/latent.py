@@ -39,16 +39,10 @@ def probabilities(
     if not _are_probabilities(call.target.operation, outputs):
         return None
     low = gap.flushed + gap.subnormal > LOW_SHARE
-    return verdicts.Finding(
-        call.target.name,
-        verdicts.FORWARD,
-        verdicts.UNDERFLOW if low else verdicts.INACCURATE,
-        gap,
-        order,
-        latent=True,
-        note=f"the model's probabilities are left in {dtypes[0]}",
-        probabilities=True,
-    )
+    verdict = verdicts.UNDERFLOW if low else verdicts.INACCURATE
+    note = f"the model's probabilities are left in {dtypes[0]}"
+    one = (call.target.name, verdicts.FORWARD, verdict, gap, order)
+    return verdicts.Finding(*one, latent=True, note=note, probabilities=True)
 
 
 def _sixteen_bit(dtypes: Sequence[str]) -> list[str]:
@@ -99,10 +93,8 @@ def no_room(
         return None
     worst = min(tight, key=lambda gap: gap.headroom_bits)
     note = f"at a loss scale of 1 its gradient all but fills {sixteen[0]}"
-    phase, verdict = verdicts.BACKWARD, verdicts.OVERFLOW
-    return verdicts.Finding(
-        layer, phase, verdict, worst, order, latent=True, note=note
-    )
+    one = (layer, verdicts.BACKWARD, verdicts.OVERFLOW, worst, order)
+    return verdicts.Finding(*one, latent=True, note=note)
 
 
 def vanishing_constant(
@@ -120,10 +112,9 @@ def vanishing_constant(
     if not constants or not any(_fails(judge, call, one) for one in _PROBES):
         return None
     note = f"its {max(constants):g} is 0 in {limits.name}"
-    phase, verdict = verdicts.FORWARD, verdicts.UNDERFLOW
-    return verdicts.Finding(
-        call.target.name, phase, verdict, gap, order, latent=True, note=note
-    )
+    name, verdict = call.target.name, verdicts.UNDERFLOW
+    found = (name, verdicts.FORWARD, verdict, gap, order)
+    return verdicts.Finding(*found, latent=True, note=note)
 
 
 def _constants(operation: Any) -> list[Any]:
