@@ -105,8 +105,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the optimizer, and opens the TensorBoard file."""
-        self._has_scale = _has_scale(self.model)
-        self._started = False
+        self._has_scale, self._started = _has_scale(self.model), False
         if self._has_scale and self.log_dir is not None:
             import tensorflow as tf
 

@@ -224,9 +224,12 @@ class _Visit:
         self._reference = trial_policies.reference(batch.model)
         run = runs.sixteen_bit(batch, found, self.sixteen, limits.name)
         truth = None
+        scale = 1.0
         if batch.loss is not None:
             truth = runs.truth(batch, found, self._reference, run.signatures)
-        scale = _loss_scale(run, truth, limits, self.highest)
+            # bfloat16 has float32's range.
+            if limits.name == _formats.FLOAT16.name:
+                scale = _loss_scale(run, truth, self.highest)
         self._judge_all(runs.Judge(self.sixteen, run, truth, limits, scale))
         while self.judge.scale > _LOWEST and self._overflows_backward():
             lower = max(self.judge.scale / 16.0, _LOWEST)
@@ -399,17 +402,9 @@ def _traced_back(
 
 
 def _loss_scale(
-    run: runs.SixteenBitRun,
-    truth: runs.Truth | None,
-    limits: _formats.Format,
-    highest: float,
+    run: runs.SixteenBitRun, truth: runs.Truth, highest: float
 ) -> float:
-    """Returns the power of two that dynamic scaling would settle at.
-
-    It lies between `highest` and 1; bfloat16, with float32's range, has 1.
-    """
-    if limits.name != _formats.FLOAT16.name or truth is None:
-        return 1.0
+    """Returns the power of two, 1 to `highest`, that scaling settles at."""
     sixteen = [
         tensor
         for key, tensors in truth.outputs.items()
@@ -422,8 +417,8 @@ def _loss_scale(
     if largest == 0.0:
         return highest
     # Two bits are kept free for the sums inside a layer.
-    fitting = 2.0 ** (math.floor(math.log2(limits.max / largest)) - 2)
-    return min(max(fitting, _LOWEST), highest)
+    room = math.floor(math.log2(_formats.FLOAT16.max / largest)) - 2
+    return min(max(2.0**room, _LOWEST), highest)
 
 
 def _blamed(
