@@ -15,7 +15,7 @@ import pytest
 
 import tfmix
 from tests import helpers
-from tfmix import cli, commands
+from tfmix import cli
 
 COMMANDS = ["advise", "bench", "check", "convert", "demo", "devices"]
 ROOT = pathlib.Path(__file__).parent.parent
@@ -72,7 +72,7 @@ def checked(capsys, folder, model, data, *words):
 
 def test_devices_prints_a_table_and_why_auto_is_what_it_is(capsys):
     code, out, err = run(capsys, "devices")
-    assert (code, err) == (commands.OK, "")
+    assert (code, err) == (cli.OK, "")
     assert "CPU" in out
     assert "'auto' is '" in out
 
@@ -80,7 +80,7 @@ def test_devices_prints_a_table_and_why_auto_is_what_it_is(capsys):
 def test_devices_as_json_holds_the_same_records(capsys):
     code, out, _ = run(capsys, "devices", "--json")
     data = json.loads(out)
-    assert code == commands.OK
+    assert code == cli.OK
     assert data["auto"] in ("float32", "mixed_float16", "mixed_bfloat16")
     assert {"kind", "name", "float16"} <= set(data["devices"][0])
 
@@ -110,13 +110,13 @@ def test_every_command_is_listed_in_the_help(capsys):
 def test_wrong_words_exit_with_2_and_show_the_usage(capsys, words):
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)
-    assert stopped.value.code == commands.BAD_INPUT
+    assert stopped.value.code == cli.BAD_INPUT
     assert "usage: tfmix" in capsys.readouterr().err
 
 
 def test_without_words_it_prints_the_help(capsys):
     code, out, err = run(capsys)
-    assert (code, err) == (commands.OK, "")
+    assert (code, err) == (cli.OK, "")
     assert "usage: tfmix" in out
 
 
@@ -131,12 +131,12 @@ def test_a_folder_that_is_missing_is_named_before_any_work(capsys, folder):
     target = folder / "none" / "made.keras"
     words = ("convert", str(folder / "good.keras"), str(target))
     code, _, err = run(capsys, *words, "--policy", "mixed_float16")
-    assert code == commands.BAD_INPUT
+    assert code == cli.BAD_INPUT
     assert "There is no folder" in err
     assert "'made.keras'" in err
     page = ("--html", str(folder / "none" / "report.html"))
     code, _, err = checked(capsys, folder, "good.keras", "batch.npz", *page)
-    assert code == commands.BAD_INPUT
+    assert code == cli.BAD_INPUT
     assert "'report.html'" in err
 
 
@@ -145,7 +145,7 @@ def test_a_folder_that_is_missing_is_named_before_any_work(capsys, folder):
 @pytest.mark.parametrize("value", ["0", "-3"])
 def test_a_wrong_value_exits_with_2_and_names_the_option(capsys, option, value):
     code, out, err = run(capsys, "demo", f"--{option}", value)
-    assert (code, out) == (commands.BAD_INPUT, "")
+    assert (code, out) == (cli.BAD_INPUT, "")
     assert f"`{option}` must be a whole number" in err
     assert f"{option}={value}" in err
     assert "Traceback" not in err
@@ -154,19 +154,19 @@ def test_a_wrong_value_exits_with_2_and_names_the_option(capsys, option, value):
 def test_the_demo_without_its_data_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tfmix.examples.digits", None)
     code, _, err = run(capsys, "demo")
-    assert code == commands.BAD_INPUT
+    assert code == cli.BAD_INPUT
     assert "pip install 'tfmix[examples]'" in err
 
 
 def test_check_finds_a_healthy_model_healthy(capsys, folder):
     code, out, _ = checked(capsys, folder, "good.keras", "batch.npz")
-    assert code == commands.OK
+    assert code == cli.OK
     assert "mixed_float16 against float32: healthy" in out
 
 
 def test_check_names_the_layer_and_the_line_that_mends_it(capsys, folder):
     code, out, _ = checked(capsys, folder, "bad.keras", "batch.npz")
-    assert code == commands.UNHEALTHY
+    assert code == cli.UNHEALTHY
     worst = next(line for line in out.splitlines() if "overflow " in line)
     assert 'Dense(..., name="first", dtype="float32")' in worst
 
@@ -175,7 +175,7 @@ def test_check_as_json_suggests_a_policy(capsys, folder):
     words = ("--json", "--suggest", "--policy", "mixed_float16")
     code, out, _ = checked(capsys, folder, "bad.keras", "batch.npz", *words)
     data = json.loads(out)
-    assert code == commands.UNHEALTHY
+    assert code == cli.UNHEALTHY
     assert data["healthy"] is False
     worst = data["rows"][0]
     assert (worst["layer"], worst["verdict"]) == ("first", "overflow")
@@ -187,7 +187,7 @@ def test_check_as_json_suggests_a_policy(capsys, folder):
 @pytest.mark.parametrize("data", ["inputs.npy", "named.npz"])
 def test_check_without_targets_looks_at_the_forward_pass(capsys, folder, data):
     code, out, _ = checked(capsys, folder, "good.keras", data, "--json")
-    assert code == commands.OK
+    assert code == cli.OK
     phases = {row["phase"] for row in json.loads(out)["rows"]}
     assert "forward" in phases
     assert "backward" not in phases
@@ -204,7 +204,7 @@ def test_check_of_a_model_without_a_loss_says_what_was_left_out(capsys, folder):
 
 
 def test_check_uses_as_many_rows_as_it_is_told(folder):
-    x, y = commands.read_batch(folder / "batch.npz", ROWS)
+    x, y = cli.read_batch(folder / "batch.npz", ROWS)
     assert (len(x), len(y)) == (ROWS, ROWS)
 
 
@@ -215,7 +215,7 @@ def test_arrays_by_name_take_the_structure_of_the_inputs(kind):
     model = keras.Model(given, keras.layers.Add()(list(inputs.values())))
     arrays = {"a": 1, "b": 2, "c": 3}
     expected = {"b": 2, "a": 1} if kind is dict else [2, 1]
-    assert commands.arranged(arrays, model) == expected
+    assert cli.arranged(arrays, model) == expected
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_check_says_what_is_wrong_with_its_input(
     capsys, folder, model, data, words, message
 ):
     code, out, err = checked(capsys, folder, model, data, *words)
-    assert (code, out) == (commands.BAD_INPUT, "")
+    assert (code, out) == (cli.BAD_INPUT, "")
     assert re.search(message, err)
     assert err.startswith("tfmix check: error: ")
 
@@ -251,7 +251,7 @@ def advised(capsys, path, *words):
 def test_advise_prints_shapes_padding_and_bytes(capsys, folder):
     words = ("--batch-size", "32")
     code, out, err = advised(capsys, folder / "good.keras", *words)
-    assert (code, err) == (commands.OK, "")
+    assert (code, err) == (cli.OK, "")
     last = next(line for line in out.splitlines() if "last" in line)
     assert "(32, 16, 3)" in last
     assert "n 3 -> 8" in last
@@ -261,7 +261,7 @@ def test_advise_prints_shapes_padding_and_bytes(capsys, folder):
 def test_advise_as_json_counts_the_slots_of_the_saved_optimizer(capsys, folder):
     words = ("--batch-size", "32", "--json")
     code, out, _ = advised(capsys, folder / "good.keras", *words)
-    assert code == commands.OK
+    assert code == cli.OK
     data = json.loads(out)
     assert {row["layer"] for row in data["rows"]} == {"first", "last"}
     weights = 4 * (8 * 16 + 16 + 16 * 3 + 3)
@@ -280,7 +280,7 @@ def test_advise_needs_no_loss_of_the_users_own(capsys, tmp_path):
     model.compile("sgd", own_loss)
     model.save(tmp_path / "own.keras")
     words = ("--batch-size", "2")
-    assert advised(capsys, tmp_path / "own.keras", *words)[0] == commands.OK
+    assert advised(capsys, tmp_path / "own.keras", *words)[0] == cli.OK
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_advise_says_what_is_wrong_with_its_input(
         keras.Sequential(layers).save(folder / model)
     words = ("--batch-size", size)
     code, out, err = advised(capsys, folder / model, *words)
-    assert (code, out) == (commands.BAD_INPUT, "")
+    assert (code, out) == (cli.BAD_INPUT, "")
     assert re.search(message, err)
     assert err.startswith("tfmix advise: error: ")
 
@@ -322,7 +322,7 @@ def test_convert_writes_a_model_that_predicts_nearly_the_same(
     target = tmp_path / "target.keras"
     words = [*words, "--policy", "O2", "--json"]
     code, out, _ = converted(capsys, tmp_path / "source.keras", target, *words)
-    assert code == commands.OK
+    assert code == cli.OK
     assert json.loads(out)["target"] == str(target)
     model = keras.saving.load_model(target)
     assert model.compiled is ("--inference" not in words)
@@ -335,7 +335,7 @@ def test_convert_prints_what_became_of_each_layer(capsys, folder, tmp_path):
     words = ("--policy", "mixed_bfloat16")
     target = tmp_path / "new.keras"
     code, out, _ = converted(capsys, folder / "good.keras", target, *words)
-    assert code == commands.OK
+    assert code == cli.OK
     assert "first" in out
     assert f"written: {target}" in out
     assert target.is_file()
@@ -358,7 +358,7 @@ def test_convert_says_what_is_wrong_and_writes_nothing(
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     words = ("--policy", policy)
     code, out, err = converted(capsys, folder / source, folder / target, *words)
-    assert (code, out) == (commands.BAD_INPUT, "")
+    assert (code, out) == (cli.BAD_INPUT, "")
     assert re.search(message, err)
     after = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert after == before
@@ -368,7 +368,7 @@ def test_an_interrupted_command_ends_as_a_shell_expects(capsys, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "devices", interrupted)
+    monkeypatch.setattr(cli, "devices", interrupted)
     code, _, err = run(capsys, "devices")
     assert code == 130
     assert err == "tfmix devices: interrupted\n"
@@ -378,14 +378,14 @@ def test_an_error_of_our_own_is_not_dressed_up_as_bad_input(monkeypatch):
     def broken():
         raise ZeroDivisionError
 
-    monkeypatch.setattr(commands, "devices", broken)
+    monkeypatch.setattr(cli, "devices", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["devices"])
 
 
 def test_bench_lists_what_can_be_run(capsys):
     code, out, _ = run(capsys, "bench", "--list")
-    assert code == commands.OK
+    assert code == cli.OK
     assert {"overhead", "peers", "gpu"} <= set(out.split())
     code, out, _ = run(capsys, "bench", "--list", "--json")
     assert "overhead" in json.loads(out)
@@ -393,17 +393,17 @@ def test_bench_lists_what_can_be_run(capsys):
 
 def test_bench_names_the_benchmarks_when_there_is_none_of_a_name(capsys):
     code, out, err = run(capsys, "bench", "nothing", "peers")
-    assert (code, out) == (commands.BAD_INPUT, "")
+    assert (code, out) == (cli.BAD_INPUT, "")
     assert "Received: ['nothing']. There are: overhead" in err
 
 
 def test_bench_away_from_a_checkout_says_where_to_run_it(
     capsys, monkeypatch, tmp_path
 ):
-    elsewhere = tmp_path / "tfmix" / "commands.py"
-    monkeypatch.setattr(commands, "__file__", str(elsewhere))
+    elsewhere = tmp_path / "tfmix" / "cli.py"
+    monkeypatch.setattr(cli, "__file__", str(elsewhere))
     code, _, err = run(capsys, "bench")
-    assert code == commands.BAD_INPUT
+    assert code == cli.BAD_INPUT
     assert "Run `tfmix bench` from a checkout" in err
 
 
@@ -418,7 +418,7 @@ def test_bench_passes_on_what_became_of_the_runs(
         out = '["peers"]' if "--list" in words else '[{"name": "peers"}]'
         return subprocess.CompletedProcess([], returncode, out)
 
-    monkeypatch.setattr(commands, "_benchmarks", started)
+    monkeypatch.setattr(cli, "_benchmarks", started)
     code, out, _ = run(capsys, "bench", "peers", "--json")
     assert code == returncode
     assert json.loads(out) == [{"name": "peers"}]
@@ -441,7 +441,7 @@ def in_a_shell(folder, *words):
 
 def test_python_dash_m_runs_it_and_passes_the_exit_code_on(tmp_path):
     done = in_a_shell(tmp_path, "check", "none.keras", "--data", "none.npz")
-    assert done.returncode == commands.BAD_INPUT
+    assert done.returncode == cli.BAD_INPUT
     assert "tfmix check: error: There is no file" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -454,26 +454,26 @@ TO = ("shell.keras", "--policy")
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (("devices",), commands.OK, ""),
-        (("devices", "cpu"), commands.BAD_INPUT, "cpu"),
-        (("advise", "good.keras", "--batch-size", "8"), commands.OK, ""),
+        (("devices",), cli.OK, ""),
+        (("devices", "cpu"), cli.BAD_INPUT, "cpu"),
+        (("advise", "good.keras", "--batch-size", "8"), cli.OK, ""),
         (("advise", "text.keras", "--batch-size", "8"), 2, "cannot load"),
-        (("advise", "good.keras"), commands.BAD_INPUT, "--batch-size"),
-        (("check", "good.keras", *CHECK), commands.OK, ""),
-        (("check", "bad.keras", *CHECK), commands.UNHEALTHY, ""),
+        (("advise", "good.keras"), cli.BAD_INPUT, "--batch-size"),
+        (("check", "good.keras", *CHECK), cli.OK, ""),
+        (("check", "bad.keras", *CHECK), cli.UNHEALTHY, ""),
         (("check", "text.keras", *CHECK), 2, "Keras cannot load"),
-        (("convert", "good.keras", *TO, "O2"), commands.OK, ""),
-        (("convert", "good.keras", *TO, "O9"), commands.BAD_INPUT, "O9"),
+        (("convert", "good.keras", *TO, "O2"), cli.OK, ""),
+        (("convert", "good.keras", *TO, "O9"), cli.BAD_INPUT, "O9"),
         pytest.param(
             ("demo", "--epochs", "1", "--seeds", "1"),
             None,
             "",
             marks=installed,
         ),
-        (("demo", "--epochs", "0"), commands.BAD_INPUT, "epochs=0"),
-        (("bench", "--list"), commands.OK, ""),
-        (("bench", "sparse_memory"), commands.OK, "about 2 min"),
-        (("bench", "no-such"), commands.BAD_INPUT, "['no-such']"),
+        (("demo", "--epochs", "0"), cli.BAD_INPUT, "epochs=0"),
+        (("bench", "--list"), cli.OK, ""),
+        (("bench", "sparse_memory"), cli.OK, "about 2 min"),
+        (("bench", "no-such"), cli.BAD_INPUT, "['no-such']"),
     ],
 )
 def test_every_command_runs_in_a_shell(folder, words, code, message):
@@ -482,11 +482,11 @@ def test_every_command_runs_in_a_shell(folder, words, code, message):
     if code is None:
         # One seed may or may not reach the demo's goal; the output says it.
         reached = json.loads(done.stdout)["healthy"]
-        code = commands.OK if reached else commands.UNHEALTHY
+        code = cli.OK if reached else cli.UNHEALTHY
     assert done.returncode == code, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-    assert bool(done.stdout) is (code != commands.BAD_INPUT)
+    assert bool(done.stdout) is (code != cli.BAD_INPUT)
     if done.stdout:
         assert json.loads(done.stdout)
     (folder / "shell.keras").unlink(missing_ok=True)

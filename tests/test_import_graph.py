@@ -22,7 +22,6 @@ LAYERS = (
     ("conversion", "data", "output"),
     ("doctor", "hardware", "plotting"),
     ("callbacks",),
-    ("commands",),
     ("cli",),
     ("__init__", "__main__"),
 )

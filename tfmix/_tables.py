@@ -72,12 +72,9 @@ class Printed(abc.ABC):
 
     def __str__(self) -> str:
         # Wide enough for the longest line of advice; a terminal wraps it.
-        console = rich.console.Console(
-            file=io.StringIO(), width=160, color_system=None
-        )
-        with console.capture() as captured:
-            console.print(self)
-        return captured.get()
+        out = io.StringIO()
+        rich.console.Console(file=out, width=160, color_system=None).print(self)
+        return out.getvalue()
 
     def _repr_html_(self) -> str:
         return "\n".join(table.html() for table in self.tables())

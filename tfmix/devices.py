@@ -67,7 +67,8 @@ def devices() -> tuple[Device, ...]:
         True
     """
     on_jax = keras.backend.backend() == "jax"
-    found = _read_jax() if on_jax else _read_tensorflow()
+    listed = _read_jax() if on_jax else _read_tensorflow()
+    found = [one for one in listed if one.kind in ("GPU", "TPU", "CPU")]
     return tuple(sorted(found, key=lambda device: device.kind == "CPU"))
 
 
@@ -114,10 +115,7 @@ def _read_tensorflow() -> list[Device]:
 
     found = []
     for device in tf.config.list_physical_devices():
-        kind = device.device_type
-        if kind not in ("GPU", "TPU", "CPU"):
-            continue
-        details = {}
+        kind, details = device.device_type, {}
         if kind == "GPU":
             details = tf.config.experimental.get_device_details(device)
         name = details.get("device_name", device.name)
@@ -130,7 +128,7 @@ def _read_jax() -> list[Device]:
     import jax
 
     kinds = {"gpu": "GPU", "cuda": "GPU", "rocm": "GPU", "tpu": "TPU"}
-    found = [
+    return [
         describe(
             kinds.get(device.platform.lower(), device.platform.upper()),
             device.device_kind,
@@ -139,7 +137,6 @@ def _read_jax() -> list[Device]:
         )
         for device in jax.local_devices()
     ]
-    return [device for device in found if device.kind in ("GPU", "TPU", "CPU")]
 
 
 def _capability(value: object) -> tuple[int, int] | None:

@@ -1,8 +1,4 @@
-"""Figures of numerics: ranges, headroom and the loss scale over time.
-
-Each function draws from plain records and returns a matplotlib figure.
-matplotlib is imported when one is called.
-"""
+"""Figures of numerics, from plain records; matplotlib is imported late."""
 
 import os
 from collections.abc import Mapping, Sequence

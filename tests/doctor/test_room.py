@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from tfmix import _formats
-from tfmix.doctor import check, gaps, latent
+from tfmix.doctor import check, latent, ranges
 
 FLOAT16 = _formats.FLOAT16
 
 
 def found(largest, dtype="float16"):
     values = [np.array([largest, 1.0], "float32")]
-    gap = gaps.gap(values, values, FLOAT16)
+    gap = ranges.gap(values, values, FLOAT16)
     return latent.no_room("layer", 0, [None, gap], [dtype])
 
 

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from tfmix import _formats
-from tfmix.callbacks import deviation, numerics_monitor
+from tfmix.callbacks import numerics_monitor, sampler
 from tfmix.doctor import check, latent
 from tfmix.scaling import optimizer as scaling
 
@@ -84,12 +84,12 @@ def test_what_marks_masked_steps_does_not_move(dtype):
     marks = ops.convert_to_tensor([-1.0, 0.0, 0.5, -99.0], dtype)
     layer = keras.layers.Masking(-1.0)
     limits = _formats.limits(dtype)
-    found = deviation.unrounded(marks, layer, limits)
+    found = sampler.unrounded(marks, layer, limits)
     assert np.array_equal(found, [-1.0, 0.0, 0.5, -99.0])
     values = np.random.default_rng(0).normal(size=1000)
     rounded = ops.cast(ops.convert_to_tensor(values), dtype)
     exact = np.array(ops.cast(rounded, "float32"))
-    moved = np.array(deviation.unrounded(rounded, layer, limits)) / exact - 1
+    moved = np.array(sampler.unrounded(rounded, layer, limits)) / exact - 1
     assert 0.4 < np.mean(moved != 0.0) < 0.6
     rms = np.sqrt(np.mean(moved**2))
     assert rms == pytest.approx(0.2 * limits.epsilon, rel=0.1)

@@ -10,7 +10,6 @@ import keras
 from absl import logging
 
 from tfmix import _arguments
-from tfmix.callbacks import tensorboard_file
 from tfmix.policy.in_force import suited_optimizer
 
 
@@ -77,8 +76,18 @@ class LossScaleMonitor(keras.callbacks.Callback):
         log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        if log_dir is not None:
-            tensorboard_file.refuse_other_backends(log_dir)
+        if not isinstance(log_dir, str | os.PathLike | None):
+            raise TypeError(
+                "`log_dir` must be the path of a directory, or None. "
+                f"Received: log_dir={log_dir!r}."
+            )
+        if log_dir is not None and keras.backend.backend() != "tensorflow":
+            raise ValueError(
+                "`log_dir` needs Keras's TensorFlow backend, which writes the "
+                f"TensorBoard files. Received: log_dir={log_dir!r} on the "
+                f"{keras.backend.backend()!r} backend. Leave `log_dir` out and "
+                "use keras.callbacks.CSVLogger, or the monitor's `timeline`."
+            )
         self.every = _arguments.count("every", every, example=100)
         self.max_consecutive_skips = _arguments.count(
             "max_consecutive_skips", max_consecutive_skips
@@ -92,14 +101,16 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self._shown: dict[str, float] = {}
         # Keras adds to it from a pool of threads, not always in order.
         self._batches: collections.deque[int] = collections.deque(maxlen=1024)
-        self._file: tensorboard_file.EventFile | None = None
+        self._writer: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the optimizer, and opens the TensorBoard file."""
-        self._has_scale = _has_scale(self.model)
-        self._started = False
+        self._has_scale, self._started = _has_scale(self.model), False
         if self._has_scale and self.log_dir is not None:
-            self._file = tensorboard_file.EventFile(self.log_dir)
+            import tensorflow as tf
+
+            path = os.fspath(self.log_dir)
+            self._writer = tf.summary.create_file_writer(path)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts to count the batches of an epoch."""
@@ -134,9 +145,9 @@ class LossScaleMonitor(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Closes the TensorBoard file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _start(self) -> None:
         start = self._reading()
@@ -153,8 +164,8 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self.timeline.append(reading)
         names = ("loss_scale", "applied_steps", "skipped_steps")
         self._shown = {name: getattr(reading, name) for name in names}
-        if self._file is not None:
-            self._file.write(reading.step, self._shown)
+        if self._writer is not None:
+            _write(self._writer, reading.step, self._shown)
         self._log_change(reading)
         self._log_standstill(reading)
         self.model.optimizer.check_health(self.max_consecutive_skips)
@@ -226,3 +237,18 @@ def _has_scale(model: keras.Model) -> bool:
         suited_optimizer.missing_scaler_warning(model),
     )
     return False
+
+
+def _write(writer: Any, step: int, numbers: dict[str, float]) -> None:
+    """Adds one point to the curve of each name, without TensorBoard's code."""
+    import tensorflow as tf
+
+    # `tf.summary.scalar` is part of the TensorBoard package; this call is
+    # TensorFlow's own and marks the numbers for the same plugin.
+    metadata = tf.compat.v1.SummaryMetadata()
+    metadata.plugin_data.plugin_name = "scalars"
+    with writer.as_default():
+        for name, number in numbers.items():
+            value = tf.constant(number, tf.float32)
+            tf.summary.write(name, value, step=step, metadata=metadata)
+    writer.flush()

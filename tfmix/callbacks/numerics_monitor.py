@@ -1,16 +1,20 @@
 """Watches every layer's numbers in a running `fit`, on sampled steps."""
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from absl import logging
 
 from tfmix import _arguments, _formats
 from tfmix._keras import layers
-from tfmix.callbacks import batch_tap, reading, sampler
+from tfmix.callbacks import sampler
 from tfmix.conversion import planned_policies
-from tfmix.doctor import probe, verdicts
+from tfmix.doctor import latent, probe, ranges, verdicts
 from tfmix.policy.in_force import suited_optimizer
 
 
@@ -51,10 +55,10 @@ class NumericsMonitor(keras.callbacks.Callback):
     def __init__(self, every: int = 100) -> None:
         super().__init__()
         self.every = _arguments.count("every", every, example=100)
-        self.events: list[reading.Event] = []
-        self.rows: list[reading.TensorRanges] = []
+        self.events: list[Event] = []
+        self.rows: list[TensorRanges] = []
         self._step = 0
-        self._tap: batch_tap.Tap | None = None
+        self._tap: Tap | None = None
         self._model_of: Any = None
         self._prepared = self._failed = False
 
@@ -62,10 +66,10 @@ class NumericsMonitor(keras.callbacks.Callback):
         """Puts the tap in front of the training function."""
         # Not `self.model`, which would bring the state back on JAX.
         model = self._model
-        function = batch_tap.original(model.train_function)
-        self._tap = batch_tap.Tap(
-            function, model, self.every, self._look, self._step
-        )
+        function = model.train_function
+        while isinstance(function, Tap):
+            function = function.original
+        self._tap = Tap(function, model, self.every, self._look, self._step)
         model.train_function = self._tap
         if self._model_of is not model:
             self._model_of = model
@@ -81,17 +85,17 @@ class NumericsMonitor(keras.callbacks.Callback):
             self._tap = None
 
     def _prepare(self, model: Any, batch: Any) -> None:
-        _build(model, batch)
+        if not all(layer.built for layer in layers.flat_layers(model)):
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            # By symbols: no seed is drawn from, and no statistics move.
+            model(keras.tree.map_structure(_symbol, x))
         sixteen = planned_policies.sixteen_bit_layers(model)
         # A model without 16-bit layers is measured as float16 would see it.
         dtype = sixteen[0].compute_dtype if sixteen else "float16"
         self._limits = _formats.limits(dtype)
         self._found = probe.targets(model)
-        self._reader = reading.Reader(
-            self._found,
-            [variable.path for variable in model.trainable_variables],
-            self._limits,
-        )
+        paths = [variable.path for variable in model.trainable_variables]
+        self._reader = Reader(self._found, paths, self._limits)
         self._sampler = sampler.Sampler(model, self._found, self._limits)
         self._exact: sampler.Sampler | None = None
         self._cleared: set[str] = set()
@@ -135,11 +139,9 @@ class NumericsMonitor(keras.callbacks.Callback):
         if layer is None or layer in self._cleared:
             return
         if self._exact is None:
+            plan = planned_policies.reference(self._model_of)
             self._exact = sampler.Sampler(
-                self._model_of,
-                self._found,
-                self._limits,
-                planned_policies.reference(self._model_of),
+                self._model_of, self._found, self._limits, plan
             )
         # Zeros that are zeros in float32, too, are the model's own.
         exact = self._exact(state, batch, sample.scale)
@@ -151,7 +153,7 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def _add(self, layer: str, phase: str, verdict: str) -> None:
         step = self._tap.step if self._tap else self._step
-        event = reading.Event(step, layer, phase, verdict)
+        event = Event(step, layer, phase, verdict)
         known = {dataclasses.replace(old, step=step) for old in self.events}
         if event not in known:
             logging.warning(
@@ -165,14 +167,234 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.events.append(event)
 
 
-def _build(model: Any, batch: Any) -> None:
-    """Builds a model that would build itself while its step is traced."""
-    if all(layer.built for layer in layers.flat_layers(model)):
-        return
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+def _symbol(leaf: Any) -> keras.KerasTensor:
+    return keras.KerasTensor(tuple(leaf.shape), probe.dtype(leaf))
 
-    def symbol(leaf: Any) -> keras.KerasTensor:
-        return keras.KerasTensor(tuple(leaf.shape), probe.dtype(leaf))
 
-    # By symbols: no seed is drawn from, and no statistics move.
-    model(keras.tree.map_structure(symbol, x))
+class Tap:
+    """Stands for `model.train_function` and shows some batches to a function.
+
+    Before the step `step`, `look` gets the state, which is the values of all
+    variables on JAX and None on TensorFlow, and the batch.
+    """
+
+    def __init__(
+        self,
+        original: Any,
+        model: keras.Model,
+        every: int,
+        look: Callable[[Any, Any], None],
+        step: int,
+    ) -> None:
+        self.original, self.step = original, step
+        self._every, self._look = every, look
+        # One call makes several steps where `steps_per_execution` says so.
+        self._stride = max(int(model.steps_per_execution), 1)
+        # The first step of a run, then every multiple.
+        self._next = -(-step // every) * every
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Makes the training step or steps."""
+        *state, batches = arguments
+        if self.step < self._next:
+            outputs = self.original(*state, batches)
+        else:
+            self._next = self.step - self.step % self._every + self._every
+            batch = next(batches)
+            first = keras.tree.map_structure(_first_replica, batch)
+            self._look(state[0] if state else None, first)
+            # The batch goes back in front of those to come.
+            outputs = self.original(*state, itertools.chain([batch], batches))
+        self.step += self._stride
+        return outputs
+
+
+def _first_replica(leaf: Any) -> Any:
+    """Returns what the first replica gets of a part of a batch."""
+    # Known by name, so that TensorFlow need not be imported.
+    distributed = type(leaf).__name__ in ("PerReplica", "DistributedValues")
+    return leaf.values[0] if distributed else leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A fault in a sampled step."""
+
+    step: int  # from 0
+    layer: str  # that made it, or `"loss"`
+    phase: str  # `"forward"` or `"backward"`
+    verdict: str  # as in `doctor.verdicts`
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRanges:
+    """One tensor of one sampled step."""
+
+    layer: str  # the layer's name; the path of a weight
+    # `"forward"` for outputs, `"backward"` for their gradients, `"weights"` or
+    # `"weight_gradients"`. Gradients are multiplied by the loss scale.
+    phase: str
+    measures: ranges.Measures
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reader:
+    """Reads the samples of one model."""
+
+    found: Sequence[probe.Target]
+    # Paths of the trainable weights.
+    variables: Sequence[str]
+    limits: _formats.Format
+
+    def rows(self, sample: sampler.Sample) -> list[TensorRanges]:
+        """Returns a row for every tensor of a sample."""
+        names = [self.found[call.target].name for call in sample.calls]
+        return [
+            TensorRanges(name, phase, ranges.from_vector(row, self.limits))
+            for layers, phase, table in (
+                (names, "forward", sample.forward[:, : len(ranges.COLUMNS)]),
+                (names, "backward", sample.backward),
+                (self.variables, "weights", sample.weights),
+                (self.variables, "weight_gradients", sample.gradients),
+            )
+            for name, row in zip(layers, table, strict=True)
+        ]
+
+    def forward(self, sample: sampler.Sample) -> tuple[str, str] | None:
+        """Returns layer and verdict of the first fault of the forward pass."""
+        faults: dict[str, str] = {}
+        # A layer is not blamed for the layers inside it, which end first.
+        cleared: set[str] = set()
+        for call, row in zip(sample.calls, sample.forward, strict=True):
+            target = self.found[call.target]
+            verdict = self._own_fault(call, row)
+            if verdict != verdicts.OK and target.name not in cleared:
+                faults.setdefault(target.name, verdict)
+                cleared.update(target.inside)
+        severe = (verdicts.OVERFLOW, verdicts.NOT_FINITE)
+        hard = [one for one in faults.items() if one[1] in severe]
+        if faults:
+            return (hard or list(faults.items()))[0]
+        for call, row in zip(sample.calls, sample.forward, strict=True):
+            if _not_finite(row):
+                # Its input or its weights are not finite themselves.
+                return self.found[call.target].name, verdicts.NOT_FINITE
+        return None
+
+    def backward(
+        self, sample: sampler.Sample, bad: Callable[[Any], bool]
+    ) -> str | None:
+        """Returns the layer whose gradients are bad first, going back.
+
+        `bad` judges a row of `backward` or `gradients`. The layer is the one
+        that computed them, `"loss"` if that is the loss, None if none are bad.
+        """
+        for index, call in reversed(list(enumerate(sample.calls))):
+            sixteen = call.dtype in _formats.SIXTEEN_BIT
+            if sixteen and bad(sample.backward[index]):
+                return self._user(index, sample)
+            if self._weights_bad(call.target, sample, bad):
+                return self._name(call.target)
+        return None
+
+    def _user(self, index: int, sample: sampler.Sample) -> str:
+        """Names the layer that computed the gradient of a call's output."""
+        uses = [use for use in sample.uses if use.maker == index]
+        # The first use has no share; those above the room for them have none.
+        known = [use for use in uses if use.share in range(len(sample.shares))]
+        bad = [use for use in known if _not_finite(sample.shares[use.share])]
+        if uses:
+            return self._name((bad or uses)[0].target)
+        # Something else, such as a cast, lies in between: the next layer in
+        # the order of calls whose inputs may come from there.
+        for call in sample.calls[index + 1 :]:
+            if not call.inputs_known:
+                return self._name(call.target)
+        return verdicts.LOSS
+
+    def _name(self, target: int) -> str:
+        is_loss = target == sampler.LOSS
+        return verdicts.LOSS if is_loss else self.found[target].name
+
+    def overflow(self, sample: sampler.Sample) -> str | None:
+        """Returns the layer whose gradients overflow first, going back.
+
+        A loss that is itself out of the format's range, a sum over pixels
+        for instance, is the reason for all that overflow behind it.
+        """
+        layer = self.backward(sample, _not_finite)
+        too_large = abs(sample.loss) > self.limits.max
+        return verdicts.LOSS if layer and too_large else layer
+
+    def lost(self, sample: sampler.Sample, exact: sampler.Sample) -> str | None:
+        """Returns the layer, going back, that loses a whole gradient.
+
+        None if what vanished is zero in `exact`, the step in float32, too.
+        """
+        largest = ranges.COLUMNS.index("largest")
+
+        def known(rows: np.ndarray, right: np.ndarray) -> np.ndarray:
+            # An infinity is not a value that vanished.
+            return np.where(right[:, [largest]] > 0.0, rows, np.inf)
+
+        kept = dataclasses.replace(
+            sample,
+            backward=known(sample.backward, exact.backward),
+            gradients=known(sample.gradients, exact.gradients),
+        )
+        return self.underflow(kept)
+
+    def underflow(self, sample: sampler.Sample) -> str | None:
+        """Returns the layer whose gradients vanish first, going back."""
+
+        def vanished(row: Any) -> bool:
+            # Below four bits a gradient is noise.
+            small = _column(row, "largest") < 16 * self.limits.smallest
+            return small and not _not_finite(row)
+
+        return self.backward(sample, vanished)
+
+    def _weights_bad(
+        self, index: int, sample: sampler.Sample, bad: Callable[[Any], bool]
+    ) -> bool:
+        target = self.found[index]
+        if not target.whole:
+            return False
+        paths = {variable.path for variable in target.weights}
+        named = zip(self.variables, sample.gradients, strict=True)
+        rows = [row for path, row in named if path in paths]
+        # One that overflowed is a fault; one that is zero, a bias before a
+        # normalisation perhaps, is none.
+        overflowed = any(map(_not_finite, rows)) and any(map(bad, rows))
+        return overflowed or (bool(rows) and all(map(bad, rows)))
+
+    def _own_fault(self, call: sampler.Call, row: Any) -> str:
+        measured = ranges.from_vector(row[: len(ranges.COLUMNS)], self.limits)
+        error, broken, head = row[len(ranges.COLUMNS) :]
+        if broken:
+            return verdicts.OK
+        gap = ranges.Gap(
+            float(error),
+            cosine=1.0,
+            lost=not math.isfinite(error),
+            only_nan=False,
+            broken=False,
+            flushed=measured.zero if error >= 1 else 0.0,
+            subnormal=measured.subnormal,
+            headroom_bits=measured.headroom_bits,
+        )
+        verdict = verdicts.of_output(gap, self.limits)
+        low = measured.subnormal + measured.zero > latent.LOW_SHARE
+        sixteen = call.dtype in _formats.SIXTEEN_BIT
+        if verdict == verdicts.OK and head and sixteen and low:
+            return verdicts.UNDERFLOW
+        return verdict
+
+
+def _not_finite(row: Any) -> bool:
+    """Says of a row of measures whether an entry was not finite."""
+    return _column(row, "not_finite") > 0
+
+
+def _column(row: Any, name: str) -> float:
+    return float(row[ranges.COLUMNS.index(name)])

@@ -11,9 +11,9 @@ from keras import ops, tree
 
 from tfmix import _formats
 from tfmix._keras import layers as host
-from tfmix.callbacks import deviation
 from tfmix.conversion import planned_policies
-from tfmix.doctor import latent, probe, pullback, ranges
+from tfmix.doctor import batch as batches
+from tfmix.doctor import latent, probe, ranges
 from tfmix.policy.in_force import carried
 from tfmix.scaling import optimizer as scaling
 
@@ -24,6 +24,12 @@ _WIDTH = len(ranges.COLUMNS)
 _CALLS_PER_LAYER = 4
 # Stands for the loss among the calls that use a tensor.
 LOSS = -1
+# A rounding moves a value by up to half an epsilon; over all values that is a
+# fifth of one, in the mean of squares. As much comes of the half of them that
+# is moved here, each by the root of two more.
+_MEAN_ROUNDING = 0.2 * 2**0.5
+# Turns neighbouring places into angles far apart.
+_SHUFFLE = 12.9898
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +131,11 @@ class Sampler:
         self._reference = planned_policies.reference(model)
         self._room = _CALLS_PER_LAYER * len(found) + 1
         self._trace = _Trace()
-        self._compiled = self._compile()
+        xla = bool(model.jit_compile)
+        plain_jax = keras.backend.backend() == "jax" and not xla
+        self._compiled: Any = self._step
+        if not (model.run_eagerly or plain_jax):
+            self._compiled = batches.compiled(self._step, xla)
 
     def __call__(self, state: Any, data: Any, scale: float = 0.0) -> Sample:
         """Measures one step, and copies the numbers to the host.
@@ -149,13 +159,6 @@ class Sampler:
             loss=float(scaled) / float(used),
         )
 
-    def _compile(self) -> Any:
-        xla = bool(self._model.jit_compile)
-        plain_jax = keras.backend.backend() == "jax" and not xla
-        if self._model.run_eagerly or plain_jax:
-            return self._step
-        return pullback.compiled(self._step, xla)
-
     def _step(self, state: Any, data: Any, override: Any) -> tuple[Any, ...]:
         weights, others = self._values(state)
         tokens = ops.zeros((2 * self._room, _WIDTH), "float32")
@@ -172,7 +175,7 @@ class Sampler:
         if self._planned is not None:
             autocast = host.autocast("float32")
         with host.policies(self._planned or {}), autocast:
-            (loss, rows), back = pullback.pullback(
+            (loss, rows), back = batches.pullback(
                 losses, [tokens, *weights], sparse=True
             )
             gradients = back([ops.ones_like(loss), ops.zeros_like(rows)])
@@ -233,7 +236,7 @@ class Sampler:
         return tensors
 
     def _measured(self, tensor: Any, token: Any) -> Any:
-        return pullback.export_gradient(
+        return batches.export_gradient(
             tensor, token, lambda grad: ranges.vector(grad, self._limits)
         )
 
@@ -247,7 +250,7 @@ class Sampler:
             return ops.concatenate([measured, ops.zeros((3,))])
         operation, limits = call.target.operation, self._limits
         exact = [
-            deviation.unrounded(ops.stop_gradient(leaf), operation, limits)
+            unrounded(ops.stop_gradient(leaf), operation, limits)
             for leaf in call.tensors
         ]
         planned = call.target.planned(self._reference)
@@ -255,7 +258,7 @@ class Sampler:
             right = probe.floats(call.proceed_with(exact))
         # The weights were read again: no gradient may come from there, as
         # that of a square root at an error of 0 would be NaN.
-        error = deviation.error(leaves[0], ops.stop_gradient(right[0]))
+        error = _error(leaves[0], ops.stop_gradient(right[0]))
         return ops.concatenate([measured, error, ops.zeros((1,))])
 
     def _values(self, state: Any) -> tuple[list[Any], list[Any]]:
@@ -284,3 +287,45 @@ class Sampler:
         if not tensors:
             return ops.zeros((0, _WIDTH))
         return ops.stack([ranges.vector(one, self._limits) for one in tensors])
+
+
+def unrounded(tensor: Any, operation: Any, limits: _formats.Format) -> Any:
+    """Returns what a 16-bit input may have been before it was rounded.
+
+    A layer that subtracts a large offset enlarges that rounding. Ids of an
+    embedding were never rounded, nor was what the format holds with a bit to
+    spare, such as a -1 that marks what is masked.
+    """
+    exact = ops.cast(tensor, "float32")
+    is_lookup = isinstance(operation, keras.layers.Embedding)
+    if probe.dtype(tensor) not in _formats.SIXTEEN_BIT or is_lookup:
+        return exact
+    # Up or down by the place: what was rounded to one value differed before.
+    places = ops.cast(ops.arange(ops.size(exact)), "float32")
+    signs = ops.sign(ops.sin(places * _SHUFFLE))
+    step = limits.epsilon * _MEAN_ROUNDING
+    moved = exact * (1.0 + step * ops.reshape(signs, ops.shape(exact)))
+    # Those with a last digit of zero in the format, by Dekker's split:
+    # float32's 24 bits less those that this shifts out.
+    shifted = exact * (2.0**24 * limits.epsilon + 1.0)
+    is_short = shifted - (shifted - exact) == exact
+    return ops.where(is_short, exact, moved)
+
+
+def _error(found: Any, exact: Any) -> Any:
+    """Returns the relative error, and whether float32 is not finite.
+
+    A float32 tensor of shape `(2,)`; the error is infinite where a value is
+    finite in float32 alone.
+    """
+    found = ops.cast(found, "float32")
+    fine, alike = ops.isfinite(exact), ops.isfinite(found)
+    right = ops.where(fine, exact, 0.0)
+    largest = ops.max(ops.abs(right))
+    # In units of the largest value: squares of 1e30 leave float32's range.
+    unit = ops.where(largest > 0, largest, 1.0)
+    wrong = ops.where(fine & alike, found - right, 0.0) / unit
+    size = ops.sum(ops.square(right / unit))
+    error = ops.sqrt(ops.sum(ops.square(wrong)) / ops.maximum(size, 1e-30))
+    error = ops.where(ops.any(fine & ~alike), np.float32(np.inf), error)
+    return ops.stack([error, ops.cast(~ops.all(fine), "float32")])

@@ -1,4 +1,4 @@
-"""A model, a batch and a loss: run as often as needed, nothing changed."""
+"""A model, a batch and a loss: run and differentiated, nothing changed."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,6 +12,8 @@ from tfmix import _arguments
 from tfmix._keras import layers
 from tfmix.doctor import probe
 
+Tensors = list[Any]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
@@ -20,8 +22,8 @@ class Batch:
     model: keras.Model
     x: Any
     y: Any
-    # Of `(y, outputs)`.
-    loss: Callable[[Any, Any], Any] | None
+    # A function of `(y, outputs)`, or None.
+    loss: Any
     # Sentences on what was left out of the data.
     notes: tuple[str, ...] = ()
 
@@ -45,8 +47,6 @@ class Batch:
 
     def loss_of(self, outputs: Sequence[Any], template: Any) -> Any:
         """Computes the loss of other float outputs, as one scalar."""
-        if self.loss is None:
-            raise missing_loss()
         value = self.loss(self.y, probe.replaced(template, outputs))
         return ops.mean(value) if len(value.shape) else value
 
@@ -75,15 +75,6 @@ class Batch:
             (self.x, self.y),
         )
         return dataclasses.replace(self, x=x, y=y)
-
-
-def missing_loss() -> ValueError:
-    """Returns the error for a check of gradients without a loss."""
-    return ValueError(
-        "There is no loss to compute gradients of. Received: loss=None. "
-        'Pass `loss=`, for example loss="sparse_categorical_crossentropy", '
-        "or compile the model."
-    )
 
 
 def prepare(
@@ -186,7 +177,11 @@ def _function(model: Any, loss: Any) -> Callable[[Any, Any], Any]:
     if loss is None:
         compiled = layers.compiled_loss(model)
         if compiled is None:
-            raise missing_loss()
+            raise ValueError(
+                "There is no loss to compute gradients of. Received: "
+                "loss=None. Pass `loss=`, for example loss="
+                '"sparse_categorical_crossentropy", or compile the model.'
+            )
         return compiled
     if not callable(loss) or isinstance(loss, keras.losses.Loss):
         return layers.compile_loss(loss)
@@ -199,3 +194,77 @@ def _function(model: Any, loss: Any) -> Callable[[Any, Any], Any]:
         return loss(y, outputs)
 
     return call
+
+
+def pullback(
+    function: Callable[[Tensors], Tensors],
+    inputs: Sequence[Any],
+    *,
+    sparse: bool = False,
+) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
+    """Computes a function, and returns how gradients go back through it, once.
+
+    Gradients of the outputs, in their dtypes, become those of the inputs. With
+    `sparse`, a `tf.IndexedSlices` is returned as its values alone.
+    """
+    if keras.backend.backend() == "jax":
+        import jax
+
+        outputs, back = jax.vjp(function, list(inputs))
+        return outputs, lambda gradients: back(gradients)[0]
+    import tensorflow as tf
+
+    # A tensor given twice would get the sum of both gradients for each.
+    inputs = [tf.identity(one) for one in inputs]
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        outputs = function(inputs)
+
+    def dense(gradient: Any, one: Any) -> Any:
+        if gradient is None:
+            return tf.zeros_like(one)
+        if sparse and isinstance(gradient, tf.IndexedSlices):
+            return gradient.values
+        return tf.convert_to_tensor(gradient)
+
+    def gradients_of(gradients: Tensors) -> Tensors:
+        found = tape.gradient(outputs, inputs, output_gradients=gradients)
+        return [dense(*pair) for pair in zip(found, inputs, strict=True)]
+
+    return outputs, gradients_of
+
+
+def export_gradient(
+    tensor: Any, token: Any, measure: Callable[[Any], Any]
+) -> Any:
+    """Returns a tensor unchanged, and measures its gradient.
+
+    That becomes the gradient of `token`, a float32 vector that is not used.
+    """
+
+    def back(grad: Any) -> tuple[Any, Any]:
+        return grad, measure(grad)
+
+    if keras.backend.backend() == "jax":
+        import jax
+
+        identity = jax.custom_vjp(lambda value, _: value)
+        identity.defvjp(lambda value, _: (value, None), lambda _, g: back(g))
+    else:
+        import tensorflow as tf
+
+        identity = tf.custom_gradient(lambda one, _: (tf.identity(one), back))
+    return identity(tensor, token)
+
+
+def compiled(function: Callable[..., Any], xla: bool | None = None) -> Any:
+    """Compiles a function of tensors, on JAX always with XLA."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.jit(function)
+    import tensorflow as tf
+
+    return tf.function(
+        function, jit_compile=xla, autograph=False, reduce_retracing=True
+    )

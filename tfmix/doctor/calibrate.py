@@ -12,7 +12,6 @@ from keras import ops
 from tfmix import _arguments, _errors
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as trial
-from tfmix.doctor import pullback
 from tfmix.scaling.step import finite
 
 # The exponents that are tried: the bounds of `DynamicLossScale`.
@@ -108,12 +107,12 @@ def _compiled(whole: trial.Batch) -> Callable[[Any, Any, int], bool]:
 
     def step(weights: list[Any], x: Any, y: Any, scale: Any) -> Any:
         part = trial.Batch(whole.model, x, y, whole.loss)
-        (scaled,), back = pullback.pullback(
+        (scaled,), back = trial.pullback(
             lambda values: [part.run(values)[1] * scale], weights
         )
         return finite.all_finite([scaled, *back([ops.ones_like(scaled)])])
 
-    run = pullback.compiled(step)
+    run = trial.compiled(step)
 
     def is_finite(x: Any, y: Any, power: int) -> bool:
         tensor = ops.convert_to_tensor(2.0**power, "float32")

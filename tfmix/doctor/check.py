@@ -8,25 +8,17 @@ from typing import Any
 
 import keras
 from absl import logging
+from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import compilation, layers
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
-from tfmix.doctor import (
-    gaps,
-    latent,
-    loss,
-    numerics_report,
-    one_layer,
-    probe,
-    remedies,
-    verdicts,
-    whole_model,
-)
+from tfmix.doctor import latent, numerics_report, probe, ranges, runs, verdicts
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import carried as carrying
-from tfmix.policy.in_force import ops, scope, suited_optimizer, switch
+from tfmix.policy.in_force import ops as op_rules_in_force
+from tfmix.policy.in_force import scope, suited_optimizer, switch
 
 # More rows would cost memory and tell nothing new.
 ROWS = 64
@@ -118,7 +110,7 @@ def _run(
     batch = given.without({row for rows in bad_rows.values() for row in rows})
     rules: Any = contextlib.nullcontext()
     if isinstance(chosen, policies.Policy):
-        rules = switch.block({*chosen.float32_ops, ops.PENALTIES})
+        rules = switch.block({*chosen.float32_ops, op_rules_in_force.PENALTIES})
     with compilation.nothing_traced(), carrying.outputs_as_made(), rules:
         found = probe.targets(batch.model)
         highest = _LOWEST if warning else _LOSS_SCALE
@@ -187,7 +179,7 @@ def _rows(
     result = []
     for one in sorted(findings, key=lambda one: one.rank):
         gap, name = one.gap, classes.get(one.layer, "Layer")
-        advice = remedies.line(one, name, limits, unscaled)
+        advice = verdicts.advice(one, name, limits, unscaled)
         result.append(
             verdicts.LayerVerdict(
                 one.layer,
@@ -231,24 +223,28 @@ class _Visit:
         """Makes the passes and returns the findings."""
         batch, found, limits = self.batch, self.found, self.limits
         self._reference = planned_policies.reference(batch.model)
-        run = whole_model.sixteen_bit(batch, found, self.sixteen, limits.name)
+        run = runs.sixteen_bit(batch, found, self.sixteen, limits.name)
         truth = None
+        scale = 1.0
         if batch.loss is not None:
-            truth = whole_model.truth(
-                batch, found, self._reference, run.signatures
-            )
-        scale = loss.scale(run, truth, limits, (self.highest, _LOWEST))
-        self._judge_all(
-            one_layer.Judge(self.sixteen, run, truth, limits, scale)
-        )
+            truth = runs.truth(batch, found, self._reference, run.signatures)
+            # bfloat16 has float32's range.
+            if limits.name == _formats.FLOAT16.name:
+                scale = _loss_scale(run, truth, self.highest)
+        self._judge_all(runs.Judge(self.sixteen, run, truth, limits, scale))
         while self.judge.scale > _LOWEST and self._overflows_backward():
             lower = max(self.judge.scale / 16.0, _LOWEST)
             self._judge_all(dataclasses.replace(self.judge, scale=lower))
         if batch.loss is not None and self._overflows_backward():
-            self.findings = loss.blamed(self.findings, limits)
-        return _worst(_attributed(_traced_back(self.findings), found))
+            self.findings = _blamed(self.findings, limits)
+        # One finding per layer and phase, for layers called often.
+        worst: dict[tuple[str, str], verdicts.Finding] = {}
+        findings = _attributed(_traced_back(self.findings), found)
+        for one in sorted(findings, key=lambda one: one.rank):
+            worst.setdefault((one.layer, one.phase), one)
+        return list(worst.values())
 
-    def _judge_all(self, judge: one_layer.Judge) -> None:
+    def _judge_all(self, judge: runs.Judge) -> None:
         self.judge = judge
         self.findings = []
         self._order = 0
@@ -261,12 +257,7 @@ class _Visit:
             outputs, _ = self.batch.run(self.batch.weights())
         self.findings += latent.weights(self.found, self.sixteen, self.limits)
         if self.batch.loss is not None:
-            self._order += 1
-            self.findings += loss.findings(
-                self.batch, outputs, judge, self._order
-            )
-            gap = self.findings[-1].gap
-            self._add_tight(verdicts.LOSS, [gap], judge.run.output_dtypes)
+            self._judge_loss(outputs)
 
     def _overflows_backward(self) -> bool:
         """Says whether dynamic loss scaling would go on to a lower scale."""
@@ -300,8 +291,10 @@ class _Visit:
     def _judge(self, call: probe.Call, reaches_weights: bool) -> None:
         name, order, limits = call.target.name, self._order, self.limits
         found = self.judge.call(call)
-        forward = verdicts.forward(name, order, found, limits)
-        self._add(forward)
+        given = verdicts.of_output(found.arguments, limits) != verdicts.OK
+        verdict = verdicts.of_output(found.outputs, limits)
+        one = (name, verdicts.FORWARD, verdict, found.outputs, order, given)
+        self._add(verdicts.Finding(*one))
         if reaches_weights or call.target.weights:
             self._add(
                 verdicts.backward(name, order, found, limits, reaches_weights)
@@ -315,12 +308,46 @@ class _Visit:
                 [found.weights, found.inputs if reaches_weights else None],
                 [*planned, *self.judge.run.signatures[call.key].arguments],
             )
-        if forward.verdict == verdicts.OK:
+        if verdict == verdicts.OK:
             for look in (latent.probabilities, latent.vanishing_constant):
                 self._add(look(self.judge, call, order, found.outputs))
 
+    def _judge_loss(self, outputs: Any) -> None:
+        """Judges the loss on the float32 outputs, forward and backward."""
+        judge, limits = self.judge, self.limits
+        dtypes = judge.run.output_dtypes
+        exact = [ops.cast(leaf, "float32") for leaf in probe.floats(outputs)]
+        near = [ops.cast(*pair) for pair in zip(exact, dtypes, strict=True)]
+
+        def loss(leaves: list[Any]) -> list[Any]:
+            # The loss of several outputs keeps a mean of each in variables.
+            with keras.StatelessScope():
+                return [self.batch.loss_of(leaves, outputs)]
+
+        truth, truth_back = batches.pullback(loss, exact)
+        found, found_back = batches.pullback(loss, near)
+        forward = ranges.gap(found, truth, limits)
+        right = truth_back([ops.ones_like(truth[0])])
+        one = ops.ones_like(found[0])
+        wrong = found_back([one * ops.cast(judge.scale, one.dtype)])
+        backward = ranges.gap(wrong, right, limits, judge.scale)
+        verdict, note = verdicts.of_output(forward, limits), ""
+        dtype = probe.dtype(one)
+        if verdict != verdicts.OK and dtype in _formats.SIXTEEN_BIT:
+            note = f"the loss is computed in {dtype}"
+        name, back = verdicts.LOSS, verdicts.of_gradient(backward, limits)
+        self._order += 1
+        order = self._order
+        self.findings += [
+            verdicts.Finding(
+                name, verdicts.FORWARD, verdict, forward, order, note=note
+            ),
+            verdicts.Finding(name, verdicts.BACKWARD, back, backward, order),
+        ]
+        self._add_tight(name, [backward], dtypes)
+
     def _add_tight(
-        self, name: str, found: Sequence[gaps.Gap | None], dtypes: Sequence[str]
+        self, name: str, found: list[ranges.Gap | None], dtypes: Sequence[str]
     ) -> None:
         if self.judge.truth is not None and self.judge.scale <= _LOWEST:
             self._add(latent.no_room(name, self._order, found, dtypes))
@@ -375,9 +402,49 @@ def _traced_back(
     return result
 
 
-def _worst(findings: list[verdicts.Finding]) -> list[verdicts.Finding]:
-    """Keeps one finding per layer and phase, for layers called often."""
-    worst: dict[tuple[str, str], verdicts.Finding] = {}
-    for one in sorted(findings, key=lambda one: one.rank):
-        worst.setdefault((one.layer, one.phase), one)
-    return list(worst.values())
+def _loss_scale(
+    run: runs.SixteenBitRun, truth: runs.Truth, highest: float
+) -> float:
+    """Returns the power of two, 1 to `highest`, that scaling settles at."""
+    sixteen = [
+        tensor
+        for key, tensors in truth.outputs.items()
+        for tensor, dtype in zip(
+            tensors, run.signatures[key].outputs, strict=True
+        )
+        if dtype in _formats.SIXTEEN_BIT
+    ]
+    largest = max(map(_largest, [*truth.weights, *sixteen]), default=0.0)
+    if largest == 0.0:
+        return highest
+    # Two bits are kept free for the sums inside a layer.
+    room = math.floor(math.log2(_formats.FLOAT16.max / largest)) - 2
+    return min(max(2.0**room, _LOWEST), highest)
+
+
+def _blamed(
+    found: Sequence[verdicts.Finding], limits: _formats.Format
+) -> list[verdicts.Finding]:
+    """Blames a loss out of range for gradients no loss scale brings back.
+
+    A sum over pixels is fine in float32, and so is the gradient of each pixel;
+    those of the weights overflow.
+    """
+    forward = [one for one in found if one.phase != verdicts.BACKWARD]
+    (loss,) = (one for one in forward if one.layer == verdicts.LOSS)
+    faulty = any(one.verdict != verdicts.OK for one in forward)
+    if faulty or loss.gap.headroom_bits >= 0:
+        return list(found)
+    reached = limits.max * 2.0 ** -(loss.gap.headroom_bits + 1)
+    note = f"the loss reaches {reached:.3g}: gradients overflow at scale 1"
+    guilty = dataclasses.replace(
+        loss, phase=verdicts.BACKWARD, verdict=verdicts.OVERFLOW, note=note
+    )
+    return [*found, guilty]
+
+
+def _largest(tensor: Any) -> float:
+    if not math.prod(tensor.shape):
+        return 0.0
+    finite = ops.where(ops.isfinite(tensor), ops.abs(tensor), 0.0)
+    return float(ops.max(finite))

@@ -12,7 +12,7 @@ from tfmix import _formats
 from tfmix._keras import layers as host
 from tfmix._keras import variables
 from tfmix.conversion import planned_policies
-from tfmix.doctor import gaps, one_layer, probe, verdicts
+from tfmix.doctor import probe, ranges, runs, verdicts
 
 # Share of a model's probabilities below the normal range that is a fault.
 LOW_SHARE = 0.1
@@ -25,7 +25,7 @@ _PROBES = (0.0, 64.0)
 
 
 def probabilities(
-    judge: one_layer.Judge, call: probe.Call, order: int, gap: gaps.Gap
+    judge: runs.Judge, call: probe.Call, order: int, gap: ranges.Gap
 ) -> verdicts.Finding | None:
     """Judges probabilities that the model returns in 16 bit.
 
@@ -39,16 +39,10 @@ def probabilities(
     if not _are_probabilities(call.target.operation, outputs):
         return None
     low = gap.flushed + gap.subnormal > LOW_SHARE
-    return verdicts.Finding(
-        call.target.name,
-        verdicts.FORWARD,
-        verdicts.UNDERFLOW if low else verdicts.INACCURATE,
-        gap,
-        order,
-        latent=True,
-        note=f"the model's probabilities are left in {dtypes[0]}",
-        kind=verdicts.PROBABILITIES,
-    )
+    verdict = verdicts.UNDERFLOW if low else verdicts.INACCURATE
+    note = f"the model's probabilities are left in {dtypes[0]}"
+    one = (call.target.name, verdicts.FORWARD, verdict, gap, order)
+    return verdicts.Finding(*one, latent=True, note=note, probabilities=True)
 
 
 def _sixteen_bit(dtypes: Sequence[str]) -> list[str]:
@@ -84,7 +78,7 @@ def looks_like_probabilities(output: Any) -> Any:
 def no_room(
     layer: str,
     order: int,
-    found: Sequence[gaps.Gap | None],
+    found: Sequence[ranges.Gap | None],
     dtypes: Sequence[str],
 ) -> verdicts.Finding | None:
     """Judges gradients at a loss scale of 1, of a layer that has `dtypes`."""
@@ -99,14 +93,12 @@ def no_room(
         return None
     worst = min(tight, key=lambda gap: gap.headroom_bits)
     note = f"at a loss scale of 1 its gradient all but fills {sixteen[0]}"
-    phase, verdict = verdicts.BACKWARD, verdicts.OVERFLOW
-    return verdicts.Finding(
-        layer, phase, verdict, worst, order, latent=True, note=note
-    )
+    one = (layer, verdicts.BACKWARD, verdicts.OVERFLOW, worst, order)
+    return verdicts.Finding(*one, latent=True, note=note)
 
 
 def vanishing_constant(
-    judge: one_layer.Judge, call: probe.Call, order: int, gap: gaps.Gap
+    judge: runs.Judge, call: probe.Call, order: int, gap: ranges.Gap
 ) -> verdicts.Finding | None:
     """Judges a layer whose epsilon is zero in 16 bit, and is needed."""
     limits = judge.limits
@@ -120,10 +112,9 @@ def vanishing_constant(
     if not constants or not any(_fails(judge, call, one) for one in _PROBES):
         return None
     note = f"its {max(constants):g} is 0 in {limits.name}"
-    phase, verdict = verdicts.FORWARD, verdicts.UNDERFLOW
-    return verdicts.Finding(
-        call.target.name, phase, verdict, gap, order, latent=True, note=note
-    )
+    name, verdict = call.target.name, verdicts.UNDERFLOW
+    found = (name, verdicts.FORWARD, verdict, gap, order)
+    return verdicts.Finding(*found, latent=True, note=note)
 
 
 def _constants(operation: Any) -> list[Any]:
@@ -137,7 +128,7 @@ def _constants(operation: Any) -> list[Any]:
     return found
 
 
-def _fails(judge: one_layer.Judge, call: probe.Call, factor: float) -> bool:
+def _fails(judge: runs.Judge, call: probe.Call, factor: float) -> bool:
     """Says whether a call fails in 16 bit alone, on inputs times a factor."""
     exact = [ops.cast(leaf, "float32") * factor for leaf in call.tensors]
     signature = judge.run.signatures[call.key]
@@ -163,7 +154,7 @@ def weights(
     for order, target in enumerate(found):
         if values := _cast_weights(target, planned):
             near = [ops.cast(value, limits.name) for value in values]
-            gap = gaps.gap(near, values, limits)
+            gap = ranges.gap(near, values, limits)
             verdict = verdicts.of_output(gap, limits)
             one = (target.name, verdicts.WEIGHTS, verdict, gap, order)
             result.append(verdicts.Finding(*one))

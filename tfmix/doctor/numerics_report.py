@@ -1,19 +1,55 @@
-"""What a check found: rows, a table, a figure, a page, a policy."""
+"""What a check found: a table, a page, and the policy that mends it."""
 
+import base64
 import dataclasses
+import html
+import io
 import json
 import math
 import os
 import pathlib
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import rich.progress
+from absl import logging
+
 from tfmix import _tables
-from tfmix.doctor import html_page, suggest, verdicts
+from tfmix.doctor import probe, verdicts
 from tfmix.policy import policy as policies
+
+Names = tuple[str, ...]
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
+       max-width: 72rem; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th, td { text-align: left; padding: .3rem .6rem;
+         border-bottom: 1px solid #ddd; vertical-align: top; }
+th { background: #f6f6f6; }
+code, td:last-child { font-family: monospace; font-size: 13px;
+                      overflow-wrap: anywhere; }
+.overflow, .not_finite { background: #fbe3e4; }
+.underflow, .inaccurate { background: #fdf3d8; }
+.note { background: #fdf3d8; padding: .4rem .6rem; }
+img { max-width: 100%; }
+h1 { font-size: 1.6rem; line-height: 1.25; overflow-wrap: anywhere; }
+td:nth-child(4), td:nth-child(5) { white-space: nowrap; }
+.wide { overflow-x: auto; }
+@media (max-width: 44rem) {
+  .wide img { max-width: none; width: 44rem; }
+  thead { display: none; }
+  tr { display: block; padding: .4rem 0; border-bottom: 1px solid #ddd; }
+  td { display: inline-block; border: 0; padding: 0 .5rem; }
+  td:first-child { font-weight: 600; }
+  td:last-child { display: block; }
+}
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class NumericsReport(suggest.Checked, _tables.Printed):
+class NumericsReport(_tables.Printed):
     """The result of `tfmix.check`; prints as a table.
 
     Attributes:
@@ -27,8 +63,25 @@ class NumericsReport(suggest.Checked, _tables.Printed):
             what was not checked.
     """
 
+    rows: tuple[verdicts.LayerVerdict, ...]
+    policy: policies.Policy
+    again: Callable[[policies.Policy], "NumericsReport"] = dataclasses.field(
+        repr=False
+    )
+    targets: Mapping[str, probe.Target] = dataclasses.field(repr=False)
+    sixteen_bit_layers: int
     loss_scale: float
     notes: tuple[str, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every row is fine."""
+        return not self.faults
+
+    @property
+    def faults(self) -> tuple[verdicts.LayerVerdict, ...]:
+        """The rows that are not fine, the most severe first."""
+        return tuple(row for row in self.rows if row.verdict != verdicts.OK)
 
     @property
     def forward_only(self) -> bool:
@@ -60,7 +113,38 @@ class NumericsReport(suggest.Checked, _tables.Printed):
         Raises:
             ValueError: If the model is not finite in float32 either.
         """
-        return suggest.policy(self, progress=progress)
+        if self.healthy:
+            return self.policy
+        if broken := [row.layer for row in self.faults if row.broken]:
+            raise ValueError(
+                "No dtype policy can mend this model: it is not finite in "
+                f"float32 either, first at {broken[0]!r}. Look for NaN or "
+                "infinity in the data and the weights."
+            )
+        bar = rich.progress.Progress(transient=True, disable=not progress)
+        with bar:
+            task = bar.add_task("Searching float32 layers", total=None)
+
+            def healthy(names: Names) -> bool:
+                bar.update(task, advance=1, description=f"Trying {len(names)}")
+                tried = _tried(self, names)
+                return tried is not None and tried.healthy
+
+            # Layers at fault become float32 until none is, then halves,
+            # quarters and single layers are taken out again. What holds the
+            # most is tried first, to be left out.
+            names = _enough(self, lambda: bar.advance(task))
+            names.sort(key=lambda one: -len(_parts(self, one)))
+            needed = fewest(tuple(names), healthy)
+        tried = _tried(self, needed)
+        if tried is not None and not tried.sixteen_bit_layers:
+            is_float16 = self.policy.compute_dtype == "float16"
+            logging.warning(
+                "tfmix: in the suggested policy nothing is left in 16 bit; "
+                "use %r.",
+                "mixed_bfloat16" if is_float16 else "float32",
+            )
+        return with_layers(self, needed)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws the headroom of each layer, as `tfmix.plotting.headroom`."""
@@ -71,14 +155,11 @@ class NumericsReport(suggest.Checked, _tables.Printed):
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes to `path` one page with table and figure, all in one file."""
         try:
-            figure = self.plot()
+            picture = _picture(self.plot())
         except ImportError:
             # The table says all that the picture shows.
-            figure = None
-        page = html_page.document(
-            self.title, self.tables()[0], self.loss_scale, self.faults, figure
-        )
-        pathlib.Path(path).write_text(page, encoding="utf-8")
+            picture = ""
+        pathlib.Path(path).write_text(_page(self, picture), encoding="utf-8")
 
     def to_json(self) -> str:
         """Returns the report as JSON; infinities and NaN become null."""
@@ -108,13 +189,11 @@ class NumericsReport(suggest.Checked, _tables.Printed):
             )
             for row in self.rows
         ]
+        title = f"{self.title} (loss scale {self.loss_scale:g})"
+        found = [row.verdict for row in self.rows]
         return [
             _tables.Table(
-                (*heads, "what to write"),
-                rows,
-                f"{self.title} (loss scale {self.loss_scale:g})",
-                self.notes,
-                [row.verdict for row in self.rows],
+                (*heads, "what to write"), rows, title, self.notes, found
             )
         ]
 
@@ -125,3 +204,114 @@ def _plain(row: verdicts.LayerVerdict) -> dict[str, Any]:
         if isinstance(value, float) and not math.isfinite(value):
             values[key] = None
     return values
+
+
+def _page(report: NumericsReport, picture: str) -> str:
+    """Returns one HTML page that needs no other file."""
+    title, (table,) = html.escape(report.title), report.tables()
+    notes = "".join(
+        f'<p class="note">{html.escape(note)}</p>\n' for note in report.notes
+    )
+    summary = ""
+    if report.faults:
+        first = report.faults[0]
+        summary = (
+            f"<p><b>First: {html.escape(first.layer)}</b>, {first.phase}, "
+            f"{first.verdict}: <code>{html.escape(first.advice)}</code></p>\n"
+        )
+    bare = dataclasses.replace(table, title="", notes=())
+    return (
+        "<!DOCTYPE html>\n"
+        f'<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{_STYLE}</style></head>\n"
+        f"<body><h1>{title}</h1>\n"
+        f"<p>Gradients were judged under a loss scale of "
+        f"{report.loss_scale:g}. Each layer was judged by itself, on the "
+        f"inputs it has in float32.</p>\n"
+        f"{summary}{notes}{picture}{bare.html()}</body></html>\n"
+    )
+
+
+def _picture(figure: Any) -> str:
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=110)
+    data = base64.b64encode(written.getvalue()).decode("ascii")
+    source = f"data:image/png;base64,{data}"
+    image = f'<img alt="Headroom of each layer" src="{source}">'
+    return f'<p class="wide">{image}</p>\n'
+
+
+def with_layers(
+    report: NumericsReport, names: Iterable[str]
+) -> policies.Policy:
+    """Returns a report's policy with more layers in float32."""
+    base = report.policy
+    known = base.float32_layers
+    added = [re.escape(name) for name in names]
+    return policies.Policy(
+        base.level or base.name,
+        float32_layers=[*known, *(one for one in added if one not in known)],
+        float32_ops=base.float32_ops,
+        keep_batchnorm_fp32=base.keep_batchnorm_fp32,
+    )
+
+
+def fewest(names: Names, healthy: Callable[[Names], bool]) -> Names:
+    """Takes names out, in large pieces first, while `healthy` holds.
+
+    Example:
+        >>> fewest(("a", "b", "c", "d"), lambda names: "c" in names)
+        ('c',)
+    """
+    size = len(names)
+    while size >= 1:
+        start = 0
+        while start < len(names):
+            rest = names[:start] + names[start + size :]
+            if healthy(rest):
+                names = rest
+            else:
+                start += size
+        size //= 2
+    return names
+
+
+def _tried(
+    report: NumericsReport, names: Iterable[str]
+) -> NumericsReport | None:
+    """Checks with more layers in float32; None if the model fails to run."""
+    try:
+        return report.again(with_layers(report, names))
+    except Exception:
+        # A layer of the user's adds 16-bit inputs to what a float32 layer
+        # inside it returns: each backend has an error of its own for that.
+        return None
+
+
+def _enough(report: NumericsReport, step: Callable[[], None]) -> list[str]:
+    """Adds what is at fault until nothing is."""
+    names: dict[str, None] = {}
+    current: NumericsReport | None = report
+    while current is None or not current.healthy:
+        step()
+        before = len(names)
+        if current is not None:
+            for row in current.faults:
+                last = list(report.targets)[-1:]
+                is_loss = row.layer == verdicts.LOSS
+                added = last if is_loss else _parts(report, row.layer)
+                names.update(dict.fromkeys(added))
+        if len(names) == before:
+            # Nothing new to add: the rest of the model is what is left.
+            names.update(dict.fromkeys(report.targets))
+        if len(names) == before:
+            break
+        current = _tried(report, names)
+    return list(names)
+
+
+def _parts(report: NumericsReport, name: str) -> list[str]:
+    """Returns a layer and what is inside: its tensors come from there."""
+    targets = report.targets.values()
+    return [name, *(one.name for one in targets if name in one.inside)]

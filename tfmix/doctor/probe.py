@@ -72,14 +72,11 @@ def targets(model: keras.Model) -> list[Target]:
     found: dict[int, Target] = {}
     _visit(model, (), found)
     names = Counter(target.name for target in found.values())
-    return [
-        target
-        if names[target.name] == 1
-        else dataclasses.replace(
-            target, name=getattr(target.operation, "path", None) or target.name
-        )
-        for target in found.values()
-    ]
+    for key, one in found.items():
+        if names[one.name] > 1:
+            path = getattr(one.operation, "path", None)
+            found[key] = dataclasses.replace(one, name=path or one.name)
+    return list(found.values())
 
 
 @contextlib.contextmanager

@@ -1,10 +1,10 @@
-"""What a measured gap means: a verdict, and how it ranks among others."""
+"""What a measured gap means: a verdict, its rank, and what mends it."""
 
 import dataclasses
 import math
 
 from tfmix import _formats
-from tfmix.doctor import gaps, one_layer
+from tfmix.doctor import ranges, runs
 
 OK = "ok"
 OVERFLOW = "overflow"
@@ -16,8 +16,6 @@ FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 
 # The name of the row that is about no layer.
 LOSS = "loss"
-# `Finding.kind` of probabilities that a model returns in 16 bit.
-PROBABILITIES = "probabilities"
 
 # Norm of the error over norm of the result. One rounding costs 0.0003 in
 # float16, 0.002 in bfloat16; healthy layers stayed below 0.001 and 0.006.
@@ -36,6 +34,8 @@ _ROUNDING = 0.01
 # Below the normal range every layer further down loses more digits.
 _LOW_TOLERANCE = 0.05
 
+_NAMES = {FORWARD: "its output", BACKWARD: "its gradient", WEIGHTS: "a weight"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -44,7 +44,7 @@ class Finding:
     layer: str
     phase: str
     verdict: str
-    gap: gaps.Gap
+    gap: ranges.Gap
     # Rank of the layer in the order of computation.
     order: int = 0
     # Whether what the layer was given does not fit into 16 bits, so that the
@@ -53,7 +53,8 @@ class Finding:
     # Whether the layer's making shows the fault, and this batch does not.
     latent: bool = False
     note: str = ""  # what was seen, in words
-    kind: str = ""  # `PROBABILITIES`, or empty
+    # Whether it is about probabilities that a model returns in 16 bit.
+    probabilities: bool = False
     # Whether most of the gradient it was given is below the normal range.
     was_low: bool = False
 
@@ -80,12 +81,12 @@ class Finding:
         )
 
 
-def of_output(gap: gaps.Gap, limits: _formats.Format) -> str:
+def of_output(gap: ranges.Gap, limits: _formats.Format) -> str:
     """Names the verdict on the gap of a layer's output, or of any value."""
     return _of_gap(gap, FORWARD_TOLERANCES[limits.name])
 
 
-def of_gradient(gap: gaps.Gap, limits: _formats.Format) -> str:
+def of_gradient(gap: ranges.Gap, limits: _formats.Format) -> str:
     """Names the verdict on a gradient's gap: its direction matters most."""
     tolerance = BACKWARD_TOLERANCES[limits.name]
     if _is_low(gap):
@@ -96,7 +97,7 @@ def of_gradient(gap: gaps.Gap, limits: _formats.Format) -> str:
     return verdict
 
 
-def _of_gap(gap: gaps.Gap, tolerance: float) -> str:
+def _of_gap(gap: ranges.Gap, tolerance: float) -> str:
     if gap.broken:
         return NOT_FINITE
     if gap.lost:
@@ -107,23 +108,14 @@ def _of_gap(gap: gaps.Gap, tolerance: float) -> str:
     return UNDERFLOW if _is_low(gap) else INACCURATE
 
 
-def _is_low(gap: gaps.Gap) -> bool:
+def _is_low(gap: ranges.Gap) -> bool:
     return gap.flushed + gap.subnormal > _MOST
-
-
-def forward(
-    layer: str, order: int, found: one_layer.CallGaps, limits: _formats.Format
-) -> Finding:
-    """Judges the outputs of one call."""
-    given = of_output(found.arguments, limits) != OK
-    verdict = of_output(found.outputs, limits)
-    return Finding(layer, FORWARD, verdict, found.outputs, order, given)
 
 
 def backward(
     layer: str,
     order: int,
-    found: one_layer.CallGaps,
+    found: runs.CallGaps,
     limits: _formats.Format,
     reaches_weights: bool,
 ) -> Finding | None:
@@ -145,9 +137,55 @@ def backward(
     )
 
 
-def _badness(gap: gaps.Gap) -> tuple[float, float]:
+def _badness(gap: ranges.Gap) -> tuple[float, float]:
     error = math.inf if gap.broken else gap.relative_error
     return error, -gap.headroom_bits
+
+
+def advice(
+    finding: Finding, layer_class: str, limits: _formats.Format, unscaled: bool
+) -> str:
+    """Returns a line of Python with a comment that says why, or nothing.
+
+    An `unscaled` model trains without a loss scale, which mends underflow.
+    """
+    if finding.verdict == OK:
+        return finding.note and f"# {finding.note}"
+    backward = finding.phase == BACKWARD
+    if unscaled and backward and finding.verdict == UNDERFLOW:
+        code = "tfmix.LossScaleOptimizer(optimizer)"
+    elif finding.gap.broken:
+        code = 'keras.config.set_dtype_policy("float32")'
+    elif finding.layer == LOSS:
+        code = _loss_code(finding)
+    elif finding.probabilities:
+        code = 'tfmix.float32_output("softmax")'
+    else:
+        code = f'{layer_class}(..., name="{finding.layer}", dtype="float32")'
+    return f"{code}  # {finding.note or _why(finding, limits)}"
+
+
+def _loss_code(finding: Finding) -> str:
+    if finding.phase == FORWARD:
+        return 'loss(y, keras.ops.cast(outputs, "float32"))'
+    if finding.verdict == OVERFLOW:
+        return "keras.ops.mean(errors)"
+    return "1024.0 * loss"
+
+
+def _why(finding: Finding, limits: _formats.Format) -> str:
+    gap, name, what = finding.gap, limits.name, _NAMES[finding.phase]
+    if gap.broken:
+        return f"{what} is not finite in float32 either: mend that first"
+    if gap.headroom_bits < 0 and gap.lost:
+        reached = limits.max * 2.0**-gap.headroom_bits / 2
+        return f"{what} reaches {reached:.3g}; {name} ends at {limits.max:g}"
+    if gap.lost:
+        return f"{name} overflows inside it; {what} is fine in float32"
+    if finding.verdict == UNDERFLOW:
+        share = gap.flushed + gap.subnormal
+        return f"{share:.0%} of {what} lies below {name}'s {limits.tiny:.2g}"
+    return f"{what} is off by {gap.relative_error:.2g} in {name}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,14 +3,18 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
+from keras import tree
 
 from tfmix import _arguments, _formats, _tables
+from tfmix._keras import layers as host
 from tfmix._keras import optimizers
-from tfmix.hardware import products
+
+Shape = tuple[int, ...]
+Shapes = list[Shape]
 
 # Tensor Cores work on multiples of 8 in 16 bit (NVIDIA's mixed-precision
 # guide), the MXU of a TPU on tiles of 128.
@@ -24,6 +28,31 @@ _POLICIES = {
     "float16": ("float16", "float16"),
     "bfloat16": ("bfloat16", "bfloat16"),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product `(m, k) x (k, n)`, made `count` times a forward pass."""
+
+    m: int
+    k: int
+    n: int
+    count: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of all of them."""
+        return 2 * self.m * self.k * self.n * self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """One call of a layer: its products, and how many elements it returns."""
+
+    layer: keras.Layer
+    products: tuple[Product, ...]
+    outputs: int
+    has_parts: bool  # whether other layers are called inside it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +162,7 @@ def advise(model: keras.Model, batch_size: int) -> Advice:
             f"Received: model={model!r} of type {type(model).__name__}."
         )
     size = _arguments.count("batch_size", batch_size, example=32)
-    found = products.uses(model, size)
+    found = _uses(model, size)
     rows = [_row(use.layer, use.products) for use in found if use.products]
     rows.sort(key=lambda row: -row.flops)
     work = sum(row.flops for row in rows)
@@ -142,7 +171,7 @@ def advise(model: keras.Model, batch_size: int) -> Advice:
     return Advice(tuple(rows), share, _memory(model, found), size)
 
 
-def _row(layer: Any, found: tuple[products.Product, ...]) -> LayerProducts:
+def _row(layer: Any, found: tuple[Product, ...]) -> LayerProducts:
     gpu, tpu = (
         all(one.k % size == one.n % size == 0 for one in found)
         for size in (GPU_MULTIPLE, TPU_MULTIPLE)
@@ -158,7 +187,7 @@ def _row(layer: Any, found: tuple[products.Product, ...]) -> LayerProducts:
     )
 
 
-def _padding(product: products.Product) -> str:
+def _padding(product: Product) -> str:
     hints = []
     for name, size in (("k", product.k), ("n", product.n)):
         padded = -(-size // GPU_MULTIPLE) * GPU_MULTIPLE
@@ -169,7 +198,7 @@ def _padding(product: products.Product) -> str:
     return ", ".join(hints)
 
 
-def _memory(model: Any, found: list[products.Use]) -> dict[str, Memory]:
+def _memory(model: Any, found: list[Use]) -> dict[str, Memory]:
     trainable = _elements(model.trainable_variables)
     weights = trainable + _elements(model.non_trainable_variables)
     slots = 2 * trainable  # Adam's, where the model has no optimizer yet
@@ -195,3 +224,143 @@ def _elements(variables: list[keras.Variable]) -> int:
         for variable in variables
         if keras.backend.is_float_dtype(variable.dtype)
     )
+
+
+def _uses(model: keras.Model, batch_size: int) -> list[Use]:
+    """Runs a built model on shapes alone; returns the calls as they end."""
+    inputs = host.symbolic_arguments(model)
+    if not inputs:
+        raise ValueError(
+            "The model's input shapes are not known. Received: "
+            f"model={model!r}. Call it once on a batch."
+        )
+    inputs = tree.map_structure(lambda one: _fixed(one, batch_size), inputs)
+    layers = [
+        layer
+        for layer in host.flat_layers(model)
+        if not isinstance(layer, keras.layers.InputLayer)
+    ]
+    found: list[Use] = []
+
+    def make(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        layer = layers[index]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outputs = original(*args, **kwargs)
+            given, made = _shapes((args, kwargs)), _shapes(outputs)
+            multiplied = tuple(_products(layer, given, made))
+            elements = sum(map(math.prod, made))
+            has_parts = len(host.flat_layers(layer)) > 1
+            found.append(Use(layer, multiplied, elements, has_parts))
+            return outputs
+
+        return call
+
+    with host.calls_replaced(layers, make):
+        host.run_on_shapes(lambda *args: model(*args), inputs)
+    return found
+
+
+def _fixed(tensor: Any, batch_size: int) -> Any:
+    shape = (batch_size, *tensor.shape[1:])
+    if None in shape:
+        raise ValueError(
+            "Every dimension of an input besides the first must be known, to "
+            f"count products. Received: an input of shape {tensor.shape!r}. "
+            "Build the model for one length, such as keras.Input((128,))."
+        )
+    return keras.KerasTensor(shape, tensor.dtype)
+
+
+def _shapes(nest: Any) -> Shapes:
+    return [
+        tuple(map(int, leaf.shape))
+        for leaf in tree.flatten(nest)
+        if hasattr(leaf, "shape") and None not in leaf.shape
+    ]
+
+
+def _products(layer: Any, given: Shapes, made: Shapes) -> list[Product]:
+    names = {base.__name__ for base in type(layer).__mro__}
+    for name, formula in _FORMULAS.items():
+        if name in names and given and made:
+            return formula(layer, given, made[0])
+    return []
+
+
+def _dense(layer: Any, given: Shapes, made: Shape) -> list[Product]:
+    return [Product(math.prod(made[:-1]), given[0][-1], made[-1])]
+
+
+def _einsum(layer: Any, given: Shapes, made: Shape) -> list[Product]:
+    kernel = tuple(layer.kernel.shape)
+    left, right, out = layer.equation.replace("->", ",").split(",")
+    # An ellipsis stands for leading dimensions, which are rows.
+    sizes = dict(zip(reversed(right), reversed(kernel), strict=False))
+    summed = [label for label in right if label in left and label not in out]
+    k = math.prod(sizes[label] for label in summed)
+    n = math.prod(kernel) // max(k, 1)
+    return [Product(math.prod(made) // max(n, 1), k, n)]
+
+
+def _convolution(layer: Any, given: Shapes, made: Shape) -> list[Product]:
+    *window, per_group, filters = tuple(layer.kernel.shape)
+    groups = getattr(layer, "groups", 1)
+    rows, k = math.prod(made) // filters, math.prod(window) * per_group
+    return [Product(rows, k, filters // groups, groups)]
+
+
+def _transposed(layer: Any, given: Shapes, made: Shape) -> list[Product]:
+    *window, filters, channels = tuple(layer.kernel.shape)
+    rows = math.prod(given[0]) // channels
+    return [Product(rows, channels, math.prod(window) * filters)]
+
+
+def _separable(layer: Any, given: Shapes, made: Shape) -> list[Product]:
+    *_, channels, filters = tuple(layer.pointwise_kernel.shape)
+    return [Product(math.prod(made) // filters, channels, filters)]
+
+
+def _recurrent(layer: Any, given: Shapes, made: Shape) -> list[Product]:
+    batch, steps, features = given[0]
+    units, wide = layer.cell.units, layer.cell.kernel.shape[-1]
+    return [
+        Product(batch * steps, features, wide),
+        Product(batch, units, wide, steps),
+    ]
+
+
+def _attention(layer: Any, given: Shapes, made: Shape) -> list[Product]:
+    batch, queries = given[0][0], math.prod(given[0][1:-1])
+    keys = math.prod(given[1][1:-1]) if len(given) > 1 else queries
+    heads = getattr(layer, "num_heads", None) or layer.num_query_heads
+    size = getattr(layer, "key_dim", None) or layer.head_dim
+    width = getattr(layer, "_value_dim", None) or size
+    return [
+        Product(queries, size, keys, batch * heads),
+        Product(queries, keys, width, batch * heads),
+    ]
+
+
+def _dot_attention(layer: Any, given: Shapes, made: Shape) -> list[Product]:
+    (batch, queries, size), keys = given[0], given[1][1]
+    return [
+        Product(queries, size, keys, batch),
+        Product(queries, keys, made[-1], batch),
+    ]
+
+
+# By the names of Keras's classes and bases, so that subclasses count, too.
+_FORMULAS: dict[str, Callable[[Any, Shapes, Shape], list[Product]]] = {
+    "Dense": _dense,
+    "EinsumDense": _einsum,
+    "BaseConv": _convolution,
+    "BaseConvTranspose": _transposed,
+    "BaseSeparableConv": _separable,
+    "LSTM": _recurrent,
+    "GRU": _recurrent,
+    "SimpleRNN": _recurrent,
+    "MultiHeadAttention": _attention,
+    "GroupedQueryAttention": _attention,
+    "Attention": _dot_attention,
+}
