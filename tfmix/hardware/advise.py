@@ -156,11 +156,7 @@ def advise(model: keras.Model, batch_size: int) -> Advice:
         >>> advise(keras.Sequential(layers), 32).rows[0].padding
         'n 10 -> 16'
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            "`model` must be a keras.Model. "
-            f"Received: model={model!r} of type {type(model).__name__}."
-        )
+    _arguments.model(model)
     size = _arguments.count("batch_size", batch_size, example=32)
     found = _uses(model, size)
     rows = [_row(use.layer, use.products) for use in found if use.products]

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from tfmix import _arguments
 from tfmix._keras import compilation, model_methods
 from tfmix.scaling import optimizer as optimizers
 
@@ -49,12 +50,7 @@ def guard(model: keras.Model) -> keras.Model:
         >>> guard(model) is model
         True
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            "`model` must be a Keras 3 model (keras.Model). Received: "
-            f"model={model!r} of type {type(model).__module__}."
-            f"{type(model).__name__}."
-        )
+    _arguments.model(model)
     if getattr(model, "compiled", False):
         _check_optimizer(model)
     put_on(model, asked_for=True)

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from tfmix import _arguments
 from tfmix._keras import attributes, optimizers, variables
 from tfmix.variables import base
 
@@ -94,10 +95,7 @@ def load_float32(model: keras.Model, source: Any) -> None:
 
 def _check_model(model: keras.Model) -> None:
     """Refuses what has no weights yet."""
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"`model` must be a keras.Model. Received: model={model!r}."
-        )
+    _arguments.model(model)
     if not model.built:
         raise ValueError(
             "The model has no weights yet. Received: model="
