@@ -353,16 +353,14 @@ class Machine:
             dtype in SIXTEEN for pair in self.dtypes.values() for dtype in pair
         )
 
-    def _freeze(self, layer):
-        self.model.trainable = True
-        self.model.get_layer(layer).trainable = False
-        self.frozen = {layer}
+    def _freeze(self, *layers):
+        # Not by `model.trainable`: in Keras that thaws no layer.
+        for layer in _named(self.model):
+            layer.trainable = layer.name not in layers
+        self.frozen = set(layers)
         self._compile(self.name, self.wrap if self.wrap in WRAPS else "bare")
 
-    def _thaw(self):
-        self.model.trainable = True
-        self.frozen = set()
-        self._compile(self.name, self.wrap if self.wrap in WRAPS else "bare")
+    _thaw = _freeze
 
     def _file(self):
         path = pathlib.Path(self.files.name) / "model.keras"
@@ -497,14 +495,14 @@ class Machine:
     def _train(self, steps, step=None):
         """Trains until so many steps were applied; returns the last loss."""
         iterations = self.model.optimizer.iterations
-        first = int(iterations)
+        first = _number(iterations)
         tries, loss = 0, None
-        while int(iterations) < first + steps:
+        while _number(iterations) < first + steps:
             _law("a", tries < steps + MOST_SKIPS, f"{tries} steps skipped")
             self.model.reset_metrics()
             loss = (step or self._step)()
             tries += 1
-        _law("a", int(iterations) == first + steps, "too many iterations")
+        _law("a", _number(iterations) == first + steps, "too many iterations")
         return loss
 
     def _phase(self, step, steps, where):
@@ -640,6 +638,10 @@ def _law(letter, holds, message=""):
         raise Broken(f"{letter}: {message}")
 
 
+def _number(variable):
+    return int(keras.ops.convert_to_numpy(variable.value))
+
+
 def _wrapped(optimizer, wrap):
     if wrap == "bare":
         return optimizer
@@ -700,14 +702,16 @@ def _state(model):
     found = [*model.weights, *model.optimizer.variables]
     values = [*tfmix.export_float32(model), *helpers.snapshot(found)]
     names = [v.path for v in model.weights] + [v.path for v in found]
-    return [(n.split("/")[-1], v.tobytes()) for n, v in zip(names, values)]
+    pairs = zip(names, values, strict=True)
+    return [(n.split("/")[-1], v.tobytes()) for n, v in pairs]
 
 
 def _same_state(before, after, what):
     count = f"{len(before)} variables are {len(after)} after {what}"
     if len(before) != len(after):
         return False, count
-    changed = [a[0] for a, b in zip(before, after) if a[1] != b[1]]
+    pairs = zip(before, after, strict=True)
+    changed = [old[0] for old, new in pairs if old[1] != new[1]]
     return not changed, f"{changed} changed by {what}"
 
 

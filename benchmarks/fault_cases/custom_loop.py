@@ -81,7 +81,7 @@ def clip_hides_infinity(system: Any) -> Outcome:
     before = words.to_numpy(variable)
     scaled = [optimizer.scale_loss(ops.convert_to_tensor([np.inf, 0.25]))]
     grads = [ops.clip(g, -1, 1) for g in system.unscale(optimizer, scaled)]
-    loops.apply(optimizer, grads, [variable])
+    system.apply_unscaled(optimizer, grads, [variable])
     untouched = words.same([before], [words.to_numpy(variable)])
     return Outcome(
         untouched and words.skipped(optimizer, 1) == 1,
@@ -97,11 +97,26 @@ def clip_by_norm(system: Any) -> Outcome:
     scaled = [optimizer.scale_loss(ops.convert_to_tensor([3.0, 4.0]))]
     (gradient,) = system.unscale(optimizer, scaled)
     gradient = gradient / ops.maximum(ops.norm(gradient), 1.0)
-    loops.apply(optimizer, [gradient], [variable])
+    system.apply_unscaled(optimizer, [gradient], [variable])
     norm = float(np.linalg.norm(before - words.to_numpy(variable))) / 0.1
     return Outcome(
         words.close(variable, [0.94, 1.92]),
         f"the applied gradient has norm {norm:.3g} (right: 1)",
+    )
+
+
+@fault()
+def unscaled_for_a_log(system: Any) -> Outcome:
+    """The loop unscales its gradients only to log their norm."""
+    variable, optimizer = loops.wrapped_vector(system)
+    scaled = [optimizer.scale_loss(ops.convert_to_tensor([3.0, 4.0]))]
+    (true,) = system.unscale(optimizer, scaled)
+    norm = float(words.to_numpy(ops.norm(true)))
+    loops.apply(optimizer, scaled, [variable])
+    return Outcome(
+        abs(norm - 5.0) < 1e-3 and words.close(variable, [0.7, 1.6]),
+        f"the logged norm is {norm:.3g} (right: 5), weight "
+        f"{words.vector(variable)} (right: [0.7 1.6])",
     )
 
 
@@ -209,6 +224,7 @@ FAULTS = (
     traced_before_build,
     clip_hides_infinity,
     clip_by_norm,
+    unscaled_for_a_log,
     float16_loss,
     two_optimizers,
     variable_without_gradient,

@@ -156,10 +156,40 @@ def replicas_ema(system: Any) -> Outcome:
     )
 
 
+def _float8_loss(system: Any, strategy: Any) -> float:
+    """Trains two float8 layers; returns the last loss."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layers = [keras.layers.Dense(16, "relu"), keras.layers.Dense(16)]
+        model = keras.Sequential([keras.Input((16,)), *layers])
+        for layer in layers:
+            layer.quantize("float8")
+        model.compile(system.wrap(keras.optimizers.SGD(0.05)), loss="mse")
+    x = np.random.default_rng(0).normal(size=(16, 16)).astype("float32")
+    # Each replica sees what one device would.
+    x = np.tile(x, (2, 1))
+    history = model.fit(x, np.tanh(x), batch_size=32, epochs=20, verbose=0)
+    return float(history.history["loss"][-1])
+
+
+@fault(TENSORFLOW_ONLY, seconds=120)
+def replicas_float8(system: Any) -> Outcome:
+    """Keras's float8 layers on 2 replicas."""
+    import tensorflow as tf
+
+    expected = _float8_loss(system, tf.distribute.get_strategy())
+    loss = _float8_loss(system, mirrored())
+    return Outcome(
+        abs(loss - expected) < 0.02 * expected,
+        f"loss {loss:.3g} after 20 steps (one device: {expected:.3g})",
+    )
+
+
 FAULTS = (
     inf_in_one_replica,
     start_up_overflow,
     replicas_global_clipnorm,
     replicas_accumulation,
     replicas_ema,
+    replicas_float8,
 )
