@@ -344,7 +344,8 @@ class Machine:
             given, self.wrap = self.model.optimizer, "any"
         else:
             self.name, self.wrap = name, wrap
-            given = _wrapped(OPTIMIZERS[name](), wrap)
+            with self._scope():
+                given = _wrapped(OPTIMIZERS[name](), wrap)
             self.twin = Twin(name, self.frozen)
         settings = {"run_eagerly": self.order.mode == "eager"}
         if TENSORFLOW:
@@ -463,7 +464,12 @@ class Machine:
 
         def step():
             self.model.fit(
-                x, y, batch_size=len(x), verbose=0, callbacks=[callback]
+                x,
+                y,
+                batch_size=len(x),
+                shuffle=False,
+                verbose=0,
+                callbacks=[callback],
             )
 
         self._phase(step, 1, "fit")
