@@ -18,6 +18,9 @@ SATURATED_GATE = (
 UNSCALED = (
     "gradients below float16's smallest number, which a loss scale brings back"
 )
+OUT_OF_RANGE = (
+    "its result leaves float16's range there, and its gradient is the result"
+)
 
 # By the label of the recipe.
 EXCEPTIONS: dict[str, str] = {
@@ -32,6 +35,7 @@ EXCEPTIONS: dict[str, str] = {
     "GRUCell": SATURATED_GATE,
     "LSTMCell": SATURATED_GATE,
     "SimpleRNNCell": SATURATED_GATE,
+    "activations.exponential": OUT_OF_RANGE,
 }
 
 
@@ -40,14 +44,14 @@ def reason(
 ) -> str | None:
     """Says why a deviation is known, or None if it is not.
 
-    A reason for an inaccurate result does not excuse one that is not finite,
-    and only a missing kernel excuses an error.
+    A reason for an inaccurate result does not excuse one that is not finite:
+    only a result out of range does. Only a missing kernel excuses an error.
     """
     known = EXCEPTIONS.get(name)
     if deviation.not_finite:
-        return None
+        return known if known == OUT_OF_RANGE else None
     if not deviation.error:
-        return None if known == NO_KERNEL else known
+        return None if known in (NO_KERNEL, OUT_OF_RANGE) else known
     tensorflow = keras.backend.backend() == "tensorflow"
     missing = known == NO_KERNEL and fmt == "float16" and tensorflow
     return known if missing else None

@@ -78,7 +78,7 @@ class Runs:
         """
         inputs = _inputs(self._recipe, fmt, kind)
         run = self._run("float32", "float32", inputs)
-        weights = [_rounded(w, fmt) for w in run.first_weights]
+        weights = [rounded(w, fmt) for w in run.first_weights]
         return inputs, weights, run
 
     def _run(self, who: str, dtype: str, inputs: Any) -> "_Run":
@@ -108,7 +108,7 @@ def _inputs(recipe: Recipe, fmt: str, kind: str) -> Any:
             return [draw(part) for part in shape]
         if "ids" in recipe.call:
             return rng.integers(0, recipe.call["ids"], shape)
-        return _rounded(KINDS[kind](rng.normal(size=shape)), fmt)
+        return rounded(KINDS[kind](rng.normal(size=shape)), fmt)
 
     return [draw(shape) for shape in recipe.shapes]
 
@@ -127,18 +127,16 @@ class _Run:
         self.first_weights: list[np.ndarray] = []
         if isinstance(self._layer, keras.Layer):
             with layer_weights.drawn_by_numpy():
-                _build(self._call, _cast_all(inputs, dtype))
+                _build(self._call, cast_all(inputs, dtype))
             self.first_weights = self._layer.get_weights()
         self._variables = list(getattr(self._layer, "trainable_variables", []))
         if keras.backend.backend() == "jax":
             others = getattr(self._layer, "non_trainable_variables", [])
-            self._gradients = _with_jax(
+            self._gradients = with_jax(
                 self._call, self._variables, others, loss_scale
             )
         else:
-            self._gradients = _with_tape(
-                self._call, self._variables, loss_scale
-            )
+            self._gradients = with_tape(self._call, self._variables, loss_scale)
 
     def __call__(
         self, inputs: Any, weights: list[np.ndarray]
@@ -146,7 +144,7 @@ class _Run:
         """Returns outputs and gradients by name."""
         if weights:
             self._layer.set_weights(weights)
-        cast = _cast_all(inputs, self._dtype)
+        cast = cast_all(inputs, self._dtype)
         outputs, by_input, by_weight = self._gradients(cast)
         named = {f"output {i}": t for i, t in enumerate(outputs)}
         named.update({f"d input {i}": t for i, t in enumerate(by_input)})
@@ -158,8 +156,7 @@ class _Run:
             }
         )
         return {
-            k: _to_numpy(t)
-            / (1 if k.startswith("output") else self._loss_scale)
+            k: to_numpy(t) / (1 if k.startswith("output") else self._loss_scale)
             for k, t in named.items()
             if t is not None
         }
@@ -183,7 +180,7 @@ def _build(call: Any, inputs: Any) -> None:
     call(inputs)
 
 
-def _with_tape(call: Any, variables: Any, loss_scale: float) -> Gradients:
+def with_tape(call: Any, variables: Any, loss_scale: float) -> Gradients:
     import tensorflow as tf
 
     def gradients(inputs: Any) -> tuple[Any, Any, Any]:
@@ -198,7 +195,7 @@ def _with_tape(call: Any, variables: Any, loss_scale: float) -> Gradients:
     return gradients
 
 
-def _with_jax(
+def with_jax(
     call: Any, variables: Any, others: Any, loss_scale: float
 ) -> Gradients:
     import jax
@@ -265,7 +262,7 @@ def _is_float(tensor: Any) -> bool:
     return "float" in keras.backend.standardize_dtype(tensor.dtype)
 
 
-def _cast_all(inputs: Any, dtype: str) -> Any:
+def cast_all(inputs: Any, dtype: str) -> Any:
     def cast(array: np.ndarray) -> Any:
         tensor = keras.ops.convert_to_tensor(array)
         return (
@@ -275,14 +272,14 @@ def _cast_all(inputs: Any, dtype: str) -> Any:
     return keras.tree.map_structure(cast, inputs)
 
 
-def _rounded(array: np.ndarray, fmt: str) -> np.ndarray:
+def rounded(array: np.ndarray, fmt: str) -> np.ndarray:
     array = np.asarray(array)
     if array.dtype.kind != "f":
         return array
     narrow = keras.ops.cast(keras.ops.convert_to_tensor(array), fmt)
-    return _to_numpy(narrow).astype("float32")
+    return to_numpy(narrow).astype("float32")
 
 
-def _to_numpy(tensor: Any) -> np.ndarray:
+def to_numpy(tensor: Any) -> np.ndarray:
     wide = keras.ops.cast(tensor, "float32")
     return np.asarray(keras.ops.convert_to_numpy(wide)).astype("float64")

@@ -1,8 +1,9 @@
 """Sweeps every layer and activation of Keras in 16 bit against float32.
 
 Run it with `python -m benchmarks.layers`: it prints what is out of line in
-Keras, in tfmix, or in both, side by side. `--json PATH` writes all results,
-`--save` what is printed into docs/.
+Keras, in tfmix, or in both, side by side, and then what an op rule is worth
+for single ops (`--part layers` or `--part ops` for one of the two). `--json
+PATH` writes all results on layers, `--save` what is printed into docs/.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import rich.table
 from benchmarks import (
     layer_deviation,
     layer_measure,
+    layer_ops,
     layer_recipe,
     layer_recipes,
     layer_sensitivity,
@@ -176,6 +178,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the sweep; exit code 1 if tfmix has an unexplained row."""
     words = sys.argv[1:] if arguments is None else arguments
     options = _parse(words)
+    code = _sweep_layers(words, options) if "layers" in options.part else 0
+    if "ops" in options.part and not options.only:
+        _measure_ops(words, options)
+    return code
+
+
+def _measure_ops(words: Sequence[str], options: argparse.Namespace) -> None:
+    run = results.Run("layers/ops", words, keras.backend.backend(), "seed 11")
+    rows = list(layer_ops.measure(results.track(layer_ops.CASES, "ops")))
+    record = run.record([layer_ops.table(rows)])
+    results.show(record)
+    results.publish(record, options, shown=False)
+
+
+def _sweep_layers(words: Sequence[str], options: argparse.Namespace) -> int:
     rows = _kept(options.json) if options.resume else []
     how = f"seed 11; {len(rows)} rows kept from a run before" if rows else ""
     run = results.Run(
@@ -235,6 +252,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         choices=sorted(layer_deviation.BOUNDS),
         default=sorted(layer_deviation.BOUNDS),
+    )
+    parser.add_argument(
+        "--part",
+        nargs="+",
+        choices=("layers", "ops"),
+        default=("layers", "ops"),
+        help="what to measure; both unless it is given",
     )
     parser.add_argument("--json", metavar="PATH", help="write all results")
     parser.add_argument(

@@ -37,6 +37,14 @@ class Quiet(keras.layers.Layer):
         return inputs * 1e-3 * 1e-3
 
 
+@ops.custom_gradient
+def exploding(values):
+    def grad(upstream):
+        return upstream * 1e4 * 1e4
+
+    return values * 0.0, grad
+
+
 class UnscaledAttention(keras.layers.Layer):
     """Dot-product attention that forgot to divide by the root of the width."""
 

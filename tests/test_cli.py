@@ -105,13 +105,39 @@ def test_every_command_is_listed_in_the_help(capsys):
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["nothing"], ["devices", "--nothing"], ["demo", "--epochs", "many"]],
+    [["nothing"], ["devices", "--nothing"], ["demo", "--epochs", "many"]],
 )
 def test_wrong_words_exit_with_2_and_show_the_usage(capsys, words):
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)
     assert stopped.value.code == commands.BAD_INPUT
     assert "usage: tfmix" in capsys.readouterr().err
+
+
+def test_without_words_it_prints_the_help(capsys):
+    code, out, err = run(capsys)
+    assert (code, err) == (commands.OK, "")
+    assert "usage: tfmix" in out
+
+
+def test_it_tells_its_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"tfmix {tfmix.__version__}\n"
+
+
+def test_a_folder_that_is_missing_is_named_before_any_work(capsys, folder):
+    target = folder / "none" / "made.keras"
+    words = ("convert", str(folder / "good.keras"), str(target))
+    code, _, err = run(capsys, *words, "--policy", "mixed_float16")
+    assert code == commands.BAD_INPUT
+    assert "There is no folder" in err
+    assert "'made.keras'" in err
+    page = ("--html", str(folder / "none" / "report.html"))
+    code, _, err = checked(capsys, folder, "good.keras", "batch.npz", *page)
+    assert code == commands.BAD_INPUT
+    assert "'report.html'" in err
 
 
 @installed
@@ -154,6 +180,8 @@ def test_check_as_json_suggests_a_policy(capsys, folder):
     worst = data["rows"][0]
     assert (worst["layer"], worst["verdict"]) == ("first", "overflow")
     assert "'first'" in data["notes"][0]
+    # What it adds, not the layers that are in float32 anyhow.
+    assert "softmax" not in data["notes"][0].lower()
 
 
 @pytest.mark.parametrize("data", ["inputs.npy", "named.npz"])

@@ -5,7 +5,7 @@ import pytest
 
 from tests import numerics_faults
 from tfmix import plotting
-from tfmix.callbacks import scale_log
+from tfmix.callbacks import loss_scale_monitor
 from tfmix.doctor import check
 
 
@@ -41,8 +41,8 @@ def test_exponents_lie_where_the_values_do():
 
 def test_the_timeline_shows_scale_and_new_skips():
     readings = [
-        scale_log.Reading(100, 2.0**15, 100, 0, 0),
-        scale_log.Reading(200, 2.0**13, 198, 2, 0),
+        loss_scale_monitor.Reading(100, 2.0**15, 100, 0, 0),
+        loss_scale_monitor.Reading(200, 2.0**13, 198, 2, 0),
     ]
     upper, lower = plotting.loss_scale_timeline(readings).axes
     assert list(upper.lines[0].get_ydata()) == [2.0**15, 2.0**13]

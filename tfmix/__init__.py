@@ -19,6 +19,10 @@ from tfmix.output import float32_output as float32_output
 from tfmix.policy.in_force.scope import global_policy as global_policy
 from tfmix.policy.in_force.scope import policy_scope as policy_scope
 from tfmix.policy.in_force.scope import set_global_policy as set_global_policy
+from tfmix.policy.layer_rules import (
+    default_float32_layers as default_float32_layers,
+)
+from tfmix.policy.op_rules import default_float32_ops as default_float32_ops
 from tfmix.policy.policy import Policy as Policy
 from tfmix.scaling.guard import guard as guard
 from tfmix.scaling.optimizer import LossScaleOptimizer as LossScaleOptimizer
@@ -56,6 +60,8 @@ __all__ = [
     "check",
     "convert_model",
     "data",
+    "default_float32_layers",
+    "default_float32_ops",
     "devices",
     "export_float32",
     "float32_output",

@@ -25,15 +25,19 @@ def positive(name: str, value: Any) -> float:
     return value
 
 
-def count(name: str, value: Any) -> int:
+def count(
+    name: str, value: Any, *, lowest: int = 1, example: int | None = None
+) -> int:
+    allowed = f"an integer of {lowest} or more"
+    if example is not None:
+        allowed += f", such as {example}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(
-            f"`{name}` must be an integer of 1 or more, such as 2000. "
+            f"`{name}` must be {allowed}. "
             f"Received: {name}={value!r} of type {type(value).__name__}."
         )
-    if value < 1:
+    if value < lowest:
         raise ValueError(
-            f"`{name}` must be 1 or more, such as 2000. "
-            f"Received: {name}={value!r}."
+            f"`{name}` must be {allowed}. Received: {name}={value!r}."
         )
     return int(value)

@@ -1,22 +1,86 @@
 """Tables that print the same as text, in a terminal and in a notebook."""
 
 import abc
+import dataclasses
 import html
 import io
-from typing import Any
+from collections.abc import Sequence
 
+import rich.box
 import rich.console
+import rich.markup
+import rich.table
 
 # Wide enough for the longest line of advice; a terminal wraps it.
 _WIDTH = 160
+_STYLES = {
+    "ok": "green",
+    "overflow": "bold red",
+    "not_finite": "bold red",
+    "underflow": "yellow",
+    "inaccurate": "yellow",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """One table as plain text.
+
+    Attributes:
+        heads: Names of the columns.
+        rows: The cells of each row.
+        title: A line above the table.
+        notes: Lines below it.
+        verdicts: A verdict for each row, which sets its colour; empty for
+            rows without one.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    notes: Sequence[str] = ()
+    verdicts: Sequence[str] = ()
+
+    def __rich__(self) -> rich.console.Group:
+        drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+        for head in self.heads:
+            drawn.add_column(head, overflow="fold")
+        for index, row in enumerate(self.rows):
+            # Names and advice hold brackets, which rich takes for markup.
+            style = _STYLES.get(self._verdict(index))
+            drawn.add_row(*map(rich.markup.escape, row), style=style)
+        above = [self.title] if self.title else []
+        lines = [rich.markup.escape(line) for line in (*above, *self.notes)]
+        return rich.console.Group(
+            *lines[: len(above)], drawn, *lines[len(above) :]
+        )
+
+    def html(self) -> str:
+        """Returns an HTML table; a row's verdict is its class."""
+        rows = "\n".join(
+            f'<tr class="{self._verdict(index)}">{_cells("td", row)}</tr>'
+            for index, row in enumerate(self.rows)
+        )
+        title = f"<p>{html.escape(self.title)}</p>\n" if self.title else ""
+        notes = "".join(f"\n<p>{html.escape(one)}</p>" for one in self.notes)
+        return (
+            f"{title}<table><thead><tr>{_cells('th', self.heads)}</tr></thead>"
+            f"\n<tbody>{rows}</tbody></table>{notes}"
+        )
+
+    def _verdict(self, index: int) -> str:
+        return self.verdicts[index] if self.verdicts else ""
 
 
 class Printed(abc.ABC):
-    """Gives what rich can draw a `str` and a notebook form."""
+    """Prints the tables of a subclass: `str`, rich and notebook form."""
 
     @abc.abstractmethod
-    def __rich__(self) -> Any:
-        """Returns a table, or a group of them."""
+    def tables(self) -> Sequence[Table]:
+        """Returns what to print."""
+
+    def __rich__(self) -> rich.console.Group:
+        return rich.console.Group(*self.tables())
 
     def __str__(self) -> str:
         console = rich.console.Console(
@@ -27,4 +91,8 @@ class Printed(abc.ABC):
         return captured.get()
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return "\n".join(table.html() for table in self.tables())
+
+
+def _cells(tag: str, cells: Sequence[str]) -> str:
+    return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)

@@ -19,6 +19,7 @@ exit codes:
 """
 PIPE_WIDTH = 160
 INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C
+_Command = Callable[[argparse.Namespace], commands.Outcome]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         {...}
         0
     """
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.name is None:
+        parser.print_help()
+        return commands.OK
     try:
         outcome = options.command(options)
     except (ImportError, OSError, TypeError, ValueError) as error:
@@ -67,145 +72,137 @@ def build_parser() -> argparse.ArgumentParser:
         description="Mixed-precision training for Keras 3, from a shell.",
         epilog="`tfmix COMMAND --help` shows a command's options.",
     )
-    added = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
-    _add(
-        added,
+    version = vars(sys.modules["tfmix"])["__version__"]
+    parser.add_argument(
+        "--version", action="version", version=f"tfmix {version}"
+    )
+    added = parser.add_subparsers(dest="name", metavar="COMMAND")
+    for name, command, summary, examples, options in _COMMANDS:
+        lines = "\n".join(f"  tfmix {name}{words}" for words in examples)
+        one = added.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=f"examples:\n{lines}\n\n{EXIT_CODES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        one.add_argument(
+            "--json", action="store_true", help="print JSON instead of a table"
+        )
+        one.set_defaults(command=command)
+        for option, settings in options.items():
+            one.add_argument(option, **settings)
+    return parser
+
+
+_Options = dict[str, dict[str, Any]]
+_MODEL: _Options = {"model": {"type": pathlib.Path, "help": "a .keras file"}}
+
+
+def _flag(summary: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": summary}
+
+
+def _file(summary: str, **settings: Any) -> dict[str, Any]:
+    return {"type": pathlib.Path, "help": summary, **settings}
+
+
+_CHECK: _Options = {
+    **_MODEL,
+    "--data": _file(
+        ".npz with x and y (or inputs by name), or .npy with x", required=True
+    ),
+    "--loss": {"help": "a loss of Keras (default: the compiled one)"},
+    "--policy": {
+        "help": "mixed_float16, mixed_bfloat16, ... (default: its own)"
+    },
+    "--rows": {
+        "type": int,
+        "default": 64,
+        "help": "rows to use (default: 64)",
+    },
+    "--suggest": _flag("search a policy that is healthy"),
+    "--html": _file("write a report to this file"),
+}
+_ADVISE: _Options = {
+    **_MODEL,
+    "--batch-size": {
+        "type": int,
+        "required": True,
+        "help": "rows of a training batch",
+    },
+}
+_CONVERT: _Options = {
+    "source": _file("a .keras file"),
+    "target": _file("the file to write"),
+    "--policy": {"required": True, "help": "mixed_float16, bfloat16, O2, ..."},
+    "--inference": _flag("leave out the optimizer and the loss"),
+    "--overwrite": _flag("replace an existing file"),
+}
+_DEMO: _Options = {
+    "--epochs": {"type": int, "help": "passes over the data"},
+    "--seeds": {"type": int, "help": "runs per policy"},
+    "--out": {
+        "default": "out",
+        "help": "folder for the plot (default: out)",
+    },
+}
+_BENCH: _Options = {
+    "names": {"nargs": "*", "metavar": "NAME", "help": "which to run"},
+    "--list": _flag("print the names, run nothing"),
+}
+# Name, function, summary, the words of its examples, and its options.
+_COMMANDS: tuple[tuple[str, _Command, str, tuple[str, ...], _Options], ...] = (
+    (
         "devices",
         commands.run_devices,
         "what the hardware can do, and the policy 'auto' takes here",
-        "tfmix devices",
-        "tfmix devices --json",
-    )
-    _add_check(added)
-    _add_advise(added)
-    _add_convert(added)
-    _add_demo(added)
-    _add_bench(added)
-    return parser
-
-
-def _add_bench(added: Any) -> None:
-    parser = _add(
-        added,
-        "bench",
-        commands.run_bench,
-        "the benchmarks of a checkout, all or some",
-        "tfmix bench --list",
-        "tfmix bench overhead peers",
-        "tfmix bench sparse_memory --json",
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="which to run")
-    parser.add_argument(
-        "--list", action="store_true", help="print the names, run nothing"
-    )
-
-
-def _add_demo(added: Any) -> None:
-    parser = _add(
-        added,
-        "demo",
-        commands.run_demo,
-        "train on real scanned digits under three policies and compare",
-        "tfmix demo",
-        "tfmix demo --epochs 4 --seeds 1 --out plots",
-    )
-    parser.add_argument("--epochs", type=int, help="passes over the data")
-    parser.add_argument("--seeds", type=int, help="runs per policy")
-    parser.add_argument(
-        "--out", default="out", help="folder for the plot (default: out)"
-    )
-
-
-def _add_check(added: Any) -> None:
-    parser = _add(
-        added,
+        ("", " --json"),
+        {},
+    ),
+    (
         "check",
         commands.run_check,
         "a saved model in 16 bit against itself in float32, layer by layer",
-        "tfmix check model.keras --data batch.npz",
-        "tfmix check model.keras --data batch.npz --suggest --html report.html",
-        "tfmix check model.keras --data batch.npz --loss mse --json",
-    )
-    parser.add_argument("model", type=pathlib.Path, help="a .keras file")
-    parser.add_argument(
-        "--data",
-        type=pathlib.Path,
-        required=True,
-        help=".npz with x and y (or inputs by name), or .npy with x",
-    )
-    parser.add_argument(
-        "--loss", help="a loss of Keras (default: the compiled one)"
-    )
-    parser.add_argument(
-        "--policy", help="mixed_float16, mixed_bfloat16, ... (default: its own)"
-    )
-    parser.add_argument(
-        "--rows", type=int, default=64, help="rows to use (default: 64)"
-    )
-    parser.add_argument(
-        "--suggest", action="store_true", help="search a policy that is healthy"
-    )
-    parser.add_argument(
-        "--html", type=pathlib.Path, help="write a report to this file"
-    )
-
-
-def _add_advise(added: Any) -> None:
-    parser = _add(
-        added,
+        (
+            " model.keras --data batch.npz",
+            " model.keras --data batch.npz --suggest --html report.html",
+            " model.keras --data batch.npz --loss mse --json",
+        ),
+        _CHECK,
+    ),
+    (
         "advise",
         commands.run_advise,
         "shapes that keep 16-bit hardware waiting, and memory per policy",
-        "tfmix advise model.keras --batch-size 128",
-        "tfmix advise model.keras --batch-size 128 --json",
-    )
-    parser.add_argument("model", type=pathlib.Path, help="a .keras file")
-    parser.add_argument(
-        "--batch-size", type=int, required=True, help="rows of a training batch"
-    )
-
-
-def _add_convert(added: Any) -> None:
-    parser = _add(
-        added,
+        (
+            " model.keras --batch-size 128",
+            " model.keras --batch-size 128 --json",
+        ),
+        _ADVISE,
+    ),
+    (
         "convert",
         commands.run_convert,
         "a saved model into another policy, weights carried over",
-        "tfmix convert model.keras model16.keras --policy mixed_float16",
-        "tfmix convert model.keras served.keras --policy bfloat16 --inference",
-    )
-    parser.add_argument("source", type=pathlib.Path, help="a .keras file")
-    parser.add_argument("target", type=pathlib.Path, help="the file to write")
-    parser.add_argument(
-        "--policy", required=True, help="mixed_float16, bfloat16, O2, ..."
-    )
-    parser.add_argument(
-        "--inference",
-        action="store_true",
-        help="leave out the optimizer and the loss",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace an existing file"
-    )
-
-
-def _add(
-    added: Any,
-    name: str,
-    command: Callable[[argparse.Namespace], commands.Outcome],
-    summary: str,
-    *examples: str,
-) -> argparse.ArgumentParser:
-    lines = "\n".join(f"  {example}" for example in examples)
-    parser: argparse.ArgumentParser = added.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=f"examples:\n{lines}\n\n{EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON instead of a table"
-    )
-    parser.set_defaults(command=command)
-    return parser
+        (
+            " model.keras model16.keras --policy mixed_float16",
+            " model.keras served.keras --policy bfloat16 --inference",
+        ),
+        _CONVERT,
+    ),
+    (
+        "demo",
+        commands.run_demo,
+        "train on real scanned digits under three policies and compare",
+        ("", " --epochs 4 --seeds 1 --out plots"),
+        _DEMO,
+    ),
+    (
+        "bench",
+        commands.run_bench,
+        "the benchmarks of a checkout, all or some",
+        (" --list", " overhead peers", " sparse_memory --json"),
+        _BENCH,
+    ),
+)

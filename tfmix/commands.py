@@ -11,28 +11,26 @@ from typing import Any
 
 import keras
 import numpy as np
-from rich import box, console, markup, table
+from rich import console, markup
 
+from tfmix import _tables
 from tfmix.conversion import convert
 from tfmix.devices import devices, suited_policy
 from tfmix.doctor import check
 from tfmix.hardware import advise
+from tfmix.policy import policy
 
 OK, UNHEALTHY, BAD_INPUT = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a command found: for people, for programs and for the shell.
+    """What a command found: for people, for programs and for the shell."""
 
-    Attributes:
-        text: A string or anything rich can print.
-        data: The same as plain JSON values, for `--json`.
-        code: The exit code.
-    """
-
+    # A string or anything rich can print; the same as plain JSON values.
     text: Any
     data: Any
+    # The exit code.
     code: int = OK
 
 
@@ -40,31 +38,30 @@ def run_devices(options: argparse.Namespace) -> Outcome:
     """Lists the devices, and says what `"auto"` would choose."""
     found = devices()
     name, reason = suited_policy(found)
-    drawn = table.Table(
-        *("kind", "name", "capability", "float16", "bfloat16"),
-        box=box.SIMPLE_HEAD,
-        caption=f"'auto' is '{name}' here: {reason}",
-        caption_justify="left",
-    )
-    for device in found:
-        capability = device.compute_capability
-        drawn.add_row(
+    rows = [
+        (
             device.kind,
             device.name,
-            ".".join(map(str, capability)) if capability else "-",
+            ".".join(map(str, device.compute_capability or ())) or "-",
             "fast" if device.float16 else "not faster",
             "fast" if device.bfloat16 else "not faster",
         )
+        for device in found
+    ]
+    heads = ("kind", "name", "capability", "float16", "bfloat16")
+    note = f"'auto' is '{name}' here: {reason}"
     data = {
         "devices": [dataclasses.asdict(device) for device in found],
         "auto": name,
         "reason": reason,
     }
-    return Outcome(drawn, data)
+    return Outcome(_tables.Table(heads, rows, notes=[note]), data)
 
 
 def run_check(options: argparse.Namespace) -> Outcome:
     """Checks a saved model in 16 bit on a batch from a file."""
+    if options.html:
+        _check_folder(options.html)
     x, y = read_batch(options.data, options.rows)
     # A loss that is given replaces the compiled one, which then need not load.
     model = load_model(options.model, compiled=options.loss is None)
@@ -77,8 +74,8 @@ def run_check(options: argparse.Namespace) -> Outcome:
             "checked; give one with --loss."
         )
     try:
-        report = check.check(
-            model, x, y, loss=options.loss, policy=options.policy
+        report = check.checked(
+            model, x, y, loss=options.loss, policy=options.policy, rows=None
         )
     except (TypeError, ValueError):
         raise
@@ -92,13 +89,20 @@ def run_check(options: argparse.Namespace) -> Outcome:
     if options.suggest:
         suggested = report.suggested_policy(progress=not options.json)
         data["suggested_policy"] = repr(suggested)
-        notes.append(f"suggested: {suggested!r}")
+        notes.append(_suggestion(suggested, report.policy))
     if options.html:
         report.to_html(options.html)
         notes.append(f"report: {options.html}")
     data["notes"] += notes
     text = console.Group(report, *map(markup.escape, notes))
     return Outcome(text, data, OK if report.healthy else UNHEALTHY)
+
+
+def _suggestion(suggested: policy.Policy, base: policy.Policy) -> str:
+    known = base.float32_layers
+    added = [one for one in suggested.float32_layers if one not in known]
+    extra = f" with {added} in float32 as well" if added else ""
+    return f"suggested: {suggested.level or suggested.name!r}{extra}"
 
 
 def run_advise(options: argparse.Namespace) -> Outcome:
@@ -126,6 +130,7 @@ def run_convert(options: argparse.Namespace) -> Outcome:
             f"{str(target)!r} exists already. Give another name, or "
             "`--overwrite`."
         )
+    _check_folder(target)
     model = load_model(options.source, compiled=not options.inference)
     report = convert.apply_policy(model, options.policy)
     model.save(target)
@@ -198,18 +203,7 @@ def _benchmarks(
 
 
 def load_model(path: pathlib.Path, compiled: bool) -> keras.Model:
-    """Loads a model from a `.keras` file.
-
-    Args:
-        path: The file.
-        compiled: Whether to restore the optimizer and the loss as well.
-
-    Returns:
-        The model.
-
-    Raises:
-        ValueError: If there is no such file, or Keras cannot load it.
-    """
+    """Loads a model from a `.keras` file, with optimizer and loss or not."""
     _check_file(
         path,
         "Give the path of a model that was saved with "
@@ -234,20 +228,21 @@ def _check_file(path: pathlib.Path, advice: str) -> None:
         raise ValueError(f"There is no file {str(path)!r}. {advice}")
 
 
+def _check_folder(path: pathlib.Path) -> None:
+    """Refuses a file to write in a folder that is not there."""
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"There is no folder {str(path.parent)!r} to write {path.name!r} "
+            "in. Make it first, or give another path."
+        )
+
+
 def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
     """Reads inputs and targets from an `.npz` or inputs from an `.npy` file.
 
-    Args:
-        path: The file. In an `.npz`, `y` holds the targets (it may be
-            missing) and `x` the inputs; a model with several inputs takes
-            arrays by the inputs' names instead of `x`.
-        rows: How many rows to keep.
-
-    Returns:
-        Inputs and targets, the latter None where there are none.
-
-    Raises:
-        ValueError: If the file is missing, unreadable or has no inputs.
+    In an `.npz`, `y` holds the targets (it may be missing) and `x` the inputs;
+    a model with several inputs takes arrays by the inputs' names instead of
+    `x`. The targets are None where there are none.
     """
     if rows < 1:
         raise ValueError(f"`rows` must be at least 1. Received: rows={rows!r}.")
@@ -276,15 +271,7 @@ def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
 def arranged(x: Any, model: keras.Model) -> Any:
     """Puts arrays given by name into the structure a model asks for.
 
-    Args:
-        x: An array, or a dict of arrays by the names of the inputs.
-        model: A model; one without `keras.Input`s takes the dict as it is.
-
-    Returns:
-        The array, or a nest of arrays like the model's inputs.
-
-    Raises:
-        ValueError: If an input of the model has no array.
+    A model without `keras.Input`s takes a dict as it is.
     """
     inputs = getattr(model, "input", None)
     if not isinstance(x, dict) or inputs is None:

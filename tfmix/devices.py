@@ -42,29 +42,18 @@ def describe(
 ) -> Device:
     """Builds the record of a device from the facts a backend gives.
 
-    Args:
-        kind: `"GPU"`, `"TPU"` or `"CPU"`.
-        name: The backend's name for the device.
-        backend: The Keras backend, `"tensorflow"` or `"jax"`.
-        compute_capability: `(major, minor)`, or `None` where unknown.
-
-    Returns:
-        The frozen record, suitability filled in.
-
     Example:
         >>> describe("GPU", "Tesla V100", "tensorflow", (7, 0)).bfloat16
         False
     """
     capability = compute_capability if kind == "GPU" else None
-    tpu = kind == "TPU"
     return Device(
         kind=kind,
         name=name,
         compute_capability=capability,
         # A TPU has no float16 units: it is computed in float32 there.
-        float16=capability is not None and capability >= FLOAT16_CAPABILITY,
-        bfloat16=tpu
-        or (capability is not None and capability >= BFLOAT16_CAPABILITY),
+        float16=(capability or (0, 0)) >= FLOAT16_CAPABILITY,
+        bfloat16=kind == "TPU" or (capability or (0, 0)) >= BFLOAT16_CAPABILITY,
         backend=backend,
     )
 
@@ -88,13 +77,9 @@ def devices() -> tuple[Device, ...]:
 
 
 def suited_policy(found: tuple[Device, ...]) -> tuple[str, str]:
-    """Chooses the policy for a set of devices; the weakest of them decides.
+    """Returns the policy for a set of devices, and the reason in words.
 
-    Args:
-        found: Records as `devices()` returns them.
-
-    Returns:
-        The policy's name and the reason in words.
+    The weakest accelerator decides.
 
     Example:
         >>> suited_policy((describe("TPU", "TPU v4", "jax"),))[0]
@@ -115,15 +100,7 @@ def suited_policy(found: tuple[Device, ...]) -> tuple[str, str]:
 
 
 def auto_policy() -> str:
-    """Chooses the policy for this machine; says why in one log line.
-
-    Returns:
-        `"float32"`, `"mixed_float16"` or `"mixed_bfloat16"`.
-
-    Example:
-        >>> auto_policy() in ("float32", "mixed_float16", "mixed_bfloat16")
-        True
-    """
+    """Chooses the policy for this machine; says why in one log line."""
     name, reason = suited_policy(devices())
     logging.info("tfmix: policy 'auto' is %r here: %s.", name, reason)
     return name

@@ -81,7 +81,7 @@ def clip_hides_infinity(system: Any) -> Outcome:
     before = words.to_numpy(variable)
     scaled = [optimizer.scale_loss(ops.convert_to_tensor([np.inf, 0.25]))]
     grads = [ops.clip(g, -1, 1) for g in system.unscale(optimizer, scaled)]
-    system.apply_unscaled(optimizer, grads, [variable])
+    loops.apply(optimizer, grads, [variable], **system.unscaled)
     untouched = words.same([before], [words.to_numpy(variable)])
     return Outcome(
         untouched and words.skipped(optimizer, 1) == 1,
@@ -97,7 +97,7 @@ def clip_by_norm(system: Any) -> Outcome:
     scaled = [optimizer.scale_loss(ops.convert_to_tensor([3.0, 4.0]))]
     (gradient,) = system.unscale(optimizer, scaled)
     gradient = gradient / ops.maximum(ops.norm(gradient), 1.0)
-    system.apply_unscaled(optimizer, [gradient], [variable])
+    loops.apply(optimizer, [gradient], [variable], **system.unscaled)
     norm = float(np.linalg.norm(before - words.to_numpy(variable))) / 0.1
     return Outcome(
         words.close(variable, [0.94, 1.92]),

@@ -16,13 +16,20 @@ def wrapped_vector(
     return variable, optimizer
 
 
-def apply(optimizer: Any, gradients: Any, variables: Any) -> None:
-    """Applies scaled gradients the way a loop on this backend does."""
+def apply(optimizer: Any, gradients: Any, variables: Any, **how: bool) -> None:
+    """Applies gradients the way a loop on this backend does.
+
+    Args:
+        optimizer: The system's optimizer.
+        gradients: Scaled gradients, or true ones if `how` says so.
+        variables: Their variables.
+        **how: Further arguments of the optimizer's method.
+    """
     if keras.backend.backend() == "jax":
-        function = optimizer.stateless_apply
+        function = functools.partial(optimizer.stateless_apply, **how)
         _apply_stateless(function, optimizer, gradients, variables)
     else:
-        optimizer.apply(gradients, variables)
+        optimizer.apply(gradients, variables, **how)
 
 
 def step(optimizer: Any, variables: Any, gradients: Any) -> None:

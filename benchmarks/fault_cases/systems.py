@@ -20,6 +20,8 @@ class System(abc.ABC):
     layers = "float32"
     # Why a fault does not apply, by its name.
     inapplicable: Mapping[str, str] = {}
+    # How `optimizer.apply` is told that its gradients come from `unscale`.
+    unscaled: Mapping[str, bool] = {}
 
     def variable(self, values: Any, name: str | None = None) -> Any:
         """Creates a weight of the system's dtype."""
@@ -40,12 +42,6 @@ class System(abc.ABC):
     @abc.abstractmethod
     def unscale(self, optimizer: Any, grads: Sequence[Any]) -> list[Any]:
         """Returns gradients a user may clip, before `optimizer.apply`."""
-
-    def apply_unscaled(
-        self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]
-    ) -> None:
-        """Applies what `unscale` returned."""
-        optimizer.apply(grads, variables)
 
     @abc.abstractmethod
     def convert(self, model: Any, policy: str) -> Callable[[], Any]:
@@ -103,6 +99,7 @@ class Tfmix(System):
     """tfmix's classes."""
 
     name = "tfmix"
+    unscaled: Mapping[str, bool] = {"unscaled": True}
 
     def wrap(self, optimizer: Any, **settings: Any) -> Any:
         return tfmix.LossScaleOptimizer(optimizer, **settings)
@@ -115,11 +112,6 @@ class Tfmix(System):
 
     def unscale(self, optimizer: Any, grads: Sequence[Any]) -> list[Any]:
         return optimizer.unscale_gradients(grads)
-
-    def apply_unscaled(
-        self, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]
-    ) -> None:
-        optimizer.apply(grads, variables, unscaled=True)
 
     def convert(self, model: Any, policy: str) -> Callable[[], Any]:
         return tfmix.apply_policy(model, policy).undo

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 from tests import helpers
-from tfmix._keras import nested_inputs
+from tfmix._keras import layer_policies
 from tfmix.conversion import convert
 
 OFFSET = 2000.0
@@ -53,12 +53,12 @@ def test_a_model_converted_to_float32_computes_in_float32(tmp_path):
 def test_only_16_bit_inputs_of_nested_models_are_touched():
     inner = build().layers[-1]
     before = inner._functional._inputs[0].dtype
-    restore = nested_inputs.widen_inputs(inner)
+    restore = layer_policies.widen_inputs(inner)
     assert inner._functional._inputs[0].dtype == "float32"
     restore()
     assert inner._functional._inputs[0].dtype == before == "float16"
     ids = keras.Input((3,), dtype="int32")
     model = keras.Model(ids, keras.layers.Embedding(5, 2)(ids))
-    nested_inputs.widen_inputs(model)
+    layer_policies.widen_inputs(model)
     assert model.input.dtype == "int32"
-    nested_inputs.widen_inputs(keras.layers.Dense(2))
+    layer_policies.widen_inputs(keras.layers.Dense(2))

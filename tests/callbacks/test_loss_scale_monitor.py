@@ -1,5 +1,6 @@
 """What LossScaleMonitor shows, when it reads, and when it stops a run."""
 
+import copy
 import csv
 
 import keras
@@ -161,6 +162,44 @@ def test_numbers_below_one_are_refused(name):
         Monitor(**{name: 0})
     with pytest.raises(TypeError, match=f"{name}=2.5"):
         Monitor(**{name: 2.5})
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_it_can_be_copied_as_tuners_do(after):
+    monitor = Monitor()
+    if after:
+        fit(compiled(), monitor, batches(3))
+    copied = copy.deepcopy(monitor)
+    assert copied.every == monitor.every
+    fit(compiled(), copied, batches(3))
+    assert copied.timeline[-1].loss_scale == 2.0**15
+
+
+@helpers.requires_backend("tensorflow")
+def test_it_reads_a_mirrored_optimizer_in_fit():
+    import tensorflow as tf
+
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = compiled()
+    monitor = Monitor(every=2)
+    history = fit(model, monitor, batches(4, bad=[1]))
+    assert history["applied_steps"] == [3]
+    assert history["skipped_steps"] == [1]
+
+
+def test_a_resumed_run_goes_on_with_the_optimizers_steps(tmp_path):
+    def train(epochs, monitor):
+        model = compiled()
+        backup = keras.callbacks.BackupAndRestore(
+            tmp_path / "backup", delete_checkpoint=False
+        )
+        data = batches(5, bad=[1])
+        fit(model, monitor, data, callbacks=[backup], epochs=epochs)
+
+    train(2, Monitor())
+    resumed = Monitor()
+    train(3, resumed)
+    assert [reading.step for reading in resumed.timeline] == [15]
 
 
 @helpers.requires_backend("tensorflow")

@@ -93,6 +93,88 @@ def test_a_healthy_run_raises_no_alarm_and_is_not_changed(jit_compile):
         np.testing.assert_array_equal(np.array(left), np.array(right))
 
 
+class Blowing(keras.layers.Layer):
+    """Returns zeros of its input, with a gradient that no format holds."""
+
+    def call(self, inputs):
+        return numerics_faults.exploding(inputs)
+
+
+def branches(order, dtype="mixed_float16"):
+    """Two layers read one tensor; the gradient of "guilty" overflows."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(8, name="shared", dtype=dtype)(inputs)
+    makers = {
+        "guilty": Blowing(name="guilty", dtype=dtype),
+        "innocent": keras.layers.Dense(8, name="innocent", dtype=dtype),
+    }
+    made = [makers[name](hidden) for name in order]
+    joined = keras.layers.Add(name="joined", dtype=dtype)(made)
+    outputs = keras.layers.Dense(1, name="head", dtype="float32")(joined)
+    model = keras.Model(inputs, outputs)
+    optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-3))
+    model.compile(optimizer, "mse", jit_compile=JAX)
+    return model
+
+
+@pytest.mark.parametrize(
+    "order", [("guilty", "innocent"), ("innocent", "guilty")]
+)
+def test_of_two_layers_that_read_a_tensor_the_right_one_is_blamed(order):
+    monitor = Monitor()
+    train(branches(order), monitor, batch_size=24)
+    event = monitor.events[0]
+    found = (event.layer, event.phase, event.verdict)
+    assert found == ("guilty", "backward", "overflow")
+
+
+def towers():
+    """Two towers; in the first, the gradient of "guilty" overflows."""
+    keras.utils.set_random_seed(0)
+    dtype = "mixed_float16"
+    inputs = keras.Input((4,))
+    left = keras.layers.Dense(8, name="left", dtype=dtype)(inputs)
+    right = keras.layers.Dense(8, name="right", dtype=dtype)(inputs)
+    more = keras.layers.Dense(8, name="more", dtype=dtype)(right)
+    left = Blowing(name="guilty", dtype=dtype)(left)
+    joined = keras.layers.Add(name="joined", dtype=dtype)([more, left])
+    outputs = keras.layers.Dense(1, name="head", dtype="float32")(joined)
+    model = keras.Model(inputs, outputs)
+    optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-3))
+    model.compile(optimizer, "mse", jit_compile=JAX)
+    return model
+
+
+def test_the_layer_that_reads_a_tensor_is_blamed_not_the_next_one_called():
+    monitor = Monitor()
+    train(towers(), monitor, batch_size=24)
+    assert monitor.events[0].layer == "guilty"
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_loss_that_is_never_multiplied_is_still_told_of():
+    """The monitor's own sample is no call of `scale_loss`."""
+
+    class Forgetful(keras.Sequential):
+        def train_step(self, data):
+            import tensorflow as tf
+
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x=x, y=y, y_pred=self(x))
+            variables = self.trainable_variables
+            grads = tape.gradient(loss, variables)
+            self.optimizer.apply(grads, variables)
+            return {"loss": loss}
+
+    model = Forgetful([keras.Input((4,)), keras.layers.Dense(1)])
+    optimizer = scaling.LossScaleOptimizer("sgd")
+    model.compile(optimizer, "mse", jit_compile=False)
+    with pytest.warns(UserWarning, match="never multiplied"):
+        train(model, Monitor())
+
+
 def test_zeros_are_no_alarm():
     # As residual networks start: the error of such a layer is 0, and so is
     # every gradient that goes into it.

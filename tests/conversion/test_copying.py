@@ -1,26 +1,18 @@
-"""A copy takes along the script's own classes, functions and lambdas."""
-
-import importlib
-import threading
+"""A copy takes along what Keras can save, and says what it cannot."""
 
 import keras
 import numpy as np
 import pytest
 
 from tests import helpers
-from tfmix.conversion import convert, own_code
+from tfmix.conversion import convert
 from tfmix.policy import policy as policies
 
 X = np.random.default_rng(5).normal(size=(8, 4)).astype("float32")
-FACTOR = 3.0
-
-
-def scaled(x):
-    return x * FACTOR
 
 
 def own_activation(x):
-    return scaled(keras.ops.tanh(x))
+    return keras.ops.tanh(x) * 3.0
 
 
 def own_metric(y_true, y_pred):
@@ -37,31 +29,62 @@ class OwnStart(keras.initializers.Initializer):
         return keras.ops.full(shape, 0.1, dtype)
 
 
+class OwnLayer(keras.layers.Layer):
+    def call(self, x):
+        return x * 2.0
+
+
+OWN = [own_activation, own_metric, OwnLoss, OwnStart, OwnLayer]
+
+
 def own_parts():
     inputs = keras.Input((4,))
     x = keras.layers.Dense(4, own_activation, kernel_initializer=OwnStart())(
         inputs
     )
-    for power in (1.0, 2.0):
-        # The global is this script's, the variable this function's.
-        x = keras.layers.Lambda(lambda t, p=power: scaled(t) / p)(x)
-    x = keras.layers.Lambda(own_activation)(x)
-    return keras.Model(inputs, keras.layers.Dense(1)(x))
-
-
-def test_a_copy_computes_with_the_scripts_own_code():
-    model = own_parts()
+    x = OwnLayer()(keras.layers.Lambda(own_activation)(x))
+    model = keras.Model(inputs, keras.layers.Dense(1)(x))
     model.compile("sgd", OwnLoss(), metrics=[own_metric])
-    twin = convert.convert_model(model, "mixed_bfloat16")
+    return model
+
+
+def test_code_that_keras_is_told_of_is_copied():
+    model = own_parts()
+    names = {each.__name__: each for each in OWN}
+    with keras.saving.custom_object_scope(names):
+        twin = convert.convert_model(model, "mixed_bfloat16")
     helpers.assert_close(twin(X), model(X), "bfloat16")
-    names = {getattr(x, "function", None) for x in twin.layers}
-    assert own_activation in names
+    found = {getattr(x, "function", None) for x in twin.layers}
+    assert own_activation in found
     y = np.ones((8, 1), "float32")
     found = twin.evaluate(X, y, verbose=0, return_dict=True)
     expected = model.evaluate(X, y, verbose=0, return_dict=True)
     assert set(found) == {"loss", "own_metric"}
     for name, value in found.items():
         assert value == pytest.approx(expected[name], rel=0.05)
+
+
+def test_code_that_keras_is_not_told_of_is_refused_with_what_to_write():
+    with pytest.raises(TypeError) as caught:
+        convert.convert_model(own_parts(), "mixed_float16")
+    message = str(caught.value)
+    assert "own_activation" in message
+    assert "Put `@keras.saving.register_keras_serializable()` on" in message
+    assert "convert it in place: apply_policy(model, policy)" in message
+
+
+def test_an_unregistered_class_is_named_and_a_registered_one_is_copied():
+    class Doubled(keras.layers.Layer):
+        def call(self, x):
+            return x * 2.0
+
+    model = keras.Sequential([keras.Input((4,)), Doubled()])
+    message = r"`@keras.saving.register_keras_serializable\(\)` on Doubled "
+    with pytest.raises(TypeError, match=message):
+        convert.convert_model(model, "mixed_float16")
+    keras.saving.register_keras_serializable("tests")(Doubled)
+    twin = convert.convert_model(model, "mixed_float16")
+    assert type(twin.layers[0]) is Doubled
 
 
 def test_rules_and_maps_find_nested_layers_of_a_copy_by_their_path():
@@ -81,51 +104,6 @@ def test_rules_and_maps_find_nested_layers_of_a_copy_by_their_path():
         assert twin.layers[2].compute_dtype == "float16"
 
 
-def keras_functions():
-    registration = importlib.import_module("keras.src.saving")
-    python = importlib.import_module("keras.src.utils.python_utils")
-    return [
-        registration.object_registration.get_registered_name,
-        python.func_dump,
-        python.func_load,
-    ]
-
-
-def test_keras_is_as_before_after_a_copy_that_failed():
-    before = keras_functions()
-    seen = []
-
-    def fail():
-        with own_code.kept_at_hand():
-            seen.extend(keras_functions())
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    for inside, then in zip(seen, before, strict=True):
-        assert inside is not then
-    for now, then in zip(keras_functions(), before, strict=True):
-        assert now is then
-
-
-def test_what_another_thread_saves_meanwhile_is_kerass_own():
-    found = []
-
-    def dump():
-        code, _, _ = keras_functions()[1](lambda x: x)
-        found.append(code)
-
-    with own_code.kept_at_hand() as own:
-        thread = threading.Thread(target=dump)
-        thread.start()
-        thread.join()
-        mine, _, _ = keras_functions()[1](scaled)
-        assert keras_functions()[2](mine) is scaled
-    assert found[0] != mine
-    assert own == {}
-    assert keras_functions()[2](found[0])(2) == 2
-
-
 @pytest.mark.filterwarnings("ignore:Skipping nested container")
 def test_what_keras_cannot_copy_is_said_with_the_cause():
     shared = keras.layers.Dense(4)
@@ -142,6 +120,7 @@ def test_what_keras_cannot_copy_is_said_with_the_cause():
 
 
 def test_a_copy_that_lost_its_weights_is_none():
+    @keras.saving.register_keras_serializable("tests")
     class Forgetful(keras.layers.Dense):
         def load_own_variables(self, store):
             pass
@@ -162,5 +141,5 @@ def test_a_class_that_cannot_be_copied_is_named():
 
     units = type("Units", (), {"units": 2})()
     model = keras.Sequential([keras.Input((4,)), NoConfig(units)])
-    with pytest.raises(TypeError, match="Give NoConfig a `get_config`"):
+    with pytest.raises(TypeError, match="give NoConfig a `get_config`"):
         convert.convert_model(model, "mixed_float16")

@@ -45,9 +45,10 @@ def fitted(model, epochs=1):
 def state_of(model):
     """Returns all numbers by name: slots, counters, float32 weights."""
     state = optimizer_state.take(model)
-    named = dict(state.numbers)
-    for name, values in state.slots.items():
-        named |= {f"{name} {place}": v for place, v in enumerate(values)}
+    named = {
+        name if place < 0 else f"{name} {place}": value
+        for (_, name, place), value in state.numbers.items()
+    }
     named |= {f"weight {n}": v for n, v in enumerate(state.weights)}
     return named
 
@@ -150,6 +151,37 @@ def test_another_kind_of_optimizer_starts_anew_and_that_is_said(caplog):
     assert model.optimizer.iterations.numpy() == 0
     for one, other in zip(model.get_weights(), weights, strict=True):
         helpers.assert_same_bits(one, other)
+
+
+def test_a_slot_that_is_not_there_is_never_filled_with_another(caplog):
+    with_momentum = keras.optimizers.SGD(0.1, momentum=0.9)
+    model = trained(with_momentum)
+    state = optimizer_state.take(model)
+    model.compile(keras.optimizers.SGD(0.1), loss="mse")
+    optimizer_state.give(model, state)
+    assert "SGD cannot go on with the state of SGD" in caplog.text
+    plain = optimizer_state.take(model)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
+    optimizer_state.give(model, plain)
+    for slot in model.optimizer.momentums:
+        assert not np.any(slot.numpy())
+    fitted(model)
+
+
+def test_several_optimizers_in_one_hand_over_all_their_state():
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        pytest.skip("This Keras has none.")
+    chosen = keras.optimizers.OptimizerMap(keras.optimizers.Adam(0.01))
+    chosen[".*bias"] = keras.optimizers.SGD(0.1, momentum=0.9)
+    model = trained(keras.optimizers.MultiOptimizer(chosen))
+    before = optimizer_state.take(model)
+    assert any("momentums" in name for _, name, _ in before.numbers)
+    report = tfmix.apply_policy(model, "bfloat16")
+    inside = optimizer_state.take(model)
+    assert_same(inside.numbers, before.numbers)
+    fitted(model)
+    report.undo()
+    fitted(model)
 
 
 def test_there_is_nothing_to_take_before_the_first_step():

@@ -108,3 +108,39 @@ def test_wrong_arguments_are_refused():
         calibrate(model(), x, x)
     with pytest.raises(ValueError, match="batch_size=0"):
         calibrate(model(), x, x, loss="mse", batch_size=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "allowed"),
+    [
+        (-1, ValueError, "0 or more"),
+        (True, TypeError, "integer of 0 or more"),
+        (1.5, TypeError, "integer of 0 or more"),
+    ],
+)
+def test_a_wrong_margin_is_quoted_as_it_came(given, error, allowed):
+    x = np.ones((4, 1), "float32")
+    message = f"`margin_bits` must be .*{allowed}.*margin_bits={given!r}"
+    with pytest.raises(error, match=message):
+        calibrate(model(), x, x, loss="mse", margin_bits=given)
+
+
+def dataset(x, y, rows):
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(rows)
+
+
+def test_a_dataset_is_tried_batch_by_batch():
+    x = np.ones((32, 1), "float32")
+    x[20] = 2.0**12
+    settings = {"loss": mean, "margin_bits": 0}
+    found = calibrate(model(), dataset(x, x, 8), **settings)
+    assert found == calibrate(model(), x, x, batch_size=8, **settings)
+    endless = dataset(x, x, 8).repeat()
+    assert calibrate(model(), endless, **settings) == found
+
+
+def test_a_dataset_and_targets_are_refused():
+    x = np.ones((4, 1), "float32")
+    with pytest.raises(ValueError, match="Leave `y` out"):
+        calibrate(model(), dataset(x, x, 4), x, loss="mse")

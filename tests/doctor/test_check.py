@@ -1,6 +1,7 @@
 """The doctor names the planted layer first, and changes nothing."""
 
 import json
+import threading
 
 import keras
 import numpy as np
@@ -284,3 +285,108 @@ def test_wrong_arguments_are_refused():
         check.check(model, x, loss="mse")
     with pytest.raises(ValueError, match="policy='float32'"):
         check.check(model, x, policy="float32")
+
+
+def small(dtype="mixed_float16"):
+    keras.utils.set_random_seed(0)
+    layers = [
+        keras.Input((4,)),
+        keras.layers.Dense(8, "tanh", dtype=dtype, name="first"),
+        keras.layers.Dense(1, dtype=dtype, name="last"),
+        keras.layers.Activation("linear", dtype="float32"),
+    ]
+    return keras.Sequential(layers)
+
+
+def rows(count):
+    x = np.random.default_rng(0).normal(size=(count, 4)).astype("float32")
+    return x, x[:, :1].copy()
+
+
+def test_of_many_rows_64_are_checked_and_the_report_says_so():
+    x, y = rows(2000)
+    x[64:] = 1e30
+    report = check.check(small(), x, y, loss="mse")
+    assert report.healthy
+    assert "2,000 rows" in report.notes[0]
+    assert "first 64" in str(report)
+
+
+def test_a_model_of_a_fixed_batch_size_gets_all_rows():
+    layers = [keras.Input(batch_shape=(80, 4)), keras.layers.Dense(1)]
+    x, y = rows(80)
+    report = check.check(keras.Sequential(layers), x, y, loss="mse")
+    assert not report.notes
+
+
+def test_the_first_batch_of_a_dataset_is_checked():
+    tf = pytest.importorskip("tensorflow")
+    batches = tf.data.Dataset.from_tensor_slices(rows(200)).batch(100)
+    report = check.check(small(), batches, loss="mse")
+    assert "backward" in {row.phase for row in report.rows}
+    assert "100 rows" in report.notes[0]
+
+
+def test_a_report_without_gradients_says_so():
+    x, y = rows(8)
+    forward = check.check(small(), x)
+    assert forward.forward_only
+    assert "healthy, forward pass only" in str(forward)
+    assert json.loads(forward.to_json())["forward_only"] is True
+    assert "forward pass only" not in str(
+        check.check(small(), x, y, loss="mse")
+    )
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_data_that_is_not_finite_is_named_once_with_its_rows(name):
+    x, y = rows(8)
+    (x if name == "x" else y)[[2, 5]] = np.nan
+    report = check.check(small(), x, y, loss="mse")
+    (fault,) = report.faults
+    assert (fault.layer, fault.verdict) == (name, "not_finite")
+    assert f"{name} holds NaN or infinity in rows 2, 5" in fault.advice
+    assert fault.broken
+    with pytest.raises(ValueError, match=f"first at '{name}'"):
+        report.suggested_policy(progress=False)
+
+
+def test_a_notebook_shows_a_table():
+    page = check.check(small(), rows(8)[0])._repr_html_()
+    assert "<pre>" not in page
+    assert '<tr class="ok"><td>first</td>' in page
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="TensorFlow's functions"
+)
+def test_other_threads_keep_their_compiled_functions_during_a_check():
+    import tensorflow as tf
+
+    seen = {}
+
+    @tf.function
+    def traced():
+        seen.setdefault(threading.current_thread().name, []).append(
+            tf.executing_eagerly()
+        )
+        return tf.constant(1)
+
+    class Asking(keras.layers.Layer):
+        def call(self, inputs):
+            other = threading.Thread(target=traced, name="training")
+            other.start()
+            other.join()
+            traced()
+            return inputs
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.add(Asking())
+    seen.clear()
+    check.check(model, rows(4)[0], policy="mixed_float16")
+    assert all(seen[threading.current_thread().name])
+    assert not any(seen.get("training", []))
+    assert not tf.config.functions_run_eagerly()
+    seen.clear()
+    traced()
+    assert not any(seen.get(threading.current_thread().name, []))

@@ -6,11 +6,13 @@ import pytest
 from keras import ops
 
 from tfmix.callbacks import loss_scale_monitor, numerics_monitor
-from tfmix.doctor import check, missing_scaler
+from tfmix.doctor import check
+from tfmix.policy.in_force import suited_optimizer
 from tfmix.scaling import optimizer as scaling
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 Y = X[:, :1]
+warning = suited_optimizer.missing_scaler_warning
 JIT = keras.backend.backend() == "jax"
 
 
@@ -33,7 +35,7 @@ def faint(y_true, y_pred):
 
 @pytest.mark.parametrize("dtype", ["mixed_float16", "float16"])
 def test_a_bare_optimizer_is_named_with_what_to_write(dtype):
-    note = missing_scaler.warning(build(dtype, keras.optimizers.Adam()))
+    note = warning(build(dtype, keras.optimizers.Adam()))
     assert "Adam does not scale the loss" in note
     assert "tfmix.LossScaleOptimizer(Adam(...))" in note
 
@@ -42,7 +44,7 @@ def test_the_whole_models_policy_without_keras_own_scaling_is_seen():
     keras.config.set_dtype_policy("mixed_float16")
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", auto_scale_loss=False)
-    assert "SGD does not scale" in missing_scaler.warning(model)
+    assert "SGD does not scale" in warning(model)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +61,12 @@ def test_the_whole_models_policy_without_keras_own_scaling_is_seen():
     ],
 )
 def test_nothing_is_said_where_nothing_is_missing(dtype, optimizer):
-    assert missing_scaler.warning(build(dtype, optimizer)) == ""
+    assert warning(build(dtype, optimizer)) == ""
 
 
 def test_a_model_that_is_not_compiled_lacks_no_optimizer():
     layers = [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
-    assert missing_scaler.warning(keras.Sequential(layers)) == ""
+    assert warning(keras.Sequential(layers)) == ""
 
 
 def test_check_says_it_and_judges_the_gradients_without_a_scale():

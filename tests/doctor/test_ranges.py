@@ -14,6 +14,12 @@ from tfmix.doctor import ranges
 FLOAT16 = _formats.FLOAT16
 
 
+def measured(values, fmt="float16"):
+    limits = _formats.limits(fmt)
+    row = ops.convert_to_numpy(ranges.vector(values, limits))
+    return ranges.from_vector(row, limits)
+
+
 @pytest.mark.parametrize(
     ("fmt", "largest", "expected"),
     [
@@ -24,7 +30,7 @@ FLOAT16 = _formats.FLOAT16
     ],
 )
 def test_headroom_counts_whole_doublings(fmt, largest, expected):
-    assert ranges.measure([0.0, -largest], fmt).headroom_bits == expected
+    assert measured([0.0, -largest], fmt).headroom_bits == expected
 
 
 @pytest.mark.parametrize(
@@ -43,7 +49,7 @@ def test_headroom_counts_whole_doublings(fmt, largest, expected):
     ],
 )
 def test_each_value_is_counted_in_one_share(value, share):
-    found = ranges.measure(np.array([value, 1.0], "float32"))
+    found = measured(np.array([value, 1.0], "float32"))
     shares = {
         name: getattr(found, name)
         for name in ranges.COLUMNS
@@ -57,7 +63,7 @@ def test_flushed_agrees_with_the_cast_to_the_format():
         "float32"
     )
     expected = np.mean(values.astype("float16") == 0)
-    assert ranges.measure(values).flushed == pytest.approx(expected)
+    assert measured(values).flushed == pytest.approx(expected)
     assert 0 < expected < 1
 
 
@@ -65,19 +71,19 @@ def test_flushed_agrees_with_the_cast_to_the_format():
     "dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 )
 def test_every_float_dtype_is_measured(dtype):
-    found = ranges.measure(np.array([0.5, -4.0], dtype))
+    found = measured(np.array([0.5, -4.0], dtype))
     assert found.largest == 4.0
 
 
 def test_one_entry_that_is_not_finite_leaves_no_headroom():
-    found = ranges.measure([1.0, math.inf])
+    found = measured([1.0, math.inf])
     assert found.headroom_bits == -math.inf
     assert found.largest == 1.0
 
 
 @pytest.mark.parametrize("values", [np.zeros((0,), "float32"), [0.0, 0.0]])
 def test_nothing_to_measure_has_endless_headroom(values):
-    assert ranges.measure(values).headroom_bits == math.inf
+    assert measured(values).headroom_bits == math.inf
 
 
 def test_the_vector_stays_a_device_tensor_in_a_compiled_function():
@@ -96,12 +102,6 @@ def test_the_vector_stays_a_device_tensor_in_a_compiled_function():
     assert ranges.from_vector(row, FLOAT16).largest == 1.0
 
 
-@pytest.mark.parametrize("fmt", ["fp16", "float32"])
-def test_a_format_that_is_not_16_bit_is_refused(fmt):
-    with pytest.raises(ValueError, match=rf"bfloat16.*fmt={fmt!r}"):
-        ranges.measure([1.0], fmt)
-
-
 def test_integers_are_refused():
     with pytest.raises(TypeError, match="dtype 'int32'"):
-        ranges.measure(np.array([1, 2], "int32"))
+        measured(np.array([1, 2], "int32"))

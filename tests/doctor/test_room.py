@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tfmix import _formats
-from tfmix.doctor import check, gaps, room
+from tfmix.doctor import check, gaps, latent
 
 FLOAT16 = _formats.FLOAT16
 
@@ -13,7 +13,7 @@ FLOAT16 = _formats.FLOAT16
 def found(largest, dtype="float16"):
     values = [np.array([largest, 1.0], "float32")]
     gap = gaps.gap(values, values, FLOAT16)
-    return room.finding("layer", 0, [None, gap], [dtype])
+    return latent.no_room("layer", 0, [None, gap], [dtype])
 
 
 @pytest.mark.parametrize("largest", [16_400.0, 65_504.0, 65_519.0])

@@ -1,10 +1,13 @@
 """The suggested policy: found by measuring, small, and good to train with."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
 
 from tests import numerics_faults
+from tfmix import output
 from tfmix.conversion import convert, trial_policies
 from tfmix.doctor import check, suggest
 from tfmix.scaling import optimizer as scaling
@@ -75,3 +78,31 @@ def test_the_search_keeps_what_is_needed_and_no_more(needed):
         return set(needed) <= set(chosen)
 
     assert suggest.fewest(names, healthy) == needed
+
+
+def test_a_candidate_that_cannot_run_does_not_stop_the_search():
+    planted = numerics_faults.plant("activation_overflow", 2)
+    report = check.check(planted.model, planted.x)
+    needed = list(report.targets)[0]
+
+    def again(policy):
+        # As a layer of the user's that mixes dtypes fails.
+        if needed not in policy.float32_layers:
+            raise TypeError("float32 is not float16")
+        return dataclasses.replace(report.again(policy), again=again)
+
+    mixing = dataclasses.replace(report, again=again)
+    policy = mixing.suggested_policy(progress=False)
+    assert needed in policy.float32_layers
+    assert report.again(policy).healthy
+
+
+def test_it_is_said_if_nothing_is_left_in_16_bit(caplog):
+    keras.config.set_dtype_policy("mixed_float16")
+    parts = [numerics_faults.Loud(name="loud"), output.float32_output()]
+    model = keras.Sequential([keras.Input((4,)), *parts])
+    report = check.check(model, np.ones((8, 4)))
+    policy = report.suggested_policy(progress=False)
+    assert "loud" in policy.float32_layers
+    assert any("nothing is left in 16 bit" in m for m in caplog.messages)
+    assert any("mixed_bfloat16" in m for m in caplog.messages)

@@ -7,7 +7,7 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix.callbacks import deviation, numerics_monitor
-from tfmix.doctor import check, heads
+from tfmix.doctor import check, latent
 from tfmix.scaling import optimizer as scaling
 
 
@@ -41,9 +41,9 @@ def test_a_sum_that_keras_makes_in_float32_is_named_before_its_gradients():
 def test_probabilities_are_known_by_their_values():
     logits = np.random.default_rng(0).normal(size=(4, 3, 1000))
     right = ops.cast(ops.softmax(logits), "float16")
-    assert float(heads.looks_like_probabilities(right)) == 1.0
+    assert float(latent.looks_like_probabilities(right)) == 1.0
     for wrong in (right * 0.9, right - 0.001, right[..., :1], ops.ones(3)):
-        assert float(heads.looks_like_probabilities(wrong)) == 0.0
+        assert float(latent.looks_like_probabilities(wrong)) == 0.0
 
 
 class Classifier(keras.Model):

@@ -59,7 +59,7 @@ def test_unscaled_gradients_are_not_divided_again():
     wrapped.scale_loss(1.0)
     grads = wrapped.unscale_gradients([array(16.0)])
     assert float(grads[0][0]) == 2.0
-    wrapped.apply([ops.minimum(grads[0], 1.5)], [w])
+    wrapped.apply([ops.minimum(grads[0], 1.5)], [w], unscaled=True)
     assert float(w.numpy()[0]) == -1.5
     wrapped.apply([array(8.0)], [w])
     assert float(w.numpy()[0]) == -2.5
@@ -71,20 +71,12 @@ def test_clipping_by_value_does_not_hide_an_infinity():
     wrapped.build([w])
     wrapped.scale_loss(1.0)
     grads = wrapped.unscale_gradients([array(np.inf)])
-    applied = wrapped.apply([ops.clip(grads[0], -1.0, 1.0)], [w])
+    clipped = ops.clip(grads[0], -1.0, 1.0)
+    applied = wrapped.apply([clipped], [w], unscaled=True)
     assert bool(applied) is False
+    assert list(wrapped.overflow_counts.values()) == [1]
     assert float(w.numpy()[0]) == 0.0
     assert bool(wrapped.apply([array(8.0)], [w])) is True
-
-
-def test_old_tf_keras_code_comes_out_right():
-    wrapped = Wrapped(keras.optimizers.SGD(1.0), loss_scale=8.0)
-    w = keras.Variable(np.zeros(1, "float32"))
-    wrapped.build([w])
-    assert float(wrapped.get_scaled_loss(2.0)) == 16.0
-    grads = wrapped.get_unscaled_gradients([array(16.0)])
-    wrapped.apply_gradients([(grads[0], w)])
-    assert float(w.numpy()[0]) == -2.0
 
 
 def test_the_step_of_one_optimizer_does_not_decide_for_another():
@@ -119,8 +111,39 @@ def test_two_optimizers_can_share_a_scale_and_still_skip_alone():
     assert (one.skipped_steps, two.skipped_steps) == (0, 1)
     assert both(np.inf, 1.0) == 8.0
     assert (one.skipped_steps, two.skipped_steps) == (1, 1)
-    again = Wrapped.from_config(two.get_config())
+
+
+def test_a_shared_scale_is_said_to_be_lost_by_a_config_and_shared_again():
+    one = Wrapped("sgd", initial_scale=16.0, name="critic_optimizer")
+    two = Wrapped(keras.optimizers.SGD(0.25), loss_scale=one, name="second")
+    assert Wrapped.from_config(one.get_config()).rule == one.rule
+    with pytest.warns(UserWarning, match="loss_scale=other") as caught:
+        again = keras.optimizers.deserialize(keras.optimizers.serialize(two))
+    # Under JAX Keras 3.15 itself warns when it reads a learning rate.
+    (message,) = (str(w.message) for w in caught if w.category is UserWarning)
+    assert "'second' shared the loss scale of 'critic_optimizer'" in message
     assert again.rule == two.rule
+    again.loss_scale = 64.0
+    assert (one.loss_scale, again.loss_scale) == (16.0, 64.0)
+    # What the warning says to write.
+    shared = Wrapped(again.inner_optimizer, loss_scale=one)
+    one.loss_scale = 32.0
+    assert shared.loss_scale == 32.0
+    assert float(shared.learning_rate) == 0.25
+
+
+def test_the_state_of_a_shared_scale_is_loaded_into_an_own_one(tmp_path):
+    one = Wrapped("sgd", initial_scale=16.0)
+    two = Wrapped("sgd", loss_scale=one)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(two, loss="mse")
+    model.fit(np.ones((4, 2)), np.full((4, 1), np.inf), verbose=0)
+    assert one.loss_scale == 8.0
+    model.save(path := tmp_path / "model.keras")
+    with pytest.warns(UserWarning, match="shared the loss scale of"):
+        loaded = keras.saving.load_model(path)
+    assert loaded.optimizer.loss_scale == 8.0
+    assert loaded.optimizer.skipped_steps == 1
 
 
 def test_gradients_added_up_by_the_user_are_checked_as_a_whole():
@@ -173,7 +196,7 @@ class TestTensorFlow:
 
         @tf.function(autograph=False)
         def apply(gradient):
-            return wrapped.apply([gradient], [w])
+            return wrapped.apply([gradient], [w], unscaled=True)
 
         for _ in range(3):
             apply(tf.clip_by_value(unscaled(2.0), -1.0, 1.0))

@@ -112,32 +112,6 @@ def test_the_guard_works_with_every_rule(rule):
     assert model.optimizer.skipped_steps == 1
 
 
-@pytest.mark.parametrize("mode", ["graph", "xla"])
-def test_a_skipped_batch_can_be_retried_at_a_lower_scale(mode):
-    # A loss this large overflows float32 until the scale has come down.
-    def huge(y_true, y_pred):
-        return keras.ops.mean(keras.ops.square(y_pred - y_true)) * 1e30
-
-    model = make_model()
-    rule = rules.DynamicLossScale(2.0**24)
-    model.compile(
-        optimizers.LossScaleOptimizer(
-            keras.optimizers.SGD(1e-33), loss_scale=rule
-        ),
-        loss=huge,
-        metrics=["mae"],
-        **MODES[mode],
-    )
-    guards.guard(model, retries=10)
-    x, y = data()
-    history = model.fit(x * 30, y * 30, batch_size=16, verbose=0).history
-    skipped = model.optimizer.skipped_steps
-    assert skipped > 0
-    assert int(model.optimizer.iterations) == 4
-    assert model.optimizer.loss_scale == 2.0 ** (24 - skipped)
-    helpers.assert_all_finite([history["loss"][0], history["mae"][0]])
-
-
 def test_guarding_twice_and_compiling_again_change_nothing():
     model = make_model()
     assert not guards.is_guarded(model)
@@ -244,9 +218,54 @@ def test_a_model_that_cannot_skip_is_refused_with_what_to_write():
         guards.guard(model)
     with pytest.raises(TypeError, match="model=3"):
         guards.guard(3)
-    with pytest.raises(ValueError, match="retries=-1"):
-        guards.guard(make_model(), retries=-1)
     late = guards.guard(make_model())
     late.compile("adam", loss="mse")
     with pytest.raises(ValueError, match="can be guarded only if"):
         late.fit(*data(), verbose=0)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+def test_frozen_weights_are_left_alone_and_a_teacher_is_put_back(
+    mode, monkeypatch
+):
+    from tfmix._keras import compilation
+
+    asked = {}
+    may_be_written = compilation.may_be_written
+
+    def spying(variable):
+        asked[id(variable)] = may_be_written(variable)
+        return asked[id(variable)]
+
+    monkeypatch.setattr(compilation, "may_be_written", spying)
+
+    class Student(keras.Model):
+        """Lets a frozen teacher follow in its training step."""
+
+        def __init__(self):
+            super().__init__()
+            self.backbone = keras.layers.Dense(4, name="backbone")
+            self.backbone.trainable = False
+            self.head = keras.layers.Dense(1, name="head")
+            self.teacher = keras.layers.Dense(1, name="teacher")
+            self.teacher.trainable = False
+
+        def call(self, x):
+            x = self.backbone(x)
+            return self.head(x) + 0.0 * self.teacher(x)
+
+        def train_step(self, data):
+            logs = super().train_step(data)
+            self.teacher.bias.assign(self.teacher.bias + 1.0)
+            return logs
+
+    model = Student()
+    optimizer = optimizers.LossScaleOptimizer("sgd")
+    model.compile(optimizer, loss="mse", **MODES[mode])
+    guards.guard(model)
+    model.fit(*data(bad_row=20), batch_size=16, verbose=0)
+    frozen = [id(variable.value) for variable in model.backbone.variables]
+    assert [asked[one] for one in frozen] == [False, False]
+    # Four steps, of which one was skipped.
+    assert float(model.teacher.bias[0]) == 3.0

@@ -7,7 +7,7 @@ from keras import ops
 
 import tfmix
 from tests import helpers, sixteen_bit
-from tfmix.variables import elementwise, master
+from tfmix.variables import flat, master
 
 JAX = keras.backend.backend() == "jax"
 
@@ -21,7 +21,7 @@ def test_masters_are_the_inner_optimizers_own_float32_run(name):
     expected = sixteen_bit.variables("float32")
     sixteen_bit.run(helpers.make_optimizer(name), expected, steps)
     ways = set(sixteen_bit.EXACT_WAYS)
-    if name not in elementwise.ELEMENTWISE:
+    if name not in flat.ELEMENTWISE:
         ways.remove("flat")
     for way in sorted(ways):
         stored = sixteen_bit.variables("bfloat16")

@@ -1,14 +1,36 @@
-"""Puts attributes of modules and classes aside, and back by identity."""
+"""Replaces attributes of others, and puts back what was there."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 Place = tuple[Any, str]
 
+_registry: list["Replacements"] = []
+
+
+def swap(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Gives one object another attribute until a stack unwinds.
+
+    Not through `setattr`: Keras and TensorFlow would begin to track the value.
+    """
+    own = vars(owner)
+    if name in own:
+        undo.callback(own.__setitem__, name, own[name])
+    else:
+        undo.callback(own.pop, name)
+    own[name] = value
+
+
+def replaced() -> list[Place]:
+    """Returns every place that is replaced for the whole process just now."""
+    places = [place for each in _registry for place in each.places()]
+    return list(dict.fromkeys(places))
+
 
 class Replacements:
-    """What stands in for attributes of others just now.
+    """Attributes of modules and classes, replaced for the whole process.
 
     The raw entry of `vars(owner)` is kept, so that a `staticmethod` comes
     back as the very object it was.
@@ -18,6 +40,7 @@ class Replacements:
         self._lock = threading.RLock()
         # (owner, attribute) -> (what was there, what stands there now).
         self._replaced: dict[Place, tuple[Any, Any]] = {}
+        _registry.append(self)
 
     def places(self) -> list[Place]:
         """Returns the `(owner, attribute)` pairs replaced just now."""

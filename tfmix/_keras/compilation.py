@@ -1,20 +1,41 @@
-"""Is the step that is being traced compiled by XLA?
+"""How the code that runs now is traced and compiled, and by what.
 
-Two things turn round under XLA: an elementwise operation is free where it
-fuses with its consumer, and each kernel costs milliseconds to compile.
-
-Reads the graph's control-flow context, which `tf.function(jit_compile=True)`
-sets while it traces. Checked on TensorFlow 2.20 and 2.21. Where a later one
-tells nothing, the answer is no: the step is right then, only slower.
+Checked on TensorFlow 2.20 and 2.21, Keras 3.12.4 and 3.15.1.
 """
 
-from typing import Any
+import contextlib
+import importlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import keras
+from keras.src.backend.common import stateless_scope
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+# Operations that take a variable's handle and leave the variable alone.
+_READS = {
+    "ReadVariableOp",
+    "ResourceGather",
+    "VarIsInitializedOp",
+    "VariableShape",
+}
+_EAGER = "_run_functions_eagerly"
+_lock = threading.Lock()
+# How many blocks each thread is in; what is replaced comes back when none is.
+_blocks: dict[int, int] = {}
+_originals: list[property] = []
 
 
 def by_xla() -> bool:
-    """Returns whether what is traced now becomes part of an XLA program."""
+    """Returns whether what is traced now becomes part of an XLA program.
+
+    If TensorFlow does not tell, the answer is no: the step is right then,
+    only slower.
+    """
     if keras.backend.backend() != "tensorflow":
         return True
     import tensorflow as tf
@@ -40,14 +61,11 @@ def for_cpu() -> bool:
 
 
 def kept_apart(tensor: Any) -> Any:
-    """Returns the tensor; XLA does not look through this.
+    """Returns the tensor, through which XLA does not look.
 
-    A branch that calls this stays a branch: XLA turns a conditional whose
-    branches are cheap into selects. Those need the variables' old values next
+    A branch that calls this stays a branch. XLA turns a conditional whose
+    branches are cheap into selects, which need the variables' old values next
     to the new ones, and copy every slot.
-
-    Args:
-        tensor: A tensor on a step that XLA compiles.
     """
     if keras.backend.backend() == "jax":
         import jax
@@ -58,5 +76,161 @@ def kept_apart(tensor: Any) -> Any:
     return gen_xla_ops.xla_optimization_barrier([tensor])[0]
 
 
+def becomes_constant(variable: keras.Variable) -> bool:
+    """Returns whether JAX is compiling and would fix the variable's value.
+
+    That is so inside `jax.jit`, not inside `jax.grad` alone, unless a
+    `StatelessScope` holds a value for the variable.
+    """
+    if keras.backend.backend() != "jax":
+        return False
+    import jax
+
+    scope = stateless_scope.get_stateless_scope()
+    if scope is not None and scope.get_current_value(variable) is not None:
+        return False
+    # Only while it compiles does JAX make a tracer out of a constant.
+    compiling = isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+    return compiling and not isinstance(variable.value, jax.core.Tracer)
+
+
+def is_host_readable(variable: keras.Variable) -> bool:
+    """Returns whether NumPy can read the variable here."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return not isinstance(variable.value, jax.core.Tracer)
+    import tensorflow as tf
+
+    return bool(tf.executing_eagerly())
+
+
+def trace() -> Any:
+    """Returns what equals itself only while the same function is traced."""
+    if keras.backend.backend() == "jax":
+        import jax.extend.core
+
+        return jax.extend.core.get_opaque_trace_state()
+    import tensorflow as tf
+
+    if tf.executing_eagerly():
+        return "eager"
+    return weakref.ref(tf.compat.v1.get_default_graph())
+
+
+def untouched(function: Function) -> Function:
+    """Returns the function, to be run by AutoGraph as it is written.
+
+    A user's `tf.function` is rewritten together with all that it calls. Our
+    functions hold no Python control flow on tensors: to rewrite them takes
+    time and prints warnings where AutoGraph does not know a newer Python.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return function
+    import tensorflow as tf
+
+    return tf.autograph.experimental.do_not_convert(function)
+
+
+def outside_of_tracing(
+    variables: Sequence[keras.Variable],
+) -> contextlib.AbstractContextManager:
+    """Creates variables outside of the function that TensorFlow is tracing.
+
+    Masters start from the model's variables. TensorFlow cannot move such a
+    first value out of a function by itself, and XLA refuses what stays in.
+
+    Args:
+        variables: The model's variables, whose values are read.
+
+    Returns:
+        A context manager; one that does nothing where nothing is traced, on
+        replicas, and where the model itself is created in the function.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return contextlib.nullcontext()
+    import tensorflow as tf
+
+    if not tf.inside_function() or tf.distribute.has_strategy():
+        return contextlib.nullcontext()
+    with tf.init_scope():
+        ready = tf.executing_eagerly() and all(
+            bool(variable.value.is_initialized()) for variable in variables
+        )
+    return tf.init_scope() if ready else contextlib.nullcontext()
+
+
+def is_symbolic(tensor: Any) -> bool:
+    """Says whether a tensor's value is not known yet."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return bool(tf.is_symbolic_tensor(tensor))
+    import jax
+
+    return isinstance(tensor, jax.core.Tracer)
+
+
+def may_be_written(variable: Any) -> bool:
+    """Says whether what was traced so far may change a `tf.Variable`.
+
+    True wherever that cannot be known: in eager mode, and where a function
+    that was traced apart takes the variable.
+    """
+    import tensorflow as tf
+
+    graph = tf.compat.v1.get_default_graph()
+    if tf.executing_eagerly() or not hasattr(graph, "capture"):
+        return True
+    users = graph.capture(variable.handle).consumers()
+    return any(user.type not in _READS for user in users)
+
+
+@contextlib.contextmanager
+def nothing_traced() -> Iterator[None]:
+    """Runs `tf.function`s op by op in a block, in the calling thread only.
+
+    `tf.config.run_functions_eagerly` would do so for the whole process.
+    """
+    if keras.backend.backend() != "tensorflow":
+        yield
+        return
+    thread = threading.get_ident()
+    with _lock:
+        if not _blocks:
+            _install()
+        _blocks[thread] = _blocks.get(thread, 0) + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _blocks[thread] -= 1
+            if not _blocks[thread]:
+                del _blocks[thread]
+            if not _blocks:
+                setattr(_function_class(), _EAGER, _originals.pop())
+
+
 def _none() -> None:
     """Stands in for what a graph does not have."""
+
+
+def _install() -> None:
+    owner = _function_class()
+    original = vars(owner)[_EAGER]
+    _originals.append(original)
+
+    def is_eager(function: object) -> bool:
+        if threading.get_ident() in _blocks:
+            return True
+        return bool(original.__get__(function, type(function)))
+
+    setattr(owner, _EAGER, property(is_eager))
+
+
+def _function_class() -> type:
+    module = importlib.import_module(
+        "tensorflow.python.eager.polymorphic_function.polymorphic_function"
+    )
+    function: type = module.Function
+    return function

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import nested_inputs
+from tfmix._keras import layer_policies
 
 
 def is_structure(layer: Any) -> bool:
@@ -25,7 +25,7 @@ def is_structure(layer: Any) -> bool:
     )
 
 
-def is_kerass_own(layer: Any) -> bool:
+def is_builtin(layer: Any) -> bool:
     """Says whether a layer's class is part of Keras."""
     return type(layer).__module__.split(".")[0] == "keras"
 
@@ -47,9 +47,54 @@ def flat_layers(layer: Any) -> list[Any]:
     return list(found.values())
 
 
+def parts(layer: keras.Layer) -> list[keras.Layer]:
+    """Returns the layers that a layer holds itself."""
+    return list(layer._layers)
+
+
+def results(model: keras.Layer) -> list[Any]:
+    """Returns the symbolic results of a Functional or Sequential model."""
+    graph = getattr(model, "_functional", None) or model
+    return keras.tree.flatten(getattr(graph, "outputs", None) or [])
+
+
+def maker(tensor: keras.KerasTensor) -> tuple[Any, list[Any]]:
+    """Returns what made a symbolic tensor, and the tensors it took."""
+    operation, node, _ = tensor._keras_history
+    nodes = operation._inbound_nodes
+    return operation, nodes[node].input_tensors if nodes else []
+
+
+def noted_results(layer: keras.Layer) -> list[tuple[int, Any]]:
+    """Returns the results that graphs noted for a layer, with their place."""
+    return [
+        (place, tensor)
+        for node in layer._inbound_nodes
+        for place, tensor in enumerate(keras.tree.flatten(node.outputs))
+    ]
+
+
+def symbolic_arguments(model: keras.Model) -> list[Any]:
+    """Returns what to call a model with, as symbols; empty if not known."""
+    structure = getattr(model, "_inputs_struct", None)
+    if structure is not None:
+        return [structure]
+    if isinstance(model, keras.Sequential) and model.inputs:
+        return list(model.inputs[:1])
+    shapes = model._build_shapes_dict or {}
+    return [keras.KerasTensor(s, "float32") for s in shapes.values()]
+
+
+def call_in_training(model: keras.Model, inputs: Any) -> Any:
+    """Calls a model in training mode, if it knows modes."""
+    if getattr(model, "_call_has_training_arg", False):
+        return model(inputs, training=True)
+    return model(inputs)
+
+
 def owns_random_numbers(layer: Any) -> bool:
     """Says whether a layer, or a part of a layer of Keras's, draws numbers."""
-    parts = flat_layers(layer) if is_kerass_own(layer) else [layer]
+    parts = flat_layers(layer) if is_builtin(layer) else [layer]
     return any(getattr(part, "_seed_generators", None) for part in parts)
 
 
@@ -57,9 +102,8 @@ def owns_random_numbers(layer: Any) -> bool:
 def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
     """Gives layers other dtype policies for the length of a block.
 
-    Args:
-        plan: Maps layers to policies. Keras's setter is not used: it would
-            write into a `DTypePolicyMap`, which is the user's.
+    Keras's setter is not used: it would write into the user's own
+    `DTypePolicyMap`.
     """
     before = {layer: vars(layer)["_dtype_policy"] for layer in plan}
     undo = []
@@ -67,7 +111,7 @@ def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
         for layer, policy in plan.items():
             object.__setattr__(layer, "_dtype_policy", policy)
             if policy is not before[layer]:
-                undo.append(nested_inputs.widen_inputs(layer))
+                undo.append(layer_policies.widen_inputs(layer))
         yield
     finally:
         for restore in reversed(undo):
@@ -84,11 +128,7 @@ def autocast(dtype: str | None) -> Any:
 
 @contextlib.contextmanager
 def trial() -> Iterator[Any]:
-    """Takes back, after a block, what it did to the stateless scope.
-
-    Yields:
-        The `keras.StatelessScope` that is open.
-    """
+    """Yields the open `keras.StatelessScope`, and puts it back as it was."""
     scopes = importlib.import_module("keras.src.backend.common.stateless_scope")
     scope = scopes.get_stateless_scope()
     mapping, losses = dict(scope.state_mapping), list(scope.losses)
@@ -113,9 +153,7 @@ def calls_replaced(
 ) -> Iterator[None]:
     """Replaces `operation.call` on single instances for a block.
 
-    Args:
-        operations: Layers and ops.
-        make: Gets an index and the original `call`, returns the new one.
+    `make` gets an index and the original `call`, and returns the new one.
     """
     before = [
         (operation, vars(operation).get("call")) for operation in operations
@@ -132,22 +170,6 @@ def calls_replaced(
                 object.__setattr__(operation, "call", own)
             else:
                 vars(operation).pop("call", None)
-
-
-@contextlib.contextmanager
-def nothing_traced() -> Iterator[None]:
-    """Runs a user's `tf.function`s op by op, so that hooks see numbers."""
-    if keras.backend.backend() != "tensorflow":
-        yield
-        return
-    import tensorflow as tf
-
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)
 
 
 def run_on_shapes(function: Callable[..., Any], inputs: list[Any]) -> Any:
@@ -184,3 +206,8 @@ def compiled_loss(model: Any) -> Any:
     if compiled is None:
         return None
     return compile_loss(compiled._user_loss, compiled._user_loss_weights)
+
+
+def compute_loss(model: keras.Model, **arguments: Any) -> Any:
+    """Computes a model's loss as its training step does."""
+    return model._compute_loss(**arguments)

@@ -6,24 +6,32 @@ stored in Functional graphs, layers and activations. Replacing the attribute
 therefore reaches every caller, also those that did `from keras.ops import sum`
 long before. Ops that are composed in `keras.src.ops` itself have a private
 worker there (`_normalize`), which both routes call and which is replaced
-instead.
+instead. Linear algebra, none of which has 16-bit kernels, is reached through
+one name, `backend.linalg`, and a stand-in for that module serves all of it.
 
 Checked on Keras 3.12.4 and 3.15.1, backends TensorFlow and JAX.
 """
 
+import contextlib
 import functools
 import importlib
+import importlib.util
 import inspect
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
-from tfmix._keras import attributes
+from tfmix._keras import attributes, layer_policies
 
 # Later Keras versions keep the op modules below `backend.ops`.
 _BACKEND_PARENTS = ("keras.src.backend", "keras.src.backend.ops")
 _OP_PARENTS = ("keras.src.ops", "keras.src.backend.ops")
-_THEMES = ("numpy", "nn", "math", "linalg", "image")
+_LINEAR_ALGEBRA = "linalg"
+# In the order in which the public ops prefer them: `tanh` is in `numpy` and
+# `nn`, and Keras 3.12 has a second, unused `norm` in `math`.
+_THEMES = (_LINEAR_ALGEBRA, "numpy", "nn", "math", "image")
 ATTENTION = "dot_product_attention"
 # With dropout, returned scores or more than one attention axis, the attention
 # layers do not call `ops.dot_product_attention` but this method of their own.
@@ -31,14 +39,7 @@ ATTENTION_METHOD = "_compute_attention"
 
 
 def is_op(name: str) -> bool:
-    """Says whether Keras has a public op or activation that can be ruled.
-
-    Args:
-        name: A name as in `keras.ops` or `keras.activations`.
-
-    Returns:
-        True if the function exists and tfmix knows where to reach it.
-    """
+    """Says whether a name is a public op or activation that can be ruled."""
     public = hasattr(keras.ops, name) or hasattr(keras.activations, name)
     return public and bool(targets(name))
 
@@ -51,29 +52,67 @@ def op_names() -> list[str]:
 
 @functools.cache
 def targets(name: str) -> tuple[attributes.Place, ...]:
-    """Finds where the work of one op is done.
+    """Finds what has to be replaced to reach all work of one op.
 
     Args:
         name: A name as in `keras.ops` or `keras.activations`.
 
     Returns:
-        `(owner, attribute)` pairs, empty if there is nothing to replace.
+        `(owner, attribute)` pairs, empty if there is nothing to replace. What
+        stands there is a function, or a module: see `stand_in`.
     """
     if name == ATTENTION:
-        if _has_float32_logits():
-            return _attention_methods()
-        return _attention_methods() + _functions(name)
-    return _functions(name) or _activation_class(name)
+        methods = _attention_methods()
+        return methods if _has_float32_logits() else methods + _function(name)
+    return _function(name) or _activation_class(name)
 
 
-def _functions(name: str) -> tuple[attributes.Place, ...]:
+def stand_in(
+    module: types.ModuleType, rule: Callable[..., Any]
+) -> types.ModuleType:
+    """Copies a module, with `rule(function, name=name)` for each function."""
+    copy = types.ModuleType(module.__name__, module.__doc__)
+    vars(copy).update(vars(module))
+    for name, value in vars(module).items():
+        if not name.startswith("_") and _defines(module, name):
+            setattr(copy, name, rule(value, name=name))
+    return copy
+
+
+def writes_out(layer: keras.Layer, arguments: dict[str, Any]) -> bool:
+    """Says whether a call will not use `ops.dot_product_attention`."""
+    dropout = getattr(layer, "_dropout", getattr(layer, "dropout", 0.0))
+    scores = arguments.get("return_attention_scores") or getattr(
+        layer, "_return_attention_scores", False
+    )
+    return dropout > 0.0 or scores or len(arguments["query"].shape) != 4
+
+
+@contextlib.contextmanager
+def float32_softmax(layer: keras.Layer) -> Iterator[None]:
+    """Keeps the layer's own softmax from casting its logits to 16 bit."""
+    softmax = getattr(layer, "_softmax", None)
+    if softmax is None:
+        yield
+        return
+    before = vars(softmax)["_dtype_policy"]
+    layer_policies.set_policy(softmax, keras.DTypePolicy("float32"))
+    try:
+        yield
+    finally:
+        layer_policies.set_policy(softmax, before)
+
+
+def _function(name: str) -> tuple[attributes.Place, ...]:
     for parents, function in (
         (_BACKEND_PARENTS, name),
         (_OP_PARENTS, f"_{name}"),
     ):
-        found = [m for m in _modules(parents) if _defines(m, function)]
-        if found:
-            return tuple((module, function) for module in found)
+        for package, theme, module in _modules(parents):
+            if _defines(module, function):
+                if function == name and theme == _LINEAR_ALGEBRA:
+                    return ((package, theme),)
+                return ((module, function),)
     return ()
 
 
@@ -101,24 +140,28 @@ def _has_float32_logits() -> bool:
     return bool(jax.default_backend() != "cpu")
 
 
-def _defines(module: Any, name: str) -> bool:
+def _defines(module: types.ModuleType, name: str) -> bool:
     """Says whether a module wrote a function itself, not only imports it."""
     value = vars(module).get(name)
     return inspect.isfunction(value) and value.__module__ == module.__name__
 
 
 @functools.cache
-def _modules(parents: tuple[str, ...]) -> list[Any]:
-    modules: list[Any] = []
-    for parent in parents:
-        try:
-            package = importlib.import_module(parent)
-        except ImportError:
-            continue
-        for theme in _THEMES:
-            module = getattr(package, theme, None)
-            if inspect.ismodule(module) and module not in modules:
-                modules.append(module)
+def _modules(
+    parents: tuple[str, ...],
+) -> list[tuple[types.ModuleType, str, types.ModuleType]]:
+    """Lists the op modules below packages, with their package and theme."""
+    packages = [
+        importlib.import_module(parent)
+        for parent in parents
+        if importlib.util.find_spec(parent) is not None
+    ]
+    modules = [
+        (package, theme, getattr(package, theme))
+        for theme in _THEMES
+        for package in packages
+        if inspect.ismodule(getattr(package, theme, None))
+    ]
     if not modules:
         raise RuntimeError(
             f"tfmix found none of the op modules {list(_THEMES)} below "
@@ -131,10 +174,7 @@ def _modules(parents: tuple[str, ...]) -> list[Any]:
 
 def _activation_class(name: str) -> tuple[attributes.Place, ...]:
     """Finds activations that do their own arithmetic, such as mish."""
-    try:
-        module = importlib.import_module("keras.src.activations.activations")
-    except ImportError:
-        return ()
+    module = importlib.import_module("keras.src.activations.activations")
     for label, value in vars(module).items():
         same = label.lower() == name.replace("_", "")
         if same and inspect.isclass(value) and "static_call" in vars(value):

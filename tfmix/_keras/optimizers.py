@@ -1,114 +1,33 @@
-"""What a wrapper has to know about the inner optimizer's private side.
+"""The parts of Keras's optimizers that tfmix reaches into.
 
-Checked on Keras 3.12.4 and 3.15.1: `_use_weight_decay`,
-`Optimizer._var_key`, `Variable._path`, `Variable._layout`.
+Checked on Keras 3.12.4 and 3.15.1: `_variables`, `_trainable_variables`,
+`_trainable_variables_indices`, `_check_variables_are_known`,
+`_get_variable_index`, `_tracker`, `_use_weight_decay` and `_var_key`.
 """
 
+import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 
-from tfmix import _formats
+from tfmix._keras import attributes
 
 
-def is_sixteen_bit(variable: Any) -> bool:
-    """Whether a wrapper keeps float32 state for this variable.
-
-    Args:
-        variable: A `keras.Variable`.
-
-    Returns:
-        True for float16 and bfloat16 variables that a gradient updates.
-        Variables overwritten with their gradient (fp8 scales) have no update
-        to lose.
-
-    Example:
-        >>> is_sixteen_bit(keras.Variable([1.0], dtype="bfloat16"))
-        True
-    """
-    if getattr(variable, "overwrite_with_gradient", False):
-        return False
-    return keras.backend.standardize_dtype(variable.dtype) in (
-        _formats.SIXTEEN_BIT
-    )
+def chain(
+    optimizer: keras.optimizers.Optimizer | None,
+) -> Iterator[keras.optimizers.Optimizer]:
+    """Yields an optimizer and those inside it, outermost first."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
-def adopt(target: Any, variable: Any) -> Any:
-    """Gives a stand-in variable the identity of the model's variable.
+def with_nested(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
+    """Yields an optimizer and all that it holds, in lists as well.
 
-    Maps by path (`MultiOptimizer`, Muon's `exclude_layers`), weight-decay
-    patterns and the names of the slots then match as they do in float32.
-
-    Args:
-        target: The `keras.Variable` the inner optimizer updates.
-        variable: The model's `keras.Variable`.
-
-    Returns:
-        `target`.
-    """
-    target._path = variable.path
-    target.trainable = variable.trainable
-    target.constraint = variable.constraint
-    target.regularizer = variable.regularizer
-    return target
-
-
-def carry_weight_decay_exclusions(
-    optimizer: Any, variables: Sequence, targets: Sequence
-) -> None:
-    """Excludes the targets of excluded variables from weight decay.
-
-    `exclude_from_weight_decay(var_list=...)` remembers variables by identity,
-    so what was said about a model's variable must be said about its stand-in.
-
-    Args:
-        optimizer: The unbuilt inner optimizer.
-        variables: The model's variables.
-        targets: The variable the inner optimizer updates for each of them.
-    """
-    for each in getattr(optimizer, "optimizers", [optimizer]):
-        excluded = [
-            target
-            for variable, target in zip(variables, targets, strict=True)
-            if not uses_weight_decay(each, variable)
-        ]
-        if excluded:
-            each.exclude_from_weight_decay(var_list=excluded)
-
-
-def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
-    """Whether the optimizer's weight decay acts on a model's variable.
-
-    Args:
-        optimizer: The unbuilt inner optimizer.
-        variable: The model's `keras.Variable`.
-
-    Returns:
-        False only if `exclude_from_weight_decay` named the variable.
-    """
-    decide = getattr(optimizer, "_use_weight_decay", None)
-    return True if decide is None else bool(decide(variable))
-
-
-def key(variable: Any) -> Any:
-    """Returns the key under which optimizers find what belongs to a variable.
-
-    Args:
-        variable: A `keras.Variable`, or one replica's copy in its place.
-
-    Returns:
-        A hashable.
-    """
-    # It reads nothing of the optimizer.
-    return keras.optimizers.Optimizer._var_key(None, variable)
-
-
-def with_nested(optimizer: Any) -> Iterator[Any]:
-    """Yields a Keras optimizer and all that it wraps.
-
-    Args:
-        optimizer: Anything; what is no optimizer yields nothing.
+    What is no optimizer of Keras's yields nothing.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         return
@@ -116,3 +35,129 @@ def with_nested(optimizer: Any) -> Iterator[Any]:
     for value in list(vars(optimizer).values()):
         for each in value if isinstance(value, list | tuple) else [value]:
             yield from with_nested(each)
+
+
+def workers(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.optimizers.Optimizer]:
+    """Returns the optimizers of a `MultiOptimizer`, or the one given."""
+    return getattr(optimizer, "optimizers", [optimizer])
+
+
+def key(variable: Any) -> Any:
+    """Returns the key under which optimizers find what belongs to a variable.
+
+    Args:
+        variable: A `keras.Variable`, or one replica's copy in its place.
+    """
+    # It reads nothing of the optimizer.
+    return keras.optimizers.Optimizer._var_key(None, variable)
+
+
+def own_variables(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.Variable]:
+    """Returns a wrapper's variables without the inner optimizer's."""
+    return list(optimizer._variables)
+
+
+def remember(
+    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
+) -> None:
+    """Lets a wrapper know the model's variables, without tracking them."""
+    own = optimizer.__dict__
+    own["_trainable_variables"] = variables
+    own["_trainable_variables_indices"] = {
+        key(variable): index for index, variable in enumerate(variables)
+    }
+
+
+def remembered(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the variables that an optimizer was built with."""
+    return list(optimizer._trainable_variables)
+
+
+def recognised(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
+) -> list[keras.Variable]:
+    """Returns the variables of the build that others stand for.
+
+    Raises:
+        ValueError: If an optimizer was not built with one of them.
+    """
+    optimizer._check_variables_are_known(variables)
+    known = optimizer._trainable_variables
+    return [known[optimizer._get_variable_index(v)] for v in variables]
+
+
+def positions(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
+) -> list[int]:
+    """Returns the places of variables among those of the build."""
+    places = optimizer._trainable_variables_indices
+    return [places[key(variable)] for variable in variables]
+
+
+@contextlib.contextmanager
+def alone(
+    optimizer: keras.optimizers.Optimizer | None, strategy: Any = None
+) -> Iterator[None]:
+    """Lets an optimizer, and all in it, sum no gradients over replicas.
+
+    Args:
+        optimizer: The optimizer, if any.
+        strategy: What it takes for its `tf.distribute.Strategy`; its own if
+            `None`.
+    """
+    with contextlib.ExitStack() as undo:
+        for each in with_nested(optimizer):
+            # Without a strategy this saves an operation for each gradient.
+            attributes.swap(undo, each, "_all_reduce_sum_gradients", list)
+            if strategy is not None:
+                attributes.swap(undo, each, "_distribution_strategy", strategy)
+        yield
+
+
+def strategy_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """Returns the `tf.distribute.Strategy` it was made under, or `None`."""
+    return getattr(optimizer, "_distribution_strategy", None)
+
+
+class OverwritesThroughInner:
+    """Mixin: overwrites variables as the inner optimizer does."""
+
+    inner_optimizer: keras.optimizers.Optimizer
+
+    def _overwrite_variable_with_gradient(self, variable: Any) -> Any:
+        return self.inner_optimizer._overwrite_variable_with_gradient(variable)
+
+
+def count_as_tracked(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> None:
+    """Keeps an optimizer from adding a variable to those that it saves."""
+    optimizer._tracker.stored_ids["variables"].add(id(variable))
+
+
+def uses_weight_decay(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> bool:
+    """Returns False if `exclude_from_weight_decay` named the variable."""
+    decide = getattr(optimizer, "_use_weight_decay", None)
+    return True if decide is None else bool(decide(variable))
+
+
+def named(
+    variables: Sequence[keras.Variable],
+    var_list: Sequence[Any] | None,
+    var_names: Sequence[str] | None,
+) -> list[keras.Variable]:
+    """Returns what the arguments of `exclude_from_weight_decay` mean."""
+    keys = {key(variable) for variable in var_list or ()}
+    pattern = "|".join(var_names) if var_names else None
+    return [
+        variable
+        for variable in variables
+        if key(variable) in keys
+        or (pattern and re.search(pattern, variable.name))
+    ]

@@ -12,17 +12,18 @@ Look = Callable[[Any, Any], None]
 class Tap:
     """Stands for `model.train_function` and shows some batches to a function.
 
-    Args:
-        original: The model's own training function.
-        model: The model.
-        every: Steps between two batches that are shown.
-        look: Gets the state (the values of all variables on JAX, None on
-            TensorFlow) and the batch, before the step is made.
-        step: The number of the next training step.
+    `look` gets the state (the values of all variables on JAX, None on
+    TensorFlow) and the batch, before the step is made. `step` is the number
+    of the next training step.
     """
 
     def __init__(
-        self, original: Any, model: Any, every: int, look: Look, step: int
+        self,
+        original: Any,
+        model: keras.Model,
+        every: int,
+        look: Look,
+        step: int,
     ) -> None:
         """Shows nothing yet."""
         self.original = original

@@ -19,18 +19,11 @@ _SHUFFLE = 12.9898
 def unrounded(tensor: Any, operation: Any, limits: _formats.Format) -> Any:
     """Returns what a 16-bit input may have been before it was rounded.
 
-    A layer that takes a large offset away makes much of that rounding.
-
-    Args:
-        tensor: A float tensor that a layer is called with.
-        operation: The layer.
-        limits: The 16-bit format.
-
-    Returns:
-        The tensor in float32, values of a 16-bit one moved as much as
-        roundings come to. Ids of an embedding stay as they are, and so do
-        values that the format holds with a bit to spare: one that marks what
-        is masked, -1 for instance, was never rounded, and must not move.
+    A layer that subtracts a large offset enlarges that rounding. Values of a
+    16-bit tensor are moved, in float32, as much as roundings come to. Ids of
+    an embedding stay as they are, and so do values that the format holds with
+    a bit to spare: one that marks what is masked, such as -1, was never
+    rounded.
     """
     exact = ops.cast(tensor, "float32")
     dtype = keras.backend.standardize_dtype(tensor.dtype)
@@ -55,13 +48,8 @@ def _is_short(exact: Any, limits: _formats.Format) -> Any:
 def error(found: Any, exact: Any) -> Any:
     """Returns the relative error, and whether float32 is not finite.
 
-    Args:
-        found: A 16-bit output.
-        exact: The same in float32.
-
-    Returns:
-        A float32 tensor of shape `(2,)`; the error is infinite where a value
-        is finite in float32 alone.
+    A float32 tensor of shape `(2,)`; the error is infinite where a value is
+    finite in float32 alone.
     """
     found = ops.cast(found, "float32")
     fine, alike = ops.isfinite(exact), ops.isfinite(found)

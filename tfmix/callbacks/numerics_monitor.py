@@ -9,10 +9,11 @@ from tfmix import _arguments, _formats
 from tfmix._keras import layers
 from tfmix.callbacks import batch_tap, reading, sampler
 from tfmix.conversion import trial_policies
-from tfmix.doctor import missing_scaler, probe, verdicts
+from tfmix.doctor import probe, verdicts
+from tfmix.policy.in_force import suited_optimizer
 
-# A loss scale this low is no part of the search for one.
-_NO_SCALE = 1.0
+# Gradients that overflow at a higher scale are part of the search for one.
+_LOWEST_SCALE = 1.0
 
 
 class NumericsMonitor(keras.callbacks.Callback):
@@ -37,7 +38,8 @@ class NumericsMonitor(keras.callbacks.Callback):
         events: List of `Event` (`step`, `layer`, `phase`, `verdict`): the
             first layer at fault in the forward pass of a sampled step, and,
             if there is none, in the backward pass.
-        rows: The `Row`s of the last sample (`layer`, `phase`, `measures`).
+        rows: The `TensorRanges` of the last sample (`layer`, `phase`,
+            `measures`).
 
     Raises:
         TypeError: If `every` is not an integer.
@@ -51,9 +53,9 @@ class NumericsMonitor(keras.callbacks.Callback):
     def __init__(self, every: int = 100) -> None:
         """Checks the argument; compiles nothing yet."""
         super().__init__()
-        self.every = _arguments.count("every", every)
+        self.every = _arguments.count("every", every, example=100)
         self.events: list[reading.Event] = []
-        self.rows: list[reading.Row] = []
+        self.rows: list[reading.TensorRanges] = []
         self._step = 0
         self._tap: batch_tap.Tap | None = None
         self._model_of: Any = None
@@ -72,7 +74,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         if self._model_of is not model:
             self._model_of = model
             self._prepared = self._failed = False
-            if note := missing_scaler.warning(model):
+            if note := suited_optimizer.missing_scaler_warning(model):
                 logging.warning("NumericsMonitor: %s", note)
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -133,8 +135,8 @@ class NumericsMonitor(keras.callbacks.Callback):
     def _add_overflow(
         self, layer: str, sample: sampler.Sample, state: Any, batch: Any
     ) -> None:
-        if sample.scale > _NO_SCALE:
-            again = self._sampler(state, batch, _NO_SCALE)
+        if sample.scale > _LOWEST_SCALE:
+            again = self._sampler(state, batch, _LOWEST_SCALE)
             layer = self._reader.overflow(again) or ""
         if layer:
             self._add(layer, verdicts.BACKWARD, verdicts.OVERFLOW)

@@ -9,12 +9,10 @@ import numpy as np
 
 from tfmix import _formats
 from tfmix.callbacks import sampler
-from tfmix.doctor import gaps, probe, ranges, verdicts
+from tfmix.doctor import gaps, latent, probe, ranges, verdicts
 
 # Below four bits a gradient is noise.
 _DIGITS = 16
-# Share of a model's probabilities below the normal range that is a fault.
-_LOW = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TensorRanges:
     """One tensor of one sampled step.
 
     Attributes:
@@ -49,24 +47,19 @@ class Row:
 
     layer: str
     phase: str
-    ranges: ranges.Measures
+    measures: ranges.Measures
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reader:
-    """Reads the samples of one model.
-
-    Attributes:
-        found: The watched layers.
-        variables: Paths of the trainable weights.
-        limits: The 16-bit format.
-    """
+    """Reads the samples of one model."""
 
     found: Sequence[probe.Target]
+    # Paths of the trainable weights.
     variables: Sequence[str]
     limits: _formats.Format
 
-    def rows(self, sample: sampler.Sample) -> list[Row]:
+    def rows(self, sample: sampler.Sample) -> list[TensorRanges]:
         """Returns a row for every tensor of a sample."""
         names = [self.found[call.target].name for call in sample.calls]
         tables = [
@@ -76,7 +69,7 @@ class Reader:
             (self.variables, "weight_gradients", sample.gradients),
         ]
         return [
-            Row(name, phase, ranges.from_vector(row, self.limits))
+            TensorRanges(name, phase, ranges.from_vector(row, self.limits))
             for layers, phase, table in tables
             for name, row in zip(layers, table, strict=True)
         ]
@@ -84,15 +77,14 @@ class Reader:
     def forward(self, sample: sampler.Sample) -> tuple[str, str] | None:
         """Returns layer and verdict of the first fault of the forward pass."""
         faults: dict[str, str] = {}
+        # A layer is not blamed for the layers inside it, which end first.
+        cleared: set[str] = set()
         for call, row in zip(sample.calls, sample.forward, strict=True):
             target = self.found[call.target]
             verdict = self._own_fault(call, row)
-            inside = [
-                name for name in faults if target.name in self._inside(name)
-            ]
-            # A layer is not blamed for the layers inside it.
-            if verdict != verdicts.OK and not inside:
+            if verdict != verdicts.OK and target.name not in cleared:
                 faults.setdefault(target.name, verdict)
+                cleared.update(target.inside)
         if faults:
             severe = (verdicts.OVERFLOW, verdicts.NOT_FINITE)
             hard = [one for one in faults.items() if one[1] in severe]
@@ -108,26 +100,40 @@ class Reader:
     ) -> str | None:
         """Returns the layer whose gradients are bad first, going back.
 
-        Args:
-            sample: The sample.
-            bad: Says of a row of `backward` or `gradients` whether it is.
-
-        Returns:
-            The layer that computes them, `"loss"` if that is the loss, None
-            if none are bad.
+        `bad` judges a row of `backward` or `gradients`. The layer is the one
+        that computed them, `"loss"` if that is the loss, None if none are bad.
         """
-        names = [self.found[call.target].name for call in sample.calls]
-        # Each gradient was computed by the layer that came next.
-        makers = [*names[1:], verdicts.LOSS]
-        for name, maker, call, row in reversed(
-            list(zip(names, makers, sample.calls, sample.backward, strict=True))
-        ):
+        for index in reversed(range(len(sample.calls))):
+            call = sample.calls[index]
             sixteen = call.dtype in _formats.SIXTEEN_BIT
-            if sixteen and bad(row):
-                return maker
-            if self._weights_bad(name, sample, bad):
-                return name
+            if sixteen and bad(sample.backward[index]):
+                return self._user(index, sample)
+            target = self.found[call.target]
+            if self._weights_bad(target, sample, bad):
+                return target.name
         return None
+
+    def _user(self, index: int, sample: sampler.Sample) -> str:
+        """Names the layer that computed the gradient of a call's output."""
+        uses = [use for use in sample.uses if use.maker == index]
+        for use in uses:
+            share = use.share
+            if share is not None and share < len(sample.shares):
+                if not_finite(sample.shares[share]):
+                    return self._name(use.target)
+        if uses:
+            return self._name(uses[0].target)
+        # Something else, such as a cast, lies in between: the next layer in
+        # the order of calls whose inputs may come from there.
+        for call in sample.calls[index + 1 :]:
+            if not call.inputs_known:
+                return self._name(call.target)
+        return verdicts.LOSS
+
+    def _name(self, target: int) -> str:
+        return (
+            verdicts.LOSS if target == sampler.LOSS else self.found[target].name
+        )
 
     def overflow(self, sample: sampler.Sample) -> str | None:
         """Returns the layer whose gradients overflow first, going back.
@@ -143,29 +149,27 @@ class Reader:
     def lost(self, sample: sampler.Sample, exact: sampler.Sample) -> str | None:
         """Returns the layer, going back, that loses a whole gradient.
 
-        Args:
-            sample: The sample.
-            exact: A sample of the same step in float32.
-
-        Returns:
-            The layer's name; None if what vanished is zero in float32, too.
+        None if what vanished is zero in `exact`, the step in float32, too.
         """
-        check = vanished(self.limits)
-        kept = [_column(row, "largest") > 0.0 for row in exact.backward]
-        backward = sample.backward.copy()
-        backward[~np.array(kept, bool)] = np.inf
-        known = [_column(row, "largest") > 0.0 for row in exact.gradients]
-        gradients = sample.gradients.copy()
-        gradients[~np.array(known, bool)] = np.inf
-        return self.backward(
-            dataclasses.replace(sample, backward=backward, gradients=gradients),
-            check,
+        largest = ranges.COLUMNS.index("largest")
+
+        def known(rows: np.ndarray, right: np.ndarray) -> np.ndarray:
+            # An infinity is not a value that vanished.
+            return np.where(right[:, [largest]] > 0.0, rows, np.inf)
+
+        kept = dataclasses.replace(
+            sample,
+            backward=known(sample.backward, exact.backward),
+            gradients=known(sample.gradients, exact.gradients),
         )
+        return self.backward(kept, vanished(self.limits))
 
     def _weights_bad(
-        self, name: str, sample: sampler.Sample, bad: Callable[[Any], bool]
+        self,
+        target: probe.Target,
+        sample: sampler.Sample,
+        bad: Callable[[Any], bool],
     ) -> bool:
-        (target,) = (one for one in self.found if one.name == name)
         if not target.whole:
             return False
         paths = {
@@ -173,18 +177,12 @@ class Reader:
             for layer in target.layers
             for variable in layer.trainable_variables
         }
-        rows = [
-            row
-            for path, row in zip(self.variables, sample.gradients, strict=True)
-            if path in paths
-        ]
+        named = zip(self.variables, sample.gradients, strict=True)
+        rows = [row for path, row in named if path in paths]
         # One that overflowed is a fault; one that is zero, a bias before a
         # normalisation perhaps, is none.
-        return (
-            any(map(not_finite, rows))
-            and any(map(bad, rows))
-            or (bool(rows) and all(map(bad, rows)))
-        )
+        overflowed = any(map(not_finite, rows)) and any(map(bad, rows))
+        return overflowed or (bool(rows) and all(map(bad, rows)))
 
     def _own_fault(self, call: sampler.Call, row: Any) -> str:
         measured = ranges.from_vector(row[: len(ranges.COLUMNS)], self.limits)
@@ -203,15 +201,11 @@ class Reader:
             headroom_bits=measured.headroom_bits,
         )
         verdict = verdicts.of_output(gap, self.limits)
-        low = measured.subnormal + measured.zero > _LOW
+        low = measured.subnormal + measured.zero > latent.LOW_SHARE
         sixteen = call.dtype in _formats.SIXTEEN_BIT
         if verdict == verdicts.OK and head and sixteen and low:
             return verdicts.UNDERFLOW
         return verdict
-
-    def _inside(self, name: str) -> tuple[str, ...]:
-        (target,) = (one for one in self.found if one.name == name)
-        return target.inside
 
 
 def not_finite(row: Any) -> bool:

@@ -13,67 +13,118 @@ from tfmix import _formats
 from tfmix._keras import layers as host
 from tfmix.callbacks import deviation
 from tfmix.conversion import trial_policies
-from tfmix.doctor import heads, probe, pullback, ranges
+from tfmix.doctor import latent, probe, pullback, ranges
+from tfmix.policy.in_force import carried
+from tfmix.scaling import optimizer as scaling
 
-# The columns of a forward row: those of `measures`, then these.
-ERROR, BROKEN, HEAD = "relative_error", "broken", "are_probabilities"
-FORWARD_COLUMNS = (*ranges.COLUMNS, ERROR, BROKEN, HEAD)
+# A forward row holds `ranges.COLUMNS`, the relative error, whether float32 is
+# not finite either, and whether these are the model's probabilities.
 _WIDTH = len(ranges.COLUMNS)
 # Rows kept for gradients of calls: enough for layers that are shared.
 _CALLS_PER_LAYER = 4
+# Stands for the loss among the calls that use a tensor.
+LOSS = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is known of one call when the step is traced.
+    """What is known of one call when the step is traced."""
 
-    Attributes:
-        target: Index of the layer.
-        dtype: Compute dtype of what it returns.
-    """
-
+    # Index of the layer, and the dtype of what it returns.
     target: int
     dtype: str
+    # Whether other calls returned all of its inputs as they are, with no cast
+    # and no other operation in between.
+    inputs_known: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """A call of a layer on the very tensor that an earlier call returned."""
+
+    # Index of the earlier call, and of the layer that uses it, or `LOSS`.
+    maker: int
+    target: int
+    # The row of `Sample.shares` with the part of the gradient that this use
+    # computes; None for the first use.
+    share: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """The numbers of one step, on the host.
+    """The numbers of one step, on the host."""
 
-    Attributes:
-        calls: The calls, in the order in which they ended.
-        forward: One row of `FORWARD_COLUMNS` for each.
-        backward: One row of `measures.COLUMNS` for each: its outputs'
-            gradients.
-        weights: One row for each trainable weight.
-        gradients: One row for each trainable weight's gradient.
-        scale: The loss scale of the step.
-        loss: The loss, not scaled.
-    """
-
+    # In the order in which the calls ended.
     calls: tuple[Call, ...]
+    uses: tuple[Use, ...]
+    # A row for each call's output, and for its gradient.
     forward: np.ndarray
     backward: np.ndarray
+    # A row for the part of a gradient that one use computed.
+    shares: np.ndarray
+    # A row for each trainable weight, and for its gradient.
     weights: np.ndarray
     gradients: np.ndarray
     scale: float
+    # Not scaled.
     loss: float
 
 
-class Sampler:
-    """Compiles and runs the instrumented step of one model.
+class _Trace:
+    """What becomes known of the calls of one step while it is traced."""
 
-    Args:
-        model: A compiled, built model.
-        found: What is watched.
-        limits: The 16-bit format.
-        planned: Dtypes to run under instead of the model's own; None for
-            those. The comparison with float32 is left out then.
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self.calls: list[Call] = []
+        self.uses: list[Use] = []
+        self.shares = 0
+        # Index of the call that made a tensor, and of the inner one where an
+        # outer layer hands its output on; kept alive, so ids stay unique.
+        self.made: dict[int, int] = {}
+        self.made_first: dict[int, int] = {}
+        self.alive: list[Any] = []
+
+    def add(self, call: probe.Call, row: Any, output: Any, sent: Any) -> None:
+        """Notes a call that is over, its row, and what is handed on for it."""
+        index = len(self.rows)
+        self.rows.append(row)
+        dtype = keras.backend.standardize_dtype(output.dtype)
+        # A layer around others may also use what those inside it return.
+        known = call.target.whole and all(
+            id(leaf) in self.made for leaf in call.tensors
+        )
+        self.calls.append(Call(call.key[0], dtype, known))
+        first = self.made_first.get(id(output), index)
+        self.made[id(sent)], self.made_first[id(sent)] = index, first
+        self.alive += [sent, call.tensors]
+
+    def forget_tensors(self) -> list[Any]:
+        """Returns the rows; no tensor may outlive the traced function."""
+        rows, self.rows = self.rows, []
+        self.made, self.made_first, self.alive = {}, {}, []
+        return rows
+
+    def use(self, tensor: Any, target: int) -> int | None:
+        """Notes a use of a tensor; returns the row for its share, if any."""
+        maker = self.made.get(id(tensor))
+        if maker is None:
+            return None
+        share = None
+        if any(use.maker == maker for use in self.uses):
+            share, self.shares = self.shares, self.shares + 1
+        self.uses.append(Use(maker, target, share))
+        return share
+
+
+class Sampler:
+    """Compiles and runs the instrumented step of one compiled, built model.
+
+    Under dtypes that are `planned`, layers are not compared with float32.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: keras.Model,
         found: Sequence[probe.Target],
         limits: _formats.Format,
         planned: trial_policies.Plan | None = None,
@@ -84,29 +135,26 @@ class Sampler:
         self._planned = planned
         self._reference = trial_policies.reference(model)
         self._room = _CALLS_PER_LAYER * len(found) + 1
-        self._calls: list[Call] = []
+        self._trace = _Trace()
         self._compiled = self._compile()
 
     def __call__(self, state: Any, data: Any, scale: float = 0.0) -> Sample:
-        """Measures one step.
+        """Measures one step, and copies the numbers to the host.
 
-        Args:
-            state: On JAX, the lists of values that the training step gets;
-                on TensorFlow None, as the variables hold them.
-            data: The batch as the training step gets it.
-            scale: The loss scale; 0 for the optimizer's.
-
-        Returns:
-            The `Sample`, copied to the host.
+        `state` is, on JAX, the lists of values that the training step gets;
+        on TensorFlow None, as the variables hold them. A scale of 0 stands
+        for the optimizer's.
         """
         values = self._compiled(state, data, ops.convert_to_tensor(scale))
         arrays = [np.asarray(ops.convert_to_numpy(one)) for one in values]
         forward, backward, weights, gradients, used, scaled = arrays
-        calls = tuple(self._calls)
+        trace, room = self._trace, self._room
         return Sample(
-            calls=calls,
+            calls=tuple(trace.calls),
+            uses=tuple(trace.uses),
             forward=forward,
-            backward=backward[: len(calls)],
+            backward=backward[: len(trace.calls)],
+            shares=backward[room : room + trace.shares],
             weights=weights,
             gradients=gradients,
             scale=float(used),
@@ -132,9 +180,8 @@ class Sampler:
         )
 
     def _step(self, state: Any, data: Any, override: Any) -> tuple[Any, ...]:
-        self._calls = []
         variables, others = self._values(state)
-        tokens = ops.zeros((self._room, _WIDTH), "float32")
+        tokens = ops.zeros((2 * self._room, _WIDTH), "float32")
         weights = [value for _, value in variables]
 
         def losses(inputs: list[Any]) -> list[Any]:
@@ -162,52 +209,69 @@ class Sampler:
 
     def _forward(self, tokens: Any, data: Any) -> tuple[list[Any], Any]:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        rows: list[Any] = []
-        made: dict[int, int] = {}
-        alive: list[Any] = []
+        trace = self._trace = _Trace()
         busy: list[bool] = []
 
         def on_call(call: probe.Call) -> Any:
-            outputs = call.proceed()
+            if busy:
+                return call.proceed()
+            outputs = call.proceed_with(self._given(call, tokens))
             leaves = probe.floats(outputs)
-            if busy or not leaves or len(rows) >= self._room:
+            if not leaves or len(trace.rows) >= self._room:
                 return outputs
-            index = len(rows)
             busy.append(True)
             try:
-                rows.append(self._row(call, leaves))
+                row = self._row(call, leaves)
             finally:
                 busy.pop()
-            dtype = keras.backend.standardize_dtype(leaves[0].dtype)
-            self._calls.append(Call(call.key[0], dtype))
-            sent = pullback.export_gradient(
-                leaves[0],
-                tokens[index],
-                lambda grad: ranges.vector(grad, self._limits),
-            )
-            # What a layer hands on from one inside it is the inner one's.
-            made[id(sent)] = made.get(id(leaves[0]), index)
-            alive.append(sent)
+            sent = self._measured(leaves[0], tokens[len(trace.rows)])
+            trace.add(call, row, leaves[0], sent)
             return probe.replaced(outputs, [sent, *leaves[1:]])
 
-        with probe.watched(self._found, on_call):
-            if getattr(self._model, "_call_has_training_arg", False):
-                outputs = self._model(x, training=True)
-            else:
-                outputs = self._model(x)
-        self._mark_probabilities(made, outputs, rows)
-        loss = self._model._compute_loss(
-            x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=True
+        with probe.watched(self._found, on_call), carried.outputs_as_made():
+            outputs = host.call_in_training(self._model, x)
+        for leaf in tree.flatten(outputs):
+            trace.use(leaf, LOSS)
+        self._mark_probabilities(outputs)
+        loss = host.compute_loss(
+            self._model,
+            x=x,
+            y=y,
+            y_pred=outputs,
+            sample_weight=sample_weight,
+            training=True,
         )
+        rows = trace.forget_tensors()
         return rows, ops.cast(loss, "float32")
 
-    def _mark_probabilities(
-        self, made: dict[int, int], outputs: Any, rows: list[Any]
-    ) -> None:
+    def _given(self, call: probe.Call, tokens: Any) -> list[Any]:
+        """Returns a call's inputs, measured where others use them, too."""
+        tensors, trace = call.tensors, self._trace
+        if not call.target.whole:
+            # The layers inside are what uses them.
+            return tensors
+        result = []
+        for tensor in tensors:
+            share = trace.use(tensor, call.key[0])
+            if share is not None and share < self._room:
+                given = self._measured(tensor, tokens[self._room + share])
+                trace.made[id(given)] = trace.made[id(tensor)]
+                trace.alive.append(given)
+                tensor = given
+            result.append(tensor)
+        return result
+
+    def _measured(self, tensor: Any, token: Any) -> Any:
+        return pullback.export_gradient(
+            tensor, token, lambda grad: ranges.vector(grad, self._limits)
+        )
+
+    def _mark_probabilities(self, outputs: Any) -> None:
+        rows = self._trace.rows
         for leaf in tree.flatten(outputs):
-            index = made.get(id(leaf), -1)
+            index = self._trace.made_first.get(id(leaf), -1)
             if index >= 0:
-                head = heads.looks_like_probabilities(ops.stop_gradient(leaf))
+                head = latent.looks_like_probabilities(ops.stop_gradient(leaf))
                 rows[index] = ops.append(rows[index][:-1], head)
 
     def _row(self, call: probe.Call, leaves: list[Any]) -> Any:
@@ -264,7 +328,12 @@ class Sampler:
         ), others
 
     def _scale(self, override: Any) -> Any:
-        current = self._model.optimizer.scale_loss(ops.ones((), "float32"))
+        optimizer = self._model.optimizer
+        if isinstance(optimizer, scaling.LossScaleOptimizer):
+            # `scale_loss` would note that the loss was multiplied.
+            current = optimizer.rule.current(optimizer.state())
+        else:
+            current = optimizer.scale_loss(ops.ones((), "float32"))
         return ops.where(override > 0, override, ops.cast(current, "float32"))
 
     def _used_scale(self, others: list[Any], override: Any) -> Any:

@@ -1,186 +1,152 @@
-"""Changes a model's layers and variables, and can change them back.
+"""Changes a model's layers and variables, and can change them back."""
 
-Reaches into `keras.src`; checked on Keras 3.12.4 and 3.15.1.
-"""
-
-from collections.abc import Callable, Iterable
+import contextlib
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
+from keras import ops
 
 from tfmix import _formats
-from tfmix._keras import nested_inputs
+from tfmix._keras import attributes, layer_policies, layers, variables
 from tfmix.conversion import planned_policies
-from tfmix.policy.in_force import new_layers, suited_optimizer, uncast_inputs
+from tfmix.policy.in_force import suited_optimizer, uncast_inputs
 
 Undo = Callable[[], None]
 
 # What Keras compiled once and would go on using.
 _COMPILED = ("train_function", "test_function", "predict_function")
-# What tfmix sets on an instance shadows a method, or has this prefix.
-_OURS = "_tfmix_"
-_FIRST_CALLED = "_check_super_called"
+# By layer, the conversions that stand, the latest one last.
+_standing: weakref.WeakKeyDictionary[keras.Layer, list[object]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def set_dtypes(steps: Iterable[planned_policies.Step]) -> Undo:
-    """Gives each layer of a plan its policy.
-
-    Args:
-        steps: The plan.
-
-    Returns:
-        A function that puts the policies and variables back.
-    """
-    undo: list[Undo] = []
-    steps = list(steps)
+def set_dtypes(
+    steps: list[planned_policies.Step], way_back: contextlib.ExitStack
+) -> None:
+    """Gives each layer of a plan its policy."""
     mixed = any(
         step.policy.compute_dtype in _formats.SIXTEEN_BIT for step in steps
     )
     for step in steps:
         before = step.layer.variable_dtype
-        undo.append(_set_policy(step.layer, step.policy, mixed))
-        undo.append(_cast_variables(step.layer, before))
-        undo.append(nested_inputs.widen_inputs(step.layer))
+        _set_policy(step.layer, step.policy, mixed, way_back)
+        _cast_variables(step.layer, before, way_back)
+        way_back.callback(layer_policies.widen_inputs(step.layer))
     for step in reversed(steps):
         # Inner layers first: a nested model returns what they return.
-        undo.append(_set_spec(step.layer))
-    return lambda: _run(undo)
+        _set_spec(step.layer, way_back)
 
 
-def forget_compiled(model: Any) -> None:
-    """Lets Keras trace a model's functions anew at their next use.
+def stand(
+    steps: list[planned_policies.Step], way_back: contextlib.ExitStack
+) -> Undo:
+    """Notes a conversion as the latest of its layers."""
+    token = object()
+    for step in steps:
+        found = _standing.setdefault(step.layer, [])
+        found.append(token)
+        way_back.callback(found.remove, token)
 
-    Args:
-        model: A model; nested ones have functions of their own.
-    """
-    for layer in model._flatten_layers():
+    def check() -> None:
+        if any(_standing[step.layer][-1] is not token for step in steps):
+            raise RuntimeError(
+                "The model, or a part of it, was converted again after this "
+                "conversion. Undo the later one first, or call "
+                "`apply_policy(model, 'float32')`."
+            )
+
+    return check
+
+
+def forget_compiled(model: keras.Model) -> None:
+    """Lets Keras trace the functions of a model, and nested ones, anew."""
+    for layer in layers.flat_layers(model):
         for name in _COMPILED:
             if getattr(layer, name, None) is not None:
                 setattr(layer, name, None)
 
 
-def remember_methods(model: Any) -> Undo:
-    """Notes what tfmix has set on a model.
-
-    Args:
-        model: A Keras model.
-
-    Returns:
-        A function that restores exactly that.
-    """
-    kind = type(model)
-
-    def ours() -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in vars(model).items()
-            if name.startswith(_OURS) or callable(getattr(kind, name, None))
-        }
-
-    before = ours()
+def _set_policy(
+    layer: keras.Layer,
+    policy: keras.DTypePolicy,
+    among_16_bit: bool,
+    way_back: contextlib.ExitStack,
+) -> None:
+    before = layer.dtype_policy
+    attributes = {
+        name: vars(layer)[name]
+        for name in (layer_policies.FIRST_CALLED, "call")
+        if name in vars(layer)
+    }
 
     def restore() -> None:
-        for name in ours():
-            object.__delattr__(model, name)
-        for name, value in before.items():
-            new_layers.put(model, name, value)
+        uncast_inputs.forget_exact(layer)
+        layer_policies.set_policy(layer, before)
+        for name, value in attributes.items():
+            layer_policies.put(layer, name, value)
 
-    return restore
-
-
-def _run(undo: list[Undo]) -> None:
-    for step in reversed(undo):
-        step()
-
-
-def _set_policy(
-    layer: Any, policy: keras.DTypePolicy, among_16_bit: bool
-) -> Undo:
-    before = layer.dtype_policy
-    names = (_FIRST_CALLED, "call")
-    attributes = {
-        name: vars(layer)[name] for name in names if name in vars(layer)
-    }
+    way_back.callback(restore)
     # Rules of the policy it was made under must not come back later.
-    vars(layer).pop(_FIRST_CALLED, None)
+    vars(layer).pop(layer_policies.FIRST_CALLED, None)
     uncast_inputs.forget_exact(layer)
-    new_layers.set_dtype(layer, policy)
+    layer_policies.set_policy(layer, policy)
     if among_16_bit:
         uncast_inputs.keep_exact(layer)
         if policy.compute_dtype == "float32":
             uncast_inputs.look_behind_casts(layer)
 
-    def restore() -> None:
-        uncast_inputs.forget_exact(layer)
-        new_layers.set_dtype(layer, before)
-        for name, value in attributes.items():
-            new_layers.put(layer, name, value)
 
-    return restore
-
-
-def _cast_variables(layer: Any, before: str) -> Undo:
+def _cast_variables(
+    layer: keras.Layer, before: str, way_back: contextlib.ExitStack
+) -> None:
     """Casts the variables a layer itself holds in its dtype before."""
-    undo: list[Undo] = []
     dtype = layer.variable_dtype
-    own = [*layer._trainable_variables, *layer._non_trainable_variables]
-    for variable in own:
-        # One of another dtype was given it on purpose.
-        if dtype != before == variable.dtype:
-            undo.append(_cast_variable(variable, dtype))
-    return lambda: _run(undo)
-
-
-def _cast_variable(variable: Any, dtype: str) -> Undo:
-    before = variable.dtype
-    original = keras.ops.convert_to_numpy(variable.value)
-    _replace_value(variable, dtype)
-    narrowed = keras.ops.convert_to_numpy(variable.value)
+    if dtype == before:
+        return
+    own = variables.own_variables(layer)
+    # One of another dtype was given it on purpose.
+    left_alone = {id(v) for v in own if v.dtype != before}
+    originals: dict[int, Any] = {}
 
     def restore() -> None:
-        now = keras.ops.convert_to_numpy(variable.value)
-        _replace_value(variable, before)
+        # Those too that were made since: the layer may have been built late.
+        for variable in variables.own_variables(layer):
+            if variable.dtype == dtype and id(variable) not in left_alone:
+                _cast_back(variable, before, originals.get(id(variable)))
+
+    way_back.callback(restore)
+    for variable in own:
+        if id(variable) not in left_alone:
+            originals[id(variable)] = ops.convert_to_numpy(variable.value)
+            variables.cast_in_place(variable, dtype)
+
+
+def _cast_back(variable: keras.Variable, dtype: str, original: Any) -> None:
+    now, narrow = ops.convert_to_numpy(variable.value), variable.dtype
+    variables.cast_in_place(variable, dtype)
+    if original is not None:
         # What was not trained since gets back the bits the cast took.
-        untouched = now == narrowed
+        narrowed = ops.convert_to_numpy(ops.cast(original, narrow))
         wide = now.astype(original.dtype)
-        wide[untouched] = original[untouched]
-        variable.assign(wide)
-
-    return restore
+        variable.assign(np.where(now == narrowed, original, wide))
 
 
-def _replace_value(variable: Any, dtype: str) -> None:
-    value = keras.ops.cast(variable.value, dtype)
-    if not all(hasattr(variable, name) for name in ("_dtype", "_initialize")):
-        raise RuntimeError(
-            f"tfmix does not fit Keras {keras.__version__}: its variables "
-            "cannot be cast in place. Build the model under the policy and "
-            "load its weights."
-        )
-    variable._dtype = dtype
-    variable._initialize(value)
-
-
-def _set_spec(layer: Any) -> Undo:
+def _set_spec(layer: keras.Layer, way_back: contextlib.ExitStack) -> None:
     """Corrects the dtypes a Functional graph noted for a layer's results."""
-    undo: list[Undo] = []
-    for node in layer._inbound_nodes:
-        tensors = keras.tree.flatten(node.outputs)
-        for index, tensor in enumerate(tensors):
-            dtype = keras.backend.standardize_dtype(tensor.dtype)
-            if dtype in _formats.FORMATS:
-                undo.append(_restore_attribute(tensor, "_dtype"))
-                tensor._dtype = _result_dtype(layer, index)
-    return lambda: _run(undo)
+    for place, tensor in layers.noted_results(layer):
+        dtype = keras.backend.standardize_dtype(tensor.dtype)
+        if dtype in _formats.FORMATS:
+            attributes.swap(
+                way_back, tensor, "_dtype", _result_dtype(layer, place)
+            )
 
 
-def _result_dtype(layer: Any, index: int) -> str:
-    inner = getattr(layer, "_functional", None) or layer
-    if suited_optimizer.is_graph(layer) and getattr(inner, "outputs", None):
-        return str(keras.tree.flatten(inner.outputs)[index].dtype)
+def _result_dtype(layer: keras.Layer, place: int) -> str:
+    results = layers.results(layer)
+    if suited_optimizer.is_graph(layer) and results:
+        return str(results[place].dtype)
     return str(layer.compute_dtype)
-
-
-def _restore_attribute(owner: Any, name: str) -> Undo:
-    before = getattr(owner, name)
-    return lambda: setattr(owner, name, before)

@@ -1,10 +1,13 @@
 """What a conversion did, one row per layer, and the way back."""
 
 import dataclasses
-import html
-import io
 from collections.abc import Callable
-from typing import Any
+
+import keras
+
+from tfmix import _tables
+
+_HEADS = ("layer", "class", "from", "to", "why")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Row:
     why: str
 
 
-class ConversionReport:
+class ConversionReport(_tables.Printed):
     """Says what `apply_policy` did; prints as a table.
 
     Args:
@@ -42,15 +45,14 @@ class ConversionReport:
 
     Example:
         >>> row = Row("dense", "Dense", "float32", "mixed_float16", "")
-        >>> print(ConversionReport("mixed_float16", [row], lambda: None))
+        >>> policy = keras.DTypePolicy("mixed_float16")
+        >>> print(str(ConversionReport(policy, [row], print)).splitlines()[0])
         1 layer: 1 changed to mixed_float16, 0 kept in float32
-        layer  class  from     to             why
-        dense  Dense  float32  mixed_float16
     """
 
     def __init__(
         self,
-        policy: Any,
+        policy: keras.DTypePolicy,
         rows: list[Row],
         undo: Callable[[], None],
         notes: tuple[str, ...] = (),
@@ -64,10 +66,13 @@ class ConversionReport:
         """Puts every dtype, method and optimizer back as it was before.
 
         Trained weights and the inner optimizer's state stay as they are now:
-        undoing a conversion does not undo training.
+        undoing a conversion does not undo training. An optimizer that the
+        model was compiled with since stays, too; the wrapper that tfmix put
+        on it goes.
 
         Raises:
-            RuntimeError: If it has been called before.
+            RuntimeError: If it has been called before, or the model, or a
+                part of it, was converted again since.
         """
         if self._undo is None:
             raise RuntimeError(
@@ -82,53 +87,18 @@ class ConversionReport:
         """The rows of the layers that compute in float32."""
         return tuple(row for row in self.rows if row.after == "float32")
 
-    def __str__(self) -> str:
-        heads = ("layer", "class", "from", "to", "why")
-        cells = [heads, *map(_cells, self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [self._summary()]
-        for row in cells:
-            padded = map(str.ljust, row, widths)
-            lines.append("  ".join(padded).rstrip())
-        return "\n".join([*lines, *self.notes])
-
     def __repr__(self) -> str:
         return f"<ConversionReport {self._summary()}>"
 
-    def __rich__(self) -> Any:
-        from rich import table
-
-        shown = table.Table(title=self._summary())
-        for head in ("layer", "class", "from", "to", "why"):
-            shown.add_column(head)
-        for row in self.rows:
-            shown.add_row(*_cells(row))
-        shown.caption = "\n".join(self.notes) or None
-        return shown
-
-    def _repr_html_(self) -> str:
-        text = io.StringIO()
-        text.write(f"<p>{html.escape(self._summary())}</p><table><tr>")
-        for head in ("layer", "class", "from", "to", "why"):
-            text.write(f"<th>{head}</th>")
-        for row in self.rows:
-            text.write("</tr><tr>")
-            for cell in _cells(row):
-                text.write(f"<td>{html.escape(cell)}</td>")
-        text.write("</tr></table>")
-        for note in self.notes:
-            text.write(f"<p>{html.escape(note)}</p>")
-        return text.getvalue()
+    def tables(self) -> list[_tables.Table]:
+        """Returns what to print."""
+        rows = [dataclasses.astuple(row) for row in self.rows]
+        return [_tables.Table(_HEADS, rows, self._summary(), self.notes)]
 
     def _summary(self) -> str:
-        name = getattr(self.policy, "name", self.policy)
         changed = sum(row.before != row.after for row in self.rows)
         layers = "layer" if len(self.rows) == 1 else "layers"
         return (
-            f"{len(self.rows)} {layers}: {changed} changed to {name}, "
-            f"{len(self.kept)} kept in float32"
+            f"{len(self.rows)} {layers}: {changed} changed to "
+            f"{self.policy.name}, {len(self.kept)} kept in float32"
         )
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    return dataclasses.astuple(row)

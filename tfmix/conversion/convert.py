@@ -1,10 +1,18 @@
 """Existing models: into 16 bit, in place or as a copy, and back."""
 
+import contextlib
 from typing import Any, NamedTuple
 
 import keras
 from absl import logging
 
+from tfmix._keras import (
+    layer_policies,
+    model_methods,
+    optimizer_slots,
+    training_classes,
+    variables,
+)
 from tfmix.conversion import (
     changes,
     conversion_report,
@@ -15,8 +23,6 @@ from tfmix.conversion import (
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import (
     carried,
-    compiling,
-    new_layers,
     scope,
     suited_optimizer,
 )
@@ -33,13 +39,13 @@ class Prepared(NamedTuple):
         report: The `ConversionReport`, with `undo()`.
     """
 
-    model: Any
-    optimizer: Any
-    conversion_report: conversion_report.ConversionReport
+    model: keras.Model
+    optimizer: keras.optimizers.Optimizer
+    report: conversion_report.ConversionReport
 
 
 def apply_policy(
-    model: Any, policy: str | keras.DTypePolicy
+    model: keras.Model, policy: str | keras.DTypePolicy
 ) -> conversion_report.ConversionReport:
     """Changes the dtypes of an existing model, in place.
 
@@ -78,37 +84,97 @@ def apply_policy(
     """
     accepted = scope.accept(policy)
     _check_model(model)
-    steps = planned_policies.plan(model, accepted)
+    return _convert(model, accepted)[0]
+
+
+def _convert(
+    model: keras.Model,
+    policy: keras.DTypePolicy,
+    given: keras.optimizers.Optimizer | None = None,
+) -> tuple[conversion_report.ConversionReport, Any]:
+    """Converts, and returns the report and the optimizer to train with."""
+    steps = planned_policies.plan(model, policy)
     rows = [_row(step) for step in steps if step.shown]
     notes = (
-        *_already(rows, accepted),
-        *planned_policies.unused_rules(model, accepted),
+        *_already(rows, policy),
+        *planned_policies.unused_rules(model, policy),
     )
-    state_before = optimizer_state.take(model)
-    undo_methods = changes.remember_methods(model)
-    undo_dtypes = changes.set_dtypes(steps)
-    undo_optimizer = _optimizer_undo(model)
-    carried.drop(model)
-    carried.carry(model, accepted)
-    _suit_optimizer(model, accepted, state_before)
-    changes.forget_compiled(model)
-
-    def undo() -> None:
-        trained = optimizer_state.take(model)
-        undo_methods()
-        undo_dtypes()
-        undo_optimizer()
-        optimizer_state.give(model, trained)
-        changes.forget_compiled(model)
-
+    with variables.strategy_scope(model):
+        undo, optimizer = _converted(model, policy, steps, given)
     for note in notes:
         logging.warning("tfmix: %s", note)
-    return conversion_report.ConversionReport(accepted, rows, undo, notes)
+    report = conversion_report.ConversionReport(policy, rows, undo, notes)
+    return report, optimizer
+
+
+def _converted(
+    model: keras.Model,
+    policy: keras.DTypePolicy,
+    steps: list[planned_policies.Step],
+    given: keras.optimizers.Optimizer | None,
+) -> tuple[changes.Undo, keras.optimizers.Optimizer | None]:
+    """Changes a model, or after an error nothing; returns the way back."""
+    before = optimizer_state.optimizer_of(model)
+    state_before = optimizer_state.take(model)
+    known = [
+        optimizer_slots.remembered(each, model.variables)
+        for each in (before, given)
+    ]
+    with contextlib.ExitStack() as way_back, contextlib.ExitStack() as failed:
+        way_back.callback(changes.forget_compiled, model)
+        failed.callback(_adopt, model, before)
+        for know_again in known:
+            way_back.callback(know_again)
+        way_back.callback(_inside(given or before))
+        check = changes.stand(steps, way_back)
+        methods = model_methods.of(model)
+        way_back.callback(methods.restore, methods.parts)
+        changes.set_dtypes(steps, way_back)
+        for know_again in known:
+            know_again()
+        carried.carry(model, policy)
+        installed = _suit_optimizer(model, policy, state_before, given)
+        if isinstance(installed, scaling.LossScaleOptimizer):
+            guard.put_on(model)
+        changes.forget_compiled(model)
+        failed.pop_all()
+        undone = way_back.pop_all()
+
+    def undo() -> None:
+        check()
+        with variables.strategy_scope(model):
+            _take_back(model, undone, installed, before)
+
+    return undo, installed
+
+
+def _take_back(
+    model: keras.Model,
+    way_back: contextlib.ExitStack,
+    installed: keras.optimizers.Optimizer | None,
+    before: keras.optimizers.Optimizer | None,
+) -> None:
+    """Undoes a conversion that `installed` an optimizer for that `before`."""
+    trained = optimizer_state.take(model)
+    current = optimizer_state.optimizer_of(model)
+    known = optimizer_slots.remembered(current, model.variables)
+    way_back.close()
+    known()
+    if current is installed:
+        _adopt(model, before)
+        optimizer_state.give(model, trained)
+    else:
+        # The user has compiled anew since, and goes on with this optimizer.
+        carries = carried.carried_policy(model) or model.dtype_policy
+        _suit_optimizer(model, carries, trained)
 
 
 def convert_model(
-    model: Any, policy: str | keras.DTypePolicy, *, inference: bool = False
-) -> Any:
+    model: keras.Model,
+    policy: str | keras.DTypePolicy,
+    *,
+    inference: bool = False,
+) -> keras.Model:
     """Makes a converted copy of a model; the source is left untouched.
 
     Use it for a second, 16-bit version: to compare, to serve, or to save at
@@ -150,8 +216,8 @@ def convert_model(
 
 
 def prepare(
-    model: Any,
-    optimizer: Any,
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer | str,
     level: str | keras.DTypePolicy = "O2",
     *,
     keep_batchnorm_fp32: bool | None = None,
@@ -196,14 +262,8 @@ def prepare(
     accepted = scope.accept(level)
     _check_model(model)
     found = keras.optimizers.get(optimizer)
-    done = apply_policy(model, accepted)
-    ruled = policies.with_rules(accepted)
-    found = suited_optimizer.suited(found, model, ruled.level)
-    if getattr(model, "compiled", False):
-        compiling.adopt_optimizer(model, found)
-    if isinstance(found, scaling.LossScaleOptimizer):
-        guard.guard(model)
-    return Prepared(model, found, done)
+    report, found = _convert(model, accepted, found)
+    return Prepared(model, found, report)
 
 
 def _check_model(model: Any) -> None:
@@ -222,7 +282,7 @@ def _check_model(model: Any) -> None:
 
 def _row(step: planned_policies.Step) -> conversion_report.Row:
     return conversion_report.Row(
-        new_layers.path_of(step.layer),
+        layer_policies.path_of(step.layer),
         type(step.layer).__name__,
         _name(step.layer),
         step.policy.name,
@@ -233,7 +293,7 @@ def _row(step: planned_policies.Step) -> conversion_report.Row:
 def _name(layer: Any) -> str:
     current = layer.dtype_policy
     if isinstance(current, keras.dtype_policies.DTypePolicyMap):
-        return str(current[new_layers.path_of(layer)].name)
+        return str(current[layer_policies.path_of(layer)].name)
     return str(current.name)
 
 
@@ -248,29 +308,79 @@ def _already(
 
 
 def _suit_optimizer(
-    model: Any,
+    model: keras.Model,
     policy: keras.DTypePolicy,
     state: optimizer_state.Handover | None,
-) -> None:
-    optimizer = getattr(model, "optimizer", None)
-    if not getattr(model, "compiled", False) or optimizer is None:
-        return
+    given: keras.optimizers.Optimizer | None = None,
+) -> keras.optimizers.Optimizer | None:
+    """Gives a model the wrappers its dtypes need, and takes ours off."""
     level = policies.with_rules(policy).level
+    optimizer = optimizer_state.optimizer_of(model)
+    if given is not None:
+        suited = suited_optimizer.suited(given, model, level)
+        if optimizer is not None:
+            _adopt(model, suited)
+        return suited
+    if optimizer is None:
+        return None
+    bare, anew = _bare(optimizer, model, state)
+    suited = suited_optimizer.suited(bare, model, level)
+    if not anew and _alike(suited, optimizer):
+        suited = optimizer
+    _adopt(model, suited)
+    optimizer_state.give(model, state)
+    return suited
+
+
+def _bare(
+    optimizer: keras.optimizers.Optimizer,
+    model: keras.Model,
+    state: optimizer_state.Handover | None,
+) -> tuple[keras.optimizers.Optimizer, bool]:
+    """Returns an optimizer to be wrapped, and whether it is another one."""
     pure = suited_optimizer.has_sixteen_bit_variables(model)
-    anew = optimizer.built and (pure or (state is not None and state.cast))
-    if anew:
-        # Its slots have the shapes and dtypes of variables that were.
-        optimizer = type(optimizer).from_config(optimizer.get_config())
-    suited = suited_optimizer.suited(optimizer, model, level)
-    compiling.adopt_optimizer(model, suited)
-    if isinstance(suited, scaling.LossScaleOptimizer):
-        guard.guard(model)
-    if anew:
-        optimizer_state.give(model, state)
+    cast = state is not None and state.cast
+    on_masters = optimizer_state.owner(optimizer) is not None
+    if pure and on_masters and not cast:
+        return optimizer, False
+    bare = suited_optimizer.without_automatic(optimizer)
+    # Masters, and slots of another dtype, want one that is not built. One
+    # whose masters go has float32 slots already.
+    masters_go = on_masters and optimizer_state.owner(bare) is None
+    if not bare.built or not (pure or (cast and not masters_go)):
+        return bare, False
+    moved = {} if state is None else state.homes
+    return optimizer_slots.fresh(bare, moved), True
 
 
-def _optimizer_undo(model: Any) -> changes.Undo:
-    optimizer = getattr(model, "optimizer", None)
-    if not getattr(model, "compiled", False) or optimizer is None:
-        return lambda: None
-    return lambda: compiling.adopt_optimizer(model, optimizer)
+def _alike(one: Any, other: Any) -> bool:
+    """Says whether two wrappers scale the loss of one optimizer alike."""
+    return (
+        isinstance(one, scaling.LossScaleOptimizer)
+        and isinstance(other, scaling.LossScaleOptimizer)
+        and one.inner_optimizer is other.inner_optimizer
+        and one.rule == other.rule
+    )
+
+
+def _inside(
+    optimizer: keras.optimizers.Optimizer | None,
+) -> changes.Undo:
+    """Notes what fitting an optimizer to a model changes inside it."""
+    noted = [
+        (part, name, vars(part)[name])
+        for part in optimizer_slots.parts(optimizer)
+        for name in ("inner_optimizer", "loss_scale_factor")
+        if name in vars(part)
+    ]
+
+    def restore() -> None:
+        for part, name, value in noted:
+            setattr(part, name, value)
+
+    return restore
+
+
+def _adopt(model: keras.Model, optimizer: Any) -> None:
+    if optimizer is not None:
+        training_classes.adopt_optimizer(model, optimizer)

@@ -1,16 +1,11 @@
-"""A second model like the first: same weights, nothing shared.
+"""A second model like the first: same weights, nothing shared."""
 
-Reaches into `keras.src`; checked on Keras 3.12.4 and 3.15.1.
-"""
-
-import contextlib
-import importlib
 import itertools
 from typing import Any
 
 import keras
 
-from tfmix.conversion import own_code
+from tfmix._keras import layer_policies, layers, training_classes
 from tfmix.policy.in_force import carried
 from tfmix.policy.in_force import scope as state
 
@@ -18,60 +13,45 @@ from tfmix.policy.in_force import scope as state
 _LONGEST = 300
 
 
-def copied(model: Any) -> Any:
-    """Copies a model through Keras's own saving, optimizer included.
-
-    Args:
-        model: A Keras model.
-
-    Returns:
-        The copy.
-
-    Raises:
-        TypeError: If Keras cannot save and load the model.
-    """
+def copied(model: keras.Model) -> keras.Model:
+    """Copies a model through Keras's own saving, optimizer included."""
     # What the model's own code makes without a dtype gets the source's.
     before = carried.carried_policy(model) or model.dtype_policy
     try:
-        with own_code.kept_at_hand() as own:
-            # As pickle does it, which Keras supports: save, then load.
-            load, saved, *_ = model.__reduce__()
-            with (
-                keras.saving.custom_object_scope(own),
-                state.policy_scope(before),
-                _trusting(),
-            ):
-                twin = load(*saved)
+        # As pickle does it, which Keras supports: save, then load.
+        load, saved, *_ = model.__reduce__()
+        with state.policy_scope(before), training_classes.trusting():
+            twin = load(*saved)
         _check_weights(twin, model)
         _copy_paths(twin, model)
     except Exception as error:
         raise TypeError(
             "`model` cannot be copied: Keras cannot save and load it. "
             f"Received: model={model!r}. The cause is {_first_cause(error)} "
-            f"{_advice(model)} convert it in place: "
+            f"{_advice(model)}convert it in place: "
             "apply_policy(model, policy)."
         ) from error
     return twin
 
 
-def _check_weights(twin: Any, model: Any) -> None:
+def _check_weights(twin: keras.Model, model: keras.Model) -> None:
     """Keras only warns of some layers that it could not load."""
     pairs = itertools.zip_longest(twin.get_weights(), model.get_weights())
     if any(_bits(copy) != _bits(original) for copy, original in pairs):
         raise ValueError("The copy has other weights than the model.")
 
 
-def _copy_paths(twin: Any, model: Any) -> None:
+def _copy_paths(twin: keras.Model, model: keras.Model) -> None:
     """Gives layers the paths that rules and maps name them by.
 
     Keras builds what it loads from the inside: "encoder/dense" is "dense".
     """
-    layers = twin._flatten_layers(), model._flatten_layers()
-    pairs = list(zip(*layers, strict=False))
+    both = layers.flat_layers(twin), layers.flat_layers(model)
+    pairs = list(zip(*both, strict=False))
     if all(copy.name == original.name for copy, original in pairs):
         for copy, original in pairs:
             if copy.path and original.path:
-                copy._path = original.path
+                layer_policies.put(copy, "_path", original.path)
 
 
 def _bits(weight: Any) -> bytes:
@@ -89,35 +69,40 @@ def _first_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {text or 'no message'}"
 
 
-def _advice(model: Any) -> str:
-    own = sorted(
-        {
-            type(layer).__name__
-            for layer in model._flatten_layers()
-            if type(layer).__module__.split(".")[0] != "keras"
-        }
-    )
-    if not own:
-        return "What to do:"
-    return (
-        f"Give {', '.join(own)} a `get_config` with all arguments of the "
-        "constructor, or"
-    )
+def _advice(model: keras.Model) -> str:
+    """Says what to write, by what Keras can find again and what not."""
+    own = {
+        type(layer)
+        for layer in layers.flat_layers(model)
+        if type(layer).__module__.split(".")[0] != "keras"
+    }
+    registered = keras.saving.get_registered_name
+    unknown = {
+        each
+        for each in own
+        if keras.saving.get_registered_object(registered(each)) is None
+    }
+    advice = []
+    if unknown or not own:
+        names = _names(unknown) or "each class and function of your own in it"
+        advice.append(
+            f"put `@keras.saving.register_keras_serializable()` on {names}"
+        )
+    if own:
+        advice.append(
+            f"give {_names(own)} a `get_config` with all arguments of the "
+            "constructor"
+        )
+    text = " and ".join(advice)
+    return f"{text[0].upper()}{text[1:]}, or "
 
 
-def _trusting() -> contextlib.AbstractContextManager:
-    """Lets Lambda layers load: their code is the caller's, not a file's."""
-    module = importlib.import_module("keras.src.saving.serialization_lib")
-    scope = getattr(module, "SafeModeScope", None)
-    return contextlib.nullcontext() if scope is None else scope(False)
+def _names(classes: set[type]) -> str:
+    return ", ".join(sorted(each.__name__ for each in classes))
 
 
-def forget_training(model: Any) -> None:
-    """Leaves a model only what prediction needs.
-
-    Args:
-        model: A Keras model, changed in place.
-    """
+def forget_training(model: keras.Model) -> None:
+    """Leaves a model only what prediction needs."""
     model.trainable = False
     model.compiled = False
     model.optimizer = None

@@ -1,13 +1,12 @@
-"""Hands the state of a model's optimizer over when its variables are cast.
+"""The state of a model's optimizer, handed over when its variables are cast.
 
 An optimizer with 16-bit variables keeps moments of its masters, one without
 of the variables themselves; a conversion, there or back, goes on with what
-was there. Reaches into `keras.src`; checked on Keras 3.12.4 and 3.15.1.
+was there.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
+import math
 from typing import Any
 
 import keras
@@ -15,10 +14,14 @@ import numpy as np
 from absl import logging
 from keras import ops
 
+from tfmix._keras import optimizer_slots, optimizers
+from tfmix._keras import variables as variables_of
 from tfmix.variables import base, flat
 
-# Lists of the model's and of all variables, not of one slot of each.
-_NO_SLOTS = ("_trainable_variables", "_variables")
+# Which of the optimizers that update, its attribute, which model variable.
+Key = tuple[int, str, int]
+# In place of the last, for what an optimizer keeps once: counters, rates.
+_ONCE = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,19 +29,20 @@ class Handover:
     """What an optimizer knew, by the model's variables.
 
     Attributes:
-        kind: Class of the optimizer that makes the updates.
-        variables: The model's variables it was built with.
-        dtypes: Their dtypes by then.
-        slots: For each slot's name one array per variable.
-        numbers: Counters, rates and the like, by name.
+        workers: The optimizers that make the updates.
+        variables: The model's variables they were built for.
+        targets: What they update in their place, masters for example.
+        dtypes: The variables' dtypes by then.
+        numbers: Slots and counters, `None` if it is not certain whose they
+            are.
         weights: The variables' values in float32, from masters if there are.
     """
 
-    kind: type
-    variables: list[Any]
+    workers: list[keras.optimizers.Optimizer]
+    variables: list[keras.Variable]
+    targets: list[keras.Variable]
     dtypes: list[str]
-    slots: dict[str, list[np.ndarray]]
-    numbers: dict[str, np.ndarray]
+    numbers: dict[Key, np.ndarray] | None
     weights: list[np.ndarray]
 
     @property
@@ -46,172 +50,166 @@ class Handover:
         """Whether a variable has another dtype now."""
         return [v.dtype for v in self.variables] != self.dtypes
 
+    @property
+    def homes(self) -> dict[int, keras.Variable]:
+        """The model's variable by the `id` of what is updated for it."""
+        return dict(zip(map(id, self.targets), self.variables, strict=True))
 
-def take(model: Any) -> Handover | None:
-    """Notes the state of a model's optimizer; before variables are cast.
 
-    Args:
-        model: A Keras model, compiled or not.
+def optimizer_of(model: keras.Model) -> keras.optimizers.Optimizer | None:
+    """Returns the optimizer a model is compiled with, if it is."""
+    compiled = getattr(model, "compiled", False)
+    return getattr(model, "optimizer", None) if compiled else None
 
-    Returns:
-        The state, `None` if there is none to hand over.
-    """
-    chain = _chain(model)
-    if not chain or not all(one.built for one in chain):
+
+def owner(optimizer: Any) -> base.SixteenBitOptimizer | None:
+    """Returns what keeps an optimizer's 16-bit variables, if anything does."""
+    for part in optimizer_slots.parts(optimizer):
+        if isinstance(part, base.SixteenBitOptimizer):
+            return part
+    return None
+
+
+def take(model: keras.Model) -> Handover | None:
+    """Notes the state of a model's optimizer; before variables are cast."""
+    optimizer = optimizer_of(model)
+    workers, masters = optimizer_slots.workers(optimizer), owner(optimizer)
+    if not workers or not workers[0].built:
         return None
-    variables = list(chain[0]._trainable_variables)
-    places = _places(chain, variables)
-    if places is None:
-        return None
-    worker = chain[-1]
-    slots = {
-        name: [place.read(ops.convert_to_numpy, found) for place in places]
-        for name, found in _slots(worker).items()
-    }
-    numbers = {
-        name: ops.convert_to_numpy(one)
-        for name, one in vars(worker).items()
-        if isinstance(one, keras.Variable) and not len(one.shape)
-    }
-    owner = _owner(chain)
-    weights = [
-        ops.convert_to_numpy(
-            ops.cast(v, "float32") if owner is None else owner.read_float32(v)
-        )
-        for v in variables
-    ]
-    dtypes = [v.dtype for v in variables]
-    return Handover(type(worker), variables, dtypes, slots, numbers, weights)
+    # A wrapper around them may not have been used yet.
+    variables = optimizers.remembered(masters or workers[0])
+    store = _store(optimizer)
+    if store is not None:
+        store.refresh()
+    read = (lambda v: v.value) if store is None else store.read
+    places = _places(optimizer, variables)
+    return Handover(
+        workers,
+        variables,
+        _targets(optimizer, variables),
+        [v.dtype for v in variables],
+        None if places is None else _read(places),
+        [ops.convert_to_numpy(ops.cast(read(v), "float32")) for v in variables],
+    )
 
 
-def give(model: Any, state: Handover | None) -> None:
-    """Goes on with a state in the model's optimizer; after the cast.
-
-    Args:
-        model: A Keras model.
-        state: What `take` returned.
-    """
-    chain = _chain(model)
-    if state is None or not chain:
+def give(model: keras.Model, state: Handover | None) -> None:
+    """Goes on with a state in the model's optimizer; after the cast."""
+    optimizer = optimizer_of(model)
+    if state is None or optimizer is None:
         return
-    for optimizer in chain:
-        _know_again(optimizer)
-    with _scope(model):
-        chain[0].build(state.variables)
-    places = _places(chain, state.variables)
-    if places is None or type(chain[-1]) is not state.kind:
+    if not optimizer.built:
+        with variables_of.strategy_scope(model):
+            optimizer.build(state.variables)
+    workers = optimizer_slots.workers(optimizer)
+    if [id(x) for x in workers] == [id(x) for x in state.workers]:
+        # The slots are at hand; what they belong to may lie elsewhere now.
+        targets = _targets(optimizer, state.variables)
+        moved = dict(zip(map(id, state.targets), targets, strict=True))
+        for worker in workers:
+            optimizer_slots.remembered(worker)(moved)
+    elif not _write(optimizer, state):
         logging.warning(
             "tfmix: %s cannot go on with the state of %s; its moments and its "
             "count of steps start anew.",
-            type(chain[-1]).__name__,
-            state.kind.__name__,
+            type(workers[0]).__name__,
+            type(state.workers[0]).__name__,
         )
-    else:
-        _write(chain[-1], places, state)
-    owner = _owner(chain)
+    masters = owner(optimizer)
+    known = set(map(id, optimizers.remembered(masters))) if masters else ()
     for variable, weight in zip(state.variables, state.weights, strict=True):
-        if owner is not None:
-            owner.assign_float32(variable, weight)
+        if masters is not None and id(variable) in known:
+            masters.assign_float32(variable, weight)
         else:
             variable.assign(ops.cast(weight, variable.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where the slots of one of the model's variables lie."""
+    """Where one slot of one of the model's variables lies."""
 
-    index: int  # among the variables of the optimizer that updates
-    group: flat.Group | None = None  # whose vector holds it
-    position: int = 0  # in that vector
-
-    def read(self, convert: Any, found: list[Any]) -> np.ndarray:
-        value = convert(found[self.index])
-        if self.group is None:
-            return np.asarray(value)
-        return np.asarray(convert(self.group.parts(value)[self.position]))
+    key: Key
+    holder: keras.Variable
+    span: slice  # of the holder, as a vector
+    shape: tuple[int, ...]
 
 
-def _write(worker: Any, places: list[_Place], state: Handover) -> None:
-    for name, found in _slots(worker).items():
-        pieces: dict[int, list[np.ndarray]] = {}
-        for place, value in zip(places, state.slots.get(name, []), strict=True):
-            pieces.setdefault(place.index, []).append(value)
-        for index, values in pieces.items():
-            joined = np.concatenate([np.ravel(value) for value in values])
-            found[index].assign(np.reshape(joined, found[index].shape))
-    for name, value in state.numbers.items():
-        if isinstance(vars(worker).get(name), keras.Variable):
-            vars(worker)[name].assign(value)
-
-
-def _chain(model: Any) -> list[Any]:
-    """The model's optimizer and those inside it, outermost first."""
-    optimizer, chain = getattr(model, "optimizer", None), []
-    if not getattr(model, "compiled", False):
-        return []
-    while optimizer is not None:
-        chain.append(optimizer)
-        optimizer = vars(optimizer).get("inner_optimizer")
-    return chain
-
-
-def _owner(chain: list[Any]) -> base.SixteenBitOptimizer | None:
-    for optimizer in chain:
-        if isinstance(optimizer, base.SixteenBitOptimizer):
-            return optimizer
-    return None
-
-
-def _places(chain: list[Any], variables: list[Any]) -> list[_Place] | None:
-    """Says where each variable's slots lie, `None` where that is unknown."""
-    known = getattr(chain[-1], "_trainable_variables", None)
-    if known is None:
-        return None
-    index = {id(variable): place for place, variable in enumerate(known)}
-    owner = _owner(chain)
+def _places(optimizer: Any, variables: list) -> list[_Place] | None:
+    """Finds the slots of variables, `None` where one is not certain."""
+    position: dict[int, list[int]] = {}
+    for number, target in enumerate(_targets(optimizer, variables)):
+        position.setdefault(id(target), []).append(number)
+    groups = getattr(_store(optimizer), "_group_of", {})
     places = []
-    for variable in variables:
-        target, group = variable, None
-        if owner is not None:
-            target = owner._store.target(variable)
-            groups = getattr(owner._store, "_group_of", {})
-            group = groups.get(id(variable))
-        if id(target) not in index:
+    for number, worker in enumerate(optimizer_slots.workers(optimizer)):
+        for name, value in optimizer_slots.numbers(worker).items():
+            key = number, name, _ONCE
+            places.append(_Place(key, value, slice(None), ()))
+        slots = optimizer_slots.slots(worker)
+        known = optimizers.remembered(worker)
+        if slots is None or any(id(each) not in position for each in known):
             return None
-        position = 0 if group is None else group.position(variable)
-        places.append(_Place(index[id(target)], group, position))
+        for name, values in slots.items():
+            for target, slot in zip(known, values, strict=True):
+                for index in position[id(target)] if slot is not None else ():
+                    variable = variables[index]
+                    cut = _cut(slot, variable, groups.get(id(variable)))
+                    places.append(_Place((number, name, index), slot, *cut))
     return places
 
 
-def _slots(worker: Any) -> dict[str, list[Any]]:
-    count = len(worker._trainable_variables)
+def _cut(
+    slot: keras.Variable, variable: keras.Variable, group: flat.Group | None
+) -> tuple[slice, tuple[int, ...]]:
+    """Says which part of a slot is a variable's, and of which shape."""
+    if group is None:
+        return slice(None), tuple(slot.shape)
+    end, shape = group.ends[group.position(variable)], tuple(variable.shape)
+    return slice(end - math.prod(shape), end), shape
+
+
+def _read(places: list[_Place]) -> dict[Key, np.ndarray]:
+    vectors = _vectors(places)
     return {
-        name: found
-        for name, found in vars(worker).items()
-        if isinstance(found, list)
-        and name not in _NO_SLOTS
-        and len(found) == count
-        and all(isinstance(one, keras.Variable) for one in found)
+        place.key: vectors[id(place.holder)][place.span].reshape(place.shape)
+        for place in places
     }
 
 
-def _know_again(optimizer: Any) -> None:
-    """Lets a built optimizer know variables whose storage is another now.
+def _write(optimizer: Any, state: Handover) -> bool:
+    """Writes a state if each slot and counter finds its own, or nothing."""
+    workers = optimizer_slots.workers(optimizer)
+    places = _places(optimizer, state.variables)
+    if (
+        places is None
+        or state.numbers is None
+        or [type(x) for x in workers] != [type(x) for x in state.workers]
+        or {place.key: place.shape for place in places}
+        != {key: value.shape for key, value in state.numbers.items()}
+    ):
+        return False
+    vectors = _vectors(places)
+    for place in places:
+        vectors[id(place.holder)][place.span] = state.numbers[place.key].ravel()
+    for holder in {id(place.holder): place.holder for place in places}.values():
+        holder.assign(vectors[id(holder)].reshape(tuple(holder.shape)))
+    return True
 
-    TensorFlow's knows them by the `tf.Variable` inside, which a cast replaces.
-    """
-    if not optimizer.built or not hasattr(optimizer, "_var_key"):
-        return
-    known = optimizer._trainable_variables
-    indices = optimizer._trainable_variables_indices
-    indices.clear()
-    for place, variable in enumerate(known):
-        indices[optimizer._var_key(variable)] = place
+
+def _vectors(places: list[_Place]) -> dict[int, np.ndarray]:
+    """Copies each holder once to the host, as a vector."""
+    holders = {id(place.holder): place.holder for place in places}
+    return {
+        key: np.array(ops.convert_to_numpy(holder)).ravel()
+        for key, holder in holders.items()
+    }
 
 
-@contextlib.contextmanager
-def _scope(model: Any) -> Iterator[None]:
-    """Creates variables where the model's are: in its strategy's scope."""
-    strategy = getattr(model, "distribute_strategy", None)
-    with contextlib.nullcontext() if strategy is None else strategy.scope():
-        yield
+def _store(optimizer: Any) -> Any:
+    return getattr(owner(optimizer), "_store", None)
+
+
+def _targets(optimizer: Any, variables: list) -> list[keras.Variable]:
+    """Returns what an optimizer's workers update for the model's variables."""
+    store = _store(optimizer)
+    return variables if store is None else [*map(store.target, variables)]

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
+from tfmix._keras import layer_policies, layers
 from tfmix.policy import layer_rules
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import new_layers, suited_optimizer
@@ -23,70 +24,51 @@ _OWN = "has a dtype of its own"
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What happens to one layer.
+    """The plain policy one layer gets, and why.
 
-    Attributes:
-        layer: The layer.
-        policy: The plain policy it gets.
-        why: The reason, in words.
-        shown: Whether a report lists it; models that only pass tensors on
-            are left out.
+    A report does not show models that only pass tensors on.
     """
 
-    layer: Any
+    layer: keras.Layer
     policy: keras.DTypePolicy
     why: str
     shown: bool = True
 
 
-def plan(model: Any, policy: keras.DTypePolicy) -> list[Step]:
-    """Decides on every layer of a model, changing nothing.
-
-    Args:
-        model: A Keras model or layer.
-        policy: The policy to apply.
-
-    Returns:
-        One step per layer, each layer once, outer before inner.
-    """
+def plan(model: keras.Layer, policy: keras.DTypePolicy) -> list[Step]:
+    """Decides on each layer of a model once, outer before inner."""
     return _Planner(model, policy).steps
 
 
-def heads(model: Any) -> list[Any]:
-    """Lists the layers whose results a model returns.
+def heads(model: keras.Layer) -> list[keras.Layer]:
+    """Lists the layers, also of nested models, whose results a model returns.
 
-    Args:
-        model: A Functional or Sequential model; of others nothing is known.
-
-    Returns:
-        The layers; nested models are looked into.
+    Of what is neither Functional nor Sequential nothing is known.
     """
     if not suited_optimizer.is_graph(model):
         return []
-    inner = getattr(model, "_functional", None) or model
-    if not getattr(inner, "outputs", None):
+    results = layers.results(model)
+    if not results:
         return heads(model.layers[-1]) or list(model.layers[-1:])
     return [
-        head
-        for layer in _makers(inner.outputs)
-        for head in heads(layer) or [layer]
+        head for layer in _makers(results) for head in heads(layer) or [layer]
     ]
 
 
-def _makers(tensors: Iterable[Any]) -> list[Any]:
+def _makers(tensors: Iterable[keras.KerasTensor]) -> list[keras.Layer]:
     """Lists the layers that results come from, through bare `keras.ops`."""
-    found: list[Any] = []
+    found: list[keras.Layer] = []
     seen: set[int] = set()
     waiting = list(tensors)
     while waiting:
-        operation, node, _ = waiting.pop()._keras_history
+        operation, taken = layers.maker(waiting.pop())
         if id(operation) in seen:
             continue
         seen.add(id(operation))
         if isinstance(operation, keras.Layer):
             found.append(operation)
         elif not _casts_to_float32(operation):
-            waiting += operation._inbound_nodes[node].input_tensors
+            waiting += taken
     return found
 
 
@@ -98,16 +80,10 @@ def _casts_to_float32(operation: Any) -> bool:
     return found == "float32"
 
 
-def unused_rules(model: Any, policy: keras.DTypePolicy) -> tuple[str, ...]:
-    """Names the layer rules a user wrote that match nothing, as misspelt ones.
-
-    Args:
-        model: A Keras model.
-        policy: The policy to apply.
-
-    Returns:
-        One sentence per rule.
-    """
+def unused_rules(
+    model: keras.Layer, policy: keras.DTypePolicy
+) -> tuple[str, ...]:
+    """Says of each layer rule a user wrote, if misspelt, that none matches."""
     if not isinstance(policy, policies.Policy):
         return ()
     bare = policies.Policy(policy.level or policy.name)
@@ -117,14 +93,16 @@ def unused_rules(model: Any, policy: keras.DTypePolicy) -> tuple[str, ...]:
         for item in policy.float32_layers
         if item in written
         and not any(
-            layer_rules.matches(item, type(x), x.name, new_layers.path_of(x))
-            for x in model._flatten_layers()
+            layer_rules.matches(
+                item, type(x), x.name, layer_policies.path_of(x)
+            )
+            for x in layers.flat_layers(model)
         )
     )
 
 
 class _Planner:
-    def __init__(self, model: Any, policy: keras.DTypePolicy) -> None:
+    def __init__(self, model: keras.Layer, policy: keras.DTypePolicy) -> None:
         self._policy = policy
         self._rules = policies.with_rules(policy)
         self._is_float32 = not policies.is_sixteen_bit(policy)
@@ -138,7 +116,7 @@ class _Planner:
         self.steps: list[Step] = []
         self._visit(model, None)
 
-    def _visit(self, layer: Any, inherited: Step | None) -> None:
+    def _visit(self, layer: keras.Layer, inherited: Step | None) -> None:
         if id(layer) in self._seen:
             return
         self._seen.add(id(layer))
@@ -147,14 +125,12 @@ class _Planner:
         step = self._decide(layer, inherited)
         self.steps.append(step)
         passed_on = self._passed_on(layer, step, inherited)
-        for inner in layer._layers:
+        for inner in layers.parts(layer):
             self._visit(inner, passed_on)
 
-    def _decide(self, layer: Any, inherited: Step | None) -> Step:
+    def _decide(self, layer: keras.Layer, inherited: Step | None) -> Step:
         if suited_optimizer.is_graph(layer):
-            why = self._rules.why_float32(
-                type(layer), layer.name, new_layers.path_of(layer)
-            )
+            why = self._ruled(layer)
             target = _float32() if why else self._target(layer)
             return Step(layer, target, why or "", shown=False)
         own = self._own(layer)
@@ -169,12 +145,9 @@ class _Planner:
         return Step(layer, target, f"computes in {target.compute_dtype}")
 
     def _passed_on(
-        self, layer: Any, step: Step, inherited: Step | None
+        self, layer: keras.Layer, step: Step, inherited: Step | None
     ) -> Step | None:
         """Returns what the layers inside a layer get, `None` for their own."""
-        ruled = self._rules.why_float32(
-            type(layer), layer.name, new_layers.path_of(layer)
-        )
         names = {base.__name__ for base in type(layer).__mro__}
         composite = layer.__class__.__module__.split(".")[0] == "keras"
         composite = composite and not isinstance(layer, keras.Model)
@@ -183,12 +156,12 @@ class _Planner:
             composite = True
         elif names.intersection(_WRAPPERS):
             composite = False
-        if inherited is None and not ruled and not composite:
+        if inherited is None and not self._ruled(layer) and not composite:
             return None
         why = step.why if step.why.startswith("inside ") else ""
         return dataclasses.replace(step, why=why or f"inside {layer.name}")
 
-    def _own(self, layer: Any) -> str:
+    def _own(self, layer: keras.Layer) -> str:
         """Returns why a layer is left alone, "" if it is not."""
         current = layer.dtype_policy
         if getattr(current, "quantization_mode", None) is not None:
@@ -201,11 +174,10 @@ class _Planner:
             return _OWN
         return ""
 
-    def _why_float32(self, layer: Any) -> str | None:
+    def _why_float32(self, layer: keras.Layer) -> str | None:
         if self._is_float32:
             return None
-        path = new_layers.path_of(layer)
-        why = self._rules.why_float32(type(layer), layer.name, path)
+        why = self._ruled(layer)
         if why:
             return why
         if self._rules.outside_white_list(type(layer)):
@@ -217,9 +189,15 @@ class _Planner:
             return _SOFTMAX_HEAD
         return _OUTPUT if id(layer) in self._heads else None
 
-    def _target(self, layer: Any) -> keras.DTypePolicy:
+    def _ruled(self, layer: keras.Layer) -> str | None:
+        path = layer_policies.path_of(layer)
+        return self._rules.why_float32(type(layer), layer.name, path)
+
+    def _target(self, layer: keras.Layer) -> keras.DTypePolicy:
         if isinstance(self._policy, keras.dtype_policies.DTypePolicyMap):
-            found: keras.DTypePolicy = self._policy[new_layers.path_of(layer)]
+            found: keras.DTypePolicy = self._policy[
+                layer_policies.path_of(layer)
+            ]
             return policies.plain(found)
         return policies.plain(self._policy)
 

@@ -1,7 +1,7 @@
 """A model, a batch and a loss: run as often as needed, nothing changed."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -14,33 +14,26 @@ from tfmix.doctor import probe
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """What a check runs: the model on one batch, in training mode.
+    """What a check runs: a built model on one batch, in training mode.
 
-    Attributes:
-        model: A built Keras model.
-        x: The inputs, as tensors.
-        y: The targets, or None.
-        loss: Maps `(y, outputs)` to the loss, or None without a loss.
+    `loss` maps `(y, outputs)` to the loss; `notes` say in sentences what was
+    left out of the data.
     """
 
-    model: Any
+    model: keras.Model
     x: Any
     y: Any
     loss: Callable[[Any, Any], Any] | None
+    notes: tuple[str, ...] = ()
 
     def weights(self) -> list[Any]:
         """Returns the values of the trainable weights."""
         return [weight.value for weight in self.model.trainable_variables]
 
     def run(self, weights: Sequence[Any]) -> tuple[Any, Any]:
-        """Runs the model and the loss.
+        """Returns the outputs and the loss, or None, at trainable weights.
 
-        Args:
-            weights: Values to use for the trainable weights. Every other
-                variable is read; none is written, the random seeds included.
-
-        Returns:
-            The model's outputs, and the loss or None.
+        No variable is written, the random seeds included.
         """
         mapping = list(
             zip(self.model.trainable_variables, weights, strict=True)
@@ -57,10 +50,34 @@ class Batch:
         value = self.loss(self.y, probe.replaced(template, outputs))
         return ops.mean(value) if len(value.shape) else value
 
+    def bad_rows(self) -> dict[str, list[int]]:
+        """Finds the rows of `x` and `y` that hold NaN or infinity."""
+        found = {}
+        for name, nest in (("x", self.x), ("y", self.y)):
+            bad: set[int] = set()
+            for leaf in probe.floats(nest):
+                if len(leaf.shape):
+                    flat = ops.reshape(leaf, (leaf.shape[0], -1))
+                    fine = ops.all(ops.isfinite(flat), axis=1)
+                    bad.update(np.flatnonzero(~ops.convert_to_numpy(fine)))
+            if bad:
+                found[name] = sorted(map(int, bad))
+        return found
+
+    def without(self, rows: Collection[int]) -> "Batch":
+        """Leaves out some rows, if others remain and the model allows it."""
+        count = _free_rows(self.model, (self.x, self.y))
+        if count is None or len(rows) == count:
+            return self
+        kept = [row for row in range(count) if row not in rows]
+        x, y = tree.map_structure(
+            lambda leaf: None if leaf is None else ops.take(leaf, kept, axis=0),
+            (self.x, self.y),
+        )
+        return dataclasses.replace(self, x=x, y=y)
+
     def _call(self) -> Any:
-        if getattr(self.model, "_call_has_training_arg", False):
-            return self.model(self.x, training=True)
-        return self.model(self.x)
+        return layers.call_in_training(self.model, self.x)
 
     def _total(self, outputs: Any, scope: Any) -> Any:
         parts = [ops.cast(ops.sum(part), "float32") for part in scope.losses]
@@ -79,31 +96,23 @@ def missing_loss() -> ValueError:
     )
 
 
-def prepare(model: Any, x: Any, y: Any, loss: Any) -> Batch:
+def prepare(
+    model: keras.Model, x: Any, y: Any, loss: Any, most: int | None = None
+) -> Batch:
     """Checks the arguments of a check and builds the model if need be.
 
-    Args:
-        model: A Keras model.
-        x: Inputs: an array, or a nest of arrays.
-        y: Targets, or None.
-        loss: A name, a `keras.losses.Loss`, a function of `(y, outputs)`, a
-            nest of those for several outputs, or None for the loss that the
-            model was compiled with.
-
-    Returns:
-        The `Batch`.
-
-    Raises:
-        TypeError: If `model` is no Keras model.
-        ValueError: If there are no rows, if there are targets and no loss,
-            or a loss but no targets.
+    At most `most` rows are kept, of a dataset those of its first batch. The
+    loss is what `compile` takes, a function of `(y, outputs)`, or None for the
+    loss that the model was compiled with.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
             "`model` must be a keras.Model. "
             f"Received: model={model!r} of type {type(model).__name__}."
         )
-    x, y = tree.map_structure(_tensor, (x, y))
+    x, y = next(parts(x, y), (x, y))
+    x, y, notes = _first_rows(model, x, y, most)
+    x, y = tensors((x, y))
     _refuse_empty(x)
     if y is None and loss is not None:
         raise ValueError(
@@ -111,14 +120,77 @@ def prepare(model: Any, x: Any, y: Any, loss: Any) -> Batch:
             f"the forward pass alone. Received: y=None, loss={loss!r}."
         )
     function = None if y is None else _function(model, loss)
-    batch = Batch(model, x, y, function)
+    batch = Batch(model, x, y, function, notes)
     if not all(layer.built for layer in layers.flat_layers(model)):
         # As `fit` would; the variables have to be there before the scopes.
         model(x)
     return batch
 
 
+def is_dataset(x: Any) -> bool:
+    """Says whether something is a `tf.data.Dataset`; imports no TensorFlow."""
+    return hasattr(x, "element_spec") and hasattr(x, "as_numpy_iterator")
+
+
+def parts(x: Any, y: Any, rows: int | None = None) -> Iterator[tuple[Any, Any]]:
+    """Yields batches of `rows` rows, or those of a dataset as they are."""
+    if is_dataset(x):
+        if y is not None:
+            raise ValueError(
+                "A dataset holds its targets. Received: `x` a dataset and "
+                f"y={y!r}. Leave `y` out."
+            )
+        for element in x.as_numpy_iterator():
+            yield keras.utils.unpack_x_y_sample_weight(element)[:2]
+    elif rows is not None:
+        for start in range(0, _count(x), rows):
+            yield _slice((x, y), start, start + rows)
+    else:
+        yield x, y
+
+
+def tensors(nest: Any) -> Any:
+    """Converts arrays as `fit` does, NumPy's float64 to Keras's float type."""
+    return tree.map_structure(_tensor, nest)
+
+
+def _count(nest: Any) -> int:
+    return int(np.shape(tree.flatten(nest)[0])[0])
+
+
+def _slice(nest: Any, start: int, stop: int) -> Any:
+    return tree.map_structure(
+        lambda leaf: None if leaf is None else leaf[start:stop], nest
+    )
+
+
+def _first_rows(
+    model: keras.Model, x: Any, y: Any, most: int | None
+) -> tuple[Any, Any, tuple[str, ...]]:
+    rows = _free_rows(model, (x, y))
+    if most is None or rows is None or rows <= most:
+        return x, y, ()
+    note = f"`x` has {rows:,} rows; the first {most} of them were checked."
+    return *_slice((x, y), 0, most), (note,)
+
+
+def _free_rows(model: keras.Model, nest: Any) -> int | None:
+    """Counts rows; None if parts or the model ask for all of them."""
+    leaves = [leaf for leaf in tree.flatten(nest) if leaf is not None]
+    counts = {tuple(np.shape(leaf))[:1] for leaf in leaves}
+    inputs = getattr(model, "inputs", None) or ()
+    fixed = any(one.shape[0] is not None for one in inputs)
+    if fixed or len(counts) != 1 or counts == {()}:
+        return None
+    return int(next(iter(counts))[0])
+
+
 def _refuse_empty(x: Any) -> None:
+    if is_dataset(x):
+        raise ValueError(
+            "`x` must hold at least one row; 16 to 64 are enough. "
+            "Received: a dataset without a batch."
+        )
     shapes = [tuple(leaf.shape) for leaf in tree.flatten(x)]
     if any(shape[:1] == (0,) for shape in shapes):
         # The mean of no losses is NaN, which is no fault of the model.
@@ -129,8 +201,8 @@ def _refuse_empty(x: Any) -> None:
 
 
 def _tensor(value: Any) -> Any:
-    if value is None:
-        return None
+    if value is None or is_dataset(value):
+        return value
     if getattr(value, "dtype", None) == np.float64:
         # As `fit` does with NumPy's default.
         value = np.asarray(value, keras.config.floatx())

@@ -1,12 +1,12 @@
 """The loss scale to start with: the largest that does not overflow."""
 
 import functools
-import operator
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras import ops, tree
+from keras import ops
 
 from tfmix import _arguments, _errors, _formats
 from tfmix.conversion import trial_policies
@@ -16,12 +16,14 @@ from tfmix.scaling.step import finite
 
 # The exponents that are tried: the bounds of `DynamicLossScale`.
 _LOWEST, _HIGHEST = 0, 24
+# A dataset may repeat without end.
+_MOST_BATCHES = 32
 
 
 def calibrate_loss_scale(
     model: keras.Model,
     x: Any,
-    y: Any,
+    y: Any = None,
     *,
     loss: Any = None,
     batch_size: int = 32,
@@ -30,17 +32,19 @@ def calibrate_loss_scale(
     """Finds the largest loss scale at which no gradient overflows.
 
     Start training with it, `LossScaleOptimizer("adam", initial_scale=...)`,
-    and no step is burnt on the search for one. Forward and backward pass run
+    and no step is spent on the search for one. Forward and backward pass run
     in the model's dtypes; nothing is applied, and weights, statistics and
     random seeds stay as they are.
 
     Args:
-        model: A built `keras.Model`.
-        x: Inputs, an array or a nest of arrays. All rows are tried, batch by
-            batch; a few hundred are enough.
-        y: Targets.
+        model: A `keras.Model`.
+        x: Inputs, an array or a nest of arrays, or a `tf.data.Dataset` of
+            batches. All rows are tried, batch by batch; a few hundred are
+            enough. Of a dataset, the first 32 batches are.
+        y: Targets; they come with `x` where that is a dataset.
         loss: As for `compile`. Defaults to the compiled loss.
         batch_size: Integer, rows of a batch, as in training. Defaults to 32.
+            A dataset keeps its own batches.
         margin_bits: Integer, bits left free for batches that were not tried.
             Defaults to 4: in the first 200 steps of six models, three seeds
             each, gradients came to at most 8 times those at the start. 0
@@ -52,7 +56,7 @@ def calibrate_loss_scale(
 
     Raises:
         TypeError: If `model` is no Keras model or a number no integer.
-        ValueError: If there is no loss or no targets.
+        ValueError: If there is no loss or no targets, or a number is too low.
         tfmix.LossScaleError: If gradients are not finite at any scale.
 
     Example:
@@ -62,10 +66,16 @@ def calibrate_loss_scale(
         >>> calibrate_loss_scale(model, x, y, loss="mse")
         1.0
     """
-    rows = _arguments.count("batch_size", batch_size)
-    # Zero is allowed here, which `count` refuses.
-    margin = _arguments.count("margin_bits", margin_bits + 1) - 1
-    whole = _prepare(model, x, y, loss)
+    rows = _arguments.count("batch_size", batch_size, example=32)
+    margin = _arguments.count("margin_bits", margin_bits, lowest=0, example=4)
+    batches = trial.parts(x, y, rows)
+    first = next(batches, (x, y))
+    if first[1] is None and not trial.is_dataset(first[0]):
+        raise ValueError(
+            "Gradients need targets. Received: y=None. Pass the targets that "
+            "the model is trained on."
+        )
+    whole = trial.prepare(model, *first, loss)
     dtypes = {
         layer.compute_dtype
         for layer in trial_policies.sixteen_bit_layers(model)
@@ -74,26 +84,12 @@ def calibrate_loss_scale(
         return 1.0
     is_finite = _compiled(whole)
     best = _HIGHEST
-    for start in range(0, _rows(x), rows):
-        x, y = tree.map_structure(
-            operator.itemgetter(slice(start, start + rows)),
-            (whole.x, whole.y),
-        )
-        best = _largest(functools.partial(is_finite, x, y), best)
+    if trial.is_dataset(x):
+        batches = itertools.islice(batches, _MOST_BATCHES - 1)
+    for part in itertools.chain([first], batches):
+        fits = functools.partial(is_finite, *trial.tensors(part))
+        best = _largest(fits, best)
     return 2.0 ** max(best - margin, _LOWEST)
-
-
-def _prepare(model: Any, x: Any, y: Any, loss: Any) -> trial.Batch:
-    if y is None:
-        raise ValueError(
-            "Gradients need targets. Received: y=None. Pass the targets that "
-            "the model is trained on."
-        )
-    return trial.prepare(model, x, y, loss)
-
-
-def _rows(x: Any) -> int:
-    return int(tree.flatten(x)[0].shape[0])
 
 
 def _largest(fits: Callable[[int], bool], highest: int) -> int:

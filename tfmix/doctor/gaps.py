@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
-from tfmix.doctor import ranges as measures
+from tfmix.doctor import ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,17 +46,9 @@ def gap(
     limits: _formats.Format,
     scale: float = 1.0,
 ) -> Gap:
-    """Compares lists of tensors as if each were one long vector.
+    """Compares 16-bit with float32 tensors as if each list were one vector.
 
-    Args:
-        found: 16-bit results, in any float dtype.
-        exact: Float32 results, of the same shapes.
-        limits: The 16-bit format.
-        scale: What the 16-bit values were multiplied by. Ranges are judged
-            with it, as the format sees them. Defaults to 1.
-
-    Returns:
-        The `Gap`.
+    `found` was multiplied by `scale`, and so are the ranges of `exact`.
     """
     pairs = [
         (_array(a) / scale, _array(b))
@@ -75,16 +67,17 @@ def gap(
     unit = max(np.abs(b_known).max(initial=0.0), 1e-300)
     a, b_known = np.clip(a / unit, -1e150, 1e150), b_known / unit
     error, size, other = (np.dot(v, v) for v in (a - b_known, b_known, a))
-    ranges = measures.on_host(b * scale, limits)
+    overflows = bool(lost.any())
+    measured = ranges.on_host(b * scale, limits)
     return Gap(
-        relative_error=_relative(error, size, bool(lost.any())),
+        relative_error=_relative(error, size, overflows),
         cosine=_cosine(np.dot(a, b_known), size, other),
-        lost=bool(lost.any()),
+        lost=overflows,
         only_nan=only_nan,
         broken=not fine.all(),
-        flushed=ranges.flushed,
-        subnormal=ranges.subnormal,
-        headroom_bits=ranges.headroom_bits,
+        flushed=measured.flushed,
+        subnormal=measured.subnormal,
+        headroom_bits=measured.headroom_bits,
     )
 
 

@@ -22,16 +22,10 @@ def scale(
     limits: _formats.Format,
     bounds: tuple[float, float],
 ) -> float:
-    """Returns the loss scale that dynamic scaling would settle at.
+    """Returns the power of two that dynamic scaling would settle at.
 
-    Args:
-        run: The 16-bit run, which says which gradients are 16 bit.
-        truth: The float32 gradients, or None.
-        limits: The 16-bit format.
-        bounds: The highest and the lowest scale.
-
-    Returns:
-        A power of two; 1 in bfloat16, which has float32's range.
+    `bounds` are the highest and the lowest scale. It is 1 in bfloat16, which
+    has float32's range.
     """
     if limits.name != _formats.FLOAT16.name or truth is None:
         return 1.0
@@ -54,17 +48,7 @@ def scale(
 def findings(
     batch: batches.Batch, outputs: Any, judge: one_layer.Judge, order: int
 ) -> list[verdicts.Finding]:
-    """Judges the loss on the float32 outputs, forward and backward.
-
-    Args:
-        batch: The batch, with a loss.
-        outputs: The model's outputs in the float32 run.
-        judge: The record of both runs.
-        order: Rank of the loss in the order of computation.
-
-    Returns:
-        A finding for each phase.
-    """
+    """Judges the loss on the float32 outputs, forward and backward."""
     limits = judge.limits
     exact = [ops.cast(leaf, "float32") for leaf in probe.floats(outputs)]
     near = [
@@ -102,15 +86,9 @@ def blamed(
     """Blames a loss out of range for gradients no loss scale brings back.
 
     In float32, where Keras computes its losses, a sum over pixels is fine,
-    and so is the gradient of each pixel: those of the weights overflow.
-
-    Args:
-        found: Findings at the lowest loss scale, where gradients overflow.
-        limits: The 16-bit format.
-
-    Returns:
-        The findings, the loss at fault where it is out of the format's
-        range and nothing went wrong on the way to it.
+    and so is the gradient of each pixel: those of the weights overflow. The
+    loss is at fault where it is out of the format's range and the forward
+    pass is fine.
     """
     (loss,) = (
         one

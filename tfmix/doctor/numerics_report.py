@@ -7,21 +7,18 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import rich.box
-import rich.table
-
 from tfmix import _tables
-from tfmix.doctor import probe, suggest, verdicts
-from tfmix.doctor import rows as table_rows
+from tfmix.doctor import html_page, probe, suggest, verdicts
 from tfmix.policy import policy as policies
 
-_STYLES = {
-    verdicts.OK: "green",
-    verdicts.OVERFLOW: "bold red",
-    verdicts.NOT_FINITE: "bold red",
-    verdicts.UNDERFLOW: "yellow",
-    verdicts.INACCURATE: "yellow",
-}
+_HEADS = (
+    "layer",
+    "phase",
+    "verdict",
+    "relative error",
+    "headroom",
+    "what to write",
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,21 +26,24 @@ class NumericsReport(_tables.Printed):
     """The result of `tfmix.check`; prints as a table.
 
     Attributes:
-        rows: One `Row` per layer and phase, the most severe first.
+        rows: One `LayerVerdict` per layer and phase, the most severe first.
         policy: The `tfmix.Policy` that was checked.
         loss_scale: The loss scale that gradients were judged under.
         again: Checks the same model and batch under another policy.
         targets: The watched layers by name.
-        notes: Sentences on what is wrong with the model as a whole.
+        sixteen_bit_layers: How many layers computed in 16 bit.
+        notes: Sentences on what is wrong with the model as a whole, and on
+            what was not checked.
     """
 
-    rows: tuple[table_rows.Row, ...]
+    rows: tuple[verdicts.LayerVerdict, ...]
     policy: policies.Policy
     loss_scale: float
     again: Callable[[policies.Policy], "NumericsReport"] = dataclasses.field(
         repr=False
     )
     targets: Mapping[str, probe.Target] = dataclasses.field(repr=False)
+    sixteen_bit_layers: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -52,15 +52,29 @@ class NumericsReport(_tables.Printed):
         return not self.faults
 
     @property
-    def faults(self) -> tuple[table_rows.Row, ...]:
+    def faults(self) -> tuple[verdicts.LayerVerdict, ...]:
         """The rows that are not fine, the most severe first."""
         return tuple(row for row in self.rows if row.verdict != verdicts.OK)
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether no gradient was checked, for want of targets."""
+        return all(row.phase != verdicts.BACKWARD for row in self.rows)
+
+    @property
+    def title(self) -> str:
+        """One line: the policy, and whether the model is healthy."""
+        count = len({row.layer for row in self.faults})
+        state = "healthy" if self.healthy else f"{count} layer(s) at fault"
+        if self.forward_only:
+            state += ", forward pass only"
+        return f"{self.policy.name} against float32: {state}"
 
     def suggested_policy(self, *, progress: bool = True) -> policies.Policy:
         """Searches the fewest float32 layers that make the model healthy.
 
         Each candidate is checked on the same batch, so the search takes as
-        long as a few checks.
+        long as a few checks. A warning says so if nothing is left in 16 bit.
 
         Args:
             progress: Boolean, whether to show the search. Defaults to `True`.
@@ -96,16 +110,23 @@ class NumericsReport(_tables.Printed):
         Args:
             path: Where to write it.
         """
-        from tfmix.doctor import html_page
-
+        try:
+            figure = self.plot()
+        except ImportError:
+            # The table says all that the picture shows.
+            figure = None
+        page = html_page.document(
+            self.title, self.tables()[0], self.loss_scale, self.faults, figure
+        )
         with open(path, "w", encoding="utf-8") as file:
-            file.write(html_page.document(self))
+            file.write(page)
 
     def to_json(self) -> str:
         """Returns the report as JSON; infinities and NaN become null."""
         return json.dumps(
             {
                 "healthy": self.healthy,
+                "forward_only": self.forward_only,
                 "policy": self.policy.name,
                 "loss_scale": self.loss_scale,
                 "notes": list(self.notes),
@@ -114,30 +135,28 @@ class NumericsReport(_tables.Printed):
             indent=2,
         )
 
-    def __rich__(self) -> rich.table.Table:
-        table = rich.table.Table(
-            title=self._title(),
-            box=rich.box.SIMPLE_HEAD,
-            title_justify="left",
-            caption="\n".join(map(rich.markup.escape, self.notes)) or None,
-            caption_justify="left",
-        )
-        for column in table_rows.COLUMNS:
-            table.add_column(column, overflow="fold")
-        for row in self.rows:
-            style = _STYLES[row.verdict]
-            cells = table_rows.cells_of(row)
-            # Names and advice hold brackets, which rich would take for style.
-            table.add_row(*map(rich.markup.escape, cells), style=style)
-        return table
+    def tables(self) -> list[_tables.Table]:
+        """Returns the table that is printed."""
+        return [
+            _tables.Table(
+                _HEADS,
+                [_cells(row) for row in self.rows],
+                title=f"{self.title} (loss scale {self.loss_scale:g})",
+                notes=self.notes,
+                verdicts=[row.verdict for row in self.rows],
+            )
+        ]
 
-    def _title(self) -> str:
-        count = len({row.layer for row in self.faults})
-        verdict = "healthy" if self.healthy else f"{count} layer(s) at fault"
-        return (
-            f"{self.policy.name} against float32: {verdict} "
-            f"(loss scale {self.loss_scale:g})"
-        )
+
+def _cells(row: verdicts.LayerVerdict) -> tuple[str, ...]:
+    return (
+        row.layer,
+        row.phase,
+        row.verdict,
+        f"{row.relative_error:.2g}",
+        f"{row.headroom_bits:+.0f} bits",
+        row.advice,
+    )
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

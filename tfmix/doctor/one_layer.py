@@ -11,42 +11,27 @@ from keras import ops
 from tfmix import _formats
 from tfmix._keras import layers
 from tfmix.conversion import trial_policies
-from tfmix.doctor import gaps as compare
-from tfmix.doctor import probe, pullback, whole_model
+from tfmix.doctor import gaps, probe, pullback, whole_model
 
-Gaps = tuple[compare.Gap, compare.Gap]
+Gaps = tuple[gaps.Gap, gaps.Gap]
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdicts:
-    """The gaps one call opens by itself.
+class CallGaps:
+    """The gaps one call opens by itself, in the order it opens them."""
 
-    Attributes:
-        arguments: Of the inputs, by the cast to 16 bit alone.
-        outputs: Of the outputs.
-        incoming: Of the outputs' gradients, by the cast to 16 bit alone.
-        inputs: Of the inputs' gradients.
-        weights: Of the weights' gradients.
-    """
-
-    arguments: compare.Gap
-    outputs: compare.Gap
-    incoming: compare.Gap | None = None
-    inputs: compare.Gap | None = None
-    weights: compare.Gap | None = None
+    # Of the inputs, by the cast to 16 bit alone, and of the outputs.
+    arguments: gaps.Gap
+    outputs: gaps.Gap
+    # Of the outputs' gradients, by the cast alone, and of those it computes.
+    incoming: gaps.Gap | None = None
+    inputs: gaps.Gap | None = None
+    weights: gaps.Gap | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Judge:
-    """What is needed to run single calls both ways.
-
-    Attributes:
-        sixteen: The 16-bit plan.
-        run: The 16-bit run's record.
-        truth: The float32 gradients, None without a loss.
-        limits: The 16-bit format.
-        scale: The loss scale.
-    """
+    """Runs single calls both ways; `truth` is None without a loss."""
 
     sixteen: trial_policies.Plan
     run: whole_model.SixteenBitRun
@@ -54,7 +39,7 @@ class Judge:
     limits: _formats.Format
     scale: float
 
-    def call(self, call: probe.Call) -> Verdicts:
+    def call(self, call: probe.Call) -> CallGaps:
         """Judges a call that is about to be made in the float32 run."""
         signature = self.run.signatures[call.key]
         exact = [ops.cast(leaf, "float32") for leaf in call.tensors]
@@ -64,23 +49,23 @@ class Judge:
                 exact, signature.rounded, signature.arguments, strict=True
             )
         ]
-        arguments = compare.gap(near, exact, self.limits)
+        arguments = gaps.gap(near, exact, self.limits)
         weights = _weights(call.target)
         values = [variable.value for variable in weights]
         function = _function(call, len(exact), weights)
         truth, truth_back = pullback.pullback(function, [*exact, *values])
         with self._in_sixteen_bit(call.target):
             found, found_back = pullback.pullback(function, [*near, *values])
-        outputs = compare.gap(found, truth, self.limits)
+        outputs = gaps.gap(found, truth, self.limits)
         if self.truth is None:
-            return Verdicts(arguments, outputs)
+            return CallGaps(arguments, outputs)
         gradients = self.truth.outputs.get(call.key)
         if gradients is None:
-            return Verdicts(arguments, outputs)
-        cast, gaps = self._back(
+            return CallGaps(arguments, outputs)
+        cast, (inputs, of_weights) = self._back(
             gradients, truth, truth_back, found, found_back, len(exact)
         )
-        return Verdicts(arguments, outputs, cast, *gaps)
+        return CallGaps(arguments, outputs, cast, inputs, of_weights)
 
     def exact(self, call: probe.Call, tensors: Sequence[Any]) -> list[Any]:
         """Makes a call in float32 with other tensors."""
@@ -99,25 +84,21 @@ class Judge:
         found: Sequence[Any],
         found_back: Callable[[list[Any]], list[Any]],
         inputs: int,
-    ) -> tuple[compare.Gap, Gaps]:
+    ) -> tuple[gaps.Gap, Gaps]:
         # Losses a layer adds come after its outputs; no gradient for them.
         exact = [*gradients, *map(ops.zeros_like, truth[len(gradients) :])]
         near = [
             ops.cast(gradient * self.scale, leaf.dtype)
             for gradient, leaf in zip(exact, found, strict=True)
         ]
-        cast = compare.gap(near, exact, self.limits, self.scale)
+        cast = gaps.gap(near, exact, self.limits, self.scale)
         right = truth_back(
             [ops.cast(a, b.dtype) for a, b in zip(exact, truth, strict=True)]
         )
         wrong = found_back(near)
         return cast, (
-            compare.gap(
-                wrong[:inputs], right[:inputs], self.limits, self.scale
-            ),
-            compare.gap(
-                wrong[inputs:], right[inputs:], self.limits, self.scale
-            ),
+            gaps.gap(wrong[:inputs], right[:inputs], self.limits, self.scale),
+            gaps.gap(wrong[inputs:], right[inputs:], self.limits, self.scale),
         )
 
     @contextlib.contextmanager

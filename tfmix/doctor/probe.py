@@ -15,19 +15,15 @@ from tfmix._keras import layers as host
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
-    """A layer, or an op of a functional graph, that is judged by itself.
+    """A layer, or an op of a functional graph, that is judged by itself."""
 
-    Attributes:
-        operation: The `keras.Layer` or `keras.Operation`.
-        name: Its name; its path where another has the same name.
-        inside: Names of the watched layers that hold it, outermost first.
-        whole: Whether the parts inside it are judged with it, not by
-            themselves: all of Keras's own layers, and layers without parts.
-    """
-
-    operation: Any
+    operation: keras.Operation
+    # Its path where another has the same name.
     name: str
+    # Names of the watched layers that hold it, outermost first.
     inside: tuple[str, ...]
+    # Whether the parts inside it are judged with it, not by themselves: all
+    # of Keras's own layers, and layers without parts.
     whole: bool
 
     @property
@@ -45,15 +41,11 @@ class Target:
 class Call:
     """One call of a watched layer, about to be made.
 
-    Attributes:
-        target: What is called.
-        key: The target's index and how often it was called before.
-        run: The layer's own `call`.
-        args: Positional arguments, already cast by the layer.
-        kwargs: Keyword arguments, the same.
+    The arguments are those that the layer has cast already.
     """
 
     target: Target
+    # The target's index and how often it was called before.
     key: tuple[int, int]
     run: Callable[..., Any]
     args: tuple[Any, ...]
@@ -75,14 +67,7 @@ class Call:
 
 
 def targets(model: keras.Model) -> list[Target]:
-    """Finds what is judged by itself in a model.
-
-    Args:
-        model: A built Keras model of any kind.
-
-    Returns:
-        One `Target` per layer, each once, outer ones first.
-    """
+    """Lists what is judged by itself in a built model, outer layers first."""
     found: dict[int, Target] = {}
     _visit(model, (), found)
     names = Counter(target.name for target in found.values())
@@ -100,10 +85,8 @@ def watched(
 ) -> Iterator[None]:
     """Hands each call of the targets to a function, for a block.
 
-    Args:
-        found: What to watch.
-        on_call: Gets the `Call`, returns the outputs to go on with. Calls
-            made while it runs are handed to it, too.
+    `on_call` returns the outputs to go on with. Calls made while it runs are
+    handed to it, too.
     """
     counts: Counter[int] = Counter()
 
@@ -158,7 +141,7 @@ def _visit(
     is_layer = isinstance(operation, keras.Layer)
     inner = host.inner_operations(operation) if is_layer else []
     structure = is_layer and host.is_structure(operation)
-    whole = not inner or (host.is_kerass_own(operation) and not structure)
+    whole = not inner or (host.is_builtin(operation) and not structure)
     if not structure and _computes_in_floats(operation):
         target = Target(operation, operation.name, inside, whole)
         found[id(operation)] = target

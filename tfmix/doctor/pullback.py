@@ -16,16 +16,9 @@ def pullback(
 ) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
     """Computes a function, and returns how gradients go back through it.
 
-    Args:
-        function: Maps a list of float tensors to a list of float tensors.
-        inputs: Where to compute it.
-        sparse: Whether a sparse gradient (`tf.IndexedSlices`) is returned as
-            its values alone. Defaults to `False`: it is made dense.
-
-    Returns:
-        The outputs, and a function to be called once that turns gradients
-        with respect to the outputs (in their dtypes) into gradients with
-        respect to the inputs, zeros where nothing depends.
+    The second result is to be called once. It turns gradients of the outputs,
+    in their dtypes, into gradients of the inputs, zeros where nothing depends.
+    With `sparse`, a `tf.IndexedSlices` is returned as its values alone.
     """
     if keras.backend.backend() == "jax":
         return _jax(function, list(inputs))
@@ -35,16 +28,10 @@ def pullback(
 def export_gradient(
     tensor: Any, token: Any, measure: Callable[[Any], Any]
 ) -> Any:
-    """Returns a tensor as it is, and sends what its gradient is elsewhere.
+    """Returns a tensor unchanged, and measures its gradient.
 
-    Args:
-        tensor: A float tensor.
-        token: A float32 vector; its value is not used. "Its gradient" will be
-            `measure(gradient of tensor)`.
-        measure: Maps a tensor to a float32 vector of the token's shape.
-
-    Returns:
-        A tensor equal to `tensor`.
+    The gradient of `token`, a float32 vector whose value is not used, will be
+    `measure(gradient of tensor)`.
     """
     if keras.backend.backend() == "jax":
         return _export_jax(tensor, token, measure)

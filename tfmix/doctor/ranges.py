@@ -52,56 +52,11 @@ COLUMNS = tuple(
 )
 
 
-def measure(values: Any, fmt: str = "float16") -> Measures:
-    """Measures one tensor and copies the result to the host.
-
-    Use `vector` inside a compiled function; it stays on the device.
-
-    Args:
-        values: Array-like of any shape and a float dtype. A float32 tensor is
-            measured as it would look in `fmt`.
-        fmt: `"float16"`, the default, or `"bfloat16"`.
-
-    Returns:
-        The `Measures` of `values`. Where the device flushes subnormals (most
-        do in bfloat16, whose range is float32's), they count as zeros.
-
-    Raises:
-        ValueError: If `fmt` is not a 16-bit float format.
-        TypeError: If `values` is not of a float dtype.
-
-    Example:
-        >>> measure([1.0, -16376.0, 0.0, 1e-9]).headroom_bits
-        2.0
-        >>> measure([1.0, -16376.0, 0.0, 1e-9]).flushed
-        0.25
-    """
-    limits = sixteen_bit(fmt)
-    return from_vector(ops.convert_to_numpy(vector(values, limits)), limits)
-
-
-def sixteen_bit(name: str) -> _formats.Format:
-    """Returns the limits of a 16-bit format, and refuses any other."""
-    if name not in _formats.SIXTEEN_BIT:
-        raise ValueError(
-            f"`fmt` must be one of {sorted(_formats.SIXTEEN_BIT)}. "
-            f"Received: fmt={name!r}."
-        )
-    return _formats.limits(name)
-
-
 def vector(values: Any, limits: _formats.Format) -> Any:
     """Measures one tensor on the device, inside compiled code too.
 
-    Args:
-        values: Array-like of any shape and a float dtype.
-        limits: The format to measure against.
-
-    Returns:
-        A float32 tensor of shape `(len(COLUMNS),)`, in their order.
-
-    Raises:
-        TypeError: If `values` is not of a float dtype.
+    Returns float32 of shape `(len(COLUMNS),)`, in their order. Where the
+    device flushes subnormals (most do in bfloat16), they count as zeros.
     """
     values = ops.convert_to_tensor(values)
     dtype = keras.backend.standardize_dtype(values.dtype)
@@ -147,7 +102,7 @@ def _shares(above: Any, size: Any) -> Any:
 
 
 def on_host(values: np.ndarray, limits: _formats.Format) -> Measures:
-    """Measures an array that is in the host's memory, as `measure` does."""
+    """Measures an array that is in the host's memory, as `vector` does."""
     sizes = np.abs(values.astype(np.float32).reshape(-1))
     finite = np.isfinite(sizes)
     largest = np.max(sizes, where=finite, initial=0.0)

@@ -8,54 +8,40 @@ _NAMES = {
     verdicts.BACKWARD: "its gradient",
     verdicts.WEIGHTS: "a weight",
 }
+_ALL_FLOAT32 = 'keras.config.set_dtype_policy("float32")'
 
 
 def line(
-    finding: verdicts.Finding, layer_class: str, limits: _formats.Format
+    finding: verdicts.Finding,
+    layer_class: str,
+    limits: _formats.Format,
+    unscaled: bool = False,
 ) -> str:
-    """Returns what to write, and why, for one finding.
+    """Returns a line of Python with a comment that says why.
 
-    Args:
-        finding: The finding.
-        layer_class: Name of the layer's class.
-        limits: The 16-bit format.
-
-    Returns:
-        One line of Python with a comment; an empty string for a layer that
-        is fine.
+    Empty for a layer that is fine. `unscaled` says that the model trains
+    without a loss scale, which would mend gradients that underflow.
     """
     if finding.verdict == verdicts.OK:
         return finding.note and f"# {finding.note}"
-    return f"{_code(finding, layer_class)}  # {_why(finding, limits)}"
-
-
-def mended_by_scaling(finding: verdicts.Finding) -> bool:
-    """Says whether a loss scale would bring a finding's gradients back."""
-    return (
-        finding.phase == verdicts.BACKWARD
-        and finding.verdict == verdicts.UNDERFLOW
+    faint = (finding.phase, finding.verdict) == (
+        verdicts.BACKWARD,
+        verdicts.UNDERFLOW,
     )
-
-
-def scaled(line: str) -> str:
-    """Returns the advice for a gradient that no loss scale lifts yet."""
-    why = line.partition("  # ")[2]
-    return f"tfmix.LossScaleOptimizer(optimizer)  # {why}"
-
-
-def _code(finding: verdicts.Finding, layer_class: str) -> str:
-    if finding.layer == verdicts.LOSS:
-        return _loss_code(finding)
-    if finding.gap.broken:
-        return 'keras.config.set_dtype_policy("float32")'
-    if "probabilities" in finding.note:
-        return 'tfmix.float32_output("softmax")'
-    return f'{layer_class}(..., name="{finding.layer}", dtype="float32")'
+    if unscaled and faint:
+        code = "tfmix.LossScaleOptimizer(optimizer)"
+    elif finding.gap.broken:
+        code = _ALL_FLOAT32
+    elif finding.layer == verdicts.LOSS:
+        code = _loss_code(finding)
+    elif finding.kind == verdicts.PROBABILITIES:
+        code = 'tfmix.float32_output("softmax")'
+    else:
+        code = f'{layer_class}(..., name="{finding.layer}", dtype="float32")'
+    return f"{code}  # {finding.note or _why(finding, limits)}"
 
 
 def _loss_code(finding: verdicts.Finding) -> str:
-    if finding.gap.broken:
-        return 'keras.config.set_dtype_policy("float32")'
     if finding.phase == verdicts.FORWARD:
         return 'loss(y, keras.ops.cast(outputs, "float32"))'
     if finding.verdict == verdicts.OVERFLOW:
@@ -64,14 +50,7 @@ def _loss_code(finding: verdicts.Finding) -> str:
 
 
 def _why(finding: verdicts.Finding, limits: _formats.Format) -> str:
-    if finding.note:
-        return finding.note
-    gap, name = finding.gap, limits.name
-    what = (
-        "its gradient" if finding.phase == verdicts.BACKWARD else "its output"
-    )
-    if finding.phase == verdicts.WEIGHTS:
-        what = "a weight"
+    gap, name, what = finding.gap, limits.name, _NAMES[finding.phase]
     if gap.broken:
         return f"{what} is not finite in float32 either: mend that first"
     if gap.headroom_bits < 0 and gap.lost:

@@ -1,33 +1,52 @@
 """Searches the smallest set of float32 layers that makes a model healthy."""
 
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import rich.progress
+from absl import logging
 
-from tfmix.doctor import verdicts
+from tfmix.doctor import probe, verdicts
 from tfmix.policy import policy as policies
 
 Names = tuple[str, ...]
 
 
-def policy(report: Any, *, progress: bool) -> policies.Policy:
+class Report(Protocol):
+    """What the search asks of a `NumericsReport`."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no row is at fault."""
+
+    @property
+    def faults(self) -> tuple[verdicts.LayerVerdict, ...]:
+        """The rows at fault."""
+
+    @property
+    def policy(self) -> policies.Policy:
+        """What was checked."""
+
+    @property
+    def targets(self) -> Mapping[str, probe.Target]:
+        """The watched layers by name."""
+
+    @property
+    def sixteen_bit_layers(self) -> int:
+        """How many layers computed in 16 bit."""
+
+    @property
+    def again(self) -> Callable[[policies.Policy], "Report"]:
+        """Checks the same batch under another policy."""
+
+
+def policy(report: Report, *, progress: bool) -> policies.Policy:
     """Searches by measurement: every candidate is checked.
 
     First all layers at fault become float32, then those that show a fault
     because of it, until none does. Then halves, quarters and single layers
     are taken out again as long as the model stays healthy.
-
-    Args:
-        report: A `NumericsReport`.
-        progress: Whether to show a progress bar.
-
-    Returns:
-        The policy.
-
-    Raises:
-        ValueError: If the model is not finite in float32 either.
     """
     if report.healthy:
         return report.policy
@@ -37,15 +56,25 @@ def policy(report: Any, *, progress: bool) -> policies.Policy:
 
         def healthy(names: Names) -> bool:
             bar.update(task, advance=1, description=f"Trying {len(names)}")
-            return _heals(report, names)
+            tried = _tried(report, names)
+            return tried is not None and tried.healthy
 
         names = _enough(report, lambda: bar.advance(task))
         # What holds the most is tried first, to be left out.
-        names = tuple(sorted(names, key=lambda name: -_breadth(report, name)))
-        return with_layers(report, fewest(names, healthy))
+        names = tuple(sorted(names, key=lambda one: -len(_parts(report, one))))
+        names = fewest(names, healthy)
+    tried = _tried(report, names)
+    if tried is not None and not tried.sixteen_bit_layers:
+        dtype = report.policy.compute_dtype
+        other = "mixed_bfloat16" if dtype == "float16" else "float32"
+        logging.warning(
+            "tfmix: in the suggested policy nothing is left in 16 bit; use %r.",
+            other,
+        )
+    return with_layers(report, names)
 
 
-def with_layers(report: Any, names: Iterable[str]) -> policies.Policy:
+def with_layers(report: Report, names: Iterable[str]) -> policies.Policy:
     """Returns a report's policy with more layers in float32."""
     base = report.policy
     known = base.float32_layers
@@ -60,13 +89,6 @@ def with_layers(report: Any, names: Iterable[str]) -> policies.Policy:
 
 def fewest(names: Names, healthy: Callable[[Names], bool]) -> Names:
     """Takes names out, in large pieces first, while `healthy` holds.
-
-    Args:
-        names: Names that are healthy together.
-        healthy: Says whether a subset is.
-
-    Returns:
-        A subset of which no single name can be taken out.
 
     Example:
         >>> fewest(("a", "b", "c", "d"), lambda names: "c" in names)
@@ -85,43 +107,45 @@ def fewest(names: Names, healthy: Callable[[Names], bool]) -> Names:
     return names
 
 
-def _heals(report: Any, names: Names) -> bool:
+def _tried(report: Report, names: Iterable[str]) -> Report | None:
+    """Checks with more layers in float32; None if the model fails to run."""
     try:
-        return bool(report.again(with_layers(report, names)).healthy)
+        return report.again(with_layers(report, names))
     except Exception:
         # A layer of the user's adds 16-bit inputs to what a float32 layer
         # inside it returns: each backend has an error of its own for that.
-        return False
+        return None
 
 
-def _enough(report: Any, step: Callable[[], None]) -> Names:
+def _enough(report: Report, step: Callable[[], None]) -> Names:
     """Adds what is at fault until nothing is."""
     names: dict[str, None] = {}
-    current = report
-    while not current.healthy:
+    current: Report | None = report
+    while current is None or not current.healthy:
         step()
         before = len(names)
-        names.update(dict.fromkeys(_culprits(current)))
+        if current is not None:
+            names.update(dict.fromkeys(_culprits(report, current)))
         if len(names) == before:
             # Nothing new to add: the rest of the model is what is left.
-            names.update(dict.fromkeys(_all_layers(report)))
+            names.update(dict.fromkeys(report.targets))
         if len(names) == before:
             break
-        current = report.again(with_layers(report, names))
+        current = _tried(report, names)
     return tuple(names)
 
 
-def _culprits(report: Any) -> list[str]:
+def _culprits(report: Report, current: Report) -> list[str]:
     found: list[str] = []
-    for row in report.faults:
+    for row in current.faults:
         if row.layer == verdicts.LOSS:
-            found += _outputs(report)
+            found += list(report.targets)[-1:]
         else:
             found += _parts(report, row.layer)
     return found
 
 
-def _parts(report: Any, name: str) -> list[str]:
+def _parts(report: Report, name: str) -> list[str]:
     """Returns a layer and what is inside: its tensors come from there."""
     inner = [
         target.name
@@ -131,25 +155,11 @@ def _parts(report: Any, name: str) -> list[str]:
     return [name, *inner]
 
 
-def _breadth(report: Any, name: str) -> int:
-    return len(_parts(report, name))
-
-
-def _outputs(report: Any) -> list[str]:
-    return list(report.targets)[-1:]
-
-
-def _all_layers(report: Any) -> list[str]:
-    return list(report.targets)
-
-
-def _refuse_broken(report: Any) -> None:
+def _refuse_broken(report: Report) -> None:
     for row in report.faults:
-        if row.verdict == verdicts.NOT_FINITE and "in float32 either" in (
-            row.advice
-        ):
+        if row.broken:
             raise ValueError(
                 "No dtype policy can mend this model: it is not finite in "
-                f"float32 either, first at layer {row.layer!r}. Look for NaN "
-                "or infinity in the data and the weights."
+                f"float32 either, first at {row.layer!r}. Look for NaN or "
+                "infinity in the data and the weights."
             )

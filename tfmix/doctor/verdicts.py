@@ -4,8 +4,7 @@ import dataclasses
 import math
 
 from tfmix import _formats
-from tfmix.doctor import gaps as compare
-from tfmix.doctor import one_layer
+from tfmix.doctor import gaps, one_layer
 
 OK = "ok"
 OVERFLOW = "overflow"
@@ -17,7 +16,11 @@ FORWARD = "forward"
 BACKWARD = "backward"
 WEIGHTS = "weights"
 
+# What rows are about that are no layers.
 LOSS = "loss"
+
+# `Finding.kind` of probabilities that a model returns in 16 bit.
+PROBABILITIES = "probabilities"
 
 # Norm of the error over norm of the result. One rounding costs 0.0003 in
 # float16, 0.002 in bfloat16; healthy layers stayed below 0.001 and 0.006.
@@ -25,15 +28,15 @@ FORWARD_TOLERANCES = {"float16": 0.01, "bfloat16": 0.08}
 # Gradients of weights are long sums, which a CPU makes in 16 bit: 0.3 and 0.6
 # were seen in layers that train well.
 BACKWARD_TOLERANCES = {"float16": 0.25, "bfloat16": 0.5}
-# Such sums keep their direction, with a cosine of 0.96 in that of 0.3; a step
-# needs no more.
+# Such sums keep their direction, which is all that a step needs: the cosine was
+# 0.96 where the error was 0.3.
 _SAME_DIRECTION = {"float16": 0.95, "bfloat16": 0.8}
 
 # Most of a tensor below the normal range is underflow, whatever else it is.
 _MOST = 0.5
 # An error above this is more than that of numbers rounded to full precision.
 _ROUNDING = 0.01
-# Below the normal range digits go with every layer further down.
+# Below the normal range every layer further down loses more digits.
 _LOW_TOLERANCE = 0.05
 
 
@@ -52,6 +55,7 @@ class Finding:
         latent: Whether the fault is known from the layer's making and did
             not show on this batch.
         note: What was seen, in words.
+        kind: `PROBABILITIES`, or empty.
         was_low: Whether most of the gradient it was given lies below the
             normal range already.
     """
@@ -59,11 +63,12 @@ class Finding:
     layer: str
     phase: str
     verdict: str
-    gap: compare.Gap
+    gap: gaps.Gap
     order: int = 0
     given: bool = False
     latent: bool = False
     note: str = ""
+    kind: str = ""
     was_low: bool = False
 
     @property
@@ -90,29 +95,13 @@ class Finding:
         )
 
 
-def of_output(gap: compare.Gap, limits: _formats.Format) -> str:
-    """Names what the gap of a layer's output, or of any value, is.
-
-    Args:
-        gap: The gap between 16-bit and float32 results.
-        limits: The 16-bit format.
-
-    Returns:
-        The verdict.
-    """
+def of_output(gap: gaps.Gap, limits: _formats.Format) -> str:
+    """Names the verdict on the gap of a layer's output, or of any value."""
     return _of_gap(gap, FORWARD_TOLERANCES[limits.name])
 
 
-def of_gradient(gap: compare.Gap, limits: _formats.Format) -> str:
-    """Names what the gap of a gradient is, of which only the way matters.
-
-    Args:
-        gap: The gap between 16-bit and float32 results.
-        limits: The 16-bit format.
-
-    Returns:
-        The verdict.
-    """
+def of_gradient(gap: gaps.Gap, limits: _formats.Format) -> str:
+    """Names the verdict on a gradient's gap: its direction matters most."""
     tolerance = BACKWARD_TOLERANCES[limits.name]
     if _is_low(gap):
         tolerance = _LOW_TOLERANCE
@@ -122,7 +111,7 @@ def of_gradient(gap: compare.Gap, limits: _formats.Format) -> str:
     return verdict
 
 
-def _of_gap(gap: compare.Gap, tolerance: float) -> str:
+def _of_gap(gap: gaps.Gap, tolerance: float) -> str:
     if gap.broken:
         return NOT_FINITE
     if gap.lost:
@@ -133,12 +122,12 @@ def _of_gap(gap: compare.Gap, tolerance: float) -> str:
     return UNDERFLOW if _is_low(gap) else INACCURATE
 
 
-def _is_low(gap: compare.Gap) -> bool:
+def _is_low(gap: gaps.Gap) -> bool:
     return gap.flushed + gap.subnormal > _MOST
 
 
 def forward(
-    layer: str, order: int, found: one_layer.Verdicts, limits: _formats.Format
+    layer: str, order: int, found: one_layer.CallGaps, limits: _formats.Format
 ) -> Finding:
     """Judges the outputs of one call."""
     given = of_output(found.arguments, limits) != OK
@@ -149,22 +138,13 @@ def forward(
 def backward(
     layer: str,
     order: int,
-    found: one_layer.Verdicts,
+    found: one_layer.CallGaps,
     limits: _formats.Format,
     reaches_weights: bool,
 ) -> Finding | None:
-    """Judges the gradients of one call.
+    """Judges the gradients of one call; None where there are none.
 
-    Args:
-        layer: The layer's name.
-        order: Its rank in the order of computation.
-        found: The gaps.
-        limits: The 16-bit format.
-        reaches_weights: Whether a weight lies before the layer, so that the
-            gradient of its input is of use.
-
-    Returns:
-        The finding; None where there is no gradient.
+    The gradient of its inputs counts only if a weight lies before the layer.
     """
     if found.incoming is None or found.weights is None or found.inputs is None:
         return None
@@ -174,8 +154,8 @@ def backward(
         return Finding(
             layer, BACKWARD, incoming, found.incoming, order, True, was_low=True
         )
-    gaps = [found.weights, *([found.inputs] if reaches_weights else [])]
-    worst = max(gaps, key=_badness)
+    known = [found.weights, *([found.inputs] if reaches_weights else [])]
+    worst = max(known, key=_badness)
     given = of_output(found.arguments, limits) != OK
     verdict = of_gradient(worst, limits)
     return Finding(
@@ -183,6 +163,37 @@ def backward(
     )
 
 
-def _badness(gap: compare.Gap) -> tuple[float, float]:
+def _badness(gap: gaps.Gap) -> tuple[float, float]:
     error = math.inf if gap.broken else gap.relative_error
     return error, -gap.headroom_bits
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerVerdict:
+    """A row of a report: one layer in one phase.
+
+    Attributes:
+        layer: The layer's name, its path where the name is not unique,
+            `"loss"`, or `"x"` or `"y"` for data that is not finite.
+        phase: `"forward"`: its outputs; `"backward"`: the gradients it
+            computes, of its inputs and weights; `"weights"`: their values.
+        verdict: `"ok"`, `"overflow"`, `"underflow"`, `"inaccurate"` or
+            `"not_finite"`.
+        relative_error: Norm of the error that this layer alone makes in 16
+            bit, over the norm of the float32 result.
+        headroom_bits: How often the result can be doubled before it leaves
+            the format; negative if it has left it.
+        advice: The line of code that mends it; empty for most healthy rows.
+        gradient_cosine: Cosine between the 16-bit and the float32 gradient,
+            None in other phases.
+        broken: Whether it is at fault and not finite in float32 either.
+    """
+
+    layer: str
+    phase: str
+    verdict: str
+    relative_error: float
+    headroom_bits: float
+    advice: str
+    gradient_cosine: float | None = None
+    broken: bool = False

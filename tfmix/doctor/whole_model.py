@@ -18,19 +18,13 @@ Key = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What one call looked like in the 16-bit run.
+    """What the float tensors of one call were in the 16-bit run."""
 
-    Attributes:
-        arguments: Dtypes of the float arguments.
-        rounded: For each, whether its values fit into 16 bits, whatever the
-            dtype: a 16-bit layer made it.
-        outputs: Dtypes of the float outputs.
-        shapes: Shapes of the float outputs.
-        is_output: Whether the outputs are among the model's.
-    """
-
+    # Dtypes, and whether the values fit into 16 bits whatever the dtype: a
+    # 16-bit layer made them.
     arguments: tuple[str, ...]
     rounded: tuple[bool, ...]
+    # Dtypes, shapes, and whether these are the model's own outputs.
     outputs: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     is_output: bool = False
@@ -42,22 +36,14 @@ class SixteenBitRun:
 
     signatures: dict[Key, Signature]
     output_dtypes: tuple[str, ...]
-    loss: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
-    """Gradients of the float32 run.
-
-    Attributes:
-        outputs: For each call, gradients with respect to its outputs.
-        weights: Gradients with respect to the trainable weights.
-        loss: The loss.
-    """
+    """Gradients of the float32 run: of each call's outputs, of the weights."""
 
     outputs: dict[Key, list[Any]]
     weights: list[Any]
-    loss: float
 
 
 def sixteen_bit(
@@ -84,7 +70,7 @@ def sixteen_bit(
         return outputs
 
     with layers.policies(planned), probe.watched(found, on_call):
-        outputs, loss = batch.run(batch.weights())
+        outputs, _ = batch.run(batch.weights())
     leaves = probe.floats(outputs)
     for leaf in leaves:
         key = made.get(id(leaf))
@@ -92,7 +78,7 @@ def sixteen_bit(
             signatures[key] = dataclasses.replace(
                 signatures[key], is_output=True
             )
-    return SixteenBitRun(signatures, tuple(map(_dtype, leaves)), _float(loss))
+    return SixteenBitRun(signatures, tuple(map(_dtype, leaves)))
 
 
 def truth(
@@ -133,7 +119,7 @@ def truth(
         (loss,), back = pullback.pullback(losses, [*zeros, *batch.weights()])
         gradients = back([ops.ones_like(loss)])
     by_call, rest = _dealt(gradients, keys, sizes)
-    return Truth(by_call, rest, _float(loss))
+    return Truth(by_call, rest)
 
 
 def _dealt(
@@ -167,7 +153,3 @@ def _fits(tensor: Any, fmt: str) -> bool:
 
 def _dtype(tensor: Any) -> str:
     return str(keras.backend.standardize_dtype(tensor.dtype))
-
-
-def _float(loss: Any) -> float:
-    return float("nan") if loss is None else float(loss)

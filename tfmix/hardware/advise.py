@@ -2,17 +2,15 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import keras
-import rich.box
-import rich.console
-import rich.markup
-import rich.table
 
 from tfmix import _arguments, _formats, _tables
-from tfmix.hardware import products as shapes
+from tfmix._keras import optimizers
+from tfmix.hardware import products
 
 # Tensor Cores work on multiples of 8 in 16 bit (NVIDIA's mixed-precision
 # guide), the MXU of a TPU on tiles of 128.
@@ -34,7 +32,7 @@ _SLOTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class LayerProducts:
     """One layer with matrix products.
 
     Attributes:
@@ -85,19 +83,20 @@ class Advice(_tables.Printed):
     """What `advise` found; prints as a table.
 
     Attributes:
-        rows: One `Row` per layer with products, the costliest first.
+        rows: One `LayerProducts` per layer with products, the costliest first.
         share_16bit: Share of the operations that run in 16 bit, 0 to 1.
         memory: Policy name to `Memory`.
         batch_size: The batch size it holds for.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[LayerProducts, ...]
     share_16bit: float
     memory: Mapping[str, Memory]
     batch_size: int
 
-    def __rich__(self) -> rich.console.Group:
-        return rich.console.Group(_layers(self), _bytes(self))
+    def tables(self) -> list[_tables.Table]:
+        """Returns the tables that are printed."""
+        return [_layers(self), _bytes(self)]
 
     def to_json(self) -> str:
         """Returns the advice as JSON."""
@@ -131,8 +130,8 @@ def advise(model: keras.Model, batch_size: int) -> Advice:
             "`model` must be a keras.Model. "
             f"Received: model={model!r} of type {type(model).__name__}."
         )
-    size = _arguments.count("batch_size", batch_size)
-    found = shapes.uses(model, size)
+    size = _arguments.count("batch_size", batch_size, example=32)
+    found = products.uses(model, size)
     rows = sorted(
         (_row(use) for use in found if use.products), key=lambda row: -row.flops
     )
@@ -143,26 +142,24 @@ def advise(model: keras.Model, batch_size: int) -> Advice:
     )
 
 
-def _row(use: shapes.Use) -> Row:
-    products = use.products
-    return Row(
+def _row(use: products.Use) -> LayerProducts:
+    found = use.products
+    return LayerProducts(
         layer=use.layer.path or use.layer.name,
         dtype=str(use.layer.compute_dtype),
-        shapes=tuple((one.m, one.k, one.n) for one in products),
-        aligned=_aligned(products, GPU_MULTIPLE),
-        aligned_tpu=_aligned(products, TPU_MULTIPLE),
-        flops=sum(one.flops for one in products),
-        padding=_padding(products[0]),
+        shapes=tuple((one.m, one.k, one.n) for one in found),
+        aligned=_aligned(found, GPU_MULTIPLE),
+        aligned_tpu=_aligned(found, TPU_MULTIPLE),
+        flops=sum(one.flops for one in found),
+        padding=_padding(found[0]),
     )
 
 
-def _aligned(products: tuple[shapes.Product, ...], multiple: int) -> bool:
-    return all(
-        one.k % multiple == 0 and one.n % multiple == 0 for one in products
-    )
+def _aligned(found: tuple[products.Product, ...], multiple: int) -> bool:
+    return all(one.k % multiple == one.n % multiple == 0 for one in found)
 
 
-def _padding(product: shapes.Product) -> str:
+def _padding(product: products.Product) -> str:
     hints = []
     for name in ("k", "n"):
         size = getattr(product, name)
@@ -173,7 +170,7 @@ def _padding(product: shapes.Product) -> str:
     return ", ".join(hints)
 
 
-def _memory(model: Any, found: list[shapes.Use]) -> dict[str, Memory]:
+def _memory(model: Any, found: list[products.Use]) -> dict[str, Memory]:
     trainable = _elements(model.trainable_variables)
     weights = trainable + _elements(model.non_trainable_variables)
     slots = _slots(getattr(model, "optimizer", None), trainable)
@@ -191,52 +188,44 @@ def _memory(model: Any, found: list[shapes.Use]) -> dict[str, Memory]:
 
 def _slots(optimizer: Any, trainable: int) -> int:
     """Counts the variables of the optimizer inside all wrappers."""
-    while hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
-    if optimizer is None or not optimizer.built:
+    chain = list(optimizers.chain(optimizer))
+    if not chain or not chain[-1].built:
         return _SLOTS * trainable
-    return _elements(optimizer.variables)
+    return _elements(chain[-1].variables)
 
 
-def _elements(variables: list[Any]) -> int:
-    total = 0
-    for variable in variables:
-        if keras.backend.is_float_dtype(variable.dtype):
-            size = 1
-            for dimension in variable.shape:
-                size *= int(dimension)
-            total += size
-    return total
+def _elements(variables: list[keras.Variable]) -> int:
+    return sum(
+        math.prod(variable.shape)
+        for variable in variables
+        if keras.backend.is_float_dtype(variable.dtype)
+    )
 
 
-def _layers(advice: Advice) -> rich.table.Table:
-    drawn = rich.table.Table(
-        *("layer", "dtype", "(m, k, n)", "GPU", "TPU", "GFLOP", "pad"),
+def _layers(advice: Advice) -> _tables.Table:
+    return _tables.Table(
+        ("layer", "dtype", "(m, k, n)", "GPU", "TPU", "GFLOP", "pad"),
+        [
+            (
+                row.layer,
+                row.dtype,
+                " ".join(map(str, row.shapes)),
+                "yes" if row.aligned else "no",
+                "yes" if row.aligned_tpu else "no",
+                f"{row.flops / 1e9:.3g}",
+                row.padding,
+            )
+            for row in advice.rows
+        ],
         title=f"{advice.share_16bit:.0%} of the work in 16 bit, "
         f"batch of {advice.batch_size}",
-        title_justify="left",
-        box=rich.box.SIMPLE_HEAD,
     )
-    for row in advice.rows:
-        cells = (
-            row.layer,
-            row.dtype,
-            " ".join(map(str, row.shapes)),
-            "yes" if row.aligned else "no",
-            "yes" if row.aligned_tpu else "no",
-            f"{row.flops / 1e9:.3g}",
-            row.padding,
-        )
-        drawn.add_row(*map(rich.markup.escape, cells))
-    return drawn
 
 
-def _bytes(advice: Advice) -> rich.table.Table:
-    drawn = rich.table.Table(
-        *("MiB", "weights", "slots", "activations", "together"),
-        box=rich.box.SIMPLE_HEAD,
-    )
+def _bytes(advice: Advice) -> _tables.Table:
+    rows = []
     for name, memory in advice.memory.items():
         sizes = (memory.weights, memory.slots, memory.activations, memory.total)
-        drawn.add_row(name, *(f"{size / 2**20:.2f}" for size in sizes))
-    return drawn
+        rows.append((name, *(f"{size / 2**20:.2f}" for size in sizes)))
+    heads = ("MiB", "weights", "slots", "activations", "together")
+    return _tables.Table(heads, rows)

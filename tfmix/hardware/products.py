@@ -16,14 +16,7 @@ Shapes = list[Shape]
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One matrix product of a forward pass, `(m, k) x (k, n)`.
-
-    Attributes:
-        m: Rows of the left matrix.
-        k: Its columns, which are summed over.
-        n: Columns of the right matrix.
-        count: How many such products a forward pass makes.
-    """
+    """A matrix product `(m, k) x (k, n)`, made `count` times a forward pass."""
 
     m: int
     k: int
@@ -38,34 +31,19 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One call of a layer.
+    """One call of a layer: its products, and how many elements it returns."""
 
-    Attributes:
-        layer: The layer.
-        products: Its matrix products; none for a light layer.
-        outputs: Elements it returns.
-        has_parts: Whether other layers are called inside it.
-    """
-
-    layer: Any
+    layer: keras.Layer
     products: tuple[Product, ...]
     outputs: int
+    # Whether other layers are called inside it.
     has_parts: bool
 
 
 def uses(model: keras.Model, batch_size: int) -> list[Use]:
-    """Runs a model without numbers and notes every call of a layer.
+    """Runs a built model on shapes alone and notes every call of a layer.
 
-    Args:
-        model: A built model.
-        batch_size: Integer, rows of the batch.
-
-    Returns:
-        One `Use` for each call, in the order in which the calls end.
-
-    Raises:
-        ValueError: If an input has a dimension besides the first that is not
-            known.
+    The calls come in the order in which they end.
     """
     inputs = _inputs(model, batch_size)
     layers = [
@@ -99,21 +77,13 @@ def uses(model: keras.Model, batch_size: int) -> list[Use]:
 
 
 def _inputs(model: Any, batch_size: int) -> list[Any]:
-    structure = getattr(model, "_inputs_struct", None)
-    if structure is None and isinstance(model, keras.Sequential):
-        structure = model.inputs[0] if model.inputs else None
-    if structure is None:
-        shapes = model._build_shapes_dict
-        if not shapes:
-            raise ValueError(
-                "The model's input shapes are not known. Received: "
-                f"model={model!r}. Call it once on a batch."
-            )
-        structure = [
-            keras.KerasTensor(shape, "float32") for shape in shapes.values()
-        ]
-        return [_fixed(one, batch_size) for one in structure]
-    return [tree.map_structure(lambda one: _fixed(one, batch_size), structure)]
+    found = host.symbolic_arguments(model)
+    if not found:
+        raise ValueError(
+            "The model's input shapes are not known. Received: "
+            f"model={model!r}. Call it once on a batch."
+        )
+    return tree.map_structure(lambda one: _fixed(one, batch_size), found)
 
 
 def _fixed(tensor: Any, batch_size: int) -> Any:

@@ -4,7 +4,6 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import keras
 
@@ -13,12 +12,7 @@ RuleItem = str | type
 
 @dataclasses.dataclass(frozen=True)
 class LayerRule:
-    """A class of Keras layers that stays in float32.
-
-    Attributes:
-        layer_class: The class's name; subclasses fall under the rule, too.
-        why: The reason, as reports print it.
-    """
+    """The name of a class that stays in float32, and why, for reports."""
 
     layer_class: str
     why: str
@@ -84,22 +78,16 @@ MATMUL_LAYERS: tuple[str, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """One of MindSpore's and Apex's levels, in tfmix's terms.
-
-    Attributes:
-        policy: The name of the dtype policy.
-        only_matmuls: Whether only matmul layers compute in 16 bit.
-        rules: Layer rules of the level.
-        op_rules: Whether the default op rules are in force.
-        keep_batchnorm_fp32: Whether batch normalisation stays in float32.
-        loss_scale: `"dynamic"` or `None`.
-    """
+    """One of Apex's and MindSpore's levels, in tfmix's terms."""
 
     policy: str
+    # Only layers on the white list compute in 16 bit.
     only_matmuls: bool
     rules: tuple[LayerRule, ...]
+    # Whether the default op rules are in force.
     op_rules: bool
     keep_batchnorm_fp32: bool
+    # "dynamic" or nothing.
     loss_scale: str | None
 
 
@@ -165,24 +153,7 @@ def default_float32_layers(
 
 
 def resolve(items: Iterable[RuleItem]) -> tuple[RuleItem, ...]:
-    """Checks a list of layer rules.
-
-    Args:
-        items: Layer classes, class names, or regular expressions that are
-            matched whole against a layer's name or path.
-
-    Returns:
-        The items as a tuple, in their order.
-
-    Raises:
-        TypeError: If `items` is no list, or an item is neither a layer class
-            nor a string.
-        ValueError: If an item appears twice or is no regular expression.
-
-    Example:
-        >>> resolve(["Softmax", "decoder/.*"])
-        ('Softmax', 'decoder/.*')
-    """
+    """Checks a list of layer rules and returns it as a tuple."""
     if isinstance(items, str | type) or not isinstance(items, Iterable):
         raise TypeError(
             "`float32_layers` must be a list, for example ['Softmax', "
@@ -202,20 +173,10 @@ def resolve(items: Iterable[RuleItem]) -> tuple[RuleItem, ...]:
 def matches(
     item: RuleItem, layer_class: type, name: str, path: str | None = None
 ) -> bool:
-    """Says whether a layer falls under a rule.
+    """Says whether an item covers a layer; `path` is `None` if not known yet.
 
-    Args:
-        item: A layer class, a class name or a regular expression.
-        layer_class: The layer's class; bases count.
-        name: The layer's name.
-        path: Its path, `None` where it is not known yet.
-
-    Returns:
-        True if the rule names the class, or matches the whole name or path.
-
-    Example:
-        >>> matches("head.*", keras.layers.Dense, "head_1")
-        True
+    A class covers its subclasses. A string is the name of a class or of one
+    of its bases, or an expression for the whole of the layer's name or path.
     """
     if isinstance(item, type):
         return issubclass(layer_class, item)
@@ -230,13 +191,13 @@ def matches(
 
 
 def needs_path(items: Iterable[RuleItem]) -> bool:
-    """Says whether a rule could match a path that is no plain name."""
+    """Says whether an item could match a path that is more than a name."""
     return any(
         isinstance(item, str) and not item.isidentifier() for item in items
     )
 
 
-def _check(item: Any) -> None:
+def _check(item: object) -> None:
     if isinstance(item, type):
         if not issubclass(item, keras.Layer):
             raise TypeError(

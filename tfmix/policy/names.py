@@ -1,7 +1,6 @@
 """The names a policy may have, and what people write instead of them."""
 
 import difflib
-from typing import Any
 
 from tfmix import _formats
 from tfmix.policy import layer_rules
@@ -17,44 +16,30 @@ NAMES = (*DTYPE_NAMES, "auto", *layer_rules.LEVELS)
 
 # What people write who come from other libraries.
 _ALIASES = {
-    "fp16": "mixed_float16",
-    "bf16": "mixed_bfloat16",
-    "fp32": "float32",
-    "half": "mixed_float16",
-    "float": "float32",
-    "single": "float32",
-    "bfloat": "mixed_bfloat16",
-    "full": "float32",
-    "mixed": "mixed_float16",
-    "amp": "mixed_float16",
-    "16": "mixed_float16",
-    "16-mixed": "mixed_float16",
-    "bf16-mixed": "mixed_bfloat16",
-    "mixed_fp16": "mixed_float16",
-    "mixed_bf16": "mixed_bfloat16",
-    "mixed_half": "mixed_float16",
-    "mixed_precision": "mixed_float16",
-    "mixed_float32": "float32",
+    **dict.fromkeys(
+        ("fp32", "float", "single", "full", "mixed_float32"), "float32"
+    ),
+    **dict.fromkeys(
+        (
+            *("fp16", "half", "mixed", "amp", "16", "16-mixed"),
+            *("mixed_fp16", "mixed_half", "mixed_precision"),
+        ),
+        "mixed_float16",
+    ),
+    **dict.fromkeys(
+        ("bf16", "bfloat", "bf16-mixed", "mixed_bf16"), "mixed_bfloat16"
+    ),
     "f16": "float16",
-    "o0": "O0",
-    "o1": "O1",
-    "o2": "O2",
-    "o3": "O3",
+    **{f"o{number}": f"O{number}" for number in range(4)},
 }
 
 
-def check(name: Any) -> None:
-    """Refuses what is no policy's name, and says which was meant.
-
-    Args:
-        name: What a user gave.
+def check(name: object) -> None:
+    """Refuses what is not the name of a policy, and suggests the nearest.
 
     Raises:
         TypeError: If `name` is no string.
-        ValueError: If it is none of the names.
-
-    Example:
-        >>> check("O2")
+        ValueError: If it is none of `NAMES`.
     """
     allowed = f"one of {list(NAMES)}"
     if not isinstance(name, str):

@@ -1,5 +1,6 @@
 """`Policy`: a dtype policy with a list of what stays in float32."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,10 +27,11 @@ class Policy(keras.DTypePolicy):
         float32_layers: List of layers kept in float32, the whole list: layer
             classes, class names, or regular expressions matched whole against
             a layer's name or path. Defaults to what was measured to break;
-            `rules.default_float32_layers(add=[...])` extends it.
+            `tfmix.default_float32_layers(add=[...])` extends it.
         float32_ops: List of `keras.ops` computed in float32, the whole list.
-            Defaults to the reductions and exponentials other libraries keep;
-            `ops.default_float32_ops(add=[...])` extends it.
+            Defaults to those that were measured to be wrong, infinite or
+            missing in 16 bit; `tfmix.default_float32_ops(add=[...])` extends
+            it.
         keep_batchnorm_fp32: Boolean, whether `BatchNormalization` computes
             and answers in float32. Defaults to the level's choice. Without a
             level, to `True` for the pure 16-bit policies, whose moving
@@ -105,23 +107,26 @@ class Policy(keras.DTypePolicy):
     @property
     def has_default_rules(self) -> bool:
         """Whether the rules are those of the bare name."""
-        return self._content() == Policy(self.name)._content()
+        return self._content() == _bare(self.name)._content()
 
     def why_float32(
         self, layer_class: type, name: str, path: str | None = None
     ) -> str | None:
-        """Says why a layer stays in float32 under this policy.
+        """Returns why a layer stays in float32, `None` if it does not.
 
         Args:
             layer_class: The layer's class.
             name: The layer's name.
-            path: Its path, `None` where it is not known yet.
+            path: Its path. Defaults to `None`, not known yet: rules that name
+                a path are then left out.
 
         Returns:
-            The reason; `None` if the layer computes in the policy's dtype.
+            The reason, as reports print it.
 
         Example:
-            >>> Policy("float32").why_float32(keras.layers.Softmax, "softmax")
+            >>> policy = Policy("mixed_float16", float32_layers=["head"])
+            >>> policy.why_float32(keras.layers.Dense, "head")
+            "listed in float32_layers: 'head'"
         """
         if self.compute_dtype not in _formats.SIXTEEN_BIT:
             return None
@@ -136,19 +141,24 @@ class Policy(keras.DTypePolicy):
         return None
 
     def outside_white_list(self, layer_class: type) -> bool:
-        """Says whether level O1 leaves a class in float32: no matmul in it."""
+        """Says whether level O1 keeps a class in float32: it has no matmul."""
         return self._only_matmuls and not any(
             base.__name__ in layer_rules.MATMUL_LAYERS
             for base in layer_class.__mro__
         )
 
     def get_config(self) -> dict[str, str]:
-        """Returns the plain policy's configuration: the name."""
+        """Returns the configuration of the plain policy: its name.
+
+        The lists are not in it, because plain Keras must be able to load a
+        layer that was given this policy, and a policy cannot tell whether a
+        layer or its user asks. `copy`, `pickle` and `repr` keep the lists.
+        """
         return {"name": self.name}
 
     def __repr__(self) -> str:
         shown = [repr(self.level or self.name)]
-        bare = Policy(self.level or self.name)
+        bare = _bare(self.level or self.name)
         for field in ("float32_layers", "float32_ops", "keep_batchnorm_fp32"):
             if getattr(self, field) != getattr(bare, field):
                 shown.append(f"{field}={getattr(self, field)!r}")
@@ -185,38 +195,34 @@ class Policy(keras.DTypePolicy):
 
 
 def with_rules(policy: keras.DTypePolicy) -> Policy:
-    """Finds the rules that go with any policy of Keras's.
+    """Returns a `Policy` as it is, and the default one for any other policy.
 
-    Args:
-        policy: A `Policy`, a plain `keras.DTypePolicy`, a map or a quantized
-            policy.
-
-    Returns:
-        The policy itself if it has rules; else one of the same compute dtype
-        with the default rules.
-
-    Example:
-        >>> with_rules(keras.DTypePolicy("mixed_float16"))
-        Policy('mixed_float16')
+    Maps and quantized policies get the rules of their compute dtype.
     """
     if isinstance(policy, Policy):
         return policy
     if policy.name in names.DTYPE_NAMES:
-        return Policy(policy.name)
+        return _bare(policy.name)
     dtype = policy.compute_dtype
     mixed = policy.variable_dtype != dtype
     if dtype in _formats.SIXTEEN_BIT:
-        return Policy(f"mixed_{dtype}" if mixed else dtype)
-    return Policy("float32")
+        return _bare(f"mixed_{dtype}" if mixed else dtype)
+    return _bare("float32")
 
 
 def plain(policy: keras.DTypePolicy) -> keras.DTypePolicy:
-    """Returns what Keras may keep: the plain policy of the same name."""
+    """Returns the policy that layers keep, without tfmix's rules."""
     return policy._plain if isinstance(policy, Policy) else policy
 
 
+@functools.cache
+def _bare(name: str) -> Policy:
+    """Returns the policy with the default rules of a dtype or a level."""
+    return Policy(name)
+
+
 def _batchnorm(
-    value: Any, level: layer_rules.Level | None, compute: str, variable: str
+    value: object, level: layer_rules.Level | None, compute: str, variable: str
 ) -> bool:
     if value is None:
         pure = compute == variable and variable in _formats.SIXTEEN_BIT

@@ -1,20 +1,23 @@
 """A train step that leaves no trace when it is skipped."""
 
-import functools
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 from keras import ops
 
-from tfmix import _arguments
-from tfmix.scaling import configuration, guard_logs, loop_checks
+from tfmix._keras import compilation, model_methods
 from tfmix.scaling import optimizer as optimizers
 
-_MARK = "_tfmix_unguarded_train_step"
+# A skipped step's own loss is reported if it is finite: only the scaled
+# gradients were not. One that is not finite stays hidden, or TerminateOnNaN
+# would stop a healthy run at its first bad batch; so many in a row are no
+# accident.
+_NOT_BY_ACCIDENT = 3
 
 
-def guard(model: Any, retries: int = 0) -> Any:
+def guard(model: keras.Model) -> keras.Model:
     """Makes a model's whole train step atomic.
 
     The optimizer skips a step whose gradients are not finite, but by then
@@ -32,18 +35,14 @@ def guard(model: Any, retries: int = 0) -> Any:
     Args:
         model: A `keras.Model`, compiled or not. A `train_step` of its own is
             kept and guarded.
-        retries: Integer, how often a skipped batch is tried again at once,
-            at the loss scale that the skip has left. Each try counts as a
-            skipped step if it fails. Defaults to `0`: one batch in 2,000 is
-            not worth a second backward pass in the compiled step.
 
     Returns:
         The model itself.
 
     Raises:
         TypeError: If `model` is not a Keras 3 model.
-        ValueError: If it is compiled with an optimizer that skips no steps,
-            or `retries` is negative.
+        ValueError: If it is compiled with an optimizer that skips no steps;
+            in `fit`, if it was compiled with such a one since.
 
     Example:
         >>> model = keras.Sequential([keras.layers.Dense(1)])
@@ -57,37 +56,34 @@ def guard(model: Any, retries: int = 0) -> Any:
             f"model={model!r} of type {type(model).__module__}."
             f"{type(model).__name__}."
         )
-    if retries != 0:
-        retries = _arguments.count("retries", retries)
     if getattr(model, "compiled", False):
         _check_optimizer(model)
-    original = getattr(model, _MARK, model.train_step)
-    tensorflow = keras.backend.backend() == "tensorflow"
-    wrap = _guarded_tensorflow if tensorflow else _guarded_jax
-    vars(model)[_MARK] = original
-    vars(model)["train_step"] = wrap(model, original, retries)
-    vars(model)["get_metrics_result"] = functools.partial(
-        guard_logs.after_epoch, model
-    )
-    vars(model)["get_compile_config"] = functools.partial(
-        _compile_config, model
-    )
-    # A step that was compiled before would go on without the guard.
-    model.train_function = None
+    put_on(model, asked_for=True)
     return model
 
 
-def is_guarded(model: Any) -> bool:
-    """Returns whether `guard` has made the model's train step atomic."""
-    return _MARK in vars(model)
+def put_on(model: keras.Model, *, asked_for: bool = False) -> None:
+    """Guards a model; one that nobody asked for gives way to any optimizer."""
+    before = model_methods.part(model, model_methods.GUARD)
+    asked_for = asked_for or (isinstance(before, _Guard) and before.asked_for)
+    owner = model_methods.of(model)
+    owner.put(model_methods.GUARD, _Guard(model, asked_for))
+    # A step that was compiled before would go on without the guard.
+    model.train_function = None
 
 
-def _compile_config(model: Any) -> Any:
-    return configuration.with_guarded(type(model).get_compile_config(model))
+def is_guarded(model: keras.Model) -> bool:
+    """Says whether a skipped step of the model leaves no trace."""
+    return model_methods.part(model, model_methods.GUARD) is not None
 
 
-def _check_optimizer(model: Any) -> None:
-    if not isinstance(model.optimizer, optimizers.LossScaleOptimizer):
+def _skips(model: keras.Model) -> bool:
+    optimizer = getattr(model, "optimizer", None)
+    return isinstance(optimizer, optimizers.LossScaleOptimizer)
+
+
+def _check_optimizer(model: keras.Model) -> None:
+    if not _skips(model):
         raise ValueError(
             "A model can be guarded only if its optimizer can skip a step. "
             f"Received: optimizer={model.optimizer!r}. Compile with "
@@ -97,55 +93,68 @@ def _check_optimizer(model: Any) -> None:
         )
 
 
-def _guarded_tensorflow(
-    model: Any, original: Callable, retries: int
-) -> Callable:
-    import tensorflow as tf
+class _Guard:
+    """The guard of one model: what stands around its methods.
 
-    from tfmix.scaling.step import distribute
+    Args:
+        model: The model.
+        asked_for: Whether the user called `guard`; if not, an optimizer that
+            skips no steps is no error, and the guard does nothing.
+    """
 
-    def attempt(data: Any) -> tuple[Any, Any]:
-        watched = _watched(model)
+    def __init__(self, model: keras.Model, asked_for: bool) -> None:
+        self._model = model
+        self.asked_for = asked_for
+        tensorflow = keras.backend.backend() == "tensorflow"
+        self.wrappers: Mapping[str, model_methods.Wrapper] = {
+            "train_step": self._on_tensorflow if tensorflow else self._on_jax,
+            "get_metrics_result": self._metrics_result,
+            "get_compile_config": self._compile_config,
+        }
+
+    @property
+    def _gives_way(self) -> bool:
+        return not self.asked_for and not _skips(self._model)
+
+    def _on_tensorflow(self, original: Callable, data: Any) -> Any:
+        if self._gives_way:
+            return original(data)
+        _check_optimizer(self._model)
+        import tensorflow as tf
+
+        from tfmix.scaling.step import replicas
+
+        model, watched = self._model, _watched(self._model)
         before = [tf.identity(variable.value) for variable in watched]
-        with loop_checks.guarded_step(model.optimizer):
+        with optimizers.guarded_step(model.optimizer):
             logs = original(data)
         applied = model.optimizer.last_step_applied()
+        with replicas.one_replica(watched):
+            # Frozen weights are not written: to put them back, XLA would
+            # copy them at every step.
+            written = [
+                (variable.value, value)
+                for variable, value in zip(watched, before, strict=True)
+                if compilation.may_be_written(variable.value)
+            ]
 
-        def restore() -> Any:
-            for variable, value in zip(watched, before, strict=True):
-                variable.value.assign(value)
-            return tf.constant(False)
+            def restore() -> Any:
+                for variable, value in written:
+                    variable.assign(value)
+                return tf.constant(False)
 
-        with distribute.one_replica(watched):
             tf.cond(applied, lambda: tf.constant(True), restore)
-        return logs, applied
+        return _logs_of_step(model, logs)
 
-    def attempt_again(data: Any) -> Any:
-        distribute.check_single_replica("guard(model, retries=...)")
-
-        tf.while_loop(
-            lambda count, applied: ~applied & (count <= retries),
-            lambda count, _: (count + 1, attempt(data)[1]),
-            (tf.constant(0), tf.constant(False)),
-        )
-        return guard_logs.metrics_result(model)
-
-    @functools.wraps(original)
-    def train_step(data: Any) -> Any:
-        _check_optimizer(model)
-        if retries:
-            return attempt_again(data)
-        logs = attempt(data)[0]
-        return guard_logs.after_step(model, logs)
-
-    return train_step
-
-
-def _guarded_jax(model: Any, original: Callable, retries: int) -> Callable:
-    import jax
-
-    def attempt(state: Any, data: Any) -> tuple[Any, Any, Any]:
-        with loop_checks.guarded_step(model.optimizer):
+    def _on_jax(
+        self, original: Callable, state: Any, data: Any
+    ) -> tuple[Any, Any]:
+        if self._gives_way:
+            result: tuple[Any, Any] = original(state, data)
+            return result
+        _check_optimizer(self._model)
+        model = self._model
+        with optimizers.guarded_step(model.optimizer):
             logs, after = original(state, data)
         mapping = zip(model.optimizer.variables, after[2], strict=True)
         with keras.StatelessScope(state_mapping=mapping):
@@ -156,36 +165,44 @@ def _guarded_jax(model: Any, original: Callable, retries: int) -> Callable:
             after[2],
             _restored(applied, after[3], state[3], only_float=False),
         )
-        return logs, after, applied
-
-    def attempt_again(state: Any, data: Any) -> tuple[Any, Any]:
-        def body(carry: Any) -> Any:
-            count, _, state = carry
-            _, after, applied = attempt(state, data)
-            return count + 1, applied, jax.tree.map(_like, after, state)
-
-        _, _, state = jax.lax.while_loop(
-            lambda carry: ~carry[1] & (carry[0] <= retries),
-            body,
-            (0, False, jax.tree.map(jax.numpy.asarray, state)),
-        )
-        return {}, state
-
-    @functools.wraps(original)
-    def train_step(state: Any, data: Any) -> tuple[Any, Any]:
-        _check_optimizer(model)
-        run = attempt_again if retries else attempt
-        logs, state, *_ = run(state, data)
         variables = model.optimizer.variables + model.metrics_variables
-        mapping = list(zip(variables, state[2] + state[3], strict=True))
+        mapping = zip(variables, after[2] + after[3], strict=True)
         with keras.StatelessScope(state_mapping=mapping):
-            return guard_logs.after_step(model, logs), state
+            return _logs_of_step(model, logs), after
 
-    return train_step
+    def _metrics_result(self, original: Callable) -> dict[str, Any]:
+        """Hides metrics that hold nothing yet from the end of an epoch.
+
+        Keras then takes the last step's logs, as it does for other keys.
+        """
+        results: dict[str, Any] = original()
+        if self._gives_way or not results:
+            return results
+        recorded = _recorded(self._model)
+        known = not compilation.is_symbolic(recorded)
+        return {} if known and not recorded else results
+
+    def _compile_config(self, original: Callable) -> Any:
+        """Notes in a saved model that it was guarded.
+
+        `LossScaleOptimizer.from_config` reads it, so that a loaded model that
+        is trained without the guard says so.
+        """
+        config = original()
+        optimizer = (config or {}).get("optimizer")
+        ours = isinstance(optimizer, dict) and (
+            optimizer["class_name"] == "LossScaleOptimizer"
+        )
+        if not ours:
+            # Not compiled, or anew since, with an optimizer that is not ours.
+            return config
+        config = copy.deepcopy(config)
+        config["optimizer"]["config"]["guarded"] = True
+        return config
 
 
-def _watched(model: Any) -> list[Any]:
-    """The variables that a skipped step must not have changed."""
+def _watched(model: keras.Model) -> list[keras.Variable]:
+    """Lists the variables that a skipped step must not have changed."""
     state = [v for v in model.non_trainable_variables if _is_float(v)]
     return state + list(model.metrics_variables)
 
@@ -195,16 +212,48 @@ def _restored(
 ) -> list[Any]:
     return [
         ops.where(applied, after, before)
-        if _is_float(after) or not only_float
+        if after is not before and (_is_float(after) or not only_float)
         else after
         for after, before in zip(new, old, strict=True)
     ]
 
 
-def _like(value: Any, reference: Any) -> Any:
-    return value.astype(reference.dtype)
-
-
 def _is_float(value: Any) -> bool:
     dtype = keras.backend.standardize_dtype(value.dtype)
     return keras.backend.is_float_dtype(dtype)
+
+
+def _logs_of_step(model: keras.Model, logs: Any) -> Any:
+    """Returns a step's logs as the metrics stand after a skip was undone.
+
+    Before the first applied step of an epoch the metrics are empty, and Keras
+    would report a loss of 0, the best there is: the skipped batch's own
+    values then stand in.
+    """
+    results = _metrics_of(model)
+    if not isinstance(logs, dict) or not logs:
+        return logs if logs else results
+    results = {key: value for key, value in results.items() if key in logs}
+    if not results:
+        return logs
+    empty = ops.logical_not(_recorded(model))
+    no_accident = model.optimizer.skipped_in_a_row(_NOT_BY_ACCIDENT)
+
+    def telling(own: Any, result: Any) -> Any:
+        own_tells = ops.logical_or(ops.isfinite(own), no_accident)
+        return ops.where(ops.logical_and(empty, own_tells), own, result)
+
+    return logs | {key: telling(logs[key], results[key]) for key in results}
+
+
+def _metrics_of(model: keras.Model) -> dict[str, Any]:
+    # Past our own wrapper, by the model's method.
+    results: dict[str, Any] = type(model).get_metrics_result(model)
+    return results
+
+
+def _recorded(model: keras.Model) -> Any:
+    """Boolean scalar: has anything been recorded since the last reset?"""
+    # The first metric is the loss, a sum and a count that start at zero.
+    values = [variable.value for variable in model.metrics[0].variables]
+    return ops.any(ops.stack([ops.any(ops.not_equal(v, 0)) for v in values]))

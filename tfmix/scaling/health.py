@@ -1,4 +1,4 @@
-"""Is training stuck, and which variables' gradients are to blame?"""
+"""Is training stuck, and which variables' gradients are not finite?"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,16 +11,7 @@ _MOST_NAMED = 5
 
 
 def check(optimizer: Any, max_consecutive_skips: int) -> None:
-    """Raises if the steps of an optimizer are skipped and will be.
-
-    Args:
-        optimizer: A `LossScaleOptimizer`.
-        max_consecutive_skips: Integer, skips in a row that mean "stuck".
-
-    Raises:
-        LossScaleError: If so many steps in a row were skipped, or if the last
-            was skipped and the scale can shrink no further.
-    """
+    """Raises if steps are skipped and will be, see `check_health`."""
     skips = optimizer.consecutive_skips
     if not skips:
         return
@@ -34,7 +25,7 @@ def check(optimizer: Any, max_consecutive_skips: int) -> None:
     raise _errors.LossScaleError(
         f"{where}, and the last {skips} step(s) were skipped: their "
         "gradients were not finite. No update is being applied.\n"
-        f"{_blame(optimizer.overflow_counts)}\n{_ADVICE}"
+        f"{_named(optimizer.overflow_counts)}\n{_ADVICE}"
     )
 
 
@@ -44,10 +35,10 @@ def _floor(rule: rules.LossScale) -> float | None:
     return None
 
 
-def _blame(counts: Mapping[str, int]) -> str:
-    # Counted in the order of the model, and a sort is stable: of two
-    # variables with equal counts the one nearer the output comes first. A
-    # fault spreads from there towards the input.
+def _named(counts: Mapping[str, int]) -> str:
+    # A fault spreads from the output towards the input. The counts are in the
+    # order of the model and a sort is stable: of two variables with equal
+    # counts the one nearer the output comes first.
     named = [(path, count) for path, count in counts.items() if count]
     named = sorted(reversed(named), key=lambda item: -item[1])
     if not named:

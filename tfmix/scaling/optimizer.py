@@ -1,26 +1,34 @@
 """The optimizer that scales the loss and skips steps that overflowed."""
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import numbers
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops, tree
 
 from tfmix import _arguments
-from tfmix._keras import autograph
-from tfmix.scaling import (
-    configuration,
-    health,
-    loop_checks,
-    rules,
-    scale_state,
-    settings,
-)
-from tfmix.scaling.step import blocks, unscale, unscaled
+from tfmix._keras import compilation, optimizers, tensor_marks
+from tfmix.scaling import health, rules, settings, storage
+from tfmix.scaling.step import blocks, replicas, unscale
+from tfmix.variables import delegating
+
+# How the variables of a loss scale's state are called in Keras's own class,
+# so that a checkpoint written by either can be read by tfmix.
+_KERAS_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
+# Notes on tensors: a loss that was scaled, a gradient that was divided or is
+# still to be.
+_LOSS, _GRADIENT = "_tfmix_scaled_loss", "_tfmix_gradient"
+_SCALED, _TRUE = "scaled", "true"
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
-class LossScaleOptimizer(scale_state.KeepsScaleState):
+class LossScaleOptimizer(
+    delegating.DelegatesToInner, keras.optimizers.LossScaleOptimizer
+):
     """Wraps any Keras optimizer with loss scaling that survives every fault.
 
     A drop-in for `keras.optimizers.LossScaleOptimizer`. In each step the
@@ -40,7 +48,8 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
         loss_scale: `"dynamic"`, a positive number for a fixed scale, a
             `tfmix.LossScale` object, which then holds all settings, or a
             `LossScaleOptimizer` whose scale this one is to share: either
-            lowers it, and the other one's steps let it grow. Defaults to
+            lowers it, and the other one's steps let it grow. A file does not
+            keep the sharing; loading it says how to share again. Defaults to
             `"dynamic"`.
         name: String. Defaults to `"loss_scale_optimizer"`.
 
@@ -48,7 +57,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
         inner_optimizer: The wrapped optimizer. `learning_rate`, `iterations`
             and every attribute this class has not, such as `beta_1`, are its.
         loss_scale: Float, the scale in force. Reading it copies a scalar to
-            the host. It can be set.
+            the host; inside a compiled function it is a tensor. It can be set.
         skipped_steps: Integer, steps not applied so far.
         consecutive_skips: Integer, steps not applied since the last that was.
         overflow_counts: Dict from variable path to the number of skipped
@@ -78,9 +87,11 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
         applied = optimizer.apply(grads, model.trainable_variables)
     """
 
+    built: bool
+
     def __init__(
         self,
-        inner_optimizer: Any,
+        inner_optimizer: str | keras.optimizers.Optimizer,
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
         *,
@@ -97,7 +108,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
             loss_scale, initial_scale, dynamic_growth_steps
         )
         inner_optimizer = settings.inner_optimizer(inner_optimizer)
-        settings.check_strategy()
+        replicas.check_strategy()
         super().__init__(
             inner_optimizer,
             initial_scale=float(rule.init()[0]),
@@ -105,10 +116,55 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
             name=name,
             **kwargs,
         )
-        self.unscaled_note = unscaled.UnscaledNote()
         self.guarded = self.in_guarded_step = False
         self.loss_was_scaled = isinstance(rule, rules.NoLossScale)
-        self.create_state(rule, leader)
+        # What `apply_gradients` is given; `None` if that cannot be told.
+        self._next_are_true: bool | None = False
+        self._applied_scaled = False
+        # The trace in which gradients were divided that may yet be applied.
+        self._divided_in: Any = None
+        self._create_state(rule, leader)
+
+    @property
+    def loss_scale(self) -> Any:
+        """The scale in force: a float, or a tensor in a compiled function."""
+        variables = self._state_variables()
+        if not all(map(compilation.is_host_readable, variables)):
+            return self.current_scale()
+        # Of the variables, not of their values: in the scope of a strategy
+        # NumPy cannot read the value of a mirrored one.
+        state = self._state_type(*map(_host, variables))
+        return float(self.rule.current(state))
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        wanted = np.float32(_arguments.positive("loss_scale", value))
+        state = self.rule.init()._replace(scale=wanted)
+        if float(self.rule.current(state)) != wanted:
+            raise ValueError(
+                f"{self.rule!r} does not allow this loss scale. "
+                f"Received: loss_scale={value!r}."
+            )
+        self._assign_state(state)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps not applied so far; reading it waits for the device."""
+        return int(_host(self._skipped_steps))
+
+    @property
+    def consecutive_skips(self) -> int:
+        """Steps not applied since the last that was; waits for the device."""
+        return int(_host(self._consecutive_skips))
+
+    @property
+    def overflow_counts(self) -> dict[str, int]:
+        """Skipped steps per variable; reading it waits for the device."""
+        if not self.built:
+            return {}
+        counts = _host(self._overflow_counts).tolist()
+        paths = [getattr(v, "path", v.name) for v in self.model_variables]
+        return dict(zip(paths, counts, strict=True))
 
     def check_health(
         self, max_consecutive_skips: int = health.MAX_CONSECUTIVE_SKIPS
@@ -129,7 +185,7 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
         health.check(self, limit)
 
-    @autograph.untouched
+    @compilation.untouched
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies a loss by the loss scale, in float32 or wider.
 
@@ -140,34 +196,67 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
             The scaled loss, of the same structure; float32 where it was
             16-bit, since a float16 loss would overflow at once.
 
+        Raises:
+            ValueError: If the loss was scaled already, or if `jax.jit` would
+                make a constant of the scale.
+
         Example:
             >>> optimizer = LossScaleOptimizer("sgd", loss_scale=8.0)
             >>> float(optimizer.scale_loss(0.5))
             4.0
         """
-        self.loss_was_scaled = True
-        scale = self.rule.current(self.state())
+        self._next_are_true, self._divided_in = False, None
+        return self._scaled(loss)
 
-        def scaled(value: Any) -> Any:
-            value = unscale.to_float32(ops.convert_to_tensor(value))
-            return ops.multiply(value, ops.cast(scale, value.dtype))
+    @compilation.untouched
+    def current_scale(self) -> Any:
+        """Returns the loss scale in force as a tensor, without a copy to host.
 
-        return tree.map_structure(scaled, loss)
+        Returns:
+            Float32 scalar tensor.
 
-    @autograph.untouched
+        Raises:
+            ValueError: If `jax.jit` would make a constant of it.
+
+        Example:
+            >>> float(LossScaleOptimizer("sgd", 64.0).current_scale())
+            64.0
+        """
+        fixed = isinstance(self.rule, rules.FixedLossScale | rules.NoLossScale)
+        if not fixed and any(
+            map(compilation.becomes_constant, self._state_variables())
+        ):
+            raise ValueError(
+                "JAX is compiling this function, and the values of "
+                "`optimizer.variables` are none of its arguments: the loss "
+                "scale would stay what it is now. Make them an argument "
+                "`values`, and write `with keras.StatelessScope("
+                "zip(optimizer.variables, values)):` around the call of "
+                f"{self.name!r}'s `scale_loss`, `unscale_gradients`, "
+                "`current_scale` or `loss_scale`."
+            )
+        return self.rule.current(self.state())
+
+    @compilation.untouched
     def unscale_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Divides gradients by the loss scale, for clipping or logging.
 
-        The next `apply` or `apply_gradients` then divides no more. Under a
-        `tf.distribute` strategy these are still this replica's gradients: to
-        clip the sum over all replicas, give `global_clipnorm` to the inner
-        optimizer instead.
+        To apply them, say that they are divided: `apply(grads, variables,
+        unscaled=True)`. Numbers that are not finite come back as NaN, an
+        infinity too, so that clipping by value cannot hide them: the step is
+        skipped then. Under a `tf.distribute` strategy these are this
+        replica's gradients; to clip the sum over all replicas, give
+        `global_clipnorm` to the inner optimizer instead.
 
         Args:
             grads: Scaled gradients; `None` where there is none.
 
         Returns:
             A list of the true gradients, float32 where they were 16-bit.
+
+        Raises:
+            ValueError: If one was divided already, or if `jax.jit` would make
+                a constant of the scale.
 
         Example:
             >>> optimizer = LossScaleOptimizer("sgd", loss_scale=8.0)
@@ -177,26 +266,29 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
             >>> float(true[0][0])
             2.0
         """
-        grads = list(grads)
-        scale = self.rule.current(self.state())
-        variables = self._trainable_variables
-        if len(variables) != len(grads):
-            variables = [None] * len(grads)
-        true = blocks.unscaled(grads, variables, scale)
-        self.unscaled_note.leave(blocks.all_finite(true))
-        return blocks.parts(true, len(grads))
+        if self._next_are_true is False:
+            self._next_are_true = None
+        self._divided_in = compilation.trace()
+        return self._unscaled(grads)
 
-    @autograph.untouched
+    @compilation.untouched
     def apply(
-        self, grads: Sequence[Any], trainable_variables: Any = None
+        self,
+        grads: Sequence[Any],
+        trainable_variables: Sequence[keras.Variable] | None = None,
+        *,
+        unscaled: bool = False,
     ) -> Any:
-        """Applies scaled gradients if all are finite; else skips the step.
+        """Applies gradients if all are finite; else skips the step.
 
         Args:
             grads: Gradients of the scaled loss, one per variable, dense or
                 `tf.IndexedSlices`; `None` where there is none.
             trainable_variables: The variables. Defaults to those that the
                 optimizer was built with; on the first call they build it.
+            unscaled: Bool, whether the gradients are divided by the loss
+                scale already, as by `unscale_gradients`. Defaults to `False`:
+                the step divides them, where that costs least.
 
         Returns:
             Boolean scalar tensor, whether the step was applied. Nothing is
@@ -204,39 +296,46 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
 
         Raises:
             ValueError: If there is no gradient at all, a variable is unknown,
-                or the call stands outside of `strategy.run`.
+                `unscaled` is surely wrong, or the call stands outside of
+                `strategy.run` or inside `jax.jit`.
+
+        Example:
+            >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0)
+            >>> weight = keras.Variable([1.0])
+            >>> optimizer.build([weight])
+            >>> grads = [optimizer.scale_loss(ops.array([3.0]))]
+            >>> clipped = ops.clip(optimizer.unscale_gradients(grads)[0], -1, 1)
+            >>> bool(optimizer.apply([clipped], [weight], unscaled=True))
+            True
+            >>> float(weight[0])
+            0.0
         """
         grads = list(grads)
         if not grads:
             return ops.convert_to_tensor(False)
-        variables = loop_checks.variables_to_update(
-            self, grads, trainable_variables
-        )
-        loop_checks.warn_unless_loss_was_scaled(self)
-        loop_checks.warn_unless_guarded(self)
+        variables = self._variables_of(grads, trainable_variables)
+        self._check_step(grads, unscaled)
         if keras.backend.backend() == "tensorflow":
             from tfmix.scaling.step import tensorflow_step
 
-            return tensorflow_step.apply(self, grads, variables)
+            return tensorflow_step.apply(self, grads, variables, unscaled)
+        if compilation.becomes_constant(self._skipped_steps):
+            raise ValueError(
+                "`apply` cannot assign variables inside a function that JAX "
+                "compiles. Write `optimizer.stateless_apply("
+                "optimizer_variables, grads, trainable_variables)` there."
+            )
         from tfmix.scaling.step import jax_step
 
-        return jax_step.apply(self, grads, variables)
-
-    @autograph.untouched
-    def apply_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
-        """Does what `apply` does with pairs of a gradient and its variable.
-
-        Returns the inner optimizer's count of iterations, as Keras does.
-        """
-        pairs = list(grads_and_vars)
-        self.apply([pair[0] for pair in pairs], [pair[1] for pair in pairs])
-        return self.iterations
+        return jax_step.apply(self, grads, variables, unscaled)
 
     def stateless_apply(
         self,
         optimizer_variables: Sequence[Any],
         grads: Sequence[Any],
         trainable_variables: Sequence[Any],
+        *,
+        unscaled: bool = False,
     ) -> tuple[list[Any], list[Any]]:
         """Returns the values after the step; changes nothing (JAX).
 
@@ -244,13 +343,15 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
             optimizer_variables: Current values of `optimizer.variables`.
             grads: Gradients of the scaled loss, one per trainable variable.
             trainable_variables: Current values of the model's variables.
+            unscaled: Bool, whether the gradients are divided by the loss
+                scale already. Defaults to `False`.
 
         Returns:
             The new values of the model's variables and of the optimizer's.
 
         Raises:
-            ValueError: If the optimizer is not built, the counts differ, or
-                the backend is TensorFlow.
+            ValueError: If the optimizer is not built, the counts differ,
+                `unscaled` is surely wrong, or the backend is TensorFlow.
         """
         if keras.backend.backend() != "jax":
             raise ValueError(
@@ -258,41 +359,412 @@ class LossScaleOptimizer(scale_state.KeepsScaleState):
                 "call `optimizer.apply(grads, variables)`. Received: "
                 f"backend={keras.backend.backend()!r}."
             )
-        if not self.built:
-            raise ValueError(
-                "`stateless_apply` needs a built optimizer. Call "
-                "`optimizer.build(model.trainable_variables)` first."
-            )
+        self._require_built("stateless_apply")
         from tfmix.scaling.step import jax_step
 
-        loop_checks.warn_unless_loss_was_scaled(self)
-        loop_checks.warn_unless_guarded(self)
+        self._check_step(grads, unscaled)
         return jax_step.stateless_apply(
             self,
             list(optimizer_variables),
             list(grads),
             list(trainable_variables),
+            unscaled,
         )
+
+    @compilation.untouched
+    def apply_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
+        """Does what `apply` does with pairs of a gradient and its variable.
+
+        As in Keras the gradients are scaled ones; as in tf.keras they are
+        true ones if `get_unscaled_gradients` was called since `scale_loss`.
+
+        Args:
+            grads_and_vars: Pairs of a gradient and a variable.
+
+        Returns:
+            The inner optimizer's count of iterations, as Keras does.
+
+        Raises:
+            ValueError: If `unscale_gradients` was called since `scale_loss`,
+                and it cannot be told which gradients these are.
+        """
+        pairs = list(grads_and_vars)
+        grads = [pair[0] for pair in pairs]
+        unscaled = self._next_are_true
+        if unscaled is None:
+            notes = _notes(grads)
+            if not notes:
+                raise ValueError(
+                    "`unscale_gradients` was called in this step, and "
+                    "`apply_gradients` cannot tell scaled gradients from "
+                    f"divided ones. {_APPLY}"
+                )
+            unscaled = _TRUE in notes
+        if not unscaled and not self.in_guarded_step:
+            self._applied_scaled = True
+        self.apply(grads, [pair[1] for pair in pairs], unscaled=unscaled)
+        return self.iterations
+
+    @compilation.untouched
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """Does what `scale_loss` does, by its old tf.keras name."""
+        return self._scaled(loss)
+
+    @compilation.untouched
+    def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Divides gradients for `apply_gradients`, as the old tf.keras did.
+
+        `apply_gradients` then takes true gradients until `scale_loss` is
+        called again.
+
+        Args:
+            grads: Scaled gradients; `None` where there is none.
+
+        Returns:
+            What `unscale_gradients` returns.
+
+        Raises:
+            ValueError: If `apply_gradients` was given scaled gradients in a
+                loop before: a compiled step would go on dividing.
+        """
+        if self._applied_scaled:
+            raise ValueError(
+                "`apply_gradients` was called with scaled gradients before, "
+                "so that a step already compiled would divide these once "
+                "more. To log or to clip, write `optimizer.unscale_gradients("
+                f"grads)`. {_APPLY}"
+            )
+        self._next_are_true = True
+        return self._unscaled(grads)
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Creates the inner optimizer's slots and the overflow counts.
+
+        Args:
+            variables: The model's trainable variables.
+        """
+        if self.built:
+            return
+        variables = list(variables)
+        self.inner_optimizer.build(variables)
+        self._overflow_counts = self._counter(
+            "overflow_counts", shape=(len(variables),)
+        )
+        optimizers.remember(self, variables)
+        self.built = True
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the whole state, the inner optimizer's included.
+
+        Before it is built the inner one has settings alone, which its config
+        holds as well.
+        """
+        inner = self.inner_optimizer.variables if self.built else ()
+        storage.save(store, self.own_variables, inner)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads the whole state; also one that Keras's class has written.
+
+        Before the optimizer is built there is nothing to read it into, and a
+        file of weights may hold none: that is said in a warning, as in Keras,
+        so that weights can be loaded into any model.
+
+        Raises:
+            ValueError: If it does not fit. Nothing is changed then.
+        """
+        if not self.built or not store.keys():
+            storage.warn_of_nothing_restored(self)
+            return
+        storage.load(store, self.own_variables, self.inner_optimizer.variables)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the settings; a default rule's in Keras's own form."""
-        return configuration.to_config(self)
+        return settings.to_config(self, self._leader_name)
 
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: Any = None
     ) -> "LossScaleOptimizer":
-        """Returns the optimizer that `get_config` described."""
-        config = configuration.deserialized(config, custom_objects)
+        """Returns the optimizer that `get_config` described.
+
+        One that shared its scale gets a scale of its own, and a warning says
+        how to share again.
+        """
+        config = settings.deserialized(config, custom_objects)
         guarded = config.pop("guarded", False)
+        leader_name = config.pop("shared_scale_of", None)
         optimizer = cls(**config)
         optimizer.guarded = guarded
+        if leader_name is not None:
+            settings.warn_of_lost_sharing(optimizer, leader_name)
         return optimizer
 
-    def get_scaled_loss(self, loss: Any) -> Any:
-        """Does what `scale_loss` does, by its old tf.keras name."""
-        return self.scale_loss(loss)
+    @property
+    def own_variables(self) -> list[keras.Variable]:
+        """The variables of the loss scale and its counters."""
+        return optimizers.own_variables(self)
 
-    def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Does what `unscale_gradients` does, by its old tf.keras name."""
-        return self.unscale_gradients(grads)
+    @property
+    def model_variables(self) -> list[keras.Variable]:
+        """The model's variables that the optimizer was built with."""
+        return optimizers.remembered(self)
+
+    def state(self) -> Any:
+        """Returns the rule's state as its named tuple of variables' values."""
+        return self._state_type(*(v.value for v in self._state_variables()))
+
+    def record(self, state: Any, applied: bool) -> None:
+        """Moves the loss scale and the counters on by one step.
+
+        Args:
+            state: What `state()` returned before the step.
+            applied: Bool, known because both outcomes are traced apart.
+        """
+        # Of optimizers that share a scale each one lowers it, one raises it:
+        # else the growth window would be over after half its steps.
+        if self._leader_name is None or not applied:
+            self._assign_state(self.rule.update(state, applied))
+        if applied:
+            self._consecutive_skips.assign(0)
+        else:
+            self._consecutive_skips.assign(self._consecutive_skips + 1)
+            self._skipped_steps.assign(self._skipped_steps + 1)
+
+    def count_overflows(
+        self, bad: Any, variables: Sequence[keras.Variable]
+    ) -> None:
+        """Counts, on a skip, the variables whose gradient is not finite.
+
+        Args:
+            bad: Boolean vector, one flag for each variable.
+            variables: The variables of the step.
+        """
+        counts = self._overflow_counts
+        bad = ops.cast(bad, counts.dtype)
+        rows = optimizers.positions(self, variables)
+        if rows != list(range(len(self.model_variables))):
+            # A step on some of the variables, or in another order.
+            column = np.reshape(rows, (-1, 1))
+            bad = ops.scatter(column, bad, tuple(counts.shape))
+        counts.assign(counts + bad)
+
+    def last_step_applied(self) -> Any:
+        """Returns a boolean scalar tensor; nothing is copied to the host."""
+        return ops.logical_not(self.skipped_in_a_row(1))
+
+    def skipped_in_a_row(self, steps: int) -> Any:
+        """Returns a boolean scalar tensor: so many skips or more, just now?"""
+        return ops.greater_equal(self._consecutive_skips.value, steps)
+
+    def _scaled(self, loss: Any) -> Any:
+        if any(tensor_marks.get(each, _LOSS) for each in tree.flatten(loss)):
+            raise ValueError(
+                "This loss was scaled already, and would be scaled twice. "
+                f"Received: loss={loss!r}. Call `scale_loss` once, on the "
+                "loss itself."
+            )
+        scale = self.current_scale()
+        self.loss_was_scaled = True
+
+        def scaled(value: Any) -> Any:
+            value = unscale.to_float32(ops.convert_to_tensor(value))
+            value = ops.multiply(value, ops.cast(scale, value.dtype))
+            tensor_marks.put(value, _LOSS, True)
+            return value
+
+        return tree.map_structure(scaled, loss)
+
+    def _unscaled(self, grads: Sequence[Any]) -> list[Any]:
+        grads = list(grads)
+        if _TRUE in _notes(grads):
+            raise ValueError(
+                "These gradients were divided by the loss scale already, and "
+                "would be divided twice. Call `unscale_gradients` once, on "
+                "what the gradient tape or jax.grad returns."
+            )
+        self._warn_unless_loss_was_scaled()
+        variables = self.model_variables
+        if len(variables) != len(grads):
+            variables = [None] * len(grads)
+        true = blocks.parts(
+            blocks.unscaled(grads, variables, self.current_scale()), len(grads)
+        )
+        for before, after in zip(grads, true, strict=True):
+            if after is not before:
+                tensor_marks.put(before, _GRADIENT, _SCALED)
+                tensor_marks.put(after, _GRADIENT, _TRUE)
+        return true
+
+    def _variables_of(
+        self, grads: list[Any], trainable_variables: Any
+    ) -> list[keras.Variable]:
+        """Returns the gradients' variables; builds the optimizer on them."""
+        if trainable_variables is not None:
+            variables = list(trainable_variables)
+            if not self.built:
+                self.build(variables)
+            optimizers.recognised(self, variables)
+        elif self.built:
+            variables = self.model_variables
+        else:
+            raise ValueError(
+                "The optimizer is not built yet, so it must be told which "
+                "variables the gradients belong to. Write "
+                "optimizer.apply(grads, model.trainable_variables)."
+            )
+        if len(grads) != len(variables):
+            raise ValueError(
+                "There must be one gradient (or None) for each variable. "
+                f"Received: {len(grads)} gradients for {len(variables)} "
+                "variables."
+            )
+        if all(gradient is None for gradient in grads):
+            raise ValueError(
+                "No gradients provided for any variable: all are None. Is the "
+                "loss computed from the model's variables, inside the "
+                "gradient tape?"
+            )
+        return variables
+
+    def _check_step(self, grads: Sequence[Any], unscaled: bool) -> None:
+        """Refuses gradients that `unscaled` is wrong for; warns as needed."""
+        if not unscaled:
+            self._warn_unless_loss_was_scaled()
+        self._warn_unless_guarded()
+        notes = _notes(grads)
+        if not unscaled and _TRUE in notes:
+            raise ValueError(
+                "These gradients come from `unscale_gradients`, and would be "
+                "divided by the loss scale twice. Write optimizer.apply(grads, "
+                "variables, unscaled=True)."
+            )
+        if unscaled and _SCALED in notes:
+            raise ValueError(
+                "These gradients were given to `unscale_gradients` and are "
+                "still scaled, so the update would be too large by the loss "
+                "scale. Give its result to `apply`, or leave out unscaled=True."
+            )
+        if not unscaled and _SCALED not in notes:
+            self._warn_if_perhaps_divided()
+        self._divided_in = None
+
+    def _warn_unless_loss_was_scaled(self) -> None:
+        if self.loss_was_scaled:
+            return
+        self.loss_was_scaled = True
+        warnings.warn(
+            "The gradients are divided by the loss scale, but the loss was "
+            "never multiplied by it, so every update is too small by that "
+            "factor. Write `loss = optimizer.scale_loss(loss)` inside the "
+            "gradient tape (or inside the function given to jax.grad).",
+            stacklevel=5,
+        )
+
+    def _warn_if_perhaps_divided(self) -> None:
+        """Warns if gradients that are new follow `unscale_gradients`."""
+        if self._divided_in is None or self._divided_in != compilation.trace():
+            return
+        warnings.warn(
+            "`unscale_gradients` was called in this step, and now other "
+            "gradients than it was given are divided by the loss scale. If "
+            "they were made of its result, as by clipping, write "
+            "optimizer.apply(grads, variables, unscaled=True).",
+            stacklevel=5,
+        )
+
+    def _warn_unless_guarded(self) -> None:
+        """Warns once if a model that was guarded when saved is so no longer."""
+        if not self.guarded or self.in_guarded_step:
+            return
+        self.guarded = False
+        warnings.warn(
+            "The model was guarded when it was saved: a skipped step left no "
+            "trace in its statistics and metrics. A guard is not part of the "
+            "file. Write `tfmix.guard(model)` after loading it.",
+            stacklevel=5,
+        )
+
+    def _require_built(self, method: str) -> None:
+        if not self.built:
+            raise ValueError(
+                f"`{method}` needs a built optimizer. Call "
+                "`optimizer.build(model.trainable_variables)` first."
+            )
+
+    def _create_state(
+        self, rule: rules.LossScale, leader: "LossScaleOptimizer | None"
+    ) -> None:
+        """Creates a variable for each number that the rule remembers.
+
+        They exist from the start: a function that scales the loss and is
+        compiled before the first step must read the live scale. If there is a
+        leader, its variables are used instead.
+        """
+        self.rule = rule
+        self._leader_name = leader.name if leader else None
+        initial = rule.init()
+        self._state_type = type(initial)
+        # Keras's order, so that its files can be read by position.
+        fields = sorted(initial._fields, key=lambda name: name != "good_steps")
+        for field in fields:
+            if leader is None:
+                variable = self._number(field, getattr(initial, field))
+            else:
+                variable = vars(leader)[_attribute(field)]
+            # Keras tracks what is assigned, and what it has made only once.
+            setattr(self, _attribute(field), variable)
+        self._skipped_steps = self._counter("skipped_steps")
+        self._consecutive_skips = self._counter("consecutive_skips")
+
+    def _number(self, field: str, value: Any) -> keras.Variable:
+        return self.add_variable(
+            shape=np.shape(value),
+            dtype="int" if isinstance(value, numbers.Integral) else "float32",
+            initializer=keras.initializers.Constant(value),
+            name=_KERAS_NAMES.get(field, field),
+        )
+
+    def _counter(
+        self, name: str, shape: tuple[int, ...] = ()
+    ) -> keras.Variable:
+        return self.add_variable(
+            shape=shape, dtype="int32", initializer="zeros", name=name
+        )
+
+    def _state_variables(self) -> list[keras.Variable]:
+        fields = self._state_type._fields
+        return [vars(self)[_attribute(field)] for field in fields]
+
+    def _assign_state(self, state: Any) -> None:
+        for variable, value in zip(self._state_variables(), state, strict=True):
+            variable.assign(value)
+
+
+@contextlib.contextmanager
+def guarded_step(optimizer: LossScaleOptimizer) -> Iterator[None]:
+    """Tells `apply` that the step around it leaves no trace if skipped."""
+    optimizer.in_guarded_step = True
+    try:
+        yield
+    finally:
+        optimizer.in_guarded_step = False
+
+
+def _attribute(field: str) -> str:
+    return _KERAS_NAMES.get(field, f"_loss_scale_{field}")
+
+
+def _notes(grads: Sequence[Any]) -> set[str]:
+    """Returns what is known of the gradients: `_SCALED`, `_TRUE` or both."""
+    return {tensor_marks.get(each, _GRADIENT) for each in grads} - {None}
+
+
+def _host(variable: keras.Variable) -> np.ndarray:
+    return np.asarray(ops.convert_to_numpy(variable))
+
+
+_APPLY = (
+    "Write `optimizer.apply(grads, variables)` for scaled gradients, or "
+    "`optimizer.apply(grads, variables, unscaled=True)` for those that "
+    "`unscale_gradients` returned."
+)

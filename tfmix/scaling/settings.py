@@ -1,4 +1,4 @@
-"""What a LossScaleOptimizer may be made of, with errors that say what to do."""
+"""The settings of a LossScaleOptimizer: checked, as plain data, and back."""
 
 import difflib
 import warnings
@@ -13,12 +13,7 @@ from tfmix.scaling import rules
 def loss_scale_rule(
     loss_scale: Any, initial_scale: Any, dynamic_growth_steps: Any
 ) -> rules.LossScale:
-    """Returns the rule that three constructor arguments describe.
-
-    Raises:
-        TypeError: If `loss_scale` is of no known kind.
-        ValueError: If a value is out of range or given twice.
-    """
+    """Returns the rule that three constructor arguments describe."""
     given: dict[str, Any] = {}
     if initial_scale is not None:
         given["initial_scale"] = initial_scale
@@ -48,15 +43,7 @@ def loss_scale_rule(
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """Returns the Keras optimizer to wrap.
-
-    Args:
-        optimizer: A Keras optimizer or the name of one.
-
-    Raises:
-        TypeError: If it is something else, for instance of `tf_keras`.
-        ValueError: If the name is unknown, or it scales the loss itself.
-    """
+    """Returns the Keras optimizer to wrap, given as it is or by its name."""
     if isinstance(optimizer, str):
         optimizer = _by_name(optimizer)
     if isinstance(optimizer, type):
@@ -85,11 +72,7 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 
 def refuse_legacy_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuses `dynamic=False` of `tf.keras`, with what to write instead.
-
-    Raises:
-        ValueError: If `kwargs` asks for a scale that is not dynamic.
-    """
+    """Refuses `dynamic=False` of `tf.keras`, with what to write instead."""
     if not kwargs.pop("dynamic", True):
         raise ValueError(
             "`dynamic=False` is an argument of the old tf.keras. For a fixed "
@@ -99,18 +82,55 @@ def refuse_legacy_arguments(kwargs: dict[str, Any]) -> None:
         )
 
 
-def check_strategy() -> None:
-    """Refuses distribution strategies under which replicas cannot agree.
+def to_config(
+    optimizer: keras.optimizers.LossScaleOptimizer, leader_name: str | None
+) -> dict[str, Any]:
+    """Returns the constructor's arguments, in Keras's form if they fit it.
 
-    Raises:
-        ValueError: If the current `tf.distribute` strategy is one of them.
+    Args:
+        optimizer: A tfmix `LossScaleOptimizer`.
+        leader_name: The name of the one whose scale it shares, or `None`.
     """
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
+    serialize = keras.saving.serialize_keras_object
+    config = {
+        "name": optimizer.name,
+        "inner_optimizer": serialize(optimizer.inner_optimizer),
+    }
+    keras_form = {
+        "initial_scale": optimizer.initial_scale,
+        "dynamic_growth_steps": optimizer.dynamic_growth_steps,
+    }
+    if _says_all(optimizer.rule, **keras_form):
+        config |= keras_form
+    else:
+        config["loss_scale"] = serialize(optimizer.rule)
+    if leader_name is not None:
+        config["shared_scale_of"] = leader_name
+    return config
 
-        from tfmix.scaling.step import distribute
 
-        distribute.check_strategy(tf.distribute.get_strategy())
+def deserialized(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
+    """Returns a copy of a config with its objects made."""
+    config = dict(config)
+    for key in ("inner_optimizer", "loss_scale"):
+        if isinstance(config.get(key), dict):
+            config[key] = keras.saving.deserialize_keras_object(
+                config[key], custom_objects=custom_objects
+            )
+    return config
+
+
+def warn_of_lost_sharing(
+    optimizer: keras.optimizers.LossScaleOptimizer, leader_name: str
+) -> None:
+    """Warns that an optimizer made from its config shares no scale."""
+    warnings.warn(
+        f"The optimizer {optimizer.name!r} shared the loss scale of "
+        f"{leader_name!r} and has one of its own now. To share it again, "
+        "write tfmix.LossScaleOptimizer(optimizer.inner_optimizer, "
+        f"loss_scale=other), where `other` is {leader_name!r}.",
+        stacklevel=3,
+    )
 
 
 def _by_name(name: str) -> Any:
@@ -122,12 +142,25 @@ def _by_name(name: str) -> Any:
             for known, value in vars(keras.optimizers).items()
             if isinstance(value, type) and known != "Optimizer"
         )
+        if name.lower() in known:
+            raise
         near = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
             "`inner_optimizer` must be a Keras optimizer or the name of one "
             f"of {known}. Received: inner_optimizer={name!r}.{hint}"
         ) from None
+
+
+def _says_all(
+    rule: rules.LossScale, initial_scale: Any, dynamic_growth_steps: Any
+) -> bool:
+    # Keras has two settings; the rule may differ from the default in more.
+    if type(rule) is not rules.DynamicLossScale:
+        return False
+    return rule == loss_scale_rule(
+        "dynamic", initial_scale, dynamic_growth_steps
+    )
 
 
 def _not_an_optimizer(optimizer: Any) -> str:

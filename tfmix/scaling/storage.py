@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from tfmix._keras import variables
+
 _OWN, _INNER = "own_", "inner_"
 # Keras's class stores its variables by position: these four, then the inner
 # optimizer's.
@@ -31,14 +33,6 @@ def load(
     A variable that an older version did not have keeps its initial value, and
     so does an inner optimizer that was saved before it was built.
     Nothing is assigned unless everything fits.
-
-    Args:
-        store: Arrays by key.
-        own: The optimizer's own variables.
-        inner: The inner optimizer's variables.
-
-    Raises:
-        ValueError: If the state does not belong to this optimizer.
     """
     arrays = {str(key): np.asarray(store[key]) for key in store.keys()}
     if all(re.fullmatch(r"\d+", key) for key in arrays):
@@ -50,7 +44,7 @@ def load(
     surplus = set(arrays) - set(targets)
     if missing or surplus:
         raise ValueError(_mismatch(inner, sorted(missing), sorted(surplus)))
-    assign_all(
+    variables.assign_all(
         [targets[key] for key in arrays], [arrays[key] for key in arrays]
     )
 
@@ -68,30 +62,6 @@ def warn_of_nothing_restored(optimizer: Any) -> None:
         f"{reason}.",
         stacklevel=3,
     )
-
-
-def assign_all(variables: Sequence[Any], values: Sequence[Any]) -> None:
-    """Assigns every value, or none if one does not fit.
-
-    Raises:
-        ValueError: If the counts or any shape differ.
-    """
-    if len(variables) != len(values):
-        raise ValueError(
-            f"The optimizer has {len(variables)} variables. Received: "
-            f"{len(values)} values. Give one for each of "
-            "`optimizer.variables`, in that order."
-        )
-    for variable, value in zip(variables, values, strict=True):
-        if tuple(variable.shape) != tuple(np.shape(value)):
-            raise ValueError(
-                f"The optimizer variable {variable.path!r} has shape "
-                f"{tuple(variable.shape)}. Received: a value of shape "
-                f"{tuple(np.shape(value))}. Build the optimizer on the "
-                "variables of the model that the state was saved with."
-            )
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
 
 
 def _from_positions(

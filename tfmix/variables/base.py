@@ -1,70 +1,159 @@
-"""The step of an optimizer whose model has 16-bit variables."""
+"""The optimizer of 16-bit variables whose inner optimizer works in float32."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 from keras import ops
 
-from tfmix._keras import optimizers, tracing
+from tfmix._keras import compilation, optimizers, variables
 from tfmix.scaling.step import replicas
-from tfmix.variables import bits, wrapper
+from tfmix.variables import delegating
+
+Variables = variables.Variables
 
 
-class SixteenBitOptimizer(wrapper.OptimizerWrapper):
-    """Lets an inner optimizer update 16-bit variables in float32.
+class StandIns:
+    """What the inner optimizer updates in the place of 16-bit variables.
 
-    Subclasses say through `make_store` where the bits that do not fit into a
-    variable are kept. Takes the arguments of `OptimizerWrapper`.
+    Subclasses say through `make` where the bits that do not fit into a
+    variable are kept. Other variables stand for themselves.
     """
 
-    built: bool
+    def __init__(
+        self, optimizer: "SixteenBitOptimizer", model_variables: Variables
+    ) -> None:
+        self.optimizer = optimizer
+        self.narrow = [
+            v for v in model_variables if variables.is_sixteen_bit(v)
+        ]
+        self.stand_ins = self.make()
 
-    def make_store(self, variables: Sequence) -> Any:
-        """Creates what stands between the model's and the inner variables.
-
-        Args:
-            variables: The model's trainable variables.
-
-        Returns:
-            An object with the methods of `per_variable.PerVariableMasters`.
-        """
+    def make(self) -> dict[int, keras.Variable]:
+        """Returns the stand-in of each of the `narrow` variables, by `id`."""
         raise NotImplementedError
 
-    def build(self, variables: Sequence) -> None:
-        """Creates the state for a model's trainable variables.
+    def refresh(self) -> None:
+        """Takes over what somebody assigned to the model's variables."""
+        raise NotImplementedError
 
-        Args:
-            variables: List of `keras.Variable`s.
+    def write_back(self) -> None:
+        """Notes in the model's variables what the inner optimizer did."""
+        raise NotImplementedError
+
+    def target(self, variable: keras.Variable) -> keras.Variable:
+        """Returns what the inner optimizer updates for a variable."""
+        return self.stand_ins.get(id(variable), variable)
+
+    def targets(self, these: Variables) -> list[keras.Variable]:
+        """Returns what the inner optimizer updates for some of the variables.
 
         Raises:
-            ValueError: If a variable does not fit.
+            ValueError: If that would update others as well.
+        """
+        return [self.target(variable) for variable in these]
+
+    def creating_slots(self) -> contextlib.AbstractContextManager:
+        """Opens while the inner optimizer is built."""
+        return contextlib.nullcontext()
+
+    def route(self, grads: Sequence, of: Variables) -> tuple[list, list]:
+        """Returns the inner optimizer's gradients and their variables.
+
+        A gradient is a tensor, sparse or not, or `None`.
+        """
+        return self.wide(grads, of), self.targets(of)
+
+    def wide(self, grads: Sequence, of: Variables) -> list:
+        """Returns the gradients, in float32 where a stand-in takes them."""
+        return [
+            ops.cast(grad, "float32")
+            if grad is not None and id(variable) in self.stand_ins
+            else grad
+            for grad, variable in zip(grads, of, strict=True)
+        ]
+
+    def read(self, variable: keras.Variable) -> Any:
+        """Returns the float32 value behind a model's variable."""
+        return ops.cast(self.target(variable), "float32")
+
+    def assign(self, variable: keras.Variable, value: Any) -> None:
+        """Sets the float32 value behind a variable, and the variable."""
+        self.target(variable).assign(value)
+        variable.assign(ops.cast(value, variable.dtype))
+
+
+class SixteenBitOptimizer(
+    delegating.DelegatesToInner, keras.optimizers.Optimizer
+):
+    """Lets an inner optimizer update 16-bit variables in float32.
+
+    Subclasses say through `make_stand_ins` how.
+    """
+
+    def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
+        inner_optimizer = _checked_inner(type(self).__name__, inner_optimizer)
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = inner_optimizer
+
+    def make_stand_ins(self, model_variables: Variables) -> StandIns:
+        """Creates what stands between the model's and the inner variables."""
+        raise NotImplementedError
+
+    def build(self, variables: Variables) -> None:
+        """Creates the state for a model's trainable variables.
+
+        Raises:
+            ValueError: If a variable does not fit, or somebody else has built
+                the inner optimizer.
         """
         if self.built:
             return
+        _check_not_built(type(self).__name__, self.inner_optimizer)
         variables = list(variables)
-        # Past the automatic tracking: these are the model's, not ours.
-        self.__dict__["_trainable_variables"] = variables
-        self.__dict__["_trainable_variables_indices"] = {
-            self._var_key(variable): i for i, variable in enumerate(variables)
-        }
-        with tracing.outside(variables):
-            self._build(variables)
+        optimizers.remember(self, variables)
+        with compilation.outside_of_tracing(variables):
+            self._store = self.make_stand_ins(variables)
+            self._carry_weight_decay_exclusions(variables)
+            with self._store.creating_slots():
+                self.inner_optimizer.build(self._store.targets(variables))
         self.built = True
 
-    def _build(self, variables: list) -> None:
-        store = self.make_store(variables)
-        self._store = store
-        optimizers.carry_weight_decay_exclusions(
-            self.inner_optimizer,
-            variables,
-            [store.target(variable) for variable in variables],
-        )
-        with store.creating_slots():
-            self.inner_optimizer.build(store.targets())
+    def _carry_weight_decay_exclusions(
+        self, model_variables: Variables
+    ) -> None:
+        """Excludes the stand-ins: Keras remembers variables by identity."""
+        for each in optimizers.workers(self.inner_optimizer):
+            excluded = [
+                variable
+                for variable in model_variables
+                if not optimizers.uses_weight_decay(each, variable)
+            ]
+            if excluded:
+                targets = self._store.targets(excluded)
+                each.exclude_from_weight_decay(var_list=targets)
+
+    def exclude_from_weight_decay(
+        self,
+        var_list: Variables | None = None,
+        var_names: Sequence[str] | None = None,
+    ) -> None:
+        """Excludes variables, or their stand-ins; see `DelegatesToInner`."""
+        if self.built:
+            known = optimizers.remembered(self)
+            excluded = optimizers.named(known, var_list, var_names)
+            var_list, var_names = self._store.targets(excluded), None
+        super().exclude_from_weight_decay(var_list, var_names)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Scales the loss as the inner optimizer does."""
+        return self.inner_optimizer.scale_loss(loss)
 
     def apply(
-        self, grads: Sequence, trainable_variables: Sequence | None = None
+        self,
+        grads: Sequence[Any],
+        trainable_variables: Variables | None = None,
     ) -> None:
         """Applies one step to the model's variables.
 
@@ -89,43 +178,34 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
                 )
             with keras.name_scope(self.name):
                 self.build(trainable_variables)
-        variables = self._trainable_variables
+        variables = optimizers.remembered(self)
         if trainable_variables is not None:
-            variables = list(trainable_variables)
-            self._check_variables_are_known(variables)
             # The same objects as in `build`, whatever stands for them here.
-            known = self._trainable_variables
-            variables = [known[self._get_variable_index(v)] for v in variables]
+            variables = optimizers.recognised(self, trainable_variables)
         if len(grads) != len(variables):
             raise ValueError(
                 "There must be one gradient per variable. Received: "
                 f"{len(grads)} gradients for {len(variables)} variables."
             )
-        grads = replicas.sum_gradients(grads)
+        grads = replicas.sum_gradients(grads, variables)
         with replicas.single(self):
-            self._step(grads, variables)
+            self._store.refresh()
+            routed, targets = self._store.route(grads, variables)
+            self.inner_optimizer.apply(routed, targets)
+            self._store.write_back()
 
-    def _step(self, grads: Sequence, variables: Sequence) -> None:
-        self._store.refresh()
-        routed, targets = self._store.route(grads, variables)
-        self.inner_optimizer.apply(routed, targets)
-        self._store.write_back()
-
-    def finalize_variable_values(self, var_list: Sequence) -> None:
-        """Gives the model the inner optimizer's final (averaged) weights.
-
-        Args:
-            var_list: The model's variables; the optimizer's own list counts.
-        """
+    def finalize_variable_values(self, var_list: Variables) -> None:
+        """Gives the model the inner optimizer's final (averaged) weights."""
         if self.built:
             replicas.run_on_each(self, self._finalize)
 
     def _finalize(self) -> None:
         self._store.refresh()
-        self.inner_optimizer.finalize_variable_values(self._store.targets())
+        targets = self._store.targets(optimizers.remembered(self))
+        self.inner_optimizer.finalize_variable_values(targets)
         self._store.write_back()
 
-    def read_float32(self, variable: Any) -> Any:
+    def read_float32(self, variable: keras.Variable) -> Any:
         """Returns the float32 value behind a model's variable.
 
         Args:
@@ -137,11 +217,11 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
         Raises:
             ValueError: If the variable is unknown.
         """
-        self._check_variables_are_known([variable])
+        (variable,) = optimizers.recognised(self, [variable])
         self._store.refresh()
         return self._store.read(variable)
 
-    def assign_float32(self, variable: Any, value: Any) -> None:
+    def assign_float32(self, variable: keras.Variable, value: Any) -> None:
         """Sets the float32 value behind a model's variable, and the variable.
 
         Args:
@@ -151,76 +231,79 @@ class SixteenBitOptimizer(wrapper.OptimizerWrapper):
         Raises:
             ValueError: If the variable is unknown.
         """
-        self._check_variables_are_known([variable])
+        (variable,) = optimizers.recognised(self, [variable])
         self._store.assign(variable, ops.convert_to_tensor(value, "float32"))
 
-    def add_float32(
-        self, shape: tuple, value: Callable[[], Any], name: str, **how: Any
-    ) -> Any:
-        """Adds a float32 variable that starts from the model's values.
+    def load_own_variables(self, store: Any) -> None:
+        """Reads the whole state, or nothing; see Keras's class.
 
-        Args:
-            shape: Tuple of integers.
-            value: Function that returns the first value, of any float dtype.
-            name: String.
-            **how: `layout` and `aggregation`, as `add_variable` takes them.
-
-        Returns:
-            A tracked `keras.Variable`.
+        Raises:
+            ValueError: If a shape does not match.
         """
-        return self.add_variable(
-            shape=shape,
-            initializer=lambda shape, dtype: ops.cast(value(), dtype),
-            dtype="float32",
-            name=name,
-            **how,
-        )
+        keys = [str(index) for index in range(len(self.variables))]
+        if len(store.keys()) != len(keys):
+            super().load_own_variables(store)
+        else:
+            variables.assign_all(self.variables, [store[key] for key in keys])
 
-    def add_master(self, variable: Any) -> Any:
-        """Adds the float32 master of one model variable."""
-        master = self.add_float32(
-            shape=tuple(variable.shape),
-            value=lambda: variable.value,
-            name=variable.name,
-            layout=getattr(variable, "_layout", None),
-            aggregation=variable.aggregation,
-        )
-        return optimizers.adopt(master, variable)
-
-    def add_companion(self, variable: Any, dtype: str, name: str) -> Any:
-        """Adds a variable of zeros beside one of the model's.
-
-        Args:
-            variable: The model's variable.
-            dtype: Name of the new variable's dtype.
-            name: Suffix of its name.
-
-        Returns:
-            A tracked `keras.Variable` of the same shape and layout.
-        """
-        return self.add_variable(
-            shape=tuple(variable.shape),
-            dtype=dtype,
-            name=f"{variable.path.replace('/', '_')}_{name}",
-            layout=getattr(variable, "_layout", None),
-            aggregation=variable.aggregation,
-        )
-
-    def add_fingerprints(self, variables: Sequence) -> Any:
-        """Adds the fingerprints of variables as one int32 vector.
-
-        Args:
-            variables: The model's 16-bit variables.
-
-        Returns:
-            A tracked `keras.Variable` that holds what they have now.
-        """
-        return self.add_variable(
-            shape=(len(variables),),
-            initializer=lambda shape, dtype: ops.stack(
-                [bits.fingerprint(v.value) for v in variables]
+    def get_config(self) -> dict:
+        """Returns the settings `from_config` needs."""
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(
+                self.inner_optimizer
             ),
-            dtype="int32",
-            name="fingerprints",
-            aggregation="only_first_replica",
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict, custom_objects: dict | None = None
+    ) -> "SixteenBitOptimizer":
+        """Creates the optimizer, without state, from `get_config()`."""
+        config = dict(config)
+        optimizer = keras.saving.deserialize_keras_object(
+            config.pop("inner_optimizer"), custom_objects=custom_objects
         )
+        return cls(optimizer, **config)
+
+
+def _checked_inner(
+    wrapper: str, optimizer: keras.optimizers.Optimizer | str | dict
+) -> keras.optimizers.Optimizer:
+    """Returns the optimizer to wrap, or says why it cannot be wrapped."""
+    if isinstance(optimizer, str | dict):
+        optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"{wrapper} wraps a `keras.optimizers.Optimizer` or its name. "
+            f"Received: inner_optimizer={optimizer!r} of type "
+            f"{type(optimizer).__name__}."
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            f"{wrapper} goes inside the loss-scale optimizer, where gradients "
+            "are unscaled and finite. Received: inner_optimizer="
+            f"{type(optimizer).__name__}. Write LossScaleOptimizer({wrapper}"
+            "(optimizer)) instead."
+        )
+    if isinstance(optimizer, SixteenBitOptimizer):
+        raise ValueError(
+            f"{wrapper} cannot wrap {type(optimizer).__name__}: both would "
+            "keep the same 16-bit variables. Received: inner_optimizer="
+            f"{optimizer.name!r}. Keep one of the two."
+        )
+    _check_not_built(wrapper, optimizer)
+    return optimizer
+
+
+def _check_not_built(
+    wrapper: str, optimizer: keras.optimizers.Optimizer
+) -> None:
+    for each in optimizers.with_nested(optimizer):
+        if each.built:
+            raise ValueError(
+                f"{wrapper} builds the inner optimizer on its own float32 "
+                f"variables. Received: inner_optimizer={each.name!r}, which "
+                "is built already. Pass a fresh one, for example "
+                f"{type(each).__name__}.from_config(optimizer.get_config())."
+            )

@@ -1,16 +1,14 @@
 """Training bfloat16 variables without float32 masters."""
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from tfmix.variables import base, kahan, views
-from tfmix.variables import stochastic as stochastic_rounding
+from tfmix.variables import base, kahan, stochastic
 
 ROUNDINGS = {
-    "stochastic": stochastic_rounding.StochasticRounding,
+    "stochastic": stochastic.StochasticRounding,
     "kahan": kahan.KahanSummation,
 }
 
@@ -52,6 +50,11 @@ class BFloat16Optimizer(base.SixteenBitOptimizer):
         0.9921875
     """
 
+    # Declared, so that an inner optimizer's of the same name is left alone.
+    rounding = slot_dtype = ""
+    seed: int | None = None
+    seed_variable: keras.Variable | None = None
+
     def __init__(
         self,
         inner_optimizer: Any,
@@ -85,7 +88,7 @@ class BFloat16Optimizer(base.SixteenBitOptimizer):
         super().__init__(inner_optimizer, name=name)
         self.rounding = rounding
         self.slot_dtype = slot_dtype
-        self.seed = checked_seed(seed) if rounding == "stochastic" else None
+        self.seed = _checked_seed(seed) if rounding == "stochastic" else None
         if self.seed is not None:
             # In a variable, so that a checkpoint continues the same numbers.
             self.seed_variable = self.add_variable(
@@ -96,14 +99,9 @@ class BFloat16Optimizer(base.SixteenBitOptimizer):
                 name="seed",
             )
 
-    def make_store(self, variables: Sequence) -> Any:
+    def make_stand_ins(self, model_variables: base.Variables) -> base.StandIns:
         """Creates the views; see `SixteenBitOptimizer`."""
-        views.check_bfloat16(
-            variables,
-            "BFloat16Optimizer rounds to bfloat16; updates of float16 "
-            "variables need float32 masters",
-        )
-        return ROUNDINGS[self.rounding](self, variables)
+        return ROUNDINGS[self.rounding](self, model_variables)
 
     def get_config(self) -> dict:
         """Returns the settings `from_config` needs."""
@@ -115,19 +113,8 @@ class BFloat16Optimizer(base.SixteenBitOptimizer):
         }
 
 
-def checked_seed(seed: int | None) -> int:
-    """Returns a seed, drawn if none is given.
-
-    Args:
-        seed: Integer from 0 to 2**31 - 1, or `None`.
-
-    Returns:
-        An integer.
-
-    Raises:
-        TypeError: If `seed` is no integer.
-        ValueError: If it does not fit.
-    """
+def _checked_seed(seed: int | None) -> int:
+    """Returns a seed of 31 bits, drawn if none is given."""
     if seed is None:
         return random.randrange(2**31)
     if isinstance(seed, bool) or not isinstance(seed, int):

@@ -7,18 +7,12 @@ from keras import ops
 
 
 def split(value: Any) -> tuple[Any, Any]:
-    """Splits float32 into a bfloat16 and the 16 bits it lacks.
+    """Splits float32 into a bfloat16 and the 16 bits it lacks, an int16.
 
     The upper half is rounded to nearest, ties away from zero, and the lower
     half is what is missing, with a sign. Ties to even would not be
     invertible: the remainder +32768 does not fit, and -32768 would stand for
     both neighbours.
-
-    Args:
-        value: Float32 tensor of any shape.
-
-    Returns:
-        A bfloat16 and an int16 tensor of the same shape.
 
     Example:
         >>> upper, lower = split(ops.array([1.0 + 2.0**-20]))
@@ -35,15 +29,7 @@ def split(value: Any) -> tuple[Any, Any]:
 
 
 def join(upper: Any, lower: Any) -> Any:
-    """Puts together what `split` took apart, exactly.
-
-    Args:
-        upper: Bfloat16 tensor of any shape.
-        lower: Int16 tensor of the same shape.
-
-    Returns:
-        A float32 tensor of the same shape.
-    """
+    """Puts together, exactly, what `split` took apart."""
     bits = ops.left_shift(
         ops.cast(bitcast(upper, "uint16"), "uint32"), unsigned(16)
     )
@@ -52,54 +38,63 @@ def join(upper: Any, lower: Any) -> Any:
     return bitcast(ops.add(bits, rest), "float32")
 
 
+def refreshed(master: Any, stored: Any) -> Any:
+    """Returns a float32 master where its rounding is stored, else the stored.
+
+    Somebody may have assigned a 16-bit variable (`load_weights`); an
+    untouched element equals the master's rounded value exactly.
+
+    Example:
+        >>> stored = ops.array([1.0, 2.0], "bfloat16")
+        >>> ops.convert_to_numpy(refreshed(ops.array([1.001, 3.0]), stored))
+        array([1.001, 2.   ], dtype=float32)
+    """
+    master = ops.convert_to_tensor(master)
+    stored = ops.convert_to_tensor(stored)
+    rounded = ops.cast(master, stored.dtype)
+    # Compared as bits: XLA may drop a rounding whose result it computes with.
+    untouched = ops.equal(bitcast(rounded, "uint16"), bitcast(stored, "uint16"))
+    return ops.where(untouched, master, ops.cast(stored, "float32"))
+
+
 def quiet(value: Any) -> Any:
-    """Makes every NaN the same one.
+    """Makes every NaN of a float32 tensor the same one.
 
     A NaN whose mantissa bits are all set would round up into -0.0.
-
-    Args:
-        value: Float32 tensor of any shape.
-
-    Returns:
-        A tensor of the same shape and dtype.
     """
     nan = ops.full_like(value, float("nan"))
     return ops.where(ops.isnan(value), nan, value)
 
 
-def fingerprint(tensor: Any) -> Any:
-    """Sums up the bits of a 16-bit tensor, each with its own odd weight.
+def fingerprint(tensor: Any, salt: int = 0) -> Any:
+    """Returns a hash of a 16-bit tensor as a scalar int32 tensor.
 
-    Changes if one element changes, and (but for chance, 2**-32) if several
-    do. Tells whether somebody assigned a variable since the last look.
-
-    Args:
-        tensor: Float16 or bfloat16 tensor of any shape.
-
-    Returns:
-        A scalar int32 tensor.
+    Tells whether somebody assigned a variable since the last look. Every
+    element is hashed with its position before they are added up: a plain
+    weighted sum is the same for many pairs of constant tensors.
     """
     words = ops.reshape(bitcast(tensor, "uint16"), (-1,))
     words = bitcast(ops.cast(words, "uint32"), "int32")
-    weights = ops.arange(1, 2 * words.shape[0] + 1, 2, dtype="int32")
-    return ops.sum(ops.multiply(words, weights))
+    positions = ops.arange(words.shape[0], dtype="int32")
+    # As MurmurHash3 mixes bits, in arithmetic that wraps around.
+    mixed = ops.add(words, ops.multiply(positions, _signed(0x9E3779B1)))
+    mixed = ops.bitwise_xor(mixed, ops.right_shift(mixed, _signed(16)))
+    mixed = ops.multiply(mixed, _signed(0x85EBCA6B))
+    mixed = ops.bitwise_xor(mixed, ops.right_shift(mixed, _signed(13)))
+    return ops.add(ops.sum(mixed), _signed(salt))
 
 
-def unsigned(number: int) -> Any:
-    """A uint32 constant."""
+def unsigned(number: Any) -> Any:
+    """Returns a uint32 constant."""
     return ops.cast(number, "uint32")
 
 
+def _signed(number: int) -> Any:
+    return ops.cast(number - (number >> 31 << 32), "int32")
+
+
 def bitcast(tensor: Any, dtype: str) -> Any:
-    """Reads the same bits as another dtype of the same size.
-
-    Args:
-        tensor: Tensor of any shape.
-        dtype: Name of the dtype.
-
-    Returns:
-        A tensor of that dtype and the same shape.
-    """
+    """Reads the same bits as another dtype of the same size."""
     tensor = ops.convert_to_tensor(tensor)
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf

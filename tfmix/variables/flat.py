@@ -1,6 +1,5 @@
 """Flat masters: all 16-bit variables of a dtype behind one float32 vector."""
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,92 +8,110 @@ import keras
 from keras import ops
 
 from tfmix._keras import optimizers
-from tfmix.variables import elementwise, per_variable
+from tfmix.variables import base, bits
+
+# Optimizers whose update of an element reads that element alone, by the
+# `update_step` they run (so subclasses that keep it count too).
+ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Nadam",
+    "Ftrl",
+    "Lion",
+    "ScheduleFreeAdamW",  # Keras 3.13 and newer
+)
+# Those that raise to a power, or divide by a square root, which TensorFlow's
+# graph optimizer turns into a product with `rsqrt`. Its kernels compute both
+# to the last bit in one way in whole SIMD registers and in another in what is
+# left beyond them; other operations are exact either way. A variable that
+# leaves a register partly filled stays alone under these, on every backend, so
+# that a checkpoint fits all of them.
+UNEVEN = ("Adadelta", "Adagrad", "Ftrl", "RMSprop")
+# Floats in the widest register there is, AVX-512's.
+REGISTER = 16
+REFUSED = {
+    "Lamb": "it scales each variable's update by that variable's norm",
+    "Muon": "it orthogonalises each weight matrix",
+    "Adafactor": "it keeps row and column statistics of each weight matrix",
+    "MultiOptimizer": "it chooses an optimizer for each variable",
+}
 
 
-class FlatMasters:
+class FlatMasters(base.StandIns):
     """Keeps one float32 vector per group of 16-bit variables.
 
     A group is what one update can treat alike: one dtype, with or without
     weight decay. The inner optimizer then updates a few vectors instead of
-    hundreds of variables. A few optimizers would give some elements another
-    last bit there; see `elementwise.UNEVEN`.
-
-    Args:
-        optimizer: The wrapper that owns the vectors.
-        variables: The model's variables, in order.
-
-    Raises:
-        ValueError: If the inner optimizer or a variable needs its variables
-            apart.
+    hundreds of variables.
     """
 
-    def __init__(self, optimizer: Any, variables: Sequence) -> None:
-        elementwise.check_optimizer(optimizer.inner_optimizer)
-        elementwise.check_variables(variables)
-        self.variables = list(variables)
-        members: dict[tuple, list] = {}
-        for variable in variables:
-            if optimizers.is_sixteen_bit(variable):
-                decays = optimizers.uses_weight_decay(
-                    optimizer.inner_optimizer, variable
-                )
-                alone = elementwise.must_stay_alone(
-                    optimizer.inner_optimizer, variable
-                )
-                key = (
-                    keras.backend.standardize_dtype(variable.dtype),
-                    "" if decays else "_no_decay",
-                    f"_{len(members)}" if alone else "",
-                )
-                members.setdefault(key, []).append(variable)
+    def make(self) -> dict[int, keras.Variable]:
+        """Creates the groups, or says why the variables cannot be joined."""
+        inner = self.optimizer.inner_optimizer
+        _check_optimizer(inner)
+        _check_variables(self.narrow)
+        members: dict[tuple[str, str, str], list[keras.Variable]] = {}
+        for variable in self.narrow:
+            decays = optimizers.uses_weight_decay(inner, variable)
+            uneven = math.prod(variable.shape) % REGISTER
+            alone = uneven and _runs_update_of(inner, UNEVEN)
+            key = (
+                keras.backend.standardize_dtype(variable.dtype),
+                "" if decays else "_no_decay",
+                f"_{len(members)}" if alone else "",
+            )
+            members.setdefault(key, []).append(variable)
         self.groups = [
-            Group(optimizer, key, group) for key, group in members.items()
+            Group(self.optimizer, key, group) for key, group in members.items()
         ]
         self._group_of = {
             id(variable): group
             for group in self.groups
             for variable in group.variables
         }
+        return {key: group.master for key, group in self._group_of.items()}
 
-    def target(self, variable: Any) -> Any:
-        """The variable the inner optimizer updates for a model's variable."""
-        group = self._group_of.get(id(variable))
-        return variable if group is None else group.master
+    def targets(self, these: base.Variables) -> list[keras.Variable]:
+        """Returns the vectors, then the variables outside of all groups."""
+        vectors = []
+        ids = {id(variable) for variable in these}
+        for group in self.groups:
+            inside = [v.path for v in group.variables if id(v) in ids]
+            outside = [v.path for v in group.variables if id(v) not in ids]
+            if inside and outside:
+                raise ValueError(
+                    "flat=True has joined variables that would now be treated "
+                    f"differently. Received: not {outside}, but {inside}. Call "
+                    "`exclude_from_weight_decay` before the optimizer is "
+                    "built, or use flat=False."
+                )
+            vectors += [group.master] if inside else []
+        return vectors + self._others(these)
 
-    def targets(self) -> list:
-        """All variables of the inner optimizer: vectors, then the others."""
-        others = [v for v in self.variables if id(v) not in self._group_of]
-        return [group.master for group in self.groups] + others
-
-    def creating_slots(self) -> contextlib.AbstractContextManager:
-        """Nothing to do: the masters are variables, slots lie beside them."""
-        return contextlib.nullcontext()
+    def _others(self, these: base.Variables) -> list[keras.Variable]:
+        return [v for v in these if id(v) not in self._group_of]
 
     def refresh(self) -> None:
         """Takes over what somebody assigned to the model's variables."""
         for group in self.groups:
             stored = joined(group.variables)
-            group.master.assign(per_variable.refreshed(group.master, stored))
+            group.master.assign(bits.refreshed(group.master, stored))
 
-    def route(self, grads: Sequence, variables: Sequence) -> tuple[list, list]:
-        """Joins the model's gradients into the inner optimizer's.
-
-        Args:
-            grads: One gradient (dense or sparse tensor) per variable.
-            variables: The model's variables they belong to.
-
-        Returns:
-            Gradients and the variables to update with them.
-
-        Raises:
-            ValueError: If a variable of a group has no gradient.
-        """
-        of = {id(v): grad for v, grad in zip(variables, grads, strict=True)}
-        others = [v for v in variables if id(v) not in self._group_of]
+    def route(self, grads: Sequence, of: base.Variables) -> tuple[list, list]:
+        """Joins the model's gradients into the inner optimizer's."""
+        # Once more: `clipnorm` may have been set since.
+        _check_optimizer(self.optimizer.inner_optimizer)
+        grad_of = dict(zip(map(id, of), self.wide(grads, of), strict=True))
         vectors = []
         for group in self.groups:
-            lost = [v.path for v in group.variables if of.get(id(v)) is None]
+            lost = [
+                v.path for v in group.variables if grad_of.get(id(v)) is None
+            ]
             if lost:
                 raise ValueError(
                     "flat=True updates all 16-bit variables at once and needs "
@@ -102,12 +119,9 @@ class FlatMasters:
                     "them (`trainable = False`) before the optimizer is "
                     "built, or use flat=False."
                 )
-            vectors.append(joined([of[id(v)] for v in group.variables]))
-        return (
-            [ops.cast(vector, "float32") for vector in vectors]
-            + [of[id(v)] for v in others],
-            [group.master for group in self.groups] + others,
-        )
+            vectors.append(joined([grad_of[id(v)] for v in group.variables]))
+        vectors += [grad_of[id(variable)] for variable in self._others(of)]
+        return vectors, self.targets(of)
 
     def write_back(self) -> None:
         """Rounds the vectors into the model's variables."""
@@ -118,20 +132,15 @@ class FlatMasters:
             ):
                 variable.assign(part)
 
-    def read(self, variable: Any) -> Any:
-        """The float32 value behind a model's variable."""
+    def read(self, variable: keras.Variable) -> Any:
+        """Returns the float32 value behind a model's variable."""
         group = self._group_of.get(id(variable))
         if group is None:
-            return ops.cast(variable, "float32")
+            return super().read(variable)
         return group.parts(group.master)[group.position(variable)]
 
-    def assign(self, variable: Any, value: Any) -> None:
-        """Sets the float32 value behind a model's variable, and the variable.
-
-        Args:
-            variable: The model's variable.
-            value: Float32 tensor of the variable's shape.
-        """
+    def assign(self, variable: keras.Variable, value: Any) -> None:
+        """Sets the float32 value behind a variable, and the variable."""
         group = self._group_of.get(id(variable))
         if group is not None:
             parts = group.parts(group.master)
@@ -143,31 +152,32 @@ class FlatMasters:
 class Group:
     """Variables that share a vector, and where each lies in it.
 
-    Args:
-        optimizer: The wrapper that owns the vector.
-        key: dtype, and what sets its name apart from those of other groups.
-        variables: The model's variables of the group.
+    Its `key` is the dtype and what sets its name apart from other groups'.
     """
 
     def __init__(
-        self, optimizer: Any, key: tuple[str, str, str], variables: list
+        self,
+        optimizer: base.SixteenBitOptimizer,
+        key: tuple[str, str, str],
+        members: list[keras.Variable],
     ) -> None:
         self.dtype = key[0]
-        self.variables = variables
-        sizes = [math.prod(variable.shape) for variable in variables]
+        self.variables = members
+        sizes = [math.prod(variable.shape) for variable in members]
         self.ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        self.master = optimizer.add_float32(
+        self.master = optimizer.add_variable(
             shape=(self.ends[-1],),
-            value=lambda: joined([v.value for v in variables]),
+            initializer=lambda shape, dtype: ops.cast(joined(members), dtype),
+            dtype="float32",
             name=f"flat_{''.join(key)}",
-            aggregation=variables[0].aggregation,
+            aggregation=members[0].aggregation,
         )
 
-    def position(self, variable: Any) -> int:
-        """The place of a variable among the group's."""
+    def position(self, variable: keras.Variable) -> int:
+        """Returns the place of a variable among the group's."""
         return [id(each) for each in self.variables].index(id(variable))
 
-    def parts(self, vector: Any) -> list:
+    def parts(self, vector: Any) -> list[Any]:
         """Cuts a vector into tensors of the variables' shapes."""
         pieces = [vector]
         if len(self.variables) > 1:
@@ -178,14 +188,8 @@ class Group:
         ]
 
 
-def joined(tensors: Sequence) -> Any:
-    """Joins tensors of one dtype into a vector.
-
-    Args:
-        tensors: Tensors or variables of any shape, sparse gradients included.
-
-    Returns:
-        A tensor of rank 1.
+def joined(tensors: Sequence[Any]) -> Any:
+    """Joins tensors of one dtype, sparse gradients too, into a vector.
 
     Example:
         >>> len(joined([ops.ones((2, 2)), ops.zeros(1)]))
@@ -193,3 +197,56 @@ def joined(tensors: Sequence) -> Any:
     """
     flat = [ops.reshape(ops.convert_to_tensor(t), (-1,)) for t in tensors]
     return flat[0] if len(flat) == 1 else ops.concatenate(flat)
+
+
+def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses an optimizer that must see each variable apart."""
+    name = type(optimizer).__name__
+    for refused, reason in REFUSED.items():
+        known = getattr(keras.optimizers, refused, None)
+        if known is not None and isinstance(optimizer, known):
+            raise ValueError(
+                f"flat=True cannot run {name}: {reason}. Received: "
+                f"inner_optimizer={optimizer.name!r}. Use flat=False."
+            )
+    if optimizer.clipnorm is not None:
+        raise ValueError(
+            "flat=True cannot run clipnorm, which clips each variable's "
+            f"gradient by its own norm. Received: clipnorm="
+            f"{optimizer.clipnorm!r}. Use global_clipnorm, clipvalue or "
+            "flat=False."
+        )
+    declared = getattr(type(optimizer), "elementwise", False)
+    if not declared and not _runs_update_of(optimizer, ELEMENTWISE):
+        raise ValueError(
+            f"flat=True needs an element-wise optimizer: {list(ELEMENTWISE)}, "
+            f"or a class that says so with `elementwise = True`. Received: "
+            f"inner_optimizer={optimizer.name!r} of type {name}. Use "
+            "flat=False."
+        )
+
+
+def _check_variables(narrow: base.Variables) -> None:
+    """Refuses 16-bit variables that cannot be parts of one vector."""
+    for variable in narrow:
+        if variable.constraint is not None:
+            raise ValueError(
+                "flat=True cannot apply the constraint of one variable to a "
+                f"part of a vector. Received: variable {variable.path!r} with "
+                f"constraint={variable.constraint!r}. Use flat=False."
+            )
+    distribution = keras.distribution.distribution()
+    if isinstance(distribution, keras.distribution.ModelParallel):
+        raise ValueError(
+            "flat=True cannot join variables that are sharded differently. "
+            f"Received: distribution={distribution!r}. Use flat=False."
+        )
+
+
+def _runs_update_of(
+    optimizer: keras.optimizers.Optimizer, names: Sequence[str]
+) -> bool:
+    known = [getattr(keras.optimizers, name, None) for name in names]
+    return type(optimizer).update_step in [
+        cls.update_step for cls in known if cls is not None
+    ]

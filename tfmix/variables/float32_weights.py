@@ -8,12 +8,11 @@ import keras
 import numpy as np
 from keras import ops
 
-from tfmix import _formats
-from tfmix._keras import swap
+from tfmix._keras import attributes, optimizers, variables
 from tfmix.variables import base
 
 
-def export_float32(model: Any, path: Any = None) -> list[np.ndarray]:
+def export_float32(model: keras.Model, path: Any = None) -> list[np.ndarray]:
     """Returns a 16-bit model's weights in float32, masters where it has some.
 
     Use it to go on in float32, or to publish weights with all their bits.
@@ -39,17 +38,17 @@ def export_float32(model: Any, path: Any = None) -> list[np.ndarray]:
         >>> [str(array.dtype) for array in export_float32(model)]
         ['float32', 'float32']
     """
-    check_model(model)
-    owner = float32_owner(model)
+    _check_model(model)
+    owner = _owner(model)
     values = [_wide_value(variable, owner) for variable in model.weights]
     if path is not None:
-        with float32_storage(model):
+        with _float32_storage(model):
             model.set_weights(values)
             model.save_weights(path)
     return values
 
 
-def load_float32(model: Any, source: Any) -> None:
+def load_float32(model: keras.Model, source: Any) -> None:
     """Loads float32 weights into a 16-bit model and its masters.
 
     Use it instead of `load_weights` or `set_weights` to start from a float32
@@ -65,8 +64,8 @@ def load_float32(model: Any, source: Any) -> None:
         TypeError: If `model` is no Keras model.
         ValueError: If the model is not built, or has no such optimizer.
     """
-    check_model(model)
-    owner = float32_owner(model)
+    _check_model(model)
+    owner = _owner(model)
     if owner is None:
         raise ValueError(
             "The model has no place for more than 16 bits. Received: a model "
@@ -76,29 +75,21 @@ def load_float32(model: Any, source: Any) -> None:
         )
     if not owner.built:
         model.optimizer.build(model.trainable_variables)
-    with float32_storage(model):
-        if isinstance(source, (list, tuple)):
+    with _float32_storage(model):
+        if isinstance(source, list | tuple):
             model.set_weights(source)
         else:
             model.load_weights(source)
         values = [np.array(each, copy=True) for each in model.get_weights()]
     for variable, value in zip(model.weights, values, strict=True):
-        if owns(owner, variable):
+        if _owns(owner, variable):
             owner.assign_float32(variable, value)
         else:
             variable.assign(value)
 
 
-def check_model(model: Any) -> None:
-    """Refuses what has no weights yet.
-
-    Args:
-        model: What the caller was given.
-
-    Raises:
-        TypeError: If it is no Keras model.
-        ValueError: If it is not built.
-    """
+def _check_model(model: keras.Model) -> None:
+    """Refuses what has no weights yet."""
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"`model` must be a keras.Model. Received: model={model!r}."
@@ -110,59 +101,47 @@ def check_model(model: Any) -> None:
         )
 
 
-def float32_owner(model: Any) -> base.SixteenBitOptimizer | None:
-    """Finds the optimizer that keeps the model's missing bits.
-
-    Args:
-        model: A Keras model.
-
-    Returns:
-        The model's optimizer, or the one inside it, or `None`.
-    """
-    optimizer = getattr(model, "optimizer", None)
-    while optimizer is not None:
+def _owner(model: keras.Model) -> base.SixteenBitOptimizer | None:
+    """Finds the optimizer that keeps the model's missing bits."""
+    for optimizer in optimizers.chain(getattr(model, "optimizer", None)):
         if isinstance(optimizer, base.SixteenBitOptimizer):
             return optimizer
-        optimizer = vars(optimizer).get("inner_optimizer")
     return None
 
 
-def owns(owner: base.SixteenBitOptimizer, variable: Any) -> bool:
-    """Whether an optimizer was built with a variable."""
-    return any(variable is each for each in owner._trainable_variables)
+def _owns(
+    owner: base.SixteenBitOptimizer | None, variable: keras.Variable
+) -> bool:
+    """Returns whether an optimizer was built with a variable."""
+    if owner is None or not owner.built:
+        return False
+    return any(variable is each for each in optimizers.remembered(owner))
 
 
 @contextlib.contextmanager
-def float32_storage(model: Any) -> Iterator[None]:
-    """Lets a model's 16-bit variables store float32, to read or write a file.
+def _float32_storage(model: keras.Model) -> Iterator[None]:
+    """Lets 16-bit variables store float32, to read or write a file.
 
-    Touches `keras.Variable._value` and `_dtype`, checked on Keras 3.12.4 and
-    3.15.1. On exit each variable has its own storage back, unchanged. The
-    model's optimizer is out of sight: a file of weights holds no state of it.
-
-    Args:
-        model: A built Keras model.
+    Every variable of the model stores its value elsewhere for the time being,
+    so that a file that does not fit changes nothing. The model's optimizer is
+    out of sight: a file of weights holds no state of it.
     """
     with contextlib.ExitStack() as undo:
-        for variable in filter(_is_narrow, model.weights):
-            wide = keras.Variable(
-                ops.cast(variable.value, "float32"), trainable=False
-            )
-            swap.swap(undo, variable, "_value", wide._value)
-            swap.swap(undo, variable, "_dtype", "float32")
+        for variable in model.weights:
+            dtype = keras.backend.standardize_dtype(variable.dtype)
+            wide = "float32" if variables.is_narrow(variable) else dtype
+            variables.store_apart(undo, variable, wide)
         if "optimizer" in vars(model):
-            swap.swap(undo, model, "optimizer", None)
+            attributes.swap(undo, model, "optimizer", None)
         yield
 
 
-def _wide_value(variable: Any, owner: Any) -> np.ndarray:
-    if owner is not None and owner.built and owns(owner, variable):
-        return ops.convert_to_numpy(owner.read_float32(variable))
-    if _is_narrow(variable):
-        return ops.convert_to_numpy(ops.cast(variable, "float32"))
-    return ops.convert_to_numpy(variable)
-
-
-def _is_narrow(variable: Any) -> bool:
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    return dtype in _formats.SIXTEEN_BIT
+def _wide_value(
+    variable: keras.Variable, owner: base.SixteenBitOptimizer | None
+) -> np.ndarray:
+    value = variable
+    if owner is not None and _owns(owner, variable):
+        value = owner.read_float32(variable)
+    elif variables.is_narrow(variable):
+        value = ops.cast(variable, "float32")
+    return ops.convert_to_numpy(value)

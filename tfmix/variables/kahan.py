@@ -4,20 +4,13 @@ from typing import Any
 
 from keras import ops
 
-from tfmix.variables import bits, view, views
+from tfmix.variables import bits, views
 
 
-class KahanView(view.Float32View):
-    """A bfloat16 variable and, in bfloat16, what its rounding lost.
+class KahanView(views.RestView):
+    """A bfloat16 variable and, in bfloat16, what its rounding lost."""
 
-    Args:
-        variable: The model's bfloat16 variable.
-        rest: Bfloat16 variable of the same shape.
-    """
-
-    def __init__(self, variable: Any, rest: Any) -> None:
-        super().__init__(variable)
-        self.rest = rest
+    rest_dtype, rest_name = "bfloat16", "compensation"
 
     def load(self) -> Any:
         """Returns the float32 value as a tensor."""
@@ -30,7 +23,7 @@ class KahanView(view.Float32View):
         # Rounded by its bits: XLA may take a cast to bfloat16 and back for
         # the identity, and the error for zero.
         upper, _ = bits.split(value)
-        rounded = bits.join(upper, ops.zeros(self._shape, "int16"))
+        rounded = bits.join(upper, ops.zeros(self.shape, "int16"))
         error = ops.where(
             ops.isfinite(rounded),
             ops.subtract(value, rounded),
@@ -41,14 +34,8 @@ class KahanView(view.Float32View):
 
 
 class KahanSummation(views.Views):
-    """Carries the rounding error of every bfloat16 variable to the next step.
+    """Carries each rounding error to the next step."""
 
-    Args:
-        optimizer: The wrapper that owns the errors.
-        variables: The model's variables, in order.
-    """
-
-    def make_view(self, optimizer: Any, variable: Any) -> KahanView:
-        """Creates the view of one bfloat16 variable and its error."""
-        rest = optimizer.add_companion(variable, "bfloat16", "compensation")
-        return KahanView(variable, rest)
+    view = KahanView
+    # Else the lost bits of `SplitMasters`, an integer, might pass for errors.
+    salt = 1

@@ -1,11 +1,12 @@
 """Float32 master weights behind a model's 16-bit variables."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
+from keras import ops
 
-from tfmix.variables import base, per_variable
+from tfmix._keras import variables
+from tfmix.variables import base, bits
 from tfmix.variables import flat as flat_masters
 from tfmix.variables import split as split_masters
 
@@ -50,6 +51,9 @@ class MasterWeightOptimizer(base.SixteenBitOptimizer):
         0.9921875
     """
 
+    # Declared, so that an inner optimizer's of the same name is left alone.
+    flat = split = False
+
     def __init__(
         self,
         inner_optimizer: Any,
@@ -74,13 +78,13 @@ class MasterWeightOptimizer(base.SixteenBitOptimizer):
         self.flat = flat
         self.split = split
 
-    def make_store(self, variables: Sequence) -> Any:
+    def make_stand_ins(self, model_variables: base.Variables) -> base.StandIns:
         """Creates the masters; see `SixteenBitOptimizer`."""
         if self.flat:
-            return flat_masters.FlatMasters(self, variables)
+            return flat_masters.FlatMasters(self, model_variables)
         if self.split:
-            return split_masters.SplitMasters(self, variables)
-        return per_variable.PerVariableMasters(self, variables)
+            return split_masters.SplitMasters(self, model_variables)
+        return PerVariableMasters(self, model_variables)
 
     def get_config(self) -> dict:
         """Returns the settings `from_config` needs."""
@@ -89,3 +93,35 @@ class MasterWeightOptimizer(base.SixteenBitOptimizer):
             "flat": self.flat,
             "split": self.split,
         }
+
+
+class PerVariableMasters(base.StandIns):
+    """Keeps a float32 variable behind every 16-bit one."""
+
+    def make(self) -> dict[int, keras.Variable]:
+        """Creates the masters."""
+        return {id(each): self._master(each) for each in self.narrow}
+
+    def _master(self, variable: keras.Variable) -> keras.Variable:
+        master = self.optimizer.add_variable(
+            shape=variable.shape,
+            initializer=lambda shape, dtype: ops.cast(variable.value, dtype),
+            dtype="float32",
+            name=variable.name,
+            **variables.placement(variable),
+        )
+        return variables.adopt(master, variable)
+
+    def refresh(self) -> None:
+        """Takes over what somebody assigned to the model's variables.
+
+        After `load_weights` a master would otherwise put its old value back.
+        """
+        for variable in self.narrow:
+            master = self.target(variable)
+            master.assign(bits.refreshed(master, variable))
+
+    def write_back(self) -> None:
+        """Rounds the masters into the model's variables."""
+        for variable in self.narrow:
+            variable.assign(ops.cast(self.target(variable), variable.dtype))

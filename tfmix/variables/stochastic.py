@@ -1,13 +1,14 @@
 """Stochastic rounding of float32 to bfloat16."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 from keras import ops
 
-from tfmix.variables import bits, view, views
+from tfmix._keras import attributes, optimizers, variables
+from tfmix.variables import bits, views
 
 # A step may assign a variable more than once (weight decay, then the update,
 # then a constraint); each assignment needs bits of its own.
@@ -18,16 +19,10 @@ WIDE_SLOTS = ("average", "gradient_accumulator")
 
 
 def stochastic(value: Any, random_bits: Any) -> Any:
-    """Rounds up with the probability that makes the mean exact.
+    """Rounds float32 up with the probability that makes the mean exact.
 
-    Args:
-        value: Float32 tensor of any shape.
-        random_bits: Uint32 tensor of the same shape, of which the lower 16
-            bits count.
-
-    Returns:
-        A bfloat16 tensor of the same shape: one of the two neighbours, or
-        the value where it is a bfloat16, infinite or NaN.
+    The lower 16 bits of the uint32 `random_bits` decide between the two
+    neighbours. What is a bfloat16, infinite or NaN stays.
 
     Example:
         >>> half_way = ops.array([1.0 + 2.0**-8])
@@ -42,20 +37,13 @@ def stochastic(value: Any, random_bits: Any) -> Any:
     return bits.bitcast(ops.cast(upper, "uint16"), "bfloat16")
 
 
-def random_bits(shape: tuple, seed: Any, stream: int, step: Any) -> Any:
-    """Draws bits that depend on the arguments alone.
+def random_bits(
+    shape: tuple[int, ...], seed: Any, stream: int, step: Any
+) -> Any:
+    """Draws uint32 numbers that depend on the arguments alone.
 
     The generator is named, so eager code, graphs and XLA agree, and so do
-    replicas.
-
-    Args:
-        shape: Tuple of integers.
-        seed: Integer scalar tensor.
-        stream: Integer; different for each use within a step.
-        step: Integer scalar tensor.
-
-    Returns:
-        A uint32 tensor.
+    replicas. Each use within a step has its own `stream`.
     """
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
@@ -76,16 +64,16 @@ def random_bits(shape: tuple, seed: Any, stream: int, step: Any) -> Any:
     return jax.random.bits(key, shape, "uint32")
 
 
-class StochasticView(view.Float32View):
+class StochasticView(variables.Float32View):
     """A bfloat16 variable that rounds stochastically what it is assigned.
 
-    Args:
-        variable: The bfloat16 variable.
-        stream: Integer, different for each view of an optimizer.
-        draw: Function of a shape and a stream that returns random bits.
+    `draw` returns random bits for a shape and a stream; each view of an
+    optimizer has a `stream` of its own.
     """
 
-    def __init__(self, variable: Any, stream: int, draw: Any) -> None:
+    def __init__(
+        self, variable: keras.Variable, stream: int, draw: Any
+    ) -> None:
         super().__init__(variable)
         self.stream = stream * ASSIGNMENTS_PER_STEP
         self.draw = draw
@@ -97,7 +85,7 @@ class StochasticView(view.Float32View):
 
     def store(self, value: Any) -> None:
         """Keeps a float32 tensor, rounded."""
-        noise = self.draw(self._shape, self.stream + self.assignments)
+        noise = self.draw(self.shape, self.stream + self.assignments)
         self.assignments += 1
         self.stored.assign(stochastic(value, noise))
 
@@ -105,22 +93,19 @@ class StochasticView(view.Float32View):
 class StochasticRounding(views.Views):
     """Rounds the new value of every bfloat16 variable stochastically.
 
-    Args:
-        optimizer: The wrapper; its `seed_variable` and `iterations` decide
-            the rounding.
-        variables: The model's variables, in order.
+    The optimizer's `seed_variable` and `iterations` decide the rounding.
     """
 
-    def __init__(self, optimizer: Any, variables: Sequence) -> None:
-        self.optimizer = optimizer
-        self.streams = 0
-        self.slots: list[StochasticView] = []
-        super().__init__(optimizer, variables)
+    def make(self) -> dict[int, keras.Variable]:
+        """Creates the views."""
+        self.created: list[StochasticView] = []
+        return super().make()
 
-    def make_view(self, optimizer: Any, variable: Any) -> StochasticView:
+    def make_view(self, variable: keras.Variable) -> StochasticView:
         """Creates the view of one bfloat16 variable."""
-        self.streams += 1
-        return StochasticView(variable, self.streams, self.draw)
+        view = StochasticView(variable, len(self.created) + 1, self.draw)
+        self.created.append(view)
+        return view
 
     @contextlib.contextmanager
     def creating_slots(self) -> Iterator[None]:
@@ -128,46 +113,41 @@ class StochasticRounding(views.Views):
         with contextlib.ExitStack() as undo:
             undo.enter_context(super().creating_slots())
             if self.optimizer.slot_dtype == "bfloat16":
-                inner_optimizer = self.optimizer.inner_optimizer
-                several = getattr(inner_optimizer, "optimizers", None)
-                for each in several or [inner_optimizer]:
-                    undo.enter_context(self._narrow_slots(each))
+                for each in optimizers.workers(self.optimizer.inner_optimizer):
+                    self._narrow_slots(undo, each)
             yield
 
-    @contextlib.contextmanager
-    def _narrow_slots(self, optimizer: Any) -> Iterator[None]:
+    def _narrow_slots(
+        self,
+        undo: contextlib.ExitStack,
+        optimizer: keras.optimizers.Optimizer,
+    ) -> None:
         original = optimizer.add_variable_from_reference
 
         def add(
-            reference_variable: Any,
-            name: Any = None,
+            reference_variable: keras.Variable,
+            name: str | None = None,
             initializer: Any = "zeros",
-        ) -> Any:
+        ) -> keras.Variable:
             narrow = isinstance(reference_variable, StochasticView)
             if not narrow or name in WIDE_SLOTS:
                 return original(reference_variable, name, initializer)
             slot = original(reference_variable.stored, name, initializer)
-            narrowed = self.make_view(self.optimizer, slot)
-            self.slots.append(narrowed)
+            view = self.make_view(slot)
             # The variable behind the view is tracked already, and a list that
-            # lost an element is one TensorFlow would not save. Checked on
-            # Keras 3.12.4 and 3.15.1.
-            optimizer._tracker.stored_ids["variables"].add(id(narrowed))
-            return narrowed
+            # lost an element is one TensorFlow would not save.
+            optimizers.count_as_tracked(optimizer, view)
+            return view
 
-        vars(optimizer)["add_variable_from_reference"] = add
-        try:
-            yield
-        finally:
-            del vars(optimizer)["add_variable_from_reference"]
+        attributes.swap(undo, optimizer, "add_variable_from_reference", add)
 
-    def draw(self, shape: tuple, stream: int) -> Any:
-        """Random bits of the current step."""
+    def draw(self, shape: tuple[int, ...], stream: int) -> Any:
+        """Draws random bits of the current step."""
         step = ops.convert_to_tensor(self.optimizer.iterations)
         return random_bits(shape, self.optimizer.seed_variable, stream, step)
 
     def refresh(self) -> None:
         """Starts the streams of a step anew."""
         super().refresh()
-        for each in [*self.views.values(), *self.slots]:
-            each.assignments = 0
+        for view in self.created:
+            view.assignments = 0

@@ -6,7 +6,9 @@ import keras
 import numpy as np
 import pytest
 
-from tfmix.policy.in_force import carried, scope
+from tests import helpers
+from tfmix.policy import policy as policies
+from tfmix.policy.in_force import carried, scope, suited_optimizer
 from tfmix.scaling import guard, rules
 from tfmix.scaling import optimizer as scaling
 from tfmix.variables import master
@@ -250,7 +252,7 @@ def test_what_a_model_carries_can_be_dropped():
         model = make()
     before = set(vars(make()))
     assert carried.carried_policy(model).name == "mixed_float16"
-    carried.drop(model)
+    carried.carry(model, keras.DTypePolicy("float32"))
     assert carried.carried_policy(model) is None
     assert not {"compile", "call", "train_step"} & set(vars(model)) - before
 
@@ -282,3 +284,106 @@ def test_the_multi_optimizer_is_wrapped_as_a_whole():
     assert is_wrapped(model)
     model.fit(X, Y, verbose=0)
     assert np.isfinite(model.get_weights()[0]).all()
+
+
+def small_steps(policy, optimizer):
+    """The loss after updates that 16-bit variables alone would lose."""
+    rng = np.random.default_rng(5)
+    with scope.policy_scope(policy):
+        model = make()
+        model.set_weights([rng.normal(size=w.shape) for w in model.weights])
+        model.compile(optimizer, "mse")
+    for _ in range(40):
+        model.train_on_batch(X, Y)
+    return model, model.evaluate(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+def test_a_loss_scale_optimizer_of_the_users_gets_the_masters_it_lacks(policy):
+    own = scaling.LossScaleOptimizer(keras.optimizers.SGD(3e-3))
+    model, got = small_steps(policy, own)
+    assert model.optimizer is own
+    assert type(own.inner_optimizer) is master.MasterWeightOptimizer
+    _, expected = small_steps("float32", keras.optimizers.SGD(3e-3))
+    _, before = small_steps("float32", keras.optimizers.SGD(0.0))
+    assert abs(got - expected) < 0.1 * (before - expected)
+
+
+def test_masters_that_cannot_be_put_in_are_asked_for():
+    scope.set_global_policy("bfloat16")
+    built = scaling.LossScaleOptimizer("sgd")
+    built.build([keras.Variable([1.0])])
+    kerass = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    for optimizer, state in ((built, "built already"), (kerass, "Keras's own")):
+        with pytest.raises(ValueError, match=f"{state}.*MasterWeightOptimizer"):
+            make().compile(optimizer, "mse")
+
+
+def test_what_tfmix_put_on_comes_off_and_what_the_user_did_stays():
+    scope.set_global_policy("float16")
+    adam = keras.optimizers.Adam()
+    model = make()
+    model.compile(adam, "mse")
+    assert suited_optimizer.without_automatic(model.optimizer) is adam
+    own = scaling.LossScaleOptimizer("adam")
+    inside = own.inner_optimizer
+    model.compile(own, "mse")
+    assert own.inner_optimizer is not inside
+    assert suited_optimizer.without_automatic(own) is own
+    assert own.inner_optimizer is inside
+
+
+def test_an_optimizer_that_only_the_model_understands_is_passed_on():
+    class Task(keras.Model):
+        """Compiles itself with "auto", as KerasHub's tasks do."""
+
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.compile(optimizer="auto", loss="auto")
+
+        def call(self, x):
+            return self.dense(x)
+
+        def compile(self, optimizer="auto", loss="auto", **kwargs):
+            if optimizer == "auto":
+                optimizer = keras.optimizers.Adam(5e-5)
+            super().compile(optimizer, "mse", **kwargs)
+
+    with scope.policy_scope("mixed_float16"):
+        model = Task()
+    model.compile("auto")
+    assert is_wrapped(model)
+    assert guard.is_guarded(model)
+    model.fit(X, Y, verbose=0)
+
+
+def test_the_guard_of_compile_gives_way_to_an_optimizer_that_skips_nothing():
+    with scope.policy_scope("mixed_float16"):
+        model = make()
+    model.compile("adam", "mse")
+    assert guard.is_guarded(model)
+    model.compile("adam", "mse", auto_scale_loss=False)
+    history = model.fit(X, Y, verbose=0).history
+    assert np.isfinite(history["loss"][0])
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_step_runs_under_the_rules_of_the_last_policy_only(monkeypatch):
+    from tfmix.policy.in_force import switch
+
+    seen = []
+    model = make()
+    step = type(model).train_step
+
+    def spying(self, data):
+        seen.append({name for name in ("tanh", "sum") if switch.holds(name)})
+        return step(self, data)
+
+    monkeypatch.setattr(type(model), "train_step", spying)
+    for name in ("tanh", "sum"):
+        policy = policies.Policy("mixed_float16", float32_ops=[name])
+        carried.carry(model, policy)
+        model.compile("sgd", "mse", run_eagerly=True)
+        model.train_on_batch(X, Y)
+    assert seen == [{"tanh"}, {"sum"}]

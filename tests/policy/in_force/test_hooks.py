@@ -60,7 +60,7 @@ def test_after_float32_nothing_of_keras_differs():
     assert differences(before, snapshot()), "the comparison sees nothing"
     scope.set_global_policy("float32")
     assert not differences(before, snapshot())
-    assert not hooks.places()
+    assert not hooks._replacements.places()
 
 
 def test_float32_from_the_start_touches_nothing():
@@ -73,10 +73,10 @@ def test_float32_from_the_start_touches_nothing():
 
 def test_two_policies_one_after_the_other_hook_once():
     scope.set_global_policy("mixed_float16")
-    places = hooks.places()
+    places = hooks._replacements.places()
     hooked = keras.Layer.__init__
     scope.set_global_policy("mixed_bfloat16")
-    assert hooks.places() == places
+    assert hooks._replacements.places() == places
     assert keras.Layer.__init__ is hooked
 
 

@@ -7,8 +7,7 @@ import pytest
 from absl import logging
 
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import hooks, losses
-from tfmix.policy.in_force import ops as ops_in_force
+from tfmix.policy.in_force import hooks, penalties, switch
 from tfmix.policy.in_force import scope as state
 
 Policy = policies.Policy
@@ -240,19 +239,40 @@ def test_before_tfmix_is_asked_the_policy_is_kerass():
     assert state.global_policy() == keras.DTypePolicy("mixed_bfloat16")
 
 
-def test_rules_of_ops_and_losses_come_and_go_with_the_policy():
+def test_rules_come_and_go_with_the_policy():
     policy = Policy("mixed_float16", float32_ops=["tanh"])
+    rules = {"tanh", penalties.RULE}
     with state.policy_scope(policy):
-        assert ops_in_force.installed() == ["tanh"]
-        assert ops_in_force.replaced()
-    assert not ops_in_force.installed()
-    assert not ops_in_force.replaced()
+        assert switch.installed() == rules
+    assert not switch.installed()
     state.set_global_policy(policy)
-    assert ops_in_force.installed() == ["tanh"]
-    assert losses._board.installed
+    assert switch.installed() == rules
     state.set_global_policy("float32")
-    assert not ops_in_force.installed()
-    assert not losses._board.installed
+    assert not switch.installed()
+
+
+def test_a_scope_that_cannot_be_entered_leaves_nothing_behind(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hooks, "install", fails)
+        with (
+            pytest.raises(RuntimeError, match="planted"),
+            state.policy_scope("mixed_float16"),
+        ):
+            pass
+    assert new_layer_policy() == "float32"
+    assert not switch.installed()
+    with state.policy_scope("mixed_float16"):
+        assert new_layer_policy() == "mixed_float16"
+    assert new_layer_policy() == "float32"
+
+
+def test_a_thread_without_a_scope_is_under_the_one_opened_last():
+    with state.policy_scope("mixed_float16"):
+        assert in_thread(new_layer_policy) == "mixed_float16"
+    assert in_thread(new_layer_policy) == "float32"
 
 
 def test_a_float32_scope_has_no_op_rules_of_the_policy_around_it():

@@ -1,57 +1,118 @@
-"""A model made under a policy carries it: rules, losses, its `compile`.
+"""A model made under a policy carries it: its rules, losses and `compile`.
 
-Everything is an attribute of the one model, so it lasts when the scope the
-model was made in has ended, and no class of Keras keeps a trace.
+So the policy lasts when the scope that the model was made in has ended.
 """
 
-import dataclasses
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
+from absl import logging
 
+from tfmix._keras import call_context, model_methods
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import compiling, losses
+from tfmix.policy.in_force import compiling, penalties, switch, tensors
 
-_MARK = "_tfmix_carried"
-
-
-def carry(model: Any, policy: keras.DTypePolicy) -> None:
-    """Lets a model keep its op rules, float32 losses and safe `compile`.
-
-    Args:
-        model: A Keras model, built or not.
-        policy: The policy it is made under; nothing is done for one without
-            16-bit parts.
-    """
-    if not policies.is_sixteen_bit(policy):
-        return
-    drop(model)
-    ruled = policies.with_rules(policy)
-    detach = losses.attach(model, ruled.float32_ops)
-    compile = compiling.method(model, ruled.level)
-    object.__setattr__(model, "compile", compile)
-    object.__setattr__(model, _MARK, _Carried(policy, compile, detach))
+_as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfmix_outputs_as_made", default=False
+)
 
 
-def carried_policy(model: Any) -> keras.DTypePolicy | None:
+def carry(model: keras.Model, policy: keras.DTypePolicy) -> None:
+    """Makes a model carry a policy, or none if it has no 16-bit part."""
+    owner = model_methods.of(model)
+    if policies.is_sixteen_bit(policy):
+        owner.put(model_methods.RULES, _Carried(model, policy))
+    else:
+        owner.take_off(model_methods.RULES)
+
+
+def carried_policy(model: keras.Model) -> keras.DTypePolicy | None:
     """Returns the policy a model carries, `None` if it carries none."""
-    carried = vars(model).get(_MARK)
-    return carried.policy if carried else None
+    found = model_methods.part(model, model_methods.RULES)
+    return found.policy if isinstance(found, _Carried) else None
 
 
-def drop(model: Any) -> None:
-    """Takes back what `carry` did."""
-    carried = vars(model).pop(_MARK, None)
-    if carried is None:
-        return
-    carried.detach()
-    if vars(model).get("compile") is carried.compile:
-        object.__delattr__(model, "compile")
+@contextlib.contextmanager
+def outputs_as_made() -> Iterator[None]:
+    """Lets models return what their last layers make, for the doctor."""
+    token = _as_made.set(True)
+    try:
+        yield
+    finally:
+        _as_made.reset(token)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Carried:
-    policy: keras.DTypePolicy
-    compile: Callable[..., None]
-    detach: Callable[[], None]
+    """A policy on one model: what stands around the model's methods.
+
+    A step is under the rules as a whole, its gradient included, so that
+    rematerialised layers are traced under those they were first run under.
+    """
+
+    def __init__(self, model: keras.Model, policy: keras.DTypePolicy) -> None:
+        self.policy = policy
+        self._model = model
+        ruled = policies.with_rules(policy)
+        self._level = ruled.level
+        self._rules = frozenset({*ruled.float32_ops, penalties.RULE})
+        self._told = False
+        self.wrappers: Mapping[str, model_methods.Wrapper] = {
+            "call": self._call,
+            "compile": self._compile,
+            "compute_loss": self._in_float32,
+            "compute_metrics": self._in_float32,
+            "train_step": self._under_rules,
+            "test_step": self._under_rules,
+        }
+
+    def _under_rules(
+        self, original: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
+        switch.stand_by(self._rules)
+        with switch.block(self._rules):
+            return original(*args, **kwargs)
+
+    def _in_float32(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Gives losses and metrics their tensors in float32."""
+        args, kwargs = tensors.map_leaves((args, kwargs), tensors.wide)
+        return self._under_rules(original, *args, **kwargs)
+
+    def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Returns float32 from the outermost call of a model.
+
+        Inside another model or layer, 16 bit is handed on.
+        """
+        outputs = self._under_rules(original, *args, **kwargs)
+        if _as_made.get() or not call_context.is_outermost(self._model):
+            return outputs
+        self._tell_of_16_bit(outputs)
+        return tensors.map_leaves(outputs, tensors.wide)
+
+    def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        compiling.compile_suitably(
+            self._model, original, args, kwargs, self._level
+        )
+
+    def _tell_of_16_bit(self, outputs: Any) -> None:
+        if self._told or not getattr(self._model, "compiled", False):
+            return
+        self._told = True
+        dtypes: list[str] = []
+        tensors.map_leaves(
+            outputs, lambda one: dtypes.append(tensors.float_dtype(one))
+        )
+        for number, dtype in enumerate(dtypes):
+            if dtype in ("float16", "bfloat16"):
+                logging.warning(
+                    "Output %d of the model is %s: its last rounding reaches "
+                    "the loss, and probabilities below the format's range "
+                    "become 0. End the model with "
+                    "`tfmix.float32_output(activation)`, for example "
+                    "`Dense(10)` and `tfmix.float32_output('softmax')` in "
+                    "place of `Dense(10, activation='softmax')`.",
+                    number,
+                    dtype,
+                )

@@ -1,27 +1,19 @@
-"""How Keras's layers get tfmix's policy: the hooks, while one is in force.
-
-Reaches into `keras.src`; checked on Keras 3.12.4 and 3.15.1. Keras keeps its
-policy per thread and drops it in `clear_session()`; all its code reads and
-writes it through the two functions of `global_state`, looked up as module
-attributes, so replacing those two reaches every thread and every caller.
-"""
+"""How Keras's layers get tfmix's policy: the hooks, while one is in force."""
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from tfmix._keras import attributes
+from tfmix._keras import attributes, policy_state, training_classes
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import compiling, new_layers
 
 Lookup = Callable[[], keras.DTypePolicy | None]
 Replaced = Callable[[keras.DTypePolicy], None]
 
-_KEY = "dtype_policy"
 _replacements = attributes.Replacements()
 
 
@@ -30,31 +22,15 @@ def are_installed() -> bool:
     return bool(_replacements.places())
 
 
-def places() -> list[attributes.Place]:
-    """Returns the `(owner, attribute)` pairs that are replaced just now."""
-    return _replacements.places()
-
-
 def install(lookup: Lookup, replaced: Replaced) -> None:
-    """Lets Keras ask tfmix; does nothing when it does already.
-
-    Args:
-        lookup: Returns the policy in force for the calling thread.
-        replaced: Called when the user sets a policy through Keras.
-
-    Raises:
-        RuntimeError: If this version of Keras lacks a function that is
-            needed; nothing is replaced then.
-    """
+    """Lets Keras ask tfmix; does nothing when it does already."""
     if are_installed():
         return
-    state = _global_state()
-    trainer = importlib.import_module("keras.src.trainers.trainer").Trainer
     wanted: dict[attributes.Place, Callable[[Any], Any]] = {
-        (state, "get_global_attribute"): lambda f: _getter(f, lookup),
-        (state, "set_global_attribute"): lambda f: _setter(f, replaced),
+        policy_state.getter(): lambda f: _getter(f, lookup),
+        policy_state.setter(): lambda f: _setter(f, replaced),
         (keras.Layer, "__init__"): lambda f: _initializer(f, lookup),
-        (trainer, "compile"): compiling.wrapped,
+        (training_classes.trainer(), "compile"): compiling.wrapped,
     }
     for owner, name in wanted:
         if name not in vars(owner):
@@ -71,28 +47,11 @@ def remove() -> None:
     _replacements.set({})
 
 
-def keras_policy_name() -> str:
-    """Returns the name of Keras's own policy in the calling thread."""
-    own = getattr(_global_state().GLOBAL_STATE_TRACKER, _KEY, None)
-    return keras.config.floatx() if own is None else own.name
-
-
-def make_keras_float32() -> None:
-    """Sets Keras's own policy of this thread to float32, unless it is."""
-    if keras_policy_name() != "float32":
-        tracker = _global_state().GLOBAL_STATE_TRACKER
-        setattr(tracker, _KEY, keras.DTypePolicy("float32"))
-
-
-def _global_state() -> Any:
-    return importlib.import_module("keras.src.backend.common.global_state")
-
-
 def _getter(original: Callable[..., Any], lookup: Lookup) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_global_attribute(name: str, *args: Any, **kwargs: Any) -> Any:
         # This is called some ten times per layer call, with other names.
-        if name == _KEY:
+        if name == policy_state.KEY:
             policy = lookup()
             if policy is not None:
                 return policies.plain(policy)
@@ -107,7 +66,7 @@ def _setter(
     @functools.wraps(original)
     def set_global_attribute(name: str, value: Any) -> None:
         original(name, value)
-        if name == _KEY and value is not None:
+        if name == policy_state.KEY and value is not None:
             replaced(value)
 
     return set_global_attribute

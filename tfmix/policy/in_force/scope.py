@@ -8,9 +8,9 @@ from typing import Any
 import keras
 from absl import logging
 
+from tfmix._keras import policy_state
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import hooks, losses
-from tfmix.policy.in_force import ops as ops_in_force
+from tfmix.policy.in_force import hooks, penalties, switch
 
 _lock = threading.RLock()
 _local = threading.local()
@@ -51,7 +51,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
         else:
             _base = accepted
             if accepted.name == "float32":
-                hooks.make_keras_float32()
+                policy_state.make_float32()
         _refresh()
 
 
@@ -81,7 +81,9 @@ class policy_scope(contextlib.ContextDecorator):
     """Context (or decorator) in which new layers get another dtype policy.
 
     The policy before is back on exit, also after an exception and also when
-    other threads open and close scopes of their own meanwhile.
+    other threads open and close scopes of their own meanwhile. A thread
+    without a scope of its own is under the one opened last by any thread, so
+    that a model may be built by worker threads inside the block.
 
     Args:
         policy: As for `set_global_policy`.
@@ -106,7 +108,14 @@ class policy_scope(contextlib.ContextDecorator):
             scope = _Scope(self._policy, _own_scopes())
             self._entered.append(scope)
             _open = (*_open, scope)
-            _refresh()
+            try:
+                _refresh()
+            except BaseException:
+                # Python does not call `__exit__` of what was never entered.
+                self._leave()
+                with contextlib.suppress(Exception):
+                    _refresh()
+                raise
         return self._policy
 
     def __exit__(
@@ -115,26 +124,19 @@ class policy_scope(contextlib.ContextDecorator):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        global _open
         with _lock:
-            scope = self._entered.pop()
-            scope.close()
-            _open = tuple(other for other in _open if other is not scope)
+            self._leave()
             _refresh()
+
+    def _leave(self) -> None:
+        global _open
+        scope = self._entered.pop()
+        scope.close()
+        _open = tuple(other for other in _open if other is not scope)
 
 
 def accept(policy: Any) -> keras.DTypePolicy:
     """Checks what a user gave as a policy and makes names a `Policy`.
-
-    Args:
-        policy: A name, a `Policy` or a `keras.DTypePolicy`.
-
-    Returns:
-        The policy as an object.
-
-    Raises:
-        TypeError: If `policy` is neither a name nor a policy.
-        ValueError: If its name is unknown or its dtype is no float.
 
     Example:
         >>> accept("O2").name
@@ -187,16 +189,16 @@ def _lookup() -> keras.DTypePolicy | None:
     return latest[-1].policy if latest else _base
 
 
-def _op_rules(policy: keras.DTypePolicy | None) -> list[str]:
+def _rules(policy: keras.DTypePolicy | None) -> frozenset[str]:
     if policy is None or not policies.is_sixteen_bit(policy):
-        return []
-    return policies.with_rules(policy).float32_ops
+        return frozenset()
+    ruled = policies.with_rules(policy)
+    return frozenset({*ruled.float32_ops, penalties.RULE})
 
 
 def _enter_rules(policy: keras.DTypePolicy) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
-    stack.enter_context(ops_in_force.in_force(_op_rules(policy)))
-    stack.enter_context(losses.in_force(policies.is_sixteen_bit(policy)))
+    stack.enter_context(switch.block(_rules(policy)))
     return stack
 
 
@@ -205,21 +207,15 @@ def _refresh() -> None:
     standing = [scope.policy for scope in _open]
     if _base is not None:
         standing.append(_base)
+    hooked = True
     if all(policy.name == "float32" for policy in standing):
         # A float32 scope needs the hooks only against a policy of Keras's.
-        against_keras = bool(_open) and hooks.keras_policy_name() != "float32"
-    else:
-        against_keras = True
-    process_wide = _open[-1].policy if _open else _base
-    ops_in_force.install(_op_rules(process_wide))
-    if process_wide is not None and policies.is_sixteen_bit(process_wide):
-        losses.install()
-    else:
-        losses.uninstall()
-    if against_keras:
+        hooked = bool(_open) and policy_state.name() != "float32"
+    switch.install(_rules(_open[-1].policy if _open else _base))
+    if hooked:
         hooks.install(_lookup, _replaced_by_keras)
-        return
-    hooks.remove()
+    else:
+        hooks.remove()
 
 
 def _replaced_by_keras(policy: keras.DTypePolicy) -> None:

@@ -6,46 +6,43 @@ import keras
 from absl import logging
 
 from tfmix import _formats
+from tfmix._keras import layers
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
-from tfmix.variables import base as sixteen_bit
-from tfmix.variables import master
+from tfmix.variables import base, master
+
+# Marks a wrapper that tfmix has put on, so that tfmix takes it off again.
+_AUTOMATIC = "_tfmix_automatic"
 
 
-def computing_layers(model: Any) -> list[Any]:
+def computing_layers(model: keras.Layer) -> list[keras.Layer]:
     """Lists the layers of a model that compute something, at any depth.
 
     Functional and Sequential models only pass tensors on, whatever their own
     dtype policy says; a subclassed model may compute in its `call`.
-
-    Args:
-        model: A Keras layer or model.
-
-    Returns:
-        The layers, each once.
     """
     return [
         layer
-        for layer in model._flatten_layers()
+        for layer in layers.flat_layers(model)
         if not isinstance(layer, keras.layers.InputLayer)
         and not is_graph(layer)
     ]
 
 
-def is_graph(model: Any) -> bool:
+def is_graph(model: keras.Layer) -> bool:
     """Says whether a model is Functional or Sequential."""
     names = {base.__name__ for base in type(model).__mro__}
     return bool(names & {"Functional", "Sequential"})
 
 
-def computes_in(model: Any, dtype: str) -> bool:
+def computes_in(model: keras.Layer, dtype: str) -> bool:
     """Says whether any layer of a model computes in a dtype."""
     return any(
         layer.compute_dtype == dtype for layer in computing_layers(model)
     )
 
 
-def has_sixteen_bit_variables(model: Any) -> bool:
+def has_sixteen_bit_variables(model: keras.Layer) -> bool:
     """Says whether a model keeps, or will keep, variables in 16 bit."""
     return any(
         layer.variable_dtype in _formats.SIXTEEN_BIT
@@ -53,26 +50,23 @@ def has_sixteen_bit_variables(model: Any) -> bool:
     )
 
 
-def suited(optimizer: Any, model: Any, level: str | None = None) -> Any:
+def suited(
+    optimizer: keras.optimizers.Optimizer,
+    model: keras.Layer,
+    level: str | None = None,
+) -> keras.optimizers.Optimizer:
     """Returns an optimizer with what a model's dtypes call for around it.
 
     float16 layers get loss scaling, 16-bit variables get float32 masters.
-    What is there already stays; an optimizer that scales the loss is returned
-    as it is.
-
-    Args:
-        optimizer: A Keras optimizer.
-        model: The model it will train.
-        level: The level the model was made at; `"O3"` asks for no loss
-            scaling. Defaults to `None`.
-
-    Returns:
-        The optimizer itself or a wrapper around it.
+    What is there already stays; into tfmix's loss-scale optimizer masters are
+    put where they are missing.
     """
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return optimizer
     float16 = computes_in(model, "float16")
     pure = has_sixteen_bit_variables(model)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        if pure:
+            _add_masters(optimizer)
+        return optimizer
     if not float16 and not pure:
         return optimizer
     fixed = optimizer.loss_scale_factor
@@ -88,11 +82,58 @@ def suited(optimizer: Any, model: Any, level: str | None = None) -> Any:
             optimizer.name,
             fixed,
         )
-    if pure and not isinstance(optimizer, sixteen_bit.SixteenBitOptimizer):
-        optimizer = master.MasterWeightOptimizer(optimizer)
-    return scaling.LossScaleOptimizer(
-        optimizer, loss_scale=_rule(fixed, float16, level)
+    if pure and not isinstance(optimizer, base.SixteenBitOptimizer):
+        optimizer = _automatic(master.MasterWeightOptimizer(optimizer))
+    return _automatic(
+        scaling.LossScaleOptimizer(
+            optimizer, loss_scale=_rule(fixed, float16, level)
+        )
     )
+
+
+def without_automatic(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
+    """Takes off the wrappers that `suited` has put around an optimizer.
+
+    A wrapper of the user's stays, and masters put into one come out of it.
+    """
+    fixed = None
+    while vars(optimizer).get(_AUTOMATIC):
+        rule = getattr(optimizer, "rule", None)
+        if isinstance(rule, rules.FixedLossScale):
+            # Made of the factor that the user had given the optimizer.
+            fixed = rule.scale
+        optimizer = optimizer.inner_optimizer
+    if fixed is not None:
+        optimizer.loss_scale_factor = fixed
+    inner = vars(optimizer).get("inner_optimizer")
+    if inner is not None and vars(inner).get(_AUTOMATIC):
+        optimizer.inner_optimizer = inner.inner_optimizer
+    return optimizer
+
+
+def _automatic(optimizer: Any) -> keras.optimizers.Optimizer:
+    object.__setattr__(optimizer, _AUTOMATIC, True)
+    return optimizer
+
+
+def _add_masters(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
+    inner = optimizer.inner_optimizer
+    if isinstance(inner, base.SixteenBitOptimizer):
+        return
+    ours = isinstance(optimizer, scaling.LossScaleOptimizer)
+    if not ours or optimizer.built:
+        name = type(inner).__name__
+        state = "is built already" if ours else "is Keras's own"
+        raise ValueError(
+            "A model with 16-bit variables loses every update smaller than "
+            "half a step of the format, unless its optimizer keeps float32 "
+            f"masters. Received: optimizer={optimizer!r}, which has none and "
+            f"{state}. Compile with tfmix.LossScaleOptimizer("
+            f"tfmix.MasterWeightOptimizer({name}(...)))."
+        )
+    optimizer.inner_optimizer = _automatic(master.MasterWeightOptimizer(inner))
 
 
 def _rule(fixed: float | None, float16: bool, level: str | None) -> Any:
@@ -102,3 +143,25 @@ def _rule(fixed: float | None, float16: bool, level: str | None) -> Any:
         # The check for non-finite gradients stays.
         return rules.NoLossScale()
     return "dynamic"
+
+
+def missing_scaler_warning(model: keras.Model) -> str:
+    """Says what to write for a float16 model whose loss is not scaled.
+
+    Empty for a model that is not compiled, has no layers in float16, or has
+    an optimizer that scales the loss. Keras scales it only where the model as
+    a whole is "mixed_float16", and not under `compile(auto_scale_loss=False)`.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or not computes_in(model, "float16"):
+        return ""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return ""
+    if getattr(optimizer, "loss_scale_factor", None):
+        return ""
+    name = type(optimizer).__name__
+    return (
+        f"The model computes in float16 and {name} does not scale the loss: "
+        f"gradients below {_formats.FLOAT16.smallest:.1g} become 0. Compile "
+        f"with tfmix.LossScaleOptimizer({name}(...))."
+    )

@@ -1,5 +1,6 @@
 """Finds the 16-bit float tensors in a nest of arguments, and widens them."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -7,16 +8,12 @@ import keras
 
 from tfmix import _formats
 
+# Attribute of a 16-bit scalar: its value before a rule rounded it.
+_WIDE = "_tfmix_float32"
+
 
 def float_dtype(value: Any) -> str:
     """Returns a tensor's float dtype.
-
-    Args:
-        value: Anything; tensors, variables and NumPy arrays have a dtype.
-
-    Returns:
-        The dtype's name, `"sparse"` for sparse and ragged float tensors, and
-        `""` for integers and for what is no tensor.
 
     Example:
         >>> import numpy as np
@@ -61,6 +58,40 @@ def narrow(value: Any, dtype: str) -> Any:
     if float_dtype(value) != "float32":
         return value
     return keras.ops.cast(value, dtype)
+
+
+def narrow_once(value: Any, dtype: str) -> Any:
+    """Casts as `narrow`; a scalar remembers its float32 value for `wide`.
+
+    A large penalty that was summed in float32 so reaches `add_loss` as it is.
+    """
+    result = narrow(value, dtype)
+    if result is not value and len(value.shape) == 0:
+        # JAX arrays take no attributes; the penalty is then what the 16-bit
+        # format can hold.
+        with contextlib.suppress(AttributeError):
+            setattr(result, _WIDE, value)
+    return result
+
+
+def wide(value: Any) -> Any:
+    """Casts a 16-bit tensor to float32 and keeps what Keras attached to it.
+
+    With the mask and the logits of the 16-bit tensor a masked metric and the
+    loss of a softmax head stay right.
+    """
+    if not is_16_bit(value):
+        return value
+    result = getattr(value, _WIDE, None)
+    if result is None:
+        result = keras.ops.cast(value, "float32")
+    for attribute in ("_keras_mask", "_keras_logits"):
+        attached = getattr(value, attribute, None)
+        if attached is not None:
+            # JAX arrays take no attributes, and Keras puts none on them.
+            with contextlib.suppress(AttributeError):
+                setattr(result, attribute, widen(attached))
+    return result
 
 
 def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:

@@ -1,12 +1,10 @@
-"""Inputs a cast would destroy reach the layer that needs them uncast.
+"""Exact inputs for the layers that a cast to 16 bit would break.
 
 A subclassed model or a layer of the user's casts float inputs to 16 bit before
 its `call` runs, so ids given as floats arrive at an `Embedding` rounded (2049
 becomes 2048) and raw features at a `Normalization` without their digits. Here
 such a layer remembers what it cast, on the tensor itself, and the layers that
 need the exact values look there.
-
-Reaches into `keras.src`; checked on Keras 3.12.4 and 3.15.1.
 """
 
 import functools
@@ -17,8 +15,9 @@ import keras
 from absl import logging
 
 from tfmix import _formats
+from tfmix._keras import call_context, layer_policies, tensor_marks
 
-_ATTRIBUTE = "_tfmix_uncast"
+_UNCAST = "_tfmix_uncast"
 _CALL = "call"
 _CONVERT = "convert_input"
 # Whole numbers above these are no longer exact: 2 to the significand's bits.
@@ -26,11 +25,10 @@ _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
 _DATA_LAYERS = ("DataLayer", "TFDataLayer")
 
 
-def keep_exact(layer: Any) -> None:
+def keep_exact(layer: keras.Layer) -> None:
     """Lets one layer remember, or look up, what was cast before it.
 
-    Args:
-        layer: Any layer; most need nothing and are left alone.
+    Most layers need neither and are left alone.
     """
     names = {base.__name__ for base in type(layer).__mro__}
     if "Embedding" in names:
@@ -39,60 +37,49 @@ def keep_exact(layer: Any) -> None:
         look_behind_casts(layer)
         # Some of them switch the conversion of their inputs off.
         _look_up(layer, warn=False)
-    elif "Sequential" in names or not _is_kerass_own(type(layer)):
+    elif "Sequential" in names or not _is_builtin(type(layer)):
         # A Sequential model casts, too, at the call that builds it.
         _use_converter(layer, _remember)
 
 
-def look_behind_casts(layer: Any) -> None:
-    """Gives a layer its inputs as they were before a layer around it cast.
-
-    Args:
-        layer: A layer that computes in float32 by a rule.
-    """
+def look_behind_casts(layer: keras.Layer) -> None:
+    """Gives a float32 layer its inputs as they were before a cast."""
     _use_converter(layer, _recover)
 
 
-def forget_exact(layer: Any) -> None:
-    """Takes back what `keep_exact` attached.
-
-    Args:
-        layer: Any layer.
-    """
+def forget_exact(layer: keras.Layer) -> None:
+    """Takes back what `keep_exact` attached."""
     policy = layer.dtype_policy
     if _CONVERT in vars(policy):
-        object.__setattr__(
-            layer, "_dtype_policy", keras.DTypePolicy(policy.name)
-        )
+        layer_policies.set_policy(layer, keras.DTypePolicy(policy.name))
     call = vars(layer).get(_CALL)
     if getattr(call, "_tfmix_look_up", False):
         object.__delattr__(layer, _CALL)
 
 
-def _is_kerass_own(layer_class: type) -> bool:
+def _is_builtin(layer_class: type) -> bool:
     return layer_class.__module__.split(".")[0] == "keras"
 
 
-def _use_converter(layer: Any, convert: Any) -> None:
+def _use_converter(layer: keras.Layer, convert: Any) -> None:
     """Gives the layer a policy of its own with another `convert_input`."""
     policy = layer.dtype_policy
     if type(policy) is not keras.DTypePolicy:
         return
     own = keras.DTypePolicy(policy.name)
     vars(own)[_CONVERT] = types.MethodType(convert, own)
-    object.__setattr__(layer, "_dtype_policy", own)
+    layer_policies.set_policy(layer, own)
 
 
 def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
     tensor = type(policy).convert_input(policy, x, False, dtype)
     converted = type(policy).convert_input(policy, tensor, autocast, dtype)
     if converted is not tensor:
-        attributes = _tensor_attributes()
-        attributes.set_tensor_attr(converted, _ATTRIBUTE, tensor)
-        mask = attributes.get_tensor_attr(x, "_keras_mask")
+        tensor_marks.put(converted, _UNCAST, tensor)
+        mask = tensor_marks.get(x, "_keras_mask")
         if mask is not None:
             # Keras 3.12 loses it in this cast.
-            attributes.set_tensor_attr(converted, "_keras_mask", mask)
+            tensor_marks.put(converted, "_keras_mask", mask)
     return converted
 
 
@@ -104,11 +91,11 @@ def _uncast(x: Any) -> Any:
     """Returns what a tensor was before a layer cast it, else the tensor."""
     if not (keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor)):
         return x
-    original = _tensor_attributes().get_tensor_attr(x, _ATTRIBUTE)
+    original = tensor_marks.get(x, _UNCAST)
     return x if original is None else original
 
 
-def _look_up(layer: Any, warn: bool) -> None:
+def _look_up(layer: keras.Layer, warn: bool) -> None:
     original = layer.call
 
     @functools.wraps(original)
@@ -119,14 +106,14 @@ def _look_up(layer: Any, warn: bool) -> None:
         return original(exact, *args, **kwargs)
 
     vars(call)["_tfmix_look_up"] = True
-    object.__setattr__(layer, _CALL, call)
+    layer_policies.put(layer, _CALL, call)
 
 
-def _warn_of_rounded_ids(layer: Any, ids: Any) -> None:
+def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:
     dtype = keras.backend.standardize_dtype(ids.dtype)
-    if dtype not in _formats.SIXTEEN_BIT:
+    if dtype not in _formats.SIXTEEN_BIT or call_context.on_shapes_only():
         return
-    if layer.input_dim <= _EXACT_UP_TO[dtype] or _only_shapes():
+    if layer.input_dim <= _EXACT_UP_TO[dtype]:
         return
     # A model meets this while it is traced, so a few times, not each step.
     logging.warning(
@@ -138,16 +125,3 @@ def _warn_of_rounded_ids(layer: Any, ids: Any) -> None:
         _EXACT_UP_TO[dtype],
         layer.input_dim,
     )
-
-
-def _only_shapes() -> bool:
-    """Says whether Keras infers shapes, on stand-ins that remember nothing."""
-    from keras.src.backend.common import symbolic_scope
-
-    return bool(symbolic_scope.in_symbolic_scope())
-
-
-def _tensor_attributes() -> Any:
-    from keras.src.backend.common import tensor_attributes
-
-    return tensor_attributes

@@ -29,16 +29,12 @@ class Block:
         tensor: The gradients, stacked along a new first axis if several.
         positions: Which gradients of the step these are.
         is_true: Whether it is not to be divided: it was already, or it
-            overwrites its variable (Keras's float8 training computes new
-            scales that way) and is no gradient.
-        recipe: A `deferred.Recipe` if `tensor` is better computed again
-            where it is needed than held.
+            overwrites its variable and is no gradient.
     """
 
     tensor: Any
     positions: tuple[int, ...]
     is_true: bool = False
-    recipe: Any = None
 
     @property
     def is_stack(self) -> bool:
@@ -51,15 +47,9 @@ def joined(
     variables: Sequence[Any],
     true: Collection[int] = (),
 ) -> list[Block]:
-    """Joins a step's gradients, still scaled, and widens 16-bit ones.
+    """Joins a step's gradients and widens 16-bit ones; `None`s are left out.
 
-    Args:
-        grads: Scaled gradients; `None` where there is none.
-        variables: The variables they belong to.
-        true: Which of them are not scaled any more, out of those `alone`.
-
-    Returns:
-        The scaled gradients in float32 or wider, as blocks.
+    Those at the positions `true`, of those `alone`, are not scaled any more.
     """
     return [
         _block(grads, variables, positions, positions[0] in true)
@@ -68,17 +58,12 @@ def joined(
 
 
 def alone(grads: Sequence[Any], variables: Sequence[Any]) -> frozenset[int]:
-    """Returns which scaled gradients `joined` leaves as they are.
-
-    Args:
-        grads: Scaled gradients; `None` where there is none.
-        variables: The variables they belong to.
-    """
+    """Returns the positions of gradients that `joined` leaves as they are."""
     return frozenset(
         position
         for position, *others in _groups(grads, variables)
         if not others
-        and not _overwrites(variables[position])
+        and not unscale.is_overwritten(variables[position])
         and not unscale.is_16bit(grads[position])
     )
 
@@ -93,7 +78,14 @@ def apart(grads: Sequence[Any], variables: Sequence[Any]) -> list[Block]:
 
 
 def divided(blocks: Sequence[Block], scale: Any) -> list[Block]:
-    """Returns the blocks of true gradients: divided by the loss scale."""
+    """Returns the blocks of true gradients.
+
+    Args:
+        blocks: The gradients' blocks.
+        scale: Float32 scalar, or `None` if they were divided already.
+    """
+    if scale is None:
+        return list(blocks)
     if compilation.by_xla():
         # The reciprocal of a constant beyond 2^126 would be folded to zero.
         scale = compilation.kept_apart(scale)
@@ -110,17 +102,15 @@ def divided(blocks: Sequence[Block], scale: Any) -> list[Block]:
 def unscaled(
     grads: Sequence[Any], variables: Sequence[Any], scale: Any
 ) -> list[Block]:
-    """Divides a step's gradients by the loss scale, block by block.
-
-    Args:
-        grads: Scaled gradients; `None` where there is none.
-        variables: The variables they belong to.
-        scale: Float32 scalar.
-
-    Returns:
-        The true gradients in float32 or wider, as blocks.
-    """
-    return divided(joined(grads, variables), scale)
+    """Returns the blocks of true gradients, with NaN for any infinity."""
+    return [
+        block
+        if block.is_true
+        else dataclasses.replace(
+            block, tensor=unscale.without_infinities(block.tensor)
+        )
+        for block in divided(joined(grads, variables), scale)
+    ]
 
 
 def parts(blocks: Sequence[Block], count: int) -> list[Any]:
@@ -175,7 +165,7 @@ def _block(
     tensor = grads[positions[0]]
     if len(positions) > 1:
         tensor = ops.stack([grads[position] for position in positions])
-    if _overwrites(variables[positions[0]]):
+    if unscale.is_overwritten(variables[positions[0]]):
         return Block(tensor, positions, is_true=True)
     return Block(unscale.widened(tensor), positions, is_true)
 
@@ -186,7 +176,8 @@ def _groups(
     groups: dict[Any, list[int]] = defaultdict(list)
     for position, gradient in enumerate(grads):
         if gradient is not None:
-            joins = _is_small(gradient) and not _overwrites(variables[position])
+            overwrites = unscale.is_overwritten(variables[position])
+            joins = _is_small(gradient) and not overwrites
             # A gradient that joins no other is a group of its own.
             kind = position if not joins else _kind(gradient)
             groups[kind].append(position)
@@ -202,7 +193,3 @@ def _is_small(gradient: Any) -> bool:
         return False
     shape = tuple(gradient.shape)
     return None not in shape and math.prod(shape) <= _SMALL
-
-
-def _overwrites(variable: Any) -> bool:
-    return getattr(variable, "overwrite_with_gradient", False)

@@ -1,6 +1,7 @@
 """Is every number of a nest of tensors finite?"""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -11,6 +12,8 @@ from tfmix._keras import compilation
 # The most rows that XLA's `TreeReductionRewriter` leaves in one piece, and a
 # size below which a check costs no more than its start.
 _MOST_ROWS, _FEW = 32, 2**14
+# Half of float32's largest: rounding errors of a sum do not reach that far.
+_SAFE = 1.7e38
 
 
 def all_finite(tensors: Any) -> Any:
@@ -37,6 +40,30 @@ def all_finite(tensors: Any) -> Any:
     if not flags:
         return ops.convert_to_tensor(True)
     return flags[0] if len(flags) == 1 else ops.all(ops.stack(flags))
+
+
+def surely_finite(tensors: Sequence[Any], scale: Any) -> Any:
+    """Returns a boolean scalar, false if a closer look is needed (TensorFlow).
+
+    TensorFlow's `l2_loss` sums squares in one multithreaded pass, without a
+    tensor in between; `isfinite` and `all` take two. The sum is infinite or
+    NaN if any number is, but also where squares overflow, from 1e19 on.
+
+    Args:
+        tensors: Gradients, dense or sparse, in float32 or wider.
+        scale: Float32 scalar that they are to be divided by, or `None`.
+
+    Returns:
+        True only if all gradients, all sums of the rows of sparse ones and
+        all of their quotients by the scale are finite.
+    """
+    import tensorflow as tf
+
+    largest = tf.sqrt(tf.add_n([_squares(tensor) for tensor in tensors]))
+    if scale is not None:
+        # A scale below 1, which `min_scale` allows, makes gradients larger.
+        largest = largest / tf.minimum(scale, 1.0)
+    return largest < _SAFE
 
 
 def is_finite(tensor: Any) -> Any:
@@ -104,6 +131,21 @@ def _sums_of_rows(slices: Any) -> Any:
     return tf.math.unsorted_segment_sum(
         slices.values, position, tf.shape(rows)[0]
     )
+
+
+def _squares(tensor: Any) -> Any:
+    """Returns at least the square of any of the tensor's numbers, float32."""
+    import tensorflow as tf
+
+    if is_sparse(tensor):
+        # By Cauchy's and Schwarz's inequality no sum of some rows exceeds the
+        # norm of all, multiplied by the root of their number.
+        rows = tf.cast(tf.shape(tensor.values)[0], tf.float32)
+        return 2.0 * rows * tf.cast(tf.nn.l2_loss(tensor.values), tf.float32)
+    if _dtype(tensor) in ("float32", "float64"):
+        return 2.0 * tf.cast(tf.nn.l2_loss(tensor), tf.float32)
+    # An overwriting value in a narrow format, where squares lose all meaning.
+    return tf.where(is_finite(tensor), 0.0, float("inf"))
 
 
 def _leaves(tensors: Any) -> list[Any]:

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import compilation
-from tfmix.scaling.step import blocks, unscaled
+from tfmix.scaling.step import blocks
 
 
 def stateless_apply(
@@ -15,14 +15,16 @@ def stateless_apply(
     optimizer_values: list[Any],
     grads: list[Any],
     trainable_values: list[Any],
+    unscaled: bool,
 ) -> tuple[list[Any], list[Any]]:
     """Applies the gradients or leaves everything but the scale as it was.
 
     Args:
         optimizer: A `LossScaleOptimizer`, built.
         optimizer_values: Current values of `optimizer.variables`.
-        grads: Scaled gradients; `None` where there is none.
+        grads: Gradients; `None` where there is none.
         trainable_values: Current values of the model's variables.
+        unscaled: Whether the gradients were divided by the scale already.
 
     Returns:
         The new values of the model's and of the optimizer's variables.
@@ -33,12 +35,9 @@ def stateless_apply(
     inner_values = list(optimizer_values[own:])
     with keras.StatelessScope(state_mapping=mapping):
         state = optimizer.state()
-        note = optimizer.unscaled_note.take()
-        scale = unscaled.divisor(note, optimizer.rule.current(state))
+        scale = None if unscaled else optimizer.rule.current(state)
     bad = _not_finite(grads, variables, scale, optimizer.rule.lowest_scale)
     is_finite = ops.logical_not(ops.any(bad))
-    for flag in unscaled.seen_bad(note):
-        is_finite = ops.logical_and(is_finite, ops.equal(flag, 0))
 
     def own_values(applied: bool) -> list[Any]:
         with keras.StatelessScope(state_mapping=mapping) as scope:
@@ -70,11 +69,11 @@ def stateless_apply(
 def _not_finite(
     grads: list[Any], variables: list[Any], scale: Any, lowest: float
 ) -> Any:
-    """Returns which true gradients are not finite.
+    """Returns which true gradients are not finite, as a boolean vector.
 
-    No division by 1 or more makes an infinity, so that the scaled gradients
-    tell it, which are there already. Joined for the check alone: to take them
-    apart again costs kernels.
+    No division by 1 or more makes an infinity: then the scaled gradients,
+    which are there already, are checked. They are joined for the check alone,
+    since to take them apart again costs kernels.
     """
     joined = blocks.joined(grads, variables)
     if lowest < 1:
@@ -91,13 +90,10 @@ def _selected(is_finite: Any, applied: Any, skipped: Any) -> Any:
     return jax.tree.map(chosen, applied, skipped)
 
 
-def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
+def apply(
+    optimizer: Any, grads: list[Any], variables: list[Any], unscaled: bool
+) -> Any:
     """Does the same on the variables themselves, as in an eager loop.
-
-    Args:
-        optimizer: A `LossScaleOptimizer`, built.
-        grads: Scaled gradients; `None` where there is none.
-        variables: The variables they belong to.
 
     Returns:
         Boolean scalar, whether the step was applied.
@@ -109,6 +105,7 @@ def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
         [variable.value for variable in optimizer.variables],
         [by_variable.get(id(variable)) for variable in model_variables],
         [variable.value for variable in model_variables],
+        unscaled,
     )
     for variable, value in zip(model_variables, new_trainable, strict=True):
         variable.assign(value)

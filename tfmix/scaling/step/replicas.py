@@ -1,57 +1,174 @@
-"""One replica's step, for wrappers used outside the loss-scale optimizer."""
+"""One optimizer step per replica, without a merge call (`tf.distribute`).
+
+Keras's optimizers sum the gradients over the replicas and write mirrored
+variables through merge calls, which may not stand inside a `tf.cond`. tfmix
+sums the gradients first. From there on every replica holds the same numbers,
+so each can take its step alone: it sees only its own copy of each variable
+and no strategy. All replicas reach the same decision, and none can wait for
+another. That also lets gradient accumulation and EMA, whose conditionals
+Keras cannot run under `MirroredStrategy`, work unchanged.
+"""
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 
+from tfmix._keras import optimizers, variables
+from tfmix.scaling.step import unscale
 
-def sum_gradients(grads: Any) -> Any:
-    """Sums gradients over the replicas, in the dtype they come in.
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
 
-    Args:
-        grads: List of tensors and `None`s.
+# Strategies whose variables do not live on the replicas that compute the
+# gradients: there is no local copy to update, and no joint step to skip.
+_REFUSED = {
+    "ParameterServerStrategyV2": "its workers update shared variables alone",
+    "ParameterServerStrategyV1": "its workers update shared variables alone",
+    "CentralStorageStrategy": "its variables are not copied to each replica",
+    "CentralStorageStrategyV1": "its variables are not copied to each replica",
+}
 
-    Returns:
-        The list of sums; `grads` itself where there is one replica.
+
+def check_strategy(strategy: Any = None) -> None:
+    """Refuses a strategy, else the current one, that cannot skip a step."""
+    if keras.backend.backend() != "tensorflow":
+        return
+    name = type(strategy or tf.distribute.get_strategy()).__name__
+    if name in _REFUSED:
+        raise ValueError(
+            f"tfmix cannot scale the loss under {name}: {_REFUSED[name]}, so "
+            "the replicas could not skip a step together. Use "
+            "MirroredStrategy, MultiWorkerMirroredStrategy, "
+            "OneDeviceStrategy or TPUStrategy."
+        )
+
+
+def check_replica_context() -> None:
+    """Refuses to apply gradients outside of `strategy.run`."""
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "Gradients must be applied in a replica context. Call "
+            "`optimizer.apply(...)` inside the function that you give to "
+            "`strategy.run(...)`."
+        )
+
+
+def on_one_replica() -> bool:
+    """Returns whether the current strategy has only one replica."""
+    return tf.distribute.get_strategy().num_replicas_in_sync == 1
+
+
+def sum_gradients(
+    grads: Sequence[Any], variables: Sequence[keras.Variable]
+) -> Sequence[Any]:
+    """Does what `sum_over_replicas` does, on any backend and anywhere.
+
+    Outside of a strategy's replicas the gradients are returned as they are.
     """
     if not _in_replica_of_many():
         return grads
-    from tfmix.scaling.step import distribute
-
-    return distribute.sum_over_replicas(list(grads))
+    return sum_over_replicas(list(grads), variables)
 
 
-def single(optimizer: Any) -> Any:
-    """Shows the code inside this replica's copies and no strategy.
+def sum_over_replicas(
+    grads: list[Any], variables: Sequence[keras.Variable]
+) -> list[Any]:
+    """Sums each gradient over all replicas of all workers; `None`s stay.
+
+    What overwrites its variable (Keras's float8 scales and histories of
+    maxima) is no gradient: of that, the largest is taken.
 
     Args:
-        optimizer: The built wrapper.
+        grads: Tensors, `tf.IndexedSlices` or `None`s, the same on each
+            replica.
+        variables: The variables they belong to.
 
     Returns:
-        A context manager; one that does nothing where there is no strategy.
+        The sums, in the tensors' own dtypes, equal on all replicas.
     """
+    context = tf.distribute.get_replica_context()
+    present = [n for n, gradient in enumerate(grads) if gradient is not None]
+    if context.num_replicas_in_sync == 1 or not present:
+        return grads
+    maxed = {n for n in present if unscale.is_overwritten(variables[n])}
+    # There is no reduction by maximum: each replica adds a row of its own.
+    sent = [_as_row(grads[n]) if n in maxed else grads[n] for n in present]
+    result = list(grads)
+    # What is reduced together is packed into one vector, so has one dtype.
+    for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
+        alike = [i for i, tensor in enumerate(sent) if tensor.dtype == dtype]
+        sums = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, [sent[i] for i in alike]
+        )
+        for n, total in zip([present[i] for i in alike], sums, strict=True):
+            result[n] = _largest(total) if n in maxed else total
+    return result
+
+
+def _as_row(tensor: Any) -> Any:
+    """Returns a matrix with a row for each replica, zeros but in its own."""
+    context = tf.distribute.get_replica_context()
+    rows = tf.range(context.num_replicas_in_sync)
+    mine = tf.equal(rows, context.replica_id_in_sync_group)
+    mine = tf.reshape(mine, [-1] + [1] * len(tensor.shape))
+    return tf.where(mine, tensor[tf.newaxis], tf.zeros((), tensor.dtype))
+
+
+def _largest(rows: Any) -> Any:
+    # Zero, or NaN where a row holds a number that is not finite.
+    nothing = tf.reduce_sum(rows * 0, axis=0)
+    return tf.reduce_max(rows, axis=0) + nothing
+
+
+def single(
+    optimizer: keras.optimizers.Optimizer,
+) -> contextlib.AbstractContextManager:
+    """Does what `one_replica` does, for a built wrapper, on any backend."""
     if not _in_replica_of_many():
         return contextlib.nullcontext()
-    from tfmix.scaling.step import distribute
-
-    variables = optimizer.variables + optimizer._trainable_variables
-    return distribute.one_replica(variables, optimizer)
+    variables = optimizer.variables + optimizers.remembered(optimizer)
+    return one_replica(variables, optimizer)
 
 
-def run_on_each(optimizer: Any, function: Callable[[], None]) -> None:
-    """Runs a function of the optimizer's variables on every replica.
+@contextlib.contextmanager
+def one_replica(
+    keras_variables: Iterable[keras.Variable],
+    optimizer: keras.optimizers.Optimizer | None = None,
+) -> Iterator[None]:
+    """Lets the code inside see one replica's variables and no strategy.
 
     Args:
-        optimizer: The built wrapper.
-        function: Function without arguments.
+        keras_variables: All `keras.Variable`s that the code inside reads or
+            writes. Each stands for this replica's copy until the exit.
+        optimizer: The Keras optimizer that the code inside calls, if any. It
+            does not sum its gradients: they are summed.
     """
-    strategy = getattr(optimizer, "_distribution_strategy", None)
+    # On a TPU the step is traced once for all replicas: there are no local
+    # copies to show, and no merge calls either.
+    if not tf.distribute.has_strategy() or _runs_on_tpu():
+        with optimizers.alone(optimizer):
+            yield
+        return
+    context = _no_strategy()
+    with (
+        optimizers.alone(optimizer, context.strategy),
+        variables.local_copies(keras_variables),
+        context,
+    ):
+        yield
+
+
+def run_on_each(
+    optimizer: keras.optimizers.Optimizer, function: Callable[[], None]
+) -> None:
+    """Runs a function of a built optimizer's variables on every replica."""
+    strategy = optimizers.strategy_of(optimizer)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         function()
         return
-    import tensorflow as tf
 
     def on_replica() -> None:
         with single(optimizer):
@@ -60,15 +177,27 @@ def run_on_each(optimizer: Any, function: Callable[[], None]) -> None:
     tf.function(lambda: strategy.run(on_replica))()
 
 
+def local(variable: Any) -> Any:
+    """Returns this replica's copy of a plain `tf.Variable`."""
+    return variables.local(variable)
+
+
 def _in_replica_of_many() -> bool:
     if keras.backend.backend() != "tensorflow":
         return False
-    import tensorflow as tf
-
     if not tf.distribute.has_strategy():
         return False
-    from tfmix.scaling.step import distribute
-
-    distribute.check_strategy(tf.distribute.get_strategy())
-    distribute.check_replica_context()
+    check_strategy()
+    check_replica_context()
     return True
+
+
+def _runs_on_tpu() -> bool:
+    return "TPU" in type(tf.distribute.get_strategy()).__name__
+
+
+@functools.cache
+def _no_strategy() -> Any:
+    # Each graph has its own stack of strategies; a new graph's is empty.
+    with tf.Graph().as_default():
+        return tf.distribute.get_replica_context()

@@ -5,52 +5,38 @@ from typing import Any
 import tensorflow as tf
 
 from tfmix._keras import compilation
-from tfmix.scaling.step import (
-    blocks,
-    branch,
-    deferred,
-    distribute,
-    fused,
-    magnitude,
-    unscale,
-    unscaled,
-)
+from tfmix.scaling.step import blocks, finite, replicas, unscale
 
 
-def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
+def apply(
+    optimizer: Any, grads: list[Any], variables: list[Any], unscaled: bool
+) -> Any:
     """Applies the gradients on all replicas or on none.
 
     Args:
         optimizer: A `LossScaleOptimizer`, built.
-        grads: Scaled gradients of this replica; `None` where there is none.
+        grads: Gradients of this replica; `None` where there is none.
         variables: The variables they belong to.
+        unscaled: Whether the gradients were divided by the scale already.
 
     Returns:
         Boolean scalar tensor, whether the step was applied.
     """
-    distribute.check_replica_context()
-    note = optimizer.unscaled_note.take()
+    replicas.check_replica_context()
     keras_variables = optimizer.variables + optimizer.model_variables
-    with distribute.one_replica(keras_variables):
+    with replicas.one_replica(keras_variables):
         state = optimizer.state()
-        scale = unscaled.divisor(note, optimizer.rule.current(state))
+        scale = None if unscaled else optimizer.rule.current(state)
     grads, early = _divided_early(grads, variables, scale)
-    grads = distribute.sum_over_replicas(grads)
-    seen_bad = distribute.sum_over_replicas(unscaled.seen_bad(note))
-    with distribute.one_replica(keras_variables, optimizer):
+    grads = replicas.sum_over_replicas(grads, variables)
+    with replicas.one_replica(keras_variables, optimizer):
         step = (_XlaStep if compilation.by_xla() else _Step)(
             grads, variables, scale, early
         )
-        if branch.is_large(keras_variables):
-            step.defer()
-        is_finite = step.is_finite()
-        for bad in seen_bad:
-            is_finite = tf.logical_and(is_finite, bad == 0)
 
         def apply_step() -> Any:
-            local = [distribute.local(variable) for variable in variables]
-            with fused.updates(optimizer.inner_optimizer):
-                optimizer.inner_optimizer.apply(step.true_gradients(), local)
+            local = [replicas.local(variable) for variable in variables]
+            optimizer.inner_optimizer.apply(step.true_gradients(), local)
             optimizer.record(state, True)
             return tf.constant(True)
 
@@ -59,7 +45,7 @@ def apply(optimizer: Any, grads: list[Any], variables: list[Any]) -> Any:
             optimizer.count_overflows(step.not_finite(), variables)
             return tf.constant(False)
 
-        return branch.cond(is_finite, apply_step, skip_step, keras_variables)
+        return tf.cond(step.is_finite(), apply_step, skip_step)
 
 
 def _divided_early(
@@ -70,7 +56,8 @@ def _divided_early(
     It does so in place, where it has computed them. The sum lies in one
     buffer for all replicas, and its quotient takes another for each.
     """
-    if distribute.on_one_replica() or compilation.by_xla():
+    in_one_piece = replicas.on_one_replica() or compilation.by_xla()
+    if scale is None or in_one_piece:
         return grads, frozenset()
     early = blocks.alone(grads, variables)
     true = unscale.unscale([grads[position] for position in early], scale)
@@ -83,7 +70,7 @@ class _Step:
     """The gradients of a step that TensorFlow runs operation by operation.
 
     The check reads the scaled gradients; they are divided where they are
-    applied, except for the `early` ones.
+    applied, except for the `early` ones. A scale of `None` divides nothing.
     """
 
     def __init__(
@@ -97,14 +84,11 @@ class _Step:
         self._count = len(grads)
         self._scale = scale
 
-    def defer(self) -> None:
-        """Computes large gradients where they are needed, if possible."""
-        self._blocks = deferred.deferred(self._blocks)
-
     def is_finite(self) -> Any:
         """Returns a boolean scalar: would every true gradient be finite?"""
+        tensors = [block.tensor for block in self._blocks]
         return tf.cond(
-            magnitude.surely_finite(self._blocks, self._scale),
+            finite.surely_finite(tensors, self._scale),
             lambda: tf.constant(True),
             lambda: blocks.all_finite(self._divided()),
         )
@@ -118,15 +102,16 @@ class _Step:
         return blocks.parts(self._divided(), self._count)
 
     def _divided(self) -> list[blocks.Block]:
-        return blocks.divided(deferred.computed(self._blocks), self._scale)
+        return blocks.divided(self._blocks, self._scale)
 
 
 class _XlaStep(_Step):
     """The gradients of a step that XLA compiles.
 
     Each gradient is divided apart, which fuses with its update; only the
-    check joins them. Who is to blame falls off on the way: to find it out in
-    the branch of the skip would take one more kernel for each large variable.
+    check joins them. It finds out in any case which gradients are not finite:
+    in the branch of the skip that would take a kernel more for each of the
+    large variables.
     """
 
     def __init__(
@@ -139,9 +124,6 @@ class _XlaStep(_Step):
         super().__init__(grads, variables, scale, early)
         self._grads, self._variables = grads, variables
         self._bad = super().not_finite()
-
-    def defer(self) -> None:
-        """Leaves it to XLA."""
 
     def is_finite(self) -> Any:
         return tf.logical_not(tf.reduce_any(self._bad))

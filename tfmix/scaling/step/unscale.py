@@ -16,16 +16,10 @@ _HALFWAY = 2.0**64
 
 
 def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
-    """Divides gradients by the loss scale, in float32 or wider.
+    """Divides gradients, dense or sparse, in float32 or wider.
 
-    Args:
-        grads: Tensors or `tf.IndexedSlices` of any float dtype.
-        scale: Float32 scalar.
-
-    Returns:
-        The gradients, of the same kinds; float32 where they were 16-bit.
-        Under XLA they are multiplied by the reciprocal, which rounds once
-        more where the scale is no power of two.
+    Under XLA they are multiplied by the reciprocal, which rounds once more
+    where the scale is no power of two.
     """
     divide = (
         _by_reciprocal(scale) if compilation.by_xla() else _by_quotient(scale)
@@ -56,6 +50,13 @@ def _by_reciprocal(scale: Any) -> Callable[[Any], Any]:
     return multiplied
 
 
+def without_infinities(tensor: Any) -> Any:
+    """Returns a float tensor, dense or sparse, with NaN for infinity."""
+    return _on_values(
+        lambda each: ops.where(ops.isfinite(each), each, float("nan")), tensor
+    )
+
+
 def _on_values(function: Callable[[Any], Any], tensor: Any) -> Any:
     if not finite.is_sparse(tensor):
         return function(tensor)
@@ -81,3 +82,11 @@ def is_16bit(tensor: Any) -> bool:
     if dtype is None:
         return False
     return keras.backend.standardize_dtype(dtype) in _formats.SIXTEEN_BIT
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Returns whether a variable's gradient is its next value.
+
+    Keras's float8 layers hand on new scales and histories of maxima so.
+    """
+    return getattr(variable, "overwrite_with_gradient", False)

@@ -1,0 +1,95 @@
+"""Functions run op by op in the thread that asks for it, and in no other."""
+
+import threading
+
+import keras
+import pytest
+
+from tfmix._keras import compilation
+
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="TensorFlow's functions"
+)
+
+
+@pytest.fixture
+def is_eager():
+    import tensorflow as tf
+
+    def ask():
+        seen = []
+        # A new function each time: one that was traced keeps its answer.
+        tf.function(lambda: seen.append(tf.executing_eagerly()))()
+        return seen[0]
+
+    return ask
+
+
+def in_thread(function):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_only_the_asking_thread_runs_eagerly(is_eager):
+    with compilation.nothing_traced():
+        assert is_eager()
+        assert not in_thread(is_eager)
+    assert not is_eager()
+
+
+def test_a_block_inside_a_block_ends_neither(is_eager):
+    with compilation.nothing_traced():
+        with compilation.nothing_traced():
+            assert is_eager()
+        assert is_eager()
+    assert not is_eager()
+
+
+def test_blocks_of_two_threads_end_apart(is_eager):
+    both, over = threading.Barrier(2), threading.Event()
+    found = []
+
+    def other():
+        with compilation.nothing_traced():
+            both.wait(60)
+            over.wait(60)
+            found.append(is_eager())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with compilation.nothing_traced():
+        both.wait(60)
+    assert not is_eager()
+    over.set()
+    thread.join()
+    assert found == [True]
+    assert not is_eager()
+
+
+def test_what_tensorflow_had_is_there_again_also_after_an_error():
+    owner = compilation._function_class()
+    before = vars(owner)[compilation._NAME]
+
+    def failing():
+        with compilation.nothing_traced():
+            assert vars(owner)[compilation._NAME] is not before
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert vars(owner)[compilation._NAME] is before
+
+
+def test_a_user_who_asked_for_eager_functions_keeps_them(is_eager):
+    import tensorflow as tf
+
+    tf.config.run_functions_eagerly(True)
+    try:
+        with compilation.nothing_traced():
+            assert in_thread(is_eager)
+        assert is_eager()
+    finally:
+        tf.config.run_functions_eagerly(False)

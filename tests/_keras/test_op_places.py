@@ -1,0 +1,67 @@
+"""Where ops are replaced: the place that public ops use, and each only once."""
+
+import types
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers
+from tfmix._keras import op_places
+from tfmix.policy import op_rules
+
+LIMIT = {"tensorflow": 33, "jax": 35}[keras.backend.backend()]
+TRIANGLE = np.tril(np.ones((3, 3))).astype("float16")
+
+
+def test_the_default_list_replaces_few_names():
+    names = op_rules.DEFAULT_FLOAT32_OPS
+    places = {place for name in names for place in op_places.targets(name)}
+    assert len(places) <= LIMIT
+
+
+def test_an_op_that_two_modules_define_is_replaced_where_keras_calls_it():
+    backend = keras.src.backend
+    assert op_places.targets("tanh") == ((backend.numpy, "tanh"),)
+
+
+@pytest.mark.parametrize("name", ["qr", "svd", "cholesky", "norm", "solve"])
+def test_one_name_stands_for_all_linear_algebra(name):
+    assert op_places.targets(name) == ((keras.src.backend, "linalg"),)
+
+
+def test_a_rule_for_one_op_leaves_the_rest_of_linear_algebra_alone():
+    # The root of 3 * 40000: its square overflows float16, it does not.
+    x = np.full(3, 200, "float16")
+    policy = tfmix.Policy("mixed_float16", float32_ops=["qr"])
+    with tfmix.policy_scope(policy):
+        q, _ = keras.ops.qr(TRIANGLE)
+        assert keras.backend.standardize_dtype(q.dtype) == "float16"
+        assert np.isinf(helpers.to_numpy(keras.ops.norm(x)))
+    with tfmix.policy_scope("mixed_float16"):
+        assert float(keras.ops.norm(x)) == 346.5
+
+
+def test_a_stand_in_has_rules_for_functions_and_all_else_as_it_was():
+    module = types.ModuleType("theirs")
+    source = "import math\ndef f(x): return x\ndef _g(x): return x\nlimit = 3"
+    exec(source, vars(module))
+    names = []
+
+    def rule(function, name):
+        names.append(name)
+        return lambda x: -function(x)
+
+    copy = op_places.stand_in(module, rule)
+    assert names == ["f"]
+    assert (copy.f(2), copy._g(2), copy.limit) == (-2, 2, 3)
+    assert module.f(2) == 2
+
+
+def test_modules_that_keras_no_longer_has_are_named(monkeypatch):
+    op_places._modules.cache_clear()
+    monkeypatch.setattr(op_places, "_THEMES", ("algebra",))
+    with pytest.raises(RuntimeError, match=r"\['algebra'\].*float32_ops=\[\]"):
+        op_places._modules(("keras.src.backend",))
+    op_places._modules.cache_clear()

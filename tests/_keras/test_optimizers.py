@@ -1,0 +1,52 @@
+"""What is asked of Keras's optimizers is there, and answers as expected."""
+
+import keras
+import pytest
+
+import tfmix
+from tfmix._keras import optimizers
+
+
+def test_a_chain_goes_from_the_outermost_inwards():
+    adam = keras.optimizers.Adam()
+    masters = tfmix.MasterWeightOptimizer(adam)
+    outer = tfmix.LossScaleOptimizer(masters)
+    assert list(optimizers.chain(outer)) == [outer, masters, adam]
+    assert list(optimizers.chain(None)) == []
+
+
+def test_a_map_of_optimizers_is_searched_as_well():
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        pytest.skip("needs a Keras with MultiOptimizer, 3.13 or newer")
+    sgd, adam = keras.optimizers.SGD(), keras.optimizers.Adam()
+    choice = keras.optimizers.OptimizerMap(sgd, {"a": adam})
+    several = keras.optimizers.MultiOptimizer(choice)
+    found = list(optimizers.with_nested(several))
+    assert found[0] is several
+    assert {id(each) for each in found} >= {id(sgd), id(adam)}
+    assert set(map(id, optimizers.workers(several))) == {id(sgd), id(adam)}
+    assert optimizers.workers(sgd) == [sgd]
+    assert list(optimizers.with_nested("adam")) == []
+
+
+def test_variables_are_recognised_and_strangers_refused():
+    known = [keras.Variable([1.0]), keras.Variable([2.0])]
+    sgd = keras.optimizers.SGD()
+    optimizers.remember(sgd, known)
+    assert optimizers.remembered(sgd) == known
+    assert optimizers.recognised(sgd, known[1:])[0] is known[1]
+    with pytest.raises(ValueError, match="nknown"):
+        optimizers.recognised(sgd, [keras.Variable([3.0])])
+    assert not set(map(id, known)) & set(map(id, sgd.variables))
+
+
+def test_what_is_excluded_from_weight_decay_is_named_as_in_keras():
+    kernel = keras.Variable([1.0], name="kernel")
+    bias = keras.Variable([1.0], name="bias")
+    for arguments in ([bias], None), (None, ["bia"]):
+        sgd = keras.optimizers.SGD(weight_decay=0.5)
+        sgd.exclude_from_weight_decay(*arguments)
+        assert optimizers.uses_weight_decay(sgd, kernel)
+        assert not optimizers.uses_weight_decay(sgd, bias)
+        (named,) = optimizers.named([kernel, bias], *arguments)
+        assert named is bias

@@ -1,0 +1,254 @@
+"""A conversion happens as a whole or not at all, and is undone in turn."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tests.conversion import test_orders as small
+from tfmix._keras import layer_policies, training_classes, variables
+from tfmix.conversion import changes, convert, optimizer_state
+from tfmix.policy.in_force import (
+    carried,
+    suited_optimizer,
+)
+from tfmix.scaling import guard
+from tfmix.scaling import optimizer as scaling
+from tfmix.variables import master
+
+
+def adam():
+    return keras.optimizers.AdamW(0.02, weight_decay=0.01)
+
+
+def compiled(optimizer=None):
+    return small.compiled(small.small_model(), optimizer or adam())
+
+
+def body(model):
+    return model.get_layer("body")
+
+
+STAGES = [
+    (layer_policies, "set_policy", 2),
+    (variables, "cast_in_place", 2),
+    (changes, "_set_spec", 2),
+    (carried, "carry", 1),
+    (suited_optimizer, "suited", 1),
+    (training_classes, "adopt_optimizer", 1),
+    (optimizer_state, "give", 1),
+    (guard, "put_on", 1),
+    (changes, "forget_compiled", 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "call"), STAGES, ids=[stage[1] for stage in STAGES]
+)
+def test_a_conversion_that_fails_leaves_the_model_as_it_was(
+    monkeypatch, module, name, call
+):
+    model, twin = compiled(), compiled()
+    twin.set_weights(model.get_weights())
+    for each in (model, twin):
+        small.losses(each)
+    optimizer = model.optimizer
+    attributes = {id(x): dict(vars(x)) for x in model._flatten_layers()}
+    weights = helpers.snapshot(model.variables + optimizer.variables)
+    original, calls = getattr(module, name), []
+
+    def fails_once(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == call:
+            raise ZeroDivisionError(name)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, fails_once)
+    with pytest.raises(ZeroDivisionError, match=name):
+        convert.apply_policy(model, "float16")
+    monkeypatch.undo()
+    small.assert_float32(model)
+    assert model.optimizer is optimizer
+    helpers.assert_unchanged(model.variables + optimizer.variables, weights)
+    traced = {"train_function", "test_function", "predict_function"}
+    for x in model._flatten_layers():
+        before, after = attributes[id(x)], vars(x)
+        assert after.keys() == before.keys()
+        for key in before.keys() - traced - {"_inbound_nodes"}:
+            assert after[key] is before[key] or after[key] == before[key], key
+    assert small.losses(model, 2) == small.losses(twin, 2)
+
+
+def test_undoing_the_first_of_two_conversions_is_refused():
+    model = compiled()
+    first = convert.apply_policy(model, "mixed_float16")
+    second = convert.apply_policy(model, "bfloat16")
+    with pytest.raises(RuntimeError, match="Undo the later one first"):
+        first.undo()
+    assert body(model).kernel.dtype == "bfloat16"
+    second.undo()
+    first.undo()
+    small.assert_float32(model)
+
+
+def test_undoing_a_whole_whose_part_was_converted_again_is_refused():
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.Sequential([keras.layers.Dense(5), keras.layers.Dense(4)]),
+            keras.layers.Dense(1),
+        ]
+    )
+    whole = convert.apply_policy(model, "mixed_float16")
+    part = convert.apply_policy(model.layers[0], "mixed_bfloat16")
+    with pytest.raises(RuntimeError, match="a part of it, was converted"):
+        whole.undo()
+    part.undo()
+    whole.undo()
+    small.assert_float32(model)
+
+
+def test_an_optimizer_that_was_first_used_on_masters_comes_back():
+    model = compiled()
+    optimizer = model.optimizer
+    report = convert.apply_policy(model, "float16")
+    small.losses(model)
+    moments = helpers.snapshot(optimizer.variables)
+    report.undo()
+    assert model.optimizer is optimizer
+    helpers.assert_unchanged(optimizer.variables, moments)
+    before = small.losses(model)[0]
+    assert small.losses(model, 4)[-1] < before
+    assert int(optimizer.iterations) == 12
+
+
+def test_moments_survive_a_conversion_that_was_not_trained_under():
+    model = compiled()
+    small.losses(model)
+    before = optimizer_state.take(model)
+    convert.apply_policy(model, "mixed_float16")
+    convert.apply_policy(model, "float16")
+    after = optimizer_state.take(model)
+    assert after.numbers.keys() == before.numbers.keys()
+    for name in before.numbers:
+        helpers.assert_same_bits(after.numbers[name], before.numbers[name])
+
+
+def test_undoing_prepare_brings_the_first_optimizer_back():
+    model = compiled()
+    optimizer = model.optimizer
+    small.losses(model)
+    _, given, report = convert.prepare(model, adam(), "mixed_float16")
+    assert model.optimizer is given
+    small.losses(model)
+    report.undo()
+    assert model.optimizer is optimizer
+    small.losses(model)
+
+
+def test_what_a_layer_made_in_16_bit_later_comes_back_to_float32():
+    model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+    report = convert.apply_policy(model, "bfloat16")
+    model(small.X)
+    assert model.layers[0].kernel.dtype == "bfloat16"
+    report.undo()
+    small.assert_float32(model)
+
+
+def test_mixed_and_then_pure_trains_on_masters():
+    model = compiled()
+    convert.apply_policy(model, "mixed_float16")
+    small.losses(model)
+    convert.apply_policy(model, "float16")
+    inner = model.optimizer.inner_optimizer
+    assert type(inner) is master.MasterWeightOptimizer
+    small.losses(model)
+    assert int(model.optimizer.iterations) == 4
+
+
+def test_from_one_pure_dtype_to_the_other_the_moments_go_along():
+    model = compiled()
+    small.losses(model)
+    convert.apply_policy(model, "float16")
+    before = optimizer_state.take(model)
+    convert.apply_policy(model, "bfloat16")
+    after = optimizer_state.take(model)
+    assert body(model).kernel.dtype == "bfloat16"
+    for name in before.numbers:
+        helpers.assert_same_bits(after.numbers[name], before.numbers[name])
+    small.losses(model)
+    assert int(model.optimizer.iterations) == 4
+
+
+def test_the_wrapper_that_tfmix_put_on_goes_with_the_last_16_bit_layer():
+    model = compiled()
+    optimizer = model.optimizer
+    convert.apply_policy(model, "mixed_float16")
+    wrapper = model.optimizer
+    convert.apply_policy(model, "mixed_float16")
+    assert model.optimizer is wrapper, "the scale begins anew for nothing"
+    convert.apply_policy(model, "mixed_bfloat16")
+    assert model.optimizer is optimizer
+
+
+def test_the_wrapper_that_the_user_put_on_stays():
+    wrapper = scaling.LossScaleOptimizer(adam())
+    model = compiled(wrapper)
+    report = convert.apply_policy(model, "mixed_float16")
+    convert.apply_policy(model, "mixed_bfloat16").undo()
+    assert model.optimizer is wrapper
+    report.undo()
+    assert model.optimizer is wrapper
+
+
+def test_a_fixed_factor_is_the_optimizers_own_again():
+    optimizer = keras.optimizers.SGD(0.05, loss_scale_factor=64.0)
+    model = compiled(optimizer)
+    report = convert.apply_policy(model, "mixed_float16")
+    assert model.optimizer.loss_scale == 64.0
+    assert optimizer.loss_scale_factor is None
+    report.undo()
+    assert model.optimizer is optimizer
+    assert optimizer.loss_scale_factor == 64.0
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_what_is_excluded_from_weight_decay_stays_excluded(built):
+    model = small.small_model()
+    optimizer = keras.optimizers.AdamW(0.0, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_list=[body(model).kernel])
+    small.compiled(model, optimizer)
+    if built:
+        optimizer.build(model.trainable_variables)
+    before = helpers.to_numpy(body(model).kernel)
+    # Nothing else moves a weight at a learning rate of zero.
+    optimizer.learning_rate = 1e-6
+    optimizer.weight_decay = 1e5
+    report = convert.apply_policy(model, "bfloat16")
+    small.losses(model)
+    report.undo()
+    small.losses(model)
+    after = helpers.to_numpy(body(model).kernel)
+    np.testing.assert_allclose(after, before, atol=0.02)
+    head = helpers.to_numpy(model.get_layer("head").kernel)
+    assert np.abs(head).max() < 0.8 * np.abs(before).max()
+
+
+def test_layers_thawed_since_train_on_after_undo():
+    model = small.small_model()
+    body(model).trainable = False
+    small.compiled(model, adam())
+    small.losses(model)
+    report = convert.apply_policy(model, "float16")
+    small.losses(model)
+    body(model).trainable = True
+    mine = adam()
+    small.compiled(model, mine)
+    small.losses(model)
+    report.undo()
+    small.assert_float32(model)
+    assert model.optimizer is mine
+    before = helpers.to_numpy(body(model).kernel)
+    small.losses(model)
+    assert (helpers.to_numpy(body(model).kernel) != before).any()
+    assert int(mine.iterations) == 4

@@ -1,0 +1,125 @@
+"""What is replaced in Keras for the whole process: counted, listed, undone.
+
+The registry is what tfmix says it replaced; the comparison looks at every
+attribute of every module and class of Keras and asks nobody.
+"""
+
+import gc
+import inspect
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers
+from tfmix._keras import attributes
+
+LIMIT = 45
+
+
+def registered():
+    """Returns `owner.attribute` of what tfmix says is replaced just now."""
+    if hasattr(attributes, "replaced"):
+        places = attributes.replaced()
+    else:
+        registries = [
+            each
+            for each in gc.get_objects()
+            if type(each) is attributes.Replacements
+        ]
+        places = [place for each in registries for place in each.places()]
+    return sorted(label(owner, name) for owner, name in places)
+
+
+def label(owner, attribute):
+    parent = f"{owner.__module__}." if inspect.isclass(owner) else ""
+    return f"{parent}{owner.__name__}.{attribute}"
+
+
+def owners():
+    """Returns every module below `keras`, and every class in them."""
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.split(".")[0] == "keras" and inspect.ismodule(module)
+    ]
+    classes = {
+        id(value): value
+        for module in modules
+        for value in list(vars(module).values())
+        if inspect.isclass(value) and value.__module__.startswith("keras")
+    }
+    return [*modules, *classes.values()]
+
+
+def snapshot(everything):
+    return {
+        label(owner, name): value
+        for owner in everything
+        for name, value in list(vars(owner).items())
+        # Python makes these on first sight.
+        if name != "__annotations__"
+    }
+
+
+def changed(before, after):
+    """Returns the labels whose value is another object, new or gone."""
+    missing = object()
+    return sorted(
+        place
+        for place in before.keys() | after.keys()
+        if before.get(place, missing) is not after.get(place, missing)
+    )
+
+
+@pytest.fixture
+def everything():
+    tfmix.set_global_policy("float32")
+    train()
+    yield owners()
+    tfmix.set_global_policy("float32")
+
+
+def train():
+    """Makes Keras import and cache whatever it does on first use."""
+    model = keras.Sequential([keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+
+
+@helpers.requires_backend("tensorflow")
+def test_at_most_45_names_of_keras_are_replaced(everything):
+    before = snapshot(everything)
+    tfmix.set_global_policy("mixed_float16")
+    train()
+    found = changed(before, snapshot(everything))
+    assert len(found) <= LIMIT, "\n".join([str(len(found)), *found])
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16", "O1"])
+def test_the_registry_lists_exactly_what_is_replaced(everything, policy):
+    before = snapshot(everything)
+    tfmix.set_global_policy(policy)
+    found = changed(before, snapshot(everything))
+    assert found
+    assert registered() == found
+
+
+def test_float32_leaves_nothing_replaced(everything):
+    before = snapshot(everything)
+    tfmix.set_global_policy("mixed_float16")
+    train()
+    tfmix.set_global_policy("float32")
+    assert changed(before, snapshot(everything)) == []
+    assert registered() == []
+
+
+def test_a_replacement_that_is_not_registered_is_found(everything, monkeypatch):
+    before = snapshot(everything)
+    tfmix.set_global_policy("mixed_float16")
+    monkeypatch.setattr(keras.src.backend.numpy, "add", lambda x, y: x)
+    monkeypatch.setattr(keras.layers.Dense, "tfmix", 1, raising=False)
+    found = changed(before, snapshot(everything))
+    assert len(set(found) - set(registered())) == 2

@@ -1,0 +1,96 @@
+"""The dtype policy of one layer, set past Keras's tracking and maps.
+
+Checked on Keras 3.12.4 and 3.15.1.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfmix import _formats
+
+# `Layer.__call__` starts with this method, before it casts its inputs. An
+# instance attribute of that name is a hook for one layer, not for a class.
+FIRST_CALLED = "_check_super_called"
+
+
+def put(layer: keras.Layer, name: str, value: Any) -> None:
+    """Sets an attribute without Keras tracking it as state."""
+    object.__setattr__(layer, name, value)
+
+
+def set_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
+    """Sets a layer's policy as it is given.
+
+    Keras's own setter would write into the map, if the layer has one, and the
+    map is the user's.
+    """
+    put(layer, "_dtype_policy", policy)
+
+
+def path_of(layer: keras.Layer) -> str:
+    """Returns a layer's path, also before its first call has set it."""
+    if layer.path:
+        return str(layer.path)
+    parent = layer._parent_path
+    if parent is None:
+        names = importlib.import_module("keras.src.backend.common.name_scope")
+        parent = names.current_path()
+    return f"{parent}/{layer.name}" if parent else str(layer.name)
+
+
+def until_built(
+    layer: keras.Layer, action: Callable[[keras.Layer], None]
+) -> None:
+    """Runs an action before each use of a layer until it is built."""
+    if not hasattr(layer, FIRST_CALLED):
+        raise RuntimeError(
+            "tfmix does not fit this version of Keras: layers have no "
+            f"{FIRST_CALLED!r}. Install Keras 3.12 to 3.15."
+        )
+    original = getattr(type(layer), FIRST_CALLED)
+    busy: list[bool] = []
+
+    def check() -> None:
+        original(layer)
+        if busy:
+            return
+        busy.append(True)
+        try:
+            action(layer)
+        finally:
+            busy.pop()
+        if layer.built and layer._called:
+            vars(layer).pop(FIRST_CALLED, None)
+
+    put(layer, FIRST_CALLED, check)
+
+
+def widen_inputs(layer: Any) -> Callable[[], None]:
+    """Lets a nested model pass its 16-bit inputs on in float32.
+
+    A Functional or Sequential model notes the dtype of the tensors it was
+    made of and casts to it, also once its own layers, and the one before it,
+    compute in float32. Each layer inside casts what it takes anyway.
+
+    Returns:
+        A function that puts the dtypes back.
+    """
+    graph = getattr(layer, "_functional", None) or layer
+    noted = []
+    for tensor in getattr(graph, "_inputs", None) or ():
+        # The tensor decides at run time, its layer in a saved model.
+        history = getattr(tensor, "_keras_history", None)
+        for holder in (tensor, getattr(history, "operation", None)):
+            dtype = vars(holder).get("_dtype") if holder is not None else None
+            if dtype in _formats.SIXTEEN_BIT:
+                object.__setattr__(holder, "_dtype", _formats.FLOAT32.name)
+                noted.append((holder, dtype))
+
+    def restore() -> None:
+        for holder, dtype in noted:
+            object.__setattr__(holder, "_dtype", dtype)
+
+    return restore

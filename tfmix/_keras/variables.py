@@ -1,0 +1,245 @@
+"""The parts of Keras's variables that tfmix reaches into.
+
+Checked on Keras 3.12.4 and 3.15.1: `_value`, `_dtype`, `_path`, `_layout`, and
+that a `keras.Variable` is what its `__dict__` holds. Under TensorFlow the
+optimizers unwrap `variable.value` and assign to that, and find a variable's
+slots by `_unique_id`.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from tfmix import _formats
+from tfmix._keras import attributes, optimizers
+
+Variables = Sequence[keras.Variable]
+
+
+def is_narrow(variable: keras.Variable) -> bool:
+    """Returns whether a variable is float16 or bfloat16."""
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    return dtype in _formats.SIXTEEN_BIT
+
+
+def is_sixteen_bit(variable: keras.Variable) -> bool:
+    """Returns whether a 16-bit variable is one that gradients update.
+
+    Variables that are overwritten with their gradient (float8 scales) have no
+    update to lose.
+    """
+    overwritten = getattr(variable, "overwrite_with_gradient", False)
+    return is_narrow(variable) and not overwritten
+
+
+def placement(variable: keras.Variable) -> dict[str, Any]:
+    """Returns the arguments of `add_variable` that place one beside another."""
+    return {
+        "layout": getattr(variable, "_layout", None),
+        "aggregation": variable.aggregation,
+    }
+
+
+def adopt(target: keras.Variable, variable: keras.Variable) -> keras.Variable:
+    """Gives a stand-in the identity of the model's variable; returns it.
+
+    Maps by path (`MultiOptimizer`, Muon's `exclude_layers`), weight-decay
+    patterns and the names of the slots then match as they do in float32.
+    """
+    target._path = variable.path
+    target.trainable = variable.trainable
+    target.constraint = variable.constraint
+    target.regularizer = variable.regularizer
+    return target
+
+
+def store_apart(
+    undo: contextlib.ExitStack, variable: keras.Variable, dtype: str
+) -> None:
+    """Gives a variable another storage, of a dtype, until a stack unwinds."""
+    other = keras.Variable(
+        "zeros", shape=variable.shape, dtype=dtype, trainable=False
+    )
+    other.assign(variable.value)
+    attributes.swap(undo, variable, "_value", other._value)
+    attributes.swap(undo, variable, "_dtype", dtype)
+
+
+@contextlib.contextmanager
+def local_copies(these: Iterable[keras.Variable]) -> Iterator[None]:
+    """Lets each variable stand for this replica's copy of it (TensorFlow)."""
+    with contextlib.ExitStack() as undo:
+        for variable in these:
+            copy = local(variable._value)
+            if copy is not variable._value:
+                attributes.swap(undo, variable, "_value", copy)
+        yield
+
+
+def local(variable: Any) -> Any:
+    """Returns this replica's copy of a `tf.Variable`, or the variable."""
+    import tensorflow as tf
+
+    distributed = isinstance(variable, tf.distribute.DistributedValues)
+    return variable._get() if distributed else variable
+
+
+def assign_all(variables: Variables, values: Sequence[Any]) -> None:
+    """Assigns every array, or none if one does not fit.
+
+    Raises:
+        ValueError: If the counts or a shape differ, or an array holds no
+            numbers.
+    """
+    if len(values) != len(variables):
+        raise ValueError(
+            "There must be one array for each of `optimizer.variables`. "
+            f"Received: {len(values)} arrays for {len(variables)} variables."
+        )
+    arrays = [np.asarray(value) for value in values]
+    for variable, array in zip(variables, arrays, strict=True):
+        shape = tuple(variable.shape)
+        if array.shape != shape or array.dtype.kind in "OSU":
+            raise ValueError(
+                f"Variable {variable.path!r} has shape {shape}. Received: an "
+                f"array of shape {array.shape} and dtype {array.dtype}. Build "
+                "the optimizer on the variables that the arrays belong to."
+            )
+    for variable, array in zip(variables, arrays, strict=True):
+        variable.assign(array)
+
+
+def own_trainable(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the variables made to be trained that a layer itself holds."""
+    return list(layer._trainable_variables)
+
+
+def own_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the variables a layer itself holds, not those of its layers."""
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def cast_in_place(variable: keras.Variable, dtype: str) -> None:
+    """Gives a variable another dtype, keeping its value as far as it fits.
+
+    TensorFlow stores it in another `tf.Variable` afterwards. That one lies
+    where the strategy in scope puts it; see `strategy_scope`.
+    """
+    if not all(hasattr(variable, name) for name in ("_dtype", "_initialize")):
+        raise RuntimeError(
+            f"tfmix does not fit Keras {keras.__version__}: its variables "
+            "cannot be cast in place. Build the model under the policy and "
+            "load its weights."
+        )
+    value = ops.cast(variable.value, dtype)
+    before, trainable = variable._dtype, variable._trainable
+    variable._dtype = dtype
+    # A frozen one may be thawed: as before, its gradients must be recorded.
+    variable._trainable = getattr(variable.value, "trainable", trainable)
+    try:
+        variable._initialize(value)
+    except Exception:
+        variable._dtype = before
+        raise
+    finally:
+        variable._trainable = trainable
+
+
+def strategy_scope(
+    model: keras.Model,
+) -> contextlib.AbstractContextManager[Any]:
+    """Opens the scope in which new variables lie beside a model's."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+class Float32View(keras.Variable):
+    """A float32 variable that stores nothing but a model's 16-bit variable.
+
+    Every read puts the float32 value together and every assignment takes it
+    apart, so it holds inside `tf.cond`, `jax.jit` and stateless scopes alike.
+    Subclasses define `load` and `store`.
+    """
+
+    # Set while slots are created: TensorFlow then places them beside the
+    # variable behind the view.
+    colocating = False
+
+    def __init__(self, variable: keras.Variable) -> None:
+        # All but what TensorFlow remembers of the variable, for checkpoints.
+        for name, value in vars(variable).items():
+            if not name.startswith("_self_"):
+                self.__dict__[name] = value
+        self.stored, self._dtype, self._value = variable, "float32", None
+
+    def load(self) -> Any:
+        """Returns the float32 value as a tensor."""
+        raise NotImplementedError
+
+    def store(self, value: Any) -> None:
+        """Keeps a float32 tensor."""
+        raise NotImplementedError
+
+    @property
+    def value(self) -> Any:
+        """The float32 tensor; under TensorFlow the view, to be assigned to."""
+        if keras.backend.backend() != "tensorflow":
+            return self.load()
+        return self.stored.value if self.colocating else self
+
+    def assign(self, value: Any, **kwargs: Any) -> Any:
+        """Stores a value of any float dtype; returns it in float32.
+
+        `kwargs` are those of `tf.Variable.assign`, without effect.
+        """
+        value = ops.cast(value, "float32")
+        self.store(value)
+        return value
+
+    def assign_add(self, value: Any, **kwargs: Any) -> Any:
+        """Adds a value; see `assign`."""
+        return self.assign(ops.add(self.load(), value))
+
+    def assign_sub(self, value: Any, **kwargs: Any) -> Any:
+        """Subtracts a value; see `assign`."""
+        return self.assign(ops.subtract(self.load(), value))
+
+    # What Keras calls for `tf.IndexedSlices`.
+    scatter_add = assign_add
+    scatter_sub = assign_sub
+
+    def numpy(self) -> np.ndarray:
+        """Copies the float32 value to the host."""
+        return ops.convert_to_numpy(self.load())
+
+    def __truediv__(self, other: Any) -> Any:
+        # `tf.divide` asks its argument to do it, and `value` is the view.
+        return ops.divide(self.load(), other)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
+
+    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> Any:
+        value = self.load()
+        return value if dtype is None else ops.cast(value, dtype)
+
+    def __jax_array__(self) -> Any:
+        return self.load()
+
+    def _serialize_to_tensors(self) -> dict:
+        # Nothing of its own for a checkpoint: the model saves its variable,
+        # the wrapper what stands beside it.
+        return {}
+
+    def _restore_from_tensors(self, restored_tensors: dict) -> None:
+        pass
+
+    @property
+    def _unique_id(self) -> str:
+        # The key under which an optimizer finds the slots of a variable; it
+        # is asked with one replica's copy, or while slots are created, too.
+        return optimizers.key(self.stored)

@@ -1,0 +1,215 @@
+"""Faults that a layer's making shows, and this batch need not.
+
+Probabilities left in 16 bit, constants and weights that the format cannot
+hold, gradients without room at the lowest loss scale.
+"""
+
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from tfmix import _formats
+from tfmix._keras import layers as host
+from tfmix._keras import variables
+from tfmix.conversion import trial_policies
+from tfmix.doctor import gaps, one_layer, probe, verdicts
+
+# Share of a model's probabilities below the normal range that is a fault.
+LOW_SHARE = 0.1
+_SUM_TOLERANCE = 1e-3
+# In 16 bit, where bfloat16 rounds by up to 0.004.
+_ROUNDED_TOLERANCE = 0.01
+# Bits kept free at the lowest scale, for the next batch's gradients: over 200
+# steps they come to 3 times those at the start.
+_FREE_BITS = 2
+_EPSILONS = ("epsilon", "eps", "_epsilon", "_eps")
+# A constant guards against an input that is zero, or one that drives some
+# value inside to zero, as large logits do behind a softmax.
+_PROBES = (0.0, 64.0)
+
+
+def probabilities(
+    judge: one_layer.Judge, call: probe.Call, order: int, gap: gaps.Gap
+) -> verdicts.Finding | None:
+    """Judges probabilities that the model returns in 16 bit.
+
+    Rounded probabilities have lost the logits behind them: where a class
+    has 0, the loss has no gradient that could raise it.
+    """
+    signature = judge.run.signatures[call.key]
+    dtypes = [
+        name for name in signature.outputs if name in _formats.SIXTEEN_BIT
+    ]
+    if not (signature.is_output and dtypes):
+        return None
+    outputs = judge.exact(call, call.tensors)
+    if not _are_probabilities(call.target.operation, outputs):
+        return None
+    low = gap.flushed + gap.subnormal > LOW_SHARE
+    return verdicts.Finding(
+        call.target.name,
+        verdicts.FORWARD,
+        verdicts.UNDERFLOW if low else verdicts.INACCURATE,
+        gap,
+        order,
+        latent=True,
+        note=f"the model's probabilities are left in {dtypes[0]}",
+        kind=verdicts.PROBABILITIES,
+    )
+
+
+def _are_probabilities(operation: Any, outputs: list[Any]) -> bool:
+    """Knows them by the activation, or by values that sum to 1."""
+    activation = getattr(operation, "activation", None)
+    if activation in (keras.activations.softmax, keras.activations.sigmoid):
+        return True
+    return any(_sums_to_one(leaf) for leaf in outputs)
+
+
+def _sums_to_one(leaf: Any) -> bool:
+    if len(leaf.shape) < 2 or leaf.shape[-1] < 2:
+        return False
+    values = np.asarray(ops.convert_to_numpy(leaf))
+    inside = np.all((values >= 0) & (values <= 1))
+    sums = values.sum(-1, dtype=np.float64)
+    return bool(inside and np.allclose(sums, 1.0, atol=_SUM_TOLERANCE))
+
+
+def looks_like_probabilities(output: Any) -> Any:
+    """Returns a float32 scalar of a traced step: 1 if rows sum to 1."""
+    if len(output.shape) < 2 or output.shape[-1] in (None, 1):
+        return ops.zeros(())
+    values = ops.cast(output, "float32")
+    inside = ops.all((values >= 0) & (values <= 1))
+    away = ops.max(ops.abs(ops.sum(values, -1) - 1.0))
+    return ops.cast(inside & (away <= _ROUNDED_TOLERANCE), "float32")
+
+
+def no_room(
+    layer: str,
+    order: int,
+    found: Sequence[gaps.Gap | None],
+    dtypes: Sequence[str],
+) -> verdicts.Finding | None:
+    """Judges gradients at a loss scale of 1, where all steps may be lost.
+
+    `dtypes` are those the layer computes in. None if there is room.
+    """
+    sixteen = [name for name in dtypes if name in _formats.SIXTEEN_BIT]
+    # Beyond one bit too many, what is not lost was not made in 16 bit.
+    tight = [
+        gap
+        for gap in found
+        if gap is not None
+        and not gap.broken
+        and -1 <= gap.headroom_bits < _FREE_BITS
+    ]
+    if not sixteen or not tight:
+        return None
+    return verdicts.Finding(
+        layer,
+        verdicts.BACKWARD,
+        verdicts.OVERFLOW,
+        min(tight, key=lambda gap: gap.headroom_bits),
+        order,
+        latent=True,
+        note=f"at a loss scale of 1 its gradient all but fills {sixteen[0]}",
+    )
+
+
+def vanishing_constant(
+    judge: one_layer.Judge, call: probe.Call, order: int, gap: gaps.Gap
+) -> verdicts.Finding | None:
+    """Judges a layer whose epsilon is zero in 16 bit, and is needed."""
+    limits = judge.limits
+    constants = [
+        float(value)
+        for value in _constants(call.target.operation)
+        if isinstance(value, numbers.Real)
+        and not isinstance(value, bool)
+        and 0.0 < float(value) <= limits.smallest / 2
+    ]
+    if not constants or not any(_fails(judge, call, one) for one in _PROBES):
+        return None
+    return verdicts.Finding(
+        call.target.name,
+        verdicts.FORWARD,
+        verdicts.UNDERFLOW,
+        gap,
+        order,
+        latent=True,
+        note=f"its {max(constants):g} is 0 in {limits.name}",
+    )
+
+
+def _constants(operation: Any) -> list[Any]:
+    """Lists attributes called epsilon, and what the code of `call` names."""
+    found = [vars(operation).get(name) for name in _EPSILONS]
+    call: Any = getattr(type(operation), "call", None)
+    if host.is_builtin(operation) or not hasattr(call, "__code__"):
+        return found
+    code, known = call.__code__, call.__globals__
+    return [*found, *code.co_consts, *map(known.get, code.co_names)]
+
+
+def _fails(judge: one_layer.Judge, call: probe.Call, factor: float) -> bool:
+    """Says whether a call fails in 16 bit alone, on inputs times a factor."""
+    exact = [ops.cast(leaf, "float32") * factor for leaf in call.tensors]
+    signature = judge.run.signatures[call.key]
+    near = [
+        ops.cast(leaf, dtype)
+        for leaf, dtype in zip(exact, signature.arguments, strict=True)
+    ]
+    return (
+        _finite(near)
+        and _finite(judge.exact(call, exact))
+        and not _finite(judge.near(call, near))
+    )
+
+
+def _finite(tensors: list[Any]) -> bool:
+    return all(bool(ops.all(ops.isfinite(tensor))) for tensor in tensors)
+
+
+def weights(
+    found: Sequence[probe.Target],
+    planned: trial_policies.Plan,
+    limits: _formats.Format,
+) -> list[verdicts.Finding]:
+    """Judges the weights of every layer that reads them in 16 bit.
+
+    A weight that no row of the batch uses, such as a row of an embedding, is
+    judged, too.
+    """
+    result = []
+    for order, target in enumerate(found):
+        values = _cast_weights(target, planned)
+        if not values:
+            continue
+        near = [ops.cast(value, limits.name) for value in values]
+        gap = gaps.gap(near, values, limits)
+        verdict = verdicts.of_output(gap, limits)
+        result.append(
+            verdicts.Finding(target.name, verdicts.WEIGHTS, verdict, gap, order)
+        )
+    return result
+
+
+def _cast_weights(
+    target: probe.Target, planned: trial_policies.Plan
+) -> list[Any]:
+    if not isinstance(target.operation, keras.Layer):
+        return []
+    # Layers without autocast, such as the normalisations, cast by themselves
+    # where they need float32; an embedding casts what it looked up.
+    return [
+        variable.value
+        for layer in (target.layers if target.whole else [target.operation])
+        if trial_policies.dtype(planned, layer) in _formats.SIXTEEN_BIT
+        and (layer.autocast or isinstance(layer, keras.layers.Embedding))
+        for variable in variables.own_trainable(layer)
+    ]

@@ -1,0 +1,129 @@
+"""A wrapper has the attributes and settings of the optimizer inside it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfmix._keras import optimizers, variables
+
+# What Keras's base class keeps on every optimizer, also on a wrapper that does
+# not use it (Keras 3.12.4, 3.15.1).
+_SHARED_SETTINGS = (
+    "clipnorm",
+    "clipvalue",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "global_clipnorm",
+    "gradient_accumulation_steps",
+    "iterations",
+    "learning_rate",
+    "use_ema",
+    "weight_decay",
+)
+
+
+class DelegatesToInner(optimizers.OverwritesThroughInner):
+    """Mixin of the optimizers that leave the update to another one.
+
+    Hyper-parameters, the learning rate, `iterations` and every public
+    attribute that the wrapper's class does not declare are read from the
+    inner optimizer and written to it. Stands before Keras's class among the
+    bases: that one passes on the learning rate and the iterations at most.
+    """
+
+    built: bool
+
+    def __getattr__(self, name: str) -> Any:
+        """Looks up on the inner optimizer what the wrapper does not have."""
+        # Private names stay here: Keras and TensorFlow probe them to track
+        # each object's own state.
+        inner = vars(self).get("inner_optimizer")
+        if inner is None or name.startswith("_"):
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
+        return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets on the inner optimizer what only that one has."""
+        inner = vars(self).get("inner_optimizer")
+        private = name.startswith("_")
+        mine = private or name in vars(self) or hasattr(type(self), name)
+        if inner is None or mine or not hasattr(inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The wrapper's own variables, then the inner optimizer's."""
+        return optimizers.own_variables(self) + self.inner_optimizer.variables
+
+    @property
+    def loss_scale_factor(self) -> float | None:
+        """The inner optimizer's fixed loss scale."""
+        return self.inner_optimizer.loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: float | None) -> None:
+        scales = isinstance(self, keras.optimizers.LossScaleOptimizer)
+        if scales and value is not None:
+            raise ValueError(
+                "A `loss_scale_factor` would scale the loss twice. Received: "
+                f"loss_scale_factor={value!r}. Set `optimizer.loss_scale`, or "
+                f"write LossScaleOptimizer(..., loss_scale={value!r})."
+            )
+        _write(self, "loss_scale_factor", value)
+
+    def exclude_from_weight_decay(
+        self,
+        var_list: Sequence[keras.Variable] | None = None,
+        var_names: Sequence[str] | None = None,
+    ) -> None:
+        """Excludes variables from the inner optimizer's weight decay.
+
+        Args:
+            var_list: The model's variables. Defaults to `None`.
+            var_names: Strings; a variable whose name contains one of them is
+                excluded. Defaults to `None`.
+
+        Raises:
+            ValueError: If the optimizer is built and has joined one of the
+                variables to another that is not excluded.
+        """
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets all of `optimizer.variables`, or none.
+
+        Args:
+            weights: One array for each of `optimizer.variables`.
+
+        Raises:
+            ValueError: If the optimizer is not built, or an array does not fit.
+        """
+        if not self.built:
+            raise ValueError(
+                "`set_weights` needs a built optimizer. Call "
+                "`optimizer.build(model.trainable_variables)` first."
+            )
+        variables.assign_all(self.variables, weights)
+
+
+def _shared(name: str) -> property:
+    return property(
+        lambda self: getattr(self.inner_optimizer, name),
+        lambda self, value: _write(self, name, value),
+        doc=f"The inner optimizer's `{name}`.",
+    )
+
+
+def _write(wrapper: DelegatesToInner, name: str, value: Any) -> None:
+    # Keras's base class sets its defaults before there is an inner one.
+    if "inner_optimizer" in vars(wrapper):
+        setattr(wrapper.inner_optimizer, name, value)
+
+
+for _name in _SHARED_SETTINGS:
+    setattr(DelegatesToInner, _name, _shared(_name))
