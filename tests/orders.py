@@ -272,13 +272,13 @@ class Twin:
 class Machine:
     """Runs one order, and checks the laws after each step."""
 
-    def __init__(self, order):
+    def __init__(self, order, folder):
         Twin.prepare()
         self.order = order
         self.undos = []
         self.frozen = set()
         self.global_policy = "float32"
-        self.files = tempfile.TemporaryDirectory()
+        self.folder = pathlib.Path(folder)
         self.guarded = False
         many = order.replicas > 1
         self.strategy = helpers.mirrored_strategy(2) if many else None
@@ -366,7 +366,7 @@ class Machine:
     _thaw = _freeze
 
     def _file(self):
-        path = pathlib.Path(self.files.name) / "model.keras"
+        path = self.folder / "model.keras"
         self.model.save(path)
         before = _state(self.model)
         with self._scope():
@@ -382,7 +382,7 @@ class Machine:
         model.run_eagerly = self.order.mode == "eager"
 
     def _weights(self):
-        path = pathlib.Path(self.files.name) / "model.weights.h5"
+        path = self.folder / "model.weights.h5"
         self.model.save_weights(path)
         before, slots = _state(self.model), self.twin.slots
         weights = tfmix.export_float32(self.model)
@@ -828,7 +828,8 @@ def run(order):
         warnings.simplefilter("error", RuntimeWarning)
         try:
             _keras_before()
-            Machine(order).run()
+            with tempfile.TemporaryDirectory() as folder:
+                Machine(order, folder).run()
         finally:
             tfmix.set_global_policy("float32")
             keras.utils.clear_session(free_memory=False)
