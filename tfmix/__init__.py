@@ -39,7 +39,7 @@ from tfmix.variables.master import (
     MasterWeightOptimizer as MasterWeightOptimizer,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BFloat16Optimizer",

@@ -77,7 +77,7 @@ def _set_policy(
     way_back: contextlib.ExitStack,
 ) -> None:
     before = layer.dtype_policy
-    attributes = {
+    own = {
         name: vars(layer)[name]
         for name in (layer_policies.FIRST_CALLED, "call")
         if name in vars(layer)
@@ -86,7 +86,7 @@ def _set_policy(
     def restore() -> None:
         uncast_inputs.forget_exact(layer)
         layer_policies.set_policy(layer, before)
-        for name, value in attributes.items():
+        for name, value in own.items():
             layer_policies.put(layer, name, value)
 
     way_back.callback(restore)
