@@ -95,6 +95,10 @@ class Order:
         return cls(**{**fields, "steps": tuple(fields["steps"])})
 
 
+class Refused(Exception):
+    """A step that tfmix refuses as documented: the order ends."""
+
+
 class Broken(AssertionError):
     """A law that does not hold; the message starts with its letter."""
 
@@ -279,7 +283,7 @@ class Machine:
         self.frozen = set()
         self.global_policy = "float32"
         self.folder = pathlib.Path(folder)
-        self.guarded = False
+        self.guarded = self.asked = self.compiled_since = False
         many = order.replicas > 1
         self.strategy = helpers.mirrored_strategy(2) if many else None
         with self._scope(), tfmix.policy_scope(order.made):
@@ -298,21 +302,34 @@ class Machine:
     def run(self):
         """Runs the whole order; raises at the first law broken."""
         self.laws("made")
-        for step in self.order.steps:
-            self.do(step)
-        self._end()
+        with contextlib.suppress(Refused):
+            for step in self.order.steps:
+                self.do(step)
+            self._phase(self._step, 2, "end")
+        tfmix.set_global_policy("float32")
+        _law("f", *_replaced())
 
     def do(self, step):
         """Takes one step and checks the laws."""
         name, *arguments = step.split(":")
         getattr(self, f"_{name}")(*arguments)
         if name != "scope":
+            self._check_guard()
             self.laws(step)
 
-    def _end(self):
-        self._phase(self._step, 2, "end")
-        tfmix.set_global_policy("float32")
-        _law("f", *_replaced())
+    def _check_guard(self):
+        """A guard that was asked for refuses an optimizer that cannot skip.
+
+        Not if a conversion has taken tfmix's own wrapper off.
+        """
+        if not self.asked or _is_scaled(self.model) or not self.compiled_since:
+            return
+        try:
+            self._phase(self._step, 1, "guarded")
+        except ValueError as error:
+            if "can be guarded" in str(error):
+                raise Refused from error
+            raise
 
     # ------------------------------------------------------------ the steps
 
@@ -352,6 +369,7 @@ class Machine:
             settings["jit_compile"] = self.order.mode == "xla"
         with self._scope(), self._at_home():
             self.model.compile(given, "mse", metrics=["mae"], **settings)
+        self.compiled_since = True
         self.guarded = _is_scaled(self.model) and any(
             dtype in SIXTEEN for pair in self.dtypes.values() for dtype in pair
         )
@@ -427,7 +445,8 @@ class Machine:
     def _guard(self):
         if _is_scaled(self.model):
             tfmix.guard(self.model)
-            self.guarded = True
+            self.guarded = self.asked = True
+            self.compiled_since = False
             return
         try:
             tfmix.guard(self.model)
@@ -776,7 +795,13 @@ def _jax_loop(machine):
     grads, rest = wrap(jax.grad(scaled_loss, has_aux=True))(
         trainable, rest, state
     )
-    wrap(optimizer.unscale_gradients)(grads)
+
+    def unscaled(grads, state):
+        mapping = zip(optimizer.variables, state, strict=True)
+        with keras.StatelessScope(state_mapping=mapping):
+            return optimizer.unscale_gradients(grads)
+
+    wrap(unscaled)(grads, state)
     trainable, state = wrap(optimizer.stateless_apply)(state, grads, trainable)
     for group, values in zip(groups, (trainable, rest, state), strict=True):
         for variable, value in zip(group, values, strict=True):

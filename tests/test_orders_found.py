@@ -27,8 +27,8 @@ EVERYWHERE = {
     "a bare optimizer after a scaled one in float32": orders.Order(
         ("copy:float32", "compile:sgd:bare"), wrap="masters"
     ),
-    "a bare optimizer after a guard by hand": orders.Order(
-        ("guard", "compile:sgd:bare"), wrap="scaled"
+    "the way back to float32 of a model guarded by hand": orders.Order(
+        ("guard", "apply:float32"), made="mixed_float16"
     ),
     # Wrappers that tfmix had put on stayed.
     "the way back to float32 from mixed_float16": orders.Order(
@@ -62,7 +62,7 @@ EVERYWHERE = {
 ON_REPLICAS = {
     # A conversion made plain variables, and optimizers outside of the scope.
     "conversion to 16-bit variables": orders.Order(
-        ("apply:bfloat16", "undo"), replicas=2
+        ("apply:bfloat16", "undo"), replicas=2, mode="graph"
     ),
     "the same outside of the strategy's scope": orders.Order(
         ("apply:float16", "undo"), replicas=2, inside=False
