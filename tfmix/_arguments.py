@@ -28,16 +28,13 @@ def positive(name: str, value: Any) -> float:
 def count(
     name: str, value: Any, *, lowest: int = 1, example: int | None = None
 ) -> int:
-    allowed = f"an integer of {lowest} or more"
-    if example is not None:
-        allowed += f", such as {example}"
+    such = "" if example is None else f", such as {example}"
+    message = (
+        f"`{name}` must be an integer of {lowest} or more{such}. "
+        f"Received: {name}={value!r}"
+    )
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(
-            f"`{name}` must be {allowed}. "
-            f"Received: {name}={value!r} of type {type(value).__name__}."
-        )
+        raise TypeError(f"{message} of type {type(value).__name__}.")
     if value < lowest:
-        raise ValueError(
-            f"`{name}` must be {allowed}. Received: {name}={value!r}."
-        )
+        raise ValueError(f"{message}.")
     return int(value)

@@ -5,41 +5,21 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Limits of one binary floating-point format.
+    """Limits of one binary floating-point format."""
 
-    Attributes:
-        name: The dtype name Keras uses.
-        bits: Storage size in bits.
-        max: The largest finite value.
-        tiny: The smallest positive normal value.
-        smallest: The smallest positive subnormal value.
-        epsilon: Distance from 1.0 to the next larger value.
-    """
-
-    name: str
-    bits: int
-    max: float
-    tiny: float
-    smallest: float
-    epsilon: float
+    name: str  # the dtype name Keras uses
+    max: float  # the largest finite value
+    tiny: float  # the smallest positive normal value
+    smallest: float  # the smallest positive subnormal value
+    epsilon: float  # from 1.0 to the next larger value
 
 
-FLOAT16 = Format("float16", 16, 65504.0, 2.0**-14, 2.0**-24, 2.0**-10)
+FLOAT16 = Format("float16", 65504.0, 2.0**-14, 2.0**-24, 2.0**-10)
 BFLOAT16 = Format(
-    "bfloat16",
-    16,
-    (2.0 - 2.0**-7) * 2.0**127,
-    2.0**-126,
-    2.0**-133,
-    2.0**-7,
+    "bfloat16", (2.0 - 2.0**-7) * 2.0**127, 2.0**-126, 2.0**-133, 2.0**-7
 )
 FLOAT32 = Format(
-    "float32",
-    32,
-    (2.0 - 2.0**-23) * 2.0**127,
-    2.0**-126,
-    2.0**-149,
-    2.0**-23,
+    "float32", (2.0 - 2.0**-23) * 2.0**127, 2.0**-126, 2.0**-149, 2.0**-23
 )
 
 FORMATS = {fmt.name: fmt for fmt in (FLOAT16, BFLOAT16, FLOAT32)}
@@ -47,21 +27,7 @@ SIXTEEN_BIT = (FLOAT16.name, BFLOAT16.name)
 
 
 def limits(name: str) -> Format:
-    """Returns the limits of a float format by its dtype name.
-
-    Args:
-        name: `"float16"`, `"bfloat16"` or `"float32"`.
-
-    Returns:
-        The `Format` of that name.
-
-    Raises:
-        ValueError: If `name` is not one of the three.
-
-    Example:
-        >>> limits("float16").max
-        65504.0
-    """
+    """Returns the limits of a float format by its dtype name."""
     if name not in FORMATS:
         raise ValueError(
             f"The format must be one of {sorted(FORMATS)}. "

@@ -11,8 +11,6 @@ import rich.console
 import rich.markup
 import rich.table
 
-# Wide enough for the longest line of advice; a terminal wraps it.
-_WIDTH = 160
 _STYLES = {
     "ok": "green",
     "overflow": "bold red",
@@ -24,21 +22,13 @@ _STYLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """One table as plain text.
-
-    Attributes:
-        heads: Names of the columns.
-        rows: The cells of each row.
-        title: A line above the table.
-        notes: Lines below it.
-        verdicts: A verdict for each row, which sets its colour; empty for
-            rows without one.
-    """
+    """One table as plain text."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
-    title: str = ""
-    notes: Sequence[str] = ()
+    title: str = ""  # a line above the table
+    notes: Sequence[str] = ()  # lines below it
+    # One for each row, which sets its colour; empty for rows without.
     verdicts: Sequence[str] = ()
 
     def __rich__(self) -> rich.console.Group:
@@ -49,11 +39,9 @@ class Table:
             # Names and advice hold brackets, which rich takes for markup.
             style = _STYLES.get(self._verdict(index))
             drawn.add_row(*map(rich.markup.escape, row), style=style)
-        above = [self.title] if self.title else []
-        lines = [rich.markup.escape(line) for line in (*above, *self.notes)]
-        return rich.console.Group(
-            *lines[: len(above)], drawn, *lines[len(above) :]
-        )
+        above = [rich.markup.escape(self.title)] if self.title else []
+        below = map(rich.markup.escape, self.notes)
+        return rich.console.Group(*above, drawn, *below)
 
     def html(self) -> str:
         """Returns an HTML table; a row's verdict is its class."""
@@ -83,8 +71,9 @@ class Printed(abc.ABC):
         return rich.console.Group(*self.tables())
 
     def __str__(self) -> str:
+        # Wide enough for the longest line of advice; a terminal wraps it.
         console = rich.console.Console(
-            file=io.StringIO(), width=_WIDTH, color_system=None
+            file=io.StringIO(), width=160, color_system=None
         )
         with console.capture() as captured:
             console.print(self)

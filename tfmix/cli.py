@@ -17,7 +17,6 @@ exit codes:
   1  done, and something is unhealthy (the output says what)
   2  the command or its input is wrong (the message says what to change)
 """
-PIPE_WIDTH = 160
 INTERRUPTED = 130  # what shells report for a program ended by Ctrl-C
 _Command = Callable[[argparse.Namespace], commands.Outcome]
 
@@ -56,17 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(outcome.data, indent=2))
     else:
         # A pipe has no width; wrapped advice would be no line to copy.
-        width = None if sys.stdout.isatty() else PIPE_WIDTH
+        width = None if sys.stdout.isatty() else 160
         console.Console(width=width).print(outcome.text)
     return outcome.code
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser with one subcommand per public capability.
-
-    Returns:
-        The parser; each subcommand sets `command` to the function to call.
-    """
+    """Builds a parser whose subcommands set `command` to what to call."""
     parser = argparse.ArgumentParser(
         prog="tfmix",
         description="Mixed-precision training for Keras 3, from a shell.",
@@ -77,7 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"tfmix {version}"
     )
     added = parser.add_subparsers(dest="name", metavar="COMMAND")
-    for name, command, summary, examples, options in _COMMANDS:
+    for command, (summary, examples, options) in _COMMANDS.items():
+        name = command.__name__.removeprefix("run_")
         lines = "\n".join(f"  tfmix {name}{words}" for words in examples)
         one = added.add_parser(
             name,
@@ -116,22 +112,11 @@ _CHECK: _Options = {
     "--policy": {
         "help": "mixed_float16, mixed_bfloat16, ... (default: its own)"
     },
-    "--rows": {
-        "type": int,
-        "default": 64,
-        "help": "rows to use (default: 64)",
-    },
+    "--rows": {"type": int, "default": 64, "help": "rows to use (default: 64)"},
     "--suggest": _flag("search a policy that is healthy"),
     "--html": _file("write a report to this file"),
 }
-_ADVISE: _Options = {
-    **_MODEL,
-    "--batch-size": {
-        "type": int,
-        "required": True,
-        "help": "rows of a training batch",
-    },
-}
+_ROWS = {"type": int, "required": True, "help": "rows of a training batch"}
 _CONVERT: _Options = {
     "source": _file("a .keras file"),
     "target": _file("the file to write"),
@@ -142,27 +127,20 @@ _CONVERT: _Options = {
 _DEMO: _Options = {
     "--epochs": {"type": int, "help": "passes over the data"},
     "--seeds": {"type": int, "help": "runs per policy"},
-    "--out": {
-        "default": "out",
-        "help": "folder for the plot (default: out)",
-    },
+    "--out": {"default": "out", "help": "folder for the plot (default: out)"},
 }
 _BENCH: _Options = {
     "names": {"nargs": "*", "metavar": "NAME", "help": "which to run"},
     "--list": _flag("print the names, run nothing"),
 }
-# Name, function, summary, the words of its examples, and its options.
-_COMMANDS: tuple[tuple[str, _Command, str, tuple[str, ...], _Options], ...] = (
-    (
-        "devices",
-        commands.run_devices,
+# By function: summary, the words of the examples, and the options.
+_COMMANDS: dict[_Command, tuple[str, tuple[str, ...], _Options]] = {
+    commands.run_devices: (
         "what the hardware can do, and the policy 'auto' takes here",
         ("", " --json"),
         {},
     ),
-    (
-        "check",
-        commands.run_check,
+    commands.run_check: (
         "a saved model in 16 bit against itself in float32, layer by layer",
         (
             " model.keras --data batch.npz",
@@ -171,19 +149,15 @@ _COMMANDS: tuple[tuple[str, _Command, str, tuple[str, ...], _Options], ...] = (
         ),
         _CHECK,
     ),
-    (
-        "advise",
-        commands.run_advise,
+    commands.run_advise: (
         "shapes that keep 16-bit hardware waiting, and memory per policy",
         (
             " model.keras --batch-size 128",
             " model.keras --batch-size 128 --json",
         ),
-        _ADVISE,
+        {**_MODEL, "--batch-size": _ROWS},
     ),
-    (
-        "convert",
-        commands.run_convert,
+    commands.run_convert: (
         "a saved model into another policy, weights carried over",
         (
             " model.keras model16.keras --policy mixed_float16",
@@ -191,18 +165,14 @@ _COMMANDS: tuple[tuple[str, _Command, str, tuple[str, ...], _Options], ...] = (
         ),
         _CONVERT,
     ),
-    (
-        "demo",
-        commands.run_demo,
+    commands.run_demo: (
         "train on real scanned digits under three policies and compare",
         ("", " --epochs 4 --seeds 1 --out plots"),
         _DEMO,
     ),
-    (
-        "bench",
-        commands.run_bench,
+    commands.run_bench: (
         "the benchmarks of a checkout, all or some",
         (" --list", " overhead peers", " sparse_memory --json"),
         _BENCH,
     ),
-)
+}

@@ -18,7 +18,6 @@ from tfmix.conversion import convert
 from tfmix.devices import devices, suited_policy
 from tfmix.doctor import check
 from tfmix.hardware import advise
-from tfmix.policy import policy
 
 OK, UNHEALTHY, BAD_INPUT = 0, 1, 2
 
@@ -27,34 +26,30 @@ OK, UNHEALTHY, BAD_INPUT = 0, 1, 2
 class Outcome:
     """What a command found: for people, for programs and for the shell."""
 
-    # A string or anything rich can print; the same as plain JSON values.
-    text: Any
-    data: Any
-    # The exit code.
-    code: int = OK
+    text: Any  # a string or anything rich can print
+    data: Any  # the same as plain JSON values
+    code: int = OK  # the exit code
 
 
 def run_devices(options: argparse.Namespace) -> Outcome:
     """Lists the devices, and says what `"auto"` would choose."""
     found = devices()
     name, reason = suited_policy(found)
+    speeds = ("not faster", "fast")
     rows = [
         (
             device.kind,
             device.name,
             ".".join(map(str, device.compute_capability or ())) or "-",
-            "fast" if device.float16 else "not faster",
-            "fast" if device.bfloat16 else "not faster",
+            speeds[device.float16],
+            speeds[device.bfloat16],
         )
         for device in found
     ]
     heads = ("kind", "name", "capability", "float16", "bfloat16")
     note = f"'auto' is '{name}' here: {reason}"
-    data = {
-        "devices": [dataclasses.asdict(device) for device in found],
-        "auto": name,
-        "reason": reason,
-    }
+    listed = [dataclasses.asdict(device) for device in found]
+    data = {"devices": listed, "auto": name, "reason": reason}
     return Outcome(_tables.Table(heads, rows, notes=[note]), data)
 
 
@@ -87,22 +82,18 @@ def run_check(options: argparse.Namespace) -> Outcome:
         ) from error
     data = json.loads(report.to_json())
     if options.suggest:
-        suggested = report.suggested_policy(progress=not options.json)
-        data["suggested_policy"] = repr(suggested)
-        notes.append(_suggestion(suggested, report.policy))
+        policy = report.suggested_policy(progress=not options.json)
+        data["suggested_policy"] = repr(policy)
+        known = report.policy.float32_layers
+        added = [one for one in policy.float32_layers if one not in known]
+        extra = f" with {added} in float32 as well" if added else ""
+        notes.append(f"suggested: {policy.level or policy.name!r}{extra}")
     if options.html:
         report.to_html(options.html)
         notes.append(f"report: {options.html}")
     data["notes"] += notes
     text = console.Group(report, *map(markup.escape, notes))
     return Outcome(text, data, OK if report.healthy else UNHEALTHY)
-
-
-def _suggestion(suggested: policy.Policy, base: policy.Policy) -> str:
-    known = base.float32_layers
-    added = [one for one in suggested.float32_layers if one not in known]
-    extra = f" with {added} in float32 as well" if added else ""
-    return f"suggested: {suggested.level or suggested.name!r}{extra}"
 
 
 def run_advise(options: argparse.Namespace) -> Outcome:
@@ -179,14 +170,15 @@ def run_bench(options: argparse.Namespace) -> Outcome:
         )
     if options.list:
         return Outcome("\n".join(known), known)
-    json_only = ["--json"] if options.json else []
-    ran = _benchmarks(root, [*options.names, *json_only], options.json)
+    words = [*options.names, *(["--json"] if options.json else [])]
+    ran = _benchmarks(root, words, options.json)
     if options.json and not ran.stdout:
         raise ImportError("The benchmarks did not start; see above.")
     data = json.loads(ran.stdout) if options.json else None
     done = ", ".join(options.names or known)
-    text = f"failed, see above: {done}" if ran.returncode else f"done: {done}"
-    return Outcome(text, data, UNHEALTHY if ran.returncode else OK)
+    if ran.returncode:
+        return Outcome(f"failed, see above: {done}", data, UNHEALTHY)
+    return Outcome(f"done: {done}", data)
 
 
 def _benchmarks(
@@ -204,11 +196,8 @@ def _benchmarks(
 
 def load_model(path: pathlib.Path, compiled: bool) -> keras.Model:
     """Loads a model from a `.keras` file, with optimizer and loss or not."""
-    _check_file(
-        path,
-        "Give the path of a model that was saved with "
-        "`model.save('NAME.keras')`.",
-    )
+    saved = "a model that was saved with `model.save('NAME.keras')`."
+    _check_file(path, f"Give the path of {saved}")
     try:
         return keras.saving.load_model(path, compile=compiled)
     except Exception as error:
@@ -238,12 +227,7 @@ def _check_folder(path: pathlib.Path) -> None:
 
 
 def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
-    """Reads inputs and targets from an `.npz` or inputs from an `.npy` file.
-
-    In an `.npz`, `y` holds the targets (it may be missing) and `x` the inputs;
-    a model with several inputs takes arrays by the inputs' names instead of
-    `x`. The targets are None where there are none.
-    """
+    """Reads `x`, or inputs by name, and `y` from `.npz`, `x` from `.npy`."""
     if rows < 1:
         raise ValueError(f"`rows` must be at least 1. Received: rows={rows!r}.")
     _check_file(
@@ -265,14 +249,11 @@ def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
             f"{str(path)!r} holds no inputs. Received the arrays: "
             f"{loaded.files!r}. Save them as `x`, or by the inputs' names."
         )
-    return arrays["x"] if "x" in arrays else arrays, y
+    return arrays.get("x", arrays), y
 
 
 def arranged(x: Any, model: keras.Model) -> Any:
-    """Puts arrays given by name into the structure a model asks for.
-
-    A model without `keras.Input`s takes a dict as it is.
-    """
+    """Puts arrays given by name into the structure of a model's inputs."""
     inputs = getattr(model, "input", None)
     if not isinstance(x, dict) or inputs is None:
         return x

@@ -47,15 +47,11 @@ def describe(
         False
     """
     capability = compute_capability if kind == "GPU" else None
-    return Device(
-        kind=kind,
-        name=name,
-        compute_capability=capability,
-        # A TPU has no float16 units: it is computed in float32 there.
-        float16=(capability or (0, 0)) >= FLOAT16_CAPABILITY,
-        bfloat16=kind == "TPU" or (capability or (0, 0)) >= BFLOAT16_CAPABILITY,
-        backend=backend,
-    )
+    known = capability or (0, 0)
+    # A TPU has no float16 units: it is computed in float32 there.
+    float16 = known >= FLOAT16_CAPABILITY
+    bfloat16 = kind == "TPU" or known >= BFLOAT16_CAPABILITY
+    return Device(kind, name, capability, float16, bfloat16, backend)
 
 
 def devices() -> tuple[Device, ...]:
@@ -70,9 +66,8 @@ def devices() -> tuple[Device, ...]:
         >>> "CPU" in {device.kind for device in devices()}
         True
     """
-    backend = keras.backend.backend()
-    read = _read_tensorflow if backend == "tensorflow" else _read_jax
-    found = read()
+    on_jax = keras.backend.backend() == "jax"
+    found = _read_jax() if on_jax else _read_tensorflow()
     return tuple(sorted(found, key=lambda device: device.kind == "CPU"))
 
 
@@ -89,8 +84,12 @@ def suited_policy(found: tuple[Device, ...]) -> tuple[str, str]:
     if not accelerators:
         return "float32", "only CPUs were found, where 16 bit is slower"
     weakest = min(accelerators, key=_rank)
-    who = _in_words(weakest)
-    if len({_rank(device) for device in accelerators}) > 1:
+    who, capability = weakest.name, weakest.compute_capability
+    if capability is not None:
+        who += ", compute capability {}.{}".format(*capability)
+    elif weakest.kind == "GPU":
+        who += ", compute capability unknown"
+    if len(set(map(_rank, accelerators))) > 1:
         who = f"the weakest of {len(accelerators)} devices is {who}"
     if weakest.bfloat16:
         return "mixed_bfloat16", f"{who}: fast in bfloat16, full range"
@@ -107,15 +106,7 @@ def auto_policy() -> str:
 
 
 def _rank(device: Device) -> int:
-    return 2 * device.bfloat16 + device.float16 * (not device.bfloat16)
-
-
-def _in_words(device: Device) -> str:
-    if device.compute_capability is None:
-        unknown = device.kind == "GPU"
-        return device.name + (", compute capability unknown" * unknown)
-    major, minor = device.compute_capability
-    return f"{device.name}, compute capability {major}.{minor}"
+    return 2 if device.bfloat16 else int(device.float16)
 
 
 def _read_tensorflow() -> list[Device]:
@@ -129,14 +120,9 @@ def _read_tensorflow() -> list[Device]:
         details = {}
         if kind == "GPU":
             details = tf.config.experimental.get_device_details(device)
-        found.append(
-            describe(
-                kind,
-                details.get("device_name", device.name),
-                "tensorflow",
-                _capability(details.get("compute_capability")),
-            )
-        )
+        name = details.get("device_name", device.name)
+        capability = _capability(details.get("compute_capability"))
+        found.append(describe(kind, name, "tensorflow", capability))
     return found
 
 

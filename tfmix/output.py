@@ -10,8 +10,7 @@ from tfmix.policy.in_force import softmax_logits
 
 
 def float32_output(
-    activation: str | Callable[..., Any] | None = None,
-    name: str | None = None,
+    activation: str | Callable[..., Any] | None = None, name: str | None = None
 ) -> keras.layers.Activation:
     """Makes the model's last layer: a cast to float32, then an activation.
 
@@ -39,8 +38,7 @@ def float32_output(
         >>> keras.backend.standardize_dtype(layer(logits).dtype)
         'float32'
     """
-    if activation is not None:
-        _check(activation)
+    _check(activation)
     layer = keras.layers.Activation(
         activation or "linear", dtype="float32", name=name
     )
@@ -49,16 +47,16 @@ def float32_output(
 
 
 def _check(activation: Any) -> None:
-    if isinstance(activation, str):
-        _check_name(activation)
-    elif isinstance(activation, keras.Layer):
+    if isinstance(activation, keras.Layer):
         raise TypeError(
             "`activation` must be the name of an activation, such as "
             f"'softmax', or a function. Received the layer: "
             f"activation={activation!r}. Name its activation here, or make "
             'that layer the last one with dtype="float32".'
         )
-    elif not callable(activation) or isinstance(activation, type):
+    if isinstance(activation, type) or not (
+        callable(activation) or isinstance(activation, str | None)
+    ):
         hint = ""
         if hasattr(activation, "shape"):
             hint = " Call what it returns: float32_output('softmax')(x)."
@@ -68,16 +66,13 @@ def _check(activation: Any) -> None:
             f"activation={activation!r} of type {type(activation).__name__}."
             f"{hint}"
         )
-
-
-def _check_name(name: str) -> None:
     try:
-        keras.activations.get(name)
+        keras.activations.get(activation)
     except ValueError as error:
-        known = [known for known in dir(keras.activations) if known[0] != "_"]
-        close = difflib.get_close_matches(name, known, n=1)
+        known = [name for name in dir(keras.activations) if name[0] != "_"]
+        close = difflib.get_close_matches(activation, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(
             "`activation` must be the name of an activation of "
-            f"`keras.activations`. Received: activation={name!r}.{hint}"
+            f"`keras.activations`. Received: activation={activation!r}.{hint}"
         ) from error

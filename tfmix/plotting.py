@@ -5,7 +5,7 @@ matplotlib is imported when one is called.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,7 @@ from keras import ops
 
 from tfmix import _formats
 
-_RED, _YELLOW, _GREEN, _BLUE, _GREY = (
-    "#b2182b",
-    "#e0a526",
-    "#4d9221",
-    "#2166ac",
-    "#d9d9d9",
-)
+_RED, _YELLOW, _GREEN, _BLUE = "#b2182b", "#e0a526", "#4d9221", "#2166ac"
 # Longest bar of headroom that is drawn; more is never a concern.
 _MOST_BITS = 24
 _VERDICT_COLOURS = {"ok": _GREEN, "underflow": _YELLOW, "inaccurate": _YELLOW}
@@ -40,17 +34,25 @@ def headroom(report: Any, path: Path | None = None) -> Any:
     Raises:
         ImportError: If matplotlib is missing.
     """
-    phases = [
-        phase
-        for phase in ("forward", "backward")
-        if any(row.phase == phase for row in report.rows)
-    ]
-    names = _in_order(report)
+    known = {row.phase for row in report.rows}
+    phases = [phase for phase in ("forward", "backward") if phase in known]
+    # From input to output, the loss last.
+    drawn = {row.layer for row in report.rows if row.phase != "weights"}
+    names = [name for name in report.targets if name in drawn]
+    names += sorted(drawn.difference(names))
     figure = _figure(2 + 4.5 * len(phases), 1.6 + 0.28 * len(names))
     axes = figure.subplots(1, len(phases), squeeze=False, sharey=True)[0]
     for axis, phase in zip(axes, phases, strict=True):
         rows = {row.layer: row for row in report.rows if row.phase == phase}
-        _bars(axis, [rows.get(name) for name in names], names)
+        for place, name in enumerate(names):
+            if name in rows:
+                _bar(axis, place, rows[name])
+        axis.axvline(0, color="black", lw=0.8)
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.set_xlim(right=_MOST_BITS + 6)
+        axis.margins(y=0.01)
+        axis.grid(axis="x", color="#d9d9d9", lw=0.5)
+        axis.set_axisbelow(True)
         axis.set_title(f"{phase} pass", loc="left", fontsize=10)
         axis.set_xlabel(f"bits to overflow in {report.policy.compute_dtype}")
     axes[0].invert_yaxis()
@@ -93,7 +95,8 @@ def exponents(
     figure = _figure(8, 1.2 + 1.7 * len(powers))
     axes = figure.subplots(len(powers), 1, squeeze=False, sharex=True)[:, 0]
     for axis, (name, values) in zip(axes, powers.items(), strict=True):
-        axis.hist(values, bins=edges, color=_BLUE, weights=_even(values))
+        even = np.full(values.shape, 1.0 / max(values.size, 1))
+        axis.hist(values, bins=edges, color=_BLUE, weights=even)
         for start, end, colour in (
             (edges[0], bounds[0] - 0.5, _RED),
             (bounds[0] - 0.5, bounds[1] - 0.5, _YELLOW),
@@ -132,11 +135,11 @@ def loss_scale_timeline(
             "`timeline` of a LossScaleMonitor that has been through a `fit`."
         )
     steps = [reading.step for reading in readings]
+    scales = [reading.loss_scale for reading in readings]
     skipped = np.array([reading.skipped_steps for reading in readings])
     new = np.diff(skipped, prepend=0)
     figure = _figure(8, 3.6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    scales = [reading.loss_scale for reading in readings]
     upper.step(steps, scales, where="post", color=_BLUE, marker=".")
     upper.set_yscale("log", base=2)
     upper.set_ylabel("loss scale")
@@ -169,47 +172,23 @@ def _written(figure: Any, path: Path | None) -> Any:
     return figure
 
 
-def _in_order(report: Any) -> list[str]:
-    """Returns the layers from input to output, the loss last."""
-    drawn = {row.layer for row in report.rows if row.phase != "weights"}
-    known = [name for name in report.targets if name in drawn]
-    return [*known, *sorted(drawn.difference(known))]
-
-
-def _bars(axis: Any, rows: Iterable[Any], names: Sequence[str]) -> None:
-    for place, row in enumerate(rows):
-        if row is None:
-            continue
-        bits = min(max(row.headroom_bits, -_MOST_BITS), _MOST_BITS)
-        colour = _VERDICT_COLOURS.get(row.verdict, _RED)
-        axis.barh(place, bits, color=colour, height=0.7)
-        if row.verdict != "ok":
-            # Beside the bar where it has room, whatever the bar's sign.
-            axis.text(
-                max(bits, 0) + 0.4,
-                place,
-                row.verdict.replace("_", " "),
-                va="center",
-                fontsize=8,
-            )
-    axis.axvline(0, color="black", lw=0.8)
-    axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.set_xlim(right=_MOST_BITS + 6)
-    axis.margins(y=0.01)
-    axis.grid(axis="x", color=_GREY, lw=0.5)
-    axis.set_axisbelow(True)
+def _bar(axis: Any, place: int, row: Any) -> None:
+    bits = min(max(row.headroom_bits, -_MOST_BITS), _MOST_BITS)
+    colour = _VERDICT_COLOURS.get(row.verdict, _RED)
+    axis.barh(place, bits, color=colour, height=0.7)
+    if row.verdict != "ok":
+        # Beside the bar where it has room, whatever the bar's sign.
+        said = row.verdict.replace("_", " ")
+        axis.text(max(bits, 0) + 0.4, place, said, va="center", fontsize=8)
 
 
 def _legend(figure: Any) -> None:
     from matplotlib import patches
 
-    kinds = (
-        (_GREEN, "ok"),
-        (_YELLOW, "digits lost"),
-        (_RED, "overflow or not finite"),
-    )
+    kinds = {"ok": _GREEN, "digits lost": _YELLOW}
+    kinds["overflow or not finite"] = _RED
     figure.legend(
-        handles=[patches.Patch(color=c, label=label) for c, label in kinds],
+        handles=[patches.Patch(color=c, label=k) for k, c in kinds.items()],
         loc="outside upper right",
         ncols=3,
         fontsize=8,
@@ -221,7 +200,3 @@ def _powers(values: Any) -> np.ndarray:
     array = np.asarray(ops.convert_to_numpy(values)).astype(np.float64)
     array = np.abs(array[np.isfinite(array) & (array != 0)])
     return np.floor(np.log2(array))
-
-
-def _even(values: np.ndarray) -> np.ndarray:
-    return np.full(values.shape, 1.0 / max(values.size, 1))

@@ -11,10 +11,8 @@ _registry: list["Replacements"] = []
 
 
 def swap(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Gives one object another attribute until a stack unwinds.
-
-    Not through `setattr`: Keras and TensorFlow would begin to track the value.
-    """
+    """Gives one object another attribute until a stack unwinds."""
+    # Not by `setattr`: Keras and TensorFlow would begin to track the value.
     own = vars(owner)
     if name in own:
         undo.callback(own.__setitem__, name, own[name])
@@ -25,16 +23,11 @@ def swap(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
 
 def replaced() -> list[Place]:
     """Returns every place that is replaced for the whole process just now."""
-    places = [place for each in _registry for place in each.places()]
-    return list(dict.fromkeys(places))
+    return list(dict.fromkeys(p for each in _registry for p in each.places()))
 
 
 class Replacements:
-    """Attributes of modules and classes, replaced for the whole process.
-
-    The raw entry of `vars(owner)` is kept, so that a `staticmethod` comes
-    back as the very object it was.
-    """
+    """Attributes of modules and classes, replaced for the whole process."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -47,28 +40,21 @@ class Replacements:
         return list(self._replaced)
 
     def set(self, wanted: Mapping[Place, Callable[[Any], Any]]) -> None:
-        """Makes the replaced places exactly those of `wanted`.
-
-        Args:
-            wanted: For each place a function that takes what is there and
-                returns what is to stand there. A place that is replaced
-                already is left as it is.
-        """
+        """Replaces the places of `wanted`, by old value, and no others."""
         with self._lock:
             for place in [p for p in self._replaced if p not in wanted]:
                 self._restore(place)
             for place, make in wanted.items():
                 if place not in self._replaced:
-                    owner, attribute = place
-                    original = vars(owner)[attribute]
-                    setattr(owner, attribute, make(original))
-                    current = vars(owner)[attribute]
-                    self._replaced[place] = (original, current)
+                    owner, name = place
+                    original = vars(owner)[name]
+                    setattr(owner, name, make(original))
+                    self._replaced[place] = (original, vars(owner)[name])
 
     def _restore(self, place: Place) -> None:
-        owner, attribute = place
+        owner, name = place
         original, ours = self._replaced.pop(place)
         # Whoever replaced the attribute after us keeps their version; ours
         # inside it then finds nothing in force and passes every call on.
-        if vars(owner).get(attribute) is ours:
-            setattr(owner, attribute, original)
+        if vars(owner).get(name) is ours:
+            setattr(owner, name, original)

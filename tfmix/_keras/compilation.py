@@ -1,7 +1,4 @@
-"""How the code that runs now is traced and compiled, and by what.
-
-Checked on TensorFlow 2.20 and 2.21, Keras 3.12.4 and 3.15.1.
-"""
+"""How the code that runs now is traced and compiled, and by what."""
 
 import contextlib
 import importlib
@@ -13,7 +10,13 @@ from typing import Any, TypeVar
 import keras
 from keras.src.backend.common import stateless_scope
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+else:
+    import jax
+    import jax.extend.core
+
+Function = TypeVar("Function", bound=Callable)
 
 
 # Operations that take a variable's handle and leave the variable alone.
@@ -31,15 +34,10 @@ _originals: list[property] = []
 
 
 def by_xla() -> bool:
-    """Returns whether what is traced now becomes part of an XLA program.
-
-    If TensorFlow does not tell, the answer is no: the step is right then,
-    only slower.
-    """
+    """Returns whether what is traced now becomes part of an XLA program."""
+    # No if TensorFlow does not tell: the step is right then, only slower.
     if keras.backend.backend() != "tensorflow":
         return True
-    import tensorflow as tf
-
     if tf.executing_eagerly():
         return False
     graph = tf.compat.v1.get_default_graph()
@@ -55,21 +53,14 @@ def by_xla() -> bool:
 
 def for_cpu() -> bool:
     """Returns whether JAX compiles for a CPU by default."""
-    import jax
-
     return jax.default_backend() == "cpu"
 
 
 def kept_apart(tensor: Any) -> Any:
-    """Returns the tensor, through which XLA does not look.
-
-    A branch that calls this stays a branch. XLA turns a conditional whose
-    branches are cheap into selects, which need the variables' old values next
-    to the new ones, and copy every slot.
-    """
+    """Returns the tensor, through which XLA does not look."""
+    # A branch that calls this stays one. XLA turns a conditional whose
+    # branches are cheap into selects, which copy every slot.
     if keras.backend.backend() == "jax":
-        import jax
-
         return jax.lax.optimization_barrier(tensor)
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
@@ -77,80 +68,49 @@ def kept_apart(tensor: Any) -> Any:
 
 
 def becomes_constant(variable: keras.Variable) -> bool:
-    """Returns whether JAX is compiling and would fix the variable's value.
-
-    That is so inside `jax.jit`, not inside `jax.grad` alone, unless a
-    `StatelessScope` holds a value for the variable.
-    """
+    """Returns whether JAX is compiling and would fix the variable's value."""
     if keras.backend.backend() != "jax":
         return False
-    import jax
-
     scope = stateless_scope.get_stateless_scope()
     if scope is not None and scope.get_current_value(variable) is not None:
         return False
     # Only while it compiles does JAX make a tracer out of a constant.
-    compiling = isinstance(jax.numpy.zeros(()), jax.core.Tracer)
-    return compiling and not isinstance(variable.value, jax.core.Tracer)
+    return is_symbolic(jax.numpy.zeros(())) and not is_symbolic(variable.value)
 
 
 def is_host_readable(variable: keras.Variable) -> bool:
     """Returns whether NumPy can read the variable here."""
     if keras.backend.backend() == "jax":
-        import jax
-
-        return not isinstance(variable.value, jax.core.Tracer)
-    import tensorflow as tf
-
+        return not is_symbolic(variable.value)
     return bool(tf.executing_eagerly())
 
 
 def trace() -> Any:
     """Returns what equals itself only while the same function is traced."""
     if keras.backend.backend() == "jax":
-        import jax.extend.core
-
         return jax.extend.core.get_opaque_trace_state()
-    import tensorflow as tf
-
     if tf.executing_eagerly():
         return "eager"
     return weakref.ref(tf.compat.v1.get_default_graph())
 
 
 def untouched(function: Function) -> Function:
-    """Returns the function, to be run by AutoGraph as it is written.
-
-    A user's `tf.function` is rewritten together with all that it calls. Our
-    functions hold no Python control flow on tensors: to rewrite them takes
-    time and prints warnings where AutoGraph does not know a newer Python.
-    """
+    """Returns the function, to be run by AutoGraph as it is written."""
+    # Ours hold no Python control flow on tensors: to rewrite them takes time
+    # and prints warnings where AutoGraph does not know a newer Python.
     if keras.backend.backend() != "tensorflow":
         return function
-    import tensorflow as tf
-
     return tf.autograph.experimental.do_not_convert(function)
 
 
 def outside_of_tracing(
     variables: Sequence[keras.Variable],
 ) -> contextlib.AbstractContextManager:
-    """Creates variables outside of the function that TensorFlow is tracing.
-
-    Masters start from the model's variables. TensorFlow cannot move such a
-    first value out of a function by itself, and XLA refuses what stays in.
-
-    Args:
-        variables: The model's variables, whose values are read.
-
-    Returns:
-        A context manager; one that does nothing where nothing is traced, on
-        replicas, and where the model itself is created in the function.
-    """
+    """Creates variables outside of the function that TensorFlow traces."""
+    # It cannot move a first value that is read from the model out of the
+    # function by itself, and XLA refuses what stays in.
     if keras.backend.backend() != "tensorflow":
         return contextlib.nullcontext()
-    import tensorflow as tf
-
     if not tf.inside_function() or tf.distribute.has_strategy():
         return contextlib.nullcontext()
     with tf.init_scope():
@@ -163,22 +123,12 @@ def outside_of_tracing(
 def is_symbolic(tensor: Any) -> bool:
     """Says whether a tensor's value is not known yet."""
     if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
         return bool(tf.is_symbolic_tensor(tensor))
-    import jax
-
     return isinstance(tensor, jax.core.Tracer)
 
 
 def may_be_written(variable: Any) -> bool:
-    """Says whether what was traced so far may change a `tf.Variable`.
-
-    True wherever that cannot be known: in eager mode, and where a function
-    that was traced apart takes the variable.
-    """
-    import tensorflow as tf
-
+    """Says whether what was traced so far may change a `tf.Variable`."""
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or not hasattr(graph, "capture"):
         return True
@@ -188,10 +138,7 @@ def may_be_written(variable: Any) -> bool:
 
 @contextlib.contextmanager
 def nothing_traced() -> Iterator[None]:
-    """Runs `tf.function`s op by op in a block, in the calling thread only.
-
-    `tf.config.run_functions_eagerly` would do so for the whole process.
-    """
+    """Runs `tf.function`s op by op in a block, in the calling thread only."""
     if keras.backend.backend() != "tensorflow":
         yield
         return
@@ -232,5 +179,4 @@ def _function_class() -> type:
     module = importlib.import_module(
         "tensorflow.python.eager.polymorphic_function.polymorphic_function"
     )
-    function: type = module.Function
-    return function
+    return module.Function

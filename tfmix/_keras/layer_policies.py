@@ -1,13 +1,10 @@
-"""The dtype policy of one layer, set past Keras's tracking and maps.
+"""The dtype policy of one layer, set past Keras's tracking and maps."""
 
-Checked on Keras 3.12.4 and 3.15.1.
-"""
-
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.src.backend.common import name_scope
 
 from tfmix import _formats
 
@@ -16,17 +13,13 @@ from tfmix import _formats
 FIRST_CALLED = "_check_super_called"
 
 
-def put(layer: keras.Layer, name: str, value: Any) -> None:
+def put(layer: Any, name: str, value: Any) -> None:
     """Sets an attribute without Keras tracking it as state."""
     object.__setattr__(layer, name, value)
 
 
 def set_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
-    """Sets a layer's policy as it is given.
-
-    Keras's own setter would write into the map, if the layer has one, and the
-    map is the user's.
-    """
+    """Sets a layer's policy; Keras's setter would write into a user's map."""
     put(layer, "_dtype_policy", policy)
 
 
@@ -36,14 +29,11 @@ def path_of(layer: keras.Layer) -> str:
         return str(layer.path)
     parent = layer._parent_path
     if parent is None:
-        names = importlib.import_module("keras.src.backend.common.name_scope")
-        parent = names.current_path()
+        parent = name_scope.current_path()
     return f"{parent}/{layer.name}" if parent else str(layer.name)
 
 
-def until_built(
-    layer: keras.Layer, action: Callable[[keras.Layer], None]
-) -> None:
+def until_built(layer: keras.Layer, action: Callable) -> None:
     """Runs an action before each use of a layer until it is built."""
     if not hasattr(layer, FIRST_CALLED):
         raise RuntimeError(
@@ -69,15 +59,10 @@ def until_built(
 
 
 def widen_inputs(layer: Any) -> Callable[[], None]:
-    """Lets a nested model pass its 16-bit inputs on in float32.
-
-    A Functional or Sequential model notes the dtype of the tensors it was
-    made of and casts to it, also once its own layers, and the one before it,
-    compute in float32. Each layer inside casts what it takes anyway.
-
-    Returns:
-        A function that puts the dtypes back.
-    """
+    """Lets a nested model pass its inputs on in float32; returns the undo."""
+    # A Functional or Sequential model notes the dtype of the tensors it was
+    # made of and casts to it, whatever its layers compute in. Each layer
+    # inside casts what it takes anyway.
     graph = getattr(layer, "_functional", None) or layer
     noted = []
     for tensor in getattr(graph, "_inputs", None) or ():
@@ -86,11 +71,11 @@ def widen_inputs(layer: Any) -> Callable[[], None]:
         for holder in (tensor, getattr(history, "operation", None)):
             dtype = vars(holder).get("_dtype") if holder is not None else None
             if dtype in _formats.SIXTEEN_BIT:
-                object.__setattr__(holder, "_dtype", _formats.FLOAT32.name)
+                put(holder, "_dtype", _formats.FLOAT32.name)
                 noted.append((holder, dtype))
 
     def restore() -> None:
         for holder, dtype in noted:
-            object.__setattr__(holder, "_dtype", dtype)
+            put(holder, "_dtype", dtype)
 
     return restore

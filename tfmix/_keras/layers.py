@@ -1,7 +1,4 @@
-"""The parts of Keras's layers that the numerics tools reach into.
-
-Checked on Keras 3.12.4 and 3.15.1.
-"""
+"""The parts of Keras's layers that the numerics tools reach into."""
 
 import contextlib
 import importlib
@@ -9,20 +6,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
+from keras.src.backend.common import masking, stateless_scope, variables
+from keras.src.models import functional
+from keras.src.trainers import compile_utils
 
-from tfmix._keras import layer_policies
+from tfmix._keras import attributes, compilation, layer_policies
 
 
 def is_structure(layer: Any) -> bool:
     """Says whether a layer only connects others: Sequential, Functional."""
-    functional = importlib.import_module("keras.src.models.functional")
     if not isinstance(layer, keras.Sequential | functional.Functional):
         return False
     # A subclass with a `call` of its own computes what it likes.
-    return type(layer).call in (
-        keras.Sequential.call,
-        functional.Functional.call,
-    )
+    own = keras.Sequential.call, functional.Functional.call
+    return type(layer).call in own
 
 
 def is_builtin(layer: Any) -> bool:
@@ -30,7 +27,7 @@ def is_builtin(layer: Any) -> bool:
     return type(layer).__module__.split(".")[0] == "keras"
 
 
-def inner_operations(layer: Any) -> list[Any]:
+def inner_operations(layer: Any) -> list:
     """Returns what a layer holds: layers, and the ops of a graph."""
     if isinstance(layer, keras.Sequential):
         return list(layer.layers)
@@ -39,12 +36,11 @@ def inner_operations(layer: Any) -> list[Any]:
     return list(getattr(layer, "_layers", []))
 
 
-def flat_layers(layer: Any) -> list[Any]:
+def flat_layers(layer: Any) -> list:
     """Returns a layer and every layer inside it, each once."""
     if not isinstance(layer, keras.Layer):
         return []
-    found = {id(inner): inner for inner in layer._flatten_layers()}
-    return list(found.values())
+    return list({id(each): each for each in layer._flatten_layers()}.values())
 
 
 def parts(layer: keras.Layer) -> list[keras.Layer]:
@@ -52,13 +48,13 @@ def parts(layer: keras.Layer) -> list[keras.Layer]:
     return list(layer._layers)
 
 
-def results(model: keras.Layer) -> list[Any]:
+def results(model: keras.Layer) -> list:
     """Returns the symbolic results of a Functional or Sequential model."""
     graph = getattr(model, "_functional", None) or model
     return keras.tree.flatten(getattr(graph, "outputs", None) or [])
 
 
-def maker(tensor: keras.KerasTensor) -> tuple[Any, list[Any]]:
+def maker(tensor: keras.KerasTensor) -> tuple[Any, list]:
     """Returns what made a symbolic tensor, and the tensors it took."""
     operation, node, _ = tensor._keras_history
     nodes = operation._inbound_nodes
@@ -74,7 +70,7 @@ def noted_results(layer: keras.Layer) -> list[tuple[int, Any]]:
     ]
 
 
-def symbolic_arguments(model: keras.Model) -> list[Any]:
+def symbolic_arguments(model: keras.Model) -> list:
     """Returns what to call a model with, as symbols; empty if not known."""
     structure = getattr(model, "_inputs_struct", None)
     if structure is not None:
@@ -100,37 +96,26 @@ def owns_random_numbers(layer: Any) -> bool:
 
 @contextlib.contextmanager
 def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
-    """Gives layers other dtype policies for the length of a block.
-
-    Keras's setter is not used: it would write into the user's own
-    `DTypePolicyMap`.
-    """
-    before = {layer: vars(layer)["_dtype_policy"] for layer in plan}
-    undo = []
-    try:
+    """Gives layers other dtype policies for a block."""
+    # Keras's setter would write into the user's own `DTypePolicyMap`.
+    with contextlib.ExitStack() as undo:
         for layer, policy in plan.items():
-            object.__setattr__(layer, "_dtype_policy", policy)
-            if policy is not before[layer]:
-                undo.append(layer_policies.widen_inputs(layer))
+            before = vars(layer)["_dtype_policy"]
+            attributes.swap(undo, layer, "_dtype_policy", policy)
+            if policy is not before:
+                undo.callback(layer_policies.widen_inputs(layer))
         yield
-    finally:
-        for restore in reversed(undo):
-            restore()
-        for layer, policy in before.items():
-            object.__setattr__(layer, "_dtype_policy", policy)
 
 
 def autocast(dtype: str | None) -> Any:
     """Returns a scope in which variables are read in a dtype."""
-    variables = importlib.import_module("keras.src.backend.common.variables")
     return variables.AutocastScope(dtype)
 
 
 @contextlib.contextmanager
 def trial() -> Iterator[Any]:
     """Yields the open `keras.StatelessScope`, and puts it back as it was."""
-    scopes = importlib.import_module("keras.src.backend.common.stateless_scope")
-    scope = scopes.get_stateless_scope()
+    scope = stateless_scope.get_stateless_scope()
     mapping, losses = dict(scope.state_mapping), list(scope.losses)
     try:
         yield scope
@@ -142,37 +127,20 @@ def is_number(tensor: Any) -> bool:
     """Says whether a tensor holds values, and is no part of a trace."""
     if keras.backend.backend() != "jax":
         return hasattr(tensor, "numpy")
-    import jax
-
-    return not isinstance(tensor, jax.core.Tracer)
+    return not compilation.is_symbolic(tensor)
 
 
 @contextlib.contextmanager
-def calls_replaced(
-    operations: list[Any], make: Callable[[int, Any], Any]
-) -> Iterator[None]:
-    """Replaces `operation.call` on single instances for a block.
-
-    `make` gets an index and the original `call`, and returns the new one.
-    """
-    before = [
-        (operation, vars(operation).get("call")) for operation in operations
-    ]
-    try:
+def calls_replaced(operations: list, make: Callable) -> Iterator[None]:
+    """Replaces `operation.call` by `make(index, call)` for a block."""
+    with contextlib.ExitStack() as undo:
         for index, operation in enumerate(operations):
             replacement = make(index, operation.call)
-            # Past Keras's attribute tracking, which is for a layer's state.
-            object.__setattr__(operation, "call", replacement)
+            attributes.swap(undo, operation, "call", replacement)
         yield
-    finally:
-        for operation, own in before:
-            if own is not None:
-                object.__setattr__(operation, "call", own)
-            else:
-                vars(operation).pop("call", None)
 
 
-def run_on_shapes(function: Callable[..., Any], inputs: list[Any]) -> Any:
+def run_on_shapes(function: Callable, inputs: list) -> Any:
     """Runs a function on `keras.KerasTensor`s, computing nothing."""
     backend = importlib.import_module("keras.src.backend")
     # The next Keras keeps the backend's functions one level deeper.
@@ -188,7 +156,6 @@ def run_on_shapes(function: Callable[..., Any], inputs: list[Any]) -> Any:
 
 def copy_mask(source: Any, destination: Any) -> None:
     """Hands the mask of one tensor, if it has one, on to another."""
-    masking = importlib.import_module("keras.src.backend.common.masking")
     mask = masking.get_keras_mask(source)
     if mask is not None:
         masking.set_keras_mask(destination, mask)
@@ -196,8 +163,7 @@ def copy_mask(source: Any, destination: Any) -> None:
 
 def compile_loss(loss: Any, weights: Any = None) -> Any:
     """Returns the function that `compile(loss=loss)` would train with."""
-    utils = importlib.import_module("keras.src.trainers.compile_utils")
-    return utils.CompileLoss(loss=loss, loss_weights=weights)
+    return compile_utils.CompileLoss(loss=loss, loss_weights=weights)
 
 
 def compiled_loss(model: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The methods of one model that tfmix changes: one owner, each wrapped once.
+"""The methods of one model that tfmix changes, each wrapped once.
 
-Every wrapper is an attribute of the one model, so no class of Keras keeps a
-trace, and all that one role of tfmix put on comes off together.
+Wrappers are attributes of the model: no class of Keras keeps a trace, and all
+that one role of tfmix put on comes off together.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import keras
 
 # Called with the method inside it, then the arguments of the call.
-Wrapper = Callable[..., Any]
+Wrapper = Callable
 # From the inside out: a guard restores what ran under the policy's rules.
 RULES, GUARD = "rules", "guard"
 _ROLES = (RULES, GUARD)
@@ -27,18 +27,14 @@ class Part(Protocol):
 
 
 class ModelMethods:
-    """What stands around the methods of one model, by the role it plays.
-
-    Args:
-        model: The model; get the owner of its methods by `of(model)`.
-    """
+    """What stands around the methods of one model, by role; see `of`."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._parts: dict[str, Part] = {}
         # What stands on the model now, and what the user had put there.
-        self._installed: dict[str, Callable[..., Any]] = {}
-        self._users: dict[str, Callable[..., Any]] = {}
+        self._installed: dict[str, Callable] = {}
+        self._users: dict[str, Callable] = {}
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -51,9 +47,7 @@ class ModelMethods:
 
     def take_off(self, role: str) -> None:
         """Removes what has a role; one that nothing has is no error."""
-        parts = self.parts
-        parts.pop(role, None)
-        self.restore(parts)
+        self.restore({k: v for k, v in self._parts.items() if k != role})
 
     def restore(self, parts: Mapping[str, Part]) -> None:
         """Makes what is in force exactly these parts."""
@@ -68,13 +62,11 @@ class ModelMethods:
         own = vars(self._model).get(name)
         if own is not None and own is self._installed.get(name):
             return
-        # The user set it, before or after us: it is what we wrap.
-        if own is None:
-            self._users.pop(name, None)
-        else:
+        self._users.pop(name, None)
+        if own is not None:
+            # The user set it, before or after us: it is what we wrap.
             self._users[name] = own
-        method = self._composed(name)
-        self._installed[name] = method
+        self._installed[name] = method = self._composed(name)
         object.__setattr__(self._model, name, method)
 
     def _remove(self, name: str) -> None:
@@ -88,7 +80,7 @@ class ModelMethods:
         else:
             object.__setattr__(self._model, name, users)
 
-    def _composed(self, name: str) -> Callable[..., Any]:
+    def _composed(self, name: str) -> Callable:
         @functools.wraps(getattr(self._model, name))
         def method(*args: Any, **kwargs: Any) -> Any:
             # Looked up at each call: parts and hooks come and go.

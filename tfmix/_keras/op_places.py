@@ -1,15 +1,11 @@
 """Where Keras does the work of each op: the functions behind `keras.ops`.
 
 Keras looks every backend function up as an attribute (`backend.numpy.sum`)
-each time it is called, on all routes: eager `keras.ops`, `Operation` objects
-stored in Functional graphs, layers and activations. Replacing the attribute
-therefore reaches every caller, also those that did `from keras.ops import sum`
-long before. Ops that are composed in `keras.src.ops` itself have a private
-worker there (`_normalize`), which both routes call and which is replaced
-instead. Linear algebra, none of which has 16-bit kernels, is reached through
-one name, `backend.linalg`, and a stand-in for that module serves all of it.
-
-Checked on Keras 3.12.4 and 3.15.1, backends TensorFlow and JAX.
+each time it is called, on all routes. Replacing the attribute reaches every
+caller, also those that did `from keras.ops import sum` long before. Ops that
+are composed in `keras.src.ops` have a private worker there (`_normalize`), to
+be replaced instead. Linear algebra, none of which has 16-bit kernels, is
+reached through `backend.linalg`, and one stand-in for that module serves it.
 """
 
 import contextlib
@@ -19,11 +15,11 @@ import importlib.util
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
+from keras.src.activations import activations
 
-from tfmix._keras import attributes, layer_policies
+from tfmix._keras import attributes
 
 # Later Keras versions keep the op modules below `backend.ops`.
 _BACKEND_PARENTS = ("keras.src.backend", "keras.src.backend.ops")
@@ -52,24 +48,14 @@ def op_names() -> list[str]:
 
 @functools.cache
 def targets(name: str) -> tuple[attributes.Place, ...]:
-    """Finds what has to be replaced to reach all work of one op.
-
-    Args:
-        name: A name as in `keras.ops` or `keras.activations`.
-
-    Returns:
-        `(owner, attribute)` pairs, empty if there is nothing to replace. What
-        stands there is a function, or a module: see `stand_in`.
-    """
+    """Finds the functions, or module, to replace for all work of one op."""
     if name == ATTENTION:
         methods = _attention_methods()
         return methods if _has_float32_logits() else methods + _function(name)
     return _function(name) or _activation_class(name)
 
 
-def stand_in(
-    module: types.ModuleType, rule: Callable[..., Any]
-) -> types.ModuleType:
+def stand_in(module: types.ModuleType, rule: Callable) -> types.ModuleType:
     """Copies a module, with `rule(function, name=name)` for each function."""
     copy = types.ModuleType(module.__name__, module.__doc__)
     vars(copy).update(vars(module))
@@ -79,7 +65,7 @@ def stand_in(
     return copy
 
 
-def writes_out(layer: keras.Layer, arguments: dict[str, Any]) -> bool:
+def writes_out(layer: keras.Layer, arguments: dict) -> bool:
     """Says whether a call will not use `ops.dot_product_attention`."""
     dropout = getattr(layer, "_dropout", getattr(layer, "dropout", 0.0))
     scores = arguments.get("return_attention_scores") or getattr(
@@ -92,22 +78,16 @@ def writes_out(layer: keras.Layer, arguments: dict[str, Any]) -> bool:
 def float32_softmax(layer: keras.Layer) -> Iterator[None]:
     """Keeps the layer's own softmax from casting its logits to 16 bit."""
     softmax = getattr(layer, "_softmax", None)
-    if softmax is None:
+    with contextlib.ExitStack() as undo:
+        if softmax is not None:
+            float32 = keras.DTypePolicy("float32")
+            attributes.swap(undo, softmax, "_dtype_policy", float32)
         yield
-        return
-    before = vars(softmax)["_dtype_policy"]
-    layer_policies.set_policy(softmax, keras.DTypePolicy("float32"))
-    try:
-        yield
-    finally:
-        layer_policies.set_policy(softmax, before)
 
 
 def _function(name: str) -> tuple[attributes.Place, ...]:
-    for parents, function in (
-        (_BACKEND_PARENTS, name),
-        (_OP_PARENTS, f"_{name}"),
-    ):
+    places = (_BACKEND_PARENTS, name), (_OP_PARENTS, f"_{name}")
+    for parents, function in places:
         for package, theme, module in _modules(parents):
             if _defines(module, function):
                 if function == name and theme == _LINEAR_ALGEBRA:
@@ -118,21 +98,16 @@ def _function(name: str) -> tuple[attributes.Place, ...]:
 
 def _attention_methods() -> tuple[attributes.Place, ...]:
     """Returns where the attention layers write attention out."""
-    layers = (
-        keras.layers.MultiHeadAttention,
-        keras.layers.GroupQueryAttention,
-    )
+    layers = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
     return tuple(
         (c, ATTENTION_METHOD) for c in layers if ATTENTION_METHOD in vars(c)
     )
 
 
 def _has_float32_logits() -> bool:
-    """Says whether the backend makes float32 logits of 16-bit queries.
-
-    JAX does on accelerators, where a cast before it would only rule flash
-    attention out; on a CPU it has no such product of float16 and raises.
-    """
+    """Says whether the backend makes float32 logits of 16-bit queries."""
+    # JAX does on accelerators, where a cast before it would only rule flash
+    # attention out; on a CPU it has no such product of float16 and raises.
     if keras.backend.backend() != "jax":
         return False
     import jax
@@ -174,8 +149,7 @@ def _modules(
 
 def _activation_class(name: str) -> tuple[attributes.Place, ...]:
     """Finds activations that do their own arithmetic, such as mish."""
-    module = importlib.import_module("keras.src.activations.activations")
-    for label, value in vars(module).items():
+    for label, value in vars(activations).items():
         same = label.lower() == name.replace("_", "")
         if same and inspect.isclass(value) and "static_call" in vars(value):
             return ((value, "static_call"),)

@@ -1,34 +1,26 @@
-"""The parts of Keras's optimizers that tfmix reaches into.
-
-Checked on Keras 3.12.4 and 3.15.1: `_variables`, `_trainable_variables`,
-`_trainable_variables_indices`, `_check_variables_are_known`,
-`_get_variable_index`, `_tracker`, `_use_weight_decay` and `_var_key`.
-"""
+"""The parts of Keras's optimizers that tfmix reaches into."""
 
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 
 from tfmix._keras import attributes
 
+Optimizer: TypeAlias = keras.optimizers.Optimizer
 
-def chain(
-    optimizer: keras.optimizers.Optimizer | None,
-) -> Iterator[keras.optimizers.Optimizer]:
-    """Yields an optimizer and those inside it, outermost first."""
+
+def chain(optimizer: Optimizer | None) -> Iterator[Optimizer]:
+    """Yields an optimizer and those it wraps, outermost first."""
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
-def with_nested(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
-    """Yields an optimizer and all that it holds, in lists as well.
-
-    What is no optimizer of Keras's yields nothing.
-    """
+def with_nested(optimizer: Any) -> Iterator[Optimizer]:
+    """Yields an optimizer of Keras's and all that it holds, outermost first."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         return
     yield optimizer
@@ -37,78 +29,52 @@ def with_nested(optimizer: Any) -> Iterator[keras.optimizers.Optimizer]:
             yield from with_nested(each)
 
 
-def workers(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[keras.optimizers.Optimizer]:
+def workers(optimizer: Optimizer) -> list[Optimizer]:
     """Returns the optimizers of a `MultiOptimizer`, or the one given."""
     return getattr(optimizer, "optimizers", [optimizer])
 
 
 def key(variable: Any) -> Any:
-    """Returns the key under which optimizers find what belongs to a variable.
-
-    Args:
-        variable: A `keras.Variable`, or one replica's copy in its place.
-    """
+    """Returns an optimizer's key for a variable or a replica's copy of it."""
     # It reads nothing of the optimizer.
     return keras.optimizers.Optimizer._var_key(None, variable)
 
 
-def own_variables(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[keras.Variable]:
+def own_variables(optimizer: Optimizer) -> list[keras.Variable]:
     """Returns a wrapper's variables without the inner optimizer's."""
     return list(optimizer._variables)
 
 
-def remember(
-    optimizer: keras.optimizers.Optimizer, variables: list[keras.Variable]
-) -> None:
+def remember(optimizer: Optimizer, variables: list[keras.Variable]) -> None:
     """Lets a wrapper know the model's variables, without tracking them."""
-    own = optimizer.__dict__
-    own["_trainable_variables"] = variables
-    own["_trainable_variables_indices"] = {
+    vars(optimizer)["_trainable_variables"] = variables
+    vars(optimizer)["_trainable_variables_indices"] = {
         key(variable): index for index, variable in enumerate(variables)
     }
 
 
-def remembered(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+def remembered(optimizer: Optimizer) -> list[keras.Variable]:
     """Returns the variables that an optimizer was built with."""
     return list(optimizer._trainable_variables)
 
 
-def recognised(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
-) -> list[keras.Variable]:
-    """Returns the variables of the build that others stand for.
-
-    Raises:
-        ValueError: If an optimizer was not built with one of them.
-    """
+def recognised(optimizer: Optimizer, variables: Sequence) -> list:
+    """Returns the variables of the build that others stand for, or raises."""
     optimizer._check_variables_are_known(variables)
     known = optimizer._trainable_variables
     return [known[optimizer._get_variable_index(v)] for v in variables]
 
 
-def positions(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
-) -> list[int]:
+def positions(optimizer: Optimizer, variables: Sequence) -> list[int]:
     """Returns the places of variables among those of the build."""
     places = optimizer._trainable_variables_indices
     return [places[key(variable)] for variable in variables]
 
 
 @contextlib.contextmanager
-def alone(
-    optimizer: keras.optimizers.Optimizer | None, strategy: Any = None
-) -> Iterator[None]:
-    """Lets an optimizer, and all in it, sum no gradients over replicas.
-
-    Args:
-        optimizer: The optimizer, if any.
-        strategy: What it takes for its `tf.distribute.Strategy`; its own if
-            `None`.
-    """
+def alone(optimizer: Optimizer | None, strategy: Any = None) -> Iterator[None]:
+    """Lets an optimizer, and all in it, sum no gradients over replicas."""
+    # A strategy takes the place of its own.
     with contextlib.ExitStack() as undo:
         for each in with_nested(optimizer):
             # Without a strategy this saves an operation for each gradient.
@@ -118,7 +84,7 @@ def alone(
         yield
 
 
-def strategy_of(optimizer: keras.optimizers.Optimizer) -> Any:
+def strategy_of(optimizer: Optimizer) -> Any:
     """Returns the `tf.distribute.Strategy` it was made under, or `None`."""
     return getattr(optimizer, "_distribution_strategy", None)
 
@@ -126,35 +92,34 @@ def strategy_of(optimizer: keras.optimizers.Optimizer) -> Any:
 class OverwritesThroughInner:
     """Mixin: overwrites variables as the inner optimizer does."""
 
-    inner_optimizer: keras.optimizers.Optimizer
+    inner_optimizer: Optimizer
 
     def _overwrite_variable_with_gradient(self, variable: Any) -> Any:
         return self.inner_optimizer._overwrite_variable_with_gradient(variable)
 
 
-def count_as_tracked(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> None:
+def count_as_tracked(optimizer: Optimizer, variable: keras.Variable) -> None:
     """Keeps an optimizer from adding a variable to those that it saves."""
     optimizer._tracker.stored_ids["variables"].add(id(variable))
 
 
-def uses_weight_decay(
-    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
-) -> bool:
+def uses_weight_decay(optimizer: Optimizer, variable: keras.Variable) -> bool:
     """Returns False if `exclude_from_weight_decay` named the variable."""
     decide = getattr(optimizer, "_use_weight_decay", None)
-    return True if decide is None else bool(decide(variable))
+    return decide is None or bool(decide(variable))
+
+
+def undecayed(optimizer: Optimizer, variables: Sequence) -> list:
+    """Returns the variables that an optimizer's weight decay leaves out."""
+    return [v for v in variables if not uses_weight_decay(optimizer, v)]
 
 
 def named(
-    variables: Sequence[keras.Variable],
-    var_list: Sequence[Any] | None,
-    var_names: Sequence[str] | None,
+    variables: Sequence, var_list: Sequence | None, var_names: Sequence | None
 ) -> list[keras.Variable]:
     """Returns what the arguments of `exclude_from_weight_decay` mean."""
     keys = {key(variable) for variable in var_list or ()}
-    pattern = "|".join(var_names) if var_names else None
+    pattern = "|".join(var_names or ())
     return [
         variable
         for variable in variables

@@ -1,24 +1,20 @@
-"""Where Keras adds up what a model is trained on besides its loss.
-
-Checked on Keras 3.12.4 and 3.15.1.
-"""
+"""Where Keras adds up what a model is trained on besides its loss."""
 
 import contextlib
-import importlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import keras
+from keras.src.saving import serialization_lib
+from keras.src.trainers import trainer as trainers
 
 from tfmix._keras import attributes
 
 
 def trainer() -> type:
     """Returns the class that gives models `compile` and `fit`."""
-    module = importlib.import_module("keras.src.trainers.trainer")
-    found: type = module.Trainer
-    return found
+    return trainers.Trainer
 
 
 def penalty_places() -> list[attributes.Place]:
@@ -43,14 +39,9 @@ def _own_classes(base: type, method: str) -> Iterator[type]:
             yield from _own_classes(subclass, method)
 
 
-def adopt_optimizer(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer
-) -> None:
-    """Makes an optimizer the compiled model's, also in what it saves.
-
-    Keras saves the optimizer `compile` was given, not the one made of it, and
-    drops its state when it is loaded under another policy.
-    """
+def adopt_optimizer(model: keras.Model, optimizer: Any) -> None:
+    """Makes an optimizer the compiled model's, also in what it saves."""
+    # Keras would save the one `compile` was given, without its state.
     model.optimizer = optimizer
     save_compile_argument(model, "optimizer", optimizer)
 
@@ -64,6 +55,4 @@ def save_compile_argument(model: keras.Model, name: str, value: Any) -> None:
 
 def trusting() -> contextlib.AbstractContextManager:
     """Lets Lambda layers load: their code is the caller's, not a file's."""
-    module = importlib.import_module("keras.src.saving.serialization_lib")
-    scope: contextlib.AbstractContextManager = module.SafeModeScope(False)
-    return scope
+    return serialization_lib.SafeModeScope(False)

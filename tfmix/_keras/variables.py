@@ -1,9 +1,7 @@
 """The parts of Keras's variables that tfmix reaches into.
 
-Checked on Keras 3.12.4 and 3.15.1: `_value`, `_dtype`, `_path`, `_layout`, and
-that a `keras.Variable` is what its `__dict__` holds. Under TensorFlow the
-optimizers unwrap `variable.value` and assign to that, and find a variable's
-slots by `_unique_id`.
+A `keras.Variable` is what its `__dict__` holds. Under TensorFlow the optimizers
+unwrap `variable.value`, assign to that, and find slots by `_unique_id`.
 """
 
 import contextlib
@@ -27,33 +25,25 @@ def is_narrow(variable: keras.Variable) -> bool:
 
 
 def is_sixteen_bit(variable: keras.Variable) -> bool:
-    """Returns whether a 16-bit variable is one that gradients update.
-
-    Variables that are overwritten with their gradient (float8 scales) have no
-    update to lose.
-    """
+    """Returns whether a 16-bit variable is one that gradients update."""
+    # One overwritten with its gradient (a float8 scale) has none to lose.
     overwritten = getattr(variable, "overwrite_with_gradient", False)
     return is_narrow(variable) and not overwritten
 
 
-def placement(variable: keras.Variable) -> dict[str, Any]:
+def placement(variable: keras.Variable) -> dict:
     """Returns the arguments of `add_variable` that place one beside another."""
-    return {
-        "layout": getattr(variable, "_layout", None),
-        "aggregation": variable.aggregation,
-    }
+    layout = getattr(variable, "_layout", None)
+    return {"layout": layout, "aggregation": variable.aggregation}
 
 
 def adopt(target: keras.Variable, variable: keras.Variable) -> keras.Variable:
-    """Gives a stand-in the identity of the model's variable; returns it.
-
-    Maps by path (`MultiOptimizer`, Muon's `exclude_layers`), weight-decay
-    patterns and the names of the slots then match as they do in float32.
-    """
+    """Gives a stand-in the identity of the model's variable; returns it."""
+    # Maps by path (`MultiOptimizer`, Muon's `exclude_layers`), weight-decay
+    # patterns and names of slots then match as they do in float32.
     target._path = variable.path
-    target.trainable = variable.trainable
-    target.constraint = variable.constraint
-    target.regularizer = variable.regularizer
+    for name in ("trainable", "constraint", "regularizer"):
+        setattr(target, name, getattr(variable, name))
     return target
 
 
@@ -61,9 +51,7 @@ def store_apart(
     undo: contextlib.ExitStack, variable: keras.Variable, dtype: str
 ) -> None:
     """Gives a variable another storage, of a dtype, until a stack unwinds."""
-    other = keras.Variable(
-        "zeros", shape=variable.shape, dtype=dtype, trainable=False
-    )
+    other = keras.Variable("zeros", variable.shape, dtype, trainable=False)
     other.assign(variable.value)
     attributes.swap(undo, variable, "_value", other._value)
     attributes.swap(undo, variable, "_dtype", dtype)
@@ -88,13 +76,8 @@ def local(variable: Any) -> Any:
     return variable._get() if distributed else variable
 
 
-def assign_all(variables: Variables, values: Sequence[Any]) -> None:
-    """Assigns every array, or none if one does not fit.
-
-    Raises:
-        ValueError: If the counts or a shape differ, or an array holds no
-            numbers.
-    """
+def assign_all(variables: Variables, values: Sequence) -> None:
+    """Assigns every array, or none (`ValueError`) if one does not fit."""
     if len(values) != len(variables):
         raise ValueError(
             "There must be one array for each of `optimizer.variables`. "
@@ -120,15 +103,12 @@ def own_trainable(layer: keras.Layer) -> list[keras.Variable]:
 
 def own_variables(layer: keras.Layer) -> list[keras.Variable]:
     """Returns the variables a layer itself holds, not those of its layers."""
-    return [*layer._trainable_variables, *layer._non_trainable_variables]
+    return own_trainable(layer) + list(layer._non_trainable_variables)
 
 
 def cast_in_place(variable: keras.Variable, dtype: str) -> None:
-    """Gives a variable another dtype, keeping its value as far as it fits.
-
-    TensorFlow stores it in another `tf.Variable` afterwards. That one lies
-    where the strategy in scope puts it; see `strategy_scope`.
-    """
+    """Gives a variable another dtype, keeping its value as far as it fits."""
+    # TensorFlow then stores it where the strategy in scope puts it.
     if not all(hasattr(variable, name) for name in ("_dtype", "_initialize")):
         raise RuntimeError(
             f"tfmix does not fit Keras {keras.__version__}: its variables "
@@ -149,9 +129,7 @@ def cast_in_place(variable: keras.Variable, dtype: str) -> None:
         variable._trainable = trainable
 
 
-def strategy_scope(
-    model: keras.Model,
-) -> contextlib.AbstractContextManager[Any]:
+def strategy_scope(model: keras.Model) -> contextlib.AbstractContextManager:
     """Opens the scope in which new variables lie beside a model's."""
     strategy = getattr(model, "distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
@@ -160,9 +138,8 @@ def strategy_scope(
 class Float32View(keras.Variable):
     """A float32 variable that stores nothing but a model's 16-bit variable.
 
-    Every read puts the float32 value together and every assignment takes it
-    apart, so it holds inside `tf.cond`, `jax.jit` and stateless scopes alike.
-    Subclasses define `load` and `store`.
+    Reads and assignments go through `load` and `store`, so it holds inside
+    `tf.cond`, `jax.jit` and stateless scopes alike.
     """
 
     # Set while slots are created: TensorFlow then places them beside the
@@ -192,10 +169,7 @@ class Float32View(keras.Variable):
         return self.stored.value if self.colocating else self
 
     def assign(self, value: Any, **kwargs: Any) -> Any:
-        """Stores a value of any float dtype; returns it in float32.
-
-        `kwargs` are those of `tf.Variable.assign`, without effect.
-        """
+        """Stores a value; ignores `kwargs` of `tf.Variable.assign`."""
         value = ops.cast(value, "float32")
         self.store(value)
         return value

@@ -7,22 +7,9 @@ OLDEST_KERAS = (3, 12)
 
 
 def require_supported(version: str, backend: str) -> None:
-    """Checks the version of Keras and the backend it runs on.
-
-    Called once by `import tfmix`, before any other module of tfmix, so that
-    the first error a user sees is the one that says what to change.
-
-    Args:
-        version: Keras's version, `keras.__version__`.
-        backend: The backend's name, `keras.backend.backend()`.
-
-    Raises:
-        ImportError: If Keras is older than 3.12, or runs on a backend other
-            than TensorFlow and JAX.
-
-    Example:
-        >>> require_supported("3.15.1", "jax")
-    """
+    """Raises `ImportError` for a version or backend that tfmix does not fit."""
+    # Called before any other module of tfmix is imported, so that the first
+    # error a user sees is the one that says what to change.
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if numbers < OLDEST_KERAS:
         raise ImportError(
@@ -41,9 +28,5 @@ def require_supported(version: str, backend: str) -> None:
 
 
 def require_supported_keras() -> None:
-    """Checks the Keras that is installed.
-
-    Raises:
-        ImportError: See `require_supported`.
-    """
+    """Checks the Keras that is installed."""
     require_supported(keras.__version__, keras.backend.backend())

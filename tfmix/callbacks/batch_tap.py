@@ -6,15 +6,12 @@ from typing import Any
 
 import keras
 
-Look = Callable[[Any, Any], None]
-
 
 class Tap:
     """Stands for `model.train_function` and shows some batches to a function.
 
-    `look` gets the state (the values of all variables on JAX, None on
-    TensorFlow) and the batch, before the step is made. `step` is the number
-    of the next training step.
+    Before the step `step`, `look` gets the state, which is the values of all
+    variables on JAX and None on TensorFlow, and the batch.
     """
 
     def __init__(
@@ -22,15 +19,11 @@ class Tap:
         original: Any,
         model: keras.Model,
         every: int,
-        look: Look,
+        look: Callable[[Any, Any], None],
         step: int,
     ) -> None:
-        """Shows nothing yet."""
-        self.original = original
-        self.step = step
-        self._model = model
-        self._every = every
-        self._look = look
+        self.original, self.step = original, step
+        self._every, self._look = every, look
         # One call makes several steps where `steps_per_execution` says so.
         self._stride = max(int(model.steps_per_execution), 1)
         # The first step of a run, then every multiple.

@@ -7,6 +7,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
+from tfmix.doctor import probe
 
 # A rounding moves a value by up to half an epsilon; over all values that is a
 # fifth of one, in the mean of squares. As much comes of the half of them that
@@ -19,30 +20,24 @@ _SHUFFLE = 12.9898
 def unrounded(tensor: Any, operation: Any, limits: _formats.Format) -> Any:
     """Returns what a 16-bit input may have been before it was rounded.
 
-    A layer that subtracts a large offset enlarges that rounding. Values of a
-    16-bit tensor are moved, in float32, as much as roundings come to. Ids of
-    an embedding stay as they are, and so do values that the format holds with
-    a bit to spare: one that marks what is masked, such as -1, was never
-    rounded.
+    A layer that subtracts a large offset enlarges that rounding. Ids of an
+    embedding were never rounded, nor was what the format holds with a bit to
+    spare, such as a -1 that marks what is masked.
     """
     exact = ops.cast(tensor, "float32")
-    dtype = keras.backend.standardize_dtype(tensor.dtype)
     is_lookup = isinstance(operation, keras.layers.Embedding)
-    if dtype not in _formats.SIXTEEN_BIT or is_lookup:
+    if probe.dtype(tensor) not in _formats.SIXTEEN_BIT or is_lookup:
         return exact
     # Up or down by the place: what was rounded to one value differed before.
     places = ops.cast(ops.arange(ops.size(exact)), "float32")
     signs = ops.sign(ops.sin(places * _SHUFFLE))
     step = limits.epsilon * _MEAN_ROUNDING
     moved = exact * (1.0 + step * ops.reshape(signs, ops.shape(exact)))
-    return ops.where(_is_short(exact, limits), exact, moved)
-
-
-def _is_short(exact: Any, limits: _formats.Format) -> Any:
-    """Says which values have a last digit of zero in the format."""
-    # Dekker's split: float32's 24 bits less those that this shifts out.
+    # Those with a last digit of zero in the format, by Dekker's split:
+    # float32's 24 bits less those that this shifts out.
     shifted = exact * (2.0**24 * limits.epsilon + 1.0)
-    return shifted - (shifted - exact) == exact
+    is_short = shifted - (shifted - exact) == exact
+    return ops.where(is_short, exact, moved)
 
 
 def error(found: Any, exact: Any) -> Any:
@@ -60,6 +55,5 @@ def error(found: Any, exact: Any) -> Any:
     wrong = ops.where(fine & alike, found - right, 0.0) / unit
     size = ops.sum(ops.square(right / unit))
     error = ops.sqrt(ops.sum(ops.square(wrong)) / ops.maximum(size, 1e-30))
-    lost = ops.any(fine & ~alike)
-    error = ops.where(lost, np.float32(np.inf), error)
+    error = ops.where(ops.any(fine & ~alike), np.float32(np.inf), error)
     return ops.stack([error, ops.cast(~ops.all(fine), "float32")])

@@ -13,28 +13,17 @@ from tfmix import _arguments
 from tfmix.callbacks import tensorboard_file
 from tfmix.policy.in_force import suited_optimizer
 
-# Seconds between two lines about the scale: a start that burns ten steps is
-# one line, not ten.
-_QUIET_SECONDS = 10.0
-
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """The state of loss scaling at one moment of the run.
+    """The state of loss scaling at one moment of the run."""
 
-    Attributes:
-        step: Training steps seen by the monitor.
-        loss_scale: The loss scale in force.
-        applied_steps: Steps applied to the weights, over the optimizer's life.
-        skipped_steps: Steps skipped, over the optimizer's life.
-        consecutive_skips: Steps skipped since the last one applied.
-    """
-
-    step: int
+    step: int  # training steps seen by the monitor
     loss_scale: float
+    # Over the optimizer's life.
     applied_steps: int
     skipped_steps: int
-    consecutive_skips: int
+    consecutive_skips: int  # since the last step that was applied
 
 
 class LossScaleMonitor(keras.callbacks.Callback):
@@ -87,7 +76,6 @@ class LossScaleMonitor(keras.callbacks.Callback):
         alarm_after: int | None = None,
         log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Checks the arguments; reads nothing yet."""
         super().__init__()
         if log_dir is not None:
             tensorboard_file.refuse_other_backends(log_dir)
@@ -95,18 +83,13 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self.max_consecutive_skips = _arguments.count(
             "max_consecutive_skips", max_consecutive_skips
         )
-        self.alarm_after = _arguments.count(
-            "alarm_after",
-            max_consecutive_skips if alarm_after is None else alarm_after,
-        )
+        alarm = max_consecutive_skips if alarm_after is None else alarm_after
+        self.alarm_after = _arguments.count("alarm_after", alarm)
         self.log_dir = log_dir
         self.timeline: list[Reading] = []
-        self._step = 0
+        self._step = self._next_reading = self._epoch_start = 0
+        self._has_scale = self._started = False
         self._shown: dict[str, float] = {}
-        self._has_scale = False
-        self._next_reading = 0
-        self._started = False
-        self._epoch_start = 0
         # Keras adds to it from a pool of threads, not always in order.
         self._batches: collections.deque[int] = collections.deque(maxlen=1024)
         self._file: tensorboard_file.EventFile | None = None
@@ -144,11 +127,10 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Reads the scale and puts it into the epoch's logs."""
         self._step = self._epoch_start + max(self._batches, default=-1) + 1
-        if not self._has_scale:
-            return
-        self._read()
-        if logs is not None:
-            logs.update(self._shown)
+        if self._has_scale:
+            self._read()
+            if logs is not None:
+                logs.update(self._shown)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Closes the TensorBoard file."""
@@ -160,63 +142,45 @@ class LossScaleMonitor(keras.callbacks.Callback):
         start = self._reading()
         self._step = max(self._step, start.applied_steps + start.skipped_steps)
         start = dataclasses.replace(start, step=self._step)
-        self._scale_line = _ScaleLine(start)
-        self._alarm = _Alarm(self.alarm_after, start)
+        # What the next change of the scale is counted from.
+        self._logged, self._quiet_until = start, 0.0
+        self._last_progress, self._rung = start, False
         self._next_reading = self._step + self.every
         self._started = True
 
     def _read(self) -> None:
         reading = self._reading()
         self.timeline.append(reading)
-        self._shown = {
-            "loss_scale": reading.loss_scale,
-            "applied_steps": reading.applied_steps,
-            "skipped_steps": reading.skipped_steps,
-        }
+        names = ("loss_scale", "applied_steps", "skipped_steps")
+        self._shown = {name: getattr(reading, name) for name in names}
         if self._file is not None:
             self._file.write(reading.step, self._shown)
-        self._scale_line.update(reading)
-        self._alarm.update(reading)
+        self._log_change(reading)
+        self._log_standstill(reading)
         self.model.optimizer.check_health(self.max_consecutive_skips)
 
     def _reading(self) -> Reading:
         # Asking for `self.model` is what brings the variables up to date on
         # JAX, where `fit` keeps them to itself during an epoch.
         optimizer = self.model.optimizer
-        iterations = keras.ops.convert_to_numpy(optimizer.iterations)
         return Reading(
-            step=self._step,
-            loss_scale=optimizer.loss_scale,
-            applied_steps=int(iterations),
-            skipped_steps=optimizer.skipped_steps,
-            consecutive_skips=optimizer.consecutive_skips,
+            self._step,
+            optimizer.loss_scale,
+            int(keras.ops.convert_to_numpy(optimizer.iterations)),
+            optimizer.skipped_steps,
+            optimizer.consecutive_skips,
         )
 
-
-class _ScaleLine:
-    """Logs changes of the loss scale, seldom more than one line at a time."""
-
-    def __init__(self, start: Reading) -> None:
-        """Takes the reading that the first change is counted from."""
-        self._last = start
-        self._quiet_until = 0.0
-
-    def update(self, now: Reading) -> None:
+    def _log_change(self, now: Reading) -> None:
         """Logs a line if the scale has changed and the log is not busy."""
-        last = self._last
-        if now.loss_scale == last.loss_scale:
+        last, seconds = self._logged, time.monotonic()
+        if now.loss_scale == last.loss_scale or seconds < self._quiet_until:
             return
-        if time.monotonic() < self._quiet_until:
-            return
-        self._quiet_until = time.monotonic() + _QUIET_SECONDS
-        self._last = now
-        level = (
-            logging.WARNING
-            if now.loss_scale < last.loss_scale
-            else logging.INFO
-        )
+        # A start that burns ten steps is one line in ten seconds, not ten.
+        self._logged, self._quiet_until = now, seconds + 10.0
+        fell = now.loss_scale < last.loss_scale
         logging.log(
-            level,
+            logging.WARNING if fell else logging.INFO,
             "Loss scale %g -> %g by step %d; %d step(s) skipped since step %d.",
             last.loss_scale,
             now.loss_scale,
@@ -225,24 +189,13 @@ class _ScaleLine:
             last.step,
         )
 
-
-class _Alarm:
-    """Logs a warning when no step has been applied for a while."""
-
-    def __init__(self, alarm_after: int, start: Reading) -> None:
-        """Takes the number of steps to wait and the reading to start at."""
-        self._alarm_after = alarm_after
-        self._last_progress = start
-        self._rung = False
-
-    def update(self, now: Reading) -> None:
-        """Logs a warning if it is time to, once for each standstill."""
+    def _log_standstill(self, now: Reading) -> None:
+        """Logs a warning, once, when no step has been applied for a while."""
         if now.applied_steps != self._last_progress.applied_steps:
-            self._last_progress = now
-            self._rung = False
+            self._last_progress, self._rung = now, False
             return
         waited = now.step - self._last_progress.step
-        if waited >= self._alarm_after and not self._rung:
+        if waited >= self.alarm_after and not self._rung:
             self._rung = True
             logging.warning(
                 "No update was applied in the last %d steps: the loss scale "

@@ -1,5 +1,6 @@
 """Watches every layer's numbers in a running `fit`, on sampled steps."""
 
+import dataclasses
 from typing import Any
 
 import keras
@@ -11,9 +12,6 @@ from tfmix.callbacks import batch_tap, reading, sampler
 from tfmix.conversion import trial_policies
 from tfmix.doctor import probe, verdicts
 from tfmix.policy.in_force import suited_optimizer
-
-# Gradients that overflow at a higher scale are part of the search for one.
-_LOWEST_SCALE = 1.0
 
 
 class NumericsMonitor(keras.callbacks.Callback):
@@ -51,7 +49,6 @@ class NumericsMonitor(keras.callbacks.Callback):
     """
 
     def __init__(self, every: int = 100) -> None:
-        """Checks the argument; compiles nothing yet."""
         super().__init__()
         self.every = _arguments.count("every", every, example=100)
         self.events: list[reading.Event] = []
@@ -59,8 +56,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._step = 0
         self._tap: batch_tap.Tap | None = None
         self._model_of: Any = None
-        self._prepared = False
-        self._failed = False
+        self._prepared = self._failed = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Puts the tap in front of the training function."""
@@ -86,12 +82,10 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def _prepare(self, model: Any, batch: Any) -> None:
         _build(model, batch)
-        dtypes = [
-            layer.compute_dtype
-            for layer in trial_policies.sixteen_bit_layers(model)
-        ]
+        sixteen = trial_policies.sixteen_bit_layers(model)
         # A model without 16-bit layers is measured as float16 would see it.
-        self._limits = _formats.limits(dtypes[0] if dtypes else "float16")
+        dtype = sixteen[0].compute_dtype if sixteen else "float16"
+        self._limits = _formats.limits(dtype)
         self._found = probe.targets(model)
         self._reader = reading.Reader(
             self._found,
@@ -109,8 +103,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         try:
             if not self._prepared:
                 self._prepare(self._model_of, batch)
-            sample = self._sampler(state, batch)
-            self._read(sample, state, batch)
+            self._read(self._sampler(state, batch), state, batch)
         except Exception as error:
             # A monitor must not end the training that it watches.
             self._failed = True
@@ -122,30 +115,23 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def _read(self, sample: sampler.Sample, state: Any, batch: Any) -> None:
         self.rows = self._reader.rows(sample)
-        forward = self._reader.forward(sample)
-        if forward is not None:
-            self._add(forward[0], verdicts.FORWARD, forward[1])
-            return
-        layer = self._reader.overflow(sample)
-        if layer is not None:
-            self._add_overflow(layer, sample, state, batch)
-            return
-        self._add_underflow(sample, state, batch)
-
-    def _add_overflow(
-        self, layer: str, sample: sampler.Sample, state: Any, batch: Any
-    ) -> None:
-        if sample.scale > _LOWEST_SCALE:
-            again = self._sampler(state, batch, _LOWEST_SCALE)
-            layer = self._reader.overflow(again) or ""
-        if layer:
-            self._add(layer, verdicts.BACKWARD, verdicts.OVERFLOW)
+        if forward := self._reader.forward(sample):
+            layer, verdict = forward
+            self._add(layer, verdicts.FORWARD, verdict)
+        elif found := self._reader.overflow(sample):
+            if sample.scale > 1.0:
+                # At a higher scale it is part of the search for one.
+                again = self._sampler(state, batch, 1.0)
+                found = self._reader.overflow(again)
+            if found:
+                self._add(found, verdicts.BACKWARD, verdicts.OVERFLOW)
+        else:
+            self._add_underflow(sample, state, batch)
 
     def _add_underflow(
         self, sample: sampler.Sample, state: Any, batch: Any
     ) -> None:
-        vanished = reading.vanished(self._limits)
-        layer = self._reader.backward(sample, vanished)
+        layer = self._reader.underflow(sample)
         if layer is None or layer in self._cleared:
             return
         if self._exact is None:
@@ -166,10 +152,8 @@ class NumericsMonitor(keras.callbacks.Callback):
     def _add(self, layer: str, phase: str, verdict: str) -> None:
         step = self._tap.step if self._tap else self._step
         event = reading.Event(step, layer, phase, verdict)
-        if not any(
-            (old.layer, old.phase, old.verdict) == (layer, phase, verdict)
-            for old in self.events
-        ):
+        known = {dataclasses.replace(old, step=step) for old in self.events}
+        if event not in known:
             logging.warning(
                 "Step %d: %s in the %s pass of layer %r. tfmix.check(model, "
                 "x, y) says what to write.",
@@ -186,10 +170,9 @@ def _build(model: Any, batch: Any) -> None:
     if all(layer.built for layer in layers.flat_layers(model)):
         return
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+
+    def symbol(leaf: Any) -> keras.KerasTensor:
+        return keras.KerasTensor(tuple(leaf.shape), probe.dtype(leaf))
+
     # By symbols: no seed is drawn from, and no statistics move.
-    model(keras.tree.map_structure(_symbol, x))
-
-
-def _symbol(leaf: Any) -> keras.KerasTensor:
-    dtype = keras.backend.standardize_dtype(leaf.dtype)
-    return keras.KerasTensor(tuple(leaf.shape), dtype)
+    model(keras.tree.map_structure(symbol, x))

@@ -11,41 +11,24 @@ from tfmix import _formats
 from tfmix.callbacks import sampler
 from tfmix.doctor import gaps, latent, probe, ranges, verdicts
 
-# Below four bits a gradient is noise.
-_DIGITS = 16
-
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A fault in a sampled step.
+    """A fault in a sampled step."""
 
-    Attributes:
-        step: The training step, from 0.
-        layer: The layer that made it, or `"loss"`.
-        phase: `"forward"` or `"backward"`.
-        verdict: `"overflow"`, `"underflow"`, `"inaccurate"` or
-            `"not_finite"`.
-    """
-
-    step: int
-    layer: str
-    phase: str
-    verdict: str
+    step: int  # from 0
+    layer: str  # that made it, or `"loss"`
+    phase: str  # `"forward"` or `"backward"`
+    verdict: str  # as in `doctor.verdicts`
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorRanges:
-    """One tensor of one sampled step.
+    """One tensor of one sampled step."""
 
-    Attributes:
-        layer: The layer's name; the path of a weight.
-        phase: `"forward"` for outputs, `"backward"` for their gradients,
-            `"weights"`, or `"weight_gradients"`. Gradients are measured as
-            they are, multiplied by the loss scale.
-        measures: Where its values lie in the format.
-    """
-
-    layer: str
+    layer: str  # the layer's name; the path of a weight
+    # `"forward"` for outputs, `"backward"` for their gradients, `"weights"` or
+    # `"weight_gradients"`. Gradients are multiplied by the loss scale.
     phase: str
     measures: ranges.Measures
 
@@ -85,12 +68,12 @@ class Reader:
             if verdict != verdicts.OK and target.name not in cleared:
                 faults.setdefault(target.name, verdict)
                 cleared.update(target.inside)
+        severe = (verdicts.OVERFLOW, verdicts.NOT_FINITE)
+        hard = [one for one in faults.items() if one[1] in severe]
         if faults:
-            severe = (verdicts.OVERFLOW, verdicts.NOT_FINITE)
-            hard = [one for one in faults.items() if one[1] in severe]
             return (hard or list(faults.items()))[0]
         for call, row in zip(sample.calls, sample.forward, strict=True):
-            if _column(row, "not_finite") > 0:
+            if not_finite(row):
                 # Its input or its weights are not finite themselves.
                 return self.found[call.target].name, verdicts.NOT_FINITE
         return None
@@ -103,26 +86,22 @@ class Reader:
         `bad` judges a row of `backward` or `gradients`. The layer is the one
         that computed them, `"loss"` if that is the loss, None if none are bad.
         """
-        for index in reversed(range(len(sample.calls))):
-            call = sample.calls[index]
+        for index, call in reversed(list(enumerate(sample.calls))):
             sixteen = call.dtype in _formats.SIXTEEN_BIT
             if sixteen and bad(sample.backward[index]):
                 return self._user(index, sample)
-            target = self.found[call.target]
-            if self._weights_bad(target, sample, bad):
-                return target.name
+            if self._weights_bad(call.target, sample, bad):
+                return self._name(call.target)
         return None
 
     def _user(self, index: int, sample: sampler.Sample) -> str:
         """Names the layer that computed the gradient of a call's output."""
         uses = [use for use in sample.uses if use.maker == index]
-        for use in uses:
-            share = use.share
-            if share is not None and share < len(sample.shares):
-                if not_finite(sample.shares[share]):
-                    return self._name(use.target)
+        # The first use has no share; those above the room for them have none.
+        known = [use for use in uses if use.share in range(len(sample.shares))]
+        bad = [use for use in known if not_finite(sample.shares[use.share])]
         if uses:
-            return self._name(uses[0].target)
+            return self._name((bad or uses)[0].target)
         # Something else, such as a cast, lies in between: the next layer in
         # the order of calls whose inputs may come from there.
         for call in sample.calls[index + 1 :]:
@@ -131,9 +110,8 @@ class Reader:
         return verdicts.LOSS
 
     def _name(self, target: int) -> str:
-        return (
-            verdicts.LOSS if target == sampler.LOSS else self.found[target].name
-        )
+        is_loss = target == sampler.LOSS
+        return verdicts.LOSS if is_loss else self.found[target].name
 
     def overflow(self, sample: sampler.Sample) -> str | None:
         """Returns the layer whose gradients overflow first, going back.
@@ -142,9 +120,11 @@ class Reader:
         for instance, is the reason for all that overflow behind it.
         """
         layer = self.backward(sample, not_finite)
-        if layer is not None and abs(sample.loss) > self.limits.max:
-            return verdicts.LOSS
-        return layer
+        return (
+            verdicts.LOSS
+            if layer and abs(sample.loss) > self.limits.max
+            else layer
+        )
 
     def lost(self, sample: sampler.Sample, exact: sampler.Sample) -> str | None:
         """Returns the layer, going back, that loses a whole gradient.
@@ -162,21 +142,25 @@ class Reader:
             backward=known(sample.backward, exact.backward),
             gradients=known(sample.gradients, exact.gradients),
         )
-        return self.backward(kept, vanished(self.limits))
+        return self.underflow(kept)
+
+    def underflow(self, sample: sampler.Sample) -> str | None:
+        """Returns the layer whose gradients vanish first, going back."""
+
+        def vanished(row: Any) -> bool:
+            # Below four bits a gradient is noise.
+            small = _column(row, "largest") < 16 * self.limits.smallest
+            return small and not not_finite(row)
+
+        return self.backward(sample, vanished)
 
     def _weights_bad(
-        self,
-        target: probe.Target,
-        sample: sampler.Sample,
-        bad: Callable[[Any], bool],
+        self, index: int, sample: sampler.Sample, bad: Callable[[Any], bool]
     ) -> bool:
+        target = self.found[index]
         if not target.whole:
             return False
-        paths = {
-            variable.path
-            for layer in target.layers
-            for variable in layer.trainable_variables
-        }
+        paths = {variable.path for variable in target.weights}
         named = zip(self.variables, sample.gradients, strict=True)
         rows = [row for path, row in named if path in paths]
         # One that overflowed is a fault; one that is zero, a bias before a
@@ -189,11 +173,10 @@ class Reader:
         error, broken, head = row[len(ranges.COLUMNS) :]
         if broken:
             return verdicts.OK
-        lost = not math.isfinite(error)
         gap = gaps.Gap(
-            relative_error=float(error),
+            float(error),
             cosine=1.0,
-            lost=lost,
+            lost=not math.isfinite(error),
             only_nan=False,
             broken=False,
             flushed=measured.zero if error >= 1 else 0.0,
@@ -211,16 +194,6 @@ class Reader:
 def not_finite(row: Any) -> bool:
     """Says of a row of measures whether an entry was not finite."""
     return _column(row, "not_finite") > 0
-
-
-def vanished(limits: _formats.Format) -> Callable[[Any], bool]:
-    """Returns what says of a row whether its entries have lost all digits."""
-
-    def check(row: Any) -> bool:
-        largest = _column(row, "largest")
-        return largest < _DIGITS * limits.smallest and not not_finite(row)
-
-    return check
 
 
 def _column(row: Any, name: str) -> float:

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -30,9 +30,8 @@ LOSS = -1
 class Call:
     """What is known of one call when the step is traced."""
 
-    # Index of the layer, and the dtype of what it returns.
-    target: int
-    dtype: str
+    target: int  # index of the layer
+    dtype: str  # of what it returns
     # Whether other calls returned all of its inputs as they are, with no cast
     # and no other operation in between.
     inputs_known: bool
@@ -42,9 +41,8 @@ class Call:
 class Use:
     """A call of a layer on the very tensor that an earlier call returned."""
 
-    # Index of the earlier call, and of the layer that uses it, or `LOSS`.
-    maker: int
-    target: int
+    maker: int  # index of the earlier call
+    target: int  # index of the layer that uses it, or `LOSS`
     # The row of `Sample.shares` with the part of the gradient that this use
     # computes; None for the first use.
     share: int | None
@@ -66,18 +64,21 @@ class Sample:
     weights: np.ndarray
     gradients: np.ndarray
     scale: float
-    # Not scaled.
-    loss: float
+    loss: float  # not scaled
 
 
 class _Trace:
     """What becomes known of the calls of one step while it is traced."""
 
     def __init__(self) -> None:
-        self.rows: list[Any] = []
         self.calls: list[Call] = []
         self.uses: list[Use] = []
         self.shares = 0
+        self.forget_tensors()
+
+    def forget_tensors(self) -> None:
+        """No tensor may outlive the traced function."""
+        self.rows: list[Any] = []
         # Index of the call that made a tensor, and of the inner one where an
         # outer layer hands its output on; kept alive, so ids stay unique.
         self.made: dict[int, int] = {}
@@ -88,21 +89,13 @@ class _Trace:
         """Notes a call that is over, its row, and what is handed on for it."""
         index = len(self.rows)
         self.rows.append(row)
-        dtype = keras.backend.standardize_dtype(output.dtype)
         # A layer around others may also use what those inside it return.
-        known = call.target.whole and all(
-            id(leaf) in self.made for leaf in call.tensors
-        )
-        self.calls.append(Call(call.key[0], dtype, known))
+        known = all(id(leaf) in self.made for leaf in call.tensors)
+        known = known and call.target.whole
+        self.calls.append(Call(call.key[0], probe.dtype(output), known))
         first = self.made_first.get(id(output), index)
         self.made[id(sent)], self.made_first[id(sent)] = index, first
         self.alive += [sent, call.tensors]
-
-    def forget_tensors(self) -> list[Any]:
-        """Returns the rows; no tensor may outlive the traced function."""
-        rows, self.rows = self.rows, []
-        self.made, self.made_first, self.alive = {}, {}, []
-        return rows
 
     def use(self, tensor: Any, target: int) -> int | None:
         """Notes a use of a tensor; returns the row for its share, if any."""
@@ -117,10 +110,7 @@ class _Trace:
 
 
 class Sampler:
-    """Compiles and runs the instrumented step of one compiled, built model.
-
-    Under dtypes that are `planned`, layers are not compared with float32.
-    """
+    """Compiles and runs the instrumented step of a compiled, built model."""
 
     def __init__(
         self,
@@ -129,9 +119,8 @@ class Sampler:
         limits: _formats.Format,
         planned: trial_policies.Plan | None = None,
     ) -> None:
-        self._model = model
-        self._found = found
-        self._limits = limits
+        self._model, self._found, self._limits = model, found, limits
+        # Under such dtypes, layers are not compared with float32.
         self._planned = planned
         self._reference = trial_policies.reference(model)
         self._room = _CALLS_PER_LAYER * len(found) + 1
@@ -141,71 +130,56 @@ class Sampler:
     def __call__(self, state: Any, data: Any, scale: float = 0.0) -> Sample:
         """Measures one step, and copies the numbers to the host.
 
-        `state` is, on JAX, the lists of values that the training step gets;
-        on TensorFlow None, as the variables hold them. A scale of 0 stands
-        for the optimizer's.
+        `state` is what the training step gets on JAX, None on TensorFlow. A
+        scale of 0 stands for the optimizer's.
         """
         values = self._compiled(state, data, ops.convert_to_tensor(scale))
         arrays = [np.asarray(ops.convert_to_numpy(one)) for one in values]
         forward, backward, weights, gradients, used, scaled = arrays
         trace, room = self._trace, self._room
         return Sample(
-            calls=tuple(trace.calls),
-            uses=tuple(trace.uses),
-            forward=forward,
-            backward=backward[: len(trace.calls)],
-            shares=backward[room : room + trace.shares],
-            weights=weights,
-            gradients=gradients,
+            tuple(trace.calls),
+            tuple(trace.uses),
+            forward,
+            backward[: len(trace.calls)],
+            backward[room : room + trace.shares],
+            weights,
+            gradients,
             scale=float(used),
             loss=float(scaled) / float(used),
         )
 
     def _compile(self) -> Any:
-        if self._model.run_eagerly:
+        xla = bool(self._model.jit_compile)
+        plain_jax = keras.backend.backend() == "jax" and not xla
+        if self._model.run_eagerly or plain_jax:
             return self._step
-        if keras.backend.backend() == "jax":
-            import jax
-
-            return (
-                jax.jit(self._step) if self._model.jit_compile else self._step
-            )
-        import tensorflow as tf
-
-        return tf.function(
-            self._step,
-            jit_compile=bool(self._model.jit_compile),
-            autograph=False,
-            reduce_retracing=True,
-        )
+        return pullback.compiled(self._step, xla)
 
     def _step(self, state: Any, data: Any, override: Any) -> tuple[Any, ...]:
-        variables, others = self._values(state)
+        weights, others = self._values(state)
         tokens = ops.zeros((2 * self._room, _WIDTH), "float32")
-        weights = [value for _, value in variables]
 
         def losses(inputs: list[Any]) -> list[Any]:
-            trainable = [variable for variable, _ in variables]
+            trainable = self._model.trainable_variables
             mapping = [*zip(trainable, inputs[1:], strict=True), *others]
             with keras.StatelessScope(mapping, collect_losses=True):
                 rows, loss = self._forward(inputs[0], data)
                 scale = self._scale(override)
             return [loss * scale, ops.stack(rows)]
 
-        planned = self._planned or {}
-        with host.policies(planned), self._autocast():
+        autocast: Any = contextlib.nullcontext()
+        if self._planned is not None:
+            autocast = host.autocast("float32")
+        with host.policies(self._planned or {}), autocast:
             (loss, rows), back = pullback.pullback(
                 losses, [tokens, *weights], sparse=True
             )
             gradients = back([ops.ones_like(loss), ops.zeros_like(rows)])
-        return (
-            rows,
-            gradients[0],
-            self._table(weights),
-            self._table(gradients[1:]),
-            self._used_scale(others, override),
-            loss,
-        )
+        with keras.StatelessScope(others):
+            scale = self._scale(override)
+        tables = self._table(weights), self._table(gradients[1:])
+        return rows, gradients[0], *tables, scale, loss
 
     def _forward(self, tokens: Any, data: Any) -> tuple[list[Any], Any]:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -220,10 +194,8 @@ class Sampler:
             if not leaves or len(trace.rows) >= self._room:
                 return outputs
             busy.append(True)
-            try:
-                row = self._row(call, leaves)
-            finally:
-                busy.pop()
+            row = self._row(call, leaves)
+            busy.pop()
             sent = self._measured(leaves[0], tokens[len(trace.rows)])
             trace.add(call, row, leaves[0], sent)
             return probe.replaced(outputs, [sent, *leaves[1:]])
@@ -232,16 +204,17 @@ class Sampler:
             outputs = host.call_in_training(self._model, x)
         for leaf in tree.flatten(outputs):
             trace.use(leaf, LOSS)
-        self._mark_probabilities(outputs)
+            # The inner layer's, where an outer one hands its output on.
+            maker = trace.made_first.get(id(leaf))
+            if maker is not None:
+                head = latent.looks_like_probabilities(ops.stop_gradient(leaf))
+                trace.rows[maker] = ops.append(trace.rows[maker][:-1], head)
+        given = {"x": x, "y": y, "y_pred": outputs, "training": True}
         loss = host.compute_loss(
-            self._model,
-            x=x,
-            y=y,
-            y_pred=outputs,
-            sample_weight=sample_weight,
-            training=True,
+            self._model, sample_weight=sample_weight, **given
         )
-        rows = trace.forget_tensors()
+        rows = trace.rows
+        trace.forget_tensors()
         return rows, ops.cast(loss, "float32")
 
     def _given(self, call: probe.Call, tokens: Any) -> list[Any]:
@@ -250,45 +223,34 @@ class Sampler:
         if not call.target.whole:
             # The layers inside are what uses them.
             return tensors
-        result = []
-        for tensor in tensors:
+        for place, tensor in enumerate(tensors):
             share = trace.use(tensor, call.key[0])
             if share is not None and share < self._room:
                 given = self._measured(tensor, tokens[self._room + share])
                 trace.made[id(given)] = trace.made[id(tensor)]
                 trace.alive.append(given)
-                tensor = given
-            result.append(tensor)
-        return result
+                tensors[place] = given
+        return tensors
 
     def _measured(self, tensor: Any, token: Any) -> Any:
         return pullback.export_gradient(
             tensor, token, lambda grad: ranges.vector(grad, self._limits)
         )
 
-    def _mark_probabilities(self, outputs: Any) -> None:
-        rows = self._trace.rows
-        for leaf in tree.flatten(outputs):
-            index = self._trace.made_first.get(id(leaf), -1)
-            if index >= 0:
-                head = latent.looks_like_probabilities(ops.stop_gradient(leaf))
-                rows[index] = ops.append(rows[index][:-1], head)
-
     def _row(self, call: probe.Call, leaves: list[Any]) -> Any:
         leaves = [ops.stop_gradient(leaf) for leaf in leaves]
         measured = ranges.vector(leaves[0], self._limits)
-        if self._planned is not None or not self._is_sixteen_bit(call):
+        dtypes = {layer.compute_dtype for layer in call.target.layers}
+        dtypes.update(map(probe.dtype, call.tensors))
+        sixteen = dtypes.intersection(_formats.SIXTEEN_BIT)
+        if self._planned is not None or not sixteen:
             return ops.concatenate([measured, ops.zeros((3,))])
         operation, limits = call.target.operation, self._limits
         exact = [
             deviation.unrounded(ops.stop_gradient(leaf), operation, limits)
             for leaf in call.tensors
         ]
-        planned = {
-            layer: self._reference[layer]
-            for layer in call.target.layers
-            if layer in self._reference
-        }
+        planned = call.target.planned(self._reference)
         with host.policies(planned), host.autocast("float32"), host.trial():
             right = probe.floats(call.proceed_with(exact))
         # The weights were read again: no gradient may come from there, as
@@ -296,36 +258,18 @@ class Sampler:
         error = deviation.error(leaves[0], ops.stop_gradient(right[0]))
         return ops.concatenate([measured, error, ops.zeros((1,))])
 
-    def _is_sixteen_bit(self, call: probe.Call) -> bool:
-        layers = call.target.layers
-        dtypes = {layer.compute_dtype for layer in layers}
-        dtypes |= {
-            keras.backend.standardize_dtype(leaf.dtype) for leaf in call.tensors
-        }
-        return bool(dtypes.intersection(_formats.SIXTEEN_BIT))
-
-    @contextlib.contextmanager
-    def _autocast(self) -> Iterator[None]:
-        if self._planned is None:
-            yield
-            return
-        with host.autocast("float32"):
-            yield
-
     def _values(self, state: Any) -> tuple[list[Any], list[Any]]:
+        """Returns the trainable weights, and other variables with values."""
         model = self._model
         if state is None:
-            pairs = [(one, one.value) for one in model.trainable_variables]
-            return pairs, []
+            return [one.value for one in model.trainable_variables], []
         trainable, non_trainable, optimizer, metrics = state
         others = [
             *zip(model.non_trainable_variables, non_trainable, strict=True),
             *zip(model.optimizer.variables, optimizer, strict=True),
             *zip(model.metrics_variables, metrics, strict=True),
         ]
-        return list(
-            zip(model.trainable_variables, trainable, strict=True)
-        ), others
+        return list(trainable), others
 
     def _scale(self, override: Any) -> Any:
         optimizer = self._model.optimizer
@@ -335,10 +279,6 @@ class Sampler:
         else:
             current = optimizer.scale_loss(ops.ones((), "float32"))
         return ops.where(override > 0, override, ops.cast(current, "float32"))
-
-    def _used_scale(self, others: list[Any], override: Any) -> Any:
-        with keras.StatelessScope(others):
-            return self._scale(override)
 
     def _table(self, tensors: Sequence[Any]) -> Any:
         if not tensors:

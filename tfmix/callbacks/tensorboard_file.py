@@ -7,7 +7,7 @@ import keras
 
 
 def refuse_other_backends(log_dir: Any) -> None:
-    """Says at once, and not at the first epoch's end, what cannot work."""
+    """Says before the training what cannot work."""
     if not isinstance(log_dir, str | os.PathLike):
         raise TypeError(
             "`log_dir` must be the path of a directory, or None. "
@@ -23,10 +23,9 @@ def refuse_other_backends(log_dir: Any) -> None:
 
 
 class EventFile:
-    """Writes named numbers to one TensorBoard event file."""
+    """Writes named numbers to a new TensorBoard event file in `log_dir`."""
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
-        """Opens a new file in `log_dir`, which is created when missing."""
         import tensorflow as tf
 
         self._writer = tf.summary.create_file_writer(os.fspath(log_dir))

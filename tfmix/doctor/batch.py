@@ -14,16 +14,14 @@ from tfmix.doctor import probe
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """What a check runs: a built model on one batch, in training mode.
-
-    `loss` maps `(y, outputs)` to the loss; `notes` say in sentences what was
-    left out of the data.
-    """
+    """What a check runs: a built model on one batch, in training mode."""
 
     model: keras.Model
     x: Any
     y: Any
+    # Of `(y, outputs)`.
     loss: Callable[[Any, Any], Any] | None
+    # Sentences on what was left out of the data.
     notes: tuple[str, ...] = ()
 
     def weights(self) -> list[Any]:
@@ -35,13 +33,14 @@ class Batch:
 
         No variable is written, the random seeds included.
         """
-        mapping = list(
-            zip(self.model.trainable_variables, weights, strict=True)
-        )
+        mapping = [*zip(self.model.trainable_variables, weights, strict=True)]
         with keras.StatelessScope(mapping, collect_losses=True) as scope:
-            outputs = self._call()
-            loss = self._total(outputs, scope)
-        return outputs, loss
+            outputs = layers.call_in_training(self.model, self.x)
+            losses = [ops.cast(ops.sum(one), "float32") for one in scope.losses]
+            if self.loss is not None:
+                main = self.loss_of(probe.floats(outputs), outputs)
+                losses.append(ops.cast(main, "float32"))
+            return outputs, sum(losses[1:], losses[0]) if losses else None
 
     def loss_of(self, outputs: Sequence[Any], template: Any) -> Any:
         """Computes the loss of other float outputs, as one scalar."""
@@ -76,16 +75,6 @@ class Batch:
         )
         return dataclasses.replace(self, x=x, y=y)
 
-    def _call(self) -> Any:
-        return layers.call_in_training(self.model, self.x)
-
-    def _total(self, outputs: Any, scope: Any) -> Any:
-        parts = [ops.cast(ops.sum(part), "float32") for part in scope.losses]
-        if self.loss is not None:
-            main = self.loss_of(probe.floats(outputs), outputs)
-            parts.append(ops.cast(main, "float32"))
-        return sum(parts[1:], parts[0]) if parts else None
-
 
 def missing_loss() -> ValueError:
     """Returns the error for a check of gradients without a loss."""
@@ -101,9 +90,7 @@ def prepare(
 ) -> Batch:
     """Checks the arguments of a check and builds the model if need be.
 
-    At most `most` rows are kept, of a dataset those of its first batch. The
-    loss is what `compile` takes, a function of `(y, outputs)`, or None for the
-    loss that the model was compiled with.
+    At most `most` rows are kept, of a dataset those of its first batch.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -111,7 +98,12 @@ def prepare(
             f"Received: model={model!r} of type {type(model).__name__}."
         )
     x, y = next(parts(x, y), (x, y))
-    x, y, notes = _first_rows(model, x, y, most)
+    notes: tuple[str, ...] = ()
+    rows = most and _free_rows(model, (x, y))
+    if most and rows and rows > most:
+        x, y = _slice((x, y), 0, most)
+        note = f"`x` has {rows:,} rows; the first {most} of them were checked."
+        notes = (note,)
     x, y = tensors((x, y))
     _refuse_empty(x)
     if y is None and loss is not None:
@@ -143,7 +135,7 @@ def parts(x: Any, y: Any, rows: int | None = None) -> Iterator[tuple[Any, Any]]:
         for element in x.as_numpy_iterator():
             yield keras.utils.unpack_x_y_sample_weight(element)[:2]
     elif rows is not None:
-        for start in range(0, _count(x), rows):
+        for start in range(0, np.shape(tree.flatten(x)[0])[0], rows):
             yield _slice((x, y), start, start + rows)
     else:
         yield x, y
@@ -154,24 +146,10 @@ def tensors(nest: Any) -> Any:
     return tree.map_structure(_tensor, nest)
 
 
-def _count(nest: Any) -> int:
-    return int(np.shape(tree.flatten(nest)[0])[0])
-
-
 def _slice(nest: Any, start: int, stop: int) -> Any:
     return tree.map_structure(
         lambda leaf: None if leaf is None else leaf[start:stop], nest
     )
-
-
-def _first_rows(
-    model: keras.Model, x: Any, y: Any, most: int | None
-) -> tuple[Any, Any, tuple[str, ...]]:
-    rows = _free_rows(model, (x, y))
-    if most is None or rows is None or rows <= most:
-        return x, y, ()
-    note = f"`x` has {rows:,} rows; the first {most} of them were checked."
-    return *_slice((x, y), 0, most), (note,)
 
 
 def _free_rows(model: keras.Model, nest: Any) -> int | None:
@@ -186,25 +164,23 @@ def _free_rows(model: keras.Model, nest: Any) -> int | None:
 
 
 def _refuse_empty(x: Any) -> None:
-    if is_dataset(x):
-        raise ValueError(
-            "`x` must hold at least one row; 16 to 64 are enough. "
-            "Received: a dataset without a batch."
-        )
-    shapes = [tuple(leaf.shape) for leaf in tree.flatten(x)]
-    if any(shape[:1] == (0,) for shape in shapes):
-        # The mean of no losses is NaN, which is no fault of the model.
-        raise ValueError(
-            "`x` must hold at least one row; 16 to 64 are enough. "
-            f"Received: x of shape {shapes[0]}."
-        )
+    received = "a dataset without a batch"
+    if not is_dataset(x):
+        shapes = [tuple(leaf.shape) for leaf in tree.flatten(x)]
+        if all(shape[:1] != (0,) for shape in shapes):
+            return
+        received = f"x of shape {shapes[0]}"
+    # The mean of no losses is NaN, which is no fault of the model.
+    raise ValueError(
+        "`x` must hold at least one row; 16 to 64 are enough. "
+        f"Received: {received}."
+    )
 
 
 def _tensor(value: Any) -> Any:
     if value is None or is_dataset(value):
         return value
     if getattr(value, "dtype", None) == np.float64:
-        # As `fit` does with NumPy's default.
         value = np.asarray(value, keras.config.floatx())
     return ops.convert_to_tensor(value)
 
@@ -215,17 +191,11 @@ def _function(model: Any, loss: Any) -> Callable[[Any, Any], Any]:
         if compiled is None:
             raise missing_loss()
         return compiled
-    if callable(loss) and not isinstance(loss, keras.losses.Loss):
-        return _in_the_outputs_dtype(loss)
-    return layers.compile_loss(loss)
-
-
-def _in_the_outputs_dtype(
-    loss: Callable[[Any, Any], Any],
-) -> Callable[[Any, Any], Any]:
-    """Calls a plain function as a training loop of the user's would."""
+    if not callable(loss) or isinstance(loss, keras.losses.Loss):
+        return layers.compile_loss(loss)
 
     def call(y: Any, outputs: Any) -> Any:
+        # In the outputs' dtype, as in a training loop of the user's.
         leaves = probe.floats(outputs)
         if len(leaves) == 1 and probe.is_float(y):
             y = ops.cast(y, leaves[0].dtype)

@@ -1,5 +1,6 @@
 """The loss scale to start with: the largest that does not overflow."""
 
+import bisect
 import functools
 import itertools
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix import _arguments, _errors, _formats
+from tfmix import _arguments, _errors
 from tfmix.conversion import trial_policies
 from tfmix.doctor import batch as trial
 from tfmix.doctor import pullback
@@ -16,8 +17,6 @@ from tfmix.scaling.step import finite
 
 # The exponents that are tried: the bounds of `DynamicLossScale`.
 _LOWEST, _HIGHEST = 0, 24
-# A dataset may repeat without end.
-_MOST_BATCHES = 32
 
 
 def calibrate_loss_scale(
@@ -76,16 +75,14 @@ def calibrate_loss_scale(
             "the model is trained on."
         )
     whole = trial.prepare(model, *first, loss)
-    dtypes = {
-        layer.compute_dtype
-        for layer in trial_policies.sixteen_bit_layers(model)
-    }
-    if _formats.FLOAT16.name not in dtypes:
+    sixteen = trial_policies.sixteen_bit_layers(model)
+    if all(layer.compute_dtype != "float16" for layer in sixteen):
         return 1.0
     is_finite = _compiled(whole)
     best = _HIGHEST
     if trial.is_dataset(x):
-        batches = itertools.islice(batches, _MOST_BATCHES - 1)
+        # Of 32 batches in all: it may repeat without end.
+        batches = itertools.islice(batches, 31)
     for part in itertools.chain([first], batches):
         fits = functools.partial(is_finite, *trial.tensors(part))
         best = _largest(fits, best)
@@ -96,19 +93,14 @@ def _largest(fits: Callable[[int], bool], highest: int) -> int:
     """Returns the largest exponent that fits, found by halving."""
     if fits(highest):
         return highest
-    lowest = _LOWEST
-    if not fits(lowest):
+    if not fits(_LOWEST):
         raise _errors.LossScaleError(
             "The gradients are not finite at a loss scale of 1, so no scale "
             "can make them so. tfmix.check(model, x, y) names the layer."
         )
-    while highest - lowest > 1:
-        middle = (lowest + highest) // 2
-        if fits(middle):
-            lowest = middle
-        else:
-            highest = middle
-    return lowest
+    above = range(_LOWEST + 1, highest)
+    fitting = bisect.bisect_left(above, True, key=lambda one: not fits(one))
+    return _LOWEST + fitting
 
 
 def _compiled(whole: trial.Batch) -> Callable[[Any, Any, int], bool]:
@@ -116,24 +108,15 @@ def _compiled(whole: trial.Batch) -> Callable[[Any, Any, int], bool]:
 
     def step(weights: list[Any], x: Any, y: Any, scale: Any) -> Any:
         part = trial.Batch(whole.model, x, y, whole.loss)
-
-        def losses(values: list[Any]) -> list[Any]:
-            return [part.run(values)[1] * scale]
-
-        (scaled,), back = pullback.pullback(losses, weights)
+        (scaled,), back = pullback.pullback(
+            lambda values: [part.run(values)[1] * scale], weights
+        )
         return finite.all_finite([scaled, *back([ops.ones_like(scaled)])])
 
-    if keras.backend.backend() == "jax":
-        import jax
-
-        step = jax.jit(step)
-    else:
-        import tensorflow as tf
-
-        step = tf.function(step, autograph=False, reduce_retracing=True)
+    run = pullback.compiled(step)
 
     def is_finite(x: Any, y: Any, power: int) -> bool:
         tensor = ops.convert_to_tensor(2.0**power, "float32")
-        return bool(step(whole.weights(), x, y, tensor))
+        return bool(run(whole.weights(), x, y, tensor))
 
     return is_finite

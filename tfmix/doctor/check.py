@@ -32,9 +32,6 @@ from tfmix.policy.in_force import penalties, scope, suited_optimizer, switch
 ROWS = 64
 # Where dynamic loss scaling starts, its rule's default, and its lowest.
 _LOSS_SCALE, _LOWEST = 2.0**15, 1.0
-# Factor between two scales that are tried when gradients overflow.
-_STEP_DOWN = 16.0
-_BAD_ROWS_SHOWN = 10
 
 
 def check(
@@ -119,20 +116,15 @@ def _run(
     sixteen = trial_policies.sixteen_bit(given.model, chosen)
     bad_rows = given.bad_rows()
     batch = given.without({row for rows in bad_rows.values() for row in rows})
-    bad_data = [_bad_data(*one) for one in bad_rows.items()]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(compilation.nothing_traced())
-        stack.enter_context(carrying.outputs_as_made())
-        if isinstance(chosen, policies.Policy):
-            stack.enter_context(
-                switch.block({*chosen.float32_ops, penalties.RULE})
-            )
+    rules: Any = contextlib.nullcontext()
+    if isinstance(chosen, policies.Policy):
+        rules = switch.block({*chosen.float32_ops, penalties.RULE})
+    with compilation.nothing_traced(), carrying.outputs_as_made(), rules:
         found = probe.targets(batch.model)
         highest = _LOWEST if warning else _LOSS_SCALE
         visit = _Visit(batch, found, sixteen, limits, highest)
-        visit.run()
-    findings = visit.findings
-    if bad_data:
+        findings = visit.run()
+    if bad_rows:
         # Where no row is fine, all that is not finite is so because of them.
         findings = [
             dataclasses.replace(one, verdict=verdicts.OK)
@@ -141,7 +133,10 @@ def _run(
             for one in findings
         ]
     return numerics_report.NumericsReport(
-        rows=(*bad_data, *_rows(findings, found, limits, bool(warning))),
+        rows=(
+            *(_bad_data(*one) for one in bad_rows.items()),
+            *_rows(findings, found, limits, bool(warning)),
+        ),
         policy=base,
         loss_scale=visit.judge.scale,
         again=lambda other: _run(given, other, other),
@@ -158,10 +153,8 @@ def _policy(
     model: Any, policy: str | keras.DTypePolicy | None
 ) -> tuple[keras.DTypePolicy | None, policies.Policy]:
     """Returns what to plan with, None for as it stands, and its rules."""
-    now = {
-        layer.compute_dtype
-        for layer in trial_policies.sixteen_bit_layers(model)
-    }
+    sixteen = trial_policies.sixteen_bit_layers(model)
+    now = {layer.compute_dtype for layer in sixteen}
     if policy is None:
         carried = carrying.carried_policy(model)
         name = f"mixed_{min(now)}" if now else "mixed_float16"
@@ -192,19 +185,19 @@ def _rows(
 ) -> list[verdicts.LayerVerdict]:
     classes = {target.name: type(target.operation).__name__ for target in found}
     result = []
-    for finding in sorted(findings, key=lambda one: one.rank):
-        gap, backward = finding.gap, finding.phase == verdicts.BACKWARD
-        name = classes.get(finding.layer, "Layer")
+    for one in sorted(findings, key=lambda one: one.rank):
+        gap, name = one.gap, classes.get(one.layer, "Layer")
+        advice = remedies.line(one, name, limits, unscaled)
         result.append(
             verdicts.LayerVerdict(
-                layer=finding.layer,
-                phase=finding.phase,
-                verdict=finding.verdict,
-                relative_error=math.inf if gap.broken else gap.relative_error,
-                headroom_bits=gap.headroom_bits,
-                advice=remedies.line(finding, name, limits, unscaled),
-                gradient_cosine=float(gap.cosine) if backward else None,
-                broken=gap.broken and finding.verdict != verdicts.OK,
+                one.layer,
+                one.phase,
+                one.verdict,
+                math.inf if gap.broken else gap.relative_error,
+                gap.headroom_bits,
+                advice,
+                float(gap.cosine) if one.phase == verdicts.BACKWARD else None,
+                gap.broken and one.verdict != verdicts.OK,
             )
         )
     return result
@@ -212,180 +205,147 @@ def _rows(
 
 def _bad_data(name: str, rows: Sequence[int]) -> verdicts.LayerVerdict:
     """Returns the row of the report for `x` or `y` with NaN or infinity."""
-    shown = ", ".join(map(str, rows[:_BAD_ROWS_SHOWN]))
-    more = ", ..." if len(rows) > _BAD_ROWS_SHOWN else ""
+    shown = ", ".join(map(str, rows[:10]))
+    more = ", ..." if len(rows) > 10 else ""
+    where = f"{name} holds NaN or infinity in rows {shown}{more}"
+    advice = f"numpy.isfinite({name})  # {where}: mend that first"
+    phase, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
     return verdicts.LayerVerdict(
-        layer=name,
-        phase=verdicts.FORWARD,
-        verdict=verdicts.NOT_FINITE,
-        relative_error=math.inf,
-        headroom_bits=-math.inf,
-        advice=f"numpy.isfinite({name})  # {name} holds NaN or infinity in "
-        f"rows {shown}{more}: mend that first",
-        broken=True,
+        name, phase, verdict, math.inf, -math.inf, advice, broken=True
     )
 
 
+@dataclasses.dataclass(eq=False)
 class _Visit:
     """The passes of one check, and what each layer was found to do."""
 
-    def __init__(
-        self,
-        batch: batches.Batch,
-        found: Sequence[probe.Target],
-        sixteen: trial_policies.Plan,
-        limits: _formats.Format,
-        highest: float,
-    ) -> None:
-        self.batch = batch
-        self.found = found
-        self.limits = limits
-        self.findings: list[verdicts.Finding] = []
-        self._sixteen = sixteen
-        self._reference = trial_policies.reference(batch.model)
-        self._highest = highest
-        self._busy = False
-        self._order = 0
-        self._weights_before = False
+    batch: batches.Batch
+    found: list[probe.Target]
+    sixteen: trial_policies.Plan
+    limits: _formats.Format
+    # The loss scale to start with.
+    highest: float
+    findings: list[verdicts.Finding] = dataclasses.field(default_factory=list)
 
-    def run(self) -> None:
-        """Makes the passes and collects the findings."""
-        batch, found = self.batch, self.found
-        run = whole_model.sixteen_bit(
-            batch, found, self._sixteen, self.limits.name
-        )
+    def run(self) -> list[verdicts.Finding]:
+        """Makes the passes and returns the findings."""
+        batch, found, limits = self.batch, self.found, self.limits
+        self._reference = trial_policies.reference(batch.model)
+        run = whole_model.sixteen_bit(batch, found, self.sixteen, limits.name)
         truth = None
         if batch.loss is not None:
             truth = whole_model.truth(
                 batch, found, self._reference, run.signatures
             )
-        scale = loss.scale(run, truth, self.limits, (self._highest, _LOWEST))
+        scale = loss.scale(run, truth, limits, (self.highest, _LOWEST))
         self._judge_all(
-            one_layer.Judge(self._sixteen, run, truth, self.limits, scale)
+            one_layer.Judge(self.sixteen, run, truth, limits, scale)
         )
         while self.judge.scale > _LOWEST and self._overflows_backward():
-            lower = max(self.judge.scale / _STEP_DOWN, _LOWEST)
+            lower = max(self.judge.scale / 16.0, _LOWEST)
             self._judge_all(dataclasses.replace(self.judge, scale=lower))
         if batch.loss is not None and self._overflows_backward():
-            self.findings = loss.blamed(self.findings, self.limits)
-        traced = _traced_back(self.findings)
-        self.findings = _worst(_attributed(traced, found))
+            self.findings = loss.blamed(self.findings, limits)
+        return _worst(_attributed(_traced_back(self.findings), found))
 
     def _judge_all(self, judge: one_layer.Judge) -> None:
         self.judge = judge
         self.findings = []
         self._order = 0
-        self._weights_before = False
+        self._busy = self._weights_before = False
         with (
             layers.policies(self._reference),
             layers.autocast("float32"),
             probe.watched(self.found, self._call),
         ):
             outputs, _ = self.batch.run(self.batch.weights())
-        self.findings += latent.weights(self.found, self._sixteen, self.limits)
+        self.findings += latent.weights(self.found, self.sixteen, self.limits)
         if self.batch.loss is not None:
             self._order += 1
             self.findings += loss.findings(
                 self.batch, outputs, judge, self._order
             )
-            self._add_tight(
-                verdicts.LOSS,
-                [self.findings[-1].gap],
-                judge.run.output_dtypes,
-            )
+            gap = self.findings[-1].gap
+            self._add_tight(verdicts.LOSS, [gap], judge.run.output_dtypes)
 
     def _overflows_backward(self) -> bool:
         """Says whether dynamic loss scaling would go on to a lower scale."""
+        backward = verdicts.BACKWARD
         bad_forward = {
-            finding.layer
-            for finding in self.findings
-            if finding.phase != verdicts.BACKWARD
-            and finding.verdict != verdicts.OK
+            one.layer
+            for one in self.findings
+            if one.phase != backward and one.verdict != verdicts.OK
         }
         return any(
-            finding.gap.lost
-            and finding.phase == verdicts.BACKWARD
-            and finding.layer not in bad_forward
-            for finding in self.findings
+            one.gap.lost and one.phase == backward
+            for one in self.findings
+            if one.layer not in bad_forward
         )
 
     def _call(self, call: probe.Call) -> Any:
         if self._busy:
             return call.proceed()
-        has_weights = any(
-            layer.trainable_variables for layer in call.target.layers
-        )
         reaches_weights = self._weights_before
         outputs = call.proceed()
-        self._weights_before |= has_weights
-        if call.key not in self.judge.run.signatures:
-            return outputs
-        self._busy = True
-        try:
-            self._order += 1
-            self._judge(call, reaches_weights, has_weights or reaches_weights)
-        finally:
-            self._busy = False
+        self._weights_before |= bool(call.target.weights)
+        if call.key in self.judge.run.signatures:
+            self._busy = True
+            try:
+                self._order += 1
+                self._judge(call, reaches_weights)
+            finally:
+                self._busy = False
         return outputs
 
-    def _judge(
-        self, call: probe.Call, reaches_weights: bool, useful: bool
-    ) -> None:
-        name, order = call.target.name, self._order
+    def _judge(self, call: probe.Call, reaches_weights: bool) -> None:
+        name, order, limits = call.target.name, self._order, self.limits
         found = self.judge.call(call)
-        forward = verdicts.forward(name, order, found, self.limits)
-        self.findings.append(forward)
-        if useful:
-            backward = verdicts.backward(
-                name, order, found, self.limits, reaches_weights
+        forward = verdicts.forward(name, order, found, limits)
+        self._add(forward)
+        if reaches_weights or call.target.weights:
+            self._add(
+                verdicts.backward(name, order, found, limits, reaches_weights)
             )
-            self.findings += [backward] if backward else []
             planned = [
-                trial_policies.dtype(self._sixteen, one)
+                trial_policies.dtype(self.sixteen, one)
                 for one in call.target.layers
             ]
-            arguments = self.judge.run.signatures[call.key].arguments
             self._add_tight(
                 name,
                 [found.weights, found.inputs if reaches_weights else None],
-                [*planned, *arguments],
+                [*planned, *self.judge.run.signatures[call.key].arguments],
             )
         if forward.verdict == verdicts.OK:
-            self._add_latent(call, found.outputs)
+            for look in (latent.probabilities, latent.vanishing_constant):
+                self._add(look(self.judge, call, order, found.outputs))
 
     def _add_tight(
-        self,
-        name: str,
-        found: Sequence[gaps.Gap | None],
-        dtypes: Sequence[str],
+        self, name: str, found: Sequence[gaps.Gap | None], dtypes: Sequence[str]
     ) -> None:
-        if self.judge.truth is None or self.judge.scale > _LOWEST:
-            return
-        tight = latent.no_room(name, self._order, found, dtypes)
-        self.findings += [tight] if tight else []
+        if self.judge.truth is not None and self.judge.scale <= _LOWEST:
+            self._add(latent.no_room(name, self._order, found, dtypes))
 
-    def _add_latent(self, call: probe.Call, gap: gaps.Gap) -> None:
-        for look in (latent.probabilities, latent.vanishing_constant):
-            finding = look(self.judge, call, self._order, gap)
-            self.findings += [finding] if finding else []
+    def _add(self, finding: verdicts.Finding | None) -> None:
+        if finding is not None:
+            self.findings.append(finding)
 
 
 def _attributed(
-    findings: Sequence[verdicts.Finding], found: Sequence[probe.Target]
+    findings: list[verdicts.Finding], found: list[probe.Target]
 ) -> list[verdicts.Finding]:
     """Clears a layer of the faults of the layers inside it."""
     inside = {target.name: target.inside for target in found}
-    guilty = {
-        (outer, finding.phase)
-        for finding in findings
-        if finding.verdict != verdicts.OK and not finding.given
-        for outer in inside.get(finding.layer, ())
+    cleared = {
+        (outer, one.phase)
+        for one in findings
+        if one.verdict != verdicts.OK and not one.given
+        for outer in inside.get(one.layer, ())
     }
     return [
-        dataclasses.replace(finding, verdict=verdicts.OK)
-        if (finding.layer, finding.phase) in guilty
-        else finding
-        for finding in findings
+        dataclasses.replace(one, verdict=verdicts.OK)
+        if (one.layer, one.phase) in cleared
+        else one
+        for one in findings
     ]
 
 
@@ -399,27 +359,25 @@ def _traced_back(
     """
     result = list(findings)
     for index, victim in enumerate(findings):
-        if victim.phase != verdicts.BACKWARD or not victim.was_low:
-            continue
-        if victim.verdict != verdicts.UNDERFLOW:
+        if not victim.was_low or victim.verdict != verdicts.UNDERFLOW:
             continue
         result[index] = dataclasses.replace(victim, given=True)
         makers = [
-            (finding.order, position)
-            for position, finding in enumerate(findings)
-            if finding.opens_underflow and finding.order > victim.order
+            (one.order, place)
+            for place, one in enumerate(findings)
+            if one.opens_underflow and one.order > victim.order
         ]
         if makers:
-            position = min(makers)[1]
-            result[position] = dataclasses.replace(
-                findings[position], verdict=verdicts.UNDERFLOW
+            place = min(makers)[1]
+            result[place] = dataclasses.replace(
+                findings[place], verdict=verdicts.UNDERFLOW
             )
     return result
 
 
-def _worst(findings: Sequence[verdicts.Finding]) -> list[verdicts.Finding]:
+def _worst(findings: list[verdicts.Finding]) -> list[verdicts.Finding]:
     """Keeps one finding per layer and phase, for layers called often."""
     worst: dict[tuple[str, str], verdicts.Finding] = {}
-    for finding in sorted(findings, key=lambda one: one.rank):
-        worst.setdefault((finding.layer, finding.phase), finding)
+    for one in sorted(findings, key=lambda one: one.rank):
+        worst.setdefault((one.layer, one.phase), one)
     return list(worst.values())

@@ -14,27 +14,17 @@ from tfmix.doctor import ranges
 
 @dataclasses.dataclass(frozen=True)
 class Gap:
-    """The difference between some tensors and the same ones in float32.
+    """The difference between some tensors and the same ones in float32."""
 
-    Attributes:
-        relative_error: Norm of the difference over the norm of the float32
-            values; 0 where those are all zero, infinite where a value is
-            not finite in 16 bit alone.
-        cosine: Cosine of the angle between both; 1 where either is zero.
-        lost: Whether a value is finite in float32 and is not in 16 bit.
-        only_nan: Whether all of those are NaN, none an infinity.
-        broken: Whether the float32 values are not finite themselves.
-        flushed: Share of the float32 values that are not zero and that the
-            format rounds to zero.
-        subnormal: Share of the float32 values that are subnormal there.
-        headroom_bits: Of the float32 values, in the 16-bit format.
-    """
-
+    # Norm of the difference over the norm of the float32 values; 0 where those
+    # are all zero, infinite where a value is not finite in 16 bit alone.
     relative_error: float
+    # Of the angle between both; 1 where the float32 values are all zero.
     cosine: float
-    lost: bool
-    only_nan: bool
-    broken: bool
+    lost: bool  # whether a value is finite in float32 and not in 16 bit
+    only_nan: bool  # whether all of those are NaN, none an infinity
+    broken: bool  # whether the float32 values are not finite themselves
+    # Of the float32 values, in the 16-bit format, as in `ranges.Measures`.
     flushed: float
     subnormal: float
     headroom_bits: float
@@ -50,15 +40,9 @@ def gap(
 
     `found` was multiplied by `scale`, and so are the ranges of `exact`.
     """
-    pairs = [
-        (_array(a) / scale, _array(b))
-        for a, b in zip(found, exact, strict=True)
-    ]
-    if not pairs:
+    if not found:
         return Gap(0.0, 1.0, False, False, False, 0.0, 0.0, math.inf)
-    a, b = (
-        np.concatenate([pair[i].reshape(-1) for pair in pairs]) for i in (0, 1)
-    )
+    a, b = _vector(found) / scale, _vector(exact)
     fine = np.isfinite(b)
     lost = fine & ~np.isfinite(a)
     only_nan = bool(lost.any() and np.isnan(a[lost]).all())
@@ -67,36 +51,22 @@ def gap(
     unit = max(np.abs(b_known).max(initial=0.0), 1e-300)
     a, b_known = np.clip(a / unit, -1e150, 1e150), b_known / unit
     error, size, other = (np.dot(v, v) for v in (a - b_known, b_known, a))
-    overflows = bool(lost.any())
+    relative, cosine = (math.sqrt(error / size), 0.0) if size else (0.0, 1.0)
+    if size and other:
+        cosine = float(np.dot(a, b_known) / math.sqrt(size * other))
     measured = ranges.on_host(b * scale, limits)
     return Gap(
-        relative_error=_relative(error, size, overflows),
-        cosine=_cosine(np.dot(a, b_known), size, other),
-        lost=overflows,
-        only_nan=only_nan,
-        broken=not fine.all(),
-        flushed=measured.flushed,
-        subnormal=measured.subnormal,
-        headroom_bits=measured.headroom_bits,
+        math.inf if lost.any() else relative,
+        cosine,
+        bool(lost.any()),
+        only_nan,
+        not fine.all(),
+        measured.flushed,
+        measured.subnormal,
+        measured.headroom_bits,
     )
 
 
-def _array(tensor: Any) -> np.ndarray:
-    return np.asarray(ops.convert_to_numpy(tensor)).astype(np.float64)
-
-
-def _relative(error: float, size: float, lost: bool) -> float:
-    if lost:
-        return math.inf
-    if size == 0:
-        return 0.0
-    return float(math.sqrt(error / size))
-
-
-def _cosine(product: float, size: float, other: float) -> float:
-    if size == 0:
-        return 1.0
-    if other == 0:
-        # All that there was is lost.
-        return 0.0
-    return float(product / math.sqrt(size * other))
+def _vector(tensors: Sequence[Any]) -> np.ndarray:
+    arrays = [np.asarray(ops.convert_to_numpy(one)) for one in tensors]
+    return np.concatenate([one.astype(np.float64).ravel() for one in arrays])

@@ -49,6 +49,13 @@ def document(
     notes = "".join(
         f'<p class="note">{html.escape(note)}</p>\n' for note in table.notes
     )
+    summary = ""
+    if faults:
+        first = faults[0]
+        summary = (
+            f"<p><b>First: {html.escape(first.layer)}</b>, {first.phase}, "
+            f"{first.verdict}: <code>{html.escape(first.advice)}</code></p>\n"
+        )
     bare = dataclasses.replace(table, title="", notes=())
     return (
         "<!DOCTYPE html>\n"
@@ -58,18 +65,8 @@ def document(
         f"<body><h1>{title}</h1>\n"
         f"<p>Gradients were judged under a loss scale of {loss_scale:g}. Each "
         f"layer was judged by itself, on the inputs it has in float32.</p>\n"
-        f"{_summary(faults)}{notes}{_picture(figure)}"
+        f"{summary}{notes}{_picture(figure)}"
         f"{bare.html()}</body></html>\n"
-    )
-
-
-def _summary(faults: Sequence[verdicts.LayerVerdict]) -> str:
-    if not faults:
-        return ""
-    first = faults[0]
-    return (
-        f"<p><b>First: {html.escape(first.layer)}</b>, {first.phase}, "
-        f"{first.verdict}: <code>{html.escape(first.advice)}</code></p>\n"
     )
 
 

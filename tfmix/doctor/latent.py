@@ -1,8 +1,4 @@
-"""Faults that a layer's making shows, and this batch need not.
-
-Probabilities left in 16 bit, constants and weights that the format cannot
-hold, gradients without room at the lowest loss scale.
-"""
+"""Faults that a layer's making shows, and this batch need not."""
 
 import numbers
 from collections.abc import Sequence
@@ -20,13 +16,9 @@ from tfmix.doctor import gaps, one_layer, probe, verdicts
 
 # Share of a model's probabilities below the normal range that is a fault.
 LOW_SHARE = 0.1
-_SUM_TOLERANCE = 1e-3
-# In 16 bit, where bfloat16 rounds by up to 0.004.
-_ROUNDED_TOLERANCE = 0.01
 # Bits kept free at the lowest scale, for the next batch's gradients: over 200
 # steps they come to 3 times those at the start.
 _FREE_BITS = 2
-_EPSILONS = ("epsilon", "eps", "_epsilon", "_eps")
 # A constant guards against an input that is zero, or one that drives some
 # value inside to zero, as large logits do behind a softmax.
 _PROBES = (0.0, 64.0)
@@ -37,13 +29,10 @@ def probabilities(
 ) -> verdicts.Finding | None:
     """Judges probabilities that the model returns in 16 bit.
 
-    Rounded probabilities have lost the logits behind them: where a class
-    has 0, the loss has no gradient that could raise it.
+    Where a class is rounded to 0, no gradient of the loss can raise it.
     """
     signature = judge.run.signatures[call.key]
-    dtypes = [
-        name for name in signature.outputs if name in _formats.SIXTEEN_BIT
-    ]
+    dtypes = _sixteen_bit(signature.outputs)
     if not (signature.is_output and dtypes):
         return None
     outputs = judge.exact(call, call.tensors)
@@ -62,21 +51,23 @@ def probabilities(
     )
 
 
+def _sixteen_bit(dtypes: Sequence[str]) -> list[str]:
+    return [name for name in dtypes if name in _formats.SIXTEEN_BIT]
+
+
 def _are_probabilities(operation: Any, outputs: list[Any]) -> bool:
     """Knows them by the activation, or by values that sum to 1."""
-    activation = getattr(operation, "activation", None)
-    if activation in (keras.activations.softmax, keras.activations.sigmoid):
+    known = (keras.activations.softmax, keras.activations.sigmoid)
+    if getattr(operation, "activation", None) in known:
         return True
-    return any(_sums_to_one(leaf) for leaf in outputs)
-
-
-def _sums_to_one(leaf: Any) -> bool:
-    if len(leaf.shape) < 2 or leaf.shape[-1] < 2:
-        return False
-    values = np.asarray(ops.convert_to_numpy(leaf))
-    inside = np.all((values >= 0) & (values <= 1))
-    sums = values.sum(-1, dtype=np.float64)
-    return bool(inside and np.allclose(sums, 1.0, atol=_SUM_TOLERANCE))
+    for leaf in outputs:
+        if len(leaf.shape) >= 2 and leaf.shape[-1] >= 2:
+            values = np.asarray(ops.convert_to_numpy(leaf))
+            inside = np.all((values >= 0) & (values <= 1))
+            sums = values.sum(-1, dtype=np.float64)
+            if inside and np.allclose(sums, 1.0, atol=1e-3):
+                return True
+    return False
 
 
 def looks_like_probabilities(output: Any) -> Any:
@@ -86,7 +77,8 @@ def looks_like_probabilities(output: Any) -> Any:
     values = ops.cast(output, "float32")
     inside = ops.all((values >= 0) & (values <= 1))
     away = ops.max(ops.abs(ops.sum(values, -1) - 1.0))
-    return ops.cast(inside & (away <= _ROUNDED_TOLERANCE), "float32")
+    # The values may be in 16 bit, where bfloat16 rounds by up to 0.004.
+    return ops.cast(inside & (away <= 0.01), "float32")
 
 
 def no_room(
@@ -95,29 +87,21 @@ def no_room(
     found: Sequence[gaps.Gap | None],
     dtypes: Sequence[str],
 ) -> verdicts.Finding | None:
-    """Judges gradients at a loss scale of 1, where all steps may be lost.
-
-    `dtypes` are those the layer computes in. None if there is room.
-    """
-    sixteen = [name for name in dtypes if name in _formats.SIXTEEN_BIT]
+    """Judges gradients at a loss scale of 1, of a layer that has `dtypes`."""
+    sixteen = _sixteen_bit(dtypes)
     # Beyond one bit too many, what is not lost was not made in 16 bit.
     tight = [
         gap
         for gap in found
-        if gap is not None
-        and not gap.broken
-        and -1 <= gap.headroom_bits < _FREE_BITS
+        if gap and not gap.broken and -1 <= gap.headroom_bits < _FREE_BITS
     ]
     if not sixteen or not tight:
         return None
+    worst = min(tight, key=lambda gap: gap.headroom_bits)
+    note = f"at a loss scale of 1 its gradient all but fills {sixteen[0]}"
+    phase, verdict = verdicts.BACKWARD, verdicts.OVERFLOW
     return verdicts.Finding(
-        layer,
-        verdicts.BACKWARD,
-        verdicts.OVERFLOW,
-        min(tight, key=lambda gap: gap.headroom_bits),
-        order,
-        latent=True,
-        note=f"at a loss scale of 1 its gradient all but fills {sixteen[0]}",
+        layer, phase, verdict, worst, order, latent=True, note=note
     )
 
 
@@ -135,25 +119,22 @@ def vanishing_constant(
     ]
     if not constants or not any(_fails(judge, call, one) for one in _PROBES):
         return None
+    note = f"its {max(constants):g} is 0 in {limits.name}"
+    phase, verdict = verdicts.FORWARD, verdicts.UNDERFLOW
     return verdicts.Finding(
-        call.target.name,
-        verdicts.FORWARD,
-        verdicts.UNDERFLOW,
-        gap,
-        order,
-        latent=True,
-        note=f"its {max(constants):g} is 0 in {limits.name}",
+        call.target.name, phase, verdict, gap, order, latent=True, note=note
     )
 
 
 def _constants(operation: Any) -> list[Any]:
     """Lists attributes called epsilon, and what the code of `call` names."""
-    found = [vars(operation).get(name) for name in _EPSILONS]
+    names = ("epsilon", "eps", "_epsilon", "_eps")
+    found = [vars(operation).get(name) for name in names]
     call: Any = getattr(type(operation), "call", None)
-    if host.is_builtin(operation) or not hasattr(call, "__code__"):
-        return found
-    code, known = call.__code__, call.__globals__
-    return [*found, *code.co_consts, *map(known.get, code.co_names)]
+    if not host.is_builtin(operation) and hasattr(call, "__code__"):
+        code = call.__code__
+        found += [*code.co_consts, *map(call.__globals__.get, code.co_names)]
+    return found
 
 
 def _fails(judge: one_layer.Judge, call: probe.Call, factor: float) -> bool:
@@ -164,11 +145,8 @@ def _fails(judge: one_layer.Judge, call: probe.Call, factor: float) -> bool:
         ops.cast(leaf, dtype)
         for leaf, dtype in zip(exact, signature.arguments, strict=True)
     ]
-    return (
-        _finite(near)
-        and _finite(judge.exact(call, exact))
-        and not _finite(judge.near(call, near))
-    )
+    right = _finite(near) and _finite(judge.exact(call, exact))
+    return right and not _finite(judge.near(call, near))
 
 
 def _finite(tensors: list[Any]) -> bool:
@@ -180,22 +158,15 @@ def weights(
     planned: trial_policies.Plan,
     limits: _formats.Format,
 ) -> list[verdicts.Finding]:
-    """Judges the weights of every layer that reads them in 16 bit.
-
-    A weight that no row of the batch uses, such as a row of an embedding, is
-    judged, too.
-    """
+    """Judges all weights that are read in 16 bit, used in the batch or not."""
     result = []
     for order, target in enumerate(found):
-        values = _cast_weights(target, planned)
-        if not values:
-            continue
-        near = [ops.cast(value, limits.name) for value in values]
-        gap = gaps.gap(near, values, limits)
-        verdict = verdicts.of_output(gap, limits)
-        result.append(
-            verdicts.Finding(target.name, verdicts.WEIGHTS, verdict, gap, order)
-        )
+        if values := _cast_weights(target, planned):
+            near = [ops.cast(value, limits.name) for value in values]
+            gap = gaps.gap(near, values, limits)
+            verdict = verdicts.of_output(gap, limits)
+            one = (target.name, verdicts.WEIGHTS, verdict, gap, order)
+            result.append(verdicts.Finding(*one))
     return result
 
 

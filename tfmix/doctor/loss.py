@@ -12,9 +12,6 @@ from tfmix import _formats
 from tfmix.doctor import batch as batches
 from tfmix.doctor import gaps, one_layer, probe, pullback, verdicts, whole_model
 
-# Bits kept free for the sums inside a layer.
-_MARGIN = 2
-
 
 def scale(
     run: whole_model.SixteenBitRun,
@@ -24,24 +21,24 @@ def scale(
 ) -> float:
     """Returns the power of two that dynamic scaling would settle at.
 
-    `bounds` are the highest and the lowest scale. It is 1 in bfloat16, which
-    has float32's range.
+    `bounds` are the highest and the lowest; bfloat16 has float32's range: 1.
     """
     if limits.name != _formats.FLOAT16.name or truth is None:
         return 1.0
     highest, lowest = bounds
-    gradients = list(truth.weights)
-    for key, tensors in truth.outputs.items():
-        dtypes = run.signatures[key].outputs
-        gradients += [
-            tensor
-            for tensor, dtype in zip(tensors, dtypes, strict=True)
-            if dtype in _formats.SIXTEEN_BIT
-        ]
-    largest = max((_largest(tensor) for tensor in gradients), default=0.0)
+    sixteen = [
+        tensor
+        for key, tensors in truth.outputs.items()
+        for tensor, dtype in zip(
+            tensors, run.signatures[key].outputs, strict=True
+        )
+        if dtype in _formats.SIXTEEN_BIT
+    ]
+    largest = max(map(_largest, [*truth.weights, *sixteen]), default=0.0)
     if largest == 0.0:
         return highest
-    fitting = 2.0 ** (math.floor(math.log2(limits.max / largest)) - _MARGIN)
+    # Two bits are kept free for the sums inside a layer.
+    fitting = 2.0 ** (math.floor(math.log2(limits.max / largest)) - 2)
     return min(max(fitting, lowest), highest)
 
 
@@ -68,15 +65,16 @@ def findings(
     one = ops.ones_like(found[0])
     wrong = found_back([one * ops.cast(judge.scale, one.dtype)])
     backward = gaps.gap(wrong, right, limits, judge.scale)
+    verdict, note = verdicts.of_output(forward, limits), ""
+    dtype = probe.dtype(one)
+    if verdict != verdicts.OK and dtype in _formats.SIXTEEN_BIT:
+        note = f"the loss is computed in {dtype}"
+    name, back = verdicts.LOSS, verdicts.of_gradient(backward, limits)
     return [
-        _forward(found, forward, judge, order),
         verdicts.Finding(
-            verdicts.LOSS,
-            verdicts.BACKWARD,
-            verdicts.of_gradient(backward, limits),
-            backward,
-            order,
+            name, verdicts.FORWARD, verdict, forward, order, note=note
         ),
+        verdicts.Finding(name, verdicts.BACKWARD, back, backward, order),
     ]
 
 
@@ -85,20 +83,13 @@ def blamed(
 ) -> list[verdicts.Finding]:
     """Blames a loss out of range for gradients no loss scale brings back.
 
-    In float32, where Keras computes its losses, a sum over pixels is fine,
-    and so is the gradient of each pixel: those of the weights overflow. The
-    loss is at fault where it is out of the format's range and the forward
-    pass is fine.
+    A sum over pixels is fine in float32, and so is the gradient of each pixel;
+    those of the weights overflow.
     """
-    (loss,) = (
-        one
-        for one in found
-        if (one.layer, one.phase) == (verdicts.LOSS, verdicts.FORWARD)
-    )
-    forward = (one for one in found if one.phase != verdicts.BACKWARD)
-    if loss.gap.headroom_bits >= 0 or any(
-        one.verdict != verdicts.OK for one in forward
-    ):
+    forward = [one for one in found if one.phase != verdicts.BACKWARD]
+    (loss,) = (one for one in forward if one.layer == verdicts.LOSS)
+    faulty = any(one.verdict != verdicts.OK for one in forward)
+    if faulty or loss.gap.headroom_bits >= 0:
         return list(found)
     reached = limits.max * 2.0 ** -(loss.gap.headroom_bits + 1)
     note = f"the loss reaches {reached:.3g}: gradients overflow at scale 1"
@@ -106,20 +97,6 @@ def blamed(
         loss, phase=verdicts.BACKWARD, verdict=verdicts.OVERFLOW, note=note
     )
     return [*found, guilty]
-
-
-def _forward(
-    found: list[Any], gap: gaps.Gap, judge: one_layer.Judge, order: int
-) -> verdicts.Finding:
-    limits = judge.limits
-    verdict = verdicts.of_output(gap, limits)
-    note = ""
-    dtype = keras.backend.standardize_dtype(found[0].dtype)
-    if verdict != verdicts.OK and dtype in _formats.SIXTEEN_BIT:
-        note = f"the loss is computed in {dtype}"
-    return verdicts.Finding(
-        verdicts.LOSS, verdicts.FORWARD, verdict, gap, order, note=note
-    )
 
 
 def _largest(tensor: Any) -> float:

@@ -4,25 +4,16 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+import pathlib
 from typing import Any
 
 from tfmix import _tables
-from tfmix.doctor import html_page, probe, suggest, verdicts
+from tfmix.doctor import html_page, suggest, verdicts
 from tfmix.policy import policy as policies
-
-_HEADS = (
-    "layer",
-    "phase",
-    "verdict",
-    "relative error",
-    "headroom",
-    "what to write",
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class NumericsReport(_tables.Printed):
+class NumericsReport(suggest.Checked, _tables.Printed):
     """The result of `tfmix.check`; prints as a table.
 
     Attributes:
@@ -36,25 +27,8 @@ class NumericsReport(_tables.Printed):
             what was not checked.
     """
 
-    rows: tuple[verdicts.LayerVerdict, ...]
-    policy: policies.Policy
     loss_scale: float
-    again: Callable[[policies.Policy], "NumericsReport"] = dataclasses.field(
-        repr=False
-    )
-    targets: Mapping[str, probe.Target] = dataclasses.field(repr=False)
-    sixteen_bit_layers: int = 0
-    notes: tuple[str, ...] = ()
-
-    @property
-    def healthy(self) -> bool:
-        """Whether every row is fine."""
-        return not self.faults
-
-    @property
-    def faults(self) -> tuple[verdicts.LayerVerdict, ...]:
-        """The rows that are not fine, the most severe first."""
-        return tuple(row for row in self.rows if row.verdict != verdicts.OK)
+    notes: tuple[str, ...]
 
     @property
     def forward_only(self) -> bool:
@@ -73,8 +47,8 @@ class NumericsReport(_tables.Printed):
     def suggested_policy(self, *, progress: bool = True) -> policies.Policy:
         """Searches the fewest float32 layers that make the model healthy.
 
-        Each candidate is checked on the same batch, so the search takes as
-        long as a few checks. A warning says so if nothing is left in 16 bit.
+        Each candidate is checked on the same batch: it takes as long as a
+        few checks. A warning says so if nothing is left in 16 bit.
 
         Args:
             progress: Boolean, whether to show the search. Defaults to `True`.
@@ -89,27 +63,13 @@ class NumericsReport(_tables.Printed):
         return suggest.policy(self, progress=progress)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draws the headroom of each layer.
-
-        Args:
-            path: Where to write a picture. Defaults to `None`: nowhere.
-
-        Returns:
-            The `matplotlib.figure.Figure`.
-
-        Raises:
-            ImportError: If matplotlib is missing.
-        """
+        """Draws the headroom of each layer, as `tfmix.plotting.headroom`."""
         from tfmix import plotting
 
         return plotting.headroom(self, path)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one page with table and figure that needs no other file.
-
-        Args:
-            path: Where to write it.
-        """
+        """Writes to `path` one page with table and figure, all in one file."""
         try:
             figure = self.plot()
         except ImportError:
@@ -118,8 +78,7 @@ class NumericsReport(_tables.Printed):
         page = html_page.document(
             self.title, self.tables()[0], self.loss_scale, self.faults, figure
         )
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(page)
+        pathlib.Path(path).write_text(page, encoding="utf-8")
 
     def to_json(self) -> str:
         """Returns the report as JSON; infinities and NaN become null."""
@@ -130,39 +89,39 @@ class NumericsReport(_tables.Printed):
                 "policy": self.policy.name,
                 "loss_scale": self.loss_scale,
                 "notes": list(self.notes),
-                "rows": [_plain(dataclasses.asdict(row)) for row in self.rows],
+                "rows": [_plain(row) for row in self.rows],
             },
             indent=2,
         )
 
     def tables(self) -> list[_tables.Table]:
         """Returns the table that is printed."""
+        heads = ("layer", "phase", "verdict", "relative error", "headroom")
+        rows = [
+            (
+                row.layer,
+                row.phase,
+                row.verdict,
+                f"{row.relative_error:.2g}",
+                f"{row.headroom_bits:+.0f} bits",
+                row.advice,
+            )
+            for row in self.rows
+        ]
         return [
             _tables.Table(
-                _HEADS,
-                [_cells(row) for row in self.rows],
-                title=f"{self.title} (loss scale {self.loss_scale:g})",
-                notes=self.notes,
-                verdicts=[row.verdict for row in self.rows],
+                (*heads, "what to write"),
+                rows,
+                f"{self.title} (loss scale {self.loss_scale:g})",
+                self.notes,
+                [row.verdict for row in self.rows],
             )
         ]
 
 
-def _cells(row: verdicts.LayerVerdict) -> tuple[str, ...]:
-    return (
-        row.layer,
-        row.phase,
-        row.verdict,
-        f"{row.relative_error:.2g}",
-        f"{row.headroom_bits:+.0f} bits",
-        row.advice,
-    )
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: None
-        if isinstance(value, float) and not math.isfinite(value)
-        else value
-        for key, value in values.items()
-    }
+def _plain(row: verdicts.LayerVerdict) -> dict[str, Any]:
+    values = dataclasses.asdict(row)
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            values[key] = None
+    return values

@@ -13,15 +13,12 @@ from tfmix._keras import layers
 from tfmix.conversion import trial_policies
 from tfmix.doctor import gaps, probe, pullback, whole_model
 
-Gaps = tuple[gaps.Gap, gaps.Gap]
-
 
 @dataclasses.dataclass(frozen=True)
 class CallGaps:
     """The gaps one call opens by itself, in the order it opens them."""
 
-    # Of the inputs, by the cast to 16 bit alone, and of the outputs.
-    arguments: gaps.Gap
+    arguments: gaps.Gap  # of the inputs, by the cast to 16 bit alone
     outputs: gaps.Gap
     # Of the outputs' gradients, by the cast alone, and of those it computes.
     incoming: gaps.Gap | None = None
@@ -41,31 +38,42 @@ class Judge:
 
     def call(self, call: probe.Call) -> CallGaps:
         """Judges a call that is about to be made in the float32 run."""
-        signature = self.run.signatures[call.key]
+        signature, limits = self.run.signatures[call.key], self.limits
         exact = [ops.cast(leaf, "float32") for leaf in call.tensors]
         near = [
-            ops.cast(ops.cast(leaf, self.limits.name) if small else leaf, dtype)
+            ops.cast(ops.cast(leaf, limits.name) if small else leaf, dtype)
             for leaf, small, dtype in zip(
                 exact, signature.rounded, signature.arguments, strict=True
             )
         ]
-        arguments = gaps.gap(near, exact, self.limits)
-        weights = _weights(call.target)
+        arguments = gaps.gap(near, exact, limits)
+        weights, inputs = call.target.weights, len(exact)
         values = [variable.value for variable in weights]
-        function = _function(call, len(exact), weights)
+        function = _function(call, inputs, weights)
         truth, truth_back = pullback.pullback(function, [*exact, *values])
         with self._in_sixteen_bit(call.target):
             found, found_back = pullback.pullback(function, [*near, *values])
-        outputs = gaps.gap(found, truth, self.limits)
-        if self.truth is None:
-            return CallGaps(arguments, outputs)
-        gradients = self.truth.outputs.get(call.key)
+        outputs = gaps.gap(found, truth, limits)
+        gradients = (self.truth.outputs if self.truth else {}).get(call.key)
         if gradients is None:
             return CallGaps(arguments, outputs)
-        cast, (inputs, of_weights) = self._back(
-            gradients, truth, truth_back, found, found_back, len(exact)
+        # Losses a layer adds come after its outputs; no gradient for them.
+        exact = [*gradients, *map(ops.zeros_like, truth[len(gradients) :])]
+        near = [
+            ops.cast(gradient * self.scale, leaf.dtype)
+            for gradient, leaf in zip(exact, found, strict=True)
+        ]
+        right = truth_back(
+            [ops.cast(a, b.dtype) for a, b in zip(exact, truth, strict=True)]
         )
-        return CallGaps(arguments, outputs, cast, inputs, of_weights)
+        wrong = found_back(near)
+        backward = (
+            (near, exact),
+            (wrong[:inputs], right[:inputs]),
+            (wrong[inputs:], right[inputs:]),
+        )
+        measured = [gaps.gap(*pair, limits, self.scale) for pair in backward]
+        return CallGaps(arguments, outputs, *measured)
 
     def exact(self, call: probe.Call, tensors: Sequence[Any]) -> list[Any]:
         """Makes a call in float32 with other tensors."""
@@ -74,57 +82,18 @@ class Judge:
     def near(self, call: probe.Call, tensors: Sequence[Any]) -> list[Any]:
         """Makes a call in 16 bit with other tensors."""
         with self._in_sixteen_bit(call.target):
-            return _function(call, len(tensors), [])(list(tensors))
-
-    def _back(
-        self,
-        gradients: Sequence[Any],
-        truth: Sequence[Any],
-        truth_back: Callable[[list[Any]], list[Any]],
-        found: Sequence[Any],
-        found_back: Callable[[list[Any]], list[Any]],
-        inputs: int,
-    ) -> tuple[gaps.Gap, Gaps]:
-        # Losses a layer adds come after its outputs; no gradient for them.
-        exact = [*gradients, *map(ops.zeros_like, truth[len(gradients) :])]
-        near = [
-            ops.cast(gradient * self.scale, leaf.dtype)
-            for gradient, leaf in zip(exact, found, strict=True)
-        ]
-        cast = gaps.gap(near, exact, self.limits, self.scale)
-        right = truth_back(
-            [ops.cast(a, b.dtype) for a, b in zip(exact, truth, strict=True)]
-        )
-        wrong = found_back(near)
-        return cast, (
-            gaps.gap(wrong[:inputs], right[:inputs], self.limits, self.scale),
-            gaps.gap(wrong[inputs:], right[inputs:], self.limits, self.scale),
-        )
+            return self.exact(call, tensors)
 
     @contextlib.contextmanager
     def _in_sixteen_bit(self, target: probe.Target) -> Iterator[None]:
-        planned = {
-            layer: self.sixteen[layer]
-            for layer in target.layers
-            if layer in self.sixteen
-        }
-        with layers.policies(planned), layers.autocast(self._autocast(target)):
+        layer, autocast = target.operation, None
+        if isinstance(layer, keras.Layer) and layer.autocast:
+            autocast = trial_policies.dtype(self.sixteen, layer)
+        with (
+            layers.policies(target.planned(self.sixteen)),
+            layers.autocast(autocast),
+        ):
             yield
-
-    def _autocast(self, target: probe.Target) -> str | None:
-        layer = target.operation
-        if not isinstance(layer, keras.Layer) or not layer.autocast:
-            return None
-        return trial_policies.dtype(self.sixteen, layer)
-
-
-def _weights(target: probe.Target) -> list[Any]:
-    found = {
-        id(variable): variable
-        for layer in target.layers
-        for variable in layer.trainable_variables
-    }
-    return list(found.values())
 
 
 def _function(

@@ -11,6 +11,7 @@ import keras
 from keras import ops, tree
 
 from tfmix._keras import layers as host
+from tfmix.conversion import trial_policies
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -18,10 +19,8 @@ class Target:
     """A layer, or an op of a functional graph, that is judged by itself."""
 
     operation: keras.Operation
-    # Its path where another has the same name.
-    name: str
-    # Names of the watched layers that hold it, outermost first.
-    inside: tuple[str, ...]
+    name: str  # its path where another has the same name
+    inside: tuple[str, ...]  # the watched layers that hold it, outermost first
     # Whether the parts inside it are judged with it, not by themselves: all
     # of Keras's own layers, and layers without parts.
     whole: bool
@@ -32,17 +31,19 @@ class Target:
         return host.flat_layers(self.operation)
 
     @property
-    def is_random(self) -> bool:
-        """Whether it draws random numbers, as dropout does."""
-        return host.owns_random_numbers(self.operation)
+    def weights(self) -> list[Any]:
+        """The trainable variables of these layers, each once."""
+        found = [one for at in self.layers for one in at.trainable_variables]
+        return list({id(one): one for one in found}.values())
+
+    def planned(self, plan: trial_policies.Plan) -> trial_policies.Plan:
+        """The part of a plan that is about these layers."""
+        return {one: plan[one] for one in self.layers if one in plan}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a watched layer, about to be made.
-
-    The arguments are those that the layer has cast already.
-    """
+    """One call of a watched layer, about to be made with arguments it cast."""
 
     target: Target
     # The target's index and how often it was called before.
@@ -74,7 +75,9 @@ def targets(model: keras.Model) -> list[Target]:
     return [
         target
         if names[target.name] == 1
-        else dataclasses.replace(target, name=_path(target.operation))
+        else dataclasses.replace(
+            target, name=getattr(target.operation, "path", None) or target.name
+        )
         for target in found.values()
     ]
 
@@ -85,8 +88,7 @@ def watched(
 ) -> Iterator[None]:
     """Hands each call of the targets to a function, for a block.
 
-    `on_call` returns the outputs to go on with. Calls made while it runs are
-    handed to it, too.
+    `on_call` returns the outputs to go on with; it gets its own calls, too.
     """
     counts: Counter[int] = Counter()
 
@@ -95,15 +97,15 @@ def watched(
         def call(*args: Any, **kwargs: Any) -> Any:
             target, key = found[index], (index, counts[index])
             counts[index] += 1
-            if "training" in kwargs and target.is_random:
+            is_random = host.owns_random_numbers
+            if "training" in kwargs and is_random(target.operation):
                 # Another mask in 16 bit would look like an error of it.
                 kwargs["training"] = False
             return on_call(Call(target, key, original, args, kwargs))
 
         return call
 
-    operations = [target.operation for target in found]
-    with host.calls_replaced(operations, make):
+    with host.calls_replaced([one.operation for one in found], make):
         yield
 
 
@@ -128,9 +130,12 @@ def replaced(nest: Any, tensors: Sequence[Any]) -> Any:
 
 def is_float(leaf: Any) -> bool:
     """Says whether something is a tensor of a float dtype."""
-    return ops.is_tensor(leaf) and keras.backend.is_float_dtype(
-        keras.backend.standardize_dtype(leaf.dtype)
-    )
+    return ops.is_tensor(leaf) and keras.backend.is_float_dtype(dtype(leaf))
+
+
+def dtype(tensor: Any) -> str:
+    """Returns the name of a tensor's dtype."""
+    return str(keras.backend.standardize_dtype(tensor.dtype))
 
 
 def _visit(
@@ -142,22 +147,13 @@ def _visit(
     inner = host.inner_operations(operation) if is_layer else []
     structure = is_layer and host.is_structure(operation)
     whole = not inner or (host.is_builtin(operation) and not structure)
-    if not structure and _computes_in_floats(operation):
-        target = Target(operation, operation.name, inside, whole)
-        found[id(operation)] = target
+    # An op of a graph has no dtype of its own.
+    floats = not is_layer or keras.backend.is_float_dtype(
+        keras.backend.standardize_dtype(operation.compute_dtype)
+    )
+    if floats and not structure:
+        found[id(operation)] = Target(operation, operation.name, inside, whole)
         inside = (*inside, operation.name)
     if not whole:
         for part in inner:
             _visit(part, inside, found)
-
-
-def _computes_in_floats(operation: Any) -> bool:
-    if not isinstance(operation, keras.Layer):
-        return True
-    return keras.backend.is_float_dtype(
-        keras.backend.standardize_dtype(operation.compute_dtype)
-    )
-
-
-def _path(operation: Any) -> str:
-    return getattr(operation, "path", None) or operation.name

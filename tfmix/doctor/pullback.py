@@ -14,15 +14,17 @@ def pullback(
     *,
     sparse: bool = False,
 ) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
-    """Computes a function, and returns how gradients go back through it.
+    """Computes a function, and returns how gradients go back through it, once.
 
-    The second result is to be called once. It turns gradients of the outputs,
-    in their dtypes, into gradients of the inputs, zeros where nothing depends.
-    With `sparse`, a `tf.IndexedSlices` is returned as its values alone.
+    Gradients of the outputs, in their dtypes, become those of the inputs. With
+    `sparse`, a `tf.IndexedSlices` is returned as its values alone.
     """
-    if keras.backend.backend() == "jax":
-        return _jax(function, list(inputs))
-    return _tensorflow(function, list(inputs), sparse)
+    if keras.backend.backend() == "tensorflow":
+        return _tensorflow(function, inputs, sparse)
+    import jax
+
+    outputs, back = jax.vjp(function, list(inputs))
+    return outputs, lambda gradients: back(gradients)[0]
 
 
 def export_gradient(
@@ -30,45 +32,39 @@ def export_gradient(
 ) -> Any:
     """Returns a tensor unchanged, and measures its gradient.
 
-    The gradient of `token`, a float32 vector whose value is not used, will be
-    `measure(gradient of tensor)`.
+    That becomes the gradient of `token`, a float32 vector that is not used.
     """
+
+    def back(grad: Any) -> tuple[Any, Any]:
+        return grad, measure(grad)
+
     if keras.backend.backend() == "jax":
-        return _export_jax(tensor, token, measure)
+        import jax
+
+        identity = jax.custom_vjp(lambda value, _: value)
+        identity.defvjp(lambda value, _: (value, None), lambda _, g: back(g))
+    else:
+        import tensorflow as tf
+
+        identity = tf.custom_gradient(lambda one, _: (tf.identity(one), back))
+    return identity(tensor, token)
+
+
+def compiled(function: Callable[..., Any], xla: bool | None = None) -> Any:
+    """Compiles a function of tensors, on JAX always with XLA."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.jit(function)
     import tensorflow as tf
 
-    @tf.custom_gradient
-    def identity(value: Any, _: Any) -> Any:
-        return tf.identity(value), lambda grad: (grad, measure(grad))
-
-    return identity(tensor, token)
-
-
-def _export_jax(tensor: Any, token: Any, measure: Callable[[Any], Any]) -> Any:
-    import jax
-
-    @jax.custom_vjp
-    def identity(value: Any, _: Any) -> Any:
-        return value
-
-    identity.defvjp(
-        lambda value, _: (value, None),
-        lambda _, grad: (grad, measure(grad)),
+    return tf.function(
+        function, jit_compile=xla, autograph=False, reduce_retracing=True
     )
-    return identity(tensor, token)
-
-
-def _jax(
-    function: Callable[[Tensors], Tensors], inputs: Tensors
-) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
-    import jax
-
-    outputs, back = jax.vjp(function, inputs)
-    return outputs, lambda gradients: back(gradients)[0]
 
 
 def _tensorflow(
-    function: Callable[[Tensors], Tensors], inputs: Tensors, sparse: bool
+    function: Callable[[Tensors], Tensors], inputs: Sequence[Any], sparse: bool
 ) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
     import tensorflow as tf
 

@@ -10,46 +10,28 @@ from keras import ops
 
 from tfmix import _formats
 
-# Two bits below the largest value: the next two doublings overflow.
-NEAR_OVERFLOW_BITS = 2
-
 
 @dataclasses.dataclass(frozen=True)
 class Measures:
-    """Where the entries of one tensor lie in a format's range.
+    """Where one tensor lies in a format's range; shares are of all entries."""
 
-    Shares are counted over all entries, between 0 and 1.
-
-    Attributes:
-        largest: The largest finite magnitude; 0 without finite entries.
-        zero: Share of exact zeros.
-        subnormal: Share that the format holds with lost bits only, from
-            half the smallest subnormal to the smallest normal value.
-        flushed: Share that is not zero and that the format rounds to zero.
-            Always 0 for a tensor that is already in the format.
-        near_overflow: Share of finite entries above a quarter of the largest
-            value, those that the format cannot hold included.
-        not_finite: Share of infinities and NaNs.
-        headroom_bits: How often the tensor can be doubled before it
-            overflows: negative if it does already, `-inf` if an entry is not
-            finite, `inf` if there is nothing but zeros.
-    """
-
-    largest: float
+    largest: float  # the largest finite magnitude; 0 without finite entries
     zero: float
+    # From half the smallest subnormal to the smallest normal value: the format
+    # holds these with lost bits.
     subnormal: float
+    # Not zero, and rounded to it: 0 for a tensor that is in the format.
     flushed: float
+    # Finite and above a quarter of the format's largest value.
     near_overflow: float
     not_finite: float
+    # How often the tensor can be doubled before it overflows: negative if it
+    # does already, `-inf` if an entry is not finite, `inf` if all are zero.
     headroom_bits: float
 
 
 # The order of the columns of `vector`.
-COLUMNS = tuple(
-    field.name
-    for field in dataclasses.fields(Measures)
-    if field.name != "headroom_bits"
-)
+COLUMNS = tuple(field.name for field in dataclasses.fields(Measures))[:-1]
 
 
 def vector(values: Any, limits: _formats.Format) -> Any:
@@ -85,7 +67,8 @@ def _thresholds(limits: _formats.Format) -> np.ndarray:
         0.0,
         limits.smallest / 2,
         below_normal,
-        limits.max / 2**NEAR_OVERFLOW_BITS,
+        # Two bits below the largest value: the next two doublings overflow.
+        limits.max / 4,
         np.finfo(np.float32).max,
     ]
     return np.array(bounds, np.float32)
@@ -118,12 +101,9 @@ def on_host(values: np.ndarray, limits: _formats.Format) -> Measures:
 def from_vector(row: Any, limits: _formats.Format) -> Measures:
     """Turns one row of `vector`, copied to the host, into `Measures`."""
     columns = dict(zip(COLUMNS, map(float, np.asarray(row)), strict=True))
-    return Measures(headroom_bits=_headroom(columns, limits), **columns)
-
-
-def _headroom(columns: dict[str, float], limits: _formats.Format) -> float:
+    headroom = math.inf
     if columns["not_finite"] > 0:
-        return -math.inf
-    if columns["largest"] == 0:
-        return math.inf
-    return float(math.floor(math.log2(limits.max / columns["largest"])))
+        headroom = -math.inf
+    elif columns["largest"] > 0:
+        headroom = float(math.floor(math.log2(limits.max / columns["largest"])))
+    return Measures(headroom_bits=headroom, **columns)

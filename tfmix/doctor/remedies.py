@@ -8,30 +8,25 @@ _NAMES = {
     verdicts.BACKWARD: "its gradient",
     verdicts.WEIGHTS: "a weight",
 }
-_ALL_FLOAT32 = 'keras.config.set_dtype_policy("float32")'
 
 
 def line(
     finding: verdicts.Finding,
     layer_class: str,
     limits: _formats.Format,
-    unscaled: bool = False,
+    unscaled: bool,
 ) -> str:
-    """Returns a line of Python with a comment that says why.
+    """Returns a line of Python with a comment that says why, or nothing.
 
-    Empty for a layer that is fine. `unscaled` says that the model trains
-    without a loss scale, which would mend gradients that underflow.
+    An `unscaled` model trains without a loss scale, which mends underflow.
     """
     if finding.verdict == verdicts.OK:
         return finding.note and f"# {finding.note}"
-    faint = (finding.phase, finding.verdict) == (
-        verdicts.BACKWARD,
-        verdicts.UNDERFLOW,
-    )
-    if unscaled and faint:
+    backward = finding.phase == verdicts.BACKWARD
+    if unscaled and backward and finding.verdict == verdicts.UNDERFLOW:
         code = "tfmix.LossScaleOptimizer(optimizer)"
     elif finding.gap.broken:
-        code = _ALL_FLOAT32
+        code = 'keras.config.set_dtype_policy("float32")'
     elif finding.layer == verdicts.LOSS:
         code = _loss_code(finding)
     elif finding.kind == verdicts.PROBABILITIES:
@@ -54,10 +49,8 @@ def _why(finding: verdicts.Finding, limits: _formats.Format) -> str:
     if gap.broken:
         return f"{what} is not finite in float32 either: mend that first"
     if gap.headroom_bits < 0 and gap.lost:
-        reached = limits.max * 2.0**-gap.headroom_bits
-        return (
-            f"{what} reaches {reached / 2:.3g}; {name} ends at {limits.max:g}"
-        )
+        reached = limits.max * 2.0**-gap.headroom_bits / 2
+        return f"{what} reaches {reached:.3g}; {name} ends at {limits.max:g}"
     if gap.lost:
         return f"{name} overflows inside it; {what} is fine in float32"
     if finding.verdict == verdicts.UNDERFLOW:

@@ -1,8 +1,8 @@
 """Searches the smallest set of float32 layers that makes a model healthy."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
 
 import rich.progress
 from absl import logging
@@ -13,44 +13,47 @@ from tfmix.policy import policy as policies
 Names = tuple[str, ...]
 
 
-class Report(Protocol):
-    """What the search asks of a `NumericsReport`."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Checked:
+    """What a check found, as far as the search needs it."""
+
+    # The most severe first.
+    rows: tuple[verdicts.LayerVerdict, ...]
+    policy: policies.Policy
+    # Checks the same model and batch under another policy.
+    again: Callable[[policies.Policy], "Checked"] = dataclasses.field(
+        repr=False
+    )
+    # The watched layers by name.
+    targets: Mapping[str, probe.Target] = dataclasses.field(repr=False)
+    sixteen_bit_layers: int
 
     @property
     def healthy(self) -> bool:
-        """Whether no row is at fault."""
+        """Whether every row is fine."""
+        return not self.faults
 
     @property
     def faults(self) -> tuple[verdicts.LayerVerdict, ...]:
-        """The rows at fault."""
-
-    @property
-    def policy(self) -> policies.Policy:
-        """What was checked."""
-
-    @property
-    def targets(self) -> Mapping[str, probe.Target]:
-        """The watched layers by name."""
-
-    @property
-    def sixteen_bit_layers(self) -> int:
-        """How many layers computed in 16 bit."""
-
-    @property
-    def again(self) -> Callable[[policies.Policy], "Report"]:
-        """Checks the same batch under another policy."""
+        """The rows that are not fine, the most severe first."""
+        return tuple(row for row in self.rows if row.verdict != verdicts.OK)
 
 
-def policy(report: Report, *, progress: bool) -> policies.Policy:
+def policy(report: Checked, *, progress: bool) -> policies.Policy:
     """Searches by measurement: every candidate is checked.
 
-    First all layers at fault become float32, then those that show a fault
-    because of it, until none does. Then halves, quarters and single layers
-    are taken out again as long as the model stays healthy.
+    Layers at fault become float32 until none is, then halves, quarters and
+    single layers are taken out again as long as the model stays healthy.
     """
     if report.healthy:
         return report.policy
-    _refuse_broken(report)
+    for row in report.faults:
+        if row.broken:
+            raise ValueError(
+                "No dtype policy can mend this model: it is not finite in "
+                f"float32 either, first at {row.layer!r}. Look for NaN or "
+                "infinity in the data and the weights."
+            )
     with rich.progress.Progress(transient=True, disable=not progress) as bar:
         task = bar.add_task("Searching float32 layers", total=None)
 
@@ -66,15 +69,14 @@ def policy(report: Report, *, progress: bool) -> policies.Policy:
     tried = _tried(report, names)
     if tried is not None and not tried.sixteen_bit_layers:
         dtype = report.policy.compute_dtype
-        other = "mixed_bfloat16" if dtype == "float16" else "float32"
         logging.warning(
             "tfmix: in the suggested policy nothing is left in 16 bit; use %r.",
-            other,
+            "mixed_bfloat16" if dtype == "float16" else "float32",
         )
     return with_layers(report, names)
 
 
-def with_layers(report: Report, names: Iterable[str]) -> policies.Policy:
+def with_layers(report: Checked, names: Iterable[str]) -> policies.Policy:
     """Returns a report's policy with more layers in float32."""
     base = report.policy
     known = base.float32_layers
@@ -107,7 +109,7 @@ def fewest(names: Names, healthy: Callable[[Names], bool]) -> Names:
     return names
 
 
-def _tried(report: Report, names: Iterable[str]) -> Report | None:
+def _tried(report: Checked, names: Iterable[str]) -> Checked | None:
     """Checks with more layers in float32; None if the model fails to run."""
     try:
         return report.again(with_layers(report, names))
@@ -117,15 +119,19 @@ def _tried(report: Report, names: Iterable[str]) -> Report | None:
         return None
 
 
-def _enough(report: Report, step: Callable[[], None]) -> Names:
+def _enough(report: Checked, step: Callable[[], None]) -> Names:
     """Adds what is at fault until nothing is."""
     names: dict[str, None] = {}
-    current: Report | None = report
+    current: Checked | None = report
     while current is None or not current.healthy:
         step()
         before = len(names)
         if current is not None:
-            names.update(dict.fromkeys(_culprits(report, current)))
+            for row in current.faults:
+                last = list(report.targets)[-1:]
+                is_loss = row.layer == verdicts.LOSS
+                added = last if is_loss else _parts(report, row.layer)
+                names.update(dict.fromkeys(added))
         if len(names) == before:
             # Nothing new to add: the rest of the model is what is left.
             names.update(dict.fromkeys(report.targets))
@@ -135,31 +141,7 @@ def _enough(report: Report, step: Callable[[], None]) -> Names:
     return tuple(names)
 
 
-def _culprits(report: Report, current: Report) -> list[str]:
-    found: list[str] = []
-    for row in current.faults:
-        if row.layer == verdicts.LOSS:
-            found += list(report.targets)[-1:]
-        else:
-            found += _parts(report, row.layer)
-    return found
-
-
-def _parts(report: Report, name: str) -> list[str]:
+def _parts(report: Checked, name: str) -> list[str]:
     """Returns a layer and what is inside: its tensors come from there."""
-    inner = [
-        target.name
-        for target in report.targets.values()
-        if name in target.inside
-    ]
-    return [name, *inner]
-
-
-def _refuse_broken(report: Report) -> None:
-    for row in report.faults:
-        if row.broken:
-            raise ValueError(
-                "No dtype policy can mend this model: it is not finite in "
-                f"float32 either, first at {row.layer!r}. Look for NaN or "
-                "infinity in the data and the weights."
-            )
+    targets = report.targets.values()
+    return [name, *(one.name for one in targets if name in one.inside)]

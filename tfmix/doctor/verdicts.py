@@ -12,13 +12,10 @@ UNDERFLOW = "underflow"
 INACCURATE = "inaccurate"
 NOT_FINITE = "not_finite"
 
-FORWARD = "forward"
-BACKWARD = "backward"
-WEIGHTS = "weights"
+FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 
-# What rows are about that are no layers.
+# The name of the row that is about no layer.
 LOSS = "loss"
-
 # `Finding.kind` of probabilities that a model returns in 16 bit.
 PROBABILITIES = "probabilities"
 
@@ -42,33 +39,22 @@ _LOW_TOLERANCE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is known about one layer in one phase.
-
-    Attributes:
-        layer: Name of the layer, or `"loss"`.
-        phase: `"forward"`, `"backward"` or `"weights"`.
-        verdict: One of the five verdicts.
-        gap: The numbers.
-        order: Rank of the layer in the order of computation.
-        given: Whether what the layer was given does not fit into 16 bits, so
-            that the fault may come from elsewhere.
-        latent: Whether the fault is known from the layer's making and did
-            not show on this batch.
-        note: What was seen, in words.
-        kind: `PROBABILITIES`, or empty.
-        was_low: Whether most of the gradient it was given lies below the
-            normal range already.
-    """
+    """What is known about one layer, or the loss, in one phase."""
 
     layer: str
     phase: str
     verdict: str
     gap: gaps.Gap
+    # Rank of the layer in the order of computation.
     order: int = 0
+    # Whether what the layer was given does not fit into 16 bits, so that the
+    # fault may come from elsewhere.
     given: bool = False
+    # Whether the layer's making shows the fault, and this batch does not.
     latent: bool = False
-    note: str = ""
-    kind: str = ""
+    note: str = ""  # what was seen, in words
+    kind: str = ""  # `PROBABILITIES`, or empty
+    # Whether most of the gradient it was given is below the normal range.
     was_low: bool = False
 
     @property
@@ -84,13 +70,12 @@ class Finding:
     @property
     def rank(self) -> tuple[bool, bool, bool, bool, int, int]:
         """Sorts the most severe first, and a fault before what it causes."""
-        phase = (FORWARD, WEIGHTS, BACKWARD).index(self.phase)
         return (
             self.verdict == OK,
             self.latent,
             self.verdict in (UNDERFLOW, INACCURATE),
             self.given,
-            phase,
+            (FORWARD, WEIGHTS, BACKWARD).index(self.phase),
             -self.order if self.phase == BACKWARD else self.order,
         )
 
@@ -115,8 +100,8 @@ def _of_gap(gap: gaps.Gap, tolerance: float) -> str:
     if gap.broken:
         return NOT_FINITE
     if gap.lost:
-        inside = gap.headroom_bits >= 0
-        return NOT_FINITE if gap.only_nan and inside else OVERFLOW
+        only_nan = gap.only_nan and gap.headroom_bits >= 0
+        return NOT_FINITE if only_nan else OVERFLOW
     if gap.relative_error <= tolerance:
         return OK
     return UNDERFLOW if _is_low(gap) else INACCURATE
@@ -148,15 +133,12 @@ def backward(
     """
     if found.incoming is None or found.weights is None or found.inputs is None:
         return None
-    incoming = of_gradient(found.incoming, limits)
-    was_low = _is_low(found.incoming)
-    if incoming != OK:
-        return Finding(
-            layer, BACKWARD, incoming, found.incoming, order, True, was_low=True
-        )
-    known = [found.weights, *([found.inputs] if reaches_weights else [])]
-    worst = max(known, key=_badness)
-    given = of_output(found.arguments, limits) != OK
+    worst, was_low, given = found.incoming, True, True
+    if of_gradient(worst, limits) == OK:
+        was_low = _is_low(worst)
+        known = [found.weights, *([found.inputs] if reaches_weights else [])]
+        worst = max(known, key=_badness)
+        given = of_output(found.arguments, limits) != OK
     verdict = of_gradient(worst, limits)
     return Finding(
         layer, BACKWARD, verdict, worst, order, given, was_low=was_low
@@ -170,30 +152,21 @@ def _badness(gap: gaps.Gap) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class LayerVerdict:
-    """A row of a report: one layer in one phase.
+    """A row of a report: one layer in one phase."""
 
-    Attributes:
-        layer: The layer's name, its path where the name is not unique,
-            `"loss"`, or `"x"` or `"y"` for data that is not finite.
-        phase: `"forward"`: its outputs; `"backward"`: the gradients it
-            computes, of its inputs and weights; `"weights"`: their values.
-        verdict: `"ok"`, `"overflow"`, `"underflow"`, `"inaccurate"` or
-            `"not_finite"`.
-        relative_error: Norm of the error that this layer alone makes in 16
-            bit, over the norm of the float32 result.
-        headroom_bits: How often the result can be doubled before it leaves
-            the format; negative if it has left it.
-        advice: The line of code that mends it; empty for most healthy rows.
-        gradient_cosine: Cosine between the 16-bit and the float32 gradient,
-            None in other phases.
-        broken: Whether it is at fault and not finite in float32 either.
-    """
-
+    # Its path where the name is not unique; `"loss"`; `"x"` or `"y"` for data
+    # that is not finite.
     layer: str
+    # `"forward"`: its outputs; `"backward"`: the gradients it computes, of its
+    # inputs and weights; `"weights"`: their values.
     phase: str
-    verdict: str
+    verdict: str  # `"ok"`, or one of the four faults
+    # Norm of the error that this layer alone makes in 16 bit, over the norm of
+    # the float32 result.
     relative_error: float
+    # How often the result can be doubled before it leaves the format.
     headroom_bits: float
-    advice: str
+    advice: str  # the line of code that mends it, or a note
+    # Between the 16-bit and the float32 gradient.
     gradient_cosine: float | None = None
-    broken: bool = False
+    broken: bool = False  # at fault, and not finite in float32 either

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 from keras import ops
 
 from tfmix import _formats
@@ -62,7 +61,12 @@ def sixteen_bit(
         outputs = call.proceed()
         leaves = probe.floats(outputs)
         if all(map(layers.is_number, [*leaves, *call.tensors])):
-            signatures[call.key] = _signature(call, leaves, fmt)
+            signatures[call.key] = Signature(
+                arguments=tuple(map(probe.dtype, call.tensors)),
+                rounded=tuple(_fits(leaf, fmt) for leaf in call.tensors),
+                outputs=tuple(map(probe.dtype, leaves)),
+                shapes=tuple(tuple(leaf.shape) for leaf in leaves),
+            )
             for leaf in leaves:
                 # What a layer hands on from one inside it is the inner one's.
                 made.setdefault(id(leaf), call.key)
@@ -72,13 +76,9 @@ def sixteen_bit(
     with layers.policies(planned), probe.watched(found, on_call):
         outputs, _ = batch.run(batch.weights())
     leaves = probe.floats(outputs)
-    for leaf in leaves:
-        key = made.get(id(leaf))
-        if key is not None:
-            signatures[key] = dataclasses.replace(
-                signatures[key], is_output=True
-            )
-    return SixteenBitRun(signatures, tuple(map(_dtype, leaves)))
+    for key in {made[id(leaf)] for leaf in leaves if id(leaf) in made}:
+        signatures[key] = dataclasses.replace(signatures[key], is_output=True)
+    return SixteenBitRun(signatures, tuple(map(probe.dtype, leaves)))
 
 
 def truth(
@@ -88,23 +88,20 @@ def truth(
     signatures: dict[Key, Signature],
 ) -> Truth:
     """Runs the model forward and back in float32."""
-    keys = list(signatures)
-    sizes = [len(signatures[key].shapes) for key in keys]
     # A zero is added to every output: its gradient is the output's.
     zeros = [
         ops.zeros(shape, "float32")
-        for key in keys
-        for shape in signatures[key].shapes
+        for signature in signatures.values()
+        for shape in signature.shapes
     ]
 
     def losses(inputs: list[Any]) -> list[Any]:
-        nudges, weights = _dealt(inputs, keys, sizes)
+        nudges, weights = _dealt(inputs, signatures)
 
         def on_call(call: probe.Call) -> Any:
             outputs = call.proceed()
-            leaves = probe.floats(outputs)
-            nudge = nudges.get(call.key)
-            if nudge is None or len(nudge) != len(leaves):
+            leaves, nudge = probe.floats(outputs), nudges.get(call.key, [])
+            if len(nudge) != len(leaves):
                 return outputs
             moved = [
                 leaf + ops.cast(zero, leaf.dtype)
@@ -118,38 +115,24 @@ def truth(
     with layers.policies(planned), layers.autocast("float32"):
         (loss,), back = pullback.pullback(losses, [*zeros, *batch.weights()])
         gradients = back([ops.ones_like(loss)])
-    by_call, rest = _dealt(gradients, keys, sizes)
-    return Truth(by_call, rest)
+    return Truth(*_dealt(gradients, signatures))
 
 
 def _dealt(
-    tensors: Sequence[Any], keys: Sequence[Key], sizes: Sequence[int]
+    tensors: Sequence[Any], signatures: dict[Key, Signature]
 ) -> tuple[dict[Key, list[Any]], list[Any]]:
     """Deals a list out to calls, and returns what is left over."""
     rest = iter(tensors)
     by_call = {
-        key: [next(rest) for _ in range(size)]
-        for key, size in zip(keys, sizes, strict=True)
+        key: [next(rest) for _ in signature.shapes]
+        for key, signature in signatures.items()
     }
     return by_call, list(rest)
 
 
-def _signature(call: probe.Call, outputs: list[Any], fmt: str) -> Signature:
-    return Signature(
-        arguments=tuple(_dtype(leaf) for leaf in call.tensors),
-        rounded=tuple(_fits(leaf, fmt) for leaf in call.tensors),
-        outputs=tuple(_dtype(leaf) for leaf in outputs),
-        shapes=tuple(tuple(leaf.shape) for leaf in outputs),
-    )
-
-
 def _fits(tensor: Any, fmt: str) -> bool:
-    if _dtype(tensor) in _formats.SIXTEEN_BIT:
+    if probe.dtype(tensor) in _formats.SIXTEEN_BIT:
         return True
     tensor = ops.cast(tensor, "float32")
     same = ops.cast(ops.cast(tensor, fmt), "float32") == tensor
     return bool(ops.all(same | ops.isnan(tensor)))
-
-
-def _dtype(tensor: Any) -> str:
-    return str(keras.backend.standardize_dtype(tensor.dtype))

@@ -14,10 +14,7 @@ from tfmix.hardware import products
 
 # Tensor Cores work on multiples of 8 in 16 bit (NVIDIA's mixed-precision
 # guide), the MXU of a TPU on tiles of 128.
-GPU_MULTIPLE = 8
-TPU_MULTIPLE = 128
-# Padding that adds more than this to a layer's work gives away what it wins.
-_MOST_PADDING = 0.25
+GPU_MULTIPLE, TPU_MULTIPLE = 8, 128
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 # Policies, and the dtypes of weights and activations under each.
 _POLICIES = {
@@ -27,49 +24,34 @@ _POLICIES = {
     "float16": ("float16", "float16"),
     "bfloat16": ("bfloat16", "bfloat16"),
 }
-# Adam's, where the model has no optimizer yet.
-_SLOTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerProducts:
-    """One layer with matrix products.
+    """One layer with matrix products."""
 
-    Attributes:
-        layer: The layer's path.
-        dtype: The dtype it computes in.
-        shapes: `(m, k, n)` of each product, `(m, k) x (k, n)`.
-        aligned: Whether k and n of each are multiples of 8, which a GPU's
-            Tensor Cores need.
-        aligned_tpu: Whether they are multiples of 128, a TPU's tile.
-        flops: Floating-point operations of a forward pass.
-        padding: What to round up, as text; empty if nothing helps.
-    """
-
-    layer: str
-    dtype: str
-    shapes: tuple[tuple[int, int, int], ...]
+    layer: str  # the layer's path
+    dtype: str  # the dtype it computes in
+    shapes: tuple[tuple[int, int, int], ...]  # of `(m, k) x (k, n)`
+    # Whether k and n of each are multiples of 8, which a GPU's Tensor Cores
+    # need, and of 128, a TPU's tile.
     aligned: bool
     aligned_tpu: bool
-    flops: int
-    padding: str
+    flops: int  # of a forward pass
+    padding: str  # what to round up, as text; empty if nothing helps
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that training holds under one policy.
+    """Bytes that training holds under one policy."""
 
-    Attributes:
-        weights: Of all variables of the model.
-        slots: Of the optimizer's variables, in float32, and of the float32
-            masters that tfmix keeps behind 16-bit weights.
-        activations: Of what layers return, kept for the backward pass. A
-            framework may keep more, JAX a ReLU's input for instance, and a
-            CPU without 16-bit arithmetic keeps them in float32.
-    """
-
-    weights: int
+    weights: int  # of all variables of the model
+    # Of the optimizer's variables, in float32, and of the float32 masters that
+    # tfmix keeps behind 16-bit weights.
     slots: int
+    # Of what layers return, kept for the backward pass. A framework may keep
+    # more, JAX a ReLU's input for instance, and a CPU without 16-bit arithmetic
+    # keeps them in float32.
     activations: int
 
     @property
@@ -96,7 +78,27 @@ class Advice(_tables.Printed):
 
     def tables(self) -> list[_tables.Table]:
         """Returns the tables that are printed."""
-        return [_layers(self), _bytes(self)]
+        heads = ("layer", "dtype", "(m, k, n)", "GPU", "TPU", "GFLOP", "pad")
+        rows = [
+            (
+                row.layer,
+                row.dtype,
+                " ".join(map(str, row.shapes)),
+                "yes" if row.aligned else "no",
+                "yes" if row.aligned_tpu else "no",
+                f"{row.flops / 1e9:.3g}",
+                row.padding,
+            )
+            for row in self.rows
+        ]
+        title = f"{self.share_16bit:.0%} of the work in 16 bit, "
+        title += f"batch of {self.batch_size}"
+        sizes = []
+        for name, one in self.memory.items():
+            known = (one.weights, one.slots, one.activations, one.total)
+            sizes.append((name, *(f"{size / 2**20:.2f}" for size in known)))
+        memory = ("MiB", "weights", "slots", "activations", "together")
+        return [_tables.Table(heads, rows, title), _tables.Table(memory, sizes)]
 
     def to_json(self) -> str:
         """Returns the advice as JSON."""
@@ -132,40 +134,37 @@ def advise(model: keras.Model, batch_size: int) -> Advice:
         )
     size = _arguments.count("batch_size", batch_size, example=32)
     found = products.uses(model, size)
-    rows = sorted(
-        (_row(use) for use in found if use.products), key=lambda row: -row.flops
-    )
+    rows = [_row(use.layer, use.products) for use in found if use.products]
+    rows.sort(key=lambda row: -row.flops)
     work = sum(row.flops for row in rows)
     fast = sum(row.flops for row in rows if row.dtype in _formats.SIXTEEN_BIT)
-    return Advice(
-        tuple(rows), fast / work if work else 0.0, _memory(model, found), size
+    share = fast / work if work else 0.0
+    return Advice(tuple(rows), share, _memory(model, found), size)
+
+
+def _row(layer: Any, found: tuple[products.Product, ...]) -> LayerProducts:
+    gpu, tpu = (
+        all(one.k % size == one.n % size == 0 for one in found)
+        for size in (GPU_MULTIPLE, TPU_MULTIPLE)
     )
-
-
-def _row(use: products.Use) -> LayerProducts:
-    found = use.products
     return LayerProducts(
-        layer=use.layer.path or use.layer.name,
-        dtype=str(use.layer.compute_dtype),
-        shapes=tuple((one.m, one.k, one.n) for one in found),
-        aligned=_aligned(found, GPU_MULTIPLE),
-        aligned_tpu=_aligned(found, TPU_MULTIPLE),
-        flops=sum(one.flops for one in found),
-        padding=_padding(found[0]),
+        layer.path or layer.name,
+        str(layer.compute_dtype),
+        tuple((one.m, one.k, one.n) for one in found),
+        gpu,
+        tpu,
+        sum(one.flops for one in found),
+        _padding(found[0]),
     )
-
-
-def _aligned(found: tuple[products.Product, ...], multiple: int) -> bool:
-    return all(one.k % multiple == one.n % multiple == 0 for one in found)
 
 
 def _padding(product: products.Product) -> str:
     hints = []
-    for name in ("k", "n"):
-        size = getattr(product, name)
+    for name, size in (("k", product.k), ("n", product.n)):
         padded = -(-size // GPU_MULTIPLE) * GPU_MULTIPLE
         small = size < GPU_MULTIPLE * 2
-        if padded != size and (small or padded / size - 1 <= _MOST_PADDING):
+        # Padding that adds more to the work gives away what it wins.
+        if padded != size and (small or padded / size <= 1.25):
             hints.append(f"{name} {size} -> {padded}")
     return ", ".join(hints)
 
@@ -173,7 +172,11 @@ def _padding(product: products.Product) -> str:
 def _memory(model: Any, found: list[products.Use]) -> dict[str, Memory]:
     trainable = _elements(model.trainable_variables)
     weights = trainable + _elements(model.non_trainable_variables)
-    slots = _slots(getattr(model, "optimizer", None), trainable)
+    slots = 2 * trainable  # Adam's, where the model has no optimizer yet
+    chain = list(optimizers.chain(getattr(model, "optimizer", None)))
+    # The optimizer inside all wrappers.
+    if chain and chain[-1].built:
+        slots = _elements(chain[-1].variables)
     outputs = sum(use.outputs for use in found if not use.has_parts)
     return {
         name: Memory(
@@ -186,46 +189,9 @@ def _memory(model: Any, found: list[products.Use]) -> dict[str, Memory]:
     }
 
 
-def _slots(optimizer: Any, trainable: int) -> int:
-    """Counts the variables of the optimizer inside all wrappers."""
-    chain = list(optimizers.chain(optimizer))
-    if not chain or not chain[-1].built:
-        return _SLOTS * trainable
-    return _elements(chain[-1].variables)
-
-
 def _elements(variables: list[keras.Variable]) -> int:
     return sum(
         math.prod(variable.shape)
         for variable in variables
         if keras.backend.is_float_dtype(variable.dtype)
     )
-
-
-def _layers(advice: Advice) -> _tables.Table:
-    return _tables.Table(
-        ("layer", "dtype", "(m, k, n)", "GPU", "TPU", "GFLOP", "pad"),
-        [
-            (
-                row.layer,
-                row.dtype,
-                " ".join(map(str, row.shapes)),
-                "yes" if row.aligned else "no",
-                "yes" if row.aligned_tpu else "no",
-                f"{row.flops / 1e9:.3g}",
-                row.padding,
-            )
-            for row in advice.rows
-        ],
-        title=f"{advice.share_16bit:.0%} of the work in 16 bit, "
-        f"batch of {advice.batch_size}",
-    )
-
-
-def _bytes(advice: Advice) -> _tables.Table:
-    rows = []
-    for name, memory in advice.memory.items():
-        sizes = (memory.weights, memory.slots, memory.activations, memory.total)
-        rows.append((name, *(f"{size / 2**20:.2f}" for size in sizes)))
-    heads = ("MiB", "weights", "slots", "activations", "together")
-    return _tables.Table(heads, rows)

@@ -36,16 +36,18 @@ class Use:
     layer: keras.Layer
     products: tuple[Product, ...]
     outputs: int
-    # Whether other layers are called inside it.
-    has_parts: bool
+    has_parts: bool  # whether other layers are called inside it
 
 
 def uses(model: keras.Model, batch_size: int) -> list[Use]:
-    """Runs a built model on shapes alone and notes every call of a layer.
-
-    The calls come in the order in which they end.
-    """
-    inputs = _inputs(model, batch_size)
+    """Runs a built model on shapes alone; returns the calls as they end."""
+    inputs = host.symbolic_arguments(model)
+    if not inputs:
+        raise ValueError(
+            "The model's input shapes are not known. Received: "
+            f"model={model!r}. Call it once on a batch."
+        )
+    inputs = tree.map_structure(lambda one: _fixed(one, batch_size), inputs)
     layers = [
         layer
         for layer in host.flat_layers(model)
@@ -59,14 +61,10 @@ def uses(model: keras.Model, batch_size: int) -> list[Use]:
         def call(*args: Any, **kwargs: Any) -> Any:
             outputs = original(*args, **kwargs)
             given, made = _shapes((args, kwargs)), _shapes(outputs)
-            found.append(
-                Use(
-                    layer,
-                    tuple(_products(layer, given, made)),
-                    sum(math.prod(shape) for shape in made),
-                    len(host.flat_layers(layer)) > 1,
-                )
-            )
+            multiplied = tuple(_products(layer, given, made))
+            elements = sum(map(math.prod, made))
+            has_parts = len(host.flat_layers(layer)) > 1
+            found.append(Use(layer, multiplied, elements, has_parts))
             return outputs
 
         return call
@@ -74,16 +72,6 @@ def uses(model: keras.Model, batch_size: int) -> list[Use]:
     with host.calls_replaced(layers, make):
         host.run_on_shapes(lambda *args: model(*args), inputs)
     return found
-
-
-def _inputs(model: Any, batch_size: int) -> list[Any]:
-    found = host.symbolic_arguments(model)
-    if not found:
-        raise ValueError(
-            "The model's input shapes are not known. Received: "
-            f"model={model!r}. Call it once on a batch."
-        )
-    return tree.map_structure(lambda one: _fixed(one, batch_size), found)
 
 
 def _fixed(tensor: Any, batch_size: int) -> Any:
@@ -98,10 +86,9 @@ def _fixed(tensor: Any, batch_size: int) -> Any:
 
 
 def _shapes(nest: Any) -> Shapes:
-    leaves = tree.flatten(nest)
     return [
-        tuple(int(size) for size in leaf.shape)
-        for leaf in leaves
+        tuple(map(int, leaf.shape))
+        for leaf in tree.flatten(nest)
         if hasattr(leaf, "shape") and None not in leaf.shape
     ]
 
@@ -120,8 +107,7 @@ def _dense(layer: Any, given: Shapes, made: Shape) -> list[Product]:
 
 def _einsum(layer: Any, given: Shapes, made: Shape) -> list[Product]:
     kernel = tuple(layer.kernel.shape)
-    left, right = layer.equation.split("->")[0].split(",")
-    out = layer.equation.split("->")[1]
+    left, right, out = layer.equation.replace("->", ",").split(",")
     # An ellipsis stands for leading dimensions, which are rows.
     sizes = dict(zip(reversed(right), reversed(kernel), strict=False))
     summed = [label for label in right if label in left and label not in out]
@@ -133,8 +119,7 @@ def _einsum(layer: Any, given: Shapes, made: Shape) -> list[Product]:
 def _convolution(layer: Any, given: Shapes, made: Shape) -> list[Product]:
     *window, per_group, filters = tuple(layer.kernel.shape)
     groups = getattr(layer, "groups", 1)
-    rows = math.prod(made) // filters
-    k = math.prod(window) * per_group
+    rows, k = math.prod(made) // filters, math.prod(window) * per_group
     return [Product(rows, k, filters // groups, groups)]
 
 
@@ -151,12 +136,10 @@ def _separable(layer: Any, given: Shapes, made: Shape) -> list[Product]:
 
 def _recurrent(layer: Any, given: Shapes, made: Shape) -> list[Product]:
     batch, steps, features = given[0]
-    cell = layer.cell
-    gates = cell.kernel.shape[-1] // cell.units
-    wide = gates * cell.units
+    units, wide = layer.cell.units, layer.cell.kernel.shape[-1]
     return [
         Product(batch * steps, features, wide),
-        Product(batch, cell.units, wide, steps),
+        Product(batch, units, wide, steps),
     ]
 
 
@@ -166,25 +149,23 @@ def _attention(layer: Any, given: Shapes, made: Shape) -> list[Product]:
     heads = getattr(layer, "num_heads", None) or layer.num_query_heads
     size = getattr(layer, "key_dim", None) or layer.head_dim
     width = getattr(layer, "_value_dim", None) or size
-    count = batch * heads
-    return [
-        Product(queries, size, keys, count),
-        Product(queries, keys, width, count),
-    ]
+    return _two_products(queries, size, keys, width, batch * heads)
 
 
 def _dot_attention(layer: Any, given: Shapes, made: Shape) -> list[Product]:
     batch, queries, size = given[0]
-    keys, width = given[1][1], made[-1]
-    return [
-        Product(queries, size, keys, batch),
-        Product(queries, keys, width, batch),
-    ]
+    return _two_products(queries, size, given[1][1], made[-1], batch)
 
 
-Formula = Callable[[Any, Shapes, Shape], list[Product]]
+def _two_products(
+    queries: int, size: int, keys: int, width: int, count: int
+) -> list[Product]:
+    scores = Product(queries, size, keys, count)
+    return [scores, Product(queries, keys, width, count)]
+
+
 # By the names of Keras's classes and bases, so that subclasses count, too.
-_FORMULAS: dict[str, Formula] = {
+_FORMULAS: dict[str, Callable[[Any, Shapes, Shape], list[Product]]] = {
     "Dense": _dense,
     "EinsumDense": _einsum,
     "BaseConv": _convolution,

@@ -66,8 +66,8 @@ def put_on(model: keras.Model, *, asked_for: bool = False) -> None:
     """Guards a model; one that nobody asked for gives way to any optimizer."""
     before = model_methods.part(model, model_methods.GUARD)
     asked_for = asked_for or (isinstance(before, _Guard) and before.asked_for)
-    owner = model_methods.of(model)
-    owner.put(model_methods.GUARD, _Guard(model, asked_for))
+    ours = _Guard(model, asked_for)
+    model_methods.of(model).put(model_methods.GUARD, ours)
     # A step that was compiled before would go on without the guard.
     model.train_function = None
 
@@ -94,13 +94,7 @@ def _check_optimizer(model: keras.Model) -> None:
 
 
 class _Guard:
-    """The guard of one model: what stands around its methods.
-
-    Args:
-        model: The model.
-        asked_for: Whether the user called `guard`; if not, an optimizer that
-            skips no steps is no error, and the guard does nothing.
-    """
+    """The guard of one model: what stands around its methods."""
 
     def __init__(self, model: keras.Model, asked_for: bool) -> None:
         self._model = model
@@ -124,7 +118,10 @@ class _Guard:
 
         from tfmix.scaling.step import replicas
 
-        model, watched = self._model, _watched(self._model)
+        model = self._model
+        # What a skipped step must not have changed.
+        watched = [v for v in model.non_trainable_variables if _is_float(v)]
+        watched += model.metrics_variables
         before = [tf.identity(variable.value) for variable in watched]
         with optimizers.guarded_step(model.optimizer):
             logs = original(data)
@@ -146,36 +143,29 @@ class _Guard:
             tf.cond(applied, lambda: tf.constant(True), restore)
         return _logs_of_step(model, logs)
 
-    def _on_jax(
-        self, original: Callable, state: Any, data: Any
-    ) -> tuple[Any, Any]:
+    def _on_jax(self, original: Callable, state: Any, data: Any) -> tuple:
         if self._gives_way:
-            result: tuple[Any, Any] = original(state, data)
-            return result
+            return tuple(original(state, data))
         _check_optimizer(self._model)
         model = self._model
+        _, state_before, _, metrics_before = state
         with optimizers.guarded_step(model.optimizer):
-            logs, after = original(state, data)
-        mapping = zip(model.optimizer.variables, after[2], strict=True)
+            logs, (weights, others, slots, metrics) = original(state, data)
+        mapping = zip(model.optimizer.variables, slots, strict=True)
         with keras.StatelessScope(state_mapping=mapping):
             applied = model.optimizer.last_step_applied()
-        after = (
-            after[0],
-            _restored(applied, after[1], state[1], only_float=True),
-            after[2],
-            _restored(applied, after[3], state[3], only_float=False),
-        )
+        others = _restored(applied, others, state_before, only_float=True)
+        metrics = _restored(applied, metrics, metrics_before, only_float=False)
         variables = model.optimizer.variables + model.metrics_variables
-        mapping = zip(variables, after[2] + after[3], strict=True)
+        mapping = zip(variables, slots + metrics, strict=True)
         with keras.StatelessScope(state_mapping=mapping):
-            return _logs_of_step(model, logs), after
+            logs = _logs_of_step(model, logs)
+        return logs, (weights, others, slots, metrics)
 
-    def _metrics_result(self, original: Callable) -> dict[str, Any]:
-        """Hides metrics that hold nothing yet from the end of an epoch.
-
-        Keras then takes the last step's logs, as it does for other keys.
-        """
-        results: dict[str, Any] = original()
+    def _metrics_result(self, original: Callable) -> dict:
+        """Hides metrics that hold nothing yet from the end of an epoch."""
+        # Keras then takes the last step's logs, as it does for other keys.
+        results: dict = original()
         if self._gives_way or not results:
             return results
         recorded = _recorded(self._model)
@@ -183,33 +173,20 @@ class _Guard:
         return {} if known and not recorded else results
 
     def _compile_config(self, original: Callable) -> Any:
-        """Notes in a saved model that it was guarded.
-
-        `LossScaleOptimizer.from_config` reads it, so that a loaded model that
-        is trained without the guard says so.
-        """
+        """Notes in a saved model that it was guarded."""
+        # `LossScaleOptimizer.from_config` reads it, to warn of the lack of it.
         config = original()
         optimizer = (config or {}).get("optimizer")
-        ours = isinstance(optimizer, dict) and (
+        # Else not compiled, or anew with an optimizer that is not ours.
+        if isinstance(optimizer, dict) and (
             optimizer["class_name"] == "LossScaleOptimizer"
-        )
-        if not ours:
-            # Not compiled, or anew since, with an optimizer that is not ours.
-            return config
-        config = copy.deepcopy(config)
-        config["optimizer"]["config"]["guarded"] = True
+        ):
+            config = copy.deepcopy(config)
+            config["optimizer"]["config"]["guarded"] = True
         return config
 
 
-def _watched(model: keras.Model) -> list[keras.Variable]:
-    """Lists the variables that a skipped step must not have changed."""
-    state = [v for v in model.non_trainable_variables if _is_float(v)]
-    return state + list(model.metrics_variables)
-
-
-def _restored(
-    applied: Any, new: list[Any], old: list[Any], only_float: bool
-) -> list[Any]:
+def _restored(applied: Any, new: list, old: list, only_float: bool) -> list:
     return [
         ops.where(applied, after, before)
         if after is not before and (_is_float(after) or not only_float)
@@ -224,13 +201,11 @@ def _is_float(value: Any) -> bool:
 
 
 def _logs_of_step(model: keras.Model, logs: Any) -> Any:
-    """Returns a step's logs as the metrics stand after a skip was undone.
-
-    Before the first applied step of an epoch the metrics are empty, and Keras
-    would report a loss of 0, the best there is: the skipped batch's own
-    values then stand in.
-    """
-    results = _metrics_of(model)
+    """Returns a step's logs as the metrics stand after a skip was undone."""
+    # Before an epoch's first applied step they are empty, and Keras would
+    # report a loss of 0, the best there is: the skipped batch's own stand in.
+    # Past our own wrapper, by the model's method.
+    results = type(model).get_metrics_result(model)
     if not isinstance(logs, dict) or not logs:
         return logs if logs else results
     results = {key: value for key, value in results.items() if key in logs}
@@ -244,12 +219,6 @@ def _logs_of_step(model: keras.Model, logs: Any) -> Any:
         return ops.where(ops.logical_and(empty, own_tells), own, result)
 
     return logs | {key: telling(logs[key], results[key]) for key in results}
-
-
-def _metrics_of(model: keras.Model) -> dict[str, Any]:
-    # Past our own wrapper, by the model's method.
-    results: dict[str, Any] = type(model).get_metrics_result(model)
-    return results
 
 
 def _recorded(model: keras.Model) -> Any:

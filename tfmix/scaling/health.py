@@ -12,12 +12,12 @@ _MOST_NAMED = 5
 
 def check(optimizer: Any, max_consecutive_skips: int) -> None:
     """Raises if steps are skipped and will be, see `check_health`."""
-    skips = optimizer.consecutive_skips
+    skips, rule = optimizer.consecutive_skips, optimizer.rule
     if not skips:
         return
-    floor = _floor(optimizer.rule)
-    if floor is not None and optimizer.loss_scale <= floor:
-        where = f"The loss scale has reached its floor, {floor:g}"
+    has_floor = isinstance(rule, rules.DynamicLossScale)
+    if has_floor and optimizer.loss_scale <= rule.min_scale:
+        where = f"The loss scale has reached its floor, {rule.min_scale:g}"
     elif skips >= max_consecutive_skips:
         where = f"The loss scale is {optimizer.loss_scale:g}"
     else:
@@ -27,12 +27,6 @@ def check(optimizer: Any, max_consecutive_skips: int) -> None:
         "gradients were not finite. No update is being applied.\n"
         f"{_named(optimizer.overflow_counts)}\n{_ADVICE}"
     )
-
-
-def _floor(rule: rules.LossScale) -> float | None:
-    if isinstance(rule, rules.DynamicLossScale):
-        return rule.min_scale
-    return None
 
 
 def _named(counts: Mapping[str, int]) -> str:

@@ -99,8 +99,13 @@ class LossScaleOptimizer(
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Checks the arguments and creates the state of the loss scale."""
-        settings.refuse_legacy_arguments(kwargs)
+        if not kwargs.pop("dynamic", True):
+            raise ValueError(
+                "`dynamic=False` is an argument of the old tf.keras. For a "
+                "fixed scale write LossScaleOptimizer(optimizer, loss_scale="
+                "128.0). (Keras says to set `loss_scale_factor` on the inner "
+                "optimizer; that applies steps that are not finite.)"
+            )
         leader = None
         if isinstance(loss_scale, LossScaleOptimizer):
             leader, loss_scale = loss_scale, loss_scale.rule
@@ -172,15 +177,13 @@ class LossScaleOptimizer(
         """Raises if training is stuck; call it now and then in a long loop.
 
         Args:
-            max_consecutive_skips: Integer. Defaults to `50`: from `2.0**15`
-                the scale falls to its floor in 15 steps, from the ceiling in
-                24, so this many skips are not the search for a scale.
+            max_consecutive_skips: Integer. Defaults to `50`: the scale falls
+                from its ceiling to its floor in 24 steps.
 
         Raises:
-            LossScaleError: If the scale has reached its floor and steps are
-                still skipped, or if that many in a row were skipped. The
-                message names the variables whose gradients were not finite
-                and says what to change.
+            LossScaleError: If steps are skipped at the floor of the scale, or
+                that many in a row. It names the variables whose gradients
+                were not finite and says what to change.
         """
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
         health.check(self, limit)
@@ -210,10 +213,7 @@ class LossScaleOptimizer(
 
     @compilation.untouched
     def current_scale(self) -> Any:
-        """Returns the loss scale in force as a tensor, without a copy to host.
-
-        Returns:
-            Float32 scalar tensor.
+        """Returns the scale as a float32 scalar tensor, not copied to host.
 
         Raises:
             ValueError: If `jax.jit` would make a constant of it.
@@ -238,13 +238,12 @@ class LossScaleOptimizer(
         return self.rule.current(self.state())
 
     @compilation.untouched
-    def unscale_gradients(self, grads: Sequence[Any]) -> list[Any]:
+    def unscale_gradients(self, grads: Sequence) -> list:
         """Divides gradients by the loss scale, for clipping or logging.
 
-        To apply them, say that they are divided: `apply(grads, variables,
-        unscaled=True)`. Numbers that are not finite come back as NaN, an
-        infinity too, so that clipping by value cannot hide them: the step is
-        skipped then. Under a `tf.distribute` strategy these are this
+        To apply them, write `apply(grads, variables, unscaled=True)`. What is
+        not finite comes back as NaN, an infinity too, so that clipping by
+        value cannot hide it. Under a `tf.distribute` strategy these are this
         replica's gradients; to clip the sum over all replicas, give
         `global_clipnorm` to the inner optimizer instead.
 
@@ -274,7 +273,7 @@ class LossScaleOptimizer(
     @compilation.untouched
     def apply(
         self,
-        grads: Sequence[Any],
+        grads: Sequence,
         trainable_variables: Sequence[keras.Variable] | None = None,
         *,
         unscaled: bool = False,
@@ -291,8 +290,7 @@ class LossScaleOptimizer(
                 the step divides them, where that costs least.
 
         Returns:
-            Boolean scalar tensor, whether the step was applied. Nothing is
-            copied to the host.
+            Boolean scalar tensor, not copied to host: was the step applied?
 
         Raises:
             ValueError: If there is no gradient at all, a variable is unknown,
@@ -331,20 +329,19 @@ class LossScaleOptimizer(
 
     def stateless_apply(
         self,
-        optimizer_variables: Sequence[Any],
-        grads: Sequence[Any],
-        trainable_variables: Sequence[Any],
+        optimizer_variables: Sequence,
+        grads: Sequence,
+        trainable_variables: Sequence,
         *,
         unscaled: bool = False,
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list, list]:
         """Returns the values after the step; changes nothing (JAX).
 
         Args:
             optimizer_variables: Current values of `optimizer.variables`.
             grads: Gradients of the scaled loss, one per trainable variable.
             trainable_variables: Current values of the model's variables.
-            unscaled: Bool, whether the gradients are divided by the loss
-                scale already. Defaults to `False`.
+            unscaled: Bool, as in `apply`. Defaults to `False`.
 
         Returns:
             The new values of the model's variables and of the optimizer's.
@@ -359,20 +356,21 @@ class LossScaleOptimizer(
                 "call `optimizer.apply(grads, variables)`. Received: "
                 f"backend={keras.backend.backend()!r}."
             )
-        self._require_built("stateless_apply")
+        if not self.built:
+            raise ValueError(
+                "`stateless_apply` needs a built optimizer. Call "
+                "`optimizer.build(model.trainable_variables)` first."
+            )
         from tfmix.scaling.step import jax_step
 
         self._check_step(grads, unscaled)
+        slots, values = list(optimizer_variables), list(trainable_variables)
         return jax_step.stateless_apply(
-            self,
-            list(optimizer_variables),
-            list(grads),
-            list(trainable_variables),
-            unscaled,
+            self, slots, list(grads), values, unscaled
         )
 
     @compilation.untouched
-    def apply_gradients(self, grads_and_vars: Iterable[Any]) -> Any:
+    def apply_gradients(self, grads_and_vars: Iterable) -> Any:
         """Does what `apply` does with pairs of a gradient and its variable.
 
         As in Keras the gradients are scaled ones; as in tf.keras they are
@@ -411,17 +409,11 @@ class LossScaleOptimizer(
         return self._scaled(loss)
 
     @compilation.untouched
-    def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
+    def get_unscaled_gradients(self, grads: Sequence) -> list:
         """Divides gradients for `apply_gradients`, as the old tf.keras did.
 
         `apply_gradients` then takes true gradients until `scale_loss` is
-        called again.
-
-        Args:
-            grads: Scaled gradients; `None` where there is none.
-
-        Returns:
-            What `unscale_gradients` returns.
+        called again. Arguments and result are those of `unscale_gradients`.
 
         Raises:
             ValueError: If `apply_gradients` was given scaled gradients in a
@@ -438,36 +430,27 @@ class LossScaleOptimizer(
         return self._unscaled(grads)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Creates the inner optimizer's slots and the overflow counts.
-
-        Args:
-            variables: The model's trainable variables.
-        """
+        """Creates the slots and counts for a model's trainable variables."""
         if self.built:
             return
         variables = list(variables)
         self.inner_optimizer.build(variables)
-        self._overflow_counts = self._counter(
-            "overflow_counts", shape=(len(variables),)
-        )
+        self._overflow_counts = self._counter("overflow_counts", len(variables))
         optimizers.remember(self, variables)
         self.built = True
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes the whole state, the inner optimizer's included.
-
-        Before it is built the inner one has settings alone, which its config
-        holds as well.
-        """
+        """Writes the whole state, the inner optimizer's included."""
+        # Before it is built the inner one has settings alone, which its
+        # config holds as well.
         inner = self.inner_optimizer.variables if self.built else ()
         storage.save(store, self.own_variables, inner)
 
     def load_own_variables(self, store: Any) -> None:
         """Reads the whole state; also one that Keras's class has written.
 
-        Before the optimizer is built there is nothing to read it into, and a
-        file of weights may hold none: that is said in a warning, as in Keras,
-        so that weights can be loaded into any model.
+        An optimizer that is not built, or a file without state, gets a
+        warning, as in Keras: weights can be loaded into any model.
 
         Raises:
             ValueError: If it does not fit. Nothing is changed then.
@@ -477,26 +460,48 @@ class LossScaleOptimizer(
             return
         storage.load(store, self.own_variables, self.inner_optimizer.variables)
 
-    def get_config(self) -> dict[str, Any]:
-        """Returns the settings; a default rule's in Keras's own form."""
-        return settings.to_config(self, self._leader_name)
+    def get_config(self) -> dict:
+        """Returns the constructor's arguments, in Keras's form if they fit."""
+        serialize = keras.saving.serialize_keras_object
+        inner = serialize(self.inner_optimizer)
+        config = {"name": self.name, "inner_optimizer": inner}
+        keras_form = {
+            "initial_scale": self.initial_scale,
+            "dynamic_growth_steps": self.dynamic_growth_steps,
+        }
+        if settings.says_all(self.rule, **keras_form):
+            config |= keras_form
+        else:
+            config["loss_scale"] = serialize(self.rule)
+        if self._leader_name is not None:
+            config["shared_scale_of"] = self._leader_name
+        return config
 
     @classmethod
     def from_config(
-        cls, config: dict[str, Any], custom_objects: Any = None
+        cls, config: dict, custom_objects: Any = None
     ) -> "LossScaleOptimizer":
-        """Returns the optimizer that `get_config` described.
-
-        One that shared its scale gets a scale of its own, and a warning says
-        how to share again.
-        """
-        config = settings.deserialized(config, custom_objects)
+        """Returns the optimizer that `get_config` described."""
+        # It gets a scale of its own where that was shared, and says so.
+        config = dict(config)
+        for key in ("inner_optimizer", "loss_scale"):
+            if isinstance(config.get(key), dict):
+                config[key] = keras.saving.deserialize_keras_object(
+                    config[key], custom_objects=custom_objects
+                )
         guarded = config.pop("guarded", False)
         leader_name = config.pop("shared_scale_of", None)
         optimizer = cls(**config)
         optimizer.guarded = guarded
         if leader_name is not None:
-            settings.warn_of_lost_sharing(optimizer, leader_name)
+            warnings.warn(
+                f"The optimizer {optimizer.name!r} shared the loss scale of "
+                f"{leader_name!r} and has one of its own now. To share it "
+                "again, write tfmix.LossScaleOptimizer(optimizer."
+                "inner_optimizer, loss_scale=other), where `other` is "
+                f"{leader_name!r}.",
+                stacklevel=2,
+            )
         return optimizer
 
     @property
@@ -514,12 +519,7 @@ class LossScaleOptimizer(
         return self._state_type(*(v.value for v in self._state_variables()))
 
     def record(self, state: Any, applied: bool) -> None:
-        """Moves the loss scale and the counters on by one step.
-
-        Args:
-            state: What `state()` returned before the step.
-            applied: Bool, known because both outcomes are traced apart.
-        """
+        """Moves the loss scale and the counters on; `state` is from before."""
         # Of optimizers that share a scale each one lowers it, one raises it:
         # else the growth window would be over after half its steps.
         if self._leader_name is None or not applied:
@@ -530,15 +530,8 @@ class LossScaleOptimizer(
             self._consecutive_skips.assign(self._consecutive_skips + 1)
             self._skipped_steps.assign(self._skipped_steps + 1)
 
-    def count_overflows(
-        self, bad: Any, variables: Sequence[keras.Variable]
-    ) -> None:
-        """Counts, on a skip, the variables whose gradient is not finite.
-
-        Args:
-            bad: Boolean vector, one flag for each variable.
-            variables: The variables of the step.
-        """
+    def count_overflows(self, bad: Any, variables: Sequence) -> None:
+        """Counts, on a skip, the variables whose flag in `bad` is set."""
         counts = self._overflow_counts
         bad = ops.cast(bad, counts.dtype)
         rows = optimizers.positions(self, variables)
@@ -574,7 +567,7 @@ class LossScaleOptimizer(
 
         return tree.map_structure(scaled, loss)
 
-    def _unscaled(self, grads: Sequence[Any]) -> list[Any]:
+    def _unscaled(self, grads: Sequence) -> list:
         grads = list(grads)
         if _TRUE in _notes(grads):
             raise ValueError(
@@ -586,18 +579,15 @@ class LossScaleOptimizer(
         variables = self.model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        true = blocks.parts(
-            blocks.unscaled(grads, variables, self.current_scale()), len(grads)
-        )
+        made = blocks.unscaled(grads, variables, self.current_scale())
+        true = blocks.parts(made, len(grads))
         for before, after in zip(grads, true, strict=True):
             if after is not before:
                 tensor_marks.put(before, _GRADIENT, _SCALED)
                 tensor_marks.put(after, _GRADIENT, _TRUE)
         return true
 
-    def _variables_of(
-        self, grads: list[Any], trainable_variables: Any
-    ) -> list[keras.Variable]:
+    def _variables_of(self, grads: list, trainable_variables: Any) -> list:
         """Returns the gradients' variables; builds the optimizer on them."""
         if trainable_variables is not None:
             variables = list(trainable_variables)
@@ -626,11 +616,18 @@ class LossScaleOptimizer(
             )
         return variables
 
-    def _check_step(self, grads: Sequence[Any], unscaled: bool) -> None:
+    def _check_step(self, grads: Sequence, unscaled: bool) -> None:
         """Refuses gradients that `unscaled` is wrong for; warns as needed."""
         if not unscaled:
             self._warn_unless_loss_was_scaled()
-        self._warn_unless_guarded()
+        if self.guarded and not self.in_guarded_step:
+            self.guarded = False
+            warnings.warn(
+                "The model was guarded when it was saved: a skipped step left "
+                "no trace in its statistics and metrics. A guard is not part "
+                "of the file. Write `tfmix.guard(model)` after loading it.",
+                stacklevel=4,
+            )
         notes = _notes(grads)
         if not unscaled and _TRUE in notes:
             raise ValueError(
@@ -644,9 +641,16 @@ class LossScaleOptimizer(
                 "still scaled, so the update would be too large by the loss "
                 "scale. Give its result to `apply`, or leave out unscaled=True."
             )
-        if not unscaled and _SCALED not in notes:
-            self._warn_if_perhaps_divided()
-        self._divided_in = None
+        divided_in, self._divided_in = self._divided_in, None
+        new = not unscaled and _SCALED not in notes and divided_in is not None
+        if new and divided_in == compilation.trace():
+            warnings.warn(
+                "`unscale_gradients` was called in this step, and now other "
+                "gradients than it was given are divided by the loss scale. If "
+                "they were made of its result, as by clipping, write "
+                "optimizer.apply(grads, variables, unscaled=True).",
+                stacklevel=4,
+            )
 
     def _warn_unless_loss_was_scaled(self) -> None:
         if self.loss_was_scaled:
@@ -660,46 +664,10 @@ class LossScaleOptimizer(
             stacklevel=5,
         )
 
-    def _warn_if_perhaps_divided(self) -> None:
-        """Warns if gradients that are new follow `unscale_gradients`."""
-        if self._divided_in is None or self._divided_in != compilation.trace():
-            return
-        warnings.warn(
-            "`unscale_gradients` was called in this step, and now other "
-            "gradients than it was given are divided by the loss scale. If "
-            "they were made of its result, as by clipping, write "
-            "optimizer.apply(grads, variables, unscaled=True).",
-            stacklevel=5,
-        )
-
-    def _warn_unless_guarded(self) -> None:
-        """Warns once if a model that was guarded when saved is so no longer."""
-        if not self.guarded or self.in_guarded_step:
-            return
-        self.guarded = False
-        warnings.warn(
-            "The model was guarded when it was saved: a skipped step left no "
-            "trace in its statistics and metrics. A guard is not part of the "
-            "file. Write `tfmix.guard(model)` after loading it.",
-            stacklevel=5,
-        )
-
-    def _require_built(self, method: str) -> None:
-        if not self.built:
-            raise ValueError(
-                f"`{method}` needs a built optimizer. Call "
-                "`optimizer.build(model.trainable_variables)` first."
-            )
-
-    def _create_state(
-        self, rule: rules.LossScale, leader: "LossScaleOptimizer | None"
-    ) -> None:
-        """Creates a variable for each number that the rule remembers.
-
-        They exist from the start: a function that scales the loss and is
-        compiled before the first step must read the live scale. If there is a
-        leader, its variables are used instead.
-        """
+    def _create_state(self, rule: rules.LossScale, leader: Any) -> None:
+        """Creates variables for what the rule remembers, or uses a leader's."""
+        # From the start: a function that scales the loss and is compiled before
+        # the first step must read the live scale.
         self.rule = rule
         self._leader_name = leader.name if leader else None
         initial = rule.init()
@@ -708,7 +676,14 @@ class LossScaleOptimizer(
         fields = sorted(initial._fields, key=lambda name: name != "good_steps")
         for field in fields:
             if leader is None:
-                variable = self._number(field, getattr(initial, field))
+                value = getattr(initial, field)
+                whole = isinstance(value, numbers.Integral)
+                variable = self.add_variable(
+                    shape=np.shape(value),
+                    dtype="int" if whole else "float32",
+                    initializer=keras.initializers.Constant(value),
+                    name=_KERAS_NAMES.get(field, field),
+                )
             else:
                 variable = vars(leader)[_attribute(field)]
             # Keras tracks what is assigned, and what it has made only once.
@@ -716,24 +691,11 @@ class LossScaleOptimizer(
         self._skipped_steps = self._counter("skipped_steps")
         self._consecutive_skips = self._counter("consecutive_skips")
 
-    def _number(self, field: str, value: Any) -> keras.Variable:
-        return self.add_variable(
-            shape=np.shape(value),
-            dtype="int" if isinstance(value, numbers.Integral) else "float32",
-            initializer=keras.initializers.Constant(value),
-            name=_KERAS_NAMES.get(field, field),
-        )
-
-    def _counter(
-        self, name: str, shape: tuple[int, ...] = ()
-    ) -> keras.Variable:
-        return self.add_variable(
-            shape=shape, dtype="int32", initializer="zeros", name=name
-        )
+    def _counter(self, name: str, *shape: int) -> keras.Variable:
+        return self.add_variable(shape, "zeros", "int32", name=name)
 
     def _state_variables(self) -> list[keras.Variable]:
-        fields = self._state_type._fields
-        return [vars(self)[_attribute(field)] for field in fields]
+        return [vars(self)[_attribute(n)] for n in self._state_type._fields]
 
     def _assign_state(self, state: Any) -> None:
         for variable, value in zip(self._state_variables(), state, strict=True):
@@ -754,7 +716,7 @@ def _attribute(field: str) -> str:
     return _KERAS_NAMES.get(field, f"_loss_scale_{field}")
 
 
-def _notes(grads: Sequence[Any]) -> set[str]:
+def _notes(grads: Sequence) -> set[str]:
     """Returns what is known of the gradients: `_SCALED`, `_TRUE` or both."""
     return {tensor_marks.get(each, _GRADIENT) for each in grads} - {None}
 

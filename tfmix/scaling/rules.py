@@ -17,8 +17,7 @@ class LossScaleState(NamedTuple):
     """What a loss scale remembers between two steps.
 
     Attributes:
-        scale: Float32 scalar, the stored loss scale. Read it through
-            `LossScale.current(state)`, which heals a damaged value.
+        scale: Float32 scalar; read it through `LossScale.current(state)`.
         good_steps: Integer scalar, finite steps since the last change.
         overflows: Integer scalar, non-finite steps in a row.
     """
@@ -69,18 +68,15 @@ class LossScale(abc.ABC):
         """Returns the state after a step.
 
         Args:
-            state: What `init` or the previous `update` returned: Python
-                numbers or scalar tensors.
-            finite: Bool or boolean scalar tensor, whether every gradient of
-                the step was finite, hence whether the step was applied.
+            state: What `init` or the previous `update` returned.
+            finite: Bool or boolean scalar tensor, was the step applied?
         """
 
     def current(self, state: Any) -> Any:
         """Returns the loss scale to use now, a positive finite scalar.
 
-        A stored value that no training can use (0, negative, inf or NaN, for
-        instance from a checkpoint of a run that had gone wrong) is replaced
-        by the initial one.
+        A stored value that no training can use (0, negative, inf or NaN, as
+        from the checkpoint of a run gone wrong) gives way to the initial one.
         """
         stored = state.scale
         initial = _constant_like(self.init()[0], stored)
@@ -88,14 +84,14 @@ class LossScale(abc.ABC):
         positive = _select(stored > 0, stored, initial)
         return _select(positive < math.inf, positive, initial)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict:
         """Returns the settings as keyword arguments of the constructor."""
-        if dataclasses.is_dataclass(self):
-            return dataclasses.asdict(self)
-        return {}
+        return (
+            dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        )
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "LossScale":
+    def from_config(cls, config: dict) -> "LossScale":
         """Returns the loss scale that `get_config` described."""
         return cls(**config)
 
@@ -157,21 +153,22 @@ class DynamicLossScale(LossScale):
 
     def __post_init__(self) -> None:
         """Checks every setting and stores it as a plain number."""
-        for name in ("min_scale", "max_scale", "initial_scale"):
-            _store(self, name, _arguments.positive(name, getattr(self, name)))
-        for name in ("growth_steps", "hysteresis"):
-            _store(self, name, _arguments.count(name, getattr(self, name)))
-        growth = _arguments.number("growth_factor", self.growth_factor)
-        backoff = _arguments.number("backoff_factor", self.backoff_factor)
-        if not 1.0 < growth < math.inf:
+        for names, checked in (
+            (("min_scale", "max_scale", "initial_scale"), _arguments.positive),
+            (("growth_steps", "hysteresis"), _arguments.count),
+            (("growth_factor", "backoff_factor"), _arguments.number),
+        ):
+            for name in names:
+                _store(self, name, checked(name, getattr(self, name)))
+        if not 1.0 < self.growth_factor < math.inf:
             raise ValueError(
                 "`growth_factor` must be a finite number above 1, such as "
-                f"2.0. Received: growth_factor={growth!r}."
+                f"2.0. Received: growth_factor={self.growth_factor!r}."
             )
-        if not 0.0 < backoff < 1.0:
+        if not 0.0 < self.backoff_factor < 1.0:
             raise ValueError(
                 "`backoff_factor` must lie between 0 and 1, such as 0.5. "
-                f"Received: backoff_factor={backoff!r}."
+                f"Received: backoff_factor={self.backoff_factor!r}."
             )
         if not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
@@ -181,8 +178,6 @@ class DynamicLossScale(LossScale):
                 "Move the bound, as in DynamicLossScale(initial_scale="
                 f"{self.initial_scale!r}, min_scale=..., max_scale=...)."
             )
-        _store(self, "growth_factor", growth)
-        _store(self, "backoff_factor", backoff)
 
     @property
     def lowest_scale(self) -> float:
@@ -208,14 +203,10 @@ class DynamicLossScale(LossScale):
         grows = good_steps >= self.growth_steps
         shrinks = overflows >= self.hysteresis
         zero = good_steps * 0
-        grown = self._bounded(scale * self.growth_factor)
-        shrunk = self._bounded(scale * self.backoff_factor)
+        grown = _select(grows, self._bounded(scale * self.growth_factor), scale)
+        backoff = self._bounded(scale * self.backoff_factor)
         return LossScaleState(
-            scale=_select(
-                finite,
-                _select(grows, grown, scale),
-                _select(shrinks, shrunk, scale),
-            ),
+            scale=_select(finite, grown, _select(shrinks, backoff, scale)),
             good_steps=_select(finite, _select(grows, zero, good_steps), zero),
             overflows=_select(finite, overflows * 0, overflows),
         )

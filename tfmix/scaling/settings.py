@@ -14,7 +14,7 @@ def loss_scale_rule(
     loss_scale: Any, initial_scale: Any, dynamic_growth_steps: Any
 ) -> rules.LossScale:
     """Returns the rule that three constructor arguments describe."""
-    given: dict[str, Any] = {}
+    given = {}
     if initial_scale is not None:
         given["initial_scale"] = initial_scale
     if dynamic_growth_steps is not None:
@@ -59,7 +59,18 @@ def inner_optimizer(optimizer: Any) -> Any:
             "LossScaleOptimizer(optimizer.inner_optimizer)."
         )
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(_not_an_optimizer(optimizer))
+        module = type(optimizer).__module__
+        received = f"Received: inner_optimizer={optimizer!r} ({module})."
+        if module.startswith(("tf_keras", "tensorflow.")):
+            raise TypeError(
+                "`inner_optimizer` comes from the legacy tf_keras package, "
+                f"which Keras 3 cannot run. {received} Write "
+                f"keras.optimizers.{type(optimizer).__name__}(...)."
+            )
+        raise TypeError(
+            "`inner_optimizer` must be a keras.optimizers.Optimizer, such as "
+            f'keras.optimizers.Adam(), or a name such as "adam". {received}'
+        )
     if optimizer.loss_scale_factor is not None:
         warnings.warn(
             f"The fixed loss_scale_factor={optimizer.loss_scale_factor!r} of "
@@ -69,68 +80,6 @@ def inner_optimizer(optimizer: Any) -> Any:
             stacklevel=3,
         )
     return optimizer
-
-
-def refuse_legacy_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuses `dynamic=False` of `tf.keras`, with what to write instead."""
-    if not kwargs.pop("dynamic", True):
-        raise ValueError(
-            "`dynamic=False` is an argument of the old tf.keras. For a fixed "
-            "scale write LossScaleOptimizer(optimizer, loss_scale=128.0). "
-            "(Keras says to set `loss_scale_factor` on the inner optimizer; "
-            "that applies steps that are not finite.)"
-        )
-
-
-def to_config(
-    optimizer: keras.optimizers.LossScaleOptimizer, leader_name: str | None
-) -> dict[str, Any]:
-    """Returns the constructor's arguments, in Keras's form if they fit it.
-
-    Args:
-        optimizer: A tfmix `LossScaleOptimizer`.
-        leader_name: The name of the one whose scale it shares, or `None`.
-    """
-    serialize = keras.saving.serialize_keras_object
-    config = {
-        "name": optimizer.name,
-        "inner_optimizer": serialize(optimizer.inner_optimizer),
-    }
-    keras_form = {
-        "initial_scale": optimizer.initial_scale,
-        "dynamic_growth_steps": optimizer.dynamic_growth_steps,
-    }
-    if _says_all(optimizer.rule, **keras_form):
-        config |= keras_form
-    else:
-        config["loss_scale"] = serialize(optimizer.rule)
-    if leader_name is not None:
-        config["shared_scale_of"] = leader_name
-    return config
-
-
-def deserialized(config: dict[str, Any], custom_objects: Any) -> dict[str, Any]:
-    """Returns a copy of a config with its objects made."""
-    config = dict(config)
-    for key in ("inner_optimizer", "loss_scale"):
-        if isinstance(config.get(key), dict):
-            config[key] = keras.saving.deserialize_keras_object(
-                config[key], custom_objects=custom_objects
-            )
-    return config
-
-
-def warn_of_lost_sharing(
-    optimizer: keras.optimizers.LossScaleOptimizer, leader_name: str
-) -> None:
-    """Warns that an optimizer made from its config shares no scale."""
-    warnings.warn(
-        f"The optimizer {optimizer.name!r} shared the loss scale of "
-        f"{leader_name!r} and has one of its own now. To share it again, "
-        "write tfmix.LossScaleOptimizer(optimizer.inner_optimizer, "
-        f"loss_scale=other), where `other` is {leader_name!r}.",
-        stacklevel=3,
-    )
 
 
 def _by_name(name: str) -> Any:
@@ -152,27 +101,13 @@ def _by_name(name: str) -> Any:
         ) from None
 
 
-def _says_all(
+def says_all(
     rule: rules.LossScale, initial_scale: Any, dynamic_growth_steps: Any
 ) -> bool:
-    # Keras has two settings; the rule may differ from the default in more.
+    """Says whether Keras's two settings describe the rule."""
+    # The rule may differ from the default in more.
     if type(rule) is not rules.DynamicLossScale:
         return False
     return rule == loss_scale_rule(
         "dynamic", initial_scale, dynamic_growth_steps
-    )
-
-
-def _not_an_optimizer(optimizer: Any) -> str:
-    module = type(optimizer).__module__
-    received = f"Received: inner_optimizer={optimizer!r} ({module})."
-    if module.startswith(("tf_keras", "tensorflow.")):
-        return (
-            "`inner_optimizer` comes from the legacy tf_keras package, which "
-            f"Keras 3 cannot run. {received} Write "
-            f"keras.optimizers.{type(optimizer).__name__}(...)."
-        )
-    return (
-        "`inner_optimizer` must be a keras.optimizers.Optimizer, such as "
-        f'keras.optimizers.Adam(), or a name such as "adam". {received}'
     )

@@ -17,17 +17,15 @@ Variables = variables.Variables
 class StandIns:
     """What the inner optimizer updates in the place of 16-bit variables.
 
-    Subclasses say through `make` where the bits that do not fit into a
-    variable are kept. Other variables stand for themselves.
+    `make` says where the bits that do not fit into a variable are kept. Other
+    variables stand for themselves.
     """
 
     def __init__(
         self, optimizer: "SixteenBitOptimizer", model_variables: Variables
     ) -> None:
         self.optimizer = optimizer
-        self.narrow = [
-            v for v in model_variables if variables.is_sixteen_bit(v)
-        ]
+        self.narrow = [*filter(variables.is_sixteen_bit, model_variables)]
         self.stand_ins = self.make()
 
     def make(self) -> dict[int, keras.Variable]:
@@ -47,11 +45,7 @@ class StandIns:
         return self.stand_ins.get(id(variable), variable)
 
     def targets(self, these: Variables) -> list[keras.Variable]:
-        """Returns what the inner optimizer updates for some of the variables.
-
-        Raises:
-            ValueError: If that would update others as well.
-        """
+        """Does so for some variables, if that updates no others."""
         return [self.target(variable) for variable in these]
 
     def creating_slots(self) -> contextlib.AbstractContextManager:
@@ -59,10 +53,7 @@ class StandIns:
         return contextlib.nullcontext()
 
     def route(self, grads: Sequence, of: Variables) -> tuple[list, list]:
-        """Returns the inner optimizer's gradients and their variables.
-
-        A gradient is a tensor, sparse or not, or `None`.
-        """
+        """Returns the inner optimizer's gradients and their variables."""
         return self.wide(grads, of), self.targets(of)
 
     def wide(self, grads: Sequence, of: Variables) -> list:
@@ -87,10 +78,7 @@ class StandIns:
 class SixteenBitOptimizer(
     delegating.DelegatesToInner, keras.optimizers.Optimizer
 ):
-    """Lets an inner optimizer update 16-bit variables in float32.
-
-    Subclasses say through `make_stand_ins` how.
-    """
+    """Lets an inner optimizer update 16-bit variables in float32."""
 
     def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
         inner_optimizer = _checked_inner(type(self).__name__, inner_optimizer)
@@ -115,29 +103,17 @@ class SixteenBitOptimizer(
         optimizers.remember(self, variables)
         with compilation.outside_of_tracing(variables):
             self._store = self.make_stand_ins(variables)
-            self._carry_weight_decay_exclusions(variables)
+            # Keras remembers by identity what has no weight decay.
+            for each in optimizers.workers(self.inner_optimizer):
+                if excluded := optimizers.undecayed(each, variables):
+                    targets = self._store.targets(excluded)
+                    each.exclude_from_weight_decay(var_list=targets)
             with self._store.creating_slots():
                 self.inner_optimizer.build(self._store.targets(variables))
         self.built = True
 
-    def _carry_weight_decay_exclusions(
-        self, model_variables: Variables
-    ) -> None:
-        """Excludes the stand-ins: Keras remembers variables by identity."""
-        for each in optimizers.workers(self.inner_optimizer):
-            excluded = [
-                variable
-                for variable in model_variables
-                if not optimizers.uses_weight_decay(each, variable)
-            ]
-            if excluded:
-                targets = self._store.targets(excluded)
-                each.exclude_from_weight_decay(var_list=targets)
-
     def exclude_from_weight_decay(
-        self,
-        var_list: Variables | None = None,
-        var_names: Sequence[str] | None = None,
+        self, var_list: Variables | None = None, var_names: Any = None
     ) -> None:
         """Excludes variables, or their stand-ins; see `DelegatesToInner`."""
         if self.built:
@@ -151,9 +127,7 @@ class SixteenBitOptimizer(
         return self.inner_optimizer.scale_loss(loss)
 
     def apply(
-        self,
-        grads: Sequence[Any],
-        trainable_variables: Variables | None = None,
+        self, grads: Sequence, trainable_variables: Variables | None = None
     ) -> None:
         """Applies one step to the model's variables.
 
@@ -196,26 +170,21 @@ class SixteenBitOptimizer(
 
     def finalize_variable_values(self, var_list: Variables) -> None:
         """Gives the model the inner optimizer's final (averaged) weights."""
-        if self.built:
-            replicas.run_on_each(self, self._finalize)
 
-    def _finalize(self) -> None:
-        self._store.refresh()
-        targets = self._store.targets(optimizers.remembered(self))
-        self.inner_optimizer.finalize_variable_values(targets)
-        self._store.write_back()
+        def finalize() -> None:
+            self._store.refresh()
+            targets = self._store.targets(optimizers.remembered(self))
+            self.inner_optimizer.finalize_variable_values(targets)
+            self._store.write_back()
+
+        if self.built:
+            replicas.run_on_each(self, finalize)
 
     def read_float32(self, variable: keras.Variable) -> Any:
-        """Returns the float32 value behind a model's variable.
-
-        Args:
-            variable: A variable the optimizer was built with.
-
-        Returns:
-            A float32 tensor of the variable's shape.
+        """Returns the float32 value behind a model's variable, as a tensor.
 
         Raises:
-            ValueError: If the variable is unknown.
+            ValueError: If the optimizer was not built with the variable.
         """
         (variable,) = optimizers.recognised(self, [variable])
         self._store.refresh()
@@ -224,36 +193,25 @@ class SixteenBitOptimizer(
     def assign_float32(self, variable: keras.Variable, value: Any) -> None:
         """Sets the float32 value behind a model's variable, and the variable.
 
-        Args:
-            variable: A variable the optimizer was built with.
-            value: Array of the variable's shape.
-
         Raises:
-            ValueError: If the variable is unknown.
+            ValueError: If the optimizer was not built with the variable.
         """
         (variable,) = optimizers.recognised(self, [variable])
         self._store.assign(variable, ops.convert_to_tensor(value, "float32"))
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads the whole state, or nothing; see Keras's class.
-
-        Raises:
-            ValueError: If a shape does not match.
-        """
-        keys = [str(index) for index in range(len(self.variables))]
-        if len(store.keys()) != len(keys):
+        """Reads the whole state, or nothing; see Keras's class."""
+        count = len(self.variables)
+        if len(store.keys()) != count:
             super().load_own_variables(store)
         else:
-            variables.assign_all(self.variables, [store[key] for key in keys])
+            arrays = [store[str(index)] for index in range(count)]
+            variables.assign_all(self.variables, arrays)
 
     def get_config(self) -> dict:
         """Returns the settings `from_config` needs."""
-        return {
-            "name": self.name,
-            "inner_optimizer": keras.saving.serialize_keras_object(
-                self.inner_optimizer
-            ),
-        }
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        return {"name": self.name, "inner_optimizer": inner}
 
     @classmethod
     def from_config(
@@ -296,9 +254,7 @@ def _checked_inner(
     return optimizer
 
 
-def _check_not_built(
-    wrapper: str, optimizer: keras.optimizers.Optimizer
-) -> None:
+def _check_not_built(wrapper: str, optimizer: optimizers.Optimizer) -> None:
     for each in optimizers.with_nested(optimizer):
         if each.built:
             raise ValueError(

@@ -86,8 +86,7 @@ class BFloat16Optimizer(base.SixteenBitOptimizer):
                 "rounding='stochastic' or slot_dtype='float32'."
             )
         super().__init__(inner_optimizer, name=name)
-        self.rounding = rounding
-        self.slot_dtype = slot_dtype
+        self.rounding, self.slot_dtype = rounding, slot_dtype
         self.seed = _checked_seed(seed) if rounding == "stochastic" else None
         if self.seed is not None:
             # In a variable, so that a checkpoint continues the same numbers.
@@ -105,12 +104,8 @@ class BFloat16Optimizer(base.SixteenBitOptimizer):
 
     def get_config(self) -> dict:
         """Returns the settings `from_config` needs."""
-        return {
-            **super().get_config(),
-            "rounding": self.rounding,
-            "seed": self.seed,
-            "slot_dtype": self.slot_dtype,
-        }
+        names = "rounding", "seed", "slot_dtype"
+        return super().get_config() | {n: getattr(self, n) for n in names}
 
 
 def _checked_seed(seed: int | None) -> int:

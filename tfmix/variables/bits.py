@@ -7,48 +7,31 @@ from keras import ops
 
 
 def split(value: Any) -> tuple[Any, Any]:
-    """Splits float32 into a bfloat16 and the 16 bits it lacks, an int16.
-
-    The upper half is rounded to nearest, ties away from zero, and the lower
-    half is what is missing, with a sign. Ties to even would not be
-    invertible: the remainder +32768 does not fit, and -32768 would stand for
-    both neighbours.
-
-    Example:
-        >>> upper, lower = split(ops.array([1.0 + 2.0**-20]))
-        >>> float(upper[0]), int(lower[0])
-        (1.0, 8)
-    """
+    """Splits float32 into a bfloat16 and the 16 bits it lacks, an int16."""
+    # The upper half is rounded to nearest, ties away from zero, and the lower
+    # half is what is missing, with a sign. Ties to even would not be
+    # invertible: the remainder +32768 does not fit, and -32768 would stand for
+    # both neighbours.
     bits = bitcast(quiet(value), "uint32")
     upper = ops.right_shift(ops.add(bits, unsigned(0x8000)), unsigned(16))
-    lower = ops.bitwise_and(bits, unsigned(0xFFFF))
-    return (
-        bitcast(ops.cast(upper, "uint16"), "bfloat16"),
-        bitcast(ops.cast(lower, "uint16"), "int16"),
-    )
+    upper = bitcast(ops.cast(upper, "uint16"), "bfloat16")
+    lower = ops.cast(ops.bitwise_and(bits, unsigned(0xFFFF)), "uint16")
+    return upper, bitcast(lower, "int16")
 
 
 def join(upper: Any, lower: Any) -> Any:
     """Puts together, exactly, what `split` took apart."""
-    bits = ops.left_shift(
-        ops.cast(bitcast(upper, "uint16"), "uint32"), unsigned(16)
-    )
+    bits = ops.cast(bitcast(upper, "uint16"), "uint32")
+    bits = ops.left_shift(bits, unsigned(16))
     # Sign-extended and added modulo 2**32.
     rest = bitcast(ops.cast(lower, "int32"), "uint32")
     return bitcast(ops.add(bits, rest), "float32")
 
 
 def refreshed(master: Any, stored: Any) -> Any:
-    """Returns a float32 master where its rounding is stored, else the stored.
-
-    Somebody may have assigned a 16-bit variable (`load_weights`); an
-    untouched element equals the master's rounded value exactly.
-
-    Example:
-        >>> stored = ops.array([1.0, 2.0], "bfloat16")
-        >>> ops.convert_to_numpy(refreshed(ops.array([1.001, 3.0]), stored))
-        array([1.001, 2.   ], dtype=float32)
-    """
+    """Returns a float32 master where its rounding is stored, or the stored."""
+    # Somebody may have assigned a 16-bit variable (`load_weights`); an
+    # untouched element equals the master's rounded value exactly.
     master = ops.convert_to_tensor(master)
     stored = ops.convert_to_tensor(stored)
     rounded = ops.cast(master, stored.dtype)
@@ -58,21 +41,16 @@ def refreshed(master: Any, stored: Any) -> Any:
 
 
 def quiet(value: Any) -> Any:
-    """Makes every NaN of a float32 tensor the same one.
-
-    A NaN whose mantissa bits are all set would round up into -0.0.
-    """
+    """Makes every NaN of a float32 tensor the same one."""
+    # A NaN whose mantissa bits are all set would round up into -0.0.
     nan = ops.full_like(value, float("nan"))
     return ops.where(ops.isnan(value), nan, value)
 
 
 def fingerprint(tensor: Any, salt: int = 0) -> Any:
-    """Returns a hash of a 16-bit tensor as a scalar int32 tensor.
-
-    Tells whether somebody assigned a variable since the last look. Every
-    element is hashed with its position before they are added up: a plain
-    weighted sum is the same for many pairs of constant tensors.
-    """
+    """Returns a hash of a 16-bit tensor as a scalar int32 tensor."""
+    # Elements are hashed with their positions before they are added up: a
+    # plain weighted sum is the same for many pairs of constant tensors.
     words = ops.reshape(bitcast(tensor, "uint16"), (-1,))
     words = bitcast(ops.cast(words, "uint32"), "int32")
     positions = ops.arange(words.shape[0], dtype="int32")

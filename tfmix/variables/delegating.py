@@ -10,26 +10,17 @@ from tfmix._keras import optimizers, variables
 # What Keras's base class keeps on every optimizer, also on a wrapper that does
 # not use it (Keras 3.12.4, 3.15.1).
 _SHARED_SETTINGS = (
-    "clipnorm",
-    "clipvalue",
-    "ema_momentum",
-    "ema_overwrite_frequency",
-    "global_clipnorm",
-    "gradient_accumulation_steps",
-    "iterations",
-    "learning_rate",
-    "use_ema",
-    "weight_decay",
+    "clipnorm clipvalue ema_momentum ema_overwrite_frequency global_clipnorm "
+    "gradient_accumulation_steps iterations learning_rate use_ema weight_decay"
 )
 
 
 class DelegatesToInner(optimizers.OverwritesThroughInner):
     """Mixin of the optimizers that leave the update to another one.
 
-    Hyper-parameters, the learning rate, `iterations` and every public
-    attribute that the wrapper's class does not declare are read from the
-    inner optimizer and written to it. Stands before Keras's class among the
-    bases: that one passes on the learning rate and the iterations at most.
+    Every public attribute that the class does not declare, and the settings of
+    `_SHARED_SETTINGS`, are the inner optimizer's. Stands before Keras's class
+    among the bases.
     """
 
     built: bool
@@ -94,11 +85,8 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
         """
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets all of `optimizer.variables`, or none.
-
-        Args:
-            weights: One array for each of `optimizer.variables`.
+    def set_weights(self, weights: Sequence) -> None:
+        """Sets all of `optimizer.variables`, one array each, or none.
 
         Raises:
             ValueError: If the optimizer is not built, or an array does not fit.
@@ -125,5 +113,5 @@ def _write(wrapper: DelegatesToInner, name: str, value: Any) -> None:
         setattr(wrapper.inner_optimizer, name, value)
 
 
-for _name in _SHARED_SETTINGS:
+for _name in _SHARED_SETTINGS.split():
     setattr(DelegatesToInner, _name, _shared(_name))

@@ -12,18 +12,10 @@ from tfmix.variables import base, bits
 
 # Optimizers whose update of an element reads that element alone, by the
 # `update_step` they run (so subclasses that keep it count too).
-ELEMENTWISE = (
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Adagrad",
-    "Adadelta",
-    "RMSprop",
-    "Nadam",
-    "Ftrl",
-    "Lion",
-    "ScheduleFreeAdamW",  # Keras 3.13 and newer
+# `ScheduleFreeAdamW` is in Keras 3.13 and newer.
+ELEMENTWISE = tuple(
+    "SGD Adam AdamW Adamax Adagrad Adadelta RMSprop Nadam Ftrl Lion "
+    "ScheduleFreeAdamW".split()
 )
 # Those that raise to a power, or divide by a square root, which TensorFlow's
 # graph optimizer turns into a product with `rsqrt`. Its kernels compute both
@@ -43,12 +35,10 @@ REFUSED = {
 
 
 class FlatMasters(base.StandIns):
-    """Keeps one float32 vector per group of 16-bit variables.
+    """Keeps one float32 vector per group of 16-bit variables."""
 
-    A group is what one update can treat alike: one dtype, with or without
-    weight decay. The inner optimizer then updates a few vectors instead of
-    hundreds of variables.
-    """
+    # A group is what one update can treat alike: one dtype, with or without
+    # weight decay.
 
     def make(self) -> dict[int, keras.Variable]:
         """Creates the groups, or says why the variables cannot be joined."""
@@ -66,20 +56,15 @@ class FlatMasters(base.StandIns):
                 f"_{len(members)}" if alone else "",
             )
             members.setdefault(key, []).append(variable)
-        self.groups = [
-            Group(self.optimizer, key, group) for key, group in members.items()
-        ]
+        self.groups = [Group(self.optimizer, *item) for item in members.items()]
         self._group_of = {
-            id(variable): group
-            for group in self.groups
-            for variable in group.variables
+            id(each): group for group in self.groups for each in group.variables
         }
         return {key: group.master for key, group in self._group_of.items()}
 
     def targets(self, these: base.Variables) -> list[keras.Variable]:
         """Returns the vectors, then the variables outside of all groups."""
-        vectors = []
-        ids = {id(variable) for variable in these}
+        vectors, ids = [], set(map(id, these))
         for group in self.groups:
             inside = [v.path for v in group.variables if id(v) in ids]
             outside = [v.path for v in group.variables if id(v) not in ids]
@@ -109,27 +94,25 @@ class FlatMasters(base.StandIns):
         grad_of = dict(zip(map(id, of), self.wide(grads, of), strict=True))
         vectors = []
         for group in self.groups:
-            lost = [
-                v.path for v in group.variables if grad_of.get(id(v)) is None
-            ]
-            if lost:
+            grads = [grad_of.get(id(v)) for v in group.variables]
+            if any(grad is None for grad in grads):
+                pairs = zip(group.variables, grads, strict=True)
+                lost = [v.path for v, grad in pairs if grad is None]
                 raise ValueError(
                     "flat=True updates all 16-bit variables at once and needs "
                     f"a gradient for each. Received: none for {lost}. Freeze "
                     "them (`trainable = False`) before the optimizer is "
                     "built, or use flat=False."
                 )
-            vectors.append(joined([grad_of[id(v)] for v in group.variables]))
+            vectors.append(joined(grads))
         vectors += [grad_of[id(variable)] for variable in self._others(of)]
         return vectors, self.targets(of)
 
     def write_back(self) -> None:
         """Rounds the vectors into the model's variables."""
         for group in self.groups:
-            rounded = ops.cast(group.master, group.dtype)
-            for variable, part in zip(
-                group.variables, group.parts(rounded), strict=True
-            ):
+            parts = group.parts(ops.cast(group.master, group.dtype))
+            for variable, part in zip(group.variables, parts, strict=True):
                 variable.assign(part)
 
     def read(self, variable: keras.Variable) -> Any:
@@ -150,10 +133,7 @@ class FlatMasters(base.StandIns):
 
 
 class Group:
-    """Variables that share a vector, and where each lies in it.
-
-    Its `key` is the dtype and what sets its name apart from other groups'.
-    """
+    """Variables that share a vector; `key` is the dtype and name suffixes."""
 
     def __init__(
         self,
@@ -177,24 +157,16 @@ class Group:
         """Returns the place of a variable among the group's."""
         return [id(each) for each in self.variables].index(id(variable))
 
-    def parts(self, vector: Any) -> list[Any]:
+    def parts(self, vector: Any) -> list:
         """Cuts a vector into tensors of the variables' shapes."""
-        pieces = [vector]
-        if len(self.variables) > 1:
-            pieces = ops.split(vector, self.ends[:-1])
-        return [
-            ops.reshape(piece, variable.shape)
-            for piece, variable in zip(pieces, self.variables, strict=True)
-        ]
+        several = len(self.variables) > 1
+        pieces = ops.split(vector, self.ends[:-1]) if several else [vector]
+        pairs = zip(pieces, self.variables, strict=True)
+        return [ops.reshape(piece, variable.shape) for piece, variable in pairs]
 
 
-def joined(tensors: Sequence[Any]) -> Any:
-    """Joins tensors of one dtype, sparse gradients too, into a vector.
-
-    Example:
-        >>> len(joined([ops.ones((2, 2)), ops.zeros(1)]))
-        5
-    """
+def joined(tensors: Sequence) -> Any:
+    """Joins tensors of one dtype, sparse gradients too, into a vector."""
     flat = [ops.reshape(ops.convert_to_tensor(t), (-1,)) for t in tensors]
     return flat[0] if len(flat) == 1 else ops.concatenate(flat)
 
@@ -203,8 +175,8 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses an optimizer that must see each variable apart."""
     name = type(optimizer).__name__
     for refused, reason in REFUSED.items():
-        known = getattr(keras.optimizers, refused, None)
-        if known is not None and isinstance(optimizer, known):
+        known: Any = getattr(keras.optimizers, refused, ())
+        if isinstance(optimizer, known):
             raise ValueError(
                 f"flat=True cannot run {name}: {reason}. Received: "
                 f"inner_optimizer={optimizer.name!r}. Use flat=False."
@@ -243,10 +215,6 @@ def _check_variables(narrow: base.Variables) -> None:
         )
 
 
-def _runs_update_of(
-    optimizer: keras.optimizers.Optimizer, names: Sequence[str]
-) -> bool:
-    known = [getattr(keras.optimizers, name, None) for name in names]
-    return type(optimizer).update_step in [
-        cls.update_step for cls in known if cls is not None
-    ]
+def _runs_update_of(optimizer: Any, names: Sequence[str]) -> bool:
+    known = [vars(keras.optimizers).get(name) for name in names]
+    return type(optimizer).update_step in [c.update_step for c in known if c]

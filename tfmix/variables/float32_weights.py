@@ -40,7 +40,13 @@ def export_float32(model: keras.Model, path: Any = None) -> list[np.ndarray]:
     """
     _check_model(model)
     owner = _owner(model)
-    values = [_wide_value(variable, owner) for variable in model.weights]
+    values = []
+    for value in model.weights:
+        if owner is not None and _owns(owner, value):
+            value = owner.read_float32(value)
+        elif variables.is_narrow(value):
+            value = ops.cast(value, "float32")
+        values.append(ops.convert_to_numpy(value))
     if path is not None:
         with _float32_storage(model):
             model.set_weights(values)
@@ -103,29 +109,22 @@ def _check_model(model: keras.Model) -> None:
 
 def _owner(model: keras.Model) -> base.SixteenBitOptimizer | None:
     """Finds the optimizer that keeps the model's missing bits."""
-    for optimizer in optimizers.chain(getattr(model, "optimizer", None)):
-        if isinstance(optimizer, base.SixteenBitOptimizer):
-            return optimizer
-    return None
+    found = optimizers.chain(getattr(model, "optimizer", None))
+    ours = (x for x in found if isinstance(x, base.SixteenBitOptimizer))
+    return next(ours, None)
 
 
-def _owns(
-    owner: base.SixteenBitOptimizer | None, variable: keras.Variable
-) -> bool:
+def _owns(owner: Any, variable: keras.Variable) -> bool:
     """Returns whether an optimizer was built with a variable."""
-    if owner is None or not owner.built:
-        return False
-    return any(variable is each for each in optimizers.remembered(owner))
+    known = optimizers.remembered(owner) if owner and owner.built else ()
+    return any(variable is each for each in known)
 
 
 @contextlib.contextmanager
 def _float32_storage(model: keras.Model) -> Iterator[None]:
-    """Lets 16-bit variables store float32, to read or write a file.
-
-    Every variable of the model stores its value elsewhere for the time being,
-    so that a file that does not fit changes nothing. The model's optimizer is
-    out of sight: a file of weights holds no state of it.
-    """
+    """Lets 16-bit variables store float32, to read or write a file."""
+    # Every variable stores its value elsewhere meanwhile: a file that does not
+    # fit changes nothing. A file of weights holds no state of an optimizer.
     with contextlib.ExitStack() as undo:
         for variable in model.weights:
             dtype = keras.backend.standardize_dtype(variable.dtype)
@@ -134,14 +133,3 @@ def _float32_storage(model: keras.Model) -> Iterator[None]:
         if "optimizer" in vars(model):
             attributes.swap(undo, model, "optimizer", None)
         yield
-
-
-def _wide_value(
-    variable: keras.Variable, owner: base.SixteenBitOptimizer | None
-) -> np.ndarray:
-    value = variable
-    if owner is not None and _owns(owner, variable):
-        value = owner.read_float32(variable)
-    elif variables.is_narrow(variable):
-        value = ops.cast(variable, "float32")
-    return ops.convert_to_numpy(value)

@@ -14,9 +14,8 @@ class KahanView(views.RestView):
 
     def load(self) -> Any:
         """Returns the float32 value as a tensor."""
-        return ops.add(
-            ops.cast(self.stored, "float32"), ops.cast(self.rest, "float32")
-        )
+        wide = [ops.cast(each, "float32") for each in (self.stored, self.rest)]
+        return ops.add(*wide)
 
     def store(self, value: Any) -> None:
         """Keeps a float32 tensor, to about 16 bits."""
@@ -24,11 +23,8 @@ class KahanView(views.RestView):
         # the identity, and the error for zero.
         upper, _ = bits.split(value)
         rounded = bits.join(upper, ops.zeros(self.shape, "int16"))
-        error = ops.where(
-            ops.isfinite(rounded),
-            ops.subtract(value, rounded),
-            ops.zeros_like(value),
-        )
+        error = ops.subtract(value, rounded)
+        error = ops.where(ops.isfinite(rounded), error, ops.zeros_like(value))
         self.stored.assign(upper)
         self.rest.assign(ops.cast(error, "bfloat16"))
 

@@ -6,9 +6,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import variables
-from tfmix.variables import base, bits
-from tfmix.variables import flat as flat_masters
-from tfmix.variables import split as split_masters
+from tfmix.variables import base, bits, flat, split
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
@@ -75,24 +73,19 @@ class MasterWeightOptimizer(base.SixteenBitOptimizer):
                 "or split=True for memory."
             )
         super().__init__(inner_optimizer, name=name)
-        self.flat = flat
-        self.split = split
+        self.flat, self.split = flat, split
 
     def make_stand_ins(self, model_variables: base.Variables) -> base.StandIns:
         """Creates the masters; see `SixteenBitOptimizer`."""
-        if self.flat:
-            return flat_masters.FlatMasters(self, model_variables)
-        if self.split:
-            return split_masters.SplitMasters(self, model_variables)
-        return PerVariableMasters(self, model_variables)
+        kind: type[base.StandIns] = PerVariableMasters
+        if self.flat or self.split:
+            kind = flat.FlatMasters if self.flat else split.SplitMasters
+        return kind(self, model_variables)
 
     def get_config(self) -> dict:
         """Returns the settings `from_config` needs."""
-        return {
-            **super().get_config(),
-            "flat": self.flat,
-            "split": self.split,
-        }
+        own = {"flat": self.flat, "split": self.split}
+        return {**super().get_config(), **own}
 
 
 class PerVariableMasters(base.StandIns):
@@ -113,10 +106,7 @@ class PerVariableMasters(base.StandIns):
         return variables.adopt(master, variable)
 
     def refresh(self) -> None:
-        """Takes over what somebody assigned to the model's variables.
-
-        After `load_weights` a master would otherwise put its old value back.
-        """
+        """Takes over what somebody assigned, as by `load_weights`."""
         for variable in self.narrow:
             master = self.target(variable)
             master.assign(bits.refreshed(master, variable))

@@ -19,32 +19,19 @@ WIDE_SLOTS = ("average", "gradient_accumulator")
 
 
 def stochastic(value: Any, random_bits: Any) -> Any:
-    """Rounds float32 up with the probability that makes the mean exact.
-
-    The lower 16 bits of the uint32 `random_bits` decide between the two
-    neighbours. What is a bfloat16, infinite or NaN stays.
-
-    Example:
-        >>> half_way = ops.array([1.0 + 2.0**-8])
-        >>> float(stochastic(half_way, bits.unsigned([0x7FFF]))[0])
-        1.0
-        >>> float(stochastic(half_way, bits.unsigned([0x8000]))[0])
-        1.0078125
-    """
+    """Rounds float32 up with the probability that makes the mean exact."""
+    # The lower 16 bits of the uint32 `random_bits` decide between the two
+    # neighbours. What is a bfloat16, infinite or NaN stays.
     word = bits.bitcast(bits.quiet(value), "uint32")
     noise = ops.bitwise_and(random_bits, bits.unsigned(0xFFFF))
     upper = ops.right_shift(ops.add(word, noise), bits.unsigned(16))
     return bits.bitcast(ops.cast(upper, "uint16"), "bfloat16")
 
 
-def random_bits(
-    shape: tuple[int, ...], seed: Any, stream: int, step: Any
-) -> Any:
-    """Draws uint32 numbers that depend on the arguments alone.
-
-    The generator is named, so eager code, graphs and XLA agree, and so do
-    replicas. Each use within a step has its own `stream`.
-    """
+def random_bits(shape: tuple, seed: Any, stream: int, step: Any) -> Any:
+    """Draws uint32 numbers that depend on the arguments alone."""
+    # The generator is named, so eager code, graphs and XLA agree, and so do
+    # replicas. Each use within a step has its own `stream`.
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -65,19 +52,12 @@ def random_bits(
 
 
 class StochasticView(variables.Float32View):
-    """A bfloat16 variable that rounds stochastically what it is assigned.
+    """A bfloat16 variable that rounds stochastically what it is assigned."""
 
-    `draw` returns random bits for a shape and a stream; each view of an
-    optimizer has a `stream` of its own.
-    """
-
-    def __init__(
-        self, variable: keras.Variable, stream: int, draw: Any
-    ) -> None:
+    def __init__(self, variable: Any, stream: int, draw: Any) -> None:
         super().__init__(variable)
         self.stream = stream * ASSIGNMENTS_PER_STEP
-        self.draw = draw
-        self.assignments = 0
+        self.draw, self.assignments = draw, 0
 
     def load(self) -> Any:
         """Returns the float32 value as a tensor."""
@@ -91,10 +71,7 @@ class StochasticView(variables.Float32View):
 
 
 class StochasticRounding(views.Views):
-    """Rounds the new value of every bfloat16 variable stochastically.
-
-    The optimizer's `seed_variable` and `iterations` decide the rounding.
-    """
+    """Rounds the new value of every bfloat16 variable stochastically."""
 
     def make(self) -> dict[int, keras.Variable]:
         """Creates the views."""
@@ -118,9 +95,7 @@ class StochasticRounding(views.Views):
             yield
 
     def _narrow_slots(
-        self,
-        undo: contextlib.ExitStack,
-        optimizer: keras.optimizers.Optimizer,
+        self, undo: contextlib.ExitStack, optimizer: optimizers.Optimizer
     ) -> None:
         original = optimizer.add_variable_from_reference
 

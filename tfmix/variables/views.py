@@ -77,11 +77,8 @@ class Views(base.StandIns):
             yield
 
     def refresh(self) -> None:
-        """Drops the rest of every variable that somebody assigned.
-
-        What is kept beside a variable belongs to the value it had. After
-        `load_weights` it would shift the loaded weight by up to half a step.
-        """
+        """Drops the rest of every variable that somebody assigned."""
+        # After `load_weights` it would shift the weight by up to half a step.
         if not self.with_rest:
             return
         now, seen = self._fingerprints(), ops.convert_to_tensor(self.seen)
@@ -96,9 +93,8 @@ class Views(base.StandIns):
             self.seen.assign(self._fingerprints())
 
     def _fingerprints(self) -> Any:
-        return ops.stack(
-            [bits.fingerprint(v.stored, self.salt) for v in self.with_rest]
-        )
+        stored = [view.stored for view in self.with_rest]
+        return ops.stack([bits.fingerprint(v, self.salt) for v in stored])
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Sets the float32 value behind a variable, and the variable."""
@@ -106,6 +102,6 @@ class Views(base.StandIns):
         target.assign(value)
         if isinstance(target, RestView):
             # Of this variable alone: somebody may have assigned the others.
-            row = [[[id(view) for view in self.with_rest].index(id(target))]]
+            row = [[list(map(id, self.with_rest)).index(id(target))]]
             now = bits.fingerprint(target.stored, self.salt)
             self.seen.assign(ops.scatter_update(self.seen, row, now[None]))

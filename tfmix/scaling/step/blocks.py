@@ -1,15 +1,13 @@
 """Gradients of one shape joined into a block, so a step costs few operations.
 
-A model of hundreds of small variables has few distinct shapes. Dividing and
-checking each gradient apart takes several operations a variable, and each
-operation costs more than its arithmetic.
+Hundreds of small variables have few distinct shapes, and each operation on one
+of them costs more than its arithmetic.
 """
 
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras import ops
 
@@ -21,43 +19,27 @@ from tfmix.scaling.step import finite, unscale
 _SMALL = 2**14
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """Gradients of the same shape, stacked; or one that stands alone.
-
-    Attributes:
-        tensor: The gradients, stacked along a new first axis if several.
-        positions: Which gradients of the step these are.
-        is_true: Whether it is not to be divided: it was already, or it
-            overwrites its variable and is no gradient.
-    """
+class Block(NamedTuple):
+    """Gradients of the same shape, stacked on a new axis; or a single one."""
 
     tensor: Any
+    # Which gradients of the step these are.
     positions: tuple[int, ...]
+    # Not to be divided: it was already, or it overwrites its variable.
     is_true: bool = False
-
-    @property
-    def is_stack(self) -> bool:
-        """Whether the first axis counts gradients."""
-        return len(self.positions) > 1
 
 
 def joined(
-    grads: Sequence[Any],
-    variables: Sequence[Any],
-    true: Collection[int] = (),
+    grads: Sequence, variables: Sequence, true: Collection[int] = ()
 ) -> list[Block]:
-    """Joins a step's gradients and widens 16-bit ones; `None`s are left out.
-
-    Those at the positions `true`, of those `alone`, are not scaled any more.
-    """
+    """Joins gradients and widens 16-bit ones; those `true` are divided."""
     return [
         _block(grads, variables, positions, positions[0] in true)
         for positions in _groups(grads, variables)
     ]
 
 
-def alone(grads: Sequence[Any], variables: Sequence[Any]) -> frozenset[int]:
+def alone(grads: Sequence, variables: Sequence) -> frozenset[int]:
     """Returns the positions of gradients that `joined` leaves as they are."""
     return frozenset(
         position
@@ -68,22 +50,14 @@ def alone(grads: Sequence[Any], variables: Sequence[Any]) -> frozenset[int]:
     )
 
 
-def apart(grads: Sequence[Any], variables: Sequence[Any]) -> list[Block]:
+def apart(grads: Sequence, variables: Sequence) -> list[Block]:
     """Does what `joined` does, with each gradient in a block of its own."""
-    return [
-        _block(grads, variables, (position,))
-        for position, gradient in enumerate(grads)
-        if gradient is not None
-    ]
+    present = [n for n, gradient in enumerate(grads) if gradient is not None]
+    return [_block(grads, variables, (position,)) for position in present]
 
 
 def divided(blocks: Sequence[Block], scale: Any) -> list[Block]:
-    """Returns the blocks of true gradients.
-
-    Args:
-        blocks: The gradients' blocks.
-        scale: Float32 scalar, or `None` if they were divided already.
-    """
+    """Returns the blocks of true gradients; a scale of `None` is none."""
     if scale is None:
         return list(blocks)
     if compilation.by_xla():
@@ -92,36 +66,29 @@ def divided(blocks: Sequence[Block], scale: Any) -> list[Block]:
     scaled = [block.tensor for block in blocks if not block.is_true]
     true = iter(unscale.unscale(scaled, scale))
     return [
-        block
-        if block.is_true
-        else dataclasses.replace(block, tensor=next(true))
+        block if block.is_true else block._replace(tensor=next(true))
         for block in blocks
     ]
 
 
-def unscaled(
-    grads: Sequence[Any], variables: Sequence[Any], scale: Any
-) -> list[Block]:
+def unscaled(grads: Sequence, variables: Sequence, scale: Any) -> list[Block]:
     """Returns the blocks of true gradients, with NaN for any infinity."""
     return [
         block
         if block.is_true
-        else dataclasses.replace(
-            block, tensor=unscale.without_infinities(block.tensor)
-        )
+        else block._replace(tensor=unscale.without_infinities(block.tensor))
         for block in divided(joined(grads, variables), scale)
     ]
 
 
-def parts(blocks: Sequence[Block], count: int) -> list[Any]:
+def parts(blocks: Sequence[Block], count: int) -> list:
     """Returns the gradients in their own order, `None` where there is none."""
-    result: list[Any] = [None] * count
-    for block in blocks:
-        tensors = [block.tensor]
-        if block.is_stack:
-            tensors = ops.unstack(block.tensor, num=len(block.positions))
-        for position, tensor in zip(block.positions, tensors, strict=True):
-            result[position] = tensor
+    result: list = [None] * count
+    for tensor, positions, _ in blocks:
+        several = len(positions) > 1
+        tensors = ops.unstack(tensor, len(positions)) if several else [tensor]
+        for position, part in zip(positions, tensors, strict=True):
+            result[position] = part
     return result
 
 
@@ -131,13 +98,8 @@ def all_finite(blocks: Sequence[Block]) -> Any:
 
 
 def not_finite(blocks: Sequence[Block], count: int) -> Any:
-    """Returns a boolean vector, true for each gradient that is not finite.
-
-    Args:
-        blocks: The blocks of a step.
-        count: Integer, the number of gradients, absent ones included.
-    """
-    flags = [_bad_ones(block) for block in blocks]
+    """Returns a boolean vector: which of `count` gradients are not finite?"""
+    flags = [ops.logical_not(_finite_ones(block)) for block in blocks]
     order = [position for block in blocks for position in block.positions]
     absent = sorted(set(range(count)) - set(order))
     if absent:
@@ -147,18 +109,17 @@ def not_finite(blocks: Sequence[Block], count: int) -> Any:
     return ops.take(ops.concatenate(flags), inverse)
 
 
-def _bad_ones(block: Block) -> Any:
-    if not block.is_stack:
-        return ops.reshape(
-            ops.logical_not(finite.is_finite(block.tensor)), (1,)
-        )
-    axes = tuple(range(1, len(block.tensor.shape)))
-    return ops.logical_not(ops.all(ops.isfinite(block.tensor), axis=axes))
+def _finite_ones(block: Block) -> Any:
+    tensor = block.tensor
+    if len(block.positions) == 1:
+        return ops.reshape(finite.is_finite(tensor), (1,))
+    axes = tuple(range(1, len(tensor.shape)))
+    return ops.all(ops.isfinite(tensor), axis=axes)
 
 
 def _block(
-    grads: Sequence[Any],
-    variables: Sequence[Any],
+    grads: Sequence,
+    variables: Sequence,
     positions: tuple[int, ...],
     is_true: bool = False,
 ) -> Block:
@@ -170,22 +131,16 @@ def _block(
     return Block(unscale.widened(tensor), positions, is_true)
 
 
-def _groups(
-    grads: Sequence[Any], variables: Sequence[Any]
-) -> list[tuple[int, ...]]:
+def _groups(grads: Sequence, variables: Sequence) -> list[tuple[int, ...]]:
     groups: dict[Any, list[int]] = defaultdict(list)
     for position, gradient in enumerate(grads):
         if gradient is not None:
             overwrites = unscale.is_overwritten(variables[position])
             joins = _is_small(gradient) and not overwrites
             # A gradient that joins no other is a group of its own.
-            kind = position if not joins else _kind(gradient)
-            groups[kind].append(position)
+            kind = (tuple(gradient.shape), str(gradient.dtype))
+            groups[kind if joins else position].append(position)
     return [tuple(positions) for positions in groups.values()]
-
-
-def _kind(gradient: Any) -> tuple[Any, ...]:
-    return (tuple(gradient.shape), str(gradient.dtype))
 
 
 def _is_small(gradient: Any) -> bool:

@@ -9,6 +9,9 @@ from keras import ops, tree
 
 from tfmix._keras import compilation
 
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
 # The most rows that XLA's `TreeReductionRewriter` leaves in one piece, and a
 # size below which a check costs no more than its start.
 _MOST_ROWS, _FEW = 32, 2**14
@@ -36,29 +39,25 @@ def all_finite(tensors: Any) -> Any:
         >>> bool(all_finite([1.0, float("inf")]))
         False
     """
-    flags = [is_finite(leaf) for leaf in _leaves(tensors)]
+    flags = [
+        is_finite(leaf if is_sparse(leaf) else ops.convert_to_tensor(leaf))
+        for leaf in tree.flatten(tensors)
+        if leaf is not None
+    ]
     if not flags:
         return ops.convert_to_tensor(True)
     return flags[0] if len(flags) == 1 else ops.all(ops.stack(flags))
 
 
-def surely_finite(tensors: Sequence[Any], scale: Any) -> Any:
+def surely_finite(tensors: Sequence, scale: Any) -> Any:
     """Returns a boolean scalar, false if a closer look is needed (TensorFlow).
 
+    True only if all gradients (float32 or wider), all sums of the rows of
+    sparse ones and all of their quotients by the scale, if any, are finite.
     TensorFlow's `l2_loss` sums squares in one multithreaded pass, without a
     tensor in between; `isfinite` and `all` take two. The sum is infinite or
     NaN if any number is, but also where squares overflow, from 1e19 on.
-
-    Args:
-        tensors: Gradients, dense or sparse, in float32 or wider.
-        scale: Float32 scalar that they are to be divided by, or `None`.
-
-    Returns:
-        True only if all gradients, all sums of the rows of sparse ones and
-        all of their quotients by the scale are finite.
     """
-    import tensorflow as tf
-
     largest = tf.sqrt(tf.add_n([_squares(tensor) for tensor in tensors]))
     if scale is not None:
         # A scale below 1, which `min_scale` allows, makes gradients larger.
@@ -92,8 +91,7 @@ def _is_finite_by_rows(tensor: Any) -> Any:
         sums = ops.sum(ops.multiply(rows, 0.0), axis=0)
     else:
         # Of the tensor itself, so that XLA cannot know the result.
-        zeros = ops.multiply(rows[0], 0.0)
-        sums = ops.matmul(rows, zeros)
+        sums = ops.matmul(rows, ops.multiply(rows[0], 0.0))
     return ops.all(ops.equal(sums, 0.0))
 
 
@@ -112,31 +110,22 @@ def _rows(tensor: Any) -> int:
 
 
 def _is_finite_sparse(slices: Any) -> Any:
-    import tensorflow as tf
-
     # The optimizer adds up the values of a row. No partial sum exceeds the
     # sum of all magnitudes: while the format holds that, every row is finite.
     total = tf.reduce_sum(tf.abs(tf.cast(slices.values, tf.float32)))
-    return tf.cond(
-        total <= tf.cast(slices.dtype.max, tf.float32),
-        lambda: tf.constant(True),
-        lambda: tf.reduce_all(tf.math.is_finite(_sums_of_rows(slices))),
-    )
 
+    def by_rows() -> Any:
+        rows, position = tf.unique(slices.indices)
+        count = tf.shape(rows)[0]
+        sums = tf.math.unsorted_segment_sum(slices.values, position, count)
+        return tf.reduce_all(tf.math.is_finite(sums))
 
-def _sums_of_rows(slices: Any) -> Any:
-    import tensorflow as tf
-
-    rows, position = tf.unique(slices.indices)
-    return tf.math.unsorted_segment_sum(
-        slices.values, position, tf.shape(rows)[0]
-    )
+    fits = total <= tf.cast(slices.dtype.max, tf.float32)
+    return tf.cond(fits, lambda: tf.constant(True), by_rows)
 
 
 def _squares(tensor: Any) -> Any:
     """Returns at least the square of any of the tensor's numbers, float32."""
-    import tensorflow as tf
-
     if is_sparse(tensor):
         # By Cauchy's and Schwarz's inequality no sum of some rows exceeds the
         # norm of all, multiplied by the root of their number.
@@ -146,18 +135,6 @@ def _squares(tensor: Any) -> Any:
         return 2.0 * tf.cast(tf.nn.l2_loss(tensor), tf.float32)
     # An overwriting value in a narrow format, where squares lose all meaning.
     return tf.where(is_finite(tensor), 0.0, float("inf"))
-
-
-def _leaves(tensors: Any) -> list[Any]:
-    leaves = []
-    for leaf in tree.flatten(tensors):
-        if leaf is not None:
-            leaves.append(leaf if is_sparse(leaf) else _as_tensor(leaf))
-    return leaves
-
-
-def _as_tensor(leaf: Any) -> Any:
-    return leaf if ops.is_tensor(leaf) else ops.convert_to_tensor(leaf)
 
 
 def _dtype(tensor: Any) -> str:

@@ -12,34 +12,22 @@ from tfmix.scaling.step import blocks
 
 def stateless_apply(
     optimizer: Any,
-    optimizer_values: list[Any],
-    grads: list[Any],
-    trainable_values: list[Any],
+    optimizer_values: list,
+    grads: list,
+    trainable_values: list,
     unscaled: bool,
-) -> tuple[list[Any], list[Any]]:
-    """Applies the gradients or leaves everything but the scale as it was.
-
-    Args:
-        optimizer: A `LossScaleOptimizer`, built.
-        optimizer_values: Current values of `optimizer.variables`.
-        grads: Gradients; `None` where there is none.
-        trainable_values: Current values of the model's variables.
-        unscaled: Whether the gradients were divided by the scale already.
-
-    Returns:
-        The new values of the model's and of the optimizer's variables.
-    """
+) -> tuple[list, list]:
+    """Does the work of `LossScaleOptimizer.stateless_apply`."""
     variables = optimizer.model_variables
     mapping = list(zip(optimizer.variables, optimizer_values, strict=True))
-    own = len(optimizer.own_variables)
-    inner_values = list(optimizer_values[own:])
+    inner_values = optimizer_values[len(optimizer.own_variables) :]
     with keras.StatelessScope(state_mapping=mapping):
         state = optimizer.state()
         scale = None if unscaled else optimizer.rule.current(state)
     bad = _not_finite(grads, variables, scale, optimizer.rule.lowest_scale)
     is_finite = ops.logical_not(ops.any(bad))
 
-    def own_values(applied: bool) -> list[Any]:
+    def own_values(applied: bool) -> list:
         with keras.StatelessScope(state_mapping=mapping) as scope:
             optimizer.record(state, applied)
             if not applied:
@@ -47,14 +35,14 @@ def stateless_apply(
                 optimizer.count_overflows(kept, variables)
         return [scope.get_current_value(v) for v in optimizer.own_variables]
 
-    def apply_step() -> tuple[list[Any], list[Any]]:
+    def apply_step() -> tuple[list, list]:
         true = blocks.divided(blocks.apart(grads, variables), scale)
         new_trainable, new_inner = optimizer.inner_optimizer.stateless_apply(
             inner_values, blocks.parts(true, len(grads)), trainable_values
         )
         return new_trainable, own_values(True) + new_inner
 
-    def skip_step() -> tuple[list[Any], list[Any]]:
+    def skip_step() -> tuple[list, list]:
         return list(trainable_values), own_values(False) + inner_values
 
     if not isinstance(is_finite, jax.core.Tracer):
@@ -66,15 +54,11 @@ def stateless_apply(
     return _selected(is_finite, apply_step(), skip_step())
 
 
-def _not_finite(
-    grads: list[Any], variables: list[Any], scale: Any, lowest: float
-) -> Any:
-    """Returns which true gradients are not finite, as a boolean vector.
-
-    No division by 1 or more makes an infinity: then the scaled gradients,
-    which are there already, are checked. They are joined for the check alone,
-    since to take them apart again costs kernels.
-    """
+def _not_finite(grads: list, variables: list, scale: Any, lowest: float) -> Any:
+    """Returns which true gradients are not finite, as a boolean vector."""
+    # No division by 1 or more makes an infinity: the scaled gradients, which
+    # are there already, are checked then. They are joined for the check alone,
+    # since to take them apart again costs kernels.
     joined = blocks.joined(grads, variables)
     if lowest < 1:
         joined = blocks.divided(joined, scale)
@@ -90,14 +74,8 @@ def _selected(is_finite: Any, applied: Any, skipped: Any) -> Any:
     return jax.tree.map(chosen, applied, skipped)
 
 
-def apply(
-    optimizer: Any, grads: list[Any], variables: list[Any], unscaled: bool
-) -> Any:
-    """Does the same on the variables themselves, as in an eager loop.
-
-    Returns:
-        Boolean scalar, whether the step was applied.
-    """
+def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:
+    """Does the same on the variables; says whether the step was applied."""
     by_variable = dict(zip(map(id, variables), grads, strict=True))
     model_variables = optimizer.model_variables
     new_trainable, new_optimizer = stateless_apply(
@@ -107,8 +85,9 @@ def apply(
         [variable.value for variable in model_variables],
         unscaled,
     )
-    for variable, value in zip(model_variables, new_trainable, strict=True):
-        variable.assign(value)
-    for variable, value in zip(optimizer.variables, new_optimizer, strict=True):
+    changed = model_variables + optimizer.variables
+    for variable, value in zip(
+        changed, new_trainable + new_optimizer, strict=True
+    ):
         variable.assign(value)
     return optimizer.last_step_applied()

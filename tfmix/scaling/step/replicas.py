@@ -1,16 +1,15 @@
 """One optimizer step per replica, without a merge call (`tf.distribute`).
 
-Keras's optimizers sum the gradients over the replicas and write mirrored
-variables through merge calls, which may not stand inside a `tf.cond`. tfmix
-sums the gradients first. From there on every replica holds the same numbers,
-so each can take its step alone: it sees only its own copy of each variable
-and no strategy. All replicas reach the same decision, and none can wait for
-another. That also lets gradient accumulation and EMA, whose conditionals
-Keras cannot run under `MirroredStrategy`, work unchanged.
+Keras's optimizers sum gradients and write mirrored variables through merge
+calls, which may not stand inside a `tf.cond`. tfmix sums the gradients first.
+From there on every replica holds the same numbers and takes its step alone: it
+sees only its own copy of each variable and no strategy. Gradient accumulation
+and EMA, whose conditionals Keras cannot run under `MirroredStrategy`, work too.
 """
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,10 +24,8 @@ if keras.backend.backend() == "tensorflow":
 # Strategies whose variables do not live on the replicas that compute the
 # gradients: there is no local copy to update, and no joint step to skip.
 _REFUSED = {
-    "ParameterServerStrategyV2": "its workers update shared variables alone",
-    "ParameterServerStrategyV1": "its workers update shared variables alone",
+    "ParameterServerStrategy": "its workers update shared variables alone",
     "CentralStorageStrategy": "its variables are not copied to each replica",
-    "CentralStorageStrategyV1": "its variables are not copied to each replica",
 }
 
 
@@ -37,9 +34,10 @@ def check_strategy(strategy: Any = None) -> None:
     if keras.backend.backend() != "tensorflow":
         return
     name = type(strategy or tf.distribute.get_strategy()).__name__
-    if name in _REFUSED:
+    reason = _REFUSED.get(re.sub(r"V\d$", "", name))
+    if reason is not None:
         raise ValueError(
-            f"tfmix cannot scale the loss under {name}: {_REFUSED[name]}, so "
+            f"tfmix cannot scale the loss under {name}: {reason}, so "
             "the replicas could not skip a step together. Use "
             "MirroredStrategy, MultiWorkerMirroredStrategy, "
             "OneDeviceStrategy or TPUStrategy."
@@ -56,39 +54,16 @@ def check_replica_context() -> None:
         )
 
 
-def on_one_replica() -> bool:
-    """Returns whether the current strategy has only one replica."""
-    return tf.distribute.get_strategy().num_replicas_in_sync == 1
+def sum_gradients(grads: Sequence, variables: Sequence) -> Sequence:
+    """Does what `sum_over_replicas` does, outside of replicas nothing."""
+    distributed = _in_replica_of_many()
+    return sum_over_replicas(list(grads), variables) if distributed else grads
 
 
-def sum_gradients(
-    grads: Sequence[Any], variables: Sequence[keras.Variable]
-) -> Sequence[Any]:
-    """Does what `sum_over_replicas` does, on any backend and anywhere.
-
-    Outside of a strategy's replicas the gradients are returned as they are.
-    """
-    if not _in_replica_of_many():
-        return grads
-    return sum_over_replicas(list(grads), variables)
-
-
-def sum_over_replicas(
-    grads: list[Any], variables: Sequence[keras.Variable]
-) -> list[Any]:
-    """Sums each gradient over all replicas of all workers; `None`s stay.
-
-    What overwrites its variable (Keras's float8 scales and histories of
-    maxima) is no gradient: of that, the largest is taken.
-
-    Args:
-        grads: Tensors, `tf.IndexedSlices` or `None`s, the same on each
-            replica.
-        variables: The variables they belong to.
-
-    Returns:
-        The sums, in the tensors' own dtypes, equal on all replicas.
-    """
+def sum_over_replicas(grads: list, variables: Sequence[keras.Variable]) -> list:
+    """Sums each gradient over all replicas of all workers; `None`s stay."""
+    # Of what overwrites its variable (Keras's float8 scales and histories of
+    # maxima) the largest is taken.
     context = tf.distribute.get_replica_context()
     present = [n for n, gradient in enumerate(grads) if gradient is not None]
     if context.num_replicas_in_sync == 1 or not present:
@@ -124,7 +99,7 @@ def _largest(rows: Any) -> Any:
 
 
 def single(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: optimizers.Optimizer,
 ) -> contextlib.AbstractContextManager:
     """Does what `one_replica` does, for a built wrapper, on any backend."""
     if not _in_replica_of_many():
@@ -135,17 +110,10 @@ def single(
 
 @contextlib.contextmanager
 def one_replica(
-    keras_variables: Iterable[keras.Variable],
-    optimizer: keras.optimizers.Optimizer | None = None,
+    keras_variables: Iterable, optimizer: optimizers.Optimizer | None = None
 ) -> Iterator[None]:
-    """Lets the code inside see one replica's variables and no strategy.
-
-    Args:
-        keras_variables: All `keras.Variable`s that the code inside reads or
-            writes. Each stands for this replica's copy until the exit.
-        optimizer: The Keras optimizer that the code inside calls, if any. It
-            does not sum its gradients: they are summed.
-    """
+    """Lets variables stand for this replica's copies, with no strategy."""
+    # The Keras optimizer that runs inside sums no gradients.
     # On a TPU the step is traced once for all replicas: there are no local
     # copies to show, and no merge calls either.
     if not tf.distribute.has_strategy() or _runs_on_tpu():
@@ -162,7 +130,7 @@ def one_replica(
 
 
 def run_on_each(
-    optimizer: keras.optimizers.Optimizer, function: Callable[[], None]
+    optimizer: optimizers.Optimizer, function: Callable[[], None]
 ) -> None:
     """Runs a function of a built optimizer's variables on every replica."""
     strategy = optimizers.strategy_of(optimizer)
@@ -177,15 +145,9 @@ def run_on_each(
     tf.function(lambda: strategy.run(on_replica))()
 
 
-def local(variable: Any) -> Any:
-    """Returns this replica's copy of a plain `tf.Variable`."""
-    return variables.local(variable)
-
-
 def _in_replica_of_many() -> bool:
-    if keras.backend.backend() != "tensorflow":
-        return False
-    if not tf.distribute.has_strategy():
+    backend = keras.backend.backend()
+    if backend != "tensorflow" or not tf.distribute.has_strategy():
         return False
     check_strategy()
     check_replica_context()

@@ -5,37 +5,25 @@ from typing import Any
 import tensorflow as tf
 
 from tfmix._keras import compilation
+from tfmix._keras import variables as keras_variables
 from tfmix.scaling.step import blocks, finite, replicas, unscale
 
 
-def apply(
-    optimizer: Any, grads: list[Any], variables: list[Any], unscaled: bool
-) -> Any:
-    """Applies the gradients on all replicas or on none.
-
-    Args:
-        optimizer: A `LossScaleOptimizer`, built.
-        grads: Gradients of this replica; `None` where there is none.
-        variables: The variables they belong to.
-        unscaled: Whether the gradients were divided by the scale already.
-
-    Returns:
-        Boolean scalar tensor, whether the step was applied.
-    """
+def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:
+    """Does the work of `LossScaleOptimizer.apply`, for a built one."""
     replicas.check_replica_context()
-    keras_variables = optimizer.variables + optimizer.model_variables
-    with replicas.one_replica(keras_variables):
+    used = optimizer.variables + optimizer.model_variables
+    with replicas.one_replica(used):
         state = optimizer.state()
         scale = None if unscaled else optimizer.rule.current(state)
     grads, early = _divided_early(grads, variables, scale)
     grads = replicas.sum_over_replicas(grads, variables)
-    with replicas.one_replica(keras_variables, optimizer):
-        step = (_XlaStep if compilation.by_xla() else _Step)(
-            grads, variables, scale, early
-        )
+    with replicas.one_replica(used, optimizer):
+        kind = _XlaStep if compilation.by_xla() else _Step
+        step = kind(grads, variables, scale, early)
 
         def apply_step() -> Any:
-            local = [replicas.local(variable) for variable in variables]
+            local = [keras_variables.local(variable) for variable in variables]
             optimizer.inner_optimizer.apply(step.true_gradients(), local)
             optimizer.record(state, True)
             return tf.constant(True)
@@ -49,15 +37,13 @@ def apply(
 
 
 def _divided_early(
-    grads: list[Any], variables: list[Any], scale: Any
-) -> tuple[list[Any], frozenset[int]]:
-    """Divides what each replica best divides before the sum; says which.
-
-    It does so in place, where it has computed them. The sum lies in one
-    buffer for all replicas, and its quotient takes another for each.
-    """
-    in_one_piece = replicas.on_one_replica() or compilation.by_xla()
-    if scale is None or in_one_piece:
+    grads: list, variables: list, scale: Any
+) -> tuple[list, frozenset[int]]:
+    """Divides what each replica best divides before the sum; says which."""
+    # In place, where it has computed them. The sum lies in one buffer for all
+    # replicas, and its quotient takes another for each.
+    one = tf.distribute.get_strategy().num_replicas_in_sync == 1
+    if scale is None or one or compilation.by_xla():
         return grads, frozenset()
     early = blocks.alone(grads, variables)
     true = unscale.unscale([grads[position] for position in early], scale)
@@ -69,20 +55,16 @@ def _divided_early(
 class _Step:
     """The gradients of a step that TensorFlow runs operation by operation.
 
-    The check reads the scaled gradients; they are divided where they are
-    applied, except for the `early` ones. A scale of `None` divides nothing.
+    The check reads scaled gradients; they are divided where they are applied,
+    except for the `early` ones. A scale of `None` divides nothing.
     """
 
     def __init__(
-        self,
-        grads: list[Any],
-        variables: list[Any],
-        scale: Any,
-        early: frozenset[int],
+        self, grads: list, variables: list, scale: Any, early: frozenset[int]
     ) -> None:
+        self._grads, self._variables = grads, variables
         self._blocks = blocks.joined(grads, variables, early)
-        self._count = len(grads)
-        self._scale = scale
+        self._count, self._scale = len(grads), scale
 
     def is_finite(self) -> Any:
         """Returns a boolean scalar: would every true gradient be finite?"""
@@ -97,7 +79,7 @@ class _Step:
         """Returns a boolean vector, true for each one that is not finite."""
         return blocks.not_finite(self._divided(), self._count)
 
-    def true_gradients(self) -> list[Any]:
+    def true_gradients(self) -> list:
         """Returns the gradients divided by the scale."""
         return blocks.parts(self._divided(), self._count)
 
@@ -108,21 +90,13 @@ class _Step:
 class _XlaStep(_Step):
     """The gradients of a step that XLA compiles.
 
-    Each gradient is divided apart, which fuses with its update; only the
-    check joins them. It finds out in any case which gradients are not finite:
-    in the branch of the skip that would take a kernel more for each of the
-    large variables.
+    Each is divided apart, which fuses with its update; the check joins them,
+    and says which are not finite: in the branch of the skip that would take a
+    kernel more for each large variable.
     """
 
-    def __init__(
-        self,
-        grads: list[Any],
-        variables: list[Any],
-        scale: Any,
-        early: frozenset[int],
-    ) -> None:
-        super().__init__(grads, variables, scale, early)
-        self._grads, self._variables = grads, variables
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._bad = super().not_finite()
 
     def is_finite(self) -> Any:
@@ -131,7 +105,7 @@ class _XlaStep(_Step):
     def not_finite(self) -> Any:
         return compilation.kept_apart(self._bad)
 
-    def true_gradients(self) -> list[Any]:
+    def true_gradients(self) -> list:
         apart = blocks.apart(self._grads, self._variables)
         divided = blocks.divided(apart, self._scale)
         return blocks.parts(divided, self._count)

@@ -15,15 +15,12 @@ from tfmix.scaling.step import finite
 _HALFWAY = 2.0**64
 
 
-def unscale(grads: Sequence[Any], scale: Any) -> list[Any]:
-    """Divides gradients, dense or sparse, in float32 or wider.
-
-    Under XLA they are multiplied by the reciprocal, which rounds once more
-    where the scale is no power of two.
-    """
-    divide = (
-        _by_reciprocal(scale) if compilation.by_xla() else _by_quotient(scale)
-    )
+def unscale(grads: Sequence, scale: Any) -> list:
+    """Divides gradients, dense or sparse, in float32 or wider."""
+    # Under XLA they are multiplied by the reciprocal, which rounds once more
+    # where the scale is no power of two.
+    by = _by_reciprocal if compilation.by_xla() else _by_quotient
+    divide = by(scale)
     return [_on_values(divide, widened(gradient)) for gradient in grads]
 
 
@@ -85,8 +82,5 @@ def is_16bit(tensor: Any) -> bool:
 
 
 def is_overwritten(variable: Any) -> bool:
-    """Returns whether a variable's gradient is its next value.
-
-    Keras's float8 layers hand on new scales and histories of maxima so.
-    """
+    """Returns whether a variable's gradient is its next value (float8)."""
     return getattr(variable, "overwrite_with_gradient", False)
