@@ -49,8 +49,8 @@ OPTIMIZERS = {
 # stands (an undo without a conversion) does nothing.
 STEPS = (
     *(f"apply:{policy}" for policy in POLICIES),
-    *(f"apply:{policy}" for policy in ("float32", *POLICIES[:4])),
-    *["undo"] * 6,
+    *(f"apply:{policy}" for policy in POLICIES[:4]),
+    *["apply:float32"] * 4,
     *(f"compile:{name}:{wrap}" for name in OPTIMIZERS for wrap in WRAPS),
     *["compile:same"] * 2,
     *(f"freeze:{layer}" for layer in FROZEN),
@@ -67,6 +67,8 @@ STEPS = (
 # Those that change neither the model nor what is in force for it.
 LOOKING = ("check", "calibrate", "scale_monitor", "numerics_monitor")
 PASSIVE = ("guard", "check", "calibrate", "file", "weights")
+# Of the steps after a conversion.
+UNDO_SHARE = 0.25
 # Of one step's update, in float16 and bfloat16 arithmetic against float32.
 UPDATE_ERROR = 0.3
 LOSS_ERROR = 0.05
@@ -112,8 +114,13 @@ def draw(rng, replicas=1, modes=None):
     mode = rng.choice([m for m in modes for _ in range(weights[m])])
     # Each conversion and `compile` has a graph traced anew.
     longest = 6 if mode == "eager" else 3
+    steps = []
+    for _ in range(rng.randint(1, longest)):
+        converted = any(step.startswith("apply:") for step in steps)
+        undo = converted and rng.random() < UNDO_SHARE
+        steps.append("undo" if undo else rng.choice(STEPS))
     return Order(
-        steps=tuple(rng.choice(STEPS) for _ in range(rng.randint(1, longest))),
+        steps=tuple(steps),
         kind=rng.choice(KINDS),
         made=rng.choice(("float32", *POLICIES)),
         optimizer=rng.choice(list(OPTIMIZERS)),
@@ -692,7 +699,7 @@ def _dtypes(model):
 
 
 @functools.cache
-def _fresh_dtypes(kind, policy):
+def fresh_dtypes(kind, policy):
     with tfmix.policy_scope("float32"):
         model = make_model(kind)
     tfmix.apply_policy(model, policy)
@@ -705,7 +712,7 @@ def _converted_dtypes(kind, policy, before, found):
     In a model with 16-bit layers a float32 one may stay: somebody may have
     meant it.
     """
-    fresh = _fresh_dtypes(kind, policy)
+    fresh = fresh_dtypes(kind, policy)
     wide = ("float32", "float32")
     if all(pair == wide for pair in before.values()):
         return fresh
