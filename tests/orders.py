@@ -217,24 +217,17 @@ def _data():
 
 
 @functools.cache
-def _batch(bad, replicas):
-    """Returns `(x, y)` for a step; of replicas only the last one is bad."""
-    data = _data()
-    if not TENSORFLOW:
-        return (data.bad if bad else data.x), data.y
+def _replica_batches():
+    """Returns a good batch for one replica and a bad one for the other."""
     import tensorflow as tf
 
-    good, y = tf.constant(data.x), tf.constant(data.y)
-    wrong = tf.constant(data.bad)
-    if replicas == 1:
-        return (wrong if bad else good), y
-
-    def value(context):
-        last = context.replica_id_in_sync_group == replicas - 1
-        return (wrong if bad and last else good), y
-
-    strategy = helpers.mirrored_strategy(replicas)
-    return strategy.experimental_distribute_values_from_function(value)
+    data = _data()
+    rows = tf.constant(data.x), tf.constant(data.bad)
+    y = tf.constant(data.y)
+    strategy = helpers.mirrored_strategy(2)
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: (rows[context.replica_id_in_sync_group], y)
+    )
 
 
 class Twin:
@@ -377,7 +370,8 @@ class Machine:
         if TENSORFLOW:
             settings["jit_compile"] = self.order.mode == "xla"
         with self._scope(), self._at_home():
-            self.model.compile(given, "mse", metrics=["mae"], **settings)
+            metrics = [keras.metrics.MeanAbsoluteError(name="mae")]
+            self.model.compile(given, "mse", metrics=metrics, **settings)
         self.compiled_since = True
         self.guarded = _is_scaled(self.model) and any(
             dtype in SIXTEEN for pair in self.dtypes.values() for dtype in pair
@@ -521,12 +515,14 @@ class Machine:
         self._check_dtypes()
 
     def _step(self, bad=False):
-        batch = _batch(bad, self.order.replicas)
-        if not TENSORFLOW:
-            logs = self.model.train_on_batch(*batch, return_dict=True)
-            return float(logs["loss"])
-        self.model.make_train_function()
-        logs = self.model.train_function(iter([batch]))
+        """Trains on a batch; of two replicas only the last has a bad one."""
+        data, model = _data(), self.model
+        if bad and self.strategy:
+            model.make_train_function()
+            logs = model.train_function(iter([_replica_batches()]))
+        else:
+            x = data.bad if bad else data.x
+            logs = model.train_on_batch(x, data.y, return_dict=True)
         return float(logs["loss"])
 
     def _train(self, steps, step=None):
@@ -536,7 +532,6 @@ class Machine:
         tries, loss = 0, None
         while _number(iterations) < first + steps:
             _law("a", tries < steps + MOST_SKIPS, f"{tries} steps skipped")
-            self.model.reset_metrics()
             loss = (step or self._step)()
             tries += 1
         _law("a", _number(iterations) == first + steps, "too many iterations")
@@ -630,9 +625,8 @@ class Machine:
         kept[id(model.optimizer.iterations)] = model.optimizer.iterations
         rest = [*model.non_trainable_variables, *model.metrics_variables]
         if self.guarded:
-            if not TENSORFLOW:
-                # `train_on_batch` does so by itself.
-                model.reset_metrics()
+            # `train_on_batch` does so by itself.
+            model.reset_metrics()
             kept |= {id(v): v for v in rest}
         kept = list(kept.values())
         before, spared = helpers.snapshot(kept), helpers.snapshot(rest)
@@ -772,13 +766,13 @@ def _tensorflow_loop(machine):
         optimizer.unscale_gradients(grads)
         optimizer.apply(grads, variables)
 
-    x, y = _batch(False, replicas)
+    data = _data()
     if machine.order.mode != "eager":
         step = tf.function(step, jit_compile=machine.order.mode == "xla")
     if machine.strategy is None:
-        step(x, y)
+        step(data.x, data.y)
     else:
-        machine.strategy.run(step, args=(x, y))
+        machine.strategy.run(step, args=(data.x, data.y))
 
 
 def _jax_loop(machine):
@@ -786,7 +780,7 @@ def _jax_loop(machine):
     import jax
 
     model, optimizer = machine.model, machine.model.optimizer
-    x, y = _batch(False, 1)
+    x, y = _data().x, _data().y
     wrap = jax.jit if machine.order.mode != "eager" else lambda f: f
 
     def scaled_loss(trainable, rest, state):
