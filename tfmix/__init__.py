@@ -2,7 +2,7 @@
 
 from tfmix._keras import version
 
-version.require_supported_keras()
+version.require_supported()
 
 from tfmix import callbacks as callbacks
 from tfmix import data as data

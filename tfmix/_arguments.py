@@ -1,7 +1,11 @@
 """Checks of arguments, with errors that say what is allowed."""
 
+import difflib
 import numbers
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import keras
 
 from tfmix import _formats
 
@@ -38,3 +42,27 @@ def count(
     if value < lowest:
         raise ValueError(f"{message}.")
     return int(value)
+
+
+def model(value: Any) -> None:
+    """Refuses what is not a model of Keras 3."""
+    if isinstance(value, keras.Model):
+        return
+    hint = ""
+    if isinstance(value, keras.Layer):
+        hint = " Put the layer into a model, or set its `dtype_policy`."
+    elif "tf_keras" in type(value).__module__:
+        hint = " It is a model of tf_keras (Keras 2), which is not supported."
+    raise TypeError(
+        "`model` must be a Keras 3 model (keras.Model). Received: "
+        f"model={value!r} of type {type(value).__name__}.{hint}"
+    )
+
+
+def did_you_mean(
+    name: object, known: Iterable[str], cutoff: float = 0.6
+) -> str:
+    """Returns a hint at the nearest name, of a mapping at its value, or ""."""
+    meant = known if isinstance(known, Mapping) else {one: one for one in known}
+    close = difflib.get_close_matches(str(name), meant, n=1, cutoff=cutoff)
+    return f" Did you mean {meant[close[0]]!r}?" if close else ""

@@ -1,11 +1,11 @@
 """`float32_output`: the last layer, where 16-bit results become float32."""
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
+from tfmix import _arguments
 from tfmix.policy.in_force import softmax_logits
 
 
@@ -70,9 +70,8 @@ def _check(activation: Any) -> None:
         keras.activations.get(activation)
     except ValueError as error:
         known = [name for name in dir(keras.activations) if name[0] != "_"]
-        close = difflib.get_close_matches(activation, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(
             "`activation` must be the name of an activation of "
-            f"`keras.activations`. Received: activation={activation!r}.{hint}"
+            f"`keras.activations`. Received: activation={activation!r}."
+            f"{_arguments.did_you_mean(activation, known)}"
         ) from error

@@ -12,7 +12,7 @@ import pytest
 from keras import ops
 
 from tfmix.callbacks import numerics_monitor
-from tfmix.conversion import convert, trial_policies
+from tfmix.conversion import convert, planned_policies
 from tfmix.doctor import check
 from tfmix.scaling import optimizer as scaling
 
@@ -461,7 +461,7 @@ def test_the_suggestion_trains_to_the_loss_of_float32(kind, seed):
     policy = examined(case).suggested_policy(progress=False)
     weights = [np.array(variable) for variable in model.variables]
     before = {layer: layer._dtype_policy for layer in model._flatten_layers()}
-    for layer, dtype in trial_policies.reference(model).items():
+    for layer, dtype in planned_policies.reference(model).items():
         object.__setattr__(layer, "_dtype_policy", dtype)
     expected = trained(case, case.rate)
     for layer, dtype in before.items():

@@ -8,7 +8,7 @@ import pytest
 
 from tests import numerics_faults
 from tfmix import output
-from tfmix.conversion import convert, trial_policies
+from tfmix.conversion import convert, planned_policies
 from tfmix.doctor import check, suggest
 from tfmix.scaling import optimizer as scaling
 
@@ -44,7 +44,7 @@ def test_the_suggested_policy_trains_to_the_loss_of_float32(kind):
     assert report.again(policy).healthy
     weights = [np.array(variable) for variable in model.variables]
     before = {layer: layer._dtype_policy for layer in model._flatten_layers()}
-    for layer, dtype in trial_policies.reference(model).items():
+    for layer, dtype in planned_policies.reference(model).items():
         object.__setattr__(layer, "_dtype_policy", dtype)
     expected = trained(model, planted, rate)
     for layer, dtype in before.items():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests import numerics_trainable as trainable
-from tfmix.conversion import convert, trial_policies
+from tfmix.conversion import convert, planned_policies
 from tfmix.doctor import calibrate, check
 from tfmix.scaling import optimizer as scaling
 
@@ -48,7 +48,7 @@ def in_float32(case, weights):
     model = case.model
     before = {layer: layer._dtype_policy for layer in model._flatten_layers()}
     start = [np.array(variable) for variable in model.variables]
-    in_dtypes(model, trial_policies.reference(model))
+    in_dtypes(model, planned_policies.reference(model))
     assign(model, weights)
     found = losses(case, 1.0)
     in_dtypes(model, before)

@@ -65,7 +65,7 @@ def test_set_weights_sets_everything_or_nothing():
     assert_equal_state(target, source)
     other = fresh(source)
     before = values(other)
-    with pytest.raises(ValueError, match="Received: 4 values"):
+    with pytest.raises(ValueError, match="Received: 4 arrays"):
         other.set_weights(values(source)[:4])
     wrong = values(source)
     wrong[-1] = np.zeros((7, 7), "float32")

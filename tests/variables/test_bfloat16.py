@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from tests import helpers, sixteen_bit
-from tfmix.variables import bfloat16, master, stochastic
+from tfmix.variables import bfloat16, master
 
 COUNT = 100_000
 STEP = 2.0**-7  # from 1.0 to the next bfloat16
@@ -14,10 +14,8 @@ STEP = 2.0**-7  # from 1.0 to the next bfloat16
 
 def rounded(value, seed=3, step=0, count=COUNT):
     values = ops.full((count,), value, "float32")
-    noise = stochastic.random_bits(
-        (count,), ops.convert_to_tensor(seed), 1, step
-    )
-    return stochastic.stochastic(values, noise)
+    noise = bfloat16.random_bits((count,), ops.convert_to_tensor(seed), 1, step)
+    return bfloat16.stochastic(values, noise)
 
 
 def to_float64(tensor):
@@ -174,7 +172,7 @@ def test_bfloat16_slots_take_two_bytes_and_train_alike(name):
     full = [v for v in inner.variables if tuple(v.shape) == (33, 17)]
     assert full
     assert {str(v.dtype) for v in full} == {"bfloat16"}
-    assert not any(isinstance(v, stochastic.StochasticView) for v in full)
+    assert not any(isinstance(v, bfloat16._StochasticView) for v in full)
     moved = to_float64(wide[2]) - to_float64(
         sixteen_bit.variables("float32")[2]
     )

@@ -43,18 +43,15 @@ class Replacements:
         """Replaces the places of `wanted`, by old value, and no others."""
         with self._lock:
             for place in [p for p in self._replaced if p not in wanted]:
-                self._restore(place)
-            for place, make in wanted.items():
-                if place not in self._replaced:
-                    owner, name = place
+                owner, name = place
+                original, ours = self._replaced.pop(place)
+                # Whoever replaced the attribute after us keeps their version;
+                # ours inside it then finds nothing in force and passes on.
+                if vars(owner).get(name) is ours:
+                    setattr(owner, name, original)
+            for (owner, name), make in wanted.items():
+                if (owner, name) not in self._replaced:
                     original = vars(owner)[name]
                     setattr(owner, name, make(original))
-                    self._replaced[place] = (original, vars(owner)[name])
-
-    def _restore(self, place: Place) -> None:
-        owner, name = place
-        original, ours = self._replaced.pop(place)
-        # Whoever replaced the attribute after us keeps their version; ours
-        # inside it then finds nothing in force and passes every call on.
-        if vars(owner).get(name) is ours:
-            setattr(owner, name, original)
+                    ours = vars(owner)[name]
+                    self._replaced[owner, name] = (original, ours)

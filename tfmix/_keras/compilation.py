@@ -18,14 +18,10 @@ else:
 
 Function = TypeVar("Function", bound=Callable)
 
-
 # Operations that take a variable's handle and leave the variable alone.
-_READS = {
-    "ReadVariableOp",
-    "ResourceGather",
-    "VarIsInitializedOp",
-    "VariableShape",
-}
+_READS = frozenset(
+    "ReadVariableOp ResourceGather VarIsInitializedOp VariableShape".split()
+)
 _EAGER = "_run_functions_eagerly"
 _lock = threading.Lock()
 # How many blocks each thread is in; what is replaced comes back when none is.
@@ -42,9 +38,9 @@ def by_xla() -> bool:
         return False
     graph = tf.compat.v1.get_default_graph()
     while graph is not None:
-        context = getattr(graph, "_get_control_flow_context", _none)()
+        context = getattr(graph, "_get_control_flow_context", lambda: None)()
         while context is not None:
-            if getattr(context, "IsXLAContext", _none)():
+            if getattr(context, "IsXLAContext", lambda: None)():
                 return True
             context = getattr(context, "outer_context", None)
         graph = getattr(graph, "outer_graph", None)
@@ -96,8 +92,7 @@ def trace() -> Any:
 
 def untouched(function: Function) -> Function:
     """Returns the function, to be run by AutoGraph as it is written."""
-    # Ours hold no Python control flow on tensors: to rewrite them takes time
-    # and prints warnings where AutoGraph does not know a newer Python.
+    # Ours hold no Python control flow on tensors: to rewrite them takes time.
     if keras.backend.backend() != "tensorflow":
         return function
     return tf.autograph.experimental.do_not_convert(function)
@@ -158,19 +153,13 @@ def nothing_traced() -> Iterator[None]:
                 setattr(_function_class(), _EAGER, _originals.pop())
 
 
-def _none() -> None:
-    """Stands in for what a graph does not have."""
-
-
 def _install() -> None:
     owner = _function_class()
-    original = vars(owner)[_EAGER]
-    _originals.append(original)
+    _originals.append(original := vars(owner)[_EAGER])
 
     def is_eager(function: object) -> bool:
-        if threading.get_ident() in _blocks:
-            return True
-        return bool(original.__get__(function, type(function)))
+        usually = original.__get__(function, type(function))
+        return threading.get_ident() in _blocks or bool(usually)
 
     setattr(owner, _EAGER, property(is_eager))
 

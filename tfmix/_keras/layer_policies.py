@@ -60,9 +60,8 @@ def until_built(layer: keras.Layer, action: Callable) -> None:
 
 def widen_inputs(layer: Any) -> Callable[[], None]:
     """Lets a nested model pass its inputs on in float32; returns the undo."""
-    # A Functional or Sequential model notes the dtype of the tensors it was
-    # made of and casts to it, whatever its layers compute in. Each layer
-    # inside casts what it takes anyway.
+    # A Functional or Sequential model casts to the dtype of the tensors it was
+    # made of. Each layer inside casts what it takes anyway.
     graph = getattr(layer, "_functional", None) or layer
     noted = []
     for tensor in getattr(graph, "_inputs", None) or ():

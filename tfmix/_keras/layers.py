@@ -15,11 +15,9 @@ from tfmix._keras import attributes, compilation, layer_policies
 
 def is_structure(layer: Any) -> bool:
     """Says whether a layer only connects others: Sequential, Functional."""
-    if not isinstance(layer, keras.Sequential | functional.Functional):
-        return False
     # A subclass with a `call` of its own computes what it likes.
     own = keras.Sequential.call, functional.Functional.call
-    return type(layer).call in own
+    return getattr(type(layer), "call", None) in own
 
 
 def is_builtin(layer: Any) -> bool:
@@ -83,9 +81,8 @@ def symbolic_arguments(model: keras.Model) -> list:
 
 def call_in_training(model: keras.Model, inputs: Any) -> Any:
     """Calls a model in training mode, if it knows modes."""
-    if getattr(model, "_call_has_training_arg", False):
-        return model(inputs, training=True)
-    return model(inputs)
+    knows_modes = getattr(model, "_call_has_training_arg", False)
+    return model(inputs, training=True) if knows_modes else model(inputs)
 
 
 def owns_random_numbers(layer: Any) -> bool:
@@ -125,9 +122,9 @@ def trial() -> Iterator[Any]:
 
 def is_number(tensor: Any) -> bool:
     """Says whether a tensor holds values, and is no part of a trace."""
-    if keras.backend.backend() != "jax":
-        return hasattr(tensor, "numpy")
-    return not compilation.is_symbolic(tensor)
+    if keras.backend.backend() == "jax":
+        return not compilation.is_symbolic(tensor)
+    return hasattr(tensor, "numpy")
 
 
 @contextlib.contextmanager
@@ -135,8 +132,8 @@ def calls_replaced(operations: list, make: Callable) -> Iterator[None]:
     """Replaces `operation.call` by `make(index, call)` for a block."""
     with contextlib.ExitStack() as undo:
         for index, operation in enumerate(operations):
-            replacement = make(index, operation.call)
-            attributes.swap(undo, operation, "call", replacement)
+            made = make(index, operation.call)
+            attributes.swap(undo, operation, "call", made)
         yield
 
 

@@ -1,7 +1,7 @@
-"""The methods of one model that tfmix changes, each wrapped once.
+"""The methods of one model that tfmix changes: one owner, each wrapped once.
 
-Wrappers are attributes of the model: no class of Keras keeps a trace, and all
-that one role of tfmix put on comes off together.
+Every wrapper is an attribute of the one model, so no class of Keras keeps a
+trace, and all that one role of tfmix put on comes off together.
 """
 
 import functools
@@ -11,47 +11,64 @@ from typing import Any, Protocol
 import keras
 
 # Called with the method inside it, then the arguments of the call.
-Wrapper = Callable
+Wrapper = Callable[..., Any]
 # From the inside out: a guard restores what ran under the policy's rules.
 RULES, GUARD = "rules", "guard"
-_ROLES = (RULES, GUARD)
 _OWNER = "_tfmix_methods"
 
 
 class Part(Protocol):
-    """What plays a role for one model: the wrappers of its methods, by name."""
+    """What plays a role for one model."""
 
     @property
     def wrappers(self) -> Mapping[str, Wrapper]:
-        """What is put around each method."""
+        """What is put around each method, by its name."""
 
 
-class ModelMethods:
-    """What stands around the methods of one model, by role; see `of`."""
+def part(model: keras.Model, role: str) -> Part | None:
+    """Returns what has a role for a model, `None` if nothing has."""
+    return parts(model).get(role)
+
+
+def parts(model: keras.Model) -> dict[str, Part]:
+    """Returns what is in force, by role, as a copy that `restore` takes."""
+    owner: _Owner | None = vars(model).get(_OWNER)
+    return {} if owner is None else dict(owner.parts)
+
+
+def put(model: keras.Model, role: str, part: Part) -> None:
+    """Puts a part's wrappers on a model, in place of what had the role."""
+    restore(model, {**parts(model), role: part})
+
+
+def take_off(model: keras.Model, role: str) -> None:
+    """Removes what has a role; one that nothing has is no error."""
+    restore(model, {r: part for r, part in parts(model).items() if r != role})
+
+
+def restore(model: keras.Model, parts: Mapping[str, Part]) -> None:
+    """Makes what is in force exactly these parts."""
+    owner = vars(model).get(_OWNER) or _Owner(model)
+    owner.set(parts)
+    if parts:
+        # Past Keras's tracking, which is for a layer's state.
+        object.__setattr__(model, _OWNER, owner)
+    else:
+        vars(model).pop(_OWNER, None)
+
+
+class _Owner:
+    """Owns what stands around the methods of one model."""
 
     def __init__(self, model: keras.Model) -> None:
+        self.parts: Mapping[str, Part] = {}
         self._model = model
-        self._parts: dict[str, Part] = {}
         # What stands on the model now, and what the user had put there.
         self._installed: dict[str, Callable] = {}
         self._users: dict[str, Callable] = {}
 
-    @property
-    def parts(self) -> dict[str, Part]:
-        """What is in force, by role, as a copy that `restore` takes."""
-        return dict(self._parts)
-
-    def put(self, role: str, part: Part) -> None:
-        """Puts a part's wrappers on, in place of what had the role."""
-        self.restore({**self._parts, role: part})
-
-    def take_off(self, role: str) -> None:
-        """Removes what has a role; one that nothing has is no error."""
-        self.restore({k: v for k, v in self._parts.items() if k != role})
-
-    def restore(self, parts: Mapping[str, Part]) -> None:
-        """Makes what is in force exactly these parts."""
-        self._parts = dict(parts)
+    def set(self, parts: Mapping[str, Part]) -> None:
+        self.parts = dict(parts)
         wanted = {name for part in parts.values() for name in part.wrappers}
         for name in set(self._installed) - wanted:
             self._remove(name)
@@ -70,8 +87,7 @@ class ModelMethods:
         object.__setattr__(self._model, name, method)
 
     def _remove(self, name: str) -> None:
-        method = self._installed.pop(name)
-        users = self._users.pop(name, None)
+        method, users = self._installed.pop(name), self._users.pop(name, None)
         if vars(self._model).get(name) is not method:
             # Somebody has put another on top, which is theirs to remove.
             return
@@ -87,26 +103,10 @@ class ModelMethods:
             call = self._users.get(name) or functools.partial(
                 getattr(type(self._model), name), self._model
             )
-            for role in _ROLES:
-                part = self._parts.get(role)
+            for role in (RULES, GUARD):
+                part = self.parts.get(role)
                 if part is not None and name in part.wrappers:
                     call = functools.partial(part.wrappers[name], call)
             return call(*args, **kwargs)
 
         return method
-
-
-def of(model: keras.Model) -> ModelMethods:
-    """Returns the owner of a model's methods, made at the first request."""
-    owner: ModelMethods | None = vars(model).get(_OWNER)
-    if owner is None:
-        owner = ModelMethods(model)
-        # Past Keras's tracking, which is for a layer's state.
-        object.__setattr__(model, _OWNER, owner)
-    return owner
-
-
-def part(model: keras.Model, role: str) -> Part | None:
-    """Returns what has a role for a model, `None` if nothing has."""
-    owner: ModelMethods | None = vars(model).get(_OWNER)
-    return None if owner is None else owner.parts.get(role)

@@ -1,11 +1,8 @@
 """Where Keras does the work of each op: the functions behind `keras.ops`.
 
-Keras looks every backend function up as an attribute (`backend.numpy.sum`)
-each time it is called, on all routes. Replacing the attribute reaches every
-caller, also those that did `from keras.ops import sum` long before. Ops that
-are composed in `keras.src.ops` have a private worker there (`_normalize`), to
-be replaced instead. Linear algebra, none of which has 16-bit kernels, is
-reached through `backend.linalg`, and one stand-in for that module serves it.
+Keras looks every backend function up (`backend.numpy.sum`) at each call, on
+all routes: replacing the attribute reaches every caller. Ops composed in
+`keras.src.ops` have a private worker there (`_normalize`).
 """
 
 import contextlib
@@ -24,6 +21,7 @@ from tfmix._keras import attributes
 # Later Keras versions keep the op modules below `backend.ops`.
 _BACKEND_PARENTS = ("keras.src.backend", "keras.src.backend.ops")
 _OP_PARENTS = ("keras.src.ops", "keras.src.backend.ops")
+# None of it has 16-bit kernels: one stand-in for the whole module serves it.
 _LINEAR_ALGEBRA = "linalg"
 # In the order in which the public ops prefer them: `tanh` is in `numpy` and
 # `nn`, and Keras 3.12 has a second, unused `norm` in `math`.
@@ -77,9 +75,8 @@ def writes_out(layer: keras.Layer, arguments: dict) -> bool:
 @contextlib.contextmanager
 def float32_softmax(layer: keras.Layer) -> Iterator[None]:
     """Keeps the layer's own softmax from casting its logits to 16 bit."""
-    softmax = getattr(layer, "_softmax", None)
     with contextlib.ExitStack() as undo:
-        if softmax is not None:
+        if (softmax := getattr(layer, "_softmax", None)) is not None:
             float32 = keras.DTypePolicy("float32")
             attributes.swap(undo, softmax, "_dtype_policy", float32)
         yield
@@ -90,9 +87,8 @@ def _function(name: str) -> tuple[attributes.Place, ...]:
     for parents, function in places:
         for package, theme, module in _modules(parents):
             if _defines(module, function):
-                if function == name and theme == _LINEAR_ALGEBRA:
-                    return ((package, theme),)
-                return ((module, function),)
+                linear = function == name and theme == _LINEAR_ALGEBRA
+                return ((package, theme) if linear else (module, function),)
     return ()
 
 
@@ -126,11 +122,8 @@ def _modules(
     parents: tuple[str, ...],
 ) -> list[tuple[types.ModuleType, str, types.ModuleType]]:
     """Lists the op modules below packages, with their package and theme."""
-    packages = [
-        importlib.import_module(parent)
-        for parent in parents
-        if importlib.util.find_spec(parent) is not None
-    ]
+    found = filter(importlib.util.find_spec, parents)
+    packages = [importlib.import_module(parent) for parent in found]
     modules = [
         (package, theme, getattr(package, theme))
         for theme in _THEMES

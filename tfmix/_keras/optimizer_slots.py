@@ -30,8 +30,7 @@ def workers(optimizer: Any) -> list[optimizers.Optimizer]:
 
 def slots(worker: optimizers.Optimizer) -> Slots | None:
     """Returns the slots of a built optimizer in the order of its variables."""
-    # Keras names a slot after its variable. `None` unless each list of slots
-    # agrees with these names, and no slot is left over.
+    # `None` unless each list agrees with the slots' names, and none is left.
     known = optimizers.remembered(worker)
     found: Slots = {
         name: list(values)
@@ -81,8 +80,7 @@ def fresh(optimizer: Any, moved: Moved) -> Any:
     """Returns an optimizer of the same settings that is not built."""
     made = type(optimizer).from_config(optimizer.get_config())
     for old, new in zip(workers(optimizer), workers(made), strict=False):
-        excluded = optimizers.undecayed(old, optimizers.remembered(old))
-        if excluded:
+        if excluded := optimizers.undecayed(old, optimizers.remembered(old)):
             new.exclude_from_weight_decay(var_list=_moved(excluded, moved))
     return made
 
@@ -110,7 +108,7 @@ def _noted(part: Any, variables: list) -> Callable[[Moved], None]:
             for name, values in tables.items():
                 pairs = zip(map(optimizers.key, now), values, strict=True)
                 vars(part)[name].clear()
-                vars(part)[name].update(dict(pairs))
+                vars(part)[name].update(pairs)
         if excluded:
             keys = map(optimizers.key, _moved(excluded, moved))
             vars(part)[_EXCLUDED] = set(keys)

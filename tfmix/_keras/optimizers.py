@@ -121,8 +121,7 @@ def named(
     keys = {key(variable) for variable in var_list or ()}
     pattern = "|".join(var_names or ())
     return [
-        variable
-        for variable in variables
-        if key(variable) in keys
-        or (pattern and re.search(pattern, variable.name))
+        v
+        for v in variables
+        if key(v) in keys or (pattern and re.search(pattern, v.name))
     ]

@@ -11,10 +11,8 @@ from keras.src.trainers import trainer as trainers
 
 from tfmix._keras import attributes
 
-
-def trainer() -> type:
-    """Returns the class that gives models `compile` and `fit`."""
-    return trainers.Trainer
+# The class that gives models `compile` and `fit`.
+TRAINER: type = trainers.Trainer
 
 
 def penalty_places() -> list[attributes.Place]:
@@ -25,7 +23,7 @@ def penalty_places() -> list[attributes.Place]:
         (keras.Layer, "add_loss"),
         # Losses that were added before tfmix had a say, on their way into
         # the sum with the compiled loss, where TensorFlow mixes no dtypes.
-        (trainer(), "_aggregate_additional_loss"),
+        (TRAINER, "_aggregate_additional_loss"),
     ]
 
 

@@ -1,7 +1,7 @@
 """The parts of Keras's variables that tfmix reaches into.
 
-A `keras.Variable` is what its `__dict__` holds. Under TensorFlow the optimizers
-unwrap `variable.value`, assign to that, and find slots by `_unique_id`.
+Under TensorFlow the optimizers unwrap `variable.value`, assign to that, and
+find slots by `_unique_id`.
 """
 
 import contextlib
@@ -18,17 +18,22 @@ from tfmix._keras import attributes, optimizers
 Variables = Sequence[keras.Variable]
 
 
-def is_narrow(variable: keras.Variable) -> bool:
-    """Returns whether a variable is float16 or bfloat16."""
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    return dtype in _formats.SIXTEEN_BIT
+def is_narrow(tensor: Any) -> bool:
+    """Returns whether a tensor or variable is float16 or bfloat16."""
+    dtype = getattr(tensor, "dtype", None)
+    if dtype is None:
+        return False
+    return keras.backend.standardize_dtype(dtype) in _formats.SIXTEEN_BIT
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Returns whether a variable's gradient is its next value (float8)."""
+    return getattr(variable, "overwrite_with_gradient", False)
 
 
 def is_sixteen_bit(variable: keras.Variable) -> bool:
     """Returns whether a 16-bit variable is one that gradients update."""
-    # One overwritten with its gradient (a float8 scale) has none to lose.
-    overwritten = getattr(variable, "overwrite_with_gradient", False)
-    return is_narrow(variable) and not overwritten
+    return is_narrow(variable) and not is_overwritten(variable)
 
 
 def placement(variable: keras.Variable) -> dict:
@@ -39,8 +44,7 @@ def placement(variable: keras.Variable) -> dict:
 
 def adopt(target: keras.Variable, variable: keras.Variable) -> keras.Variable:
     """Gives a stand-in the identity of the model's variable; returns it."""
-    # Maps by path (`MultiOptimizer`, Muon's `exclude_layers`), weight-decay
-    # patterns and names of slots then match as they do in float32.
+    # What goes by path (`MultiOptimizer`, weight decay) matches as in float32.
     target._path = variable.path
     for name in ("trainable", "constraint", "regularizer"):
         setattr(target, name, getattr(variable, name))

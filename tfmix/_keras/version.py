@@ -6,7 +6,9 @@ BACKENDS = ("tensorflow", "jax")
 OLDEST_KERAS = (3, 12)
 
 
-def require_supported(version: str, backend: str) -> None:
+def require_supported(
+    version: str = keras.__version__, backend: str = keras.backend.backend()
+) -> None:
     """Raises `ImportError` for a version or backend that tfmix does not fit."""
     # Called before any other module of tfmix is imported, so that the first
     # error a user sees is the one that says what to change.
@@ -25,8 +27,3 @@ def require_supported(version: str, backend: str) -> None:
             "'jax' before Keras is imported, for example "
             "`KERAS_BACKEND=tensorflow python script.py`."
         )
-
-
-def require_supported_keras() -> None:
-    """Checks the Keras that is installed."""
-    require_supported(keras.__version__, keras.backend.backend())

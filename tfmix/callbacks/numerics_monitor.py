@@ -9,7 +9,7 @@ from absl import logging
 from tfmix import _arguments, _formats
 from tfmix._keras import layers
 from tfmix.callbacks import batch_tap, reading, sampler
-from tfmix.conversion import trial_policies
+from tfmix.conversion import planned_policies
 from tfmix.doctor import probe, verdicts
 from tfmix.policy.in_force import suited_optimizer
 
@@ -82,7 +82,7 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def _prepare(self, model: Any, batch: Any) -> None:
         _build(model, batch)
-        sixteen = trial_policies.sixteen_bit_layers(model)
+        sixteen = planned_policies.sixteen_bit_layers(model)
         # A model without 16-bit layers is measured as float16 would see it.
         dtype = sixteen[0].compute_dtype if sixteen else "float16"
         self._limits = _formats.limits(dtype)
@@ -139,7 +139,7 @@ class NumericsMonitor(keras.callbacks.Callback):
                 self._model_of,
                 self._found,
                 self._limits,
-                trial_policies.reference(self._model_of),
+                planned_policies.reference(self._model_of),
             )
         # Zeros that are zeros in float32, too, are the model's own.
         exact = self._exact(state, batch, sample.scale)

@@ -12,7 +12,7 @@ from keras import ops, tree
 from tfmix import _formats
 from tfmix._keras import layers as host
 from tfmix.callbacks import deviation
-from tfmix.conversion import trial_policies
+from tfmix.conversion import planned_policies
 from tfmix.doctor import latent, probe, pullback, ranges
 from tfmix.policy.in_force import carried
 from tfmix.scaling import optimizer as scaling
@@ -117,12 +117,12 @@ class Sampler:
         model: keras.Model,
         found: Sequence[probe.Target],
         limits: _formats.Format,
-        planned: trial_policies.Plan | None = None,
+        planned: planned_policies.Plan | None = None,
     ) -> None:
         self._model, self._found, self._limits = model, found, limits
         # Under such dtypes, layers are not compared with float32.
         self._planned = planned
-        self._reference = trial_policies.reference(model)
+        self._reference = planned_policies.reference(model)
         self._room = _CALLS_PER_LAYER * len(found) + 1
         self._trace = _Trace()
         self._compiled = self._compile()

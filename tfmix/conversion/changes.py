@@ -140,13 +140,7 @@ def _set_spec(layer: keras.Layer, way_back: contextlib.ExitStack) -> None:
     for place, tensor in layers.noted_results(layer):
         dtype = keras.backend.standardize_dtype(tensor.dtype)
         if dtype in _formats.FORMATS:
-            attributes.swap(
-                way_back, tensor, "_dtype", _result_dtype(layer, place)
-            )
-
-
-def _result_dtype(layer: keras.Layer, place: int) -> str:
-    results = layers.results(layer)
-    if suited_optimizer.is_graph(layer) and results:
-        return str(results[place].dtype)
-    return str(layer.compute_dtype)
+            graph = suited_optimizer.is_graph(layer)
+            results = layers.results(layer) if graph else None
+            result = results[place].dtype if results else layer.compute_dtype
+            attributes.swap(way_back, tensor, "_dtype", str(result))

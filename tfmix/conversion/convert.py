@@ -1,11 +1,13 @@
 """Existing models: into 16 bit, in place or as a copy, and back."""
 
 import contextlib
+import dataclasses
 from typing import Any, NamedTuple
 
 import keras
 from absl import logging
 
+from tfmix import _arguments, _tables
 from tfmix._keras import (
     layer_policies,
     model_methods,
@@ -13,21 +15,106 @@ from tfmix._keras import (
     training_classes,
     variables,
 )
-from tfmix.conversion import (
-    changes,
-    conversion_report,
-    copying,
-    optimizer_state,
-    planned_policies,
-)
+from tfmix.conversion import changes, copying, optimizer_state, planned_policies
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import (
-    carried,
-    scope,
-    suited_optimizer,
-)
+from tfmix.policy.in_force import carried, scope, suited_optimizer
 from tfmix.scaling import guard
 from tfmix.scaling import optimizer as scaling
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One layer of a converted model.
+
+    Attributes:
+        layer: The layer's path, or its name where it has none.
+        layer_class: The name of its class.
+        before: The name of its dtype policy before.
+        after: The name of its dtype policy now.
+        why: Why it has that policy.
+    """
+
+    layer: str
+    layer_class: str
+    before: str
+    after: str
+    why: str
+
+
+class ConversionReport(_tables.Printed):
+    """Says what `apply_policy` did; prints as a table.
+
+    Args:
+        policy: The policy that was applied.
+        rows: One row per layer, in the model's order.
+        undo: Takes the conversion back.
+        notes: Sentences on what a reader should know besides.
+
+    Attributes:
+        policy: The policy that was applied.
+        rows: Tuple of `Row`.
+        notes: Tuple of sentences.
+
+    Example:
+        >>> row = Row("dense", "Dense", "float32", "mixed_float16", "")
+        >>> policy = keras.DTypePolicy("mixed_float16")
+        >>> print(str(ConversionReport(policy, [row], print)).splitlines()[0])
+        1 layer: 1 changed to mixed_float16, 0 kept in float32
+    """
+
+    def __init__(
+        self,
+        policy: keras.DTypePolicy,
+        rows: list[Row],
+        undo: changes.Undo,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.policy = policy
+        self.rows = tuple(rows)
+        self.notes = notes
+        self._undo: changes.Undo | None = undo
+
+    def undo(self) -> None:
+        """Puts every dtype, method and optimizer back as it was before.
+
+        Trained weights and the inner optimizer's state stay as they are now:
+        undoing a conversion does not undo training. An optimizer that the
+        model was compiled with since stays, too; the wrapper that tfmix put
+        on it goes.
+
+        Raises:
+            RuntimeError: If it has been called before, or the model, or a
+                part of it, was converted again since.
+        """
+        if self._undo is None:
+            raise RuntimeError(
+                "This conversion has been undone already. Call "
+                "`apply_policy(model, policy)` to convert the model again."
+            )
+        self._undo()
+        self._undo = None
+
+    @property
+    def kept(self) -> tuple[Row, ...]:
+        """The rows of the layers that compute in float32."""
+        return tuple(row for row in self.rows if row.after == "float32")
+
+    def __repr__(self) -> str:
+        return f"<ConversionReport {self._summary()}>"
+
+    def tables(self) -> list[_tables.Table]:
+        """Returns what to print."""
+        heads = ("layer", "class", "from", "to", "why")
+        rows = [dataclasses.astuple(row) for row in self.rows]
+        return [_tables.Table(heads, rows, self._summary(), self.notes)]
+
+    def _summary(self) -> str:
+        changed = sum(row.before != row.after for row in self.rows)
+        layers = "layer" if len(self.rows) == 1 else "layers"
+        return (
+            f"{len(self.rows)} {layers}: {changed} changed to "
+            f"{self.policy.name}, {len(self.kept)} kept in float32"
+        )
 
 
 class Prepared(NamedTuple):
@@ -41,12 +128,12 @@ class Prepared(NamedTuple):
 
     model: keras.Model
     optimizer: keras.optimizers.Optimizer
-    report: conversion_report.ConversionReport
+    report: ConversionReport
 
 
 def apply_policy(
     model: keras.Model, policy: str | keras.DTypePolicy
-) -> conversion_report.ConversionReport:
+) -> ConversionReport:
     """Changes the dtypes of an existing model, in place.
 
     Use it on a model that exists already: loaded, from `keras.applications`,
@@ -83,7 +170,7 @@ def apply_policy(
         'float32'
     """
     accepted = scope.accept(policy)
-    _check_model(model)
+    _arguments.model(model)
     return _convert(model, accepted)[0]
 
 
@@ -91,19 +178,32 @@ def _convert(
     model: keras.Model,
     policy: keras.DTypePolicy,
     given: keras.optimizers.Optimizer | None = None,
-) -> tuple[conversion_report.ConversionReport, Any]:
+) -> tuple[ConversionReport, Any]:
     """Converts, and returns the report and the optimizer to train with."""
     steps = planned_policies.plan(model, policy)
-    rows = [_row(step) for step in steps if step.shown]
-    notes = (
-        *_already(rows, policy),
-        *planned_policies.unused_rules(model, policy),
-    )
+    rows = [
+        Row(
+            layer_policies.path_of(step.layer),
+            type(step.layer).__name__,
+            planned_policies.entry(step.layer.dtype_policy, step.layer).name,
+            step.policy.name,
+            step.why,
+        )
+        for step in steps
+        if step.shown
+    ]
+    notes = planned_policies.unused_rules(model, policy)
+    if all(row.before == row.after for row in rows):
+        if any(row.after == policy.name for row in rows):
+            note = f"The model was {policy.name} already: no layer changes."
+        else:
+            note = "No layer changes: the last column says why."
+        notes = (note, *notes)
     with variables.strategy_scope(model):
         undo, optimizer = _converted(model, policy, steps, given)
     for note in notes:
         logging.warning("tfmix: %s", note)
-    report = conversion_report.ConversionReport(policy, rows, undo, notes)
+    report = ConversionReport(policy, rows, undo, notes)
     return report, optimizer
 
 
@@ -127,8 +227,8 @@ def _converted(
             way_back.callback(know_again)
         way_back.callback(_inside(given or before))
         check = changes.stand(steps, way_back)
-        methods = model_methods.of(model)
-        way_back.callback(methods.restore, methods.parts)
+        methods = model_methods.parts(model)
+        way_back.callback(model_methods.restore, model, methods)
         changes.set_dtypes(steps, way_back)
         for know_again in known:
             know_again()
@@ -207,10 +307,11 @@ def convert_model(
         'float32'
     """
     accepted = scope.accept(policy)
-    _check_model(model)
+    _arguments.model(model)
     twin = copying.copied(model)
     if inference:
-        copying.forget_training(twin)
+        twin.trainable = twin.compiled = False
+        twin.optimizer = None
     apply_policy(twin, accepted)
     return twin
 
@@ -260,51 +361,10 @@ def prepare(
             )
         level = policies.Policy(level, keep_batchnorm_fp32=keep_batchnorm_fp32)
     accepted = scope.accept(level)
-    _check_model(model)
+    _arguments.model(model)
     found = keras.optimizers.get(optimizer)
     report, found = _convert(model, accepted, found)
     return Prepared(model, found, report)
-
-
-def _check_model(model: Any) -> None:
-    if isinstance(model, keras.Model):
-        return
-    hint = ""
-    if isinstance(model, keras.Layer):
-        hint = " Put the layer into a model, or set its `dtype_policy`."
-    elif "tf_keras" in type(model).__module__:
-        hint = " It is a model of tf_keras (Keras 2), which is not supported."
-    raise TypeError(
-        "`model` must be a Keras 3 model (keras.Model). Received: "
-        f"model={model!r} of type {type(model).__name__}.{hint}"
-    )
-
-
-def _row(step: planned_policies.Step) -> conversion_report.Row:
-    return conversion_report.Row(
-        layer_policies.path_of(step.layer),
-        type(step.layer).__name__,
-        _name(step.layer),
-        step.policy.name,
-        step.why,
-    )
-
-
-def _name(layer: Any) -> str:
-    current = layer.dtype_policy
-    if isinstance(current, keras.dtype_policies.DTypePolicyMap):
-        return str(current[layer_policies.path_of(layer)].name)
-    return str(current.name)
-
-
-def _already(
-    rows: list[conversion_report.Row], policy: keras.DTypePolicy
-) -> tuple[str, ...]:
-    if any(row.before != row.after for row in rows):
-        return ()
-    if any(row.after == policy.name for row in rows):
-        return (f"The model was {policy.name} already: no layer changes.",)
-    return ("No layer changes: the last column says why.",)
 
 
 def _suit_optimizer(
@@ -325,7 +385,14 @@ def _suit_optimizer(
         return None
     bare, anew = _bare(optimizer, model, state)
     suited = suited_optimizer.suited(bare, model, level)
-    if not anew and _alike(suited, optimizer):
+    if (
+        not anew
+        and isinstance(suited, scaling.LossScaleOptimizer)
+        and isinstance(optimizer, scaling.LossScaleOptimizer)
+        and suited.inner_optimizer is optimizer.inner_optimizer
+        and suited.rule == optimizer.rule
+    ):
+        # It scales the loss of the same optimizer alike.
         suited = optimizer
     _adopt(model, suited)
     optimizer_state.give(model, state)
@@ -353,19 +420,7 @@ def _bare(
     return optimizer_slots.fresh(bare, moved), True
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Says whether two wrappers scale the loss of one optimizer alike."""
-    return (
-        isinstance(one, scaling.LossScaleOptimizer)
-        and isinstance(other, scaling.LossScaleOptimizer)
-        and one.inner_optimizer is other.inner_optimizer
-        and one.rule == other.rule
-    )
-
-
-def _inside(
-    optimizer: keras.optimizers.Optimizer | None,
-) -> changes.Undo:
+def _inside(optimizer: keras.optimizers.Optimizer | None) -> changes.Undo:
     """Notes what fitting an optimizer to a model changes inside it."""
     noted = [
         (part, name, vars(part)[name])

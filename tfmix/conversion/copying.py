@@ -1,8 +1,5 @@
 """A second model like the first: same weights, nothing shared."""
 
-import itertools
-from typing import Any
-
 import keras
 
 from tfmix._keras import layer_policies, layers, training_classes
@@ -36,8 +33,11 @@ def copied(model: keras.Model) -> keras.Model:
 
 def _check_weights(twin: keras.Model, model: keras.Model) -> None:
     """Keras only warns of some layers that it could not load."""
-    pairs = itertools.zip_longest(twin.get_weights(), model.get_weights())
-    if any(_bits(copy) != _bits(original) for copy, original in pairs):
+    copies, originals = twin.get_weights(), model.get_weights()
+    if len(copies) != len(originals) or any(
+        copy.tobytes() != original.tobytes()
+        for copy, original in zip(copies, originals, strict=True)
+    ):
         raise ValueError("The copy has other weights than the model.")
 
 
@@ -52,10 +52,6 @@ def _copy_paths(twin: keras.Model, model: keras.Model) -> None:
         for copy, original in pairs:
             if copy.path and original.path:
                 layer_policies.put(copy, "_path", original.path)
-
-
-def _bits(weight: Any) -> bytes:
-    return b"" if weight is None else weight.tobytes()
 
 
 def _first_cause(error: BaseException) -> str:
@@ -99,10 +95,3 @@ def _advice(model: keras.Model) -> str:
 
 def _names(classes: set[type]) -> str:
     return ", ".join(sorted(each.__name__ for each in classes))
-
-
-def forget_training(model: keras.Model) -> None:
-    """Leaves a model only what prediction needs."""
-    model.trainable = False
-    model.compiled = False
-    model.optimizer = None

@@ -1,8 +1,7 @@
 """The state of a model's optimizer, handed over when its variables are cast.
 
-An optimizer with 16-bit variables keeps moments of its masters, one without
-of the variables themselves; a conversion, there or back, goes on with what
-was there.
+With 16-bit variables the moments are those of masters, else of the variables
+themselves; a conversion, there or back, goes on with what was there.
 """
 
 import dataclasses
@@ -26,24 +25,15 @@ _ONCE = -1
 
 @dataclasses.dataclass(frozen=True)
 class Handover:
-    """What an optimizer knew, by the model's variables.
+    """What an optimizer knew, by the model's variables."""
 
-    Attributes:
-        workers: The optimizers that make the updates.
-        variables: The model's variables they were built for.
-        targets: What they update in their place, masters for example.
-        dtypes: The variables' dtypes by then.
-        numbers: Slots and counters, `None` if it is not certain whose they
-            are.
-        weights: The variables' values in float32, from masters if there are.
-    """
-
-    workers: list[keras.optimizers.Optimizer]
-    variables: list[keras.Variable]
-    targets: list[keras.Variable]
-    dtypes: list[str]
+    workers: list[keras.optimizers.Optimizer]  # that make the updates
+    variables: list[keras.Variable]  # the model's, they were built for
+    targets: list[keras.Variable]  # updated in their place: masters or they
+    dtypes: list[str]  # of the variables by then
+    # Slots and counters, `None` if it is not certain whose they are.
     numbers: dict[Key, np.ndarray] | None
-    weights: list[np.ndarray]
+    weights: list[np.ndarray]  # in float32, from masters if there are
 
     @property
     def cast(self) -> bool:

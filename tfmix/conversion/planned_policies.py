@@ -1,8 +1,7 @@
-"""Which dtype policy each layer of an existing model gets, and why."""
+"""Which dtype policy each layer of a model gets, or has while checked."""
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 import keras
 
@@ -17,9 +16,8 @@ from tfmix.policy.in_force import new_layers, suited_optimizer
 # the cell of an LSTM) follows the layer it is in.
 _WRAPPERS = ("Wrapper", "Bidirectional", "RNN", "StackedRNNCells", "Pipeline")
 
-_OUTPUT = "the model's output"
-_SOFTMAX_HEAD = "a softmax head: in 16 bit it loses logits recovery"
 _OWN = "has a dtype of its own"
+Plan = dict[keras.Layer, keras.DTypePolicy]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +65,19 @@ def _makers(tensors: Iterable[keras.KerasTensor]) -> list[keras.Layer]:
         seen.add(id(operation))
         if isinstance(operation, keras.Layer):
             found.append(operation)
-        elif not _casts_to_float32(operation):
+        # Else the user has cast the result to float32 already.
+        elif type(operation).__name__ != "Cast" or (
+            keras.backend.standardize_dtype(operation.dtype) != "float32"
+        ):
             waiting += taken
     return found
 
 
-def _casts_to_float32(operation: Any) -> bool:
-    """Says whether what the user wrote makes the result float32 already."""
-    if type(operation).__name__ != "Cast":
-        return False
-    found: str = keras.backend.standardize_dtype(operation.dtype)
-    return found == "float32"
+def entry(policy: keras.DTypePolicy, layer: keras.Layer) -> keras.DTypePolicy:
+    """Returns the entry of a map for a layer, else the policy as it is."""
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
+        policy = policy[layer_policies.path_of(layer)]
+    return policy
 
 
 def unused_rules(
@@ -131,16 +131,16 @@ class _Planner:
     def _decide(self, layer: keras.Layer, inherited: Step | None) -> Step:
         if suited_optimizer.is_graph(layer):
             why = self._ruled(layer)
-            target = _float32() if why else self._target(layer)
+            target = (
+                keras.DTypePolicy("float32") if why else self._target(layer)
+            )
             return Step(layer, target, why or "", shown=False)
-        own = self._own(layer)
-        if own:
+        if own := self._own(layer):
             return Step(layer, layer.dtype_policy, own)
         if inherited is not None:
             return Step(layer, inherited.policy, inherited.why)
-        why = self._why_float32(layer)
-        if why:
-            return Step(layer, _float32(), why)
+        if why := self._why_float32(layer):
+            return Step(layer, keras.DTypePolicy("float32"), why)
         target = self._target(layer)
         return Step(layer, target, f"computes in {target.compute_dtype}")
 
@@ -149,13 +149,12 @@ class _Planner:
     ) -> Step | None:
         """Returns what the layers inside a layer get, `None` for their own."""
         names = {base.__name__ for base in type(layer).__mro__}
-        composite = layer.__class__.__module__.split(".")[0] == "keras"
-        composite = composite and not isinstance(layer, keras.Model)
         # An RNN of Keras's with a cell of the user's decides on it, too.
-        if "LSTM" in names or "GRU" in names or "SimpleRNN" in names:
-            composite = True
-        elif names.intersection(_WRAPPERS):
-            composite = False
+        composite = bool(names & {"LSTM", "GRU", "SimpleRNN"}) or (
+            type(layer).__module__.split(".")[0] == "keras"
+            and not isinstance(layer, keras.Model)
+            and not names.intersection(_WRAPPERS)
+        )
         if inherited is None and not self._ruled(layer) and not composite:
             return None
         why = step.why if step.why.startswith("inside ") else ""
@@ -177,30 +176,74 @@ class _Planner:
     def _why_float32(self, layer: keras.Layer) -> str | None:
         if self._is_float32:
             return None
-        why = self._ruled(layer)
-        if why:
+        if why := self._ruled(layer):
             return why
         if self._rules.outside_white_list(type(layer)):
             return "level O1: no matmul"
         if self._rules.level == "O3" and id(layer) not in self._heads:
             return None
-        activation = getattr(layer, "activation", None)
-        if activation is keras.activations.softmax:
-            return _SOFTMAX_HEAD
-        return _OUTPUT if id(layer) in self._heads else None
+        if getattr(layer, "activation", None) is keras.activations.softmax:
+            return "a softmax head: in 16 bit it loses logits recovery"
+        return "the model's output" if id(layer) in self._heads else None
 
     def _ruled(self, layer: keras.Layer) -> str | None:
         path = layer_policies.path_of(layer)
         return self._rules.why_float32(type(layer), layer.name, path)
 
     def _target(self, layer: keras.Layer) -> keras.DTypePolicy:
-        if isinstance(self._policy, keras.dtype_policies.DTypePolicyMap):
-            found: keras.DTypePolicy = self._policy[
-                layer_policies.path_of(layer)
-            ]
-            return policies.plain(found)
-        return policies.plain(self._policy)
+        return policies.plain(entry(self._policy, layer))
 
 
-def _float32() -> keras.DTypePolicy:
-    return keras.DTypePolicy("float32")
+def sixteen_bit_layers(model: keras.Model) -> list[keras.Layer]:
+    """Returns the layers of a model that compute in 16 bit now."""
+    return [
+        layer
+        for layer in layers.flat_layers(model)
+        if layer.compute_dtype in _formats.SIXTEEN_BIT
+    ]
+
+
+def reference(model: keras.Model) -> Plan:
+    """Plans float32 for every layer that computes in floats."""
+    return {layer: keras.DTypePolicy("float32") for layer in _movable(model)}
+
+
+def sixteen_bit(model: keras.Model, policy: keras.DTypePolicy | None) -> Plan:
+    """Plans what a model is trained under, for layers that compute in floats.
+
+    `None` is the model as it stands. A `Policy` does what `apply_policy` does
+    with it; any other policy goes to every layer but those which the maker of
+    a 16-bit model left in float32.
+    """
+    movable = _movable(model)
+    if policy is None:
+        return {layer: vars(layer)["_dtype_policy"] for layer in movable}
+    if isinstance(policy, policies.Policy):
+        planned = {step.layer: step.policy for step in plan(model, policy)}
+        return {layer: planned[layer] for layer in movable if layer in planned}
+    mixed, whole = bool(sixteen_bit_layers(model)), policies.plain(policy)
+    return {
+        layer: keras.DTypePolicy("float32")
+        if mixed and layer.compute_dtype == "float32"
+        else whole
+        for layer in movable
+    }
+
+
+def dtype(planned: Plan, layer: keras.Layer) -> str:
+    """Returns the compute dtype a plan has for a layer."""
+    policy = planned.get(layer)
+    if policy is None:
+        return str(layer.compute_dtype)
+    return str(entry(policy, layer).compute_dtype)
+
+
+def _movable(model: keras.Model) -> list[keras.Layer]:
+    return [
+        layer
+        for layer in layers.flat_layers(model)
+        if keras.backend.is_float_dtype(
+            keras.backend.standardize_dtype(layer.compute_dtype)
+        )
+        and layer.quantization_mode is None
+    ]

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from tfmix import _arguments
 from tfmix._keras import layers
 from tfmix.doctor import probe
 
@@ -92,11 +93,7 @@ def prepare(
 
     At most `most` rows are kept, of a dataset those of its first batch.
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            "`model` must be a keras.Model. "
-            f"Received: model={model!r} of type {type(model).__name__}."
-        )
+    _arguments.model(model)
     x, y = next(parts(x, y), (x, y))
     notes: tuple[str, ...] = ()
     rows = most and _free_rows(model, (x, y))

@@ -10,7 +10,7 @@ import keras
 from keras import ops
 
 from tfmix import _arguments, _errors
-from tfmix.conversion import trial_policies
+from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as trial
 from tfmix.doctor import pullback
 from tfmix.scaling.step import finite
@@ -75,7 +75,7 @@ def calibrate_loss_scale(
             "the model is trained on."
         )
     whole = trial.prepare(model, *first, loss)
-    sixteen = trial_policies.sixteen_bit_layers(model)
+    sixteen = planned_policies.sixteen_bit_layers(model)
     if all(layer.compute_dtype != "float16" for layer in sixteen):
         return 1.0
     is_finite = _compiled(whole)

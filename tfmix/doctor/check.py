@@ -11,7 +11,7 @@ from absl import logging
 
 from tfmix import _formats
 from tfmix._keras import compilation, layers
-from tfmix.conversion import trial_policies
+from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import (
     gaps,
@@ -26,7 +26,7 @@ from tfmix.doctor import (
 )
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import carried as carrying
-from tfmix.policy.in_force import penalties, scope, suited_optimizer, switch
+from tfmix.policy.in_force import ops, scope, suited_optimizer, switch
 
 # More rows would cost memory and tell nothing new.
 ROWS = 64
@@ -113,12 +113,12 @@ def _run(
 ) -> numerics_report.NumericsReport:
     """Checks a batch; a warning says that the loss is not scaled."""
     limits = _formats.limits(base.compute_dtype)
-    sixteen = trial_policies.sixteen_bit(given.model, chosen)
+    sixteen = planned_policies.sixteen_bit(given.model, chosen)
     bad_rows = given.bad_rows()
     batch = given.without({row for rows in bad_rows.values() for row in rows})
     rules: Any = contextlib.nullcontext()
     if isinstance(chosen, policies.Policy):
-        rules = switch.block({*chosen.float32_ops, penalties.RULE})
+        rules = switch.block({*chosen.float32_ops, ops.PENALTIES})
     with compilation.nothing_traced(), carrying.outputs_as_made(), rules:
         found = probe.targets(batch.model)
         highest = _LOWEST if warning else _LOSS_SCALE
@@ -142,7 +142,7 @@ def _run(
         again=lambda other: _run(given, other, other),
         targets={target.name: target for target in found},
         sixteen_bit_layers=sum(
-            trial_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
+            planned_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
             for layer in suited_optimizer.computing_layers(batch.model)
         ),
         notes=tuple(one for one in (warning, *batch.notes) if one),
@@ -153,7 +153,7 @@ def _policy(
     model: Any, policy: str | keras.DTypePolicy | None
 ) -> tuple[keras.DTypePolicy | None, policies.Policy]:
     """Returns what to plan with, None for as it stands, and its rules."""
-    sixteen = trial_policies.sixteen_bit_layers(model)
+    sixteen = planned_policies.sixteen_bit_layers(model)
     now = {layer.compute_dtype for layer in sixteen}
     if policy is None:
         carried = carrying.carried_policy(model)
@@ -221,7 +221,7 @@ class _Visit:
 
     batch: batches.Batch
     found: list[probe.Target]
-    sixteen: trial_policies.Plan
+    sixteen: planned_policies.Plan
     limits: _formats.Format
     # The loss scale to start with.
     highest: float
@@ -230,7 +230,7 @@ class _Visit:
     def run(self) -> list[verdicts.Finding]:
         """Makes the passes and returns the findings."""
         batch, found, limits = self.batch, self.found, self.limits
-        self._reference = trial_policies.reference(batch.model)
+        self._reference = planned_policies.reference(batch.model)
         run = whole_model.sixteen_bit(batch, found, self.sixteen, limits.name)
         truth = None
         if batch.loss is not None:
@@ -307,7 +307,7 @@ class _Visit:
                 verdicts.backward(name, order, found, limits, reaches_weights)
             )
             planned = [
-                trial_policies.dtype(self.sixteen, one)
+                planned_policies.dtype(self.sixteen, one)
                 for one in call.target.layers
             ]
             self._add_tight(

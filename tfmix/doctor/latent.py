@@ -11,7 +11,7 @@ from keras import ops
 from tfmix import _formats
 from tfmix._keras import layers as host
 from tfmix._keras import variables
-from tfmix.conversion import trial_policies
+from tfmix.conversion import planned_policies
 from tfmix.doctor import gaps, one_layer, probe, verdicts
 
 # Share of a model's probabilities below the normal range that is a fault.
@@ -155,7 +155,7 @@ def _finite(tensors: list[Any]) -> bool:
 
 def weights(
     found: Sequence[probe.Target],
-    planned: trial_policies.Plan,
+    planned: planned_policies.Plan,
     limits: _formats.Format,
 ) -> list[verdicts.Finding]:
     """Judges all weights that are read in 16 bit, used in the batch or not."""
@@ -171,7 +171,7 @@ def weights(
 
 
 def _cast_weights(
-    target: probe.Target, planned: trial_policies.Plan
+    target: probe.Target, planned: planned_policies.Plan
 ) -> list[Any]:
     if not isinstance(target.operation, keras.Layer):
         return []
@@ -180,7 +180,7 @@ def _cast_weights(
     return [
         variable.value
         for layer in (target.layers if target.whole else [target.operation])
-        if trial_policies.dtype(planned, layer) in _formats.SIXTEEN_BIT
+        if planned_policies.dtype(planned, layer) in _formats.SIXTEEN_BIT
         and (layer.autocast or isinstance(layer, keras.layers.Embedding))
         for variable in variables.own_trainable(layer)
     ]

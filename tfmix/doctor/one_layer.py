@@ -10,7 +10,7 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import layers
-from tfmix.conversion import trial_policies
+from tfmix.conversion import planned_policies
 from tfmix.doctor import gaps, probe, pullback, whole_model
 
 
@@ -30,7 +30,7 @@ class CallGaps:
 class Judge:
     """Runs single calls both ways; `truth` is None without a loss."""
 
-    sixteen: trial_policies.Plan
+    sixteen: planned_policies.Plan
     run: whole_model.SixteenBitRun
     truth: whole_model.Truth | None
     limits: _formats.Format
@@ -88,7 +88,7 @@ class Judge:
     def _in_sixteen_bit(self, target: probe.Target) -> Iterator[None]:
         layer, autocast = target.operation, None
         if isinstance(layer, keras.Layer) and layer.autocast:
-            autocast = trial_policies.dtype(self.sixteen, layer)
+            autocast = planned_policies.dtype(self.sixteen, layer)
         with (
             layers.policies(target.planned(self.sixteen)),
             layers.autocast(autocast),

@@ -11,7 +11,7 @@ import keras
 from keras import ops, tree
 
 from tfmix._keras import layers as host
-from tfmix.conversion import trial_policies
+from tfmix.conversion import planned_policies
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Target:
         found = [one for at in self.layers for one in at.trainable_variables]
         return list({id(one): one for one in found}.values())
 
-    def planned(self, plan: trial_policies.Plan) -> trial_policies.Plan:
+    def planned(self, plan: planned_policies.Plan) -> planned_policies.Plan:
         """The part of a plan that is about these layers."""
         return {one: plan[one] for one in self.layers if one in plan}
 

@@ -8,7 +8,7 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import layers
-from tfmix.conversion import trial_policies
+from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import probe, pullback
 
@@ -48,7 +48,7 @@ class Truth:
 def sixteen_bit(
     batch: batches.Batch,
     found: Sequence[probe.Target],
-    planned: trial_policies.Plan,
+    planned: planned_policies.Plan,
     fmt: str,
 ) -> SixteenBitRun:
     """Runs the model forward in 16 bit and notes the dtypes."""
@@ -84,7 +84,7 @@ def sixteen_bit(
 def truth(
     batch: batches.Batch,
     found: Sequence[probe.Target],
-    planned: trial_policies.Plan,
+    planned: planned_policies.Plan,
     signatures: dict[Key, Signature],
 ) -> Truth:
     """Runs the model forward and back in float32."""

@@ -1,11 +1,12 @@
 """Layer rules: which layers a 16-bit policy leaves in float32, and why."""
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import keras
+
+from tfmix import _arguments
 
 RuleItem = str | type
 
@@ -55,24 +56,19 @@ BATCH_NORMALIZATION = LayerRule(
 LAYER_NORMALIZATION = LayerRule(
     "LayerNormalization", "on the black list of level O2"
 )
+_BLACK_LIST = (LAYER_NORMALIZATION, *DEFAULT_LAYER_RULES)
+# Why each layer that a rule of tfmix's names stays in float32.
+REASONS: dict[RuleItem, str] = {
+    rule.layer_class: rule.why for rule in (*_BLACK_LIST, BATCH_NORMALIZATION)
+}
 
 # MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, and the
 # attention whose logits are scaled.
 MATMUL_LAYERS: tuple[str, ...] = (
-    "Dense",
-    "EinsumDense",
-    "BaseConv",
-    "BaseConvTranspose",
-    "BaseDepthwiseConv",
-    "BaseSeparableConv",
-    "LSTMCell",
-    "GRUCell",
-    "SimpleRNNCell",
-    "RNN",
-    "MultiHeadAttention",
-    "GroupedQueryAttention",
-    "PReLU",
-    "ReLU",
+    *("Dense", "EinsumDense", "BaseConv", "BaseConvTranspose"),
+    *("BaseDepthwiseConv", "BaseSeparableConv", "LSTMCell", "GRUCell"),
+    *("SimpleRNNCell", "RNN", "MultiHeadAttention", "GroupedQueryAttention"),
+    *("PReLU", "ReLU"),
 )
 
 
@@ -81,14 +77,11 @@ class Level:
     """One of Apex's and MindSpore's levels, in tfmix's terms."""
 
     policy: str
-    # Only layers on the white list compute in 16 bit.
-    only_matmuls: bool
+    only_matmuls: bool  # only the white list computes in 16 bit
     rules: tuple[LayerRule, ...]
-    # Whether the default op rules are in force.
-    op_rules: bool
+    op_rules: bool  # whether the default ones are in force
     keep_batchnorm_fp32: bool
-    # "dynamic" or nothing.
-    loss_scale: str | None
+    loss_scale: str | None  # "dynamic" or nothing
 
 
 LEVELS: dict[str, Level] = {
@@ -101,14 +94,7 @@ LEVELS: dict[str, Level] = {
     ),
     # Everything but the black list: batch and layer normalisation, and what
     # tfmix measured.
-    "O2": Level(
-        "mixed_float16",
-        False,
-        (LAYER_NORMALIZATION, *DEFAULT_LAYER_RULES),
-        True,
-        True,
-        "dynamic",
-    ),
+    "O2": Level("mixed_float16", False, _BLACK_LIST, True, True, "dynamic"),
     # Everything, variables included: the speed limit, not a recipe.
     "O3": Level("float16", False, (), False, False, None),
 }
@@ -139,17 +125,22 @@ def default_float32_layers(
         True
     """
     names = [rule.layer_class for rule in DEFAULT_LAYER_RULES]
+    allowed = f"layers of the default list, {names}"
+    return list(resolve([*without(names, remove, allowed), *add]))
+
+
+def without(
+    default: Sequence[str], remove: Iterable[str], allowed: str
+) -> list[str]:
+    """Returns a default list without what `remove` names of it."""
     removed = list(remove)
     for name in removed:
-        if name not in names:
-            close = difflib.get_close_matches(str(name), names, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+        if name not in default:
             raise ValueError(
-                "`remove` may only name layers of the default list, "
-                f"{names}. Received: {name!r}.{hint}"
+                f"`remove` may only name {allowed}. Received: {name!r}."
+                f"{_arguments.did_you_mean(name, default)}"
             )
-    kept = [name for name in names if name not in removed]
-    return list(resolve([*kept, *add]))
+    return [name for name in default if name not in removed]
 
 
 def resolve(items: Iterable[RuleItem]) -> tuple[RuleItem, ...]:

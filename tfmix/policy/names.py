@@ -1,8 +1,6 @@
 """The names a policy may have, and what people write instead of them."""
 
-import difflib
-
-from tfmix import _formats
+from tfmix import _arguments, _formats
 from tfmix.policy import layer_rules
 
 DTYPE_NAMES = (
@@ -35,12 +33,7 @@ _ALIASES = {
 
 
 def check(name: object) -> None:
-    """Refuses what is not the name of a policy, and suggests the nearest.
-
-    Raises:
-        TypeError: If `name` is no string.
-        ValueError: If it is none of `NAMES`.
-    """
+    """Refuses what is not the name of a policy, and suggests the nearest."""
     allowed = f"one of {list(NAMES)}"
     if not isinstance(name, str):
         dtype = getattr(name, "name", None) or getattr(name, "__name__", "")
@@ -60,12 +53,8 @@ def check(name: object) -> None:
 
 def _hint(name: str) -> str:
     key = name.strip().lower()
+    known = {each: each for each in (*DTYPE_NAMES, "auto")} | _ALIASES
     # One letter is enough to make "bool" look like "O3".
-    level = key.startswith("o") and len(key) <= 3
-    known = layer_rules.LEVELS if level else (*DTYPE_NAMES, "auto", *_ALIASES)
-    lower = {candidate.lower(): candidate for candidate in known}
-    close = difflib.get_close_matches(key, lower, n=1, cutoff=0.5)
-    if not close:
-        return ""
-    found = lower[close[0]]
-    return f" Did you mean {_ALIASES.get(found, found)!r}?"
+    if key.startswith("o") and len(key) <= 3:
+        known = {each.lower(): each for each in layer_rules.LEVELS}
+    return _arguments.did_you_mean(key, known, cutoff=0.5)

@@ -1,9 +1,10 @@
 """Op rules: which `keras.ops` run in float32 on 16-bit input."""
 
-import difflib
 from collections.abc import Iterable
 
+from tfmix import _arguments
 from tfmix._keras import op_places
+from tfmix.policy import layer_rules
 
 # `python -m benchmarks.layers --part ops` measured each of these, and what
 # other libraries keep in float32, against float32: forward and backward, in
@@ -17,53 +18,23 @@ from tfmix._keras import op_places
 # reductions are left out because no layer calls them.
 DEFAULT_FLOAT32_OPS: tuple[str, ...] = (
     # Softmax and attention.
-    "softmax",
-    "sparsemax",
-    "dot_product_attention",
+    *("softmax", "sparsemax", "dot_product_attention"),
     # Norms, sums and averages.
-    "norm",
-    "normalize",
-    "cdist",
-    "sum",
-    "average",
-    "std",
-    "cumsum",
-    "corrcoef",
-    "logaddexp",
-    "logaddexp2",
-    "segment_sum",
-    "average_pool",
-    "adaptive_average_pool",
+    *("norm", "normalize", "cdist", "sum", "average", "std", "cumsum"),
+    *("corrcoef", "logaddexp", "logaddexp2", "segment_sum"),
+    *("average_pool", "adaptive_average_pool"),
     # Activations that overflow inside, or whose gradient is lost where they
     # saturate: 1 - y**2 is 0 once y is rounded to 1, and x + 3 is rounded onto
     # the kink at 6.
-    "softplus",
-    "squareplus",
-    "tanh",
-    "sigmoid",
-    "softsign",
-    "selu",
-    "hard_sigmoid",
-    "sparse_sigmoid",
-    "hard_silu",
+    *("softplus", "squareplus", "tanh", "sigmoid", "softsign", "selu"),
+    *("hard_sigmoid", "sparse_sigmoid", "hard_silu"),
     # No 16-bit kernels. The orthogonal start of every recurrent layer is a
     # `qr`; one replacement serves all of `backend.linalg`.
-    "cholesky",
-    "det",
-    "eigh",
-    "inv",
-    "lstsq",
-    "qr",
-    "slogdet",
-    "solve",
-    "solve_triangular",
-    "svd",
-    "exp2",
+    *("cholesky", "det", "eigh", "inv", "lstsq", "qr", "slogdet", "solve"),
+    *("solve_triangular", "svd", "exp2"),
     # Losses: gradients that are infinite where float32's are not.
-    "categorical_crossentropy",
-    "sparse_categorical_crossentropy",
-    "binary_crossentropy",
-    "psnr",
+    *("categorical_crossentropy", "sparse_categorical_crossentropy"),
+    *("binary_crossentropy", "psnr"),
 )
 
 
@@ -92,14 +63,8 @@ def default_float32_ops(
         >>> "sum" in default_float32_ops(remove=["sum"])
         False
     """
-    removed = list(remove)
-    for name in removed:
-        if name not in DEFAULT_FLOAT32_OPS:
-            raise ValueError(
-                "`remove` may only name ops of the default list. Received: "
-                f"{name!r}.{_nearest(name, DEFAULT_FLOAT32_OPS)}"
-            )
-    kept = [name for name in DEFAULT_FLOAT32_OPS if name not in removed]
+    allowed = "ops of the default list"
+    kept = layer_rules.without(DEFAULT_FLOAT32_OPS, remove, allowed)
     return list(resolve([*kept, *add]))
 
 
@@ -122,23 +87,13 @@ def resolve(names: Iterable[str]) -> tuple[str, ...]:
                 f"`float32_ops` names an op twice. Received: {name!r} again. "
                 "Leave one of them out."
             )
-        _check_known(name)
+        # Names of the default list are taken in every Keras version, so that a
+        # list written on a newer one (3.12 has no `nansum`) loads on an older.
+        if name not in DEFAULT_FLOAT32_OPS and not op_places.is_op(name):
+            raise ValueError(
+                "`float32_ops` must name functions of `keras.ops` or "
+                f"`keras.activations` that take tensors. Received: {name!r}."
+                f"{_arguments.did_you_mean(name, op_places.op_names())}"
+            )
         seen.append(name)
     return tuple(seen)
-
-
-def _check_known(name: str) -> None:
-    # Names of the default list are taken in every Keras version, so that a
-    # list written on a newer one (3.12 has no `nansum`) loads on an older.
-    if name in DEFAULT_FLOAT32_OPS or op_places.is_op(name):
-        return
-    raise ValueError(
-        "`float32_ops` must name functions of `keras.ops` or "
-        f"`keras.activations` that take tensors. Received: {name!r}."
-        f"{_nearest(name, op_places.op_names())}"
-    )
-
-
-def _nearest(name: str, allowed: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(allowed), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""

@@ -12,6 +12,8 @@ from tfmix import _formats
 from tfmix.devices import auto_policy
 from tfmix.policy import layer_rules, names, op_rules
 
+_SETTINGS = ("float32_layers", "float32_ops", "keep_batchnorm_fp32")
+
 
 class Policy(keras.DTypePolicy):
     """A dtype policy, and the layers and ops it leaves in float32.
@@ -75,9 +77,16 @@ class Policy(keras.DTypePolicy):
             with_ops = level.op_rules if level else True
             float32_ops = op_rules.DEFAULT_FLOAT32_OPS if with_ops else ()
         self._float32_ops = op_rules.resolve(float32_ops)
-        self._keep_batchnorm = _batchnorm(
-            keep_batchnorm_fp32, level, self.compute_dtype, self.variable_dtype
-        )
+        if keep_batchnorm_fp32 is None:
+            pure = self.compute_dtype == self.variable_dtype
+            pure = pure and self.variable_dtype in _formats.SIXTEEN_BIT
+            keep_batchnorm_fp32 = level.keep_batchnorm_fp32 if level else pure
+        elif not isinstance(keep_batchnorm_fp32, bool):
+            raise TypeError(
+                "`keep_batchnorm_fp32` must be True, False or None. "
+                f"Received: keep_batchnorm_fp32={keep_batchnorm_fp32!r}."
+            )
+        self._keep_batchnorm = keep_batchnorm_fp32
         # Keras asks for it on every layer made.
         self._plain = keras.DTypePolicy(self.name)
 
@@ -132,7 +141,9 @@ class Policy(keras.DTypePolicy):
             return None
         for item in self._float32_layers:
             if layer_rules.matches(item, layer_class, name, path):
-                return _reason(item)
+                shown = item.__name__ if isinstance(item, type) else repr(item)
+                listed = f"listed in float32_layers: {shown}"
+                return layer_rules.REASONS.get(item, listed)
         kept = layer_rules.BATCH_NORMALIZATION
         if self._keep_batchnorm and layer_rules.matches(
             kept.layer_class, layer_class, name
@@ -159,7 +170,7 @@ class Policy(keras.DTypePolicy):
     def __repr__(self) -> str:
         shown = [repr(self.level or self.name)]
         bare = _bare(self.level or self.name)
-        for field in ("float32_layers", "float32_ops", "keep_batchnorm_fp32"):
+        for field in _SETTINGS:
             if getattr(self, field) != getattr(bare, field):
                 shown.append(f"{field}={getattr(self, field)!r}")
         return f"Policy({', '.join(shown)})"
@@ -169,12 +180,9 @@ class Policy(keras.DTypePolicy):
             return self._content() == other._content()
         if isinstance(other, keras.DTypePolicy):
             # Equal objects must act alike wherever a policy is asked for.
-            plain_class = type(other) in (
-                keras.DTypePolicy,
-                keras.FloatDTypePolicy,
-            )
-            same_name = plain_class and self.name == other.name
-            return same_name and self.has_default_rules
+            classes = (keras.DTypePolicy, keras.FloatDTypePolicy)
+            same = type(other) in classes and self.name == other.name
+            return same and self.has_default_rules
         return NotImplemented
 
     def __hash__(self) -> int:
@@ -182,16 +190,12 @@ class Policy(keras.DTypePolicy):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # `copy` and `pickle` would look `__class__` up and lose the rules.
-        return _rebuild, (self.level or self.name, self._content())
+        settings = {one: getattr(self, one) for one in _SETTINGS}
+        return functools.partial(Policy, **settings), (self.level or self.name,)
 
     def _content(self) -> tuple[Any, ...]:
-        return (
-            self.name,
-            self._float32_layers,
-            self._float32_ops,
-            self._keep_batchnorm,
-            self._only_matmuls,
-        )
+        lists = self._float32_layers, self._float32_ops
+        return self.name, *lists, self._keep_batchnorm, self._only_matmuls
 
 
 def with_rules(policy: keras.DTypePolicy) -> Policy:
@@ -219,43 +223,6 @@ def plain(policy: keras.DTypePolicy) -> keras.DTypePolicy:
 def _bare(name: str) -> Policy:
     """Returns the policy with the default rules of a dtype or a level."""
     return Policy(name)
-
-
-def _batchnorm(
-    value: object, level: layer_rules.Level | None, compute: str, variable: str
-) -> bool:
-    if value is None:
-        pure = compute == variable and variable in _formats.SIXTEEN_BIT
-        return level.keep_batchnorm_fp32 if level else pure
-    if not isinstance(value, bool):
-        raise TypeError(
-            "`keep_batchnorm_fp32` must be True, False or None. "
-            f"Received: keep_batchnorm_fp32={value!r}."
-        )
-    return value
-
-
-def _reason(item: layer_rules.RuleItem) -> str:
-    known = (
-        *layer_rules.DEFAULT_LAYER_RULES,
-        layer_rules.LAYER_NORMALIZATION,
-        layer_rules.BATCH_NORMALIZATION,
-    )
-    for rule in known:
-        if rule.layer_class == item:
-            return rule.why
-    shown = item.__name__ if isinstance(item, type) else repr(item)
-    return f"listed in float32_layers: {shown}"
-
-
-def _rebuild(name: str, content: tuple[Any, ...]) -> Policy:
-    _, layers, op_names, batchnorm, _ = content
-    return Policy(
-        name,
-        float32_layers=layers,
-        float32_ops=op_names,
-        keep_batchnorm_fp32=batchnorm,
-    )
 
 
 def is_sixteen_bit(policy: keras.DTypePolicy) -> bool:

@@ -10,10 +10,9 @@ from keras import ops
 from tfmix._keras import compilation, model_methods
 from tfmix.scaling import optimizer as optimizers
 
-# A skipped step's own loss is reported if it is finite: only the scaled
-# gradients were not. One that is not finite stays hidden, or TerminateOnNaN
-# would stop a healthy run at its first bad batch; so many in a row are no
-# accident.
+# A skipped step's own loss is reported if it is finite. One that is not stays
+# hidden, or TerminateOnNaN would stop a healthy run at its first bad batch; so
+# many in a row are no accident.
 _NOT_BY_ACCIDENT = 3
 
 
@@ -66,8 +65,7 @@ def put_on(model: keras.Model, *, asked_for: bool = False) -> None:
     """Guards a model; one that nobody asked for gives way to any optimizer."""
     before = model_methods.part(model, model_methods.GUARD)
     asked_for = asked_for or (isinstance(before, _Guard) and before.asked_for)
-    ours = _Guard(model, asked_for)
-    model_methods.of(model).put(model_methods.GUARD, ours)
+    model_methods.put(model, model_methods.GUARD, _Guard(model, asked_for))
     # A step that was compiled before would go on without the guard.
     model.train_function = None
 
@@ -169,8 +167,8 @@ class _Guard:
         if self._gives_way or not results:
             return results
         recorded = _recorded(self._model)
-        known = not compilation.is_symbolic(recorded)
-        return {} if known and not recorded else results
+        unknown = compilation.is_symbolic(recorded)
+        return results if unknown or recorded else {}
 
     def _compile_config(self, original: Callable) -> Any:
         """Notes in a saved model that it was guarded."""
@@ -178,9 +176,8 @@ class _Guard:
         config = original()
         optimizer = (config or {}).get("optimizer")
         # Else not compiled, or anew with an optimizer that is not ours.
-        if isinstance(optimizer, dict) and (
-            optimizer["class_name"] == "LossScaleOptimizer"
-        ):
+        name = isinstance(optimizer, dict) and optimizer["class_name"]
+        if name == "LossScaleOptimizer":
             config = copy.deepcopy(config)
             config["optimizer"]["config"]["guarded"] = True
         return config
@@ -203,8 +200,7 @@ def _is_float(value: Any) -> bool:
 def _logs_of_step(model: keras.Model, logs: Any) -> Any:
     """Returns a step's logs as the metrics stand after a skip was undone."""
     # Before an epoch's first applied step they are empty, and Keras would
-    # report a loss of 0, the best there is: the skipped batch's own stand in.
-    # Past our own wrapper, by the model's method.
+    # report a loss of 0: the skipped batch's own stand in.
     results = type(model).get_metrics_result(model)
     if not isinstance(logs, dict) or not logs:
         return logs if logs else results

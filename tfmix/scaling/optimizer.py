@@ -2,18 +2,20 @@
 
 import contextlib
 import numbers
+import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix import _arguments
-from tfmix._keras import compilation, optimizers, tensor_marks
-from tfmix.scaling import health, rules, settings, storage
-from tfmix.scaling.step import blocks, replicas, unscale
+from tfmix import _arguments, _errors
+from tfmix._keras import compilation, global_state, optimizers
+from tfmix._keras import variables as keras_variables
+from tfmix.scaling import rules, settings
+from tfmix.scaling.step import replicas, unscale
 from tfmix.variables import delegating
 
 # How the variables of a loss scale's state are called in Keras's own class,
@@ -23,6 +25,12 @@ _KERAS_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 # still to be.
 _LOSS, _GRADIENT = "_tfmix_scaled_loss", "_tfmix_gradient"
 _SCALED, _TRUE = "scaled", "true"
+# Keys of a saved state: own variables by name, the inner ones by position.
+_OWN, _INNER = "own_", "inner_"
+# Keras's class stores its variables by position: these four, then the inner
+# optimizer's.
+_KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
+_MOST_NAMED = 5
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
@@ -136,8 +144,7 @@ class LossScaleOptimizer(
         variables = self._state_variables()
         if not all(map(compilation.is_host_readable, variables)):
             return self.current_scale()
-        # Of the variables, not of their values: in the scope of a strategy
-        # NumPy cannot read the value of a mirrored one.
+        # NumPy cannot read a mirrored value inside a strategy's scope.
         state = self._state_type(*map(_host, variables))
         return float(self.rule.current(state))
 
@@ -171,9 +178,7 @@ class LossScaleOptimizer(
         paths = [getattr(v, "path", v.name) for v in self.model_variables]
         return dict(zip(paths, counts, strict=True))
 
-    def check_health(
-        self, max_consecutive_skips: int = health.MAX_CONSECUTIVE_SKIPS
-    ) -> None:
+    def check_health(self, max_consecutive_skips: int = 50) -> None:
         """Raises if training is stuck; call it now and then in a long loop.
 
         Args:
@@ -186,7 +191,20 @@ class LossScaleOptimizer(
                 were not finite and says what to change.
         """
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
-        health.check(self, limit)
+        skips, rule = self.consecutive_skips, self.rule
+        is_dynamic = isinstance(rule, rules.DynamicLossScale)
+        floor = rule.lowest_scale if is_dynamic else 0.0
+        if skips and self.loss_scale <= floor:
+            where = f"The loss scale has reached its floor, {floor:g}"
+        elif skips >= limit:
+            where = f"The loss scale is {self.loss_scale:g}"
+        else:
+            return
+        raise _errors.LossScaleError(
+            f"{where}, and the last {skips} step(s) were skipped: their "
+            "gradients were not finite. No update is being applied.\n"
+            f"{_named(self.overflow_counts)}\n{_ADVICE}"
+        )
 
     @compilation.untouched
     def scale_loss(self, loss: Any) -> Any:
@@ -265,8 +283,7 @@ class LossScaleOptimizer(
             >>> float(true[0][0])
             2.0
         """
-        if self._next_are_true is False:
-            self._next_are_true = None
+        self._next_are_true = self._next_are_true or None
         self._divided_in = compilation.trace()
         return self._unscaled(grads)
 
@@ -444,7 +461,10 @@ class LossScaleOptimizer(
         # Before it is built the inner one has settings alone, which its
         # config holds as well.
         inner = self.inner_optimizer.variables if self.built else ()
-        storage.save(store, self.own_variables, inner)
+        for variable in self.own_variables:
+            store[_OWN + variable.name] = np.asarray(variable.numpy())
+        for position, variable in enumerate(inner):
+            store[f"{_INNER}{position}"] = np.asarray(variable.numpy())
 
     def load_own_variables(self, store: Any) -> None:
         """Reads the whole state; also one that Keras's class has written.
@@ -455,10 +475,20 @@ class LossScaleOptimizer(
         Raises:
             ValueError: If it does not fit. Nothing is changed then.
         """
-        if not self.built or not store.keys():
-            storage.warn_of_nothing_restored(self)
+        if self.built and store.keys():
+            inner = self.inner_optimizer.variables
+            _load(store, self.own_variables, inner)
             return
-        storage.load(store, self.own_variables, self.inner_optimizer.variables)
+        reason = "the file holds no optimizer state"
+        if not self.built:
+            reason = (
+                "it is not built yet; to restore its state as well, call "
+                "`optimizer.build(model.trainable_variables)` before loading"
+            )
+        warnings.warn(
+            f"The state of optimizer {self.name!r} was not restored: {reason}.",
+            stacklevel=2,
+        )
 
     def get_config(self) -> dict:
         """Returns the constructor's arguments, in Keras's form if they fit."""
@@ -469,7 +499,10 @@ class LossScaleOptimizer(
             "initial_scale": self.initial_scale,
             "dynamic_growth_steps": self.dynamic_growth_steps,
         }
-        if settings.says_all(self.rule, **keras_form):
+        # The rule may differ from the default in more.
+        if type(self.rule) is rules.DynamicLossScale and self.rule == (
+            settings.loss_scale_rule("dynamic", *keras_form.values())
+        ):
             config |= keras_form
         else:
             config["loss_scale"] = serialize(self.rule)
@@ -482,7 +515,6 @@ class LossScaleOptimizer(
         cls, config: dict, custom_objects: Any = None
     ) -> "LossScaleOptimizer":
         """Returns the optimizer that `get_config` described."""
-        # It gets a scale of its own where that was shared, and says so.
         config = dict(config)
         for key in ("inner_optimizer", "loss_scale"):
             if isinstance(config.get(key), dict):
@@ -520,14 +552,12 @@ class LossScaleOptimizer(
 
     def record(self, state: Any, applied: bool) -> None:
         """Moves the loss scale and the counters on; `state` is from before."""
-        # Of optimizers that share a scale each one lowers it, one raises it:
-        # else the growth window would be over after half its steps.
+        # Of optimizers that share a scale each one lowers it, one raises it.
         if self._leader_name is None or not applied:
             self._assign_state(self.rule.update(state, applied))
-        if applied:
-            self._consecutive_skips.assign(0)
-        else:
-            self._consecutive_skips.assign(self._consecutive_skips + 1)
+        skips = 0 if applied else self._consecutive_skips + 1
+        self._consecutive_skips.assign(skips)
+        if not applied:
             self._skipped_steps.assign(self._skipped_steps + 1)
 
     def count_overflows(self, bad: Any, variables: Sequence) -> None:
@@ -550,7 +580,7 @@ class LossScaleOptimizer(
         return ops.greater_equal(self._consecutive_skips.value, steps)
 
     def _scaled(self, loss: Any) -> Any:
-        if any(tensor_marks.get(each, _LOSS) for each in tree.flatten(loss)):
+        if any(global_state.note(each, _LOSS) for each in tree.flatten(loss)):
             raise ValueError(
                 "This loss was scaled already, and would be scaled twice. "
                 f"Received: loss={loss!r}. Call `scale_loss` once, on the "
@@ -562,7 +592,7 @@ class LossScaleOptimizer(
         def scaled(value: Any) -> Any:
             value = unscale.to_float32(ops.convert_to_tensor(value))
             value = ops.multiply(value, ops.cast(scale, value.dtype))
-            tensor_marks.put(value, _LOSS, True)
+            global_state.put_note(value, _LOSS, True)
             return value
 
         return tree.map_structure(scaled, loss)
@@ -576,15 +606,15 @@ class LossScaleOptimizer(
                 "what the gradient tape or jax.grad returns."
             )
         self._warn_unless_loss_was_scaled()
-        variables = self.model_variables
+        variables: list = self.model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        made = blocks.unscaled(grads, variables, self.current_scale())
-        true = blocks.parts(made, len(grads))
+        made = unscale.unscaled(grads, variables, self.current_scale())
+        true = unscale.parts(made, len(grads))
         for before, after in zip(grads, true, strict=True):
             if after is not before:
-                tensor_marks.put(before, _GRADIENT, _SCALED)
-                tensor_marks.put(after, _GRADIENT, _TRUE)
+                global_state.put_note(before, _GRADIENT, _SCALED)
+                global_state.put_note(after, _GRADIENT, _TRUE)
         return true
 
     def _variables_of(self, grads: list, trainable_variables: Any) -> list:
@@ -653,9 +683,9 @@ class LossScaleOptimizer(
             )
 
     def _warn_unless_loss_was_scaled(self) -> None:
-        if self.loss_was_scaled:
+        was_scaled, self.loss_was_scaled = self.loss_was_scaled, True
+        if was_scaled:
             return
-        self.loss_was_scaled = True
         warnings.warn(
             "The gradients are divided by the loss scale, but the loss was "
             "never multiplied by it, so every update is too small by that "
@@ -666,8 +696,7 @@ class LossScaleOptimizer(
 
     def _create_state(self, rule: rules.LossScale, leader: Any) -> None:
         """Creates variables for what the rule remembers, or uses a leader's."""
-        # From the start: a function that scales the loss and is compiled before
-        # the first step must read the live scale.
+        # From the start: a function compiled before the first step reads it.
         self.rule = rule
         self._leader_name = leader.name if leader else None
         initial = rule.init()
@@ -712,13 +741,62 @@ def guarded_step(optimizer: LossScaleOptimizer) -> Iterator[None]:
         optimizer.in_guarded_step = False
 
 
+def _load(store: Mapping, own: Sequence, inner: Sequence) -> None:
+    """Reads a state that this class, an older one or Keras's has written."""
+    # A variable that an older version did not have keeps its initial value, and
+    # so does an inner optimizer that was saved before it was built.
+    arrays = {str(key): np.asarray(store[key]) for key in store.keys()}
+    if all(re.fullmatch(r"\d+", key) for key in arrays):
+        keys = [_OWN + name for name in _KERAS_OWN]
+        if len(arrays) != len(keys) + len(inner):
+            # The inner optimizer's alone: a run without loss scaling can go
+            # on with it. It is refused below if the count differs.
+            keys = []
+        keys += [f"{_INNER}{n}" for n in range(len(arrays) - len(keys))]
+        arrays = {key: arrays[str(n)] for n, key in enumerate(keys)}
+    targets = {_OWN + variable.name: variable for variable in own}
+    is_new = all(v.numpy() == 0 for v in inner if v.name == "iteration")
+    if any(key.startswith(_INNER) for key in arrays) or not is_new:
+        targets |= {f"{_INNER}{n}": each for n, each in enumerate(inner)}
+    missing = {key for key in targets if key.startswith(_INNER)} - set(arrays)
+    surplus = set(arrays) - set(targets)
+    if missing or surplus:
+        raise ValueError(
+            "The saved optimizer state does not fit this optimizer, whose "
+            f"inner optimizer has {len(inner)} variables. Received: a state "
+            f"without {sorted(missing)} and with {sorted(surplus)} besides. "
+            "Load it into the optimizer it was saved from, built on the same "
+            "variables (`optimizer.build(model.trainable_variables)`)."
+        )
+    keras_variables.assign_all(
+        [targets[key] for key in arrays], [*arrays.values()]
+    )
+
+
+def _named(counts: Mapping[str, int]) -> str:
+    # A fault spreads from the output towards the input. The counts are in the
+    # order of the model and a sort is stable: of two variables with equal
+    # counts the one nearer the output comes first.
+    named = [(path, count) for path, count in counts.items() if count]
+    named = sorted(reversed(named), key=lambda item: -item[1])
+    if not named:
+        return "No gradient was seen that was not finite by itself."
+    lines = [
+        f"  {path}: not finite in {count} skipped step(s)"
+        for path, count in named[:_MOST_NAMED]
+    ]
+    if len(named) > _MOST_NAMED:
+        lines.append(f"  and {len(named) - _MOST_NAMED} more")
+    return "\n".join(["Most often, nearest the output first:", *lines])
+
+
 def _attribute(field: str) -> str:
     return _KERAS_NAMES.get(field, f"_loss_scale_{field}")
 
 
 def _notes(grads: Sequence) -> set[str]:
     """Returns what is known of the gradients: `_SCALED`, `_TRUE` or both."""
-    return {tensor_marks.get(each, _GRADIENT) for each in grads} - {None}
+    return {global_state.note(each, _GRADIENT) for each in grads} - {None}
 
 
 def _host(variable: keras.Variable) -> np.ndarray:
@@ -730,3 +808,14 @@ _APPLY = (
     "`optimizer.apply(grads, variables, unscaled=True)` for those that "
     "`unscale_gradients` returned."
 )
+
+_ADVICE = """What to change, most likely first:
+  - keep the layer named first in float32: Layer(..., dtype="float32"), and
+    end the model in tfmix.float32_output(...);
+  - look for NaN or infinity in the data: a skip at any scale means that the
+    loss or the forward pass itself is not finite;
+  - lower the learning rate or clip: Adam(..., global_clipnorm=1.0);
+  - train in "mixed_bfloat16", which has the range of float32;
+  - if the loss itself is huge, allow a smaller scale:
+    DynamicLossScale(min_scale=2.0**-14).
+tfmix.check(model, x, y) names the layer and the line to change."""

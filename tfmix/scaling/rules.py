@@ -220,6 +220,12 @@ class DynamicLossScale(LossScale):
 class _ConstantLossScale(LossScale):
     """A scale that stays what it was at first."""
 
+    scale = 1.0
+
+    def init(self) -> LossScaleState:
+        """Returns the state before the first step."""
+        return LossScaleState(np.float32(self.scale))
+
     @property
     def lowest_scale(self) -> float:
         """The first scale."""
@@ -231,7 +237,6 @@ class _ConstantLossScale(LossScale):
 
     def update(self, state: Any, finite: Any) -> LossScaleState:
         """Returns the state with the first scale restored."""
-        del finite  # There is nothing to adapt.
         return state._replace(scale=self.current(state))
 
 
@@ -258,10 +263,6 @@ class FixedLossScale(_ConstantLossScale):
         """Checks the scale and stores it as a plain number."""
         _store(self, "scale", _arguments.positive("scale", self.scale))
 
-    def init(self) -> LossScaleState:
-        """Returns the state before the first step."""
-        return LossScaleState(np.float32(self.scale))
-
 
 @keras.saving.register_keras_serializable(package="tfmix")
 @dataclasses.dataclass(frozen=True)
@@ -275,10 +276,6 @@ class NoLossScale(_ConstantLossScale):
         >>> float(NoLossScale().init().scale)
         1.0
     """
-
-    def init(self) -> LossScaleState:
-        """Returns the state before the first step."""
-        return LossScaleState(np.float32(1.0))
 
 
 def _store(loss_scale: LossScale, name: str, value: float | int) -> None:

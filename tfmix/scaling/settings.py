@@ -1,6 +1,5 @@
 """The settings of a LossScaleOptimizer: checked, as plain data, and back."""
 
-import difflib
 import warnings
 from typing import Any
 
@@ -14,9 +13,7 @@ def loss_scale_rule(
     loss_scale: Any, initial_scale: Any, dynamic_growth_steps: Any
 ) -> rules.LossScale:
     """Returns the rule that three constructor arguments describe."""
-    given = {}
-    if initial_scale is not None:
-        given["initial_scale"] = initial_scale
+    given = {} if initial_scale is None else {"initial_scale": initial_scale}
     if dynamic_growth_steps is not None:
         given["growth_steps"] = _arguments.count(
             "dynamic_growth_steps", dynamic_growth_steps
@@ -93,21 +90,8 @@ def _by_name(name: str) -> Any:
         )
         if name.lower() in known:
             raise
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = _arguments.did_you_mean(name.lower(), known)
         raise ValueError(
             "`inner_optimizer` must be a Keras optimizer or the name of one "
             f"of {known}. Received: inner_optimizer={name!r}.{hint}"
         ) from None
-
-
-def says_all(
-    rule: rules.LossScale, initial_scale: Any, dynamic_growth_steps: Any
-) -> bool:
-    """Says whether Keras's two settings describe the rule."""
-    # The rule may differ from the default in more.
-    if type(rule) is not rules.DynamicLossScale:
-        return False
-    return rule == loss_scale_rule(
-        "dynamic", initial_scale, dynamic_growth_steps
-    )

@@ -17,12 +17,10 @@ ELEMENTWISE = tuple(
     "SGD Adam AdamW Adamax Adagrad Adadelta RMSprop Nadam Ftrl Lion "
     "ScheduleFreeAdamW".split()
 )
-# Those that raise to a power, or divide by a square root, which TensorFlow's
-# graph optimizer turns into a product with `rsqrt`. Its kernels compute both
-# to the last bit in one way in whole SIMD registers and in another in what is
-# left beyond them; other operations are exact either way. A variable that
-# leaves a register partly filled stays alone under these, on every backend, so
-# that a checkpoint fits all of them.
+# Those that raise to a power, or divide by a square root: TensorFlow's kernels
+# compute both to the last bit in one way in whole SIMD registers and in another
+# in what is left. A variable that fills its last register partly stays alone
+# under these, on every backend, so that a checkpoint fits all of them.
 UNEVEN = ("Adadelta", "Adagrad", "Ftrl", "RMSprop")
 # Floats in the widest register there is, AVX-512's.
 REGISTER = 16
@@ -35,10 +33,10 @@ REFUSED = {
 
 
 class FlatMasters(base.StandIns):
-    """Keeps one float32 vector per group of 16-bit variables."""
+    """Keeps one float32 vector per group of 16-bit variables.
 
-    # A group is what one update can treat alike: one dtype, with or without
-    # weight decay.
+    A group has one dtype, and is with or without weight decay.
+    """
 
     def make(self) -> dict[int, keras.Variable]:
         """Creates the groups, or says why the variables cannot be joined."""
@@ -95,9 +93,8 @@ class FlatMasters(base.StandIns):
         vectors = []
         for group in self.groups:
             grads = [grad_of.get(id(v)) for v in group.variables]
-            if any(grad is None for grad in grads):
-                pairs = zip(group.variables, grads, strict=True)
-                lost = [v.path for v, grad in pairs if grad is None]
+            pairs = zip(group.variables, grads, strict=True)
+            if lost := [v.path for v, grad in pairs if grad is None]:
                 raise ValueError(
                     "flat=True updates all 16-bit variables at once and needs "
                     f"a gradient for each. Received: none for {lost}. Freeze "
@@ -124,8 +121,7 @@ class FlatMasters(base.StandIns):
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Sets the float32 value behind a variable, and the variable."""
-        group = self._group_of.get(id(variable))
-        if group is not None:
+        if group := self._group_of.get(id(variable)):
             parts = group.parts(group.master)
             parts[group.position(variable)] = value
             group.master.assign(joined(parts))
@@ -141,8 +137,7 @@ class Group:
         key: tuple[str, str, str],
         members: list[keras.Variable],
     ) -> None:
-        self.dtype = key[0]
-        self.variables = members
+        self.dtype, self.variables = key[0], members
         sizes = [math.prod(variable.shape) for variable in members]
         self.ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         self.master = optimizer.add_variable(

@@ -82,10 +82,8 @@ def load_float32(model: keras.Model, source: Any) -> None:
     if not owner.built:
         model.optimizer.build(model.trainable_variables)
     with _float32_storage(model):
-        if isinstance(source, list | tuple):
-            model.set_weights(source)
-        else:
-            model.load_weights(source)
+        is_list = isinstance(source, list | tuple)
+        (model.set_weights if is_list else model.load_weights)(source)
         values = [np.array(each, copy=True) for each in model.get_weights()]
     for variable, value in zip(model.weights, values, strict=True):
         if _owns(owner, variable):

@@ -6,7 +6,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import variables
-from tfmix.variables import base, bits, flat, split
+from tfmix.variables import base, bits, flat, views
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
@@ -77,22 +77,20 @@ class MasterWeightOptimizer(base.SixteenBitOptimizer):
 
     def make_stand_ins(self, model_variables: base.Variables) -> base.StandIns:
         """Creates the masters; see `SixteenBitOptimizer`."""
-        kind: type[base.StandIns] = PerVariableMasters
+        kind: type[base.StandIns] = _PerVariableMasters
         if self.flat or self.split:
-            kind = flat.FlatMasters if self.flat else split.SplitMasters
+            kind = flat.FlatMasters if self.flat else _SplitMasters
         return kind(self, model_variables)
 
     def get_config(self) -> dict:
         """Returns the settings `from_config` needs."""
-        own = {"flat": self.flat, "split": self.split}
-        return {**super().get_config(), **own}
+        return super().get_config() | {"flat": self.flat, "split": self.split}
 
 
-class PerVariableMasters(base.StandIns):
+class _PerVariableMasters(base.StandIns):
     """Keeps a float32 variable behind every 16-bit one."""
 
     def make(self) -> dict[int, keras.Variable]:
-        """Creates the masters."""
         return {id(each): self._master(each) for each in self.narrow}
 
     def _master(self, variable: keras.Variable) -> keras.Variable:
@@ -106,12 +104,34 @@ class PerVariableMasters(base.StandIns):
         return variables.adopt(master, variable)
 
     def refresh(self) -> None:
-        """Takes over what somebody assigned, as by `load_weights`."""
         for variable in self.narrow:
             master = self.target(variable)
             master.assign(bits.refreshed(master, variable))
 
     def write_back(self) -> None:
-        """Rounds the masters into the model's variables."""
         for variable in self.narrow:
             variable.assign(ops.cast(self.target(variable), variable.dtype))
+
+
+class _SplitView(views.RestView):
+    """An exact float32 in the model's variable and 16 more bits."""
+
+    rest_dtype, rest_name = "int16", "lost_bits"
+
+    def load(self) -> Any:
+        return bits.join(self.stored, self.rest)
+
+    def store(self, value: Any) -> None:
+        upper, lower = bits.split(value)
+        self.stored.assign(upper)
+        self.rest.assign(lower)
+
+
+class _SplitMasters(views.Views):
+    """Keeps the lower half of the master of every bfloat16 variable."""
+
+    view = _SplitView
+    only_bfloat16 = (
+        "split=True keeps the 16 bits that a bfloat16 lacks to a float32; a "
+        "float16 is no part of one"
+    )

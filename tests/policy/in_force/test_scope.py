@@ -7,7 +7,7 @@ import pytest
 from absl import logging
 
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import hooks, penalties, switch
+from tfmix.policy.in_force import hooks, ops, switch
 from tfmix.policy.in_force import scope as state
 
 Policy = policies.Policy
@@ -241,7 +241,7 @@ def test_before_tfmix_is_asked_the_policy_is_kerass():
 
 def test_rules_come_and_go_with_the_policy():
     policy = Policy("mixed_float16", float32_ops=["tanh"])
-    rules = {"tanh", penalties.RULE}
+    rules = {"tanh", ops.PENALTIES}
     with state.policy_scope(policy):
         assert switch.installed() == rules
     assert not switch.installed()

@@ -11,9 +11,9 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfmix._keras import call_context, model_methods
+from tfmix._keras import global_state, model_methods
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import compiling, penalties, switch, tensors
+from tfmix.policy.in_force import compiling, ops, switch, tensors
 
 _as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tfmix_outputs_as_made", default=False
@@ -22,11 +22,11 @@ _as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
 
 def carry(model: keras.Model, policy: keras.DTypePolicy) -> None:
     """Makes a model carry a policy, or none if it has no 16-bit part."""
-    owner = model_methods.of(model)
     if policies.is_sixteen_bit(policy):
-        owner.put(model_methods.RULES, _Carried(model, policy))
+        carried = _Carried(model, policy)
+        model_methods.put(model, model_methods.RULES, carried)
     else:
-        owner.take_off(model_methods.RULES)
+        model_methods.take_off(model, model_methods.RULES)
 
 
 def carried_policy(model: keras.Model) -> keras.DTypePolicy | None:
@@ -57,7 +57,7 @@ class _Carried:
         self._model = model
         ruled = policies.with_rules(policy)
         self._level = ruled.level
-        self._rules = frozenset({*ruled.float32_ops, penalties.RULE})
+        self._rules = frozenset({*ruled.float32_ops, ops.PENALTIES})
         self._told = False
         self.wrappers: Mapping[str, model_methods.Wrapper] = {
             "call": self._call,
@@ -86,7 +86,7 @@ class _Carried:
         Inside another model or layer, 16 bit is handed on.
         """
         outputs = self._under_rules(original, *args, **kwargs)
-        if _as_made.get() or not call_context.is_outermost(self._model):
+        if _as_made.get() or not global_state.is_outermost(self._model):
             return outputs
         self._tell_of_16_bit(outputs)
         return tensors.map_leaves(outputs, tensors.wide)

@@ -43,15 +43,20 @@ def compile_suitably(
     given = _optimizer(_read(bound, "optimizer", None))
     if wanted and given is not None:
         given = suited_optimizer.suited(given, model, level)
-        _write(bound, "optimizer", given)
-    if _takes(bound, _AUTO):
+        declared = "optimizer" in bound.signature.parameters
+        holder = bound.arguments if declared else _extra(bound)
+        holder["optimizer"] = given
+    if _AUTO in bound.signature.parameters:
         # Keras would decide from the model's own policy, not its layers'.
         bound.arguments[_AUTO] = False
     original(*bound.args, **bound.kwargs)
     optimizer = getattr(model, "optimizer", None)
     if wanted and optimizer is not None:
         # A `compile` of the model's own may have made another one.
-        optimizer = _without_keras_scaler(optimizer, given)
+        plain = type(optimizer) is keras.optimizers.LossScaleOptimizer
+        if plain and optimizer is not given:
+            # Keras has put it on by itself.
+            optimizer = optimizer.inner_optimizer
         optimizer = suited_optimizer.suited(optimizer, model, level)
         if optimizer is not model.optimizer:
             training_classes.adopt_optimizer(model, optimizer)
@@ -73,18 +78,6 @@ def _optimizer(given: Any) -> keras.optimizers.Optimizer | None:
         return None
 
 
-def _without_keras_scaler(optimizer: Any, given: Any) -> Any:
-    """Takes off a `LossScaleOptimizer` that Keras put on by itself."""
-    plain = type(optimizer) is keras.optimizers.LossScaleOptimizer
-    if plain and optimizer is not given:
-        return optimizer.inner_optimizer
-    return optimizer
-
-
-def _takes(bound: inspect.BoundArguments, name: str) -> bool:
-    return name in bound.signature.parameters
-
-
 def _extra(bound: inspect.BoundArguments) -> dict[str, Any]:
     """Returns what went into `**kwargs` of an overridden `compile`."""
     for name, parameter in bound.signature.parameters.items():
@@ -95,16 +88,9 @@ def _extra(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _read(bound: inspect.BoundArguments, name: str, default: Any) -> Any:
-    if _takes(bound, name):
+    if name in bound.signature.parameters:
         declared = bound.signature.parameters[name].default
         if declared is not inspect.Parameter.empty:
             default = declared
         return bound.arguments.get(name, default)
     return _extra(bound).get(name, default)
-
-
-def _write(bound: inspect.BoundArguments, name: str, value: Any) -> None:
-    if _takes(bound, name):
-        bound.arguments[name] = value
-    else:
-        _extra(bound)[name] = value

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import attributes, policy_state, training_classes
+from tfmix._keras import attributes, global_state, training_classes
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import compiling, new_layers
 
@@ -27,10 +27,10 @@ def install(lookup: Lookup, replaced: Replaced) -> None:
     if are_installed():
         return
     wanted: dict[attributes.Place, Callable[[Any], Any]] = {
-        policy_state.getter(): lambda f: _getter(f, lookup),
-        policy_state.setter(): lambda f: _setter(f, replaced),
+        global_state.GETTER: lambda f: _getter(f, lookup),
+        global_state.SETTER: lambda f: _setter(f, replaced),
         (keras.Layer, "__init__"): lambda f: _initializer(f, lookup),
-        (training_classes.trainer(), "compile"): compiling.wrapped,
+        (training_classes.TRAINER, "compile"): compiling.wrapped,
     }
     for owner, name in wanted:
         if name not in vars(owner):
@@ -47,11 +47,11 @@ def remove() -> None:
     _replacements.set({})
 
 
-def _getter(original: Callable[..., Any], lookup: Lookup) -> Callable[..., Any]:
+def _getter(original: Callable, lookup: Lookup) -> Callable:
     @functools.wraps(original)
     def get_global_attribute(name: str, *args: Any, **kwargs: Any) -> Any:
         # This is called some ten times per layer call, with other names.
-        if name == policy_state.KEY:
+        if name == global_state.POLICY_KEY:
             policy = lookup()
             if policy is not None:
                 return policies.plain(policy)
@@ -60,21 +60,17 @@ def _getter(original: Callable[..., Any], lookup: Lookup) -> Callable[..., Any]:
     return get_global_attribute
 
 
-def _setter(
-    original: Callable[..., Any], replaced: Replaced
-) -> Callable[..., Any]:
+def _setter(original: Callable, replaced: Replaced) -> Callable:
     @functools.wraps(original)
     def set_global_attribute(name: str, value: Any) -> None:
         original(name, value)
-        if name == policy_state.KEY and value is not None:
+        if name == global_state.POLICY_KEY and value is not None:
             replaced(value)
 
     return set_global_attribute
 
 
-def _initializer(
-    original: Callable[..., None], lookup: Lookup
-) -> Callable[..., None]:
+def _initializer(original: Callable, lookup: Lookup) -> Callable:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

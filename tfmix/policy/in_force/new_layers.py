@@ -1,7 +1,7 @@
 """What a new layer gets from the policy in force, rules applied."""
 
+import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -47,8 +47,7 @@ def _make_float32(layer: keras.Layer) -> None:
 def _keep_inside_float32(layer: keras.Layer) -> None:
     # `Bidirectional` runs copies made from the configuration of the layer it
     # was given, in which every dtype looks as if the user had chosen it.
-    names = {base.__name__ for base in type(layer).__mro__}
-    copies = "Bidirectional" in names
+    copies = any(x.__name__ == "Bidirectional" for x in type(layer).__mro__)
     for inner in layers.flat_layers(layer)[1:]:
         chosen = copies or is_chosen(inner)
         if chosen and inner.compute_dtype != "float32":
@@ -58,9 +57,13 @@ def _keep_inside_float32(layer: keras.Layer) -> None:
 def _apply_rules(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     if policy.compute_dtype not in _formats.SIXTEEN_BIT:
         return
-    ruled = policies.with_rules(policy)
-    if _named_in_map(layer, policy):
+    # An entry of a map that may be meant for the layer decides on it. Paths
+    # are not known yet; the part after the last slash is the name.
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and any(
+        re.fullmatch(key.split("/")[-1], layer.name) for key in policy
+    ):
         return
+    ruled = policies.with_rules(policy)
     if ruled.why_float32(type(layer), layer.name):
         keep_float32(layer)
         # What it holds is attached after this constructor, or in `build`.
@@ -68,23 +71,12 @@ def _apply_rules(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     elif ruled.outside_white_list(type(layer)):
         layer_policies.set_policy(layer, keras.DTypePolicy("float32"))
     elif layer_rules.needs_path(ruled.float32_layers):
-        layer_policies.until_built(layer, _apply_path_rules(ruled))
+        layer_policies.until_built(
+            layer, functools.partial(_apply_path_rules, ruled)
+        )
 
 
-def _named_in_map(layer: keras.Layer, policy: keras.DTypePolicy) -> bool:
-    """Says whether a map has an entry that may be meant for the layer."""
-    if not isinstance(policy, keras.dtype_policies.DTypePolicyMap):
-        return False
-    # Paths are not known yet; the part after the last slash is the name.
-    return any(re.fullmatch(key.split("/")[-1], layer.name) for key in policy)
-
-
-def _apply_path_rules(
-    ruled: policies.Policy,
-) -> Callable[[keras.Layer], None]:
-    def apply(layer: keras.Layer) -> None:
-        path = layer_policies.path_of(layer)
-        if ruled.why_float32(type(layer), layer.name, path):
-            keep_float32(layer)
-
-    return apply
+def _apply_path_rules(ruled: policies.Policy, layer: keras.Layer) -> None:
+    path = layer_policies.path_of(layer)
+    if ruled.why_float32(type(layer), layer.name, path):
+        keep_float32(layer)

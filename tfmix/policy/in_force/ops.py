@@ -1,4 +1,4 @@
-"""Op rules in force: single Keras ops that run in float32 on 16-bit input."""
+"""Rules in force: Keras ops, and penalties, in float32 on 16-bit input."""
 
 import functools
 import inspect
@@ -8,25 +8,36 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import attributes, op_places
+from tfmix._keras import attributes, op_places, training_classes
 from tfmix.policy.in_force import softmax_logits, tensors
+
+# Regularizers, added losses: in force under every 16-bit policy, beside what is
+# named like ops. They are widened at their door, beside a compiled loss.
+PENALTIES = "(penalties)"
+
+# Says whether a rule is in force for the caller.
+Holds = Callable[[str], bool]
 
 
 def makers(
-    rules: Collection[str], holds: Callable[[str], bool]
+    rules: Collection[str], holds: Holds
 ) -> dict[attributes.Place, Callable[[Any], Any]]:
     """Returns what to replace for a set of rules, and by what."""
     names = set(rules)
     if rules and keras.backend.backend() == "jax":
         names.update(softmax_logits.LOSSES)
-    return {
+    found: dict[attributes.Place, Callable[[Any], Any]] = {
         place: functools.partial(_rule, name=name, holds=holds)
         for name in names
         for place in op_places.targets(name)
     }
+    if PENALTIES in rules:
+        widening = functools.partial(_widening, holds=holds)
+        found |= dict.fromkeys(training_classes.penalty_places(), widening)
+    return found
 
 
-def _rule(original: Any, name: str, holds: Callable[[str], bool]) -> Any:
+def _rule(original: Any, name: str, holds: Holds) -> Any:
     if inspect.ismodule(original):
         # One name for many ops; each asks for its own rule.
         each = functools.partial(_rule, holds=holds)
@@ -57,9 +68,7 @@ def _rule(original: Any, name: str, holds: Callable[[str], bool]) -> Any:
     return staticmethod(rule) if static else rule
 
 
-def _attention_rule(
-    original: Callable[..., Any], holds: Callable[[str], bool]
-) -> Callable[..., Any]:
+def _attention_rule(original: Callable, holds: Holds) -> Callable:
     """Makes a layer's own attention compute as the op's rule says.
 
     Logits of 16-bit queries and keys overflow float16 there just the same.
@@ -80,6 +89,16 @@ def _attention_rule(
         return tensors.map_leaves(result, narrow)
 
     return compute
+
+
+def _widening(original: Callable, holds: Holds) -> Callable:
+    @functools.wraps(original)
+    def widened(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if holds(PENALTIES):
+            args, kwargs = tensors.map_leaves((args, kwargs), tensors.wide)
+        return original(self, *args, **kwargs)
+
+    return widened
 
 
 def _dtype_position(function: Callable) -> int:

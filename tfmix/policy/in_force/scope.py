@@ -2,15 +2,14 @@
 
 import contextlib
 import threading
-from types import TracebackType
 from typing import Any
 
 import keras
 from absl import logging
 
-from tfmix._keras import policy_state
+from tfmix._keras import global_state
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import hooks, penalties, switch
+from tfmix.policy.in_force import hooks, ops, switch
 
 _lock = threading.RLock()
 _local = threading.local()
@@ -51,7 +50,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
         else:
             _base = accepted
             if accepted.name == "float32":
-                policy_state.make_float32()
+                global_state.make_float32()
         _refresh()
 
 
@@ -118,12 +117,7 @@ class policy_scope(contextlib.ContextDecorator):
                 raise
         return self._policy
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         with _lock:
             self._leave()
             _refresh()
@@ -136,12 +130,7 @@ class policy_scope(contextlib.ContextDecorator):
 
 
 def accept(policy: Any) -> keras.DTypePolicy:
-    """Checks what a user gave as a policy and makes names a `Policy`.
-
-    Example:
-        >>> accept("O2").name
-        'mixed_float16'
-    """
+    """Checks what a user gave as a policy and makes names a `Policy`."""
     if not isinstance(policy, keras.DTypePolicy):
         return policies.Policy(policy)
     for dtype in (policy.compute_dtype, policy.variable_dtype):
@@ -159,15 +148,15 @@ class _Scope:
     def __init__(
         self, policy: keras.DTypePolicy, scopes: list["_Scope"]
     ) -> None:
-        self.policy = policy
-        self._scopes = scopes
-        self._rules = _enter_rules(policy)
+        self.policy, self._scopes = policy, scopes
+        self._rules = contextlib.ExitStack()
+        self._rules.enter_context(switch.block(_rules(policy)))
         scopes.append(self)
 
     def replace(self, policy: keras.DTypePolicy) -> None:
         self.policy = policy
         self._rules.close()
-        self._rules = _enter_rules(policy)
+        self._rules.enter_context(switch.block(_rules(policy)))
 
     def close(self) -> None:
         self._scopes.remove(self)
@@ -193,13 +182,7 @@ def _rules(policy: keras.DTypePolicy | None) -> frozenset[str]:
     if policy is None or not policies.is_sixteen_bit(policy):
         return frozenset()
     ruled = policies.with_rules(policy)
-    return frozenset({*ruled.float32_ops, penalties.RULE})
-
-
-def _enter_rules(policy: keras.DTypePolicy) -> contextlib.ExitStack:
-    stack = contextlib.ExitStack()
-    stack.enter_context(switch.block(_rules(policy)))
-    return stack
+    return frozenset({*ruled.float32_ops, ops.PENALTIES})
 
 
 def _refresh() -> None:
@@ -210,7 +193,7 @@ def _refresh() -> None:
     hooked = True
     if all(policy.name == "float32" for policy in standing):
         # A float32 scope needs the hooks only against a policy of Keras's.
-        hooked = bool(_open) and policy_state.name() != "float32"
+        hooked = bool(_open) and global_state.policy_name() != "float32"
     switch.install(_rules(_open[-1].policy if _open else _base))
     if hooked:
         hooks.install(_lookup, _replaced_by_keras)

@@ -1,9 +1,7 @@
 """Losses find the logits behind a softmax on JAX, as Keras does on TensorFlow.
 
-TensorFlow's backend attaches the logits to the probabilities and computes the
-loss from them. Keras does not on JAX, whose arrays take no attributes: there a
-sample whose logits are wrong by more than 16 has loss 16.118 and gradient 0,
-also in float32.
+Keras attaches the logits to the probabilities, but not to JAX's arrays: there
+a sample wrong by more than 16 has loss 16.118 and gradient 0, also in float32.
 """
 
 import functools
@@ -12,7 +10,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import layer_policies, tensor_marks
+from tfmix._keras import global_state, layer_policies
 
 _LOGITS = "_tfmix_logits"
 # Losses of `keras.ops` that have a `from_logits`.
@@ -34,7 +32,7 @@ def remember(layer: keras.layers.Activation) -> None:
     @functools.wraps(original)
     def call(inputs: Any) -> Any:
         outputs = original(inputs)
-        tensor_marks.put(outputs, _LOGITS, inputs)
+        global_state.put_note(outputs, _LOGITS, inputs)
         return outputs
 
     layer_policies.put(layer, "call", call)
@@ -49,7 +47,7 @@ def recovering(loss: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         logits = None
         if not from_logits and keras.ops.is_tensor(output):
-            logits = tensor_marks.get(output, _LOGITS)
+            logits = global_state.note(output, _LOGITS)
         if logits is None:
             return loss(target, output, from_logits=from_logits, **kwargs)
         return loss(target, logits, from_logits=True, **kwargs)

@@ -61,12 +61,12 @@ def suited(
     What is there already stays; into tfmix's loss-scale optimizer masters are
     put where they are missing.
     """
-    float16 = computes_in(model, "float16")
     pure = has_sixteen_bit_variables(model)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if pure:
             _add_masters(optimizer)
         return optimizer
+    float16 = computes_in(model, "float16")
     if not float16 and not pure:
         return optimizer
     fixed = optimizer.loss_scale_factor
@@ -84,11 +84,13 @@ def suited(
         )
     if pure and not isinstance(optimizer, base.SixteenBitOptimizer):
         optimizer = _automatic(master.MasterWeightOptimizer(optimizer))
-    return _automatic(
-        scaling.LossScaleOptimizer(
-            optimizer, loss_scale=_rule(fixed, float16, level)
-        )
-    )
+    rule: Any = "dynamic"
+    if fixed is not None:
+        rule = rules.FixedLossScale(float(fixed))
+    elif not float16 or level == "O3":
+        # The check for non-finite gradients stays.
+        rule = rules.NoLossScale()
+    return _automatic(scaling.LossScaleOptimizer(optimizer, loss_scale=rule))
 
 
 def without_automatic(
@@ -136,15 +138,6 @@ def _add_masters(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
     optimizer.inner_optimizer = _automatic(master.MasterWeightOptimizer(inner))
 
 
-def _rule(fixed: float | None, float16: bool, level: str | None) -> Any:
-    if fixed is not None:
-        return rules.FixedLossScale(float(fixed))
-    if not float16 or level == "O3":
-        # The check for non-finite gradients stays.
-        return rules.NoLossScale()
-    return "dynamic"
-
-
 def missing_scaler_warning(model: keras.Model) -> str:
     """Says what to write for a float16 model whose loss is not scaled.
 
@@ -153,11 +146,12 @@ def missing_scaler_warning(model: keras.Model) -> str:
     a whole is "mixed_float16", and not under `compile(auto_scale_loss=False)`.
     """
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or not computes_in(model, "float16"):
-        return ""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return ""
-    if getattr(optimizer, "loss_scale_factor", None):
+    if (
+        optimizer is None
+        or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        or getattr(optimizer, "loss_scale_factor", None)
+        or not computes_in(model, "float16")
+    ):
         return ""
     name = type(optimizer).__name__
     return (

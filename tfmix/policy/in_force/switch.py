@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from tfmix._keras import attributes
-from tfmix.policy.in_force import ops, penalties
+from tfmix.policy.in_force import ops
 
 _lock = threading.RLock()
 _replacements = attributes.Replacements()
@@ -85,7 +85,5 @@ def _refresh() -> None:
     running = [rules for rules, blocks in _running.items() if blocks]
     needed = _installed.union(_standing_by, *running)
     if needed != _replaced:
-        _replacements.set(
-            {**ops.makers(needed, holds), **penalties.makers(needed, holds)}
-        )
+        _replacements.set(ops.makers(needed, holds))
         _replaced = needed

@@ -13,13 +13,7 @@ _WIDE = "_tfmix_float32"
 
 
 def float_dtype(value: Any) -> str:
-    """Returns a tensor's float dtype.
-
-    Example:
-        >>> import numpy as np
-        >>> float_dtype(np.float16(1)), float_dtype(1.0)
-        ('float16', '')
-    """
+    """Returns a tensor's float dtype, "sparse" if it is that, else ""."""
     dtype = getattr(value, "dtype", None)
     # Layers and metrics have a dtype too, but no shape.
     if dtype is None or not hasattr(value, "shape"):
@@ -30,7 +24,12 @@ def float_dtype(value: Any) -> str:
         return ""
     if not name.startswith(("float", "bfloat", "complex")):
         return ""
-    return name if _is_dense(value) else "sparse"
+    # Sparse and ragged tensors of both backends carry their parts under these
+    # names; `is_tensor` alone is true for a `tf.SparseTensor`.
+    sparse = hasattr(value, "todense") or any(
+        hasattr(type(value), part) for part in ("indices", "row_splits")
+    )
+    return "sparse" if sparse else name
 
 
 def is_16_bit(value: Any) -> bool:
@@ -43,9 +42,8 @@ def only_16_bit(nest: Any) -> str | None:
     seen: set[str] = set()
     map_leaves(nest, lambda value: seen.add(float_dtype(value)))
     seen.discard("")
-    if len(seen) == 1 and seen <= set(_formats.SIXTEEN_BIT):
-        return seen.pop()
-    return None
+    alike = len(seen) == 1 and seen <= set(_formats.SIXTEEN_BIT)
+    return seen.pop() if alike else None
 
 
 def widen(value: Any) -> Any:
@@ -55,9 +53,8 @@ def widen(value: Any) -> Any:
 
 def narrow(value: Any, dtype: str) -> Any:
     """Casts a float32 tensor to a dtype and leaves anything else alone."""
-    if float_dtype(value) != "float32":
-        return value
-    return keras.ops.cast(value, dtype)
+    is_wide = float_dtype(value) == "float32"
+    return keras.ops.cast(value, dtype) if is_wide else value
 
 
 def narrow_once(value: Any, dtype: str) -> Any:
@@ -103,12 +100,3 @@ def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
     if type(nest) in (tuple, list):
         return type(nest)(map_leaves(v, function) for v in nest)
     return function(nest)
-
-
-def _is_dense(value: Any) -> bool:
-    # Sparse and ragged tensors of both backends carry their parts under
-    # these names; `is_tensor` alone is true for a `tf.SparseTensor`.
-    parts = ("indices", "row_splits")
-    return not any(hasattr(type(value), part) for part in parts) and (
-        not hasattr(value, "todense")
-    )

@@ -1,10 +1,8 @@
 """Exact inputs for the layers that a cast to 16 bit would break.
 
-A subclassed model or a layer of the user's casts float inputs to 16 bit before
-its `call` runs, so ids given as floats arrive at an `Embedding` rounded (2049
-becomes 2048) and raw features at a `Normalization` without their digits. Here
-such a layer remembers what it cast, on the tensor itself, and the layers that
-need the exact values look there.
+What is subclassed casts float inputs to 16 bit before its `call`: ids reach an
+`Embedding` rounded (2049 becomes 2048), raw features a `Normalization` without
+their digits. So it remembers on the tensor what it cast, and those look there.
 """
 
 import functools
@@ -14,15 +12,13 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfmix import _formats
-from tfmix._keras import call_context, layer_policies, tensor_marks
+from tfmix._keras import global_state, layer_policies
 
 _UNCAST = "_tfmix_uncast"
 _CALL = "call"
 _CONVERT = "convert_input"
 # Whole numbers above these are no longer exact: 2 to the significand's bits.
 _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
-_DATA_LAYERS = ("DataLayer", "TFDataLayer")
 
 
 def keep_exact(layer: keras.Layer) -> None:
@@ -33,11 +29,13 @@ def keep_exact(layer: keras.Layer) -> None:
     names = {base.__name__ for base in type(layer).__mro__}
     if "Embedding" in names:
         _look_up(layer, warn=True)
-    elif names.intersection(_DATA_LAYERS):
+    elif names & {"DataLayer", "TFDataLayer"}:
         look_behind_casts(layer)
         # Some of them switch the conversion of their inputs off.
         _look_up(layer, warn=False)
-    elif "Sequential" in names or not _is_builtin(type(layer)):
+    elif "Sequential" in names or (
+        type(layer).__module__.split(".")[0] != "keras"
+    ):
         # A Sequential model casts, too, at the call that builds it.
         _use_converter(layer, _remember)
 
@@ -57,10 +55,6 @@ def forget_exact(layer: keras.Layer) -> None:
         object.__delattr__(layer, _CALL)
 
 
-def _is_builtin(layer_class: type) -> bool:
-    return layer_class.__module__.split(".")[0] == "keras"
-
-
 def _use_converter(layer: keras.Layer, convert: Any) -> None:
     """Gives the layer a policy of its own with another `convert_input`."""
     policy = layer.dtype_policy
@@ -75,11 +69,11 @@ def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
     tensor = type(policy).convert_input(policy, x, False, dtype)
     converted = type(policy).convert_input(policy, tensor, autocast, dtype)
     if converted is not tensor:
-        tensor_marks.put(converted, _UNCAST, tensor)
-        mask = tensor_marks.get(x, "_keras_mask")
+        global_state.put_note(converted, _UNCAST, tensor)
+        mask = global_state.note(x, "_keras_mask")
         if mask is not None:
             # Keras 3.12 loses it in this cast.
-            tensor_marks.put(converted, "_keras_mask", mask)
+            global_state.put_note(converted, "_keras_mask", mask)
     return converted
 
 
@@ -89,9 +83,9 @@ def _recover(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
 
 def _uncast(x: Any) -> Any:
     """Returns what a tensor was before a layer cast it, else the tensor."""
-    if not (keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor)):
-        return x
-    original = tensor_marks.get(x, _UNCAST)
+    original = None
+    if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
+        original = global_state.note(x, _UNCAST)
     return x if original is None else original
 
 
@@ -111,9 +105,10 @@ def _look_up(layer: keras.Layer, warn: bool) -> None:
 
 def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:
     dtype = keras.backend.standardize_dtype(ids.dtype)
-    if dtype not in _formats.SIXTEEN_BIT or call_context.on_shapes_only():
+    exact = _EXACT_UP_TO.get(dtype)
+    if exact is None or global_state.on_shapes_only():
         return
-    if layer.input_dim <= _EXACT_UP_TO[dtype]:
+    if layer.input_dim <= exact:
         return
     # A model meets this while it is traced, so a few times, not each step.
     logging.warning(
@@ -122,6 +117,6 @@ def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:
         "cast them to 'int32' in a layer made with autocast=False.",
         layer.name,
         dtype,
-        _EXACT_UP_TO[dtype],
+        exact,
         layer.input_dim,
     )

@@ -1,5 +1,6 @@
 """One optimizer step under JAX: state goes in, the next state comes out."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import compilation
-from tfmix.scaling.step import blocks
+from tfmix.scaling.step import unscale
 
 
 def stateless_apply(
@@ -36,9 +37,9 @@ def stateless_apply(
         return [scope.get_current_value(v) for v in optimizer.own_variables]
 
     def apply_step() -> tuple[list, list]:
-        true = blocks.divided(blocks.apart(grads, variables), scale)
+        true = unscale.divided(unscale.apart(grads, variables), scale)
         new_trainable, new_inner = optimizer.inner_optimizer.stateless_apply(
-            inner_values, blocks.parts(true, len(grads)), trainable_values
+            inner_values, unscale.parts(true, len(grads)), trainable_values
         )
         return new_trainable, own_values(True) + new_inner
 
@@ -51,7 +52,12 @@ def stateless_apply(
     if compilation.for_cpu():
         return jax.lax.cond(is_finite, apply_step, skip_step)
     # On an accelerator a conditional waits for the host to read its flag.
-    return _selected(is_finite, apply_step(), skip_step())
+    where = functools.partial(jax.numpy.where, is_finite)
+    return jax.tree.map(
+        lambda new, old: old if new is old else where(new, old),
+        apply_step(),
+        skip_step(),
+    )
 
 
 def _not_finite(grads: list, variables: list, scale: Any, lowest: float) -> Any:
@@ -59,19 +65,10 @@ def _not_finite(grads: list, variables: list, scale: Any, lowest: float) -> Any:
     # No division by 1 or more makes an infinity: the scaled gradients, which
     # are there already, are checked then. They are joined for the check alone,
     # since to take them apart again costs kernels.
-    joined = blocks.joined(grads, variables)
+    joined = unscale.joined(grads, variables)
     if lowest < 1:
-        joined = blocks.divided(joined, scale)
-    return blocks.not_finite(joined, len(grads))
-
-
-def _selected(is_finite: Any, applied: Any, skipped: Any) -> Any:
-    """Chooses between the values of two outcomes that are both computed."""
-
-    def chosen(new: Any, old: Any) -> Any:
-        return old if new is old else jax.numpy.where(is_finite, new, old)
-
-    return jax.tree.map(chosen, applied, skipped)
+        joined = unscale.divided(joined, scale)
+    return unscale.not_finite(joined, len(grads))
 
 
 def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:
@@ -86,8 +83,7 @@ def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:
         unscaled,
     )
     changed = model_variables + optimizer.variables
-    for variable, value in zip(
-        changed, new_trainable + new_optimizer, strict=True
-    ):
+    values = new_trainable + new_optimizer
+    for variable, value in zip(changed, values, strict=True):
         variable.assign(value)
     return optimizer.last_step_applied()

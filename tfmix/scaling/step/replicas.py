@@ -1,10 +1,8 @@
 """One optimizer step per replica, without a merge call (`tf.distribute`).
 
-Keras's optimizers sum gradients and write mirrored variables through merge
-calls, which may not stand inside a `tf.cond`. tfmix sums the gradients first.
-From there on every replica holds the same numbers and takes its step alone: it
-sees only its own copy of each variable and no strategy. Gradient accumulation
-and EMA, whose conditionals Keras cannot run under `MirroredStrategy`, work too.
+Keras's sum gradients and write mirrored variables through merge calls, which
+may not stand inside a `tf.cond`. Here gradients are summed first; then every
+replica takes its step alone, on its own copies and under no strategy.
 """
 
 import contextlib
@@ -15,14 +13,13 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import optimizers, variables
-from tfmix.scaling.step import unscale
+from tfmix._keras import optimizers
+from tfmix._keras import variables as keras_variables
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-# Strategies whose variables do not live on the replicas that compute the
-# gradients: there is no local copy to update, and no joint step to skip.
+# Strategies whose variables do not live on the replicas: no joint step to skip.
 _REFUSED = {
     "ParameterServerStrategy": "its workers update shared variables alone",
     "CentralStorageStrategy": "its variables are not copied to each replica",
@@ -54,24 +51,20 @@ def check_replica_context() -> None:
         )
 
 
-def sum_gradients(grads: Sequence, variables: Sequence) -> Sequence:
-    """Does what `sum_over_replicas` does, outside of replicas nothing."""
-    distributed = _in_replica_of_many()
-    return sum_over_replicas(list(grads), variables) if distributed else grads
-
-
-def sum_over_replicas(grads: list, variables: Sequence[keras.Variable]) -> list:
+def sum_gradients(grads: Sequence, variables: Sequence) -> list:
     """Sums each gradient over all replicas of all workers; `None`s stay."""
     # Of what overwrites its variable (Keras's float8 scales and histories of
     # maxima) the largest is taken.
+    result = list(grads)
+    present = [n for n, gradient in enumerate(result) if gradient is not None]
+    if not _in_replica_of_many() or not present:
+        return result
     context = tf.distribute.get_replica_context()
-    present = [n for n, gradient in enumerate(grads) if gradient is not None]
-    if context.num_replicas_in_sync == 1 or not present:
-        return grads
-    maxed = {n for n in present if unscale.is_overwritten(variables[n])}
+    if context.num_replicas_in_sync == 1:
+        return result
+    maxed = {n for n in present if keras_variables.is_overwritten(variables[n])}
     # There is no reduction by maximum: each replica adds a row of its own.
     sent = [_as_row(grads[n]) if n in maxed else grads[n] for n in present]
-    result = list(grads)
     # What is reduced together is packed into one vector, so has one dtype.
     for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
         alike = [i for i, tensor in enumerate(sent) if tensor.dtype == dtype]
@@ -93,9 +86,8 @@ def _as_row(tensor: Any) -> Any:
 
 
 def _largest(rows: Any) -> Any:
-    # Zero, or NaN where a row holds a number that is not finite.
-    nothing = tf.reduce_sum(rows * 0, axis=0)
-    return tf.reduce_max(rows, axis=0) + nothing
+    # Plus zero, or NaN where a row holds a number that is not finite.
+    return tf.reduce_max(rows, axis=0) + tf.reduce_sum(rows * 0, axis=0)
 
 
 def single(
@@ -110,20 +102,20 @@ def single(
 
 @contextlib.contextmanager
 def one_replica(
-    keras_variables: Iterable, optimizer: optimizers.Optimizer | None = None
+    these: Iterable, optimizer: optimizers.Optimizer | None = None
 ) -> Iterator[None]:
     """Lets variables stand for this replica's copies, with no strategy."""
-    # The Keras optimizer that runs inside sums no gradients.
-    # On a TPU the step is traced once for all replicas: there are no local
-    # copies to show, and no merge calls either.
-    if not tf.distribute.has_strategy() or _runs_on_tpu():
+    # A TPU's step is traced once for all replicas: there are no local copies
+    # to show, and no merge calls either.
+    on_tpu = "TPU" in type(tf.distribute.get_strategy()).__name__
+    if not tf.distribute.has_strategy() or on_tpu:
         with optimizers.alone(optimizer):
             yield
         return
     context = _no_strategy()
     with (
         optimizers.alone(optimizer, context.strategy),
-        variables.local_copies(keras_variables),
+        keras_variables.local_copies(these),
         context,
     ):
         yield
@@ -152,10 +144,6 @@ def _in_replica_of_many() -> bool:
     check_strategy()
     check_replica_context()
     return True
-
-
-def _runs_on_tpu() -> bool:
-    return "TPU" in type(tf.distribute.get_strategy()).__name__
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfmix._keras import compilation
 from tfmix._keras import variables as keras_variables
-from tfmix.scaling.step import blocks, finite, replicas, unscale
+from tfmix.scaling.step import finite, replicas, unscale
 
 
 def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:
@@ -17,7 +17,7 @@ def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:
         state = optimizer.state()
         scale = None if unscaled else optimizer.rule.current(state)
     grads, early = _divided_early(grads, variables, scale)
-    grads = replicas.sum_over_replicas(grads, variables)
+    grads = replicas.sum_gradients(grads, variables)
     with replicas.one_replica(used, optimizer):
         kind = _XlaStep if compilation.by_xla() else _Step
         step = kind(grads, variables, scale, early)
@@ -45,7 +45,7 @@ def _divided_early(
     one = tf.distribute.get_strategy().num_replicas_in_sync == 1
     if scale is None or one or compilation.by_xla():
         return grads, frozenset()
-    early = blocks.alone(grads, variables)
+    early = unscale.alone(grads, variables)
     true = unscale.unscale([grads[position] for position in early], scale)
     by_position = dict(zip(early, true, strict=True))
     divided = [by_position.get(place, each) for place, each in enumerate(grads)]
@@ -63,7 +63,7 @@ class _Step:
         self, grads: list, variables: list, scale: Any, early: frozenset[int]
     ) -> None:
         self._grads, self._variables = grads, variables
-        self._blocks = blocks.joined(grads, variables, early)
+        self._blocks = unscale.joined(grads, variables, early)
         self._count, self._scale = len(grads), scale
 
     def is_finite(self) -> Any:
@@ -72,19 +72,19 @@ class _Step:
         return tf.cond(
             finite.surely_finite(tensors, self._scale),
             lambda: tf.constant(True),
-            lambda: blocks.all_finite(self._divided()),
+            lambda: unscale.all_finite(self._divided()),
         )
 
     def not_finite(self) -> Any:
         """Returns a boolean vector, true for each one that is not finite."""
-        return blocks.not_finite(self._divided(), self._count)
+        return unscale.not_finite(self._divided(), self._count)
 
     def true_gradients(self) -> list:
         """Returns the gradients divided by the scale."""
-        return blocks.parts(self._divided(), self._count)
+        return unscale.parts(self._divided(), self._count)
 
-    def _divided(self) -> list[blocks.Block]:
-        return blocks.divided(self._blocks, self._scale)
+    def _divided(self) -> list[unscale.Block]:
+        return unscale.divided(self._blocks, self._scale)
 
 
 class _XlaStep(_Step):
@@ -106,6 +106,6 @@ class _XlaStep(_Step):
         return compilation.kept_apart(self._bad)
 
     def true_gradients(self) -> list:
-        apart = blocks.apart(self._grads, self._variables)
-        divided = blocks.divided(apart, self._scale)
-        return blocks.parts(divided, self._count)
+        apart = unscale.apart(self._grads, self._variables)
+        divided = unscale.divided(apart, self._scale)
+        return unscale.parts(divided, self._count)

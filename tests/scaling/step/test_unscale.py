@@ -6,7 +6,7 @@ import pytest
 
 from tests import helpers
 from tfmix.scaling import optimizer as optimizers
-from tfmix.scaling.step import blocks
+from tfmix.scaling.step import unscale
 
 
 def arrays():
@@ -24,8 +24,8 @@ def tensors(values):
 def test_blocks_come_apart_in_the_order_they_went_in():
     values = arrays()
     values[1] = None
-    made = blocks.unscaled(tensors(values), [None] * 6, np.float32(4.0))
-    for part, value in zip(blocks.parts(made, 6), values, strict=True):
+    made = unscale.unscaled(tensors(values), [None] * 6, np.float32(4.0))
+    for part, value in zip(unscale.parts(made, 6), values, strict=True):
         if value is None:
             assert part is None
         else:
@@ -37,9 +37,9 @@ def test_the_one_bad_gradient_is_found_at_its_own_place(bad):
     values = arrays()
     values[bad] = np.full_like(values[bad], np.nan)
     values[(bad + 1) % 6] = None
-    made = blocks.unscaled(tensors(values), [None] * 6, np.float32(1.0))
-    assert not bool(blocks.all_finite(made))
-    flags = keras.ops.convert_to_numpy(blocks.not_finite(made, 6)).tolist()
+    made = unscale.unscaled(tensors(values), [None] * 6, np.float32(1.0))
+    assert not bool(unscale.all_finite(made))
+    flags = keras.ops.convert_to_numpy(unscale.not_finite(made, 6)).tolist()
     assert flags == [position == bad for position in range(6)]
 
 

@@ -1,0 +1,62 @@
+"""What Keras keeps globally: its policy, the running call, notes on tensors.
+
+Its own policy is kept per thread, dropped by `clear_session()`, and read and
+written through two functions, looked up as attributes of their module:
+replacing those two reaches every thread and every caller.
+"""
+
+import numbers
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.backend.common import (
+    global_state,
+    symbolic_scope,
+    tensor_attributes,
+)
+
+from tfmix._keras import attributes
+
+POLICY_KEY = "dtype_policy"
+# The functions `(name, *defaults) -> value` and `(name, value) -> None`.
+GETTER: attributes.Place = (global_state, "get_global_attribute")
+SETTER: attributes.Place = (global_state, "set_global_attribute")
+_DATA = (numbers.Number, np.generic, np.ndarray)
+
+
+def policy_name() -> str:
+    """Returns the name of Keras's own policy in the calling thread."""
+    own = getattr(global_state.GLOBAL_STATE_TRACKER, POLICY_KEY, None)
+    return keras.config.floatx() if own is None else str(own.name)
+
+
+def make_float32() -> None:
+    """Sets Keras's own policy of this thread to float32, unless it is."""
+    if policy_name() != "float32":
+        tracker = global_state.GLOBAL_STATE_TRACKER
+        setattr(tracker, POLICY_KEY, keras.DTypePolicy("float32"))
+
+
+def on_shapes_only() -> bool:
+    """Says whether Keras infers shapes, on stand-ins that remember nothing."""
+    return bool(symbolic_scope.in_symbolic_scope())
+
+
+def is_outermost(layer: keras.Layer) -> bool:
+    """Says whether a layer was called by no other, and with real tensors."""
+    context = global_state.get_global_attribute("current_call_ctx")
+    outermost = context is not None and context.entry_layer is layer
+    return outermost and not on_shapes_only()
+
+
+def note(tensor: Any, name: str) -> Any:
+    """Returns what was noted on a tensor, `None` if nothing was."""
+    return tensor_attributes.get_tensor_attr(tensor, name)
+
+
+def put_note(tensor: Any, name: str, value: Any) -> None:
+    """Notes a value for as long as a tensor lives; its results have no note."""
+    # Numbers and NumPy arrays, which a caller may hold as data, get none.
+    if tensor is not None and not isinstance(tensor, _DATA):
+        tensor_attributes.set_tensor_attr(tensor, name, value)
