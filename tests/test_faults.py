@@ -20,12 +20,15 @@ from tests import helpers
 # Those that train several models, or start processes.
 SLOW = {
     "accumulation-window",
+    "convert-replicas-to-16-bit",
     "fit-jit-compile",
     "fit-steps-per-execution",
     "kill-and-resume",
     "nan-in-one-worker",
+    "optimizer-changed-between",
     "own-state",
     "replicas-ema",
+    "replicas-float8",
     "start-up-overflow",
     "terminate-on-nan",
 }
@@ -107,6 +110,8 @@ def test_close_knows_the_precision_of_a_variable():
         "forgotten-scale-loss",
         "double-wrapping",
         "clip-hides-infinity",
+        "unscaled-for-a-log",
+        "pure-without-masters",
         "policy-map",
         "inner-methods",
     ],

@@ -4,6 +4,7 @@ import keras
 
 from benchmarks.fault_cases import (
     custom_loop,
+    existing_models,
     fitting,
     jax_replicas,
     policies,
@@ -24,6 +25,7 @@ FAULTS = (
     *sparse.FAULTS,
     *saved_state.FAULTS,
     *policies.FAULTS,
+    *existing_models.FAULTS,
     *custom_loop.FAULTS,
 )
 

@@ -106,6 +106,21 @@ def clip_by_norm(system: Any) -> Outcome:
 
 
 @fault()
+def unscaled_for_a_log(system: Any) -> Outcome:
+    """The loop unscales its gradients only to log their norm."""
+    variable, optimizer = loops.wrapped_vector(system)
+    scaled = [optimizer.scale_loss(ops.convert_to_tensor([3.0, 4.0]))]
+    (true,) = system.unscale(optimizer, scaled)
+    norm = float(words.to_numpy(ops.norm(true)))
+    loops.apply(optimizer, scaled, [variable])
+    return Outcome(
+        abs(norm - 5.0) < 1e-3 and words.close(variable, [0.7, 1.6]),
+        f"the logged norm is {norm:.3g} (right: 5), weight "
+        f"{words.vector(variable)} (right: [0.7 1.6])",
+    )
+
+
+@fault()
 def float16_loss(system: Any) -> Outcome:
     """A float16 loss of 3.0 is scaled before the optimizer is built."""
     optimizer = system.wrap(keras.optimizers.SGD(0.1))
@@ -209,6 +224,7 @@ FAULTS = (
     traced_before_build,
     clip_hides_infinity,
     clip_by_norm,
+    unscaled_for_a_log,
     float16_loss,
     two_optimizers,
     variable_without_gradient,

@@ -81,4 +81,36 @@ def activity_regularizer(system: Any) -> Outcome:
     return Outcome(bool(np.isfinite(loss)), f"trains, loss {loss:.3g}")
 
 
-FAULTS = (static_scale_replaced, policy_map, activity_regularizer)
+@fault()
+def pure_without_masters(system: Any) -> Outcome:
+    """Policy bfloat16, a wrapped SGD without masters, 200 small steps."""
+    rng = np.random.default_rng(3)
+    # One epoch of 200 steps, each on the same 16 rows.
+    x = np.tile(rng.normal(size=(16, 4)).astype("float32"), (200, 1))
+    y = x.sum(axis=1, keepdims=True)
+    losses = {}
+    for policy in ("float32", "bfloat16"):
+        system.set_policy(policy)
+        try:
+            model = _model()
+            # Each step is less than half a step of bfloat16 near 1.
+            model.compile(system.wrap(keras.optimizers.SGD(1e-3)), loss="mse")
+            model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+            losses[policy] = model.evaluate(x[:16], y[:16], verbose=0)
+        except (TypeError, ValueError) as error:
+            named = "MasterWeightOptimizer" in str(error)
+            return Outcome(named, f"refused: {str(error)[:70]}")
+        finally:
+            system.set_policy("float32")
+    return Outcome(
+        losses["bfloat16"] < 1.2 * losses["float32"],
+        f"loss {losses['bfloat16']:.3g} (float32: {losses['float32']:.3g})",
+    )
+
+
+FAULTS = (
+    static_scale_replaced,
+    policy_map,
+    activity_regularizer,
+    pure_without_masters,
+)

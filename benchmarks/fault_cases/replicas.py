@@ -156,10 +156,40 @@ def replicas_ema(system: Any) -> Outcome:
     )
 
 
+def _float8_loss(system: Any, strategy: Any) -> float:
+    """Trains two float8 layers; returns the last loss."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        layers = [keras.layers.Dense(16, "relu"), keras.layers.Dense(16)]
+        model = keras.Sequential([keras.Input((16,)), *layers])
+        for layer in layers:
+            layer.quantize("float8")
+        model.compile(system.wrap(keras.optimizers.SGD(0.05)), loss="mse")
+    x = np.random.default_rng(0).normal(size=(16, 16)).astype("float32")
+    # 20 steps, in each of which a replica sees what one device would.
+    y = np.tanh(np.tile(x, (40, 1)))
+    model.fit(np.tile(x, (40, 1)), y, batch_size=32, shuffle=False, verbose=0)
+    return float(model.evaluate(x, y[:16], batch_size=16, verbose=0))
+
+
+@fault(TENSORFLOW_ONLY, seconds=120)
+def replicas_float8(system: Any) -> Outcome:
+    """Keras's float8 layers on 2 replicas."""
+    import tensorflow as tf
+
+    expected = _float8_loss(system, tf.distribute.get_strategy())
+    loss = _float8_loss(system, mirrored())
+    return Outcome(
+        abs(loss - expected) < 0.02 * expected,
+        f"loss {loss:.3g} after 20 steps (one device: {expected:.3g})",
+    )
+
+
 FAULTS = (
     inf_in_one_replica,
     start_up_overflow,
     replicas_global_clipnorm,
     replicas_accumulation,
     replicas_ema,
+    replicas_float8,
 )

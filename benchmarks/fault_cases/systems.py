@@ -44,6 +44,10 @@ class System(abc.ABC):
         """Returns gradients a user may clip, before `optimizer.apply`."""
 
     @abc.abstractmethod
+    def convert(self, model: Any, policy: str) -> Callable[[], Any]:
+        """Changes a model's dtypes; returns what changes them back."""
+
+    @abc.abstractmethod
     def set_policy(self, policy: Any) -> None:
         """Sets the global dtype policy."""
 
@@ -71,6 +75,19 @@ class Keras(System):
     def unscale(self, optimizer: Any, grads: Sequence[Any]) -> list[Any]:
         return list(grads)
 
+    def convert(self, model: Any, policy: str) -> Callable[[], Any]:
+        # The way that works before a function was traced.
+        layers = [model, *model.layers]
+        before = [layer.dtype_policy for layer in layers]
+
+        def set_policies(policies: Sequence[Any]) -> None:
+            for layer, each in zip(layers, policies, strict=True):
+                layer.dtype_policy = each
+            model.make_train_function(force=True)
+
+        set_policies([policy] * len(layers))
+        return lambda: set_policies(before)
+
     def set_policy(self, policy: Any) -> None:
         keras.config.set_dtype_policy(policy)
 
@@ -95,6 +112,9 @@ class Tfmix(System):
 
     def unscale(self, optimizer: Any, grads: Sequence[Any]) -> list[Any]:
         return optimizer.unscale_gradients(grads)
+
+    def convert(self, model: Any, policy: str) -> Callable[[], Any]:
+        return tfmix.apply_policy(model, policy).undo
 
     def set_policy(self, policy: Any) -> None:
         tfmix.set_global_policy(policy)

@@ -1,0 +1,121 @@
+"""Whatever users do to a model, and in whatever order: the laws hold."""
+
+import types
+
+import hypothesis
+import keras
+import pytest
+from hypothesis import strategies
+
+import tfmix
+from tests import helpers, orders
+
+# A first run compiles the float32 twins; the deadline is not for that.
+SETTINGS = hypothesis.settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+RANDOM = strategies.randoms(use_true_random=False, note_method_calls=False)
+
+
+def drawn(**how):
+    return RANDOM.map(lambda rng: orders.draw(rng, **how))
+
+
+@hypothesis.settings(SETTINGS, max_examples=6)
+@hypothesis.given(drawn(modes=["eager"]))
+def test_a_few_orders_break_no_law(order):
+    orders.run(order)
+
+
+@pytest.mark.slow
+@hypothesis.settings(SETTINGS, max_examples=700)
+@hypothesis.given(drawn())
+def test_many_orders_break_no_law(order):
+    orders.run(order)
+
+
+@pytest.mark.slow
+@helpers.requires_backend("tensorflow")
+@hypothesis.settings(SETTINGS, max_examples=300)
+@hypothesis.given(drawn(replicas=2))
+def test_many_orders_on_two_replicas_break_no_law(order):
+    orders.run(order)
+
+
+def test_an_order_is_its_line_again():
+    order = orders.numbered(3, replicas=2)
+    assert orders.Order.parse(str(order)) == order
+    assert orders.numbered(3, replicas=2) == order
+    assert orders.numbered(4, replicas=2) != order
+
+
+def unscaled(monkeypatch):
+    """The loss is not scaled, its gradients are divided all the same."""
+    monkeypatch.setattr(
+        tfmix.LossScaleOptimizer, "scale_loss", lambda self, loss: loss
+    )
+
+
+def converts_nothing(monkeypatch):
+    report = types.SimpleNamespace(undo=lambda: None)
+    monkeypatch.setattr(tfmix, "apply_policy", lambda *_: report)
+
+
+def skips_nothing(monkeypatch):
+    def apply(self, grads, variables=None, unscaled=False):
+        grads = [grad / self.loss_scale for grad in grads]
+        return self.inner_optimizer.apply(grads, variables)
+
+    monkeypatch.setattr(tfmix.LossScaleOptimizer, "apply", apply)
+
+
+def keeps_wrappers(monkeypatch):
+    convert = tfmix.apply_policy
+
+    def apply_policy(model, policy):
+        report = convert(model, policy)
+        if policy == "float32" and model.compiled:
+            model.optimizer = tfmix.LossScaleOptimizer(model.optimizer)
+        return report
+
+    monkeypatch.setattr(tfmix, "apply_policy", apply_policy)
+
+
+def leaves_a_method(monkeypatch):
+    monkeypatch.setattr(keras.layers.ReLU, "call", keras.layers.Softmax.call)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize(
+    ("fault", "law"),
+    [
+        (unscaled, "a"),
+        (converts_nothing, "b"),
+        (skips_nothing, "d"),
+        (keeps_wrappers, "e"),
+        (leaves_a_method, "f"),
+    ],
+)
+def test_a_fault_breaks_its_law(monkeypatch, fault, law):
+    orders.run(orders.Order(()))
+    # What a conversion ought to make is found before it is broken.
+    orders.fresh_dtypes("sequential", "mixed_float16")
+    fault(monkeypatch)
+    broken = orders.failure(
+        orders.Order(("apply:mixed_float16", "apply:float32"))
+    )
+    assert broken.startswith(f"{law}: "), broken
+
+
+def test_a_failing_order_is_shrunk_to_its_cause(monkeypatch):
+    def bad_copy(model, policy):
+        raise RuntimeError("copied")
+
+    monkeypatch.setattr(tfmix, "convert_model", bad_copy)
+    order = orders.Order(
+        ("guard", "global:float32", "copy:float32"), kind="functional"
+    )
+    assert orders.shrunk(order) == orders.Order(("copy:float32",))

@@ -1,0 +1,89 @@
+"""Orders that once broke a law, each as short as it could be made.
+
+`python -m tests.orders` prints such a line; what was wrong stands beside it.
+"""
+
+import pytest
+
+from tests import helpers, orders
+
+EVERYWHERE = {
+    # `apply_gradients` divided nothing more once gradients had been unscaled.
+    "gradients unscaled for a log, then applied scaled": orders.Order(
+        ("log",), made="O2"
+    ),
+    "the same in a graph": orders.Order(("log",), made="O2", mode="graph"),
+    # `compile` and conversions left a loss scaler without masters as it was.
+    "a loss scaler given to a pure model": orders.Order(
+        ("compile:adam:scaled",), made="float16"
+    ),
+    "a loss scaler in a model that becomes pure": orders.Order(
+        ("apply:bfloat16",), made="mixed_float16", wrap="scaled"
+    ),
+    "a loss scaler of a copy that becomes pure": orders.Order(
+        ("copy:mixed_bfloat16", "apply:float16"), made="mixed_float16"
+    ),
+    # The guard of the optimizer before refused the one that was given.
+    "a bare optimizer after a scaled one in float32": orders.Order(
+        ("copy:float32", "compile:sgd:bare"), wrap="masters"
+    ),
+    "the way back to float32 of a model guarded by hand": orders.Order(
+        ("guard", "apply:float32"), made="mixed_float16"
+    ),
+    # Wrappers that tfmix had put on stayed.
+    "the way back to float32 from mixed_float16": orders.Order(
+        ("apply:float32",), made="mixed_float16"
+    ),
+    "the way back to float32 from float16": orders.Order(
+        ("apply:float32",), made="float16", optimizer="adam"
+    ),
+    "from pure to mixed": orders.Order(
+        ("apply:mixed_bfloat16",), made="bfloat16", optimizer="momentum"
+    ),
+    "from pure to mixed twice": orders.Order(
+        ("apply:bfloat16", "apply:mixed_float16"), made="float16"
+    ),
+    "from float16 to bfloat16 arithmetic": orders.Order(
+        ("apply:mixed_bfloat16",), made="O1"
+    ),
+    # `undo` put back a `call` that tfmix had set, as if it were the user's.
+    "back into the 16 bits a model was made in": orders.Order(
+        ("apply:float32", "undo"), made="mixed_float16"
+    ),
+    # `undo` wrote the state of one optimizer into another.
+    "another optimizer between conversion and undo": orders.Order(
+        ("apply:mixed_float16", "compile:adam:bare", "undo"),
+        optimizer="momentum",
+    ),
+    "the same with 16-bit variables": orders.Order(
+        ("apply:float16", "compile:sgd:bare", "undo"), optimizer="adam"
+    ),
+}
+ON_REPLICAS = {
+    # A conversion made plain variables, and optimizers outside of the scope.
+    "conversion to 16-bit variables": orders.Order(
+        ("apply:bfloat16", "undo"), replicas=2, mode="graph"
+    ),
+    "the same outside of the strategy's scope": orders.Order(
+        ("apply:float16", "undo"), replicas=2, inside=False
+    ),
+    # `int()` of a mirrored variable.
+    "the monitor of the scale": orders.Order(
+        ("scale_monitor",), made="mixed_float16", replicas=2
+    ),
+}
+
+
+def cases(found):
+    return [pytest.param(order, id=name) for name, order in found.items()]
+
+
+@pytest.mark.parametrize("order", cases(EVERYWHERE))
+def test_an_order_that_broke_a_law(order):
+    orders.run(order)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("order", cases(ON_REPLICAS))
+def test_an_order_that_broke_a_law_on_two_replicas(order):
+    orders.run(order)
