@@ -138,11 +138,7 @@ class Sampler:
             self._compiled = batches.compiled(self._step, xla)
 
     def __call__(self, state: Any, data: Any, scale: float = 0.0) -> Sample:
-        """Measures one step, and copies the numbers to the host.
-
-        `state` is what the training step gets on JAX, None on TensorFlow. A
-        scale of 0 stands for the optimizer's.
-        """
+        """Measures one step; a scale of 0 stands for the optimizer's."""
         values = self._compiled(state, data, ops.convert_to_tensor(scale))
         arrays = [np.asarray(ops.convert_to_numpy(one)) for one in values]
         forward, backward, weights, gradients, used, scaled = arrays
@@ -313,11 +309,7 @@ def unrounded(tensor: Any, operation: Any, limits: _formats.Format) -> Any:
 
 
 def _error(found: Any, exact: Any) -> Any:
-    """Returns the relative error, and whether float32 is not finite.
-
-    A float32 tensor of shape `(2,)`; the error is infinite where a value is
-    finite in float32 alone.
-    """
+    """Returns the relative error and whether float32 is not finite: `(2,)`."""
     found = ops.cast(found, "float32")
     fine, alike = ops.isfinite(exact), ops.isfinite(found)
     right = ops.where(fine, exact, 0.0)

@@ -379,11 +379,7 @@ def _attributed(
 def _traced_back(
     findings: Sequence[verdicts.Finding],
 ) -> list[verdicts.Finding]:
-    """Blames gradients that underflow on the layer that made them small.
-
-    Each layer behind it loses a few more digits, so that the error crosses
-    the tolerance only some layers later.
-    """
+    """Blames gradients that underflow on the layer that made them small."""
     result = list(findings)
     for index, victim in enumerate(findings):
         if not victim.was_low or victim.verdict != verdicts.UNDERFLOW:
