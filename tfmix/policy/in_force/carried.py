@@ -81,10 +81,7 @@ class _Carried:
         return self._under_rules(original, *args, **kwargs)
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Returns float32 from the outermost call of a model.
-
-        Inside another model or layer, 16 bit is handed on.
-        """
+        """Returns float32 from the outermost call of a model, else as made."""
         outputs = self._under_rules(original, *args, **kwargs)
         if _as_made.get() or not global_state.is_outermost(self._model):
             return outputs

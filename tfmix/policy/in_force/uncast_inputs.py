@@ -22,10 +22,7 @@ _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
 
 
 def keep_exact(layer: keras.Layer) -> None:
-    """Lets one layer remember, or look up, what was cast before it.
-
-    Most layers need neither and are left alone.
-    """
+    """Lets one layer remember, or look up, what was cast before it."""
     names = {base.__name__ for base in type(layer).__mro__}
     if "Embedding" in names:
         _look_up(layer, warn=True)
