@@ -106,9 +106,9 @@ def _noted(part: Any, variables: list) -> Callable[[Moved], None]:
             # Past the automatic tracking: these are the model's.
             vars(part)["_trainable_variables"] = now
             for name, values in tables.items():
-                pairs = zip(map(optimizers.key, now), values, strict=True)
+                keys = map(optimizers.key, now)
                 vars(part)[name].clear()
-                vars(part)[name].update(pairs)
+                vars(part)[name].update(dict(zip(keys, values, strict=True)))
         if excluded:
             keys = map(optimizers.key, _moved(excluded, moved))
             vars(part)[_EXCLUDED] = set(keys)

@@ -77,11 +77,10 @@ def _set_policy(
     way_back: contextlib.ExitStack,
 ) -> None:
     before = layer.dtype_policy
-    own = {
-        name: vars(layer)[name]
-        for name in (layer_policies.FIRST_CALLED, "call")
-        if name in vars(layer)
-    }
+    # A model's `call` stays; its methods have an owner of their own.
+    names = [layer_policies.FIRST_CALLED]
+    names += [] if isinstance(layer, keras.Model) else ["call"]
+    own = {name: vars(layer)[name] for name in names if name in vars(layer)}
 
     def restore() -> None:
         uncast_inputs.forget_exact(layer)

@@ -236,6 +236,9 @@ def _converted(
         installed = _suit_optimizer(model, policy, state_before, given)
         if isinstance(installed, scaling.LossScaleOptimizer):
             guard.put_on(model)
+        elif installed is not before and guard.is_guarded(model):
+            # What could skip a step was tfmix's own, and is gone.
+            guard.put_on(model, asked_for=False)
         changes.forget_compiled(model)
         failed.pop_all()
         undone = way_back.pop_all()

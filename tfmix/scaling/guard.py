@@ -57,10 +57,11 @@ def guard(model: keras.Model) -> keras.Model:
     return model
 
 
-def put_on(model: keras.Model, *, asked_for: bool = False) -> None:
+def put_on(model: keras.Model, *, asked_for: bool | None = None) -> None:
     """Guards a model; one that nobody asked for gives way to any optimizer."""
     before = model_methods.part(model, model_methods.GUARD)
-    asked_for = asked_for or (isinstance(before, _Guard) and before.asked_for)
+    if asked_for is None:
+        asked_for = isinstance(before, _Guard) and before.asked_for
     model_methods.put(model, model_methods.GUARD, _Guard(model, asked_for))
     # A step that was compiled before would go on without the guard.
     model.train_function = None
