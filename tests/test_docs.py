@@ -17,9 +17,9 @@ BACKENDS = ("tensorflow", "jax")
 # the block before, and made a file of weights.
 MEANWHILE = {
     "load_float32(model": """
-from tfmix.scaling import export
+from tfmix import export_float32
 model.build((None, 8))
-export.export_float32(model, "float32.weights.h5")
+export_float32(model, "float32.weights.h5")
 """,
 }
 

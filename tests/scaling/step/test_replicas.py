@@ -1,5 +1,7 @@
 """One bad replica: all skip, the scale moves once, nothing hangs."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -224,15 +226,20 @@ def test_a_strategy_without_merge_calls_takes_the_same_path(monkeypatch):
 def test_on_a_tpu_the_optimizer_does_not_sum_a_second_time(monkeypatch):
     # No TPU here, and no stand-in for its variables: the one method that
     # differs there is looked at.
-    monkeypatch.setattr(replicas, "_runs_on_tpu", lambda: True)
     strategy = helpers.mirrored_strategy()
     with strategy.scope():
         weight = keras.Variable(np.zeros(1, "float32"))
         inner = keras.optimizers.SGD()
     pairs = [(tf.ones(1), weight)]
 
+    class TPUStrategy:
+        pass
+
     def on_replica():
-        with replicas.one_replica([weight], inner):
+        with contextlib.ExitStack() as alone:
+            with monkeypatch.context() as patch:
+                patch.setattr(tf.distribute, "get_strategy", TPUStrategy)
+                alone.enter_context(replicas.one_replica([weight], inner))
             # Returned as they are, whatever the number of replicas.
             assert inner._all_reduce_sum_gradients(pairs) == pairs
         assert "_all_reduce_sum_gradients" not in vars(inner)

@@ -195,10 +195,11 @@ def _groups(grads: Sequence, variables: Sequence) -> list[tuple[int, ...]]:
     for position, gradient in enumerate(grads):
         if gradient is not None:
             overwrites = keras_variables.is_overwritten(variables[position])
-            joins = _is_small(gradient) and not overwrites
             # A gradient that joins no other is a group of its own.
-            kind = (tuple(gradient.shape), str(gradient.dtype))
-            groups[kind if joins else position].append(position)
+            kind: Any = position
+            if _is_small(gradient) and not overwrites:
+                kind = (tuple(gradient.shape), str(gradient.dtype))
+            groups[kind].append(position)
     return [tuple(positions) for positions in groups.values()]
 
 
