@@ -224,7 +224,7 @@ def _replica_batches():
     data = _data()
     rows = tf.constant(data.x), tf.constant(data.bad)
     y = tf.constant(data.y)
-    strategy = helpers.mirrored_strategy(2)
+    strategy = helpers.mirrored_strategy()
     return strategy.experimental_distribute_values_from_function(
         lambda context: (rows[context.replica_id_in_sync_group], y)
     )
@@ -287,7 +287,7 @@ class Machine:
         self.folder = pathlib.Path(folder)
         self.guarded = self.asked = self.compiled_since = False
         many = order.replicas > 1
-        self.strategy = helpers.mirrored_strategy(2) if many else None
+        self.strategy = helpers.mirrored_strategy() if many else None
         with self._scope(), tfmix.policy_scope(order.made):
             self.model = make_model(order.kind)
             self.dtypes = _dtypes(self.model)
