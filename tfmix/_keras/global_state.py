@@ -44,9 +44,10 @@ def on_shapes_only() -> bool:
 
 
 def is_outermost(layer: keras.Layer) -> bool:
-    """Says whether a layer was called by no other, and with real tensors."""
+    """Says whether no layer called this one, and with real tensors."""
     context = global_state.get_global_attribute("current_call_ctx")
-    outermost = context is not None and context.entry_layer is layer
+    # `stateless_call` runs `call` without one.
+    outermost = context is None or context.entry_layer is layer
     return outermost and not on_shapes_only()
 
 

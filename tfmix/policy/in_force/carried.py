@@ -82,8 +82,10 @@ class _Carried:
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Returns float32 from the outermost call of a model, else as made."""
-        outputs = self._under_rules(original, *args, **kwargs)
-        if _as_made.get() or not global_state.is_outermost(self._model):
+        as_made = _as_made.get() or not global_state.is_outermost(self._model)
+        with outputs_as_made():
+            outputs = self._under_rules(original, *args, **kwargs)
+        if as_made:
             return outputs
         self._tell_of_16_bit(outputs)
         return tensors.map_leaves(outputs, tensors.wide)

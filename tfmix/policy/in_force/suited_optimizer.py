@@ -96,10 +96,7 @@ def suited(
 def without_automatic(
     optimizer: keras.optimizers.Optimizer,
 ) -> keras.optimizers.Optimizer:
-    """Takes off the wrappers that `suited` has put around an optimizer.
-
-    A wrapper of the user's stays, and masters put into one come out of it.
-    """
+    """Takes off what `suited` put around an optimizer, or inside a user's."""
     fixed = None
     while vars(optimizer).get(_AUTOMATIC):
         rule = getattr(optimizer, "rule", None)
