@@ -4,7 +4,6 @@ The registry is what tfmix says it replaced; the comparison looks at every
 attribute of every module and class of Keras and asks nobody.
 """
 
-import gc
 import inspect
 import sys
 
@@ -21,16 +20,7 @@ LIMIT = 45
 
 def registered():
     """Returns `owner.attribute` of what tfmix says is replaced just now."""
-    if hasattr(attributes, "replaced"):
-        places = attributes.replaced()
-    else:
-        registries = [
-            each
-            for each in gc.get_objects()
-            if type(each) is attributes.Replacements
-        ]
-        places = [place for each in registries for place in each.places()]
-    return sorted(label(owner, name) for owner, name in places)
+    return sorted(label(owner, name) for owner, name in attributes.replaced())
 
 
 def label(owner, attribute):
