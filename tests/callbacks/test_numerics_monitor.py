@@ -29,10 +29,11 @@ def first_event(kind, jit_compile, seed=1):
 
 
 JAX = keras.backend.backend() == "jax"
-# One forward fault and one of the loss; the others take longer to trace, and
-# under JAX each operation compiled alone takes longer than the whole step.
-QUICK = ("tiny_epsilon",) if JAX else ("tiny_epsilon", "loss_over_pixels")
+# The others take longer to trace, and under JAX each operation compiled alone
+# takes longer than the whole step.
+QUICK = ("tiny_epsilon",) if JAX else ("loss_over_pixels",)
 OP_BY_OP = pytest.param(False, marks=pytest.mark.slow if JAX else ())
+COMPILED = pytest.param(True, marks=() if JAX else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def train(model, *callbacks, **settings):
     return model.fit(*data(), callbacks=list(callbacks), **settings)
 
 
-@pytest.mark.parametrize("jit_compile", [OP_BY_OP, True])
+@pytest.mark.parametrize("jit_compile", [OP_BY_OP, COMPILED])
 def test_a_healthy_run_raises_no_alarm_and_is_not_changed(jit_compile):
     plain, watched = healthy(jit_compile), healthy(jit_compile)
     monitor = Monitor(every=2)

@@ -6,6 +6,7 @@ import sys
 
 import keras
 import numpy as np
+import pytest
 
 from tests import quick_compile
 from tfmix.conversion import convert
@@ -46,6 +47,7 @@ def accuracy(probabilities, y):
     return 100.0 * float((probabilities.argmax(axis=1) == y).mean())
 
 
+@pytest.mark.slow
 @quick_compile.quick_compile()
 def test_fine_tuning_in_16_bit_is_as_good_as_in_float32(tmp_path):
     x, x_test, y, y_test = digits()
