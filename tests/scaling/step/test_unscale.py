@@ -55,7 +55,9 @@ def test_a_step_on_some_variables_blames_the_right_ones():
 
 
 @helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
+@pytest.mark.parametrize(
+    "name", ["SGD", pytest.param("Adam", marks=pytest.mark.slow)]
+)
 def test_five_hundred_variables_cost_less_than_one_operation_for_two(name):
     import tensorflow as tf
 
