@@ -279,7 +279,8 @@ class LossScaleOptimizer(
             >>> optimizer = LossScaleOptimizer("sgd", loss_scale=8.0)
             >>> weight = keras.Variable([1.0])
             >>> optimizer.build([weight])
-            >>> true = optimizer.unscale_gradients([ops.array([16.0])])
+            >>> loss = optimizer.scale_loss(2.0)
+            >>> true = optimizer.unscale_gradients([ops.array([loss])])
             >>> float(true[0][0])
             2.0
         """
