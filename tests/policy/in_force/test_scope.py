@@ -7,7 +7,7 @@ import pytest
 from absl import logging
 
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import hooks, ops, switch
+from tfmix.policy.in_force import ops, policy_lookup, switch
 from tfmix.policy.in_force import scope as state
 
 Policy = policies.Policy
@@ -160,7 +160,7 @@ def test_a_global_policy_set_in_a_scope_ends_with_it():
         state.set_global_policy("mixed_bfloat16")
         assert new_layer_policy() == "mixed_bfloat16"
     assert new_layer_policy() == "float32"
-    assert not hooks.are_installed()
+    assert not policy_lookup.are_installed()
 
 
 def test_a_scope_of_one_thread_is_seen_by_threads_without_one():
@@ -190,7 +190,7 @@ def test_scopes_of_threads_that_interleave_restore_their_own():
     left.set()
     thread.join()
     assert seen == {"inside": "mixed_bfloat16", "after": "float32"}
-    assert not hooks.are_installed()
+    assert not policy_lookup.are_installed()
 
 
 def test_a_float32_scope_holds_against_kerass_own_policy():
@@ -204,7 +204,7 @@ def test_float32_holds_against_kerass_own_policy():
     keras.config.set_dtype_policy("mixed_float16")
     state.set_global_policy("mixed_bfloat16")
     state.set_global_policy("float32")
-    assert not hooks.are_installed()
+    assert not policy_lookup.are_installed()
     assert new_layer_policy() == "float32"
 
 
@@ -223,7 +223,7 @@ def test_setting_float32_through_keras_switches_tfmix_off(warnings_logged):
     state.set_global_policy("mixed_float16")
     keras.config.set_dtype_policy("float32")
     assert new_layer_policy() == "float32"
-    assert not hooks.are_installed()
+    assert not policy_lookup.are_installed()
     assert len(warnings_logged) == 1
 
 
@@ -256,7 +256,7 @@ def test_a_scope_that_cannot_be_entered_leaves_nothing_behind(monkeypatch):
         raise RuntimeError("planted")
 
     with monkeypatch.context() as patched:
-        patched.setattr(hooks, "install", fails)
+        patched.setattr(policy_lookup, "install", fails)
         with (
             pytest.raises(RuntimeError, match="planted"),
             state.policy_scope("mixed_float16"),

@@ -9,7 +9,7 @@ from absl import logging
 
 from tfmix._keras import global_state
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import hooks, ops, switch
+from tfmix.policy.in_force import ops, policy_lookup, switch
 
 _lock = threading.RLock()
 _local = threading.local()
@@ -66,7 +66,7 @@ def global_policy() -> keras.DTypePolicy:
         ...     global_policy()
         Policy('mixed_float16')
     """
-    if hooks.are_installed():
+    if policy_lookup.are_installed():
         found = _lookup()
         if found is not None:
             return found
@@ -196,9 +196,9 @@ def _refresh() -> None:
         hooked = bool(_open) and global_state.policy_name() != "float32"
     switch.install(_rules(_open[-1].policy if _open else _base))
     if hooked:
-        hooks.install(_lookup, _replaced_by_keras)
+        policy_lookup.install(_lookup, _replaced_by_keras)
     else:
-        hooks.remove()
+        policy_lookup.remove()
 
 
 def _replaced_by_keras(policy: keras.DTypePolicy) -> None:

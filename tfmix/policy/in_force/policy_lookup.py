@@ -1,4 +1,4 @@
-"""How Keras's layers get tfmix's policy: the hooks, while one is in force."""
+"""How Keras's layers look up tfmix's policy, while one is in force."""
 
 import functools
 import inspect

@@ -9,7 +9,7 @@ import keras
 import pytest
 
 from tfmix._keras import attributes
-from tfmix.policy.in_force import hooks, scope
+from tfmix.policy.in_force import policy_lookup, scope
 
 
 def snapshot():
@@ -60,23 +60,23 @@ def test_after_float32_nothing_of_keras_differs():
     assert differences(before, snapshot()), "the comparison sees nothing"
     scope.set_global_policy("float32")
     assert not differences(before, snapshot())
-    assert not hooks._replacements.places()
+    assert not policy_lookup._replacements.places()
 
 
 def test_float32_from_the_start_touches_nothing():
     before = snapshot()
     scope.set_global_policy("float32")
     with scope.policy_scope("float32"):
-        assert not hooks.are_installed()
+        assert not policy_lookup.are_installed()
     assert not differences(before, snapshot())
 
 
 def test_two_policies_one_after_the_other_hook_once():
     scope.set_global_policy("mixed_float16")
-    places = hooks._replacements.places()
+    places = policy_lookup._replacements.places()
     hooked = keras.Layer.__init__
     scope.set_global_policy("mixed_bfloat16")
-    assert hooks._replacements.places() == places
+    assert policy_lookup._replacements.places() == places
     assert keras.Layer.__init__ is hooked
 
 
@@ -109,8 +109,10 @@ def test_a_keras_without_what_we_hook_is_named_and_left_alone(monkeypatch):
     module = importlib.import_module("keras.src.backend.common.global_state")
     original = module.get_global_attribute
     monkeypatch.delattr(keras.src.trainers.trainer.Trainer, "compile")
-    monkeypatch.setattr(hooks, "_replacements", attributes.Replacements())
+    monkeypatch.setattr(
+        policy_lookup, "_replacements", attributes.Replacements()
+    )
     with pytest.raises(RuntimeError, match="no 'compile'"):
-        hooks.install(lambda: None, lambda policy: None)
+        policy_lookup.install(lambda: None, lambda policy: None)
     assert module.get_global_attribute is original
-    assert not hooks.are_installed()
+    assert not policy_lookup.are_installed()
