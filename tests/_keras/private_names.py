@@ -166,7 +166,7 @@ class _Scan(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Tuple(self, node):
-        """Reads an `attributes.Place`, `(module, "name")`."""
+        """Reads an `replacements.Place`, `(module, "name")`."""
         if len(node.elts) == 2:
             self._pair(*node.elts)
         self.generic_visit(node)

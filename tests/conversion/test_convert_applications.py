@@ -24,7 +24,7 @@ SMALLEST = {
     "VGG16": 32,
     "Xception": 71,
 }
-QUICK = ("MobileNet", "MobileNetV2", "VGG16")
+QUICK = ("MobileNet", "MobileNetV2")
 if keras.backend.backend() == "jax":
     # XLA compiles for ten seconds and more before each of their steps.
     QUICK = QUICK[:1]

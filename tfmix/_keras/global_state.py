@@ -16,12 +16,12 @@ from keras.src.backend.common import (
     tensor_attributes,
 )
 
-from tfmix._keras import attributes
+from tfmix._keras import replacements
 
 POLICY_KEY = "dtype_policy"
 # The functions `(name, *defaults) -> value` and `(name, value) -> None`.
-GETTER: attributes.Place = (global_state, "get_global_attribute")
-SETTER: attributes.Place = (global_state, "set_global_attribute")
+GETTER: replacements.Place = (global_state, "get_global_attribute")
+SETTER: replacements.Place = (global_state, "set_global_attribute")
 _DATA = (numbers.Number, np.generic, np.ndarray)
 
 

@@ -10,7 +10,7 @@ from keras.src.backend.common import masking, stateless_scope, variables
 from keras.src.models import functional
 from keras.src.trainers import compile_utils
 
-from tfmix._keras import attributes, compilation, layer_policies
+from tfmix._keras import compilation, layer_policies, replacements
 
 
 def is_structure(layer: Any) -> bool:
@@ -98,7 +98,7 @@ def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for layer, policy in plan.items():
             before = vars(layer)["_dtype_policy"]
-            attributes.swap(undo, layer, "_dtype_policy", policy)
+            replacements.swap(undo, layer, "_dtype_policy", policy)
             if policy is not before:
                 undo.callback(layer_policies.widen_inputs(layer))
         yield
@@ -133,7 +133,7 @@ def calls_replaced(operations: list, make: Callable) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for index, operation in enumerate(operations):
             made = make(index, operation.call)
-            attributes.swap(undo, operation, "call", made)
+            replacements.swap(undo, operation, "call", made)
         yield
 
 

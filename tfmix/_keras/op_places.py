@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import keras
 from keras.src.activations import activations
 
-from tfmix._keras import attributes
+from tfmix._keras import replacements
 
 # Later Keras versions keep the op modules below `backend.ops`.
 _BACKEND_PARENTS = ("keras.src.backend", "keras.src.backend.ops")
@@ -45,7 +45,7 @@ def op_names() -> list[str]:
 
 
 @functools.cache
-def targets(name: str) -> tuple[attributes.Place, ...]:
+def targets(name: str) -> tuple[replacements.Place, ...]:
     """Finds the functions, or module, to replace for all work of one op."""
     if name == ATTENTION:
         methods = _attention_methods()
@@ -78,11 +78,11 @@ def float32_softmax(layer: keras.Layer) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         if (softmax := getattr(layer, "_softmax", None)) is not None:
             float32 = keras.DTypePolicy("float32")
-            attributes.swap(undo, softmax, "_dtype_policy", float32)
+            replacements.swap(undo, softmax, "_dtype_policy", float32)
         yield
 
 
-def _function(name: str) -> tuple[attributes.Place, ...]:
+def _function(name: str) -> tuple[replacements.Place, ...]:
     places = (_BACKEND_PARENTS, name), (_OP_PARENTS, f"_{name}")
     for parents, function in places:
         for package, theme, module in _modules(parents):
@@ -92,7 +92,7 @@ def _function(name: str) -> tuple[attributes.Place, ...]:
     return ()
 
 
-def _attention_methods() -> tuple[attributes.Place, ...]:
+def _attention_methods() -> tuple[replacements.Place, ...]:
     """Returns where the attention layers write attention out."""
     layers = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
     return tuple(
@@ -140,7 +140,7 @@ def _modules(
     return modules
 
 
-def _activation_class(name: str) -> tuple[attributes.Place, ...]:
+def _activation_class(name: str) -> tuple[replacements.Place, ...]:
     """Finds activations that do their own arithmetic, such as mish."""
     for label, value in vars(activations).items():
         same = label.lower() == name.replace("_", "")

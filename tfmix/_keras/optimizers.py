@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import keras
 
-from tfmix._keras import attributes
+from tfmix._keras import replacements
 
 Optimizer: TypeAlias = keras.optimizers.Optimizer
 
@@ -78,9 +78,11 @@ def alone(optimizer: Optimizer | None, strategy: Any = None) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for each in with_nested(optimizer):
             # Without a strategy this saves an operation for each gradient.
-            attributes.swap(undo, each, "_all_reduce_sum_gradients", list)
+            replaced = {"_all_reduce_sum_gradients": list}
             if strategy is not None:
-                attributes.swap(undo, each, "_distribution_strategy", strategy)
+                replaced["_distribution_strategy"] = strategy
+            for name, value in replaced.items():
+                replacements.swap(undo, each, name, value)
         yield
 
 

@@ -9,13 +9,13 @@ import keras
 from keras.src.saving import serialization_lib
 from keras.src.trainers import trainer as trainers
 
-from tfmix._keras import attributes
+from tfmix._keras import replacements
 
 # The class that gives models `compile` and `fit`.
 TRAINER: type = trainers.Trainer
 
 
-def penalty_places() -> list[attributes.Place]:
+def penalty_places() -> list[replacements.Place]:
     """Lists the methods that take penalties: regularizers, added losses."""
     regularizers = _own_classes(keras.regularizers.Regularizer, "__call__")
     return [
@@ -29,7 +29,6 @@ def penalty_places() -> list[attributes.Place]:
 
 def _own_classes(base: type, method: str) -> Iterator[type]:
     """Yields Keras's own subclasses that write a method themselves."""
-    subclass: type
     for subclass in type.__subclasses__(base):
         if subclass.__module__.startswith("keras.src."):
             if inspect.isfunction(vars(subclass).get(method)):

@@ -13,7 +13,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
-from tfmix._keras import attributes, optimizers
+from tfmix._keras import optimizers, replacements
 
 Variables = Sequence[keras.Variable]
 
@@ -57,8 +57,8 @@ def store_apart(
     """Gives a variable another storage, of a dtype, until a stack unwinds."""
     other = keras.Variable("zeros", variable.shape, dtype, trainable=False)
     other.assign(variable.value)
-    attributes.swap(undo, variable, "_value", other._value)
-    attributes.swap(undo, variable, "_dtype", dtype)
+    replacements.swap(undo, variable, "_value", other._value)
+    replacements.swap(undo, variable, "_dtype", dtype)
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def local_copies(these: Iterable[keras.Variable]) -> Iterator[None]:
         for variable in these:
             copy = local(variable._value)
             if copy is not variable._value:
-                attributes.swap(undo, variable, "_value", copy)
+                replacements.swap(undo, variable, "_value", copy)
         yield
 
 

@@ -16,9 +16,9 @@ from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import latent, numerics_report, probe, ranges, runs, verdicts
 from tfmix.policy import policy as policies
+from tfmix.policy.in_force import active_rules, scope, suited_optimizer
 from tfmix.policy.in_force import carried as carrying
 from tfmix.policy.in_force import ops as op_rules_in_force
-from tfmix.policy.in_force import scope, suited_optimizer, switch
 
 # More rows would cost memory and tell nothing new.
 ROWS = 64
@@ -110,7 +110,8 @@ def _run(
     batch = given.without({row for rows in bad_rows.values() for row in rows})
     rules: Any = contextlib.nullcontext()
     if isinstance(chosen, policies.Policy):
-        rules = switch.block({*chosen.float32_ops, op_rules_in_force.PENALTIES})
+        names = {*chosen.float32_ops, op_rules_in_force.PENALTIES}
+        rules = active_rules.block(names)
     with compilation.nothing_traced(), carrying.outputs_as_made(), rules:
         found = probe.targets(batch.model)
         highest = _LOWEST if warning else _LOSS_SCALE

@@ -277,8 +277,6 @@ class LossScaleOptimizer(
 
         Example:
             >>> optimizer = LossScaleOptimizer("sgd", loss_scale=8.0)
-            >>> weight = keras.Variable([1.0])
-            >>> optimizer.build([weight])
             >>> loss = optimizer.scale_loss(2.0)
             >>> true = optimizer.unscale_gradients([ops.array([loss])])
             >>> float(true[0][0])

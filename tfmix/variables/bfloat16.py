@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import attributes, optimizers, variables
+from tfmix._keras import optimizers, replacements, variables
 from tfmix.variables import base, bits, views
 
 # A step may assign a variable more than once (weight decay, then the update,
@@ -109,7 +109,7 @@ class _StochasticRounding(views.Views):
             optimizers.count_as_tracked(optimizer, view)
             return view
 
-        attributes.swap(undo, optimizer, "add_variable_from_reference", add)
+        replacements.swap(undo, optimizer, "add_variable_from_reference", add)
 
     def draw(self, shape: tuple[int, ...], stream: int) -> Any:
         """Draws random bits of the current step."""

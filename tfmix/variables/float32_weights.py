@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _arguments
-from tfmix._keras import attributes, optimizers, variables
+from tfmix._keras import optimizers, replacements, variables
 from tfmix.variables import base
 
 
@@ -127,5 +127,5 @@ def _float32_storage(model: keras.Model) -> Iterator[None]:
             wide = "float32" if variables.is_narrow(variable) else dtype
             variables.store_apart(undo, variable, wide)
         if "optimizer" in vars(model):
-            attributes.swap(undo, model, "optimizer", None)
+            replacements.swap(undo, model, "optimizer", None)
         yield

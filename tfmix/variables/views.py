@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import attributes, variables
+from tfmix._keras import replacements, variables
 from tfmix.variables import base, bits
 
 
@@ -73,7 +73,7 @@ class Views(base.StandIns):
         """Lets the inner optimizer place its slots beside the variables."""
         with contextlib.ExitStack() as undo:
             for view in self.stand_ins.values():
-                attributes.swap(undo, view, "colocating", True)
+                replacements.swap(undo, view, "colocating", True)
             yield
 
     def refresh(self) -> None:

@@ -9,7 +9,7 @@ from keras import ops as kops
 from tests import helpers
 from tests.policy.in_force import test_penalties as penalised
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import carried, scope, switch
+from tfmix.policy.in_force import active_rules, carried, scope
 
 SIXTEEN = ("float16", "bfloat16")
 # Loss functions of two (4, 3) arrays; those left out need other arguments.
@@ -207,7 +207,7 @@ def test_a_model_trains_under_its_policy_outside_of_the_scope(eager):
         model = penalised.penalised_model(eager)
     history = model.fit(x, y, batch_size=8, verbose=0).history
     assert np.isfinite(history["loss"][0])
-    assert not switch.installed()
+    assert not active_rules.installed()
 
 
 def test_a_carried_policy_is_taken_off_whole():
@@ -270,7 +270,9 @@ def test_calls_outside_of_the_scope_replace_nothing_anew(monkeypatch):
     model(x)
     refreshed = []
     monkeypatch.setattr(
-        switch._replacements, "set", lambda places: refreshed.append(places)
+        active_rules._replacements,
+        "set",
+        lambda places: refreshed.append(places),
     )
     model(x)
     assert refreshed == []

@@ -370,14 +370,16 @@ def test_the_guard_of_compile_gives_way_to_an_optimizer_that_skips_nothing():
 
 @helpers.requires_backend("tensorflow")
 def test_a_step_runs_under_the_rules_of_the_last_policy_only(monkeypatch):
-    from tfmix.policy.in_force import switch
+    from tfmix.policy.in_force import active_rules
 
     seen = []
     model = make()
     step = type(model).train_step
 
     def spying(self, data):
-        seen.append({name for name in ("tanh", "sum") if switch.holds(name)})
+        seen.append(
+            {name for name in ("tanh", "sum") if active_rules.holds(name)}
+        )
         return step(self, data)
 
     monkeypatch.setattr(type(model), "train_step", spying)

@@ -10,7 +10,7 @@ from keras import ops as kops
 from tests import helpers
 from tfmix._keras import op_places
 from tfmix.policy import op_rules
-from tfmix.policy.in_force import softmax_logits, switch
+from tfmix.policy.in_force import active_rules, softmax_logits
 from tfmix.policy.policy import Policy
 
 # JAX compiles each op anew for each dtype; one of the two is enough there.
@@ -83,10 +83,10 @@ NO_16_BIT_IN_KERAS = (
 
 @pytest.fixture(autouse=True)
 def _no_rules_before_or_after():
-    switch.install(())
+    active_rules.install(())
     yield
-    switch.install(())
-    assert not switch.installed()
+    active_rules.install(())
+    assert not active_rules.installed()
 
 
 def available_defaults():
@@ -128,7 +128,7 @@ def test_a_ruled_op_is_the_float32_op_rounded_once(name, dtype):
     expected = keras.tree.map_structure(
         lambda t: kops.cast(t, dtype), call(name, kops.cast(x, "float32"))
     )
-    switch.install([name])
+    active_rules.install([name])
     actual = call(name, x)
     keras.tree.map_structure(assert_same, actual, expected)
 
@@ -139,7 +139,7 @@ def test_a_ruled_op_is_the_float32_op_rounded_once(name, dtype):
 def test_a_rule_changes_no_result_dtype_and_no_shape(name):
     x = positive("float16")
     before = call(name, x)
-    switch.install([name])
+    active_rules.install([name])
     after = call(name, x)
     keras.tree.assert_same_structure(before, after)
     for left, right in zip(
@@ -154,7 +154,7 @@ def test_a_long_sum_in_float16_is_exact():
     # running sum in float16, so a float16 accumulator stands still.
     values = np.concatenate([np.full(4096, 1.0), np.full(4096, 0.5)])
     x = tensor(values, "float16")
-    switch.install(["sum", "cumsum"])
+    active_rules.install(["sum", "cumsum"])
     assert float(kops.sum(x)) == 6144.0
     assert float(kops.cumsum(x)[-1]) == 6144.0
 
@@ -162,7 +162,7 @@ def test_a_long_sum_in_float16_is_exact():
 def test_normalize_of_large_values_is_not_zero():
     x = tensor(np.full((1, 1024), 10.0), "float16")
     assert float(kops.max(kops.normalize(x))) == 0.0
-    switch.install(["normalize"])
+    active_rules.install(["normalize"])
     assert float(kops.max(kops.normalize(x))) == 0.03125
 
 
@@ -173,13 +173,13 @@ def test_wider_and_integer_input_is_untouched(name, dtype):
     if name == "softmax" and dtype == "int32":
         pytest.skip("Keras has no softmax of integers")
     before = getattr(kops, name)(x)
-    switch.install([name])
+    active_rules.install([name])
     assert_same(getattr(kops, name)(x), before)
 
 
 def test_mixed_input_keeps_the_promotion_of_keras():
     half, single = positive("float16"), positive("float32")
-    switch.install(["power", "logaddexp"])
+    active_rules.install(["power", "logaddexp"])
     assert kops.logaddexp(half, single).dtype == single.dtype
     assert kops.power(half, 2).dtype == half.dtype
     assert kops.power(half, 0.5).dtype == half.dtype
@@ -189,7 +189,7 @@ def test_mixed_input_keeps_the_promotion_of_keras():
 @pytest.mark.parametrize("by_name", [True, False])
 def test_an_explicit_dtype_argument_is_obeyed(wanted, by_name):
     x = tensor(np.ones(4096), "float16")
-    switch.install(["cumsum"])
+    active_rules.install(["cumsum"])
     if by_name:
         result = kops.cumsum(x, dtype=wanted)
     else:
@@ -200,7 +200,7 @@ def test_an_explicit_dtype_argument_is_obeyed(wanted, by_name):
 
 def test_axis_keepdims_and_lists_pass_through():
     x = positive("float16")
-    switch.install(["sum", "mean", "average", "norm"])
+    active_rules.install(["sum", "mean", "average", "norm"])
     assert kops.sum(x, axis=(0, 1), keepdims=True).shape == (1, 1)
     assert kops.sum([x, x], axis=0).shape == (4, 6)
     assert float(kops.sum([1, 2, 3])) == 6
@@ -234,7 +234,7 @@ def test_attention_of_large_queries_is_finite(
         return keras.tree.flatten(result)
 
     run()
-    switch.install(["dot_product_attention"])
+    active_rules.install(["dot_product_attention"])
     for tensor_ in run():
         assert keras.backend.standardize_dtype(tensor_.dtype) == "float16"
         helpers.assert_all_finite([tensor_])
@@ -242,7 +242,7 @@ def test_attention_of_large_queries_is_finite(
 
 
 def test_numpy_arrays_and_variables_are_covered():
-    switch.install(["sum"])
+    active_rules.install(["sum"])
     array = np.full(4096, 3.0, "float16")
     assert float(kops.sum(array)) == 12288.0
     variable = keras.Variable(array, dtype="float16")
@@ -261,7 +261,7 @@ def test_sparse_input_is_untouched():
     dense = tf.constant([[0.0, 2.0], [3.0, 0.0]], tf.float16)
     sparse = tf.sparse.from_dense(dense)
     before = kops.sum(sparse, axis=1)
-    switch.install(["sum"])
+    active_rules.install(["sum"])
     after = kops.sum(sparse, axis=1)
     assert type(after) is type(before)
     assert after.dtype == before.dtype
@@ -270,7 +270,7 @@ def test_sparse_input_is_untouched():
 def test_gradients_pass_the_casts_in_the_inputs_dtype():
     # The gradient of a mean over 4096 is 2**-12 exactly.
     x = np.ones(4096, "float16")
-    switch.install(["mean"])
+    active_rules.install(["mean"])
     gradient = _gradient(kops.mean, x)
     assert str(gradient.dtype) == "float16"
     assert set(gradient.tolist()) == {2.0**-12}
@@ -295,9 +295,9 @@ def test_a_functional_model_obeys_the_rules_in_force_when_it_runs():
     model = keras.Model(inputs, kops.cumsum(inputs, axis=-1))
     x = np.full((1, 8192), 0.5, "float16")
     # 2048 + 0.5 rounds to 2048 and to 2050 at best: the true end is 4096.
-    with switch.block(["cumsum"]):
+    with active_rules.block(["cumsum"]):
         assert float(model(x)[0, -1]) == 4096.0
-    switch.install(["cumsum"])
+    active_rules.install(["cumsum"])
     assert float(model.predict(x, verbose=0)[0, -1]) == 4096.0
 
 
@@ -312,7 +312,7 @@ class Penalty(keras.layers.Layer):
 def test_a_custom_layer_obeys_the_rules_eagerly_and_traced():
     layer = Penalty(dtype="mixed_float16")
     x = np.full((2, 8192), 0.5, "float16")
-    switch.install(op_rules.default_float32_ops())
+    active_rules.install(op_rules.default_float32_ops())
     assert float(layer(x)[0, 0]) == 8192.0
     model = keras.Sequential([layer])
     assert float(model.predict(x, verbose=0)[0, 0]) == 8192.0
@@ -321,7 +321,7 @@ def test_a_custom_layer_obeys_the_rules_eagerly_and_traced():
 def test_activations_and_layers_obey_the_rules():
     x = tensor(np.linspace(-8, 8, 24).reshape(2, 12), "bfloat16")
     expected = keras.activations.softmax(kops.cast(x, "float32"))
-    switch.install(["softmax"])
+    active_rules.install(["softmax"])
     expected = kops.cast(expected, "bfloat16")
     assert_same(keras.activations.softmax(x), expected)
     layer = keras.layers.Activation("softmax", dtype="bfloat16")
@@ -331,36 +331,36 @@ def test_activations_and_layers_obey_the_rules():
 def test_an_activation_without_a_backend_function_can_be_listed():
     x = positive("bfloat16")
     expected = keras.activations.mish(kops.cast(x, "float32"))
-    switch.install(["mish"])
+    active_rules.install(["mish"])
     assert_same(keras.activations.mish(x), kops.cast(expected, "bfloat16"))
 
 
 @helpers.requires_backend("tensorflow")
 def test_the_logits_of_a_softmax_are_still_found():
     x = positive("float16")
-    switch.install(["softmax"])
+    active_rules.install(["softmax"])
     y = keras.activations.softmax(x)
     assert y._keras_logits.dtype == x.dtype
 
 
 def test_switching_off_restores_every_function_by_identity():
     before = touched_places()
-    switch.install(op_places.op_names())
+    active_rules.install(op_places.op_names())
     during = touched_places()
     assert all(during[place] is not before[place] for place in before)
-    switch.install(())
+    active_rules.install(())
     after = touched_places()
     assert all(after[place] is before[place] for place in before)
 
 
 def test_installing_twice_is_as_once_and_a_new_list_replaces_the_old():
     before = touched_places()
-    switch.install(["sum", "exp"])
+    active_rules.install(["sum", "exp"])
     once = touched_places()
-    switch.install(["exp", "sum"])
+    active_rules.install(["exp", "sum"])
     assert touched_places() == once
-    assert switch.installed() == {"exp", "sum"}
-    switch.install(["exp"])
+    assert active_rules.installed() == {"exp", "sum"}
+    active_rules.install(["exp"])
     changed = [p for p, f in touched_places().items() if f is not before[p]]
     names = {attribute for _, attribute in changed}
     # Under JAX the losses look for logits, whatever the list.
@@ -369,10 +369,10 @@ def test_installing_twice_is_as_once_and_a_new_list_replaces_the_old():
 
 def test_a_block_overrides_what_is_installed_and_ends_with_it():
     x = tensor(np.full((1, 1024), 10.0), "float16")
-    switch.install(["normalize"])
-    with switch.block([]):
+    active_rules.install(["normalize"])
+    with active_rules.block([]):
         assert float(kops.max(kops.normalize(x))) == 0.0
-        with switch.block(["normalize"]):
+        with active_rules.block(["normalize"]):
             assert float(kops.max(kops.normalize(x))) == 0.03125
         assert float(kops.max(kops.normalize(x))) == 0.0
     assert float(kops.max(kops.normalize(x))) == 0.03125
@@ -383,7 +383,7 @@ def test_a_block_restores_keras_after_an_exception():
     seen = []
 
     def fails():
-        with switch.block(["sum"]):
+        with active_rules.block(["sum"]):
             seen.append(touched_places())
             raise KeyError
 
@@ -399,7 +399,7 @@ def test_a_block_does_not_reach_other_threads():
     def other_thread():
         seen.append(float(kops.max(kops.normalize(x))))
 
-    with switch.block(["normalize"]):
+    with active_rules.block(["normalize"]):
         thread = threading.Thread(target=other_thread)
         thread.start()
         thread.join()
@@ -413,7 +413,7 @@ def test_blocks_of_many_threads_leave_keras_as_it_was():
 
     def work(names, expected):
         for _ in range(20):
-            with switch.block(names):
+            with active_rules.block(names):
                 got = float(kops.max(kops.normalize(x)))
             if got != expected:
                 failures.append(got)
@@ -431,14 +431,14 @@ def test_blocks_of_many_threads_leave_keras_as_it_was():
 def test_someone_elses_replacement_is_left_alone(monkeypatch):
     owner, attribute = op_places.targets("sum")[0]
     original = vars(owner)[attribute]
-    switch.install(["sum"])
+    active_rules.install(["sum"])
     rule = vars(owner)[attribute]
 
     def theirs(*args, **kwargs):
         return rule(*args, **kwargs)
 
     monkeypatch.setattr(owner, attribute, theirs)
-    switch.install(())
+    active_rules.install(())
     assert vars(owner)[attribute] is theirs
     assert float(kops.sum(np.ones(3, "float16"))) == 3.0
     monkeypatch.setattr(owner, attribute, original)
@@ -483,15 +483,15 @@ def test_a_wrong_list_is_an_error(names, error, message):
 
 def test_what_stands_by_is_replaced_once_and_put_back_by_an_install():
     before = touched_places()
-    switch.stand_by(frozenset(["normalize"]))
+    active_rules.stand_by(frozenset(["normalize"]))
     standing = touched_places()
     assert standing != before
-    with switch.block(["normalize"]):
+    with active_rules.block(["normalize"]):
         assert touched_places() == standing
     assert touched_places() == standing
     x = tensor(np.full((1, 1024), 10.0), "float16")
     assert float(kops.max(kops.normalize(x))) == 0.0
-    switch.install(())
+    active_rules.install(())
     assert touched_places() == before
 
 

@@ -8,7 +8,7 @@ import types
 import keras
 import pytest
 
-from tfmix._keras import attributes
+from tfmix._keras import replacements
 from tfmix.policy.in_force import policy_lookup, scope
 
 
@@ -110,7 +110,7 @@ def test_a_keras_without_what_we_hook_is_named_and_left_alone(monkeypatch):
     original = module.get_global_attribute
     monkeypatch.delattr(keras.src.trainers.trainer.Trainer, "compile")
     monkeypatch.setattr(
-        policy_lookup, "_replacements", attributes.Replacements()
+        policy_lookup, "_replacements", replacements.Replacements()
     )
     with pytest.raises(RuntimeError, match="no 'compile'"):
         policy_lookup.install(lambda: None, lambda policy: None)

@@ -13,14 +13,14 @@ import pytest
 
 import tfmix
 from tests import helpers
-from tfmix._keras import attributes
+from tfmix._keras import replacements
 
 LIMIT = 45
 
 
 def registered():
     """Returns `owner.attribute` of what tfmix says is replaced just now."""
-    return sorted(label(owner, name) for owner, name in attributes.replaced())
+    return sorted(label(owner, name) for owner, name in replacements.replaced())
 
 
 def label(owner, attribute):

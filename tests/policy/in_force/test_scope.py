@@ -7,7 +7,7 @@ import pytest
 from absl import logging
 
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import ops, policy_lookup, switch
+from tfmix.policy.in_force import active_rules, ops, policy_lookup
 from tfmix.policy.in_force import scope as state
 
 Policy = policies.Policy
@@ -243,12 +243,12 @@ def test_rules_come_and_go_with_the_policy():
     policy = Policy("mixed_float16", float32_ops=["tanh"])
     rules = {"tanh", ops.PENALTIES}
     with state.policy_scope(policy):
-        assert switch.installed() == rules
-    assert not switch.installed()
+        assert active_rules.installed() == rules
+    assert not active_rules.installed()
     state.set_global_policy(policy)
-    assert switch.installed() == rules
+    assert active_rules.installed() == rules
     state.set_global_policy("float32")
-    assert not switch.installed()
+    assert not active_rules.installed()
 
 
 def test_a_scope_that_cannot_be_entered_leaves_nothing_behind(monkeypatch):
@@ -263,7 +263,7 @@ def test_a_scope_that_cannot_be_entered_leaves_nothing_behind(monkeypatch):
         ):
             pass
     assert new_layer_policy() == "float32"
-    assert not switch.installed()
+    assert not active_rules.installed()
     with state.policy_scope("mixed_float16"):
         assert new_layer_policy() == "mixed_float16"
     assert new_layer_policy() == "float32"

@@ -13,7 +13,7 @@ from absl import logging
 
 from tfmix._keras import global_state, model_methods
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import compiling, ops, switch, tensors
+from tfmix.policy.in_force import active_rules, compiling, ops, tensors
 
 _as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tfmix_outputs_as_made", default=False
@@ -71,8 +71,8 @@ class _Carried:
     def _under_rules(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        switch.stand_by(self._rules)
-        with switch.block(self._rules):
+        active_rules.stand_by(self._rules)
+        with active_rules.block(self._rules):
             return original(*args, **kwargs)
 
     def _in_float32(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import attributes, op_places, training_classes
+from tfmix._keras import op_places, replacements, training_classes
 from tfmix.policy.in_force import softmax_logits, tensors
 
 # Regularizers, added losses: in force under every 16-bit policy, beside what is
@@ -21,12 +21,12 @@ Holds = Callable[[str], bool]
 
 def makers(
     rules: Collection[str], holds: Holds
-) -> dict[attributes.Place, Callable[[Any], Any]]:
+) -> dict[replacements.Place, Callable[[Any], Any]]:
     """Returns what to replace for a set of rules, and by what."""
     names = set(rules)
     if rules and keras.backend.backend() == "jax":
         names.update(softmax_logits.LOSSES)
-    found: dict[attributes.Place, Callable[[Any], Any]] = {
+    found: dict[replacements.Place, Callable[[Any], Any]] = {
         place: functools.partial(_rule, name=name, holds=holds)
         for name in names
         for place in op_places.targets(name)

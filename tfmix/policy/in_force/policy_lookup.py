@@ -7,14 +7,14 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import attributes, global_state, training_classes
+from tfmix._keras import global_state, replacements, training_classes
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import compiling, new_layers
 
 Lookup = Callable[[], keras.DTypePolicy | None]
 Replaced = Callable[[keras.DTypePolicy], None]
 
-_replacements = attributes.Replacements()
+_replacements = replacements.Replacements()
 
 
 def are_installed() -> bool:
@@ -26,7 +26,7 @@ def install(lookup: Lookup, replaced: Replaced) -> None:
     """Lets Keras ask tfmix; does nothing when it does already."""
     if are_installed():
         return
-    wanted: dict[attributes.Place, Callable[[Any], Any]] = {
+    wanted: dict[replacements.Place, Callable[[Any], Any]] = {
         global_state.GETTER: lambda f: _getter(f, lookup),
         global_state.SETTER: lambda f: _setter(f, replaced),
         (keras.Layer, "__init__"): lambda f: _initializer(f, lookup),

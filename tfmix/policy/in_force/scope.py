@@ -9,7 +9,7 @@ from absl import logging
 
 from tfmix._keras import global_state
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import ops, policy_lookup, switch
+from tfmix.policy.in_force import active_rules, ops, policy_lookup
 
 _lock = threading.RLock()
 _local = threading.local()
@@ -150,13 +150,13 @@ class _Scope:
     ) -> None:
         self.policy, self._scopes = policy, scopes
         self._rules = contextlib.ExitStack()
-        self._rules.enter_context(switch.block(_rules(policy)))
+        self._rules.enter_context(active_rules.block(_rules(policy)))
         scopes.append(self)
 
     def replace(self, policy: keras.DTypePolicy) -> None:
         self.policy = policy
         self._rules.close()
-        self._rules.enter_context(switch.block(_rules(policy)))
+        self._rules.enter_context(active_rules.block(_rules(policy)))
 
     def close(self) -> None:
         self._scopes.remove(self)
@@ -194,7 +194,7 @@ def _refresh() -> None:
     if all(policy.name == "float32" for policy in standing):
         # A float32 scope needs the hooks only against a policy of Keras's.
         hooked = bool(_open) and global_state.policy_name() != "float32"
-    switch.install(_rules(_open[-1].policy if _open else _base))
+    active_rules.install(_rules(_open[-1].policy if _open else _base))
     if hooked:
         policy_lookup.install(_lookup, _replaced_by_keras)
     else:

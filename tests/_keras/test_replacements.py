@@ -2,7 +2,7 @@
 
 import contextlib
 
-from tfmix._keras import attributes
+from tfmix._keras import replacements
 
 
 class Owner:
@@ -20,32 +20,32 @@ def ours(original):
 def test_what_is_replaced_is_listed_until_it_is_back():
     original = vars(Owner)["method"]
     place = (Owner, "method")
-    first, second = attributes.Replacements(), attributes.Replacements()
-    before = attributes.replaced()
+    first, second = replacements.Replacements(), replacements.Replacements()
+    before = replacements.replaced()
     first.set({place: ours})
     second.set({(Owner, "value"): lambda value: value + 1})
-    assert set(attributes.replaced()) - set(before) == {
+    assert set(replacements.replaced()) - set(before) == {
         place,
         (Owner, "value"),
     }
     assert first.places() == [place]
     first.set({})
     second.set({})
-    assert attributes.replaced() == before
+    assert replacements.replaced() == before
     assert vars(Owner)["method"] is original
     assert Owner.value == 1
 
 
 def test_a_place_that_two_have_replaced_is_listed_once():
     place = (Owner, "method")
-    first, second = attributes.Replacements(), attributes.Replacements()
-    before = attributes.replaced()
+    first, second = replacements.Replacements(), replacements.Replacements()
+    before = replacements.replaced()
     first.set({place: ours})
     second.set({place: ours})
-    assert attributes.replaced().count(place) == 1
+    assert replacements.replaced().count(place) == 1
     second.set({})
     first.set({})
-    assert attributes.replaced() == before
+    assert replacements.replaced() == before
     assert Owner.method() == "theirs"
 
 
@@ -53,7 +53,7 @@ def test_a_swapped_attribute_comes_back_or_goes():
     owner = Owner()
     owner.value = 2
     with contextlib.ExitStack() as undo:
-        attributes.swap(undo, owner, "value", 3)
-        attributes.swap(undo, owner, "other", 4)
+        replacements.swap(undo, owner, "value", 3)
+        replacements.swap(undo, owner, "other", 4)
         assert (owner.value, owner.other) == (3, 4)
     assert vars(owner) == {"value": 2}

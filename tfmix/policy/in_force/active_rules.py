@@ -6,11 +6,11 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from tfmix._keras import attributes
+from tfmix._keras import replacements
 from tfmix.policy.in_force import ops
 
 _lock = threading.RLock()
-_replacements = attributes.Replacements()
+_replacements = replacements.Replacements()
 # In force where no block says otherwise.
 _installed: frozenset[str] = frozenset()
 # Needed by blocks that are running now, counted over all threads.
