@@ -27,9 +27,9 @@ def penalty_places() -> list[replacements.Place]:
     ]
 
 
-def _own_classes(base: type, method: str) -> Iterator[type]:
+def _own_classes(base: type[Any], method: str) -> Iterator[type]:
     """Yields Keras's own subclasses that write a method themselves."""
-    for subclass in type.__subclasses__(base):
+    for subclass in base.__subclasses__():
         if subclass.__module__.startswith("keras.src."):
             if inspect.isfunction(vars(subclass).get(method)):
                 yield subclass
