@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -47,20 +47,44 @@ def by_xla() -> bool:
     return False
 
 
-def for_cpu() -> bool:
-    """Returns whether JAX compiles for a CPU by default."""
-    return jax.default_backend() == "cpu"
-
-
 def kept_apart(tensor: Any) -> Any:
     """Returns the tensor, through which XLA does not look."""
-    # A branch that calls this stays one. XLA turns a conditional whose
-    # branches are cheap into selects, which copy every slot.
     if keras.backend.backend() == "jax":
         return jax.lax.optimization_barrier(tensor)
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
     return gen_xla_ops.xla_optimization_barrier([tensor])[0]
+
+
+def any_bits(words: Sequence) -> Any:
+    """Returns, for each of some integer tensors, the "or" of it all (XLA)."""
+    if keras.backend.backend() == "jax":
+        return jax.lax.platform_dependent(
+            *words, tpu=_any_bits_one_by_one, default=_any_bits_at_once
+        )
+    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+    either = tf.function(tf.bitwise.bitwise_or, autograph=False)
+    scalar = tf.TensorSpec((), words[0].dtype)
+    return gen_xla_ops.xla_reduce(
+        tf.stack(words),
+        tf.zeros((), words[0].dtype),
+        list(range(1, 1 + len(words[0].shape))),
+        either.get_concrete_function(scalar, scalar),
+    )
+
+
+def _any_bits_at_once(*words: Any) -> Any:
+    # Two kernels for a GPU, where each tensor alone takes two.
+    axes = tuple(range(1, 1 + words[0].ndim))
+    return jax.numpy.bitwise_or.reduce(jax.numpy.stack(words), axis=axes)
+
+
+def _any_bits_one_by_one(*words: Any) -> Any:
+    # For a TPU each is one with what computes the words. Joined first, every
+    # tensor of the step is copied to the fast memory and back.
+    each = [jax.numpy.bitwise_or.reduce(word, axis=None) for word in words]
+    return jax.numpy.stack(each)
 
 
 def becomes_constant(variable: keras.Variable) -> bool:
@@ -122,13 +146,16 @@ def is_symbolic(tensor: Any) -> bool:
     return isinstance(tensor, jax.core.Tracer)
 
 
-def may_be_written(variable: Any) -> bool:
-    """Says whether what was traced so far may change a `tf.Variable`."""
+def may_be_written(variable: Any, but_for: Collection[str] = ()) -> bool:
+    """Says whether what was traced so far may change a `tf.Variable`.
+
+    Operations of the types `but_for` do not count.
+    """
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or not hasattr(graph, "capture"):
         return True
     users = graph.capture(variable.handle).consumers()
-    return any(user.type not in _READS for user in users)
+    return any(user.type not in _READS.union(but_for) for user in users)
 
 
 @contextlib.contextmanager

@@ -549,18 +549,26 @@ class LossScaleOptimizer(
         """Returns the rule's state as its named tuple of variables' values."""
         return self._state_type(*(v.value for v in self._state_variables()))
 
-    def record(self, state: Any, applied: bool) -> None:
-        """Moves the loss scale and the counters on; `state` is from before."""
-        # Of optimizers that share a scale each one lowers it, one raises it.
-        if self._leader_name is None or not applied:
-            self._assign_state(self.rule.update(state, applied))
-        skips = 0 if applied else self._consecutive_skips + 1
-        self._consecutive_skips.assign(skips)
-        if not applied:
-            self._skipped_steps.assign(self._skipped_steps + 1)
+    def record(self, state: Any, applied: Any) -> None:
+        """Moves the loss scale and the counters on; `state` is from before.
+
+        Args:
+            state: What `state()` returned before the step.
+            applied: Bool or boolean scalar tensor.
+        """
+        after = self.rule.update(state, applied)
+        if self._leader_name is not None:
+            # Of optimizers that share a scale each lowers it, one raises it.
+            pairs = zip(state, after, strict=True)
+            after = [rules.select(applied, *pair) for pair in pairs]
+        self._assign_state(after)
+        skips = self._consecutive_skips + 1
+        self._consecutive_skips.assign(rules.select(applied, 0, skips))
+        skipped = rules.select(applied, 0, 1)
+        self._skipped_steps.assign(self._skipped_steps + skipped)
 
     def count_overflows(self, bad: Any, variables: Sequence) -> None:
-        """Counts, on a skip, the variables whose flag in `bad` is set."""
+        """Counts the variables whose flag in `bad` is set."""
         counts = self._overflow_counts
         bad = ops.cast(bad, counts.dtype)
         rows = optimizers.positions(self, variables)

@@ -81,8 +81,8 @@ class LossScale(abc.ABC):
         stored = state.scale
         initial = _constant_like(self.init()[0], stored)
         # Any comparison with NaN is false.
-        positive = _select(stored > 0, stored, initial)
-        return _select(positive < math.inf, positive, initial)
+        positive = select(stored > 0, stored, initial)
+        return select(positive < math.inf, positive, initial)
 
     def get_config(self) -> dict:
         """Returns the settings as keyword arguments of the constructor."""
@@ -193,7 +193,7 @@ class DynamicLossScale(LossScale):
         stored = state.scale
         initial = _constant_like(np.float32(self.initial_scale), stored)
         # NaN is the one value that does not equal itself.
-        return self._bounded(_select(stored == stored, stored, initial))
+        return self._bounded(select(stored == stored, stored, initial))
 
     def update(self, state: Any, finite: Any) -> LossScaleState:
         """Returns the state after a step; see the class for the rule."""
@@ -203,12 +203,12 @@ class DynamicLossScale(LossScale):
         grows = good_steps >= self.growth_steps
         shrinks = overflows >= self.hysteresis
         zero = good_steps * 0
-        grown = _select(grows, self._bounded(scale * self.growth_factor), scale)
+        grown = select(grows, self._bounded(scale * self.growth_factor), scale)
         backoff = self._bounded(scale * self.backoff_factor)
         return LossScaleState(
-            scale=_select(finite, grown, _select(shrinks, backoff, scale)),
-            good_steps=_select(finite, _select(grows, zero, good_steps), zero),
-            overflows=_select(finite, overflows * 0, overflows),
+            scale=select(finite, grown, select(shrinks, backoff, scale)),
+            good_steps=select(finite, select(grows, zero, good_steps), zero),
+            overflows=select(finite, overflows * 0, overflows),
         )
 
     def _bounded(self, scale: Any) -> Any:
@@ -293,7 +293,7 @@ def _constant_like(number: np.float32, like: Any) -> Any:
     return number if _is_number(like) else ops.convert_to_tensor(number)
 
 
-def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
+def select(condition: Any, if_true: Any, if_false: Any) -> Any:
     """Returns one of two values, numbers or scalar tensors."""
     if _is_number(condition):
         return if_true if condition else if_false

@@ -1,10 +1,13 @@
 """Is every number of a nest of tensors finite?"""
 
+import functools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops, tree
 
 from tfmix._keras import compilation
@@ -12,9 +15,10 @@ from tfmix._keras import compilation
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-# The most rows that XLA's `TreeReductionRewriter` leaves in one piece, and a
-# size below which a check costs no more than its start.
-_MOST_ROWS, _FEW = 32, 2**14
+# Tensors that one kernel reads together: as many as a word has bits, or, where
+# the word for every place would take more than 1 MiB, as many as XLA still
+# fuses with the reduction.
+_TOGETHER, _LARGE, _TOGETHER_IF_LARGE = 32, 2**18, 8
 # Half of float32's largest: rounding errors of a sum do not reach that far.
 _SAFE = 1.7e38
 
@@ -39,14 +43,39 @@ def all_finite(tensors: Any) -> Any:
         >>> bool(all_finite([1.0, float("inf")]))
         False
     """
-    flags = [
-        is_finite(leaf if is_sparse(leaf) else ops.convert_to_tensor(leaf))
+    leaves = [
+        leaf if is_sparse(leaf) else ops.convert_to_tensor(leaf)
         for leaf in tree.flatten(tensors)
         if leaf is not None
     ]
-    if not flags:
+    if not leaves:
         return ops.convert_to_tensor(True)
-    return flags[0] if len(flags) == 1 else ops.all(ops.stack(flags))
+    if compilation.by_xla():
+        return ops.logical_not(ops.any(not_finite(leaves)))
+    return ops.all(ops.stack([is_finite(leaf) for leaf in leaves]))
+
+
+def not_finite(tensors: Sequence) -> Any:
+    """Returns a boolean vector, true for each that is not finite (XLA).
+
+    For tensors of one shape, each of its places gets a word in which every
+    tensor has a bit, and all words are joined by "or". So one read tells all
+    apart, in a handful of kernels for a model with hundreds of variables.
+    """
+    shapes: dict[tuple, list[int]] = defaultdict(list)
+    flags, order = [], []
+    for position, tensor in enumerate(tensors):
+        if _has_words(tensor):
+            shapes[tuple(tensor.shape)].append(position)
+        else:
+            fine = tensor is None or is_finite(tensor)
+            flags.append(ops.reshape(ops.logical_not(fine), (1,)))
+            order.append(position)
+    for positions in shapes.values():
+        flags.append(_not_finite_of_a_shape([tensors[n] for n in positions]))
+        order += positions
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return ops.take(ops.concatenate(flags), inverse)
 
 
 def surely_finite(tensors: Sequence, scale: Any) -> Any:
@@ -71,8 +100,6 @@ def is_finite(tensor: Any) -> Any:
         return _is_finite_sparse(tensor)
     if not keras.backend.is_float_dtype(_dtype(tensor)):
         return ops.convert_to_tensor(True)
-    if compilation.by_xla() and _rows(tensor) > 1:
-        return _is_finite_by_rows(tensor)
     return ops.all(ops.isfinite(tensor))
 
 
@@ -81,32 +108,31 @@ def is_sparse(tensor: Any) -> bool:
     return hasattr(tensor, "values") and hasattr(tensor, "dense_shape")
 
 
-def _is_finite_by_rows(tensor: Any) -> Any:
-    # XLA on a CPU reduces booleans one by one, as anything over more than 32
-    # numbers: 16 ms for 25 million. TensorFlow's vectorises sums of 32 rows
-    # (7 ms), JAX's is fast at products only (5 ms, such sums take 220).
-    # A finite number times zero adds zero, any other NaN.
-    rows = ops.reshape(tensor, (_rows(tensor), -1))
-    if keras.backend.backend() == "tensorflow":
-        sums = ops.sum(ops.multiply(rows, 0.0), axis=0)
-    else:
-        # Of the tensor itself, so that XLA cannot know the result.
-        sums = ops.matmul(rows, ops.multiply(rows[0], 0.0))
-    return ops.all(ops.equal(sums, 0.0))
+def _has_words(tensor: Any) -> bool:
+    if tensor is None or is_sparse(tensor) or None in tensor.shape:
+        return False
+    return bool(keras.backend.is_float_dtype(_dtype(tensor)))
 
 
-def _rows(tensor: Any) -> int:
-    """Returns into how many rows to cut a tensor; 1 if into none."""
-    shape = tuple(tensor.shape)
-    if _dtype(tensor) not in ("float32", "float64") or None in shape:
-        return 1
-    size = math.prod(shape)
-    if size <= _FEW:
-        return 1
-    if keras.backend.backend() == "tensorflow":
-        return math.gcd(size, _MOST_ROWS)
-    # Accelerators reduce well, and may round a product's factors to 16 bits.
-    return shape[0] if len(shape) > 1 and compilation.for_cpu() else 1
+def _not_finite_of_a_shape(tensors: Sequence) -> Any:
+    is_large = math.prod(tensors[0].shape) > _LARGE
+    bits = _TOGETHER_IF_LARGE if is_large else _TOGETHER
+    words = [
+        _words(tensors[start : start + bits])
+        for start in range(0, len(tensors), bits)
+    ]
+    found = ops.expand_dims(compilation.any_bits(words), -1)
+    flags = ops.bitwise_and(found, 1 << np.arange(bits, dtype="uint32"))
+    return ops.reshape(ops.not_equal(flags, 0), (-1,))[: len(tensors)]
+
+
+def _words(tensors: Sequence) -> Any:
+    zero = np.uint32(0)
+    marked = [
+        ops.where(ops.isfinite(tensor), zero, np.uint32(1 << bit))
+        for bit, tensor in enumerate(tensors)
+    ]
+    return functools.reduce(ops.bitwise_or, marked)
 
 
 def _is_finite_sparse(slices: Any) -> Any:
@@ -121,6 +147,8 @@ def _is_finite_sparse(slices: Any) -> Any:
         return tf.reduce_all(tf.math.is_finite(sums))
 
     fits = total <= tf.cast(slices.dtype.max, tf.float32)
+    if compilation.by_xla():
+        return tf.logical_or(fits, by_rows())
     return tf.cond(fits, lambda: tf.constant(True), by_rows)
 
 

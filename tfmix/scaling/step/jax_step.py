@@ -7,8 +7,7 @@ import jax
 import keras
 from keras import ops
 
-from tfmix._keras import compilation
-from tfmix.scaling.step import unscale
+from tfmix.scaling.step import finite, unscale
 
 
 def stateless_apply(
@@ -25,50 +24,36 @@ def stateless_apply(
     with keras.StatelessScope(state_mapping=mapping):
         state = optimizer.state()
         scale = None if unscaled else optimizer.rule.current(state)
-    bad = _not_finite(grads, variables, scale, optimizer.rule.lowest_scale)
-    is_finite = ops.logical_not(ops.any(bad))
-
-    def own_values(applied: bool) -> list:
-        with keras.StatelessScope(state_mapping=mapping) as scope:
-            optimizer.record(state, applied)
-            if not applied:
-                kept = compilation.kept_apart(bad)
-                optimizer.count_overflows(kept, variables)
-        return [scope.get_current_value(v) for v in optimizer.own_variables]
-
-    def apply_step() -> tuple[list, list]:
-        true = unscale.divided(unscale.apart(grads, variables), scale)
-        new_trainable, new_inner = optimizer.inner_optimizer.stateless_apply(
-            inner_values, unscale.parts(true, len(grads)), trainable_values
-        )
-        return new_trainable, own_values(True) + new_inner
-
-    def skip_step() -> tuple[list, list]:
-        return list(trainable_values), own_values(False) + inner_values
-
-    if not isinstance(is_finite, jax.core.Tracer):
-        # An eager step: the branch is known, and need not be compiled.
-        return apply_step() if is_finite else skip_step()
-    if compilation.for_cpu():
-        return jax.lax.cond(is_finite, apply_step, skip_step)
-    # On an accelerator a conditional waits for the host to read its flag.
-    where = functools.partial(jax.numpy.where, is_finite)
-    return jax.tree.map(
-        lambda new, old: old if new is old else where(new, old),
-        apply_step(),
-        skip_step(),
+    true = unscale.one_by_one(grads, variables, scale)
+    # No division by 1 or more makes an infinity.
+    bad = _not_finite(true if optimizer.rule.lowest_scale < 1 else grads)
+    applied = ops.logical_not(ops.any(bad))
+    if not (traced := isinstance(applied, jax.core.Tracer)):
+        applied = bool(applied)
+    with keras.StatelessScope(state_mapping=mapping) as scope:
+        optimizer.record(state, applied)
+        optimizer.count_overflows(bad, variables)
+    own = [scope.get_current_value(v) for v in optimizer.own_variables]
+    if not traced and not applied:
+        return list(trainable_values), own + inner_values
+    new_trainable, new_inner = optimizer.inner_optimizer.stateless_apply(
+        inner_values, true, trainable_values
     )
+    if traced:
+        # A kernel that updates selects as well, at no cost. A conditional
+        # would make a GPU wait for the host, and copy every slot.
+        keep = functools.partial(_new_if, applied)
+        new_trainable = jax.tree.map(keep, new_trainable, trainable_values)
+        new_inner = jax.tree.map(keep, new_inner, inner_values)
+    return new_trainable, own + new_inner
 
 
-def _not_finite(grads: list, variables: list, scale: Any, lowest: float) -> Any:
-    """Returns which true gradients are not finite, as a boolean vector."""
-    # No division by 1 or more makes an infinity: the scaled gradients, which
-    # are there already, are checked then. They are joined for the check alone,
-    # since to take them apart again costs kernels.
-    joined = unscale.joined(grads, variables)
-    if lowest < 1:
-        joined = unscale.divided(joined, scale)
-    return unscale.not_finite(joined, len(grads))
+def _new_if(applied: Any, new: Any, old: Any) -> Any:
+    return old if new is old else jax.numpy.where(applied, new, old)
+
+
+# Compiled for eager steps, too, where every operation costs.
+_not_finite = jax.jit(finite.not_finite)
 
 
 def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:

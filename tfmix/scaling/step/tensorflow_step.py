@@ -1,12 +1,21 @@
 """One optimizer step under TensorFlow: sum, unscale, check, apply or skip."""
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfmix._keras import compilation
 from tfmix._keras import variables as keras_variables
 from tfmix.scaling.step import finite, replicas, unscale
+
+# Operations that change rows; XLA leaves rows out that are not there.
+_SCATTERS = (
+    "ResourceScatterAdd",
+    "ResourceScatterSub",
+    "ResourceScatterUpdate",
+)
 
 
 def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:
@@ -19,12 +28,12 @@ def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:
     grads, early = _divided_early(grads, variables, scale)
     grads = replicas.sum_gradients(grads, variables)
     with replicas.one_replica(used, optimizer):
-        kind = _XlaStep if compilation.by_xla() else _Step
-        step = kind(grads, variables, scale, early)
+        if compilation.by_xla():
+            return _update_or_restore(optimizer, state, grads, variables, scale)
+        step = _Step(grads, variables, scale, early)
 
         def apply_step() -> Any:
-            local = [keras_variables.local(variable) for variable in variables]
-            optimizer.inner_optimizer.apply(step.true_gradients(), local)
+            _update(optimizer, step.true_gradients(), variables)
             optimizer.record(state, True)
             return tf.constant(True)
 
@@ -34,6 +43,68 @@ def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:
             return tf.constant(False)
 
         return tf.cond(step.is_finite(), apply_step, skip_step)
+
+
+def _update(optimizer: Any, true: list, variables: list) -> None:
+    local = [keras_variables.local(variable) for variable in variables]
+    optimizer.inner_optimizer.apply(true, local)
+
+
+def _update_or_restore(
+    optimizer: Any, state: Any, grads: list, variables: list, scale: Any
+) -> Any:
+    """Updates in any case, and selects the old values if it has to be skipped.
+
+    A kernel that updates selects as well, at no cost. A conditional would make
+    a GPU wait for the host, and copy every slot.
+    """
+    true = unscale.one_by_one(grads, variables, scale)
+    # No division by 1 or more makes an infinity.
+    bad = finite.not_finite(true if optimizer.rule.lowest_scale < 1 else grads)
+    applied = tf.logical_not(tf.reduce_any(bad))
+    used = optimizer.model_variables + optimizer.inner_optimizer.variables
+    before = [tf.identity(variable.value) for variable in used]
+    _update(optimizer, [_nowhere_unless(applied, g) for g in true], variables)
+    restore_unless(applied, used, before, but_for=_SCATTERS)
+    optimizer.record(state, applied)
+    optimizer.count_overflows(bad, variables)
+    return applied
+
+
+def restore_unless(
+    applied: Any,
+    variables: Sequence[keras.Variable],
+    before: Sequence,
+    but_for: Collection[str] = (),
+) -> None:
+    """Gives variables that were written their old values back after a skip."""
+    # What nothing writes, such as a frozen weight, XLA would have to copy.
+    pairs = [
+        (variable.value, old)
+        for variable, old in zip(variables, before, strict=True)
+        if compilation.may_be_written(variable.value, but_for)
+    ]
+
+    def restore() -> Any:
+        for variable, old in pairs:
+            variable.assign(old)
+        return tf.constant(False)
+
+    if not compilation.by_xla():
+        tf.cond(applied, lambda: tf.constant(True), restore)
+        return
+    for variable, old in pairs:
+        variable.assign(tf.where(applied, variable, old))
+
+
+def _nowhere_unless(applied: Any, gradient: Any) -> Any:
+    """Lets a sparse gradient change no row of a variable in a skipped step."""
+    # Rows are updated in place, so there is no old value to select.
+    if not finite.is_sparse(gradient):
+        return gradient
+    outside = tf.cast(gradient.dense_shape[0], gradient.indices.dtype)
+    rows = tf.where(applied, gradient.indices, outside)
+    return tf.IndexedSlices(gradient.values, rows, gradient.dense_shape)
 
 
 def _divided_early(
@@ -85,27 +156,3 @@ class _Step:
 
     def _divided(self) -> list[unscale.Block]:
         return unscale.divided(self._blocks, self._scale)
-
-
-class _XlaStep(_Step):
-    """The gradients of a step that XLA compiles.
-
-    Each is divided apart, which fuses with its update; the check joins them,
-    and says which are not finite: in the branch of the skip that would take a
-    kernel more for each large variable.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._bad = super().not_finite()
-
-    def is_finite(self) -> Any:
-        return tf.logical_not(tf.reduce_any(self._bad))
-
-    def not_finite(self) -> Any:
-        return compilation.kept_apart(self._bad)
-
-    def true_gradients(self) -> list:
-        apart = unscale.apart(self._grads, self._variables)
-        divided = unscale.divided(apart, self._scale)
-        return unscale.parts(divided, self._count)

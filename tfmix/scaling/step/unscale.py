@@ -110,10 +110,11 @@ def alone(grads: Sequence, variables: Sequence) -> frozenset[int]:
     )
 
 
-def apart(grads: Sequence, variables: Sequence) -> list[Block]:
-    """Does what `joined` does, with each gradient in a block of its own."""
+def one_by_one(grads: Sequence, variables: Sequence, scale: Any) -> list:
+    """Returns the true gradients, none joined: each fuses with its update."""
     present = [n for n, gradient in enumerate(grads) if gradient is not None]
-    return [_block(grads, variables, (position,)) for position in present]
+    blocks = [_block(grads, variables, (position,)) for position in present]
+    return parts(divided(blocks, scale), len(grads))
 
 
 def divided(blocks: Sequence[Block], scale: Any) -> list[Block]:
