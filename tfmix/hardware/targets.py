@@ -182,9 +182,8 @@ _GPUS: dict[str, dict[str, float]] = {
 }
 _GPUS["h200"] = _GPUS["h100"]
 # Memory in bytes, bandwidth in TB/s, products in TFLOP/s without sparsity,
-# from the makers' data sheets. float32 on a GPU is what XLA takes for it by
-# default: not TF32, the ordinary units. A TPU multiplies float32 numbers
-# rounded to bfloat16.
+# from the makers' data sheets. float32 is what XLA takes for it by default:
+# TF32 on GPUs from Ampere on, numbers rounded to bfloat16 on a TPU.
 _TARGETS = {
     one.name: one
     for one in (
@@ -201,7 +200,7 @@ _TARGETS = {
             "NVIDIA A100 SXM 80 GB",
             85100068864,
             2.039,
-            float32=19.5,
+            float32=156.0,
             float16=312.0,
             bfloat16=312.0,
         ),
@@ -210,7 +209,7 @@ _TARGETS = {
             "NVIDIA H100 SXM 80 GB",
             84942979072,
             3.352,
-            float32=66.9,
+            float32=494.7,
             float16=989.4,
             bfloat16=989.4,
             float8=1978.9,
@@ -220,7 +219,7 @@ _TARGETS = {
             "NVIDIA H200 SXM 141 GB",
             151397597184,
             4.8,
-            float32=66.9,
+            float32=494.7,
             float16=989.4,
             bfloat16=989.4,
             float8=1978.9,
@@ -230,7 +229,7 @@ _TARGETS = {
             "NVIDIA B200 180 GB",
             191514411008,
             7.672,
-            float32=75.0,
+            float32=1125.0,
             float16=2250.0,
             bfloat16=2250.0,
             float8=4500.0,
