@@ -15,6 +15,8 @@ from tfmix.devices import devices as devices
 from tfmix.doctor.calibrate import calibrate_loss_scale as calibrate_loss_scale
 from tfmix.doctor.check import check as check
 from tfmix.hardware.advise import advise as advise
+from tfmix.hardware.compile_for import compile_for as compile_for
+from tfmix.hardware.targets import targets as targets
 from tfmix.output import float32_output as float32_output
 from tfmix.policy.in_force.scope import global_policy as global_policy
 from tfmix.policy.in_force.scope import policy_scope as policy_scope
@@ -58,6 +60,7 @@ __all__ = [
     "calibrate_loss_scale",
     "callbacks",
     "check",
+    "compile_for",
     "convert_model",
     "data",
     "default_float32_layers",
@@ -72,4 +75,5 @@ __all__ = [
     "policy_scope",
     "prepare",
     "set_global_policy",
+    "targets",
 ]

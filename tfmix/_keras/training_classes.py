@@ -53,3 +53,12 @@ def save_compile_argument(model: keras.Model, name: str, value: Any) -> None:
 def trusting() -> contextlib.AbstractContextManager:
     """Lets Lambda layers load: their code is the caller's, not a file's."""
     return serialization_lib.SafeModeScope(False)
+
+
+def build_for_training(model: keras.Model, data: tuple) -> None:
+    """Builds what a model trains with: losses, metrics, optimizer.
+
+    `data` are inputs and targets, as symbols.
+    """
+    # As `fit` does with its first batch.
+    model._symbolic_build(data_batch=data)

@@ -12,6 +12,7 @@ from keras import tree
 from tfmix import _arguments, _formats, _tables
 from tfmix._keras import layers as host
 from tfmix._keras import optimizers
+from tfmix.hardware import model_batches
 
 Shape = tuple[int, ...]
 Shapes = list[Shape]
@@ -224,13 +225,7 @@ def _elements(variables: list[keras.Variable]) -> int:
 
 def _uses(model: keras.Model, batch_size: int) -> list[Use]:
     """Runs a built model on shapes alone; returns the calls as they end."""
-    inputs = host.symbolic_arguments(model)
-    if not inputs:
-        raise ValueError(
-            "The model's input shapes are not known. Received: "
-            f"model={model!r}. Call it once on a batch."
-        )
-    inputs = tree.map_structure(lambda one: _fixed(one, batch_size), inputs)
+    inputs = model_batches.inputs(model, batch_size)
     layers = [
         layer
         for layer in host.flat_layers(model)
@@ -255,17 +250,6 @@ def _uses(model: keras.Model, batch_size: int) -> list[Use]:
     with host.calls_replaced(layers, make):
         host.run_on_shapes(lambda *args: model(*args), inputs)
     return found
-
-
-def _fixed(tensor: Any, batch_size: int) -> Any:
-    shape = (batch_size, *tensor.shape[1:])
-    if None in shape:
-        raise ValueError(
-            "Every dimension of an input besides the first must be known, to "
-            f"count products. Received: an input of shape {tensor.shape!r}. "
-            "Build the model for one length, such as keras.Input((128,))."
-        )
-    return keras.KerasTensor(shape, tensor.dtype)
 
 
 def _shapes(nest: Any) -> Shapes:

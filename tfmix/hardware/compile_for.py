@@ -1,0 +1,239 @@
+"""A model's training step, compiled for an accelerator that is not here."""
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import rich.console
+import rich.progress
+
+from tfmix import _arguments
+from tfmix._keras import layer_policies
+from tfmix.conversion import convert, copying
+from tfmix.hardware import (
+    compiled_step,
+    compilers,
+    lowering,
+    programs,
+    targets,
+)
+from tfmix.policy.in_force import carried, scope, suited_optimizer
+
+
+def compile_for(  # noqa: PLR0913
+    model: keras.Model,
+    batch_size: int,
+    target: str = "h200",
+    devices: int = 1,
+    optimizer: Any = None,
+    loss: Any = None,
+    policy: str | keras.DTypePolicy | Sequence[Any] | None = None,
+) -> compiled_step.CompiledStep | compiled_step.CompiledSteps:
+    """Compiles a model's training step for an accelerator that is not here.
+
+    Use it to see what a policy is worth on the hardware you will rent: which
+    products run in 16 bit, by which kernels, and whether the memory is enough.
+    The accelerator's own compiler makes the program that `fit` would run, from
+    shapes alone; nothing is trained, and the model stays as it is. Seconds for
+    a small model, minutes for a large one.
+
+    Args:
+        model: A built `keras.Model`, compiled or not.
+        batch_size: Integer, rows of a training batch, of all devices together.
+        target: String, the name of one of `targets()`. Defaults to `"h200"`.
+        devices: Integer, how many of them share the batch, each with all
+            weights. Defaults to `1`; more under JAX only.
+        optimizer: A Keras optimizer or its name. Defaults to `None`: the
+            model's own, or Adam. It is copied.
+        loss: A Keras loss or its name. Defaults to `None`: the model's own,
+            or the mean squared error.
+        policy: As for `apply_policy`, or a list of them to compare. Defaults
+            to `None`: the model as it is.
+
+    Returns:
+        A `CompiledStep`; for a list of policies `CompiledSteps`, by name.
+
+    Raises:
+        ImportError: If the target's compiler is not installed.
+        TypeError: If an argument is of a wrong type, or `model` cannot be
+            copied.
+        ValueError: If the target is unknown or cannot run the policy, the
+            model is not built, or the batch cannot be shared.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((64,))])
+        >>> compile_for(model, 32, target="h300")
+        Traceback (most recent call last):
+        ValueError: ... Did you mean 'h100'? ...
+    """
+    _arguments.model(model)
+    rows = _arguments.count("batch_size", batch_size, example=32)
+    count = _arguments.count("devices", devices)
+    found = targets.find(target)
+    if rows % count:
+        raise ValueError(
+            "`batch_size` must be a multiple of `devices`, which share it. "
+            f"Received: batch_size={rows}, devices={count}."
+        )
+    several = isinstance(policy, list | tuple)
+    policies = list(policy) if isinstance(policy, list | tuple) else [policy]
+    for each in policies:
+        _check_policy(each, model, found)
+    if not model.built:
+        raise ValueError(
+            "`model` must be built: its weights have no shapes yet. Received: "
+            f"model={model!r}. Call it once on a batch, or begin it with "
+            "keras.Input(shape)."
+        )
+    places = compilers.devices(found, count)
+    made = {}
+    for each in policies:
+        twin = _compilable(model, each, optimizer, loss)
+        name = _name(each, twin)
+        with _shown(f"Compiling {name} for {found.name}"):
+            compiled = lowering.compiled_step(twin, rows, places)
+        made[name] = _record(compiled, twin, found, count, rows, name)
+    return compiled_step.CompiledSteps(made) if several else made[name]
+
+
+def _check_policy(
+    policy: Any, model: keras.Model, target: targets.Target
+) -> None:
+    if policy is None:
+        float16 = suited_optimizer.computes_in(model, "float16")
+    else:
+        float16 = scope.accept(policy).compute_dtype == "float16"
+    if float16 and target.kind == "TPU":
+        raise ValueError(
+            "A TPU has no float16 products: XLA refuses to compile them. "
+            f"Received: policy={policy!r}, target={target.name!r}. Take "
+            "policy='mixed_bfloat16'."
+        )
+
+
+def _compilable(
+    model: keras.Model, policy: Any, optimizer: Any, loss: Any
+) -> keras.Model:
+    """Returns a copy of the model, compiled as it is to be trained."""
+    with warnings.catch_warnings():
+        # An optimizer that has taken no step has no state to carry over.
+        warnings.filterwarnings("ignore", "Skipping variable loading for opt")
+        if policy is None:
+            twin = copying.copied(model)
+            policy = carried.carried_policy(twin)
+        else:
+            twin = convert.convert_model(model, policy)
+    own = getattr(twin, "optimizer", None)
+    if own is not None and optimizer is None and loss is None:
+        return twin
+    given = own or keras.optimizers.Adam()
+    if optimizer is not None:
+        given = keras.optimizers.get(optimizer)
+        given = type(given).from_config(given.get_config())
+    if loss is None:
+        loss = getattr(twin, "loss", None) or "mean_squared_error"
+    in_force = (
+        contextlib.nullcontext()
+        if policy is None
+        else scope.policy_scope(policy)
+    )
+    with in_force:
+        twin.compile(optimizer=given, loss=loss)
+    return twin
+
+
+def _name(policy: Any, model: keras.Model) -> str:
+    if policy is not None:
+        return policy if isinstance(policy, str) else str(policy.name)
+    own = carried.carried_policy(model) or model.dtype_policy
+    return str(own.name)
+
+
+def _record(
+    compiled: compilers.Compiled,
+    model: keras.Model,
+    target: targets.Target,
+    devices: int,
+    batch_size: int,
+    policy: str,
+) -> compiled_step.CompiledStep:
+    program = programs.read(compiled.text)
+    layers = lowering.layers_of(model)
+    rows = [_row(each, layers, target) for each in program.products]
+    rows.sort(key=lambda row: -row.flops)
+    moved = int(compiled.cost.get("bytes accessed", program.bytes))
+    bounds = {
+        "compute": sum(row.flops / _rate(row.dtype, target) for row in rows),
+        "memory": moved / target.bandwidth,
+    }
+    bound = max(bounds, key=lambda name: bounds[name])
+    return compiled_step.CompiledStep(
+        rows=tuple(rows),
+        kernels=program.kernels,
+        copies=program.copies,
+        conditionals=program.conditionals,
+        memory=compiled_step.StepMemory(
+            compiled.arguments,
+            compiled.temporaries,
+            compiled.arguments + compiled.extra,
+            target.memory,
+        ),
+        exchanges=program.exchanges,
+        exchanged=program.exchanged,
+        flops=sum(row.flops for row in rows),
+        bytes=moved,
+        seconds=bounds[bound],
+        bound=bound,
+        policy=policy,
+        target=target.name,
+        devices=devices,
+        batch_size=batch_size,
+        backend=keras.backend.backend(),
+    )
+
+
+def _row(
+    product: programs.Product,
+    layers: list[keras.Layer],
+    target: targets.Target,
+) -> compiled_step.CompiledProduct:
+    index = lowering.layer_of(product.label)
+    # JAX marks what comes of transposing, TensorFlow what its tape makes.
+    backward = "transpose(" in product.label or "gradient_tape" in product.label
+    return compiled_step.CompiledProduct(
+        "" if index is None else layer_policies.path_of(layers[index]),
+        "backward" if backward else "forward",
+        product.shape,
+        product.count,
+        product.dtype,
+        "MXU" if target.kind == "TPU" else product.kernel,
+        product.flops,
+    )
+
+
+def _rate(dtype: str, target: targets.Target) -> float:
+    # What has no units of its own is computed in float32.
+    return min(
+        target.rates.get(one, target.rates["float32"])
+        for one in dtype.split("/")
+    )
+
+
+@contextlib.contextmanager
+def _shown(what: str) -> Iterator[None]:
+    """Shows what goes on and for how long, on a terminal."""
+    columns = (
+        rich.progress.SpinnerColumn(),
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.TimeElapsedColumn(),
+    )
+    hidden = not sys.stderr.isatty()
+    console = rich.console.Console(stderr=True)
+    with rich.progress.Progress(
+        *columns, console=console, transient=True, disable=hidden
+    ) as bar:
+        bar.add_task(what, total=None)
+        yield

@@ -1,0 +1,251 @@
+"""What a training step became, as a record that prints."""
+
+import dataclasses
+import html
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from tfmix import _formats, _tables
+
+# The costliest products are shown, all are in `rows`, JSON and HTML.
+_SHOWN = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProduct:
+    """One matrix product or convolution of the compiled step.
+
+    Attributes:
+        layer: The path of the layer it belongs to; `""` for the optimizer's
+            and the loss's own.
+        phase: `"forward"` or `"backward"`.
+        shape: `(m, k, n)` of `(m, k) x (k, n)`, as the device multiplies.
+        count: How many of them one kernel computes.
+        dtype: What is multiplied, `"float16"` for example.
+        kernel: What computes it: `"Triton"`, `"cuBLAS"`, `"cuDNN"`, `"MXU"`.
+        flops: Multiplications and additions of all of them.
+    """
+
+    layer: str
+    phase: str
+    shape: tuple[int, int, int]
+    count: int
+    dtype: str
+    kernel: str
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMemory:
+    """Bytes on one device.
+
+    Attributes:
+        arguments: Weights, optimizer, metrics and batch.
+        temporaries: What the step needs besides, while it runs.
+        peak: Both, and results that take no argument's place.
+        available: What the device has.
+    """
+
+    arguments: int
+    temporaries: int
+    peak: int
+    available: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has that much."""
+        return self.peak <= self.available
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep(_tables.Printed):
+    """What a training step became on an accelerator; prints as a table.
+
+    Attributes:
+        rows: One `CompiledProduct` for each product, the costliest first.
+        kernels: Launches that compute something; a loop's body counts once.
+        copies: Copies inside the device's memory.
+        conditionals: Branches, at which a GPU waits for the host.
+        memory: A `StepMemory`, of one device.
+        exchanges: Exchanges between devices.
+        exchanged: Bytes that each device gets by them.
+        flops: Operations of all products, on one device.
+        bytes: Bytes read and written in the device's memory: what the
+            compiler says for a TPU; for a GPU what its kernels take and
+            give, read whole.
+        seconds: The larger of two bounds: products at the published rate,
+            bytes at the published bandwidth. No step is faster.
+        bound: `"compute"` or `"memory"`, the bound that is larger.
+        policy: The name of the policy.
+        target: The name of the target.
+        devices: How many devices share the batch.
+        batch_size: Rows of a batch, of all devices together.
+        backend: The Keras backend that lowered the step.
+    """
+
+    rows: tuple[CompiledProduct, ...]
+    kernels: int
+    copies: int
+    conditionals: int
+    memory: StepMemory
+    exchanges: int
+    exchanged: int
+    flops: int
+    bytes: int
+    seconds: float
+    bound: str
+    policy: str
+    target: str
+    devices: int
+    batch_size: int
+    backend: str
+
+    @property
+    def share_16bit(self) -> float:
+        """Share of the products' operations in 16 or 8 bit, 0 to 1."""
+        fast = sum(row.flops for row in self.rows if not _is_wide(row))
+        return fast / self.flops if self.flops else 0.0
+
+    @property
+    def float32_layers(self) -> tuple[str, ...]:
+        """The layers with products in float32, the costliest first."""
+        return tuple(dict.fromkeys(r.layer for r in self.rows if _is_wide(r)))
+
+    @property
+    def title(self) -> str:
+        """One line: policy, target, share in 16 bit, bound."""
+        many = f"{self.devices} x " if self.devices > 1 else ""
+        return (
+            f"{self.policy} on {many}{self.target}, batch of "
+            f"{self.batch_size}: {self.share_16bit:.0%} of the products in 16 "
+            f"bit, at least {1e3 * self.seconds:.3g} ms ({self.bound})"
+        )
+
+    def tables(self) -> list[_tables.Table]:
+        """Returns the tables that are printed."""
+        return [self._products(_SHOWN), summary([self])]
+
+    def to_json(self) -> str:
+        """Returns the record as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the record as plain values."""
+        data = dataclasses.asdict(self)
+        data["memory"]["fits"] = self.memory.fits
+        data["share_16bit"] = self.share_16bit
+        data["float32_layers"] = list(self.float32_layers)
+        return data
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes one page with all products to `path`."""
+        tables = [summary([self]), self._products(len(self.rows))]
+        _write_page(path, self.title, tables)
+
+    def _products(self, most: int) -> _tables.Table:
+        heads = ("layer", "phase", "(m, k, n)", "dtype", "kernel", "GFLOP")
+        rows = [
+            (
+                row.layer or "-",
+                row.phase,
+                f"{row.count} x {row.shape}"
+                if row.count > 1
+                else f"{row.shape}",
+                row.dtype,
+                row.kernel,
+                f"{row.flops / 1e9:.3g}",
+            )
+            for row in self.rows[:most]
+        ]
+        notes = []
+        if (more := len(self.rows) - most) > 0:
+            notes.append(f"and {more} smaller ones: see `rows`")
+        if self.float32_layers and self.share_16bit:
+            names = ", ".join(one or "-" for one in self.float32_layers)
+            notes.append(f"products in float32: {names}")
+        return _tables.Table(heads, rows, self.title, notes)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledSteps(_tables.Printed):
+    """The steps of several policies side by side; prints as a table.
+
+    Attributes:
+        steps: Policy, as it was given, to `CompiledStep`.
+    """
+
+    steps: Mapping[str, CompiledStep]
+
+    def __getitem__(self, policy: str) -> CompiledStep:
+        return self.steps[policy]
+
+    def tables(self) -> list[_tables.Table]:
+        """Returns the table that is printed."""
+        return [summary(list(self.steps.values()))]
+
+    def to_json(self) -> str:
+        """Returns the records as JSON, by policy."""
+        made = {name: step.to_dict() for name, step in self.steps.items()}
+        return json.dumps(made, indent=2)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes one page with all policies and their products to `path`."""
+        steps = list(self.steps.values())
+        tables = [summary(steps)]
+        tables += [step._products(len(step.rows)) for step in steps]
+        title = f"{' and '.join(self.steps)} on {steps[0].target}"
+        _write_page(path, title, tables)
+
+
+def summary(steps: list[CompiledStep]) -> _tables.Table:
+    """Returns what is counted in each of some steps."""
+    figures = [_figures(step) for step in steps]
+    heads = ("", *(step.policy for step in steps))
+    rows = [(name, *(each[name] for each in figures)) for name in figures[0]]
+    return _tables.Table(heads, rows)
+
+
+def _figures(step: CompiledStep) -> dict[str, str]:
+    memory = step.memory
+    fits = "fits" if memory.fits else "does not fit"
+    return {
+        "products in 16 bit": f"{step.share_16bit:.0%}",
+        "kernels": f"{step.kernels:,}",
+        "copies": f"{step.copies:,}",
+        "conditionals": f"{step.conditionals:,}",
+        "arguments, MB": f"{memory.arguments / 1e6:,.1f}",
+        "temporaries, MB": f"{memory.temporaries / 1e6:,.1f}",
+        "peak, MB": f"{memory.peak / 1e6:,.1f} ({fits})",
+        "exchanged, MB": f"{step.exchanged / 1e6:,.2f} ({step.exchanges:,})",
+        "GFLOP": f"{step.flops / 1e9:,.3g}",
+        "GB moved": f"{step.bytes / 1e9:,.3g}",
+        "at least, ms": f"{1e3 * step.seconds:.3g} ({step.bound})",
+    }
+
+
+def _is_wide(row: CompiledProduct) -> bool:
+    # What is rounded before it is multiplied counts by what is multiplied.
+    narrow = (*_formats.SIXTEEN_BIT, "float8")
+    return any(one not in narrow for one in row.dtype.split("/"))
+
+
+def _write_page(
+    path: str | os.PathLike[str], title: str, tables: list[_tables.Table]
+) -> None:
+    body = "\n".join(table.html() for table in tables)
+    pathlib.Path(path).write_text(
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<body><h1>{html.escape(title)}</h1>\n{body}</body></html>\n",
+        encoding="utf-8",
+    )
+
+
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;margin:2em auto;max-width:70em}"
+    "table{border-collapse:collapse;margin:1em 0}"
+    "td,th{padding:.2em .8em;text-align:left;border-bottom:1px solid #ddd}"
+)

@@ -1,0 +1,164 @@
+"""XLA's compilers for accelerators that are not here, out of their wheels.
+
+The one file of ours that names what jaxlib keeps private; checked on jax 0.10.2
+with libtpu 0.0.52 and the CUDA 12 plugin.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import re
+from typing import Any
+
+from tfmix.hardware import targets
+
+# The wheels that each extra of setup.cfg brings, by the module they hold.
+_NEEDED = {
+    "TPU": ("tpu", ("jax", "libtpu")),
+    "GPU": (
+        "nvidia",
+        (
+            "jax",
+            "jax_plugins.xla_cuda12",
+            "nvidia.cuda_nvcc",
+            "nvidia.cudnn",
+            "nvidia.cublas",
+            "nvidia.cuda_runtime",
+        ),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program as the accelerator's compiler made it.
+
+    Attributes:
+        text: The optimized program, as HLO text.
+        arguments: Bytes a device that go in, of which `aliased` are written
+            over by what comes out.
+        outputs: Bytes a device that come out.
+        aliased: Bytes a device of outputs that take the place of arguments.
+        temporaries: Bytes a device besides, while it runs.
+        cost: What the compiler tells of operations and bytes, by its names;
+            empty for GPUs.
+    """
+
+    text: str
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    cost: dict[str, float]
+
+    @property
+    def extra(self) -> int:
+        """Bytes beside the arguments: temporaries, and outputs of their own."""
+        return self.temporaries + self.outputs - self.aliased
+
+
+def missing(target: targets.Target) -> list[str]:
+    """Names the modules that the target's compiler needs and that lack."""
+    return [one for one in _NEEDED[target.kind][1] if not _is_there(one)]
+
+
+def devices(target: targets.Target, count: int) -> list[Any]:
+    """Returns JAX's records of devices to compile for.
+
+    Raises:
+        ImportError: If the target's compiler is not installed.
+        ValueError: If the devices cannot be linked.
+    """
+    grid = targets.topology(target, count)
+    if lacking := missing(target):
+        extra = _NEEDED[target.kind][0]
+        raise ImportError(
+            f"The compiler for target={target.name!r} is not installed: there "
+            f"is no {', '.join(lacking)}. Run `pip install 'tfmix[{extra}]'`; "
+            f"no {target.kind} is needed."
+        )
+    # Else libtpu asks the cloud, for minutes, which machine it is on.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    from jax.experimental import topologies
+
+    if target.kind == "GPU":
+        description = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name=target.name,
+            topology=grid,
+            target_config=targets.config(target),
+        )
+    else:
+        # The two cores of a v4 chip are one device to JAX.
+        cores = {"chip_config_name": "megacore"} if target.name == "v4" else {}
+        description = topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{target.name}:{grid}", **cores
+        )
+    return list(description.devices)[:count]
+
+
+def compile_jax(
+    lowered: Any, options: dict[str, Any] | None = None
+) -> Compiled:
+    """Compiles what `jax.jit(...).lower(...)` returned."""
+    compiled = lowered.compile(compiler_options=options)
+    cost = compiled.cost_analysis() or {}
+    return _record(compiled.as_text(), compiled.memory_analysis(), cost)
+
+
+def compile_tensorflow(
+    function: Any, arguments: Any, device: Any, options: dict | None = None
+) -> Compiled:
+    """Compiles a `tf.function(jit_compile=True)` for one device."""
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jaxlib import _hlo, _jax, xla_client
+    from jaxlib.mlir import ir
+
+    lowered = function.experimental_get_compiler_ir(*arguments)
+    serialized = lowered(stage="hlo_serialized")
+    computation = _hlo.XlaComputation(serialized)
+    text = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
+    module = ir.Module.parse(_without_copies(text), mlir.make_ir_context())
+    settings = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=1,
+        env_options_overrides=options or {},
+    )
+    executable = device.client.compile(
+        module, _jax.DeviceList((device,)), settings
+    )
+    (optimized,) = executable.hlo_modules()
+    try:
+        cost = executable.cost_analysis()
+    except Exception:  # A GPU's has none, and raises its own error.
+        cost = {}
+    memory = executable.get_compiled_memory_stats()
+    return _record(optimized.to_string(), memory, cost)
+
+
+def _without_copies(text: str) -> str:
+    """Makes an identity of the one operation that StableHLO does not have."""
+    return re.sub(
+        r"mhlo\.copy(.*?) : (tensor<[^>]*>)",
+        r"stablehlo.reshape\1 : (\2) -> \2",
+        text,
+    )
+
+
+def _record(text: str, memory: Any, cost: Any) -> Compiled:
+    return Compiled(
+        text,
+        memory.argument_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+        dict(cost or {}),
+    )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

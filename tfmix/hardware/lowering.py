@@ -1,0 +1,125 @@
+"""A model's training step, handed to the compiler of another machine."""
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import tree
+
+from tfmix._keras import layers as host
+from tfmix._keras import training_classes
+from tfmix.hardware import compilers, model_batches
+
+_MARK = "tfmix_layer_"
+
+
+def compiled_step(
+    model: keras.Model, batch_size: int, devices: list[Any]
+) -> compilers.Compiled:
+    """Compiles what `fit` runs for each batch, the guard included.
+
+    Args:
+        model: A compiled model, which gets an optimizer's variables.
+        batch_size: Rows of a batch, of all devices together.
+        devices: Records of JAX, as `compilers.devices` gives them.
+    """
+    (x,) = model_batches.inputs(model, batch_size)
+    outputs = host.run_on_shapes(model, [x])
+    data = x, model_batches.targets(outputs, model.loss)
+    training_classes.build_for_training(model, data)
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    by_jax = keras.backend.backend() == "jax"
+    compiled = _by_jax if by_jax else _by_tensorflow
+    with host.calls_replaced(layers_of(model), _marked):
+        return compiled(model, data, devices)
+
+
+def layers_of(model: keras.Model) -> list[keras.Layer]:
+    """Lists the layers whose products can be told apart."""
+    return [
+        layer
+        for layer in host.flat_layers(model)
+        if not isinstance(layer, keras.layers.InputLayer)
+    ]
+
+
+def layer_of(label: str) -> int | None:
+    """Returns which of `layers_of` a product is from, by its label."""
+    # A framework's own name scopes count layers of one name in their way.
+    found = re.findall(rf"{_MARK}(\d+)", label)
+    return int(found[-1]) if found else None
+
+
+def _marked(index: int, original: Callable) -> Callable:
+    """Returns a layer's `call`, in a name scope of its own."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _scope(f"{_MARK}{index}"):
+            return original(*args, **kwargs)
+
+    return call
+
+
+def _scope(name: str) -> contextlib.AbstractContextManager:
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.named_scope(name)
+    import tensorflow as tf
+
+    return tf.name_scope(name)
+
+
+def _by_jax(
+    model: keras.Model, data: tuple, devices: list[Any]
+) -> compilers.Compiled:
+    import jax
+    import numpy as np
+
+    mesh = jax.sharding.Mesh(np.asarray(devices), ("batch",))
+    everywhere = jax.sharding.PartitionSpec()
+    rows = jax.sharding.PartitionSpec("batch")
+
+    def described(one: Any, spec: Any) -> Any:
+        placed = jax.sharding.NamedSharding(mesh, spec)
+        dtype = jax.dtypes.canonicalize_dtype(one.dtype)
+        return jax.ShapeDtypeStruct(one.shape, dtype, sharding=placed)
+
+    state = tuple(
+        [described(variable, everywhere) for variable in variables]
+        for variables in (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
+    )
+    batch = tree.map_structure(lambda one: described(one, rows), data)
+    step = jax.jit(model.train_step, donate_argnums=0)
+    return compilers.compile_jax(step.lower(state, batch))
+
+
+def _by_tensorflow(
+    model: keras.Model, data: tuple, devices: list[Any]
+) -> compilers.Compiled:
+    import tensorflow as tf
+
+    if len(devices) > 1:
+        raise ValueError(
+            "Under the TensorFlow backend `devices` must be 1: its replicas "
+            "learn of each other only when they run. Received: "
+            f"devices={len(devices)}. Give one device's share of the batch, "
+            "or set KERAS_BACKEND=jax."
+        )
+    specs = tree.map_structure(
+        lambda one: tf.TensorSpec(one.shape, one.dtype), data
+    )
+
+    @tf.function(jit_compile=True, autograph=False)
+    def step(*batch: Any) -> Any:
+        return model.train_step(batch)
+
+    return compilers.compile_tensorflow(step, specs, devices[0])

@@ -1,0 +1,350 @@
+"""Reads what a compiler made of a training step: kernels, products, copies."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+_NAMES = {
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+    "f64": "float64",
+    "f8": "float8",
+    "s": "int",
+    "u": "uint",
+}
+# Instructions that cost nothing, or are counted by themselves.
+_FREE = frozenset(
+    "parameter constant get-tuple-element tuple bitcast after-all partition-id "
+    "replica-id copy conditional while call optimization-barrier "
+    "domain".split()
+)
+_EXCHANGES = frozenset(
+    "all-reduce all-gather reduce-scatter all-to-all collective-permute "
+    "all-reduce-start all-gather-start collective-permute-start".split()
+)
+# Parts of what is begun in one line and waited for in another.
+_PARTS = ("-start", "-update", "-done")
+# What runs step by step as the program does; a fusion's body is one kernel.
+_STEPWISE = frozenset("while conditional call async-start".split())
+# Custom calls that tell the compiler something, and run nothing.
+_NO_WORK = (
+    "AssumeGatherIndicesInBound",
+    "ConcatBitcast",
+    "AllocateBuffer",
+    "X64Split",
+    "X64Combine",
+    "Sharding",
+)
+_INSTRUCTION = re.compile(
+    r"\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([a-z][\w\-]*)\((.*)"
+)
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,<=]*)\]")
+_COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|true_computation|false_computation)"
+    r"=%([\w.\-]+)|(?:branch_computations|called_computations)=\{([^}]*)\}"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a program."""
+
+    name: str
+    result: str  # its type, with layout
+    operation: str
+    rest: str  # operands and all that follows them
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of what it reads."""
+        return re.findall(r"%([\w.\-]+)", self.rest.partition(")")[0])
+
+    @property
+    def called(self) -> list[str]:
+        """The names of computations that it runs."""
+        found = _CALLED.findall(self.rest)
+        return [
+            name.strip().lstrip("%")
+            for one, many in found
+            for name in ([one] if one else many.split(","))
+        ]
+
+    @property
+    def label(self) -> str:
+        """Where in the model it comes from, as the framework says."""
+        match = re.search(r'op_name="([^"]*)"', self.rest)
+        return match[1] if match else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One matrix product or convolution, `count` times `(m, k) x (k, n)`."""
+
+    label: str  # where in the model it comes from, as the framework says
+    shape: tuple[int, int, int]
+    count: int
+    dtype: str  # of what is multiplied
+    kernel: str  # what computes it
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        m, k, n = self.shape
+        return 2 * m * k * n * self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What can be counted in a program.
+
+    A loop's body counts once, however often it runs.
+
+    Attributes:
+        kernels: Launches that compute something.
+        copies: Copies in the device's memory.
+        conditionals: Branches; a GPU's wait for the host.
+        exchanges: Exchanges between devices.
+        exchanged: Bytes a device that they give.
+        bytes: Bytes that kernels and copies read and write.
+        products: Matrix products and convolutions.
+    """
+
+    kernels: int
+    copies: int
+    conditionals: int
+    exchanges: int
+    exchanged: int
+    bytes: int
+    products: tuple[Product, ...]
+
+
+_Computations = dict[str, dict[str, Instruction]]
+
+
+def read(text: str) -> Program:
+    """Reads a compiled program in XLA's text form."""
+    computations, entry = _parse(text)
+    run = [
+        (each, computations[name])
+        for name in _run_by(entry, computations)
+        for each in computations[name].values()
+    ]
+    launches = [pair for pair in run if _is_kernel(pair[0])]
+    copies = [pair for pair in run if _is_copy(pair[0])]
+    given = [each for each, _ in run if each.operation in _EXCHANGES]
+    return Program(
+        kernels=len(launches),
+        copies=len(copies),
+        conditionals=sum(each.operation == "conditional" for each, _ in run),
+        exchanges=len(given),
+        exchanged=sum(_given_bytes(each) for each in given),
+        bytes=sum(_moved(each, among) for each, among in launches + copies),
+        products=tuple(_products(computations)),
+    )
+
+
+def size(kind: str) -> int:
+    """Returns the bytes of a type, tuples included.
+
+    Example:
+        >>> size("(f32[2,3]{1,0}, bf16[])")
+        26
+    """
+    return sum(
+        math.prod(map(int, filter(None, shape.split(",")))) * _bits(dtype) // 8
+        for dtype, shape in _ARRAY.findall(kind)
+    )
+
+
+def _bits(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    match = re.search(r"[a-z](\d+)", dtype)
+    return int(match[1]) if match else 0
+
+
+def _parse(text: str) -> tuple[_Computations, str]:
+    found: _Computations = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if head := _COMPUTATION.match(line):
+            name = head[2]
+            found[name] = {}
+            entry = name if head[1] else entry
+        elif name and (match := _INSTRUCTION.match(line)):
+            found[name][match[1]] = Instruction(*match.groups())
+    return found, entry
+
+
+def _run_by(name: str, computations: _Computations) -> Iterator[str]:
+    """Yields a computation and what it runs step by step, each once."""
+    seen, waiting = set(), [name]
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        yield name
+        for each in computations[name].values():
+            if each.operation in _STEPWISE:
+                waiting += each.called
+
+
+def _is_kernel(each: Instruction) -> bool:
+    if each.operation == "fusion":
+        return True
+    if each.operation == "custom-call":
+        return not any(name in each.rest for name in _NO_WORK)
+    if each.operation in _FREE | _EXCHANGES or each.operation.endswith(_PARTS):
+        return False
+    # A TPU's scalars are the business of its control unit.
+    return "[]" not in each.result
+
+
+def _is_copy(each: Instruction) -> bool:
+    # What a TPU fetches into its own memory ahead of time is no copy.
+    return each.operation in ("copy", "copy-start") and "S(" not in each.result
+
+
+def _moved(each: Instruction, among: dict[str, Instruction]) -> int:
+    read = [among[name].result for name in each.operands if name in among]
+    return size(each.result) + sum(map(size, read))
+
+
+def _given_bytes(each: Instruction) -> int:
+    # One that is begun here returns what it was given, too.
+    begun = each.operation.endswith("-start") and each.operation not in (
+        "all-reduce-start",
+    )
+    return size(each.result) // (2 if begun else 1)
+
+
+def _products(computations: _Computations) -> Iterator[Product]:
+    callers = {
+        name: each
+        for among in computations.values()
+        for each in among.values()
+        if each.operation == "fusion"
+        for name in each.called
+    }
+    for name, among in computations.items():
+        for each in among.values():
+            for mark in (each.operation, *_target_of(each)):
+                if measure := _MEASURES.get(mark):
+                    kernel = _kernel(each, callers.get(name))
+                    yield _product(each, among, measure, kernel)
+
+
+def _target_of(each: Instruction) -> list[str]:
+    return re.findall(r'custom_call_target="([^"]*)"', each.rest)
+
+
+def _product(
+    each: Instruction,
+    among: dict[str, Instruction],
+    measure: "_Measure",
+    kernel: str,
+) -> Product:
+    kinds = [among[name].result for name in each.operands[:2]]
+    shape, count = measure(each, [_shape(kind) for kind in kinds])
+    dtypes = {_dtype(kind) for kind in kinds}
+    return Product(each.label, shape, count, "/".join(sorted(dtypes)), kernel)
+
+
+def _kernel(each: Instruction, caller: Instruction | None) -> str:
+    """Names what computes a product."""
+    for target in _target_of(each):
+        return _LIBRARIES[target]
+    text = caller.rest if caller else ""
+    if "__triton" in text:
+        return "Triton"
+    return "XLA"
+
+
+_Measure = Callable[
+    [Instruction, list[list[int]]], tuple[tuple[int, int, int], int]
+]
+
+
+def _dot(each: Instruction, shapes: list[list[int]]) -> Any:
+    summed, batch = (
+        [shapes[0][axis] for axis in _axes(each, f"lhs_{name}")]
+        for name in ("contracting", "batch")
+    )
+    k, count = math.prod(summed), math.prod(batch)
+    left, right = (math.prod(shape) // max(k * count, 1) for shape in shapes)
+    return (left, k, right), count
+
+
+def _axes(each: Instruction, name: str) -> list[int]:
+    match = re.search(
+        rf'{name}_(?:dims=\{{|dimensions":\[)([\d",]*)[\]}}]', each.rest
+    )
+    return [int(axis) for axis in re.findall(r"\d+", match[1])] if match else []
+
+
+def _convolution(each: Instruction, shapes: list[list[int]]) -> Any:
+    return _convolved(each, shapes[1], _shape(each.result))
+
+
+def _data_gradient(each: Instruction, shapes: list[list[int]]) -> Any:
+    (m, k, n), count = _convolved(each, shapes[1], shapes[0])
+    return (m, n, k), count
+
+
+def _filter_gradient(each: Instruction, shapes: list[list[int]]) -> Any:
+    (m, k, n), count = _convolved(each, _shape(each.result), shapes[1])
+    return (k, m, n), count
+
+
+def _convolved(each: Instruction, kernel: list[int], made: list[int]) -> Any:
+    """Returns a convolution as positions, what is summed, and filters."""
+    labels = re.findall(r"dim_labels=\w+_(\w+)->(\w+)", each.rest)[0]
+    groups = re.search(r"feature_group_count=(\d+)", each.rest)
+    # Zeros between a gradient's rows are skipped, if not by all kernels.
+    spread = re.search(r"lhs_dilate=([\dx]+)", each.rest)
+    filters = kernel[labels[0].index("o")]
+    summed = math.prod(kernel) // filters
+    for factor in spread[1].split("x") if spread else ():
+        summed = max(1, summed // int(factor))
+    rows = math.prod(made) // made[labels[1].index("f")]
+    count = int(groups[1]) if groups else 1
+    return (rows, summed, filters // count), count
+
+
+_MEASURES: dict[str, _Measure] = {
+    "dot": _dot,
+    "convolution": _convolution,
+    "__cublas$gemm": _dot,
+    "__cublas$lt$matmul": _dot,
+    "__cublas$lt$matmul$f8": _dot,
+    "__cudnn$convForward": _convolution,
+    "__cudnn$convBiasActivationForward": _convolution,
+    "__cudnn$convBackwardInput": _data_gradient,
+    "__cudnn$convBackwardFilter": _filter_gradient,
+}
+_LIBRARIES = {
+    name: "cuBLAS" if "cublas" in name else "cuDNN"
+    for name in _MEASURES
+    if name.startswith("__")
+}
+
+
+def _shape(kind: str) -> list[int]:
+    """Returns the shape of a type, of a tuple's first."""
+    found = _ARRAY.search(kind)
+    return [int(one) for one in found[2].split(",") if one] if found else []
+
+
+def _dtype(kind: str) -> str:
+    found = _ARRAY.search(kind)
+    name = found[1] if found else ""
+    for start, dtype in _NAMES.items():
+        if name.startswith(start):
+            return dtype if start not in "su" else dtype + name[1:]
+    return name
