@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -146,16 +146,25 @@ def is_symbolic(tensor: Any) -> bool:
     return isinstance(tensor, jax.core.Tracer)
 
 
-def may_be_written(variable: Any, but_for: Collection[str] = ()) -> bool:
-    """Says whether what was traced so far may change a `tf.Variable`.
+def mark(variable: Any) -> Any:
+    """Returns what changes whenever the function traced now writes a variable.
 
-    Operations of the types `but_for` do not count.
+    Under JAX its value, under TensorFlow the operations that may write it.
     """
+    if keras.backend.backend() == "jax":
+        return variable.value
+    graph = tf.compat.v1.get_default_graph()
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    users = graph.capture(value.handle).consumers()
+    return frozenset(user.name for user in users if user.type not in _READS)
+
+
+def may_be_written(variable: Any) -> bool:
+    """Says whether what was traced so far may change a variable."""
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or not hasattr(graph, "capture"):
         return True
-    users = graph.capture(variable.handle).consumers()
-    return any(user.type not in _READS.union(but_for) for user in users)
+    return bool(mark(variable))
 
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ class _Guard:
         _check_optimizer(self._model)
         import tensorflow as tf
 
-        from tfmix.scaling.step import replicas, tensorflow_step
+        from tfmix.scaling.step import replicas
 
         model = self._model
         # What a skipped step must not have changed.
@@ -122,7 +122,24 @@ class _Guard:
             logs = original(data)
         applied = model.optimizer.last_step_applied()
         with replicas.one_replica(watched):
-            tensorflow_step.restore_unless(applied, watched, before)
+            # Frozen weights are not written: to put them back, XLA would
+            # copy them at every step.
+            written = [
+                (variable.value, value)
+                for variable, value in zip(watched, before, strict=True)
+                if compilation.may_be_written(variable.value)
+            ]
+
+            def restore() -> Any:
+                for variable, value in written:
+                    variable.assign(value)
+                return tf.constant(False)
+
+            if compilation.by_xla():
+                for variable, value in written:
+                    variable.assign(tf.where(applied, variable, value))
+            else:
+                tf.cond(applied, lambda: tf.constant(True), restore)
         return _logs_of_step(model, logs)
 
     def _on_jax(self, original: Callable, state: Any, data: Any) -> tuple:

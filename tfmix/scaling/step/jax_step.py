@@ -1,12 +1,13 @@
 """One optimizer step under JAX: state goes in, the next state comes out."""
 
-import functools
+import contextlib
 from typing import Any
 
 import jax
 import keras
 from keras import ops
 
+from tfmix._keras import optimizers
 from tfmix.scaling.step import finite, unscale
 
 
@@ -36,20 +37,33 @@ def stateless_apply(
     own = [scope.get_current_value(v) for v in optimizer.own_variables]
     if not traced and not applied:
         return list(trainable_values), own + inner_values
-    new_trainable, new_inner = optimizer.inner_optimizer.stateless_apply(
-        inner_values, true, trainable_values
-    )
+    inner = optimizer.inner_optimizer
+    used = variables + inner.variables
+    before = list(trainable_values) + inner_values
+    with keras.StatelessScope(state_mapping=zip(used, before, strict=True)):
+        selection = optimizers.Selection(applied, used)
+    with selection.of(inner) if traced else contextlib.nullcontext():
+        new = inner.stateless_apply(inner_values, true, trainable_values)
+    after = [*new[0], *new[1]]
     if traced:
-        # A kernel that updates selects as well, at no cost. A conditional
-        # would make a GPU wait for the host, and copy every slot.
-        keep = functools.partial(_new_if, applied)
-        new_trainable = jax.tree.map(keep, new_trainable, trainable_values)
-        new_inner = jax.tree.map(keep, new_inner, inner_values)
-    return new_trainable, own + new_inner
+        after = _selected(applied, selection, used, before, after)
+    return after[: len(variables)], own + after[len(variables) :]
 
 
-def _new_if(applied: Any, new: Any, old: Any) -> Any:
-    return old if new is old else jax.numpy.where(applied, new, old)
+def _selected(
+    applied: Any,
+    selection: optimizers.Selection,
+    variables: list,
+    before: list,
+    after: list,
+) -> list:
+    """Selects what the optimizer has not: values it assigned by itself."""
+    with keras.StatelessScope(state_mapping=zip(variables, after, strict=True)):
+        is_made = [selection.is_made(variable) for variable in variables]
+    return [
+        new if made else jax.numpy.where(applied, new, old)
+        for made, new, old in zip(is_made, after, before, strict=True)
+    ]
 
 
 # Compiled for eager steps, too, where every operation costs.

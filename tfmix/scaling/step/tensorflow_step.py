@@ -1,21 +1,12 @@
 """One optimizer step under TensorFlow: sum, unscale, check, apply or skip."""
 
-from collections.abc import Collection, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tfmix._keras import compilation
+from tfmix._keras import compilation, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.scaling.step import finite, replicas, unscale
-
-# Operations that change rows; XLA leaves rows out that are not there.
-_SCATTERS = (
-    "ResourceScatterAdd",
-    "ResourceScatterSub",
-    "ResourceScatterUpdate",
-)
 
 
 def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:
@@ -62,44 +53,24 @@ def _update_or_restore(
     # No division by 1 or more makes an infinity.
     bad = finite.not_finite(true if optimizer.rule.lowest_scale < 1 else grads)
     applied = tf.logical_not(tf.reduce_any(bad))
-    used = optimizer.model_variables + optimizer.inner_optimizer.variables
+    inner = optimizer.inner_optimizer
+    used = optimizer.model_variables + inner.variables
     before = [tf.identity(variable.value) for variable in used]
-    _update(optimizer, [_nowhere_unless(applied, g) for g in true], variables)
-    restore_unless(applied, used, before, but_for=_SCATTERS)
+    selection = optimizers.Selection(applied, used)
+    with selection.of(inner):
+        true = [_nowhere_unless(applied, gradient) for gradient in true]
+        _update(optimizer, true, variables)
+    for variable, old in zip(used, before, strict=True):
+        if not selection.is_made(variable):
+            variable.assign(tf.where(applied, variable, old))
     optimizer.record(state, applied)
     optimizer.count_overflows(bad, variables)
     return applied
 
 
-def restore_unless(
-    applied: Any,
-    variables: Sequence[keras.Variable],
-    before: Sequence,
-    but_for: Collection[str] = (),
-) -> None:
-    """Gives variables that were written their old values back after a skip."""
-    # What nothing writes, such as a frozen weight, XLA would have to copy.
-    pairs = [
-        (variable.value, old)
-        for variable, old in zip(variables, before, strict=True)
-        if compilation.may_be_written(variable.value, but_for)
-    ]
-
-    def restore() -> Any:
-        for variable, old in pairs:
-            variable.assign(old)
-        return tf.constant(False)
-
-    if not compilation.by_xla():
-        tf.cond(applied, lambda: tf.constant(True), restore)
-        return
-    for variable, old in pairs:
-        variable.assign(tf.where(applied, variable, old))
-
-
 def _nowhere_unless(applied: Any, gradient: Any) -> Any:
-    """Lets a sparse gradient change no row of a variable in a skipped step."""
-    # Rows are updated in place, so there is no old value to select.
+    """Lets a sparse gradient have no row to change, unless it is applied."""
+    # XLA leaves rows out that are not there.
     if not finite.is_sparse(gradient):
         return gradient
     outside = tf.cast(gradient.dense_shape[0], gradient.indices.dtype)
