@@ -17,7 +17,7 @@ from tfmix.doctor.check import check as check
 from tfmix.hardware.advise import advise as advise
 from tfmix.hardware.compile_for import compile_for as compile_for
 from tfmix.hardware.targets import targets as targets
-from tfmix.output import float32_output as float32_output
+from tfmix.last_layer import float32_output as float32_output
 from tfmix.policy.in_force.scope import global_policy as global_policy
 from tfmix.policy.in_force.scope import policy_scope as policy_scope
 from tfmix.policy.in_force.scope import set_global_policy as set_global_policy

@@ -16,7 +16,7 @@ from tfmix._keras import compilation, global_state, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.scaling import rules, settings
 from tfmix.scaling.step import replicas, unscale
-from tfmix.variables import delegating
+from tfmix.variables import inner_attributes
 
 # How the variables of a loss scale's state are called in Keras's own class,
 # so that a checkpoint written by either can be read by tfmix.
@@ -35,7 +35,7 @@ _MOST_NAMED = 5
 
 @keras.saving.register_keras_serializable(package="tfmix")
 class LossScaleOptimizer(
-    delegating.DelegatesToInner, keras.optimizers.LossScaleOptimizer
+    inner_attributes.DelegatesToInner, keras.optimizers.LossScaleOptimizer
 ):
     """Wraps any Keras optimizer with loss scaling that survives every fault.
 

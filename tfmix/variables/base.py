@@ -9,7 +9,7 @@ from keras import ops
 
 from tfmix._keras import compilation, optimizers, variables
 from tfmix.scaling.step import replicas
-from tfmix.variables import delegating
+from tfmix.variables import inner_attributes
 
 Variables = variables.Variables
 
@@ -76,7 +76,7 @@ class StandIns:
 
 
 class SixteenBitOptimizer(
-    delegating.DelegatesToInner, keras.optimizers.Optimizer
+    inner_attributes.DelegatesToInner, keras.optimizers.Optimizer
 ):
     """Lets an inner optimizer update 16-bit variables in float32."""
 
