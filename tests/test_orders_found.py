@@ -13,6 +13,10 @@ EVERYWHERE = {
         ("log",), made="O2"
     ),
     "the same in a graph": orders.Order(("log",), made="O2", mode="graph"),
+    # The first step makes the metrics, which a skip then left as they were.
+    "a bad first step of a compiled model": orders.Order(
+        ("compile:same",), made="O2", optimizer="sgd", mode="graph", inside=True
+    ),
     # `compile` and conversions left a loss scaler without masters as it was.
     "a loss scaler given to a pure model": orders.Order(
         ("compile:adam:scaled",), made="float16"

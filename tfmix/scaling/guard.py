@@ -120,6 +120,11 @@ class _Guard:
         before = [tf.identity(variable.value) for variable in watched]
         with optimizers.guarded_step(model.optimizer):
             logs = original(data)
+        # Metrics are made in the first step that is traced, of zeros.
+        known = set(map(id, watched))
+        made = [v for v in model.metrics_variables if id(v) not in known]
+        watched += made
+        before += [tf.zeros(v.shape, v.dtype) for v in made]
         applied = model.optimizer.last_step_applied()
         with replicas.one_replica(watched):
             # Frozen weights are not written: to put them back, XLA would
