@@ -11,20 +11,22 @@ PINS ?=
 # until one has nothing left to do.
 JOBS ?= 2
 SPREAD = -n $(JOBS) --dist worksteal
+# XLA's compilers for accelerators that are not here: tpu, nvidia, or both.
+COMPILERS ?=
 BIN = $(VENV)/bin
 STAMP = $(VENV)/installed
 # TensorFlow's start-up lines about oneDNN and CPU flags hide our own output.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: demo test test-tensorflow test-jax test-doctest test-slow test-matrix
-.PHONY: check bench docs clean
+.PHONY: check bench docs clean targets test-targets
 .DELETE_ON_ERROR:
 
 $(STAMP): setup.cfg .ci/requirements.py
 	@echo "tfmix: [1/3] creating $(VENV) with $(PYTHON)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@echo "tfmix: [2/3] installing dependencies (first time: 2 to 5 minutes)"
-	@$(BIN)/python .ci/requirements.py '$(TENSORFLOW)' \
+	@$(BIN)/python .ci/requirements.py '$(TENSORFLOW)' $(COMPILERS) \
 	    > $(VENV)/requirements.txt
 	@printf '%s\n' $(PINS) > $(VENV)/constraints.txt
 	@$(BIN)/python -m pip install --disable-pip-version-check \
@@ -58,6 +60,21 @@ test-slow: $(STAMP)
 	@echo "tfmix: the slow tests, under TensorFlow and then under JAX"
 	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q $(SPREAD) -m slow
 	@KERAS_BACKEND=jax $(BIN)/python -m pytest -q $(SPREAD) -m slow
+
+# What accelerators run, by their own compilers, in an environment of its own: 4
+# GB. Without the compilers it is built all the same, and the tests skip.
+targets:
+	@$(MAKE) .venv-targets/installed VENV=.venv-targets \
+	    COMPILERS="tpu nvidia" \
+	    || $(MAKE) .venv-targets/installed VENV=.venv-targets
+	@$(MAKE) test-targets VENV=.venv-targets
+
+test-targets:
+	@echo "tfmix: what accelerators run, under TensorFlow and then under JAX"
+	@KERAS_BACKEND=tensorflow JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q \
+	    -m "not slow" tests/hardware tests/test_cli.py
+	@KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q \
+	    -m "not slow" tests/hardware
 
 # The oldest Keras and TensorFlow that setup.cfg allows, then the newest.
 test-matrix:

@@ -16,8 +16,11 @@ import pytest
 import tfmix
 from tests import helpers
 from tfmix import cli
+from tfmix.hardware import compilers, targets
 
-COMMANDS = ["advise", "bench", "check", "convert", "demo", "devices"]
+COMMANDS = [
+    *("advise", "bench", "check", "compile", "convert", "demo", "devices"),
+]
 ROOT = pathlib.Path(__file__).parent.parent
 ROWS = 12
 # `tfmix.examples` is where setup.cfg puts `examples/` on installation.
@@ -304,6 +307,46 @@ def test_advise_says_what_is_wrong_with_its_input(
     assert (code, out) == (cli.BAD_INPUT, "")
     assert re.search(message, err)
     assert err.startswith("tfmix advise: error: ")
+
+
+def compiled(capsys, path, *words):
+    return run(capsys, "compile", str(path), "--batch", "32", *words)
+
+
+@pytest.mark.skipif(
+    bool(compilers.missing(targets.find("h200"))),
+    reason="no compiler for an H200: run `make targets`",
+)
+def test_compile_says_what_an_h200_would_run(capsys, folder, tmp_path):
+    page = tmp_path / "step.html"
+    words = ("--target", "h200", "--json", "--html", str(page))
+    code, out, _ = compiled(capsys, folder / "good.keras", *words)
+    assert code == cli.OK
+    data = json.loads(out)
+    assert (data["policy"], data["target"]) == ("mixed_float16", "h200")
+    assert {row["dtype"] for row in data["rows"]} == {"float16"}
+    assert data["memory"]["fits"]
+    assert "first" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "message"),
+    [
+        ("none.keras", (), "There is no file .*none.keras"),
+        ("good.keras", ("--batch", "0"), "batch_size=0"),
+        ("good.keras", ("--target", "h20"), "Did you mean 'h200'"),
+        ("good.keras", ("--target", "v5e"), "take.*mixed_bfloat16"),
+        ("good.keras", ("--policy", "float32,int8"), "int8"),
+        ("good.keras", ("--devices", "3"), "devices=3"),
+    ],
+)
+def test_compile_says_what_is_wrong_with_its_input(
+    capsys, folder, model, words, message
+):
+    code, out, err = compiled(capsys, folder / model, *words)
+    assert (code, out) == (cli.BAD_INPUT, "")
+    assert re.search(message, err, re.IGNORECASE)
+    assert err.startswith("tfmix compile: error: ")
 
 
 def converted(capsys, source, target, *words):

@@ -18,7 +18,7 @@ from tfmix import _tables
 from tfmix.conversion import convert
 from tfmix.devices import devices, suited_policy
 from tfmix.doctor import check
-from tfmix.hardware import advise
+from tfmix.hardware import advise, compile_for
 
 EXIT_CODES = """\
 exit codes:
@@ -176,14 +176,38 @@ def run_check(options: argparse.Namespace) -> Outcome:
 
 def run_advise(options: argparse.Namespace) -> Outcome:
     """Says where a saved model's shapes are slow, and what it weighs."""
-    try:
-        # An optimizer that was saved with the model has its slots counted.
-        model = load_model(options.model, compiled=True)
-    except ValueError:
-        # A loss of the user's own keeps no one from counting the rest.
-        model = load_model(options.model, compiled=False)
+    # An optimizer that was saved with the model has its slots counted.
+    model = _loaded(options.model)
     advice = advise.advise(model, options.batch_size)
     return Outcome(advice, json.loads(advice.to_json()))
+
+
+def run_compile(options: argparse.Namespace) -> Outcome:
+    """Compiles a saved model's training step for another machine."""
+    if options.html:
+        _check_folder(options.html)
+    policies = options.policy and options.policy.split(",")
+    model = _loaded(options.model)
+    step = compile_for.compile_for(
+        model,
+        options.batch,
+        target=options.target,
+        devices=options.devices,
+        optimizer=options.optimizer,
+        loss=options.loss,
+        policy=policies if policies and len(policies) > 1 else options.policy,
+    )
+    if options.html:
+        step.to_html(options.html)
+    return Outcome(step, json.loads(step.to_json()))
+
+
+def _loaded(path: pathlib.Path) -> keras.Model:
+    try:
+        return load_model(path, compiled=True)
+    except ValueError:
+        # A loss of the user's own keeps no one from counting the rest.
+        return load_model(path, compiled=False)
 
 
 def run_convert(options: argparse.Namespace) -> Outcome:
@@ -372,6 +396,23 @@ _CHECK: _Options = {
     "--html": _file("write a report to this file"),
 }
 _ROWS = {"type": int, "required": True, "help": "rows of a training batch"}
+_COMPILE: _Options = {
+    **_MODEL,
+    "--target": {"default": "h200", "help": "v100 to b200, v4 to v6e"},
+    "--batch": _ROWS,
+    "--devices": {
+        "type": int,
+        "default": 1,
+        "help": "how many share the batch (default: 1)",
+    },
+    "--policy": {
+        "help": "mixed_float16, ..., several with commas between "
+        "(default: the model's own)"
+    },
+    "--optimizer": {"help": "a name of Keras's (default: the saved one)"},
+    "--loss": {"help": "a loss of Keras (default: the compiled one)"},
+    "--html": _file("write a report to this file"),
+}
 _CONVERT: _Options = {
     "source": _file("a .keras file"),
     "target": _file("the file to write"),
@@ -411,6 +452,16 @@ _COMMANDS: dict[_Command, tuple[str, tuple[str, ...], _Options]] = {
             " model.keras --batch-size 128 --json",
         ),
         {**_MODEL, "--batch-size": _ROWS},
+    ),
+    run_compile: (
+        "what a saved model's training step becomes on a GPU or TPU that is "
+        "not here",
+        (
+            " model.keras --target h200 --batch 64",
+            " model.keras --target v5e --batch 64 --devices 4 --json",
+            " model.keras --batch 64 --policy float32,mixed_bfloat16",
+        ),
+        _COMPILE,
     ),
     run_convert: (
         "a saved model into another policy, weights carried over",

@@ -1,6 +1,7 @@
 """What the hardware can do: devices as frozen records, the policy they suit."""
 
 import dataclasses
+import importlib.util
 import re
 
 import keras
@@ -70,6 +71,16 @@ def devices() -> tuple[Device, ...]:
     listed = _read_jax() if on_jax else _read_tensorflow()
     found = [one for one in listed if one.kind in ("GPU", "TPU", "CPU")]
     return tuple(sorted(found, key=lambda device: device.kind == "CPU"))
+
+
+def is_on_tpu() -> bool:
+    """Says whether Keras's backend computes on a TPU."""
+    # To ask JAX starts its devices, which must not happen before several
+    # processes have found each other; without libtpu there is no TPU.
+    on_jax = keras.backend.backend() == "jax"
+    if on_jax and importlib.util.find_spec("libtpu") is None:
+        return False
+    return any(device.kind == "TPU" for device in devices())
 
 
 def suited_policy(found: tuple[Device, ...]) -> tuple[str, str]:

@@ -85,6 +85,7 @@ FUNCTIONS = [
         "self x y y_pred sample_weight training",
     ),
     ("keras.Model", "_aggregate_additional_loss", "self loss"),
+    ("keras.Model", "_symbolic_build", "self iterator data_batch"),
     (
         "keras.Model",
         "_compute_loss",
@@ -1628,3 +1629,13 @@ def test_a_private_module_elsewhere_is_found(tmp_path, code):
     (tmp_path / "policy" / "scope.py").write_text(f"{prose}{code}\n")
     with pytest.raises(AssertionError, match=r"policy/scope\.py"):
         check_no_private_module(tmp_path, "_keras")
+
+
+def test_the_symbolic_build_makes_losses_metrics_and_optimizer():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("adam", loss="mse", metrics=["mae"])
+    before = len(model.metrics_variables)
+    data = keras.KerasTensor((8, 4)), keras.KerasTensor((8, 2))
+    model._symbolic_build(data_batch=data)
+    assert len(model.metrics_variables) > before
+    assert model.optimizer.built

@@ -1,5 +1,6 @@
 """A model's training step, compiled for an accelerator that is not here."""
 
+import collections
 import contextlib
 import sys
 import warnings
@@ -148,8 +149,14 @@ def _compilable(
 def _name(policy: Any, model: keras.Model) -> str:
     if policy is not None:
         return policy if isinstance(policy, str) else str(policy.name)
-    own = carried.carried_policy(model) or model.dtype_policy
-    return str(own.name)
+    names = [
+        layer.dtype_policy.name
+        for layer in suited_optimizer.computing_layers(model)
+    ]
+    # A few layers stay in float32 under every policy.
+    narrow = [name for name in names if name != "float32"]
+    counted = collections.Counter(narrow or ["float32"])
+    return str(counted.most_common(1)[0][0])
 
 
 def _record(

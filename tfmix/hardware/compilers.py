@@ -27,6 +27,15 @@ _NEEDED = {
         ),
     ),
 }
+# What libtpu reads where no TPU is at hand. Else it asks the cloud for minutes
+# which machine it is on, lets no second process load it, as if each took the
+# TPU, and complains that it has found none.
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +86,8 @@ def devices(target: targets.Target, count: int) -> list[Any]:
             f"is no {', '.join(lacking)}. Run `pip install 'tfmix[{extra}]'`; "
             f"no {target.kind} is needed."
         )
-    # Else libtpu asks the cloud, for minutes, which machine it is on.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    for name, value in _LIBTPU.items():
+        os.environ.setdefault(name, value)
     from jax.experimental import topologies
 
     if target.kind == "GPU":

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _NAMES = {
@@ -90,12 +89,7 @@ class Product:
     count: int
     dtype: str  # of what is multiplied
     kernel: str  # what computes it
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions."""
-        m, k, n = self.shape
-        return 2 * m * k * n * self.count
+    flops: int  # multiplications and additions, of zeros at the edge none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,9 +245,9 @@ def _product(
     kernel: str,
 ) -> Product:
     kinds = [among[name].result for name in each.operands[:2]]
-    shape, count = measure(each, [_shape(kind) for kind in kinds])
-    dtypes = {_dtype(kind) for kind in kinds}
-    return Product(each.label, shape, count, "/".join(sorted(dtypes)), kernel)
+    shape, count, flops = measure(each, [_shape(kind) for kind in kinds])
+    dtypes = "/".join(sorted({_dtype(kind) for kind in kinds}))
+    return Product(each.label, shape, count, dtypes, kernel, flops)
 
 
 def _kernel(each: Instruction, caller: Instruction | None) -> str:
@@ -266,19 +260,19 @@ def _kernel(each: Instruction, caller: Instruction | None) -> str:
     return "XLA"
 
 
-_Measure = Callable[
-    [Instruction, list[list[int]]], tuple[tuple[int, int, int], int]
-]
+# The shape of a product, how many there are, and the operations of all.
+_Measured = tuple[tuple[int, int, int], int, int]
+_Measure = Callable[[Instruction, list[list[int]]], _Measured]
 
 
-def _dot(each: Instruction, shapes: list[list[int]]) -> Any:
+def _dot(each: Instruction, shapes: list[list[int]]) -> _Measured:
     summed, batch = (
         [shapes[0][axis] for axis in _axes(each, f"lhs_{name}")]
         for name in ("contracting", "batch")
     )
     k, count = math.prod(summed), math.prod(batch)
     left, right = (math.prod(shape) // max(k * count, 1) for shape in shapes)
-    return (left, k, right), count
+    return (left, k, right), count, 2 * left * k * right * count
 
 
 def _axes(each: Instruction, name: str) -> list[int]:
@@ -288,33 +282,81 @@ def _axes(each: Instruction, name: str) -> list[int]:
     return [int(axis) for axis in re.findall(r"\d+", match[1])] if match else []
 
 
-def _convolution(each: Instruction, shapes: list[list[int]]) -> Any:
-    return _convolved(each, shapes[1], _shape(each.result))
+def _convolution(each: Instruction, shapes: list[list[int]]) -> _Measured:
+    given, kernel = shapes
+    return _convolved(each, given, kernel, _shape(each.result))
 
 
-def _data_gradient(each: Instruction, shapes: list[list[int]]) -> Any:
-    (m, k, n), count = _convolved(each, shapes[1], shapes[0])
-    return (m, n, k), count
+def _data_gradient(each: Instruction, shapes: list[list[int]]) -> _Measured:
+    made, kernel = shapes
+    given = _shape(each.result)
+    (m, k, n), count, flops = _convolved(each, given, kernel, made)
+    return (m, n, k), count, flops
 
 
-def _filter_gradient(each: Instruction, shapes: list[list[int]]) -> Any:
-    (m, k, n), count = _convolved(each, _shape(each.result), shapes[1])
-    return (k, m, n), count
+def _filter_gradient(each: Instruction, shapes: list[list[int]]) -> _Measured:
+    given, made = shapes
+    kernel = _shape(each.result)
+    (m, k, n), count, flops = _convolved(each, given, kernel, made)
+    return (k, m, n), count, flops
 
 
-def _convolved(each: Instruction, kernel: list[int], made: list[int]) -> Any:
-    """Returns a convolution as positions, what is summed, and filters."""
-    labels = re.findall(r"dim_labels=\w+_(\w+)->(\w+)", each.rest)[0]
+def _convolved(
+    each: Instruction, given: list[int], kernel: list[int], made: list[int]
+) -> _Measured:
+    """Measures a convolution: positions, what is summed at each, filters."""
+    labels = re.findall(r"dim_labels=(\w+)_(\w+)->(\w+)", each.rest)[0]
+    by_label = [
+        dict(zip(names, shape, strict=False))
+        for names, shape in zip(labels, (given, kernel, made), strict=True)
+    ]
     groups = re.search(r"feature_group_count=(\d+)", each.rest)
-    # Zeros between a gradient's rows are skipped, if not by all kernels.
-    spread = re.search(r"lhs_dilate=([\dx]+)", each.rest)
-    filters = kernel[labels[0].index("o")]
-    summed = math.prod(kernel) // filters
-    for factor in spread[1].split("x") if spread else ():
-        summed = max(1, summed // int(factor))
-    rows = math.prod(made) // made[labels[1].index("f")]
     count = int(groups[1]) if groups else 1
-    return (rows, summed, filters // count), count
+    positions = taps = hits = 1
+    for axis, window in enumerate(_windows(each)):
+        into, over, out = (sizes[str(axis)] for sizes in by_label)
+        hit = _hits(into, over, out, window)
+        positions, hits = positions * out, hits * hit
+        # Of a window that is mostly over the edge, or between the numbers
+        # that a dilation spreads, what it hits.
+        taps *= -(-hit // out)
+    rows, features = by_label[2]["b"], by_label[1]["i"]
+    filters = by_label[1]["o"]
+    shape = rows * positions, taps * features, filters // count
+    return shape, count, 2 * rows * hits * features * filters
+
+
+def _windows(each: Instruction) -> list[dict[str, int]]:
+    """Returns how a convolution moves along each of its axes."""
+    found = re.search(r"window=\{([^}]*)\}", each.rest)
+    fields = dict(one.split("=") for one in found[1].split()) if found else {}
+    split = {name: text.split("x") for name, text in fields.items()}
+    axes = []
+    for axis in range(len(split.get("size", []))):
+        own = {name: values[axis] for name, values in split.items()}
+        own["pad"] = own.get("pad", "0").split("_")[0]
+        axes.append({name: int(value) for name, value in own.items()})
+    return axes
+
+
+def _hits(given: int, over: int, made: int, window: dict[str, int]) -> int:
+    """Counts the pairs of place and tap that fall on a number."""
+    stride, between = window.get("stride", 1), window.get("rhs_dilate", 1)
+    spread = window.get("lhs_dilate", 1)
+    hits = 0
+    for tap in range(over):
+        first = tap * between - window["pad"]
+        if spread == 1:
+            low = max(0, -(first // stride))
+            high = min(made - 1, (given - 1 - first) // stride)
+            hits += max(0, high - low + 1)
+            continue
+        reached = range(first, first + made * stride, stride)
+        hits += sum(
+            0 <= each <= (given - 1) * spread and not each % spread
+            for each in reached
+        )
+    return hits
 
 
 _MEASURES: dict[str, _Measure] = {

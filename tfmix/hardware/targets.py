@@ -58,7 +58,7 @@ def find(name: str) -> Target:
             f"target={name!r} of type {type(name).__name__}."
         )
     if name.lower() not in _TARGETS:
-        hint = _arguments.did_you_mean(name.lower(), _TARGETS)
+        hint = _arguments.did_you_mean(name.lower(), list(_TARGETS))
         raise ValueError(
             f"`target` must be one of {sorted(_TARGETS)!r}. Received: "
             f"target={name!r}.{hint} Several devices are asked for with "

@@ -1,5 +1,6 @@
 """The policy in force: process-wide, in scopes, in threads, and gone again."""
 
+import importlib.util
 import threading
 
 import keras
@@ -283,3 +284,23 @@ def test_a_float32_scope_has_no_op_rules_of_the_policy_around_it():
     with state.policy_scope("float32"):
         assert float(keras.ops.norm(x)) == float("inf")
     assert float(keras.ops.norm(x)) == 9600.0
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "float16", "O2"])
+def test_float16_on_a_tpu_is_refused_at_once(monkeypatch, name):
+    devices = importlib.import_module("tfmix.devices")
+    tpu = devices.describe("TPU", "TPU v5e", "jax")
+    monkeypatch.setattr(devices, "devices", lambda: (tpu,))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ValueError, match="float16'.*'mixed_bfloat16'"):
+        state.set_global_policy(name)
+    state.set_global_policy("mixed_bfloat16")
+
+
+def test_without_libtpu_jax_is_not_asked_for_a_tpu(monkeypatch):
+    if keras.backend.backend() != "jax":
+        pytest.skip("TensorFlow's devices are listed without starting them")
+    devices = importlib.import_module("tfmix.devices")
+    monkeypatch.setattr(devices, "devices", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    state.set_global_policy("mixed_float16")

@@ -8,6 +8,7 @@ import keras
 from absl import logging
 
 from tfmix._keras import global_state
+from tfmix.devices import is_on_tpu
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import active_rules, ops, policy_lookup
 
@@ -33,7 +34,8 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
 
     Raises:
         TypeError: If `policy` is none of these.
-        ValueError: If its name is unknown or its dtype is no float.
+        ValueError: If its name is unknown, its dtype is no float, or it is
+            float16 on a TPU, which cannot multiply it.
 
     Example:
         >>> set_global_policy("mixed_bfloat16")
@@ -132,7 +134,13 @@ class policy_scope(contextlib.ContextDecorator):
 def accept(policy: Any) -> keras.DTypePolicy:
     """Checks what a user gave as a policy and makes names a `Policy`."""
     if not isinstance(policy, keras.DTypePolicy):
-        return policies.Policy(policy)
+        policy = policies.Policy(policy)
+    if policy.compute_dtype == "float16" and is_on_tpu():
+        raise ValueError(
+            "A TPU has no float16 products: XLA refuses to compile them. "
+            f"Received: policy={policy.name!r}. Take 'mixed_bfloat16', which "
+            "needs no loss scaling either."
+        )
     for dtype in (policy.compute_dtype, policy.variable_dtype):
         if not keras.backend.is_float_dtype(dtype):
             raise ValueError(

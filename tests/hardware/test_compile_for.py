@@ -1,0 +1,197 @@
+"""A model's training step, compiled for an accelerator that is not here."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tfmix.hardware import compilers, targets
+
+JAX = keras.backend.backend() == "jax"
+
+
+def needs(name):
+    """Skips where the compiler of a target is not installed."""
+    lacking = compilers.missing(targets.find(name))
+    return pytest.mark.skipif(
+        bool(lacking), reason=f"no {', '.join(lacking)}: run `make targets`"
+    )
+
+
+def small(dtype=None):
+    model = keras.Sequential(
+        [
+            keras.Input((64,)),
+            keras.layers.Dense(128, activation="relu", name="first"),
+            keras.layers.Dense(32, name="kept", dtype=dtype),
+            tfmix.float32_output(),
+        ]
+    )
+    model.compile("adam", loss="mse")
+    return model
+
+
+@pytest.fixture(scope="module")
+def step():
+    """The small model in mixed float16 on an H200, and the model."""
+    model = small("float32")
+    return tfmix.compile_for(model, 256, policy="mixed_float16"), model
+
+
+@needs("h200")
+def test_each_product_has_its_layer_dtype_and_shape(step):
+    found, _ = step
+    # Forward, and both gradients; the first layer's inputs need none.
+    by_layer = {
+        name: [row for row in found.rows if row.layer.endswith(name)]
+        for name in ("first", "kept")
+    }
+    assert {name: len(rows) for name, rows in by_layer.items()} == {
+        "first": 2,
+        "kept": 3,
+    }
+    assert len(found.rows) == 5
+    assert {row.dtype for row in by_layer["first"]} == {"float16"}
+    assert {row.phase for row in by_layer["first"]} == {"forward", "backward"}
+    assert found.flops == 2 * 256 * (2 * 64 * 128 + 3 * 128 * 32)
+
+
+@needs("h200")
+def test_what_stays_in_float32_is_named_by_layer():
+    model = small()
+    found = tfmix.compile_for(
+        model,
+        256,
+        policy=tfmix.Policy("mixed_float16", float32_layers=["kept"]),
+    )
+    (name,) = found.float32_layers
+    assert name.endswith("kept")
+    assert found.share_16bit == pytest.approx(4 / 7)
+    assert f"products in float32: {name}" in str(found)
+
+
+@needs("h200")
+def test_memory_is_what_weights_slots_and_batch_take(step):
+    found, model = step
+    weights = model.count_params()
+    batch = 256 * (64 + 32)
+    expected = 4 * (3 * weights + batch)
+    # Scale, counters and metrics come on top.
+    assert expected <= found.memory.arguments < expected + 1000
+    assert found.memory.peak >= sum(
+        (found.memory.arguments, found.memory.temporaries)
+    )
+    assert found.memory.fits
+
+
+@needs("h200")
+def test_the_bound_is_the_larger_of_two(step):
+    found, _ = step
+    target = targets.find("h200")
+    assert found.bound == "memory"
+    assert found.seconds == found.bytes / target.bandwidth
+    assert found.seconds > found.flops / target.rates["float16"]
+
+
+@needs("h200")
+def test_the_model_is_left_as_it_was(step):
+    _, model = step
+    assert model.layers[0].compute_dtype == "float32"
+    assert type(model.optimizer).__name__ == "Adam"
+    assert not model.optimizer.built
+
+
+@needs("h200")
+def test_a_report_reads_the_same_in_every_form(step, tmp_path):
+    found, _ = step
+    assert "mixed_float16 on h200, batch of 256" in str(found)
+    data = json.loads(found.to_json())
+    assert data["memory"]["fits"] is True
+    assert len(data["rows"]) == len(found.rows)
+    found.to_html(tmp_path / "step.html")
+    page = (tmp_path / "step.html").read_text(encoding="utf-8")
+    assert page.count("first</td>") == 2
+
+
+@needs("h200")
+def test_policies_stand_side_by_side():
+    found = tfmix.compile_for(
+        small(), 64, policy=["float32", "mixed_bfloat16"], loss="mae"
+    )
+    assert found["float32"].share_16bit == 0
+    assert found["mixed_bfloat16"].share_16bit == 1
+    assert list(json.loads(found.to_json())) == ["float32", "mixed_bfloat16"]
+    assert "mixed_bfloat16" in str(found)
+
+
+@needs("v5e")
+def test_a_tpu_multiplies_bfloat16_on_its_mxu():
+    found = tfmix.compile_for(small(), 256, "v5e", policy="mixed_bfloat16")
+    assert {row.kernel for row in found.rows} == {"MXU"}
+    assert found.share_16bit == 1
+    assert found.flops == 2 * 256 * (2 * 64 * 128 + 3 * 128 * 32)
+
+
+@needs("h200")
+@pytest.mark.skipif(not JAX, reason="several devices need JAX")
+def test_several_devices_share_the_batch_and_sum_gradients():
+    model = small()
+    one = tfmix.compile_for(model, 256, "h200")
+    four = tfmix.compile_for(model, 256, "h200", devices=4)
+    assert 4 * four.flops == one.flops
+    assert (one.exchanges, one.exchanged) == (0, 0)
+    # Besides the gradients only the loss is summed.
+    gradients = 4 * model.count_params()
+    assert gradients <= four.exchanged <= gradients + 64
+
+
+@pytest.mark.skipif(JAX, reason="JAX compiles for several devices")
+@needs("h200")
+def test_several_devices_under_tensorflow_are_refused_with_the_reason():
+    with pytest.raises(ValueError, match="devices=2.*KERAS_BACKEND=jax"):
+        tfmix.compile_for(small(), 256, "h200", devices=2)
+
+
+def test_a_policy_that_no_tpu_runs_is_refused_with_another():
+    with pytest.raises(ValueError, match="'mixed_float16'.*mixed_bfloat16"):
+        tfmix.compile_for(small(), 32, "v5e", policy="mixed_float16")
+
+
+def test_a_float16_model_is_refused_for_a_tpu_without_a_policy():
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(2, dtype="float16")]
+    )
+    with pytest.raises(ValueError, match="no float16 products"):
+        tfmix.compile_for(model, 32, "v6e")
+
+
+def test_a_model_that_is_not_built_is_refused():
+    model = keras.Sequential([keras.layers.Dense(2)])
+    with pytest.raises(ValueError, match="must be built.*keras.Input"):
+        tfmix.compile_for(model, 32)
+
+
+def test_a_batch_that_cannot_be_shared_is_refused():
+    with pytest.raises(ValueError, match="batch_size=30, devices=4"):
+        tfmix.compile_for(small(), 30, "v5e", devices=4)
+
+
+@pytest.mark.parametrize(
+    ("target", "extra"), [("v5e", "tpu"), ("h200", "nvidia")]
+)
+def test_a_missing_compiler_is_named_with_its_extra(monkeypatch, target, extra):
+    monkeypatch.setattr(compilers, "_is_there", lambda name: name == "jax")
+    with pytest.raises(ImportError, match=rf"pip install 'tfmix\[{extra}\]'"):
+        tfmix.compile_for(small(), 32, target)
+
+
+def test_an_unknown_target_is_refused():
+    with pytest.raises(ValueError, match="target='h20'.*Did you mean 'h200'"):
+        tfmix.compile_for(small(), 32, "h20")
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match="model="):
+        tfmix.compile_for(np.zeros(3), 32)

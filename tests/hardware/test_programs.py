@@ -1,0 +1,155 @@
+"""Programs in XLA's text form: what is counted, by hand."""
+
+import pytest
+
+from tfmix.hardware import programs
+
+GPU = """HloModule jit_step
+
+%fused (p.0: f16[8,64]) -> f16[8,64] {
+  %p.0 = f16[8,64]{1,0} parameter(0)
+  ROOT %n = f16[8,64]{1,0} negate(%p.0)
+}
+
+%gemm (a: f16[8,64], b: f16[64,16]) -> f32[8,16] {
+  %a = f16[8,64]{1,0} parameter(0)
+  %b = f16[64,16]{1,0} parameter(1)
+  ROOT %dot.1 = f32[8,16]{1,0} dot(%a, %b), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}, metadata={op_name="jit(step)/jvp(first)/dot"}
+}
+
+%then (t: f32[8,16]) -> f32[8,16] {
+  %t = f32[8,16]{1,0} parameter(0)
+  ROOT %copy.9 = f32[8,16]{1,0} copy(%t)
+}
+
+%else (e: f32[8,16]) -> f32[8,16] {
+  ROOT %e = f32[8,16]{1,0} parameter(0)
+}
+
+ENTRY %main (x: f16[8,64], w: f16[64,16], flag: pred[]) -> f32[8,16] {
+  %x = f16[8,64]{1,0} parameter(0)
+  %w = f16[64,16]{1,0} parameter(1)
+  %flag = pred[] parameter(2)
+  %loop = f16[8,64]{1,0} fusion(%x), kind=kLoop, calls=%fused
+  %product = f32[8,16]{1,0} fusion(%loop, %w), kind=kCustom, calls=%gemm, \
+backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}
+  %lt = (f16[8,16]{1,0}, s8[32]{0}) custom-call(%loop, %w), \
+custom_call_target="__cublas$lt$matmul", backend_config={"dot_dimension_numbers\
+":{"lhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[]}}
+  %sum = f32[8,16]{1,0} all-reduce(%product), to_apply=%add
+  ROOT %c = f32[8,16]{1,0} conditional(%flag, %sum, %sum), \
+true_computation=%then, false_computation=%else
+}
+"""
+
+
+def test_launches_copies_branches_and_exchanges_are_counted():
+    program = programs.read(GPU)
+    assert program.kernels == 3
+    assert program.copies == 1, "the one inside the branch"
+    assert program.conditionals == 1
+    assert (program.exchanges, program.exchanged) == (1, 8 * 16 * 4)
+
+
+def test_bytes_are_those_that_kernels_and_copies_take_and_give():
+    x, w, out = 8 * 64 * 2, 64 * 16 * 2, 8 * 16 * 4
+    library = 8 * 16 * 2 + 32
+    expected = (x + x) + (x + w + out) + (x + w + library) + 2 * out
+    assert programs.read(GPU).bytes == expected
+
+
+def test_a_product_knows_its_label_shape_dtype_and_kernel():
+    first, second = programs.read(GPU).products
+    assert first.label == "jit(step)/jvp(first)/dot"
+    assert (first.shape, first.count) == ((8, 64, 16), 1)
+    assert (first.dtype, first.kernel) == ("float16", "Triton")
+    assert first.flops == 2 * 8 * 64 * 16
+    assert (second.kernel, second.shape) == ("cuBLAS", (8, 64, 16))
+
+
+def convolution(operation, given, kernel, made, more):
+    """A program of one convolution, which takes and gives three shapes."""
+    return programs.read(
+        f"ENTRY %main (a: f32[]) -> f32[] {{\n"
+        f"  %a = bf16[{given}]{{0}} parameter(0)\n"
+        f"  %b = bf16[{kernel}]{{0}} parameter(1)\n"
+        f"  ROOT %c = bf16[{made}]{{0}} {operation}(%a, %b), {more}\n"
+        "}\n"
+    ).products[0]
+
+
+def test_a_convolution_counts_what_lies_inside_the_edges():
+    labels = "dim_labels=b01f_01io->b01f"
+    window = "window={size=3x3 pad=1_1x1_1}"
+    found = convolution(
+        "convolution", "2,5,5,4", "3,3,4,8", "2,5,5,8", f"{window}, {labels}"
+    )
+    # Of five rows three have all taps inside, two miss one: 13 of 15.
+    assert found.flops == 2 * 2 * 13 * 13 * 4 * 8
+    assert found.shape == (2 * 5 * 5, 9 * 4, 8)
+
+
+def test_the_groups_of_a_convolution_are_products_of_their_own():
+    found = convolution(
+        "convolution",
+        "2,4,4,6",
+        "2,2,1,6",
+        "2,3,3,6",
+        "window={size=2x2}, dim_labels=b01f_01io->b01f, feature_group_count=6",
+    )
+    assert (found.shape, found.count) == ((2 * 9, 4, 1), 6)
+    assert found.flops == 2 * 18 * 4 * 6
+
+
+@pytest.mark.parametrize(
+    ("target", "shapes", "shape"),
+    [
+        (
+            "__cudnn$convBackwardInput",
+            ("2,3,3,8", "8,2,2,4", "2,4,4,4"),
+            (18, 8, 16),
+        ),
+        (
+            "__cudnn$convBackwardFilter",
+            ("2,4,4,4", "2,3,3,8", "8,2,2,4"),
+            (16, 18, 8),
+        ),
+    ],
+)
+def test_the_gradients_of_a_convolution_take_as_much_as_it_does(
+    target, shapes, shape
+):
+    found = convolution(
+        "custom-call",
+        *shapes,
+        "window={size=2x2}, dim_labels=b01f_o01i->b01f, "
+        f'custom_call_target="{target}"',
+    )
+    assert found.shape == shape
+    assert found.flops == 2 * 18 * 16 * 8
+    assert found.kernel == "cuDNN"
+
+
+def test_a_dilation_that_tells_batches_apart_multiplies_no_zeros():
+    # As XLA writes `(32, 128, 64) @ (32, 64, 16)` for a TPU.
+    found = convolution(
+        "convolution",
+        "32,128,64",
+        "32,64,16",
+        "32,128,16",
+        "window={size=32 stride=31 lhs_dilate=32}, dim_labels=0bf_0io->0bf",
+    )
+    assert found.flops == 2 * 32 * 128 * 64 * 16
+
+
+def test_what_a_tpu_fetches_ahead_and_its_scalars_are_no_kernels():
+    program = programs.read(
+        "ENTRY %main (a: f32[]) -> f32[] {\n"
+        "  %a = f32[8]{0:T(128)} parameter(0)\n"
+        "  %s = f32[]{:T(128)} add(%a, %a)\n"
+        "  %copy-start = (f32[8]{0:T(128)S(1)}, f32[8]{0}) copy-start(%a)\n"
+        "  ROOT %copy-done = f32[8]{0:T(128)S(1)} copy-done(%copy-start)\n"
+        "}\n"
+    )
+    assert (program.kernels, program.copies) == (0, 0)

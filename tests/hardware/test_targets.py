@@ -1,0 +1,61 @@
+"""Accelerators that need not be here: names, grids, descriptions."""
+
+import math
+
+import pytest
+
+import tfmix
+from tfmix.hardware import targets
+
+
+def test_there_are_five_gpus_and_four_tpus():
+    kinds = [target.kind for target in tfmix.targets()]
+    assert kinds == ["GPU"] * 5 + ["TPU"] * 4
+
+
+@pytest.mark.parametrize("target", tfmix.targets(), ids=lambda one: one.name)
+def test_sixteen_bit_is_no_slower_than_float32_anywhere(target):
+    fastest = max(target.rates.get(d, 0) for d in ("float16", "bfloat16"))
+    assert fastest >= target.rates["float32"] > 1e12
+    assert 1e11 < target.bandwidth < 1e13
+    assert 1e10 < target.memory < 1e12
+
+
+def test_only_gpus_multiply_float16():
+    assert all(
+        ("float16" in target.rates) == (target.kind == "GPU")
+        for target in tfmix.targets()
+    )
+
+
+@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e"])
+def test_a_grid_has_as_many_devices_as_were_asked_for(name):
+    target = targets.find(name)
+    for power in range(9):
+        sides = targets.topology(target, 2**power).split("x")
+        assert math.prod(map(int, sides)) == 2**power
+        assert len(sides) == (3 if name in ("v4", "v5p") else 2)
+
+
+@pytest.mark.parametrize("count", [3, 6, 512])
+def test_a_grid_that_tpus_do_not_form_is_refused(count):
+    with pytest.raises(ValueError, match=f"power of two.*devices={count}"):
+        targets.topology(targets.find("v5e"), count)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match="target='v6'.*Did you mean 'v6e'"):
+        targets.find("v6")
+
+
+def test_a_target_is_a_name():
+    with pytest.raises(TypeError, match="target=200 of type int"):
+        targets.find(200)
+
+
+def test_a_gpus_description_holds_its_own_figures():
+    text = targets.config(targets.find("H200"))
+    assert "core_count: 132" in text
+    assert "memory_bandwidth: 4800000000000" in text
+    assert "major: 9 feature_extension: ACCELERATED_FEATURES" in text
+    assert "feature_extension" not in targets.config(targets.find("a100"))
