@@ -96,6 +96,18 @@ BENCHMARKS = (
         minutes=10,
     ),
     Benchmark(
+        "compiled",
+        "What accelerators run",
+        "Programs of XLA's own compilers, for accelerators that were not "
+        "there: nothing is timed. Kernels are launches, bytes what they read "
+        "and write. What that tells and what not is in "
+        "[On hardware you do not have](hardware-you-do-not-have.md).",
+        (TENSORFLOW, JAX),
+        minutes=30,
+        missing="Not compiled yet: `make targets`, then `python -m "
+        "benchmarks.compiled --save` with `.venv-targets/bin/python`.",
+    ),
+    Benchmark(
         "gpu",
         "On a GPU",
         "Whole training steps with `fit`. The share is of the 16-bit matrix "

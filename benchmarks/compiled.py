@@ -1,13 +1,15 @@
-"""What an optimizer step becomes on accelerators that are not here.
+"""What a step becomes on accelerators that are not here.
 
-python -m benchmarks.compiled [--target h200] [--json] [--save]
+python -m benchmarks.compiled [--part NAME ...] [--json] [--save]
 
 XLA's own compilers for GPUs and TPUs run here without a device (the extras
-`[nvidia]` and `[tpu]`): nothing is timed, all is counted in their programs.
+`[nvidia]` and `[tpu]`, or `make targets`): nothing is timed, all is counted in
+their programs.
 """
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -15,40 +17,149 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import keras
 
+import tfmix
 from benchmarks import compiled_steps, results
+from tfmix.hardware import compilers, targets
 
 MODELS = {
     "6 x 2048 x 2048": compiled_steps.FEW_LARGE,
     "200 x 256 x 256": compiled_steps.MANY_SMALL,
 }
+ON_JAX = keras.backend.backend() == "jax"
+Rows = list[dict[str, Any]]
 
 
-def step_table(target: str, inner: str = "Adam") -> results.Table:
-    """Returns a row for each model and wrapper of one optimizer."""
-    rows: list[dict[str, Any]] = []
+def steps(target: str, inner: str = "Adam") -> results.Table:
+    """One optimizer's step under each scaler, on both lists of variables."""
+    rows: Rows = []
     for model, shapes in MODELS.items():
         for way, wrap in compiled_steps.WRAPPERS.items():
             optimizer = wrap(getattr(keras.optimizers, inner)())
             made = compiled_steps.compiled(optimizer, shapes, target)
-            rows.append(
-                {"model": model, "optimizer": way, **compiled_steps.row(made)}
-            )
+            names = {"model": model, "optimizer": way}
+            rows.append(names | compiled_steps.row(made))
     return results.Table(f"One {inner} step, compiled for {target}", rows)
+
+
+def pure() -> results.Table:
+    """Ways to keep the bits that bfloat16 variables lose."""
+    adam = keras.optimizers.Adam
+    ways: dict[str, Callable[[], Any]] = {
+        "bare": adam,
+        "masters": lambda: tfmix.MasterWeightOptimizer(adam()),
+        "split": lambda: tfmix.MasterWeightOptimizer(adam(), split=True),
+        "stochastic": lambda: tfmix.BFloat16Optimizer(adam(), seed=1),
+        "Kahan": lambda: tfmix.BFloat16Optimizer(adam(), rounding="kahan"),
+        "masters in tfmix": lambda: tfmix.LossScaleOptimizer(
+            tfmix.MasterWeightOptimizer(adam())
+        ),
+    }
+    rows: Rows = []
+    for model, shapes in MODELS.items():
+        for way, make in ways.items():
+            made = compiled_steps.compiled(make(), shapes, "h200", "bfloat16")
+            names = {"model": model, "optimizer": way}
+            rows.append(names | compiled_steps.row(made))
+    return results.Table("Adam on bfloat16 variables, for h200", rows)
+
+
+def sparse() -> results.Table:
+    """A sparse gradient under each scaler."""
+    rows: Rows = []
+    for inner in ("SGD", "Adagrad"):
+        for way, wrap in compiled_steps.WRAPPERS.items():
+            optimizer = wrap(getattr(keras.optimizers, inner)())
+            made = compiled_steps.sparse(optimizer, "h200")
+            names = {"optimizer": f"{inner}, {way}"}
+            rows.append(names | compiled_steps.row(made))
+    title = "1024 rows of a 1,000,000 x 64 table, compiled for h200"
+    return results.Table(title, rows)
+
+
+def everywhere() -> results.Table:
+    """The step on few large variables, on each target."""
+    rows: Rows = []
+    for target in targets.targets():
+        for way in ("bare", "tfmix"):
+            adam = compiled_steps.WRAPPERS[way](keras.optimizers.Adam())
+            made = compiled_steps.compiled(
+                adam, compiled_steps.FEW_LARGE, target.name
+            )
+            names = {"target": target.name, "optimizer": way}
+            rows.append(names | compiled_steps.row(made))
+    return results.Table("One Adam step on 6 x 2048 x 2048 everywhere", rows)
+
+
+def whole(target: str, devices: int = 1) -> results.Table:
+    """A transformer's training step under policies and scalers."""
+    float16 = [("mixed_float16", way) for way in compiled_steps.WRAPPERS]
+    pairs = [("float32", "bare"), ("mixed_bfloat16", "bare")]
+    pairs += [("mixed_bfloat16", "Keras"), ("mixed_bfloat16", "tfmix")]
+    if targets.find(target).kind == "GPU":
+        pairs[1:] = [*float16, ("mixed_bfloat16", "bare")]
+    pairs.append(("bfloat16", "tfmix"))
+    rows: Rows = []
+    for policy, way in pairs:
+        step = compiled_steps.transformer(policy, way, target, devices)
+        names = {"policy": policy, "optimizer": way}
+        rows.append(names | compiled_steps.whole_row(step))
+    many = f"{devices} x " if devices > 1 else ""
+    title = f"A transformer's training step, 4 blocks, for {many}{target}"
+    return results.Table(title, rows)
+
+
+def chips() -> results.Table:
+    """What scaling adds to the exchanges of many chips."""
+    rows: Rows = []
+    for devices in (4, 64, 256):
+        for way in compiled_steps.WRAPPERS:
+            step = compiled_steps.transformer(
+                "mixed_bfloat16", way, "v5e", devices
+            )
+            rows.append(
+                {
+                    "chips": devices,
+                    "optimizer": way,
+                    "exchanges": step.exchanges,
+                    "bytes exchanged": step.exchanged,
+                    "conditionals": step.conditionals,
+                }
+            )
+    title = "The transformer on v5e, mixed_bfloat16, data parallel"
+    return results.Table(title, rows)
+
+
+PARTS: dict[str, Callable[[], results.Table]] = {
+    "h200": lambda: steps("h200"),
+    "v5e": lambda: steps("v5e"),
+    "sgd": lambda: steps("h200", "SGD"),
+    "adamw": lambda: steps("h200", "AdamW"),
+    "muon": lambda: steps("h200", "Muon"),
+    "pure": pure,
+    "everywhere": everywhere,
+    "transformer": lambda: whole("h200"),
+    "transformer-v5e": lambda: whole("v5e", 4 if ON_JAX else 1),
+}
+# TensorFlow has sparse gradients, JAX many devices.
+PARTS |= {"chips": chips} if ON_JAX else {"sparse": sparse}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parses, compiles, prints."""
     words = sys.argv[1:] if arguments is None else arguments
     parser = results.parser("compiled", __doc__)
-    parser.add_argument("--target", nargs="*", default=["h200"])
-    parser.add_argument("--optimizer", nargs="*", default=["Adam"])
+    parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
     options = parser.parse_args(words)
+    for target in ("h200", "v5e"):
+        if lacking := compilers.missing(targets.find(target)):
+            print(
+                f"tfmix: nothing compiled: there is no {', '.join(lacking)}. "
+                "`make targets` makes an environment with all of them.",
+                file=sys.stderr,
+            )
+            return 0
     run = results.Run("compiled", words, keras.backend.backend())
-    tables = [
-        step_table(target, inner)
-        for target in options.target
-        for inner in options.optimizer
-    ]
+    tables = [PARTS[part]() for part in results.track(options.part, "parts")]
     results.publish(run.record(tables), options)
     return 0
 

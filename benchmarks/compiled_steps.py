@@ -1,4 +1,4 @@
-"""Optimizer steps, compiled for an accelerator that is not here."""
+"""Steps of optimizers and models, compiled for what is not here."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +6,27 @@ from typing import Any
 import keras
 
 import tfmix
-from tfmix.hardware import compilers, programs, targets
+from benchmarks import gpu_models
+from tfmix.hardware import (
+    compile_for,
+    compiled_step,
+    compilers,
+    lowering,
+    programs,
+    targets,
+)
 
 FEW_LARGE = [(2048, 2048)] * 6
 MANY_SMALL = [(256, 256)] * 200
+# The transformer of the tables: 4 blocks, 512 wide.
+TRANSFORMER = {
+    "length": 128,
+    "width": 512,
+    "heads": 8,
+    "blocks": 4,
+    "vocabulary": 256,
+}
+ROWS = 32  # of the transformer's batch, for each device
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "bare": lambda optimizer: optimizer,
     "Keras": keras.optimizers.LossScaleOptimizer,
@@ -66,6 +83,46 @@ def _by_jax(optimizer: Any, variables: list, device: Any) -> Any:
     return compilers.compile_jax(lowered)
 
 
+def sparse(optimizer: Any, target: str) -> compilers.Compiled:
+    """Compiles a step on 1024 rows of a 1,000,000 x 64 table (TensorFlow)."""
+    import tensorflow as tf
+
+    initial = keras.initializers.Zeros()
+    table = keras.Variable(initial, shape=(1_000_000, 64), name="table")
+    optimizer.build([table])
+    (device,) = compilers.devices(targets.find(target), 1)
+
+    @tf.function(jit_compile=True, autograph=False)
+    def step(values: Any, ids: Any) -> None:
+        _say_scaled(optimizer)
+        slices = tf.IndexedSlices(values, ids, tf.constant(table.shape))
+        optimizer.apply([slices], [table])
+
+    given = [
+        tf.TensorSpec((1024, 64), tf.float32),
+        tf.TensorSpec((1024,), tf.int32),
+    ]
+    return compilers.compile_tensorflow(step, given, device)
+
+
+def transformer(
+    policy: str, way: str, target: str, devices: int = 1
+) -> compiled_step.CompiledStep:
+    """Compiles a transformer's whole training step under one scaler."""
+    with tfmix.policy_scope(policy):
+        model = gpu_models.transformer(**TRANSFORMER)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizer = WRAPPERS[way](keras.optimizers.Adam())
+        # Else `compile` puts on the scaler that the policy asks for.
+        alone = way == "bare"
+        model.compile(optimizer, loss=loss, auto_scale_loss=not alone)
+    found, rows = targets.find(target), ROWS * devices
+    made = lowering.compiled_step(
+        model, rows, compilers.devices(found, devices)
+    )
+    return compile_for.record(made, model, found, devices, rows, policy)
+
+
 def _by_tensorflow(optimizer: Any, variables: list, device: Any) -> Any:
     import tensorflow as tf
 
@@ -92,4 +149,19 @@ def row(made: compilers.Compiled) -> dict[str, Any]:
         "conditionals": program.conditionals,
         "temporaries, MB": made.extra / 1e6,
         "GB moved": made.cost.get("bytes accessed", program.bytes) / 1e9,
+    }
+
+
+def whole_row(step: compiled_step.CompiledStep) -> dict[str, Any]:
+    """Returns what a table shows of a whole training step."""
+    return {
+        "kernels": step.kernels,
+        "copies": step.copies,
+        "conditionals": step.conditionals,
+        "temporaries, MB": step.memory.temporaries / 1e6,
+        "peak, MB": step.memory.peak / 1e6,
+        "GB moved": step.bytes / 1e9,
+        "in 16 bit": f"{step.share_16bit:.0%}",
+        "exchanged, MB": f"{step.exchanged / 1e6:.3f} ({step.exchanges})",
+        "at least, ms": f"{1e3 * step.seconds:.3f} ({step.bound})",
     }

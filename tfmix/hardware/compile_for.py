@@ -96,7 +96,7 @@ def compile_for(  # noqa: PLR0913
         name = _name(each, twin)
         with _shown(f"Compiling {name} for {found.name}"):
             compiled = lowering.compiled_step(twin, rows, places)
-        made[name] = _record(compiled, twin, found, count, rows, name)
+        made[name] = record(compiled, twin, found, count, rows, name)
     return compiled_step.CompiledSteps(made) if several else made[name]
 
 
@@ -159,7 +159,7 @@ def _name(policy: Any, model: keras.Model) -> str:
     return str(counted.most_common(1)[0][0])
 
 
-def _record(
+def record(
     compiled: compilers.Compiled,
     model: keras.Model,
     target: targets.Target,
@@ -167,6 +167,7 @@ def _record(
     batch_size: int,
     policy: str,
 ) -> compiled_step.CompiledStep:
+    """Reads what a model's compiled step says of itself."""
     program = programs.read(compiled.text)
     layers = lowering.layers_of(model)
     rows = [_row(each, layers, target) for each in program.products]

@@ -1,0 +1,58 @@
+"""The optimizer's step, as an H200 and a v5e run it."""
+
+import keras
+import pytest
+
+from benchmarks import compiled_steps
+from tfmix._keras import compilation
+from tfmix.hardware import compilers, programs, targets
+
+FEW, MANY = compiled_steps.FEW_LARGE, compiled_steps.MANY_SMALL
+
+
+def compiled(shapes, target, way="tfmix"):
+    lacking = compilers.missing(targets.find(target))
+    if lacking:
+        pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
+    adam = compiled_steps.WRAPPERS[way](keras.optimizers.Adam())
+    made = compiled_steps.compiled(adam, shapes, target)
+    return made, programs.read(made.text)
+
+
+def check(made, program, kernels):
+    """Asserts what a GPU needs to be busy all the time."""
+    assert program.conditionals == 0, "it waits for the host"
+    assert program.copies <= 4
+    assert program.kernels <= kernels
+    assert made.extra <= 2e6
+
+
+# The bare optimizer takes a kernel for each variable, and one for its counters.
+@pytest.mark.parametrize(
+    ("shapes", "kernels"),
+    [(FEW, 7 + 10), (MANY, 201 + 20)],
+    ids=["few large", "many small"],
+)
+def test_an_h200_neither_waits_nor_copies(shapes, kernels):
+    check(*compiled(shapes, "h200"), kernels)
+
+
+@pytest.mark.parametrize("shapes", [FEW], ids=["few"])
+def test_a_v5e_moves_a_third_of_what_keras_adds(shapes):
+    moved = {
+        way: compiled(shapes, "v5e", way)[0].cost["bytes accessed"]
+        for way in compiled_steps.WRAPPERS
+    }
+    added = moved["tfmix"] - moved["bare"]
+    assert added <= (moved["Keras"] - moved["bare"]) / 3
+    assert compiled(shapes, "v5e")[1].conditionals == 0
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() == "jax",
+    reason="JAX's step is the same on a CPU",
+)
+def test_the_variant_of_a_cpu_is_caught(monkeypatch):
+    monkeypatch.setattr(compilation, "by_xla", lambda: False)
+    with pytest.raises(AssertionError):
+        check(*compiled(FEW, "h200"), 7 + 10)
