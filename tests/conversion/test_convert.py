@@ -481,7 +481,7 @@ def test_a_model_that_cannot_be_copied_is_told_the_other_way():
         ("O1", "float16", rules.DynamicLossScale),
         ("O2", "float16", rules.DynamicLossScale),
         ("O3", "float16", rules.NoLossScale),
-        ("mixed_bfloat16", "bfloat16", None),
+        ("mixed_bfloat16", "bfloat16", rules.NoLossScale),
     ],
 )
 def test_prepare_does_it_all(level, dtype, rule):

@@ -52,9 +52,29 @@ def test_a_float16_model_gets_loss_scaling_and_a_guard(policy, kind):
     assert guard.is_guarded(model)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
-def test_other_models_get_none(policy):
-    scope.set_global_policy(policy)
+def test_a_bfloat16_model_gets_the_check_and_no_scale():
+    scope.set_global_policy("mixed_bfloat16")
+    model = make()
+    model.compile("adam", "mse")
+    assert model.optimizer.rule == rules.NoLossScale()
+    assert guard.is_guarded(model)
+
+
+@pytest.mark.parametrize("kind", [make, Subclassed])
+def test_a_row_of_nan_leaves_a_bfloat16_model_as_it_was(kind):
+    scope.set_global_policy("mixed_bfloat16")
+    model = kind()
+    model.compile("adam", "mse")
+    x = X.copy()
+    x[3] = np.nan
+    model.fit(x, Y, batch_size=4, shuffle=False, verbose=0)
+    assert all(np.isfinite(one).all() for one in model.get_weights())
+    assert model.optimizer.skipped_steps == 1
+    assert int(model.optimizer.iterations) == 3
+
+
+def test_a_float32_model_gets_none():
+    scope.set_global_policy("float32")
     model = make()
     model.compile("adam", "mse")
     assert type(model.optimizer) is keras.optimizers.Adam
