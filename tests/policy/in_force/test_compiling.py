@@ -119,6 +119,31 @@ def test_a_model_made_before_the_policy_is_wrapped_by_it():
     assert is_wrapped(model)
 
 
+def made_too_early(caplog):
+    return [text for text in caplog.messages if "apply_policy(model" in text]
+
+
+@pytest.mark.parametrize("kind", [make, Subclassed])
+def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
+    model = kind()
+    scope.set_global_policy("mixed_float16")
+    model.compile(scaling.LossScaleOptimizer("adam"), "mse")
+    model.fit(X, Y, verbose=0)
+    (told,) = made_too_early(caplog)
+    assert "no layer of the model computes in 16 bit" in told
+    assert "tfmix.apply_policy(model, 'mixed_float16')" in told
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_a_model_made_under_the_policy_is_told_nothing(dtype, caplog):
+    scope.set_global_policy("mixed_float16")
+    model = make(dtype=dtype)
+    model.compile("adam", "mse")
+    with scope.policy_scope("float32"):
+        make().compile("adam", "mse")
+    assert not made_too_early(caplog)
+
+
 def test_a_float32_model_is_left_alone_under_a_float16_policy():
     model = make(dtype="float32")
     scope.set_global_policy("mixed_float16")
