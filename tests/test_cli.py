@@ -290,7 +290,7 @@ def test_advise_needs_no_loss_of_the_users_own(capsys, tmp_path):
         ("text.keras", "8", "Keras cannot load"),
         ("good.keras", "0", "batch_size=0"),
         ("good.keras", "-4", "batch_size=-4"),
-        ("long.keras", "8", "Build the model for one length"),
+        ("long.keras", "8", r"input_shape=\(128, 3\)"),
     ],
 )
 def test_advise_says_what_is_wrong_with_its_input(
@@ -304,6 +304,15 @@ def test_advise_says_what_is_wrong_with_its_input(
     assert (code, out) == (cli.BAD_INPUT, "")
     assert re.search(message, err)
     assert err.startswith("tfmix advise: error: ")
+
+
+def test_advise_takes_the_shape_of_a_row(capsys, tmp_path):
+    layers = [keras.Input((None, 3)), keras.layers.Dense(2)]
+    keras.Sequential(layers).save(tmp_path / "long.keras")
+    words = ("--batch-size", "8", "--input-shape", "5", "3")
+    code, out, _ = advised(capsys, tmp_path / "long.keras", *words)
+    assert code == cli.OK
+    assert "(40, 3, 2)" in out
 
 
 def converted(capsys, source, target, *words):

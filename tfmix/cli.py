@@ -182,7 +182,8 @@ def run_advise(options: argparse.Namespace) -> Outcome:
     except ValueError:
         # A loss of the user's own keeps no one from counting the rest.
         model = load_model(options.model, compiled=False)
-    advice = advise.advise(model, options.batch_size)
+    shape = options.input_shape and tuple(options.input_shape)
+    advice = advise.advise(model, options.batch_size, input_shape=shape)
     return Outcome(advice, json.loads(advice.to_json()))
 
 
@@ -372,6 +373,7 @@ _CHECK: _Options = {
     "--html": _file("write a report to this file"),
 }
 _ROWS = {"type": int, "required": True, "help": "rows of a training batch"}
+_SHAPE = {"type": int, "nargs": "+", "help": "sizes of one row, if left free"}
 _CONVERT: _Options = {
     "source": _file("a .keras file"),
     "target": _file("the file to write"),
@@ -410,7 +412,7 @@ _COMMANDS: dict[_Command, tuple[str, tuple[str, ...], _Options]] = {
             " model.keras --batch-size 128",
             " model.keras --batch-size 128 --json",
         ),
-        {**_MODEL, "--batch-size": _ROWS},
+        {**_MODEL, "--batch-size": _ROWS, "--input-shape": _SHAPE},
     ),
     run_convert: (
         "a saved model into another policy, weights carried over",
