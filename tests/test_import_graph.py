@@ -22,6 +22,7 @@ LAYERS = (
     ("conversion", "data", "output"),
     ("doctor", "hardware", "plotting"),
     ("callbacks",),
+    ("commands",),
     ("cli",),
     ("__init__", "__main__"),
 )
