@@ -351,6 +351,14 @@ def test_convert_prints_what_became_of_each_layer(capsys, folder, tmp_path):
     assert target.is_file()
 
 
+def test_convert_says_what_auto_is_here(capsys, folder, tmp_path):
+    words = ("--policy", "auto", "--json")
+    source, target = folder / "good.keras", tmp_path / "new.keras"
+    code, out, _ = converted(capsys, source, target, *words)
+    assert code == cli.OK
+    assert json.loads(out)["notes"][0].startswith("'auto' is '")
+
+
 @pytest.mark.parametrize(
     ("source", "target", "policy", "message"),
     [

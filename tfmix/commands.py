@@ -45,10 +45,15 @@ def run_devices(options: argparse.Namespace) -> Outcome:
         for device in found
     ]
     heads = ("kind", "name", "capability", "float16", "bfloat16")
-    note = f"'auto' is '{name}' here: {reason}"
+    note = _what_auto_is()
     listed = [dataclasses.asdict(device) for device in found]
     data = {"devices": listed, "auto": name, "reason": reason}
     return Outcome(_tables.Table(heads, rows, notes=[note]), data)
+
+
+def _what_auto_is() -> str:
+    name, reason = suited_policy(devices())
+    return f"'auto' is '{name}' here: {reason}"
 
 
 def run_check(options: argparse.Namespace) -> Outcome:
@@ -124,14 +129,15 @@ def run_convert(options: argparse.Namespace) -> Outcome:
     model = load_model(options.source, compiled=not options.inference)
     report = convert.apply_policy(model, options.policy)
     model.save(target)
+    said = [_what_auto_is()] if options.policy == "auto" else []
     data = {
         "policy": options.policy,
         "target": str(target),
         "rows": [dataclasses.asdict(row) for row in report.rows],
-        "notes": list(report.notes),
+        "notes": [*said, *report.notes],
     }
-    written = markup.escape(f"written: {target}")
-    return Outcome(console.Group(report, written), data)
+    said.append(f"written: {target}")
+    return Outcome(console.Group(report, *map(markup.escape, said)), data)
 
 
 def run_demo(options: argparse.Namespace) -> Outcome:

@@ -223,6 +223,13 @@ def test_the_report_prints_in_every_form():
     assert "2 layers" in repr(report)
 
 
+def test_the_report_counts_each_layer_once():
+    model = functional()
+    convert.apply_policy(model, "mixed_float16")
+    report = convert.apply_policy(model, "float32")
+    assert "2 layers: 1 changed to float32, 1 kept in float32" in str(report)
+
+
 def test_converting_twice_says_so():
     model = functional()
     convert.apply_policy(model, "mixed_float16")
