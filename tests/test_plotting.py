@@ -1,7 +1,10 @@
 """Figures hold what the records say, and are written where asked."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+from matplotlib import colors
 
 from tests import numerics_faults
 from tfmix import plotting
@@ -25,6 +28,28 @@ def test_headroom_has_a_bar_for_every_layer_and_names_the_fault(report):
     assert len(figure.axes[0].patches) == len(forward)
     faults = [row.verdict for row in report.faults]
     assert sorted(texts(figure)) == sorted(faults)
+
+
+def test_what_stays_in_float32_is_grey(report):
+    rows = [
+        dataclasses.replace(row, dtype="float32", verdict="ok")
+        for row in report.rows
+    ]
+    figure = plotting.headroom(dataclasses.replace(report, rows=tuple(rows)))
+    bars = figure.axes[0].patches
+    assert {colors.to_hex(bar.get_facecolor()) for bar in bars} == {
+        plotting._GREY
+    }
+    bars = plotting.headroom(report).axes[0].patches
+    colours = [colors.to_hex(bar.get_facecolor()) for bar in bars]
+    assert colours.count(plotting._GREY) == sum(
+        (row.phase, row.dtype, row.verdict) == ("forward", "float32", "ok")
+        for row in report.rows
+    )
+
+
+def test_a_notebook_shows_the_picture(report):
+    assert report.plot()._repr_png_().startswith(b"\x89PNG")
 
 
 def test_exponents_lie_where_the_values_do():
