@@ -75,6 +75,16 @@ def test_the_timeline_shows_scale_and_new_skips():
     assert heights == [0, 2]
 
 
+def test_the_timeline_of_a_resumed_run_counts_new_skips_alone():
+    readings = [
+        loss_scale_monitor.Reading(100, 2.0**15, 95, 5, 0),
+        loss_scale_monitor.Reading(200, 2.0**14, 194, 6, 0),
+    ]
+    _, lower = plotting.loss_scale_timeline(readings).axes
+    heights = [path[:, 1].max() for path in lower.collections[0].get_segments()]
+    assert heights == [0, 1]
+
+
 def test_pictures_are_written(tmp_path, report):
     report.plot(tmp_path / "headroom.png")
     plotting.exponents({"a": np.ones(3)}, path=tmp_path / "exponents.png")

@@ -135,7 +135,7 @@ def loss_scale_timeline(
     steps = [reading.step for reading in readings]
     scales = [reading.loss_scale for reading in readings]
     skipped = np.array([reading.skipped_steps for reading in readings])
-    new = np.diff(skipped, prepend=0)
+    new = np.diff(skipped, prepend=skipped[0])
     figure = _figure(8, 3.6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     upper.step(steps, scales, where="post", color=_BLUE, marker=".")

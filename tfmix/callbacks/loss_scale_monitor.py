@@ -10,6 +10,7 @@ import keras
 from absl import logging
 
 from tfmix import _arguments
+from tfmix.callbacks import progress_bar
 from tfmix.policy.in_force import suited_optimizer
 
 
@@ -49,7 +50,8 @@ class LossScaleMonitor(keras.callbacks.Callback):
 
     Attributes:
         timeline: List of `Reading`, for `tfmix.plotting.loss_scale_timeline`.
-            Their steps are the optimizer's, which a resumed run goes on with.
+            Their steps are the optimizer's, which a resumed run goes on with;
+            the first is made before the first step.
 
     Raises:
         TypeError: If a number is not an integer, or `log_dir` is not a path;
@@ -158,17 +160,24 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self._last_progress, self._rung = start, False
         self._next_reading = self._step + self.every
         self._started = True
+        if not self.timeline or self.timeline[-1].step != self._step:
+            self._note(start)
 
     def _read(self) -> None:
         reading = self._reading()
-        self.timeline.append(reading)
-        names = ("loss_scale", "applied_steps", "skipped_steps")
-        self._shown = {name: getattr(reading, name) for name in names}
-        if self._writer is not None:
-            _write(self._writer, reading.step, self._shown)
+        self._note(reading)
         self._log_change(reading)
         self._log_standstill(reading)
         self.model.optimizer.check_health(self.max_consecutive_skips)
+
+    def _note(self, reading: Reading) -> None:
+        self.timeline.append(reading)
+        self._shown = {
+            name: progress_bar.Shown(getattr(reading, name))
+            for name in ("loss_scale", "applied_steps", "skipped_steps")
+        }
+        if self._writer is not None:
+            _write(self._writer, reading.step, self._shown)
 
     def _reading(self) -> Reading:
         # Asking for `self.model` is what brings the variables up to date on
@@ -189,9 +198,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
             return
         # A start that burns ten steps is one line in ten seconds, not ten.
         self._logged, self._quiet_until = now, seconds + 10.0
-        fell = now.loss_scale < last.loss_scale
-        logging.log(
-            logging.WARNING if fell else logging.INFO,
+        logging.info(
             "Loss scale %g -> %g by step %d; %d step(s) skipped since step %d.",
             last.loss_scale,
             now.loss_scale,
@@ -208,7 +215,8 @@ class LossScaleMonitor(keras.callbacks.Callback):
         waited = now.step - self._last_progress.step
         if waited >= self.alarm_after and not self._rung:
             self._rung = True
-            logging.warning(
+            progress_bar.warn(
+                self,
                 "No update was applied in the last %d steps: the loss scale "
                 "is %g, %d step(s) were skipped in a row. "
                 "optimizer.check_health() names the variables.",
