@@ -13,7 +13,6 @@ import keras
 import numpy as np
 from rich import console, markup
 
-from tfmix import _tables
 from tfmix.conversion import convert
 from tfmix.devices import devices, suited_policy
 from tfmix.doctor import check
@@ -33,27 +32,9 @@ def run_devices(options: argparse.Namespace) -> Outcome:
     """Lists the devices, and says what `"auto"` would choose."""
     found = devices()
     name, reason = suited_policy(found)
-    speeds = ("not faster", "fast")
-    rows = [
-        (
-            device.kind,
-            device.name,
-            ".".join(map(str, device.compute_capability or ())) or "-",
-            speeds[device.float16],
-            speeds[device.bfloat16],
-        )
-        for device in found
-    ]
-    heads = ("kind", "name", "capability", "float16", "bfloat16")
-    note = _what_auto_is()
     listed = [dataclasses.asdict(device) for device in found]
     data = {"devices": listed, "auto": name, "reason": reason}
-    return Outcome(_tables.Table(heads, rows, notes=[note]), data)
-
-
-def _what_auto_is() -> str:
-    name, reason = suited_policy(devices())
-    return f"'auto' is '{name}' here: {reason}"
+    return Outcome(found, data)
 
 
 def run_check(options: argparse.Namespace) -> Outcome:
@@ -129,7 +110,7 @@ def run_convert(options: argparse.Namespace) -> Outcome:
     model = load_model(options.source, compiled=not options.inference)
     report = convert.apply_policy(model, options.policy)
     model.save(target)
-    said = [_what_auto_is()] if options.policy == "auto" else []
+    said = [devices().auto()] if options.policy == "auto" else []
     data = {
         "policy": options.policy,
         "target": str(target),
