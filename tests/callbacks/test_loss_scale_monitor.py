@@ -67,6 +67,36 @@ def test_the_progress_bar_counts_in_whole_numbers(capsys):
     assert f"{history['loss_scale'][0]:.1f}" == "32768.0"
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "settings", "line"),
+    [
+        (
+            ("mixed_float16", "float32"),
+            {},
+            "mixed_float16: 1 of 2 layers in 16 bit; dynamic scale 2^15",
+        ),
+        (
+            ("mixed_bfloat16", "mixed_bfloat16"),
+            {"loss_scale": rules.NoLossScale()},
+            "mixed_bfloat16: 2 of 2 layers in 16 bit; no loss scale",
+        ),
+        (
+            ("float32", "float32"),
+            {"loss_scale": 100.0},
+            "float32: 0 of 2 layers in 16 bit; fixed scale 100",
+        ),
+    ],
+)
+def test_a_run_begins_with_what_it_is(capsys, dtypes, settings, line):
+    layers = [keras.layers.Dense(1, dtype=dtype) for dtype in dtypes]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    model.compile(scaling.LossScaleOptimizer("sgd", **settings), "mse")
+    fit(model, Monitor(), batches(2), verbose=2, epochs=2)
+    assert capsys.readouterr().out.splitlines()[0] == line
+    fit(model, Monitor(), batches(2))
+    assert not capsys.readouterr().out
+
+
 def test_a_warning_begins_on_a_line_of_its_own(capsys, caplog):
     model = compiled(loss_scale=rules.FixedLossScale(8.0))
     seen = []

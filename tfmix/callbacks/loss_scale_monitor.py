@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import os
 import time
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfmix import _arguments
+from tfmix import _arguments, _formats
 from tfmix.callbacks import progress_bar
 from tfmix.policy.in_force import suited_optimizer
+from tfmix.scaling import rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +31,12 @@ class Reading:
 class LossScaleMonitor(keras.callbacks.Callback):
     """Puts loss scale and skipped steps where the loss is shown.
 
-    Add it to every `fit` with a `tfmix.LossScaleOptimizer`. The progress bar
-    and the epoch's logs, hence `History`, gain `loss_scale`, `applied_steps`
-    and `skipped_steps`. A run in which no step is applied any more is
-    stopped with the diagnosis. Put it before `keras.callbacks.CSVLogger` in
-    the list of callbacks: Keras calls them in that order.
+    Add it to every `fit` with a `tfmix.LossScaleOptimizer`. A line at the
+    start says what the run computes in; the progress bar and the epoch's
+    logs, hence `History`, gain `loss_scale`, `applied_steps` and
+    `skipped_steps`. A run in which no step is applied any more is stopped
+    with the diagnosis. Put it before `keras.callbacks.CSVLogger` in the list
+    of callbacks: Keras calls them in that order.
 
     Args:
         every: Integer, steps between two readings. A reading copies four
@@ -108,6 +111,8 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the optimizer, and opens the TensorBoard file."""
         self._has_scale, self._started = _has_scale(self.model), False
+        if self._has_scale and (self.params or {}).get("verbose"):
+            print(_opening(self.model), flush=True)
         if self._has_scale and self.log_dir is not None:
             import tensorflow as tf
 
@@ -224,6 +229,29 @@ class LossScaleMonitor(keras.callbacks.Callback):
                 now.loss_scale,
                 now.consecutive_skips,
             )
+
+
+def _opening(model: keras.Model) -> str:
+    """Says in one line what a run computes in, and how it scales the loss."""
+    found = suited_optimizer.computing_layers(model)
+    sixteen = [
+        layer for layer in found if layer.compute_dtype in _formats.SIXTEEN_BIT
+    ]
+    names = sorted({layer.dtype_policy.name for layer in sixteen})
+    rule, scale = model.optimizer.rule, model.optimizer.loss_scale
+    fraction, power = math.frexp(scale)
+    size = f"2^{power - 1}" if fraction == 0.5 else f"{scale:g}"
+    said = _RULES.get(type(rule), type(rule).__name__ + " {}").format(size)
+    policy = " and ".join(names) or _formats.FLOAT32.name
+    return f"{policy}: {len(sixteen)} of {len(found)} layers in 16 bit; {said}"
+
+
+# What the line at the start of a run says of a rule.
+_RULES: dict[type, str] = {
+    rules.DynamicLossScale: "dynamic scale {}",
+    rules.FixedLossScale: "fixed scale {}",
+    rules.NoLossScale: "no loss scale",
+}
 
 
 def _has_scale(model: keras.Model) -> bool:
