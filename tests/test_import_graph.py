@@ -19,7 +19,7 @@ LAYERS = (
     ("variables",),
     ("scaling",),
     ("policy.in_force",),
-    ("conversion", "data", "output"),
+    ("conversion", "data", "last_layer"),
     ("doctor", "hardware", "plotting"),
     ("callbacks",),
     ("commands",),
