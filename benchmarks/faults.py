@@ -22,6 +22,7 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -116,7 +117,8 @@ def table(
     outcomes: dict[tuple[str, str], Outcome],
 ) -> Table:
     """Returns one row per fault and one column per system."""
-    result = Table(title="What a fault does to a run", show_lines=True)
+    title = "What a fault does to a run"
+    result = Table(title=title, box=box.SIMPLE_HEAD, show_lines=True)
     for heading in ("Fault", *(system.name for system in columns)):
         result.add_column(heading, ratio=1, overflow="fold")
     for fault in faults:

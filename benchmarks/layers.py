@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import keras
+import rich.box
 import rich.console
 import rich.progress
 import rich.table
@@ -133,7 +134,7 @@ def sweep(
 def table(rows: Iterable[Row]) -> rich.table.Table:
     """Lays the interesting rows out, Keras and tfmix side by side."""
     title = f"Keras {keras.version()}, {keras.backend.backend()}: out of line"
-    result = rich.table.Table(title=title)
+    result = rich.table.Table(title=title, box=rich.box.SIMPLE_HEAD)
     for heading in (*_COLUMNS, "why"):
         result.add_column(heading)
     for row in rows:

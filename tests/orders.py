@@ -579,7 +579,7 @@ class Machine:
     def _check_optimizer(self):
         chain = _chain(self.model)
         found = [type(one).__name__ for one in chain]
-        half = any(pair[0] == "float16" for pair in self.dtypes.values())
+        half = any(pair[0] in SIXTEEN for pair in self.dtypes.values())
         pure = any(pair[1] in SIXTEEN for pair in self.dtypes.values())
         scaled = half or pure or self.wrap != "bare"
         masters = pure or self.wrap == "masters"

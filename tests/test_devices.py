@@ -125,3 +125,13 @@ def test_auto_logs_exactly_one_line_that_says_why(monkeypatch):
     name = devices.auto_policy()
     assert len(lines) == 1
     assert repr(name) in lines[0]
+
+
+def test_the_list_prints_as_a_table_and_shows_itself_in_a_notebook():
+    found = devices.devices()
+    assert isinstance(found, tuple)
+    assert "not faster" in str(found)
+    assert "'auto' is '" in str(found)
+    page = found._repr_html_()
+    assert page.count("<tr class") == len(found)
+    assert '<td data-label="kind">CPU</td>' in page

@@ -22,6 +22,7 @@ LAYERS = (
     ("conversion", "data", "last_layer"),
     ("doctor", "hardware", "plotting"),
     ("callbacks",),
+    ("commands",),
     ("cli",),
     ("__init__", "__main__"),
 )

@@ -35,6 +35,13 @@ def test_every_folder_with_code_is_a_listed_package(options):
     assert set(listed) == folders()
 
 
+def test_the_install_page_names_every_extra(options):
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    extras = options["options.extras_require"]
+    assert "plot" in extras
+    assert not [name for name in extras if f"'.[{name}]'" not in page]
+
+
 def test_the_test_environment_has_what_setup_cfg_asks_for(options):
     done = subprocess.run(
         [

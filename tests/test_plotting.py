@@ -1,7 +1,10 @@
 """Figures hold what the records say, and are written where asked."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+from matplotlib import colors
 
 from tests import numerics_faults
 from tfmix import plotting
@@ -27,6 +30,28 @@ def test_headroom_has_a_bar_for_every_layer_and_names_the_fault(report):
     assert sorted(texts(figure)) == sorted(faults)
 
 
+def test_what_stays_in_float32_is_grey(report):
+    rows = [
+        dataclasses.replace(row, dtype="float32", verdict="ok")
+        for row in report.rows
+    ]
+    figure = plotting.headroom(dataclasses.replace(report, rows=tuple(rows)))
+    bars = figure.axes[0].patches
+    assert {colors.to_hex(bar.get_facecolor()) for bar in bars} == {
+        plotting._GREY
+    }
+    bars = plotting.headroom(report).axes[0].patches
+    colours = [colors.to_hex(bar.get_facecolor()) for bar in bars]
+    assert colours.count(plotting._GREY) == sum(
+        (row.phase, row.dtype, row.verdict) == ("forward", "float32", "ok")
+        for row in report.rows
+    )
+
+
+def test_a_notebook_shows_the_picture(report):
+    assert report.plot()._repr_png_().startswith(b"\x89PNG")
+
+
 def test_exponents_lie_where_the_values_do():
     values = np.array([1.0, 1.5, 2.0**-20, 0.0, np.inf])
     figure = plotting.exponents({"gradients": values})
@@ -48,6 +73,16 @@ def test_the_timeline_shows_scale_and_new_skips():
     assert list(upper.lines[0].get_ydata()) == [2.0**15, 2.0**13]
     heights = [path[:, 1].max() for path in lower.collections[0].get_segments()]
     assert heights == [0, 2]
+
+
+def test_the_timeline_of_a_resumed_run_counts_new_skips_alone():
+    readings = [
+        loss_scale_monitor.Reading(100, 2.0**15, 95, 5, 0),
+        loss_scale_monitor.Reading(200, 2.0**14, 194, 6, 0),
+    ]
+    _, lower = plotting.loss_scale_timeline(readings).axes
+    heights = [path[:, 1].max() for path in lower.collections[0].get_segments()]
+    assert heights == [0, 1]
 
 
 def test_pictures_are_written(tmp_path, report):

@@ -10,6 +10,7 @@ import rich.box
 import rich.console
 import rich.markup
 import rich.table
+import rich.text
 
 _STYLES = {
     "ok": "green",
@@ -28,6 +29,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     title: str = ""  # a line above the table
     notes: Sequence[str] = ()  # lines below it
+    code: Sequence[str] = ()  # lines to copy, at the end
     # One for each row, which sets its colour; empty for rows without.
     verdicts: Sequence[str] = ()
 
@@ -41,19 +43,30 @@ class Table:
             drawn.add_row(*map(rich.markup.escape, row), style=style)
         above = [rich.markup.escape(self.title)] if self.title else []
         below = map(rich.markup.escape, self.notes)
-        return rich.console.Group(*above, drawn, *below)
+        code = [rich.text.Text(line, overflow="fold") for line in self.code]
+        return rich.console.Group(*above, drawn, *below, *code)
 
     def html(self) -> str:
         """Returns an HTML table; a row's verdict is its class."""
         rows = "\n".join(
-            f'<tr class="{self._verdict(index)}">{_cells("td", row)}</tr>'
+            f'<tr class="{self._verdict(index)}">{self._cells(row)}</tr>'
             for index, row in enumerate(self.rows)
         )
+        heads = "".join(f"<th>{html.escape(head)}</th>" for head in self.heads)
         title = f"<p>{html.escape(self.title)}</p>\n" if self.title else ""
         notes = "".join(f"\n<p>{html.escape(one)}</p>" for one in self.notes)
+        code = html.escape("\n".join(self.code))
         return (
-            f"{title}<table><thead><tr>{_cells('th', self.heads)}</tr></thead>"
+            f"{title}<table><thead><tr>{heads}</tr></thead>"
             f"\n<tbody>{rows}</tbody></table>{notes}"
+            + (f"\n<pre>{code}</pre>" if code else "")
+        )
+
+    def _cells(self, row: Sequence[str]) -> str:
+        # On a narrow screen a page shows the labels in place of the heads.
+        return "".join(
+            f'<td data-label="{html.escape(head)}">{html.escape(cell)}</td>'
+            for head, cell in zip(self.heads, row, strict=True)
         )
 
     def _verdict(self, index: int) -> str:
@@ -78,7 +91,3 @@ class Printed(abc.ABC):
 
     def _repr_html_(self) -> str:
         return "\n".join(table.html() for table in self.tables())
-
-
-def _cells(tag: str, cells: Sequence[str]) -> str:
-    return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)

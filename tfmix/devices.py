@@ -7,6 +7,8 @@ import re
 import keras
 from absl import logging
 
+from tfmix import _tables
+
 # Tensor Cores take bfloat16 from compute capability 8.0 (Ampere) on and
 # float16 from 7.0 (Volta) on; below that 16 bit saves memory, not time.
 BFLOAT16_CAPABILITY = (8, 0)
@@ -35,6 +37,31 @@ class Device:
     backend: str
 
 
+class Devices(tuple[Device, ...], _tables.Printed):
+    """A tuple of `Device` records that prints as a table."""
+
+    def tables(self) -> list[_tables.Table]:
+        """Returns what to print."""
+        speeds = ("not faster", "fast")
+        rows = [
+            (
+                device.kind,
+                device.name,
+                ".".join(map(str, device.compute_capability or ())) or "-",
+                speeds[device.float16],
+                speeds[device.bfloat16],
+            )
+            for device in self
+        ]
+        heads = ("kind", "name", "capability", "float16", "bfloat16")
+        return [_tables.Table(heads, rows, notes=[self.auto()])]
+
+    def auto(self) -> str:
+        """Says in words what `"auto"` is on these devices."""
+        name, reason = suited_policy(self)
+        return f"'auto' is '{name}' here: {reason}"
+
+
 def describe(
     kind: str,
     name: str,
@@ -55,13 +82,14 @@ def describe(
     return Device(kind, name, capability, float16, bfloat16, backend)
 
 
-def devices() -> tuple[Device, ...]:
+def devices() -> Devices:
     """Lists the devices Keras's backend computes on.
 
     Use it to see why `"auto"` chose what it chose.
 
     Returns:
-        Accelerators first, then CPUs, as frozen `Device` records.
+        Accelerators first, then CPUs: a tuple of frozen `Device` records,
+        which prints as a table.
 
     Example:
         >>> "CPU" in {device.kind for device in devices()}
@@ -70,7 +98,7 @@ def devices() -> tuple[Device, ...]:
     on_jax = keras.backend.backend() == "jax"
     listed = _read_jax() if on_jax else _read_tensorflow()
     found = [one for one in listed if one.kind in ("GPU", "TPU", "CPU")]
-    return tuple(sorted(found, key=lambda device: device.kind == "CPU"))
+    return Devices(sorted(found, key=lambda device: device.kind == "CPU"))
 
 
 def is_on_tpu() -> bool:

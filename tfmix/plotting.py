@@ -1,5 +1,6 @@
 """Figures of numerics, from plain records; matplotlib is imported late."""
 
+import io
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from keras import ops
 from tfmix import _formats
 
 _RED, _YELLOW, _GREEN, _BLUE = "#b2182b", "#e0a526", "#4d9221", "#2166ac"
+_GREY = "#a6a6a6"
 # Longest bar of headroom that is drawn; more is never a concern.
 _MOST_BITS = 24
 _VERDICT_COLOURS = {"ok": _GREEN, "underflow": _YELLOW, "inaccurate": _YELLOW}
@@ -133,7 +135,7 @@ def loss_scale_timeline(
     steps = [reading.step for reading in readings]
     scales = [reading.loss_scale for reading in readings]
     skipped = np.array([reading.skipped_steps for reading in readings])
-    new = np.diff(skipped, prepend=0)
+    new = np.diff(skipped, prepend=skipped[0])
     figure = _figure(8, 3.6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     upper.step(steps, scales, where="post", color=_BLUE, marker=".")
@@ -155,9 +157,18 @@ def _figure(width: float, height: float) -> Any:
             "tfmix draws with matplotlib, which is not installed. Run "
             "`pip install 'tfmix[plot]'`."
         ) from error
+
+    class Figure(figure.Figure):
+        """Shows itself in a notebook, as figures of pyplot do."""
+
+        def _repr_png_(self) -> bytes:
+            written = io.BytesIO()
+            self.savefig(written, format="png")
+            return written.getvalue()
+
     # Not pyplot's: such a figure belongs to the caller, and no display is
     # opened nor left behind.
-    return figure.Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _written(figure: Any, path: Path | None) -> Any:
@@ -171,6 +182,9 @@ def _written(figure: Any, path: Path | None) -> Any:
 def _bar(axis: Any, place: int, row: Any) -> None:
     bits = min(max(row.headroom_bits, -_MOST_BITS), _MOST_BITS)
     colour = _VERDICT_COLOURS.get(row.verdict, _RED)
+    if row.verdict == "ok" and row.dtype == _formats.FLOAT32.name:
+        # Its numbers never are in the format.
+        colour = _GREY
     axis.barh(place, bits, color=colour, height=0.7)
     if row.verdict != "ok":
         # Beside the bar where it has room, whatever the bar's sign.
@@ -182,11 +196,11 @@ def _legend(figure: Any) -> None:
     from matplotlib import patches
 
     kinds = {"ok": _GREEN, "digits lost": _YELLOW}
-    kinds["overflow or not finite"] = _RED
+    kinds |= {"overflow or not finite": _RED, "stays in float32": _GREY}
     figure.legend(
         handles=[patches.Patch(color=c, label=k) for k, c in kinds.items()],
         loc="outside upper right",
-        ncols=3,
+        ncols=4,
         fontsize=8,
         frameon=False,
     )

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import logging
 
 import keras
 import numpy as np
@@ -53,10 +54,68 @@ def test_the_csv_file_holds_them_too(tmp_path):
 
 def test_the_progress_bar_shows_them(capsys):
     fit(compiled(), Monitor(), batches(4, bad=[0]), verbose=1)
-    assert "loss_scale: 16384" in capsys.readouterr().out
+    assert "loss_scale: 16384 " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("every", "steps"), [(2, [2, 4, 5]), (9, [5])])
+def test_the_progress_bar_counts_in_whole_numbers(capsys):
+    history = fit(compiled(), Monitor(), batches(4), verbose=1)
+    out = capsys.readouterr().out
+    assert out.rstrip().endswith("skipped_steps: 0")
+    assert " - applied_steps: 4 - " in out
+    # In the history they are numbers like any other.
+    assert history["applied_steps"][0] / 8 == 0.5
+    assert f"{history['loss_scale'][0]:.1f}" == "32768.0"
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "settings", "line"),
+    [
+        (
+            ("mixed_float16", "float32"),
+            {},
+            "mixed_float16: 1 of 2 layers in 16 bit; dynamic scale 2^15",
+        ),
+        (
+            ("mixed_bfloat16", "mixed_bfloat16"),
+            {"loss_scale": rules.NoLossScale()},
+            "mixed_bfloat16: 2 of 2 layers in 16 bit; no loss scale",
+        ),
+        (
+            ("float32", "float32"),
+            {"loss_scale": 100.0},
+            "float32: 0 of 2 layers in 16 bit; fixed scale 100",
+        ),
+    ],
+)
+def test_a_run_begins_with_what_it_is(capsys, dtypes, settings, line):
+    layers = [keras.layers.Dense(1, dtype=dtype) for dtype in dtypes]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    model.compile(scaling.LossScaleOptimizer("sgd", **settings), "mse")
+    fit(model, Monitor(), batches(2), verbose=2, epochs=2)
+    assert capsys.readouterr().out.splitlines()[0] == line
+    fit(model, Monitor(), batches(2))
+    assert not capsys.readouterr().out
+
+
+def test_a_warning_begins_on_a_line_of_its_own(capsys, caplog):
+    model = compiled(loss_scale=rules.FixedLossScale(8.0))
+    seen = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            seen.append(capsys.readouterr().out)
+
+    logger = logging.getLogger("absl")
+    logger.addHandler(handler := Handler())
+    try:
+        monitor = Monitor(every=1, alarm_after=3)
+        fit(model, monitor, batches(6, bad=range(5)), verbose=1)
+    finally:
+        logger.removeHandler(handler)
+    assert [text[-1:] for text in seen] == ["\n"]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(2, [0, 2, 4, 5]), (9, [0, 5])])
 def test_readings_are_made_every_n_steps_and_at_the_end(every, steps):
     monitor = Monitor(every=every)
     fit(compiled(), monitor, batches(5, bad=[1]))
@@ -68,7 +127,7 @@ def test_a_reading_inside_an_epoch_sees_the_current_scale():
     monitor = Monitor(every=1)
     fit(compiled(), monitor, batches(4, bad=[0, 2]))
     scales = [reading.loss_scale for reading in monitor.timeline]
-    assert scales == [2.0**14, 2.0**14, 2.0**13, 2.0**13]
+    assert scales == [2.0**15, 2.0**14, 2.0**14, 2.0**13, 2.0**13]
 
 
 def test_steps_are_counted_over_epochs_and_over_calls_of_fit():
@@ -76,7 +135,7 @@ def test_steps_are_counted_over_epochs_and_over_calls_of_fit():
     model = compiled()
     fit(model, monitor, batches(3), epochs=2)
     fit(model, monitor, batches(4))
-    assert [reading.step for reading in monitor.timeline] == [3, 6, 10]
+    assert [reading.step for reading in monitor.timeline] == [0, 3, 6, 10]
 
 
 def test_steps_are_counted_when_one_call_makes_several():
@@ -131,11 +190,13 @@ def test_an_alarm_rings_once_for_each_standstill(caplog):
     assert "last 3 steps" in rung[0]
 
 
-def test_a_start_that_burns_steps_is_one_line_in_the_log(caplog):
+def test_a_start_that_burns_steps_is_one_line_and_no_warning(caplog):
+    caplog.set_level("INFO", logger="absl")
     fit(compiled(), Monitor(every=1), batches(8, bad=range(6)))
-    lines = [text for text in caplog.messages if "Loss scale" in text]
+    lines = [one for one in caplog.records if "Loss scale" in one.message]
     assert len(lines) == 1
-    assert "32768 -> 16384" in lines[0]
+    assert "32768 -> 16384" in lines[0].message
+    assert lines[0].levelname == "INFO"
 
 
 def test_a_model_without_loss_scaling_trains_with_one_warning(caplog):
@@ -199,7 +260,7 @@ def test_a_resumed_run_goes_on_with_the_optimizers_steps(tmp_path):
     train(2, Monitor())
     resumed = Monitor()
     train(3, resumed)
-    assert [reading.step for reading in resumed.timeline] == [15]
+    assert [reading.step for reading in resumed.timeline] == [10, 15]
 
 
 @helpers.requires_backend("tensorflow")

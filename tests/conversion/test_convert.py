@@ -223,6 +223,13 @@ def test_the_report_prints_in_every_form():
     assert "2 layers" in repr(report)
 
 
+def test_the_report_counts_each_layer_once():
+    model = functional()
+    convert.apply_policy(model, "mixed_float16")
+    report = convert.apply_policy(model, "float32")
+    assert "2 layers: 1 changed to float32, 1 kept in float32" in str(report)
+
+
 def test_converting_twice_says_so():
     model = functional()
     convert.apply_policy(model, "mixed_float16")
@@ -481,7 +488,7 @@ def test_a_model_that_cannot_be_copied_is_told_the_other_way():
         ("O1", "float16", rules.DynamicLossScale),
         ("O2", "float16", rules.DynamicLossScale),
         ("O3", "float16", rules.NoLossScale),
-        ("mixed_bfloat16", "bfloat16", None),
+        ("mixed_bfloat16", "bfloat16", rules.NoLossScale),
     ],
 )
 def test_prepare_does_it_all(level, dtype, rule):

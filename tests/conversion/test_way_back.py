@@ -12,7 +12,7 @@ from tfmix.policy.in_force import (
     carried,
     suited_optimizer,
 )
-from tfmix.scaling import guard
+from tfmix.scaling import guard, rules
 from tfmix.scaling import optimizer as scaling
 from tfmix.variables import master
 
@@ -188,6 +188,8 @@ def test_the_wrapper_that_tfmix_put_on_goes_with_the_last_16_bit_layer():
     convert.apply_policy(model, "mixed_float16")
     assert model.optimizer is wrapper, "the scale begins anew for nothing"
     convert.apply_policy(model, "mixed_bfloat16")
+    assert model.optimizer.rule == rules.NoLossScale()
+    convert.apply_policy(model, "float32")
     assert model.optimizer is optimizer
 
 

@@ -1,5 +1,7 @@
 """The doctor names the planted layer first, and changes nothing."""
 
+import datetime
+import io
 import json
 import threading
 
@@ -7,7 +9,9 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from rich import console
 
+import tfmix
 from tests import numerics_faults
 from tfmix.doctor import check
 from tfmix.policy import policy as policies
@@ -274,6 +278,64 @@ def test_the_table_names_layer_and_line():
     assert 'name="loud", dtype="float32"' in text
 
 
+def printed(report, width):
+    shown = io.StringIO()
+    console.Console(width=width, file=shown).print(report)
+    return shown.getvalue().splitlines()
+
+
+def test_advice_stands_whole_below_the_table_in_80_columns():
+    report = diagnosed(numerics_faults.plant("activation_overflow", 0))
+    lines = printed(report, 80)
+    assert max(map(len, lines)) <= 80
+    code = [row.advice.partition("  # ")[0] for row in report.faults]
+    below = lines[lines.index("What to write:") :]
+    comments = [line for line in below[1:] if line.startswith("# ")]
+    assert set(below[1:]) == {*comments, *code}
+    assert below[1].startswith("# loud, forward, overflow: ")
+
+
+def test_a_healthy_report_prints_what_is_nearest_to_overflow():
+    hidden = [keras.layers.Dense(4, dtype="mixed_float16") for _ in range(30)]
+    output = keras.layers.Activation("linear", dtype="float32")
+    model = keras.Sequential([keras.Input((4,)), *hidden, output])
+    report = check.check(model, rows(8)[0])
+    assert len(report.rows) > 60
+    text = str(report)
+    assert len(text.splitlines()) < 20
+    least = min(report.rows, key=lambda row: row.headroom_bits)
+    assert f"{least.layer} " in text
+    assert f"{len(report.rows) - 10} more rows are ok" in text
+    assert "What to write" not in text
+
+
+def test_the_report_says_what_each_layer_hands_on():
+    report = check.check(small(), *rows(8), loss="mse")
+    dtypes = {row.layer: row.dtype for row in report.rows}
+    assert (dtypes["first"], dtypes["loss"]) == ("float16", "float32")
+    assert "float16" in str(report)
+
+
+def test_the_page_names_model_date_and_versions(tmp_path):
+    model = small()
+    report = check.check(model, *rows(8), loss="mse")
+    report.to_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    head = page.partition("<table>")[0]
+    for known in (
+        model.name,
+        f"{datetime.date.today():%Y-%m-%d}",
+        f"Keras {keras.__version__}",
+        f"tfmix {tfmix.__version__}",
+        keras.backend.backend(),
+    ):
+        assert known in head
+    # What a narrow screen shows in place of the heads.
+    assert '<td data-label="error">' in page
+    assert "attr(data-label)" in page
+    assert page.count("<tr class") == len(report.rows)
+
+
 def test_wrong_arguments_are_refused():
     model = convolutional("mixed_float16")
     x, y = digits((8, 8, 1))
@@ -354,7 +416,7 @@ def test_data_that_is_not_finite_is_named_once_with_its_rows(name):
 def test_a_notebook_shows_a_table():
     page = check.check(small(), rows(8)[0])._repr_html_()
     assert "<pre>" not in page
-    assert '<tr class="ok"><td>first</td>' in page
+    assert '<tr class="ok"><td data-label="layer">first</td>' in page
 
 
 @pytest.mark.skipif(

@@ -64,7 +64,7 @@ def test_a_run_is_on_all_devices():
     finally:
         keras.distribution.set_distribution(None)
     assert run.columns == {
-        "optimizer": "Adam",
+        "loss scale": "1",
         "computes in": "bfloat16",
         "devices": str(len(jax.devices())),
     }

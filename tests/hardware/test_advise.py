@@ -143,6 +143,62 @@ def test_a_subclassed_model_is_run_on_the_shapes_it_was_built_with():
     assert row.shapes == ((64, 8, 4),)
 
 
+def tokens():
+    """A model of two inputs whose lengths are free, as KerasHub's are."""
+    names = ("ids", "mask")
+    inputs = {
+        name: keras.Input((None,), name=name, dtype="int32") for name in names
+    }
+    hidden = keras.layers.Embedding(50, 16)(inputs["ids"])
+    hidden = hidden * keras.ops.cast(inputs["mask"], hidden.dtype)[..., None]
+    return keras.Model(inputs, keras.layers.Dense(8, name="head")(hidden))
+
+
+class Unbuilt(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.head = keras.layers.Dense(8, name="head")
+
+    def call(self, inputs):
+        return self.head(inputs)
+
+
+def lengths(name):
+    ids = np.ones((4, 6), "int32")
+    return {
+        "x": {"x": {"ids": ids, "mask": ids}},
+        "one shape": {"input_shape": (6,)},
+        "shapes by name": {"input_shape": {"ids": (6,), "mask": (6,)}},
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["x", "one shape", "shapes by name"])
+def test_a_free_length_is_taken_from_x_or_a_shape(name):
+    (row,) = advise(tokens(), 32, **lengths(name)).rows
+    assert row.shapes == ((32 * 6, 16, 8),)
+
+
+@pytest.mark.parametrize("kind", ["subclassed", "sequential"])
+@pytest.mark.parametrize("given", ["x", "input_shape"])
+def test_an_unbuilt_model_is_built(kind, given):
+    layer = keras.layers.Dense(8, name="head")
+    model = Unbuilt() if kind == "subclassed" else keras.Sequential([layer])
+    x = np.ones((4, 16), "float32")
+    known = {"x": x} if given == "x" else {"input_shape": (16,)}
+    advice = advise(model, 32, **known)
+    assert advice.rows[0].shapes == ((32, 16, 8),)
+    assert advice.memory["float32"].weights == 4 * (16 * 8 + 8)
+    assert model(x).shape == (4, 8)
+
+
+def test_the_inputs_may_come_as_a_dataset():
+    tf = pytest.importorskip("tensorflow")
+    pairs = np.ones((8, 16), "float32"), np.ones((8, 1))
+    data = tf.data.Dataset.from_tensor_slices(pairs).batch(4)
+    (row,) = advise(Unbuilt(), 32, x=data).rows
+    assert row.shapes == ((32, 16, 8),)
+
+
 def test_it_prints_as_a_table():
     text = str(advise(sequential(keras.layers.Dense(10, name="head")), 32))
     assert "head" in text
@@ -155,8 +211,17 @@ def test_wrong_arguments_are_refused():
         advise("resnet", 32)
     with pytest.raises(ValueError, match="batch_size=0"):
         advise(model, 0)
-    with pytest.raises(ValueError, match="Build the model for one length"):
-        advise(sequential(keras.layers.Dense(4), shape=(None, 3)), 32)
+    free = sequential(keras.layers.Dense(4), shape=(None, 3))
+    with pytest.raises(ValueError, match=r"input_shape=\(128, 3\)"):
+        advise(free, 32)
+    with pytest.raises(ValueError, match=r"takes `x`.*or `input_shape`"):
+        advise(Unbuilt(), 32)
+    with pytest.raises(ValueError, match="not both"):
+        advise(free, 32, x=np.ones((2, 5, 3)), input_shape=(5, 3))
+    with pytest.raises(ValueError, match=r"input_shape=\(5,\)"):
+        advise(free, 32, input_shape=(5,))
+    with pytest.raises(ValueError, match=r"input_shape=\(128, 3\)"):
+        advise(free, 32, input_shape=(None, 3))
 
 
 def wide(policy):

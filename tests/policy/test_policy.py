@@ -1,6 +1,7 @@
 """`Policy`: names, rules, and how it stands in Keras's eyes."""
 
 import copy
+import json
 import pickle
 
 import keras
@@ -222,3 +223,29 @@ def test_a_map_is_16_bit_when_any_entry_is():
 
 def test_every_level_of_the_table_is_a_name():
     assert set(layer_rules.LEVELS) <= set(names.NAMES)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.Policy("mixed_float16", **UNUSUAL),
+        policies.Policy("mixed_bfloat16", float32_ops=["exp"]),
+        policies.Policy("float16", keep_batchnorm_fp32=False),
+        policies.Policy("O1"),
+    ],
+    ids=repr,
+)
+def test_a_configuration_gives_the_same_policy_back(policy):
+    config = policy.get_config()
+    for given in (config, copy.deepcopy(config)):
+        again = policies.Policy.from_config(given)
+        assert again == policy
+        assert repr(again) == repr(policy)
+    # Plain Keras reads it, too.
+    assert config == {"name": policy.name}
+    assert keras.DTypePolicy.from_config(config).name == policy.name
+    config["name"] = "mixed_bfloat16"
+    assert policies.Policy.from_config(config).name == "mixed_bfloat16"
+    # What comes from a file has the name alone.
+    bare = json.loads(json.dumps(policy.get_config()))
+    assert policies.Policy.from_config(bare) == policies.Policy(policy.name)

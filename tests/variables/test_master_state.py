@@ -279,6 +279,18 @@ def test_load_float32_takes_a_list_and_says_what_it_needs():
     )
 
 
+def test_a_quantized_model_has_no_float32_weights_to_export(tmp_path):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+    model.layers[0].quantize("int8")
+    path = tmp_path / "out.weights.h5"
+    refused(
+        lambda: float32_weights.export_float32(model, path),
+        ValueError,
+        "quantized layers.*'int8'.*before `quantize`",
+    )
+    assert not path.exists()
+
+
 @TENSORFLOW
 @pytest.mark.parametrize(
     ("way", "scaled"),

@@ -129,11 +129,16 @@ def is_number(tensor: Any) -> bool:
 
 @contextlib.contextmanager
 def calls_replaced(operations: list, make: Callable) -> Iterator[None]:
-    """Replaces `operation.call` by `make(index, call)` for a block."""
+    """Replaces `operation.call` by `make(index, call)` for a block.
+
+    Of a quantized layer, what Keras calls in its place.
+    """
     with contextlib.ExitStack() as undo:
         for index, operation in enumerate(operations):
-            made = make(index, operation.call)
-            replacements.swap(undo, operation, "call", made)
+            quantized = getattr(operation, "quantization_mode", None)
+            name = "call" if quantized is None else "quantized_call"
+            made = make(index, getattr(operation, name))
+            replacements.swap(undo, operation, name, made)
         yield
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import os
 import time
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfmix import _arguments
+from tfmix import _arguments, _formats
+from tfmix.callbacks import progress_bar
 from tfmix.policy.in_force import suited_optimizer
+from tfmix.scaling import rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +31,12 @@ class Reading:
 class LossScaleMonitor(keras.callbacks.Callback):
     """Puts loss scale and skipped steps where the loss is shown.
 
-    Add it to every `fit` with a `tfmix.LossScaleOptimizer`. The progress bar
-    and the epoch's logs, hence `History`, gain `loss_scale`, `applied_steps`
-    and `skipped_steps`. A run in which no step is applied any more is
-    stopped with the diagnosis. Put it before `keras.callbacks.CSVLogger` in
-    the list of callbacks: Keras calls them in that order.
+    Add it to every `fit` with a `tfmix.LossScaleOptimizer`. A line at the
+    start says what the run computes in; the progress bar and the epoch's
+    logs, hence `History`, gain `loss_scale`, `applied_steps` and
+    `skipped_steps`. A run in which no step is applied any more is stopped
+    with the diagnosis. Put it before `keras.callbacks.CSVLogger` in the list
+    of callbacks: Keras calls them in that order.
 
     Args:
         every: Integer, steps between two readings. A reading copies four
@@ -49,7 +53,8 @@ class LossScaleMonitor(keras.callbacks.Callback):
 
     Attributes:
         timeline: List of `Reading`, for `tfmix.plotting.loss_scale_timeline`.
-            Their steps are the optimizer's, which a resumed run goes on with.
+            Their steps are the optimizer's, which a resumed run goes on with;
+            the first is made before the first step.
 
     Raises:
         TypeError: If a number is not an integer, or `log_dir` is not a path;
@@ -106,6 +111,8 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the optimizer, and opens the TensorBoard file."""
         self._has_scale, self._started = _has_scale(self.model), False
+        if self._has_scale and (self.params or {}).get("verbose"):
+            print(_opening(self.model), flush=True)
         if self._has_scale and self.log_dir is not None:
             import tensorflow as tf
 
@@ -158,17 +165,24 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self._last_progress, self._rung = start, False
         self._next_reading = self._step + self.every
         self._started = True
+        if not self.timeline or self.timeline[-1].step != self._step:
+            self._note(start)
 
     def _read(self) -> None:
         reading = self._reading()
-        self.timeline.append(reading)
-        names = ("loss_scale", "applied_steps", "skipped_steps")
-        self._shown = {name: getattr(reading, name) for name in names}
-        if self._writer is not None:
-            _write(self._writer, reading.step, self._shown)
+        self._note(reading)
         self._log_change(reading)
         self._log_standstill(reading)
         self.model.optimizer.check_health(self.max_consecutive_skips)
+
+    def _note(self, reading: Reading) -> None:
+        self.timeline.append(reading)
+        self._shown = {
+            name: progress_bar.Shown(getattr(reading, name))
+            for name in ("loss_scale", "applied_steps", "skipped_steps")
+        }
+        if self._writer is not None:
+            _write(self._writer, reading.step, self._shown)
 
     def _reading(self) -> Reading:
         # Asking for `self.model` is what brings the variables up to date on
@@ -189,9 +203,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
             return
         # A start that burns ten steps is one line in ten seconds, not ten.
         self._logged, self._quiet_until = now, seconds + 10.0
-        fell = now.loss_scale < last.loss_scale
-        logging.log(
-            logging.WARNING if fell else logging.INFO,
+        logging.info(
             "Loss scale %g -> %g by step %d; %d step(s) skipped since step %d.",
             last.loss_scale,
             now.loss_scale,
@@ -208,7 +220,8 @@ class LossScaleMonitor(keras.callbacks.Callback):
         waited = now.step - self._last_progress.step
         if waited >= self.alarm_after and not self._rung:
             self._rung = True
-            logging.warning(
+            progress_bar.warn(
+                self,
                 "No update was applied in the last %d steps: the loss scale "
                 "is %g, %d step(s) were skipped in a row. "
                 "optimizer.check_health() names the variables.",
@@ -216,6 +229,29 @@ class LossScaleMonitor(keras.callbacks.Callback):
                 now.loss_scale,
                 now.consecutive_skips,
             )
+
+
+def _opening(model: keras.Model) -> str:
+    """Says in one line what a run computes in, and how it scales the loss."""
+    found = suited_optimizer.computing_layers(model)
+    sixteen = [
+        layer for layer in found if layer.compute_dtype in _formats.SIXTEEN_BIT
+    ]
+    names = sorted({layer.dtype_policy.name for layer in sixteen})
+    rule, scale = model.optimizer.rule, model.optimizer.loss_scale
+    fraction, power = math.frexp(scale)
+    size = f"2^{power - 1}" if fraction == 0.5 else f"{scale:g}"
+    said = _RULES.get(type(rule), type(rule).__name__ + " {}").format(size)
+    policy = " and ".join(names) or _formats.FLOAT32.name
+    return f"{policy}: {len(sixteen)} of {len(found)} layers in 16 bit; {said}"
+
+
+# What the line at the start of a run says of a rule.
+_RULES: dict[type, str] = {
+    rules.DynamicLossScale: "dynamic scale {}",
+    rules.FixedLossScale: "fixed scale {}",
+    rules.NoLossScale: "no loss scale",
+}
 
 
 def _has_scale(model: keras.Model) -> bool:

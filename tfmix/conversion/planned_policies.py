@@ -204,8 +204,21 @@ def sixteen_bit_layers(model: keras.Model) -> list[keras.Layer]:
 
 
 def reference(model: keras.Model) -> Plan:
-    """Plans float32 for every layer that computes in floats."""
-    return {layer: keras.DTypePolicy("float32") for layer in _movable(model)}
+    """Plans float32 for every layer that computes in floats.
+
+    A quantized layer stays one: with the same integers, around float32.
+    """
+    return {
+        layer: _in_float32(entry(layer.dtype_policy, layer))
+        for layer in _movable(model)
+    }
+
+
+def _in_float32(policy: keras.DTypePolicy) -> keras.DTypePolicy:
+    if policy.quantization_mode is None:
+        return keras.DTypePolicy("float32")
+    config = {**policy.get_config(), "source_name": "float32"}
+    return type(policy).from_config(config)
 
 
 def sixteen_bit(model: keras.Model, policy: keras.DTypePolicy | None) -> Plan:
@@ -222,11 +235,11 @@ def sixteen_bit(model: keras.Model, policy: keras.DTypePolicy | None) -> Plan:
         planned = {step.layer: step.policy for step in plan(model, policy)}
         return {layer: planned[layer] for layer in movable if layer in planned}
     mixed, whole = bool(sixteen_bit_layers(model)), policies.plain(policy)
+    float32 = keras.DTypePolicy("float32")
     return {
-        layer: keras.DTypePolicy("float32")
-        if mixed and layer.compute_dtype == "float32"
-        else whole
+        layer: float32 if mixed and layer.compute_dtype == "float32" else whole
         for layer in movable
+        if layer.quantization_mode is None
     }
 
 
@@ -245,5 +258,4 @@ def _movable(model: keras.Model) -> list[keras.Layer]:
         if keras.backend.is_float_dtype(
             keras.backend.standardize_dtype(layer.compute_dtype)
         )
-        and layer.quantization_mode is None
     ]

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -128,9 +128,10 @@ def _run(
     return numerics_report.NumericsReport(
         rows=(
             *(_bad_data(*one) for one in bad_rows.items()),
-            *_rows(findings, found, limits, bool(warning)),
+            *_rows(findings, found, visit.dtypes(), limits, bool(warning)),
         ),
         policy=base,
+        model_name=given.model.name,
         loss_scale=visit.judge.scale,
         again=lambda other: _run(given, other, other),
         targets={target.name: target for target in found},
@@ -173,6 +174,7 @@ def _policy(
 def _rows(
     findings: list[verdicts.Finding],
     found: list[probe.Target],
+    dtypes: Mapping[str, str],
     limits: _formats.Format,
     unscaled: bool,
 ) -> list[verdicts.LayerVerdict]:
@@ -191,6 +193,7 @@ def _rows(
                 advice,
                 float(gap.cosine) if one.phase == verdicts.BACKWARD else None,
                 gap.broken and one.verdict != verdicts.OK,
+                dtypes.get(one.layer, ""),
             )
         )
     return result
@@ -244,6 +247,16 @@ class _Visit:
         for one in sorted(findings, key=lambda one: one.rank):
             worst.setdefault((one.layer, one.phase), one)
         return list(worst.values())
+
+    def dtypes(self) -> dict[str, str]:
+        """Returns what each layer handed on in the 16-bit run, by name."""
+        run = self.judge.run
+        found = {
+            self.found[index].name: made.outputs[0]
+            for (index, _), made in run.signatures.items()
+            if made.outputs
+        }
+        return {**found, verdicts.LOSS: ", ".join({*run.output_dtypes})}
 
     def _judge_all(self, judge: runs.Judge) -> None:
         self.judge = judge

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import datetime
 import html
 import io
 import json
@@ -9,9 +10,12 @@ import math
 import os
 import pathlib
 import re
+import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import keras
 import rich.progress
 from absl import logging
 
@@ -35,7 +39,7 @@ code, td:last-child { font-family: monospace; font-size: 13px;
 .note { background: #fdf3d8; padding: .4rem .6rem; }
 img { max-width: 100%; }
 h1 { font-size: 1.6rem; line-height: 1.25; overflow-wrap: anywhere; }
-td:nth-child(4), td:nth-child(5) { white-space: nowrap; }
+td:nth-child(5), td:nth-child(6) { white-space: nowrap; }
 .wide { overflow-x: auto; }
 @media (max-width: 44rem) {
   .wide img { max-width: none; width: 44rem; }
@@ -44,6 +48,9 @@ td:nth-child(4), td:nth-child(5) { white-space: nowrap; }
   td { display: inline-block; border: 0; padding: 0 .5rem; }
   td:first-child { font-weight: 600; }
   td:last-child { display: block; }
+  td:not(:first-child):not(:empty)::before {
+    content: attr(data-label) " "; color: #666; font-size: 11px;
+    font-family: system-ui, sans-serif; }
 }
 """
 
@@ -55,6 +62,7 @@ class NumericsReport(_tables.Printed):
     Attributes:
         rows: One `LayerVerdict` per layer and phase, the most severe first.
         policy: The `tfmix.Policy` that was checked.
+        model_name: The name of the model.
         loss_scale: The loss scale that gradients were judged under.
         again: Checks the same model and batch under another policy.
         targets: The watched layers by name.
@@ -65,6 +73,7 @@ class NumericsReport(_tables.Printed):
 
     rows: tuple[verdicts.LayerVerdict, ...]
     policy: policies.Policy
+    model_name: str
     again: Callable[[policies.Policy], "NumericsReport"] = dataclasses.field(
         repr=False
     )
@@ -176,26 +185,57 @@ class NumericsReport(_tables.Printed):
         )
 
     def tables(self) -> list[_tables.Table]:
-        """Returns the table that is printed."""
-        heads = ("layer", "phase", "verdict", "relative error", "headroom")
-        rows = [
-            (
-                row.layer,
-                row.phase,
-                row.verdict,
-                f"{row.relative_error:.2g}",
-                f"{row.headroom_bits:+.0f} bits",
-                row.advice,
+        """Returns the table that is printed: all faults, and what is nearest.
+
+        Of the rows that are fine, those with the least headroom are shown;
+        `rows` and `to_html` have all.
+        """
+        fine = [row for row in self.rows if row.verdict == verdicts.OK]
+        fine.sort(key=lambda row: row.headroom_bits)
+        left_out = set(map(id, fine[_FINE_SHOWN:]))
+        shown = [row for row in self.rows if id(row) not in left_out]
+        notes = list(self.notes)
+        if left_out:
+            notes.append(
+                f"{len(left_out)} more rows are ok: `report.rows` holds all, "
+                "`report.to_html(path)` writes them."
             )
-            for row in self.rows
-        ]
         title = f"{self.title} (loss scale {self.loss_scale:g})"
-        found = [row.verdict for row in self.rows]
-        return [
-            _tables.Table(
-                (*heads, "what to write"), rows, title, self.notes, found
-            )
-        ]
+        found = [row.verdict for row in shown]
+        cells = list(map(_cells, shown))
+        return [_tables.Table(_HEADS, cells, title, notes, _code(shown), found)]
+
+
+_HEADS = ("layer", "dtype", "phase", "verdict", "error", "headroom")
+# Rows without a fault that are printed.
+_FINE_SHOWN = 10
+
+
+def _cells(row: verdicts.LayerVerdict) -> tuple[str, ...]:
+    return (
+        row.layer,
+        row.dtype,
+        row.phase,
+        row.verdict,
+        f"{row.relative_error:.2g}",
+        f"{row.headroom_bits:+.0f} bits",
+    )
+
+
+def _code(rows: Iterable[verdicts.LayerVerdict]) -> list[str]:
+    """Returns the lines to write, each once, below a comment that says why."""
+    known: dict[str, str] = {}
+    for row in rows:
+        code, _, why = row.advice.partition("  # ")
+        if row.verdict != verdicts.OK:
+            said = f"{row.layer}, {row.phase}, {row.verdict}: {why}"
+            known.setdefault(code, said)
+    lines = ["What to write:"] if known else []
+    for code, said in known.items():
+        # Each line a comment, so that all of it can be pasted.
+        lines += [f"# {line}" for line in textwrap.wrap(said, 76)]
+        lines.append(code)
+    return lines
 
 
 def _plain(row: verdicts.LayerVerdict) -> dict[str, Any]:
@@ -208,7 +248,12 @@ def _plain(row: verdicts.LayerVerdict) -> dict[str, Any]:
 
 def _page(report: NumericsReport, picture: str) -> str:
     """Returns one HTML page that needs no other file."""
-    title, (table,) = html.escape(report.title), report.tables()
+    title = html.escape(report.title)
+    table = _tables.Table(
+        (*_HEADS, "what to write"),
+        [(*_cells(row), row.advice) for row in report.rows],
+        verdicts=[row.verdict for row in report.rows],
+    )
     notes = "".join(
         f'<p class="note">{html.escape(note)}</p>\n' for note in report.notes
     )
@@ -219,17 +264,28 @@ def _page(report: NumericsReport, picture: str) -> str:
             f"<p><b>First: {html.escape(first.layer)}</b>, {first.phase}, "
             f"{first.verdict}: <code>{html.escape(first.advice)}</code></p>\n"
         )
-    bare = dataclasses.replace(table, title="", notes=())
     return (
         "<!DOCTYPE html>\n"
         f'<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}</style></head>\n"
         f"<body><h1>{title}</h1>\n"
+        f"<p>Model <b>{html.escape(report.model_name)}</b>, {_made_with()}.</p>"
+        "\n"
         f"<p>Gradients were judged under a loss scale of "
         f"{report.loss_scale:g}. Each layer was judged by itself, on the "
         f"inputs it has in float32.</p>\n"
-        f"{summary}{notes}{picture}{bare.html()}</body></html>\n"
+        f"{summary}{notes}{picture}{table.html()}</body></html>\n"
+    )
+
+
+def _made_with() -> str:
+    """Says when, and by which versions, something is made."""
+    now = datetime.datetime.now().astimezone()
+    tfmix = vars(sys.modules["tfmix"])["__version__"]
+    return (
+        f"{now:%Y-%m-%d %H:%M %Z}, tfmix {tfmix}, Keras {keras.__version__} "
+        f"on {keras.backend.backend()}"
     )
 
 

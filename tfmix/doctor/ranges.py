@@ -166,5 +166,7 @@ def gap(
 
 
 def _vector(tensors: Sequence[Any]) -> np.ndarray:
-    arrays = [np.asarray(ops.convert_to_numpy(one)) for one in tensors]
+    # TensorFlow makes no array of a bfloat16 scalar.
+    flat = [ops.reshape(one, (-1,)) for one in tensors]
+    arrays = [np.asarray(ops.convert_to_numpy(one)) for one in flat]
     return np.concatenate([one.astype(np.float64).ravel() for one in arrays])

@@ -208,3 +208,4 @@ class LayerVerdict:
     # Between the 16-bit and the float32 gradient.
     gradient_cosine: float | None = None
     broken: bool = False  # at fault, and not finite in float32 either
+    dtype: str = ""  # that the layer computes in

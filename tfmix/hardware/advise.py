@@ -135,22 +135,34 @@ class Advice(_tables.Printed):
         return json.dumps(dataclasses.asdict(self), indent=2)
 
 
-def advise(model: keras.Model, batch_size: int) -> Advice:
+def advise(
+    model: keras.Model,
+    batch_size: int,
+    *,
+    x: Any = None,
+    input_shape: Any = None,
+) -> Advice:
     """Says where a model's shapes keep 16-bit hardware from being fast.
 
     Nothing is computed: the model runs on shapes alone.
 
     Args:
-        model: A built `keras.Model`.
+        model: A `keras.Model`. It is built if it is not.
         batch_size: Integer, rows of a training batch.
+        x: Inputs as `fit` takes them: an array, a nest of arrays, or a
+            `tf.data.Dataset`. Only their shapes and dtypes are read, for a
+            model that is not built or leaves a length free. Defaults to
+            `None`: the model's own input shapes.
+        input_shape: In place of `x`, the shape of one row, such as `(128,)`,
+            for every input, or a nest of such shapes.
 
     Returns:
         An `Advice`: `rows`, `share_16bit` and `memory`.
 
     Raises:
         TypeError: If `model` is no Keras model, or `batch_size` no integer.
-        ValueError: If `batch_size` is below 1, or the model's input shapes
-            are not known.
+        ValueError: If `batch_size` is below 1, the model's input shapes are
+            not known, or `x` and `input_shape` are both given or do not fit.
 
     Example:
         >>> layers = [keras.Input((64,)), keras.layers.Dense(10)]
@@ -159,7 +171,10 @@ def advise(model: keras.Model, batch_size: int) -> Advice:
     """
     _arguments.model(model)
     size = _arguments.count("batch_size", batch_size, example=32)
-    found = _uses(model, size)
+    inputs = model_batches.inputs(model, size, x, input_shape)
+    if not all(layer.built for layer in host.flat_layers(model)):
+        model(*inputs)
+    found = _uses(model, inputs)
     rows = [_row(use.layer, use.products) for use in found if use.products]
     rows.sort(key=lambda row: -row.flops)
     work = sum(row.flops for row in rows)
@@ -223,9 +238,8 @@ def _elements(variables: list[keras.Variable]) -> int:
     )
 
 
-def _uses(model: keras.Model, batch_size: int) -> list[Use]:
+def _uses(model: keras.Model, inputs: list) -> list[Use]:
     """Runs a built model on shapes alone; returns the calls as they end."""
-    inputs = model_batches.inputs(model, batch_size)
     layers = [
         layer
         for layer in host.flat_layers(model)

@@ -3,24 +3,75 @@
 from typing import Any
 
 import keras
+import numpy as np
 from keras import tree
 
 from tfmix._keras import layers as host
+from tfmix.doctor import batch as batches
 
 
-def inputs(model: keras.Model, batch_size: int) -> list:
-    """Returns what to call a built model with, as symbols of one batch size.
+def inputs(
+    model: keras.Model,
+    batch_size: int,
+    x: Any = None,
+    input_shape: Any = None,
+) -> list:
+    """Returns what to call a model with, as symbols of one batch size.
+
+    Shapes are those of `x`, a batch or a dataset, or of `input_shape`, that of
+    one row; else those the model was built with.
 
     Raises:
-        ValueError: If the model's input shapes are not known.
+        ValueError: If the model's input shapes are not known, or `x` and
+            `input_shape` are both given or do not fit.
     """
-    found = host.symbolic_arguments(model)
+    if x is not None and input_shape is not None:
+        raise ValueError(
+            "The shapes come from `x` or from `input_shape`, not both. "
+            f"Received: x={type(x).__name__}, input_shape={input_shape!r}."
+        )
+    if x is not None:
+        x, _ = next(batches.parts(x, None))
+        found = [tree.map_structure(_symbol, x)]
+    else:
+        found = host.symbolic_arguments(model) if model.built else []
+        if input_shape is not None:
+            found = _of_shape(found, input_shape)
     if not found:
         raise ValueError(
             "The model's input shapes are not known. Received: "
-            f"model={model!r}. Call it once on a batch."
+            f"model={model!r}. Call it once on a batch; `tfmix.advise` also "
+            "takes `x`, a batch of inputs, or `input_shape`, that of one row."
         )
     return tree.map_structure(lambda one: _fixed(one, batch_size), found)
+
+
+def _symbol(leaf: Any) -> keras.KerasTensor:
+    dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+    return _row_symbol(np.shape(leaf)[1:], dtype)
+
+
+def _of_shape(known: list, input_shape: Any) -> list:
+    """Gives the known inputs, or one that is not known, the shape of a row."""
+    made = tree.map_shape_structure(_row_symbol, input_shape)
+    if not known:
+        return [made]
+    leaves = tree.flatten(known)
+    given = [symbol.shape[1:] for symbol in tree.flatten(made)]
+    shapes = given * len(leaves) if len(given) == 1 else given
+    wanted = [tuple(leaf.shape[1:]) for leaf in leaves]
+    if list(map(len, shapes)) != list(map(len, wanted)):
+        raise ValueError(
+            "`input_shape` must be the shape of one row, for all inputs or "
+            f"for each. Received: input_shape={input_shape!r} for inputs with "
+            f"rows of {', '.join(map(str, wanted))}."
+        )
+    symbols = map(_row_symbol, shapes, [leaf.dtype for leaf in leaves])
+    return list(tree.pack_sequence_as(known, list(symbols)))
+
+
+def _row_symbol(shape: Any, dtype: Any = "float32") -> keras.KerasTensor:
+    return keras.KerasTensor((None, *shape), dtype)
 
 
 def targets(outputs: Any, loss: Any) -> Any:
@@ -48,9 +99,12 @@ def _name(loss: Any) -> str:
 def _fixed(tensor: Any, batch_size: int) -> Any:
     shape = (batch_size, *tensor.shape[1:])
     if None in shape:
+        example = tuple(128 if size is None else size for size in shape[1:])
         raise ValueError(
             "Every dimension of an input besides the first must be known, to "
             f"count products. Received: an input of shape {tensor.shape!r}. "
-            "Build the model for one length, such as keras.Input((128,))."
+            "Build the model for one length, such as keras.Input((128,)); "
+            "`tfmix.advise` also takes `x`, a batch of inputs, or "
+            f"input_shape={example!r}."
         )
     return keras.KerasTensor(shape, tensor.dtype)

@@ -161,11 +161,22 @@ class Policy(keras.DTypePolicy):
     def get_config(self) -> dict[str, str]:
         """Returns the configuration of the plain policy: its name.
 
-        The lists are not in it, because plain Keras must be able to load a
-        layer that was given this policy, and a policy cannot tell whether a
-        layer or its user asks. `copy`, `pickle` and `repr` keep the lists.
+        The lists are no part of it, because plain Keras must be able to load
+        a layer that was given this policy, and a policy cannot tell whether a
+        layer or its user asks. `from_config` finds them beside it; a file
+        keeps the name alone. `copy`, `pickle` and `repr` keep the lists.
         """
-        return {"name": self.name}
+        config = _Config(name=self.name)
+        config.policy = self
+        return config
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "Policy":
+        """Returns the policy a configuration was made of, lists included."""
+        known: Policy | None = getattr(config, "policy", None)
+        if known is not None and config == {"name": known.name}:
+            return known
+        return cls(**config)
 
     def __repr__(self) -> str:
         shown = [repr(self.level or self.name)]
@@ -196,6 +207,12 @@ class Policy(keras.DTypePolicy):
     def _content(self) -> tuple[Any, ...]:
         lists = self._float32_layers, self._float32_ops
         return self.name, *lists, self._keep_batchnorm, self._only_matmuls
+
+
+class _Config(dict[str, str]):
+    """A configuration that remembers which policy it was made of."""
+
+    policy: Policy
 
 
 def with_rules(policy: keras.DTypePolicy) -> Policy:

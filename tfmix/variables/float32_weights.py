@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _arguments
-from tfmix._keras import optimizers, replacements, variables
+from tfmix._keras import layers, optimizers, replacements, variables
 from tfmix.variables import base
 
 
@@ -31,7 +31,8 @@ def export_float32(model: keras.Model, path: Any = None) -> list[np.ndarray]:
 
     Raises:
         TypeError: If `model` is no Keras model.
-        ValueError: If the model is not built.
+        ValueError: If the model is not built, or has quantized layers, whose
+            weights are no floats.
 
     Example:
         >>> model = keras.Sequential([keras.layers.Dense(1, dtype="bfloat16")])
@@ -40,6 +41,7 @@ def export_float32(model: keras.Model, path: Any = None) -> list[np.ndarray]:
         ['float32', 'float32']
     """
     _check_model(model)
+    _refuse_quantized(model)
     owner = _owner(model)
     values = []
     for value in model.weights:
@@ -100,6 +102,22 @@ def _check_model(model: keras.Model) -> None:
         raise ValueError(
             "The model has no weights yet. Received: model="
             f"{model.name!r}. Call it on a batch, or model.build(shape)."
+        )
+
+
+def _refuse_quantized(model: keras.Model) -> None:
+    """Refuses a model whose weights fit no float32 twin of it."""
+    modes = {
+        layer.path: layer.quantization_mode
+        for layer in layers.flat_layers(model)
+        if layer.quantization_mode is not None
+    }
+    if modes:
+        raise ValueError(
+            "Weights in float32 are for a model of float layers, and quantized "
+            f"layers hold integers and scales. Received: a model with {modes}. "
+            "Save it as it is with `model.save`, or export its weights before "
+            "`quantize`."
         )
 
 

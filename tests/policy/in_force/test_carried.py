@@ -302,9 +302,42 @@ def test_a_16_bit_output_is_reported_once_with_its_remedy(warnings_of_absl):
     model.fit(x, y, epochs=2, verbose=0)
     model.evaluate(x, y, verbose=0)
     assert len(warnings_of_absl) == 1
-    assert "Output 0" in warnings_of_absl[0]
-    assert "is float16" in warnings_of_absl[0]
-    assert "tfmix.float32_output('softmax')" in warnings_of_absl[0]
+    assert "Output 0 of the model is float16" in warnings_of_absl[0]
+    assert "`tfmix.float32_output()`" in warnings_of_absl[0]
+    assert "softmax" not in warnings_of_absl[0]
+
+
+def headed(*activations):
+    """A model with a head for each activation."""
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(4)(inputs)
+    outputs = [keras.layers.Dense(3, one)(hidden) for one in activations]
+    return keras.Model(inputs, outputs)
+
+
+@pytest.mark.parametrize(
+    ("activations", "said", "written"),
+    [
+        (["softmax"], "Output 0 ", "`tfmix.float32_output('softmax')`"),
+        ([None, "relu"], "Outputs 0, 1 ", "`tfmix.float32_output()`"),
+        ([None, "sigmoid"], "Outputs 0, 1 ", "float32_output('sigmoid')`"),
+    ],
+)
+def test_the_remedy_of_16_bit_outputs_is_one_that_fits(
+    warnings_of_absl, activations, said, written
+):
+    with scope.policy_scope("mixed_float16"):
+        model = headed(*activations)
+    model.compile("sgd", "mse")
+    x = np.zeros((4, 4), "float32")
+    model.fit(x, [np.zeros((4, 3))] * len(activations), verbose=0)
+    model.predict(x, verbose=0)
+    model.evaluate(x, [np.zeros((4, 3))] * len(activations), verbose=0)
+    (told,) = warnings_of_absl
+    assert told.startswith(said)
+    assert written in told
+    probabilities = {"softmax", "sigmoid"} & set(activations)
+    assert ("probabilities" in told) is bool(probabilities)
 
 
 def test_a_float32_output_is_not_reported(warnings_of_absl):

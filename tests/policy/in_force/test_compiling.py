@@ -52,9 +52,29 @@ def test_a_float16_model_gets_loss_scaling_and_a_guard(policy, kind):
     assert guard.is_guarded(model)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
-def test_other_models_get_none(policy):
-    scope.set_global_policy(policy)
+def test_a_bfloat16_model_gets_the_check_and_no_scale():
+    scope.set_global_policy("mixed_bfloat16")
+    model = make()
+    model.compile("adam", "mse")
+    assert model.optimizer.rule == rules.NoLossScale()
+    assert guard.is_guarded(model)
+
+
+@pytest.mark.parametrize("kind", [make, Subclassed])
+def test_a_row_of_nan_leaves_a_bfloat16_model_as_it_was(kind):
+    scope.set_global_policy("mixed_bfloat16")
+    model = kind()
+    model.compile("adam", "mse")
+    x = X.copy()
+    x[3] = np.nan
+    model.fit(x, Y, batch_size=4, shuffle=False, verbose=0)
+    assert all(np.isfinite(one).all() for one in model.get_weights())
+    assert model.optimizer.skipped_steps == 1
+    assert int(model.optimizer.iterations) == 3
+
+
+def test_a_float32_model_gets_none():
+    scope.set_global_policy("float32")
     model = make()
     model.compile("adam", "mse")
     assert type(model.optimizer) is keras.optimizers.Adam
@@ -97,6 +117,31 @@ def test_a_model_made_before_the_policy_is_wrapped_by_it():
     scope.set_global_policy("mixed_bfloat16")
     model.compile("adam", "mse")
     assert is_wrapped(model)
+
+
+def made_too_early(caplog):
+    return [text for text in caplog.messages if "apply_policy(model" in text]
+
+
+@pytest.mark.parametrize("kind", [make, Subclassed])
+def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
+    model = kind()
+    scope.set_global_policy("mixed_float16")
+    model.compile(scaling.LossScaleOptimizer("adam"), "mse")
+    model.fit(X, Y, verbose=0)
+    (told,) = made_too_early(caplog)
+    assert "no layer of the model computes in 16 bit" in told
+    assert "tfmix.apply_policy(model, 'mixed_float16')" in told
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_a_model_made_under_the_policy_is_told_nothing(dtype, caplog):
+    scope.set_global_policy("mixed_float16")
+    model = make(dtype=dtype)
+    model.compile("adam", "mse")
+    with scope.policy_scope("float32"):
+        make().compile("adam", "mse")
+    assert not made_too_early(caplog)
 
 
 def test_a_float32_model_is_left_alone_under_a_float16_policy():

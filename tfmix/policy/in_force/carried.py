@@ -5,16 +5,18 @@ So the policy lasts when the scope that the model was made in has ended.
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 from absl import logging
 
-from tfmix._keras import global_state, model_methods
+from tfmix._formats import SIXTEEN_BIT
+from tfmix._keras import global_state, layers, model_methods
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import active_rules, compiling, ops, tensors
 
+_PROBABILITIES = ("softmax", "sigmoid")
 _as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tfmix_outputs_as_made", default=False
 )
@@ -103,15 +105,40 @@ class _Carried:
         tensors.map_leaves(
             outputs, lambda one: dtypes.append(tensors.float_dtype(one))
         )
-        for number, dtype in enumerate(dtypes):
-            if dtype in ("float16", "bfloat16"):
-                logging.warning(
-                    "Output %d of the model is %s: its last rounding reaches "
-                    "the loss, and probabilities below the format's range "
-                    "become 0. End the model with "
-                    "`tfmix.float32_output(activation)`, for example "
-                    "`Dense(10)` and `tfmix.float32_output('softmax')` in "
-                    "place of `Dense(10, activation='softmax')`.",
-                    number,
-                    dtype,
-                )
+        narrow = {n: one for n, one in enumerate(dtypes) if one in SIXTEEN_BIT}
+        if narrow:
+            logging.warning(
+                "%s %s of the model %s %s. %s",
+                "Outputs" if len(narrow) > 1 else "Output",
+                ", ".join(map(str, narrow)),
+                "are" if len(narrow) > 1 else "is",
+                " and ".join(sorted(set(narrow.values()))),
+                _remedy([_activation(self._model, place) for place in narrow]),
+            )
+
+
+def _activation(model: keras.Model, place: int) -> str:
+    """Names the activation that makes a result of a graph, "" if unknown."""
+    results = layers.results(model)
+    if place >= len(results):
+        return ""
+    made_by, _ = layers.maker(results[place])
+    activation = getattr(made_by, "activation", None)
+    return getattr(activation, "__name__", "")
+
+
+def _remedy(activations: Sequence[str]) -> str:
+    """Says what 16-bit outputs cost, and what to write."""
+    cost = "The last rounding reaches the loss"
+    for name in activations:
+        if name in _PROBABILITIES:
+            return (
+                f"{cost}, and probabilities below the format's range become 0. "
+                f"End the model with `tfmix.float32_output({name!r})`, behind "
+                f"a last layer without `activation={name!r}`."
+            )
+    return (
+        f"{cost}. End the model with `tfmix.float32_output()`, or one that is "
+        "made already: `keras.Model(model.inputs, "
+        "tfmix.float32_output()(model.output))`."
+    )

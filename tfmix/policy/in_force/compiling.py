@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from absl import logging
 
-from tfmix._keras import training_classes
+from tfmix import _formats
+from tfmix._keras import layers, model_methods, training_classes
+from tfmix.policy import policy as policies
 from tfmix.policy.in_force import suited_optimizer
 from tfmix.scaling import guard
 from tfmix.scaling import optimizer as scaling
@@ -21,8 +24,28 @@ def wrapped(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
         compile_suitably(self, functools.partial(original, self), args, kwargs)
+        _warn_of_late_policy(self)
 
     return compile
+
+
+def _warn_of_late_policy(model: keras.Model) -> None:
+    """Warns of a model that was made before the policy in force was set."""
+    policy = keras.config.dtype_policy()
+    computes_in = functools.partial(suited_optimizer.computes_in, model)
+    if (
+        policies.is_sixteen_bit(policy)
+        and layers.parts(model)
+        and model_methods.part(model, model_methods.RULES) is None
+        and not any(map(computes_in, _formats.SIXTEEN_BIT))
+    ):
+        logging.warning(
+            "tfmix: %r is in force, but no layer of the model computes in 16 "
+            "bit: the model was made before. Make it after setting the "
+            "policy, or write tfmix.apply_policy(model, %r).",
+            policy.name,
+            policy.name,
+        )
 
 
 def compile_suitably(

@@ -57,7 +57,8 @@ def suited(
 ) -> keras.optimizers.Optimizer:
     """Returns an optimizer with what a model's dtypes call for around it.
 
-    float16 layers get loss scaling, 16-bit variables get float32 masters.
+    float16 layers get loss scaling, bfloat16 ones a check that skips steps
+    that are not finite, 16-bit variables get float32 masters.
     What is there already stays; into tfmix's loss-scale optimizer masters are
     put where they are missing.
     """
@@ -67,7 +68,7 @@ def suited(
             _add_masters(optimizer)
         return optimizer
     float16 = computes_in(model, "float16")
-    if not float16 and not pure:
+    if not float16 and not computes_in(model, "bfloat16"):
         return optimizer
     fixed = optimizer.loss_scale_factor
     if fixed is not None:

@@ -1,0 +1,276 @@
+"""What each command of the shell does: reads its input, calls one function."""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+from rich import console, markup
+
+from tfmix.conversion import convert
+from tfmix.devices import devices, suited_policy
+from tfmix.doctor import check
+from tfmix.hardware import advise, compile_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a command found: for people, for programs and for the shell."""
+
+    text: Any  # a string or anything rich can print
+    data: Any  # the same as plain JSON values
+    healthy: bool = True  # whether there is nothing to object to
+
+
+def run_devices(options: argparse.Namespace) -> Outcome:
+    """Lists the devices, and says what `"auto"` would choose."""
+    found = devices()
+    name, reason = suited_policy(found)
+    listed = [dataclasses.asdict(device) for device in found]
+    data = {"devices": listed, "auto": name, "reason": reason}
+    return Outcome(found, data)
+
+
+def run_check(options: argparse.Namespace) -> Outcome:
+    """Checks a saved model in 16 bit on a batch from a file."""
+    if options.html:
+        _check_folder(options.html)
+    x, y = read_batch(options.data, options.rows)
+    # A loss that is given replaces the compiled one, which then need not load.
+    model = load_model(options.model, compiled=options.loss is None)
+    x = arranged(x, model)
+    notes = []
+    if y is not None and not (options.loss or getattr(model, "loss", None)):
+        y = None
+        notes.append(
+            "The model has no loss, so only the forward pass was "
+            "checked; give one with --loss."
+        )
+    try:
+        report = check.checked(
+            model, x, y, loss=options.loss, policy=options.policy, rows=None
+        )
+    except (TypeError, ValueError):
+        raise
+    except Exception as error:
+        # Each backend has exceptions of its own for data that do not fit.
+        raise ValueError(
+            f"The model could not be checked on {str(options.data)!r}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    data = json.loads(report.to_json())
+    if options.suggest:
+        policy = report.suggested_policy(progress=not options.json)
+        data["suggested_policy"] = repr(policy)
+        known = report.policy.float32_layers
+        added = [one for one in policy.float32_layers if one not in known]
+        extra = f" with {added} in float32 as well" if added else ""
+        notes.append(f"suggested: {policy.level or policy.name!r}{extra}")
+    if options.html:
+        report.to_html(options.html)
+        notes.append(f"report: {options.html}")
+    data["notes"] += notes
+    text = console.Group(report, *map(markup.escape, notes))
+    return Outcome(text, data, report.healthy)
+
+
+def run_advise(options: argparse.Namespace) -> Outcome:
+    """Says where a saved model's shapes are slow, and what it weighs."""
+    # An optimizer that was saved with the model has its slots counted.
+    model = _loaded(options.model)
+    shape = options.input_shape and tuple(options.input_shape)
+    advice = advise.advise(model, options.batch_size, input_shape=shape)
+    return Outcome(advice, json.loads(advice.to_json()))
+
+
+def run_compile(options: argparse.Namespace) -> Outcome:
+    """Compiles a saved model's training step for another machine."""
+    if options.html:
+        _check_folder(options.html)
+    policies = options.policy and options.policy.split(",")
+    model = _loaded(options.model)
+    step = compile_for.compile_for(
+        model,
+        options.batch,
+        target=options.target,
+        devices=options.devices,
+        optimizer=options.optimizer,
+        loss=options.loss,
+        policy=policies if policies and len(policies) > 1 else options.policy,
+    )
+    if options.html:
+        step.to_html(options.html)
+    return Outcome(step, json.loads(step.to_json()))
+
+
+def _loaded(path: pathlib.Path) -> keras.Model:
+    try:
+        return load_model(path, compiled=True)
+    except ValueError:
+        # A loss of the user's own keeps no one from counting the rest.
+        return load_model(path, compiled=False)
+
+
+def run_convert(options: argparse.Namespace) -> Outcome:
+    """Converts a saved model and saves the result."""
+    target = options.target
+    if target.suffix != ".keras":
+        raise ValueError(
+            f"The converted model is written in Keras's own format. Received: "
+            f"target={str(target)!r}. Give it a name that ends in `.keras`."
+        )
+    if target.exists() and not options.overwrite:
+        raise ValueError(
+            f"{str(target)!r} exists already. Give another name, or "
+            "`--overwrite`."
+        )
+    _check_folder(target)
+    model = load_model(options.source, compiled=not options.inference)
+    report = convert.apply_policy(model, options.policy)
+    model.save(target)
+    said = [devices().auto()] if options.policy == "auto" else []
+    data = {
+        "policy": options.policy,
+        "target": str(target),
+        "rows": [dataclasses.asdict(row) for row in report.rows],
+        "notes": [*said, *report.notes],
+    }
+    said.append(f"written: {target}")
+    return Outcome(console.Group(report, *map(markup.escape, said)), data)
+
+
+def run_demo(options: argparse.Namespace) -> Outcome:
+    """Trains on scanned digits under three policies."""
+    try:
+        # Lies in `examples/` of the repository; setup.cfg puts it here.
+        digits = importlib.import_module("tfmix.examples.digits")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"The demo needs the module {error.name!r}, which is not "
+            "installed. Run `pip install 'tfmix[examples]'`, or "
+            "`pip install -e '.[examples]'` in a checkout."
+        ) from error
+    given = {"epochs": options.epochs, "seeds": options.seeds}
+    settings = {name: v for name, v in given.items() if v is not None}
+    report = digits.run(out=options.out, quiet=options.json, **settings)
+    return Outcome(report.table(), report.to_dict(), report.healthy)
+
+
+def run_bench(options: argparse.Namespace) -> Outcome:
+    """Runs the benchmarks of the checkout, each in a process of its own."""
+    root = pathlib.Path(__file__).parents[1]
+    if not (root / "benchmarks" / "__main__.py").is_file():
+        raise ImportError(
+            "The benchmarks lie in tfmix's repository and are not installed "
+            f"with it. Received: an installation in {str(root)!r}. Run `tfmix "
+            "bench` from a checkout, after `pip install -e .` there."
+        )
+    known = json.loads(_benchmarks(root, ["--list", "--json"]).stdout)
+    if unknown := [name for name in options.names if name not in known]:
+        raise ValueError(
+            f"There is no such benchmark. Received: {unknown!r}. There are: "
+            f"{', '.join(known)}. Without a name, all are run."
+        )
+    if options.list:
+        return Outcome("\n".join(known), known)
+    words = [*options.names, *(["--json"] if options.json else [])]
+    ran = _benchmarks(root, words, options.json)
+    if options.json and not ran.stdout:
+        raise ImportError("The benchmarks did not start; see above.")
+    data = json.loads(ran.stdout) if options.json else None
+    done = ", ".join(options.names or known)
+    if ran.returncode:
+        return Outcome(f"failed, see above: {done}", data, healthy=False)
+    return Outcome(f"done: {done}", data)
+
+
+def _benchmarks(
+    root: pathlib.Path, words: list[str], captured: bool = True
+) -> subprocess.CompletedProcess:
+    """Runs `python -m benchmarks`; its messages and tables are shown."""
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *words],
+        cwd=root,
+        stdout=subprocess.PIPE if captured else None,
+        text=True,
+        check=False,
+    )
+
+
+def load_model(path: pathlib.Path, compiled: bool) -> keras.Model:
+    """Loads a model from a `.keras` file, with optimizer and loss or not."""
+    saved = "a model that was saved with `model.save('NAME.keras')`."
+    _check_file(path, f"Give the path of {saved}")
+    try:
+        return keras.saving.load_model(path, compile=compiled)
+    except Exception as error:
+        # A broken file makes Keras raise what its parts raise: zipfile's
+        # errors, h5py's, KeyError for a missing entry.
+        raise ValueError(
+            f"Keras cannot load {str(path)!r}: {type(error).__name__}: "
+            f"{error} A model with classes of your own is checked from "
+            "Python, where they are known."
+        ) from error
+
+
+def _check_file(path: pathlib.Path, advice: str) -> None:
+    if path.is_dir():
+        raise ValueError(f"{str(path)!r} is a directory, no file. {advice}")
+    if not path.is_file():
+        raise ValueError(f"There is no file {str(path)!r}. {advice}")
+
+
+def _check_folder(path: pathlib.Path) -> None:
+    """Refuses a file to write in a folder that is not there."""
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"There is no folder {str(path.parent)!r} to write {path.name!r} "
+            "in. Make it first, or give another path."
+        )
+
+
+def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
+    """Reads `x`, or inputs by name, and `y` from `.npz`, `x` from `.npy`."""
+    if rows < 1:
+        raise ValueError(f"`rows` must be at least 1. Received: rows={rows!r}.")
+    _check_file(
+        path, "Write one with `numpy.savez('NAME.npz', x=inputs, y=targets)`."
+    )
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded[:rows], None
+        arrays = {name: loaded[name][:rows] for name in loaded.files}
+    except Exception as error:
+        # NumPy raises zipfile's, zlib's and its own errors on a broken file.
+        raise ValueError(
+            f"NumPy cannot read {str(path)!r}: {type(error).__name__}: {error}"
+        ) from error
+    y = arrays.pop("y", None)
+    if not arrays:
+        raise ValueError(
+            f"{str(path)!r} holds no inputs. Received the arrays: "
+            f"{loaded.files!r}. Save them as `x`, or by the inputs' names."
+        )
+    return arrays.get("x", arrays), y
+
+
+def arranged(x: Any, model: keras.Model) -> Any:
+    """Puts arrays given by name into the structure of a model's inputs."""
+    inputs = getattr(model, "input", None)
+    if not isinstance(x, dict) or inputs is None:
+        return x
+    names = [tensor.name for tensor in keras.tree.flatten(inputs)]
+    if missing := [name for name in names if name not in x]:
+        raise ValueError(
+            f"There is no array for the inputs {missing!r}. Received the "
+            f"arrays: {sorted(x)!r}. Save each by its input's name, or the "
+            "only one as `x`."
+        )
+    return keras.tree.map_structure(lambda tensor: x[tensor.name], inputs)
