@@ -205,6 +205,8 @@ ATTRIBUTES = [
     ("a layer", built(dense), "_parent_path", str),
     ("a layer", dense, "_parent_path", type(None)),
     ("a layer", built(dense), "_seed_generators", list),
+    ("a layer", built(dense), "_losses", list),
+    ("a layer", built(dense), "_loss_ids", set),
     ("a layer", built(dense), "_trainable_variables", list),
     ("a layer", built(dense), "_build_shapes_dict", dict),
     ("a layer", dense, "_build_shapes_dict", type(None)),
@@ -609,6 +611,15 @@ def test_a_stateless_scope_collects_added_losses():
     with keras.StatelessScope(collect_losses=True) as scope:
         layer(batch())
         assert len(scope.losses) == 1
+
+
+def test_a_layer_keeps_its_added_losses_in_a_list_that_can_be_cleared():
+    layer = keras.layers.Dense(4, activity_regularizer="l2")
+    layer(batch())
+    assert len(layer._losses) == 1
+    layer._losses.clear()
+    layer._loss_ids.clear()
+    assert layer.losses == []
 
 
 def test_a_layer_reads_the_mask_that_set_keras_mask_sets():

@@ -5,6 +5,7 @@ So the policy lasts when the scope that the model was made in has ended.
 
 import contextlib
 import contextvars
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,13 @@ from absl import logging
 
 from tfmix._keras import global_state, model_methods
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import active_rules, compiling, ops, tensors
+from tfmix.policy.in_force import (
+    active_rules,
+    compiling,
+    fallback,
+    ops,
+    tensors,
+)
 
 _as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tfmix_outputs_as_made", default=False
@@ -62,6 +69,7 @@ class _Carried:
         self.wrappers: Mapping[str, model_methods.Wrapper] = {
             "call": self._call,
             "compile": self._compile,
+            "summary": self._summary,
             "compute_loss": self._in_float32,
             "compute_metrics": self._in_float32,
             "train_step": self._under_rules,
@@ -89,6 +97,15 @@ class _Carried:
             return outputs
         self._tell_of_16_bit(outputs)
         return tensors.map_leaves(outputs, tensors.wide)
+
+    def _summary(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Says below the table which layers fell back to float32."""
+        shown = original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        show = given.get("print_fn") or print
+        for layer in fallback.fallen_back(self._model):
+            show(f" {layer.name} computes in float32: {fallback.why(layer)}")
+        return shown
 
     def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         compiling.compile_suitably(
