@@ -17,7 +17,9 @@ class Trained(keras.Model):
     def train_step(self, data):
         x = data
         with tf.GradientTape() as tape:
-            views = [self(x + 0.1 * tf.random.normal(tf.shape(x))) for _ in "ab"]
+            views = [
+                self(x + 0.1 * tf.random.normal(tf.shape(x))) for _ in "ab"
+            ]
             a, b = (tf.math.l2_normalize(v, axis=1) for v in views)
             logits = tf.matmul(a, b, transpose_b=True) / tf.constant(0.1)
             loss = tf.nn.softmax_cross_entropy_with_logits(
@@ -27,14 +29,13 @@ class Trained(keras.Model):
             scaled = self.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
+        return {"total": loss}
 
 
 def main(jit=False):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 8)).astype("float32")
-    y = x.sum(1, keepdims=True)
     model = Trained()
     model.compile("adam", jit_compile=jit)
-    history = model.fit(x, batch_size=16, epochs=2, verbose=0)
-    return history.history["loss"]
+    history = model.fit(x, batch_size=16, epochs=4, verbose=0)
+    return history.history["total"]

@@ -22,7 +22,7 @@ class Trained(keras.Model):
             scaled = self.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
+        return {"total": loss}
 
 
 def main(jit=False):
@@ -31,5 +31,5 @@ def main(jit=False):
     y = x.sum(1, keepdims=True)
     model = Trained()
     model.compile("adam", "mse", jit_compile=jit)
-    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
-    return history.history["loss"]
+    history = model.fit(x, y, batch_size=16, epochs=4, verbose=0)
+    return history.history["total"]

@@ -26,14 +26,13 @@ class Trained(keras.Model):
             scaled = self.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
+        return {"total": loss}
 
 
 def main(jit=False):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 8)).astype("float32")
-    y = x.sum(1, keepdims=True)
     model = Trained()
     model.compile("adam", jit_compile=jit)
-    history = model.fit(x, batch_size=16, epochs=2, verbose=0)
-    return history.history["loss"]
+    history = model.fit(x, batch_size=16, epochs=4, verbose=0)
+    return history.history["total"]

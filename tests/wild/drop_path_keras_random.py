@@ -15,9 +15,10 @@ class DropPath(layers.Layer):
         if not training:
             return x
         shape = (ops.shape(x)[0], 1)
-        keep = ops.floor(1 - self.rate + keras.random.uniform(shape, seed=self.seed))
+        keep = ops.floor(
+            1 - self.rate + keras.random.uniform(shape, seed=self.seed)
+        )
         return x / (1 - self.rate) * keep
-
 
 
 def main(jit=False):
@@ -32,4 +33,4 @@ def main(jit=False):
         ]
     )
     model.compile("adam", "mse", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["loss"]
+    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]

@@ -35,4 +35,4 @@ def main(jit=False):
         ]
     )
     model.compile("adam", "binary_crossentropy", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["loss"]
+    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]

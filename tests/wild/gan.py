@@ -56,4 +56,4 @@ def main(jit=False):
     adam = [keras.optimizers.Adam(3e-4) for _ in range(2)]
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
     model.compile(*adam, loss, jit_compile=jit)
-    return model.fit(data, batch_size=16, epochs=2, verbose=0).history["loss"]
+    return model.fit(data, batch_size=16, epochs=4, verbose=0).history["loss"]

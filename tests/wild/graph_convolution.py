@@ -16,12 +16,13 @@ class GraphConvolution(layers.Layer):
 
     def call(self, x):
         h = self.dense(x)
-        messages = tf.gather(h, self.edges[0], axis=1) * self.weights_of[:, None]
+        messages = (
+            tf.gather(h, self.edges[0], axis=1) * self.weights_of[:, None]
+        )
         summed = tf.math.unsorted_segment_sum(
             tf.transpose(messages, (1, 0, 2)), self.edges[1], 8
         )
         return tf.nn.relu(tf.transpose(summed, (1, 0, 2)) + h)
-
 
 
 def main(jit=False):
@@ -37,4 +38,4 @@ def main(jit=False):
         ]
     )
     model.compile("adam", "binary_crossentropy", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["loss"]
+    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]

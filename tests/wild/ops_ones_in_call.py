@@ -8,9 +8,10 @@ from keras import layers, ops
 class Extended(layers.Layer):
     def call(self, x):
         n = ops.shape(x)[0]
-        steps = ops.tile(ops.reshape(ops.arange(8, dtype="float32"), (1, 8)), (n, 1))
+        steps = ops.tile(
+            ops.reshape(ops.arange(8, dtype="float32"), (1, 8)), (n, 1)
+        )
         return ops.concatenate([x, ops.ones((n, 1)), steps / 8.0], axis=-1)
-
 
 
 def main(jit=False):
@@ -25,4 +26,4 @@ def main(jit=False):
         ]
     )
     model.compile("adam", "mse", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["loss"]
+    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]

@@ -18,7 +18,6 @@ class GlobalFilter(layers.Layer):
         return tf.transpose(tf.signal.irfft(f), (0, 2, 1))
 
 
-
 def main(jit=False):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 20, (64, 8))
@@ -32,4 +31,4 @@ def main(jit=False):
         ]
     )
     model.compile("adam", "binary_crossentropy", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["loss"]
+    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]

@@ -16,7 +16,6 @@ class Time2Vec(layers.Layer):
         return first * wave + (1.0 - first) * ops.sin(wave)
 
 
-
 def main(jit=False):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 8)).astype("float32")
@@ -28,4 +27,4 @@ def main(jit=False):
         ]
     )
     model.compile("adam", "mse", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["loss"]
+    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]

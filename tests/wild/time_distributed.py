@@ -14,7 +14,6 @@ class Decay(layers.Layer):
         return shape
 
 
-
 def main(jit=False):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 20, (64, 8))
@@ -28,4 +27,4 @@ def main(jit=False):
         ]
     )
     model.compile("adam", "binary_crossentropy", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["loss"]
+    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]

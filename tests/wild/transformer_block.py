@@ -20,7 +20,6 @@ class Block(layers.Layer):
         return self.norm[1](x + self.ffn(x))
 
 
-
 def main(jit=False):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 20, (64, 8))
@@ -34,4 +33,4 @@ def main(jit=False):
         ]
     )
     model.compile("adam", "binary_crossentropy", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["loss"]
+    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]

@@ -8,7 +8,9 @@ from keras import layers
 
 class VectorQuantizer(layers.Layer):
     def build(self, shape):
-        self.codes = self.add_weight(shape=(shape[-1], 12), initializer="uniform")
+        self.codes = self.add_weight(
+            shape=(shape[-1], 12), initializer="uniform"
+        )
 
     def call(self, x):
         far = tf.reduce_sum(self.codes**2, 0) - 2 * tf.matmul(x, self.codes)
@@ -17,7 +19,6 @@ class VectorQuantizer(layers.Layer):
         gap = tf.stop_gradient(quantized) - x
         self.add_loss(0.25 * tf.reduce_mean(gap**2))
         return x + tf.stop_gradient(quantized - x)
-
 
 
 def main(jit=False):
@@ -32,4 +33,4 @@ def main(jit=False):
         ]
     )
     model.compile("adam", "mse", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["loss"]
+    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]

@@ -12,7 +12,6 @@ def spectrogram(x):
     return tf.abs(tf.signal.rfft(frames * window))
 
 
-
 def main(jit=False):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 8)).astype("float32")
@@ -26,4 +25,4 @@ def main(jit=False):
         ]
     )
     model.compile("adam", "mse", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=2, verbose=0).history["loss"]
+    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]

@@ -363,3 +363,66 @@ def absl_propagates(caplog):
     caplog.set_level(logging.WARNING, "absl")
     yield
     logger.propagate = before
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_failed_trace_moves_no_statistics(jit):
+    import tensorflow as tf
+
+    class Normalised(layers.Layer):
+        def build(self, shape):
+            self.norm = layers.BatchNormalization()
+            self.norm.build(shape)
+
+        def call(self, x, training=None):
+            x = self.norm(x, training=training)
+            return x + tf.ones(tf.shape(x))
+
+    with tfmix.policy_scope("mixed_float16"):
+        layer = Normalised()
+    layer.build((4, 8))
+    step = tf.function(
+        lambda x: layer(x, training=True), jit_compile=jit, autograph=False
+    )
+    seen = [np.zeros(8)]
+    for _ in range(2):
+        step(tf.ones((4, 8)))
+        seen.append(np.array(layer.norm.moving_mean))
+    np.testing.assert_allclose(seen[1], 0.01, rtol=1e-3)
+    np.testing.assert_allclose(seen[2] - seen[1], 0.0099, rtol=1e-3)
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_train_step_that_mixes_dtypes_gets_float32_from_its_layers(caplog):
+    import tensorflow as tf
+
+    class Steps(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(1)
+            self.seen = self.add_weight(shape=(), name="seen")
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            self.seen.assign_add(1.0)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self.dense(data) + tf.ones((4, 1)))
+                loss = self.optimizer.scale_loss(loss)
+            weights = self.dense.trainable_weights
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"total": loss}
+
+    with tfmix.policy_scope("mixed_float16"):
+        model = Steps()
+    model(X)
+    model.compile("sgd", jit_compile=False)
+    before = float(model.seen)
+    model.fit(X, epochs=3, verbose=0)
+    # Nothing of the failed trace has run.
+    assert float(model.seen) == before + 3
+    assert model.dense.compute_dtype == "float16"
+    (warning,) = warnings_in(caplog)
+    assert "`train_step`" in warning

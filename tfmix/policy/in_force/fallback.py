@@ -95,6 +95,32 @@ def why(layer: keras.Layer) -> str:
     return state.why if state is not None and state.is_float32() else ""
 
 
+def mended_step(
+    model: keras.Model, error: Exception, trace: Callable[[], Any]
+) -> Any:
+    """Traces a `train_step` that failed, on layers that hand float32 on to it.
+
+    Raises the error as it was if that does not mend it.
+    """
+    if not _is_about_dtypes(error):
+        raise error
+    with contextlib.ExitStack() as undo:
+        _own_code(model, undo)
+        try:
+            with _trying_float32():
+                found = trace()
+        except Exception:
+            raise error from None
+        undo.pop_all()
+    logging.warning(
+        "tfmix: the layers that the `train_step` of %r calls hand float32 on "
+        "to it from now on, because its code cannot compute in 16 bit. %s",
+        model.name,
+        _cause(error),
+    )
+    return found
+
+
 def fallen_back(model: keras.Layer) -> list[keras.Layer]:
     """Lists the layers of a model that have fallen back to float32."""
     return [layer for layer in layers.flat_layers(model) if why(layer)]
@@ -163,7 +189,7 @@ class _State:
         place = type(error), constants.users_line(error)
         if _trying.get() and place in self._given_up:
             return None
-        cause = f"{place[1]}{type(error).__name__}: {_first_line(error)}."
+        cause = _cause(error)
         for change in (_own_code, _everything):
             with contextlib.ExitStack() as undo:
                 before = attempts.state()
@@ -273,8 +299,9 @@ def _is_about_dtypes(error: Exception) -> bool:
     return bool(kinds & _KINDS) and bool(_ABOUT_DTYPES.search(message))
 
 
-def _first_line(error: Exception) -> str:
-    """Returns what an error says first, without what Keras wraps it in."""
+def _cause(error: Exception) -> str:
+    """Returns what an error says first, and where."""
     text = re.sub(r"\x1b\[\d+m|Exception encountered .*", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else ""
+    said = lines[0].rstrip(".") if lines else ""
+    return f"{constants.users_line(error)}{type(error).__name__}: {said}."
