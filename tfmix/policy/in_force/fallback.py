@@ -190,6 +190,7 @@ class _State:
         if _trying.get() and place in self._given_up:
             return None
         cause = _cause(error)
+        in_float32 = error
         for change in (_own_code, _everything):
             with contextlib.ExitStack() as undo:
                 before = attempts.state()
@@ -197,14 +198,17 @@ class _State:
                 try:
                     with _trying_float32():
                         outputs = self._in_float32(original, args, kwargs)
-                except Exception:
-                    # The first error is the one to tell.
+                except Exception as failed:
                     attempts.restore(before, self._layer)
+                    in_float32 = failed
                     continue
                 undo.pop_all()
                 self._tell()
                 return (outputs,)
         self._given_up.add(place)
+        if not _is_about_dtypes(in_float32):
+            # Mixed dtypes hid it: in float32 this is the only error.
+            raise in_float32 from None
         return None
 
     def _fall_back(
