@@ -206,6 +206,8 @@ ATTRIBUTES = [
     ("a layer", built(dense), "_parent_path", str),
     ("a layer", dense, "_parent_path", type(None)),
     ("a layer", built(dense), "_seed_generators", list),
+    ("a layer", built(dense), "_losses", list),
+    ("a layer", built(dense), "_loss_ids", set),
     ("a layer", built(dense), "_trainable_variables", list),
     ("a layer", built(dense), "_build_shapes_dict", dict),
     ("a layer", dense, "_build_shapes_dict", type(None)),
@@ -265,6 +267,8 @@ ELSEWHERE = {
     "_layout",
     # `test_what_tensorflow_tracks_starts_with_self`.
     "_self_",
+    # `test_an_operation_takes_another_input_and_a_graph_counts_operations`.
+    "_update_input",
     # `test_a_class_of_activations_works_in_static_call`.
     "keras.src.activations.activations",
 }
@@ -610,6 +614,36 @@ def test_a_stateless_scope_collects_added_losses():
     with keras.StatelessScope(collect_losses=True) as scope:
         layer(batch())
         assert len(scope.losses) == 1
+
+
+@tensorflow_only
+def test_an_operation_takes_another_input_and_a_graph_counts_operations():
+    import tensorflow as tf
+
+    one, other = tf.Variable(1.0), tf.Variable(1.0)
+
+    @tf.function(autograph=False)
+    def step():
+        graph = tf.compat.v1.get_default_graph()
+        start = graph.version
+        assert start == len(graph.get_operations())
+        one.assign_add(1.0)
+        for operation in graph.get_operations()[start:]:
+            for place, tensor in enumerate(operation.inputs):
+                if tensor.dtype == tf.resource:
+                    operation._update_input(place, graph.capture(other.handle))
+
+    step()
+    assert (float(one), float(other)) == (1.0, 2.0)
+
+
+def test_a_layer_keeps_its_added_losses_in_a_list_that_can_be_cleared():
+    layer = keras.layers.Dense(4, activity_regularizer="l2")
+    layer(batch())
+    assert len(layer._losses) == 1
+    layer._losses.clear()
+    layer._loss_ids.clear()
+    assert layer.losses == []
 
 
 def test_a_layer_reads_the_mask_that_set_keras_mask_sets():

@@ -23,6 +23,26 @@ def set_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     put(layer, "_dtype_policy", policy)
 
 
+def own(layer: keras.Layer) -> keras.DTypePolicy:
+    """Returns a layer's policy as it stands; Keras's getter may copy a map."""
+    policy: keras.DTypePolicy = vars(layer)["_dtype_policy"]
+    return policy
+
+
+def save_as_float32(layer: keras.Layer) -> None:
+    """Lets a layer be saved as a float32 one, whatever it computes in now."""
+    policy = layer.dtype_policy
+    if type(policy) is keras.DTypePolicy:
+        own = keras.DTypePolicy(policy.name)
+        # With what else stands on it, such as a way to convert inputs.
+        vars(own).update(vars(policy), get_config=_float32_config)
+        set_policy(layer, own)
+
+
+def _float32_config() -> dict[str, str]:
+    return {"name": "float32"}
+
+
 def path_of(layer: keras.Layer) -> str:
     """Returns a layer's path, also before its first call has set it."""
     if layer.path:

@@ -12,8 +12,9 @@ import keras
 
 # Called with the method inside it, then the arguments of the call.
 Wrapper = Callable[..., Any]
-# From the inside out: a guard restores what ran under the policy's rules.
-RULES, GUARD = "rules", "guard"
+# From the inside out: code that falls back to float32 is traced anew under the
+# policy's rules, and a guard restores what ran under them.
+FALLBACK, RULES, GUARD = "fallback", "rules", "guard"
 _OWNER = "_tfmix_methods"
 
 
@@ -103,7 +104,7 @@ class _Owner:
             call = self._users.get(name) or functools.partial(
                 getattr(type(self._model), name), self._model
             )
-            for role in (RULES, GUARD):
+            for role in (FALLBACK, RULES, GUARD):
                 part = self.parts.get(role)
                 if part is not None and name in part.wrappers:
                     call = functools.partial(part.wrappers[name], call)

@@ -11,6 +11,11 @@ import keras
 from tfmix._keras import compilation, replacements
 
 Optimizer: TypeAlias = keras.optimizers.Optimizer
+# Where every optimizer but a wrapper applies its gradients.
+APPLY: replacements.Place = (
+    next(c for c in keras.optimizers.Optimizer.__mro__ if "apply" in vars(c)),
+    "apply",
+)
 
 
 def chain(optimizer: Optimizer | None) -> Iterator[Optimizer]:

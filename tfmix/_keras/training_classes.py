@@ -36,6 +36,12 @@ def _own_classes(base: type[Any], method: str) -> Iterator[type]:
             yield from _own_classes(subclass, method)
 
 
+def has_own_step(model: keras.Model) -> bool:
+    """Says whether a model's class writes its `train_step` itself."""
+    module = type(model).train_step.__module__ or ""
+    return module.split(".")[0] != "keras"
+
+
 def adopt_optimizer(model: keras.Model, optimizer: Any) -> None:
     """Makes an optimizer the compiled model's, also in what it saves."""
     # Keras would save the one `compile` was given, without its state.

@@ -12,7 +12,7 @@ from keras import ops
 from tfmix import _formats
 from tfmix._keras import layer_policies, layers, replacements, variables
 from tfmix.conversion import planned_policies
-from tfmix.policy.in_force import suited_optimizer, uncast_inputs
+from tfmix.policy.in_force import fallback, suited_optimizer, uncast_inputs
 
 Undo = Callable[[], None]
 
@@ -80,13 +80,16 @@ def _set_policy(
     # A model's `call` stays; its methods have an owner of their own.
     names = [layer_policies.FIRST_CALLED]
     names += [] if isinstance(layer, keras.Model) else ["call"]
+    fallen = fallback.take_off(layer)
     own = {name: vars(layer)[name] for name in names if name in vars(layer)}
 
     def restore() -> None:
+        fallback.take_off(layer)
         uncast_inputs.forget_exact(layer)
         layer_policies.set_policy(layer, before)
         for name, value in own.items():
             layer_policies.put(layer, name, value)
+        fallback.put_back(layer, fallen)
 
     way_back.callback(restore)
     # Rules of the policy it was made under must not come back later.
@@ -97,6 +100,8 @@ def _set_policy(
         uncast_inputs.keep_exact(layer)
         if policy.compute_dtype == "float32":
             uncast_inputs.look_behind_casts(layer)
+        if fallback.can_have(layer):
+            fallback.put_on(layer)
 
 
 def _cast_variables(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -17,7 +18,7 @@ from tfmix._keras import (
 )
 from tfmix.conversion import changes, copying, optimizer_state, planned_policies
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import carried, scope, suited_optimizer
+from tfmix.policy.in_force import carried, fallback, scope, suited_optimizer
 from tfmix.scaling import guard
 from tfmix.scaling import optimizer as scaling
 
@@ -49,10 +50,12 @@ class ConversionReport(_tables.Printed):
         rows: One row per layer, in the model's order.
         undo: Takes the conversion back.
         notes: Sentences on what a reader should know besides.
+        layers: The layer of each row. Defaults to none.
 
     Attributes:
         policy: The policy that was applied.
-        rows: Tuple of `Row`.
+        rows: Tuple of `Row`. A layer that has fallen back to float32 since,
+            because its code cannot compute in 16 bit, is shown as float32.
         notes: Tuple of sentences.
 
     Example:
@@ -68,9 +71,10 @@ class ConversionReport(_tables.Printed):
         rows: list[Row],
         undo: changes.Undo,
         notes: tuple[str, ...] = (),
+        layers: Sequence[keras.Layer] = (),
     ) -> None:
         self.policy = policy
-        self.rows = tuple(rows)
+        self._rows, self._layers = tuple(rows), tuple(layers)
         self.notes = notes
         self._undo: changes.Undo | None = undo
 
@@ -93,6 +97,16 @@ class ConversionReport(_tables.Printed):
             )
         self._undo()
         self._undo = None
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """One row per layer."""
+        reasons = [fallback.why(layer) for layer in self._layers]
+        reasons += [""] * (len(self._rows) - len(reasons))
+        return tuple(
+            dataclasses.replace(row, after="float32", why=why) if why else row
+            for row, why in zip(self._rows, reasons, strict=True)
+        )
 
     @property
     def kept(self) -> tuple[Row, ...]:
@@ -204,7 +218,8 @@ def _convert(
         undo, optimizer = _converted(model, policy, steps, given)
     for note in notes:
         logging.warning("tfmix: %s", note)
-    report = ConversionReport(policy, rows, undo, notes)
+    shown = [step.layer for step in steps if step.shown]
+    report = ConversionReport(policy, rows, undo, notes, shown)
     return report, optimizer
 
 

@@ -9,7 +9,7 @@ from tfmix import _formats
 from tfmix._keras import layer_policies, layers
 from tfmix.policy import layer_rules
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import new_layers, suited_optimizer
+from tfmix.policy.in_force import fallback, new_layers, suited_optimizer
 
 # Layers of Keras's that hold layers of the user's: those are decided on
 # their own. What other layers of Keras's hold (the projections of attention,
@@ -139,7 +139,7 @@ class _Planner:
             return Step(layer, layer.dtype_policy, own)
         if inherited is not None:
             return Step(layer, inherited.policy, inherited.why)
-        if why := self._why_float32(layer):
+        if why := self._why_float32(layer) or self._fell_back(layer):
             return Step(layer, keras.DTypePolicy("float32"), why)
         target = self._target(layer)
         return Step(layer, target, f"computes in {target.compute_dtype}")
@@ -168,7 +168,8 @@ class _Planner:
         dtypes = (layer.compute_dtype, layer.variable_dtype)
         if any(dtype not in _formats.FORMATS for dtype in dtypes):
             return _OWN
-        deliberate = self._mixed_before and not new_layers.is_chosen(layer)
+        chosen = new_layers.is_chosen(layer) or fallback.why(layer)
+        deliberate = self._mixed_before and not chosen
         if deliberate and current.name == "float32" and not self._is_float32:
             return _OWN
         return ""
@@ -185,6 +186,9 @@ class _Planner:
         if getattr(layer, "activation", None) is keras.activations.softmax:
             return "a softmax head: in 16 bit it loses logits recovery"
         return "the model's output" if id(layer) in self._heads else None
+
+    def _fell_back(self, layer: keras.Layer) -> str:
+        return "" if self._is_float32 else fallback.why(layer)
 
     def _ruled(self, layer: keras.Layer) -> str | None:
         path = layer_policies.path_of(layer)

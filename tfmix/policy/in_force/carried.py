@@ -5,6 +5,8 @@ So the policy lasts when the scope that the model was made in has ended.
 
 import contextlib
 import contextvars
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,11 +14,19 @@ import keras
 from absl import logging
 
 from tfmix._formats import SIXTEEN_BIT
-from tfmix._keras import global_state, layers, model_methods
+from tfmix._keras import global_state, layers, model_methods, training_classes
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import active_rules, compiling, ops, tensors
+from tfmix.policy.in_force import (
+    active_rules,
+    compiling,
+    fallback,
+    ops,
+    tensors,
+)
 
 _PROBABILITIES = ("softmax", "sigmoid")
+# Marks what stands in for a `train_function` until its first step.
+_MENDS = "_tfmix_mends"
 _as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tfmix_outputs_as_made", default=False
 )
@@ -64,6 +74,8 @@ class _Carried:
         self.wrappers: Mapping[str, model_methods.Wrapper] = {
             "call": self._call,
             "compile": self._compile,
+            "make_train_function": self._make_train_function,
+            "summary": self._summary,
             "compute_loss": self._in_float32,
             "compute_metrics": self._in_float32,
             "train_step": self._under_rules,
@@ -91,6 +103,49 @@ class _Carried:
             return outputs
         self._tell_of_16_bit(outputs)
         return tensors.map_leaves(outputs, tensors.wide)
+
+    def _summary(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Says below the table which layers fell back to float32."""
+        shown = original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        show = given.get("print_fn") or print
+        for layer in fallback.fallen_back(self._model):
+            show(f" {layer.name} computes in float32: {fallback.why(layer)}")
+        return shown
+
+    def _make_train_function(
+        self, original: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Traces a `train_step` of the user's anew if it mixes dtypes."""
+        original(*args, **kwargs)
+        model, function = self._model, self._model.train_function
+        if not training_classes.has_own_step(model) or hasattr(
+            function, _MENDS
+        ):
+            return function
+
+        def trace_anew(*arguments: Any) -> Any:
+            # So that nothing of the failed trace runs.
+            original(force=True)
+            return model.train_function(*arguments)
+
+        @functools.wraps(function)
+        def first(*arguments: Any) -> Any:
+            built = all(each.built for each in layers.flat_layers(model))
+            try:
+                found = function(*arguments)
+            except Exception as error:
+                if not built:
+                    # Variables made in a failed trace have no value.
+                    raise
+                trace = functools.partial(trace_anew, *arguments)
+                return fallback.mended_step(model, error, trace)
+            if model.train_function is first:
+                model.train_function = function
+            return found
+
+        vars(first)[_MENDS] = model.train_function = first
+        return first
 
     def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         compiling.compile_suitably(

@@ -10,7 +10,7 @@ from tfmix import _formats
 from tfmix._keras import layer_policies, layers
 from tfmix.policy import layer_rules
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import carried, uncast_inputs
+from tfmix.policy.in_force import carried, fallback, uncast_inputs
 
 # Set on layers whose dtype the policy chose; the user's own is never touched.
 _CHOSEN = "_tfmix_chose_dtype"
@@ -26,6 +26,8 @@ def settle(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
         layer_policies.set_policy(layer, policies.plain(dtype))
     if isinstance(layer, keras.Model):
         carried.carry(layer, policy)
+    if policies.is_sixteen_bit(policy) and fallback.can_have(layer):
+        fallback.put_on(layer)
 
 
 def is_chosen(layer: keras.Layer) -> bool:

@@ -75,10 +75,10 @@ def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
 
 
 def _recover(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
-    return type(policy).convert_input(policy, _uncast(x), autocast, dtype)
+    return type(policy).convert_input(policy, uncast(x), autocast, dtype)
 
 
-def _uncast(x: Any) -> Any:
+def uncast(x: Any) -> Any:
     """Returns what a tensor was before a layer cast it, else the tensor."""
     original = None
     if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
@@ -91,7 +91,7 @@ def _look_up(layer: keras.Layer, warn: bool) -> None:
 
     @functools.wraps(original)
     def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        exact = keras.tree.map_structure(_uncast, inputs)
+        exact = keras.tree.map_structure(uncast, inputs)
         if warn:
             _warn_of_rounded_ids(layer, exact)
         return original(exact, *args, **kwargs)

@@ -1,0 +1,81 @@
+"""Scripts as people write them train under a policy as they do in float32.
+
+Each script is run as it is, once more with one line in front of it.
+"""
+
+import functools
+import pathlib
+import runpy
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+
+HERE = pathlib.Path(__file__).parent
+SCRIPTS = sorted(
+    path.stem
+    for path in HERE.glob("*.py")
+    if not path.stem.startswith(("_", "test"))
+)
+SEEDS = (1, 2, 3)
+# Small and fast, one of each kind: mixed dtypes, a constant, a model's output.
+QUICK = ("stochastic_depth", "masked_attention", "distillation")
+
+
+def run(script, policy, jit, seed=SEEDS[0]):
+    """Returns the losses of a script after the one line."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(seed)
+    tfmix.set_global_policy(policy)
+    try:
+        losses = runpy.run_path(str(HERE / f"{script}.py"))["main"](jit=jit)
+    finally:
+        tfmix.set_global_policy("float32")
+    return np.asarray(losses, "float64")
+
+
+@functools.cache
+def in_float32(script):
+    """Returns the final losses of float32 by seed."""
+    return [run(script, "float32", False, seed)[-1] for seed in SEEDS]
+
+
+def check(script, policy, jit):
+    skip_unless_it_can_run(script)
+    losses = run(script, policy, jit)
+    assert np.all(np.isfinite(losses)), losses
+    final = in_float32(script)
+    # Three seeds show less than the whole noise; 1 % is what one rounding of
+    # 8 bits may do to a loss.
+    spread = max(final) - min(final)
+    noise = spread + 0.01 * max(map(abs, final))
+    assert min(final) - noise <= losses[-1] <= max(final) + noise, final
+
+
+def skip_unless_it_can_run(script):
+    source = (HERE / f"{script}.py").read_text()
+    other = {"tensorflow": "jax", "jax": "tensorflow"}[keras.backend.backend()]
+    if f"import {other}" in source:
+        pytest.skip(f"is written with raw {other}")
+
+
+@pytest.mark.parametrize("script", QUICK)
+def test_it_trains_with_one_line(script):
+    check(script, "mixed_float16", jit=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jit", [False, True], ids=["graph", "jit"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_trains_with_one_line(script, policy, jit):
+    check(script, policy, jit)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_short_and_knows_nothing_of_tfmix(script):
+    source = (HERE / f"{script}.py").read_text()
+    assert "tfmix" not in source
+    assert len(source.splitlines()) < 60

@@ -1,0 +1,36 @@
+"""VQ-VAE's codebook: distances, one-hot, straight-through gradient."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+
+class VectorQuantizer(layers.Layer):
+    def build(self, shape):
+        self.codes = self.add_weight(
+            shape=(shape[-1], 12), initializer="uniform"
+        )
+
+    def call(self, x):
+        far = tf.reduce_sum(self.codes**2, 0) - 2 * tf.matmul(x, self.codes)
+        found = tf.one_hot(tf.argmin(far, 1), 12)
+        quantized = tf.matmul(found, self.codes, transpose_b=True)
+        gap = tf.stop_gradient(quantized) - x
+        self.add_loss(0.25 * tf.reduce_mean(gap**2))
+        return x + tf.stop_gradient(quantized - x)
+
+
+def main(jit=False):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 8)).astype("float32")
+    y = x.sum(1, keepdims=True)
+    model = keras.Sequential(
+        [
+            layers.Dense(16, activation="relu"),
+            VectorQuantizer(),
+            layers.Dense(1),
+        ]
+    )
+    model.compile("adam", "mse", jit_compile=jit)
+    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]

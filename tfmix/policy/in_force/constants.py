@@ -1,0 +1,120 @@
+"""Float constants in the code of a layer, and where that code is."""
+
+import dis
+import inspect
+import linecache
+import math
+import os
+import traceback
+import types
+from collections.abc import Iterator
+
+import keras
+
+from tfmix import _formats
+
+# The code of these is nobody's to mend here.
+_LIBRARIES = frozenset("keras tensorflow jax jaxlib numpy tfmix".split())
+# Code that tells formats apart chooses its constants by them.
+_TELLS_APART = frozenset(("float16", "mixed_float16", "finfo"))
+
+
+def unfit(layer: keras.Layer, dtype: str) -> str | None:
+    """Says where a layer's code holds a constant that a dtype does not.
+
+    Returns:
+        Place and cause for a warning, `None` if every constant fits: is not
+        infinite, and not zero, if it is not in float32.
+    """
+    limits = _formats.limits(dtype)
+    for function in _functions(layer):
+        if _TELLS_APART & {*_strings(function.__code__)}:
+            continue
+        for value, line in _constants(function, layer):
+            size = abs(value)
+            # The halves are where rounding to nearest turns.
+            too_large = size > limits.max and math.isfinite(size)
+            if too_large or 0 < size <= limits.smallest / 2:
+                becomes = "infinite" if too_large else "0"
+                place = _place(function.__code__.co_filename, line)
+                return f"{place}{value!r} is {becomes} in {dtype}."
+    return None
+
+
+def users_line(error: Exception) -> str:
+    """Returns the innermost line of an error that is in no library."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    for frame, line in reversed(frames):
+        if not _in_library(frame.f_globals.get("__name__", "")):
+            return _place(frame.f_code.co_filename, line)
+    return ""
+
+
+def _place(file: str, line: int | None) -> str:
+    code = linecache.getline(file, line or 0).strip()
+    shown = f" `{code}`" if code else ""
+    return f"{os.path.basename(file)}:{line}{shown}: "
+
+
+def _in_library(module: str) -> bool:
+    return module.split(".")[0] in _LIBRARIES
+
+
+def _functions(layer: keras.Layer) -> Iterator[types.FunctionType]:
+    """Yields the user's functions that a layer's `call` may run, each once."""
+    start = layer.function if isinstance(layer, keras.layers.Lambda) else None
+    waiting = [start if start is not None else type(layer).call]
+    seen: set[int] = set()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, types.FunctionType):
+            continue
+        if id(function) in seen or _in_library(function.__module__ or ""):
+            continue
+        seen.add(id(function))
+        yield function
+        for name in _names(function.__code__):
+            found = inspect.getattr_static(type(layer), name, None)
+            waiting += [found, function.__globals__.get(name)]
+
+
+def _constants(
+    function: types.FunctionType, layer: keras.Layer
+) -> Iterator[tuple[float, int | None]]:
+    code, first = function.__code__, function.__code__.co_firstlineno
+    for each in _codes(code):
+        line: int | None = first
+        for step in dis.get_instructions(each):
+            line = step.positions.lineno if step.positions else line
+            value = step.argval
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                value = vars(layer).get(value)
+            elif step.opname == "LOAD_GLOBAL":
+                value = function.__globals__.get(value)
+            if isinstance(value, float):
+                yield value, line
+    defaults = (*(function.__defaults__ or ()),)
+    defaults += (*(function.__kwdefaults__ or {}).values(),)
+    captured = inspect.getclosurevars(function).nonlocals.values()
+    for value in (*defaults, *captured):
+        if isinstance(value, float):
+            yield value, first
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    for each in _codes(code):
+        yield from each.co_names
+
+
+def _strings(code: types.CodeType) -> Iterator[str]:
+    for each in _codes(code):
+        yield from (c for c in each.co_consts if isinstance(c, str))
+        yield from each.co_names

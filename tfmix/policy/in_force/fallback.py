@@ -1,0 +1,311 @@
+"""A layer that cannot compute in 16 bit computes in float32 instead.
+
+Its own code then sees float32 alone. The layers inside it stay in 16 bit and
+hand float32 on to it, so that their products stay fast; only where that does
+not help, everything inside it is float32, too.
+"""
+
+import contextlib
+import contextvars
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+from absl import logging
+
+from tfmix import _formats
+from tfmix._keras import (
+    attempts,
+    global_state,
+    layer_policies,
+    layers,
+    model_methods,
+    replacements,
+)
+from tfmix.policy.in_force import constants, tensors, uncast_inputs
+
+# The attribute under which a layer holds its `_State`.
+STATE = "_tfmix_fallback"
+_CALL = "call"
+# Errors of both backends that code raises for dtypes.
+_KINDS = frozenset(
+    ("TypeError", "ValueError", "NotImplementedError", "InvalidArgumentError")
+    + ("UnimplementedError", "NotFoundError")
+)
+_ABOUT_DTYPES = re.compile(r"type|float|half|double|complex|\bbf?16\b", re.I)
+# What messages say about tensors besides: their dtype is then no cause.
+_BESIDES = re.compile(r"Arguments received by.*|dtype[=:]\s*\S+", re.S)
+# Whether a layer around the caller is being tried in float32.
+_trying: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfmix_trying_float32", default=False
+)
+
+
+def put_on(layer: keras.Layer) -> None:
+    """Lets a layer fall back to float32 where its code needs it."""
+    if STATE not in vars(layer):
+        put_back(layer, _State(layer))
+
+
+def put_back(layer: keras.Layer, state: Any) -> None:
+    """Lets a layer be again as `take_off` found it."""
+    if state is None:
+        return
+    layer_policies.put(layer, STATE, state)
+    if isinstance(layer, keras.Model):
+        model_methods.put(layer, model_methods.FALLBACK, state)
+        return
+    state.own_call, original = vars(layer).get(_CALL), layer.call
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return state.run(original, *args, **kwargs)
+
+    state.call = call
+    layer_policies.put(layer, _CALL, call)
+
+
+def take_off(layer: keras.Layer) -> Any:
+    """Takes a layer's way to fall back off, and returns it."""
+    state: _State | None = vars(layer).get(STATE)
+    is_model = isinstance(layer, keras.Model)
+    # What somebody has put on top is theirs to remove.
+    if state is None or not (is_model or vars(layer).get(_CALL) is state.call):
+        return None
+    vars(layer).pop(STATE)
+    if is_model:
+        model_methods.take_off(layer, model_methods.FALLBACK)
+    elif state.own_call is not None:
+        layer_policies.put(layer, _CALL, state.own_call)
+    else:
+        vars(layer).pop(_CALL)
+    return state
+
+
+def can_have(layer: keras.Layer) -> bool:
+    """Says whether a layer has code of its own: a graph only passes on."""
+    return not layers.is_structure(layer)
+
+
+def why(layer: keras.Layer) -> str:
+    """Returns why a layer has fallen back to float32, "" if it has not."""
+    state: _State | None = vars(layer).get(STATE)
+    return state.why if state is not None and state.is_float32() else ""
+
+
+def mended_step(
+    model: keras.Model, error: Exception, trace: Callable[[], Any]
+) -> Any:
+    """Traces a `train_step` that failed, on layers that hand float32 on to it.
+
+    Raises the error as it was if that does not mend it.
+    """
+    if not _is_about_dtypes(error):
+        raise error
+    with contextlib.ExitStack() as undo:
+        _own_code(model, undo)
+        try:
+            with _trying_float32():
+                found = trace()
+        except Exception:
+            raise error from None
+        undo.pop_all()
+    logging.warning(
+        "tfmix: the layers that the `train_step` of %r calls hand float32 on "
+        "to it from now on, because its code cannot compute in 16 bit. %s",
+        model.name,
+        _cause(error),
+    )
+    return found
+
+
+def fallen_back(model: keras.Layer) -> list[keras.Layer]:
+    """Lists the layers of a model that have fallen back to float32."""
+    return [layer for layer in layers.flat_layers(model) if why(layer)]
+
+
+class _State:
+    """How the `call` of one layer computes; also a part of a model."""
+
+    def __init__(self, layer: keras.Layer) -> None:
+        self._layer = layer
+        self.why = ""
+        # The policy it fell back to, and the dtype it returns as before.
+        self._policy: keras.DTypePolicy | None = None
+        self._returns = ""
+        # It returns float32, to the code of a layer that fell back.
+        self.hands_float32 = False
+        # Its constants have not been looked at yet.
+        self._new = True
+        # Where an error was raised that float32 did not mend.
+        self._given_up: set[tuple[type, str]] = set()
+        # What stands as the layer's `call`, and what had stood there before.
+        self.call: Callable | None = None
+        self.own_call: Callable | None = None
+        self.wrappers: Mapping[str, model_methods.Wrapper] = {_CALL: self.run}
+
+    def is_float32(self) -> bool:
+        """Says whether it has fallen back, and nobody chose a dtype since."""
+        policy = self._policy
+        return policy is not None and policy is layer_policies.own(self._layer)
+
+    def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self._new:
+            self._new = False
+            self._look_at_constants()
+        if not self.is_float32():
+            before = attempts.state()
+            try:
+                outputs = original(*args, **kwargs)
+            except Exception as error:
+                attempts.restore(before, self._layer)
+                mended = self._mended(error, original, args, kwargs)
+                if mended is None:
+                    raise
+                (outputs,) = mended
+        else:
+            outputs = self._in_float32(original, args, kwargs)
+        if self.hands_float32:
+            return tensors.map_leaves(outputs, tensors.wide)
+        return outputs
+
+    def _look_at_constants(self) -> None:
+        dtype = self._layer.compute_dtype
+        if dtype not in _formats.SIXTEEN_BIT:
+            return
+        found = constants.unfit(self._layer, dtype)
+        if found is not None:
+            self._fall_back(_own_code, found, contextlib.ExitStack())
+            self._tell()
+
+    def _mended(
+        self, error: Exception, original: Callable, args: Any, kwargs: Any
+    ) -> tuple[Any] | None:
+        """Returns, in a tuple, what `call` returns in float32, if it does."""
+        if not (_is_about_dtypes(error) and _may_change(self._layer)):
+            return None
+        place = type(error), constants.users_line(error)
+        if _trying.get() and place in self._given_up:
+            return None
+        cause = _cause(error)
+        in_float32 = error
+        for change in (_own_code, _everything):
+            with contextlib.ExitStack() as undo:
+                before = attempts.state()
+                self._fall_back(change, cause, undo)
+                try:
+                    with _trying_float32():
+                        outputs = self._in_float32(original, args, kwargs)
+                except Exception as failed:
+                    attempts.restore(before, self._layer)
+                    in_float32 = failed
+                    continue
+                undo.pop_all()
+                self._tell()
+                return (outputs,)
+        self._given_up.add(place)
+        if not _is_about_dtypes(in_float32):
+            # Mixed dtypes hid it: in float32 this is the only error.
+            raise in_float32 from None
+        return None
+
+    def _fall_back(
+        self,
+        change: Callable[[keras.Layer, contextlib.ExitStack], None],
+        cause: str,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """Makes the layer, and what `change` says of those in it, float32."""
+        self.why, self._returns = cause, self._layer.compute_dtype
+        change(self._layer, undo)
+        _make_float32(self._layer, undo)
+        self._policy = layer_policies.own(self._layer)
+
+    def _in_float32(self, original: Callable, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tensors.map_leaves((args, kwargs), _exact)
+        with layers.autocast("float32"):
+            outputs = original(*args, **kwargs)
+        is_model = isinstance(self._layer, keras.Model)
+        if is_model and global_state.is_outermost(self._layer):
+            return outputs
+        narrow = functools.partial(tensors.narrow, dtype=self._returns)
+        return tensors.map_leaves(outputs, narrow)
+
+    def _tell(self) -> None:
+        logging.warning(
+            "tfmix: layer %r (%s) computes in float32 from now on, because its "
+            "code cannot compute in 16 bit. %s To mend it, write `x.dtype` "
+            "where that code makes a tensor or a constant; to keep it so, make "
+            'the layer with dtype="float32".',
+            self._layer.name,
+            type(self._layer).__name__,
+            self.why,
+        )
+
+
+def _own_code(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
+    """Lets the layers inside one hand float32 on to its own code."""
+    for inner in layers.parts(layer):
+        put_on(inner)
+        replacements.swap(undo, vars(inner)[STATE], "hands_float32", True)
+    for inner in layers.flat_layers(layer)[1:]:
+        before = layer_policies.own(inner)
+        undo.callback(layer_policies.set_policy, inner, before)
+        layer_policies.save_as_float32(inner)
+
+
+def _everything(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
+    for inner in layers.flat_layers(layer)[1:]:
+        if inner.compute_dtype in _formats.SIXTEEN_BIT:
+            _make_float32(inner, undo)
+
+
+def _make_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
+    undo.callback(layer_policies.set_policy, layer, layer_policies.own(layer))
+    layer_policies.set_policy(layer, keras.DTypePolicy("float32"))
+    uncast_inputs.look_behind_casts(layer)
+
+
+def _exact(value: Any) -> Any:
+    """Returns a float tensor as float32, as it was before a cast if known."""
+    value = uncast_inputs.uncast(value)
+    if tensors.float_dtype(value) == "float64":
+        return keras.ops.cast(value, "float32")
+    return tensors.wide(value)
+
+
+@contextlib.contextmanager
+def _trying_float32() -> Iterator[None]:
+    token = _trying.set(True)
+    try:
+        yield
+    finally:
+        _trying.reset(token)
+
+
+def _may_change(layer: keras.Layer) -> bool:
+    """Says whether anything of a layer is in 16 bit, and is its own affair."""
+    # A cell shares its states with the loop around it.
+    is_cell = hasattr(layer, "state_size")
+    if is_cell and not isinstance(layer, keras.layers.RNN):
+        return False
+    return any(
+        inner.compute_dtype in _formats.SIXTEEN_BIT
+        for inner in layers.flat_layers(layer)
+    )
+
+
+def _is_about_dtypes(error: Exception) -> bool:
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    message = _BESIDES.sub("", str(error))
+    return bool(kinds & _KINDS) and bool(_ABOUT_DTYPES.search(message))
+
+
+def _cause(error: Exception) -> str:
+    """Returns what an error says first, and where."""
+    text = re.sub(r"\x1b\[\d+m|Exception encountered .*", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = lines[0].rstrip(".") if lines else ""
+    return f"{constants.users_line(error)}{type(error).__name__}: {said}."
