@@ -9,7 +9,7 @@ import pytest
 from tests import numerics_faults
 from tfmix import last_layer
 from tfmix.conversion import convert, planned_policies
-from tfmix.doctor import check, numerics_report
+from tfmix.doctor import check
 from tfmix.scaling import optimizer as scaling
 
 # Sums over pixels need a step that is as much smaller.
@@ -64,7 +64,7 @@ def test_no_layer_of_the_suggestion_can_be_left_out():
     added = [name for name in policy.float32_layers if name not in base]
     assert added
     for name in added:
-        fewer = numerics_report.with_layers(
+        fewer = suggest.with_layers(
             report, [one for one in added if one != name]
         )
         assert not report.again(fewer).healthy, name
@@ -77,7 +77,7 @@ def test_the_search_keeps_what_is_needed_and_no_more(needed):
     def healthy(chosen):
         return set(needed) <= set(chosen)
 
-    assert numerics_report.fewest(names, healthy) == needed
+    assert suggest.fewest(names, healthy) == needed
 
 
 def test_a_candidate_that_cannot_run_does_not_stop_the_search():

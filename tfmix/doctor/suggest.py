@@ -1,0 +1,147 @@
+"""The policy that mends a model: the fewest layers in float32."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import rich.progress
+from absl import logging
+
+from tfmix.doctor import probe, verdicts
+from tfmix.policy import policy as policies
+
+Names = tuple[str, ...]
+
+
+class Checked(Protocol):
+    """What the search asks of a `NumericsReport`."""
+
+    @property
+    def policy(self) -> policies.Policy:
+        """The policy that was checked."""
+
+    @property
+    def targets(self) -> Mapping[str, probe.Target]:
+        """The watched layers by name."""
+
+    @property
+    def sixteen_bit_layers(self) -> int:
+        """How many layers computed in 16 bit."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every row is fine."""
+
+    @property
+    def faults(self) -> tuple[verdicts.LayerVerdict, ...]:
+        """The rows that are not fine."""
+
+    @property
+    def again(self) -> Callable[[policies.Policy], "Checked"]:
+        """Checks the same model and batch under another policy."""
+
+
+def fewest_layers(report: Checked, progress: bool) -> policies.Policy:
+    """Does the work of `NumericsReport.suggested_policy`."""
+    if report.healthy:
+        return report.policy
+    if broken := [row.layer for row in report.faults if row.broken]:
+        raise ValueError(
+            "No dtype policy can mend this model: it is not finite in "
+            f"float32 either, first at {broken[0]!r}. Look for NaN or "
+            "infinity in the data and the weights."
+        )
+    bar = rich.progress.Progress(transient=True, disable=not progress)
+    with bar:
+        task = bar.add_task("Searching float32 layers", total=None)
+
+        def healthy(names: Names) -> bool:
+            bar.update(task, advance=1, description=f"Trying {len(names)}")
+            tried = _tried(report, names)
+            return tried is not None and tried.healthy
+
+        # Layers at fault become float32 until none is, then halves,
+        # quarters and single layers are taken out again. What holds the
+        # most is tried first, to be left out.
+        names = _enough(report, lambda: bar.advance(task))
+        names.sort(key=lambda one: -len(_parts(report, one)))
+        needed = fewest(tuple(names), healthy)
+    tried = _tried(report, needed)
+    if tried is not None and not tried.sixteen_bit_layers:
+        is_float16 = report.policy.compute_dtype == "float16"
+        logging.warning(
+            "tfmix: in the suggested policy nothing is left in 16 bit; use %r.",
+            "mixed_bfloat16" if is_float16 else "float32",
+        )
+    return with_layers(report, needed)
+
+
+def with_layers(report: Checked, names: Iterable[str]) -> policies.Policy:
+    """Returns a report's policy with more layers in float32."""
+    base = report.policy
+    known = base.float32_layers
+    added = [re.escape(name) for name in names]
+    return policies.Policy(
+        base.level or base.name,
+        float32_layers=[*known, *(one for one in added if one not in known)],
+        float32_ops=base.float32_ops,
+        keep_batchnorm_fp32=base.keep_batchnorm_fp32,
+    )
+
+
+def fewest(names: Names, healthy: Callable[[Names], bool]) -> Names:
+    """Takes names out, in large pieces first, while `healthy` holds.
+
+    Example:
+        >>> fewest(("a", "b", "c", "d"), lambda names: "c" in names)
+        ('c',)
+    """
+    size = len(names)
+    while size >= 1:
+        start = 0
+        while start < len(names):
+            rest = names[:start] + names[start + size :]
+            if healthy(rest):
+                names = rest
+            else:
+                start += size
+        size //= 2
+    return names
+
+
+def _tried(report: Checked, names: Iterable[str]) -> Checked | None:
+    """Checks with more layers in float32; None if the model fails to run."""
+    try:
+        return report.again(with_layers(report, names))
+    except Exception:
+        # A layer of the user's adds 16-bit inputs to what a float32 layer
+        # inside it returns: each backend has an error of its own for that.
+        return None
+
+
+def _enough(report: Checked, step: Callable[[], None]) -> list[str]:
+    """Adds what is at fault until nothing is."""
+    names: dict[str, None] = {}
+    current: Checked | None = report
+    while current is None or not current.healthy:
+        step()
+        before = len(names)
+        if current is not None:
+            for row in current.faults:
+                last = list(report.targets)[-1:]
+                is_loss = row.layer == verdicts.LOSS
+                added = last if is_loss else _parts(report, row.layer)
+                names.update(dict.fromkeys(added))
+        if len(names) == before:
+            # Nothing new to add: the rest of the model is what is left.
+            names.update(dict.fromkeys(report.targets))
+        if len(names) == before:
+            break
+        current = _tried(report, names)
+    return list(names)
+
+
+def _parts(report: Checked, name: str) -> list[str]:
+    """Returns a layer and what is inside: its tensors come from there."""
+    targets = report.targets.values()
+    return [name, *(one.name for one in targets if name in one.inside)]
