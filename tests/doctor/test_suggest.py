@@ -9,7 +9,7 @@ import pytest
 from tests import numerics_faults
 from tfmix import last_layer
 from tfmix.conversion import convert, planned_policies
-from tfmix.doctor import check
+from tfmix.doctor import check, suggest
 from tfmix.scaling import optimizer as scaling
 
 # Sums over pixels need a step that is as much smaller.
