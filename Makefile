@@ -19,6 +19,7 @@ STAMP = $(VENV)/installed
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: demo test test-tensorflow test-jax test-doctest test-slow test-matrix
+.PHONY: test-ecosystem
 .PHONY: check bench docs clean targets test-targets
 .DELETE_ON_ERROR:
 
@@ -55,6 +56,18 @@ test-jax: $(STAMP)
 test-doctest: $(STAMP)
 	@echo "tfmix: the examples in the docstrings"
 	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q --doctest-modules tfmix
+
+# KerasHub, in an environment beside ours that sees ours.
+test-ecosystem: $(STAMP)
+	@echo "tfmix: KerasHub's backbones, in .venv-ecosystem"
+	@test -x .venv-ecosystem/bin/python || \
+	    $(BIN)/python -m venv .venv-ecosystem
+	@$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+	    $$(.venv-ecosystem/bin/python -c \
+	    "import site; print(site.getsitepackages()[0])")/tfmix-env.pth
+	@.venv-ecosystem/bin/python -m pip install --quiet keras-hub
+	@KERAS_BACKEND=tensorflow .venv-ecosystem/bin/python -m pytest -q \
+	    tests/ecosystem
 
 test-slow: $(STAMP)
 	@echo "tfmix: the slow tests, under TensorFlow and then under JAX"
