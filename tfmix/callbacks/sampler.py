@@ -14,7 +14,7 @@ from tfmix._keras import layers as host
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import latent, probe, ranges
-from tfmix.policy.in_force import carried
+from tfmix.policy.in_force import model_outputs
 from tfmix.scaling import optimizer as scaling
 
 # A forward row holds `ranges.COLUMNS`, the relative error, whether float32 is
@@ -199,7 +199,8 @@ class Sampler:
             trace.add(call, row, leaves[0], sent)
             return probe.replaced(outputs, [sent, *leaves[1:]])
 
-        with probe.watched(self._found, on_call), carried.outputs_as_made():
+        as_made = model_outputs.outputs_as_made()
+        with probe.watched(self._found, on_call), as_made:
             outputs = host.call_in_training(self._model, x)
         for leaf in tree.flatten(outputs):
             trace.use(leaf, LOSS)

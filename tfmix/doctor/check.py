@@ -16,7 +16,12 @@ from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import latent, numerics_report, probe, ranges, runs, verdicts
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import active_rules, scope, suited_optimizer
+from tfmix.policy.in_force import (
+    active_rules,
+    model_outputs,
+    scope,
+    suited_optimizer,
+)
 from tfmix.policy.in_force import carried as carrying
 from tfmix.policy.in_force import ops as op_rules_in_force
 
@@ -112,7 +117,7 @@ def _run(
     if isinstance(chosen, policies.Policy):
         names = {*chosen.float32_ops, op_rules_in_force.PENALTIES}
         rules = active_rules.block(names)
-    with compilation.nothing_traced(), carrying.outputs_as_made(), rules:
+    with compilation.nothing_traced(), model_outputs.outputs_as_made(), rules:
         found = probe.targets(batch.model)
         highest = _LOWEST if warning else _LOSS_SCALE
         visit = _Visit(batch, found, sixteen, limits, highest)

@@ -3,33 +3,26 @@
 So the policy lasts when the scope that the model was made in has ended.
 """
 
-import contextlib
-import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
-from absl import logging
 
-from tfmix._formats import SIXTEEN_BIT
-from tfmix._keras import global_state, layers, model_methods, training_classes
+from tfmix._keras import layers, model_methods, training_classes
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import (
     active_rules,
     compiling,
     fallback,
+    model_outputs,
     ops,
     tensors,
 )
 
-_PROBABILITIES = ("softmax", "sigmoid")
 # Marks what stands in for a `train_function` until its first step.
 _MENDS = "_tfmix_mends"
-_as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "tfmix_outputs_as_made", default=False
-)
 
 
 def carry(model: keras.Model, policy: keras.DTypePolicy) -> None:
@@ -47,16 +40,6 @@ def carried_policy(model: keras.Model) -> keras.DTypePolicy | None:
     return found.policy if isinstance(found, _Carried) else None
 
 
-@contextlib.contextmanager
-def outputs_as_made() -> Iterator[None]:
-    """Lets models return what their last layers make, for the doctor."""
-    token = _as_made.set(True)
-    try:
-        yield
-    finally:
-        _as_made.reset(token)
-
-
 class _Carried:
     """A policy on one model: what stands around the model's methods.
 
@@ -70,7 +53,7 @@ class _Carried:
         ruled = policies.with_rules(policy)
         self._level = ruled.level
         self._rules = frozenset({*ruled.float32_ops, ops.PENALTIES})
-        self._told = False
+        self._outputs = model_outputs.Outputs(model)
         self.wrappers: Mapping[str, model_methods.Wrapper] = {
             "call": self._call,
             "compile": self._compile,
@@ -96,13 +79,8 @@ class _Carried:
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Returns float32 from the outermost call of a model, else as made."""
-        as_made = _as_made.get() or not global_state.is_outermost(self._model)
-        with outputs_as_made():
-            outputs = self._under_rules(original, *args, **kwargs)
-        if as_made:
-            return outputs
-        self._tell_of_16_bit(outputs)
-        return tensors.map_leaves(outputs, tensors.wide)
+        call = functools.partial(self._under_rules, original)
+        return self._outputs.of(call, *args, **kwargs)
 
     def _summary(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Says below the table which layers fell back to float32."""
@@ -151,49 +129,3 @@ class _Carried:
         compiling.compile_suitably(
             self._model, original, args, kwargs, self._level
         )
-
-    def _tell_of_16_bit(self, outputs: Any) -> None:
-        if self._told or not getattr(self._model, "compiled", False):
-            return
-        self._told = True
-        dtypes: list[str] = []
-        tensors.map_leaves(
-            outputs, lambda one: dtypes.append(tensors.float_dtype(one))
-        )
-        narrow = {n: one for n, one in enumerate(dtypes) if one in SIXTEEN_BIT}
-        if narrow:
-            logging.warning(
-                "%s %s of the model %s %s. %s",
-                "Outputs" if len(narrow) > 1 else "Output",
-                ", ".join(map(str, narrow)),
-                "are" if len(narrow) > 1 else "is",
-                " and ".join(sorted(set(narrow.values()))),
-                _remedy([_activation(self._model, place) for place in narrow]),
-            )
-
-
-def _activation(model: keras.Model, place: int) -> str:
-    """Names the activation that makes a result of a graph, "" if unknown."""
-    results = layers.results(model)
-    if place >= len(results):
-        return ""
-    made_by, _ = layers.maker(results[place])
-    activation = getattr(made_by, "activation", None)
-    return getattr(activation, "__name__", "")
-
-
-def _remedy(activations: Sequence[str]) -> str:
-    """Says what 16-bit outputs cost, and what to write."""
-    cost = "The last rounding reaches the loss"
-    for name in activations:
-        if name in _PROBABILITIES:
-            return (
-                f"{cost}, and probabilities below the format's range become 0. "
-                f"End the model with `tfmix.float32_output({name!r})`, behind "
-                f"a last layer without `activation={name!r}`."
-            )
-    return (
-        f"{cost}. End the model with `tfmix.float32_output()`, or one that is "
-        "made already: `keras.Model(model.inputs, "
-        "tfmix.float32_output()(model.output))`."
-    )

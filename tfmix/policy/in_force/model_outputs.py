@@ -1,0 +1,92 @@
+"""Numbers leave a model as float32: the results of its outermost call."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+from absl import logging
+
+from tfmix._formats import SIXTEEN_BIT
+from tfmix._keras import global_state, layers
+from tfmix.policy.in_force import tensors
+
+_PROBABILITIES = ("softmax", "sigmoid")
+_as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfmix_outputs_as_made", default=False
+)
+
+
+@contextlib.contextmanager
+def outputs_as_made() -> Iterator[None]:
+    """Lets models return what their last layers make, for the doctor."""
+    token = _as_made.set(True)
+    try:
+        yield
+    finally:
+        _as_made.reset(token)
+
+
+class Outputs:
+    """What one model returns from its calls."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._told = False
+
+    def of(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Calls; returns float32 if the call is the outermost, else as made."""
+        as_made = _as_made.get() or not global_state.is_outermost(self._model)
+        with outputs_as_made():
+            outputs = call(*args, **kwargs)
+        if as_made:
+            return outputs
+        self._tell_of_16_bit(outputs)
+        return tensors.map_leaves(outputs, tensors.wide)
+
+    def _tell_of_16_bit(self, outputs: Any) -> None:
+        if self._told or not getattr(self._model, "compiled", False):
+            return
+        self._told = True
+        dtypes: list[str] = []
+        tensors.map_leaves(
+            outputs, lambda one: dtypes.append(tensors.float_dtype(one))
+        )
+        narrow = {n: one for n, one in enumerate(dtypes) if one in SIXTEEN_BIT}
+        if narrow:
+            logging.warning(
+                "%s %s of the model %s %s. %s",
+                "Outputs" if len(narrow) > 1 else "Output",
+                ", ".join(map(str, narrow)),
+                "are" if len(narrow) > 1 else "is",
+                " and ".join(sorted(set(narrow.values()))),
+                _remedy([_activation(self._model, place) for place in narrow]),
+            )
+
+
+def _activation(model: keras.Model, place: int) -> str:
+    """Names the activation that makes a result of a graph, "" if unknown."""
+    results = layers.results(model)
+    if place >= len(results):
+        return ""
+    made_by, _ = layers.maker(results[place])
+    activation = getattr(made_by, "activation", None)
+    return getattr(activation, "__name__", "")
+
+
+def _remedy(activations: Sequence[str]) -> str:
+    """Says what 16-bit outputs cost, and what to write."""
+    cost = "The last rounding reaches the loss"
+    for name in activations:
+        if name in _PROBABILITIES:
+            return (
+                f"{cost}, and probabilities below the format's range become 0. "
+                f"End the model with `tfmix.float32_output({name!r})`, behind "
+                f"a last layer without `activation={name!r}`."
+            )
+    return (
+        f"{cost}. End the model with `tfmix.float32_output()`, or one that is "
+        "made already: `keras.Model(model.inputs, "
+        "tfmix.float32_output()(model.output))`."
+    )
