@@ -43,6 +43,7 @@ TENSORFLOW_ONLY = {
     "Function",
     "capture",
     "xla_optimization_barrier",
+    "xla_reduce",
 }
 SINCE = {
     # `keras.optimizers.MultiOptimizer` is not in Keras 3.12.
@@ -126,6 +127,11 @@ FUNCTIONS = [
     ("keras.optimizers.Optimizer", "_use_weight_decay", "self variable"),
     ("keras.optimizers.Optimizer", "_var_key", "self variable"),
     (XLA, "xla_optimization_barrier", "input name"),
+    (
+        XLA,
+        "xla_reduce",
+        "input init_value dimensions_to_reduce reducer name",
+    ),
     ("tensorflow.Graph", "_get_control_flow_context", "self"),
     ("tensorflow.__internal__.FuncGraph", "capture", "self tensor"),
 ]
@@ -1448,6 +1454,21 @@ def test_the_optimization_barrier_returns_a_list_of_what_it_was_given():
         return result
 
     assert float(through(tf.constant(3.0))) == 3.0
+
+
+@tensorflow_only
+def test_a_reduction_by_a_function_of_ours_leaves_the_other_axes():
+    import tensorflow as tf
+
+    @tf.function(jit_compile=True)
+    def joined(words):
+        either = tf.function(tf.bitwise.bitwise_or)
+        reducer = either.get_concrete_function(
+            *[tf.TensorSpec((), "int32")] * 2
+        )
+        return importlib.import_module(XLA).xla_reduce(words, 0, [1], reducer)
+
+    assert joined(tf.constant([[1, 4], [2, 2]])).numpy().tolist() == [5, 2]
 
 
 @tensorflow_only

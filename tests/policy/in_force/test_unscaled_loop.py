@@ -46,7 +46,7 @@ def test_nothing_is_told_where_nothing_is_to_be_scaled(policy, told):
     [
         lambda: tfmix.LossScaleOptimizer(keras.optimizers.SGD()),
         pytest.param(
-            lambda: keras.optimizers.LossScaleOptimizer("sgd"),
+            lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
             # Outside of a compiled step JAX cannot run Keras's own.
             marks=helpers.requires_backend("tensorflow"),
         ),
