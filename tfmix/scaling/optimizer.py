@@ -562,10 +562,11 @@ class LossScaleOptimizer(
             pairs = zip(state, after, strict=True)
             after = [rules.select(applied, *pair) for pair in pairs]
         self._assign_state(after)
-        skips = self._consecutive_skips + 1
-        self._consecutive_skips.assign(rules.select(applied, 0, skips))
-        skipped = rules.select(applied, 0, 1)
-        self._skipped_steps.assign(self._skipped_steps + skipped)
+        more = rules.select(applied, 0, self._consecutive_skips + 1)
+        self._consecutive_skips.assign(more)
+        if applied is not True:
+            skipped = rules.select(applied, 0, 1)
+            self._skipped_steps.assign(self._skipped_steps + skipped)
 
     def count_overflows(self, bad: Any, variables: Sequence) -> None:
         """Counts the variables whose flag in `bad` is set."""

@@ -40,7 +40,7 @@ class LossScale(abc.ABC):
       It has to work on tensors inside a compiled step (`keras.ops.where`
       instead of `if`).
     - `current(state)` is finite and positive whatever the state holds, and
-      never below `lowest_scale` (0.0; from 1 on, JAX's check is cheaper).
+      never below `lowest_scale` (0.0; from 1 on, XLA's check is cheaper).
 
     Example:
         >>> class Halving(LossScale):
