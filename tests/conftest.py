@@ -18,6 +18,28 @@ import pytest
 import tfmix
 
 TENSORFLOW_DEVICES = 4
+# JAX compiles each operation it meets. What a backend changes little is left
+# to `make test-slow` there.
+SLOW_UNDER_JAX = (
+    "conversion/test_convert_applications.py",
+    "doctor/test_held_out.py",
+    "doctor/test_suggest.py",
+    "examples/",
+    "test_cli.py",
+    "test_docs.py",
+    "test_import_light.py",
+    "test_plotting.py",
+    "wild/test_wild.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Marks as slow what takes long under JAX."""
+    if keras.backend.backend() != "jax":
+        return
+    for item in items:
+        if any(f"tests/{part}" in item.nodeid for part in SLOW_UNDER_JAX):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_sessionstart(session):

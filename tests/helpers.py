@@ -46,6 +46,15 @@ def optimizer_names():
     return [name for name in OPTIMIZERS if hasattr(keras.optimizers, name)]
 
 
+def optimizers_of_a_kind():
+    """Returns the same names, all but one of each kind to be run as slow."""
+    quick = {"SGD", "Adam", "Muon"}
+    return [
+        pytest.param(name, marks=() if name in quick else pytest.mark.slow)
+        for name in optimizer_names()
+    ]
+
+
 def make_optimizer(name, **overrides):
     """Builds one of Keras's optimizers with non-default arguments."""
     settings = {**OPTIMIZERS[name], **overrides}

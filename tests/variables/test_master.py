@@ -12,7 +12,7 @@ from tfmix.variables import flat, master
 JAX = keras.backend.backend() == "jax"
 
 
-@pytest.mark.parametrize("name", helpers.optimizer_names())
+@pytest.mark.parametrize("name", helpers.optimizers_of_a_kind())
 def test_masters_are_the_inner_optimizers_own_float32_run(name):
     old = not hasattr(keras.optimizers, "MultiOptimizer")
     if name == "Muon" and old and not JAX:
