@@ -15,6 +15,7 @@ if keras.backend.backend() == "tensorflow":
 else:
     import jax
     import jax.extend.core
+    from jax.interpreters import mlir
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -58,10 +59,6 @@ def kept_apart(tensor: Any) -> Any:
 
 def any_bits(words: Sequence) -> Any:
     """Returns, for each of some integer tensors, the "or" of it all (XLA)."""
-    if keras.backend.backend() == "jax":
-        return jax.lax.platform_dependent(
-            *words, tpu=_any_bits_one_by_one, default=_any_bits_at_once
-        )
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
     either = tf.function(tf.bitwise.bitwise_or, autograph=False)
@@ -74,17 +71,35 @@ def any_bits(words: Sequence) -> Any:
     )
 
 
-def _any_bits_at_once(*words: Any) -> Any:
-    # Two kernels for a GPU, where each tensor alone takes two.
-    axes = tuple(range(1, 1 + words[0].ndim))
-    return jax.numpy.bitwise_or.reduce(jax.numpy.stack(words), axis=axes)
+def by_target(
+    tpu: Callable, several: Callable, default: Callable
+) -> Callable[..., Any]:
+    """Returns a function of arrays that JAX lowers as its target wants it.
 
+    The three compute the same: for a TPU, for several devices that share the
+    arrays, for any other target. That of the host says nothing.
+    """
+    primitive = jax.extend.core.Primitive("tfmix_by_target")
 
-def _any_bits_one_by_one(*words: Any) -> Any:
-    # For a TPU each is one with what computes the words. Joined first, every
-    # tensor of the step is copied to the fast memory and back.
-    each = [jax.numpy.bitwise_or.reduce(word, axis=None) for word in words]
-    return jax.numpy.stack(each)
+    def rule(one: Callable) -> Callable:
+        def lower(context: Any, *values: Any) -> Any:
+            axes = context.module_context.axis_context
+            alone = getattr(axes, "num_devices", None) == 1
+            chosen = one if alone else several
+            found = mlir.lower_fun(chosen, multiple_results=False)
+            return found(context, *values)
+
+        return lower
+
+    def abstract(*values: Any) -> Any:
+        shape = jax.eval_shape(default, *values)
+        return jax.core.ShapedArray(shape.shape, shape.dtype)
+
+    primitive.def_abstract_eval(abstract)
+    primitive.def_impl(jax.jit(default))
+    mlir.register_lowering(primitive, rule(default))
+    mlir.register_lowering(primitive, rule(tpu), platform="tpu")
+    return primitive.bind
 
 
 def becomes_constant(variable: keras.Variable) -> bool:

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,8 @@ from tfmix._keras import compilation
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
+else:
+    import jax
 
 # Tensors that one kernel reads together: as many as a word has bits, or, where
 # the word for every place would take more than 1 MiB, as many as XLA still
@@ -72,7 +74,7 @@ def not_finite(tensors: Sequence) -> Any:
             flags.append(ops.reshape(ops.logical_not(fine), (1,)))
             order.append(position)
     for positions in shapes.values():
-        flags.append(_not_finite_of_a_shape([tensors[n] for n in positions]))
+        flags.append(_not_finite_of_a_shape(*[tensors[n] for n in positions]))
         order += positions
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return ops.take(ops.concatenate(flags), inverse)
@@ -114,14 +116,14 @@ def _has_words(tensor: Any) -> bool:
     return bool(keras.backend.is_float_dtype(_dtype(tensor)))
 
 
-def _not_finite_of_a_shape(tensors: Sequence) -> Any:
+def _by_words(any_bits: Callable, *tensors: Any) -> Any:
     is_large = math.prod(tensors[0].shape) > _LARGE
     bits = _TOGETHER_IF_LARGE if is_large else _TOGETHER
     words = [
         _words(tensors[start : start + bits])
         for start in range(0, len(tensors), bits)
     ]
-    found = ops.expand_dims(compilation.any_bits(words), -1)
+    found = ops.expand_dims(any_bits(words), -1)
     flags = ops.bitwise_and(found, 1 << np.arange(bits, dtype="uint32"))
     return ops.reshape(ops.not_equal(flags, 0), (-1,))[: len(tensors)]
 
@@ -133,6 +135,36 @@ def _words(tensors: Sequence) -> Any:
         for bit, tensor in enumerate(tensors)
     ]
     return functools.reduce(ops.bitwise_or, marked)
+
+
+def _any_bits_at_once(words: Sequence) -> Any:
+    # Two kernels for a GPU, where each tensor alone takes two.
+    axes = tuple(range(1, 1 + words[0].ndim))
+    return jax.numpy.bitwise_or.reduce(jax.numpy.stack(words), axis=axes)
+
+
+def _any_bits_one_by_one(words: Sequence) -> Any:
+    # For a TPU each is one with what computes the words. Joined first, every
+    # tensor of the step is copied to the fast memory and back.
+    each = [jax.numpy.bitwise_or.reduce(word, axis=None) for word in words]
+    return jax.numpy.stack(each)
+
+
+def _by_flags(*tensors: Any) -> Any:
+    # Devices exchange booleans, but no words joined by "or".
+    flags = [ops.any(ops.logical_not(ops.isfinite(each))) for each in tensors]
+    return ops.stack(flags)
+
+
+_not_finite_of_a_shape: Callable[..., Any]
+if keras.backend.backend() == "tensorflow":
+    _not_finite_of_a_shape = functools.partial(_by_words, compilation.any_bits)
+else:
+    _not_finite_of_a_shape = compilation.by_target(
+        tpu=functools.partial(_by_words, _any_bits_one_by_one),
+        several=_by_flags,
+        default=functools.partial(_by_words, _any_bits_at_once),
+    )
 
 
 def _is_finite_sparse(slices: Any) -> Any:
