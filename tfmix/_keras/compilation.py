@@ -15,7 +15,7 @@ if keras.backend.backend() == "tensorflow":
 else:
     import jax
     import jax.extend.core
-    from jax.interpreters import mlir
+    from jax.interpreters import batching, mlir
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -95,11 +95,16 @@ def by_target(
         shape = jax.eval_shape(default, *values)
         return jax.core.ShapedArray(shape.shape, shape.dtype)
 
+    def batched(values: Sequence, axes: Sequence) -> tuple[Any, int]:
+        return jax.vmap(default, axes)(*values), 0
+
     primitive.def_abstract_eval(abstract)
     primitive.def_impl(jax.jit(default))
     mlir.register_lowering(primitive, rule(default))
     mlir.register_lowering(primitive, rule(tpu), platform="tpu")
-    return primitive.bind
+    batching.primitive_batchers[primitive] = batched
+    # What is said of numbers has no gradient.
+    return lambda *values: primitive.bind(*jax.lax.stop_gradient(values))
 
 
 def becomes_constant(variable: keras.Variable) -> bool:

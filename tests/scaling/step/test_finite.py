@@ -74,3 +74,18 @@ def test_a_sum_of_rows_that_a_small_scale_makes_overflow_is_not_sure(
     rows = tf.IndexedSlices(values, tf.zeros(count, tf.int32), [5, 1])
     scale = tf.constant(1e-19)
     assert bool(finite.surely_finite([rows], scale)) is expected
+
+
+@helpers.requires_backend("jax")
+def test_a_check_may_stand_inside_of_jaxs_transformations():
+    import jax
+
+    rows = np.float32([[1.0, 2.0], [3.0, np.inf]])
+    assert jax.vmap(finite.all_finite)(rows).tolist() == [True, False]
+
+    def loss(x):
+        return x.sum(), finite.all_finite([x])
+
+    gradient, fine = jax.jit(jax.grad(loss, has_aux=True))(rows[0])
+    assert gradient.tolist() == [1.0, 1.0]
+    assert bool(fine)
