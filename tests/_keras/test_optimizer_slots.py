@@ -20,13 +20,14 @@ def variables(dtype="float32"):
 
 @pytest.mark.parametrize("name", helpers.optimizer_names())
 def test_every_slot_is_found_and_belongs_to_its_variable(name):
-    old = not hasattr(keras.optimizers, "MultiOptimizer")
-    if name == "Muon" and old and keras.backend.backend() == "tensorflow":
-        pytest.skip("Muon of Keras 3.12 fails by itself under TensorFlow")
     optimizer = helpers.make_optimizer(name, use_ema=True)
     known = variables()
     optimizer.build(known)
     slots = optimizer_slots.slots(optimizer)
+    if name == "Muon" and not hasattr(keras.optimizers, "MultiOptimizer"):
+        # Those of Keras 3.12's do not tell their variable: it is refused.
+        assert slots is None
+        return
     assert slots["_model_variables_moving_average"][0].shape == (3, 2)
     found = {id(slot) for values in slots.values() for slot in values}
     found |= {id(each) for each in optimizer_slots.numbers(optimizer).values()}
