@@ -21,7 +21,10 @@ TENSORFLOW_DEVICES = 4
 # JAX compiles each operation it meets. What a backend changes little is left
 # to `make test-slow` there.
 SLOW_UNDER_JAX = (
+    "benchmarks/",
+    "callbacks/test_numerics_monitor.py",
     "conversion/test_convert_applications.py",
+    "doctor/test_check.py",
     "doctor/test_held_out.py",
     "doctor/test_suggest.py",
     "examples/",

@@ -24,10 +24,7 @@ SMALLEST = {
     "VGG16": 32,
     "Xception": 71,
 }
-QUICK = ("MobileNet", "MobileNetV2")
-if keras.backend.backend() == "jax":
-    # XLA compiles for ten seconds and more before each of their steps.
-    QUICK = QUICK[:1]
+QUICK = ("MobileNet",)
 PREPROCESSING = {"Rescaling", "Normalization"}
 # From about 50 layers on, roundings add up: the square root of the depth
 # times the tolerance of one layer, on probabilities.
