@@ -72,12 +72,12 @@ def any_bits(words: Sequence) -> Any:
 
 
 def by_target(
-    tpu: Callable, several: Callable, default: Callable
+    cpu: Callable, tpu: Callable, several: Callable, default: Callable
 ) -> Callable[..., Any]:
     """Returns a function of arrays that JAX lowers as its target wants it.
 
-    The three compute the same: for a TPU, for several devices that share the
-    arrays, for any other target. That of the host says nothing.
+    All compute the same: for a CPU, for a TPU, for several devices that share
+    the arrays, for any other target. That of the host says nothing.
     """
     primitive = jax.extend.core.Primitive("tfmix_by_target")
 
@@ -101,6 +101,7 @@ def by_target(
     primitive.def_abstract_eval(abstract)
     primitive.def_impl(jax.jit(default))
     mlir.register_lowering(primitive, rule(default))
+    mlir.register_lowering(primitive, rule(cpu), platform="cpu")
     mlir.register_lowering(primitive, rule(tpu), platform="tpu")
     batching.primitive_batchers[primitive] = batched
     # What is said of numbers has no gradient.

@@ -1,5 +1,6 @@
 """`all_finite` finds a single bad number anywhere, and nothing else."""
 
+import keras
 import numpy as np
 import pytest
 from keras import ops
@@ -8,6 +9,16 @@ from tests import helpers
 from tfmix.scaling.step import finite
 
 BAD = [np.nan, np.inf, -np.inf]
+
+
+def compiled(function):
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.function(function, jit_compile=True)
+    import jax
+
+    return jax.jit(function)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -20,6 +31,18 @@ def test_one_bad_number_anywhere_is_found(dtype, bad, position):
     tensor = ops.cast(ops.convert_to_tensor(array), dtype)
     assert not bool(finite.all_finite([good, {"key": (tensor, None)}]))
     assert bool(finite.all_finite([good, {"key": (good, None)}]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(700, 600), (30, 20, 800), (480_000,)])
+@pytest.mark.parametrize("bad", BAD)
+def test_the_bad_one_of_some_large_ones_is_told(shape, dtype, bad):
+    largest = ops.full(shape, 3e38, dtype)
+    array = np.ones(shape, "float32")
+    array[(-1, *[0] * (len(shape) - 1))] = bad
+    tensors = [largest, ops.cast(array, dtype), -largest]
+    told = compiled(finite.not_finite)(tensors)
+    assert ops.convert_to_numpy(told).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -36,7 +59,7 @@ def test_integers_nones_and_nothing_are_finite():
 
 
 @helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("by_xla", [False, True])
 @pytest.mark.parametrize(
     ("values", "rows", "dtype", "expected"),
     [
@@ -50,11 +73,11 @@ def test_integers_nones_and_nothing_are_finite():
     ],
 )
 def test_rows_that_overflow_only_when_summed_are_caught(
-    values, rows, dtype, expected, compiled
+    values, rows, dtype, expected, by_xla
 ):
     import tensorflow as tf
 
-    @tf.function(jit_compile=compiled, autograph=False)
+    @tf.function(jit_compile=by_xla, autograph=False)
     def check(values, rows):
         shape = tf.constant([5, 1])
         return finite.all_finite([tf.IndexedSlices(values, rows, shape)])

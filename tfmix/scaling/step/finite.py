@@ -150,6 +150,19 @@ def _any_bits_one_by_one(words: Sequence) -> Any:
     return jax.numpy.stack(each)
 
 
+def _by_products(*tensors: Any) -> Any:
+    # Products of a matrix are what XLA computes fastest on a CPU. A finite
+    # number times zero is zero, any other NaN.
+    shape = tensors[0].shape
+    narrow = {_dtype(tensor) for tensor in tensors} - {"float32", "float64"}
+    if narrow or len(shape) < 2 or math.prod(shape) <= _LARGE:
+        return _by_words(_any_bits_at_once, *tensors)
+    matrices = [ops.reshape(tensor, (shape[0], -1)) for tensor in tensors]
+    # Its own row, since XLA knows the result of a constant.
+    sums = [ops.matmul(each, ops.multiply(each[0], 0)) for each in matrices]
+    return ops.any(ops.not_equal(ops.stack(sums), 0), axis=1)
+
+
 def _by_flags(*tensors: Any) -> Any:
     # Devices exchange booleans, but no words joined by "or".
     flags = [ops.any(ops.logical_not(ops.isfinite(each))) for each in tensors]
@@ -161,6 +174,7 @@ if keras.backend.backend() == "tensorflow":
     _not_finite_of_a_shape = functools.partial(_by_words, compilation.any_bits)
 else:
     _not_finite_of_a_shape = compilation.by_target(
+        cpu=_by_products,
         tpu=functools.partial(_by_words, _any_bits_one_by_one),
         several=_by_flags,
         default=functools.partial(_by_words, _any_bits_at_once),
