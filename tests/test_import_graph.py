@@ -17,7 +17,7 @@ LAYERS = (
     ("policy",),
     ("scaling.step",),
     ("variables",),
-    ("scaling",),
+    ("scaling", "float8"),
     ("policy.in_force",),
     ("conversion", "data", "last_layer"),
     ("doctor", "hardware", "plotting"),

@@ -13,6 +13,8 @@ from tfmix import _tables
 # float16 from 7.0 (Volta) on; below that 16 bit saves memory, not time.
 BFLOAT16_CAPABILITY = (8, 0)
 FLOAT16_CAPABILITY = (7, 0)
+# Ada and Hopper.
+FLOAT8_CAPABILITY = (8, 9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Device:
             none or the backend does not tell.
         float16: Whether float16 is faster than float32 there.
         bfloat16: Whether bfloat16 is faster than float32 there.
+        float8: Whether float8 is faster than 16 bit there.
         backend: The Keras backend that listed it.
     """
 
@@ -34,6 +37,7 @@ class Device:
     compute_capability: tuple[int, int] | None
     float16: bool
     bfloat16: bool
+    float8: bool
     backend: str
 
 
@@ -50,10 +54,11 @@ class Devices(tuple[Device, ...], _tables.Printed):
                 ".".join(map(str, device.compute_capability or ())) or "-",
                 speeds[device.float16],
                 speeds[device.bfloat16],
+                speeds[device.float8],
             )
             for device in self
         ]
-        heads = ("kind", "name", "capability", "float16", "bfloat16")
+        heads = ("kind", "name", "capability", "float16", "bfloat16", "float8")
         return [_tables.Table(heads, rows, notes=[self.auto()])]
 
     def auto(self) -> str:
@@ -79,7 +84,8 @@ def describe(
     # A TPU has no float16 units: it is computed in float32 there.
     float16 = known >= FLOAT16_CAPABILITY
     bfloat16 = kind == "TPU" or known >= BFLOAT16_CAPABILITY
-    return Device(kind, name, capability, float16, bfloat16, backend)
+    float8 = known >= FLOAT8_CAPABILITY
+    return Device(kind, name, capability, float16, bfloat16, float8, backend)
 
 
 def devices() -> Devices:

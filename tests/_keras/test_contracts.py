@@ -93,6 +93,11 @@ FUNCTIONS = [
         "self x y y_pred sample_weight training",
     ),
     ("keras.Layer", "_check_super_called", "self"),
+    (
+        "keras.Layer",
+        "rematerialized_call",
+        "self layer_call *args **kwargs",
+    ),
     ("keras.Layer", "_flatten_layers", "self include_self recursive"),
     (
         "keras.layers.MultiHeadAttention",
@@ -127,6 +132,11 @@ FUNCTIONS = [
     ("keras.optimizers.Optimizer", "_use_weight_decay", "self variable"),
     ("keras.optimizers.Optimizer", "_var_key", "self variable"),
     (XLA, "xla_optimization_barrier", "input name"),
+    (
+        XLA,
+        "xla_call_module",
+        "args version module Sout Tout",
+    ),
     (
         XLA,
         "xla_reduce",
@@ -476,6 +486,12 @@ def test_flatten_layers_gives_the_layer_and_all_in_it():
     assert {id(each) for each in outer._flatten_layers()} == {
         id(each) for each in (outer, inner, *inner.layers, *outer.layers)
     }
+
+
+def test_a_layer_knows_the_remat_scope_it_was_made_in():
+    with keras.RematScope(mode="full"):
+        assert dense()._remat_mode.mode == "full"
+    assert dense()._remat_mode is None
 
 
 def test_layers_holds_the_direct_parts_of_a_layer():

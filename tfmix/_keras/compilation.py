@@ -71,6 +71,63 @@ def any_bits(words: Sequence) -> Any:
     )
 
 
+def float8_product(a: Any, b: Any, transposed: tuple[bool, bool]) -> Any:
+    """Multiplies two float8 matrices, each transposed first or not.
+
+    Returns:
+        The product in float32.
+    """
+    axes = int(not transposed[0]), int(transposed[1])
+    if keras.backend.backend() == "jax":
+        return jax.lax.dot_general(
+            *(a, b),
+            (((axes[0],), (axes[1],)), ((), ())),
+            preferred_element_type="float32",
+        )
+    if not by_xla():
+        # TensorFlow's own operations have no float8.
+        wide = tf.cast(a, tf.float32), tf.cast(b, tf.float32)
+        return tf.matmul(*wide, *transposed)
+    shape = a.shape[1 - axes[0]], b.shape[1 - axes[1]]
+    types = [_stablehlo_type(x.shape, x.dtype.name) for x in (a, b)]
+    types.append(_stablehlo_type(shape, "float32"))
+    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+    (found,) = gen_xla_ops.xla_call_module(
+        [a, b],
+        version=9,
+        module=_FLOAT8_PRODUCT.format(*types, *axes),
+        Sout=[list(shape)],
+        Tout=[tf.float32],
+        # Any: this says nothing that one of them would not know.
+        platforms=["CPU"],
+        disabled_checks=["platform"],
+        function_list=[],
+        has_token_input_output=False,
+    )
+    return found
+
+
+# The attribute lets batches be of any size until it is compiled.
+_FLOAT8_PRODUCT = """module attributes {{jax.uses_shape_polymorphism = true}} {{
+  func.func public @main(%a: {0}, %b: {1}) -> {2} {{
+    %c = stablehlo.dot_general %a, %b, contracting_dims = [{3}] x [{4}]
+      : ({0}, {1}) -> {2}
+    return %c : {2}
+  }}
+}}"""
+_STABLEHLO = {
+    "float8_e4m3fn": "f8E4M3FN",
+    "float8_e5m2": "f8E5M2",
+    "float32": "f32",
+}
+
+
+def _stablehlo_type(shape: Sequence, dtype: str) -> str:
+    sides = ["?" if side is None else str(side) for side in shape]
+    return f"tensor<{'x'.join([*sides, _STABLEHLO[dtype]])}>"
+
+
 def by_target(
     cpu: Callable, tpu: Callable, several: Callable, default: Callable
 ) -> Callable[..., Any]:

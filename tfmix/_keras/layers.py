@@ -1,6 +1,7 @@
 """The parts of Keras's layers that the numerics tools reach into."""
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -44,6 +45,21 @@ def flat_layers(layer: Any) -> list:
 def parts(layer: keras.Layer) -> list[keras.Layer]:
     """Returns the layers that a layer holds itself."""
     return list(layer._layers)
+
+
+def rematerialize_anew(layer: keras.Layer) -> None:
+    """Lets JAX trace a layer's own `call` anew where it is rematerialized."""
+    # JAX keeps what it has traced of a function, with the tracers around it.
+    # Keras's bound method is another one each time, but not what stands on an
+    # instance.
+    if getattr(layer, "_remat_mode", None) is None:
+        return
+    original = type(layer).rematerialized_call.__get__(layer)
+
+    def rematerialized_call(call: Callable, *args: Any, **kwargs: Any) -> Any:
+        return original(functools.partial(call), *args, **kwargs)
+
+    layer_policies.put(layer, "rematerialized_call", rematerialized_call)
 
 
 def results(model: keras.Layer) -> list:

@@ -17,6 +17,7 @@ from tfmix._keras import (
     variables,
 )
 from tfmix.conversion import changes, copying, optimizer_state, planned_policies
+from tfmix.float8 import chosen_layers
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import carried, fallback, scope, suited_optimizer
 from tfmix.scaling import guard
@@ -208,7 +209,10 @@ def _convert(
         if step.shown
     ]
     notes = planned_policies.unused_rules(model, policy)
-    if all(row.before == row.after for row in rows):
+    float8 = policies.with_rules(policy).is_float8
+    if all(row.before == row.after for row in rows) and not (
+        float8 or chosen_layers.reasons(model)
+    ):
         if any(row.after == policy.name for row in rows):
             note = f"The model was {policy.name} already: no layer changes."
         else:
@@ -248,6 +252,8 @@ def _converted(
         changes.set_dtypes(steps, way_back)
         for know_again in known:
             know_again()
+        chosen = chosen_layers.reasons(model)
+        way_back.callback(chosen_layers.restore, model, chosen)
         carried.carry(model, policy)
         installed = _suit_optimizer(model, policy, state_before, given)
         if isinstance(installed, scaling.LossScaleOptimizer):

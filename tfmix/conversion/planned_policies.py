@@ -87,11 +87,13 @@ def unused_rules(
     if not isinstance(policy, policies.Policy):
         return ()
     bare = policies.Policy(policy.level or policy.name)
-    written = set(policy.float32_layers) - set(bare.float32_layers)
+    known = bare.float32_layers
+    written = [("float32_layers", x) for x in policy.float32_layers]
+    written += [("float8_layers", x) for x in policy.float8_layers or ()]
     return tuple(
-        f"{item!r} in float32_layers matches no layer."
-        for item in policy.float32_layers
-        if item in written
+        f"{item!r} in {argument} matches no layer."
+        for argument, item in written
+        if item not in known
         and not any(
             layer_rules.matches(
                 item, type(x), x.name, layer_policies.path_of(x)

@@ -86,6 +86,7 @@ def with_layers(report: Checked, names: Iterable[str]) -> policies.Policy:
         float32_layers=[*known, *(one for one in added if one not in known)],
         float32_ops=base.float32_ops,
         keep_batchnorm_fp32=base.keep_batchnorm_fp32,
+        float8_layers=base.float8_layers,
     )
 
 

@@ -148,7 +148,8 @@ def _compilable(
 
 def _name(policy: Any, model: keras.Model) -> str:
     if policy is not None:
-        return policy if isinstance(policy, str) else str(policy.name)
+        name = getattr(policy, "level", None) or getattr(policy, "name", None)
+        return str(name or policy)
     names = [
         layer.dtype_policy.name
         for layer in suited_optimizer.computing_layers(model)

@@ -143,19 +143,21 @@ def without(
     return [name for name in default if name not in removed]
 
 
-def resolve(items: Iterable[RuleItem]) -> tuple[RuleItem, ...]:
+def resolve(
+    items: Iterable[RuleItem], argument: str = "float32_layers"
+) -> tuple[RuleItem, ...]:
     """Checks a list of layer rules and returns it as a tuple."""
     if isinstance(items, str | type) or not isinstance(items, Iterable):
         raise TypeError(
-            "`float32_layers` must be a list, for example ['Softmax', "
-            f"'head.*']. Received: float32_layers={items!r}."
+            f"`{argument}` must be a list, for example ['Softmax', "
+            f"'head.*']. Received: {argument}={items!r}."
         )
     seen: list[RuleItem] = []
     for item in items:
-        _check(item)
+        _check(item, argument)
         if item in seen:
             raise ValueError(
-                f"`float32_layers` names {item!r} twice. Leave one out."
+                f"`{argument}` names {item!r} twice. Leave one out."
             )
         seen.append(item)
     return tuple(seen)
@@ -188,17 +190,17 @@ def needs_path(items: Iterable[RuleItem]) -> bool:
     )
 
 
-def _check(item: object) -> None:
+def _check(item: object, argument: str) -> None:
     if isinstance(item, type):
         if not issubclass(item, keras.Layer):
             raise TypeError(
-                "A class in `float32_layers` must be a Keras layer. "
+                f"A class in `{argument}` must be a Keras layer. "
                 f"Received: {item!r}."
             )
         return
     if not isinstance(item, str):
         raise TypeError(
-            "`float32_layers` takes layer classes, class names and regular "
+            f"`{argument}` takes layer classes, class names and regular "
             f"expressions. Received: {item!r} of type {type(item).__name__}."
             + (" Name its class or its name." * isinstance(item, keras.Layer))
         )
@@ -206,6 +208,6 @@ def _check(item: object) -> None:
         re.compile(item)
     except re.error as error:
         raise ValueError(
-            "A string in `float32_layers` must be a class name or a regular "
+            f"A string in `{argument}` must be a class name or a regular "
             f"expression. Received: {item!r}, which is neither: {error}."
         ) from error

@@ -10,7 +10,9 @@ DTYPE_NAMES = (
     "float16",
     "bfloat16",
 )
-NAMES = (*DTYPE_NAMES, "auto", *layer_rules.LEVELS)
+# bfloat16, but for the matrix products of some layers.
+FLOAT8 = "mixed_float8"
+NAMES = (*DTYPE_NAMES, FLOAT8, "auto", *layer_rules.LEVELS)
 
 # What people write who come from other libraries.
 _ALIASES = {
@@ -28,6 +30,7 @@ _ALIASES = {
         ("bf16", "bfloat", "bf16-mixed", "mixed_bf16"), "mixed_bfloat16"
     ),
     "f16": "float16",
+    **dict.fromkeys(("float8", "fp8", "f8", "mixed_fp8"), FLOAT8),
     **{f"o{number}": f"O{number}" for number in range(4)},
 }
 
@@ -53,7 +56,7 @@ def check(name: object) -> None:
 
 def _hint(name: str) -> str:
     key = name.strip().lower()
-    known = {each: each for each in (*DTYPE_NAMES, "auto")} | _ALIASES
+    known = {each: each for each in (*DTYPE_NAMES, FLOAT8, "auto")} | _ALIASES
     # One letter is enough to make "bool" look like "O3".
     if key.startswith("o") and len(key) <= 3:
         known = {each.lower(): each for each in layer_rules.LEVELS}

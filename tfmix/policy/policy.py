@@ -12,7 +12,12 @@ from tfmix import _formats
 from tfmix.devices import auto_policy
 from tfmix.policy import layer_rules, names, op_rules
 
-_SETTINGS = ("float32_layers", "float32_ops", "keep_batchnorm_fp32")
+_SETTINGS = (
+    "float32_layers",
+    "float32_ops",
+    "keep_batchnorm_fp32",
+    "float8_layers",
+)
 
 
 class Policy(keras.DTypePolicy):
@@ -24,8 +29,10 @@ class Policy(keras.DTypePolicy):
 
     Args:
         name: String. `"float32"`, `"mixed_float16"`, `"mixed_bfloat16"`,
-            `"float16"`, `"bfloat16"`; `"auto"`, which asks the hardware; or a
-            level, `"O0"` to `"O3"`.
+            `"float16"`, `"bfloat16"`; `"mixed_float8"`, which is
+            `"mixed_bfloat16"` with the matrix products of some layers in
+            float8; `"auto"`, which asks the hardware; or a level, `"O0"` to
+            `"O3"`.
         float32_layers: List of layers kept in float32, the whole list: layer
             classes, class names, or regular expressions matched whole against
             a layer's name or path. Defaults to what was measured to break;
@@ -39,11 +46,18 @@ class Policy(keras.DTypePolicy):
             level, to `True` for the pure 16-bit policies, whose moving
             statistics would lose their small updates, else to `False`: Keras
             keeps them in float32 under the mixed policies.
+        float8_layers: List of the layers that multiply in float8 under
+            `"mixed_float8"`, as in `float32_layers`: `Dense` and
+            `EinsumDense` layers, those inside of attention included, whose
+            kernels' sides are multiples of 16. Defaults to `None`: those of
+            a model that gain by an H200's published rates (1024 x 1024, 768 x
+            3072 and larger), but for its first and its last.
 
     Raises:
         TypeError: If `name` or a list has the wrong type.
-        ValueError: If `name` is none of the above, or a list names something
-            twice or something unknown.
+        ValueError: If `name` is none of the above, a list names something
+            twice or something unknown, or `float8_layers` is given to another
+            policy than `"mixed_float8"`.
 
     Example:
         >>> policy = Policy("mixed_float16", float32_layers=["head"])
@@ -60,12 +74,16 @@ class Policy(keras.DTypePolicy):
         float32_layers: Iterable[layer_rules.RuleItem] | None = None,
         float32_ops: Iterable[str] | None = None,
         keep_batchnorm_fp32: bool | None = None,
+        float8_layers: Iterable[layer_rules.RuleItem] | None = None,
     ) -> None:
         names.check(name)
         level = layer_rules.LEVELS.get(name)
-        self.level = name if level else None
+        self.is_float8 = name == names.FLOAT8
+        # What it is made by, if that is not the name of its dtypes.
+        self.level = name if level or self.is_float8 else None
         self._only_matmuls = bool(level and level.only_matmuls)
         dtypes = level.policy if level else name
+        dtypes = "mixed_bfloat16" if self.is_float8 else dtypes
         super(Policy, self).__init__(  # noqa: UP008, see `__class__`
             auto_policy() if name == "auto" else dtypes
         )
@@ -87,6 +105,7 @@ class Policy(keras.DTypePolicy):
                 f"Received: keep_batchnorm_fp32={keep_batchnorm_fp32!r}."
             )
         self._keep_batchnorm = keep_batchnorm_fp32
+        self._float8_layers = _float8_layers(name, float8_layers)
         # Keras asks for it on every layer made.
         self._plain = keras.DTypePolicy(self.name)
 
@@ -112,6 +131,12 @@ class Policy(keras.DTypePolicy):
     def keep_batchnorm_fp32(self) -> bool:
         """Whether `BatchNormalization` computes and answers in float32."""
         return self._keep_batchnorm
+
+    @property
+    def float8_layers(self) -> list[layer_rules.RuleItem] | None:
+        """The layers that multiply in float8, `None` for those that gain."""
+        chosen = self._float8_layers
+        return None if chosen is None else list(chosen)
 
     @property
     def has_default_rules(self) -> bool:
@@ -206,7 +231,21 @@ class Policy(keras.DTypePolicy):
 
     def _content(self) -> tuple[Any, ...]:
         lists = self._float32_layers, self._float32_ops
-        return self.name, *lists, self._keep_batchnorm, self._only_matmuls
+        kinds = self._keep_batchnorm, self._only_matmuls, self.is_float8
+        return self.name, *lists, *kinds, self._float8_layers
+
+
+def _float8_layers(
+    name: str, items: Iterable[layer_rules.RuleItem] | None
+) -> tuple[layer_rules.RuleItem, ...] | None:
+    if items is None:
+        return None
+    if name != names.FLOAT8:
+        raise ValueError(
+            f"`float8_layers` goes with the policy {names.FLOAT8!r}. "
+            f"Received: name={name!r}, float8_layers={items!r}."
+        )
+    return layer_rules.resolve(items, "float8_layers")
 
 
 class _Config(dict[str, str]):

@@ -9,8 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
+from absl import logging
 
 from tfmix._keras import layers, model_methods, training_classes
+from tfmix.devices import devices
+from tfmix.float8 import chosen_layers
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import (
     active_rules,
@@ -27,7 +30,9 @@ _MENDS = "_tfmix_mends"
 
 def carry(model: keras.Model, policy: keras.DTypePolicy) -> None:
     """Makes a model carry a policy, or none if it has no 16-bit part."""
+    chosen_layers.restore(model, {})
     if policies.is_sixteen_bit(policy):
+        layers.rematerialize_anew(model)
         carried = _Carried(model, policy)
         model_methods.put(model, model_methods.RULES, carried)
     else:
@@ -52,6 +57,8 @@ class _Carried:
         self._model = model
         ruled = policies.with_rules(policy)
         self._level = ruled.level
+        # Whose layers have yet to be chosen.
+        self._float8 = ruled if ruled.is_float8 else None
         self._rules = frozenset({*ruled.float32_ops, ops.PENALTIES})
         self._outputs = model_outputs.Outputs(model)
         self.wrappers: Mapping[str, model_methods.Wrapper] = {
@@ -79,6 +86,8 @@ class _Carried:
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Returns float32 from the outermost call of a model, else as made."""
+        if self._float8 is not None and model_outputs.is_outermost(self._model):
+            self._choose_float8(self._float8)
         call = functools.partial(self._under_rules, original)
         return self._outputs.of(call, *args, **kwargs)
 
@@ -89,7 +98,36 @@ class _Carried:
         show = given.get("print_fn") or print
         for layer in fallback.fallen_back(self._model):
             show(f" {layer.name} computes in float32: {fallback.why(layer)}")
+        for layer, why in chosen_layers.reasons(self._model).items():
+            place = f"not in float8: {why}" if why else "in float8"
+            show(f" {layer.name} multiplies {place}")
         return shown
+
+    def _choose_float8(self, policy: policies.Policy) -> None:
+        found = layers.flat_layers(self._model)
+        if not all(layer.built for layer in found):
+            # Its first call builds it; from the second on.
+            return
+        self._float8 = None
+        if not chosen_layers.choose(self._model, policy):
+            reasons = [
+                f"{layer.name!r}: {why}"
+                for layer, why in chosen_layers.reasons(self._model).items()
+            ]
+            logging.warning(
+                "tfmix: no layer of %r multiplies in float8 (%s). Name some in "
+                "`Policy('mixed_float8', float8_layers=[...])`, or take "
+                "'mixed_bfloat16'.",
+                self._model.name,
+                "; ".join(reasons[:3]) or "no Dense, no EinsumDense",
+            )
+        elif not any(device.float8 for device in devices()):
+            logging.log_first_n(
+                logging.WARNING,
+                "tfmix: no device here multiplies float8: the policy "
+                "'mixed_float8' computes the same by casts, more slowly.",
+                1,
+            )
 
     def _make_train_function(
         self, original: Callable, *args: Any, **kwargs: Any

@@ -24,6 +24,7 @@ from tfmix._keras import (
     model_methods,
     replacements,
 )
+from tfmix.float8 import chosen_layers
 from tfmix.policy.in_force import constants, tensors, uncast_inputs
 
 # The attribute under which a layer holds its `_State`.
@@ -46,6 +47,7 @@ _trying: contextvars.ContextVar[bool] = contextvars.ContextVar(
 def put_on(layer: keras.Layer) -> None:
     """Lets a layer fall back to float32 where its code needs it."""
     if STATE not in vars(layer):
+        layers.rematerialize_anew(layer)
         put_back(layer, _State(layer))
 
 
@@ -157,8 +159,9 @@ class _State:
             self._look_at_constants()
         if not self.is_float32():
             before = attempts.state()
+            call = chosen_layers.call_of(self._layer, original)
             try:
-                outputs = original(*args, **kwargs)
+                outputs = call(*args, **kwargs)
             except Exception as error:
                 attempts.restore(before, self._layer)
                 mended = self._mended(error, original, args, kwargs)

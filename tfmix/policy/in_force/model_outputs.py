@@ -28,6 +28,11 @@ def outputs_as_made() -> Iterator[None]:
         _as_made.reset(token)
 
 
+def is_outermost(model: keras.Model) -> bool:
+    """Says whether no layer called a model, and with real tensors."""
+    return not _as_made.get() and global_state.is_outermost(model)
+
+
 class Outputs:
     """What one model returns from its calls."""
 
@@ -37,10 +42,10 @@ class Outputs:
 
     def of(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
         """Calls; returns float32 if the call is the outermost, else as made."""
-        as_made = _as_made.get() or not global_state.is_outermost(self._model)
+        outermost = is_outermost(self._model)
         with outputs_as_made():
             outputs = call(*args, **kwargs)
-        if as_made:
+        if not outermost:
             return outputs
         self._tell_of_16_bit(outputs)
         return tensors.map_leaves(outputs, tensors.wide)

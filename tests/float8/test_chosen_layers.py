@@ -1,0 +1,345 @@
+"""The policy `mixed_float8`: which layers multiply in float8, and training."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from sklearn import datasets
+
+import tfmix
+from tests import helpers
+from tfmix.float8 import chosen_layers, product
+
+ALL = ("Dense", "EinsumDense")
+ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+# Graph mode is what the other tests run in.
+FIT = {
+    "eager": {"run_eagerly": True, "jit_compile": False},
+    "xla": {"jit_compile": True},
+}
+
+
+def policy(*names):
+    return tfmix.Policy("mixed_float8", float8_layers=names or ALL)
+
+
+def reasons(model):
+    return {
+        layer.name: why for layer, why in chosen_layers.reasons(model).items()
+    }
+
+
+def classifier(rules=None):
+    """Returns a small transformer for the 8 x 8 pictures of digits."""
+    with tfmix.policy_scope(rules or policy()):
+        inputs = keras.Input((64,))
+        h = layers.Reshape((4, 16))(inputs)
+        h = layers.Dense(32, name="embed")(h)
+        attention = layers.MultiHeadAttention(2, 16, name="attention")
+        h = layers.LayerNormalization()(h + attention(h, h))
+        wide = layers.Dense(64, activation="gelu", name="wide")(h)
+        h = layers.LayerNormalization()(h + layers.Dense(32, name="back")(wide))
+        outputs = layers.Dense(10, name="head")(layers.Flatten()(h))
+        return keras.Model(inputs, outputs)
+
+
+def digits():
+    x, y = datasets.load_digits(return_X_y=True)
+    return (x / 16).astype("float32"), y
+
+
+def fitted(
+    rules, epochs=3, optimizer=None, jit_compile=not ON_TENSORFLOW, **how
+):
+    keras.utils.set_random_seed(0)
+    model = classifier(rules)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(
+        optimizer or keras.optimizers.Adam(3e-3),
+        loss=loss,
+        **(how or {"jit_compile": not ON_TENSORFLOW}),
+    )
+    x, y = digits()
+    history = model.fit(
+        x[:768], y[:768], epochs=epochs, batch_size=128, verbose=0
+    )
+    return model, history.history["loss"][-1]
+
+
+def run(model, x):
+    return helpers.to_numpy(model(x))
+
+
+def test_by_default_those_that_gain_but_the_first_and_the_last():
+    with tfmix.policy_scope("mixed_float8"):
+        model = keras.Sequential(
+            [
+                keras.Input((1024,)),
+                layers.Dense(1024, name="first"),
+                layers.Dense(1024, name="second"),
+                layers.Dense(96, name="narrow"),
+                layers.Dense(100, name="odd"),
+                layers.Dense(1024, dtype="float32", name="wide"),
+                layers.Dense(1024, name="last"),
+            ]
+        )
+    model(np.zeros((2, 1024), "float32"))
+    assert reasons(model) == {
+        "first": "the first or the last with a matrix",
+        "second": "",
+        "narrow": "1024 x 96 is too small to gain",
+        "odd": "96 x 100 are no multiples of 16",
+        "wide": "computes in float32",
+        "last": "the first or the last with a matrix",
+    }
+    lines = []
+    model.summary(print_fn=lines.append)
+    assert " second multiplies in float8" in lines
+
+
+@pytest.mark.parametrize(
+    ("rules", "chosen"),
+    [
+        (["wide"], {"wide"}),
+        ([layers.Dense], {"embed", "wide", "back"}),
+        (["EinsumDense"], {"query", "key", "value", "attention_output"}),
+        ([".*attention/.*"], {"query", "key", "value", "attention_output"}),
+    ],
+)
+def test_layers_are_named_as_those_of_float32_are(rules, chosen):
+    model = classifier(policy(*rules))
+    run(model, digits()[0][:4])
+    found = reasons(model)
+    assert {name for name, why in found.items() if not why} == chosen
+
+
+def test_a_chosen_layer_computes_the_product_its_bias_and_activation():
+    x = np.random.default_rng(0).normal(size=(16, 32)).astype("float32")
+    with tfmix.policy_scope(policy()):
+        dense = layers.Dense(48, activation="relu", bias_initializer="ones")
+        model = keras.Sequential([keras.Input((32,)), dense])
+    narrow = [ops.cast(each, "bfloat16") for each in (x, dense.kernel)]
+    expected = ops.relu(product.product(*narrow) + 1)
+    found = run(model, x)
+    np.testing.assert_array_equal(
+        found, helpers.to_numpy(ops.cast(expected, "float32"))
+    )
+    with tfmix.policy_scope("mixed_bfloat16"):
+        other = keras.models.clone_model(model)
+    other.set_weights(model.get_weights())
+    assert not np.array_equal(run(other, x), found)
+    np.testing.assert_allclose(run(other, x), found, atol=0.3)
+
+
+@pytest.mark.parametrize(
+    ("equation", "inputs", "kernel"),
+    [
+        ("abc,cd->abd", (2, 3, 16), (16, 32)),
+        ("abc,cde->abde", (2, 3, 16), (16, 4, 8)),
+        ("abcd,cde->abe", (2, 3, 4, 8), (4, 8, 16)),
+        ("abc,dc->dab", (2, 3, 16), (32, 16)),
+    ],
+)
+def test_an_einsum_that_is_one_product_keeps_its_axes(equation, inputs, kernel):
+    rng = np.random.default_rng(0)
+    # Small integers are exact in float8.
+    x = rng.integers(-8, 9, inputs).astype("float32")
+    w = rng.integers(-8, 9, kernel).astype("float32")
+    found = chosen_layers.einsum(
+        equation, ops.convert_to_tensor(x), ops.convert_to_tensor(w)
+    )
+    np.testing.assert_array_equal(
+        helpers.to_numpy(found), np.einsum(equation, x, w)
+    )
+
+
+@pytest.mark.parametrize("equation", ["ab,ab->ab", "ab,cb->a", "aab,bc->ac"])
+def test_an_einsum_that_is_no_product_of_matrices_is_left_out(equation):
+    assert chosen_layers._parts(equation) == ("", "", "", "")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "xla",
+        pytest.param(
+            "eager",
+            marks=[pytest.mark.slow, helpers.requires_backend("tensorflow")],
+        ),
+    ],
+)
+def test_training_ends_where_bfloat16_does(how):
+    losses = {
+        name: fitted(rules, **FIT[how])[1]
+        for name, rules in (("16", "mixed_bfloat16"), ("8", policy()))
+    }
+    assert losses["8"] < 1.3
+    assert losses["8"] == pytest.approx(losses["16"], rel=0.1)
+
+
+def test_a_saved_model_is_an_ordinary_one(tmp_path):
+    model, _ = fitted(policy(), epochs=1)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert "float8" not in str(loaded.get_config())
+    assert loaded.get_layer("wide").dtype_policy.name == "mixed_bfloat16"
+    assert reasons(loaded) == {}
+    for one, other in zip(loaded.weights, model.weights, strict=True):
+        helpers.assert_same_bits(one, other)
+
+
+def test_a_conversion_chooses_and_its_undo_forgets():
+    x = digits()[0][:8]
+    model = classifier("float32")
+    tfmix.apply_policy(model, "mixed_bfloat16")
+    before = run(model, x)
+    report = tfmix.apply_policy(model, policy())
+    assert not np.array_equal(run(model, x), before)
+    inner = tfmix.apply_policy(model, "mixed_bfloat16")
+    np.testing.assert_array_equal(run(model, x), before)
+    assert reasons(model) == {}
+    inner.undo()
+    assert reasons(model)["wide"] == ""
+    assert not np.array_equal(run(model, x), before)
+    report.undo()
+    np.testing.assert_array_equal(run(model, x), before)
+    assert reasons(model) == {}
+
+
+def test_a_copy_is_converted_as_well():
+    model = classifier("float32")
+    copy = tfmix.convert_model(model, policy())
+    run(copy, digits()[0][:4])
+    assert reasons(copy)["wide"] == ""
+    assert reasons(model) == {}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_ema": True},
+        {"gradient_accumulation_steps": 2},
+        {"clipnorm": 1.0},
+    ],
+    ids=str,
+)
+def test_what_optimizers_do_besides_works(settings):
+    optimizer = keras.optimizers.Adam(3e-3, **settings)
+    assert fitted(policy(), optimizer=optimizer)[1] < 2.1
+
+
+def test_a_step_of_nan_changes_nothing():
+    model, _ = fitted(policy(), epochs=1)
+    before = helpers.snapshot(model.trainable_variables)
+    x, y = digits()
+    x = x[:128].copy()
+    x[5] = np.nan
+    model.fit(x, y[:128], batch_size=128, verbose=0)
+    helpers.assert_unchanged(model.trainable_variables, before)
+
+
+def test_lora_trains_in_float8():
+    model = classifier()
+    model.get_layer("wide").enable_lora(4)
+    run(model, digits()[0][:4])
+    assert reasons(model)["wide"] == ""
+    model.compile("adam", "mse", jit_compile=not ON_TENSORFLOW)
+    before = helpers.snapshot(model.get_layer("wide").trainable_variables)
+    model.fit(digits()[0][:64], np.ones((64, 10)), verbose=0)
+    after = helpers.snapshot(model.get_layer("wide").trainable_variables)
+    assert any(
+        not np.array_equal(one, other)
+        for one, other in zip(before, after, strict=True)
+    )
+
+
+# Under TensorFlow Keras itself cannot: `tf.recompute_grad` takes no keywords.
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize("rules", ["mixed_bfloat16", policy()], ids=str)
+def test_rematerialized_attention_computes_the_same(rules):
+    x = digits()[0][:64]
+    results = []
+    for mode in (None, "full"):
+        keras.utils.set_random_seed(3)
+        with keras.RematScope(mode=mode):
+            model = classifier(rules)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(x, np.ones((64, 10)), epochs=2, verbose=0, shuffle=False)
+        results.append(model.get_layer("back").get_weights())
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-3)
+
+
+@helpers.requires_backend("tensorflow")
+def test_replicas_stay_equal():
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        model = classifier()
+        model.compile("adam", "mse", jit_compile=False)
+    x, _ = digits()
+    history = model.fit(
+        x[:128], np.ones((128, 10)), batch_size=64, epochs=3, verbose=0
+    )
+    losses = history.history["loss"]
+    assert losses[-1] < losses[0]
+    for variable in model.trainable_variables:
+        one, other = (each.numpy() for each in variable.value.values)
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_has_a_call_of_its_own_or_is_quantized_is_left_out():
+    class Own(layers.Dense):
+        def call(self, inputs):
+            return 2 * super().call(inputs)
+
+    with tfmix.policy_scope(policy()):
+        model = keras.Sequential(
+            [
+                keras.Input((32,)),
+                Own(32, name="own"),
+                layers.Dense(32, name="plain"),
+                layers.Dense(32, name="small"),
+            ]
+        )
+    model.get_layer("small").quantize("int8")
+    run(model, np.ones((2, 32), "float32"))
+    assert reasons(model) == {
+        "own": "a `call` of its own",
+        "plain": "",
+        "small": "quantized to int8",
+    }
+
+
+def test_a_model_without_a_layer_that_fits_says_so_once(caplog):
+    model = classifier("mixed_float8")
+    with caplog.at_level("WARNING"):
+        run(model, digits()[0][:4])
+        run(model, digits()[0][:4])
+    (message,) = [m for m in caplog.messages if "no layer of" in m]
+    assert "'embed': the first or the last" in message
+    assert "float8_layers=[...]" in message
+
+
+def test_names_that_match_nothing_are_reported():
+    report = tfmix.apply_policy(classifier("float32"), policy("wides"))
+    assert "'wides' in float8_layers matches no layer." in str(report.notes)
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="goes with the policy 'mixed_float8'"):
+        tfmix.Policy("mixed_float16", float8_layers=["Dense"])
+    with pytest.raises(TypeError, match="`float8_layers` must be a list"):
+        tfmix.Policy("mixed_float8", float8_layers="Dense")
+    with pytest.raises(ValueError, match="Did you mean 'mixed_float8'"):
+        tfmix.Policy("fp8")
+
+
+def test_a_policy_for_float8_is_no_other():
+    made = tfmix.Policy("mixed_float8")
+    assert (made.name, made.compute_dtype) == ("mixed_bfloat16", "bfloat16")
+    assert made != tfmix.Policy("mixed_bfloat16")
+    assert made != keras.DTypePolicy("mixed_bfloat16")
+    assert made != policy()
+    assert repr(made) == "Policy('mixed_float8')"
+    assert eval(repr(policy()), {"Policy": tfmix.Policy}) == policy()
+    assert tfmix.Policy.from_config(policy().get_config()) == policy()

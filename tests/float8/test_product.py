@@ -1,0 +1,185 @@
+"""The float8 product agrees bit for bit with the arithmetic it stands for."""
+
+import itertools
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+from keras import ops
+
+from tests import helpers, steps
+from tfmix.float8 import product
+
+NARROW = {
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+}
+FLIPPED = list(itertools.product([False, True], repeat=2))
+
+
+def expected_factor(values, to):
+    """Returns what a factor becomes, as float64, and its exponent."""
+    values = np.asarray(values, "float64")
+    mantissa, exponent = np.frexp(np.abs(values).max())
+    # From [0.5, 1) to [1, 2).
+    above = 2 * mantissa > 1.75
+    power = to.exponent - (exponent - 1) - above
+    scaled = (values * 2.0**power).astype("float32")
+    return scaled.astype(NARROW[to.dtype]).astype("float64"), power
+
+
+def expected(a, b, formats):
+    """Returns the product, rounded to bfloat16."""
+    narrow_a, power_a = expected_factor(a, formats[0])
+    narrow_b, power_b = expected_factor(b, formats[1])
+    exact = narrow_a @ narrow_b * 2.0 ** -(power_a + power_b)
+    return exact.astype("float32").astype(ml_dtypes.bfloat16).astype("float32")
+
+
+def in_mode(function, mode):
+    """Returns a function of arrays that runs in a mode."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        if mode == "eager":
+            return function
+        return tf.function(function, jit_compile=mode == "xla")
+    import jax
+
+    return function if mode == "eager" else jax.jit(function)
+
+
+def with_gradients(a, b, upstream, **settings):
+    """Returns the product and both gradients."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch([a, b])
+            found = product.product(a, b, **settings)
+        return found, *tape.gradient(found, [a, b], upstream)
+    import jax
+
+    found, back = jax.vjp(lambda a, b: product.product(a, b, **settings), a, b)
+    return found, *back(upstream)
+
+
+def bfloat16(values):
+    """Returns a tensor, and its exact values."""
+    tensor = ops.cast(ops.convert_to_tensor(values, "float32"), "bfloat16")
+    return tensor, helpers.to_numpy(ops.cast(tensor, "float32"))
+
+
+def numbers(rng, shape, size=1.0):
+    return bfloat16(rng.normal(size=shape) * size)
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("size", [1.0, 1e-9, 1e28])
+@pytest.mark.parametrize("transposed", FLIPPED)
+def test_the_product_and_its_gradients_are_bit_exact(mode, size, transposed):
+    rng = np.random.default_rng(3)
+    a, exact_a = numbers(rng, (48, 16) if transposed[0] else (16, 48), size)
+    b, exact_b = numbers(rng, (32, 48) if transposed[1] else (48, 32), 1 / size)
+    g, exact_g = numbers(rng, (16, 32), 1e-6)
+    step = in_mode(
+        lambda *given: with_gradients(*given, transposed=transposed), mode
+    )
+    forward, gradient = product.FORWARD, product.GRADIENT
+    left = exact_a.T if transposed[0] else exact_a
+    right = exact_b.T if transposed[1] else exact_b
+    to_a = expected(exact_g, right.T, (gradient, forward))
+    to_b = expected(left.T, exact_g, (forward, gradient))
+    wanted = [
+        expected(left, right, (forward, forward)),
+        to_a.T if transposed[0] else to_a,
+        to_b.T if transposed[1] else to_b,
+    ]
+    for one, right_one in zip(step(a, b, g), wanted, strict=True):
+        np.testing.assert_array_equal(
+            helpers.to_numpy(ops.cast(one, "float32")), right_one
+        )
+
+
+@pytest.mark.parametrize("to", [product.FORWARD, product.GRADIENT])
+@pytest.mark.parametrize(
+    "largest", [1.0, 1.75, 1.7578125, 2.0, 2.0**-130, 3e38, 0.0]
+)
+def test_a_factor_takes_the_whole_range_and_never_overflows(to, largest):
+    tensor, exact = bfloat16([largest, -largest / 2])
+    narrow, exponent = product.rounded(tensor, to)
+    found = np.float64(helpers.to_numpy(ops.cast(narrow, "float32")))
+    assert np.isfinite(found).all()
+    limit = 1.75 * 2.0**to.exponent
+    assert np.abs(found).max() <= limit
+    if largest > 1e-30:
+        assert np.abs(found).max() >= limit / 2
+    scale = 2.0 ** -float(helpers.to_numpy(exponent))
+    # Compilers may take subnormal numbers for zeros.
+    np.testing.assert_allclose(found * scale, exact, 2**-3, 2.0**-126)
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_comes_through(mode, bad):
+    values = np.ones((16, 16), "float32")
+    values[3, 4] = bad
+    a, _ = bfloat16(values)
+    b, _ = bfloat16(np.ones((16, 16)))
+    found, to_a, to_b = in_mode(with_gradients, mode)(b, a, b)
+    assert not np.isfinite(helpers.to_numpy(ops.cast(found, "float32"))).all()
+    assert not np.isfinite(helpers.to_numpy(ops.cast(to_a, "float32"))).all()
+    assert np.isfinite(helpers.to_numpy(ops.cast(to_b, "float32"))).all()
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+def test_a_gradient_of_a_gradient_is_one_of_products(mode):
+    # (a b) summed, squared: the second derivative is 2 (sum of b's rows)^2.
+    a, exact_a = bfloat16(np.ones((16, 16)))
+    b, exact_b = bfloat16(np.full((16, 16), 0.5))
+
+    def penalty(a, b):
+        """Returns the gradient of |d sum((a b)^2) / d a|^2 by a."""
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
+
+            with tf.GradientTape() as outer:
+                outer.watch(a)
+                with tf.GradientTape() as inner:
+                    inner.watch(a)
+                    loss = tf.reduce_sum(tf.square(product.product(a, b)))
+                first = inner.gradient(loss, a)
+                norm = tf.reduce_sum(tf.square(first))
+            return outer.gradient(norm, a)
+        import jax
+
+        def norm(a):
+            by_a = jax.grad(lambda a: (product.product(a, b) ** 2).sum())(a)
+            return (by_a**2).sum()
+
+        return jax.grad(norm)(a)
+
+    found = helpers.to_numpy(ops.cast(in_mode(penalty, mode)(a, b), "float32"))
+    gram = exact_b @ exact_b.T
+    np.testing.assert_allclose(found, 8 * exact_a @ gram @ gram, rtol=0.02)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_batch_may_be_of_any_size(jit):
+    import tensorflow as tf
+
+    kernel, exact = numbers(np.random.default_rng(1), (16, 32))
+    step = tf.function(
+        lambda x: product.product(x, kernel),
+        jit_compile=jit,
+        input_signature=[tf.TensorSpec((None, 16), tf.bfloat16)],
+    )
+    for rows in (1, 7, 64):
+        x, exact_x = numbers(np.random.default_rng(rows), (rows, 16))
+        formats = (product.FORWARD, product.FORWARD)
+        np.testing.assert_array_equal(
+            helpers.to_numpy(tf.cast(step(x), tf.float32)),
+            expected(exact_x, exact, formats),
+        )

@@ -1,0 +1,1 @@
+"""Matrix products in float8: the arithmetic, and the layers that get it."""
