@@ -223,6 +223,7 @@ ATTRIBUTES = [
     ("a layer", dense, "_parent_path", type(None)),
     ("a layer", built(dense), "_seed_generators", list),
     ("a layer", built(dense), "_losses", list),
+    ("a layer", built(dense), "_remat_mode", type(None)),
     ("a layer", built(dense), "_loss_ids", set),
     ("a layer", built(dense), "_trainable_variables", list),
     ("a layer", built(dense), "_build_shapes_dict", dict),
