@@ -48,6 +48,20 @@ def test_each_layer_of_a_nested_or_shared_model_is_there_once():
     assert sorted(classes) == ["Dense", "Dense", "Dropout"]
 
 
+def test_layers_inside_others_come_in_the_models_order():
+    blocks = [
+        keras.Sequential(
+            [
+                keras.layers.Dense(2, name=f"{n}a"),
+                keras.layers.ReLU(name=f"{n}b"),
+            ]
+        )
+        for n in (1, 2)
+    ]
+    model = keras.Sequential([keras.Input((2,)), *blocks])
+    assert list(rows(model)) == ["1a", "1b", "2a", "2b"]
+
+
 def test_what_a_layer_returns_is_left_open_before_it_is_called():
     model = keras.Sequential([keras.layers.Dense(2, name="body")])
     assert rows(model)["body"].output == ""

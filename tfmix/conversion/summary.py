@@ -1,6 +1,7 @@
 """What each layer of a model computes in, as a table."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import keras
 
@@ -84,12 +85,20 @@ def summary(model: keras.Model) -> ModelSummary:
         ('mixed_float16', 'float16', 'float32', 'float16')
     """
     _arguments.model(model)
-    found = suited_optimizer.computing_layers(model)
+    computing = {*map(id, suited_optimizer.computing_layers(model))}
+    in_order = {id(layer): layer for layer in _outer_first(model)}
+    found = [layer for key, layer in in_order.items() if key in computing]
     notes = tuple(
         f"{layer.name} computes in float32: {fallback.why(layer)}"
         for layer in fallback.fallen_back(model)
     )
     return ModelSummary(tuple(map(_row, found)), notes)
+
+
+def _outer_first(layer: keras.Layer) -> Iterator[keras.Layer]:
+    yield layer
+    for inner in layers.parts(layer):
+        yield from _outer_first(inner)
 
 
 def _row(layer: keras.Layer) -> LayerDtypes:
