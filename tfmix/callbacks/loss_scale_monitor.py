@@ -129,7 +129,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def set_model(self, model: keras.Model) -> None:
         """Lets the steps keep the norm, before `fit` makes its function."""
         super().set_model(model)
-        optimizer = getattr(model, "optimizer", None)
+        optimizer: Any = getattr(model, "optimizer", None)
         wanted = self.gradient_norm and hasattr(optimizer, "consecutive_skips")
         if wanted:
             with variables.strategy_scope(model):
