@@ -11,6 +11,7 @@ from tfmix._errors import LossScaleError as LossScaleError
 from tfmix.conversion.convert import apply_policy as apply_policy
 from tfmix.conversion.convert import convert_model as convert_model
 from tfmix.conversion.convert import prepare as prepare
+from tfmix.conversion.summary import summary as summary
 from tfmix.devices import devices as devices
 from tfmix.doctor.calibrate import calibrate_loss_scale as calibrate_loss_scale
 from tfmix.doctor.check import check as check
@@ -75,5 +76,6 @@ __all__ = [
     "policy_scope",
     "prepare",
     "set_global_policy",
+    "summary",
     "targets",
 ]

@@ -11,6 +11,7 @@ import keras
 from absl import logging
 
 from tfmix import _arguments, _formats
+from tfmix._keras import variables
 from tfmix.callbacks import progress_bar
 from tfmix.policy.in_force import suited_optimizer
 from tfmix.scaling import rules
@@ -26,6 +27,8 @@ class Reading:
     applied_steps: int
     skipped_steps: int
     consecutive_skips: int  # since the last step that was applied
+    # Of the last step that was applied; None if it was not asked for.
+    gradient_norm: float | None = None
 
 
 class LossScaleMonitor(keras.callbacks.Callback):
@@ -48,6 +51,12 @@ class LossScaleMonitor(keras.callbacks.Callback):
             halvings lead to the floor.
         alarm_after: Integer, steps without an applied update after which a
             warning is logged. Defaults to `max_consecutive_skips`.
+        gradient_norm: Bool, whether to show `gradient_norm`, too: the norm of
+            the last applied step's gradients, all variables and all replicas
+            together, divided by the loss scale and not clipped. NaN in the
+            logs of an epoch before the first such step. Each step then reads
+            its gradients once more, in later calls of `fit`, too, until the
+            model is compiled anew. Defaults to `False`.
         log_dir: Path of a directory for TensorBoard files. Defaults to
             `None`, no files.
 
@@ -57,10 +66,12 @@ class LossScaleMonitor(keras.callbacks.Callback):
             the first is made before the first step.
 
     Raises:
-        TypeError: If a number is not an integer, or `log_dir` is not a path;
-            in `fit`, if the optimizer is Keras's own loss scaler.
+        TypeError: If a number is not an integer, `gradient_norm` not a bool,
+            or `log_dir` not a path; in `fit`, if the optimizer is Keras's own
+            loss scaler.
         ValueError: If a number is below 1, or `log_dir` is given on a backend
-            other than TensorFlow.
+            other than TensorFlow; in `fit`, if `gradient_norm` is asked for
+            and the optimizer accumulates gradients.
         tfmix.LossScaleError: In `fit`, when the run is stuck.
 
     Example:
@@ -78,6 +89,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
         *,
         max_consecutive_skips: int = 50,
         alarm_after: int | None = None,
+        gradient_norm: bool = False,
         log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
@@ -99,6 +111,12 @@ class LossScaleMonitor(keras.callbacks.Callback):
         )
         alarm = max_consecutive_skips if alarm_after is None else alarm_after
         self.alarm_after = _arguments.count("alarm_after", alarm)
+        if not isinstance(gradient_norm, bool):
+            raise TypeError(
+                "`gradient_norm` must be True or False. "
+                f"Received: gradient_norm={gradient_norm!r}."
+            )
+        self.gradient_norm = gradient_norm
         self.log_dir = log_dir
         self.timeline: list[Reading] = []
         self._step = self._next_reading = self._epoch_start = 0
@@ -107,6 +125,17 @@ class LossScaleMonitor(keras.callbacks.Callback):
         # Keras adds to it from a pool of threads, not always in order.
         self._batches: collections.deque[int] = collections.deque(maxlen=1024)
         self._writer: Any = None
+
+    def set_model(self, model: keras.Model) -> None:
+        """Lets the steps keep the norm, before `fit` makes its function."""
+        super().set_model(model)
+        optimizer: Any = getattr(model, "optimizer", None)
+        wanted = self.gradient_norm and hasattr(optimizer, "consecutive_skips")
+        if wanted:
+            with variables.strategy_scope(model):
+                is_new = optimizer.keep_gradient_norm()
+            if is_new:
+                model.train_function = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the optimizer, and opens the TensorBoard file."""
@@ -148,6 +177,8 @@ class LossScaleMonitor(keras.callbacks.Callback):
         if self._has_scale:
             self._read()
             if logs is not None:
+                if self.gradient_norm:
+                    logs["gradient_norm"] = float("nan")
                 logs.update(self._shown)
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -181,6 +212,9 @@ class LossScaleMonitor(keras.callbacks.Callback):
             name: progress_bar.Shown(getattr(reading, name))
             for name in ("loss_scale", "applied_steps", "skipped_steps")
         }
+        norm = reading.gradient_norm
+        if norm is not None and not math.isnan(norm):
+            self._shown["gradient_norm"] = progress_bar.Shown(norm)
         if self._writer is not None:
             _write(self._writer, reading.step, self._shown)
 
@@ -194,6 +228,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
             int(keras.ops.convert_to_numpy(optimizer.iterations)),
             optimizer.skipped_steps,
             optimizer.consecutive_skips,
+            optimizer.gradient_norm if self.gradient_norm else None,
         )
 
     def _log_change(self, now: Reading) -> None:

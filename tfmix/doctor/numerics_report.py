@@ -2,52 +2,18 @@
 
 import base64
 import dataclasses
-import datetime
 import html
 import io
 import json
 import math
 import os
-import pathlib
-import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import keras
-
-from tfmix import _tables
+from tfmix import _pages, _tables
 from tfmix.doctor import probe, suggest, verdicts
 from tfmix.policy import policy as policies
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
-       max-width: 72rem; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th, td { text-align: left; padding: .3rem .6rem;
-         border-bottom: 1px solid #ddd; vertical-align: top; }
-th { background: #f6f6f6; }
-code, td:last-child { font-family: monospace; font-size: 13px;
-                      overflow-wrap: anywhere; }
-.overflow, .not_finite { background: #fbe3e4; }
-.underflow, .inaccurate { background: #fdf3d8; }
-.note { background: #fdf3d8; padding: .4rem .6rem; }
-img { max-width: 100%; }
-h1 { font-size: 1.6rem; line-height: 1.25; overflow-wrap: anywhere; }
-td:nth-child(5), td:nth-child(6) { white-space: nowrap; }
-.wide { overflow-x: auto; }
-@media (max-width: 44rem) {
-  .wide img { max-width: none; width: 44rem; }
-  thead { display: none; }
-  tr { display: block; padding: .4rem 0; border-bottom: 1px solid #ddd; }
-  td { display: inline-block; border: 0; padding: 0 .5rem; }
-  td:first-child { font-weight: 600; }
-  td:last-child { display: block; }
-  td:not(:first-child):not(:empty)::before {
-    content: attr(data-label) " "; color: #666; font-size: 11px;
-    font-family: system-ui, sans-serif; }
-}
-"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,7 +98,8 @@ class NumericsReport(_tables.Printed):
         except ImportError:
             # The table says all that the picture shows.
             picture = ""
-        pathlib.Path(path).write_text(_page(self, picture), encoding="utf-8")
+        body = _body(self, picture)
+        _pages.write(path, self.title, self.model_name, body)
 
     def to_json(self) -> str:
         """Returns the report as JSON; infinities and NaN become null."""
@@ -210,9 +177,8 @@ def _plain(row: verdicts.LayerVerdict) -> dict[str, Any]:
     return values
 
 
-def _page(report: NumericsReport, picture: str) -> str:
-    """Returns one HTML page that needs no other file."""
-    title = html.escape(report.title)
+def _body(report: NumericsReport, picture: str) -> str:
+    """Returns what a report's page shows below the head."""
     table = _tables.Table(
         (*_HEADS, "what to write"),
         [(*_cells(row), row.advice) for row in report.rows],
@@ -229,27 +195,11 @@ def _page(report: NumericsReport, picture: str) -> str:
             f"{first.verdict}: <code>{html.escape(first.advice)}</code></p>\n"
         )
     return (
-        "<!DOCTYPE html>\n"
-        f'<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{_STYLE}</style></head>\n"
-        f"<body><h1>{title}</h1>\n"
-        f"<p>Model <b>{html.escape(report.model_name)}</b>, {_made_with()}.</p>"
-        "\n"
         f"<p>Gradients were judged under a loss scale of "
         f"{report.loss_scale:g}. Each layer was judged by itself, on the "
         f"inputs it has in float32.</p>\n"
-        f"{summary}{notes}{picture}{table.html()}</body></html>\n"
-    )
-
-
-def _made_with() -> str:
-    """Says when, and by which versions, something is made."""
-    now = datetime.datetime.now().astimezone()
-    tfmix = vars(sys.modules["tfmix"])["__version__"]
-    return (
-        f"{now:%Y-%m-%d %H:%M %Z}, tfmix {tfmix}, Keras {keras.__version__} "
-        f"on {keras.backend.backend()}"
+        f"{summary}{notes}{picture}"
+        f'<div class="advised">{table.html()}</div>'
     )
 
 

@@ -196,6 +196,7 @@ def record(
         bytes=moved,
         seconds=bounds[bound],
         bound=bound,
+        model=model.name,
         policy=policy,
         target=target.name,
         devices=devices,

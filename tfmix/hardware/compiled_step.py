@@ -1,14 +1,12 @@
 """What a training step became, as a record that prints."""
 
 import dataclasses
-import html
 import json
 import os
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from tfmix import _formats, _tables
+from tfmix import _formats, _pages, _tables
 
 # The costliest products are shown, all are in `rows`, JSON and HTML.
 _SHOWN = 20
@@ -79,6 +77,7 @@ class CompiledStep(_tables.Printed):
         seconds: The larger of two bounds: products at the published rate,
             bytes at the published bandwidth. No step is faster.
         bound: `"compute"` or `"memory"`, the bound that is larger.
+        model: The name of the model.
         policy: The name of the policy.
         target: The name of the target.
         devices: How many devices share the batch.
@@ -97,6 +96,7 @@ class CompiledStep(_tables.Printed):
     bytes: int
     seconds: float
     bound: str
+    model: str
     policy: str
     target: str
     devices: int
@@ -143,7 +143,8 @@ class CompiledStep(_tables.Printed):
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one page with all products to `path`."""
         tables = [summary([self]), self._products(len(self.rows))]
-        _write_page(path, self.title, tables)
+        body = "\n".join(table.html() for table in tables)
+        _pages.write(path, self.title, self.model, body)
 
     def _products(self, most: int) -> _tables.Table:
         heads = ("layer", "phase", "(m, k, n)", "dtype", "kernel", "GFLOP")
@@ -197,7 +198,8 @@ class CompiledSteps(_tables.Printed):
         tables = [summary(steps)]
         tables += [step._products(len(step.rows)) for step in steps]
         title = f"{' and '.join(self.steps)} on {steps[0].target}"
-        _write_page(path, title, tables)
+        body = "\n".join(table.html() for table in tables)
+        _pages.write(path, title, steps[0].model, body)
 
 
 def summary(steps: list[CompiledStep]) -> _tables.Table:
@@ -230,22 +232,3 @@ def _is_wide(row: CompiledProduct) -> bool:
     # What is rounded before it is multiplied counts by what is multiplied.
     narrow = (*_formats.SIXTEEN_BIT, "float8")
     return any(one not in narrow for one in row.dtype.split("/"))
-
-
-def _write_page(
-    path: str | os.PathLike[str], title: str, tables: list[_tables.Table]
-) -> None:
-    body = "\n".join(table.html() for table in tables)
-    pathlib.Path(path).write_text(
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n"
-        f"<body><h1>{html.escape(title)}</h1>\n{body}</body></html>\n",
-        encoding="utf-8",
-    )
-
-
-_STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;margin:2em auto;max-width:70em}"
-    "table{border-collapse:collapse;margin:1em 0}"
-    "td,th{padding:.2em .8em;text-align:left;border-bottom:1px solid #ddd}"
-)

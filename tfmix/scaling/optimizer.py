@@ -131,6 +131,7 @@ class LossScaleOptimizer(
         )
         self.guarded = self.in_guarded_step = False
         self.loss_was_scaled = isinstance(rule, rules.NoLossScale)
+        self._gradient_norm: keras.Variable | None = None
         # What `apply_gradients` is given; `None` if that cannot be told.
         self._next_are_true: bool | None = False
         self._applied_scaled = False
@@ -177,6 +178,60 @@ class LossScaleOptimizer(
         counts = _host(self._overflow_counts).tolist()
         paths = [getattr(v, "path", v.name) for v in self.model_variables]
         return dict(zip(paths, counts, strict=True))
+
+    @property
+    def gradient_norm(self) -> float:
+        """Norm of the last applied step's true gradients, before clipping.
+
+        NaN before `keep_gradient_norm` was called and a step applied; reading
+        it waits for the device.
+        """
+        kept = self._gradient_norm
+        return float("nan") if kept is None else float(_host(kept))
+
+    def keep_gradient_norm(self) -> bool:
+        """Lets each step note the norm of its gradients in `gradient_norm`.
+
+        Call it before the first step: a step that is compiled already goes on
+        without. It reads every gradient once more. Under a `tf.distribute`
+        strategy it is the norm of the sum over all replicas.
+
+        Returns:
+            Bool, whether it was not kept before.
+
+        Raises:
+            ValueError: If an optimizer inside accumulates gradients.
+
+        Example:
+            >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0)
+            >>> optimizer.keep_gradient_norm()
+            True
+            >>> weight = keras.Variable([0.0, 0.0])
+            >>> grads = [optimizer.scale_loss(ops.array([3.0, 4.0]))]
+            >>> bool(optimizer.apply(grads, [weight]))
+            True
+            >>> optimizer.gradient_norm
+            5.0
+        """
+        for each in optimizers.with_nested(self.inner_optimizer):
+            steps = getattr(each, "gradient_accumulation_steps", None)
+            if steps is not None:
+                raise ValueError(
+                    "`gradient_norm` cannot be kept where gradients are "
+                    "accumulated: an update takes the mean of several "
+                    "batches, and none of theirs is its norm. Received: "
+                    f"gradient_accumulation_steps={steps!r} in {each.name!r}. "
+                    "Leave out one of the two."
+                )
+        if self._gradient_norm is not None:
+            return False
+        self._gradient_norm = self.add_variable(
+            shape=(),
+            initializer=keras.initializers.Constant(float("nan")),
+            dtype="float32",
+            name="gradient_norm",
+        )
+        return True
 
     def check_health(self, max_consecutive_skips: int = 50) -> None:
         """Raises if training is stuck; call it now and then in a long loop.
@@ -460,7 +515,7 @@ class LossScaleOptimizer(
         # Before it is built the inner one has settings alone, which its
         # config holds as well.
         inner = self.inner_optimizer.variables if self.built else ()
-        for variable in self.own_variables:
+        for variable in self._saved_variables():
             store[_OWN + variable.name] = np.asarray(variable.numpy())
         for position, variable in enumerate(inner):
             store[f"{_INNER}{position}"] = np.asarray(variable.numpy())
@@ -476,7 +531,7 @@ class LossScaleOptimizer(
         """
         if self.built and store.keys():
             inner = self.inner_optimizer.variables
-            _load(store, self.own_variables, inner)
+            _load(store, self._saved_variables(), inner)
             return
         reason = "the file holds no optimizer state"
         if not self.built:
@@ -578,6 +633,16 @@ class LossScaleOptimizer(
             column = np.reshape(rows, (-1, 1))
             bad = ops.scatter(column, bad, tuple(counts.shape))
         counts.assign(counts + bad)
+
+    def note_gradient_norm(
+        self, true: Sequence, variables: Sequence, applied: Any
+    ) -> None:
+        """Keeps the norm of an applied step's true gradients, if asked to."""
+        if self._gradient_norm is None:
+            return
+        norm = unscale.norm(true, variables)
+        norm = rules.select(applied, norm, self._gradient_norm.value)
+        self._gradient_norm.assign(norm)
 
     def last_step_applied(self) -> Any:
         """Returns a boolean scalar tensor; nothing is copied to the host."""
@@ -730,6 +795,11 @@ class LossScaleOptimizer(
 
     def _counter(self, name: str, *shape: int) -> keras.Variable:
         return self.add_variable(shape, "zeros", "int32", name=name)
+
+    def _saved_variables(self) -> list[keras.Variable]:
+        # A norm is no state: a file is the same with it and without.
+        own = self.own_variables
+        return [each for each in own if each is not self._gradient_norm]
 
     def _state_variables(self) -> list[keras.Variable]:
         return [vars(self)[_attribute(n)] for n in self._state_type._fields]

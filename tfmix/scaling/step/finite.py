@@ -110,6 +110,15 @@ def is_sparse(tensor: Any) -> bool:
     return hasattr(tensor, "values") and hasattr(tensor, "dense_shape")
 
 
+def summed(tensor: Any) -> Any:
+    """Returns a dense tensor as it is, and the sums of a sparse one's rows."""
+    if not is_sparse(tensor):
+        return tensor
+    rows, position = tf.unique(tensor.indices)
+    count = tf.shape(rows)[0]
+    return tf.math.unsorted_segment_sum(tensor.values, position, count)
+
+
 def _has_words(tensor: Any) -> bool:
     if tensor is None or is_sparse(tensor) or None in tensor.shape:
         return False
@@ -187,10 +196,7 @@ def _is_finite_sparse(slices: Any) -> Any:
     total = tf.reduce_sum(tf.abs(tf.cast(slices.values, tf.float32)))
 
     def by_rows() -> Any:
-        rows, position = tf.unique(slices.indices)
-        count = tf.shape(rows)[0]
-        sums = tf.math.unsorted_segment_sum(slices.values, position, count)
-        return tf.reduce_all(tf.math.is_finite(sums))
+        return tf.reduce_all(tf.math.is_finite(summed(slices)))
 
     fits = total <= tf.cast(slices.dtype.max, tf.float32)
     if compilation.by_xla():

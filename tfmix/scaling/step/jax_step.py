@@ -34,6 +34,7 @@ def stateless_apply(
     with keras.StatelessScope(state_mapping=mapping) as scope:
         optimizer.record(state, applied)
         optimizer.count_overflows(bad, variables)
+        optimizer.note_gradient_norm(true, variables, applied)
     own = [scope.get_current_value(v) for v in optimizer.own_variables]
     if not traced and not applied:
         return list(trainable_values), own + inner_values

@@ -24,8 +24,10 @@ def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:
         step = _Step(grads, variables, scale, early)
 
         def apply_step() -> Any:
-            _update(optimizer, step.true_gradients(), variables)
+            true = step.true_gradients()
+            _update(optimizer, true, variables)
             optimizer.record(state, True)
+            optimizer.note_gradient_norm(true, variables, True)
             return tf.constant(True)
 
         def skip_step() -> Any:
@@ -56,6 +58,7 @@ def _update_or_restore(
     inner = optimizer.inner_optimizer
     used = optimizer.model_variables + inner.variables
     before = [tf.identity(variable.value) for variable in used]
+    optimizer.note_gradient_norm(true, variables, applied)
     selection = optimizers.Selection(applied, used)
     with selection.of(inner):
         true = [_nowhere_unless(applied, gradient) for gradient in true]

@@ -142,6 +142,17 @@ def unscaled(grads: Sequence, variables: Sequence, scale: Any) -> list[Block]:
     ]
 
 
+def norm(true: Sequence, variables: Sequence) -> Any:
+    """Returns the float32 norm of all true gradients together."""
+    # What overwrites its variable is no gradient.
+    squares = [
+        ops.sum(ops.square(ops.cast(finite.summed(gradient), "float32")))
+        for gradient, variable in zip(true, variables, strict=True)
+        if gradient is not None and not keras_variables.is_overwritten(variable)
+    ]
+    return ops.sqrt(sum(squares, ops.zeros(())))
+
+
 def parts(blocks: Sequence[Block], count: int) -> list:
     """Returns the gradients in their own order, `None` where there is none."""
     result: list = [None] * count

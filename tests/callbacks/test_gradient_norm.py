@@ -1,0 +1,187 @@
+"""The norm of the true gradients, in the logs of `fit` and in a loop."""
+
+import csv
+import math
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from tests import helpers
+from tests.callbacks import test_loss_scale_monitor as monitored
+from tfmix.callbacks import loss_scale_monitor, numerics_monitor
+from tfmix.scaling import optimizer as scaling
+
+WAYS = {
+    "eager": {"run_eagerly": True},
+    "compiled": {"jit_compile": False},
+    "jit": {"jit_compile": True},
+}
+
+
+def monitor(**settings):
+    return loss_scale_monitor.LossScaleMonitor(gradient_norm=True, **settings)
+
+
+def compiled(inner="sgd", **settings):
+    """Returns a model whose gradient is `2 * 3 * (1, 1, 1)` at the start."""
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")]
+    )
+    model.layers[0].bias.assign([1.0])
+    model.compile(scaling.LossScaleOptimizer(inner), "mse", **settings)
+    return model
+
+
+def sgd(rate, **settings):
+    return keras.optimizers.SGD(rate, **settings)
+
+
+FIRST = 6.0 * math.sqrt(3.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_logs_hold_the_norm_of_the_true_gradients(way):
+    model = compiled(sgd(0.0), **WAYS[way])
+    data = monitored.batches(3)
+    history = monitored.fit(model, monitor(), data, epochs=2)
+    assert history["gradient_norm"] == pytest.approx([FIRST, FIRST])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_skipped_step_leaves_the_norm_of_the_last_that_was_applied(way):
+    # The prediction 3 becomes 3 - 3 * 2 * 3 / 12 = 1.5 in the first step.
+    model = compiled(sgd(1 / 12), **WAYS[way])
+    data = monitored.batches(3, bad=[2])
+    history = monitored.fit(model, monitor(), data)
+    assert history["skipped_steps"] == [1]
+    assert history["gradient_norm"] == pytest.approx([FIRST / 2])
+
+
+def test_before_the_first_applied_step_it_is_not_a_number():
+    model, watch = compiled(), monitor()
+    data = monitored.batches(2, bad=[0, 1])
+    history = monitored.fit(model, watch, data)
+    assert math.isnan(*history["gradient_norm"])
+    assert math.isnan(watch.timeline[0].gradient_norm)
+
+
+def test_the_progress_bar_says_nothing_of_what_is_not_known(capsys):
+    data = monitored.batches(4)
+    monitored.fit(compiled(), monitor(), data, verbose=1)
+    out = capsys.readouterr().out
+    assert "nan" not in out
+    assert "gradient_norm: " in out
+
+
+def test_it_is_the_norm_before_clipping():
+    model = compiled(sgd(0.0, global_clipnorm=0.5))
+    history = monitored.fit(model, monitor(), monitored.batches(2))
+    assert history["gradient_norm"] == pytest.approx([FIRST])
+
+
+def test_a_model_trained_before_is_traced_anew():
+    model = compiled(sgd(0.0))
+    data = monitored.batches(2)
+    monitored.fit(model, monitored.Monitor(), data)
+    tap = numerics_monitor.NumericsMonitor(every=1)
+    history = monitored.fit(model, monitor(), data, callbacks=[tap])
+    assert history["gradient_norm"] == pytest.approx([FIRST])
+    assert tap.rows
+
+
+def test_the_csv_file_and_the_timeline_hold_it(tmp_path):
+    logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    watch = monitor(every=1)
+    model = compiled(sgd(0.0))
+    monitored.fit(model, watch, monitored.batches(3), callbacks=[logger])
+    with open(tmp_path / "log.csv") as file:
+        (row,) = csv.DictReader(file)
+    assert float(row["gradient_norm"]) == pytest.approx(FIRST)
+    found = [reading.gradient_norm for reading in watch.timeline]
+    assert found[1:] == pytest.approx([FIRST] * 3)
+
+
+def test_it_is_off_unless_it_is_asked_for():
+    model, watch = compiled(), monitored.Monitor()
+    history = monitored.fit(model, watch, monitored.batches(2))
+    assert "gradient_norm" not in history
+    assert watch.timeline[-1].gradient_norm is None
+    names = [variable.name for variable in model.optimizer.variables]
+    assert "gradient_norm" not in names
+
+
+def test_it_is_no_part_of_a_saved_optimizer(tmp_path):
+    model = compiled()
+    monitored.fit(model, monitor(), monitored.batches(2))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    names = [variable.name for variable in loaded.optimizer.variables]
+    assert "gradient_norm" not in names
+    history = monitored.fit(loaded, monitor(), monitored.batches(2))
+    assert history["applied_steps"] == [4]
+    model.load_weights(tmp_path / "model.keras")
+
+
+def test_what_overwrites_its_variable_is_no_gradient():
+    optimizer = scaling.LossScaleOptimizer(sgd(1.0))
+    weight, scale = keras.Variable([0.0]), keras.Variable([1.0])
+    scale.overwrite_with_gradient = True
+    optimizer.build([weight, scale])
+    optimizer.keep_gradient_norm()
+    grads = [optimizer.scale_loss(ops.array([3.0])), ops.array([100.0])]
+    optimizer.apply(grads, [weight, scale])
+    assert optimizer.gradient_norm == 3.0
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_loop_of_your_own_can_ask_for_it(unscaled):
+    optimizer = scaling.LossScaleOptimizer(sgd(1.0))
+    weights = [keras.Variable([0.0, 0.0]), keras.Variable(0.0)]
+    optimizer.build(weights)
+    assert math.isnan(optimizer.gradient_norm)
+    optimizer.keep_gradient_norm()
+    optimizer.keep_gradient_norm()
+    grads = [ops.array([1.0, 2.0]), ops.array(2.0)]
+    if not unscaled:
+        grads = [optimizer.scale_loss(gradient) for gradient in grads]
+    optimizer.apply(grads, weights, unscaled=unscaled)
+    assert optimizer.gradient_norm == 3.0
+
+
+def test_gradient_accumulation_is_refused():
+    model = compiled(sgd(1.0, gradient_accumulation_steps=4))
+    message = "gradient_norm.*gradient_accumulation_steps=4"
+    with pytest.raises(ValueError, match=message):
+        monitored.fit(model, monitor(), monitored.batches(2))
+    monitored.fit(model, monitored.Monitor(), monitored.batches(2))
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_what_is_no_bool_is_refused(value):
+    with pytest.raises(TypeError, match="`gradient_norm` must be True or Fal"):
+        loss_scale_monitor.LossScaleMonitor(gradient_norm=value)
+
+
+@helpers.requires_backend("tensorflow")
+def test_rows_of_a_sparse_gradient_count_as_their_sum():
+    import tensorflow as tf
+
+    optimizer = scaling.LossScaleOptimizer(sgd(1.0), loss_scale=8.0)
+    table = keras.Variable(np.zeros((5, 1)))
+    optimizer.build([table])
+    optimizer.keep_gradient_norm()
+    optimizer.loss_was_scaled = True
+    rows = tf.constant([[8.0], [16.0], [32.0]])
+    optimizer.apply([tf.IndexedSlices(rows, [1, 1, 2], (5, 1))], [table])
+    assert optimizer.gradient_norm == 5.0
+
+
+@helpers.requires_backend("tensorflow")
+def test_it_is_the_norm_of_the_sum_over_replicas():
+    with helpers.mirrored_strategy().scope():
+        model = compiled(sgd(0.0), jit_compile=False)
+    data = monitored.batches(4) | {"batch_size": 2}
+    history = monitored.fit(model, monitor(), data)
+    assert history["gradient_norm"] == pytest.approx([FIRST])

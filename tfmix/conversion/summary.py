@@ -1,0 +1,117 @@
+"""What each layer of a model computes in, as a table."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import keras
+
+from tfmix import _arguments, _formats, _tables
+from tfmix._keras import layer_policies, layers
+from tfmix.conversion import planned_policies
+from tfmix.policy.in_force import fallback, suited_optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerDtypes:
+    """The dtypes of one layer.
+
+    Attributes:
+        layer: The layer's path, or its name where it has none.
+        layer_class: The name of its class.
+        policy: The name of its dtype policy.
+        compute: The dtype it computes in.
+        variables: The dtype of the variables it makes.
+        output: The dtype of what it returns; empty where that is known only
+            once it is called, as inside a subclassed model.
+    """
+
+    layer: str
+    layer_class: str
+    policy: str
+    compute: str
+    variables: str
+    output: str
+
+
+class ModelSummary(_tables.Printed):
+    """Says what a model computes in; prints as a table.
+
+    Attributes:
+        rows: Tuple of `LayerDtypes`, in the model's order.
+        notes: Tuple of sentences: which layers fell back to float32, and why.
+    """
+
+    def __init__(
+        self, rows: tuple[LayerDtypes, ...], notes: tuple[str, ...]
+    ) -> None:
+        self.rows, self.notes = rows, notes
+
+    def __repr__(self) -> str:
+        return f"<ModelSummary {self._title()}>"
+
+    def tables(self) -> list[_tables.Table]:
+        """Returns what to print."""
+        heads = ("layer", "class", "policy", "compute", "variables", "output")
+        rows = [dataclasses.astuple(row) for row in self.rows]
+        return [_tables.Table(heads, rows, self._title(), self.notes)]
+
+    def _title(self) -> str:
+        narrow = sum(row.compute in _formats.SIXTEEN_BIT for row in self.rows)
+        return f"{narrow} of {len(self.rows)} layers compute in 16 bit"
+
+
+def summary(model: keras.Model) -> ModelSummary:
+    """Lists what each layer of a model computes in, keeps and returns.
+
+    `model.summary()` has no column for dtypes; print this one beside it.
+
+    Args:
+        model: A `keras.Model`, made under any policy; it is not changed.
+
+    Returns:
+        A `ModelSummary`: one row per layer, nested ones included, without
+        the models that only pass tensors on.
+
+    Raises:
+        TypeError: If `model` is no Keras 3 model.
+
+    Example:
+        >>> model = keras.Sequential(
+        ...     [keras.Input((4,)),
+        ...      keras.layers.Dense(2, dtype="mixed_float16")]
+        ... )
+        >>> row = summary(model).rows[0]
+        >>> row.policy, row.compute, row.variables, row.output
+        ('mixed_float16', 'float16', 'float32', 'float16')
+    """
+    _arguments.model(model)
+    computing = {*map(id, suited_optimizer.computing_layers(model))}
+    in_order = {id(layer): layer for layer in _outer_first(model)}
+    found = [layer for key, layer in in_order.items() if key in computing]
+    notes = tuple(
+        f"{layer.name} computes in float32: {fallback.why(layer)}"
+        for layer in fallback.fallen_back(model)
+    )
+    return ModelSummary(tuple(map(_row, found)), notes)
+
+
+def _outer_first(layer: keras.Layer) -> Iterator[keras.Layer]:
+    yield layer
+    for inner in layers.parts(layer):
+        yield from _outer_first(inner)
+
+
+def _row(layer: keras.Layer) -> LayerDtypes:
+    policy = planned_policies.entry(layer.dtype_policy, layer)
+    returned = {
+        keras.backend.standardize_dtype(tensor.dtype)
+        for _, tensor in layers.noted_results(layer)
+    }
+    return LayerDtypes(
+        layer_policies.path_of(layer),
+        type(layer).__name__,
+        policy.name,
+        policy.compute_dtype,
+        policy.variable_dtype,
+        ", ".join(sorted(returned)),
+    )
