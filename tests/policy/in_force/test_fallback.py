@@ -223,7 +223,8 @@ def test_fit_traces_a_model_as_often_as_in_float32(kind):
     for name in ("float32", "mixed_float16"):
         with tfmix.policy_scope(name):
             model = functional(kind())
-        model.compile("sgd", "mse", jit_compile=False)
+        optimizer = tfmix.LossScaleOptimizer("sgd")
+        model.compile(optimizer, "mse", jit_compile=False)
         kind.calls = 0
         for _ in range(2):
             model.fit(X, X[:, :1], epochs=2, batch_size=2, verbose=0)
