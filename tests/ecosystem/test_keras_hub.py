@@ -295,10 +295,10 @@ def test_a_backbone_computes_as_in_float32(name, policy, record_property):
 def multiplications(operation):
     """Counts those of one product of a graph."""
     left, right = (tensor.shape for tensor in operation.inputs)
-    if operation.type == "MatMul":
-        transposed = operation.get_attr("transpose_b")
-        return math.prod(left) * right[0 if transposed else 1]
-    assert operation.type == "Einsum", operation.type
+    if operation.type != "Einsum":
+        is_matrix = operation.type == "MatMul"
+        flag = "transpose_b" if is_matrix else "adj_y"
+        return math.prod(left) * right[-2 if operation.get_attr(flag) else -1]
     labels = operation.get_attr("equation").decode().split("->")[0]
     sizes = dict(zip(labels.replace(",", ""), (*left, *right), strict=True))
     return math.prod(sizes.values())

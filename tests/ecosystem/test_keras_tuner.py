@@ -7,6 +7,8 @@ import pytest
 import tfmix
 
 tuner = pytest.importorskip("keras_tuner")
+# Its own, of `currentThread`.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 X = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
 
 
