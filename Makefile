@@ -66,7 +66,7 @@ test-ecosystem: $(STAMP)
 	    $$(.venv-ecosystem/bin/python -c \
 	    "import site; print(site.getsitepackages()[0])")/tfmix-env.pth
 	@.venv-ecosystem/bin/python -m pip install --quiet \
-	    keras-hub keras-rs keras-tuner
+	    keras-hub keras-rs keras-tuner tensorboard
 	@KERAS_BACKEND=tensorflow .venv-ecosystem/bin/python -m pytest -q \
 	    tests/ecosystem
 

@@ -7,8 +7,12 @@ import pytest
 import tfmix
 
 tuner = pytest.importorskip("keras_tuner")
-# Its own, of `currentThread`.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [
+    # Its own, of `currentThread`.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    # It loads the weights of a model whose optimizer is not built.
+    pytest.mark.filterwarnings("ignore:.*state of optimizer:UserWarning"),
+]
 X = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
 
 
