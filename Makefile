@@ -57,15 +57,16 @@ test-doctest: $(STAMP)
 	@echo "tfmix: the examples in the docstrings"
 	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q --doctest-modules tfmix
 
-# KerasHub, in an environment beside ours that sees ours.
+# KerasHub, KerasRS and keras-tuner, in an environment beside ours that sees ours.
 test-ecosystem: $(STAMP)
-	@echo "tfmix: KerasHub's backbones, in .venv-ecosystem"
+	@echo "tfmix: KerasHub, KerasRS, keras-tuner, in .venv-ecosystem"
 	@test -x .venv-ecosystem/bin/python || \
 	    $(BIN)/python -m venv .venv-ecosystem
 	@$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
 	    $$(.venv-ecosystem/bin/python -c \
 	    "import site; print(site.getsitepackages()[0])")/tfmix-env.pth
-	@.venv-ecosystem/bin/python -m pip install --quiet keras-hub
+	@.venv-ecosystem/bin/python -m pip install --quiet \
+	    keras-hub keras-rs keras-tuner tensorboard
 	@KERAS_BACKEND=tensorflow .venv-ecosystem/bin/python -m pytest -q \
 	    tests/ecosystem
 

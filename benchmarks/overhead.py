@@ -15,6 +15,10 @@ compile          Seconds to the first step of 100 and of 300 dense layers,
                  forward, backward and update, under XLA.
 sparse           A step of a model with an embedding of 1,000,000 x 64.
 memory           Peak of a step above what was there before it.
+tracing, jax_tracing
+                 Building a model of 100 dense layers and one of 8 blocks of a
+                 transformer, and tracing loss and gradient: with the layers'
+                 way to fall back to float32, and bare of it.
 """
 
 import argparse
@@ -35,8 +39,10 @@ _TENSORFLOW = (
     "sparse",
     "mirrored",
     "memory",
+    "tracing",
 )
-SECTIONS = (*_TENSORFLOW, "jax")
+_JAX = ("jax", "jax_tracing")
+SECTIONS = (*_TENSORFLOW, *_JAX)
 _LAYERS = (100, 300)
 _SYSTEMS = ("bare", "keras", "tfmix")
 # Half a minute each at 300 layers.
@@ -82,7 +88,7 @@ def measure(
 
 
 def _worker(name: str, *arguments: str, backend: str = "") -> Any:
-    backend = backend or ("jax" if name == "jax" else "tensorflow")
+    backend = backend or ("jax" if name in _JAX else "tensorflow")
     command = [sys.executable, "-m", "benchmarks.overhead_steps"]
     done = subprocess.run(
         [*command, name, *arguments],
@@ -147,7 +153,7 @@ def main() -> None:
     )
     # `python -m benchmarks` starts this once for each backend.
     backend = os.environ.get("KERAS_BACKEND", "")
-    known = {"jax": ("jax",), "tensorflow": _TENSORFLOW}
+    known = {"jax": _JAX, "tensorflow": _TENSORFLOW}
     default = ",".join(known.get(backend, SECTIONS))
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--only", default=default, help="sections, with commas")

@@ -21,6 +21,7 @@ import numpy as np
 
 import tfmix
 from benchmarks import resident, results
+from tfmix.policy.in_force import fallback
 
 # Layers, width, steps in a turn: a tenth of a second, since the memory of a
 # shared machine is fast and slow for seconds each.
@@ -189,18 +190,22 @@ def dense_step(system: str, size: tuple[int, int], xla: bool) -> Step:
 
 
 def in_turns(
-    what: dict[str, Any], steps: dict[str, Step], repeats: int, runs: int
+    what: dict[str, Any],
+    steps: dict[str, Step],
+    repeats: int,
+    runs: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[dict[str, Any]]:
     """Times steps in turn; returns a row each, ratios taken within a turn."""
     times: dict[str, list[float]] = {system: [] for system in steps}
     for turn in range(runs + 1):
         # Forwards and backwards: no system always follows the same other one.
         for system, step in list(steps.items())[:: 1 if turn % 2 else -1]:
-            start = time.perf_counter()
+            start = clock()
             for _ in range(repeats):
                 step()
             if turn:
-                spent = 1e3 * (time.perf_counter() - start) / repeats
+                spent = 1e3 * (clock() - start) / repeats
                 times[system].append(spent)
     extra = {
         system: [a - b for a, b in zip(own, times["bare"], strict=True)]
@@ -274,6 +279,97 @@ def sparse(runs: int) -> list[dict[str, Any]]:
     return rows
 
 
+def mlp() -> keras.Model:
+    """A hundred dense layers."""
+    hidden = [keras.layers.Dense(32, activation="relu") for _ in range(100)]
+    return keras.Sequential([keras.Input((32,)), *hidden])
+
+
+class Block(keras.layers.Layer):
+    """A block of a transformer, in code of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = keras.layers.MultiHeadAttention(2, 16)
+        self.norms = [keras.layers.LayerNormalization() for _ in range(2)]
+        self.wide = keras.layers.Dense(64, activation="gelu")
+        self.narrow = keras.layers.Dense(32)
+
+    def call(self, x: Any) -> Any:
+        y = self.norms[0](x)
+        x = x + self.attention(y, y)
+        return x + self.narrow(self.wide(self.norms[1](x)))
+
+
+def transformer() -> keras.Model:
+    """Eight blocks."""
+    return keras.Sequential(
+        [keras.Input((16, 32)), *(Block() for _ in range(8))]
+    )
+
+
+def trace_step(make: Callable[[], keras.Model], falls_back: bool) -> Step:
+    """Returns what builds a model and traces its loss and gradient."""
+
+    def step() -> None:
+        keras.backend.clear_session()
+        before = fallback.can_have
+        if not falls_back:
+            fallback.can_have = lambda layer: False
+        try:
+            with tfmix.policy_scope("mixed_bfloat16"):
+                model = make()
+        finally:
+            fallback.can_have = before
+        data = np.ones((8, *model.input_shape[1:]), "float32")
+        if keras.backend.backend() == "jax":
+            _trace_in_jax(model, data)
+        else:
+            _trace_in_tensorflow(model, data)
+
+    return step
+
+
+def _trace_in_tensorflow(model: keras.Model, data: Any) -> None:
+    import tensorflow as tf
+
+    trained = [v.value for v in model.trainable_variables]
+
+    @tf.function(autograph=False)
+    def gradient(data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(data, training=True))
+        return tape.gradient(loss, trained)
+
+    gradient.get_concrete_function(data)
+
+
+def _trace_in_jax(model: keras.Model, data: Any) -> None:
+    import jax
+
+    def loss(trained: Any, others: Any, data: Any) -> Any:
+        outputs, _ = model.stateless_call(trained, others, data, training=True)
+        return outputs.mean()
+
+    trained, others = (
+        [v.value for v in each]
+        for each in (model.trainable_variables, model.non_trainable_variables)
+    )
+    jax.jit(jax.grad(loss)).lower(trained, others, data)
+
+
+def tracing(runs: int) -> list[dict[str, Any]]:
+    """Building and tracing a model, bare of the way to fall back or not."""
+    rows = []
+    # Python on one thread, which others on the machine only interrupt.
+    clock = time.process_time
+    for make in (mlp, transformer):
+        steps = {"bare": trace_step(make, False)}
+        steps["tfmix"] = trace_step(make, True)
+        rows += in_turns({"model": make.__name__}, steps, 1, runs, clock)
+    return rows
+
+
 def first_step(system: str, layers: str) -> list[dict[str, Any]]:
     """Time to the first step under XLA: tracing and compiling."""
     # What any first compilation in a process costs is not the model's.
@@ -306,6 +402,8 @@ SECTIONS: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "jax": jax,
     "mirrored": mirrored,
     "sparse": sparse,
+    "tracing": tracing,
+    "jax_tracing": tracing,
 }
 
 

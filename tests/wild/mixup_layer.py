@@ -1,4 +1,4 @@
-"""Mixup inside the model, with a beta distribution of raw TensorFlow."""
+"""Mixup inside the model, its shares drawn by raw TensorFlow."""
 
 import keras
 import numpy as np
@@ -10,9 +10,8 @@ class Mixup(layers.Layer):
     def call(self, x, training=None):
         if not training:
             return x
-        a = tf.random.gamma((tf.shape(x)[0], 1, 1, 1), 0.2)
-        b = tf.random.gamma((tf.shape(x)[0], 1, 1, 1), 0.2)
-        part = tf.clip_by_value(a / (a + b + 1e-7), 0.7, 1.0)
+        # Gamma and beta have no XLA kernel, in float32 neither.
+        part = tf.random.uniform((tf.shape(x)[0], 1, 1, 1), 0.7, 1.0)
         return part * x + (1 - part) * tf.reverse(x, [0])
 
 

@@ -16,8 +16,10 @@ class VectorQuantizer(layers.Layer):
         far = tf.reduce_sum(self.codes**2, 0) - 2 * tf.matmul(x, self.codes)
         found = tf.one_hot(tf.argmin(far, 1), 12)
         quantized = tf.matmul(found, self.codes, transpose_b=True)
-        gap = tf.stop_gradient(quantized) - x
-        self.add_loss(0.25 * tf.reduce_mean(gap**2))
+        commitment = tf.stop_gradient(quantized) - x
+        codebook = quantized - tf.stop_gradient(x)
+        self.add_loss(0.25 * tf.reduce_mean(commitment**2))
+        self.add_loss(tf.reduce_mean(codebook**2))
         return x + tf.stop_gradient(quantized - x)
 
 

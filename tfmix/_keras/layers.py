@@ -114,8 +114,9 @@ def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for layer, policy in plan.items():
             before = vars(layer)["_dtype_policy"]
-            replacements.swap(undo, layer, "_dtype_policy", policy)
+            # One that stays may be changed inside the block, for good.
             if policy is not before:
+                replacements.swap(undo, layer, "_dtype_policy", policy)
                 undo.callback(layer_policies.widen_inputs(layer))
         yield
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -18,6 +18,7 @@ from tfmix.doctor import latent, numerics_report, probe, ranges, runs, verdicts
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import (
     active_rules,
+    fallback,
     model_outputs,
     scope,
     suited_optimizer,
@@ -113,11 +114,7 @@ def _run(
     sixteen = planned_policies.sixteen_bit(given.model, chosen)
     bad_rows = given.bad_rows()
     batch = given.without({row for rows in bad_rows.values() for row in rows})
-    rules: Any = contextlib.nullcontext()
-    if isinstance(chosen, policies.Policy):
-        names = {*chosen.float32_ops, op_rules_in_force.PENALTIES}
-        rules = active_rules.block(names)
-    with compilation.nothing_traced(), model_outputs.outputs_as_made(), rules:
+    with _as_under(chosen, batch.model):
         found = probe.targets(batch.model)
         highest = _LOWEST if warning else _LOSS_SCALE
         visit = _Visit(batch, found, sixteen, limits, highest)
@@ -141,11 +138,29 @@ def _run(
         again=lambda other: _run(given, other, other),
         targets={target.name: target for target in found},
         sixteen_bit_layers=sum(
-            planned_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
+            planned_policies.dtype(visit.sixteen, layer) in _formats.SIXTEEN_BIT
             for layer in suited_optimizer.computing_layers(batch.model)
         ),
-        notes=tuple(one for one in (warning, *batch.notes) if one),
+        notes=tuple(
+            one for one in (warning, *visit.fallen(), *batch.notes) if one
+        ),
     )
+
+
+@contextlib.contextmanager
+def _as_under(
+    chosen: keras.DTypePolicy | None, model: keras.Model
+) -> Iterator[None]:
+    """Lets a model compute as under a policy, `None` for as it stands."""
+    with contextlib.ExitStack() as conditions:
+        conditions.enter_context(compilation.nothing_traced())
+        conditions.enter_context(model_outputs.outputs_as_made())
+        if isinstance(chosen, policies.Policy):
+            names = {*chosen.float32_ops, op_rules_in_force.PENALTIES}
+            conditions.enter_context(active_rules.block(names))
+        if chosen is not None:
+            conditions.enter_context(fallback.anew(model))
+        yield
 
 
 def _policy(
@@ -233,6 +248,7 @@ class _Visit:
         batch, found, limits = self.batch, self.found, self.limits
         self._reference = planned_policies.reference(batch.model)
         run = runs.sixteen_bit(batch, found, self.sixteen, limits.name)
+        self.sixteen = run.planned
         truth = None
         scale = 1.0
         if batch.loss is not None:
@@ -262,6 +278,11 @@ class _Visit:
             if made.outputs
         }
         return {**found, verdicts.LOSS: ", ".join({*run.output_dtypes})}
+
+    def fallen(self) -> list[str]:
+        """Says which layers fell back to float32 in the 16-bit run, and why."""
+        found = self.judge.run.fallen.items()
+        return [f"{name} computes in float32: {why}" for name, why in found]
 
     def _judge_all(self, judge: runs.Judge) -> None:
         self.judge = judge

@@ -28,8 +28,8 @@ class NumericsReport(_tables.Printed):
         again: Checks the same model and batch under another policy.
         targets: The watched layers by name.
         sixteen_bit_layers: How many layers computed in 16 bit.
-        notes: Sentences on what is wrong with the model as a whole, and on
-            what was not checked.
+        notes: Sentences on what is wrong with the model as a whole, on layers
+            that fell back to float32, and on what was not checked.
     """
 
     rows: tuple[verdicts.LayerVerdict, ...]

@@ -9,10 +9,11 @@ import keras
 from keras import ops
 
 from tfmix import _formats
-from tfmix._keras import layers
+from tfmix._keras import layer_policies, layers
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import probe, ranges
+from tfmix.policy.in_force import fallback
 
 Key = tuple[int, int]
 
@@ -37,6 +38,10 @@ class SixteenBitRun:
 
     signatures: dict[Key, Signature]
     output_dtypes: tuple[str, ...]
+    # What was planned, and float32 for each layer that fell back to it.
+    planned: planned_policies.Plan
+    # Why each of those fell back, by name.
+    fallen: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +82,14 @@ def sixteen_bit(
 
     with layers.policies(planned), probe.watched(found, on_call):
         outputs, _ = batch.run(batch.weights())
+        ran = {layer: layer_policies.own(layer) for layer in planned}
+        fallen = fallback.fallen_back(batch.model)
+        reasons = {layer.name: fallback.why(layer) for layer in fallen}
     leaves = probe.floats(outputs)
     for key in {made[id(leaf)] for leaf in leaves if id(leaf) in made}:
         signatures[key] = dataclasses.replace(signatures[key], is_output=True)
-    return SixteenBitRun(signatures, tuple(map(probe.dtype, leaves)))
+    dtypes = tuple(map(probe.dtype, leaves))
+    return SixteenBitRun(signatures, dtypes, ran, reasons)
 
 
 def truth(

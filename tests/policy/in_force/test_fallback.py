@@ -209,6 +209,29 @@ def test_a_layer_that_computes_in_16_bit_is_called_once():
     assert layer.compute_dtype == "float16"
 
 
+class Doubles(Mixes):
+    """Computes in whatever it is given."""
+
+    def call(self, x):
+        type(self).calls += 1
+        return x * 2
+
+
+@pytest.mark.parametrize("kind", [Doubles, Mixes])
+def test_fit_traces_a_model_as_often_as_in_float32(kind):
+    counts = []
+    for name in ("float32", "mixed_float16"):
+        with tfmix.policy_scope(name):
+            model = functional(kind())
+        optimizer = tfmix.LossScaleOptimizer("sgd")
+        model.compile(optimizer, "mse", jit_compile=False)
+        kind.calls = 0
+        for _ in range(2):
+            model.fit(X, X[:, :1], epochs=2, batch_size=2, verbose=0)
+        counts.append(kind.calls)
+    assert counts[0] == counts[1] > 0
+
+
 @helpers.requires_backend("tensorflow")
 def test_a_failed_call_leaves_no_loss_behind():
     class Adds(layers.Layer):

@@ -86,6 +86,22 @@ def take_off(layer: keras.Layer) -> Any:
     return state
 
 
+@contextlib.contextmanager
+def anew(model: keras.Layer) -> Iterator[None]:
+    """Lets a model's layers fall back for a block, unseen, as if new."""
+    found = [each for each in layers.flat_layers(model) if can_have(each)]
+    before = [(each, take_off(each)) for each in found]
+    try:
+        for each, _ in before:
+            if STATE not in vars(each):
+                put_back(each, _State(each, tells=False))
+        yield
+    finally:
+        for each, state in before:
+            take_off(each)
+            put_back(each, state)
+
+
 def can_have(layer: keras.Layer) -> bool:
     """Says whether a layer has code of its own: a graph only passes on."""
     return not layers.is_structure(layer)
@@ -131,8 +147,9 @@ def fallen_back(model: keras.Layer) -> list[keras.Layer]:
 class _State:
     """How the `call` of one layer computes; also a part of a model."""
 
-    def __init__(self, layer: keras.Layer) -> None:
+    def __init__(self, layer: keras.Layer, tells: bool = True) -> None:
         self._layer = layer
+        self._tells = tells
         self.why = ""
         # The policy it fell back to, and the dtype it returns as before.
         self._policy: keras.DTypePolicy | None = None
@@ -237,6 +254,8 @@ class _State:
         return tensors.map_leaves(outputs, narrow)
 
     def _tell(self) -> None:
+        if not self._tells:
+            return
         logging.warning(
             "tfmix: layer %r (%s) computes in float32 from now on, because its "
             "code cannot compute in 16 bit. %s To mend it, write `x.dtype` "
