@@ -287,6 +287,23 @@ def test_replicas_stay_equal():
         np.testing.assert_array_equal(one, other)
 
 
+def test_a_subclassed_model_chooses_among_the_layers_it_calls():
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.one = layers.Dense(32)
+            self.never_called = layers.Dense(32)
+
+        def call(self, x):
+            return self.one(x)
+
+    with tfmix.policy_scope(policy()):
+        model = Own()
+        run(model, np.ones((4, 32), "float32"))
+    assert chosen_layers.why_not(model.never_called) is None
+    assert chosen_layers.why_not(model.one) == ""
+
+
 def test_what_has_a_call_of_its_own_or_is_quantized_is_left_out():
     class Own(layers.Dense):
         def call(self, inputs):

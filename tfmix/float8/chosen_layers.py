@@ -25,17 +25,23 @@ _MULTIPLE = 16
 _PAYS = 3 * 4.8e12 / (5 * 989.5e12)
 
 
-def choose(model: keras.Model, policy: policies.Policy) -> list[keras.Layer]:
-    """Lets those of a built model's layers that gain multiply in float8.
+def choose(
+    model: keras.Model, policy: policies.Policy
+) -> list[keras.Layer] | None:
+    """Lets those of a model's layers that gain multiply in float8.
 
     Returns:
-        The chosen layers.
+        The chosen layers; `None` before any that could be is built.
     """
     found = layers.flat_layers(model)
+    with_product = [layer for layer in found if isinstance(layer, _CLASSES)]
+    built = [layer for layer in with_product if layer.built]
+    if with_product and not built:
+        return None
     ends = _ends(found)
-    for layer in found:
+    for layer in built:
         # What a model inside has chosen by itself stands.
-        if isinstance(layer, _CLASSES) and why_not(layer) is None:
+        if why_not(layer) is None:
             reason = _why_not(layer, policy, layer in ends)
             layer_policies.put(layer, _REASON, reason)
     return [layer for layer, reason in reasons(model).items() if not reason]

@@ -104,12 +104,12 @@ class _Carried:
         return shown
 
     def _choose_float8(self, policy: policies.Policy) -> None:
-        found = layers.flat_layers(self._model)
-        if not all(layer.built for layer in found):
+        chosen = chosen_layers.choose(self._model, policy)
+        if chosen is None:
             # Its first call builds it; from the second on.
             return
         self._float8 = None
-        if not chosen_layers.choose(self._model, policy):
+        if not chosen:
             reasons = [
                 f"{layer.name!r}: {why}"
                 for layer, why in chosen_layers.reasons(self._model).items()
