@@ -287,6 +287,8 @@ def test_replicas_stay_equal():
         np.testing.assert_array_equal(one, other)
 
 
+# Keras warns of the layer that is never called.
+@pytest.mark.filterwarnings("ignore:`build:UserWarning")
 def test_a_subclassed_model_chooses_among_the_layers_it_calls():
     class Own(keras.Model):
         def __init__(self):
