@@ -111,8 +111,11 @@ class Selection:
 
     def is_made(self, variable: Any) -> bool:
         """Says whether all that was assigned to a variable was selected."""
+        # A view is not known: what it stores in is, and is restored.
         mark = self._marks.get(_place(variable))
-        return _is_same(mark, compilation.mark(variable))
+        if mark is None:
+            return False
+        return bool(_is_same(mark, compilation.mark(variable)))
 
     @contextlib.contextmanager
     def of(self, optimizer: Optimizer) -> Iterator[None]:

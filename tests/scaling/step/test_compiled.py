@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests import helpers
+from tests import helpers, sixteen_bit
 from tfmix.scaling import optimizer as optimizers
 from tfmix.scaling.step import finite
 
@@ -189,3 +189,21 @@ def test_the_compiled_step_keeps_no_second_gradient():
     ]
     # The check has a word for each place of a gradient.
     assert used[0] - used[1] < 1.01 * 4 * 512 * 256
+
+
+@pytest.mark.parametrize("way", sixteen_bit.WAYS)
+def test_a_bad_step_leaves_every_bit_of_16_bit_variables(way):
+    model = sixteen_bit.variables("bfloat16")
+    inner = sixteen_bit.WAYS[way](keras.optimizers.Adam(0.1))
+    optimizer = optimizers.LossScaleOptimizer(inner, 1.0)
+    (good,) = sixteen_bit.gradients(1)
+    start = sixteen_bit.bits_of(model)
+    optimizer.scale_loss(1.0)
+    sixteen_bit.run(optimizer, model, [good], jit=True)
+    everything = [*model, *inner.variables]
+    before = sixteen_bit.bits_of(everything)
+    assert before[: len(model)] != start
+    bad = [grad * np.nan if n == 1 else grad for n, grad in enumerate(good)]
+    sixteen_bit.run(optimizer, model, [bad], jit=True)
+    assert sixteen_bit.bits_of(everything) == before
+    assert optimizer.skipped_steps == 1
