@@ -24,6 +24,7 @@ from tfmix.hardware import (
 from tfmix.policy.in_force import carried, scope, suited_optimizer
 
 
+# One call says the whole question: model, device, how it is trained.
 def compile_for(  # noqa: PLR0913
     model: keras.Model,
     batch_size: int,
