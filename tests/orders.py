@@ -37,7 +37,18 @@ TENSORFLOW = keras.backend.backend() == "tensorflow"
 SIXTEEN = ("float16", "bfloat16")
 POLICIES = ("mixed_float16", "mixed_bfloat16", *SIXTEEN, "O1", "O2")
 KINDS = ("sequential", "functional", "subclassed")
-WRAPS = ("bare", "scaled", "masters")
+# What stands around the optimizer that a user gives, inside of the scaler.
+WRAPS = {
+    "bare": None,
+    "scaled": None,
+    "masters": tfmix.MasterWeightOptimizer,
+    "flat": functools.partial(tfmix.MasterWeightOptimizer, flat=True),
+    "split": functools.partial(tfmix.MasterWeightOptimizer, split=True),
+    "kahan": functools.partial(tfmix.BFloat16Optimizer, rounding="kahan"),
+    "stochastic": functools.partial(tfmix.BFloat16Optimizer, seed=3),
+}
+# Those refuse float16 variables.
+ONLY_BFLOAT16 = ("split", "kahan", "stochastic")
 FROZEN = ("first", "bn", "last")
 # So small that a 16-bit weight without a master stays where it is.
 OPTIMIZERS = {
@@ -109,7 +120,7 @@ class Broken(AssertionError):
 
 def draw(rng, replicas=1, modes=None):
     """Draws an order from a `random.Random`, or from hypothesis's."""
-    weights = {"eager": 84, "graph": 13, "xla": 3}
+    weights = {"eager": 82, "graph": 12, "xla": 6}
     modes = modes or [m for m in weights if _runs(m, replicas)]
     mode = rng.choice([m for m in modes for _ in range(weights[m])])
     # Each conversion and `compile` has a graph traced anew.
@@ -124,7 +135,7 @@ def draw(rng, replicas=1, modes=None):
         kind=rng.choice(KINDS),
         made=rng.choice(("float32", *POLICIES)),
         optimizer=rng.choice(list(OPTIMIZERS)),
-        wrap=rng.choice(WRAPS),
+        wrap=rng.choice(list(WRAPS)),
         mode=mode,
         replicas=replicas,
         inside=rng.choice((True, False)) if replicas > 1 else True,
@@ -303,13 +314,24 @@ class Machine:
 
     def run(self):
         """Runs the whole order; raises at the first law broken."""
-        self.laws("made")
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(Refused), self._refusing():
+            self.laws("made")
             for step in self.order.steps:
                 self.do(step)
             self._phase(self._step, 2, "end")
         tfmix.set_global_policy("float32")
         _law("f", *_replaced())
+
+    @contextlib.contextmanager
+    def _refusing(self):
+        """Ends the order where an optimizer says it cannot hold float16."""
+        try:
+            yield
+        except ValueError as error:
+            given = self.wrap in (*ONLY_BFLOAT16, "any")
+            if given and "of dtype 'float16'" in str(error):
+                raise Refused from error
+            raise
 
     def do(self, step):
         """Takes one step and checks the laws."""
@@ -337,8 +359,16 @@ class Machine:
 
     def _apply(self, policy):
         before = self.dtypes, self.carries, self.home, self.guarded
-        with self._scope() if self.order.inside else contextlib.nullcontext():
-            report = tfmix.apply_policy(self.model, policy)
+        state = _state(self.model)
+        inside = self._scope if self.order.inside else _nothing
+        try:
+            with inside(), self._refusing():
+                report = tfmix.apply_policy(self.model, policy)
+        except Refused:
+            now = _state(self.model)
+            _law("s", *_same_state(state, now, "a refused conversion"))
+            self.laws("refused")
+            raise
         self.undos.append((report.undo, before))
         self._converted(policy)
 
@@ -353,7 +383,7 @@ class Machine:
         if not self.undos:
             return
         undo, before = self.undos.pop()
-        with self._scope() if self.order.inside else contextlib.nullcontext():
+        with self._scope() if self.order.inside else _nothing():
             undo()
         self.dtypes, self.carries, self.home, _ = before
         self.guarded = False
@@ -539,13 +569,15 @@ class Machine:
 
     def _phase(self, step, steps, where):
         """Trains, and compares with the twin."""
+        rounds = any(getattr(o, "seed", None) for o in _chain(self.model))
         before = self.twin.weights = tfmix.export_float32(self.model)
         loss = self._train(steps, step)
         expected, expected_loss = self.twin.train(steps)
         after = self.last = tfmix.export_float32(self.model)
         if loss is not None:
             error = abs(loss - expected_loss) / expected_loss
-            _law("a", error < LOSS_ERROR, f"loss {loss}, not {expected_loss}")
+            bound = LOSS_ERROR * (1 + rounds)
+            _law("a", error < bound, f"loss {loss}, not {expected_loss}")
         names = [v.path.split("/")[-2:] for v in self.model.weights]
         dtypes = [v.dtype for v in self.model.weights]
         for name, dtype, old, new, right in zip(
@@ -555,6 +587,9 @@ class Machine:
             bound = UPDATE_ERROR * np.linalg.norm(wanted)
             if "moving" in name[-1] and dtype in SIXTEEN:
                 bound += steps * 2.0**-7 * np.linalg.norm(old)
+            elif rounds and dtype in SIXTEEN:
+                # A whole step of the format, up or down.
+                bound += steps * 2.0**-7 * np.linalg.norm(np.abs(old) + wanted)
             error = np.linalg.norm(moved - wanted)
             _law(
                 "a",
@@ -582,15 +617,19 @@ class Machine:
         half = any(pair[0] in SIXTEEN for pair in self.dtypes.values())
         pure = any(pair[1] in SIXTEEN for pair in self.dtypes.values())
         scaled = half or pure or self.wrap != "bare"
-        masters = pure or self.wrap == "masters"
         inner = type(OPTIMIZERS[self.name]()).__name__
+        keepers = {"MasterWeightOptimizer", "BFloat16Optimizer"}
         wanted = ["LossScaleOptimizer"] * scaled
-        wanted += ["MasterWeightOptimizer"] * masters
+        if make := WRAPS.get(self.wrap):
+            wanted.append(type(make(OPTIMIZERS[self.name]())).__name__)
+        elif pure:
+            wanted.append("MasterWeightOptimizer")
         wanted.append(inner)
         if self.wrap == "any":
-            needed = ["LossScaleOptimizer"] * (half or pure)
-            needed += ["MasterWeightOptimizer"] * pure
-            right = found[-1] == inner and set(needed) <= set(found)
+            right = found[-1] == inner and (
+                "LossScaleOptimizer" in found or not (half or pure)
+            )
+            right &= bool(keepers & set(found)) or not pure
         else:
             right = found == wanted
         _law("e", right, f"the optimizer is {found}, not {wanted}")
@@ -676,8 +715,8 @@ def _number(variable):
 def _wrapped(optimizer, wrap):
     if wrap == "bare":
         return optimizer
-    if wrap == "masters":
-        optimizer = tfmix.MasterWeightOptimizer(optimizer)
+    if WRAPS[wrap]:
+        optimizer = WRAPS[wrap](optimizer)
     return tfmix.LossScaleOptimizer(optimizer, initial_scale=2.0**10)
 
 

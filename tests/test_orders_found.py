@@ -27,6 +27,10 @@ EVERYWHERE = {
     "a loss scaler of a copy that becomes pure": orders.Order(
         ("copy:mixed_bfloat16", "apply:float16"), made="mixed_float16"
     ),
+    # The step that selects restored views of 16-bit variables twice.
+    "lost bits under XLA": orders.Order(
+        ("thaw",), made="bfloat16", wrap="split", mode="xla"
+    ),
     # The guard of the optimizer before refused the one that was given.
     "a bare optimizer after a scaled one in float32": orders.Order(
         ("copy:float32", "compile:sgd:bare"), wrap="masters"
