@@ -44,6 +44,7 @@ TENSORFLOW_ONLY = {
     "capture",
     "xla_optimization_barrier",
     "xla_reduce",
+    "xla_variadic_reduce_v2",
 }
 SINCE = {
     # `keras.optimizers.MultiOptimizer` is not in Keras 3.12.
@@ -141,6 +142,11 @@ FUNCTIONS = [
         XLA,
         "xla_reduce",
         "input init_value dimensions_to_reduce reducer name",
+    ),
+    (
+        XLA,
+        "xla_variadic_reduce_v2",
+        "inputs init_values dimensions_to_reduce reducer",
     ),
     ("tensorflow.Graph", "_get_control_flow_context", "self"),
     ("tensorflow.__internal__.FuncGraph", "capture", "self tensor"),
@@ -1486,6 +1492,22 @@ def test_a_reduction_by_a_function_of_ours_leaves_the_other_axes():
         return importlib.import_module(XLA).xla_reduce(words, 0, [1], reducer)
 
     assert joined(tf.constant([[1, 4], [2, 2]])).numpy().tolist() == [5, 2]
+
+
+@tensorflow_only
+def test_a_reduction_of_several_tensors_adds_up_each():
+    import tensorflow as tf
+
+    @tf.function(jit_compile=True)
+    def sums(*words):
+        added = tf.function(lambda a, b, c, d: (a + c, b + d))
+        scalars = [tf.TensorSpec((), "int32")] * 4
+        reducer = added.get_concrete_function(*scalars)
+        reduce = importlib.import_module(XLA).xla_variadic_reduce_v2
+        return reduce(list(words), [0, 0], [0], reducer)
+
+    found = sums(tf.constant([1, 4]), tf.constant([2, 2]))
+    assert [int(one) for one in found] == [5, 4]
 
 
 @tensorflow_only

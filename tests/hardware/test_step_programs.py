@@ -3,6 +3,7 @@
 import keras
 import pytest
 
+import tfmix
 from benchmarks import compiled_steps
 from tfmix._keras import compilation
 from tfmix.hardware import compilers, programs, targets
@@ -14,12 +15,22 @@ if keras.backend.backend() == "jax":
 FEW, MANY = compiled_steps.FEW_LARGE, compiled_steps.MANY_SMALL
 
 
-def compiled(shapes, target, way="tfmix"):
+WRAPPERS = compiled_steps.WRAPPERS | {
+    "split": lambda optimizer: tfmix.LossScaleOptimizer(
+        tfmix.MasterWeightOptimizer(optimizer, split=True)
+    ),
+    "Kahan": lambda optimizer: tfmix.LossScaleOptimizer(
+        tfmix.BFloat16Optimizer(optimizer, rounding="kahan")
+    ),
+}
+
+
+def compiled(shapes, target, way="tfmix", dtype="float32"):
     lacking = compilers.missing(targets.find(target))
     if lacking:
         pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
-    adam = compiled_steps.WRAPPERS[way](keras.optimizers.Adam())
-    made = compiled_steps.compiled(adam, shapes, target)
+    adam = WRAPPERS[way](keras.optimizers.Adam())
+    made = compiled_steps.compiled(adam, shapes, target, dtype)
     return made, programs.read(made.text)
 
 
@@ -39,6 +50,14 @@ def check(made, program, kernels):
 )
 def test_an_h200_neither_waits_nor_copies(shapes, kernels):
     check(*compiled(shapes, "h200"), kernels)
+
+
+@pytest.mark.parametrize("way", ["split", "Kahan"])
+def test_lost_bits_cost_no_copy(way):
+    _, program = compiled(FEW, "h200", way, "bfloat16")
+    assert program.conditionals == 0
+    assert program.copies <= 4
+    assert program.kernels <= 7 + 20
 
 
 @pytest.mark.parametrize("shapes", [FEW], ids=["few"])

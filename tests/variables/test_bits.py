@@ -1,6 +1,7 @@
 """Float32 comes back from its two halves bit by bit."""
 
 import hypothesis
+import keras
 import numpy as np
 import pytest
 from hypothesis import strategies
@@ -60,8 +61,32 @@ def test_a_fingerprint_tells_a_changed_element_and_a_swap(dtype):
     swapped = first[::-1]
 
     def fingerprint(array):
-        return int(bits.fingerprint(ops.convert_to_tensor(array, dtype)))
+        tensor = ops.convert_to_tensor(array, dtype)
+        return int(bits.fingerprints([tensor])[0])
 
     assert fingerprint(first) == fingerprint(first.copy())
     assert fingerprint(first) != fingerprint(changed)
     assert fingerprint(first) != fingerprint(swapped)
+
+
+def test_fingerprints_of_many_compiled_are_those_of_each():
+    random = np.random.default_rng(0)
+    shapes = [(), (3,), (2, 3), (3,), (0, 2), *[(5, 1)] * 9, (2, 3)]
+    tensors = [
+        ops.convert_to_tensor(random.normal(size=shape), "bfloat16")
+        for shape in shapes
+    ]
+
+    def together():
+        return bits.fingerprints(tensors, salt=3)
+
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        compiled = tf.function(together, jit_compile=True)
+    else:
+        import jax
+
+        compiled = jax.jit(together)
+    alone = [int(bits.fingerprints([one], salt=3)[0]) for one in tensors]
+    assert ops.convert_to_numpy(compiled()).tolist() == alone

@@ -71,6 +71,42 @@ def any_bits(words: Sequence) -> Any:
     )
 
 
+def sums(tensors: Sequence) -> Any:
+    """Returns the sums of integer tensors of one shape, as a vector.
+
+    XLA reads them in one kernel, where each sum of its own takes two.
+    """
+
+    def added(*both: Any) -> tuple:
+        half = len(both) // 2
+        pairs = zip(both[:half], both[half:], strict=True)
+        return tuple(one + other for one, other in pairs)
+
+    axes = range(len(tensors[0].shape))
+    if keras.backend.backend() == "jax":
+        zeros = [jax.numpy.zeros((), one.dtype) for one in tensors]
+        found = jax.lax.reduce(
+            tuple(tensors),
+            tuple(zeros),
+            lambda *halves: added(*halves[0], *halves[1]),
+            tuple(axes),
+        )
+        return jax.numpy.stack(found)
+    if not by_xla():
+        return tf.stack([tf.reduce_sum(one) for one in tensors])
+    from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+
+    scalars = [tf.TensorSpec((), one.dtype) for one in tensors]
+    reducer = tf.function(added, autograph=False)
+    found = gen_xla_ops.xla_variadic_reduce_v2(
+        list(tensors),
+        [tf.zeros((), one.dtype) for one in tensors],
+        list(axes),
+        reducer.get_concrete_function(*scalars, *scalars),
+    )
+    return tf.stack(found)
+
+
 def float8_product(a: Any, b: Any, transposed: tuple[bool, bool]) -> Any:
     """Multiplies two float8 matrices, each transposed first or not.
 

@@ -1,9 +1,17 @@
 """Float32 numbers taken apart into bits, the same on every backend."""
 
+import math
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 from keras import ops
+
+from tfmix._keras import compilation
+
+# Tensors that one kernel sums: more need more memory in between.
+_TOGETHER = 8
 
 
 def split(value: Any) -> tuple[Any, Any]:
@@ -47,19 +55,34 @@ def quiet(value: Any) -> Any:
     return ops.where(ops.isnan(value), nan, value)
 
 
-def fingerprint(tensor: Any, salt: int = 0) -> Any:
-    """Returns a hash of a 16-bit tensor as a scalar int32 tensor."""
+def fingerprints(tensors: Sequence, salt: int = 0) -> Any:
+    """Returns hashes of 16-bit tensors as a vector of int32."""
+    shapes: dict[tuple, list[int]] = defaultdict(list)
+    for position, tensor in enumerate(tensors):
+        shapes[tuple(tensor.shape)].append(position)
+    found, order = [], []
+    for positions in shapes.values():
+        order += positions
+        hashed = [_hashed(tensors[position]) for position in positions]
+        for start in range(0, len(hashed), _TOGETHER):
+            found.append(compilation.sums(hashed[start : start + _TOGETHER]))
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return ops.add(ops.take(ops.concatenate(found), inverse), _signed(salt))
+
+
+def _hashed(tensor: Any) -> Any:
     # Elements are hashed with their positions before they are added up: a
     # plain weighted sum is the same for many pairs of constant tensors.
-    words = ops.reshape(bitcast(tensor, "uint16"), (-1,))
+    words = bitcast(tensor, "uint16")
     words = bitcast(ops.cast(words, "uint32"), "int32")
-    positions = ops.arange(words.shape[0], dtype="int32")
+    positions = ops.arange(math.prod(tensor.shape), dtype="int32")
+    positions = ops.reshape(positions, tensor.shape)
     # As MurmurHash3 mixes bits, in arithmetic that wraps around.
-    mixed = ops.add(words, ops.multiply(positions, _signed(0x9E3779B1)))
+    # Not `ops.add`, which takes an empty tensor for a bias.
+    mixed = words + ops.multiply(positions, _signed(0x9E3779B1))
     mixed = ops.bitwise_xor(mixed, ops.right_shift(mixed, _signed(16)))
     mixed = ops.multiply(mixed, _signed(0x85EBCA6B))
-    mixed = ops.bitwise_xor(mixed, ops.right_shift(mixed, _signed(13)))
-    return ops.add(ops.sum(mixed), _signed(salt))
+    return ops.bitwise_xor(mixed, ops.right_shift(mixed, _signed(13)))
 
 
 def unsigned(number: Any) -> Any:

@@ -94,7 +94,7 @@ class Views(base.StandIns):
 
     def _fingerprints(self) -> Any:
         stored = [view.stored for view in self.with_rest]
-        return ops.stack([bits.fingerprint(v, self.salt) for v in stored])
+        return bits.fingerprints(stored, self.salt)
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Sets the float32 value behind a variable, and the variable."""
@@ -103,5 +103,5 @@ class Views(base.StandIns):
         if isinstance(target, RestView):
             # Of this variable alone: somebody may have assigned the others.
             row = [[list(map(id, self.with_rest)).index(id(target))]]
-            now = bits.fingerprint(target.stored, self.salt)
-            self.seen.assign(ops.scatter_update(self.seen, row, now[None]))
+            now = bits.fingerprints([target.stored], self.salt)
+            self.seen.assign(ops.scatter_update(self.seen, row, now))
