@@ -60,6 +60,8 @@ def test_a_fault_of_an_int8_layer_is_found():
 def test_int8_layers_of_a_float32_model_are_judged_as_they_stay():
     report = check.check(quantized("float32"), *batch(), loss="mse")
     assert {"first", "last"} <= {row.layer for row in report.rows}
+    assert "No layer computes in 16 bit" in str(report)
+    assert "No layer computes" not in str(check.check(quantized(), batch()[0]))
 
 
 def test_the_monitor_samples_a_model_that_trains_low_ranks(caplog):

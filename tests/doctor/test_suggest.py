@@ -106,3 +106,15 @@ def test_it_is_said_if_nothing_is_left_in_16_bit(caplog):
     assert "loud" in policy.float32_layers
     assert any("nothing is left in 16 bit" in m for m in caplog.messages)
     assert any("mixed_bfloat16" in m for m in caplog.messages)
+
+
+def test_a_float32_layer_is_not_told_to_become_one():
+    keras.config.set_dtype_policy("mixed_float16")
+    last = last_layer.float32_output(name="last")
+    parts = [numerics_faults.Loud(name="loud"), last]
+    model = keras.Sequential([keras.Input((4,)), *parts])
+    report = check.check(model, np.ones((8, 4)))
+    advice = {row.layer: row.advice for row in report.faults}
+    assert advice["loud"].startswith("Loud(")
+    assert advice["last"].startswith("# what it is given"), advice
+    assert "Activation(" not in str(report)

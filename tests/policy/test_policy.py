@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+import tfmix
 from tfmix.policy import layer_rules, names
 from tfmix.policy import policy as policies
 
@@ -144,6 +145,41 @@ def test_the_representation_can_be_run():
     policy = Policy("O2", float32_ops=["tanh"], keep_batchnorm_fp32=False)
     assert eval(repr(policy), {"Policy": Policy}) == policy
     assert repr(Policy("mixed_float16")) == "Policy('mixed_float16')"
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        (
+            {"float32_layers": tfmix.default_float32_layers(add=["head"])},
+            "float32_layers=tfmix.default_float32_layers(add=['head'])",
+        ),
+        (
+            {"float32_ops": tfmix.default_float32_ops(remove=["sum"])},
+            "float32_ops=tfmix.default_float32_ops(remove=['sum'])",
+        ),
+        (
+            {
+                "float32_layers": tfmix.default_float32_layers(
+                    add=["a", "b"], remove=["Softmax", "Average"]
+                )
+            },
+            "float32_layers=tfmix.default_float32_layers(add=['a', 'b'], "
+            "remove=['Softmax', 'Average'])",
+        ),
+        ({"float32_layers": ["head"]}, "float32_layers=['head']"),
+        ({"float32_ops": []}, "float32_ops=[]"),
+        # Not the order of the default list.
+        (
+            {"float32_layers": ["a", *tfmix.default_float32_layers()]},
+            f"float32_layers={['a', *tfmix.default_float32_layers()]!r}",
+        ),
+    ],
+)
+def test_the_representation_names_what_is_not_default(settings, shown):
+    policy = Policy("mixed_float16", **settings)
+    assert repr(policy) == f"Policy('mixed_float16', {shown})"
+    assert eval(repr(policy), {"Policy": Policy, "tfmix": tfmix}) == policy
 
 
 def test_a_layer_that_was_given_a_policy_is_saved_as_plain_keras():

@@ -292,6 +292,27 @@ def test_the_scale_can_be_read_in_a_compiled_function(mode):
     assert float(read(array(0.0))) == 4.0
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda wrapped: wrapped.skipped_steps,
+        lambda wrapped: wrapped.consecutive_skips,
+        lambda wrapped: list(wrapped.overflow_counts.values()),
+        lambda wrapped: wrapped.check_health(),
+    ],
+    ids=["skipped_steps", "consecutive_skips", "overflow_counts", "health"],
+)
+def test_numbers_of_the_host_are_refused_in_a_compiled_function(mode, read):
+    loop = Loop(mode)
+    if mode == "eager":
+        read(loop.optimizer)
+        return
+    count = loop._compiled(lambda _: read(loop.optimizer), mode)
+    with pytest.raises(ValueError, match="outside of the compiled function"):
+        count(array(0.0))
+
+
 class TestOldNames:
     def test_old_tf_keras_code_comes_out_right(self):
         for _ in range(2):
@@ -389,6 +410,7 @@ class TestJax:
         lambda wrapped, value: wrapped.get_scaled_loss(value),
         lambda wrapped, value: wrapped.unscale_gradients([value]),
         lambda wrapped, value: wrapped.current_scale(),
+        lambda wrapped, value: value * wrapped.loss_scale,
         lambda wrapped, value: wrapped.apply([value]),
     )
 
@@ -406,6 +428,13 @@ class TestJax:
             with pytest.raises(ValueError, match="Stateless|stateless_apply"):
                 jax.jit(lambda value: call(wrapped, value))(array(1.0))
         call(wrapped, array(1.0))
+
+    def test_a_counter_that_would_become_a_constant_is_refused(self):
+        import jax
+
+        wrapped = Wrapped("sgd")
+        with pytest.raises(ValueError, match="outside of the compiled"):
+            jax.jit(lambda value: value * wrapped.skipped_steps)(array(1.0))
 
     def test_a_loop_that_jax_does_not_compile_needs_no_scope(self):
         import jax

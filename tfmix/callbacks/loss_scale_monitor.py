@@ -301,12 +301,12 @@ def _has_scale(model: keras.Model) -> bool:
             f"model.optimizer={optimizer!r}. Compile with "
             "tfmix.LossScaleOptimizer(inner_optimizer)."
         )
-    logging.warning(
+    text = (
         "LossScaleMonitor has nothing to show: the model was compiled "
-        "without loss scaling (its optimizer is %s). %s",
-        type(optimizer).__name__,
-        suited_optimizer.missing_scaler_warning(model),
+        f"without loss scaling (its optimizer is {type(optimizer).__name__}). "
+        + suited_optimizer.missing_scaler_warning(model)
     )
+    logging.warning(text.rstrip())
     return False
 
 

@@ -30,6 +30,7 @@ from tfmix.policy.in_force import ops as op_rules_in_force
 ROWS = 64
 # Where dynamic loss scaling starts, its rule's default, and its lowest.
 _LOSS_SCALE, _LOWEST = 2.0**15, 1.0
+_IDLE = "No layer computes in 16 bit, so there was nothing to compare."
 
 
 def check(
@@ -127,6 +128,12 @@ def _run(
             else one
             for one in findings
         ]
+    narrow = [
+        layer
+        for layer in suited_optimizer.computing_layers(batch.model)
+        if planned_policies.dtype(visit.sixteen, layer) in _formats.SIXTEEN_BIT
+    ]
+    idle = "" if narrow else _IDLE
     return numerics_report.NumericsReport(
         rows=(
             *(_bad_data(*one) for one in bad_rows.items()),
@@ -137,12 +144,9 @@ def _run(
         loss_scale=visit.judge.scale,
         again=lambda other: _run(given, other, other),
         targets={target.name: target for target in found},
-        sixteen_bit_layers=sum(
-            planned_policies.dtype(visit.sixteen, layer) in _formats.SIXTEEN_BIT
-            for layer in suited_optimizer.computing_layers(batch.model)
-        ),
+        sixteen_bit_layers=len(narrow),
         notes=tuple(
-            one for one in (warning, *visit.fallen(), *batch.notes) if one
+            one for one in (warning, idle, *visit.fallen(), *batch.notes) if one
         ),
     )
 
@@ -202,7 +206,8 @@ def _rows(
     result = []
     for one in sorted(findings, key=lambda one: one.rank):
         gap, name = one.gap, classes.get(one.layer, "Layer")
-        advice = verdicts.advice(one, name, limits, unscaled)
+        is_float32 = dtypes.get(one.layer) == _formats.FLOAT32.name
+        advice = verdicts.advice(one, name, limits, unscaled, is_float32)
         result.append(
             verdicts.LayerVerdict(
                 one.layer,

@@ -143,11 +143,16 @@ def _badness(gap: ranges.Gap) -> tuple[float, float]:
 
 
 def advice(
-    finding: Finding, layer_class: str, limits: _formats.Format, unscaled: bool
+    finding: Finding,
+    layer_class: str,
+    limits: _formats.Format,
+    unscaled: bool,
+    is_float32: bool,
 ) -> str:
     """Returns a line of Python with a comment that says why, or nothing.
 
-    An `unscaled` model trains without a loss scale, which mends underflow.
+    An `unscaled` model trains without a loss scale, which mends underflow; a
+    layer that `is_float32` already cannot mend what it is given.
     """
     if finding.verdict == OK:
         return finding.note and f"# {finding.note}"
@@ -160,6 +165,8 @@ def advice(
         code = _loss_code(finding)
     elif finding.probabilities:
         code = 'tfmix.float32_output("softmax")'
+    elif is_float32 and finding.given:
+        return f"# what it is given does not fit into {limits.name}"
     else:
         code = f'{layer_class}(..., name="{finding.layer}", dtype="float32")'
     return f"{code}  # {finding.note or _why(finding, limits)}"

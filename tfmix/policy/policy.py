@@ -1,7 +1,7 @@
 """`Policy`: a dtype policy with a list of what stays in float32."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -207,8 +207,9 @@ class Policy(keras.DTypePolicy):
         shown = [repr(self.level or self.name)]
         bare = _bare(self.level or self.name)
         for field in _SETTINGS:
-            if getattr(self, field) != getattr(bare, field):
-                shown.append(f"{field}={getattr(self, field)!r}")
+            value = getattr(self, field)
+            if value != getattr(bare, field):
+                shown.append(f"{field}={_shown(field, value)}")
         return f"Policy({', '.join(shown)})"
 
     def __eq__(self, other: object) -> bool:
@@ -279,6 +280,27 @@ def plain(policy: keras.DTypePolicy) -> keras.DTypePolicy:
 def _bare(name: str) -> Policy:
     """Returns the policy with the default rules of a dtype or a level."""
     return Policy(name)
+
+
+def _shown(field: str, value: Any) -> str:
+    """Shows a setting; of a default list only what was added or removed."""
+    make = _DEFAULT_LISTS.get(field)
+    if make is not None:
+        default: list[Any] = make()
+        added = [one for one in value if one not in default]
+        removed = [one for one in default if one not in value]
+        changes = {"add": added, "remove": removed}
+        parts = [f"{name}={each!r}" for name, each in changes.items() if each]
+        few = len(added) + len(removed) < len(value)
+        if few and value == make(**changes):
+            return f"tfmix.{make.__name__}({', '.join(parts)})"
+    return repr(value)
+
+
+_DEFAULT_LISTS: dict[str, Callable[..., list]] = {
+    "float32_layers": layer_rules.default_float32_layers,
+    "float32_ops": op_rules.default_float32_ops,
+}
 
 
 def is_sixteen_bit(policy: keras.DTypePolicy) -> bool:

@@ -143,7 +143,7 @@ class LossScaleOptimizer(
     def loss_scale(self) -> Any:
         """The scale in force: a float, or a tensor in a compiled function."""
         variables = self._state_variables()
-        if not all(map(compilation.is_host_readable, variables)):
+        if not all(map(_has_value_here, variables)):
             return self.current_scale()
         # NumPy cannot read a mirrored value inside a strategy's scope.
         state = self._state_type(*map(_host, variables))
@@ -877,7 +877,23 @@ def _notes(grads: Sequence) -> set[str]:
     return {global_state.note(each, _GRADIENT) for each in grads} - {None}
 
 
+def _has_value_here(variable: keras.Variable) -> bool:
+    """Says whether a variable has a number here that is no constant later."""
+    return compilation.is_host_readable(
+        variable
+    ) and not compilation.becomes_constant(variable)
+
+
 def _host(variable: keras.Variable) -> np.ndarray:
+    if not _has_value_here(variable):
+        raise ValueError(
+            "This function is being compiled, and counters are numbers of the "
+            f"host. Received: a call that reads {variable.path!r} in it. Read "
+            "`skipped_steps`, `consecutive_skips`, `overflow_counts` and "
+            "`gradient_norm`, and call `check_health`, outside of the compiled "
+            "function, between two steps; in it, `apply` returns whether the "
+            "step takes place."
+        )
     return np.asarray(ops.convert_to_numpy(variable))
 
 

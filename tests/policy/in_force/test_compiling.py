@@ -119,6 +119,10 @@ def test_a_model_made_before_the_policy_is_wrapped_by_it():
     assert is_wrapped(model)
 
 
+def of_tfmix(caplog):
+    return [text for text in caplog.messages if text.startswith("tfmix")]
+
+
 def made_too_early(caplog):
     return [text for text in caplog.messages if "apply_policy(model" in text]
 
@@ -132,6 +136,24 @@ def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
     (told,) = made_too_early(caplog)
     assert "no layer of the model computes in 16 bit" in told
     assert "tfmix.apply_policy(model, 'mixed_float16')" in told
+
+
+@pytest.mark.parametrize("kind", [make, Subclassed])
+def test_it_is_not_told_of_a_loss_that_needs_no_scale_as_well(kind, caplog):
+    model = kind()
+    scope.set_global_policy("mixed_float16")
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    (told,) = of_tfmix(caplog)
+    assert [told] == made_too_early(caplog)
+
+
+def test_a_float32_model_trains_without_a_word_of_a_scale(caplog):
+    scope.set_global_policy("mixed_float16")
+    model = make(dtype="float32")
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    assert not of_tfmix(caplog)
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])

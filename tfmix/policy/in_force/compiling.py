@@ -24,21 +24,28 @@ def wrapped(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
         compile_suitably(self, functools.partial(original, self), args, kwargs)
-        _warn_of_late_policy(self)
+        is_told = _warn_of_late_policy(self)
+        if is_told or _is_known_without_float16(self):
+            suited_optimizer.expect_no_scale(self.optimizer)
 
     return compile
 
 
-def _warn_of_late_policy(model: keras.Model) -> None:
+def _is_known_without_float16(model: keras.Model) -> bool:
+    return model.built and not suited_optimizer.computes_in(model, "float16")
+
+
+def _warn_of_late_policy(model: keras.Model) -> bool:
     """Warns of a model that was made before the policy in force was set."""
     policy = keras.config.dtype_policy()
     computes_in = functools.partial(suited_optimizer.computes_in, model)
-    if (
+    is_late = bool(
         policies.is_sixteen_bit(policy)
         and layers.parts(model)
         and model_methods.part(model, model_methods.RULES) is None
         and not any(map(computes_in, _formats.SIXTEEN_BIT))
-    ):
+    )
+    if is_late:
         logging.warning(
             "tfmix: %r is in force, but no layer of the model computes in 16 "
             "bit: the model was made before. Make it after setting the "
@@ -46,6 +53,7 @@ def _warn_of_late_policy(model: keras.Model) -> None:
             policy.name,
             policy.name,
         )
+    return is_late
 
 
 def compile_suitably(

@@ -164,6 +164,12 @@ def missing_scaler_warning(model: keras.Model) -> str:
     )
 
 
+def expect_no_scale(optimizer: keras.optimizers.Optimizer | None) -> None:
+    """Lets an optimizer's first step pass: its model has no float16 layers."""
+    if optimizer is not None:
+        object.__setattr__(optimizer, _SEEN, True)
+
+
 def warn_if_unscaled(
     optimizer: keras.optimizers.Optimizer, policy: keras.DTypePolicy
 ) -> None:
