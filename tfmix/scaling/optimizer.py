@@ -9,9 +9,10 @@ from typing import Any
 
 import keras
 import numpy as np
+from absl import logging
 from keras import ops, tree
 
-from tfmix import _arguments, _errors
+from tfmix import _arguments, _errors, _formats
 from tfmix._keras import compilation, global_state, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.scaling import rules, settings
@@ -131,6 +132,8 @@ class LossScaleOptimizer(
         )
         self.guarded = self.in_guarded_step = False
         self.loss_was_scaled = isinstance(rule, rules.NoLossScale)
+        # Whether `compile` put it on, so that a step may know nothing of it.
+        self.unasked = self._told_of_unscaled = False
         self._gradient_norm: keras.Variable | None = None
         # What `apply_gradients` is given; `None` if that cannot be told.
         self._next_are_true: bool | None = False
@@ -383,6 +386,7 @@ class LossScaleOptimizer(
         if not grads:
             return ops.convert_to_tensor(False)
         variables = self._variables_of(grads, trainable_variables)
+        unscaled = unscaled or self._was_left_unscaled()
         self._check_step(grads, unscaled)
         if keras.backend.backend() == "tensorflow":
             from tfmix.scaling.step import tensorflow_step
@@ -434,6 +438,7 @@ class LossScaleOptimizer(
             )
         from tfmix.scaling.step import jax_step
 
+        unscaled = unscaled or self._was_left_unscaled()
         self._check_step(grads, unscaled)
         slots, values = list(optimizer_variables), list(trainable_variables)
         return jax_step.stateless_apply(
@@ -562,6 +567,8 @@ class LossScaleOptimizer(
             config["loss_scale"] = serialize(self.rule)
         if self._leader_name is not None:
             config["shared_scale_of"] = self._leader_name
+        if self.unasked:
+            config["unasked"] = True
         return config
 
     @classmethod
@@ -577,7 +584,9 @@ class LossScaleOptimizer(
                 )
         guarded = config.pop("guarded", False)
         leader_name = config.pop("shared_scale_of", None)
+        unasked = config.pop("unasked", False)
         optimizer = cls(**config)
+        optimizer.unasked = unasked
         optimizer.guarded = guarded
         if leader_name is not None:
             warnings.warn(
@@ -754,6 +763,20 @@ class LossScaleOptimizer(
                 "optimizer.apply(grads, variables, unscaled=True).",
                 stacklevel=4,
             )
+
+    def _was_left_unscaled(self) -> bool:
+        """Says whether a step was written for an optimizer without a scale."""
+        if self.loss_was_scaled or not self.unasked:
+            return False
+        if not self._told_of_unscaled:
+            self._told_of_unscaled = True
+            logging.warning(
+                "tfmix: this step takes gradients of a loss that is not "
+                "scaled: those below %.1g become 0 in float16. Write `loss = "
+                "self.optimizer.scale_loss(loss)` before they are taken.",
+                _formats.FLOAT16.smallest,
+            )
+        return True
 
     def _warn_unless_loss_was_scaled(self) -> None:
         was_scaled, self.loss_was_scaled = self.loss_was_scaled, True

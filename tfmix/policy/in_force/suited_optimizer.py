@@ -96,7 +96,9 @@ def suited(
     elif not float16 or level == "O3":
         # The check for non-finite gradients stays.
         rule = rules.NoLossScale()
-    return _automatic(scaling.LossScaleOptimizer(optimizer, loss_scale=rule))
+    scaler = scaling.LossScaleOptimizer(optimizer, loss_scale=rule)
+    scaler.unasked = True
+    return _automatic(scaler)
 
 
 def without_automatic(
