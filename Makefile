@@ -57,18 +57,23 @@ test-doctest: $(STAMP)
 	@echo "tfmix: the examples in the docstrings"
 	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q --doctest-modules tfmix
 
-# KerasHub, KerasRS and keras-tuner, in an environment beside ours that sees ours.
+# KerasHub, KerasRS, keras-tuner, bayesflow and ONNX, in an environment beside ours
+# that sees ours: half an hour on one core. `pytest -m slow` there runs the heads
+# of the other tasks of KerasHub.
 test-ecosystem: $(STAMP)
-	@echo "tfmix: KerasHub, KerasRS, keras-tuner, in .venv-ecosystem"
+	@echo "tfmix: what is built on Keras, in .venv-ecosystem"
 	@test -x .venv-ecosystem/bin/python || \
 	    $(BIN)/python -m venv .venv-ecosystem
 	@$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
 	    $$(.venv-ecosystem/bin/python -c \
 	    "import site; print(site.getsitepackages()[0])")/tfmix-env.pth
 	@.venv-ecosystem/bin/python -m pip install --quiet \
-	    keras-hub keras-rs keras-tuner tensorboard
+	    keras-hub keras-rs keras-tuner tensorboard bayesflow \
+	    onnx onnxruntime tf2onnx
 	@KERAS_BACKEND=tensorflow .venv-ecosystem/bin/python -m pytest -q \
-	    tests/ecosystem
+	    -m "not slow" tests/ecosystem
+	@KERAS_BACKEND=jax .venv-ecosystem/bin/python -m pytest -q \
+	    -m "not slow" tests/ecosystem/test_bayesflow.py
 
 test-slow: $(STAMP)
 	@echo "tfmix: the slow tests, under TensorFlow and then under JAX"

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 import tfmix
-from tests.ecosystem.test_keras_hub import BOUNDS
+from tests.ecosystem.small_models import BOUNDS
 
 layers = pytest.importorskip("keras_rs").layers
 X = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")

@@ -1,23 +1,24 @@
-"""The guide's code that needs KerasHub runs as it is written."""
-
-import re
+"""The guide's code that needs other packages runs as it is written."""
 
 import pytest
 
 from tests import helpers, test_docs
 
-pytest.importorskip("keras_hub")
+for package in ("keras_hub", "onnxruntime", "tf2onnx"):
+    pytest.importorskip(package)
 pytestmark = helpers.requires_backend("tensorflow")
 PAGE = test_docs.DOCS / "recipes" / "adapters-remat-export.md"
 
 
-def test_a_backbone_is_fine_tuned_with_adapters():
-    text = PAGE.read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```py\n(.*?)^```$", text, re.M | re.S)
-    names = test_docs.start()
-    names["ids"] = ids = names["np"].ones((32, 8), "int32")
-    names["odd"] = ids[:, :1] % 2
-    exec(compile(block, str(PAGE), "exec"), names)
-    adapters = [v for v in names["backbone"].trainable_variables]
+# Those of Keras, of attention layers, and of tf2onnx.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_every_block_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = PAGE.read_text(encoding="utf-8").replace("```py\n", "```python\n")
+    names = test_docs.run_page(text, str(PAGE))
+    adapters = names["backbone"].trainable_variables
     assert any("lora" in v.path for v in adapters)
     assert all(v.dtype == "float32" for v in adapters)
+    assert (tmp_path / "half.onnx").exists()

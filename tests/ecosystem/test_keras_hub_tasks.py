@@ -1,0 +1,109 @@
+"""KerasHub's tasks compute under a policy as in float32, and train."""
+
+import functools
+import inspect
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tests.ecosystem import small_models
+from tests.ecosystem.small_models import BACKBONES, BOUNDS, SEEDS, models
+
+pytestmark = [
+    helpers.requires_backend("tensorflow"),
+    # KerasHub's own, as of its backbones.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+CLASSES = (models.TextClassifier, models.ImageClassifier)
+WORDS = (models.CausalLM, models.Seq2SeqLM)
+PIXELS = (models.ImageSegmenter,)
+MASKED = (models.MaskedLM,)
+# It is given an image as well.
+LEFT_OUT = ("PaliGemmaCausalLM",)
+# One or two of each kind, and those of the backbones that fall back: the heads
+# of the others are the same.
+QUICK = (
+    "BartSeq2SeqLM",
+    "BertMaskedLM",
+    "BertTextClassifier",
+    "DeepLabV3ImageSegmenter",
+    "DeiTImageClassifier",
+    "ESMProteinClassifier",
+    "Gemma3CausalLM",
+    "GPT2CausalLM",
+    "MixtralCausalLM",
+    "MoonshineAudioToText",
+    "ResNetImageClassifier",
+    "RoformerV2MaskedLM",
+    "SegFormerImageSegmenter",
+    "T5Seq2SeqLM",
+)
+
+
+def tasks():
+    """Lists the tasks whose backbone is among the small ones, each once.
+
+    Old names stand for the same class.
+    """
+    found = {}
+    for name, kind in inspect.getmembers(models, inspect.isclass):
+        backbone = getattr(getattr(kind, "backbone_cls", 0), "__name__", None)
+        wanted = issubclass(kind, CLASSES + WORDS + PIXELS + MASKED)
+        if wanted and backbone in BACKBONES and name not in LEFT_OUT:
+            found[kind] = name
+    return [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in sorted(found.values())
+    ]
+
+
+def kind_and_backbone(name):
+    kind = getattr(models, name)
+    return kind, kind.backbone_cls.__name__
+
+
+def made(name, policy, seed=SEEDS[0]):
+    """Makes a task under a policy, without its preprocessor, and compiles."""
+    kind, backbone = kind_and_backbone(name)
+    classes = issubclass(kind, CLASSES + PIXELS)
+    given = {"backbone": small_models.made(backbone, policy, seed)}
+    model = kind(
+        preprocessor=None, **given, **{"num_classes": 2} if classes else {}
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    # As its own `compile` has it, but for a rate that learns in 32 steps.
+    model.compile(keras.optimizers.Adam(1e-3), loss, jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+@functools.cache
+def data(name):
+    kind, backbone = kind_and_backbone(name)
+    inputs = small_models.batch(backbone)
+    words = np.arange(16).reshape(2, 8) % 5
+    if issubclass(kind, CLASSES):
+        return inputs, np.array([0, 1])
+    if issubclass(kind, PIXELS):
+        return inputs, (inputs[..., 0] > 0.5).astype("int32")
+    if issubclass(kind, MASKED):
+        places = np.array([[1, 3], [2, 4]])
+        return {**inputs, "mask_positions": places}, words[:, :2]
+    return inputs, words
+
+
+@functools.cache
+def in_float32(name):
+    return small_models.in_float32(functools.partial(made, name), data(name))
+
+
+@pytest.mark.parametrize("policy", BOUNDS)
+@pytest.mark.parametrize("name", tasks())
+def test_a_task_trains_as_in_float32(name, policy, record_property):
+    starts, expected = in_float32(name)
+    loss = small_models.trained(made(name, policy), starts[0], data(name))
+    record_property("loss", loss)
+    record_property("float32", expected)
+    small_models.assert_inside(loss, expected)
