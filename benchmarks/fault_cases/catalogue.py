@@ -6,6 +6,7 @@ from benchmarks.fault_cases import (
     custom_loop,
     existing_models,
     fitting,
+    float8_layers,
     jax_replicas,
     policies,
     replicas,
@@ -27,6 +28,7 @@ FAULTS = (
     *policies.FAULTS,
     *existing_models.FAULTS,
     *custom_loop.FAULTS,
+    *float8_layers.FAULTS,
 )
 
 

@@ -8,6 +8,12 @@ import keras
 
 import tfmix
 
+_FLOAT8 = keras.layers.Dense, keras.layers.EinsumDense
+
+
+def _float8_policy() -> tfmix.Policy:
+    return tfmix.Policy("mixed_float8", float8_layers=_FLOAT8)
+
 
 class System(abc.ABC):
     """How a user of one library writes what the faults need."""
@@ -46,6 +52,14 @@ class System(abc.ABC):
     @abc.abstractmethod
     def convert(self, model: Any, policy: str) -> Callable[[], Any]:
         """Changes a model's dtypes; returns what changes them back."""
+
+    @abc.abstractmethod
+    def float8(self, make: Callable[[], Any]) -> Any:
+        """Makes a model whose Dense and EinsumDense multiply in float8."""
+
+    @abc.abstractmethod
+    def convert_to_float8(self, model: Any) -> Callable[[], Any]:
+        """Lets a model's layers do so; returns what takes it back."""
 
     @abc.abstractmethod
     def set_policy(self, policy: Any) -> None:
@@ -88,6 +102,28 @@ class Keras(System):
         set_policies([policy] * len(layers))
         return lambda: set_policies(before)
 
+    def float8(self, make: Callable[[], Any]) -> Any:
+        self.set_policy(self.policy)
+        model = make()
+        self.set_policy("float32")
+        self.convert_to_float8(model)
+        return model
+
+    def convert_to_float8(self, model: Any) -> Callable[[], Any]:
+        layers = [
+            layer
+            for layer in model._flatten_layers()
+            if isinstance(layer, _FLOAT8) and layer.name != "head"
+        ]
+        for layer in layers:
+            layer.quantize("float8")
+
+        def undo() -> None:
+            for layer in layers:
+                layer.dtype_policy = "float32"
+
+        return undo
+
     def set_policy(self, policy: Any) -> None:
         keras.config.set_dtype_policy(policy)
 
@@ -116,6 +152,13 @@ class Tfmix(System):
     def convert(self, model: Any, policy: str) -> Callable[[], Any]:
         return tfmix.apply_policy(model, policy).undo
 
+    def float8(self, make: Callable[[], Any]) -> Any:
+        with tfmix.policy_scope(_float8_policy()):
+            return make()
+
+    def convert_to_float8(self, model: Any) -> Callable[[], Any]:
+        return tfmix.apply_policy(model, _float8_policy()).undo
+
     def set_policy(self, policy: Any) -> None:
         tfmix.set_global_policy(policy)
 
@@ -123,8 +166,21 @@ class Tfmix(System):
         return [tfmix.callbacks.LossScaleMonitor()]
 
 
+_FLOAT8_ROWS = dict.fromkeys(
+    (
+        "float8-layer-used-twice",
+        "float8-layer-frozen",
+        "float8-small-gradients",
+        "float8-outlier",
+        "float8-infinity",
+        "float8-ema",
+        "float8-lora",
+        "float8-and-back",
+    ),
+    "variables stay float32 under mixed_float8",
+)
 _BY_COMPILE = "`compile` puts plain masters around an optimizer"
-_REPLACED = {
+_REPLACED = _FLOAT8_ROWS | {
     "static-scale-replaced": _BY_COMPILE,
     "policy-map": _BY_COMPILE,
     "activity-regularizer": _BY_COMPILE,
@@ -182,7 +238,7 @@ _NARROW = _REPLACED | _NO_BROADCAST
 
 # float16 overflows; split masters and rounding are for bfloat16.
 SIXTEEN_BIT = (
-    SixteenBit("masters", "float16", _masters(), {}),
+    SixteenBit("masters", "float16", _masters(), _FLOAT8_ROWS),
     SixteenBit("flat", "float16", _masters(flat=True), _REPLACED | _TOGETHER),
     SixteenBit("split", "bfloat16", _masters(split=True), _NARROW),
     SixteenBit("stochastic", "bfloat16", _rounded(seed=7), _NARROW),

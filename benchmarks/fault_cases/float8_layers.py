@@ -1,0 +1,198 @@
+"""Faults of matrix products in float8: Keras's layers, and tfmix's policy."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from benchmarks.fault_cases import words
+from benchmarks.fault_cases.record import Outcome, fault
+
+_STEPS = 60
+_WIDTH = 32
+# Of a loss, to that in float32: float8 has two or three bits of mantissa.
+_NEAR = 1.25
+
+
+def _model(trainable: bool = True, twice: bool = False) -> Any:
+    """Returns two Dense layers in front of a float32 one."""
+    keras.utils.set_random_seed(3)
+    dense = functools.partial(keras.layers.Dense, _WIDTH, activation="tanh")
+    first = dense(name="first", trainable=trainable)
+    inputs = keras.Input((_WIDTH,))
+    hidden = first(inputs)
+    hidden = first(hidden) if twice else dense(name="second")(hidden)
+    head = keras.layers.Dense(_WIDTH, dtype="float32", name="head")
+    return keras.Model(inputs, head(hidden))
+
+
+def _data() -> tuple[Any, Any]:
+    x = np.random.default_rng(4).normal(size=(64, _WIDTH)).astype("float32")
+    return x, 0.5 * np.roll(x, 1, axis=-1)
+
+
+def _train(
+    model: Any,
+    optimizer: Any,
+    bad: Callable[[Any], Any] | None = None,
+    loss_weight: float = 1.0,
+    steps: int = _STEPS,
+) -> float:
+    """Trains, on one changed batch in the middle; returns the last loss."""
+    model.compile(optimizer, loss="mse", loss_weights=[loss_weight])
+    x, y = _data()
+    for step in range(steps):
+        batch = bad(x.copy()) if bad and step == steps // 2 else x
+        model.train_on_batch(batch, y)
+    return float(np.mean((model.predict(x, verbose=0) - y) ** 2))
+
+
+def _adam() -> Any:
+    # So small that the gradients' size does not matter.
+    return keras.optimizers.Adam(0.01, epsilon=1e-30)
+
+
+def _compared(
+    system: Any, make: Callable[[], Any] = _model, **how: Any
+) -> Outcome:
+    """Trains in float8 and in float32, which must come to the same."""
+    expected = _train(make(), _adam(), **how)
+    optimizer = system.wrap(_adam())
+    loss = _train(system.float8(make), optimizer, **how)
+    return Outcome(
+        bool(loss < _NEAR * expected),
+        f"loss {loss:.3g} (float32: {expected:.3g}), "
+        f"{words.progress(optimizer, _STEPS)}",
+    )
+
+
+@fault(seconds=120)
+def float8_layer_used_twice(system: Any) -> Outcome:
+    """A float8 layer is called twice."""
+    return _compared(system, lambda: _model(twice=True))
+
+
+@fault(seconds=120)
+def float8_layer_frozen(system: Any) -> Outcome:
+    """A frozen float8 layer, whose inputs are as large as 4000."""
+
+    def outputs(model: Any) -> Any:
+        _train(model, system.wrap(_adam()), lambda x: x)
+        front = keras.Model(model.input, model.get_layer("first").output)
+        return front.predict(1000 * _data()[0], verbose=0)
+
+    def make() -> Any:
+        model = _model(trainable=False)
+        model.get_layer("first").activation = keras.activations.linear
+        return model
+
+    right, found = outputs(make()), outputs(system.float8(make))
+    error = np.linalg.norm(found - right) / np.linalg.norm(right)
+    return Outcome(
+        bool(error < 0.1), f"its outputs are off by {100 * error:.0f} %"
+    )
+
+
+@fault(seconds=120)
+def float8_small_gradients(system: Any) -> Outcome:
+    """float8 layers, a scaled loss, and gradients of 1e-6."""
+    return _compared(system, loss_weight=1e-5)
+
+
+@fault(seconds=120)
+def float8_outlier(system: Any) -> Outcome:
+    """One input of 60000 in one batch, in front of float8 layers."""
+
+    def spoil(x: Any) -> Any:
+        x[0, 0] = 6e4
+        return x
+
+    model = system.float8(_model)
+    _train(model, system.wrap(keras.optimizers.SGD(0.0)), spoil)
+    x, _ = _data()
+    small = np.where(np.abs(x) < 0.2, x, 0.0)
+    front = keras.Model(model.input, model.get_layer("first").output)
+    found = front(small, training=True)
+    right = np.tanh(small @ keras.ops.convert_to_numpy(model.weights[0]))
+    found = keras.ops.convert_to_numpy(keras.ops.cast(found, "float32"))
+    error = np.linalg.norm(found - right) / np.linalg.norm(right)
+    return Outcome(
+        bool(error < 0.1),
+        f"{_STEPS // 2 - 1} steps later the outputs of small inputs are off by "
+        f"{100 * error:.0f} %",
+    )
+
+
+@fault(seconds=120)
+def float8_infinity(system: Any) -> Outcome:
+    """One infinite input in one batch, in front of float8 layers."""
+
+    def spoil(x: Any) -> Any:
+        x[0, 0] = np.inf
+        return x
+
+    expected = _train(_model(), _adam(), steps=_STEPS - 1)
+    optimizer = system.wrap(_adam())
+    loss = _train(system.float8(_model), optimizer, spoil)
+    return Outcome(
+        bool(loss < _NEAR * expected),
+        f"loss {loss:.3g} (float32 without it: {expected:.3g}), "
+        f"{words.progress(optimizer, _STEPS)}",
+    )
+
+
+@fault(seconds=120)
+def float8_ema(system: Any) -> Outcome:
+    """float8 layers, `use_ema=True` and `ema_overwrite_frequency=5`."""
+    optimizer = keras.optimizers.Adam(
+        0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=5
+    )
+    loss = _train(system.float8(_model), system.wrap(optimizer))
+    return Outcome(bool(loss < 0.2), f"loss {loss:.3g}")
+
+
+@fault(seconds=120)
+def float8_lora(system: Any) -> Outcome:
+    """`enable_lora` on float8 layers."""
+
+    def lora(model: Any) -> Any:
+        model.get_layer("first").enable_lora(4)
+        return model
+
+    expected = _train(lora(_model()), _adam())
+    loss = _train(lora(system.float8(_model)), system.wrap(_adam()))
+    return Outcome(
+        bool(loss < _NEAR * expected),
+        f"loss {loss:.3g} (float32: {expected:.3g})",
+    )
+
+
+@fault(seconds=120)
+def float8_and_back(system: Any) -> Outcome:
+    """A model goes from float8 back to float32."""
+    expected = _train(_model(), _adam())
+    model = _model()
+    undo = system.convert_to_float8(model)
+    _train(model, system.wrap(_adam()))
+    undo()
+    loss = _train(model, _adam())
+    dtypes = {layer.compute_dtype for layer in model.layers}
+    policies = {layer.dtype_policy.name for layer in model.layers}
+    return Outcome(
+        dtypes == policies == {"float32"} and loss < _NEAR * expected,
+        f"policies {sorted(policies)}, loss {loss:.3g}",
+    )
+
+
+FAULTS = (
+    float8_layer_used_twice,
+    float8_layer_frozen,
+    float8_small_gradients,
+    float8_outlier,
+    float8_infinity,
+    float8_ema,
+    float8_lora,
+    float8_and_back,
+)
