@@ -90,22 +90,23 @@ def leaves_a_method(monkeypatch):
 
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize(
-    ("fault", "law"),
+    ("fault", "law", "wrap"),
     [
-        (unscaled, "a"),
-        (converts_nothing, "b"),
-        (skips_nothing, "d"),
-        (keeps_wrappers, "e"),
-        (leaves_a_method, "f"),
+        # The scaler that `compile` puts on takes what nobody scaled as it is.
+        (unscaled, "a", "scaled"),
+        (converts_nothing, "b", "bare"),
+        (skips_nothing, "d", "bare"),
+        (keeps_wrappers, "e", "bare"),
+        (leaves_a_method, "f", "bare"),
     ],
 )
-def test_a_fault_breaks_its_law(monkeypatch, fault, law):
-    orders.run(orders.Order(()))
+def test_a_fault_breaks_its_law(monkeypatch, fault, law, wrap):
+    orders.run(orders.Order((), wrap=wrap))
     # What a conversion ought to make is found before it is broken.
     orders.fresh_dtypes("sequential", "mixed_float16")
     fault(monkeypatch)
     broken = orders.failure(
-        orders.Order(("apply:mixed_float16", "apply:float32"))
+        orders.Order(("apply:mixed_float16", "apply:float32"), wrap=wrap)
     )
     assert broken.startswith(f"{law}: "), broken
 

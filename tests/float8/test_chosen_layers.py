@@ -228,6 +228,17 @@ def test_what_optimizers_do_besides_works(settings):
     assert fitted(policy(), optimizer=optimizer)[1] < 2.1
 
 
+def test_masters_leave_its_float32_variables_to_the_inner_optimizer():
+    losses = [
+        fitted(policy(), epochs=2, optimizer=optimizer)[1]
+        for optimizer in (
+            keras.optimizers.Adam(3e-3),
+            tfmix.MasterWeightOptimizer(keras.optimizers.Adam(3e-3)),
+        )
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
 def test_a_step_of_nan_changes_nothing():
     model, _ = fitted(policy(), epochs=1)
     before = helpers.snapshot(model.trainable_variables)
@@ -286,6 +297,21 @@ def test_replicas_stay_equal():
     for variable in model.trainable_variables:
         one, other = (each.numpy() for each in variable.value.values)
         np.testing.assert_array_equal(one, other)
+
+
+@helpers.requires_backend("jax")
+def test_eight_devices_train_as_one_does():
+    losses = []
+    for devices in (1, 8):
+        mesh = keras.distribution.list_devices()[:devices]
+        data_parallel = keras.distribution.DataParallel(devices=mesh)
+        keras.distribution.set_distribution(data_parallel)
+        try:
+            losses.append(fitted(policy(), epochs=2)[1])
+        finally:
+            keras.distribution.set_distribution(None)
+    # Each device knows the largest number of all rows, not of its own.
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
 # Keras warns of the layer that is never called.
