@@ -86,7 +86,7 @@ def classifier(name, policy, seed=SEEDS[0]):
     return model
 
 
-# Of the float16 steps all but one are skipped. Why is not known yet.
+# The loss stays where it is after one step. Why is not known yet.
 UNSOLVED = [("Gemma3nBackbone", "mixed_float16")]
 
 
