@@ -86,7 +86,7 @@ def classifier(name, policy, seed=SEEDS[0]):
     return model
 
 
-# The loss stays where it is after one step. Why is not known yet.
+# A gradient is not finite at any scale. Why is not known yet.
 UNSOLVED = [("Gemma3nBackbone", "mixed_float16")]
 
 
