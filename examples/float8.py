@@ -8,8 +8,8 @@ do so most.
 
     python examples/float8.py --steps=200 --seeds=3
 
-takes three minutes on two cores, under TensorFlow or KERAS_BACKEND=jax. A CPU
-computes float8 by casts: this shows what it does to training, not its speed.
+runs under TensorFlow and KERAS_BACKEND=jax. A CPU computes float8 by casts:
+this shows what it does to training, not its speed.
 """
 
 import sys
