@@ -228,6 +228,7 @@ def test_what_optimizers_do_besides_works(settings):
     assert fitted(policy(), optimizer=optimizer)[1] < 2.1
 
 
+@pytest.mark.slow
 def test_masters_leave_its_float32_variables_to_the_inner_optimizer():
     losses = [
         fitted(policy(), epochs=2, optimizer=optimizer)[1]
@@ -299,6 +300,7 @@ def test_replicas_stay_equal():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @helpers.requires_backend("jax")
 def test_eight_devices_train_as_one_does():
     losses = []
