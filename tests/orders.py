@@ -74,6 +74,7 @@ STEPS = (
     *["guard"] * 2,
     *["check", "calibrate", "scale_monitor", "numerics_monitor"],
     *["log"] * 2,
+    *["forget"] * 2,
 )
 # Those that change neither the model nor what is in force for it.
 LOOKING = ("check", "calibrate", "scale_monitor", "numerics_monitor")
@@ -531,6 +532,12 @@ class Machine:
             loop = _tensorflow_loop if TENSORFLOW else _jax_loop
             self._phase(lambda: loop(self), 1, "loop")
 
+    def _forget(self):
+        # What a user put on divides all the same, and warns.
+        if not _is_scaled(self.model) or self.model.optimizer.unasked:
+            loop = _tensorflow_loop if TENSORFLOW else _jax_loop
+            self._phase(lambda: loop(self, scales=False), 1, "forget")
+
     # ------------------------------------------------------------- the laws
 
     def laws(self, step):
@@ -788,8 +795,11 @@ def _same_state(before, after, what):
 # --------------------------------------------------------------- hand-made loop
 
 
-def _tensorflow_loop(machine):
-    """A loop that unscales gradients to log them, then applies them scaled."""
+def _tensorflow_loop(machine, scales=True):
+    """A loop that unscales gradients to log them, then applies them scaled.
+
+    Or one that knows nothing of a scale.
+    """
     import tensorflow as tf
 
     model, replicas = machine.model, machine.order.replicas
@@ -798,11 +808,13 @@ def _tensorflow_loop(machine):
     def step(x, y):
         with tf.GradientTape() as tape:
             got = tf.cast(model(x, training=True), "float32")
-            loss = tf.reduce_mean((got - y) ** 2)
-            scaled = optimizer.scale_loss(loss / replicas)
+            loss = tf.reduce_mean((got - y) ** 2) / replicas
+            if scales:
+                loss = optimizer.scale_loss(loss)
         variables = model.trainable_variables
-        grads = tape.gradient(scaled, variables)
-        optimizer.unscale_gradients(grads)
+        grads = tape.gradient(loss, variables)
+        if scales:
+            optimizer.unscale_gradients(grads)
         optimizer.apply(grads, variables)
 
     data = _data()
@@ -814,7 +826,7 @@ def _tensorflow_loop(machine):
         machine.strategy.run(step, args=(data.x, data.y))
 
 
-def _jax_loop(machine):
+def _jax_loop(machine, scales=True):
     """The same with the functions of Keras that hold no state."""
     import jax
 
@@ -825,6 +837,8 @@ def _jax_loop(machine):
     def scaled_loss(trainable, rest, state):
         got, rest = model.stateless_call(trainable, rest, x, training=True)
         loss = jax.numpy.mean((got.astype("float32") - y) ** 2)
+        if not scales:
+            return loss, rest
         mapping = zip(optimizer.variables, state, strict=True)
         with keras.StatelessScope(state_mapping=mapping):
             return optimizer.scale_loss(loss), rest
@@ -844,7 +858,8 @@ def _jax_loop(machine):
         with keras.StatelessScope(state_mapping=mapping):
             return optimizer.unscale_gradients(grads)
 
-    wrap(unscaled)(grads, state)
+    if scales:
+        wrap(unscaled)(grads, state)
     trainable, state = wrap(optimizer.stateless_apply)(state, grads, trainable)
     for group, values in zip(groups, (trainable, rest, state), strict=True):
         for variable, value in zip(group, values, strict=True):

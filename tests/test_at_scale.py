@@ -29,8 +29,8 @@ def exchanges(scaled, sharded):
     optimizer = keras.optimizers.SGD(0.1)
     if scaled:
         optimizer = tfmix.LossScaleOptimizer(optimizer)
+        helpers.takes_scaled_gradients(optimizer)
     optimizer.build(variables)
-    optimizer.scale_loss(1.0)
     x = jax.device_put(np.ones((8, ROWS), "float32"), split)
     state = [jax.device_put(v.value, whole) for v in optimizer.variables]
     weights = [jax.device_put(v.value, placed) for v in variables]

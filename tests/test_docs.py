@@ -67,7 +67,7 @@ def network():
     variables = model.trainable_variables
     optimizer = tfmix.LossScaleOptimizer("sgd")
     optimizer.build(variables)
-    optimizer.scale_loss(1.0)
+    helpers.takes_scaled_gradients(optimizer)
     return {
         "model": model,
         "optimizer": optimizer,

@@ -172,7 +172,7 @@ def test_rows_of_a_sparse_gradient_count_as_their_sum():
     table = keras.Variable(np.zeros((5, 1)))
     optimizer.build([table])
     optimizer.keep_gradient_norm()
-    optimizer.loss_was_scaled = True
+    helpers.takes_scaled_gradients(optimizer)
     rows = tf.constant([[8.0], [16.0], [32.0]])
     optimizer.apply([tf.IndexedSlices(rows, [1, 1, 2], (5, 1))], [table])
     assert optimizer.gradient_norm == 5.0

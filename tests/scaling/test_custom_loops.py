@@ -56,7 +56,7 @@ def test_unscaled_gradients_are_not_divided_again():
     wrapped = Wrapped(keras.optimizers.SGD(1.0), loss_scale=8.0)
     w = keras.Variable(np.zeros(1, "float32"))
     wrapped.build([w])
-    wrapped.scale_loss(1.0)
+    helpers.takes_scaled_gradients(wrapped)
     grads = wrapped.unscale_gradients([array(16.0)])
     assert float(grads[0][0]) == 2.0
     wrapped.apply([ops.minimum(grads[0], 1.5)], [w], unscaled=True)
@@ -69,7 +69,7 @@ def test_clipping_by_value_does_not_hide_an_infinity():
     wrapped = Wrapped(keras.optimizers.SGD(1.0), loss_scale=8.0)
     w = keras.Variable(np.zeros(1, "float32"))
     wrapped.build([w])
-    wrapped.scale_loss(1.0)
+    helpers.takes_scaled_gradients(wrapped)
     grads = wrapped.unscale_gradients([array(np.inf)])
     clipped = ops.clip(grads[0], -1.0, 1.0)
     applied = wrapped.apply([clipped], [w], unscaled=True)
@@ -83,7 +83,7 @@ def test_the_step_of_one_optimizer_does_not_decide_for_another():
     one, two = Wrapped("sgd"), Wrapped("sgd")
     v, w = (keras.Variable(np.ones(1, "float32")) for _ in range(2))
     for wrapped in (one, two):
-        wrapped.scale_loss(1.0)
+        helpers.takes_scaled_gradients(wrapped)
     one.apply([array(np.inf)], [v])
     two.apply([array(2.0**15)], [w])
     assert (one.skipped_steps, two.skipped_steps) == (1, 0)
@@ -98,7 +98,7 @@ def test_two_optimizers_can_share_a_scale_and_still_skip_alone():
     v, w = (keras.Variable(np.ones(1, "float32")) for _ in range(2))
     for wrapped, variable in ((one, v), (two, w)):
         wrapped.build([variable])
-        wrapped.scale_loss(1.0)
+        helpers.takes_scaled_gradients(wrapped)
 
     def both(first, second):
         one.apply([array(first)], [v])
@@ -150,7 +150,7 @@ def test_gradients_added_up_by_the_user_are_checked_as_a_whole():
     wrapped = Wrapped(keras.optimizers.SGD(1.0), loss_scale=4.0)
     w = keras.Variable(np.zeros(1, "float32"))
     wrapped.build([w])
-    wrapped.scale_loss(1.0)
+    helpers.takes_scaled_gradients(wrapped)
     wrapped.apply([array(4.0) + array(8.0)], [w])
     wrapped.apply([array(4.0) + array(np.nan)], [w])
     assert float(w.numpy()[0]) == -3.0
@@ -238,7 +238,7 @@ class TestTensorFlow:
         table = keras.Variable(np.ones((6, 2), "float32"))
         wrapped = Wrapped(keras.optimizers.SGD(1.0), loss_scale=4.0)
         wrapped.build([table])
-        wrapped.scale_loss(1.0)
+        helpers.takes_scaled_gradients(wrapped)
 
         def gradient(value):
             values = tf.fill((3, 2), tf.constant(value, tf.float16))

@@ -245,7 +245,7 @@ def test_a_skipped_step_moves_nothing(way):
         sixteen_bit.WAYS[way](keras.optimizers.AdamW(0.1)), 4.0
     )
     optimizer.build(stored)
-    optimizer.scale_loss(1.0)
+    helpers.takes_scaled_gradients(optimizer)
     good, bad = sixteen_bit.gradients(2)
     sixteen_bit.run(optimizer, stored, [good])
     before = sixteen_bit.bits_of(stored + optimizer.inner_optimizer.variables)

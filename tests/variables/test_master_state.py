@@ -365,7 +365,7 @@ def test_a_nan_on_one_replica_is_skipped_on_all(way):
         inner = sixteen_bit.WAYS[way](keras.optimizers.Adam(0.1))
         optimizer = tfmix.LossScaleOptimizer(inner, 4.0)
         optimizer.build(stored)
-    optimizer.scale_loss(1.0)
+    helpers.takes_scaled_gradients(optimizer)
 
     def on_replica(bad):
         context = tf.distribute.get_replica_context()

@@ -23,7 +23,9 @@ Function = TypeVar("Function", bound=Callable)
 _READS = frozenset(
     "ReadVariableOp ResourceGather VarIsInitializedOp VariableShape".split()
 )
-_EAGER = "_run_functions_eagerly"
+_RUNS_EAGERLY = "_run_functions_eagerly"
+# The trace of what runs at once.
+EAGER = "eager"
 _lock = threading.Lock()
 # How many blocks each thread is in; what is replaced comes back when none is.
 _blocks: dict[int, int] = {}
@@ -220,11 +222,18 @@ def is_host_readable(variable: keras.Variable) -> bool:
 
 
 def trace() -> Any:
-    """Returns what equals itself only while the same function is traced."""
+    """Returns what equals itself only while the same function is compiled.
+
+    `EAGER` if none is, also inside of `jax.grad`.
+    """
     if keras.backend.backend() == "jax":
-        return jax.extend.core.get_opaque_trace_state()
+        # What transforms a function leaves a constant to the one around it.
+        constant = jax.numpy.zeros(())
+        if not is_symbolic(constant):
+            return EAGER
+        return weakref.ref(constant._trace)
     if tf.executing_eagerly():
-        return "eager"
+        return EAGER
     return weakref.ref(tf.compat.v1.get_default_graph())
 
 
@@ -300,18 +309,18 @@ def nothing_traced() -> Iterator[None]:
             if not _blocks[thread]:
                 del _blocks[thread]
             if not _blocks:
-                setattr(_function_class(), _EAGER, _originals.pop())
+                setattr(_function_class(), _RUNS_EAGERLY, _originals.pop())
 
 
 def _install() -> None:
     owner = _function_class()
-    _originals.append(original := vars(owner)[_EAGER])
+    _originals.append(original := vars(owner)[_RUNS_EAGERLY])
 
     def is_eager(function: object) -> bool:
         usually = original.__get__(function, type(function))
         return threading.get_ident() in _blocks or bool(usually)
 
-    setattr(owner, _EAGER, property(is_eager))
+    setattr(owner, _RUNS_EAGERLY, property(is_eager))
 
 
 def _function_class() -> type:

@@ -15,17 +15,17 @@ from keras import ops, tree
 from tfmix import _arguments, _errors, _formats
 from tfmix._keras import compilation, global_state, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.scaling import rules, settings
+from tfmix.scaling import rules, scaled_losses, settings
 from tfmix.scaling.step import replicas, unscale
 from tfmix.variables import inner_attributes
 
 # How the variables of a loss scale's state are called in Keras's own class,
 # so that a checkpoint written by either can be read by tfmix.
 _KERAS_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
-# Notes on tensors: a loss that was scaled, a gradient that was divided or is
-# still to be.
+# Notes on tensors: a loss that was scaled; a gradient that is the result of a
+# division, that was given to one, or that a step took as a scaled one.
 _LOSS, _GRADIENT = "_tfmix_scaled_loss", "_tfmix_gradient"
-_SCALED, _TRUE = "scaled", "true"
+_TRUE, _SCALED, _APPLIED = "true", "scaled", "applied"
 # Keys of a saved state: own variables by name, the inner ones by position.
 _OWN, _INNER = "own_", "inner_"
 # Keras's class stores its variables by position: these four, then the inner
@@ -97,6 +97,7 @@ class LossScaleOptimizer(
     """
 
     built: bool
+    losses: scaled_losses.ScaledLosses
 
     def __init__(
         self,
@@ -131,7 +132,8 @@ class LossScaleOptimizer(
             **kwargs,
         )
         self.guarded = self.in_guarded_step = False
-        self.loss_was_scaled = isinstance(rule, rules.NoLossScale)
+        # Those who share a scale may scale each other's losses.
+        self.losses = leader.losses if leader else scaled_losses.ScaledLosses()
         # Whether `compile` put it on, so that a step may know nothing of it.
         self.unasked = self._told_of_unscaled = False
         self._gradient_norm: keras.Variable | None = None
@@ -386,8 +388,7 @@ class LossScaleOptimizer(
         if not grads:
             return ops.convert_to_tensor(False)
         variables = self._variables_of(grads, trainable_variables)
-        unscaled = unscaled or self._was_left_unscaled()
-        self._check_step(grads, unscaled)
+        unscaled = self._check_step(grads, variables, unscaled)
         if keras.backend.backend() == "tensorflow":
             from tfmix.scaling.step import tensorflow_step
 
@@ -438,12 +439,10 @@ class LossScaleOptimizer(
             )
         from tfmix.scaling.step import jax_step
 
-        unscaled = unscaled or self._was_left_unscaled()
-        self._check_step(grads, unscaled)
+        grads = list(grads)
+        unscaled = self._check_step(grads, self.model_variables, unscaled)
         slots, values = list(optimizer_variables), list(trainable_variables)
-        return jax_step.stateless_apply(
-            self, slots, list(grads), values, unscaled
-        )
+        return jax_step.stateless_apply(self, slots, grads, values, unscaled)
 
     @compilation.untouched
     def apply_gradients(self, grads_and_vars: Iterable) -> Any:
@@ -662,14 +661,15 @@ class LossScaleOptimizer(
         return ops.greater_equal(self._consecutive_skips.value, steps)
 
     def _scaled(self, loss: Any) -> Any:
-        if any(global_state.note(each, _LOSS) for each in tree.flatten(loss)):
+        losses = tree.flatten(loss)
+        if any(global_state.note(each, _LOSS) for each in losses):
             raise ValueError(
                 "This loss was scaled already, and would be scaled twice. "
                 f"Received: loss={loss!r}. Call `scale_loss` once, on the "
                 "loss itself."
             )
         scale = self.current_scale()
-        self.loss_was_scaled = True
+        self.losses.add(len(losses))
 
         def scaled(value: Any) -> Any:
             value = unscale.to_float32(ops.convert_to_tensor(value))
@@ -687,7 +687,8 @@ class LossScaleOptimizer(
                 "would be divided twice. Call `unscale_gradients` once, on "
                 "what the gradient tape or jax.grad returns."
             )
-        self._warn_unless_loss_was_scaled()
+        if not self._may_be_scaled(grads, self.model_variables):
+            self._tell_of_unscaled()
         variables: list = self.model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
@@ -728,10 +729,14 @@ class LossScaleOptimizer(
             )
         return variables
 
-    def _check_step(self, grads: Sequence, unscaled: bool) -> None:
-        """Refuses gradients that `unscaled` is wrong for; warns as needed."""
-        if not unscaled:
-            self._warn_unless_loss_was_scaled()
+    def _check_step(
+        self, grads: Sequence, variables: Sequence, unscaled: bool
+    ) -> bool:
+        """Refuses gradients that `unscaled` is wrong for; warns as needed.
+
+        Returns:
+            Whether to take them as they are.
+        """
         if self.guarded and not self.in_guarded_step:
             self.guarded = False
             warnings.warn(
@@ -763,28 +768,39 @@ class LossScaleOptimizer(
                 "optimizer.apply(grads, variables, unscaled=True).",
                 stacklevel=4,
             )
+        if not unscaled and not self._may_be_scaled(grads, variables):
+            self._tell_of_unscaled()
+            unscaled = self.unasked
+        self.losses.serve(variables)
+        if not unscaled:
+            for gradient in grads:
+                if not _notes([gradient]):
+                    global_state.put_note(gradient, _GRADIENT, _APPLIED)
+        return unscaled
 
-    def _was_left_unscaled(self) -> bool:
-        """Says whether a step was written for an optimizer without a scale."""
-        if self.loss_was_scaled or not self.unasked:
-            return False
-        if not self._told_of_unscaled:
-            self._told_of_unscaled = True
+    def _may_be_scaled(self, grads: Sequence, variables: Sequence) -> bool:
+        return (
+            isinstance(self.rule, rules.NoLossScale)
+            or bool(_notes(grads) & {_SCALED, _APPLIED})
+            or self.losses.may_reach(variables)
+        )
+
+    def _tell_of_unscaled(self) -> None:
+        """Says once that gradients are of a loss that nobody scaled."""
+        told, self._told_of_unscaled = self._told_of_unscaled, True
+        if told:
+            return
+        if self.unasked:
             logging.warning(
                 "tfmix: this step takes gradients of a loss that is not "
                 "scaled: those below %.1g become 0 in float16. Write `loss = "
                 "self.optimizer.scale_loss(loss)` before they are taken.",
                 _formats.FLOAT16.smallest,
             )
-        return True
-
-    def _warn_unless_loss_was_scaled(self) -> None:
-        was_scaled, self.loss_was_scaled = self.loss_was_scaled, True
-        if was_scaled:
             return
         warnings.warn(
             "The gradients are divided by the loss scale, but the loss was "
-            "never multiplied by it, so every update is too small by that "
+            "not multiplied by it, so every update is too small by that "
             "factor. Write `loss = optimizer.scale_loss(loss)` inside the "
             "gradient tape (or inside the function given to jax.grad).",
             stacklevel=5,
@@ -896,7 +912,7 @@ def _attribute(field: str) -> str:
 
 
 def _notes(grads: Sequence) -> set[str]:
-    """Returns what is known of the gradients: `_SCALED`, `_TRUE` or both."""
+    """Returns what is noted on any of the gradients."""
     return {global_state.note(each, _GRADIENT) for each in grads} - {None}
 
 

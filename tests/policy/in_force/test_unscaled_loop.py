@@ -8,6 +8,8 @@ import tfmix
 from tests import helpers
 
 X = np.ones((4, 3), "float32")
+ON_JAX = keras.backend.backend() == "jax"
+MODES = ["eager", "jit"] if ON_JAX else ["eager", "graph", "xla"]
 
 
 @pytest.fixture
@@ -107,3 +109,71 @@ def test_a_stateless_step_without_a_scaled_loss_is_whole(told):
     for one, start in zip(after, weights, strict=True):
         np.testing.assert_array_equal(one, start - 1)
     assert len(told()) == 1
+
+
+def unscaled_loop(optimizer, weights, mode):
+    """Returns a step of a loop that knows nothing of a loss scale."""
+    gradients = [keras.ops.ones(one.shape) for one in weights]
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        def step():
+            optimizer.apply(gradients, weights)
+
+        xla = mode == "xla"
+        return step if mode == "eager" else tf.function(step, jit_compile=xla)
+    apply = optimizer.stateless_apply
+    if mode != "eager":
+        import jax
+
+        apply = jax.jit(apply)
+
+    def stateless_step():
+        slots = [one.value for one in optimizer.variables]
+        new, slots = apply(slots, gradients, [one.value for one in weights])
+        pairs = zip(
+            [*weights, *optimizer.variables], [*new, *slots], strict=True
+        )
+        for variable, value in pairs:
+            variable.assign(value)
+
+    return stateless_step
+
+
+def after_a_fit(mode, optimizer):
+    tfmix.set_global_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    settings = {"run_eagerly": mode == "eager"}
+    if keras.backend.backend() == "tensorflow":
+        settings["jit_compile"] = mode == "xla"
+    model.compile(optimizer, "mse", **settings)
+    model.fit(X, X[:, :1], verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fitted", MODES)
+def test_after_a_fit_a_step_without_a_scaled_loss_is_whole(fitted, mode, told):
+    model = after_a_fit(fitted, keras.optimizers.SGD(1.0))
+    weights = model.trainable_variables
+    before = model.get_weights()
+    step = unscaled_loop(model.optimizer, weights, mode)
+    step()
+    step()
+    for one, start in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(one, start - 1 - 1)
+    assert len(told()) == 1
+    # `fit` goes on scaling, here by what its float16 gradients can hold.
+    model.optimizer.loss_scale = 8.0
+    model.fit(X, X[:, :1], verbose=0)
+    assert np.isfinite(model.get_weights()[0]).all()
+    assert np.any(model.get_weights()[0] != before[0] - 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_after_a_fit_a_scaler_of_the_users_own_warns(mode):
+    scaler = tfmix.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    model = after_a_fit(mode, scaler)
+    step = unscaled_loop(scaler, model.trainable_variables, mode)
+    with pytest.warns(UserWarning, match="was not multiplied by it"):
+        step()

@@ -18,7 +18,7 @@ def built(shape, count):
     ]
     optimizer = optimizers.LossScaleOptimizer(keras.optimizers.Adam())
     optimizer.build(model)
-    optimizer.scale_loss(1.0)
+    helpers.takes_scaled_gradients(optimizer)
     return model, optimizer
 
 
@@ -156,7 +156,7 @@ def _after_a_step(gradient, scale, mode):
         keras.optimizers.SGD(0.01), loss_scale=scale
     )
     optimizer.build([variable])
-    optimizer.scale_loss(1.0)
+    helpers.takes_scaled_gradients(optimizer)
     gradient = np.float32(gradient)
     if mode == "jit":
         import jax
@@ -198,7 +198,7 @@ def test_a_bad_step_leaves_every_bit_of_16_bit_variables(way):
     optimizer = optimizers.LossScaleOptimizer(inner, 1.0)
     (good,) = sixteen_bit.gradients(1)
     start = sixteen_bit.bits_of(model)
-    optimizer.scale_loss(1.0)
+    helpers.takes_scaled_gradients(optimizer)
     sixteen_bit.run(optimizer, model, [good], jit=True)
     everything = [*model, *inner.variables]
     before = sixteen_bit.bits_of(everything)

@@ -40,7 +40,7 @@ class Trainer:
                 **(wrapped_arguments or {"loss_scale": 4.0}),
             )
             self.optimizer.build([self.weight])
-        self.optimizer.scale_loss(1.0)
+        helpers.takes_scaled_gradients(self.optimizer)
         self.step = tf.function(self._step) if graph else self._step
 
     def _step(self, grads):
@@ -127,7 +127,7 @@ def test_unscaled_gradients_of_one_bad_replica_make_all_skip():
         weight = keras.Variable(np.zeros(1, "float32"))
         wrapped = Wrapped(keras.optimizers.SGD(1.0), loss_scale=4.0)
         wrapped.build([weight])
-    wrapped.scale_loss(1.0)
+    helpers.takes_scaled_gradients(wrapped)
 
     @tf.function
     def step(grads):

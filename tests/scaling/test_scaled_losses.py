@@ -1,0 +1,170 @@
+"""Whether gradients can be of a scaled loss, in every split of a loop."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tests.scaling.test_unscaled import MODES, Loop, array
+from tfmix.scaling import optimizer as optimizers
+
+Wrapped = optimizers.LossScaleOptimizer
+
+
+def weight():
+    return keras.Variable(np.zeros(1, "float32"))
+
+
+def scaler(*variables, **settings):
+    settings = settings or {"initial_scale": 8.0}
+    made = Wrapped(keras.optimizers.SGD(1.0), **settings)
+    made.build(variables)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_warns():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The gradients are divided")
+        yield
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_scaled_in_a_function_of_its_own_reaches_every_step(mode):
+    loop = Loop(mode)
+    for count in range(1, 4):
+        assert loop.apply(loop.scaled(array(2.0))) == -2.0 * count
+
+
+def test_a_loop_that_forgets_to_scale_after_one_that_did_is_told():
+    one = weight()
+    wrapped = scaler(one)
+    wrapped.apply([wrapped.scale_loss(array(2.0))], [one])
+    with pytest.warns(UserWarning, match="was not multiplied by it"):
+        wrapped.apply([array(2.0)], [one])
+
+
+def test_it_is_told_before_its_gradients_are_clipped():
+    one = weight()
+    wrapped = scaler(one)
+    true = wrapped.unscale_gradients([wrapped.scale_loss(array(2.0))])
+    wrapped.apply(true, [one], unscaled=True)
+    with pytest.warns(UserWarning, match="was not multiplied by it"):
+        wrapped.unscale_gradients([array(2.0)])
+
+
+# Keras says so of the variables left out.
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_one_scaled_loss_serves_all_variables_in_any_number_of_calls():
+    first, second = weight(), weight()
+    wrapped = scaler(first, second)
+    for _ in range(2):
+        scaled = wrapped.scale_loss(array(2.0))
+        wrapped.apply([scaled], [first])
+        wrapped.apply([scaled + 0.0], [second])
+    assert first.numpy() == second.numpy() == -4.0
+
+
+def test_gradients_may_be_applied_again_and_looked_at_afterwards():
+    one = weight()
+    wrapped = scaler(one)
+    scaled = wrapped.scale_loss(array(2.0))
+    wrapped.apply([scaled], [one])
+    wrapped.apply([scaled], [one])
+    assert float(wrapped.unscale_gradients([scaled])[0][0]) == 2.0
+    assert one.numpy() == -4.0
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_each_of_several_losses_gives_gradients_of_its_own(together):
+    one = weight()
+    wrapped = scaler(one)
+    for _ in range(2):
+        losses = [array(2.0), array(3.0)]
+        if together:
+            losses = wrapped.scale_loss(losses)
+        else:
+            losses = [wrapped.scale_loss(each) for each in losses]
+        for scaled in losses:
+            wrapped.apply([scaled + 0.0], [one])
+    assert one.numpy() == -10.0
+    with pytest.warns(UserWarning, match="was not multiplied by it"):
+        wrapped.apply([array(2.0)], [one])
+
+
+def test_losses_may_be_scaled_many_times_before_they_are_applied():
+    one = weight()
+    wrapped = scaler(one)
+    summed = sum(wrapped.scale_loss(array(2.0)) for _ in range(3))
+    wrapped.apply([summed], [one])
+    assert one.numpy() == -6.0
+
+
+def test_a_loss_scaled_by_the_optimizer_that_shares_its_scale_counts():
+    first, second = weight(), weight()
+    leader = scaler(first)
+    follower = scaler(second, loss_scale=leader)
+    scaled = leader.scale_loss(array(2.0))
+    leader.apply([scaled], [first])
+    follower.apply([scaled + 0.0], [second])
+    assert first.numpy() == second.numpy() == -2.0
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_step_that_accumulates_in_a_branch_is_of_the_loss_around_it():
+    import tensorflow as tf
+
+    one = weight()
+    wrapped = scaler(one)
+
+    @tf.function
+    def step(due):
+        scaled = wrapped.scale_loss(tf.constant([2.0]))
+        return tf.cond(
+            due, lambda: wrapped.apply([scaled], [one]), lambda: False
+        )
+
+    step(tf.constant(False))
+    step(tf.constant(True))
+    assert one.numpy() == -2.0
+
+
+@helpers.requires_backend("jax")
+def test_a_gradient_taken_at_once_is_of_the_loss_it_scaled():
+    import jax
+
+    one = weight()
+    wrapped = scaler(one)
+
+    def loss(value):
+        return wrapped.scale_loss(value[0] * 2.0)
+
+    wrapped.apply([jax.grad(loss)(one.value)], [one])
+    assert one.numpy() == -2.0
+    with pytest.warns(UserWarning, match="was not multiplied by it"):
+        wrapped.apply([array(2.0)], [one])
+
+
+@helpers.requires_backend("jax")
+def test_a_step_compiled_whole_leaves_nothing_for_the_next_loop():
+    import jax
+
+    one = weight()
+    wrapped = scaler(one)
+
+    @jax.jit
+    def step(values, slots):
+        def loss(values):
+            pairs = zip(wrapped.variables, slots, strict=True)
+            with keras.StatelessScope(state_mapping=pairs):
+                return wrapped.scale_loss(values[0][0] * 2.0)
+
+        return wrapped.stateless_apply(slots, jax.grad(loss)(values), values)
+
+    slots = [v.value for v in wrapped.variables]
+    (after,), _ = step([one.value], slots)
+    assert float(after[0]) == -2.0
+    with pytest.warns(UserWarning, match="was not multiplied by it"):
+        wrapped.apply([array(2.0)], [one])
