@@ -10,9 +10,9 @@ from benchmarks import gpu_models
 from tfmix.hardware import (
     compile_for,
     compiled_step,
+    compiled_text,
     compilers,
     lowering,
-    programs,
     targets,
 )
 
@@ -142,7 +142,7 @@ def _say_scaled(optimizer: Any) -> None:
 
 def row(made: compilers.Compiled) -> dict[str, Any]:
     """Returns what a table shows of a program."""
-    program = programs.read(made.text)
+    program = compiled_text.read(made.text)
     return {
         "kernels": program.kernels,
         "copies": program.copies,

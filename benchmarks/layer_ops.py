@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks import layer_deviation, layer_measure, results
 from tfmix.policy import op_rules
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import scope
+from tfmix.policy.in_force import current_policy
 
 # How many times smaller a rule must make the error. Rounding the result leaves
 # half an epsilon, so 4 means that Keras alone is at least 2 epsilons off. In
@@ -269,7 +269,7 @@ def _measure_one(name: str, op: Any, mode: str, fmt: str) -> Iterator[Row]:
         reference = _run(wide, inputs, "float32")
         sides = []
         for function, policy in ((narrow, alone), (inside, ruled)):
-            with scope.policy_scope(policy):
+            with current_policy.policy_scope(policy):
                 sides.append(_deviation(function, inputs, fmt, reference))
         yield Row(name, mode, fmt, kind, *sides)
 

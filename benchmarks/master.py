@@ -22,7 +22,7 @@ import numpy as np
 from keras import ops
 
 from benchmarks import results
-from tfmix.variables import bfloat16, master
+from tfmix.variables import bfloat16_rounding, master
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +115,12 @@ VARIANTS: dict[str, tuple[str, Callable]] = {
         "bfloat16",
         lambda adam: master.MasterWeightOptimizer(adam, split=True),
     ),
-    "stochastic": ("bfloat16", bfloat16.BFloat16Optimizer),
+    "stochastic": ("bfloat16", bfloat16_rounding.BFloat16Optimizer),
     "kahan": (
         "bfloat16",
-        lambda adam: bfloat16.BFloat16Optimizer(adam, rounding="kahan"),
+        lambda adam: bfloat16_rounding.BFloat16Optimizer(
+            adam, rounding="kahan"
+        ),
     ),
 }
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from tfmix.variables import bfloat16, master
+from tfmix.variables import bfloat16_rounding, master
 
 # Odd sizes, which leave SIMD registers partly filled, and a whole one.
 SHAPES = [(7, 5), (5,), (33, 17), (16, 3)]
@@ -14,9 +14,13 @@ WAYS = {
     "masters": master.MasterWeightOptimizer,
     "flat": lambda inner: master.MasterWeightOptimizer(inner, flat=True),
     "split": lambda inner: master.MasterWeightOptimizer(inner, split=True),
-    "kahan": lambda inner: bfloat16.BFloat16Optimizer(inner, rounding="kahan"),
-    "stochastic": lambda inner: bfloat16.BFloat16Optimizer(inner, seed=7),
-    "narrow": lambda inner: bfloat16.BFloat16Optimizer(
+    "kahan": lambda inner: bfloat16_rounding.BFloat16Optimizer(
+        inner, rounding="kahan"
+    ),
+    "stochastic": lambda inner: bfloat16_rounding.BFloat16Optimizer(
+        inner, seed=7
+    ),
+    "narrow": lambda inner: bfloat16_rounding.BFloat16Optimizer(
         inner, seed=7, slot_dtype="bfloat16"
     ),
 }

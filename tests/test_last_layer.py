@@ -9,7 +9,7 @@ import pytest
 
 from tests import helpers
 from tfmix import last_layer
-from tfmix.policy.in_force import scope
+from tfmix.policy.in_force import current_policy
 
 SIXTEEN_BIT = ["mixed_float16", "mixed_bfloat16"]
 
@@ -53,7 +53,7 @@ def classifier(classes, kernel, bias):
 
 @pytest.mark.parametrize("policy", SIXTEEN_BIT)
 def test_it_is_a_plain_float32_activation_under_every_policy(policy):
-    with scope.policy_scope(policy):
+    with current_policy.policy_scope(policy):
         layer = last_layer.float32_output("softmax", name="probabilities")
     assert type(layer) is keras.layers.Activation
     assert layer.dtype_policy == keras.DTypePolicy("float32")
@@ -73,7 +73,7 @@ def test_a_subclassed_model_of_a_16_bit_policy_does_not_cast_it_back():
         def call(self, x):
             return self.head(self.dense(x))
 
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         result = Model()(keras.ops.ones((2, 2)))
     assert keras.backend.standardize_dtype(result.dtype) == "float32"
 
@@ -89,7 +89,7 @@ def test_without_an_activation_the_values_are_only_cast():
 def test_a_confidently_wrong_sample_keeps_its_gradient(policy, gap):
     # One weight makes the logits (gap, 0); the right class is the second.
     kernel = np.array([[gap, 0.0]], "float32")
-    with scope.policy_scope(policy):
+    with current_policy.policy_scope(policy):
         model = classifier(2, kernel, np.zeros(2, "float32"))
         loss, gradient = logit_gradient(model, np.ones((1, 1)), np.array([1]))
     wrong = 1.0 / (1.0 + np.exp(-gap))
@@ -101,7 +101,7 @@ def test_a_confidently_wrong_sample_keeps_its_gradient(policy, gap):
 
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
 def test_a_confidently_wrong_sample_is_learnt_from_in_fit(activation):
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = keras.Sequential(
             [
                 keras.Input((1,)),
@@ -131,7 +131,7 @@ def test_50000_classes_have_the_loss_and_gradient_of_float32(policy):
     y = generator.integers(0, classes, samples)
     results = []
     for name in ("float32", policy):
-        with scope.policy_scope(name):
+        with current_policy.policy_scope(name):
             model = classifier(classes, kernel, np.zeros(classes))
         results.append(logit_gradient(model, x, y))
     (loss, gradient), (loss_16, gradient_16) = results
@@ -175,7 +175,7 @@ def test_saved_models_predict_the_same_in_plain_keras(tmp_path):
     np.save(tmp_path / "x.npy", x)
     expected = {}
     for policy in (*SIXTEEN_BIT, "float16", "O2"):
-        with scope.policy_scope(policy):
+        with current_policy.policy_scope(policy):
             model = keras.Sequential(
                 [
                     keras.Input((4,)),

@@ -19,9 +19,11 @@ from tfmix.hardware.advise import advise as advise
 from tfmix.hardware.compile_for import compile_for as compile_for
 from tfmix.hardware.targets import targets as targets
 from tfmix.last_layer import float32_output as float32_output
-from tfmix.policy.in_force.scope import global_policy as global_policy
-from tfmix.policy.in_force.scope import policy_scope as policy_scope
-from tfmix.policy.in_force.scope import set_global_policy as set_global_policy
+from tfmix.policy.in_force.current_policy import global_policy as global_policy
+from tfmix.policy.in_force.current_policy import policy_scope as policy_scope
+from tfmix.policy.in_force.current_policy import (
+    set_global_policy as set_global_policy,
+)
 from tfmix.policy.layer_rules import (
     default_float32_layers as default_float32_layers,
 )
@@ -35,7 +37,9 @@ from tfmix.scaling.rules import LossScale as LossScale
 from tfmix.scaling.rules import LossScaleState as LossScaleState
 from tfmix.scaling.rules import NoLossScale as NoLossScale
 from tfmix.scaling.step.finite import all_finite as all_finite
-from tfmix.variables.bfloat16 import BFloat16Optimizer as BFloat16Optimizer
+from tfmix.variables.bfloat16_rounding import (
+    BFloat16Optimizer as BFloat16Optimizer,
+)
 from tfmix.variables.float32_weights import export_float32 as export_float32
 from tfmix.variables.float32_weights import load_float32 as load_float32
 from tfmix.variables.master import (

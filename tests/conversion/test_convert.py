@@ -9,7 +9,7 @@ import pytest
 from tests import helpers
 from tfmix.conversion import convert
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import scope
+from tfmix.policy.in_force import current_policy
 from tfmix.scaling import guard, rules
 from tfmix.scaling import optimizer as scaling
 from tfmix.variables import master
@@ -304,7 +304,7 @@ def test_back_to_float32_by_policy():
 
 
 def test_a_float32_layer_in_a_mixed_model_was_chosen_and_stays():
-    with scope.policy_scope("mixed_bfloat16"):
+    with current_policy.policy_scope("mixed_bfloat16"):
         model = keras.Sequential(
             [
                 keras.Input((6,)),
@@ -555,7 +555,7 @@ def test_a_copy_takes_lambda_layers_along():
 
 def test_a_recurrent_layer_starts_orthogonal_in_pure_bfloat16():
     # Neither backend has a QR decomposition in bfloat16.
-    with scope.policy_scope("bfloat16"):
+    with current_policy.policy_scope("bfloat16"):
         layer = keras.layers.LSTM(4)
         layer.build((None, 3, 2))
     kernel = helpers.to_numpy(layer.cell.recurrent_kernel)

@@ -6,8 +6,8 @@ import pytest
 
 from tests import helpers
 from tests.conversion import test_orders as small
-from tfmix._keras import layer_policies, training_classes, variables
-from tfmix.conversion import changes, convert, optimizer_state
+from tfmix._keras import layer_policies, training, variables
+from tfmix.conversion import convert, layer_changes, optimizer_state
 from tfmix.policy.in_force import (
     carried,
     suited_optimizer,
@@ -32,13 +32,13 @@ def body(model):
 STAGES = [
     (layer_policies, "set_policy", 2),
     (variables, "cast_in_place", 2),
-    (changes, "_set_spec", 2),
+    (layer_changes, "_set_spec", 2),
     (carried, "carry", 1),
     (suited_optimizer, "suited", 1),
-    (training_classes, "adopt_optimizer", 1),
+    (training, "adopt_optimizer", 1),
     (optimizer_state, "give", 1),
     (guard, "put_on", 1),
-    (changes, "forget_compiled", 1),
+    (layer_changes, "forget_compiled", 1),
 ]
 
 

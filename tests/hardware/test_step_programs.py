@@ -6,7 +6,7 @@ import pytest
 import tfmix
 from benchmarks import compiled_steps
 from tfmix._keras import compilation
-from tfmix.hardware import compilers, programs, targets
+from tfmix.hardware import compiled_text, compilers, targets
 from tfmix.scaling.step import finite
 
 if keras.backend.backend() == "jax":
@@ -31,7 +31,7 @@ def compiled(shapes, target, way="tfmix", dtype="float32"):
         pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
     adam = WRAPPERS[way](keras.optimizers.Adam())
     made = compiled_steps.compiled(adam, shapes, target, dtype)
-    return made, programs.read(made.text)
+    return made, compiled_text.read(made.text)
 
 
 def check(made, program, kernels):

@@ -7,7 +7,7 @@ from keras import ops
 
 import tfmix
 from tests import helpers, sixteen_bit
-from tfmix.variables import bfloat16, float32_weights, master
+from tfmix.variables import bfloat16_rounding, float32_weights, master
 
 TENSORFLOW = helpers.requires_backend("tensorflow")
 
@@ -31,7 +31,7 @@ def refused(make, error, message):
             "cannot wrap MasterWeightOptimizer",
         ),
         (
-            lambda: bfloat16.BFloat16Optimizer("sgd"),
+            lambda: bfloat16_rounding.BFloat16Optimizer("sgd"),
             ValueError,
             "cannot wrap BFloat16Optimizer",
         ),
@@ -206,8 +206,12 @@ def test_a_tensorflow_checkpoint_goes_on_bit_for_bit(way, tmp_path):
             keras.optimizers.Adam(0.25, beta_1=0.5), flat=True, name="mine"
         ),
         lambda: master.MasterWeightOptimizer("sgd", split=True, name="mine"),
-        lambda: bfloat16.BFloat16Optimizer("sgd", seed=11, name="mine"),
-        lambda: bfloat16.BFloat16Optimizer("sgd", rounding="kahan", name="m"),
+        lambda: bfloat16_rounding.BFloat16Optimizer(
+            "sgd", seed=11, name="mine"
+        ),
+        lambda: bfloat16_rounding.BFloat16Optimizer(
+            "sgd", rounding="kahan", name="m"
+        ),
     ],
 )
 def test_the_config_holds_every_setting(make):

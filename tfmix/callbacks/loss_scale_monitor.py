@@ -12,7 +12,7 @@ from absl import logging
 
 from tfmix import _arguments, _formats
 from tfmix._keras import variables
-from tfmix.callbacks import progress_bar
+from tfmix.callbacks import bar_output
 from tfmix.policy.in_force import suited_optimizer
 from tfmix.scaling import rules
 
@@ -209,12 +209,12 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def _note(self, reading: Reading) -> None:
         self.timeline.append(reading)
         self._shown = {
-            name: progress_bar.Shown(getattr(reading, name))
+            name: bar_output.Shown(getattr(reading, name))
             for name in ("loss_scale", "applied_steps", "skipped_steps")
         }
         norm = reading.gradient_norm
         if norm is not None and not math.isnan(norm):
-            self._shown["gradient_norm"] = progress_bar.Shown(norm)
+            self._shown["gradient_norm"] = bar_output.Shown(norm)
         if self._writer is not None:
             _write(self._writer, reading.step, self._shown)
 
@@ -255,7 +255,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
         waited = now.step - self._last_progress.step
         if waited >= self.alarm_after and not self._rung:
             self._rung = True
-            progress_bar.warn(
+            bar_output.warn(
                 self,
                 "No update was applied in the last %d steps: the loss scale "
                 "is %g, %d step(s) were skipped in a row. "

@@ -12,14 +12,24 @@ from tfmix import _arguments, _tables
 from tfmix._keras import (
     layer_policies,
     model_methods,
-    optimizer_slots,
-    training_classes,
+    slots_by_variable,
+    training,
     variables,
 )
-from tfmix.conversion import changes, copying, optimizer_state, planned_policies
+from tfmix.conversion import (
+    copying,
+    layer_changes,
+    optimizer_state,
+    planned_policies,
+)
 from tfmix.float8 import chosen_layers
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import carried, fallback, scope, suited_optimizer
+from tfmix.policy.in_force import (
+    carried,
+    current_policy,
+    fallback,
+    suited_optimizer,
+)
 from tfmix.scaling import guard
 from tfmix.scaling import optimizer as scaling
 
@@ -70,14 +80,14 @@ class ConversionReport(_tables.Printed):
         self,
         policy: keras.DTypePolicy,
         rows: list[Row],
-        undo: changes.Undo,
+        undo: layer_changes.Undo,
         notes: tuple[str, ...] = (),
         layers: Sequence[keras.Layer] = (),
     ) -> None:
         self.policy = policy
         self._rows, self._layers = tuple(rows), tuple(layers)
         self.notes = notes
-        self._undo: changes.Undo | None = undo
+        self._undo: layer_changes.Undo | None = undo
 
     def undo(self) -> None:
         """Puts every dtype, method and optimizer back as it was before.
@@ -185,7 +195,7 @@ def apply_policy(
         >>> model.layers[0].compute_dtype
         'float32'
     """
-    accepted = scope.accept(policy)
+    accepted = current_policy.accept(policy)
     _arguments.model(model)
     return _convert(model, accepted)[0]
 
@@ -232,24 +242,24 @@ def _converted(
     policy: keras.DTypePolicy,
     steps: list[planned_policies.Step],
     given: keras.optimizers.Optimizer | None,
-) -> tuple[changes.Undo, keras.optimizers.Optimizer | None]:
+) -> tuple[layer_changes.Undo, keras.optimizers.Optimizer | None]:
     """Changes a model, or after an error nothing; returns the way back."""
     before = optimizer_state.optimizer_of(model)
     state_before = optimizer_state.take(model)
     known = [
-        optimizer_slots.remembered(each, model.variables)
+        slots_by_variable.remembered(each, model.variables)
         for each in (before, given)
     ]
     with contextlib.ExitStack() as way_back, contextlib.ExitStack() as failed:
-        way_back.callback(changes.forget_compiled, model)
+        way_back.callback(layer_changes.forget_compiled, model)
         failed.callback(_adopt, model, before)
         for know_again in known:
             way_back.callback(know_again)
         way_back.callback(_inside(given or before))
-        check = changes.stand(steps, way_back)
+        check = layer_changes.stand(steps, way_back)
         methods = model_methods.parts(model)
         way_back.callback(model_methods.restore, model, methods)
-        changes.set_dtypes(steps, way_back)
+        layer_changes.set_dtypes(steps, way_back)
         for know_again in known:
             know_again()
         chosen = chosen_layers.reasons(model)
@@ -261,7 +271,7 @@ def _converted(
         elif installed is not before and guard.is_guarded(model):
             # What could skip a step was tfmix's own, and is gone.
             guard.put_on(model, asked_for=False)
-        changes.forget_compiled(model)
+        layer_changes.forget_compiled(model)
         failed.pop_all()
         undone = way_back.pop_all()
 
@@ -282,7 +292,7 @@ def _take_back(
     """Undoes a conversion that `installed` an optimizer for that `before`."""
     trained = optimizer_state.take(model)
     current = optimizer_state.optimizer_of(model)
-    known = optimizer_slots.remembered(current, model.variables)
+    known = slots_by_variable.remembered(current, model.variables)
     way_back.close()
     known()
     if current is installed:
@@ -331,7 +341,7 @@ def convert_model(
         >>> model.layers[0].compute_dtype
         'float32'
     """
-    accepted = scope.accept(policy)
+    accepted = current_policy.accept(policy)
     _arguments.model(model)
     twin = copying.copied(model)
     if inference:
@@ -385,7 +395,7 @@ def prepare(
                 f"level={level!r}. Give it to the Policy instead."
             )
         level = policies.Policy(level, keep_batchnorm_fp32=keep_batchnorm_fp32)
-    accepted = scope.accept(level)
+    accepted = current_policy.accept(level)
     _arguments.model(model)
     found = keras.optimizers.get(optimizer)
     report, found = _convert(model, accepted, found)
@@ -442,14 +452,14 @@ def _bare(
     if not bare.built or not (pure or (cast and not masters_go)):
         return bare, False
     moved = {} if state is None else state.homes
-    return optimizer_slots.fresh(bare, moved), True
+    return slots_by_variable.fresh(bare, moved), True
 
 
-def _inside(optimizer: keras.optimizers.Optimizer | None) -> changes.Undo:
+def _inside(optimizer: keras.optimizers.Optimizer | None) -> layer_changes.Undo:
     """Notes what fitting an optimizer to a model changes inside it."""
     noted = [
         (part, name, vars(part)[name])
-        for part in optimizer_slots.parts(optimizer)
+        for part in slots_by_variable.parts(optimizer)
         for name in ("inner_optimizer", "loss_scale_factor")
         if name in vars(part)
     ]
@@ -463,4 +473,4 @@ def _inside(optimizer: keras.optimizers.Optimizer | None) -> changes.Undo:
 
 def _adopt(model: keras.Model, optimizer: Any) -> None:
     if optimizer is not None:
-        training_classes.adopt_optimizer(model, optimizer)
+        training.adopt_optimizer(model, optimizer)

@@ -2,9 +2,9 @@
 
 import keras
 
-from tfmix._keras import layer_policies, layers, training_classes
+from tfmix._keras import layer_policies, layers, training
 from tfmix.policy.in_force import carried
-from tfmix.policy.in_force import scope as state
+from tfmix.policy.in_force import current_policy as state
 
 # Of Keras's message: enough for its first sentence and a path.
 _LONGEST = 300
@@ -17,7 +17,7 @@ def copied(model: keras.Model) -> keras.Model:
     try:
         # As pickle does it, which Keras supports: save, then load.
         load, saved, *_ = model.__reduce__()
-        with state.policy_scope(before), training_classes.trusting():
+        with state.policy_scope(before), training.trusting():
             twin = load(*saved)
         _check_weights(twin, model)
         _copy_paths(twin, model)

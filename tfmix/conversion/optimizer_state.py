@@ -13,9 +13,9 @@ import numpy as np
 from absl import logging
 from keras import ops
 
-from tfmix._keras import optimizer_slots, optimizers
+from tfmix._keras import optimizers, slots_by_variable
 from tfmix._keras import variables as variables_of
-from tfmix.variables import base, flat
+from tfmix.variables import flat, sixteen_bit_optimizer
 
 # Which of the optimizers that update, its attribute, which model variable.
 Key = tuple[int, str, int]
@@ -52,10 +52,10 @@ def optimizer_of(model: keras.Model) -> keras.optimizers.Optimizer | None:
     return getattr(model, "optimizer", None) if compiled else None
 
 
-def owner(optimizer: Any) -> base.SixteenBitOptimizer | None:
+def owner(optimizer: Any) -> sixteen_bit_optimizer.SixteenBitOptimizer | None:
     """Returns what keeps an optimizer's 16-bit variables, if anything does."""
-    for part in optimizer_slots.parts(optimizer):
-        if isinstance(part, base.SixteenBitOptimizer):
+    for part in slots_by_variable.parts(optimizer):
+        if isinstance(part, sixteen_bit_optimizer.SixteenBitOptimizer):
             return part
     return None
 
@@ -63,7 +63,7 @@ def owner(optimizer: Any) -> base.SixteenBitOptimizer | None:
 def take(model: keras.Model) -> Handover | None:
     """Notes the state of a model's optimizer; before variables are cast."""
     optimizer = optimizer_of(model)
-    workers, masters = optimizer_slots.workers(optimizer), owner(optimizer)
+    workers, masters = slots_by_variable.workers(optimizer), owner(optimizer)
     if not workers or not workers[0].built:
         return None
     # A wrapper around them may not have been used yet.
@@ -91,13 +91,13 @@ def give(model: keras.Model, state: Handover | None) -> None:
     if not optimizer.built:
         with variables_of.strategy_scope(model):
             optimizer.build(state.variables)
-    workers = optimizer_slots.workers(optimizer)
+    workers = slots_by_variable.workers(optimizer)
     if [id(x) for x in workers] == [id(x) for x in state.workers]:
         # The slots are at hand; what they belong to may lie elsewhere now.
         targets = _targets(optimizer, state.variables)
         moved = dict(zip(map(id, state.targets), targets, strict=True))
         for worker in workers:
-            optimizer_slots.remembered(worker)(moved)
+            slots_by_variable.remembered(worker)(moved)
     elif not _write(optimizer, state):
         logging.warning(
             "tfmix: %s cannot go on with the state of %s; its moments and its "
@@ -131,11 +131,11 @@ def _places(optimizer: Any, variables: list) -> list[_Place] | None:
         position.setdefault(id(target), []).append(number)
     groups = getattr(_store(optimizer), "_group_of", {})
     places = []
-    for number, worker in enumerate(optimizer_slots.workers(optimizer)):
-        for name, value in optimizer_slots.numbers(worker).items():
+    for number, worker in enumerate(slots_by_variable.workers(optimizer)):
+        for name, value in slots_by_variable.numbers(worker).items():
             key = number, name, _ONCE
             places.append(_Place(key, value, slice(None), ()))
-        slots = optimizer_slots.slots(worker)
+        slots = slots_by_variable.slots(worker)
         known = optimizers.remembered(worker)
         if slots is None or any(id(each) not in position for each in known):
             return None
@@ -168,7 +168,7 @@ def _read(places: list[_Place]) -> dict[Key, np.ndarray]:
 
 def _write(optimizer: Any, state: Handover) -> bool:
     """Writes a state if each slot and counter finds its own, or nothing."""
-    workers = optimizer_slots.workers(optimizer)
+    workers = slots_by_variable.workers(optimizer)
     places = _places(optimizer, state.variables)
     if (
         places is None

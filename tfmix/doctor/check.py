@@ -18,9 +18,9 @@ from tfmix.doctor import latent, numerics_report, probe, ranges, runs, verdicts
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import (
     active_rules,
+    current_policy,
     fallback,
     model_outputs,
-    scope,
     suited_optimizer,
 )
 from tfmix.policy.in_force import carried as carrying
@@ -178,7 +178,7 @@ def _policy(
         name = f"mixed_{min(now)}" if now else "mixed_float16"
         base = policies.with_rules(carried or keras.DTypePolicy(name))
         return (None if now else base), base
-    accepted = scope.accept(policy)
+    accepted = current_policy.accept(policy)
     if accepted.compute_dtype not in _formats.SIXTEEN_BIT:
         raise ValueError(
             "`policy` must compute in 16 bit, such as 'mixed_float16': "

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tfmix import _pages, _tables
+from tfmix import _page_frame, _tables
 from tfmix.doctor import probe, suggest, verdicts
 from tfmix.policy import policy as policies
 
@@ -99,7 +99,7 @@ class NumericsReport(_tables.Printed):
             # The table says all that the picture shows.
             picture = ""
         body = _body(self, picture)
-        _pages.write(path, self.title, self.model_name, body)
+        _page_frame.write(path, self.title, self.model_name, body)
 
     def to_json(self) -> str:
         """Returns the report as JSON; infinities and NaN become null."""

@@ -16,12 +16,12 @@ from tfmix._keras import layer_policies
 from tfmix.conversion import convert, copying
 from tfmix.hardware import (
     compiled_step,
+    compiled_text,
     compilers,
     lowering,
-    programs,
     targets,
 )
-from tfmix.policy.in_force import carried, scope, suited_optimizer
+from tfmix.policy.in_force import carried, current_policy, suited_optimizer
 
 
 # One call says the whole question: model, device, how it is trained.
@@ -107,7 +107,7 @@ def _check_policy(
     if policy is None:
         float16 = suited_optimizer.computes_in(model, "float16")
     else:
-        float16 = scope.accept(policy).compute_dtype == "float16"
+        float16 = current_policy.accept(policy).compute_dtype == "float16"
     if float16 and target.kind == "TPU":
         raise ValueError(
             "A TPU has no float16 products: XLA refuses to compile them. "
@@ -140,7 +140,7 @@ def _compilable(
     in_force = (
         contextlib.nullcontext()
         if policy is None
-        else scope.policy_scope(policy)
+        else current_policy.policy_scope(policy)
     )
     with in_force:
         twin.compile(optimizer=given, loss=loss)
@@ -170,7 +170,7 @@ def record(
     policy: str,
 ) -> compiled_step.CompiledStep:
     """Reads what a model's compiled step says of itself."""
-    program = programs.read(compiled.text)
+    program = compiled_text.read(compiled.text)
     layers = lowering.layers_of(model)
     rows = [_row(each, layers, target) for each in program.products]
     rows.sort(key=lambda row: -row.flops)
@@ -207,7 +207,7 @@ def record(
 
 
 def _row(
-    product: programs.Product,
+    product: compiled_text.Product,
     layers: list[keras.Layer],
     target: targets.Target,
 ) -> compiled_step.CompiledProduct:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from tfmix import _formats, _pages, _tables
+from tfmix import _formats, _page_frame, _tables
 
 # The costliest products are shown, all are in `rows`, JSON and HTML.
 _SHOWN = 20
@@ -144,7 +144,7 @@ class CompiledStep(_tables.Printed):
         """Writes one page with all products to `path`."""
         tables = [summary([self]), self._products(len(self.rows))]
         body = "\n".join(table.html() for table in tables)
-        _pages.write(path, self.title, self.model, body)
+        _page_frame.write(path, self.title, self.model, body)
 
     def _products(self, most: int) -> _tables.Table:
         heads = ("layer", "phase", "(m, k, n)", "dtype", "kernel", "GFLOP")
@@ -199,7 +199,7 @@ class CompiledSteps(_tables.Printed):
         tables += [step._products(len(step.rows)) for step in steps]
         title = f"{' and '.join(self.steps)} on {steps[0].target}"
         body = "\n".join(table.html() for table in tables)
-        _pages.write(path, title, steps[0].model, body)
+        _page_frame.write(path, title, steps[0].model, body)
 
 
 def summary(steps: list[CompiledStep]) -> _tables.Table:

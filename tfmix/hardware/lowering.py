@@ -9,7 +9,7 @@ import keras
 from keras import tree
 
 from tfmix._keras import layers as host
-from tfmix._keras import training_classes
+from tfmix._keras import training
 from tfmix.hardware import compilers, model_batches
 
 _MARK = "tfmix_layer_"
@@ -28,7 +28,7 @@ def compiled_step(
     (x,) = model_batches.inputs(model, batch_size)
     outputs = host.run_on_shapes(model, [x])
     data = x, model_batches.targets(outputs, model.loss)
-    training_classes.build_for_training(model, data)
+    training.build_for_training(model, data)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     by_jax = keras.backend.backend() == "jax"

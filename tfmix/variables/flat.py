@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import optimizers
-from tfmix.variables import base, bits
+from tfmix.variables import bits, sixteen_bit_optimizer
 
 # Optimizers whose update of an element reads that element alone, by the
 # `update_step` they run (so subclasses that keep it count too).
@@ -32,7 +32,7 @@ REFUSED = {
 }
 
 
-class FlatMasters(base.StandIns):
+class FlatMasters(sixteen_bit_optimizer.StandIns):
     """Keeps one float32 vector per group of 16-bit variables.
 
     A group has one dtype, and is with or without weight decay.
@@ -60,7 +60,9 @@ class FlatMasters(base.StandIns):
         }
         return {key: group.master for key, group in self._group_of.items()}
 
-    def targets(self, these: base.Variables) -> list[keras.Variable]:
+    def targets(
+        self, these: sixteen_bit_optimizer.Variables
+    ) -> list[keras.Variable]:
         """Returns the vectors, then the variables outside of all groups."""
         vectors, ids = [], set(map(id, these))
         for group in self.groups:
@@ -76,7 +78,9 @@ class FlatMasters(base.StandIns):
             vectors += [group.master] if inside else []
         return vectors + self._others(these)
 
-    def _others(self, these: base.Variables) -> list[keras.Variable]:
+    def _others(
+        self, these: sixteen_bit_optimizer.Variables
+    ) -> list[keras.Variable]:
         return [v for v in these if id(v) not in self._group_of]
 
     def refresh(self) -> None:
@@ -85,7 +89,9 @@ class FlatMasters(base.StandIns):
             stored = joined(group.variables)
             group.master.assign(bits.refreshed(group.master, stored))
 
-    def route(self, grads: Sequence, of: base.Variables) -> tuple[list, list]:
+    def route(
+        self, grads: Sequence, of: sixteen_bit_optimizer.Variables
+    ) -> tuple[list, list]:
         """Joins the model's gradients into the inner optimizer's."""
         # Once more: `clipnorm` may have been set since.
         _check_optimizer(self.optimizer.inner_optimizer)
@@ -133,7 +139,7 @@ class Group:
 
     def __init__(
         self,
-        optimizer: base.SixteenBitOptimizer,
+        optimizer: sixteen_bit_optimizer.SixteenBitOptimizer,
         key: tuple[str, str, str],
         members: list[keras.Variable],
     ) -> None:
@@ -193,7 +199,7 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
         )
 
 
-def _check_variables(narrow: base.Variables) -> None:
+def _check_variables(narrow: sixteen_bit_optimizer.Variables) -> None:
     """Refuses 16-bit variables that cannot be parts of one vector."""
     for variable in narrow:
         if variable.constraint is not None:

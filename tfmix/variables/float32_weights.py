@@ -10,7 +10,7 @@ from keras import ops
 
 from tfmix import _arguments
 from tfmix._keras import layers, optimizers, replacements, variables
-from tfmix.variables import base
+from tfmix.variables import sixteen_bit_optimizer
 
 
 def export_float32(model: keras.Model, path: Any = None) -> list[np.ndarray]:
@@ -121,10 +121,16 @@ def _refuse_quantized(model: keras.Model) -> None:
         )
 
 
-def _owner(model: keras.Model) -> base.SixteenBitOptimizer | None:
+def _owner(
+    model: keras.Model,
+) -> sixteen_bit_optimizer.SixteenBitOptimizer | None:
     """Finds the optimizer that keeps the model's missing bits."""
     found = optimizers.chain(getattr(model, "optimizer", None))
-    ours = (x for x in found if isinstance(x, base.SixteenBitOptimizer))
+    ours = (
+        x
+        for x in found
+        if isinstance(x, sixteen_bit_optimizer.SixteenBitOptimizer)
+    )
     return next(ours, None)
 
 

@@ -6,11 +6,11 @@ import keras
 from keras import ops
 
 from tfmix._keras import variables
-from tfmix.variables import base, bits, flat, views
+from tfmix.variables import bits, flat, sixteen_bit_optimizer, views
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
-class MasterWeightOptimizer(base.SixteenBitOptimizer):
+class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     """Updates float32 masters and rounds them into 16-bit variables.
 
     Use it for models whose variables are float16 or bfloat16 (the policies
@@ -75,9 +75,11 @@ class MasterWeightOptimizer(base.SixteenBitOptimizer):
         super().__init__(inner_optimizer, name=name)
         self.flat, self.split = flat, split
 
-    def make_stand_ins(self, model_variables: base.Variables) -> base.StandIns:
+    def make_stand_ins(
+        self, model_variables: sixteen_bit_optimizer.Variables
+    ) -> sixteen_bit_optimizer.StandIns:
         """Creates the masters; see `SixteenBitOptimizer`."""
-        kind: type[base.StandIns] = _PerVariableMasters
+        kind: type[sixteen_bit_optimizer.StandIns] = _PerVariableMasters
         if self.flat or self.split:
             kind = flat.FlatMasters if self.flat else _SplitMasters
         return kind(self, model_variables)
@@ -87,7 +89,7 @@ class MasterWeightOptimizer(base.SixteenBitOptimizer):
         return super().get_config() | {"flat": self.flat, "split": self.split}
 
 
-class _PerVariableMasters(base.StandIns):
+class _PerVariableMasters(sixteen_bit_optimizer.StandIns):
     """Keeps a float32 variable behind every 16-bit one."""
 
     def make(self) -> dict[int, keras.Variable]:

@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import replacements, variables
-from tfmix.variables import base, bits
+from tfmix.variables import bits, sixteen_bit_optimizer
 
 
 class RestView(variables.Float32View):
@@ -22,7 +22,7 @@ class RestView(variables.Float32View):
         self.rest = rest
 
 
-class Views(base.StandIns):
+class Views(sixteen_bit_optimizer.StandIns):
     """Lets the inner optimizer update float32 views of bfloat16 variables."""
 
     view: type[RestView]

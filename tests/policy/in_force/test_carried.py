@@ -9,7 +9,7 @@ from keras import ops as kops
 from tests import helpers
 from tests.policy.in_force import test_penalties as penalised
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import active_rules, carried, scope
+from tfmix.policy.in_force import active_rules, carried, current_policy
 
 SIXTEEN = ("float16", "bfloat16")
 # Loss functions of two (4, 3) arrays; those left out need other arguments.
@@ -78,7 +78,7 @@ def rounded(values, dtype):
 
 def identity(dtype):
     """Returns its input, rounded to a dtype on the way."""
-    with scope.policy_scope(f"mixed_{dtype}"):
+    with current_policy.policy_scope(f"mixed_{dtype}"):
         return keras.Sequential(
             [keras.Input((3,)), keras.layers.Activation("linear")]
         )
@@ -134,7 +134,7 @@ def test_the_outermost_call_returns_float32_and_an_inner_one_16_bit(policy):
             seen.append(keras.backend.standardize_dtype(x.dtype))
             return x
 
-    with scope.policy_scope(policy):
+    with current_policy.policy_scope(policy):
         inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
         outer = keras.Sequential([keras.Input((3,)), inner, Spy()])
     x = np.ones((2, 3), "float32")
@@ -158,7 +158,7 @@ def test_a_subclassed_model_returns_its_nest_in_float32():
         def call(self, x):
             return {"a": self.dense(x), "b": [x, kops.ones((1,), "int32")]}
 
-    with scope.policy_scope("mixed_bfloat16"):
+    with current_policy.policy_scope("mixed_bfloat16"):
         model = Two()
     outputs = model(np.ones((2, 3), "float32"))
     dtypes = keras.tree.map_structure(
@@ -173,7 +173,7 @@ def test_a_16_bit_softmax_head_keeps_the_gradient_of_a_wrong_sample():
 
     # A logit gap of 20: the probability is below float16's range, and
     # Keras's loss then has no gradient at all.
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = keras.Sequential(
             [keras.Input((2,)), keras.layers.Activation("softmax")]
         )
@@ -191,7 +191,7 @@ def test_a_16_bit_softmax_head_keeps_the_gradient_of_a_wrong_sample():
 
 @helpers.requires_backend("tensorflow")
 def test_the_mask_of_a_models_output_is_kept():
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = keras.Sequential(
             [keras.Input((3, 1)), keras.layers.Masking(), keras.layers.ReLU()]
         )
@@ -203,7 +203,7 @@ def test_the_mask_of_a_models_output_is_kept():
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_model_trains_under_its_policy_outside_of_the_scope(eager):
     x, y = penalised.batch()
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = penalised.penalised_model(eager)
     history = model.fit(x, y, batch_size=8, verbose=0).history
     assert np.isfinite(history["loss"][0])
@@ -265,7 +265,7 @@ def test_a_method_set_on_top_is_left_alone():
 
 def test_calls_outside_of_the_scope_replace_nothing_anew(monkeypatch):
     x, _ = penalised.batch()
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
     model(x)
     refreshed = []
@@ -280,7 +280,7 @@ def test_calls_outside_of_the_scope_replace_nothing_anew(monkeypatch):
 
 def test_a_carrying_model_saves_and_loads(tmp_path):
     x, _ = penalised.batch()
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = penalised.penalised_model()
     expected = model.predict(x, verbose=0)
     model.save(tmp_path / "model.keras")
@@ -297,7 +297,7 @@ def test_a_carrying_model_saves_and_loads(tmp_path):
 
 def test_a_16_bit_output_is_reported_once_with_its_remedy(warnings_of_absl):
     x, y = penalised.batch()
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = penalised.penalised_model()
     model.fit(x, y, epochs=2, verbose=0)
     model.evaluate(x, y, verbose=0)
@@ -326,7 +326,7 @@ def headed(*activations):
 def test_the_remedy_of_16_bit_outputs_is_one_that_fits(
     warnings_of_absl, activations, said, written
 ):
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = headed(*activations)
     model.compile("sgd", "mse")
     x = np.zeros((4, 4), "float32")
@@ -342,7 +342,7 @@ def test_the_remedy_of_16_bit_outputs_is_one_that_fits(
 
 def test_a_float32_output_is_not_reported(warnings_of_absl):
     x, y = penalised.batch()
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = keras.Sequential([keras.layers.Dense(3, dtype="float32")])
     model.compile("sgd", "mse")
     model.fit(x, y, verbose=0)

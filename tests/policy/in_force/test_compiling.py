@@ -8,7 +8,7 @@ import pytest
 
 from tests import helpers
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import carried, scope, suited_optimizer
+from tfmix.policy.in_force import carried, current_policy, suited_optimizer
 from tfmix.scaling import guard, rules
 from tfmix.scaling import optimizer as scaling
 from tfmix.variables import master
@@ -44,7 +44,7 @@ def is_wrapped(model):
 @pytest.mark.parametrize("policy", ["mixed_float16", "O1", "O2", "float16"])
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_float16_model_gets_loss_scaling_and_a_guard(policy, kind):
-    scope.set_global_policy(policy)
+    current_policy.set_global_policy(policy)
     model = kind()
     model.compile("adam", "mse")
     assert is_wrapped(model)
@@ -53,7 +53,7 @@ def test_a_float16_model_gets_loss_scaling_and_a_guard(policy, kind):
 
 
 def test_a_bfloat16_model_gets_the_check_and_no_scale():
-    scope.set_global_policy("mixed_bfloat16")
+    current_policy.set_global_policy("mixed_bfloat16")
     model = make()
     model.compile("adam", "mse")
     assert model.optimizer.rule == rules.NoLossScale()
@@ -62,7 +62,7 @@ def test_a_bfloat16_model_gets_the_check_and_no_scale():
 
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_row_of_nan_leaves_a_bfloat16_model_as_it_was(kind):
-    scope.set_global_policy("mixed_bfloat16")
+    current_policy.set_global_policy("mixed_bfloat16")
     model = kind()
     model.compile("adam", "mse")
     x = X.copy()
@@ -74,7 +74,7 @@ def test_a_row_of_nan_leaves_a_bfloat16_model_as_it_was(kind):
 
 
 def test_a_float32_model_gets_none():
-    scope.set_global_policy("float32")
+    current_policy.set_global_policy("float32")
     model = make()
     model.compile("adam", "mse")
     assert type(model.optimizer) is keras.optimizers.Adam
@@ -86,14 +86,14 @@ def test_a_map_is_looked_into():
     policy = keras.dtype_policies.DTypePolicyMap(
         keras.DTypePolicy("mixed_float16"), entry
     )
-    with scope.policy_scope(policy):
+    with current_policy.policy_scope(policy):
         model = make()
     model.compile("adam", "mse")
     assert is_wrapped(model)
 
 
 def test_one_float16_layer_is_enough_while_a_policy_is_on():
-    scope.set_global_policy("mixed_bfloat16")
+    current_policy.set_global_policy("mixed_bfloat16")
     model = make(dtype="mixed_float16")
     model.compile("adam", "mse")
     assert is_wrapped(model)
@@ -101,7 +101,7 @@ def test_one_float16_layer_is_enough_while_a_policy_is_on():
 
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_model_of_a_scope_is_wrapped_after_it(kind):
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = kind()
     model.compile("adam", "mse")
     assert is_wrapped(model)
@@ -114,7 +114,7 @@ def test_a_model_of_a_scope_is_wrapped_after_it(kind):
 def test_a_model_made_before_the_policy_is_wrapped_by_it():
     keras.config.set_dtype_policy("mixed_float16")
     model = make()
-    scope.set_global_policy("mixed_bfloat16")
+    current_policy.set_global_policy("mixed_bfloat16")
     model.compile("adam", "mse")
     assert is_wrapped(model)
 
@@ -130,7 +130,7 @@ def made_too_early(caplog):
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
     model = kind()
-    scope.set_global_policy("mixed_float16")
+    current_policy.set_global_policy("mixed_float16")
     model.compile(scaling.LossScaleOptimizer("adam"), "mse")
     model.fit(X, Y, verbose=0)
     (told,) = made_too_early(caplog)
@@ -141,7 +141,7 @@ def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_it_is_not_told_of_a_loss_that_needs_no_scale_as_well(kind, caplog):
     model = kind()
-    scope.set_global_policy("mixed_float16")
+    current_policy.set_global_policy("mixed_float16")
     model.compile("adam", "mse")
     model.fit(X, Y, verbose=0)
     (told,) = of_tfmix(caplog)
@@ -149,7 +149,7 @@ def test_it_is_not_told_of_a_loss_that_needs_no_scale_as_well(kind, caplog):
 
 
 def test_a_float32_model_trains_without_a_word_of_a_scale(caplog):
-    scope.set_global_policy("mixed_float16")
+    current_policy.set_global_policy("mixed_float16")
     model = make(dtype="float32")
     model.compile("adam", "mse")
     model.fit(X, Y, verbose=0)
@@ -158,17 +158,17 @@ def test_a_float32_model_trains_without_a_word_of_a_scale(caplog):
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_a_model_made_under_the_policy_is_told_nothing(dtype, caplog):
-    scope.set_global_policy("mixed_float16")
+    current_policy.set_global_policy("mixed_float16")
     model = make(dtype=dtype)
     model.compile("adam", "mse")
-    with scope.policy_scope("float32"):
+    with current_policy.policy_scope("float32"):
         make().compile("adam", "mse")
     assert not made_too_early(caplog)
 
 
 def test_a_float32_model_is_left_alone_under_a_float16_policy():
     model = make(dtype="float32")
-    scope.set_global_policy("mixed_float16")
+    current_policy.set_global_policy("mixed_float16")
     other = make(dtype="float32")
     for one in (model, other):
         one.compile("adam", "mse")
@@ -177,7 +177,7 @@ def test_a_float32_model_is_left_alone_under_a_float16_policy():
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
 def test_auto_scale_loss_off_is_respected_and_saved(policy, tmp_path):
-    scope.set_global_policy(policy)
+    current_policy.set_global_policy(policy)
     model = make()
     model.compile("sgd", "mse", auto_scale_loss=False)
     assert type(model.optimizer) is keras.optimizers.SGD
@@ -188,7 +188,7 @@ def test_auto_scale_loss_off_is_respected_and_saved(policy, tmp_path):
 
 
 def test_the_users_own_loss_scale_optimizer_stays():
-    scope.set_global_policy("mixed_float16")
+    current_policy.set_global_policy("mixed_float16")
     own = scaling.LossScaleOptimizer("adam", loss_scale=8.0)
     model = make()
     model.compile(own, "mse")
@@ -201,7 +201,7 @@ def test_the_users_own_loss_scale_optimizer_stays():
 
 
 def test_the_users_optimizer_is_the_one_inside():
-    scope.set_global_policy("mixed_float16")
+    current_policy.set_global_policy("mixed_float16")
     adam = keras.optimizers.Adam(0.5)
     model = make()
     model.compile(adam, "mse")
@@ -209,7 +209,7 @@ def test_the_users_optimizer_is_the_one_inside():
 
 
 def test_a_fixed_loss_scale_factor_becomes_a_fixed_loss_scale():
-    scope.set_global_policy("mixed_float16")
+    current_policy.set_global_policy("mixed_float16")
     adam = keras.optimizers.Adam(loss_scale_factor=1024.0)
     model = make()
     model.compile(adam, "mse")
@@ -225,7 +225,7 @@ def test_a_fixed_loss_scale_factor_becomes_a_fixed_loss_scale():
     [("float16", 2.0**15), ("bfloat16", 1.0), ("O3", 1.0)],
 )
 def test_16_bit_variables_get_masters(policy, scale):
-    scope.set_global_policy(policy)
+    current_policy.set_global_policy(policy)
     model = make()
     model.compile(keras.optimizers.Adam(0.01), "mse")
     assert is_wrapped(model)
@@ -241,7 +241,7 @@ def test_an_overridden_compile_is_reached(in_scope):
             super().compile(optimizer=optimizer, loss="mse", **kwargs)
             self.extra = extra
 
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = Model()
         if in_scope:
             model.compile("sgd", 3)
@@ -257,7 +257,7 @@ def test_a_compile_that_keeps_its_optimizers_elsewhere_still_works():
             super().compile()
             self.first, self.second = first, second
 
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = Gan()
     model.compile(keras.optimizers.SGD(), keras.optimizers.Adam())
     # `super().compile()` made RMSprop of its own accord.
@@ -266,20 +266,20 @@ def test_a_compile_that_keeps_its_optimizers_elsewhere_still_works():
 
 
 def test_a_wrong_argument_is_kerass_own_error():
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = make()
     with pytest.raises(TypeError, match="no_such_argument"):
         model.compile("adam", no_such_argument=1)
 
 
 def test_the_wrapped_optimizer_is_what_is_saved(tmp_path):
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = make()
     model.compile(keras.optimizers.Adam(0.01), "mse")
     model.fit(X, Y, verbose=0)
     model.save(tmp_path / "m.keras")
     for policy in ("float32", "mixed_float16", "mixed_bfloat16"):
-        scope.set_global_policy(policy)
+        current_policy.set_global_policy(policy)
         loaded = keras.models.load_model(tmp_path / "m.keras")
         assert is_wrapped(loaded), policy
         assert loaded.layers[0].compute_dtype == "float16"
@@ -295,7 +295,7 @@ def test_a_float32_model_loads_as_it_was_under_a_float16_policy(tmp_path):
     model.compile("adam", "mse")
     model.fit(X, Y, verbose=0)
     model.save(tmp_path / "m.keras")
-    scope.set_global_policy("mixed_float16")
+    current_policy.set_global_policy("mixed_float16")
     loaded = keras.models.load_model(tmp_path / "m.keras")
     assert type(loaded.optimizer) is keras.optimizers.Adam
     assert {layer.compute_dtype for layer in loaded.layers} == {"float32"}
@@ -304,7 +304,7 @@ def test_a_float32_model_loads_as_it_was_under_a_float16_policy(tmp_path):
 
 @pytest.mark.parametrize("copies", [copy.deepcopy, keras.models.clone_model])
 def test_copies_of_a_model_train(copies):
-    scope.set_global_policy("mixed_float16")
+    current_policy.set_global_policy("mixed_float16")
     model = make()
     model.compile("adam", "mse")
     model.fit(X, Y, verbose=0)
@@ -315,7 +315,7 @@ def test_copies_of_a_model_train(copies):
 
 
 def test_what_a_model_carries_can_be_dropped():
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = make()
     before = set(vars(make()))
     assert carried.carried_policy(model).name == "mixed_float16"
@@ -329,7 +329,7 @@ def test_a_model_of_a_scope_keeps_its_op_rules_after_it():
         def call(self, x):
             return keras.ops.norm(x, axis=-1, keepdims=True)
 
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = keras.Sequential([keras.Input((1024,)), Norm()])
     x = np.full((2, 1024), 300.0, "float32")
     result = keras.ops.convert_to_numpy(model(x))
@@ -342,7 +342,7 @@ def test_a_model_of_a_scope_keeps_its_op_rules_after_it():
     reason="needs keras.optimizers.MultiOptimizer",
 )
 def test_the_multi_optimizer_is_wrapped_as_a_whole():
-    scope.set_global_policy("mixed_float16")
+    current_policy.set_global_policy("mixed_float16")
     model = make()
     parts = keras.optimizers.OptimizerMap(
         keras.optimizers.SGD(), {".*/bias": keras.optimizers.Adam()}
@@ -356,7 +356,7 @@ def test_the_multi_optimizer_is_wrapped_as_a_whole():
 def small_steps(policy, optimizer):
     """The loss after updates that 16-bit variables alone would lose."""
     rng = np.random.default_rng(5)
-    with scope.policy_scope(policy):
+    with current_policy.policy_scope(policy):
         model = make()
         model.set_weights([rng.normal(size=w.shape) for w in model.weights])
         model.compile(optimizer, "mse")
@@ -377,7 +377,7 @@ def test_a_loss_scale_optimizer_of_the_users_gets_the_masters_it_lacks(policy):
 
 
 def test_masters_that_cannot_be_put_in_are_asked_for():
-    scope.set_global_policy("bfloat16")
+    current_policy.set_global_policy("bfloat16")
     built = scaling.LossScaleOptimizer("sgd")
     built.build([keras.Variable([1.0])])
     kerass = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
@@ -387,7 +387,7 @@ def test_masters_that_cannot_be_put_in_are_asked_for():
 
 
 def test_what_tfmix_put_on_comes_off_and_what_the_user_did_stays():
-    scope.set_global_policy("float16")
+    current_policy.set_global_policy("float16")
     adam = keras.optimizers.Adam()
     model = make()
     model.compile(adam, "mse")
@@ -417,7 +417,7 @@ def test_an_optimizer_that_only_the_model_understands_is_passed_on():
                 optimizer = keras.optimizers.Adam(5e-5)
             super().compile(optimizer, "mse", **kwargs)
 
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = Task()
     model.compile("auto")
     assert is_wrapped(model)
@@ -426,7 +426,7 @@ def test_an_optimizer_that_only_the_model_understands_is_passed_on():
 
 
 def test_the_guard_of_compile_gives_way_to_an_optimizer_that_skips_nothing():
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = make()
     model.compile("adam", "mse")
     assert guard.is_guarded(model)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import scope
+from tfmix.policy.in_force import current_policy
 
 Policy = policies.Policy
 SIXTEEN_BIT = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
@@ -22,7 +22,7 @@ def computes_in(layer):
 )
 def test_layers_measured_to_break_stay_float32(policy, name):
     arguments = {"scale": 2.0} if name == "Rescaling" else {}
-    with scope.policy_scope(policy):
+    with current_policy.policy_scope(policy):
         layer = getattr(keras.layers, name)(**arguments)
     assert layer.dtype_policy == keras.DTypePolicy("float32")
     assert type(layer.dtype_policy) is keras.DTypePolicy
@@ -33,7 +33,9 @@ def test_layers_measured_to_break_stay_float32(policy, name):
     [[keras.layers.Dense], ["Dense"], ["he.d"], ["head"], ["x|head"]],
 )
 def test_a_rule_keeps_the_layer_it_names_and_no_other(items):
-    with scope.policy_scope(Policy("mixed_float16", float32_layers=items)):
+    with current_policy.policy_scope(
+        Policy("mixed_float16", float32_layers=items)
+    ):
         head = keras.layers.Dense(1, name="head")
         other = keras.layers.EinsumDense("ab,bc->ac", 1, name="header")
         softmax = keras.layers.Softmax()
@@ -46,18 +48,18 @@ def test_a_rule_keeps_the_layer_it_names_and_no_other(items):
     "dtype", ["mixed_float16", "mixed_bfloat16", keras.DTypePolicy("float16")]
 )
 def test_an_explicit_dtype_of_the_user_wins_over_a_rule(dtype):
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         layer = keras.layers.Softmax(dtype=dtype)
     assert layer.dtype_policy == keras.dtype_policies.get(dtype)
 
 
 def test_an_explicit_float32_wins_over_the_policy():
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         assert computes_in(keras.layers.Dense(1, dtype="float32")) == "float32"
 
 
 def test_a_policy_given_to_a_layer_becomes_plain():
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         layer = keras.layers.Dense(1, dtype=Policy("mixed_bfloat16"))
     assert type(layer.dtype_policy) is keras.DTypePolicy
     assert layer.dtype_policy.name == "mixed_bfloat16"
@@ -66,7 +68,7 @@ def test_a_policy_given_to_a_layer_becomes_plain():
 @pytest.mark.parametrize("rule", ["net/body.*", ".*/body_1"])
 def test_a_rule_may_match_the_path(rule):
     policy = Policy("mixed_float16", float32_layers=[rule])
-    with scope.policy_scope(policy):
+    with current_policy.policy_scope(policy):
         model = keras.Sequential(
             [
                 keras.layers.Dense(2, name="body_1"),
@@ -91,7 +93,7 @@ def test_a_rule_by_path_sees_the_inputs_uncast_at_the_first_call():
             seen.append(keras.backend.standardize_dtype(x.dtype))
             return x
 
-    with scope.policy_scope(policy):
+    with current_policy.policy_scope(policy):
         model = keras.Sequential([Probe()], name="net")
         result = model(np.array([[70000.0]], "float32"))
     assert set(seen) == {"float32"}
@@ -100,7 +102,7 @@ def test_a_rule_by_path_sees_the_inputs_uncast_at_the_first_call():
 
 def test_what_a_ruled_layer_holds_is_float32_too():
     policy = Policy("float16", float32_layers=["LSTM", "Bidirectional"])
-    with scope.policy_scope(policy):
+    with current_policy.policy_scope(policy):
         # JAX has no float16 for Keras's default, orthogonal matrices.
         any_dtype = {"recurrent_initializer": "glorot_uniform"}
         plain = keras.layers.LSTM(2)
@@ -130,7 +132,9 @@ def test_a_users_composite_under_a_rule_is_float32_inside():
         def call(self, x):
             return self.late(self.own(self.free(x)))
 
-    with scope.policy_scope(Policy("mixed_float16", float32_layers=[Block])):
+    with current_policy.policy_scope(
+        Policy("mixed_float16", float32_layers=[Block])
+    ):
         block = Block()
         block(np.ones((1, 2), "float32"))
         block(np.ones((1, 2), "float32"))
@@ -141,7 +145,7 @@ def test_a_users_composite_under_a_rule_is_float32_inside():
 
 
 def test_what_attention_holds_follows_it_and_uses_the_op_rules():
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         layer = keras.layers.MultiHeadAttention(2, 4)
         x = np.full((1, 3, 8), 100.0, "float32")
         result = keras.ops.convert_to_numpy(layer(x, x))
@@ -154,7 +158,7 @@ def test_what_attention_holds_follows_it_and_uses_the_op_rules():
 def test_layers_that_are_loaded_keep_what_they_were_saved_with():
     config = keras.layers.Softmax(dtype="mixed_float16").get_config()
     dense = keras.layers.Dense(1, dtype="float32").get_config()
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         softmax = keras.layers.Softmax.from_config(config)
         loaded = keras.layers.Dense.from_config(dense)
     assert computes_in(softmax) == "float16"
@@ -162,7 +166,7 @@ def test_layers_that_are_loaded_keep_what_they_were_saved_with():
 
 
 def test_level_one_leaves_only_matmuls_in_16_bit():
-    with scope.policy_scope("O1"):
+    with current_policy.policy_scope("O1"):
         model = keras.Sequential(
             [
                 keras.Input((8, 8, 3)),
@@ -191,7 +195,7 @@ def test_level_one_leaves_only_matmuls_in_16_bit():
     ],
 )
 def test_levels_decide_on_normalisation(level, batchnorm, layernorm, dense):
-    with scope.policy_scope(level):
+    with current_policy.policy_scope(level):
         layers = (
             keras.layers.BatchNormalization(),
             keras.layers.LayerNormalization(),
@@ -205,7 +209,7 @@ def test_a_map_decides_where_it_names_a_layer_and_rules_elsewhere():
         keras.DTypePolicy("mixed_float16"),
         {"net/kept": keras.DTypePolicy("mixed_float16")},
     )
-    with scope.policy_scope(policy):
+    with current_policy.policy_scope(policy):
         kept = keras.layers.Softmax(name="kept")
         ruled = keras.layers.Softmax(name="ruled")
     assert kept.dtype_policy is policy
@@ -214,5 +218,5 @@ def test_a_map_decides_where_it_names_a_layer_and_rules_elsewhere():
 
 
 def test_rules_do_not_apply_to_a_policy_of_32_bits():
-    with scope.policy_scope(keras.DTypePolicy("float64")):
+    with current_policy.policy_scope(keras.DTypePolicy("float64")):
         assert computes_in(keras.layers.Softmax()) == "float64"

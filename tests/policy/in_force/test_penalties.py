@@ -6,7 +6,7 @@ import pytest
 from keras import ops as kops
 
 from tests import helpers
-from tfmix._keras import training_classes
+from tfmix._keras import training
 from tfmix.policy.in_force import active_rules, ops
 
 
@@ -78,7 +78,7 @@ def test_an_activity_regularizer_of_large_outputs_is_finite():
 
 
 def test_switching_off_restores_every_attribute_by_identity():
-    places = training_classes.penalty_places()
+    places = training.penalty_places()
 
     def standing():
         return [vars(owner)[attribute] for owner, attribute in places]

@@ -9,7 +9,7 @@ import keras
 import pytest
 
 from tfmix._keras import replacements
-from tfmix.policy.in_force import policy_lookup, scope
+from tfmix.policy.in_force import current_policy, policy_lookup
 
 
 def snapshot():
@@ -53,29 +53,29 @@ def test_after_float32_nothing_of_keras_differs():
     use_everything()
     before = snapshot()
     for name in ("mixed_float16", "mixed_bfloat16", "float16"):
-        scope.set_global_policy(name)
+        current_policy.set_global_policy(name)
         use_everything()
-        with scope.policy_scope("O2"):
+        with current_policy.policy_scope("O2"):
             use_everything()
     assert differences(before, snapshot()), "the comparison sees nothing"
-    scope.set_global_policy("float32")
+    current_policy.set_global_policy("float32")
     assert not differences(before, snapshot())
     assert not policy_lookup._replacements.places()
 
 
 def test_float32_from_the_start_touches_nothing():
     before = snapshot()
-    scope.set_global_policy("float32")
-    with scope.policy_scope("float32"):
+    current_policy.set_global_policy("float32")
+    with current_policy.policy_scope("float32"):
         assert not policy_lookup.are_installed()
     assert not differences(before, snapshot())
 
 
 def test_two_policies_one_after_the_other_hook_once():
-    scope.set_global_policy("mixed_float16")
+    current_policy.set_global_policy("mixed_float16")
     places = policy_lookup._replacements.places()
     hooked = keras.Layer.__init__
-    scope.set_global_policy("mixed_bfloat16")
+    current_policy.set_global_policy("mixed_bfloat16")
     assert policy_lookup._replacements.places() == places
     assert keras.Layer.__init__ is hooked
 
@@ -83,14 +83,14 @@ def test_two_policies_one_after_the_other_hook_once():
 def test_the_layer_constructor_reads_as_before():
     before = keras.Layer.__init__
     arguments = inspect.getfullargspec(before)
-    scope.set_global_policy("mixed_float16")
+    current_policy.set_global_policy("mixed_float16")
     assert keras.Layer.__init__ is not before
     assert keras.Layer.__init__.__wrapped__ is before
     assert inspect.getfullargspec(keras.Layer.__init__) == arguments
 
 
 def test_code_that_hooks_on_top_of_us_keeps_its_hook():
-    scope.set_global_policy("mixed_float16")
+    current_policy.set_global_policy("mixed_float16")
     ours = keras.Layer.__init__
 
     def theirs(self, *args, **kwargs):
@@ -98,7 +98,7 @@ def test_code_that_hooks_on_top_of_us_keeps_its_hook():
 
     keras.Layer.__init__ = theirs
     try:
-        scope.set_global_policy("float32")
+        current_policy.set_global_policy("float32")
         assert keras.Layer.__init__ is theirs
         assert keras.layers.Dense(1).compute_dtype == "float32"
     finally:

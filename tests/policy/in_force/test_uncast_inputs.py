@@ -6,7 +6,7 @@ import pytest
 from absl import logging
 
 from tests import helpers
-from tfmix.policy.in_force import scope
+from tfmix.policy.in_force import current_policy
 
 IDS = np.array([[2049.0, 4097.0, 9999.0, 59999.0]], "float32")
 ROWS = 60_000
@@ -55,7 +55,7 @@ def warnings_logged(monkeypatch):
 
 @pytest.mark.parametrize("run", ["__call__", "predict"])
 def test_float_ids_of_a_subclassed_model_find_their_rows(run, warnings_logged):
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = Embedder()
     number_rows(model.embedding)
     result = model(IDS) if run == "__call__" else model.predict(IDS, verbose=0)
@@ -67,7 +67,7 @@ def test_float_ids_of_a_subclassed_model_find_their_rows(run, warnings_logged):
 
 
 def test_float_ids_of_a_users_layer_find_their_rows(warnings_logged):
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         layer = TokenLayer()
         inputs = keras.Input((4,))
         model = keras.Model(inputs, layer(inputs))
@@ -86,14 +86,14 @@ def test_ids_two_layers_down_find_their_rows():
         def call(self, x):
             return self.inner(x)
 
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = Outer()
     number_rows(model.inner.tokens)
     np.testing.assert_array_equal(rows(model(IDS)), IDS % 2048)
 
 
 def test_ids_that_were_changed_after_the_cast_are_reported(warnings_logged):
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = Embedder(take=lambda x: x[:, :2])
     model(IDS)
     assert warnings_logged
@@ -110,7 +110,7 @@ def test_few_rows_are_no_reason_to_warn(warnings_logged):
         def call(self, x):
             return self.embedding(x[:, :2])
 
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         Small()(np.ones((1, 4), "float32"))
     assert not warnings_logged
 
@@ -133,7 +133,7 @@ def test_raw_features_reach_normalization_with_all_digits(kind):
         def call(self, x):
             return self.normalize(x)
 
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = Model()
         if kind == "functional":
             inputs = keras.Input((1,))
@@ -154,7 +154,7 @@ def test_discretization_sees_values_beside_its_boundaries():
         def call(self, x):
             return self.bin(x)
 
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = Model()
     result = model(np.array([[4096.0], [4097.0]], "float32"))
     assert keras.ops.convert_to_numpy(result).ravel().tolist() == [0, 1]
@@ -171,14 +171,14 @@ def test_a_mask_survives():
             assert mask is not None
             return self.lstm(x, mask=mask)
 
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         outer = Outer()
         masked = keras.layers.Masking(dtype="float32")(np.ones((1, 3, 2)))
         assert outer(masked).shape == (1, 1)
 
 
 def test_integer_ids_and_their_gradient_are_as_ever():
-    with scope.policy_scope("mixed_float16"):
+    with current_policy.policy_scope("mixed_float16"):
         model = keras.Sequential(
             [
                 keras.Input((4,), dtype="int32"),

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfmix._keras import layers, model_methods, training_classes
+from tfmix._keras import layers, model_methods, training
 from tfmix.devices import devices
 from tfmix.float8 import chosen_layers
 from tfmix.policy import policy as policies
@@ -135,9 +135,7 @@ class _Carried:
         """Traces a `train_step` of the user's anew if it mixes dtypes."""
         original(*args, **kwargs)
         model, function = self._model, self._model.train_function
-        if not training_classes.has_own_step(model) or hasattr(
-            function, _MENDS
-        ):
+        if not training.has_own_step(model) or hasattr(function, _MENDS):
             return function
 
         def trace_anew(*arguments: Any) -> Any:

@@ -9,7 +9,7 @@ import keras
 from absl import logging
 
 from tfmix import _formats
-from tfmix._keras import layers, model_methods, training_classes
+from tfmix._keras import layers, model_methods, training
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import suited_optimizer
 from tfmix.scaling import guard
@@ -90,9 +90,9 @@ def compile_suitably(
             optimizer = optimizer.inner_optimizer
         optimizer = suited_optimizer.suited(optimizer, model, level)
         if optimizer is not model.optimizer:
-            training_classes.adopt_optimizer(model, optimizer)
+            training.adopt_optimizer(model, optimizer)
     elif not wanted:
-        training_classes.save_compile_argument(model, _AUTO, False)
+        training.save_compile_argument(model, _AUTO, False)
     if isinstance(optimizer, scaling.LossScaleOptimizer):
         guard.put_on(model)
 

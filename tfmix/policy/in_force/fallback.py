@@ -25,7 +25,7 @@ from tfmix._keras import (
     replacements,
 )
 from tfmix.float8 import chosen_layers
-from tfmix.policy.in_force import constants, tensors, uncast_inputs
+from tfmix.policy.in_force import tensors, uncast_inputs, unfit_constants
 
 # The attribute under which a layer holds its `_State`.
 STATE = "_tfmix_fallback"
@@ -195,7 +195,7 @@ class _State:
         dtype = self._layer.compute_dtype
         if dtype not in _formats.SIXTEEN_BIT:
             return
-        found = constants.unfit(self._layer, dtype)
+        found = unfit_constants.unfit(self._layer, dtype)
         if found is not None:
             self._fall_back(_own_code, found, contextlib.ExitStack())
             self._tell()
@@ -206,7 +206,7 @@ class _State:
         """Returns, in a tuple, what `call` returns in float32, if it does."""
         if not (_is_about_dtypes(error) and _may_change(self._layer)):
             return None
-        place = type(error), constants.users_line(error)
+        place = type(error), unfit_constants.users_line(error)
         if _trying.get() and place in self._given_up:
             return None
         cause = _cause(error)
@@ -330,4 +330,4 @@ def _cause(error: Exception) -> str:
     text = re.sub(r"\x1b\[\d+m|Exception encountered .*", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = lines[0].rstrip(".") if lines else ""
-    return f"{constants.users_line(error)}{type(error).__name__}: {said}."
+    return f"{unfit_constants.users_line(error)}{type(error).__name__}: {said}."

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import op_places, replacements, training_classes
+from tfmix._keras import op_places, replacements, training
 from tfmix.policy.in_force import softmax_logits, tensors
 
 # Regularizers, added losses: in force under every 16-bit policy, beside what is
@@ -33,7 +33,7 @@ def makers(
     }
     if PENALTIES in rules:
         widening = functools.partial(_widening, holds=holds)
-        found |= dict.fromkeys(training_classes.penalty_places(), widening)
+        found |= dict.fromkeys(training.penalty_places(), widening)
     return found
 
 

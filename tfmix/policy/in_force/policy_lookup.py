@@ -11,7 +11,7 @@ from tfmix._keras import (
     global_state,
     optimizers,
     replacements,
-    training_classes,
+    training,
 )
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import compiling, new_layers, suited_optimizer
@@ -35,7 +35,7 @@ def install(lookup: Lookup, replaced: Replaced) -> None:
         global_state.GETTER: lambda f: _getter(f, lookup),
         global_state.SETTER: lambda f: _setter(f, replaced),
         (keras.Layer, "__init__"): lambda f: _initializer(f, lookup),
-        (training_classes.TRAINER, "compile"): compiling.wrapped,
+        (training.TRAINER, "compile"): compiling.wrapped,
         optimizers.APPLY: lambda f: _applying(f, lookup),
     }
     for owner, name in wanted:

@@ -12,7 +12,7 @@ from tfmix._keras import layers
 from tfmix.policy import policy as policies
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
-from tfmix.variables import base, master
+from tfmix.variables import master, sixteen_bit_optimizer
 
 # Marks a wrapper that tfmix has put on, so that tfmix takes it off again.
 _AUTOMATIC = "_tfmix_automatic"
@@ -88,7 +88,9 @@ def suited(
             optimizer.name,
             fixed,
         )
-    if pure and not isinstance(optimizer, base.SixteenBitOptimizer):
+    if pure and not isinstance(
+        optimizer, sixteen_bit_optimizer.SixteenBitOptimizer
+    ):
         optimizer = _automatic(master.MasterWeightOptimizer(optimizer))
     rule: Any = "dynamic"
     if fixed is not None:
@@ -127,7 +129,7 @@ def _automatic(optimizer: Any) -> keras.optimizers.Optimizer:
 
 def _add_masters(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
     inner = optimizer.inner_optimizer
-    if isinstance(inner, base.SixteenBitOptimizer):
+    if isinstance(inner, sixteen_bit_optimizer.SixteenBitOptimizer):
         return
     ours = isinstance(optimizer, scaling.LossScaleOptimizer)
     if not ours or optimizer.built:

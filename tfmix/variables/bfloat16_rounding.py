@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import optimizers, replacements, variables
-from tfmix.variables import base, bits, views
+from tfmix.variables import bits, sixteen_bit_optimizer, views
 
 # A step may assign a variable more than once (weight decay, then the update,
 # then a constraint); each assignment needs bits of its own.
@@ -156,7 +156,7 @@ ROUNDINGS = {"stochastic": _StochasticRounding, "kahan": _KahanSummation}
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
-class BFloat16Optimizer(base.SixteenBitOptimizer):
+class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     """Updates bfloat16 variables without float32 masters.
 
     Use it where memory counts more than the last digits. Rounding to nearest
@@ -240,7 +240,9 @@ class BFloat16Optimizer(base.SixteenBitOptimizer):
                 name="seed",
             )
 
-    def make_stand_ins(self, model_variables: base.Variables) -> base.StandIns:
+    def make_stand_ins(
+        self, model_variables: sixteen_bit_optimizer.Variables
+    ) -> sixteen_bit_optimizer.StandIns:
         """Creates the views; see `SixteenBitOptimizer`."""
         return ROUNDINGS[self.rounding](self, model_variables)
 

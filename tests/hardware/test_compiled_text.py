@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfmix.hardware import programs
+from tfmix.hardware import compiled_text
 
 GPU = """HloModule jit_step
 
@@ -45,7 +45,7 @@ true_computation=%then, false_computation=%else
 
 
 def test_launches_copies_branches_and_exchanges_are_counted():
-    program = programs.read(GPU)
+    program = compiled_text.read(GPU)
     assert program.kernels == 3
     assert program.copies == 1, "the one inside the branch"
     assert program.conditionals == 1
@@ -56,11 +56,11 @@ def test_bytes_are_those_that_kernels_and_copies_take_and_give():
     x, w, out = 8 * 64 * 2, 64 * 16 * 2, 8 * 16 * 4
     library = 8 * 16 * 2 + 32
     expected = (x + x) + (x + w + out) + (x + w + library) + 2 * out
-    assert programs.read(GPU).bytes == expected
+    assert compiled_text.read(GPU).bytes == expected
 
 
 def test_a_product_knows_its_label_shape_dtype_and_kernel():
-    first, second = programs.read(GPU).products
+    first, second = compiled_text.read(GPU).products
     assert first.label == "jit(step)/jvp(first)/dot"
     assert (first.shape, first.count) == ((8, 64, 16), 1)
     assert (first.dtype, first.kernel) == ("float16", "Triton")
@@ -70,7 +70,7 @@ def test_a_product_knows_its_label_shape_dtype_and_kernel():
 
 def convolution(operation, given, kernel, made, more):
     """A program of one convolution, which takes and gives three shapes."""
-    return programs.read(
+    return compiled_text.read(
         f"ENTRY %main (a: f32[]) -> f32[] {{\n"
         f"  %a = bf16[{given}]{{0}} parameter(0)\n"
         f"  %b = bf16[{kernel}]{{0}} parameter(1)\n"
@@ -144,7 +144,7 @@ def test_a_dilation_that_tells_batches_apart_multiplies_no_zeros():
 
 
 def test_what_a_tpu_fetches_ahead_and_its_scalars_are_no_kernels():
-    program = programs.read(
+    program = compiled_text.read(
         "ENTRY %main (a: f32[]) -> f32[] {\n"
         "  %a = f32[8]{0:T(128)} parameter(0)\n"
         "  %s = f32[]{:T(128)} add(%a, %a)\n"

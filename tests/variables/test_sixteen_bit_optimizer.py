@@ -9,7 +9,7 @@ from keras import ops
 
 import tfmix
 from tests import helpers, sixteen_bit
-from tfmix.variables import bfloat16, float32_weights, master
+from tfmix.variables import bfloat16_rounding, float32_weights, master
 
 TENSORFLOW = helpers.requires_backend("tensorflow")
 
@@ -144,7 +144,10 @@ def test_flat_refuses_clipnorm_that_is_set_after_the_build():
 @pytest.mark.parametrize(
     ("make", "setting"),
     [
-        (lambda inner: bfloat16.BFloat16Optimizer(inner, seed=5), "seed"),
+        (
+            lambda inner: bfloat16_rounding.BFloat16Optimizer(inner, seed=5),
+            "seed",
+        ),
         (lambda inner: master.MasterWeightOptimizer(inner, flat=True), "flat"),
     ],
 )

@@ -9,7 +9,7 @@ from absl import logging
 
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import active_rules, ops, policy_lookup
-from tfmix.policy.in_force import scope as state
+from tfmix.policy.in_force import current_policy as state
 
 Policy = policies.Policy
 SIXTEEN_BIT = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")

@@ -6,7 +6,7 @@ import pytest
 from keras import ops
 
 from tests import helpers, sixteen_bit
-from tfmix.variables import bfloat16, master
+from tfmix.variables import bfloat16_rounding, master
 
 COUNT = 100_000
 STEP = 2.0**-7  # from 1.0 to the next bfloat16
@@ -14,8 +14,10 @@ STEP = 2.0**-7  # from 1.0 to the next bfloat16
 
 def rounded(value, seed=3, step=0, count=COUNT):
     values = ops.full((count,), value, "float32")
-    noise = bfloat16.random_bits((count,), ops.convert_to_tensor(seed), 1, step)
-    return bfloat16.stochastic(values, noise)
+    noise = bfloat16_rounding.random_bits(
+        (count,), ops.convert_to_tensor(seed), 1, step
+    )
+    return bfloat16_rounding.stochastic(values, noise)
 
 
 def to_float64(tensor):
@@ -81,7 +83,7 @@ def test_training_is_the_same_with_and_without_xla(way):
 def test_two_assignments_in_a_step_draw_different_bits():
     weight = keras.Variable(np.ones(COUNT), dtype="bfloat16", name="w")
     decay = keras.optimizers.SGD(1.0, weight_decay=STEP / 8)
-    optimizer = bfloat16.BFloat16Optimizer(decay, seed=1)
+    optimizer = bfloat16_rounding.BFloat16Optimizer(decay, seed=1)
     optimizer.build([weight])
     optimizer.apply([np.full(COUNT, STEP / 8, "float32")])
     # 1 - STEP / 4 in the mean; the steps below 1.0 are half as large.
@@ -109,9 +111,9 @@ def test_kahan_keeps_what_xla_would_call_zero():
 
 def test_an_unnamed_seed_is_drawn_from_the_seeded_generator():
     keras.utils.set_random_seed(5)
-    first = bfloat16.BFloat16Optimizer("sgd").seed
+    first = bfloat16_rounding.BFloat16Optimizer("sgd").seed
     keras.utils.set_random_seed(5)
-    assert bfloat16.BFloat16Optimizer("sgd").seed == first
+    assert bfloat16_rounding.BFloat16Optimizer("sgd").seed == first
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_an_unnamed_seed_is_drawn_from_the_seeded_generator():
 )
 def test_wrong_arguments_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
-        bfloat16.BFloat16Optimizer("sgd", **arguments)
+        bfloat16_rounding.BFloat16Optimizer("sgd", **arguments)
 
 
 @pytest.mark.parametrize("way", ["stochastic", "kahan", "split"])
@@ -139,7 +141,7 @@ def test_float16_variables_are_refused(way):
 def test_masters_and_bfloat16_do_not_stack():
     inner = master.MasterWeightOptimizer("sgd")
     with pytest.raises(ValueError, match="cannot wrap MasterWeightOptimizer"):
-        bfloat16.BFloat16Optimizer(inner)
+        bfloat16_rounding.BFloat16Optimizer(inner)
 
 
 @helpers.requires_backend("tensorflow")
@@ -167,12 +169,16 @@ def test_bfloat16_slots_take_two_bytes_and_train_alike(name):
     sixteen_bit.run(helpers.make_optimizer(name), wide, steps)
     stored = sixteen_bit.variables("bfloat16")
     inner = helpers.make_optimizer(name)
-    optimizer = bfloat16.BFloat16Optimizer(inner, seed=2, slot_dtype="bfloat16")
+    optimizer = bfloat16_rounding.BFloat16Optimizer(
+        inner, seed=2, slot_dtype="bfloat16"
+    )
     sixteen_bit.run(optimizer, stored, steps)
     full = [v for v in inner.variables if tuple(v.shape) == (33, 17)]
     assert full
     assert {str(v.dtype) for v in full} == {"bfloat16"}
-    assert not any(isinstance(v, bfloat16._StochasticView) for v in full)
+    assert not any(
+        isinstance(v, bfloat16_rounding._StochasticView) for v in full
+    )
     moved = to_float64(wide[2]) - to_float64(
         sixteen_bit.variables("float32")[2]
     )
@@ -199,7 +205,7 @@ def test_every_optimizer_takes_bfloat16_slots(name):
 
 
 def test_bfloat16_slots_go_with_stochastic_rounding():
-    make = bfloat16.BFloat16Optimizer
+    make = bfloat16_rounding.BFloat16Optimizer
     with pytest.raises(ValueError, match="slot_dtype='bfloat16', rounding='k"):
         make("sgd", rounding="kahan", slot_dtype="bfloat16")
     with pytest.raises(ValueError, match="slot_dtype='float16'"):

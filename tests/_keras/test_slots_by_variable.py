@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from tests import helpers
-from tfmix._keras import optimizer_slots, optimizers
-from tfmix.variables import bfloat16
+from tfmix._keras import optimizers, slots_by_variable
+from tfmix.variables import bfloat16_rounding
 
 
 def variables(dtype="float32"):
@@ -23,22 +23,26 @@ def test_every_slot_is_found_and_belongs_to_its_variable(name):
     optimizer = helpers.make_optimizer(name, use_ema=True)
     known = variables()
     optimizer.build(known)
-    slots = optimizer_slots.slots(optimizer)
+    slots = slots_by_variable.slots(optimizer)
     if name == "Muon" and not hasattr(keras.optimizers, "MultiOptimizer"):
         # Those of Keras 3.12's do not tell their variable: it is refused.
         assert slots is None
         return
     assert slots["_model_variables_moving_average"][0].shape == (3, 2)
     found = {id(slot) for values in slots.values() for slot in values}
-    found |= {id(each) for each in optimizer_slots.numbers(optimizer).values()}
+    found |= {
+        id(each) for each in slots_by_variable.numbers(optimizer).values()
+    }
     assert {id(variable) for variable in optimizer.variables} <= found
 
 
 def test_views_in_bfloat16_are_slots_too():
     inner = keras.optimizers.Adam()
-    optimizer = bfloat16.BFloat16Optimizer(inner, slot_dtype="bfloat16")
+    optimizer = bfloat16_rounding.BFloat16Optimizer(
+        inner, slot_dtype="bfloat16"
+    )
     optimizer.build(variables("bfloat16"))
-    assert len(optimizer_slots.slots(inner)) == 2
+    assert len(slots_by_variable.slots(inner)) == 2
 
 
 def test_a_list_that_does_not_name_its_variables_is_not_guessed_at():
@@ -52,7 +56,7 @@ def test_a_list_that_does_not_name_its_variables_is_not_guessed_at():
 
     optimizer = Own(0.1)
     optimizer.build(variables())
-    assert optimizer_slots.slots(optimizer) is None
+    assert slots_by_variable.slots(optimizer) is None
 
 
 def test_a_variable_beside_the_slots_is_not_forgotten():
@@ -63,7 +67,7 @@ def test_a_variable_beside_the_slots_is_not_forgotten():
 
     optimizer = Own(0.1, momentum=0.9)
     optimizer.build(variables())
-    assert optimizer_slots.slots(optimizer) is None
+    assert slots_by_variable.slots(optimizer) is None
 
 
 def test_slots_move_to_other_variables():
@@ -73,7 +77,7 @@ def test_slots_move_to_other_variables():
     optimizer.build(old)
     optimizer.momentums[1].assign(np.full(2, 4.0))
     moved = dict(zip(map(id, old), new, strict=True))
-    optimizer_slots.remembered(optimizer)(moved)
+    slots_by_variable.remembered(optimizer)(moved)
     assert not optimizers.uses_weight_decay(optimizer, new[1])
     assert optimizers.uses_weight_decay(optimizer, new[2])
     optimizer.apply([keras.ops.zeros(v.shape) for v in new], new)
@@ -86,7 +90,7 @@ def test_a_fresh_optimizer_has_the_settings_and_exclusions():
     known = variables()
     optimizer.exclude_from_weight_decay(var_list=[known[0]])
     optimizer.build(known)
-    made = optimizer_slots.fresh(optimizer, {})
+    made = slots_by_variable.fresh(optimizer, {})
     assert not made.built
     assert made.beta_1 == 0.7
     excluded = [not optimizers.uses_weight_decay(made, v) for v in known]
