@@ -290,6 +290,8 @@ ELSEWHERE = {
     "_layout",
     # `test_what_tensorflow_tracks_starts_with_self`.
     "_self_",
+    # `test_a_constant_belongs_to_the_function_that_jax_compiles`.
+    "_trace",
     # `test_an_operation_takes_another_input_and_a_graph_counts_operations`.
     "_update_input",
     # `test_a_class_of_activations_works_in_static_call`.
@@ -1337,6 +1339,31 @@ def test_a_layer_trainable_or_not_leaves_the_storage_as_it_is():
 
 def test_a_variable_without_a_distribution_has_no_layout():
     assert getattr(keras.Variable([1.0]), "_layout", None) is None
+
+
+@jax_only
+def test_a_constant_belongs_to_the_function_that_jax_compiles():
+    import jax
+
+    found = []
+
+    def inner(x):
+        found.append(jax.numpy.zeros(())._trace)
+        return x * 2.0
+
+    @jax.jit
+    def outer(x):
+        # Kept alive: equal addresses would say nothing.
+        found.append(jax.numpy.zeros(())._trace)
+        return jax.grad(inner)(x) + jax.vmap(inner)(x[None])[0] + outer_too(x)
+
+    outer_too = jax.jit(inner)
+    outer(jax.numpy.ones(()))
+    around, differentiated, mapped, compiled = found
+    assert around is differentiated is mapped
+    assert compiled is not around
+    jax.grad(lambda x: found.append(jax.numpy.zeros(())) or x)(1.0)
+    assert not isinstance(found[-1], jax.core.Tracer)
 
 
 @jax_only

@@ -71,16 +71,16 @@ def test_blocks_of_two_threads_end_apart(is_eager):
 
 def test_what_tensorflow_had_is_there_again_also_after_an_error():
     owner = compilation._function_class()
-    before = vars(owner)[compilation._EAGER]
+    before = vars(owner)[compilation._RUNS_EAGERLY]
 
     def failing():
         with compilation.nothing_traced():
-            assert vars(owner)[compilation._EAGER] is not before
+            assert vars(owner)[compilation._RUNS_EAGERLY] is not before
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         failing()
-    assert vars(owner)[compilation._EAGER] is before
+    assert vars(owner)[compilation._RUNS_EAGERLY] is before
 
 
 def test_a_user_who_asked_for_eager_functions_keeps_them(is_eager):
