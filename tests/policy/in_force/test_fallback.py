@@ -378,6 +378,65 @@ def test_the_warning_names_the_constant_and_its_line(caplog):
     assert "return x + (1.0 - ops.ones_like(x)) * -1e9" in warning
 
 
+class Root(layers.Layer):
+    """An RMS normalization as many write it."""
+
+    def __init__(self, epsilon=1e-6, **kwargs):
+        super().__init__(**kwargs)
+        self.epsilon = epsilon
+
+    def call(self, x):
+        square = ops.mean(ops.square(x), axis=-1, keepdims=True)
+        return x * ops.rsqrt(square + self.epsilon)
+
+
+class WideRoot(Root):
+    def call(self, x):
+        wide = ops.cast(x, "float32")
+        square = ops.mean(ops.square(wide), axis=-1, keepdims=True)
+        return ops.cast(wide * ops.rsqrt(square + self.epsilon), x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "dtype"),
+    [
+        (Root, "mixed_float16", "float32"),
+        (lambda: Root(1e-2), "mixed_float16", "float16"),
+        (Root, "mixed_bfloat16", "bfloat16"),
+        (WideRoot, "mixed_float16", "float16"),
+    ],
+)
+def test_an_epsilon_whose_root_has_an_infinite_gradient(make, name, dtype):
+    with tfmix.policy_scope(name):
+        layer = make()
+    layer(X)
+    assert layer.compute_dtype == dtype
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+def test_small_inputs_of_a_root_have_finite_gradients(mode):
+    with tfmix.policy_scope("mixed_float16"):
+        small = layers.Rescaling(2.0**-12)
+        model = functional(layers.Dense(8), small, Root())
+        settings = {"run_eagerly": mode == "eager"}
+        model.compile("sgd", "mse", jit_compile=mode == "xla", **settings)
+    before = model.layers[0].get_weights()[0]
+    # Gradients are as steep as 1000: the first scales are too high for them.
+    model.fit(X, X[:, :1], epochs=25, verbose=0)
+    assert model.optimizer.consecutive_skips == 0
+    assert not np.array_equal(before, model.layers[0].get_weights()[0])
+
+
+def test_layers_of_one_code_are_named_once_for_a_policy(caplog):
+    for times in (1, 2):
+        tfmix.set_global_policy("mixed_float16")
+        for made in (Masked(name="a"), Masked(name="b"), Mixes()):
+            made(X)
+            assert made.compute_dtype == "float32"
+        found = [w for w in warnings_in(caplog) if "layer '" in w]
+        assert len(found) == 2 * times
+
+
 @pytest.fixture(autouse=True)
 def absl_propagates(caplog):
     logger = logging.getLogger("absl")

@@ -10,7 +10,7 @@ from absl import logging
 from tfmix._keras import global_state
 from tfmix.devices import is_on_tpu
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import active_rules, ops, policy_lookup
+from tfmix.policy.in_force import active_rules, fallback, ops, policy_lookup
 
 _lock = threading.RLock()
 _local = threading.local()
@@ -195,6 +195,7 @@ def _rules(policy: keras.DTypePolicy | None) -> frozenset[str]:
 
 def _refresh() -> None:
     """Brings Keras in line with the policies in force, under the lock."""
+    fallback.say_anew()
     standing = [scope.policy for scope in _open]
     if _base is not None:
         standing.append(_base)

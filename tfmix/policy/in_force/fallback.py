@@ -38,10 +38,17 @@ _KINDS = frozenset(
 _ABOUT_DTYPES = re.compile(r"type|float|half|double|complex|\bbf?16\b", re.I)
 # What messages say about tensors besides: their dtype is then no cause.
 _BESIDES = re.compile(r"Arguments received by.*|dtype[=:]\s*\S+", re.S)
+# What was said of which class since a policy was put in force.
+_said: set[tuple[type, str]] = set()
 # Whether a layer around the caller is being tried in float32.
 _trying: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tfmix_trying_float32", default=False
 )
+
+
+def say_anew() -> None:
+    """Lets each layer's code be named again; once each is enough."""
+    _said.clear()
 
 
 def put_on(layer: keras.Layer) -> None:
@@ -254,13 +261,16 @@ class _State:
         return tensors.map_leaves(outputs, narrow)
 
     def _tell(self) -> None:
-        if not self._tells:
+        said = type(self._layer), self.why
+        if not self._tells or said in _said:
             return
+        _said.add(said)
         logging.warning(
             "tfmix: layer %r (%s) computes in float32 from now on, because its "
-            "code cannot compute in 16 bit. %s To mend it, write `x.dtype` "
-            "where that code makes a tensor or a constant; to keep it so, make "
-            'the layer with dtype="float32".',
+            "code cannot compute in 16 bit; so do others with that code. %s To "
+            "mend it, write `x.dtype` where that code makes a tensor or a "
+            "constant, or compute in float32 there; to keep it so, make the "
+            'layer with dtype="float32".',
             self._layer.name,
             type(self._layer).__name__,
             self.why,

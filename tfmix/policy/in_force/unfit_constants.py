@@ -17,6 +17,8 @@ from tfmix import _formats
 _LIBRARIES = frozenset("keras tensorflow jax jaxlib numpy tfmix".split())
 # Code that tells formats apart chooses its constants by them.
 _TELLS_APART = frozenset(("float16", "mixed_float16", "finfo"))
+# The operation whose gradient is that of x**-0.5, and where it may be computed.
+_ROOT, _WIDE = "rsqrt", "float32"
 
 
 def unfit(layer: keras.Layer, dtype: str) -> str | None:
@@ -24,20 +26,28 @@ def unfit(layer: keras.Layer, dtype: str) -> str | None:
 
     Returns:
         Place and cause for a warning, `None` if every constant fits: is not
-        infinite, and not zero, if it is not in float32.
+        infinite, and not zero, if it is not in float32. An epsilon in code
+        that takes reciprocal roots fits if their gradient there is finite.
     """
     limits = _formats.limits(dtype)
     for function in _functions(layer):
-        if _TELLS_APART & {*_strings(function.__code__)}:
+        words = {*_strings(function.__code__)}
+        if _TELLS_APART & words:
             continue
+        takes_root = _ROOT in words and _WIDE not in words
         for value, line in _constants(function, layer):
             size = abs(value)
             # The halves are where rounding to nearest turns.
-            too_large = size > limits.max and math.isfinite(size)
-            if too_large or 0 < size <= limits.smallest / 2:
-                becomes = "infinite" if too_large else "0"
-                place = _place(function.__code__.co_filename, line)
-                return f"{place}{value!r} is {becomes} in {dtype}."
+            if size > limits.max and math.isfinite(size):
+                cause = f"{value!r} is infinite"
+            elif 0 < size <= limits.smallest / 2:
+                cause = f"{value!r} is 0"
+            elif takes_root and 0 < size < limits.max ** (-2 / 3):
+                cause = f"the gradient of {_ROOT}({value!r}) is infinite"
+            else:
+                continue
+            place = _place(function.__code__.co_filename, line)
+            return f"{place}{cause} in {dtype}."
     return None
 
 
