@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("sklearn", reason="the example's data come with it")
 
 from examples import lenet
+from tests import helpers
 
 SGD = keras.optimizers.SGD
 
@@ -42,6 +43,7 @@ def test_a_given_scale_is_used_as_given_and_bad_steps_are_skipped():
     model, optimizer = lenet.by_hand(SGD())
     weight = keras.Variable([1.0])
     optimizer.build([weight])
+    helpers.takes_scaled_gradients(optimizer)
     for scale in (8.0, 32.0, 2.0**20):
         optimizer.loss_scale = scale
         assert float(optimizer.scale_loss(0.5)) == scale / 2
