@@ -181,9 +181,10 @@ def overwrite_with_gradient(system: Any) -> Outcome:
     optimizer = system.wrap(keras.optimizers.SGD(0.1))
     optimizer.build([weight, amax])
     new = ops.convert_to_tensor(np.float32([7.0, 7.0]))
-    good = optimizer.scale_loss(ops.convert_to_tensor(_ONES))
-    loops.apply(optimizer, [good, new], [weight, amax])
-    loops.apply(optimizer, [good * np.inf, new * 2], [weight, amax])
+    for factor in (1.0, np.inf):
+        scaled = optimizer.scale_loss(ops.convert_to_tensor(_ONES * factor))
+        loops.apply(optimizer, [scaled, new], [weight, amax])
+        new = new * 2
     kept = np.allclose(words.to_numpy(amax), 7.0)
     moved = words.close(weight, 0.9)
     return Outcome(
