@@ -229,7 +229,7 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
             )
         super().__init__(inner_optimizer, name=name)
         self.rounding, self.slot_dtype = rounding, slot_dtype
-        self.seed = _checked_seed(seed) if rounding == "stochastic" else None
+        self.seed = checked_seed(seed) if rounding == "stochastic" else None
         if self.seed is not None:
             # In a variable, so that a checkpoint continues the same numbers.
             self.seed_variable = self.add_variable(
@@ -252,7 +252,7 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         return super().get_config() | {n: getattr(self, n) for n in names}
 
 
-def _checked_seed(seed: int | None) -> int:
+def checked_seed(seed: int | None) -> int:
     """Returns a seed of 31 bits, drawn if none is given."""
     if seed is None:
         return random.randrange(2**31)
