@@ -1,9 +1,9 @@
 """Float32 numbers as 8-bit codes, in blocks that share a scale.
 
 A code is a small float without special values: an exponent and three bits of
-mantissa, so the error is relative, at most 1/16 where rounded to nearest. The
-scale of a block is a power of two: what does not change keeps its code, also
-when the largest number of its block moves.
+mantissa, so the error is relative, at most 1/16 where rounded to nearest. A
+block is scaled by the power of two above its largest number: what does not
+change keeps its code, also when that number moves.
 """
 
 import math
@@ -17,6 +17,8 @@ from tfmix.variables import bits
 BLOCK = 256
 # Of float32's 23 bits of mantissa those that a code drops.
 _DROPPED = 20
+# The noise of rounding to nearest.
+NEAREST = 1 << (_DROPPED - 1)
 _ONE, _LARGEST, _INFINITY = 127 << 23, 254 << 23, 255 << 23
 _SMALLEST = 1 << 23
 
@@ -45,22 +47,22 @@ SIGNED, UNSIGNED = Code(True, 16), Code(False, 32)
 
 
 def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
-    """Returns the codes of a float32 tensor, and the scales of its blocks.
+    """Returns the codes of a float32 tensor, and the sizes of its blocks.
 
     Args:
         value: Tensor of any shape.
         code: How to code.
         noise: Tensor of integers from 0 to 2**20 - 1, random for stochastic
-            rounding, 2**19 for rounding to nearest.
+            rounding, or `NEAREST`.
 
     Returns:
-        A uint8 tensor of the shape of `value`, and a float32 vector with an
-        element for each `BLOCK` elements. A block that holds a NaN or an
-        infinity is decoded as NaN.
+        A uint8 tensor of the shape of `value`, and a float32 vector with the
+        largest magnitude of each `BLOCK` elements. A block that holds a NaN
+        or an infinity is decoded as NaN.
     """
-    sizes = ops.absolute(value)
-    scales = _scales(sizes)
-    scaled = ops.divide(sizes, _spread(scales, value.shape))
+    sizes, noise = ops.absolute(value), ops.cast(noise, "int32")
+    largest = _largest(sizes)
+    scaled = ops.divide(sizes, _scales(largest, value.shape))
     kept = bits.bitcast(scaled, "int32") + noise
     codes = ops.right_shift(kept, _int(_DROPPED)) - _int(code.base)
     # Between 0 and the smallest, the chance is the distance.
@@ -75,10 +77,10 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
     codes = ops.minimum(codes, _int(most))
     if code.signed:
         codes = codes + ops.where(ops.less(value, 0.0), _int(128), _int(0))
-    return ops.cast(codes, "uint8"), scales
+    return ops.cast(codes, "uint8"), largest
 
 
-def decode(codes: Any, scales: Any, code: Code) -> Any:
+def decode(codes: Any, largest: Any, code: Code) -> Any:
     """Returns the float32 tensor that `encode` was given, rounded."""
     codes = ops.cast(codes, "int32")
     size = ops.bitwise_and(codes, _int(127)) if code.signed else codes
@@ -87,7 +89,7 @@ def decode(codes: Any, scales: Any, code: Code) -> Any:
     value = ops.where(ops.equal(size, _int(0)), 0.0, value)
     if code.signed:
         value = ops.where(ops.greater(codes, _int(127)), -value, value)
-    return ops.multiply(value, _spread(scales, codes.shape))
+    return ops.multiply(value, _scales(largest, codes.shape))
 
 
 def blocks(shape: tuple[int, ...]) -> int:
@@ -118,26 +120,26 @@ def _shifted(words: Any, by: int) -> Any:
     return ops.bitwise_and(shifted, _int(2 ** (32 - by) - 1))
 
 
-def _scales(sizes: Any) -> Any:
-    """Returns the least power of two that no element of a block exceeds."""
+def _largest(sizes: Any) -> Any:
+    """Returns the largest of each block."""
     count = math.prod(sizes.shape)
     padding = blocks(sizes.shape) * BLOCK - count
     flat = ops.pad(ops.reshape(sizes, (count,)), [(0, padding)])
-    largest = bits.bitcast(
-        ops.max(ops.reshape(flat, (-1, BLOCK)), axis=1), "int32"
+    return ops.max(ops.reshape(flat, (-1, BLOCK)), axis=1)
+
+
+def _scales(largest: Any, shape: tuple[int, ...]) -> Any:
+    """Returns, for each element, the power of two not below its block's."""
+    # Computed where it is used: stored, it would cost a GPU a kernel more.
+    spread = ops.broadcast_to(
+        ops.expand_dims(largest, 1), (blocks(shape), BLOCK)
     )
-    finite = ops.less(largest, _int(_INFINITY))
-    power = ops.bitwise_and(largest + _int(_SMALLEST - 1), _int(-_SMALLEST))
+    flat = ops.reshape(spread, (-1,))[: math.prod(shape)]
+    words = bits.bitcast(ops.reshape(flat, shape), "int32")
+    finite = ops.less(words, _int(_INFINITY))
+    power = ops.bitwise_and(words + _int(_SMALLEST - 1), _int(-_SMALLEST))
     power = ops.minimum(ops.maximum(power, _int(_SMALLEST)), _int(_LARGEST))
-    power = ops.where(finite, power, _int(_INFINITY))
-    return bits.bitcast(power, "float32")
-
-
-def _spread(scales: Any, shape: tuple[int, ...]) -> Any:
-    """Returns the scale of each element."""
-    each = ops.broadcast_to(ops.expand_dims(scales, 1), (blocks(shape), BLOCK))
-    flat = ops.reshape(each, (-1,))
-    return ops.reshape(flat[: math.prod(shape)], shape)
+    return bits.bitcast(ops.where(finite, power, _int(_INFINITY)), "float32")
 
 
 def _int(number: int) -> Any:
