@@ -219,6 +219,32 @@ def test_slots_of_another_shape_are_refused_by_name():
         optimizer.build([keras.Variable(np.zeros((64, 64), "float32"))])
 
 
+def test_a_conversion_goes_on_with_them():
+    model, twin = model_of(low()), model_of(MAKERS["adam"]())
+    for each in (model, twin):
+        fit(each, 1)
+        tfmix.apply_policy(each, "mixed_bfloat16")
+    np.testing.assert_allclose(fit(model, 2), fit(twin, 2), rtol=0.05)
+    model = model_of(PURE["masters"](MAKERS["adam"](), slot_dtype="int8"))
+    fit(model, 1)
+    tfmix.apply_policy(model, "bfloat16")
+    before = [v.numpy() for v in coded(model.optimizer)]
+    tfmix.apply_policy(model, "float32")
+    for variable, old in zip(coded(model.optimizer), before, strict=True):
+        helpers.assert_same_bits(variable, old)
+
+
+def test_a_conversion_to_pure_sixteen_bit_changes_nothing():
+    model = model_of(low())
+    fit(model, 1)
+    kept = [*model.variables, *model.optimizer.variables]
+    before = helpers.snapshot(kept)
+    with pytest.raises(ValueError, match="is for float32 variables"):
+        tfmix.apply_policy(model, "bfloat16")
+    helpers.assert_unchanged(kept, before)
+    fit(model, 1)
+
+
 def test_pure_sixteen_bit_is_refused():
     variable = keras.Variable(np.zeros((64, 64)), dtype="bfloat16")
     with pytest.raises(ValueError, match="MasterWeightOptimizer.*slot_dtype"):

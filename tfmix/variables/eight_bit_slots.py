@@ -180,7 +180,7 @@ class _Slot(variables.Float32View):
         noise: Callable[[], Any],
     ) -> None:
         super().__init__(codes)
-        self.sizes, self.code, self.noise = sizes, code, noise
+        self.beside, self.code, self.noise = (sizes,), code, noise
         # The trace in which a value was assigned, and the value.
         self.fresh: tuple[Any, Any] | None = None
 
@@ -188,13 +188,12 @@ class _Slot(variables.Float32View):
         """Returns the float32 value as a tensor."""
         if self.fresh is not None and self.fresh[0] == compilation.trace():
             return self.fresh[1]
-        codes = ops.convert_to_tensor(self.stored)
-        sizes = ops.convert_to_tensor(self.sizes)
+        codes, sizes = map(ops.convert_to_tensor, (self.stored, *self.beside))
         return eight_bit.decode(codes, sizes, self.code)
 
     def store(self, value: Any) -> None:
         """Keeps a float32 tensor, rounded stochastically."""
-        codes, sizes = eight_bit.encode(value, self.code, self.noise())
-        self.stored.assign(codes)
-        self.sizes.assign(sizes)
+        parts = eight_bit.encode(value, self.code, self.noise())
+        for part, new in zip((self.stored, *self.beside), parts, strict=True):
+            part.assign(new)
         self.fresh = compilation.trace(), value
