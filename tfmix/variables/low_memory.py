@@ -65,7 +65,7 @@ class LowMemoryOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         >>> optimizer = LowMemoryOptimizer(keras.optimizers.Adam(1e-3))
         >>> optimizer.build(dense.trainable_variables)
         >>> slots = [v for v in optimizer.variables if v.dtype == "uint8"]
-        >>> [v.shape for v in slots]
+        >>> [tuple(v.shape) for v in slots]
         [(64, 64), (64, 64)]
     """
 
