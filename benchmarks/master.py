@@ -22,7 +22,7 @@ import numpy as np
 from keras import ops
 
 from benchmarks import results
-from tfmix.variables import bfloat16_rounding, master
+from tfmix.variables import bfloat16_rounding, low_memory, master
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +120,17 @@ VARIANTS: dict[str, tuple[str, Callable]] = {
         "bfloat16",
         lambda adam: bfloat16_rounding.BFloat16Optimizer(
             adam, rounding="kahan"
+        ),
+    ),
+    # Of the small variables of these models, too.
+    "float32, 8-bit slots": (
+        "float32",
+        lambda adam: low_memory.LowMemoryOptimizer(adam, [("", "int8")]),
+    ),
+    "stochastic, 8-bit slots": (
+        "bfloat16",
+        lambda adam: bfloat16_rounding.BFloat16Optimizer(
+            adam, slot_dtype=[("", "int8")]
         ),
     ),
 }

@@ -37,6 +37,8 @@ TENSORFLOW = keras.backend.backend() == "tensorflow"
 SIXTEEN = ("float16", "bfloat16")
 POLICIES = ("mixed_float16", "mixed_bfloat16", *SIXTEEN, "O1", "O2")
 KINDS = ("sequential", "functional", "subclassed")
+# Slots in 8 bits, of variables as small as these, too.
+EIGHT_BITS = {"slot_dtype": [("", "int8")], "seed": 3}
 # What stands around the optimizer that a user gives, inside of the scaler.
 WRAPS = {
     "bare": None,
@@ -46,9 +48,16 @@ WRAPS = {
     "split": functools.partial(tfmix.MasterWeightOptimizer, split=True),
     "kahan": functools.partial(tfmix.BFloat16Optimizer, rounding="kahan"),
     "stochastic": functools.partial(tfmix.BFloat16Optimizer, seed=3),
+    "low": functools.partial(tfmix.LowMemoryOptimizer, **EIGHT_BITS),
+    "masters8": functools.partial(tfmix.MasterWeightOptimizer, **EIGHT_BITS),
 }
-# Those refuse float16 variables.
-ONLY_BFLOAT16 = ("split", "kahan", "stochastic")
+# The dtypes of variables that those refuse.
+REFUSES = {
+    **dict.fromkeys(("split", "kahan", "stochastic"), ("float16",)),
+    "low": SIXTEEN,
+    # It may be any of these.
+    "any": SIXTEEN,
+}
 FROZEN = ("first", "bn", "last")
 # So small that a 16-bit weight without a master stays where it is.
 OPTIMIZERS = {
@@ -325,12 +334,12 @@ class Machine:
 
     @contextlib.contextmanager
     def _refusing(self):
-        """Ends the order where an optimizer says it cannot hold float16."""
+        """Ends the order where an optimizer says it cannot hold a dtype."""
         try:
             yield
         except ValueError as error:
-            given = self.wrap in (*ONLY_BFLOAT16, "any")
-            if given and "of dtype 'float16'" in str(error):
+            refused = REFUSES.get(self.wrap, ())
+            if any(f"of dtype '{dtype}'" in str(error) for dtype in refused):
                 raise Refused from error
             raise
 
@@ -626,6 +635,7 @@ class Machine:
         scaled = half or pure or self.wrap != "bare"
         inner = type(OPTIMIZERS[self.name]()).__name__
         keepers = {"MasterWeightOptimizer", "BFloat16Optimizer"}
+        keepers.add("LowMemoryOptimizer")
         wanted = ["LossScaleOptimizer"] * scaled
         if make := WRAPS.get(self.wrap):
             wanted.append(type(make(OPTIMIZERS[self.name]())).__name__)

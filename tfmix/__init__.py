@@ -42,6 +42,7 @@ from tfmix.variables.bfloat16_rounding import (
 )
 from tfmix.variables.float32_weights import export_float32 as export_float32
 from tfmix.variables.float32_weights import load_float32 as load_float32
+from tfmix.variables.low_memory import LowMemoryOptimizer as LowMemoryOptimizer
 from tfmix.variables.master import (
     MasterWeightOptimizer as MasterWeightOptimizer,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "LossScaleError",
     "LossScaleOptimizer",
     "LossScaleState",
+    "LowMemoryOptimizer",
     "MasterWeightOptimizer",
     "NoLossScale",
     "Policy",

@@ -47,6 +47,7 @@ def slots(worker: optimizers.Optimizer) -> Slots | None:
             if slot is not None and not _belongs(slot, variable):
                 return None
             names.add(getattr(slot, "name", ""))
+            names |= {part.name for part in getattr(slot, "beside", ())}
     all_named = all(each.name in names for each in worker._variables)
     return found if all_named else None
 

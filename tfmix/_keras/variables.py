@@ -149,6 +149,8 @@ class Float32View(keras.Variable):
     # Set while slots are created: TensorFlow then places them beside the
     # variable behind the view.
     colocating = False
+    # Variables that hold the rest of what it stands for.
+    beside: tuple[keras.Variable, ...] = ()
 
     def __init__(self, variable: keras.Variable) -> None:
         # All but what TensorFlow remembers of the variable, for checkpoints.

@@ -1,7 +1,6 @@
 """Training bfloat16 variables without float32 masters, by two roundings."""
 
 import contextlib
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,14 +8,16 @@ import keras
 from keras import ops
 
 from tfmix._keras import optimizers, replacements, variables
-from tfmix.variables import bits, sixteen_bit_optimizer, views
+from tfmix.variables import (
+    bits,
+    eight_bit_slots,
+    sixteen_bit_optimizer,
+    views,
+)
 
 # A step may assign a variable more than once (weight decay, then the update,
 # then a constraint); each assignment needs bits of its own.
 ASSIGNMENTS_PER_STEP = 16
-
-# Sums and averages over many steps stay in float32.
-WIDE_SLOTS = ("average", "gradient_accumulator")
 
 
 def stochastic(value: Any, random_bits: Any) -> Any:
@@ -100,7 +101,7 @@ class _StochasticRounding(views.Views):
             initializer: Any = "zeros",
         ) -> keras.Variable:
             narrow = isinstance(reference_variable, _StochasticView)
-            if not narrow or name in WIDE_SLOTS:
+            if not narrow or name in eight_bit_slots.WIDE:
                 return original(reference_variable, name, initializer)
             slot = original(reference_variable.stored, name, initializer)
             view = self.make_view(slot)
@@ -172,9 +173,10 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         seed: Integer of 31 bits that decides the stochastic rounding.
             Defaults to `None`: drawn from Python's `random`, which
             `keras.utils.set_random_seed` seeds.
-        slot_dtype: `"float32"`, or `"bfloat16"` to store the inner
-            optimizer's slots in bfloat16, too, rounded stochastically; only
-            with `rounding="stochastic"`. Defaults to `"float32"`.
+        slot_dtype: `"float32"`; `"bfloat16"` to store the inner optimizer's
+            slots in bfloat16, too, rounded stochastically, only with
+            `rounding="stochastic"`; or `"int8"`, or a list of rules, as in
+            `LowMemoryOptimizer`. Defaults to `"float32"`.
         name: String. Defaults to the snake-case class name.
 
     Raises:
@@ -193,9 +195,8 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     """
 
     # Declared, so that an inner optimizer's of the same name is left alone.
-    rounding = slot_dtype = ""
-    seed: int | None = None
-    seed_variable: keras.Variable | None = None
+    rounding = ""
+    slot_dtypes = ("float32", "bfloat16", eight_bit_slots.INT8)
 
     def __init__(
         self,
@@ -203,7 +204,7 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         *,
         rounding: str = "stochastic",
         seed: int | None = None,
-        slot_dtype: str = "float32",
+        slot_dtype: eight_bit_slots.Rules = "float32",
         name: str | None = None,
     ) -> None:
         if rounding not in ROUNDINGS:
@@ -211,34 +212,15 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
                 f"`rounding` must be one of {sorted(ROUNDINGS)}. "
                 f"Received: rounding={rounding!r}."
             )
-        if seed is not None and rounding != "stochastic":
-            raise ValueError(
-                f"rounding={rounding!r} draws no random numbers. "
-                f"Received: seed={seed!r}. Leave `seed` out."
-            )
-        if slot_dtype not in ("float32", "bfloat16"):
-            raise ValueError(
-                "`slot_dtype` must be 'float32' or 'bfloat16'. "
-                f"Received: slot_dtype={slot_dtype!r}."
-            )
         if slot_dtype == "bfloat16" and rounding != "stochastic":
             raise ValueError(
                 "bfloat16 slots are rounded stochastically. Received: "
                 f"slot_dtype={slot_dtype!r}, rounding={rounding!r}. Use "
-                "rounding='stochastic' or slot_dtype='float32'."
+                "rounding='stochastic' or another slot_dtype."
             )
-        super().__init__(inner_optimizer, name=name)
-        self.rounding, self.slot_dtype = rounding, slot_dtype
-        self.seed = _checked_seed(seed) if rounding == "stochastic" else None
-        if self.seed is not None:
-            # In a variable, so that a checkpoint continues the same numbers.
-            self.seed_variable = self.add_variable(
-                shape=(),
-                initializer=keras.initializers.Constant(self.seed),
-                dtype="int32",
-                aggregation="only_first_replica",
-                name="seed",
-            )
+        draws = rounding == "stochastic"
+        super().__init__(inner_optimizer, name, slot_dtype, seed, draws)
+        self.rounding = rounding
 
     def make_stand_ins(
         self, model_variables: sixteen_bit_optimizer.Variables
@@ -250,18 +232,3 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         """Returns the settings `from_config` needs."""
         names = "rounding", "seed", "slot_dtype"
         return super().get_config() | {n: getattr(self, n) for n in names}
-
-
-def _checked_seed(seed: int | None) -> int:
-    """Returns a seed of 31 bits, drawn if none is given."""
-    if seed is None:
-        return random.randrange(2**31)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(
-            f"`seed` must be an integer or None. Received: seed={seed!r}."
-        )
-    if not 0 <= seed < 2**31:
-        raise ValueError(
-            f"`seed` must lie from 0 to 2**31 - 1. Received: seed={seed!r}."
-        )
-    return seed

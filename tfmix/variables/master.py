@@ -6,7 +6,13 @@ import keras
 from keras import ops
 
 from tfmix._keras import variables
-from tfmix.variables import bits, flat, sixteen_bit_optimizer, views
+from tfmix.variables import (
+    bits,
+    eight_bit_slots,
+    flat,
+    sixteen_bit_optimizer,
+    views,
+)
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
@@ -32,6 +38,10 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         split: Boolean. Keeps only the 16 bits that a bfloat16 variable lacks:
             4 bytes per weight instead of 6, with exact float32 results.
             Defaults to `False`.
+        slot_dtype: `"float32"`, or `"int8"` or a list of rules, as in
+            `LowMemoryOptimizer`. Defaults to `"float32"`.
+        seed: Integer of 31 bits that decides how slots in 8 bits are rounded.
+            Defaults to `None`: drawn from Python's `random`.
         name: String. Defaults to the snake-case class name.
 
     Raises:
@@ -58,6 +68,8 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         *,
         flat: bool = False,
         split: bool = False,
+        slot_dtype: eight_bit_slots.Rules = "float32",
+        seed: int | None = None,
         name: str | None = None,
     ) -> None:
         for argument, value in (("flat", flat), ("split", split)):
@@ -72,7 +84,7 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
                 "Received: flat=True, split=True. Choose flat=True for speed "
                 "or split=True for memory."
             )
-        super().__init__(inner_optimizer, name=name)
+        super().__init__(inner_optimizer, name, slot_dtype, seed)
         self.flat, self.split = flat, split
 
     def make_stand_ins(

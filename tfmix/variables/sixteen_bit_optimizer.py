@@ -1,7 +1,8 @@
 """The optimizer of 16-bit variables whose inner optimizer works in float32."""
 
 import contextlib
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -9,7 +10,7 @@ from keras import ops
 
 from tfmix._keras import compilation, optimizers, variables
 from tfmix.scaling.step import replicas
-from tfmix.variables import inner_attributes
+from tfmix.variables import eight_bit_slots, inner_attributes
 
 Variables = variables.Variables
 
@@ -80,10 +81,46 @@ class SixteenBitOptimizer(
 ):
     """Lets an inner optimizer update 16-bit variables in float32."""
 
-    def __init__(self, inner_optimizer: Any, name: str | None = None) -> None:
+    # Declared, so that an inner optimizer's of the same name is left alone.
+    slot_dtype: eight_bit_slots.Rules = "float32"
+    slot_dtypes: tuple[str, ...] = ("float32", eight_bit_slots.INT8)
+    seed: int | None = None
+    seed_variable: keras.Variable | None = None
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        name: str | None = None,
+        slot_dtype: eight_bit_slots.Rules = "float32",
+        seed: int | None = None,
+        draws: bool = False,
+    ) -> None:
         inner_optimizer = _checked_inner(type(self).__name__, inner_optimizer)
+        slot_dtype = eight_bit_slots.checked(slot_dtype, self.slot_dtypes)
+        draws = draws or eight_bit_slots.are_coded(slot_dtype)
+        if seed is not None and not draws:
+            raise ValueError(
+                f"{type(self).__name__} draws no random numbers here. "
+                f"Received: seed={seed!r}. Leave `seed` out."
+            )
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
+        self.slot_dtype = slot_dtype
+        if draws:
+            self.seed = _checked_seed(seed)
+            # In a variable, so that a checkpoint continues the same numbers.
+            self.seed_variable = self.add_variable(
+                shape=(),
+                initializer=keras.initializers.Constant(self.seed),
+                dtype="int32",
+                aggregation="only_first_replica",
+                name="seed",
+            )
+        self._coded = eight_bit_slots.EightBitSlots(slot_dtype, self._place)
+
+    def _place(self) -> tuple[Any, Any]:
+        seed = ops.convert_to_tensor(self.seed_variable)
+        return seed, ops.cast(self.iterations, "int32")
 
     def make_stand_ins(self, model_variables: Variables) -> StandIns:
         """Creates what stands between the model's and the inner variables."""
@@ -108,9 +145,18 @@ class SixteenBitOptimizer(
                 if excluded := optimizers.undecayed(each, variables):
                     targets = self._store.targets(excluded)
                     each.exclude_from_weight_decay(var_list=targets)
-            with self._store.creating_slots():
+            with self._creating_slots():
                 self.inner_optimizer.build(self._store.targets(variables))
         self.built = True
+
+    @contextlib.contextmanager
+    def _creating_slots(self) -> Iterator[None]:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self._store.creating_slots())
+            if eight_bit_slots.are_coded(self.slot_dtype):
+                inner = self.inner_optimizer
+                undo.enter_context(self._coded.creating(inner))
+            yield
 
     def exclude_from_weight_decay(
         self, var_list: Variables | None = None, var_names: Any = None
@@ -165,7 +211,9 @@ class SixteenBitOptimizer(
         with replicas.single(self):
             self._store.refresh()
             routed, targets = self._store.route(grads, variables)
+            self._coded.forget()
             self.inner_optimizer.apply(routed, targets)
+            self._coded.forget()
             self._store.write_back()
 
     def finalize_variable_values(self, var_list: Variables) -> None:
@@ -211,7 +259,10 @@ class SixteenBitOptimizer(
     def get_config(self) -> dict:
         """Returns the settings `from_config` needs."""
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        return {"name": self.name, "inner_optimizer": inner}
+        config = {"name": self.name, "inner_optimizer": inner}
+        if self.slot_dtype != "float32":
+            config["slot_dtype"] = self.slot_dtype
+        return config | ({} if self.seed is None else {"seed": self.seed})
 
     @classmethod
     def from_config(
@@ -263,3 +314,18 @@ def _check_not_built(wrapper: str, optimizer: optimizers.Optimizer) -> None:
                 "is built already. Pass a fresh one, for example "
                 f"{type(each).__name__}.from_config(optimizer.get_config())."
             )
+
+
+def _checked_seed(seed: int | None) -> int:
+    """Returns a seed of 31 bits, drawn if none is given."""
+    if seed is None:
+        return random.randrange(2**31)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(
+            f"`seed` must be an integer or None. Received: seed={seed!r}."
+        )
+    if not 0 <= seed < 2**31:
+        raise ValueError(
+            f"`seed` must lie from 0 to 2**31 - 1. Received: seed={seed!r}."
+        )
+    return seed

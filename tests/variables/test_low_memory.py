@@ -1,0 +1,263 @@
+"""An optimizer with slots in 8 bits trains as one with float32 slots."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers
+from tfmix.variables import low_memory
+
+ON_JAX = keras.backend.backend() == "jax"
+MODES = ["eager", "jit"] if ON_JAX else ["eager", "graph", "xla"]
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(64, 64)).astype("float32")
+Y = np.tanh(X @ RNG.normal(size=(64, 64))).astype("float32")
+MAKERS = {
+    "adam": lambda: keras.optimizers.Adam(1e-3, amsgrad=True),
+    "adamw": lambda: keras.optimizers.AdamW(1e-3, weight_decay=0.01),
+    "lion": lambda: keras.optimizers.Lion(1e-4),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "rmsprop": lambda: keras.optimizers.RMSprop(1e-3, momentum=0.5),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.01),
+}
+
+
+def model_of(optimizer, mode="graph", policy="float32"):
+    keras.utils.set_random_seed(1)
+    with tfmix.policy_scope(policy):
+        layers = [keras.layers.Dense(128, "relu"), keras.layers.Dense(64)]
+        model = keras.Sequential([keras.Input((64,)), *layers])
+        settings = {"run_eagerly": mode == "eager"}
+        if not ON_JAX:
+            settings["jit_compile"] = mode == "xla"
+        model.compile(optimizer, "mse", **settings)
+    return model
+
+
+def fit(model, epochs=4):
+    history = model.fit(
+        X, Y, epochs=epochs, batch_size=32, verbose=0, shuffle=False
+    )
+    return history.history["loss"]
+
+
+def low(name="adam", **settings):
+    return low_memory.LowMemoryOptimizer(MAKERS[name](), seed=3, **settings)
+
+
+def coded(optimizer):
+    return [v for v in optimizer.variables if v.dtype == "uint8"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MAKERS)
+def test_it_trains_as_with_float32_slots(name, mode):
+    if mode == "eager" and name not in ("adam", "momentum"):
+        pytest.skip("the modes differ in how they are compiled, not by slots")
+    model = model_of(low(name), mode)
+    losses, expected = fit(model), fit(model_of(MAKERS[name](), mode))
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(losses, expected, rtol=0.05)
+    assert coded(model.optimizer)
+
+
+PURE = {
+    "masters": tfmix.MasterWeightOptimizer,
+    "flat": functools.partial(tfmix.MasterWeightOptimizer, flat=True),
+    "split": functools.partial(tfmix.MasterWeightOptimizer, split=True),
+    "stochastic": tfmix.BFloat16Optimizer,
+    "kahan": functools.partial(tfmix.BFloat16Optimizer, rounding="kahan"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("way", PURE)
+def test_pure_bfloat16_trains_with_them(way, mode):
+    inner = MAKERS["adam"]()
+    optimizer = PURE[way](inner, slot_dtype="int8", seed=3)
+    losses = fit(model_of(optimizer, mode, "bfloat16"))
+    assert coded(optimizer)
+    expected = fit(model_of(PURE[way](MAKERS["adam"]()), mode, "bfloat16"))
+    np.testing.assert_allclose(losses, expected, rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "total"),
+    [
+        (low_memory.LowMemoryOptimizer, "float32", 4),
+        (PURE["stochastic"], "bfloat16", 2),
+    ],
+)
+def test_both_moments_of_adam_take_two_bytes_a_weight(make, dtype, total):
+    keras.backend.clear_session()
+    kernel = keras.Variable(np.ones((512, 512)), dtype=dtype)
+    optimizer = make(keras.optimizers.Adam(), slot_dtype="int8")
+    optimizer.build([kernel])
+    arrays = helpers.snapshot([kernel, *optimizer.variables])
+    size = sum(array.nbytes for array in arrays if array.ndim)
+    assert size / 512**2 == total + 2 + 2 * 4 / 256
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_skipped_step_changes_no_byte(mode, policy):
+    model = model_of(low(), mode, policy)
+    fit(model, 1)
+    kept = [
+        *model.trainable_variables,
+        *model.optimizer.inner_optimizer.variables,
+    ]
+    before = helpers.snapshot(kept)
+    bad = np.where(np.arange(64)[:, None] == 5, np.inf, X)
+    model.train_on_batch(bad, Y)
+    helpers.assert_unchanged(kept, before)
+    assert model.optimizer.skipped_steps == 1
+    model.train_on_batch(X, Y)
+    assert np.any(before[0] != helpers.snapshot(kept)[0])
+
+
+def test_a_file_goes_on_bit_for_bit(tmp_path):
+    model = model_of(low())
+    fit(model, 1)
+    model.save(path := tmp_path / "model.keras")
+    loaded = keras.saving.load_model(path)
+    assert fit(loaded, 2) == fit(model, 2)
+    pairs = zip(loaded.variables, model.variables, strict=True)
+    for one, other in pairs:
+        helpers.assert_same_bits(one, other)
+    for one, other in zip(
+        loaded.optimizer.variables, model.optimizer.variables, strict=True
+    ):
+        helpers.assert_same_bits(one, other)
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
+    import tensorflow as tf
+
+    model, other = model_of(low()), model_of(low())
+    fit(model, 1)
+    other.optimizer.build(other.trainable_variables)
+    path = tf.train.Checkpoint(model=model).save(tmp_path / "here")
+    tf.train.Checkpoint(model=other).restore(path).assert_consumed()
+    assert fit(other, 1) == fit(model, 1)
+
+
+@helpers.requires_backend("tensorflow")
+def test_replicas_stay_equal_and_train_as_one_device():
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        model = model_of(low())
+    losses = fit(model)
+    np.testing.assert_allclose(losses, fit(model_of(low())), rtol=0.05)
+    for variable in (*model.variables, *model.optimizer.variables):
+        values = strategy.experimental_local_results(variable.value)
+        assert len({value.numpy().tobytes() for value in values}) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_ema": True, "ema_momentum": 0.9},
+        {"gradient_accumulation_steps": 2},
+        {"global_clipnorm": 1.0},
+    ],
+    ids=str,
+)
+def test_settings_of_the_inner_optimizer_act(settings):
+    def made():
+        return keras.optimizers.Adam(1e-3, **settings)
+
+    model = model_of(low_memory.LowMemoryOptimizer(made(), seed=3))
+    np.testing.assert_allclose(fit(model), fit(model_of(made())), rtol=0.05)
+    names = [v.path for v in coded(model.optimizer)]
+    assert len(names) == 4
+    assert not any("average" in n or "accumulator" in n for n in names)
+
+
+def test_small_variables_and_embeddings_keep_float32_slots():
+    embedding = keras.layers.Embedding(1000, 8)
+    embedding.build()
+    dense = keras.layers.Dense(100)
+    dense.build((None, 100))
+    optimizer = low()
+    optimizer.build([embedding.embeddings, *dense.trainable_variables])
+    assert {v.shape for v in coded(optimizer)} == {(100, 100)}
+    everything = low(slot_dtype=[("bias", "float32"), ("", "int8")])
+    everything.build([embedding.embeddings, *dense.trainable_variables])
+    assert {v.shape for v in coded(everything)} == {(1000, 8), (100, 100)}
+
+
+def test_its_config_makes_the_same_again():
+    optimizer = low("lion", slot_dtype=[("head", "float32"), (".", "int8")])
+    again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    assert again.get_config() == optimizer.get_config()
+    assert again.slot_dtype == optimizer.slot_dtype
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"slot_dtype": "int4"}, ValueError, "`slot_dtype` must be one of"),
+        ({"slot_dtype": [("a", 3)]}, ValueError, "list of pairs"),
+        ({"slot_dtype": [3]}, ValueError, "list of pairs"),
+        ({"seed": 1, "slot_dtype": "float32"}, ValueError, "Leave `seed` out"),
+        ({"seed": "a"}, TypeError, "`seed` must be an integer"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        low_memory.LowMemoryOptimizer("adam", **arguments)
+
+
+def test_slots_of_another_shape_are_refused_by_name():
+    optimizer = low_memory.LowMemoryOptimizer(keras.optimizers.Adafactor())
+    with pytest.raises(ValueError, match="inner_optimizer=Adafactor"):
+        optimizer.build([keras.Variable(np.zeros((64, 64), "float32"))])
+
+
+def test_a_conversion_goes_on_with_them():
+    model, twin = model_of(low()), model_of(MAKERS["adam"]())
+    for each in (model, twin):
+        fit(each, 1)
+        tfmix.apply_policy(each, "mixed_bfloat16")
+    np.testing.assert_allclose(fit(model, 2), fit(twin, 2), rtol=0.05)
+    model = model_of(PURE["masters"](MAKERS["adam"](), slot_dtype="int8"))
+    fit(model, 1)
+    tfmix.apply_policy(model, "bfloat16")
+    before = [v.numpy() for v in coded(model.optimizer)]
+    tfmix.apply_policy(model, "float32")
+    for variable, old in zip(coded(model.optimizer), before, strict=True):
+        helpers.assert_same_bits(variable, old)
+
+
+def test_a_conversion_to_pure_sixteen_bit_changes_nothing():
+    model = model_of(low())
+    fit(model, 1)
+    kept = [*model.variables, *model.optimizer.variables]
+    before = helpers.snapshot(kept)
+    with pytest.raises(ValueError, match="is for float32 variables"):
+        tfmix.apply_policy(model, "bfloat16")
+    helpers.assert_unchanged(kept, before)
+    fit(model, 1)
+
+
+def test_pure_sixteen_bit_is_refused():
+    variable = keras.Variable(np.zeros((64, 64)), dtype="bfloat16")
+    with pytest.raises(ValueError, match="MasterWeightOptimizer.*slot_dtype"):
+        low().build([variable])
+
+
+def test_a_state_of_float32_slots_does_not_fit(tmp_path):
+    model = model_of(MAKERS["adam"]())
+    fit(model, 1)
+    model.save_weights(path := tmp_path / "w.weights.h5")
+    other = model_of(low())
+    other.optimizer.build(other.trainable_variables)
+    before = helpers.snapshot(other.optimizer.variables)
+    with pytest.warns(UserWarning, match="optimizer"):
+        other.load_weights(path)
+    helpers.assert_unchanged(other.optimizer.variables, before)

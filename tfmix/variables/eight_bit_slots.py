@@ -1,0 +1,199 @@
+"""Slots of an optimizer that are stored in 8 bits."""
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfmix._keras import compilation, optimizers, replacements, variables
+from tfmix.variables import eight_bit
+
+# `slot_dtype`: a dtype, or pairs of a pattern of paths and a dtype.
+Rules = str | Sequence[tuple[str, str]]
+INT8 = "int8"
+# Sums and averages over many steps stay in float32.
+WIDE = ("average", "gradient_accumulator")
+# What second moments are called in Keras; such a slot is never negative.
+_SECOND_MOMENTS = re.compile("velocity|accumul|norm|squared")
+# Elements of a variable whose slots are not worth it, and a part of the paths
+# of those whose gradients differ most from row to row.
+_SMALL, _RARE = 4096, "embedding"
+# What a slot's place is multiplied by, to draw numbers of its own.
+_STREAM = 0x3C6EF372
+
+
+def checked(slot_dtype: Rules, allowed: Sequence[str]) -> Rules:
+    """Returns the argument `slot_dtype`, or says what is wrong with it."""
+    if isinstance(slot_dtype, str):
+        if slot_dtype in allowed:
+            return slot_dtype
+    elif all(_is_rule(rule) for rule in slot_dtype):
+        # As a file holds it, whatever it was.
+        return [(pattern, dtype) for pattern, dtype in slot_dtype]
+    raise ValueError(
+        f"`slot_dtype` must be one of {list(allowed)}, or a list of pairs of a "
+        "pattern of variables' paths and 'float32' or 'int8', such as "
+        "[('head', 'float32'), ('.', 'int8')]. Received: slot_dtype="
+        f"{slot_dtype!r}."
+    )
+
+
+def _is_rule(rule: Any) -> bool:
+    if not isinstance(rule, list | tuple) or len(rule) != 2:
+        return False
+    return isinstance(rule[0], str) and rule[1] in ("float32", INT8)
+
+
+def are_coded(slot_dtype: Rules) -> bool:
+    """Says whether there may be slots in 8 bits."""
+    if isinstance(slot_dtype, str):
+        return slot_dtype == INT8
+    return any(dtype == INT8 for _, dtype in slot_dtype)
+
+
+class EightBitSlots:
+    """Lets an inner optimizer create its slots in 8 bits.
+
+    Args:
+        slot_dtype: The rules.
+        draw: Returns the seed and the number of the step, as int32 tensors.
+    """
+
+    def __init__(
+        self, slot_dtype: Rules, draw: Callable[[], tuple[Any, Any]]
+    ) -> None:
+        self._rules, self._draw = slot_dtype, draw
+        self._slots: list[_Slot] = []
+
+    @contextlib.contextmanager
+    def creating(self, optimizer: optimizers.Optimizer) -> Iterator[None]:
+        """Opens while an inner optimizer is built."""
+        workers = optimizers.workers(optimizer)
+        with contextlib.ExitStack() as undo:
+            for worker in workers:
+                self._narrow(undo, worker)
+            yield
+        for worker in workers:
+            self._refuse_others(worker)
+
+    def forget(self) -> None:
+        """Lets each slot be read as it is stored."""
+        for slot in self._slots:
+            slot.fresh = None
+
+    def _narrow(self, undo: contextlib.ExitStack, worker: Any) -> None:
+        original = worker.add_variable_from_reference
+
+        def add(
+            reference_variable: keras.Variable,
+            name: str | None = None,
+            initializer: Any = "zeros",
+        ) -> keras.Variable:
+            if name in WIDE or self._keeps_float32(reference_variable):
+                return original(reference_variable, name, initializer)
+            slot = self._make(
+                worker, reference_variable, name or "var", initializer
+            )
+            # What it consists of is tracked already.
+            optimizers.count_as_tracked(worker, slot)
+            self._slots.append(slot)
+            return slot
+
+        replacements.swap(undo, worker, "add_variable_from_reference", add)
+
+    def _keeps_float32(self, variable: keras.Variable) -> bool:
+        if isinstance(self._rules, str):
+            small = math.prod(variable.shape) < _SMALL
+            return small or _RARE in variable.path
+        for pattern, dtype in self._rules:
+            if re.search(pattern, variable.path):
+                return dtype != INT8
+        return True
+
+    def _make(
+        self, worker: Any, variable: keras.Variable, name: str, initializer: Any
+    ) -> "_Slot":
+        second = bool(_SECOND_MOMENTS.search(name))
+        code = eight_bit.UNSIGNED if second else eight_bit.SIGNED
+        shape = tuple(variable.shape)
+        first = keras.initializers.get(initializer)
+
+        def encoded(part: int) -> Callable[..., Any]:
+            def initial(_: Any, dtype: Any = None) -> Any:
+                value = ops.cast(first(shape, "float32"), "float32")
+                return eight_bit.encode(value, code, eight_bit.NEAREST)[part]
+
+            return initial
+
+        path = f"{variable.path.replace('/', '_')}_{name}"
+        codes = worker.add_variable(
+            shape=shape,
+            initializer=encoded(0),
+            dtype="uint8",
+            name=path,
+            **variables.placement(variable),
+        )
+        sizes = worker.add_variable(
+            shape=(eight_bit.blocks(shape),),
+            initializer=encoded(1),
+            dtype="float32",
+            name=f"{path}_sizes",
+        )
+        place = ops.cast(len(self._slots) * _STREAM % 2**31, "int32")
+
+        def noise() -> Any:
+            seed, step = self._draw()
+            key = eight_bit.mix(eight_bit.mix(seed + place) + step)
+            return eight_bit.noise(shape, key)
+
+        return _Slot(codes, sizes, code, noise)
+
+    def _refuse_others(self, worker: Any) -> None:
+        known = {tuple(v.shape) for v in optimizers.remembered(worker)}
+        known |= {(eight_bit.blocks(shape),) for shape in known} | {()}
+        for variable in worker.variables:
+            if tuple(variable.shape) not in known:
+                raise ValueError(
+                    "Slots in 8 bits must be shaped like their variable. "
+                    f"Received: inner_optimizer={type(worker).__name__}, with "
+                    f"{variable.path!r} of shape {tuple(variable.shape)}. "
+                    "Leave out slot_dtype='int8', or choose another optimizer."
+                )
+
+
+class _Slot(variables.Float32View):
+    """A float32 slot that is stored as codes and sizes of blocks.
+
+    In the step that assigns it, it is read as it was assigned; it is rounded
+    for the next one.
+    """
+
+    def __init__(
+        self,
+        codes: keras.Variable,
+        sizes: keras.Variable,
+        code: eight_bit.Code,
+        noise: Callable[[], Any],
+    ) -> None:
+        super().__init__(codes)
+        self.beside, self.code, self.noise = (sizes,), code, noise
+        # The trace in which a value was assigned, and the value.
+        self.fresh: tuple[Any, Any] | None = None
+
+    def load(self) -> Any:
+        """Returns the float32 value as a tensor."""
+        if self.fresh is not None and self.fresh[0] == compilation.trace():
+            return self.fresh[1]
+        codes, sizes = map(ops.convert_to_tensor, (self.stored, *self.beside))
+        return eight_bit.decode(codes, sizes, self.code)
+
+    def store(self, value: Any) -> None:
+        """Keeps a float32 tensor, rounded stochastically."""
+        parts = eight_bit.encode(value, self.code, self.noise())
+        for part, new in zip((self.stored, *self.beside), parts, strict=True):
+            part.assign(new)
+        self.fresh = compilation.trace(), value
