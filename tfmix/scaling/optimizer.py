@@ -763,8 +763,9 @@ class LossScaleOptimizer(
         if new and divided_in == compilation.trace():
             warnings.warn(
                 "`unscale_gradients` was called in this step, and now other "
-                "gradients than it was given are divided by the loss scale. If "
-                "they were made of its result, as by clipping, write "
+                "gradients than it was given are divided by the loss scale. "
+                "That is right for sums of what it was given; if they were "
+                "made of its result, as by clipping, write "
                 "optimizer.apply(grads, variables, unscaled=True).",
                 stacklevel=4,
             )

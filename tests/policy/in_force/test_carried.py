@@ -320,7 +320,11 @@ def headed(*activations):
     [
         (["softmax"], "Output 0 ", "`tfmix.float32_output('softmax')`"),
         ([None, "relu"], "Outputs 0, 1 ", "`tfmix.float32_output()`"),
-        ([None, "sigmoid"], "Outputs 0, 1 ", "float32_output('sigmoid')`"),
+        (
+            [None, "sigmoid"],
+            "Outputs 0, 1 ",
+            "`tfmix.float32_output()`, `tfmix.float32_output('sigmoid')`",
+        ),
     ],
 )
 def test_the_remedy_of_16_bit_outputs_is_one_that_fits(

@@ -83,13 +83,18 @@ def _activation(model: keras.Model, place: int) -> str:
 def _remedy(activations: Sequence[str]) -> str:
     """Says what 16-bit outputs cost, and what to write."""
     cost = "The last rounding reaches the loss"
-    for name in activations:
-        if name in _PROBABILITIES:
-            return (
-                f"{cost}, and probabilities below the format's range become 0. "
-                f"End the model with `tfmix.float32_output({name!r})`, behind "
-                f"a last layer without `activation={name!r}`."
-            )
+    heads = [name if name in _PROBABILITIES else "" for name in activations]
+    if any(heads):
+        cost += ", and probabilities below the format's range become 0"
+    if len(set(heads)) > 1:
+        layers_of = [f"`tfmix.float32_output({h!r})`" for h in heads]
+        each = ", ".join(layers_of).replace("''", "")
+        return f"{cost}. End each output in a layer of its own: {each}."
+    if any(heads):
+        return (
+            f"{cost}. End the model with `tfmix.float32_output({heads[0]!r})`, "
+            f"behind a last layer without `activation={heads[0]!r}`."
+        )
     return (
         f"{cost}. End the model with `tfmix.float32_output()`, or one that is "
         "made already: `keras.Model(model.inputs, "
