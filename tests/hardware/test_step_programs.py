@@ -22,6 +22,10 @@ WRAPPERS = compiled_steps.WRAPPERS | {
     "Kahan": lambda optimizer: tfmix.LossScaleOptimizer(
         tfmix.BFloat16Optimizer(optimizer, rounding="kahan")
     ),
+    "8 bits": lambda optimizer: tfmix.LowMemoryOptimizer(optimizer, seed=1),
+    "8 bits, scaled": lambda optimizer: tfmix.LossScaleOptimizer(
+        tfmix.LowMemoryOptimizer(optimizer, seed=1)
+    ),
 }
 
 
@@ -58,6 +62,17 @@ def test_lost_bits_cost_no_copy(way):
     assert program.conditionals == 0
     assert program.copies <= 4
     assert program.kernels <= 7 + 20
+
+
+@pytest.mark.parametrize(
+    ("way", "each"), [("8 bits", 2), ("8 bits, scaled", 4)]
+)
+def test_slots_in_8_bits_are_never_all_in_float32(way, each):
+    made, program = compiled(MANY[:20], "h200", way)
+    assert program.conditionals == 0
+    assert program.kernels <= each * 20 + 15
+    # Both moments of all of them are 10.5 MB.
+    assert made.extra <= 4e6
 
 
 @pytest.mark.parametrize("shapes", [FEW], ids=["few"])
