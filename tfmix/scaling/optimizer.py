@@ -737,14 +737,7 @@ class LossScaleOptimizer(
         Returns:
             Whether to take them as they are.
         """
-        if self.guarded and not self.in_guarded_step:
-            self.guarded = False
-            warnings.warn(
-                "The model was guarded when it was saved: a skipped step left "
-                "no trace in its statistics and metrics. A guard is not part "
-                "of the file. Write `tfmix.guard(model)` after loading it.",
-                stacklevel=4,
-            )
+        self._warn_of_a_lost_guard()
         notes = _notes(grads)
         if not unscaled and _TRUE in notes:
             raise ValueError(
@@ -778,6 +771,17 @@ class LossScaleOptimizer(
                 if not _notes([gradient]):
                     global_state.put_note(gradient, _GRADIENT, _APPLIED)
         return unscaled
+
+    def _warn_of_a_lost_guard(self) -> None:
+        if not self.guarded or self.in_guarded_step:
+            return
+        self.guarded = False
+        warnings.warn(
+            "The model was guarded when it was saved: a skipped step left no "
+            "trace in its statistics and metrics. A guard is not part of the "
+            "file. Write `tfmix.guard(model)` after loading it.",
+            stacklevel=5,
+        )
 
     def _may_be_scaled(self, grads: Sequence, variables: Sequence) -> bool:
         return (
