@@ -66,7 +66,9 @@ def _made_with() -> str:
     """Says when, and by which versions, something is made."""
     now = datetime.datetime.now().astimezone()
     tfmix = vars(sys.modules["tfmix"])["__version__"]
+    backend = keras.backend.backend()
+    version = vars(sys.modules[backend])["__version__"]
     return (
         f"{now:%Y-%m-%d %H:%M %Z}, tfmix {tfmix}, Keras {keras.__version__} "
-        f"on {keras.backend.backend()}"
+        f"on {backend} {version}"
     )

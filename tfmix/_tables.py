@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import html
 import io
+import shutil
 from collections.abc import Sequence
 
 import rich.box
@@ -84,9 +85,12 @@ class Printed(abc.ABC):
         return rich.console.Group(*self.tables())
 
     def __str__(self) -> str:
-        # Wide enough for the longest line of advice; a terminal wraps it.
+        # As wide as the terminal; a file or a pipe has room for most advice.
+        width = shutil.get_terminal_size((160, 24)).columns
         out = io.StringIO()
-        rich.console.Console(file=out, width=160, color_system=None).print(self)
+        rich.console.Console(file=out, width=width, color_system=None).print(
+            self
+        )
         return out.getvalue()
 
     def _repr_html_(self) -> str:

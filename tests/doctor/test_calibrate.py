@@ -59,6 +59,25 @@ def test_gradients_that_never_fit_are_an_error():
         calibrate(model(), x, x, loss=lambda y, p: 4.0 * keras.ops.mean(p))
 
 
+def test_data_that_is_not_finite_is_named():
+    x = np.ones((16, 1), "float32")
+    x[[9, 12]] = np.nan
+    settings = {"loss": mean, "batch_size": 8}
+    with pytest.raises(_errors.LossScaleError) as caught:
+        calibrate(model(), x, np.ones_like(x), **settings)
+    assert "The gradients of batch 1" in str(caught.value)
+    assert "`x` holds NaN or infinity in rows 1, 4" in str(caught.value)
+
+
+def test_thirty_two_batches_are_enough():
+    x = np.ones((34, 1), "float32")
+    x[32:] = 2.0**12
+    settings = {"loss": mean, "margin_bits": 0, "batch_size": 1}
+    first = calibrate(model(), x[:32], x[:32], **settings)
+    assert calibrate(model(), x, x, **settings) == first
+    assert calibrate(model(), x[31:], x[31:], **settings) < first
+
+
 @pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16"])
 def test_a_model_without_float16_needs_no_scale(dtype):
     x = np.ones((4, 1), "float32")

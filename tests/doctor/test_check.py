@@ -1,6 +1,7 @@
 """The doctor names the planted layer first, and changes nothing."""
 
 import datetime
+import importlib
 import io
 import json
 import threading
@@ -15,6 +16,8 @@ import tfmix
 from tests import numerics_faults
 from tfmix.doctor import check
 from tfmix.policy import policy as policies
+
+BACKEND = importlib.import_module(keras.backend.backend())
 
 
 def diagnosed(planted):
@@ -327,7 +330,7 @@ def test_the_page_names_model_date_and_versions(tmp_path):
         f"{datetime.date.today():%Y-%m-%d}",
         f"Keras {keras.__version__}",
         f"tfmix {tfmix.__version__}",
-        keras.backend.backend(),
+        f"{BACKEND.__name__} {BACKEND.__version__}",
     ):
         assert known in head
     # What a narrow screen shows in place of the heads.
@@ -411,6 +414,42 @@ def test_data_that_is_not_finite_is_named_once_with_its_rows(name):
     assert fault.broken
     with pytest.raises(ValueError, match=f"first at '{name}'"):
         report.suggested_policy(progress=False)
+
+
+@pytest.mark.parametrize("lost", [[3], slice(None)], ids=["one", "all"])
+def test_no_layer_is_fine_that_could_not_be_judged(lost):
+    x, y = rows(8)
+    x[lost] = np.nan
+    report = check.check(small(), x, y, loss="mse")
+    assert [row.layer for row in report.faults] == ["x"]
+    judged = [row for row in report.rows if row.verdict == "ok"]
+    assert all(np.isfinite(row.relative_error) for row in judged)
+
+
+def test_the_advice_for_bad_data_finds_it():
+    x, y = rows(8)
+    x[5] = np.nan
+    (fault,) = check.check(small(), x, y, loss="mse").faults
+    found = eval(fault.advice, {"numpy": np, "x": x})
+    assert set(found[:, 0]) == {5}
+
+
+def test_a_single_row_is_no_batch():
+    tf = pytest.importorskip("tensorflow")
+    x, y = rows(8)
+    unbatched = tf.data.Dataset.from_tensor_slices((x, y))
+    for one in (unbatched, x[0]):
+        with pytest.raises(ValueError, match=r"dataset\.batch\(32\)"):
+            check.check(small(), one, loss="mse" if one is unbatched else None)
+
+
+@pytest.mark.parametrize("columns", [70, 120])
+def test_a_report_is_as_wide_as_the_terminal(columns, monkeypatch):
+    report = check.check(small(), *rows(8), loss="mse")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "first" in str(report)
 
 
 def test_a_notebook_shows_a_table():

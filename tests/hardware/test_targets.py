@@ -13,6 +13,14 @@ def test_there_are_five_gpus_and_four_tpus():
     assert kinds == ["GPU"] * 5 + ["TPU"] * 4
 
 
+def test_they_print_as_a_table():
+    printed = str(tfmix.targets())
+    (line,) = [one for one in printed.splitlines() if "H200" in one]
+    assert line.split()[-3:] == ["989", "989", "1979"]
+    assert "141 GiB" in line
+    assert tfmix.targets()._repr_html_().count("<tr class") == 9
+
+
 @pytest.mark.parametrize("target", tfmix.targets(), ids=lambda one: one.name)
 def test_sixteen_bit_is_no_slower_than_float32_anywhere(target):
     fastest = max(target.rates.get(d, 0) for d in ("float16", "bfloat16"))

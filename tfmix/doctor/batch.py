@@ -86,6 +86,7 @@ def prepare(
     """
     _arguments.model(model)
     x, y = next(parts(x, y), (x, y))
+    _refuse_a_single_row(model, x)
     notes: tuple[str, ...] = ()
     rows = most and _free_rows(model, (x, y))
     if most and rows and rows > most:
@@ -105,6 +106,12 @@ def prepare(
         # As `fit` would; the variables have to be there before the scopes.
         model(x)
     return batch
+
+
+def shown(rows: Sequence[int]) -> str:
+    """Returns the numbers of some rows as text, the first ten of many."""
+    more = ", ..." if len(rows) > 10 else ""
+    return ", ".join(map(str, rows[:10])) + more
 
 
 def is_dataset(x: Any) -> bool:
@@ -149,6 +156,21 @@ def _free_rows(model: keras.Model, nest: Any) -> int | None:
     if fixed or len(counts) != 1 or counts == {()}:
         return None
     return int(next(iter(counts))[0])
+
+
+def _refuse_a_single_row(model: Any, x: Any) -> None:
+    """Refuses what lacks the axis of rows, as of a dataset not batched."""
+    inputs: Sequence[Any] = getattr(model, "inputs", None) or ()
+    leaves = tree.flatten(x)
+    if is_dataset(x) or not len(leaves) == len(inputs) == 1:
+        return
+    shape, wanted = np.shape(leaves[0]), inputs[0].shape
+    # Keras itself appends an axis of one.
+    if len(shape) == len(wanted) - 1 and wanted[-1] != 1:
+        raise ValueError(
+            f"`x` must be a batch, of shape {wanted}. Received: shape {shape}. "
+            "Pass `dataset.batch(32)`, or `x[None]` for a single row."
+        )
 
 
 def _refuse_empty(x: Any) -> None:

@@ -1,10 +1,11 @@
 """The loss scale to start with: the largest that does not overflow."""
 
 import bisect
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 from keras import ops
@@ -16,6 +17,8 @@ from tfmix.scaling.step import finite
 
 # The exponents that are tried: the bounds of `DynamicLossScale`.
 _LOWEST, _HIGHEST = 0, 24
+# A dataset may repeat without end, and more batches tell little.
+_BATCHES = 32
 
 
 def calibrate_loss_scale(
@@ -37,8 +40,7 @@ def calibrate_loss_scale(
     Args:
         model: A `keras.Model`.
         x: Inputs, an array or a nest of arrays, or a `tf.data.Dataset` of
-            batches. All rows are tried, batch by batch; a few hundred are
-            enough. Of a dataset, the first 32 batches are.
+            batches. The first 32 batches are tried, one by one.
         y: Targets; they come with `x` where that is a dataset.
         loss: As for `compile`. Defaults to the compiled loss.
         batch_size: Integer, rows of a batch, as in training. Defaults to 32.
@@ -79,27 +81,41 @@ def calibrate_loss_scale(
         return 1.0
     is_finite = _compiled(whole)
     best = _HIGHEST
-    if trial.is_dataset(x):
-        # Of 32 batches in all: it may repeat without end.
-        batches = itertools.islice(batches, 31)
-    for part in itertools.chain([first], batches):
-        fits = functools.partial(is_finite, *trial.tensors(part))
+    others = itertools.islice(batches, _BATCHES - 1)
+    for index, part in enumerate(itertools.chain([first], others)):
+        x, y = trial.tensors(part)
+        fits = functools.partial(is_finite, x, y)
+        if not fits(_LOWEST):
+            _refuse(dataclasses.replace(whole, x=x, y=y), index)
         best = _largest(fits, best)
     return 2.0 ** max(best - margin, _LOWEST)
 
 
 def _largest(fits: Callable[[int], bool], highest: int) -> int:
-    """Returns the largest exponent that fits, found by halving."""
+    """Returns the largest exponent that fits, found by halving.
+
+    The lowest does.
+    """
     if fits(highest):
         return highest
-    if not fits(_LOWEST):
-        raise _errors.LossScaleError(
-            "The gradients are not finite at a loss scale of 1, so no scale "
-            "can make them so. tfmix.check(model, x, y) names the layer."
-        )
     above = range(_LOWEST + 1, highest)
     fitting = bisect.bisect_left(above, True, key=lambda one: not fits(one))
     return _LOWEST + fitting
+
+
+def _refuse(batch: trial.Batch, index: int) -> NoReturn:
+    bad = batch.bad_rows()
+    why = "tfmix.check(model, x, y) names the layer."
+    if bad:
+        held = " and ".join(
+            f"`{name}` holds NaN or infinity in rows {trial.shown(rows)}"
+            for name, rows in bad.items()
+        )
+        why = f"Of this batch {held}: mend the data first."
+    raise _errors.LossScaleError(
+        f"The gradients of batch {index} are not finite at a loss scale of 1, "
+        f"so no scale can make them so. {why}"
+    )
 
 
 def _compiled(whole: trial.Batch) -> Callable[[Any, Any, int], bool]:

@@ -31,6 +31,10 @@ ROWS = 64
 # Where dynamic loss scaling starts, its rule's default, and its lowest.
 _LOSS_SCALE, _LOWEST = 2.0**15, 1.0
 _IDLE = "No layer computes in 16 bit, so there was nothing to compare."
+_QUANTIZED = (
+    "Quantized layers keep their dtypes. For 16 bit around the integers make "
+    "the model under 'mixed_bfloat16' and quantize it then."
+)
 
 
 def check(
@@ -122,18 +126,13 @@ def _run(
         findings = visit.run()
     if bad_rows:
         # Where no row is fine, all that is not finite is so because of them.
-        findings = [
-            dataclasses.replace(one, verdict=verdicts.OK)
-            if one.gap.broken
-            else one
-            for one in findings
-        ]
+        findings = [one for one in findings if not one.gap.broken]
     narrow = [
         layer
         for layer in suited_optimizer.computing_layers(batch.model)
         if planned_policies.dtype(visit.sixteen, layer) in _formats.SIXTEEN_BIT
     ]
-    idle = "" if narrow else _IDLE
+    idle = () if narrow else (_IDLE, *_why_idle(batch.model))
     return numerics_report.NumericsReport(
         rows=(
             *(_bad_data(*one) for one in bad_rows.items()),
@@ -145,10 +144,20 @@ def _run(
         again=lambda other: _run(given, other, other),
         targets={target.name: target for target in found},
         sixteen_bit_layers=len(narrow),
-        notes=tuple(
-            one for one in (warning, idle, *visit.fallen(), *batch.notes) if one
+        notes=(
+            *filter(None, [warning]),
+            *idle,
+            *visit.fallen(),
+            *batch.notes,
         ),
     )
+
+
+def _why_idle(model: keras.Model) -> list[str]:
+    quantized = any(
+        layer.quantization_mode for layer in layers.flat_layers(model)
+    )
+    return [_QUANTIZED] if quantized else []
 
 
 @contextlib.contextmanager
@@ -226,10 +235,9 @@ def _rows(
 
 def _bad_data(name: str, rows: Sequence[int]) -> verdicts.LayerVerdict:
     """Returns the row of the report for `x` or `y` with NaN or infinity."""
-    shown = ", ".join(map(str, rows[:10]))
-    more = ", ..." if len(rows) > 10 else ""
-    where = f"{name} holds NaN or infinity in rows {shown}{more}"
-    advice = f"numpy.isfinite({name})  # {where}: mend that first"
+    where = f"{name} holds NaN or infinity in rows {batches.shown(rows)}"
+    positions = f"numpy.argwhere(~numpy.isfinite({name}))"
+    advice = f"{positions}  # {where}: mend that first"
     phase, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
     return verdicts.LayerVerdict(
         name, phase, verdict, math.inf, -math.inf, advice, broken=True

@@ -62,7 +62,10 @@ class NumericsReport(_tables.Printed):
     def title(self) -> str:
         """One line: the policy, and whether the model is healthy."""
         count = len({row.layer for row in self.faults})
-        state = "healthy" if self.healthy else f"{count} layer(s) at fault"
+        state = f"{count} layer(s) at fault"
+        if self.healthy:
+            nothing = "no layer computes in 16 bit"
+            state = "healthy" if self.sixteen_bit_layers else nothing
         if self.forward_only:
             state += ", forward pass only"
         return f"{self.policy.name} against float32: {state}"

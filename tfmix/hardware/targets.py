@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tfmix import _arguments
+from tfmix import _arguments, _tables
 
 _TERA, _GIB = 1e12, 2**30
 
@@ -32,17 +32,52 @@ class Target:
     rates: Mapping[str, float]
 
 
-def targets() -> tuple[Target, ...]:
+class Targets(tuple[Target, ...], _tables.Printed):
+    """A tuple of `Target` records that prints as a table."""
+
+    def tables(self) -> list[_tables.Table]:
+        """Returns what to print: rates in 10^12 operations a second."""
+        dtypes = list(
+            dict.fromkeys(dtype for one in self for dtype in one.rates)
+        )
+        rows = [
+            (
+                one.name,
+                one.kind,
+                one.title,
+                f"{one.memory / _GIB:.0f} GiB",
+                f"{one.bandwidth / _TERA:.1f} TB/s",
+                *(
+                    f"{one.rates[dtype] / _TERA:.0f}"
+                    if dtype in one.rates
+                    else "-"
+                    for dtype in dtypes
+                ),
+            )
+            for one in self
+        ]
+        heads = ("target", "kind", "name", "memory", "bandwidth")
+        return [
+            _tables.Table(
+                (*heads, *dtypes),
+                rows,
+                notes=["Rates are of matrix products, in 10^12 operations/s."],
+            )
+        ]
+
+
+def targets() -> Targets:
     """Lists the accelerators that `compile_for` can compile for.
 
     Returns:
-        GPUs first, then TPUs, each from the oldest on, as `Target` records.
+        GPUs first, then TPUs, each from the oldest on: a tuple of frozen
+        `Target` records, which prints as a table.
 
     Example:
         >>> [target.name for target in targets()][:4]
         ['v100', 'a100', 'h100', 'h200']
     """
-    return tuple(_TARGETS.values())
+    return Targets(_TARGETS.values())
 
 
 def find(name: str) -> Target:
