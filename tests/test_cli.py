@@ -599,6 +599,19 @@ def test_the_script_reads_its_words_before_keras(words, code, message):
     assert "Traceback" not in done.stderr
 
 
+def test_the_script_shows_nothing_that_tensorflow_says_of_itself():
+    call = f"import {the_script()}; {the_script()}.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", call, "devices"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "'auto' is" in done.stdout
+    assert not done.stderr
+
+
 def test_the_script_runs_a_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tfmix", "devices", "--json"])
     assert importlib.import_module(the_script()).main() == cli.OK

@@ -5,12 +5,14 @@ a wrong word need not wait for TensorFlow: `tfmix_script.py` loads this file.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 EXIT_CODES = """\
@@ -56,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # What TensorFlow says of itself when it starts is no answer.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    from rich import console
+    with _startup_log_held_back():
+        from rich import console
 
-    from tfmix import commands
+        from tfmix import commands
 
     outcome = getattr(commands, f"run_{options.name}")(options)
     if options.json:
@@ -70,6 +72,26 @@ def _run(options: argparse.Namespace) -> int:
         width = None if sys.stdout.isatty() else 160
         console.Console(width=width).print(outcome.text)
     return OK if outcome.healthy else UNHEALTHY
+
+
+@contextlib.contextmanager
+def _startup_log_held_back() -> Iterator[None]:
+    """Holds back what TensorFlow says of itself, unless it fails to start.
+
+    Its libraries write past Python, some of it at any log level.
+    """
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            said.seek(0)
+            os.write(stderr, said.read())
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 def build_parser() -> argparse.ArgumentParser:
