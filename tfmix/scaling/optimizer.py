@@ -60,6 +60,11 @@ class LossScaleOptimizer(
             lowers it, and the other one's steps let it grow. A file does not
             keep the sharing; loading it says how to share again. Defaults to
             `"dynamic"`.
+        reduce_dtype: `"float16"` or `"bfloat16"`, in which the gradients are
+            summed over the replicas of a `tf.distribute` strategy: half the
+            bytes of float32. They are checked after the sum, so that one
+            which overflows is a skipped step. Defaults to `None`: the dtype
+            of each gradient. Needs the TensorFlow backend.
         name: String. Defaults to `"loss_scale_optimizer"`.
 
     Attributes:
@@ -76,8 +81,9 @@ class LossScaleOptimizer(
         TypeError: If `inner_optimizer` is no Keras 3 optimizer, or a setting
             is not a number.
         ValueError: If a setting is out of range, contradicts another, or
-            belongs to the inner optimizer; or under a distribution strategy
-            that cannot skip a step on all replicas.
+            belongs to the inner optimizer; under a distribution strategy
+            that cannot skip a step on all replicas; if `reduce_dtype` is
+            given under JAX, whose compiler places the sum.
 
     Example:
         >>> model = keras.Sequential([keras.layers.Dense(1)])
@@ -106,6 +112,7 @@ class LossScaleOptimizer(
         dynamic_growth_steps: int | None = None,
         *,
         loss_scale: Any = "dynamic",
+        reduce_dtype: str | None = None,
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -123,6 +130,7 @@ class LossScaleOptimizer(
             loss_scale, initial_scale, dynamic_growth_steps
         )
         inner_optimizer = settings.inner_optimizer(inner_optimizer)
+        reduce_dtype = settings.reduce_dtype(reduce_dtype, rule)
         replicas.check_strategy()
         super().__init__(
             inner_optimizer,
@@ -131,6 +139,7 @@ class LossScaleOptimizer(
             name=name,
             **kwargs,
         )
+        self.reduce_dtype = reduce_dtype
         self.guarded = self.in_guarded_step = False
         # Those who share a scale may scale each other's losses.
         self.losses = leader.losses if leader else scaled_losses.ScaledLosses()
@@ -564,6 +573,8 @@ class LossScaleOptimizer(
             config |= keras_form
         else:
             config["loss_scale"] = serialize(self.rule)
+        if self.reduce_dtype is not None:
+            config["reduce_dtype"] = self.reduce_dtype
         if self._leader_name is not None:
             config["shared_scale_of"] = self._leader_name
         if self.unasked:

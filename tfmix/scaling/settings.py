@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from tfmix import _arguments
+from tfmix import _arguments, _formats
 from tfmix.scaling import rules
 
 
@@ -37,6 +37,34 @@ def loss_scale_rule(
             f"tfmix.LossScale object. Received: loss_scale={loss_scale!r}."
         )
     return rules.FixedLossScale(_arguments.positive("loss_scale", loss_scale))
+
+
+def reduce_dtype(dtype: Any, rule: rules.LossScale) -> str | None:
+    """Returns the dtype that gradients are summed over replicas in, checked."""
+    if dtype is None:
+        return None
+    if not isinstance(dtype, str) or dtype not in _formats.SIXTEEN_BIT:
+        raise ValueError(
+            '`reduce_dtype` must be "float16", "bfloat16" or None. Received: '
+            f"reduce_dtype={dtype!r}."
+        )
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            "`reduce_dtype` is of the sum that `tf.distribute` makes. Under "
+            "JAX the compiler places the sum over a sharded batch, in the "
+            f"dtype of the gradients. Received: reduce_dtype={dtype!r} on the "
+            f"{keras.backend.backend()!r} backend. Leave it out; in a "
+            "`jax.shard_map` of your own write `jax.lax.psum(gradient.astype("
+            f'"{dtype}"), axis)` before `stateless_apply`.'
+        )
+    if dtype == "float16" and isinstance(rule, rules.NoLossScale):
+        raise ValueError(
+            "Gradients that are summed in float16 must be scaled: those below "
+            f"{_formats.FLOAT16.smallest:.1g} become 0. Received: "
+            'reduce_dtype="float16" with NoLossScale(). Write reduce_dtype='
+            '"bfloat16", or loss_scale="dynamic".'
+        )
+    return dtype
 
 
 def inner_optimizer(optimizer: Any) -> Any:

@@ -1,6 +1,10 @@
 """One bad replica: all skip, the scale moves once, nothing hangs."""
 
 import contextlib
+import json
+import pathlib
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -9,6 +13,7 @@ import pytest
 from tests import helpers
 from tfmix.scaling import guard as guards
 from tfmix.scaling import optimizer as optimizers
+from tfmix.scaling import rules
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("tf.distribute is TensorFlow's own", allow_module_level=True)
@@ -415,3 +420,128 @@ def test_masters_take_the_largest_value_that_overwrites_a_variable():
     for variable, expected in ((weight, -3.0), (amax, 2.0)):
         for value in variable.value.values:
             assert float(value.numpy()[0]) == expected
+
+
+HALF = {"reduce_dtype": "float16"}
+
+
+def bytes_summed(function, *arguments):
+    """Lists the bytes that each replica gives to the sums of a function."""
+    graph = function.get_concrete_function(*arguments).graph
+    sent = [
+        operation.inputs[0]
+        for operation in graph.get_operations()
+        if operation.type == "CollectiveReduceV2"
+    ]
+    return [each.shape.num_elements() * each.dtype.size for each in sent]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_the_bytes_are_summed_in_16_bit(dtype):
+    grads = tf.ones((2, 3))
+    whole = bytes_summed(Trainer().step, grads)
+    half = bytes_summed(
+        Trainer({"loss_scale": 4.0, "reduce_dtype": dtype}).step, grads
+    )
+    # Three numbers, and nothing else is exchanged.
+    assert (whole, half) == ([12, 12], [6, 6])
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_sum_that_overflows_in_16_bit_is_skipped_on_all(graph):
+    train = Trainer({"initial_scale": 1024.0, **HALF}, graph)
+    # Each fits in float16, scaled; their sum does not.
+    assert not train([40.0] * 3, [1.0, 40.0, 1.0])
+    assert (train.optimizer.loss_scale, train.value()) == (512.0, [0.0] * 3)
+    assert train([40.0] * 3, [1.0, 40.0, 1.0])
+    assert train.value() == [-41.0, -80.0, -41.0]
+
+
+def test_true_gradients_are_summed_in_16_bit_at_the_loss_scale():
+    train = Trainer({"initial_scale": 2.0**15, **HALF})
+    tiny = tf.constant([3e-8, -1e-7, 0.5])
+
+    @tf.function
+    def step():
+        def on_replica():
+            train.optimizer.apply([tiny], [train.weight], unscaled=True)
+
+        train.strategy.run(on_replica)
+
+    step()
+    np.testing.assert_allclose(train.value(), -2 * tiny.numpy(), rtol=1e-3)
+
+
+def after_two_steps(dtype):
+    """Returns the weights of a model with dense and with sparse gradients."""
+    keras.utils.set_random_seed(1)
+    with helpers.mirrored_strategy().scope():
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Embedding(20, 8),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1),
+            ]
+        )
+        inner = keras.optimizers.SGD(0.1, momentum=0.9)
+        model.compile(Wrapped(inner, reduce_dtype=dtype), "mse")
+    random = np.random.default_rng(0)
+    x = random.integers(0, 20, (16, 4))
+    y = (x > 9).mean(1, keepdims=True)
+    model.fit(x, y, batch_size=8, epochs=1, verbose=0, shuffle=False)
+    assert_replicas_agree(model.variables)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_dense_and_sparse_gradients_are_summed_in_16_bit(dtype):
+    for narrow, whole in zip(
+        after_two_steps(dtype), after_two_steps(None), strict=True
+    ):
+        helpers.assert_close(narrow, whole, dtype)
+        assert not np.array_equal(narrow, whole)
+
+
+def in_a_process_of_its_own(*words):
+    """Trains on digits; strategies of two sizes cannot share a process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.scaling.step.replicas_worker", *words],
+        cwd=pathlib.Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", ["2", "4"])
+def test_training_with_sums_in_16_bit_ends_as_in_float32(count):
+    whole = in_a_process_of_its_own(count, "None")
+    assert whole["skipped"] == 0
+    for dtype, skipped in (("float16", 1), ("bfloat16", 0)):
+        half = in_a_process_of_its_own(count, dtype)
+        # The sum alone overflows, in float16.
+        assert half["skipped"] == skipped
+        assert half["agree"]
+        # One step of 72 is missing.
+        assert abs(half["loss"] / whole["loss"] - 1) < 0.01 + 0.03 * skipped
+
+
+def test_the_dtype_of_the_sum_is_part_of_the_configuration():
+    optimizer = Wrapped("sgd", **HALF)
+    copy = Wrapped.from_config(optimizer.get_config())
+    assert copy.reduce_dtype == "float16"
+    assert "reduce_dtype" not in Wrapped("sgd").get_config()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8", 16, tf.float16])
+def test_only_a_16_bit_dtype_is_one_for_sums(dtype):
+    with pytest.raises(ValueError, match="`reduce_dtype` must be"):
+        Wrapped("sgd", reduce_dtype=dtype)
+
+
+def test_gradients_that_nobody_scales_are_not_summed_in_float16():
+    with pytest.raises(ValueError, match="must be scaled"):
+        Wrapped("sgd", loss_scale=rules.NoLossScale(), **HALF)

@@ -12,6 +12,11 @@ if keras.backend.backend() != "jax":
     pytest.skip("keras.distribution is JAX's here", allow_module_level=True)
 
 
+def test_the_dtype_of_a_sum_that_the_compiler_places_cannot_be_chosen():
+    with pytest.raises(ValueError, match=r"jax\.lax\.psum"):
+        optimizers.LossScaleOptimizer("sgd", reduce_dtype="float16")
+
+
 @pytest.fixture
 def eight_devices():
     devices = keras.distribution.list_devices("cpu")

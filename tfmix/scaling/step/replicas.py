@@ -15,6 +15,7 @@ import keras
 
 from tfmix._keras import optimizers
 from tfmix._keras import variables as keras_variables
+from tfmix.scaling.step import finite
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -51,8 +52,17 @@ def check_replica_context() -> None:
         )
 
 
-def sum_gradients(grads: Sequence, variables: Sequence) -> list:
-    """Sums each gradient over all replicas of all workers; `None`s stay."""
+def sum_gradients(
+    grads: Sequence,
+    variables: Sequence,
+    dtype: str | None = None,
+    factor: Any = None,
+) -> list:
+    """Sums each gradient over all replicas of all workers; `None`s stay.
+
+    With a `dtype` they are summed in that, multiplied by a `factor` meanwhile,
+    and come back in their own.
+    """
     # Of what overwrites its variable (Keras's float8 scales and histories of
     # maxima) the largest is taken.
     result = list(grads)
@@ -64,7 +74,10 @@ def sum_gradients(grads: Sequence, variables: Sequence) -> list:
         return result
     maxed = {n for n in present if keras_variables.is_overwritten(variables[n])}
     # There is no reduction by maximum: each replica adds a row of its own.
-    sent = [_as_row(grads[n]) if n in maxed else grads[n] for n in present]
+    sent = [
+        _as_row(grads[n]) if n in maxed else _sent(grads[n], dtype, factor)
+        for n in present
+    ]
     # What is reduced together is packed into one vector, so has one dtype.
     for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
         alike = [i for i, tensor in enumerate(sent) if tensor.dtype == dtype]
@@ -72,8 +85,29 @@ def sum_gradients(grads: Sequence, variables: Sequence) -> list:
             tf.distribute.ReduceOp.SUM, [sent[i] for i in alike]
         )
         for n, total in zip([present[i] for i in alike], sums, strict=True):
-            result[n] = _largest(total) if n in maxed else total
+            result[n] = (
+                _largest(total)
+                if n in maxed
+                else _received(total, grads[n].dtype, factor)
+            )
     return result
+
+
+def _sent(gradient: Any, dtype: str | None, factor: Any) -> Any:
+    if factor is not None:
+        factor = tf.cast(factor, gradient.dtype)
+        gradient = tf.math.scalar_mul(factor, gradient)
+    dtype = tf.as_dtype(dtype or gradient.dtype)
+    # Rows are gathered, and TensorFlow gathers no bfloat16.
+    gathered = dtype == tf.bfloat16 and finite.is_sparse(gradient)
+    return tf.cast(gradient, tf.float32 if gathered else dtype)
+
+
+def _received(total: Any, dtype: Any, factor: Any) -> Any:
+    total = tf.cast(total, dtype)
+    if factor is not None:
+        total = tf.math.scalar_mul(1.0 / tf.cast(factor, dtype), total)
+    return total
 
 
 def _as_row(tensor: Any) -> Any:

@@ -15,9 +15,17 @@ def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:
     used = optimizer.variables + optimizer.model_variables
     with replicas.one_replica(used):
         state = optimizer.state()
-        scale = None if unscaled else optimizer.rule.current(state)
-    grads, early = _divided_early(grads, variables, scale)
-    grads = replicas.sum_gradients(grads, variables)
+        current = optimizer.rule.current(state)
+    scale = None if unscaled else current
+    early: frozenset[int] = frozenset()
+    if optimizer.reduce_dtype is None:
+        grads, early = _divided_early(grads, variables, scale)
+        grads = replicas.sum_gradients(grads, variables)
+    else:
+        # True gradients may be too small for 16 bit.
+        factor = current if unscaled else None
+        dtype = optimizer.reduce_dtype
+        grads = replicas.sum_gradients(grads, variables, dtype, factor)
     with replicas.one_replica(used, optimizer):
         if compilation.by_xla():
             return _update_or_restore(optimizer, state, grads, variables, scale)
