@@ -72,7 +72,14 @@ def made(name, policy, seed=SEEDS[0]):
     model = kind(
         preprocessor=None, **given, **{"num_classes": 2} if classes else {}
     )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    # As the metrics that a task's own `compile` adds ask for.
+    losses = keras.losses
+    crossentropy = (
+        losses.CategoricalCrossentropy
+        if issubclass(kind, PIXELS)
+        else losses.SparseCategoricalCrossentropy
+    )
+    loss = crossentropy(from_logits=True)
     # As its own `compile` has it, but for a rate that learns in 32 steps.
     model.compile(keras.optimizers.Adam(1e-3), loss, jit_compile=False)
     model.optimizer.build(model.trainable_variables)
@@ -87,7 +94,7 @@ def data(name):
     if issubclass(kind, CLASSES):
         return inputs, np.array([0, 1])
     if issubclass(kind, PIXELS):
-        return inputs, (inputs[..., 0] > 0.5).astype("int32")
+        return inputs, keras.utils.to_categorical(inputs[..., 0] > 0.5, 2)
     if issubclass(kind, MASKED):
         places = np.array([[1, 3], [2, 4]])
         return {**inputs, "mask_positions": places}, words[:, :2]
