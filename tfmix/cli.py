@@ -209,9 +209,14 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
         "shapes that keep 16-bit hardware waiting, and memory per policy",
         (
             " model.keras --batch-size 128",
-            " model.keras --batch-size 128 --json",
+            " model.keras --batch-size 128 --target v5e --json",
         ),
-        {**_MODEL, "--batch-size": _ROWS, "--input-shape": _SHAPE},
+        {
+            **_MODEL,
+            "--batch-size": _ROWS,
+            "--input-shape": _SHAPE,
+            "--target": {"help": "whose memory it has to fit, v5e for example"},
+        },
     ),
     "compile": (
         "what a saved model's training step becomes on a GPU or TPU that is "

@@ -85,7 +85,9 @@ def run_advise(options: argparse.Namespace) -> Outcome:
     # An optimizer that was saved with the model has its slots counted.
     model = _loaded(options.model)
     shape = options.input_shape and tuple(options.input_shape)
-    advice = advise.advise(model, options.batch_size, input_shape=shape)
+    advice = advise.advise(
+        model, options.batch_size, input_shape=shape, target=options.target
+    )
     return Outcome(advice, json.loads(advice.to_json()))
 
 

@@ -1,5 +1,6 @@
 """Shapes, alignment, share of the work and bytes: counted by hand."""
 
+import dataclasses
 import math
 import re
 
@@ -9,8 +10,9 @@ import pytest
 
 from tests import helpers
 from tfmix.hardware import advise as advising
+from tfmix.hardware import targets, training_memory
 from tfmix.scaling import optimizer as scaling
-from tfmix.variables import master
+from tfmix.variables import bfloat16_rounding, low_memory, master
 
 advise = advising.advise
 
@@ -113,8 +115,11 @@ def test_memory_is_that_of_the_variables_and_outputs():
     assert memory["float32"].weights == weights == 4 * (16 * 8 + 8)
     assert memory["mixed_float16"].weights == weights
     assert memory["float16"].weights == weights / 2
-    # Momentum and masters, both in float32.
-    assert memory["float16"].slots == pytest.approx(2 * weights, abs=64)
+    assert memory["float16"].masters == weights
+    assert memory["float16"].slots == pytest.approx(weights, abs=64)
+    assert memory["float16"].gradients == weights / 2
+    assert memory["mixed_float16"].gradients == weights
+    assert memory["mixed_float16"].masters == 0
     assert memory["float32"].activations == 4 * 32 * 8
     assert memory["mixed_float16"].activations == 2 * 32 * 8
 
@@ -224,13 +229,30 @@ def test_wrong_arguments_are_refused():
         advise(free, 32, input_shape=(None, 3))
 
 
-def wide(policy):
-    keras.config.set_dtype_policy(policy)
+def optimizers():
+    """Maps ways to train to functions that make the optimizer."""
+    adam = keras.optimizers.Adam
+    masters, coded = master.MasterWeightOptimizer, {"slot_dtype": "int8"}
+    stochastic = bfloat16_rounding.BFloat16Optimizer
+    low = low_memory.LowMemoryOptimizer
+    return {
+        "float32": adam,
+        "mixed_float16": adam,
+        "mixed_bfloat16, 8-bit slots": lambda: low(adam()),
+        "float16": lambda: masters(adam()),
+        "float16, 8-bit slots": lambda: masters(adam(), **coded),
+        "bfloat16, no masters": lambda: stochastic(adam()),
+        "bfloat16, no masters, 8-bit slots": lambda: stochastic(
+            adam(), **coded
+        ),
+    }
+
+
+def wide(way):
+    keras.config.set_dtype_policy(way.partition(",")[0])
     hidden = [keras.layers.Dense(256, "relu") for _ in range(3)]
     model = sequential(*hidden, keras.layers.Dense(16), shape=(64,))
-    optimizer = keras.optimizers.Adam()
-    if policy == "float16":
-        optimizer = master.MasterWeightOptimizer(optimizer)
+    optimizer = optimizers()[way]()
     model.compile(scaling.LossScaleOptimizer(optimizer), "mse")
     model.optimizer.build(model.trainable_variables)
     return model
@@ -240,14 +262,67 @@ def held_by(variables):
     return sum(np.array(variable).nbytes for variable in variables)
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "float16"])
-def test_bytes_of_weights_and_slots_are_those_of_the_variables(policy):
-    model = wide(policy)
-    memory = advise(model, 512).memory[policy]
+@pytest.mark.parametrize("way", optimizers())
+def test_bytes_of_weights_and_slots_are_those_of_the_variables(way):
+    model = wide(way)
+    memory = advise(model, 512).memory[way]
     assert memory.weights == held_by(model.variables)
     # The loss scale, the counters and the learning rate come on top.
-    slots = held_by(model.optimizer.variables)
-    assert memory.slots == pytest.approx(slots, rel=0.01)
+    held = held_by(model.optimizer.variables)
+    assert memory.masters + memory.slots == pytest.approx(held, rel=0.01)
+    # As well before the model is trained in that way.
+    before = advise(wide("float32"), 512).memory[way]
+    assert before.slots == pytest.approx(memory.slots, rel=0.01)
+    assert before.masters == memory.masters
+
+
+def test_without_slots_there_are_none_in_8_bits():
+    model = sequential(keras.layers.Dense(8))
+    model.compile(keras.optimizers.SGD(), "mse")
+    model.optimizer.build(model.trainable_variables)
+    ways = advise(model, 32).memory
+    assert "bfloat16, no masters" in ways
+    assert not [name for name in ways if "8-bit" in name]
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "expected"),
+    [
+        ("h200", "float32", "mixed_float16"),
+        # A TPU has no float16 products.
+        ("v5e", "float32", "mixed_bfloat16"),
+        (
+            "v5e",
+            "mixed_bfloat16, 8-bit slots",
+            "mixed_bfloat16, 8-bit slots. Compile with "
+            "tfmix.LowMemoryOptimizer(optimizer)",
+        ),
+        (
+            "v5e",
+            "bfloat16, no masters, 8-bit slots",
+            "bfloat16, no masters, 8-bit slots. Compile with "
+            'tfmix.BFloat16Optimizer(optimizer, slot_dtype="int8")',
+        ),
+    ],
+)
+def test_the_first_way_in_16_bit_that_fits_is_named(name, way, expected):
+    found = advise(wide("float32"), 32).memory
+    target = targets.find(name)
+    fitting = dataclasses.replace(target, memory=found[way].total)
+    said = training_memory.first_that_fits(found, fitting)
+    assert said.endswith(f"The first that fits: {expected}")
+    smaller = dataclasses.replace(target, memory=1)
+    assert "None of these" in training_memory.first_that_fits(found, smaller)
+
+
+def test_whether_it_fits_is_printed():
+    model = sequential(keras.layers.Dense(8))
+    advice = advise(model, 32, target="v5e")
+    assert advice.fitting.startswith("v5e has 16,384 MiB")
+    assert advice.fitting in str(advice)
+    assert not advise(model, 32).fitting
+    with pytest.raises(ValueError, match="Did you mean 'v5p'"):
+        advise(model, 32, target="v5")
 
 
 @helpers.requires_backend("jax")

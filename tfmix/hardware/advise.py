@@ -11,8 +11,7 @@ from keras import tree
 
 from tfmix import _arguments, _formats, _tables
 from tfmix._keras import layers as host
-from tfmix._keras import optimizers
-from tfmix.hardware import model_batches
+from tfmix.hardware import model_batches, targets, training_memory
 
 Shape = tuple[int, ...]
 Shapes = list[Shape]
@@ -20,15 +19,6 @@ Shapes = list[Shape]
 # Tensor Cores work on multiples of 8 in 16 bit (NVIDIA's mixed-precision
 # guide), the MXU of a TPU on tiles of 128.
 GPU_MULTIPLE, TPU_MULTIPLE = 8, 128
-_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-# Policies, and the dtypes of weights and activations under each.
-_POLICIES = {
-    "float32": ("float32", "float32"),
-    "mixed_float16": ("float32", "float16"),
-    "mixed_bfloat16": ("float32", "bfloat16"),
-    "float16": ("float16", "float16"),
-    "bfloat16": ("bfloat16", "bfloat16"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,39 +62,24 @@ class LayerProducts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes that training holds under one policy."""
-
-    weights: int  # of all variables of the model
-    # Of the optimizer's variables, in float32, and of the float32 masters that
-    # tfmix keeps behind 16-bit weights.
-    slots: int
-    # Of what layers return, kept for the backward pass. A framework may keep
-    # more, JAX a ReLU's input for instance, and a CPU without 16-bit arithmetic
-    # keeps them in float32.
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """All three together."""
-        return self.weights + self.slots + self.activations
-
-
-@dataclasses.dataclass(frozen=True)
 class Advice(_tables.Printed):
     """What `advise` found; prints as a table.
 
     Attributes:
         rows: One `LayerProducts` per layer with products, the costliest first.
         share_16bit: Share of the operations that run in 16 bit, 0 to 1.
-        memory: Policy name to `Memory`.
+        memory: A way to train, the name of a policy and what is beside it, to
+            its `Memory`, in bytes.
         batch_size: The batch size it holds for.
+        fitting: A sentence on the first way in 16 bit that fits the target;
+            `""` without one.
     """
 
     rows: tuple[LayerProducts, ...]
     share_16bit: float
-    memory: Mapping[str, Memory]
+    memory: Mapping[str, training_memory.Memory]
     batch_size: int
+    fitting: str = ""
 
     def tables(self) -> list[_tables.Table]:
         """Returns the tables that are printed."""
@@ -125,10 +100,15 @@ class Advice(_tables.Printed):
         title += f"batch of {self.batch_size}"
         sizes = []
         for name, one in self.memory.items():
-            known = (one.weights, one.slots, one.activations, one.total)
+            known = (*dataclasses.astuple(one), one.total)
             sizes.append((name, *(f"{size / 2**20:.2f}" for size in known)))
-        memory = ("MiB", "weights", "slots", "activations", "together")
-        return [_tables.Table(heads, rows, title), _tables.Table(memory, sizes)]
+        kinds = [one.name for one in dataclasses.fields(training_memory.Memory)]
+        memory = _tables.Table(
+            ("MiB", *kinds, "together"),
+            sizes,
+            notes=[self.fitting] if self.fitting else (),
+        )
+        return [_tables.Table(heads, rows, title), memory]
 
     def to_json(self) -> str:
         """Returns the advice as JSON."""
@@ -141,10 +121,13 @@ def advise(
     *,
     x: Any = None,
     input_shape: Any = None,
+    target: str | None = None,
 ) -> Advice:
     """Says where a model's shapes keep 16-bit hardware from being fast.
 
-    Nothing is computed: the model runs on shapes alone.
+    And what training takes in memory, by kind, under each policy and with
+    optimizers that hold less. Nothing is computed: the model runs on shapes
+    alone.
 
     Args:
         model: A `keras.Model`. It is built if it is not.
@@ -155,14 +138,17 @@ def advise(
             `None`: the model's own input shapes.
         input_shape: In place of `x`, the shape of one row, such as `(128,)`,
             for every input, or a nest of such shapes.
+        target: The name of one of `targets()`, whose memory it has to fit.
+            Defaults to `None`: none is said to fit.
 
     Returns:
-        An `Advice`: `rows`, `share_16bit` and `memory`.
+        An `Advice`: `rows`, `share_16bit`, `memory` and `fitting`.
 
     Raises:
         TypeError: If `model` is no Keras model, or `batch_size` no integer.
         ValueError: If `batch_size` is below 1, the model's input shapes are
-            not known, or `x` and `input_shape` are both given or do not fit.
+            not known, `x` and `input_shape` are both given or do not fit, or
+            there is no such target.
 
     Example:
         >>> layers = [keras.Input((64,)), keras.layers.Dense(10)]
@@ -171,6 +157,7 @@ def advise(
     """
     _arguments.model(model)
     size = _arguments.count("batch_size", batch_size, example=32)
+    known = None if target is None else targets.find(target)
     inputs = model_batches.inputs(model, size, x, input_shape)
     if not all(layer.built for layer in host.flat_layers(model)):
         model(*inputs)
@@ -180,7 +167,10 @@ def advise(
     work = sum(row.flops for row in rows)
     fast = sum(row.flops for row in rows if row.dtype in _formats.SIXTEEN_BIT)
     share = fast / work if work else 0.0
-    return Advice(tuple(rows), share, _memory(model, found), size)
+    outputs = sum(use.outputs for use in found if not use.has_parts)
+    memory = training_memory.by_way(model, outputs)
+    fitting = known and training_memory.first_that_fits(memory, known)
+    return Advice(tuple(rows), share, memory, size, fitting or "")
 
 
 def _row(layer: Any, found: tuple[Product, ...]) -> LayerProducts:
@@ -208,34 +198,6 @@ def _padding(product: Product) -> str:
         if padded != size and (small or padded / size <= 1.25):
             hints.append(f"{name} {size} -> {padded}")
     return ", ".join(hints)
-
-
-def _memory(model: Any, found: list[Use]) -> dict[str, Memory]:
-    trainable = _elements(model.trainable_variables)
-    weights = trainable + _elements(model.non_trainable_variables)
-    slots = 2 * trainable  # Adam's, where the model has no optimizer yet
-    chain = list(optimizers.chain(getattr(model, "optimizer", None)))
-    # The optimizer inside all wrappers.
-    if chain and chain[-1].built:
-        slots = _elements(chain[-1].variables)
-    outputs = sum(use.outputs for use in found if not use.has_parts)
-    return {
-        name: Memory(
-            weights * _BYTES[variables],
-            # A master in float32 stands behind each 16-bit weight.
-            (slots + trainable * (variables != "float32")) * _BYTES["float32"],
-            outputs * _BYTES[activations],
-        )
-        for name, (variables, activations) in _POLICIES.items()
-    }
-
-
-def _elements(variables: list[keras.Variable]) -> int:
-    return sum(
-        math.prod(variable.shape)
-        for variable in variables
-        if keras.backend.is_float_dtype(variable.dtype)
-    )
 
 
 def _uses(model: keras.Model, inputs: list) -> list[Use]:

@@ -55,6 +55,17 @@ def are_coded(slot_dtype: Rules) -> bool:
     return any(dtype == INT8 for _, dtype in slot_dtype)
 
 
+def keeps_float32(slot_dtype: Rules, variable: keras.Variable) -> bool:
+    """Says whether the slots of a variable stay in float32, by the rules."""
+    if isinstance(slot_dtype, str):
+        small = math.prod(variable.shape) < _SMALL
+        return small or _RARE in variable.path
+    for pattern, dtype in slot_dtype:
+        if re.search(pattern, variable.path):
+            return dtype != INT8
+    return True
+
+
 class EightBitSlots:
     """Lets an inner optimizer create its slots in 8 bits.
 
@@ -93,7 +104,7 @@ class EightBitSlots:
             name: str | None = None,
             initializer: Any = "zeros",
         ) -> keras.Variable:
-            if name in WIDE or self._keeps_float32(reference_variable):
+            if name in WIDE or keeps_float32(self._rules, reference_variable):
                 return original(reference_variable, name, initializer)
             slot = self._make(
                 worker, reference_variable, name or "var", initializer
@@ -104,15 +115,6 @@ class EightBitSlots:
             return slot
 
         replacements.swap(undo, worker, "add_variable_from_reference", add)
-
-    def _keeps_float32(self, variable: keras.Variable) -> bool:
-        if isinstance(self._rules, str):
-            small = math.prod(variable.shape) < _SMALL
-            return small or _RARE in variable.path
-        for pattern, dtype in self._rules:
-            if re.search(pattern, variable.path):
-                return dtype != INT8
-        return True
 
     def _make(
         self, worker: Any, variable: keras.Variable, name: str, initializer: Any
