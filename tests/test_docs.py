@@ -18,7 +18,7 @@ BACKENDS = ("tensorflow", "jax")
 MEANWHILE = {
     "load_float32(model": """
 from tfmix import export_float32
-model.build((None, 8))
+model.built or model.build((None, 8))
 export_float32(model, "float32.weights.h5")
 """,
 }
