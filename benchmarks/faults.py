@@ -3,7 +3,8 @@
 python -m benchmarks.faults [--only NAME ...] [--systems NAME ...] [--json]
                              [--save]
 
-`--systems masters flat split stochastic kahan` shows pure 16-bit variables.
+`--systems masters flat split stochastic kahan` shows pure 16-bit variables,
+`--systems low stochastic8` slots in 8 bits.
 KERAS_BACKEND=jax runs the rows that need no `tf.distribute`.
 
 Every outcome is computed from what happened in this very run. The faults run
@@ -196,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--systems",
         nargs="+",
         default=names,
-        choices=[*names, *(each.name for each in systems.SIXTEEN_BIT)],
+        choices=list(systems.ALL),
     )
     parser.add_argument("--json", action="store_true")
     results.add_save(parser)

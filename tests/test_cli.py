@@ -168,6 +168,14 @@ def test_check_finds_a_healthy_model_healthy(capsys, folder):
     assert "mixed_float16 against float32: healthy" in out
 
 
+def test_check_says_how_many_rows_it_took(capsys, folder):
+    words = ("good.keras", "batch.npz", "--rows")
+    _, some, _ = checked(capsys, folder, *words, "4")
+    assert "The first 4 rows of the file were checked" in some
+    _, every, _ = checked(capsys, folder, *words, "100")
+    assert "rows of the file" not in every
+
+
 def test_check_names_the_layer_and_the_line_that_mends_it(capsys, folder):
     code, out, _ = checked(capsys, folder, "bad.keras", "batch.npz")
     assert code == cli.UNHEALTHY

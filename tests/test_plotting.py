@@ -30,6 +30,21 @@ def test_headroom_has_a_bar_for_every_layer_and_names_the_fault(report):
     assert sorted(texts(figure)) == sorted(faults)
 
 
+def test_the_forty_layers_with_the_least_headroom_are_drawn(report):
+    row = report.rows[0]
+    rows = [
+        dataclasses.replace(row, layer=f"layer_{n}", headroom_bits=50.0 - n)
+        for n in range(50)
+    ]
+    many = dataclasses.replace(report, rows=tuple(rows))
+    axis = plotting.headroom(many).axes[0]
+    names = [label.get_text() for label in axis.get_yticklabels()]
+    assert len(names) == 40
+    assert "layer_49" in names
+    assert "layer_0" not in names
+    assert axis.get_ylabel().startswith("10 layers")
+
+
 def test_what_stays_in_float32_is_grey(report):
     rows = [
         dataclasses.replace(row, dtype="float32", verdict="ok")

@@ -13,6 +13,8 @@ import rich.markup
 import rich.table
 import rich.text
 
+# Spaces between columns, and what of a long name is shown at least.
+_GAP, _LEAST_NAME = 2, 12
 _STYLES = {
     "ok": "green",
     "overflow": "bold red",
@@ -34,18 +36,39 @@ class Table:
     # One for each row, which sets its colour; empty for rows without.
     verdicts: Sequence[str] = ()
 
-    def __rich__(self) -> rich.console.Group:
-        drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-        for head in self.heads:
-            drawn.add_column(head, overflow="fold")
-        for index, row in enumerate(self.rows):
+    def __rich_console__(
+        self,
+        console: rich.console.Console,
+        options: rich.console.ConsoleOptions,
+    ) -> rich.console.RenderResult:
+        if self.title:
+            yield rich.markup.escape(self.title)
+        yield self._drawn(options.max_width)
+        yield ""
+        yield from map(rich.markup.escape, self.notes)
+        for line in self.code:
+            yield rich.text.Text(line, overflow="fold")
+
+    def _drawn(self, width: int) -> rich.table.Table:
+        columns = [*zip(self.heads, *self.rows, strict=True)]
+        drawn = rich.table.Table(
+            box=rich.box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, _GAP - 1, 0, 0),
+        )
+        for head, *cells in columns:
+            # Of sentences the lines are broken; a number or a name is whole.
+            is_text = any(" " in cell for cell in cells)
+            drawn.add_column(head, no_wrap=not is_text, overflow="fold")
+        others = sum(map(_least_width, columns[1:]))
+        names = width - others - _GAP * len(columns)
+        for index, (name, *row) in enumerate(self.rows):
             # Names and advice hold brackets, which rich takes for markup.
+            cells = [_shortened(name, names), *row]
             style = _STYLES.get(self._verdict(index))
-            drawn.add_row(*map(rich.markup.escape, row), style=style)
-        above = [rich.markup.escape(self.title)] if self.title else []
-        below = map(rich.markup.escape, self.notes)
-        code = [rich.text.Text(line, overflow="fold") for line in self.code]
-        return rich.console.Group(*above, drawn, *below, *code)
+            drawn.add_row(*map(rich.markup.escape, cells), style=style)
+        return drawn
 
     def html(self) -> str:
         """Returns an HTML table; a row's verdict is its class."""
@@ -60,7 +83,10 @@ class Table:
         return (
             f"{title}<table><thead><tr>{heads}</tr></thead>"
             f"\n<tbody>{rows}</tbody></table>{notes}"
-            + (f"\n<pre>{code}</pre>" if code else "")
+            + (
+                f'\n<pre style="white-space: pre-wrap">{code}</pre>'
+                * bool(code)
+            )
         )
 
     def _cells(self, row: Sequence[str]) -> str:
@@ -72,6 +98,20 @@ class Table:
 
     def _verdict(self, index: int) -> str:
         return self.verdicts[index] if self.verdicts else ""
+
+
+def _least_width(column: Sequence[str]) -> int:
+    """Returns the width in which a column shows its words whole."""
+    return max(len(word) for cell in column for word in [*cell.split(), ""])
+
+
+def _shortened(name: str, width: int) -> str:
+    """Leaves out the middle of a long path; its end tells most."""
+    width = max(width, _LEAST_NAME)
+    if len(name) <= width or " " in name:
+        return name
+    end = 2 * width // 3
+    return f"{name[: width - end - 1]}…{name[-end:]}"
 
 
 class Printed(abc.ABC):
@@ -94,4 +134,5 @@ class Printed(abc.ABC):
         return out.getvalue()
 
     def _repr_html_(self) -> str:
-        return "\n".join(table.html() for table in self.tables())
+        tables = "\n".join(table.html() for table in self.tables())
+        return f'<div style="overflow-x: auto">{tables}</div>'

@@ -11,6 +11,8 @@ from typing import Any
 
 import keras
 import numpy as np
+from absl import logging
+from keras import tree
 from rich import console, markup
 
 from tfmix.conversion import convert
@@ -45,7 +47,7 @@ def run_check(options: argparse.Namespace) -> Outcome:
     # A loss that is given replaces the compiled one, which then need not load.
     model = load_model(options.model, compiled=options.loss is None)
     x = arranged(x, model)
-    notes = []
+    notes = _said_of_rows(x, options.rows)
     if y is not None and not (options.loss or getattr(model, "loss", None)):
         y = None
         notes.append(
@@ -78,6 +80,12 @@ def run_check(options: argparse.Namespace) -> Outcome:
     data["notes"] += notes
     text = console.Group(report, *map(markup.escape, notes))
     return Outcome(text, data, report.healthy)
+
+
+def _said_of_rows(x: Any, most: int) -> list[str]:
+    if len(tree.flatten(x)[0]) < most:
+        return []
+    return [f"The first {most} rows of the file were checked; see --rows."]
 
 
 def run_advise(options: argparse.Namespace) -> Outcome:
@@ -134,6 +142,8 @@ def run_convert(options: argparse.Namespace) -> Outcome:
         )
     _check_folder(target)
     model = load_model(options.source, compiled=not options.inference)
+    # What it logs is part of its report, which is printed.
+    logging.set_verbosity(logging.ERROR)
     report = convert.apply_policy(model, options.policy)
     model.save(target)
     said = [devices().auto()] if options.policy == "auto" else []

@@ -14,6 +14,8 @@ _RED, _YELLOW, _GREEN, _BLUE = "#b2182b", "#e0a526", "#4d9221", "#2166ac"
 _GREY = "#a6a6a6"
 # Longest bar of headroom that is drawn; more is never a concern.
 _MOST_BITS = 24
+# Layers that are drawn: those at fault, and those with the least headroom.
+_MOST_LAYERS = 40
 _VERDICT_COLOURS = {"ok": _GREEN, "underflow": _YELLOW, "inaccurate": _YELLOW}
 
 Path = str | os.PathLike[str]
@@ -34,10 +36,7 @@ def headroom(report: Any, path: Path | None = None) -> Any:
     """
     known = {row.phase for row in report.rows}
     phases = [phase for phase in ("forward", "backward") if phase in known]
-    # From input to output, the loss last.
-    drawn = {row.layer for row in report.rows if row.phase != "weights"}
-    names = [name for name in report.targets if name in drawn]
-    names += sorted(drawn.difference(names))
+    names, left_out = _layers(report)
     figure = _figure(2 + 4.5 * len(phases), 1.6 + 0.28 * len(names))
     axes = figure.subplots(1, len(phases), squeeze=False, sharey=True)[0]
     for axis, phase in zip(axes, phases, strict=True):
@@ -53,9 +52,23 @@ def headroom(report: Any, path: Path | None = None) -> Any:
         axis.set_axisbelow(True)
         axis.set_title(f"{phase} pass", loc="left", fontsize=10)
         axis.set_xlabel(f"bits to overflow in {report.policy.compute_dtype}")
+    if left_out:
+        axes[0].set_ylabel(f"{left_out} layers with more room are not shown")
     axes[0].invert_yaxis()
     _legend(figure)
     return _written(figure, path)
+
+
+def _layers(report: Any) -> tuple[list[str], int]:
+    """Returns the layers to draw, in order, and how many are left out."""
+    rows = [row for row in report.rows if row.phase != "weights"]
+    rows.sort(key=lambda row: (row.verdict == "ok", row.headroom_bits))
+    ranked = list(dict.fromkeys(row.layer for row in rows))
+    drawn = set(ranked[:_MOST_LAYERS])
+    # From input to output, the loss last.
+    names = [name for name in report.targets if name in drawn]
+    names += sorted(drawn.difference(names))
+    return names, len(ranked) - len(names)
 
 
 def exponents(

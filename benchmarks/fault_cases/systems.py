@@ -192,25 +192,26 @@ _TOGETHER = {
 }
 
 
-class SixteenBit(Tfmix):
-    """tfmix on a model whose variables are 16-bit themselves.
+class Kept(Tfmix):
+    """tfmix with an optimizer that keeps its state in a form of its own.
 
     Args:
         name: The name of the column.
-        dtype: Of the variables, `"float16"` or `"bfloat16"`.
         keep: Wraps an optimizer so that no update is lost.
         inapplicable: Why a fault does not apply, by its name.
+        dtype: Of the variables, if they are 16-bit themselves.
     """
 
     def __init__(
         self,
         name: str,
-        dtype: str,
         keep: Callable[[Any], Any],
         inapplicable: Mapping[str, str],
+        dtype: str | None = None,
     ) -> None:
         self.name = name
-        self.dtype = self.policy = self.layers = dtype
+        if dtype is not None:
+            self.dtype = self.policy = self.layers = dtype
         self.keep = keep
         self.inapplicable = inapplicable
 
@@ -229,6 +230,12 @@ def _rounded(**how: Any) -> Callable[[Any], Any]:
     return lambda inner: tfmix.BFloat16Optimizer(inner, **how)
 
 
+def _low(inner: Any) -> Any:
+    return tfmix.LowMemoryOptimizer(inner, **_INT8)
+
+
+# Also the slots of the small variables that the faults meet.
+_INT8: dict[str, Any] = {"slot_dtype": [("", "int8")], "seed": 7}
 _NO_BROADCAST = {
     "nan-in-one-worker": "TensorFlow 2.21 has no bfloat16 broadcast, by which "
     "each worker gets the first one's variables"
@@ -238,15 +245,20 @@ _NARROW = _REPLACED | _NO_BROADCAST
 
 # float16 overflows; split masters and rounding are for bfloat16.
 SIXTEEN_BIT = (
-    SixteenBit("masters", "float16", _masters(), _FLOAT8_ROWS),
-    SixteenBit("flat", "float16", _masters(flat=True), _REPLACED | _TOGETHER),
-    SixteenBit("split", "bfloat16", _masters(split=True), _NARROW),
-    SixteenBit("stochastic", "bfloat16", _rounded(seed=7), _NARROW),
-    SixteenBit("kahan", "bfloat16", _rounded(rounding="kahan"), _NARROW),
+    Kept("masters", _masters(), _FLOAT8_ROWS, "float16"),
+    Kept("flat", _masters(flat=True), _REPLACED | _TOGETHER, "float16"),
+    Kept("split", _masters(split=True), _NARROW, "bfloat16"),
+    Kept("stochastic", _rounded(seed=7), _NARROW, "bfloat16"),
+    Kept("kahan", _rounded(rounding="kahan"), _NARROW, "bfloat16"),
+)
+EIGHT_BIT_SLOTS = (
+    Kept("low", _low, {"pure-without-masters": "it is for float32 variables"}),
+    Kept("stochastic8", _rounded(**_INT8), _NARROW, "bfloat16"),
 )
 SYSTEMS = (Keras(), Tfmix())
+ALL = {each.name: each for each in (*SYSTEMS, *SIXTEEN_BIT, *EIGHT_BIT_SLOTS)}
 
 
 def by_name(name: str) -> System:
     """Returns the system of that name."""
-    return {each.name: each for each in (*SYSTEMS, *SIXTEEN_BIT)}[name]
+    return ALL[name]

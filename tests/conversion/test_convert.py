@@ -214,7 +214,7 @@ def test_the_report_prints_in_every_form():
 
     report = convert.apply_policy(functional(), "mixed_float16")
     text = str(report)
-    assert "1 changed to mixed_float16, 1 kept in float32" in text
+    assert "2 layers under mixed_float16: 1 changed, 1 in float32" in text
     assert "softmax head" in text
     assert "body" in report._repr_html_()
     shown = io.StringIO()
@@ -227,7 +227,7 @@ def test_the_report_counts_each_layer_once():
     model = functional()
     convert.apply_policy(model, "mixed_float16")
     report = convert.apply_policy(model, "float32")
-    assert "2 layers: 1 changed to float32, 1 kept in float32" in str(report)
+    assert "2 layers under float32: 1 changed, 2 in float32" in str(report)
 
 
 def test_converting_twice_says_so():

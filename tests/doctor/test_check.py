@@ -422,6 +422,7 @@ def test_no_layer_is_fine_that_could_not_be_judged(lost):
     x[lost] = np.nan
     report = check.check(small(), x, y, loss="mse")
     assert [row.layer for row in report.faults] == ["x"]
+    assert "x not finite" in report.title
     judged = [row for row in report.rows if row.verdict == "ok"]
     assert all(np.isfinite(row.relative_error) for row in judged)
 

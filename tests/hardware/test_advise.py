@@ -210,6 +210,15 @@ def test_it_prints_as_a_table():
     assert "n 10 -> 16" in text
 
 
+def test_the_ten_costliest_layers_are_printed():
+    layers = [keras.layers.Dense(8, name=f"layer_{n}") for n in range(12)]
+    advice = advise(sequential(*layers), 32)
+    assert len(advice.rows) == 12
+    assert str(advice).count("layer_") == 10
+    assert "and 2 cheaper layers" in str(advice)
+    assert "No product is in 16 bit" in str(advice)
+
+
 def test_wrong_arguments_are_refused():
     model = sequential(keras.layers.Dense(4))
     with pytest.raises(TypeError, match="model='resnet'"):

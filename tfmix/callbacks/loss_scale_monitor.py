@@ -36,10 +36,10 @@ class LossScaleMonitor(keras.callbacks.Callback):
 
     Add it to every `fit` with a `tfmix.LossScaleOptimizer`. A line at the
     start says what the run computes in; the progress bar and the epoch's
-    logs, hence `History`, gain `loss_scale`, `applied_steps` and
-    `skipped_steps`. A run in which no step is applied any more is stopped
-    with the diagnosis. Put it before `keras.callbacks.CSVLogger` in the list
-    of callbacks: Keras calls them in that order.
+    logs, hence `History`, gain `loss_scale` and `skipped_steps`, the logs
+    `applied_steps` as well. A run in which no step is applied any more is
+    stopped with the diagnosis. Put it before `keras.callbacks.CSVLogger` in
+    the list of callbacks: Keras calls them in that order.
 
     Args:
         every: Integer, steps between two readings. A reading copies four
@@ -169,7 +169,10 @@ class LossScaleMonitor(keras.callbacks.Callback):
         """Shows the last reading in the progress bar."""
         self._batches.append(batch)
         if logs is not None:
-            logs.update(self._shown)
+            # A bar wider than the terminal leaves a line at each redraw.
+            shown = {**self._shown}
+            shown.pop("applied_steps", None)
+            logs.update(shown)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Reads the scale and puts it into the epoch's logs."""

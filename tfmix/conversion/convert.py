@@ -135,11 +135,10 @@ class ConversionReport(_tables.Printed):
 
     def _summary(self) -> str:
         changed = sum(row.before != row.after for row in self.rows)
-        kept = sum(row.before == row.after == "float32" for row in self.rows)
         layers = "layer" if len(self.rows) == 1 else "layers"
         return (
-            f"{len(self.rows)} {layers}: {changed} changed to "
-            f"{self.policy.name}, {kept} kept in float32"
+            f"{len(self.rows)} {layers} under {self.policy.name}: {changed} "
+            f"changed, {len(self.kept)} in float32"
         )
 
 

@@ -61,8 +61,13 @@ class NumericsReport(_tables.Printed):
     @property
     def title(self) -> str:
         """One line: the policy, and whether the model is healthy."""
-        count = len({row.layer for row in self.faults})
+        data = [row.layer for row in self.faults if not row.dtype]
+        count = len({row.layer for row in self.faults}) - len(data)
         state = f"{count} layer(s) at fault"
+        if data:
+            # Rows of `x` or `y`, which are no layers.
+            bad = f"{' and '.join(data)} not finite"
+            state = f"{bad}, {state}" if count else bad
         if self.healthy:
             nothing = "no layer computes in 16 bit"
             state = "healthy" if self.sixteen_bit_layers else nothing
@@ -134,7 +139,9 @@ class NumericsReport(_tables.Printed):
                 f"{len(left_out)} more rows are ok: `report.rows` holds all, "
                 "`report.to_html(path)` writes them."
             )
-        title = f"{self.title} (loss scale {self.loss_scale:g})"
+        title = self.title
+        if not self.forward_only:
+            title += f" (loss scale {self.loss_scale:g})"
         found = [row.verdict for row in shown]
         cells = list(map(_cells, shown))
         return [_tables.Table(_HEADS, cells, title, notes, _code(shown), found)]

@@ -20,6 +20,9 @@ Shapes = list[Shape]
 # guide), the MXU of a TPU on tiles of 128.
 GPU_MULTIPLE, TPU_MULTIPLE = 8, 128
 
+# The costliest layers are shown, all are in `rows` and JSON.
+_SHOWN = 10
+
 
 @dataclasses.dataclass(frozen=True)
 class Product:
@@ -94,8 +97,16 @@ class Advice(_tables.Printed):
                 f"{row.flops / 1e9:.3g}",
                 row.padding,
             )
-            for row in self.rows
+            for row in self.rows[:_SHOWN]
         ]
+        notes = []
+        if (more := len(self.rows) - _SHOWN) > 0:
+            notes.append(f"and {more} cheaper layers: `rows` holds all")
+        if self.rows and not self.share_16bit:
+            notes.append(
+                "No product is in 16 bit: set a policy before the model is "
+                "made, or convert it, `tfmix.apply_policy(model, 'auto')`."
+            )
         title = f"{self.share_16bit:.0%} of the work in 16 bit, "
         title += f"batch of {self.batch_size}"
         sizes = []
@@ -108,7 +119,7 @@ class Advice(_tables.Printed):
             sizes,
             notes=[self.fitting] if self.fitting else (),
         )
-        return [_tables.Table(heads, rows, title), memory]
+        return [_tables.Table(heads, rows, title, notes), memory]
 
     def to_json(self) -> str:
         """Returns the advice as JSON."""

@@ -43,10 +43,9 @@ class Targets(tuple[Target, ...], _tables.Printed):
         rows = [
             (
                 one.name,
-                one.kind,
                 one.title,
-                f"{one.memory / _GIB:.0f} GiB",
-                f"{one.bandwidth / _TERA:.1f} TB/s",
+                f"{one.memory / _GIB:.0f}",
+                f"{one.bandwidth / _TERA:.1f}",
                 *(
                     f"{one.rates[dtype] / _TERA:.0f}"
                     if dtype in one.rates
@@ -56,7 +55,7 @@ class Targets(tuple[Target, ...], _tables.Printed):
             )
             for one in self
         ]
-        heads = ("target", "kind", "name", "memory", "bandwidth")
+        heads = ("target", "name", "GiB", "TB/s")
         return [
             _tables.Table(
                 (*heads, *dtypes),

@@ -66,7 +66,10 @@ class Outputs:
                 ", ".join(map(str, narrow)),
                 "are" if len(narrow) > 1 else "is",
                 " and ".join(sorted(set(narrow.values()))),
-                _remedy([_activation(self._model, place) for place in narrow]),
+                _remedy(
+                    [_activation(self._model, place) for place in narrow],
+                    _otherwise(self._model),
+                ),
             )
 
 
@@ -80,7 +83,15 @@ def _activation(model: keras.Model, place: int) -> str:
     return getattr(activation, "__name__", "")
 
 
-def _remedy(activations: Sequence[str]) -> str:
+def _otherwise(model: keras.Model) -> str:
+    """Says what puts the last layer of a model made already into float32."""
+    if not layers.results(model):
+        return ""
+    call = f"`tfmix.apply_policy(model, {model.dtype_policy.name!r})`"
+    return f", or write {call} for one that is made already"
+
+
+def _remedy(activations: Sequence[str], otherwise: str) -> str:
     """Says what 16-bit outputs cost, and what to write."""
     cost = "The last rounding reaches the loss"
     heads = [name if name in _PROBABILITIES else "" for name in activations]
@@ -95,8 +106,4 @@ def _remedy(activations: Sequence[str]) -> str:
             f"{cost}. End the model with `tfmix.float32_output({heads[0]!r})`, "
             f"behind a last layer without `activation={heads[0]!r}`."
         )
-    return (
-        f"{cost}. End the model with `tfmix.float32_output()`, or one that is "
-        "made already: `keras.Model(model.inputs, "
-        "tfmix.float32_output()(model.output))`."
-    )
+    return f"{cost}. End the model with `tfmix.float32_output()`{otherwise}."

@@ -1,0 +1,54 @@
+"""Tables on terminals of any width: numbers whole, long names shortened."""
+
+import io
+
+import pytest
+from rich import console
+
+from tfmix import _tables
+
+LONG = "model/encoder/block_11/attention/query_projection"
+TABLE = _tables.Table(
+    ("layer", "policy", "why"),
+    [
+        (LONG, "mixed_float16", "computes in float16"),
+        ("head", "float32", "the model's output"),
+    ],
+    "A title",
+    ["A note"],
+)
+
+
+def drawn(width, table=TABLE):
+    out = io.StringIO()
+    console.Console(file=out, width=width, color_system=None).print(table)
+    return out.getvalue()
+
+
+def test_what_has_room_is_whole():
+    assert LONG in drawn(160)
+    assert "computes in float16" in drawn(160)
+
+
+@pytest.mark.parametrize("width", [50, 60])
+def test_a_long_name_is_shortened_in_its_middle(width):
+    text = drawn(width)
+    assert max(map(len, text.splitlines())) <= width
+    (line,) = [one for one in text.splitlines() if "mixed_float16" in one]
+    name = line.split()[0]
+    start, end = name.split("…")
+    assert LONG.startswith(start)
+    assert LONG.endswith(end)
+    assert len(end) > len(start)
+    # Sentences go on in the next line, between words.
+    assert {"computes", "float16"} <= set(text.split())
+
+
+def test_html_scrolls_where_it_does_not_fit():
+    class Report(_tables.Printed):
+        def tables(self):
+            return [TABLE]
+
+    page = Report()._repr_html_()
+    assert page.startswith('<div style="overflow-x: auto">')
+    assert LONG in page
