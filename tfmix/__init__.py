@@ -15,6 +15,7 @@ from tfmix.conversion.summary import summary as summary
 from tfmix.devices import devices as devices
 from tfmix.doctor.calibrate import calibrate_loss_scale as calibrate_loss_scale
 from tfmix.doctor.check import check as check
+from tfmix.doctor.environment import environment as environment
 from tfmix.hardware.advise import advise as advise
 from tfmix.hardware.compile_for import compile_for as compile_for
 from tfmix.hardware.targets import targets as targets
@@ -73,6 +74,7 @@ __all__ = [
     "default_float32_layers",
     "default_float32_ops",
     "devices",
+    "environment",
     "export_float32",
     "float32_output",
     "global_policy",

@@ -196,6 +196,11 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
         ("", " --json"),
         {},
     ),
+    "doctor": (
+        "versions, devices, policy, extras: what a bug report needs",
+        ("", " --json"),
+        {},
+    ),
     "check": (
         "a saved model in 16 bit against itself in float32, layer by layer",
         (

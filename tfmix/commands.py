@@ -17,7 +17,7 @@ from rich import console, markup
 
 from tfmix.conversion import convert
 from tfmix.devices import devices, suited_policy
-from tfmix.doctor import check
+from tfmix.doctor import check, environment
 from tfmix.hardware import advise, compile_for
 
 
@@ -37,6 +37,12 @@ def run_devices(options: argparse.Namespace) -> Outcome:
     listed = [dataclasses.asdict(device) for device in found]
     data = {"devices": listed, "auto": name, "reason": reason}
     return Outcome(found, data)
+
+
+def run_doctor(options: argparse.Namespace) -> Outcome:
+    """Lists versions, backend, devices, policy and extras."""
+    found = environment.environment()
+    return Outcome(found, dataclasses.asdict(found))
 
 
 def run_check(options: argparse.Namespace) -> Outcome:
