@@ -152,6 +152,7 @@ _CHECK: _Options = {
     },
     "--rows": {"type": int, "default": 64, "help": "rows to use (default: 64)"},
     "--suggest": _flag("search a policy that is healthy"),
+    "--verbose": _flag("print every layer, not the worst alone"),
     "--html": _file("write a report to this file"),
 }
 _ROWS = {"type": int, "required": True, "help": "rows of a training batch"}

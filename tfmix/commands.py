@@ -84,6 +84,7 @@ def run_check(options: argparse.Namespace) -> Outcome:
         report.to_html(options.html)
         notes.append(f"report: {options.html}")
     data["notes"] += notes
+    report = dataclasses.replace(report, verbose=options.verbose)
     text = console.Group(report, *map(markup.escape, notes))
     return Outcome(text, data, report.healthy)
 

@@ -12,6 +12,8 @@ from tfmix import _formats
 
 _RED, _YELLOW, _GREEN, _BLUE = "#b2182b", "#e0a526", "#4d9221", "#2166ac"
 _GREY = "#a6a6a6"
+# Faults are told apart without their colours, too.
+_HATCHES = {_RED: "////", _YELLOW: "...."}
 # Longest bar of headroom that is drawn; more is never a concern.
 _MOST_BITS = 24
 # Layers that are drawn: those at fault, and those with the least headroom.
@@ -53,7 +55,7 @@ def headroom(report: Any, path: Path | None = None) -> Any:
         axis.set_title(f"{phase} pass", loc="left", fontsize=10)
         axis.set_xlabel(f"bits to overflow in {report.policy.compute_dtype}")
     if left_out:
-        axes[0].set_ylabel(f"{left_out} layers with more room are not shown")
+        axes[0].set_ylabel(f"{left_out} more layers are not shown")
     axes[0].invert_yaxis()
     _legend(figure)
     return _written(figure, path)
@@ -198,7 +200,8 @@ def _bar(axis: Any, place: int, row: Any) -> None:
     if row.verdict == "ok" and row.dtype == _formats.FLOAT32.name:
         # Its numbers never are in the format.
         colour = _GREY
-    axis.barh(place, bits, color=colour, height=0.7)
+    hatch = _HATCHES.get(colour)
+    axis.barh(place, bits, color=colour, height=0.7, hatch=hatch, ec="white")
     if row.verdict != "ok":
         # Beside the bar where it has room, whatever the bar's sign.
         said = row.verdict.replace("_", " ")
@@ -211,7 +214,10 @@ def _legend(figure: Any) -> None:
     kinds = {"ok": _GREEN, "digits lost": _YELLOW}
     kinds |= {"overflow or not finite": _RED, "stays in float32": _GREY}
     figure.legend(
-        handles=[patches.Patch(color=c, label=k) for k, c in kinds.items()],
+        handles=[
+            patches.Patch(fc=c, ec="white", hatch=_HATCHES.get(c), label=k)
+            for k, c in kinds.items()
+        ],
         loc="outside upper right",
         ncols=4,
         fontsize=8,

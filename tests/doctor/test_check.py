@@ -1,5 +1,6 @@
 """The doctor names the planted layer first, and changes nothing."""
 
+import dataclasses
 import datetime
 import importlib
 import io
@@ -308,7 +309,7 @@ def test_a_healthy_report_prints_what_is_nearest_to_overflow():
     assert len(text.splitlines()) < 20
     least = min(report.rows, key=lambda row: row.headroom_bits)
     assert f"{least.layer} " in text
-    assert f"{len(report.rows) - 10} more rows are ok" in text
+    assert f"{len(report.rows) - 5} more rows ok" in text
     assert "What to write" not in text
 
 
@@ -442,6 +443,28 @@ def test_a_single_row_is_no_batch():
     for one in (unbatched, x[0]):
         with pytest.raises(ValueError, match=r"dataset\.batch\(32\)"):
             check.check(small(), one, loss="mse" if one is unbatched else None)
+
+
+def test_a_report_of_many_faults_is_a_screen_and_says_how_many_there_are():
+    report = check.check(small(), *rows(8), loss="mse")
+    row = dataclasses.replace(
+        report.rows[0], verdict="overflow", advice="Dense(...)  # too large"
+    )
+    many = [
+        dataclasses.replace(row, layer=f"layer_{n}", advice=f"Dense({n})  # x")
+        for n in range(300)
+    ]
+    report = dataclasses.replace(report, rows=(*many, *report.rows))
+    lines = str(report).splitlines()
+    assert len(lines) <= 40
+    assert "292 more at fault" in str(report)
+    assert lines.count("Dense(4)") == 1
+    assert "Dense(5)" not in lines
+    verbose = str(dataclasses.replace(report, verbose=True))
+    assert "more at fault" not in verbose
+    assert "Dense(299)" in verbose
+    every = check.check(small(), *rows(8), loss="mse", verbose=True)
+    assert every.verbose
 
 
 @pytest.mark.parametrize("columns", [70, 120])

@@ -44,6 +44,7 @@ def check(
     *,
     loss: Any = None,
     policy: str | keras.DTypePolicy | None = None,
+    verbose: bool = False,
 ) -> numerics_report.NumericsReport:
     """Runs a model in 16 bit and in float32 and names the layers that fail.
 
@@ -68,6 +69,9 @@ def check(
             the dtypes that the model has, and to `"mixed_float16"` for a
             float32 model. A name leaves a model that is in that 16-bit
             format as it is.
+        verbose: Boolean, whether the report prints all its rows and advice.
+            Defaults to `False`: what is at fault and what is nearest to it,
+            a screen at most.
 
     Returns:
         A `NumericsReport`: `healthy`, and `rows` with the most severe first.
@@ -84,7 +88,8 @@ def check(
         >>> check(model, np.array([[1e5, 1.0]])).rows[0].verdict
         'overflow'
     """
-    return checked(model, x, y, loss=loss, policy=policy, rows=ROWS)
+    report = checked(model, x, y, loss=loss, policy=policy, rows=ROWS)
+    return dataclasses.replace(report, verbose=verbose)
 
 
 def checked(

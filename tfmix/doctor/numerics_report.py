@@ -8,7 +8,7 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tfmix import _page_frame, _tables
@@ -30,6 +30,7 @@ class NumericsReport(_tables.Printed):
         sixteen_bit_layers: How many layers computed in 16 bit.
         notes: Sentences on what is wrong with the model as a whole, on layers
             that fell back to float32, and on what was not checked.
+        verbose: Whether it prints every row.
     """
 
     rows: tuple[verdicts.LayerVerdict, ...]
@@ -42,6 +43,7 @@ class NumericsReport(_tables.Printed):
     sixteen_bit_layers: int
     loss_scale: float
     notes: tuple[str, ...]
+    verbose: bool = False
 
     @property
     def healthy(self) -> bool:
@@ -102,7 +104,7 @@ class NumericsReport(_tables.Printed):
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes to `path` one page with table and figure, all in one file."""
         try:
-            picture = _picture(self.plot())
+            picture = _picture(self.plot(), self.title)
         except ImportError:
             # The table says all that the picture shows.
             picture = ""
@@ -124,32 +126,46 @@ class NumericsReport(_tables.Printed):
         )
 
     def tables(self) -> list[_tables.Table]:
-        """Returns the table that is printed: all faults, and what is nearest.
+        """Returns the table that is printed: the worst, and what is nearest.
 
         Of the rows that are fine, those with the least headroom are shown;
-        `rows` and `to_html` have all.
+        `rows` and `to_html` have all, and so has a `verbose` report.
         """
         fine = [row for row in self.rows if row.verdict == verdicts.OK]
         fine.sort(key=lambda row: row.headroom_bits)
-        left_out = set(map(id, fine[_FINE_SHOWN:]))
-        shown = [row for row in self.rows if id(row) not in left_out]
+        kept = (*self.faults[:_FAULTS_SHOWN], *fine[:_FINE_SHOWN])
+        identities = set(map(id, self.rows if self.verbose else kept))
+        shown = [row for row in self.rows if id(row) in identities]
         notes = list(self.notes)
-        if left_out:
-            notes.append(
-                f"{len(left_out)} more rows are ok: `report.rows` holds all, "
-                "`report.to_html(path)` writes them."
-            )
+        if left_out := self._left_out(len(self.rows) - len(shown), shown):
+            notes.append(left_out)
         title = self.title
         if not self.forward_only:
             title += f" (loss scale {self.loss_scale:g})"
         found = [row.verdict for row in shown]
         cells = list(map(_cells, shown))
-        return [_tables.Table(_HEADS, cells, title, notes, _code(shown), found)]
+        code = _code(shown if self.verbose else shown[:_ADVICE_SHOWN])
+        return [_tables.Table(_HEADS, cells, title, notes, code, found)]
+
+    def _left_out(
+        self, count: int, shown: Sequence[verdicts.LayerVerdict]
+    ) -> str:
+        """Says how many rows are not shown, "" if all are."""
+        if not count:
+            return ""
+        seen = sum(row.verdict != verdicts.OK for row in shown)
+        faulty = len(self.faults) - seen
+        more = f"{faulty} more at fault and {count - faulty} more"
+        more = f"{more if faulty else f'{count} more rows'} ok: "
+        said = f"{more}`report.rows` and `report.to_html(path)` have all."
+        if faulty:
+            said += " `report.suggested_policy()` seeks the fewest to change."
+        return said
 
 
 _HEADS = ("layer", "dtype", "phase", "verdict", "error", "headroom")
-# Rows without a fault that are printed.
-_FINE_SHOWN = 10
+# Rows that are printed, and lines to write: a screen in all.
+_FAULTS_SHOWN, _FINE_SHOWN, _ADVICE_SHOWN = 8, 5, 5
 
 
 def _cells(row: verdicts.LayerVerdict) -> tuple[str, ...]:
@@ -213,10 +229,11 @@ def _body(report: NumericsReport, picture: str) -> str:
     )
 
 
-def _picture(figure: Any) -> str:
+def _picture(figure: Any, title: str) -> str:
     written = io.BytesIO()
     figure.savefig(written, format="png", dpi=110)
     data = base64.b64encode(written.getvalue()).decode("ascii")
     source = f"data:image/png;base64,{data}"
-    image = f'<img alt="Headroom of each layer" src="{source}">'
+    said = html.escape(f"Bits between each layer and overflow; {title}")
+    image = f'<img alt="{said}" src="{source}">'
     return f'<p class="wide">{image}</p>\n'
