@@ -12,7 +12,14 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "tfmix"
 # From the bottom up. A name stands for itself and what is below it; the most
 # specific one counts, so `scaling.step` is lower than `scaling`.
 LAYERS = (
-    ("_arguments", "_errors", "_formats", "_page_frame", "_tables"),
+    (
+        "_arguments",
+        "_errors",
+        "_formats",
+        "_page_frame",
+        "_progress",
+        "_tables",
+    ),
     ("_keras", "devices"),
     ("policy",),
     ("scaling.step",),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 from absl import logging
 
-from tfmix import _arguments, _tables
+from tfmix import _arguments, _progress, _tables
 from tfmix._keras import (
     layer_policies,
     model_methods,
@@ -342,11 +342,12 @@ def convert_model(
     """
     accepted = current_policy.accept(policy)
     _arguments.model(model)
-    twin = copying.copied(model)
-    if inference:
-        twin.trainable = twin.compiled = False
-        twin.optimizer = None
-    apply_policy(twin, accepted)
+    with _progress.shown(f"Converting {model.name} to {accepted.name}"):
+        twin = copying.copied(model)
+        if inference:
+            twin.trainable = twin.compiled = False
+            twin.optimizer = None
+        apply_policy(twin, accepted)
     return twin
 
 

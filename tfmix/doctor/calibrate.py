@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import keras
 from keras import ops
 
-from tfmix import _arguments, _errors
+from tfmix import _arguments, _errors, _progress
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as trial
 from tfmix.scaling.step import finite
@@ -82,12 +82,14 @@ def calibrate_loss_scale(
     is_finite = _compiled(whole)
     best = _HIGHEST
     others = itertools.islice(batches, _BATCHES - 1)
-    for index, part in enumerate(itertools.chain([first], others)):
-        x, y = trial.tensors(part)
-        fits = functools.partial(is_finite, x, y)
-        if not fits(_LOWEST):
-            _refuse(dataclasses.replace(whole, x=x, y=y), index)
-        best = _largest(fits, best)
+    with _progress.shown("Calibrating") as say:
+        for index, part in enumerate(itertools.chain([first], others)):
+            say(f"Calibrating: batch {index + 1} of at most {_BATCHES}")
+            x, y = trial.tensors(part)
+            fits = functools.partial(is_finite, x, y)
+            if not fits(_LOWEST):
+                _refuse(dataclasses.replace(whole, x=x, y=y), index)
+            best = _largest(fits, best)
     return 2.0 ** max(best - margin, _LOWEST)
 
 

@@ -10,7 +10,7 @@ import keras
 from absl import logging
 from keras import ops
 
-from tfmix import _formats
+from tfmix import _formats, _progress
 from tfmix._keras import compilation, layers
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
@@ -104,13 +104,15 @@ def checked(
     """Does what `check` does, on as many rows as are asked for."""
     batch = batches.prepare(model, x, y, loss, rows)
     chosen, base = _policy(model, policy)
+    what = f"Checking {model.name} in {base.compute_dtype}"
     # A policy that is tried out comes with loss scaling; what stands may not.
     warning = ""
     if chosen is None:
         warning = suited_optimizer.missing_scaler_warning(model)
         if warning:
             logging.warning("tfmix: %s", warning)
-    return _run(batch, chosen, base, warning)
+    with _progress.shown(what):
+        return _run(batch, chosen, base, warning)
 
 
 def _run(

@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-import rich.progress
 from absl import logging
 
+from tfmix import _progress
 from tfmix.doctor import probe, verdicts
 from tfmix.policy import policy as policies
 
@@ -51,19 +51,18 @@ def fewest_layers(report: Checked, progress: bool) -> policies.Policy:
             f"float32 either, first at {broken[0]!r}. Look for NaN or "
             "infinity in the data and the weights."
         )
-    bar = rich.progress.Progress(transient=True, disable=not progress)
-    with bar:
-        task = bar.add_task("Searching float32 layers", total=None)
+    searching = "Searching the fewest float32 layers"
+    with _progress.shown(searching, hidden=not progress) as say:
 
         def healthy(names: Names) -> bool:
-            bar.update(task, advance=1, description=f"Trying {len(names)}")
+            say(f"{searching}: trying {len(names)}")
             tried = _tried(report, names)
             return tried is not None and tried.healthy
 
         # Layers at fault become float32 until none is, then halves,
         # quarters and single layers are taken out again. What holds the
         # most is tried first, to be left out.
-        names = _enough(report, lambda: bar.advance(task))
+        names = _enough(report, lambda: say(f"{searching}: trying more"))
         names.sort(key=lambda one: -len(_parts(report, one)))
         needed = fewest(tuple(names), healthy)
     tried = _tried(report, needed)

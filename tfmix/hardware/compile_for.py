@@ -2,16 +2,13 @@
 
 import collections
 import contextlib
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
-import rich.console
-import rich.progress
 
-from tfmix import _arguments
+from tfmix import _arguments, _progress
 from tfmix._keras import layer_policies
 from tfmix.conversion import convert, copying
 from tfmix.hardware import (
@@ -95,7 +92,7 @@ def compile_for(  # noqa: PLR0913
     for each in policies:
         twin = _compilable(model, each, optimizer, loss)
         name = _name(each, twin)
-        with _shown(f"Compiling {name} for {found.name}"):
+        with _progress.shown(f"Compiling {name} for {found.name}"):
             compiled = lowering.compiled_step(twin, rows, places)
         made[name] = record(compiled, twin, found, count, rows, name)
     return compiled_step.CompiledSteps(made) if several else made[name]
@@ -231,20 +228,3 @@ def _rate(dtype: str, target: targets.Target) -> float:
         target.rates.get(one, target.rates["float32"])
         for one in dtype.split("/")
     )
-
-
-@contextlib.contextmanager
-def _shown(what: str) -> Iterator[None]:
-    """Shows what goes on and for how long, on a terminal."""
-    columns = (
-        rich.progress.SpinnerColumn(),
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.TimeElapsedColumn(),
-    )
-    hidden = not sys.stderr.isatty()
-    console = rich.console.Console(stderr=True)
-    with rich.progress.Progress(
-        *columns, console=console, transient=True, disable=hidden
-    ) as bar:
-        bar.add_task(what, total=None)
-        yield

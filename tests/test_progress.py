@@ -1,0 +1,53 @@
+"""What is shown while one waits: on a terminal, and nowhere else."""
+
+import io
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tfmix import _progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def lines_shown(monkeypatch, stream, **settings):
+    monkeypatch.setattr(sys, "stderr", stream)
+    # rich looks at the environment, too.
+    monkeypatch.setenv("TERM", "xterm")
+    with _progress.shown("Working", **settings) as say:
+        say("Working: 2 of 3")
+    return stream.getvalue()
+
+
+def test_a_terminal_shows_what_goes_on(monkeypatch):
+    assert "Working: 2 of 3" in lines_shown(monkeypatch, Terminal())
+
+
+def test_elsewhere_nothing_is_shown(monkeypatch):
+    assert not lines_shown(monkeypatch, io.StringIO())
+    assert not lines_shown(monkeypatch, Terminal(), hidden=True)
+
+
+@pytest.mark.parametrize("what", ["check", "calibrate", "convert"])
+def test_what_may_take_long_says_so(what, monkeypatch):
+    keras.config.set_dtype_policy("mixed_float16")
+    layers = [keras.layers.Dense(4), tfmix.float32_output()]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    x = np.ones((8, 4), "float32")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    if what == "check":
+        tfmix.check(model, x)
+    elif what == "calibrate":
+        tfmix.calibrate_loss_scale(model, x, x, loss="mse")
+    else:
+        tfmix.convert_model(model, "bfloat16")
+    expected = {"check": "Checking", "calibrate": "batch 1 of at most 32"}
+    assert expected.get(what, "Converting") in terminal.getvalue()
