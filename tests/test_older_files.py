@@ -1,0 +1,83 @@
+"""Files that older versions wrote are read bit for bit, or refused in words."""
+
+import shutil
+
+import h5py
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tests.fixtures import write
+
+VERSIONS = sorted(
+    each.name for each in write.FOLDER.glob("*.*.*") if each.is_dir()
+)
+CASES = [
+    pytest.param(write.FOLDER / version / name, id=f"{version}-{name}")
+    for version in VERSIONS
+    for name in sorted(write.cases())
+]
+
+
+def assert_state_is_that_of(folder, model):
+    expected = list(np.load(folder / "state.npz").values())
+    for one, wanted in zip(write.state(model), expected, strict=True):
+        # Keras counts in int64 under TensorFlow and in int32 under JAX.
+        helpers.assert_same_bits(one, wanted.astype(one.dtype))
+    assert model.optimizer.skipped_steps == 1
+
+
+def test_there_are_files_to_read():
+    assert "0.1.0" in VERSIONS
+    assert all(case.values[0].is_dir() for case in CASES)
+
+
+# The word that goes with a model whose step was guarded.
+@pytest.mark.filterwarnings("ignore:The model was guarded")
+@pytest.mark.parametrize("folder", CASES)
+def test_a_model_is_loaded_and_goes_on(folder):
+    model = keras.saving.load_model(folder / "model.keras")
+    assert_state_is_that_of(folder, model)
+    model.fit(*write.data(), batch_size=2, verbose=0)
+    assert model.optimizer.skipped_steps == 2
+    helpers.assert_all_finite(model.get_weights())
+
+
+@pytest.mark.parametrize("folder", CASES)
+def test_weights_and_state_are_loaded_into_a_model(folder):
+    model = write.made(folder.name)
+    model.load_weights(folder / "model.weights.h5")
+    assert_state_is_that_of(folder, model)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("folder", CASES)
+def test_a_checkpoint_is_restored(folder):
+    import tensorflow as tf
+
+    model = write.made(folder.name)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    status = checkpoint.read(str(folder / "checkpoint"))
+    status.assert_existing_objects_matched()
+    assert_state_is_that_of(folder, model)
+
+
+@pytest.mark.parametrize("folder", CASES)
+def test_a_file_that_lacks_a_slot_is_refused(folder, tmp_path):
+    broken = shutil.copy(folder / "model.weights.h5", tmp_path)
+    with h5py.File(broken, "r+") as file:
+        del file["optimizer/vars/inner_1"]
+    model = write.made(folder.name)
+    with pytest.raises(ValueError, match=r"does not fit.*inner_1"):
+        model.load_weights(broken)
+    # What Keras reads besides is its own; the scale stays as it was.
+    assert model.optimizer.skipped_steps == 0
+
+
+def test_half_a_file_is_refused(tmp_path):
+    whole = (CASES[0].values[0] / "model.keras").read_bytes()
+    half = tmp_path / "half.keras"
+    half.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"half\.keras|zip"):
+        keras.saving.load_model(half)
