@@ -86,6 +86,15 @@ BENCHMARKS = (
         minutes=8,
     ),
     Benchmark(
+        "wild",
+        "Scripts with one line on top",
+        "The scripts of `tests/wild`, written as people write them, after the "
+        "one line of each library. That their losses end where float32's do "
+        "is tested there.",
+        (TENSORFLOW, JAX),
+        minutes=3,
+    ),
+    Benchmark(
         "layers",
         "Every layer in 16 bit",
         "Largest error against float32, forward and backward, in units of "

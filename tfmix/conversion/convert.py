@@ -73,7 +73,7 @@ class ConversionReport(_tables.Printed):
         >>> row = Row("dense", "Dense", "float32", "mixed_float16", "")
         >>> policy = keras.DTypePolicy("mixed_float16")
         >>> print(str(ConversionReport(policy, [row], print)).splitlines()[0])
-        1 layer: 1 changed to mixed_float16, 0 kept in float32
+        1 layer under mixed_float16: 1 changed, 0 in float32
     """
 
     def __init__(

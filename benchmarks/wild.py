@@ -1,0 +1,118 @@
+"""Scripts as people write them, with one line on top: which of them train?
+
+python -m benchmarks.wild [--policy mixed_float16] [--json] [--save]
+
+Each script of `tests/wild`, in graph mode, after `set_dtype_policy` of Keras
+and after `tfmix.set_global_policy`, each library in a process of its own. It
+trains if it ends and all of its losses are finite.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import runpy
+import subprocess
+import sys
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+
+from benchmarks import results
+
+FOLDER = pathlib.Path(__file__).parents[1] / "tests" / "wild"
+LIBRARIES = ("Keras", "tfmix")
+_TRAINS = "trains"
+
+
+def scripts() -> list[str]:
+    """Returns the names of the scripts that this backend can run."""
+    others = {"tensorflow": "jax", "jax": "tensorflow"}
+    raw = f"import {others[keras.backend.backend()]}"
+    return [
+        path.stem
+        for path in sorted(FOLDER.glob("*.py"))
+        if not path.stem.startswith(("_", "test"))
+        and raw not in path.read_text()
+    ]
+
+
+def outcome(script: str, library: str, policy: str) -> str:
+    """Runs a script after the one line; says how it ended."""
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    if library == "Keras":
+        keras.config.set_dtype_policy(policy)
+    else:
+        import tfmix
+
+        tfmix.set_global_policy(policy)
+    try:
+        losses = runpy.run_path(str(FOLDER / f"{script}.py"))["main"]()
+    except Exception as error:
+        return type(error).__name__
+    fine = all(map(math.isfinite, losses))
+    return _TRAINS if fine else "not finite"
+
+
+def all_of(library: str, policy: str) -> dict[str, str]:
+    """Returns how each script ends under a library, in its own process."""
+    words = ["--child", library, "--policy", policy]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.wild", *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def tables(policy: str) -> list[results.Table]:
+    """Returns how many scripts train, and how the others end."""
+    found = {library: all_of(library, policy) for library in LIBRARIES}
+    counts: list[dict[str, Any]] = [
+        {
+            "library": library,
+            "scripts": len(ends),
+            "train": sum(end == _TRAINS for end in ends.values()),
+        }
+        for library, ends in found.items()
+    ]
+    lost = [
+        {"script": name, **{each: found[each][name] for each in LIBRARIES}}
+        for name in scripts()
+        if any(found[each][name] != _TRAINS for each in LIBRARIES)
+    ]
+    title = f"Scripts with one line on top, {policy}"
+    return [
+        results.Table(title, counts),
+        results.Table("Those that do not train under both", lost),
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parses, runs, prints; 1 if a script does not train under tfmix."""
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = results.parser("wild", __doc__)
+    parser.add_argument("--policy", default="mixed_float16")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
+    if options.child:
+        ends = {
+            script: outcome(script, options.child, options.policy)
+            for script in scripts()
+        }
+        print(json.dumps(ends))
+        return 0
+    run = results.Run("wild", words, keras.backend.backend(), "seed 1")
+    made = tables(options.policy)
+    results.publish(run.record(made), options)
+    counts = made[0].rows[-1]
+    return int(counts["train"] != counts["scripts"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
