@@ -20,7 +20,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: demo test test-tensorflow test-jax test-doctest test-slow test-matrix
 .PHONY: test-ecosystem
-.PHONY: check bench docs clean targets test-targets
+.PHONY: check bench docs dist clean targets test-targets
 .DELETE_ON_ERROR:
 
 $(STAMP): setup.cfg .ci/requirements.py
@@ -113,6 +113,11 @@ check: $(STAMP)
 # their names. Each also runs alone: python -m benchmarks.NAME
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks --save=docs $(ONLY)
+
+# What goes to the registry, into dist/: a wheel and the source.
+dist: $(STAMP)
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet build
+	@$(BIN)/python -m build --outdir dist .
 
 # The guide, into site/: offline, and every warning is an error.
 docs: $(STAMP)
