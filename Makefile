@@ -19,8 +19,13 @@ STAMP = $(VENV)/installed
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: demo test test-tensorflow test-jax test-doctest test-slow test-matrix
+<<<<<<< HEAD
 .PHONY: test-ecosystem
 .PHONY: check bench docs dist clean targets test-targets
+=======
+.PHONY: test-oldest test-ecosystem
+.PHONY: check bench docs clean targets test-targets
+>>>>>>> habits
 .DELETE_ON_ERROR:
 
 $(STAMP): setup.cfg .ci/requirements.py
@@ -95,11 +100,13 @@ test-targets:
 	@KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q \
 	    -m "not slow" tests/hardware
 
-# The oldest Keras and TensorFlow that setup.cfg allows, then the newest.
-test-matrix:
+test-matrix: test-oldest
+	@$(MAKE) test VENV=.venv-newest
+
+# The oldest Keras and TensorFlow that setup.cfg allows.
+test-oldest:
 	@$(MAKE) test VENV=.venv-oldest \
 	    PINS="'keras==3.12.*' 'tensorflow-cpu==2.20.*'"
-	@$(MAKE) test VENV=.venv-newest
 
 check: $(STAMP)
 	@echo "tfmix: ruff, format, types, layout"

@@ -32,6 +32,7 @@ SLOW_UNDER_JAX = (
     "test_docs.py",
     "test_import_light.py",
     "test_plotting.py",
+    "test_untrusted_files.py",
     "wild/test_wild.py",
 )
 

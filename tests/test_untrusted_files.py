@@ -1,0 +1,153 @@
+"""A file from a stranger: its code is not run, its names stay text."""
+
+import dataclasses
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+
+from tests import numerics_faults
+from tests.hardware import test_step_page
+from tfmix import _tables, cli
+from tfmix.conversion import summary
+from tfmix.doctor import check
+
+# Quotes end an attribute, brackets begin a tag of HTML or of rich.
+HOSTILE = "a\"b'c<img src=x onerror=alert(1)>&amp;[red]"
+
+
+class Trace:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.path,)
+
+
+@pytest.fixture
+def trace(tmp_path, monkeypatch):
+    """A file that is there when a stranger's code has run."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "it-ran"
+
+
+@pytest.fixture(params=["keras", "h5"])
+def model_file(request, tmp_path, trace):
+    """A saved model, the code of whose Lambda layer leaves a trace."""
+
+    def code(x):
+        open("it-ran", "w").close()
+        return x
+
+    # Only what is named so is stored as code, and not by its name.
+    code.__name__ = "<lambda>"
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Lambda(code)])
+    path = tmp_path / f"model.{request.param}"
+    model.save(path)
+    trace.unlink()
+    return path
+
+
+def arguments(command, model, tmp_path):
+    """Returns the words that run a command on a model."""
+    batch = tmp_path / "batch.npy"
+    np.save(batch, np.ones((2, 4), "float32"))
+    more = {
+        "advise": ["--batch-size=2"],
+        "check": ["--data", str(batch)],
+        "compile": ["--batch=2", "--target=h200"],
+        "convert": [
+            str(tmp_path / "converted.keras"),
+            "--policy=mixed_float16",
+        ],
+    }
+    return [command, str(model), *more[command]]
+
+
+@pytest.mark.parametrize("command", ["advise", "check", "compile", "convert"])
+def test_the_code_in_a_model_is_refused(
+    command, model_file, trace, tmp_path, capsys
+):
+    words = arguments(command, model_file, tmp_path)
+    assert cli.main(words) == cli.BAD_INPUT
+    assert "afe" in capsys.readouterr().err  # Keras's "unsafe", "safe_mode"
+    assert not trace.exists()
+
+
+def test_the_same_code_runs_where_it_is_let(model_file, trace):
+    keras.saving.load_model(model_file, safe_mode=False)
+    assert trace.exists()
+
+
+@pytest.mark.parametrize("name", ["batch.npy", "batch.npz"])
+def test_a_pickle_in_the_data_is_refused(name, trace, tmp_path, capsys):
+    keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]).save(
+        tmp_path / "model.keras"
+    )
+    array = np.array([Trace(trace)], dtype=object)
+    save = np.save if name.endswith("npy") else np.savez
+    save(tmp_path / name, array, allow_pickle=True)
+    paths = [str(tmp_path / "model.keras"), "--data", str(tmp_path / name)]
+    assert cli.main(["check", *paths]) == cli.BAD_INPUT
+    assert "allow_pickle" in capsys.readouterr().err
+    assert not trace.exists()
+    loaded = np.load(tmp_path / name, allow_pickle=True)
+    _ = loaded["arr_0"] if name.endswith("npz") else loaded
+    assert trace.exists()
+
+
+def assert_only_text(page):
+    """Checks that a name is on a page, and is no tag and no attribute."""
+    assert "onerror=alert(1)" in page
+    assert "<img src=x" not in page
+    assert "a&quot;b&#x27;c&lt;img src=x onerror=alert(1)&gt;" in page
+
+
+def test_a_name_that_is_a_tag_is_found():
+    with pytest.raises(AssertionError):
+        assert_only_text(f"<p>{HOSTILE}</p>")
+
+
+def test_the_page_of_check_escapes_names_and_advice(tmp_path):
+    planted = numerics_faults.plant("activation_overflow", 0)
+    report = check.check(planted.model, planted.x, planted.y, loss="mse")
+    rows = [
+        dataclasses.replace(row, layer=HOSTILE, advice=HOSTILE)
+        for row in report.rows
+    ]
+    path = tmp_path / "report.html"
+    hostile = dataclasses.replace(
+        report, rows=tuple(rows), model_name=HOSTILE, notes=(HOSTILE,)
+    )
+    hostile.to_html(path)
+    assert_only_text(path.read_text())
+    assert_only_text(hostile._repr_html_())
+    assert "[red]" in str(hostile)
+
+
+def test_the_page_of_compile_for_escapes_names(tmp_path):
+    step = test_step_page.STEP
+    rows = [dataclasses.replace(row, layer=HOSTILE) for row in step.rows]
+    path = tmp_path / "step.html"
+    hostile = dataclasses.replace(step, rows=tuple(rows), model=HOSTILE)
+    hostile.to_html(path)
+    assert_only_text(path.read_text())
+
+
+def test_every_part_of_a_table_is_escaped():
+    table = _tables.Table(
+        (HOSTILE,), [(HOSTILE,)], HOSTILE, (HOSTILE,), (HOSTILE,)
+    )
+    assert_only_text(table.html())
+    assert table.html().count("&lt;img src=x") == 6
+
+
+def test_the_summary_of_a_model_escapes_its_names():
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(2, name=HOSTILE)],
+        name=HOSTILE,
+    )
+    assert_only_text(summary.summary(model)._repr_html_())

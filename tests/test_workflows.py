@@ -1,0 +1,59 @@
+"""The workflows run what is there, and nothing that can change unseen."""
+
+import configparser
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def read(*names):
+    return ROOT.joinpath(*names).read_text(encoding="utf-8")
+
+
+def loose(text):
+    """Returns the actions that no commit pins, or no version explains."""
+    pinned = r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+"
+    used = re.findall(r"uses: *(.*)", text)
+    return [one for one in used if not re.fullmatch(pinned, one)]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_by_commit(path):
+    text = path.read_text(encoding="utf-8")
+    assert "uses:" in text
+    assert not loose(text)
+    # What a token may do is said, and is to read.
+    assert "\npermissions:\n  contents: read\n" in text
+
+
+def test_an_action_that_can_change_is_found():
+    sha = "0b93645e9fea7318ecaed2b359559ac225c90a2b"
+    for wrong in ("a/b@v4", f"a/b@{sha}", f"a/b@{sha[:8]} # v5.3.0"):
+        assert loose(f"- uses: {wrong}\n") == [wrong]
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["CONTRIBUTING.md", *(f".github/workflows/{p.name}" for p in WORKFLOWS)],
+)
+def test_the_make_targets_named_exist(page):
+    named = re.findall(r"(?:`|run: )make ([a-z][a-z-]*)", read(page))
+    makefile = read("Makefile")
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_the_gate_runs_on_each_python_that_is_promised():
+    config = configparser.ConfigParser()
+    config.read_string(read("setup.cfg"))
+    classifiers = config["metadata"]["classifiers"]
+    promised = re.findall(r":: Python :: (3\.\d+)", classifiers)
+    assert promised
+    (matrix,) = re.findall(
+        r"python: \[(.*)\]", read(".github/workflows/gate.yml")
+    )
+    assert re.findall(r"[\d.]+", matrix) == promised
