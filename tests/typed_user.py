@@ -55,6 +55,7 @@ def look(model: keras.Model, x: np.ndarray, y: np.ndarray) -> str:
     advice = tfmix.advise(model, 32, x=x)
     assert_type(advice.share_16bit, float)
     assert_type(tfmix.calibrate_loss_scale(model, x, y, loss="mse"), float)
+    assert_type(tfmix.environment().replaced, tuple[str, ...])
     names = [device.name for device in tfmix.devices()]
     assert_type(names, list[str])
     target = tfmix.targets()[0]
