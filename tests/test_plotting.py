@@ -124,3 +124,10 @@ def test_nothing_to_draw_is_an_error():
         plotting.loss_scale_timeline([])
     with pytest.raises(ValueError, match="tensors="):
         plotting.exponents({})
+
+
+def test_a_dollar_in_a_layers_name_is_no_mathematics(tmp_path, report):
+    rows = [dataclasses.replace(report.rows[0], layer=r"cost$\x$")]
+    many = dataclasses.replace(report, rows=tuple(rows))
+    plotting.headroom(many, tmp_path / "dollars.png")
+    plotting.exponents({r"$\x$": np.ones(3)}, path=tmp_path / "dollars.png")

@@ -3,6 +3,7 @@
 from tfmix._keras import version
 
 version.require_supported()
+version.require_private_names()
 
 from tfmix import callbacks as callbacks
 from tfmix import data as data

@@ -47,7 +47,7 @@ def headroom(report: Any, path: Path | None = None) -> Any:
             if name in rows:
                 _bar(axis, place, rows[name])
         axis.axvline(0, color="black", lw=0.8)
-        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)
         axis.set_xlim(right=_MOST_BITS + 6)
         axis.margins(y=0.01)
         axis.grid(axis="x", color="#d9d9d9", lw=0.5)
@@ -117,7 +117,7 @@ def exponents(
         ):
             # Behind the bars, which would change their colour with it.
             axis.axvspan(start, end, color=colour, alpha=0.17, lw=0, zorder=0)
-        axis.set_title(name, loc="left", fontsize=10)
+        axis.set_title(name, loc="left", fontsize=10, parse_math=False)
         axis.set_ylabel("share")
     axes[0].margins(x=0)
     axes[-1].set_xlabel(

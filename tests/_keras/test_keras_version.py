@@ -1,5 +1,6 @@
 """The wrong Keras is refused at import, with what to change."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -40,3 +41,30 @@ def test_importing_tfmix_on_another_backend_fails_with_that_message():
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: tfmix works on Keras's backends")
+
+
+def lacks_a_name(monkeypatch):
+    original = importlib.import_module
+
+    def imported(name, *rest):
+        if name.endswith("_keras.training"):
+            raise AttributeError("no attribute 'Trainer'")
+        return original(name, *rest)
+
+    monkeypatch.setattr(_host.importlib, "import_module", imported)
+
+
+def test_every_private_name_is_there():
+    assert _host.require_private_names() is None
+
+
+def test_a_newer_keras_without_a_private_name_is_refused(monkeypatch):
+    lacks_a_name(monkeypatch)
+    with pytest.raises(ImportError, match=r"'Trainer'.*pip install 'keras=="):
+        _host.require_private_names("3.99.0")
+
+
+def test_a_fault_of_our_own_is_raised_as_it_is(monkeypatch):
+    lacks_a_name(monkeypatch)
+    with pytest.raises(AttributeError, match="Trainer"):
+        _host.require_private_names("3.15.1")

@@ -1,9 +1,14 @@
 """Refuses, at import, a Keras that tfmix cannot work with."""
 
+import importlib
+import pkgutil
+
 import keras
 
 BACKENDS = ("tensorflow", "jax")
 OLDEST_KERAS = (3, 12)
+# What is private may have changed in what came since.
+NEWEST_SEEN = (3, 15)
 
 
 def require_supported(
@@ -12,8 +17,7 @@ def require_supported(
     """Raises `ImportError` for a version or backend that tfmix does not fit."""
     # Called before any other module of tfmix is imported, so that the first
     # error a user sees is the one that says what to change.
-    numbers = tuple(int(part) for part in version.split(".")[:2])
-    if numbers < OLDEST_KERAS:
+    if _numbers(version) < OLDEST_KERAS:
         raise ImportError(
             "tfmix needs Keras 3.12 or newer. "
             f"Received: keras.__version__={version!r}. "
@@ -27,3 +31,26 @@ def require_supported(
             "'jax' before Keras is imported, for example "
             "`KERAS_BACKEND=tensorflow python script.py`."
         )
+
+
+def require_private_names(version: str = keras.__version__) -> None:
+    """Raises `ImportError` for a newer Keras that lacks what tfmix uses."""
+    package = __name__.rpartition(".")[0]
+    folder = importlib.import_module(package).__path__
+    try:
+        for each in pkgutil.iter_modules(folder):
+            importlib.import_module(f"{package}.{each.name}")
+    except (AttributeError, ImportError) as error:
+        if _numbers(version) <= NEWEST_SEEN:
+            raise
+        newest = ".".join(map(str, NEWEST_SEEN))
+        raise ImportError(
+            "tfmix needs something private of Keras that this version does "
+            f"not have: {error}. Received: keras.__version__={version!r}; "
+            f"Keras {newest} is the newest that tfmix was tried with. Run "
+            f"`pip install 'keras=={newest}.*'`, or upgrade tfmix."
+        ) from error
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
