@@ -19,7 +19,7 @@ STAMP = $(VENV)/installed
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: demo test test-tensorflow test-jax test-doctest test-slow test-matrix
-.PHONY: test-ecosystem
+.PHONY: test-ecosystem notebooks
 .PHONY: check bench docs clean targets test-targets
 .DELETE_ON_ERROR:
 
@@ -113,6 +113,10 @@ check: $(STAMP)
 # their names. Each also runs alone: python -m benchmarks.NAME
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks --save=docs $(ONLY)
+
+# The notebooks, of the scripts beside them.
+notebooks: $(STAMP)
+	@$(BIN)/python .ci/notebooks.py
 
 # The guide, into site/: offline, and every warning is an error.
 docs: $(STAMP)
