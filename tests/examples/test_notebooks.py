@@ -89,6 +89,14 @@ def test_a_notebook_opens_with_its_badge_and_what_to_install(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_guide_opens_a_notebook_at_the_same_address(script):
+    badge = NOTEBOOKS["badge"](script.stem)
+    address = badge[badge.rindex("(") :]
+    guide = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert f"[open in Colab]{address}" in guide
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_notebook_has_no_outputs_and_every_cell_a_name_of_its_own(script):
     cells = cells_of(script.read_text("utf-8"), script.stem)
     assert len({cell["id"] for cell in cells}) == len(cells)
@@ -105,8 +113,8 @@ def test_cells_keep_their_names_when_another_is_put_between():
 
 
 def test_text_loses_its_marks_and_code_keeps_its_comments():
-    script = "# %% [markdown]\n# # Title\n#\n# text\n\n# %%\n# why\nx = 1\n"
-    text, code = cells_of(script)
+    script = "# %%\n# why\nx = 1\n\n# %% [markdown]\n# # Title\n#\n# text\n"
+    code, text = cells_of(script)
     assert "".join(text["source"]) == "# Title\n\ntext"
     assert "".join(code["source"]) == "# why\nx = 1"
 
