@@ -19,13 +19,8 @@ STAMP = $(VENV)/installed
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: demo test test-tensorflow test-jax test-doctest test-slow test-matrix
-<<<<<<< HEAD
-.PHONY: test-ecosystem
+.PHONY: test-oldest test-ecosystem notebooks
 .PHONY: check bench docs dist clean targets test-targets
-=======
-.PHONY: test-oldest test-ecosystem
-.PHONY: check bench docs clean targets test-targets
->>>>>>> habits
 .DELETE_ON_ERROR:
 
 $(STAMP): setup.cfg .ci/requirements.py
@@ -125,6 +120,10 @@ bench: $(STAMP)
 dist: $(STAMP)
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet build
 	@$(BIN)/python -m build --outdir dist .
+
+# The notebooks, of the scripts beside them.
+notebooks: $(STAMP)
+	@$(BIN)/python .ci/notebooks.py
 
 # The guide, into site/: offline, and every warning is an error.
 docs: $(STAMP)

@@ -25,6 +25,9 @@ def folders():
     for name, folder in INSTALLED_FROM.items():
         for path in folder.rglob("*.py"):
             inside = path.parent.relative_to(folder).parts
+            # Opened, not imported.
+            if inside == ("notebooks",):
+                continue
             found.add(".".join((name, *inside)))
     return found
 

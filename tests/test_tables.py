@@ -50,5 +50,13 @@ def test_html_scrolls_where_it_does_not_fit():
             return [TABLE]
 
     page = Report()._repr_html_()
-    assert page.startswith('<div style="overflow-x: auto">')
+    assert page.startswith('<div class="tfmix" style="overflow-x: auto">')
+    assert "text-align: left" in page
     assert LONG in page
+
+
+def test_html_shows_the_names_of_a_note_as_code():
+    table = _tables.Table(("layer",), [("a",)], notes=["`rows` < `all`", "1`"])
+    page = table.html()
+    assert "<p><code>rows</code> &lt; <code>all</code></p>" in page
+    assert "<p>1`</p>" in page

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import html
 import io
+import re
 import shutil
 from collections.abc import Sequence
 
@@ -78,7 +79,7 @@ class Table:
         )
         heads = "".join(f"<th>{html.escape(head)}</th>" for head in self.heads)
         title = f"<p>{html.escape(self.title)}</p>\n" if self.title else ""
-        notes = "".join(f"\n<p>{html.escape(one)}</p>" for one in self.notes)
+        notes = "".join(f"\n<p>{_with_code(one)}</p>" for one in self.notes)
         code = html.escape("\n".join(self.code))
         return (
             f"{title}<table><thead><tr>{heads}</tr></thead>"
@@ -98,6 +99,11 @@ class Table:
 
     def _verdict(self, index: int) -> str:
         return self.verdicts[index] if self.verdicts else ""
+
+
+def _with_code(note: str) -> str:
+    """Returns a note as HTML, with its names in backticks as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(note))
 
 
 def _least_width(column: Sequence[str]) -> int:
@@ -135,4 +141,9 @@ class Printed(abc.ABC):
 
     def _repr_html_(self) -> str:
         tables = "\n".join(table.html() for table in self.tables())
-        return f'<div style="overflow-x: auto">{tables}</div>'
+        # Jupyter moves the cells of a table to the right, names as well.
+        return (
+            '<div class="tfmix" style="overflow-x: auto">'
+            "<style>div.tfmix th, div.tfmix td { text-align: left }</style>"
+            f"{tables}</div>"
+        )

@@ -1,0 +1,171 @@
+# %% [markdown]
+# # When it goes wrong
+#
+# A model that trains in float32 can fail in float16 without a word. Here is
+# one. `tfmix.check` names the layer, `suggested_policy` mends it, and `undo`
+# takes it all back. It takes half a minute on a processor.
+
+# %%
+# %pip install -q "tfmix[plot,examples]"
+
+# %%
+import keras
+from keras import ops
+from sklearn import datasets, model_selection
+
+import tfmix
+
+measured, benign = datasets.load_breast_cancer(return_X_y=True)
+train_x, test_x, train_y, test_y = model_selection.train_test_split(
+    measured.astype("float32"), benign, test_size=0.3, random_state=0
+)
+print("largest measurement:", train_x.max())
+
+# %% [markdown]
+# ## A fault
+#
+# Thirty measurements of cells, and whether a tumour is benign. They are not
+# scaled, so the network begins with a layer that does so. Many a transformer
+# has one like it, written by hand:
+
+
+# %%
+class RootMeanSquare(keras.layers.Layer):
+    """Divides each row by the root of the mean of its squares."""
+
+    def call(self, inputs):
+        squares = ops.mean(inputs * inputs, axis=-1, keepdims=True)
+        return inputs / ops.sqrt(squares)
+
+
+def make_model():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((30,)),
+            RootMeanSquare(name="normalized"),
+            keras.layers.Dense(64, activation="relu", name="first"),
+            keras.layers.Dense(64, activation="relu", name="second"),
+            keras.layers.Dense(1, name="logit"),
+            tfmix.float32_output("sigmoid", name="benign"),
+        ]
+    )
+    model.compile(
+        keras.optimizers.Adam(3e-3), "binary_crossentropy", metrics=["accuracy"]
+    )
+    return model
+
+
+def train(model, callbacks=()):
+    model.fit(
+        train_x,
+        train_y,
+        batch_size=32,
+        epochs=15,
+        callbacks=list(callbacks),
+        verbose=0,
+    )
+    return model.evaluate(test_x, test_y, verbose=0)[1]
+
+
+# %%
+with tfmix.policy_scope("float32"):
+    in_float32 = train(make_model())
+with tfmix.policy_scope("mixed_float16"):
+    model = make_model()
+    in_float16 = train(model)
+print(f"float32 {in_float32:.1%}, mixed_float16 {in_float16:.1%}")
+print("skipped steps:", model.optimizer.skipped_steps)
+
+# %% [markdown]
+# No step was skipped, no loss was NaN, and the network learned nothing: it
+# gives every tumour the more frequent answer.
+#
+# ## Ask for the layer
+#
+# `check` runs a batch in float32 and in 16 bit and judges each layer by itself,
+# with the inputs and gradients that it has in float32. The fault is named where
+# it arises.
+
+# %%
+report = tfmix.check(model, train_x[:32], train_y[:32])
+report
+
+# %% [markdown]
+# The figure has a bar for each layer: how often its numbers can be doubled
+# before they overflow.
+
+# %%
+report.plot()
+
+# %% [markdown]
+# The output of `normalized` is small and fits. Inside of it a measurement of
+# 4,254 is squared, and float16 ends at 65,504: the mean is infinite, and a
+# number divided by infinity is 0. A look at what it returns says so:
+
+# %%
+ops.convert_to_numpy(model.get_layer("normalized")(train_x[:4]))[:, :6]
+
+# %% [markdown]
+# ## Mend it
+#
+# `suggested_policy` searches the fewest layers that have to stay in float32. It
+# measures each candidate, so it takes as long as a few checks.
+
+# %%
+policy = report.suggested_policy(progress=False)
+policy
+
+# %% [markdown]
+# `apply_policy` puts it on the model in place:
+
+# %%
+change = tfmix.apply_policy(model, policy)
+change
+
+# %%
+print("healthy:", report.again(policy).healthy)
+print(f"trained again: {train(model):.1%}, float32 had {in_float32:.1%}")
+
+# %% [markdown]
+# And back: `undo` restores the dtypes from before, and keeps what was learnt.
+
+# %%
+change.undo()
+print("normalized computes in", model.get_layer("normalized").compute_dtype)
+
+# %% [markdown]
+# ## A scale that is too high
+#
+# Gradients overflow, too, if the loss scale is too high for them. Such a step
+# is skipped as a whole, and the scale halves. Here the scale starts at 2^24 and
+# looks for the limit every 20 steps, in place of every 2,000, to show the
+# search in a short run:
+
+# %%
+with tfmix.policy_scope(policy):
+    model = make_model()
+    rule = tfmix.DynamicLossScale(initial_scale=2.0**24, growth_steps=20)
+    optimizer = tfmix.LossScaleOptimizer("adam", loss_scale=rule)
+    model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"])
+
+monitor = tfmix.callbacks.LossScaleMonitor(every=1)
+print(f"{train(model, [monitor]):.1%}, {optimizer.skipped_steps} steps skipped")
+
+# %%
+tfmix.plotting.loss_scale_timeline(monitor.timeline)
+
+# %% [markdown]
+# A few skipped steps at the start, and one now and then, are the search for the
+# scale and no fault. To burn none at the start, measure it:
+
+# %%
+tfmix.calibrate_loss_scale(
+    model, train_x[:256], train_y[:256], loss="binary_crossentropy"
+)
+
+# %% [markdown]
+# A run in which every step is skipped ends with a `LossScaleError` that names
+# the variables. `tfmix.callbacks.NumericsMonitor` names the layer where NaN
+# arises in the middle of a run. The page *When it goes wrong* of the guide has
+# both.

@@ -1,0 +1,174 @@
+"""The notebooks are those of their scripts, and run cell by cell."""
+
+import ast
+import json
+import pathlib
+import runpy
+
+import pytest
+
+pytest.importorskip("sklearn", reason="the notebooks' data come with it")
+pytest.importorskip("django", reason="the notebooks' texts come with it")
+pytest.importorskip("matplotlib", reason="the notebooks draw with it")
+
+import tfmix
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+NOTEBOOKS = runpy.run_path(str(ROOT / ".ci" / "notebooks.py"))
+SCRIPTS = sorted(NOTEBOOKS["FOLDER"].glob("*.py"))
+PNG = b"\x89PNG"
+
+
+def cells_of(script, name="start"):
+    return json.loads(NOTEBOOKS["notebook"](script, name))["cells"]
+
+
+def shown(value):
+    """Returns what a notebook shows of the value of a cell's last line."""
+    for form in ("_repr_png_", "_repr_html_"):
+        if hasattr(value, form):
+            return getattr(value, form)()
+    return repr(value)
+
+
+def run_cell(source, names, place):
+    """Runs one cell; returns what it shows, `None` if nothing."""
+    lines = ast.parse(source).body
+    last = lines.pop() if isinstance(lines[-1], ast.Expr) else None
+    exec(compile(ast.Module(lines, []), place, "exec"), names)
+    if last is None:
+        return None
+    code = compile(ast.Expression(last.value), place, "eval")
+    value = eval(code, names)
+    return None if value is None else shown(value)
+
+
+def run(name):
+    """Runs a notebook; returns the names it leaves, and what it shows."""
+    notebook = NOTEBOOKS["FOLDER"] / f"{name}.ipynb"
+    names, outputs = {}, []
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        # What is installed stays as it is.
+        if cell["cell_type"] == "code" and not source.startswith("%pip"):
+            outputs.append(run_cell(source, names, f"{name}, {cell['id']}"))
+    return names, [output for output in outputs if output is not None]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """Lets a notebook write files."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_there_are_four():
+    assert [path.stem for path in SCRIPTS] == [
+        "fine_tune_a_transformer",
+        "hardware_you_do_not_have",
+        "start",
+        "when_it_goes_wrong",
+    ]
+    assert len(list(NOTEBOOKS["FOLDER"].glob("*.ipynb"))) == 4
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_notebook_is_that_of_its_script(script):
+    made = NOTEBOOKS["notebook"](script.read_text("utf-8"), script.stem)
+    there = script.with_suffix(".ipynb").read_text(encoding="utf-8")
+    assert there == made, "run `make notebooks`"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_notebook_opens_with_its_badge_and_what_to_install(script):
+    text, install, *_ = cells_of(script.read_text("utf-8"), script.stem)
+    assert text["source"][0].startswith("# ")
+    link = f"/main/examples/notebooks/{script.stem}.ipynb)"
+    assert "Open in Colab" in text["source"][2]
+    assert text["source"][2].strip().endswith(link)
+    assert install["source"] == ['%pip install -q "tfmix[plot,examples]"']
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_guide_opens_a_notebook_at_the_same_address(script):
+    badge = NOTEBOOKS["badge"](script.stem)
+    address = badge[badge.rindex("(") :]
+    guide = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert f"[open in Colab]{address}" in guide
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_notebook_has_no_outputs_and_every_cell_a_name_of_its_own(script):
+    cells = cells_of(script.read_text("utf-8"), script.stem)
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in code)
+
+
+def test_cells_keep_their_names_when_another_is_put_between():
+    script = "# %%\nx = 1\n\n# %%\ny = 1\n"
+    first, second = cells_of(script)
+    new = cells_of(script.replace("\n\n", "\n\n# %%\nx = 1\nz = 2\n\n", 1))
+    assert [new[0]["id"], new[2]["id"]] == [first["id"], second["id"]]
+    assert new[1]["id"] == first["id"] + "-1"
+
+
+def test_text_loses_its_marks_and_code_keeps_its_comments():
+    script = "# %%\n# why\nx = 1\n\n# %% [markdown]\n# # Title\n#\n# text\n"
+    code, text = cells_of(script)
+    assert "".join(text["source"]) == "# Title\n\ntext"
+    assert "".join(code["source"]) == "# why\nx = 1"
+
+
+def test_a_script_without_a_first_cell_is_refused():
+    with pytest.raises(ValueError, match=r"odd must begin with a cell.*import"):
+        NOTEBOOKS["cells"]("import keras\n# %%\n", "odd")
+
+
+def test_a_cell_shows_what_its_last_line_returns():
+    names = {}
+    assert run_cell("x = 1\nx + 1", names, "cell") == "2"
+    assert run_cell("y = x", names, "cell") is None
+    assert run_cell("print(x)", names, "cell") is None
+    with pytest.raises(NameError, match="nowhere"):
+        run_cell("nowhere", names, "cell")
+
+
+def test_start():
+    names, outputs = run("start")
+    assert names["accuracy"] > 0.9
+    assert names["optimizer"].skipped_steps == 0
+    assert isinstance(names["optimizer"], tfmix.LossScaleOptimizer)
+    assert names["advice"].share_16bit == 1
+    # The shapes, and three reports.
+    assert sum("<table" in output for output in outputs[1:]) == 3
+
+
+def test_hardware_you_do_not_have(capsys):
+    _, outputs = run("hardware_you_do_not_have")
+    printed = capsys.readouterr().out
+    assert "NVIDIA H200" in outputs[0]
+    assert "The first that fits" in outputs[2]
+    assert "A TPU has no float16 products" in printed
+    if "pip install 'tfmix[tpu]'" not in printed:
+        assert "<table" in outputs[3]
+
+
+@pytest.mark.slow
+def test_when_it_goes_wrong(capsys):
+    names, outputs = run("when_it_goes_wrong")
+    # It learns nothing, without a word.
+    assert names["in_float16"] < 0.7 < 0.9 < names["in_float32"]
+    assert [row.layer for row in names["report"].faults] == ["normalized"]
+    assert "healthy: True" in capsys.readouterr().out
+    assert names["optimizer"].skipped_steps > 0
+    assert sum(output[:4] == PNG for output in outputs) == 2
+
+
+@pytest.mark.slow
+def test_fine_tune_a_transformer():
+    names, outputs = run("fine_tune_a_transformer")
+    # One guess in eight is right.
+    assert names["accuracy"] > 0.6
+    assert names["trained_weights"] < names["model"].count_params() / 3
+    assert float(names["same"]) < 0.01
+    assert sum("<table" in output for output in outputs) == 2
