@@ -44,6 +44,15 @@ def test_a_long_name_is_shortened_in_its_middle(width):
     assert {"computes", "float16"} <= set(text.split())
 
 
+def test_shapes_and_short_words_are_whole_beside_a_long_name():
+    row = (LONG, "float16", "(7, 13, 131)", "k 131 -> 136, n 2 -> 8", "a " * 40)
+    heads = ("layer", "dtype", "(m, k, n)", "pad", "why")
+    text = drawn(80, _tables.Table(heads, [row]))
+    for cell in ("(m, k, n)", *row[1:4]):
+        assert cell in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_html_scrolls_where_it_does_not_fit():
     class Report(_tables.Printed):
         def tables(self):

@@ -14,8 +14,9 @@ import rich.markup
 import rich.table
 import rich.text
 
-# Spaces between columns, and what of a long name is shown at least.
-_GAP, _LEAST_NAME = 2, 12
+# Spaces between columns; what of a long name and of a sentence is shown at
+# least; what is never broken.
+_GAP, _LEAST_NAME, _LEAST_TEXT, _WHOLE = 2, 12, 16, 24
 _STYLES = {
     "ok": "green",
     "overflow": "bold red",
@@ -59,8 +60,9 @@ class Table:
             padding=(0, _GAP - 1, 0, 0),
         )
         for head, *cells in columns:
-            # Of sentences the lines are broken; a number or a name is whole.
-            is_text = any(" " in cell for cell in cells)
+            # The lines of sentences are broken; numbers, shapes and what is
+            # short stay whole.
+            is_text = max(map(len, [*cells, ""])) > _WHOLE
             drawn.add_column(head, no_wrap=not is_text, overflow="fold")
         others = sum(map(_least_width, columns[1:]))
         names = width - others - _GAP * len(columns)
@@ -107,8 +109,9 @@ def _with_code(note: str) -> str:
 
 
 def _least_width(column: Sequence[str]) -> int:
-    """Returns the width in which a column shows its words whole."""
-    return max(len(word) for cell in column for word in [*cell.split(), ""])
+    """Returns the width that a column is left at least."""
+    longest = max(map(len, column))
+    return longest if longest <= _WHOLE else _LEAST_TEXT
 
 
 def _shortened(name: str, width: int) -> str:

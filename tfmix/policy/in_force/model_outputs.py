@@ -100,10 +100,12 @@ def _remedy(activations: Sequence[str], otherwise: str) -> str:
     if len(set(heads)) > 1:
         layers_of = [f"`tfmix.float32_output({h!r})`" for h in heads]
         each = ", ".join(layers_of).replace("''", "")
-        return f"{cost}. End each output in a layer of its own: {each}."
+        return (
+            f"{cost}. End each output in a layer of its own: {each}{otherwise}."
+        )
     if any(heads):
         return (
             f"{cost}. End the model with `tfmix.float32_output({heads[0]!r})`, "
-            f"behind a last layer without `activation={heads[0]!r}`."
+            f"behind a last layer without `activation={heads[0]!r}`{otherwise}."
         )
     return f"{cost}. End the model with `tfmix.float32_output()`{otherwise}."
