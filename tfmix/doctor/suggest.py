@@ -92,7 +92,7 @@ def with_layers(report: Checked, names: Iterable[str]) -> policies.Policy:
 def fewest(names: Names, healthy: Callable[[Names], bool]) -> Names:
     """Takes names out, in large pieces first, while `healthy` holds.
 
-    Example:
+    Examples:
         >>> fewest(("a", "b", "c", "d"), lambda names: "c" in names)
         ('c',)
     """
