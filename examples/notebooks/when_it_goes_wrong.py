@@ -109,8 +109,8 @@ ops.convert_to_numpy(model.get_layer("normalized")(train_x[:4]))[:, :6]
 # %% [markdown]
 # ## Mend it
 #
-# `suggested_policy` searches for the fewest layers that have to stay in float32. It
-# measures each candidate, so it takes as long as a few checks.
+# `suggested_policy` searches for the fewest layers that have to stay in
+# float32. It measures each candidate, so it takes as long as a few checks.
 
 # %%
 policy = report.suggested_policy(progress=False)
