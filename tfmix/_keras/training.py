@@ -12,7 +12,7 @@ from keras.src.trainers import trainer as trainers
 from tfmix._keras import replacements
 
 # The class that gives models `compile` and `fit`.
-TRAINER: type = trainers.Trainer
+TRAINER: type = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
 
 
 def penalty_places() -> list[replacements.Place]:
