@@ -18,11 +18,12 @@ import keras
 import numpy as np
 import pytest
 
+import tfmix
 from tests import helpers
 from tests._keras import private_names
 from tfmix._keras import op_places
 
-OURS = pathlib.Path(__file__).parent.parent.parent / "tfmix"
+OURS = pathlib.Path(tfmix.__file__).parent
 BACKEND = keras.backend.backend()
 KERAS = tuple(int(part) for part in keras.__version__.split(".")[:2])
 COMMON = "keras.src.backend.common"
