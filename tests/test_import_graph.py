@@ -14,6 +14,7 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "tfmix"
 LAYERS = (
     (
         "_arguments",
+        "_bar_output",
         "_errors",
         "_formats",
         "_page_frame",
