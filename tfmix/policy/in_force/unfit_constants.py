@@ -11,10 +11,8 @@ from collections.abc import Iterator
 
 import keras
 
-from tfmix import _formats
+from tfmix import _errors, _formats
 
-# The code of these is nobody's to mend here.
-_LIBRARIES = frozenset("keras tensorflow jax jaxlib numpy tfmix".split())
 # Code that tells formats apart chooses its constants by them.
 _TELLS_APART = frozenset(("float16", "mixed_float16", "finfo"))
 # The operation whose gradient is that of x**-0.5, and where it may be computed.
@@ -55,7 +53,7 @@ def users_line(error: Exception) -> str:
     """Returns the innermost line of an error that is in no library."""
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, line in reversed(frames):
-        if not _in_library(frame.f_globals.get("__name__", "")):
+        if not _errors.in_library(frame.f_globals.get("__name__", "")):
             return _place(frame.f_code.co_filename, line)
     return ""
 
@@ -64,10 +62,6 @@ def _place(file: str, line: int | None) -> str:
     code = linecache.getline(file, line or 0).strip()
     shown = f" `{code}`" if code else ""
     return f"{os.path.basename(file)}:{line}{shown}: "
-
-
-def _in_library(module: str) -> bool:
-    return module.split(".")[0] in _LIBRARIES
 
 
 def _functions(layer: keras.Layer) -> Iterator[types.FunctionType]:
@@ -80,7 +74,9 @@ def _functions(layer: keras.Layer) -> Iterator[types.FunctionType]:
         function = getattr(function, "__func__", function)
         if not isinstance(function, types.FunctionType):
             continue
-        if id(function) in seen or _in_library(function.__module__ or ""):
+        if id(function) in seen or _errors.in_library(
+            function.__module__ or ""
+        ):
             continue
         seen.add(id(function))
         yield function
