@@ -19,12 +19,12 @@ _TELLS_APART = frozenset(("float16", "mixed_float16", "finfo"))
 _ROOT, _WIDE = "rsqrt", "float32"
 
 
-def unfit(layer: keras.Layer, dtype: str) -> str | None:
+def unfit(layer: keras.Layer, dtype: str) -> tuple[str, str] | None:
     """Says where a layer's code holds a constant that a dtype does not.
 
     Returns:
-        Place and cause for a warning, `None` if every constant fits: is not
-        infinite, and not zero, if it is not in float32. An epsilon in code
+        Place and cause, and what to write; `None` if every constant fits: is
+        not infinite, and not zero, if it is not in float32. An epsilon in code
         that takes reciprocal roots fits if their gradient there is finite.
     """
     limits = _formats.limits(dtype)
@@ -38,14 +38,18 @@ def unfit(layer: keras.Layer, dtype: str) -> str | None:
             # The halves are where rounding to nearest turns.
             if size > limits.max and math.isfinite(size):
                 cause = f"{value!r} is infinite"
+                such = math.copysign(limits.max / 2, value)
+                fits = f"within +-{limits.max:g}, such as {such:.0e}"
             elif 0 < size <= limits.smallest / 2:
                 cause = f"{value!r} is 0"
+                fits = f"of {limits.smallest:.0e} or more"
             elif takes_root and 0 < size < limits.max ** (-2 / 3):
                 cause = f"the gradient of {_ROOT}({value!r}) is infinite"
+                fits = f"of {1.1 * limits.max ** (-2 / 3):.0e} or more"
             else:
                 continue
             place = _place(function.__code__.co_filename, line)
-            return f"{place}{cause} in {dtype}."
+            return f"{place}{cause} in {dtype}.", f"take a constant {fits}"
     return None
 
 
