@@ -9,7 +9,7 @@ import keras
 from absl import logging
 
 from tfmix import _formats
-from tfmix._keras import layers, model_methods, training
+from tfmix._keras import layers, model_methods, optimizers, training
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import bound_arguments, suited_optimizer
 from tfmix.scaling import guard
@@ -72,6 +72,7 @@ def compile_suitably(
         return
     wanted = bound_arguments.get(bound, _AUTO, True)
     given = _optimizer(bound_arguments.get(bound, "optimizer"))
+    _refuse_two_scales(given)
     if wanted and given is not None:
         given = suited_optimizer.suited(given, model, level)
         bound_arguments.put(bound, "optimizer", given)
@@ -93,6 +94,22 @@ def compile_suitably(
         training.save_compile_argument(model, _AUTO, False)
     if isinstance(optimizer, scaling.LossScaleOptimizer):
         guard.put_on(model)
+
+
+def _refuse_two_scales(given: keras.optimizers.Optimizer | None) -> None:
+    scalers = [
+        each
+        for each in optimizers.chain(given)
+        if isinstance(each, keras.optimizers.LossScaleOptimizer)
+    ]
+    if len(scalers) > 1:
+        raise ValueError(
+            "`optimizer` holds two loss scales, one inside the other: the "
+            "gradients are divided by both, the loss is multiplied by the "
+            f"outer one alone. Received: optimizer={given!r} around "
+            f"{scalers[1]!r}. Take off the outer one: "
+            "`compile(optimizer.inner_optimizer, ...)`."
+        )
 
 
 def _optimizer(given: Any) -> keras.optimizers.Optimizer | None:
