@@ -807,9 +807,10 @@ class LossScaleOptimizer(
             return
         self.guarded = False
         _errors.warn(
-            "The model was guarded when it was saved: a skipped step left no "
-            "trace in its statistics and metrics. A guard is not part of the "
-            "file. Write `tfmix.guard(model)` after loading it."
+            "When this model was saved, tfmix kept skipped steps out of its "
+            "statistics, such as BatchNormalization's, and of its metrics; "
+            "no file keeps that. Write `tfmix.guard(model)` after loading it, "
+            "or load it with its policy set: `compile` then does the same."
         )
 
     def _may_be_scaled(self, grads: Sequence, variables: Sequence) -> bool:
