@@ -795,12 +795,23 @@ class LossScaleOptimizer(
         if not unscaled and not self._may_be_scaled(grads, variables):
             self._tell_of_unscaled()
             unscaled = self.unasked
+        elif not unscaled:
+            self._warn_of_clipped(grads)
         self.losses.serve(variables)
         if not unscaled:
             for gradient in grads:
                 if not _notes([gradient]):
                     global_state.put_note(gradient, _GRADIENT, _APPLIED)
         return unscaled
+
+    def _warn_of_clipped(self, grads: Sequence) -> None:
+        unscales = not isinstance(self.rule, rules.NoLossScale)
+        if unscales and any(map(compilation.is_clipped, grads)):
+            _errors.warn(
+                "These gradients were clipped, and are divided by the loss "
+                "scale only now: they end up smaller than the bound by that "
+                f"factor. {CLIP_UNSCALED}"
+            )
 
     def _warn_of_a_lost_guard(self) -> None:
         if not self.guarded or self.in_guarded_step:
