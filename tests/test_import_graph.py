@@ -16,6 +16,7 @@ PACKAGE = pathlib.Path(tfmix.__file__).parent
 LAYERS = (
     (
         "_arguments",
+        "_bar_output",
         "_errors",
         "_formats",
         "_page_frame",

@@ -34,7 +34,7 @@ def test_there_are_files_to_read():
 
 
 # The word that goes with a model whose step was guarded.
-@pytest.mark.filterwarnings("ignore:The model was guarded")
+@pytest.mark.filterwarnings("ignore:When this model was saved")
 @pytest.mark.parametrize("folder", CASES)
 def test_a_model_is_loaded_and_goes_on(folder):
     model = keras.saving.load_model(folder / "model.keras")

@@ -53,6 +53,8 @@ def test_auto_becomes_the_policy_of_this_machine(monkeypatch):
         ("bf16", "mixed_bfloat16"),
         ("mixed_fp16", "mixed_float16"),
         ("half", "mixed_float16"),
+        ("float16_mixed", "mixed_float16"),
+        ("bfloat16_mixed", "mixed_bfloat16"),
         ("Mixed_Float16", "mixed_float16"),
         ("mixed-bfloat16", "mixed_bfloat16"),
         ("mixd_float16", "mixed_float16"),

@@ -168,3 +168,69 @@ def test_a_step_compiled_whole_leaves_nothing_for_the_next_loop():
     assert float(after[0]) == -2.0
     with pytest.warns(UserWarning, match="was not multiplied by it"):
         wrapped.apply([array(2.0)], [one])
+
+
+def one(function):
+    return lambda optimizer, grads: [function(optimizer, grads[0])]
+
+
+CLIPS = {
+    "global_norm": lambda _, g: tf().clip_by_global_norm(g, 0.1)[0],
+    "norm": one(lambda _, g: tf().clip_by_norm(g, 0.1)),
+    "constant": one(lambda _, g: tf().clip_by_norm(g, tf().constant(0.1))),
+    "value": one(lambda _, g: tf().clip_by_value(g, -0.1, 0.1)),
+    "keras": one(lambda _, g: keras.ops.clip(g, -0.1, 0.1)),
+}
+FINE = {
+    "not clipped": lambda _, g: g,
+    "scaled bound": one(
+        lambda o, g: tf().clip_by_norm(g, 0.1 * o.current_scale())
+    ),
+    "scaled global bound": lambda o, g: tf().clip_by_global_norm(
+        g, 0.1 * o.current_scale()
+    )[0],
+    "multiplied afterwards": one(lambda _, g: tf().clip_by_norm(g, 0.1) * 1.0),
+}
+
+
+def tf():
+    import tensorflow
+
+    return tensorflow
+
+
+def clipped_step(clip, jit, unscale=False):
+    """Takes a step of gradients whose norm is 2, clipped; returns a weight."""
+    weight = keras.Variable(np.zeros((4,), "float32"))
+    optimizer = Wrapped(keras.optimizers.SGD(1.0))
+    optimizer.build([weight])
+
+    @tf().function(jit_compile=jit)
+    def step():
+        with tf().GradientTape() as tape:
+            scaled = optimizer.scale_loss(keras.ops.sum(weight))
+        grads = tape.gradient(scaled, [weight.value])
+        if unscale:
+            grads = optimizer.unscale_gradients(grads)
+        optimizer.apply(clip(optimizer, grads), [weight], unscaled=unscale)
+
+    step()
+    return weight.numpy()
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("name", CLIPS)
+def test_clipping_what_is_still_scaled_is_told_of(name, jit):
+    with pytest.warns(UserWarning, match="Clip only what `optimizer.unsc"):
+        update = clipped_step(CLIPS[name], jit)
+    assert np.all(np.abs(update) < 1e-5)
+    # Of true gradients it is right, and silent.
+    update = clipped_step(CLIPS[name], jit, unscale=True)
+    assert np.all(np.abs(update) > 0.04)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("name", FINE)
+def test_what_is_not_surely_clipped_too_early_is_not_told_of(name):
+    clipped_step(FINE[name], False)

@@ -10,10 +10,9 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfmix import _arguments, _formats
+from tfmix import _arguments, _bar_output, _formats
 from tfmix._keras import variables
-from tfmix.callbacks import bar_output
-from tfmix.policy.in_force import suited_optimizer
+from tfmix.policy.in_force import skip_watch, suited_optimizer
 from tfmix.scaling import rules
 
 
@@ -31,7 +30,7 @@ class Reading:
     gradient_norm: float | None = None
 
 
-class LossScaleMonitor(keras.callbacks.Callback):
+class LossScaleMonitor(skip_watch.SkipWatch):
     """Puts loss scale and skipped steps where the loss is shown.
 
     Add it to every `fit` with a `tfmix.LossScaleOptimizer`. A line at the
@@ -120,7 +119,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self.log_dir = log_dir
         self.timeline: list[Reading] = []
         self._step = self._next_reading = self._epoch_start = 0
-        self._has_scale = self._started = False
+        self._has_scale = self._started = self._rung = False
         self._shown: dict[str, float] = {}
         # Keras adds to it from a pool of threads, not always in order.
         self._batches: collections.deque[int] = collections.deque(maxlen=1024)
@@ -139,6 +138,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the optimizer, and opens the TensorBoard file."""
+        super().on_train_begin(logs)
         self._has_scale, self._started = _has_scale(self.model), False
         if self._has_scale and (self.params or {}).get("verbose"):
             print(_opening(self.model), flush=True)
@@ -150,6 +150,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts to count the batches of an epoch."""
+        super().on_epoch_begin(epoch, logs)
         if self._has_scale and not self._started:
             # Not before: other callbacks restore a run as training begins.
             self._start()
@@ -183,6 +184,9 @@ class LossScaleMonitor(keras.callbacks.Callback):
                 if self.gradient_norm:
                     logs["gradient_norm"] = float("nan")
                 logs.update(self._shown)
+        # A standstill has been told of by then.
+        self._told = self._told or self._rung
+        super().on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Closes the TensorBoard file."""
@@ -212,12 +216,12 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def _note(self, reading: Reading) -> None:
         self.timeline.append(reading)
         self._shown = {
-            name: bar_output.Shown(getattr(reading, name))
+            name: _bar_output.Shown(getattr(reading, name))
             for name in ("loss_scale", "applied_steps", "skipped_steps")
         }
         norm = reading.gradient_norm
         if norm is not None and not math.isnan(norm):
-            self._shown["gradient_norm"] = bar_output.Shown(norm)
+            self._shown["gradient_norm"] = _bar_output.Shown(norm)
         if self._writer is not None:
             _write(self._writer, reading.step, self._shown)
 
@@ -258,11 +262,10 @@ class LossScaleMonitor(keras.callbacks.Callback):
         waited = now.step - self._last_progress.step
         if waited >= self.alarm_after and not self._rung:
             self._rung = True
-            bar_output.warn(
+            _bar_output.warn(
                 self,
-                "No update was applied in the last %d steps: the loss scale "
-                "is %g, %d step(s) were skipped in a row. "
-                "optimizer.check_health() names the variables.",
+                skip_watch.STANDSTILL
+                + "optimizer.check_health() names the variables.",
                 waited,
                 now.loss_scale,
                 now.consecutive_skips,

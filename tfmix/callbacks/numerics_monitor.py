@@ -10,9 +10,9 @@ import keras
 import numpy as np
 from absl import logging
 
-from tfmix import _arguments, _formats
+from tfmix import _arguments, _bar_output, _formats
 from tfmix._keras import layers
-from tfmix.callbacks import bar_output, sampler
+from tfmix.callbacks import sampler
 from tfmix.conversion import planned_policies
 from tfmix.doctor import latent, probe, ranges, verdicts
 from tfmix.policy.in_force import suited_optimizer
@@ -156,7 +156,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         event = Event(step, layer, phase, verdict)
         known = {dataclasses.replace(old, step=step) for old in self.events}
         if event not in known:
-            bar_output.warn(
+            _bar_output.warn(
                 self,
                 "Step %d: %s in the %s pass of layer %r. tfmix.check(model, "
                 "x, y) says what to write.",

@@ -23,11 +23,13 @@ _ALIASES = {
         (
             *("fp16", "half", "mixed", "amp", "16", "16-mixed"),
             *("mixed_fp16", "mixed_half", "mixed_precision"),
+            *("float16_mixed", "fp16_mixed", "half_mixed"),
         ),
         "mixed_float16",
     ),
     **dict.fromkeys(
-        ("bf16", "bfloat", "bf16-mixed", "mixed_bf16"), "mixed_bfloat16"
+        ("bf16", "bfloat", "bf16-mixed", "mixed_bf16", "bfloat16_mixed"),
+        "mixed_bfloat16",
     ),
     "f16": "float16",
     **dict.fromkeys(("float8", "fp8", "f8", "mixed_fp8"), FLOAT8),

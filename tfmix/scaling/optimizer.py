@@ -32,6 +32,17 @@ _OWN, _INNER = "own_", "inner_"
 # optimizer's.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
 _MOST_NAMED = 5
+# What a step of the user's own has to do, by its optimizer's name.
+TAKE_SCALED = (
+    "Take the gradients of the scaled loss: `scaled = {0}.scale_loss(loss)` "
+    "inside the tape, then `tape.gradient(scaled, ...)`; `loss` stays as it "
+    "is, to be logged."
+)
+CLIP_UNSCALED = (
+    "Clip only what `optimizer.unscale_gradients(grads)` returns, and apply "
+    "it with `unscaled=True`; or give `global_clipnorm=` to the inner "
+    "optimizer."
+)
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
@@ -97,9 +108,18 @@ class LossScaleOptimizer(
     the gradients to `apply` as they are:
 
         with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(compute_loss())
-        grads = tape.gradient(loss, model.trainable_variables)
+            loss = compute_loss()
+            scaled = optimizer.scale_loss(loss)
+        grads = tape.gradient(scaled, model.trainable_variables)
         applied = optimizer.apply(grads, model.trainable_variables)
+
+    To clip them yourself, in place of the last line:
+
+        grads = optimizer.unscale_gradients(grads)
+        grads, norm = tf.clip_by_global_norm(grads, 1.0)
+        applied = optimizer.apply(
+            grads, model.trainable_variables, unscaled=True
+        )
     """
 
     built: bool
@@ -765,17 +785,18 @@ class LossScaleOptimizer(
         divided_in, self._divided_in = self._divided_in, None
         new = not unscaled and _SCALED not in notes and divided_in is not None
         if new and divided_in == compilation.trace():
-            warnings.warn(
+            _errors.warn(
                 "`unscale_gradients` was called in this step, and now other "
                 "gradients than it was given are divided by the loss scale. "
                 "That is right for sums of what it was given; if they were "
                 "made of its result, as by clipping, write "
-                "optimizer.apply(grads, variables, unscaled=True).",
-                stacklevel=4,
+                "optimizer.apply(grads, variables, unscaled=True)."
             )
         if not unscaled and not self._may_be_scaled(grads, variables):
             self._tell_of_unscaled()
             unscaled = self.unasked
+        elif not unscaled:
+            self._warn_of_clipped(grads)
         self.losses.serve(variables)
         if not unscaled:
             for gradient in grads:
@@ -783,15 +804,24 @@ class LossScaleOptimizer(
                     global_state.put_note(gradient, _GRADIENT, _APPLIED)
         return unscaled
 
+    def _warn_of_clipped(self, grads: Sequence) -> None:
+        unscales = not isinstance(self.rule, rules.NoLossScale)
+        if unscales and any(map(compilation.is_clipped, grads)):
+            _errors.warn(
+                "These gradients were clipped, and are divided by the loss "
+                "scale only now: they end up smaller than the bound by that "
+                f"factor. {CLIP_UNSCALED}"
+            )
+
     def _warn_of_a_lost_guard(self) -> None:
         if not self.guarded or self.in_guarded_step:
             return
         self.guarded = False
-        warnings.warn(
-            "The model was guarded when it was saved: a skipped step left no "
-            "trace in its statistics and metrics. A guard is not part of the "
-            "file. Write `tfmix.guard(model)` after loading it.",
-            stacklevel=5,
+        _errors.warn(
+            "When this model was saved, tfmix kept skipped steps out of its "
+            "statistics, such as BatchNormalization's, and of its metrics; "
+            "no file keeps that. Write `tfmix.guard(model)` after loading it, "
+            "or load it with its policy set: `compile` then does the same."
         )
 
     def _may_be_scaled(self, grads: Sequence, variables: Sequence) -> bool:
@@ -809,17 +839,16 @@ class LossScaleOptimizer(
         if self.unasked:
             logging.warning(
                 "tfmix: this step takes gradients of a loss that is not "
-                "scaled: those below %.1g become 0 in float16. Write `loss = "
-                "self.optimizer.scale_loss(loss)` before they are taken.",
+                "scaled: those below %.1g become 0 in float16. %s",
                 _formats.FLOAT16.smallest,
+                TAKE_SCALED.format("self.optimizer"),
             )
             return
-        warnings.warn(
+        _errors.warn(
             "The gradients are divided by the loss scale, but the loss was "
             "not multiplied by it, so every update is too small by that "
-            "factor. Write `loss = optimizer.scale_loss(loss)` inside the "
-            "gradient tape (or inside the function given to jax.grad).",
-            stacklevel=5,
+            f"factor. {TAKE_SCALED.format('optimizer')} (With jax.grad, "
+            f"return the scaled loss from the function.) {CLIP_UNSCALED}"
         )
 
     def _create_state(self, rule: rules.LossScale, leader: Any) -> None:

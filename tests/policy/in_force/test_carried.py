@@ -303,8 +303,9 @@ def test_a_16_bit_output_is_reported_once_with_its_remedy(warnings_of_absl):
     model.fit(x, y, epochs=2, verbose=0)
     model.evaluate(x, y, verbose=0)
     assert len(warnings_of_absl) == 1
-    assert "Output 0 of the model is float16" in warnings_of_absl[0]
+    assert "of the model is float16. The last rounding" in warnings_of_absl[0]
     assert "`tfmix.float32_output()`" in warnings_of_absl[0]
+    assert '`Dense(..., dtype="float32")`' in warnings_of_absl[0]
     assert "softmax" not in warnings_of_absl[0]
 
 
@@ -312,19 +313,36 @@ def headed(*activations):
     """A model with a head for each activation."""
     inputs = keras.Input((4,))
     hidden = keras.layers.Dense(4)(inputs)
-    outputs = [keras.layers.Dense(3, one)(hidden) for one in activations]
+    outputs = [
+        keras.layers.Dense(3, one, name=f"head{n}")(hidden)
+        for n, one in enumerate(activations)
+    ]
     return keras.Model(inputs, outputs)
 
 
 @pytest.mark.parametrize(
     ("activations", "said", "written"),
     [
-        (["softmax"], "Output 0 ", "`tfmix.float32_output('softmax')`"),
-        ([None, "relu"], "Outputs 0, 1 ", "`tfmix.float32_output()`"),
         (
-            [None, "sigmoid"],
-            "Outputs 0, 1 ",
-            "`tfmix.float32_output()`, `tfmix.float32_output('sigmoid')`",
+            ["softmax"],
+            "Output 'head0' ",
+            "`Dense(..., activation='softmax', dtype=\"float32\")`; or, to "
+            "multiply in 16 bit, end the model with "
+            "`tfmix.float32_output('softmax')`, behind a last layer without "
+            "`activation='softmax'`, or",
+        ),
+        (
+            [None, "relu"],
+            "Outputs 'head0', 'head1' ",
+            "end the model with `tfmix.float32_output()`, or write",
+        ),
+        (
+            [None, "sigmoid", "softmax"],
+            "Outputs 'head0', 'head1', 'head2' ",
+            "end 'head0' with `tfmix.float32_output()`, 'head1' with "
+            "`tfmix.float32_output('sigmoid')`, 'head2' with "
+            "`tfmix.float32_output('softmax')`, behind a last layer without "
+            "`activation='sigmoid'` and `activation='softmax'`, or",
         ),
     ],
 )
@@ -342,7 +360,30 @@ def test_the_remedy_of_16_bit_outputs_is_one_that_fits(
     assert told.startswith(said)
     assert written in told
     probabilities = {"softmax", "sigmoid"} & set(activations)
-    assert ("probabilities" in told) is bool(probabilities)
+    assert ("robabilities" in told) is bool(probabilities)
+
+
+@pytest.mark.parametrize(
+    ("activation", "loss", "logits", "label"),
+    [
+        ("softmax", "sparse_categorical_crossentropy", [30.0, 0.0], 1),
+        ("sigmoid", "binary_crossentropy", [30.0], 0.0),
+    ],
+)
+def test_what_is_said_of_losses_is_so(
+    warnings_of_absl, activation, loss, logits, label
+):
+    x = np.array([logits], "float32")
+    with current_policy.policy_scope("mixed_float16"):
+        dense = keras.layers.Dense(
+            len(logits), activation, kernel_initializer="identity"
+        )
+        model = keras.Sequential([keras.Input((len(logits),)), dense])
+    model.compile("sgd", loss)
+    got = model.evaluate(x, np.array([label]), verbose=0)
+    (told,) = warnings_of_absl
+    # The loss of the logits, to which Keras goes back under TensorFlow.
+    assert (abs(got - 30.0) < 0.1) is ("go back to the logits" in told)
 
 
 def test_a_float32_output_is_not_reported(warnings_of_absl):

@@ -456,3 +456,28 @@ def test_a_step_runs_under_the_rules_of_the_last_policy_only(monkeypatch):
         model.compile("sgd", "mse", run_eagerly=True)
         model.train_on_batch(X, Y)
     assert seen == [{"tanh"}, {"sum"}]
+
+
+@pytest.mark.parametrize("auto", [True, False])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_loss_scale_around_another_is_refused(policy, auto):
+    inner = scaling.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    both = keras.optimizers.LossScaleOptimizer(inner)
+    current_policy.set_global_policy(policy)
+    model = make()
+    with pytest.raises(ValueError, match=r"`compile\(optimizer.inner_opt"):
+        model.compile(both, "mse", auto_scale_loss=auto)
+    model.compile(both.inner_optimizer, "mse", auto_scale_loss=auto)
+    model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.filterwarnings("error:When this model was saved")
+def test_a_model_loaded_with_its_policy_set_is_guarded(tmp_path):
+    current_policy.set_global_policy("mixed_float16")
+    model = make()
+    model.compile("sgd", "mse")
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert guard.is_guarded(loaded)
+    loaded.fit(X, Y, verbose=0)

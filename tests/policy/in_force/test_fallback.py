@@ -378,6 +378,58 @@ def test_the_warning_names_the_constant_and_its_line(caplog):
     assert "return x + (1.0 - ops.ones_like(x)) * -1e9" in warning
 
 
+@pytest.mark.parametrize(
+    ("layer_class", "remedy"),
+    [
+        (Masked, "take a constant within +-65504, such as -3e+04, or"),
+        (Epsilon, "take a constant of 6e-08 or more, or"),
+        (Mixes, "write `x.dtype` where that code makes a tensor"),
+    ],
+)
+def test_the_warning_says_what_mends_the_cause(layer_class, remedy, caplog):
+    with tfmix.policy_scope("mixed_float16"):
+        layer_class()(X)
+    (warning,) = warnings_in(caplog)
+    assert f"To mend it, {remedy}" in warning
+    # In `x.dtype` the constant is no smaller.
+    assert ("x.dtype" in warning) == (layer_class is Mixes)
+
+
+@keras.saving.register_keras_serializable("fallback")
+class MaskedAround(Masked):
+    """Its own code meets what a layer inside it returns."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        scores = self.dense(x)
+        return strict_add(
+            x, scores + ops.cast(scores < 0.0, scores.dtype) * -1e9
+        )
+
+
+def test_a_loaded_layer_is_not_blamed_for_what_it_was_kept_from(
+    tmp_path, caplog
+):
+    tfmix.set_global_policy("mixed_float16")
+    model = functional(MaskedAround())
+    (warning,) = warnings_in(caplog)
+    assert "-1000000000.0 is infinite" in warning
+    model.save(tmp_path / "model.keras")
+    caplog.clear()
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.layers[0].dtype_policy.name == "float32"
+    np.testing.assert_array_equal(
+        loaded.predict(X, verbose=0), model.predict(X, verbose=0)
+    )
+    assert not warnings_in(caplog)
+
+
 class Root(layers.Layer):
     """An RMS normalization as many write it."""
 

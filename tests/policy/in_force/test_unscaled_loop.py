@@ -33,7 +33,10 @@ def test_a_bare_optimizer_tells_once_and_names_two_lines(told):
     step(keras.optimizers.Adam())
     (text,) = told()
     assert "optimizer = tfmix.LossScaleOptimizer(optimizer)" in text
-    assert "loss = optimizer.scale_loss(loss)" in text
+    assert "`scaled = optimizer.scale_loss(loss)` inside the tape" in text
+    assert "global_clipnorm" in text
+    # What a user logs would be the scaled loss.
+    assert " loss = optimizer.scale_loss" not in text
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "O3"])
@@ -82,7 +85,7 @@ def saved_and_loaded(path):
 
 
 # No file keeps a guard.
-@pytest.mark.filterwarnings("ignore:The model was guarded")
+@pytest.mark.filterwarnings("ignore:When this model was saved")
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_step_without_a_scaled_loss_is_whole(loaded, told, tmp_path):
     # As a `train_step` does that was written for float32.
@@ -95,7 +98,7 @@ def test_a_step_without_a_scaled_loss_is_whole(loaded, told, tmp_path):
     for one, start in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(one, start - 1 - 1)
     (text,) = told()
-    assert "loss = self.optimizer.scale_loss(loss)" in text
+    assert "`scaled = self.optimizer.scale_loss(loss)`" in text
 
 
 @helpers.requires_backend("jax")
@@ -177,3 +180,28 @@ def test_after_a_fit_a_scaler_of_the_users_own_warns(mode):
     step = unscaled_loop(scaler, model.trainable_variables, mode)
     with pytest.warns(UserWarning, match="was not multiplied by it"):
         step()
+
+
+@pytest.mark.parametrize("how", ["apply", "apply_gradients"])
+@pytest.mark.parametrize("mode", ["eager", "graph"][: 2 - ON_JAX])
+def test_the_warning_is_of_the_users_line(how, mode):
+    scaler = tfmix.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+    weight = keras.Variable(X)
+    scaler.build([weight])
+
+    def step():
+        gradients = [keras.ops.ones_like(weight)]
+        if how == "apply":
+            scaler.apply(gradients, [weight])
+        else:
+            scaler.apply_gradients([(gradients[0], weight)])
+
+    if mode == "graph":
+        import tensorflow as tf
+
+        step = tf.function(step, autograph=False)
+    with pytest.warns(UserWarning, match="global_clipnorm") as told:
+        step()
+    assert [each.filename for each in told] == [__file__]
+    text = str(told[0].message)
+    assert "`scaled = optimizer.scale_loss(loss)` inside the tape" in text

@@ -21,6 +21,7 @@ from tfmix.policy.in_force import (
     fallback,
     model_outputs,
     ops,
+    skip_watch,
     tensors,
 )
 
@@ -64,6 +65,7 @@ class _Carried:
         self.wrappers: Mapping[str, model_methods.Wrapper] = {
             "call": self._call,
             "compile": self._compile,
+            "fit": functools.partial(skip_watch.fit, model),
             "make_train_function": self._make_train_function,
             "summary": self._summary,
             "compute_loss": self._in_float32,

@@ -9,9 +9,9 @@ import keras
 from absl import logging
 
 from tfmix import _formats
-from tfmix._keras import layers, model_methods, training
+from tfmix._keras import layers, model_methods, optimizers, training
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import suited_optimizer
+from tfmix.policy.in_force import bound_arguments, suited_optimizer
 from tfmix.scaling import guard
 from tfmix.scaling import optimizer as scaling
 
@@ -70,13 +70,12 @@ def compile_suitably(
         # Not our error to raise: the user's own says it better.
         original(*args, **kwargs)
         return
-    wanted = _read(bound, _AUTO, True)
-    given = _optimizer(_read(bound, "optimizer", None))
+    wanted = bound_arguments.get(bound, _AUTO, True)
+    given = _optimizer(bound_arguments.get(bound, "optimizer"))
+    _refuse_two_scales(given)
     if wanted and given is not None:
         given = suited_optimizer.suited(given, model, level)
-        declared = "optimizer" in bound.signature.parameters
-        holder = bound.arguments if declared else _extra(bound)
-        holder["optimizer"] = given
+        bound_arguments.put(bound, "optimizer", given)
     if _AUTO in bound.signature.parameters:
         # Keras would decide from the model's own policy, not its layers'.
         bound.arguments[_AUTO] = False
@@ -97,6 +96,22 @@ def compile_suitably(
         guard.put_on(model)
 
 
+def _refuse_two_scales(given: keras.optimizers.Optimizer | None) -> None:
+    scalers = [
+        each
+        for each in optimizers.chain(given)
+        if isinstance(each, keras.optimizers.LossScaleOptimizer)
+    ]
+    if len(scalers) > 1:
+        raise ValueError(
+            "`optimizer` holds two loss scales, one inside the other: the "
+            "gradients are divided by both, the loss is multiplied by the "
+            f"outer one alone. Received: optimizer={given!r} around "
+            f"{scalers[1]!r}. Take off the outer one: "
+            "`compile(optimizer.inner_optimizer, ...)`."
+        )
+
+
 def _optimizer(given: Any) -> keras.optimizers.Optimizer | None:
     """Returns the optimizer that an argument means to Keras.
 
@@ -107,21 +122,3 @@ def _optimizer(given: Any) -> keras.optimizers.Optimizer | None:
         return None if given is None else keras.optimizers.get(given)
     except (TypeError, ValueError):
         return None
-
-
-def _extra(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Returns what went into `**kwargs` of an overridden `compile`."""
-    for name, parameter in bound.signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            extra: dict[str, Any] = bound.arguments.setdefault(name, {})
-            return extra
-    return {}
-
-
-def _read(bound: inspect.BoundArguments, name: str, default: Any) -> Any:
-    if name in bound.signature.parameters:
-        declared = bound.signature.parameters[name].default
-        if declared is not inspect.Parameter.empty:
-            default = declared
-        return bound.arguments.get(name, default)
-    return _extra(bound).get(name, default)

@@ -158,6 +158,10 @@ class _State:
         self._layer = layer
         self._tells = tells
         self.why = ""
+        # What to write for a clash of dtypes; else what its constant asks for.
+        self._remedy = (
+            "write `x.dtype` where that code makes a tensor or a constant"
+        )
         # The policy it fell back to, and the dtype it returns as before.
         self._policy: keras.DTypePolicy | None = None
         self._returns = ""
@@ -199,12 +203,19 @@ class _State:
         return outputs
 
     def _look_at_constants(self) -> None:
-        dtype = self._layer.compute_dtype
-        if dtype not in _formats.SIXTEEN_BIT:
+        inside = [x.compute_dtype for x in layers.flat_layers(self._layer)]
+        dtypes = [each for each in inside if each in _formats.SIXTEEN_BIT]
+        if not dtypes:
             return
-        found = unfit_constants.unfit(self._layer, dtype)
-        if found is not None:
-            self._fall_back(_own_code, found, contextlib.ExitStack())
+        found = unfit_constants.unfit(self._layer, dtypes[0])
+        if found is None:
+            return
+        cause, self._remedy = found
+        # In float32 by its user, or by the file it fell back in, while what is
+        # inside it is not: that hands float32 on, and there is nothing to tell.
+        is_news = self._layer.compute_dtype in _formats.SIXTEEN_BIT
+        self._fall_back(_own_code, cause, contextlib.ExitStack())
+        if is_news:
             self._tell()
 
     def _mended(
@@ -268,12 +279,12 @@ class _State:
         logging.warning(
             "tfmix: layer %r (%s) computes in float32 from now on, because its "
             "code cannot compute in 16 bit; so do others with that code. %s To "
-            "mend it, write `x.dtype` where that code makes a tensor or a "
-            "constant, or compute in float32 there; to keep it so, make the "
+            "mend it, %s, or compute in float32 there; to keep it so, make the "
             'layer with dtype="float32".',
             self._layer.name,
             type(self._layer).__name__,
             self.why,
+            self._remedy,
         )
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -13,6 +13,16 @@ from tfmix._keras import global_state, layers
 from tfmix.policy.in_force import tensors
 
 _PROBABILITIES = ("softmax", "sigmoid")
+_COST = "The last rounding reaches the loss"
+_COST_OF_PROBABILITIES = (
+    "Probabilities below the format's range become 0 in `predict`, in metrics "
+    "and in losses"
+)
+if keras.backend.backend() == "tensorflow":
+    # Which note the logits on the result of a softmax or sigmoid.
+    _COST_OF_PROBABILITIES += (
+        " (not in Keras's cross-entropies, which go back to the logits)"
+    )
 _as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tfmix_outputs_as_made", default=False
 )
@@ -58,29 +68,38 @@ class Outputs:
         tensors.map_leaves(
             outputs, lambda one: dtypes.append(tensors.float_dtype(one))
         )
-        narrow = {n: one for n, one in enumerate(dtypes) if one in SIXTEEN_BIT}
+        names = _names(self._model, len(dtypes))
+        narrow = [n for n, one in enumerate(dtypes) if one in SIXTEEN_BIT]
         if narrow:
+            heads = {names[n]: _activation(self._model, n) for n in narrow}
             logging.warning(
-                "%s %s of the model %s %s. %s",
+                "%s %s of the model %s %s. %s%s.",
                 "Outputs" if len(narrow) > 1 else "Output",
-                ", ".join(map(str, narrow)),
+                ", ".join(heads),
                 "are" if len(narrow) > 1 else "is",
-                " and ".join(sorted(set(narrow.values()))),
-                _remedy(
-                    [_activation(self._model, place) for place in narrow],
-                    _otherwise(self._model),
-                ),
+                " and ".join(sorted({dtypes[n] for n in narrow})),
+                _remedy(heads),
+                _otherwise(self._model),
             )
 
 
+def _names(model: keras.Model, count: int) -> list[str]:
+    """Returns the outputs' names as Keras's losses know them, or places."""
+    known = getattr(model, "output_names", None) or []
+    if len(known) != count:
+        return [*map(str, range(count))]
+    return [*map(repr, known)]
+
+
 def _activation(model: keras.Model, place: int) -> str:
-    """Names the activation that makes a result of a graph, "" if unknown."""
+    """Names the activation that makes probabilities of a graph's result."""
     results = layers.results(model)
     if place >= len(results):
         return ""
     made_by, _ = layers.maker(results[place])
     activation = getattr(made_by, "activation", None)
-    return getattr(activation, "__name__", "")
+    name = getattr(activation, "__name__", "")
+    return name if name in _PROBABILITIES else ""
 
 
 def _otherwise(model: keras.Model) -> str:
@@ -91,21 +110,23 @@ def _otherwise(model: keras.Model) -> str:
     return f", or write {call} for one that is made already"
 
 
-def _remedy(activations: Sequence[str], otherwise: str) -> str:
-    """Says what 16-bit outputs cost, and what to write."""
-    cost = "The last rounding reaches the loss"
-    heads = [name if name in _PROBABILITIES else "" for name in activations]
-    if any(heads):
-        cost += ", and probabilities below the format's range become 0"
-    if len(set(heads)) > 1:
-        layers_of = [f"`tfmix.float32_output({h!r})`" for h in heads]
-        each = ", ".join(layers_of).replace("''", "")
-        return (
-            f"{cost}. End each output in a layer of its own: {each}{otherwise}."
-        )
-    if any(heads):
-        return (
-            f"{cost}. End the model with `tfmix.float32_output({heads[0]!r})`, "
-            f"behind a last layer without `activation={heads[0]!r}`{otherwise}."
-        )
-    return f"{cost}. End the model with `tfmix.float32_output()`{otherwise}."
+def _remedy(heads: Mapping[str, str]) -> str:
+    """Says what 16-bit outputs cost, and what to write, by their activation."""
+    chosen = sorted({*heads.values()} - {""})
+    given = f"activation={chosen[0]!r}, " if len(chosen) == 1 else ""
+    calls = {
+        name: f"`tfmix.float32_output({repr(head) if head else ''})`"
+        for name, head in heads.items()
+    }
+    if len(set(calls.values())) == 1:
+        ending = f"end the model with {next(iter(calls.values()))}"
+    else:
+        each = (f"{name} with {call}" for name, call in calls.items())
+        ending = f"end {', '.join(each)}"
+    bare = " and ".join(f"`activation={each!r}`" for each in chosen)
+    behind = f", behind a last layer without {bare}" if chosen else ""
+    return (
+        f"{_COST_OF_PROBABILITIES if chosen else _COST}. Give the last layer "
+        f'`dtype="float32"`, as in `Dense(..., {given}dtype="float32")`; or, '
+        f"to multiply in 16 bit, {ending}{behind}"
+    )

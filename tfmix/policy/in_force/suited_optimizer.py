@@ -188,11 +188,12 @@ def warn_if_unscaled(
     logging.warning(
         "tfmix: %s %r applies gradients under a float16 policy, and the loss "
         "is not scaled: gradients below %.1g become 0. Write `optimizer = "
-        "tfmix.LossScaleOptimizer(optimizer)` before the loop, and `loss = "
-        "optimizer.scale_loss(loss)` before the gradients are taken.",
+        "tfmix.LossScaleOptimizer(optimizer)` before the loop. %s %s",
         name,
         optimizer.name,
         _formats.FLOAT16.smallest,
+        scaling.TAKE_SCALED.format("optimizer"),
+        scaling.CLIP_UNSCALED,
     )
 
 

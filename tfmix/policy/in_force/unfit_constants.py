@@ -11,22 +11,20 @@ from collections.abc import Iterator
 
 import keras
 
-from tfmix import _formats
+from tfmix import _errors, _formats
 
-# The code of these is nobody's to mend here.
-_LIBRARIES = frozenset("keras tensorflow jax jaxlib numpy tfmix".split())
 # Code that tells formats apart chooses its constants by them.
 _TELLS_APART = frozenset(("float16", "mixed_float16", "finfo"))
 # The operation whose gradient is that of x**-0.5, and where it may be computed.
 _ROOT, _WIDE = "rsqrt", "float32"
 
 
-def unfit(layer: keras.Layer, dtype: str) -> str | None:
+def unfit(layer: keras.Layer, dtype: str) -> tuple[str, str] | None:
     """Says where a layer's code holds a constant that a dtype does not.
 
     Returns:
-        Place and cause for a warning, `None` if every constant fits: is not
-        infinite, and not zero, if it is not in float32. An epsilon in code
+        Place and cause, and what to write; `None` if every constant fits: is
+        not infinite, and not zero, if it is not in float32. An epsilon in code
         that takes reciprocal roots fits if their gradient there is finite.
     """
     limits = _formats.limits(dtype)
@@ -40,14 +38,18 @@ def unfit(layer: keras.Layer, dtype: str) -> str | None:
             # The halves are where rounding to nearest turns.
             if size > limits.max and math.isfinite(size):
                 cause = f"{value!r} is infinite"
+                such = math.copysign(limits.max / 2, value)
+                fits = f"within +-{limits.max:g}, such as {such:.0e}"
             elif 0 < size <= limits.smallest / 2:
                 cause = f"{value!r} is 0"
+                fits = f"of {limits.smallest:.0e} or more"
             elif takes_root and 0 < size < limits.max ** (-2 / 3):
                 cause = f"the gradient of {_ROOT}({value!r}) is infinite"
+                fits = f"of {1.1 * limits.max ** (-2 / 3):.0e} or more"
             else:
                 continue
             place = _place(function.__code__.co_filename, line)
-            return f"{place}{cause} in {dtype}."
+            return f"{place}{cause} in {dtype}.", f"take a constant {fits}"
     return None
 
 
@@ -55,7 +57,7 @@ def users_line(error: Exception) -> str:
     """Returns the innermost line of an error that is in no library."""
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, line in reversed(frames):
-        if not _in_library(frame.f_globals.get("__name__", "")):
+        if not _errors.in_library(frame.f_globals.get("__name__", "")):
             return _place(frame.f_code.co_filename, line)
     return ""
 
@@ -64,10 +66,6 @@ def _place(file: str, line: int | None) -> str:
     code = linecache.getline(file, line or 0).strip()
     shown = f" `{code}`" if code else ""
     return f"{os.path.basename(file)}:{line}{shown}: "
-
-
-def _in_library(module: str) -> bool:
-    return module.split(".")[0] in _LIBRARIES
 
 
 def _functions(layer: keras.Layer) -> Iterator[types.FunctionType]:
@@ -80,7 +78,9 @@ def _functions(layer: keras.Layer) -> Iterator[types.FunctionType]:
         function = getattr(function, "__func__", function)
         if not isinstance(function, types.FunctionType):
             continue
-        if id(function) in seen or _in_library(function.__module__ or ""):
+        if id(function) in seen or _errors.in_library(
+            function.__module__ or ""
+        ):
             continue
         seen.add(id(function))
         yield function
