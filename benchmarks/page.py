@@ -143,9 +143,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _escaped(text: str) -> str:
-    # A bar ends a cell; a line break ends the table; `<` opens a tag.
+    # A bar ends a cell; a line break ends the table; `<` opens a tag; two
+    # brackets after each other are a link.
     text = " ".join(text.split())
-    return text.replace("|", r"\|").replace("<", "&lt;")
+    text = text.replace("|", r"\|").replace("<", "&lt;")
+    return text.replace("] [", r"] \[")
 
 
 def _provenance(record: dict[str, Any]) -> str:

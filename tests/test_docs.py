@@ -185,3 +185,9 @@ def test_links_between_pages_lead_somewhere():
     ]
     broken = [link for link in links if not (link[0].parent / link[1]).exists()]
     assert not broken
+
+
+def test_make_docs_counts_warnings():
+    makefile = (DOCS.parent / "Makefile").read_text(encoding="utf-8")
+    # Under `--quiet` mkdocs has none to count, and `--strict` is idle.
+    assert re.search(r"mkdocs build --strict$", makefile, re.M)

@@ -14,6 +14,8 @@ _STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --text: #ddd; --page: #1b1b1d; --line: #3a3a3d; --head: #28282b;
           --label: #a0a0a0; --bad: #5a2528; --warn: #4d4118; }
+  /* Drawn on white: dark, in the same hues. */
+  img { filter: invert(.88) hue-rotate(180deg); }
 }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto;
        max-width: 72rem; padding: 0 1rem; color: var(--text);

@@ -87,8 +87,8 @@ class Table:
             f"{title}<table><thead><tr>{heads}</tr></thead>"
             f"\n<tbody>{rows}</tbody></table>{notes}"
             + (
-                f'\n<pre style="white-space: pre-wrap">{code}</pre>'
-                * bool(code)
+                "\n<pre style='white-space: pre-wrap'><code>"
+                f"{code}</code></pre>" * bool(code)
             )
         )
 
@@ -147,6 +147,7 @@ class Printed(abc.ABC):
         # Jupyter moves the cells of a table to the right, names as well.
         return (
             '<div class="tfmix" style="overflow-x: auto">'
-            "<style>div.tfmix th, div.tfmix td { text-align: left }</style>"
+            "<style>div.tfmix :is(th, td) { text-align: left !important; }"
+            "</style>"
             f"{tables}</div>"
         )

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         input. Wrong words on the command line raise `SystemExit(2)`, as
         argparse does.
 
-    Example:
+    Examples:
         >>> main(["devices", "--json"])
         {...}
         0

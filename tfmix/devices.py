@@ -75,7 +75,7 @@ def describe(
 ) -> Device:
     """Builds the record of a device from the facts a backend gives.
 
-    Example:
+    Examples:
         >>> describe("GPU", "Tesla V100", "tensorflow", (7, 0)).bfloat16
         False
     """
@@ -97,7 +97,7 @@ def devices() -> Devices:
         Accelerators first, then CPUs: a tuple of frozen `Device` records,
         which prints as a table.
 
-    Example:
+    Examples:
         >>> "CPU" in {device.kind for device in devices()}
         True
     """
@@ -122,7 +122,7 @@ def suited_policy(found: tuple[Device, ...]) -> tuple[str, str]:
 
     The weakest accelerator decides.
 
-    Example:
+    Examples:
         >>> suited_policy((describe("TPU", "TPU v4", "jax"),))[0]
         'mixed_bfloat16'
     """

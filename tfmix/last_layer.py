@@ -32,7 +32,7 @@ def float32_output(
         TypeError: If `activation` is neither name nor function.
         ValueError: If it is a name Keras does not know.
 
-    Example:
+    Examples:
         >>> layer = float32_output("softmax")
         >>> logits = keras.ops.zeros((1, 2), dtype="float16")
         >>> keras.backend.standardize_dtype(layer(logits).dtype)

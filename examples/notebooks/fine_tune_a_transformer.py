@@ -3,7 +3,7 @@
 #
 # A small transformer that tells eight languages apart learns eight others, in
 # 16 bit, by adapters alone (LoRA). The texts are the translations that Django
-# ships, read byte by byte. It takes a minute on a processor.
+# ships, read byte by byte. It takes a minute on a CPU.
 
 # %%
 # %pip install -q "tfmix[plot,examples]"

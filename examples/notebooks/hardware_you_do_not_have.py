@@ -84,7 +84,7 @@ for rows in (512, 1024, 2048, 4096):
 # copies there are, the memory as the compiler lays it out, and a bound below
 # which no step can be. The compilers are wheels of their own. They run on any
 # Linux machine without the device; where one is missing, the error says what to
-# install. Where it is there, it works for minutes on a model of this size.
+# install. Where it is there, it takes minutes for a model of this size.
 
 
 # %%

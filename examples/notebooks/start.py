@@ -4,7 +4,7 @@
 # tfmix trains Keras 3 models in 16-bit arithmetic that cannot go wrong in
 # silence. This notebook puts a script for scikit-learn's scanned digits into
 # mixed precision, watches it train and looks up what that saves. It takes half
-# a minute on a processor.
+# a minute on a CPU.
 
 # %%
 # %pip install -q "tfmix[plot,examples]"
@@ -31,7 +31,7 @@ train_x.shape, test_x.shape
 #
 # `import tfmix` was the first. The second is the policy: layers made from now
 # on compute in float16 and keep their variables in float32. On a TPU, or on a
-# processor with bfloat16, take `"mixed_bfloat16"`; `"auto"` asks the hardware.
+# CPU with bfloat16, take `"mixed_bfloat16"`; `"auto"` asks the hardware.
 
 # %%
 tfmix.set_global_policy("mixed_float16")
@@ -68,7 +68,7 @@ tfmix.summary(model)
 # before it is differentiated, and the gradients are divided by it afterwards,
 # in float32. `compile` has put `tfmix.LossScaleOptimizer` around Adam, which
 # does that; `LossScaleMonitor` shows the scale, and how many steps were skipped
-# since a gradient was not finite.
+# because a gradient was not finite.
 
 # %%
 monitor = tfmix.callbacks.LossScaleMonitor(every=5)
@@ -120,7 +120,7 @@ advice
 # Ten classes are no multiple of 8: Tensor Cores would like 16. For so small a
 # layer it does not matter; for a vocabulary it does.
 #
-# ## Then
+# ## Read on
 #
 # The notebook *When it goes wrong* breaks a model on purpose, *Fine-tune a
 # transformer* trains adapters, and *Hardware you do not have* asks what a GPU

@@ -3,7 +3,7 @@
 #
 # A model that trains in float32 can fail in float16 without a word. Here is
 # one. `tfmix.check` names the layer, `suggested_policy` mends it, and `undo`
-# takes it all back. It takes half a minute on a processor.
+# takes it all back. It takes half a minute on a CPU.
 
 # %%
 # %pip install -q "tfmix[plot,examples]"
@@ -99,9 +99,9 @@ report
 report.plot()
 
 # %% [markdown]
-# The output of `normalized` is small and fits. Inside of it a measurement of
+# The output of `normalized` is small and fits. Inside it a measurement of
 # 4,254 is squared, and float16 ends at 65,504: the mean is infinite, and a
-# number divided by infinity is 0. A look at what it returns says so:
+# number divided by infinity is 0. A look at what it returns shows it:
 
 # %%
 ops.convert_to_numpy(model.get_layer("normalized")(train_x[:4]))[:, :6]
@@ -109,8 +109,8 @@ ops.convert_to_numpy(model.get_layer("normalized")(train_x[:4]))[:, :6]
 # %% [markdown]
 # ## Mend it
 #
-# `suggested_policy` searches the fewest layers that have to stay in float32. It
-# measures each candidate, so it takes as long as a few checks.
+# `suggested_policy` searches for the fewest layers that have to stay in
+# float32. It measures each candidate, so it takes as long as a few checks.
 
 # %%
 policy = report.suggested_policy(progress=False)
@@ -139,7 +139,7 @@ print("normalized computes in", model.get_layer("normalized").compute_dtype)
 #
 # Gradients overflow, too, if the loss scale is too high for them. Such a step
 # is skipped as a whole, and the scale halves. Here the scale starts at 2^24 and
-# looks for the limit every 20 steps, in place of every 2,000, to show the
+# looks for the limit every 20 steps, instead of every 2,000, to show the
 # search in a short run:
 
 # %%

@@ -107,6 +107,11 @@ def test_a_column_of_numbers_is_one_though_its_first_cell_is_empty():
     assert "| --- | --: |\n| bare | – |" in page.render([record(rows=rows)])
 
 
+def test_brackets_after_brackets_are_no_link():
+    text = page.render([record(rows=[{"weights": "[0.8 0.8] [1 1]"}])])
+    assert r"| [0.8 0.8] \[1 1] |" in text
+
+
 def test_a_table_without_rows_says_so():
     assert "Nothing to show." in page.render([record(rows=[])])
 

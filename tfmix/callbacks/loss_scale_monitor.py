@@ -74,7 +74,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
             and the optimizer accumulates gradients.
         tfmix.LossScaleError: In `fit`, when the run is stuck.
 
-    Example:
+    Examples:
         >>> LossScaleMonitor(every=50).timeline
         []
     """

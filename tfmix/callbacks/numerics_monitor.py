@@ -59,7 +59,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         TypeError: If `every` is not an integer.
         ValueError: If `every` is below 1.
 
-    Example:
+    Examples:
         >>> NumericsMonitor(every=10).events
         []
     """

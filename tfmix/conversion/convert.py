@@ -69,7 +69,7 @@ class ConversionReport(_tables.Printed):
             because its code cannot compute in 16 bit, is shown as float32.
         notes: Tuple of sentences.
 
-    Example:
+    Examples:
         >>> row = Row("dense", "Dense", "float32", "mixed_float16", "")
         >>> policy = keras.DTypePolicy("mixed_float16")
         >>> print(str(ConversionReport(policy, [row], print)).splitlines()[0])
@@ -182,7 +182,7 @@ def apply_policy(
         TypeError: If `model` is no Keras 3 model or `policy` no policy.
         ValueError: If the policy is unknown or its dtype is no float.
 
-    Example:
+    Examples:
         >>> model = keras.Sequential(
         ...     [keras.Input((4,)), keras.layers.Dense(8),
         ...      keras.layers.Dense(2, "softmax")]
@@ -330,7 +330,7 @@ def convert_model(
         TypeError: If `model` is no Keras 3 model, or cannot be copied.
         ValueError: As `apply_policy`.
 
-    Example:
+    Examples:
         >>> model = keras.Sequential(
         ...     [keras.Input((4,)), keras.layers.Dense(8),
         ...      keras.layers.Dense(2)]
@@ -379,7 +379,7 @@ def prepare(
         TypeError, ValueError: As `apply_policy`; also if both a policy object
             and `keep_batchnorm_fp32` are given.
 
-    Example:
+    Examples:
         >>> model = keras.Sequential(
         ...     [keras.Input((4,)), keras.layers.Dense(8),
         ...      keras.layers.Dense(2)]

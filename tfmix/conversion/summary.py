@@ -75,7 +75,7 @@ def summary(model: keras.Model) -> ModelSummary:
     Raises:
         TypeError: If `model` is no Keras 3 model.
 
-    Example:
+    Examples:
         >>> model = keras.Sequential(
         ...     [keras.Input((4,)),
         ...      keras.layers.Dense(2, dtype="mixed_float16")]

@@ -59,7 +59,7 @@ def calibrate_loss_scale(
         ValueError: If there is no loss or no targets, or a number is too low.
         tfmix.LossScaleError: If gradients are not finite at any scale.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         >>> x, y = np.ones((4, 2)), np.ones((4, 1))

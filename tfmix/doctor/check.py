@@ -90,7 +90,7 @@ def check(
         ValueError: If `y` comes without a loss or a loss without `y`, or if
             `policy` computes in float32.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> layers = [keras.layers.ReLU(), keras.layers.Dense(1)]
         >>> model = keras.Sequential([keras.Input((2,)), *layers])

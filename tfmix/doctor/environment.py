@@ -66,7 +66,7 @@ def environment() -> Environment:
     Returns:
         An `Environment`, which prints as a table.
 
-    Example:
+    Examples:
         >>> environment().backend in ("tensorflow", "jax")
         True
     """

@@ -118,7 +118,7 @@ def _without_faulty_float8(report: Checked) -> policies.Policy:
 def fewest(names: Names, healthy: Callable[[Names], bool]) -> Names:
     """Takes names out, in large pieces first, while `healthy` holds.
 
-    Example:
+    Examples:
         >>> fewest(("a", "b", "c", "d"), lambda names: "c" in names)
         ('c',)
     """

@@ -174,7 +174,7 @@ def advise(
             not known, `x` and `input_shape` are both given or do not fit, or
             there is no such target.
 
-    Example:
+    Examples:
         >>> layers = [keras.Input((64,)), keras.layers.Dense(10)]
         >>> advise(keras.Sequential(layers), 32).rows[0].padding
         'n 10 -> 16'

@@ -62,7 +62,7 @@ def compile_for(  # noqa: PLR0913
         ValueError: If the target is unknown or cannot run the policy, the
             model is not built, or the batch cannot be shared.
 
-    Example:
+    Examples:
         >>> model = keras.Sequential([keras.Input((64,))])
         >>> compile_for(model, 32, target="h20")
         Traceback (most recent call last):

@@ -145,7 +145,7 @@ def read(text: str) -> Program:
 def size(kind: str) -> int:
     """Returns the bytes of a type, tuples included.
 
-    Example:
+    Examples:
         >>> size("(f32[2,3]{1,0}, bf16[])")
         26
     """

@@ -72,7 +72,7 @@ def targets() -> Targets:
         GPUs first, then TPUs, each from the oldest on: a tuple of frozen
         `Target` records, which prints as a table.
 
-    Example:
+    Examples:
         >>> [target.name for target in targets()][:4]
         ['v100', 'a100', 'h100', 'h200']
     """

@@ -120,7 +120,7 @@ def default_float32_layers(
         ValueError: If an item of `add` is there already, or one of `remove`
             is not.
 
-    Example:
+    Examples:
         >>> "Softmax" in default_float32_layers(remove=["Average"])
         True
     """

@@ -57,7 +57,7 @@ def default_float32_ops(
         ValueError: If a name in `add` is unknown or on the list already, or
             a name in `remove` is not on the list.
 
-    Example:
+    Examples:
         >>> "softmax" in default_float32_ops()
         True
         >>> "sum" in default_float32_ops(remove=["sum"])

@@ -59,7 +59,7 @@ class Policy(keras.DTypePolicy):
             twice or something unknown, or `float8_layers` is given to another
             policy than `"mixed_float8"`.
 
-    Example:
+    Examples:
         >>> policy = Policy("mixed_float16", float32_layers=["head"])
         >>> policy.compute_dtype, policy.variable_dtype
         ('float16', 'float32')
@@ -157,7 +157,7 @@ class Policy(keras.DTypePolicy):
         Returns:
             The reason, as reports print it.
 
-        Example:
+        Examples:
             >>> policy = Policy("mixed_float16", float32_layers=["head"])
             >>> policy.why_float32(keras.layers.Dense, "head")
             "listed in float32_layers: 'head'"

@@ -44,7 +44,7 @@ def guard(model: keras.Model) -> keras.Model:
         ValueError: If it is compiled with an optimizer that skips no steps;
             in `fit`, if it was compiled with such a one since.
 
-    Example:
+    Examples:
         >>> model = keras.Sequential([keras.layers.Dense(1)])
         >>> model.compile(optimizers.LossScaleOptimizer("adam"), loss="mse")
         >>> guard(model) is model

@@ -85,7 +85,7 @@ class LossScaleOptimizer(
             that cannot skip a step on all replicas; if `reduce_dtype` is
             given under JAX, whose compiler places the sum.
 
-    Example:
+    Examples:
         >>> model = keras.Sequential([keras.layers.Dense(1)])
         >>> optimizer = LossScaleOptimizer(keras.optimizers.Adam(1e-3))
         >>> model.compile(optimizer, loss="mse")
@@ -216,7 +216,7 @@ class LossScaleOptimizer(
         Raises:
             ValueError: If an optimizer inside accumulates gradients.
 
-        Example:
+        Examples:
             >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0)
             >>> optimizer.keep_gradient_norm()
             True
@@ -290,7 +290,7 @@ class LossScaleOptimizer(
             ValueError: If the loss was scaled already, or if `jax.jit` would
                 make a constant of the scale.
 
-        Example:
+        Examples:
             >>> optimizer = LossScaleOptimizer("sgd", loss_scale=8.0)
             >>> float(optimizer.scale_loss(0.5))
             4.0
@@ -305,7 +305,7 @@ class LossScaleOptimizer(
         Raises:
             ValueError: If `jax.jit` would make a constant of it.
 
-        Example:
+        Examples:
             >>> float(LossScaleOptimizer("sgd", 64.0).current_scale())
             64.0
         """
@@ -344,7 +344,7 @@ class LossScaleOptimizer(
             ValueError: If one was divided already, or if `jax.jit` would make
                 a constant of the scale.
 
-        Example:
+        Examples:
             >>> optimizer = LossScaleOptimizer("sgd", loss_scale=8.0)
             >>> loss = optimizer.scale_loss(2.0)
             >>> true = optimizer.unscale_gradients([ops.array([loss])])
@@ -382,7 +382,7 @@ class LossScaleOptimizer(
                 `unscaled` is surely wrong, or the call stands outside of
                 `strategy.run` or inside `jax.jit`.
 
-        Example:
+        Examples:
             >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0)
             >>> weight = keras.Variable([1.0])
             >>> optimizer.build([weight])

@@ -42,7 +42,7 @@ class LossScale(abc.ABC):
     - `current(state)` is finite and positive whatever the state holds, and
       never below `lowest_scale` (0.0; from 1 on, XLA's check is cheaper).
 
-    Example:
+    Examples:
         >>> class Halving(LossScale):
         ...     def init(self):
         ...         return LossScaleState(np.float32(1024.0))
@@ -134,7 +134,7 @@ class DynamicLossScale(LossScale):
     Raises:
         TypeError, ValueError: If a value is no number, or out of range.
 
-    Example:
+    Examples:
         >>> rule = DynamicLossScale(initial_scale=8.0, growth_steps=2)
         >>> state = rule.update(rule.init(), False)
         >>> float(state.scale)
@@ -252,7 +252,7 @@ class FixedLossScale(_ConstantLossScale):
     Raises:
         TypeError, ValueError: If `scale` is not a positive, finite number.
 
-    Example:
+    Examples:
         >>> float(FixedLossScale(512.0).init().scale)
         512.0
     """
@@ -272,7 +272,7 @@ class NoLossScale(_ConstantLossScale):
     For float32 and bfloat16 runs, whose gradients need no scaling but can
     still meet a batch that makes them infinite.
 
-    Example:
+    Examples:
         >>> float(NoLossScale().init().scale)
         1.0
     """

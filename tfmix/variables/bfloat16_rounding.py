@@ -184,7 +184,7 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
             float16.
         TypeError: If `inner_optimizer` is no optimizer, or `seed` no integer.
 
-    Example:
+    Examples:
         >>> weight = keras.Variable([1.0], dtype="bfloat16")
         >>> sgd = keras.optimizers.SGD(0.001)
         >>> optimizer = BFloat16Optimizer(sgd, rounding="kahan")

@@ -34,7 +34,7 @@ def export_float32(model: keras.Model, path: Any = None) -> list[np.ndarray]:
         ValueError: If the model is not built, or has quantized layers, whose
             weights are no floats.
 
-    Example:
+    Examples:
         >>> model = keras.Sequential([keras.layers.Dense(1, dtype="bfloat16")])
         >>> model.build((None, 2))
         >>> [str(array.dtype) for array in export_float32(model)]

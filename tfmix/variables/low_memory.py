@@ -59,7 +59,7 @@ class LowMemoryOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
             16-bit or a slot is not shaped like its variable.
         TypeError: If `inner_optimizer` is no optimizer, or `seed` no integer.
 
-    Example:
+    Examples:
         >>> dense = keras.layers.Dense(64)
         >>> dense.build((None, 64))
         >>> optimizer = LowMemoryOptimizer(keras.optimizers.Adam(1e-3))

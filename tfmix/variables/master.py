@@ -49,7 +49,7 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
             if `flat` or `split` does not fit the optimizer or the variables.
         TypeError: If `inner_optimizer` is no optimizer.
 
-    Example:
+    Examples:
         >>> weight = keras.Variable([1.0], dtype="bfloat16")
         >>> sgd = keras.optimizers.SGD(0.001)
         >>> optimizer = MasterWeightOptimizer(sgd)

@@ -37,7 +37,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
         ValueError: If its name is unknown, its dtype is no float, or it is
             float16 on a TPU, which cannot multiply it.
 
-    Example:
+    Examples:
         >>> set_global_policy("mixed_bfloat16")
         >>> keras.layers.Dense(2).compute_dtype
         'bfloat16'
@@ -63,7 +63,7 @@ def global_policy() -> keras.DTypePolicy:
         What `set_global_policy` or `policy_scope` was given, names as a
         `Policy`; Keras's own policy while tfmix is off.
 
-    Example:
+    Examples:
         >>> with policy_scope("mixed_float16"):
         ...     global_policy()
         Policy('mixed_float16')
@@ -92,7 +92,7 @@ class policy_scope(contextlib.ContextDecorator):
     Raises:
         TypeError, ValueError: As `set_global_policy`.
 
-    Example:
+    Examples:
         >>> with policy_scope("mixed_float16"):
         ...     layer = keras.layers.Dense(2)
         >>> layer.compute_dtype, keras.layers.Dense(2).compute_dtype

@@ -39,7 +39,7 @@ def all_finite(tensors: Any) -> Any:
     Returns:
         A boolean scalar tensor; true for an empty nest.
 
-    Example:
+    Examples:
         >>> bool(all_finite({"a": [1.0, 2.0], "b": None}))
         True
         >>> bool(all_finite([1.0, float("inf")]))
