@@ -63,9 +63,7 @@ def step(
     """Compiles a training step with one way to round to float8."""
     keras.utils.clear_session()
     with tfmix.policy_scope(policy):
-        model = gpu_models.transformer(
-            width=width, heads=width // 64, **SHAPE
-        )
+        model = gpu_models.transformer(width=width, heads=width // 64, **SHAPE)
     with mock.patch.object(product, "rounded", rounded):
         return tfmix.compile_for(
             model,
