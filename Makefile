@@ -19,7 +19,7 @@ STAMP = $(VENV)/installed
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: demo test test-tensorflow test-jax test-doctest test-slow test-matrix
-.PHONY: test-oldest test-ecosystem notebooks
+.PHONY: test-oldest test-ecosystem test-wheel test-wheel-with notebooks
 .PHONY: check bench docs dist clean targets test-targets
 .DELETE_ON_ERROR:
 
@@ -120,6 +120,28 @@ bench: $(STAMP)
 dist: $(STAMP)
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet build
 	@$(BIN)/python -m build --outdir dist .
+
+# The wheel as it is installed: away from the tree, with one backend and no
+# extra. What asks for more is left out or skipped, and says so.
+test-wheel: dist
+	@$(MAKE) test-wheel-with BACKEND=tensorflow WITH='$(TENSORFLOW)'
+	@$(MAKE) test-wheel-with BACKEND=jax WITH=jax
+
+test-wheel-with:
+	@echo "tfmix: the installed wheel with $(WITH) alone"
+	@test -x .venv-wheel-$(BACKEND)/bin/python || \
+	    "$(PYTHON)" -m venv .venv-wheel-$(BACKEND)
+	@.venv-wheel-$(BACKEND)/bin/python -m pip install \
+	    --disable-pip-version-check --quiet '$(WITH)' 'keras>=3.12' absl-py \
+	    hypothesis mypy pytest pytest-xdist
+	@.venv-wheel-$(BACKEND)/bin/python -m pip install \
+	    --disable-pip-version-check --quiet --no-deps --force-reinstall \
+	    dist/tfmix-*.whl
+	@rm -rf build/away-$(BACKEND) && mkdir -p build/away-$(BACKEND)
+	@cp -r tests pyproject.toml build/away-$(BACKEND)
+	@cd build/away-$(BACKEND) && KERAS_BACKEND=$(BACKEND) \
+	    ../../.venv-wheel-$(BACKEND)/bin/python -m pytest -q $(SPREAD) \
+	    -m "not slow"
 
 # The notebooks, of the scripts beside them.
 notebooks: $(STAMP)

@@ -1,6 +1,8 @@
 """Gives every test the same start, and puts global state back after it."""
 
+import importlib.util
 import os
+import re
 import warnings
 
 # Both must be set before the backend is imported. Eight CPU devices for JAX
@@ -36,6 +38,28 @@ SLOW_UNDER_JAX = (
     "test_untrusted_files.py",
     "wild/test_wild.py",
 )
+
+# What a test file may ask for in its first lines, and an environment with an
+# installed tfmix, one backend and no extra lacks.
+OPTIONAL = ("tensorflow", "jax", "benchmarks", "matplotlib", "sklearn")
+OPTIONAL += ("statsmodels",)
+MISSING = [one for one in OPTIONAL if importlib.util.find_spec(one) is None]
+
+
+def pytest_ignore_collect(collection_path):
+    """Leaves out what imports something that is not there."""
+    if collection_path.suffix != ".py" or not MISSING:
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    imported = re.findall(r"^(?:import|from) (\w+)", text, re.M)
+    return True if set(imported) & set(MISSING) else None
+
+
+def pytest_report_header():
+    """Says so."""
+    if not MISSING:
+        return None
+    return f"left out: test files that import {', '.join(MISSING)}"
 
 
 def pytest_collection_modifyitems(items):

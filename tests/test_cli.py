@@ -1,7 +1,7 @@
 """The command line: what it prints, its JSON, its exit codes, no traceback."""
 
-import configparser
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -580,13 +580,12 @@ def before_keras(script, *words):
 
 
 def the_script():
-    """Returns what setup.cfg says the console script calls."""
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg", encoding="utf-8")
-    entry = config["options.entry_points"]["console_scripts"].strip()
-    module, _, function = entry.removeprefix("tfmix = ").partition(":")
-    assert function == "main"
-    return module
+    """Returns what the console script calls, as it was installed."""
+    (script,) = importlib.metadata.entry_points(
+        group="console_scripts", name="tfmix"
+    )
+    assert script.attr == "main"
+    return script.module
 
 
 @pytest.mark.parametrize(

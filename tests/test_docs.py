@@ -1,6 +1,5 @@
 """The guide's code runs as it is written, page by page, line by line."""
 
-import pathlib
 import re
 
 import keras
@@ -9,8 +8,9 @@ import pytest
 
 import tfmix
 from tests import helpers
+from tests.tree import ROOT
 
-DOCS = pathlib.Path(__file__).parent.parent / "docs"
+DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 BACKENDS = ("tensorflow", "jax")
 # What a reader has done before a block, by a phrase of it: trained the model of
@@ -18,6 +18,7 @@ BACKENDS = ("tensorflow", "jax")
 MEANWHILE = {
     "load_float32(model": """
 from tfmix import export_float32
+from tests.tree import ROOT
 model.built or model.build((None, 8))
 export_float32(model, "float32.weights.h5")
 """,

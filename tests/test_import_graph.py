@@ -7,7 +7,9 @@ import pathlib
 
 import pytest
 
-PACKAGE = pathlib.Path(__file__).parent.parent / "tfmix"
+import tfmix
+
+PACKAGE = pathlib.Path(tfmix.__file__).parent
 
 # From the bottom up. A name stands for itself and what is below it; the most
 # specific one counts, so `scaling.step` is lower than `scaling`.

@@ -2,14 +2,14 @@
 
 import configparser
 import os
-import pathlib
 import subprocess
 import sys
 import zipfile
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+from tests.tree import ROOT
+
 INSTALLED_FROM = {"tfmix": ROOT / "tfmix", "tfmix.examples": ROOT / "examples"}
 
 

@@ -3,14 +3,12 @@
 import configparser
 import importlib.metadata
 import inspect
-import pathlib
 import re
 
 import pytest
 
 import tfmix
-
-ROOT = pathlib.Path(__file__).parent.parent
+from tests.tree import ROOT
 
 
 def undocumented(names, text):

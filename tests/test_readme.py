@@ -1,13 +1,13 @@
 """The README's first screen: a script that runs, and the two commands."""
 
-import pathlib
 import re
 
 import keras
 import numpy as np
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+from tests.tree import ROOT
+
 FIRST_SCREEN = 30  # lines
 
 

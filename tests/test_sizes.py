@@ -3,7 +3,9 @@
 import ast
 import pathlib
 
-PACKAGE = pathlib.Path(__file__).parent.parent / "tfmix"
+import tfmix
+
+PACKAGE = pathlib.Path(tfmix.__file__).parent
 BODY_LINES = 40
 
 

@@ -1,12 +1,12 @@
 """The workflows run what is there, and nothing that can change unseen."""
 
 import configparser
-import pathlib
 import re
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+from tests.tree import ROOT
+
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 

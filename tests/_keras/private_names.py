@@ -179,9 +179,7 @@ class _Scan(ast.NodeVisitor):
     def _pair(self, owner, attribute):
         for module in self._resolve(owner):
             for name in self._texts(attribute):
-                # `module = getattr(module, "ops", module)` goes down once.
-                if not module.endswith(f".{name}"):
-                    self.found.add(f"{module}.{name}")
+                self.found.add(f"{module}.{name}")
 
     def _resolve(self, node):
         """Returns the private modules that an expression may be."""

@@ -8,30 +8,33 @@ which says by its name what changed.
 
 import contextlib
 import importlib
-import importlib.util
 import inspect
 import pathlib
 import re
 import threading
+import types
 
 import keras
 import numpy as np
 import pytest
 
+import tfmix
 from tests import helpers
 from tests._keras import private_names
+from tfmix._keras import op_places
 
-OURS = pathlib.Path(__file__).parent.parent.parent / "tfmix"
+OURS = pathlib.Path(tfmix.__file__).parent
 BACKEND = keras.backend.backend()
 KERAS = tuple(int(part) for part in keras.__version__.split(".")[:2])
 COMMON = "keras.src.backend.common"
+OPS = "keras.src.ops"
 FUNCTION = "tensorflow.python.eager.polymorphic_function.polymorphic_function"
 XLA = "tensorflow.compiler.tf2xla.ops.gen_xla_ops"
 
 tensorflow_only = helpers.requires_backend("tensorflow")
 jax_only = helpers.requires_backend("jax")
 
-# Names that belong to one backend, and those of newer versions of Keras.
+# Names that belong to one backend, and those of some versions of Keras.
 TENSORFLOW_ONLY = {
     "_all_reduce_sum_gradients",
     "_distribution_strategy",
@@ -49,15 +52,24 @@ TENSORFLOW_ONLY = {
 SINCE = {
     # `keras.optimizers.MultiOptimizer` is not in Keras 3.12.
     "_var_to_optimizer_idx": (3, 15),
+    "BaseTrainer": (3, 16),
+    "_is_excluded_from_weight_decay": (3, 16),
+    "_weight_decay_by_var_key": (3, 16),
+    "ops": (3, 16),
 }
-# Nobody has it yet: the next Keras keeps the backend's functions there.
-FUTURE = {"keras.src.backend.ops", "keras.src.backend.ops.compute_output_spec"}
+UNTIL = {
+    "Trainer": (3, 15),
+    "_exclude_from_weight_decay_cache": (3, 15),
+}
+TRAINER = "keras.src.trainers.trainer." + (
+    "BaseTrainer" if KERAS >= SINCE["BaseTrainer"] else "Trainer"
+)
 
 # What is only named as a place to look in.
 PACKAGES = (
     "keras.src",
     "keras.src.backend",
-    "keras.src.ops",
+    OPS,
 )
 
 # (owner, attribute, the arguments it takes, further ones having defaults)
@@ -76,13 +88,9 @@ FUNCTIONS = [
     ("keras.src.models.functional.Functional", "call", "self inputs"),
     ("keras.src.saving.serialization_lib", "SafeModeScope", "safe_mode"),
     ("keras.src.trainers.compile_utils", "CompileLoss", "loss loss_weights"),
+    (TRAINER, "_aggregate_additional_loss", "self loss"),
     (
-        "keras.src.trainers.trainer.Trainer",
-        "_aggregate_additional_loss",
-        "self loss",
-    ),
-    (
-        "keras.src.trainers.trainer.Trainer",
+        TRAINER,
         "_compute_loss",
         "self x y y_pred sample_weight training",
     ),
@@ -127,6 +135,11 @@ FUNCTIONS = [
     ("keras.optimizers.Optimizer", "_get_variable_index", "self variable"),
     (
         "keras.optimizers.Optimizer",
+        "_is_excluded_from_weight_decay",
+        "self variable",
+    ),
+    (
+        "keras.optimizers.Optimizer",
         "_overwrite_variable_with_gradient",
         "self variable",
     ),
@@ -155,8 +168,10 @@ FUNCTIONS = [
 # (owner, attribute, its type)
 CONSTANTS = [
     (f"{COMMON}.global_state", "GLOBAL_STATE_TRACKER", threading.local),
+    ("keras.src.backend", "ops", types.ModuleType),
     ("keras.src.models.functional", "Functional", type),
     ("keras.src.models.functional.Functional", "operations", property),
+    ("keras.src.trainers.trainer", "BaseTrainer", type),
     ("keras.src.trainers.trainer", "Trainer", type),
     (FUNCTION, "Function", type),
     (f"{FUNCTION}.Function", "_run_functions_eagerly", property),
@@ -195,8 +210,8 @@ def compiled(optimizer="sgd", **settings):
 
 def optimizer():
     made = keras.optimizers.AdamW()
-    made.build([keras.Variable([1.0], name="one")])
     made.exclude_from_weight_decay(var_names=["one"])
+    made.build([keras.Variable([1.0], name="one")])
     return made
 
 
@@ -266,6 +281,7 @@ ATTRIBUTES = [
     ("an optimizer", optimizer, "_trainable_variables", list),
     ("an optimizer", optimizer, "_trainable_variables_indices", dict),
     ("an optimizer", optimizer, "_variables", list),
+    ("an optimizer", optimizer, "_weight_decay_by_var_key", dict),
     ("a MultiOptimizer", multi_optimizer, "_var_to_optimizer_idx", dict),
     ("a variable", lambda: keras.Variable([1.0]), "_dtype", str),
     ("a variable", lambda: keras.Variable([1.0]), "_path", str),
@@ -283,6 +299,7 @@ ATTRIBUTES = [
 ELSEWHERE = {
     # `f"_{name}"`, the worker of an op: see the test of `_normalize`.
     "_*",
+    "keras.src.ops._*",
     # A replica's copy of a variable: `test_get_returns_this_replicas_copy`.
     "_get",
     # TensorFlow's variables have none in Keras 3.12: read with a default, see
@@ -305,7 +322,7 @@ def contracts():
     modules = {owner for owner, _ in rows if is_module(owner)}
     inside = {f"{owner}.{name}" for owner, name in rows}
     plain = {name for _, name in rows} | {row[2] for row in ATTRIBUTES}
-    return {*modules, *inside, *plain, *PACKAGES, *ELSEWHERE, *FUTURE}
+    return {*modules, *inside, *plain, *PACKAGES, *ELSEWHERE}
 
 
 def is_module(owner):
@@ -326,11 +343,11 @@ def find(owner):
 
 
 def skip_unless_here(name):
-    """Skips what belongs to the other backend or to a newer Keras."""
+    """Skips what belongs to the other backend or to another Keras."""
     if name in TENSORFLOW_ONLY and BACKEND != "tensorflow":
         pytest.skip(f"{name} belongs to the TensorFlow backend")
-    if KERAS < SINCE.get(name, KERAS):
-        pytest.skip(f"{name} is not yet in Keras {keras.__version__}")
+    if not SINCE.get(name, KERAS) <= KERAS <= UNTIL.get(name, KERAS):
+        pytest.skip(f"{name} is not in Keras {keras.__version__}")
 
 
 def check_takes(function, expected):
@@ -606,11 +623,6 @@ def test_compute_output_spec_runs_on_symbols():
     assert result.shape == (None,)
 
 
-def test_the_functions_of_the_backend_are_not_one_level_deeper_yet():
-    # When they are, `keras.src.backend.ops` needs contracts of its own here.
-    assert importlib.util.find_spec("keras.src.backend.ops") is None
-
-
 def test_the_autocast_scope_decides_what_variables_are_read_in():
     variable = keras.Variable([1.0])
     with common("variables").AutocastScope("float16"):
@@ -793,7 +805,7 @@ def test_an_op_looks_its_function_up_at_each_call(monkeypatch, theme, name):
     start = keras.Input((3, 4))
     op = getattr(keras.ops, name)
     model = keras.Model(start, op(start))
-    module = getattr(importlib.import_module("keras.src.backend"), theme)
+    module = getattr(op_places.BACKEND_OPS, theme)
     before = float(op(batch())[0, 0, 0])
     calls = replaced_op(monkeypatch, module, name)
     assert before != 7.0
@@ -805,7 +817,7 @@ def test_an_op_looks_its_function_up_at_each_call(monkeypatch, theme, name):
 
 def test_an_activation_and_a_layer_look_the_function_up_too(monkeypatch):
     layer = keras.layers.Activation("gelu")
-    module = importlib.import_module("keras.src.backend").nn
+    module = op_places.BACKEND_OPS.nn
     calls = replaced_op(monkeypatch, module, "gelu")
     keras.activations.gelu(batch())
     layer(batch())
@@ -815,21 +827,19 @@ def test_an_activation_and_a_layer_look_the_function_up_too(monkeypatch):
 def test_linear_algebra_is_reached_through_the_name_of_its_module(
     monkeypatch,
 ):
-    backend = importlib.import_module("keras.src.backend")
-
     class StandIn:
         @staticmethod
         def det(a):
             return "ours"
 
-    monkeypatch.setattr(backend, "linalg", StandIn)
+    monkeypatch.setattr(op_places.BACKEND_OPS, "linalg", StandIn)
     assert keras.ops.det(keras.ops.eye(2)) == "ours"
 
 
 @pytest.mark.parametrize("theme", ["linalg", "numpy", "nn", "math", "image"])
 def test_the_ops_of_a_theme_are_in_a_module_of_that_name(theme):
-    for parent in ("keras.src.backend", "keras.src.ops"):
-        module = getattr(importlib.import_module(parent), theme)
+    for package in op_places.BACKEND_OPS, importlib.import_module(OPS):
+        module = getattr(package, theme)
         assert inspect.ismodule(module)
         assert any(
             inspect.isfunction(value) and value.__module__ == module.__name__
@@ -840,7 +850,7 @@ def test_the_ops_of_a_theme_are_in_a_module_of_that_name(theme):
 def test_a_composed_op_works_in_its_underscored_function(monkeypatch):
     start = keras.Input((3, 4))
     model = keras.Model(start, keras.ops.normalize(start))
-    nn = importlib.import_module("keras.src.ops").nn
+    nn = importlib.import_module(OPS).nn
     check_takes(nn._normalize, "x axis order epsilon")
     calls = spy(monkeypatch, nn, "_normalize")
     keras.ops.normalize(batch())
@@ -871,7 +881,7 @@ ATTENTION_LAYERS = ["MultiHeadAttention", "GroupQueryAttention"]
 @pytest.mark.parametrize("name", ATTENTION_LAYERS)
 def test_attention_without_scores_calls_the_op(monkeypatch, name):
     layer = attention(name)
-    module = importlib.import_module("keras.src.backend").nn
+    module = op_places.BACKEND_OPS.nn
     calls = spy(monkeypatch, module, "dot_product_attention")
     layer(batch(), batch())
     assert len(calls) == 1
@@ -880,7 +890,7 @@ def test_attention_without_scores_calls_the_op(monkeypatch, name):
 @pytest.mark.parametrize("name", ATTENTION_LAYERS)
 def test_attention_with_scores_calls_compute_attention(monkeypatch, name):
     layer = attention(name)
-    module = importlib.import_module("keras.src.backend").nn
+    module = op_places.BACKEND_OPS.nn
     op = spy(monkeypatch, module, "dot_product_attention")
     methods = spy(monkeypatch, type(layer), "_compute_attention")
     softmaxes = spy(monkeypatch, layer._softmax, "call")
@@ -896,7 +906,7 @@ def test_attention_with_scores_calls_compute_attention(monkeypatch, name):
 @pytest.mark.parametrize("name", ATTENTION_LAYERS)
 def test_attention_with_dropout_does_not_call_the_op(monkeypatch, name):
     layer = attention(name)
-    module = importlib.import_module("keras.src.backend").nn
+    module = op_places.BACKEND_OPS.nn
     op = spy(monkeypatch, module, "dot_product_attention")
     dropout = "_dropout" if hasattr(layer, "_dropout") else "dropout"
     monkeypatch.setitem(vars(layer), dropout, 0.5)
@@ -1020,7 +1030,7 @@ def test_a_loss_of_the_same_settings_gives_the_same_loss():
 def test_added_losses_are_aggregated_before_the_sum(monkeypatch):
     model = keras.Sequential([keras.layers.Dense(4, kernel_regularizer="l2")])
     model.compile("sgd", loss="mse")
-    trainer = find("keras.src.trainers.trainer.Trainer")
+    trainer = find(TRAINER)
     calls = spy(monkeypatch, trainer, "_aggregate_additional_loss")
     x, y = data()
     y_pred = model(x)
@@ -1031,7 +1041,7 @@ def test_added_losses_are_aggregated_before_the_sum(monkeypatch):
 
 
 def test_models_are_trainers():
-    trainer = find("keras.src.trainers.trainer.Trainer")
+    trainer = find(TRAINER)
     assert issubclass(keras.Model, trainer)
     assert {"compile", "fit", "_aggregate_additional_loss"} <= {*vars(trainer)}
 
@@ -1172,7 +1182,23 @@ def test_weight_decay_asks_for_each_variable(monkeypatch):
     assert len(calls) == 2
 
 
+def test_weight_decay_is_decided_by_a_set_of_keys_and_noted_at_the_build():
+    skip_unless_here("_weight_decay_by_var_key")
+    made = keras.optimizers.SGD(0.1, weight_decay=0.5)
+    one, two = (keras.Variable([1.0], name=name) for name in ("one", "two"))
+    made.exclude_from_weight_decay(var_list=[one])
+    keys = made._var_key(one), made._var_key(two)
+    assert made._exclude_from_weight_decay == {keys[0]}
+    excluded = [made._is_excluded_from_weight_decay(v) for v in (one, two)]
+    assert excluded == [True, False]
+    made.build([one, two])
+    assert made._weight_decay_by_var_key == {keys[0]: False, keys[1]: True}
+    vars(made)["_weight_decay_by_var_key"][keys[0]] = True
+    assert made._use_weight_decay(one)
+
+
 def test_weight_decay_is_decided_by_the_set_of_keys_and_its_cache():
+    skip_unless_here("_exclude_from_weight_decay_cache")
     made, (one, two) = ready(weight_decay=0.5)
     made.built = False
     made.exclude_from_weight_decay(var_list=[one])

@@ -4,6 +4,7 @@ import keras
 import pytest
 
 import tfmix
+from tests import helpers
 from tfmix._keras import optimizers
 
 
@@ -38,6 +39,31 @@ def test_variables_are_recognised_and_strangers_refused():
     with pytest.raises(ValueError, match="nknown"):
         optimizers.recognised(sgd, [keras.Variable([3.0])])
     assert not set(map(id, known)) & set(map(id, sgd.variables))
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_variable_takes_its_first_value_from_one_made_in_the_same_trace():
+    import tensorflow as tf
+
+    sgd, made = keras.optimizers.SGD(), []
+
+    def threes(shape, dtype):
+        return tf.fill(shape, 3.0)
+
+    def next_to_it(shape, dtype):
+        return made[0].value + 1.0
+
+    @tf.function(autograph=False)
+    def first():
+        if not made:
+            made.append(keras.Variable(threes, (2,)))
+            made.append(
+                optimizers.add_variable(sgd, shape=(2,), initializer=next_to_it)
+            )
+        return made[1].value + 0.0
+
+    assert first().numpy().tolist() == [4.0, 4.0]
+    assert sgd.variables[-1] is made[1]
 
 
 def test_what_is_excluded_from_weight_decay_is_named_as_in_keras():

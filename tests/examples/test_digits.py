@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("sklearn", reason="the demo's data come with scikit-learn")
 
-from examples import digits
+from tfmix.examples import digits
 
 TENSORFLOW = keras.backend.backend() == "tensorflow"
 

@@ -6,9 +6,8 @@ import pytest
 
 pytest.importorskip("sklearn", reason="the example's data come with it")
 
-from examples import gan
 from tests import helpers
-from tfmix.examples import common
+from tfmix.examples import common, gan
 
 
 def pair_after(variant, steps):

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("sklearn", reason="the example's data come with it")
 
-from examples import lenet
 from tests import helpers
+from tfmix.examples import lenet
 
 SGD = keras.optimizers.SGD
 

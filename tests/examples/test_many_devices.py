@@ -5,8 +5,8 @@ import pytest
 
 pytest.importorskip("sklearn", reason="the example's data come with it")
 
-from examples import many_devices
 from tests import helpers
+from tfmix.examples import many_devices
 
 
 @pytest.mark.slow

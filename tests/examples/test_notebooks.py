@@ -2,7 +2,6 @@
 
 import ast
 import json
-import pathlib
 import runpy
 
 import pytest
@@ -12,8 +11,8 @@ pytest.importorskip("django", reason="the notebooks' texts come with it")
 pytest.importorskip("matplotlib", reason="the notebooks draw with it")
 
 import tfmix
+from tests.tree import ROOT
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
 NOTEBOOKS = runpy.run_path(str(ROOT / ".ci" / "notebooks.py"))
 SCRIPTS = sorted(NOTEBOOKS["FOLDER"].glob("*.py"))
 PNG = b"\x89PNG"

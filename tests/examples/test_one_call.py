@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("sklearn", reason="the example's data come with it")
 
 import tfmix
-from examples import one_call
+from tfmix.examples import one_call
 
 
 def test_the_call_means_what_it_means_elsewhere():

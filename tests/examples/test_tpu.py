@@ -1,7 +1,6 @@
 """The script for TPUs on eight pretended devices."""
 
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -12,8 +11,9 @@ import pytest
 pytest.importorskip("sklearn", reason="the example's data come with it")
 
 from tests import helpers
+from tests.tree import ROOT
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "tpu.py"
+SCRIPT = ROOT / "examples" / "tpu.py"
 
 
 def started(*arguments, **environment):

@@ -6,9 +6,8 @@ import pytest
 
 pytest.importorskip("sklearn", reason="the example's data come with it")
 
-from examples import training_loop
 from tests import helpers
-from tfmix.examples import common, updater
+from tfmix.examples import common, training_loop, updater
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 Y = np.arange(8) % 3

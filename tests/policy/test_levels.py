@@ -1,10 +1,9 @@
 """The table of levels in the documentation is the one in the code."""
 
-import pathlib
-
+from tests.tree import ROOT
 from tfmix.policy import layer_rules
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "levels.md"
+PAGE = ROOT / "docs" / "levels.md"
 
 
 def table():

@@ -2,11 +2,11 @@
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
+from keras.src import backend
 from keras.src.backend.common import masking, stateless_scope, variables
 from keras.src.models import functional
 from keras.src.trainers import compile_utils
@@ -161,16 +161,7 @@ def calls_replaced(operations: list, make: Callable) -> Iterator[None]:
 
 def run_on_shapes(function: Callable, inputs: list) -> Any:
     """Runs a function on `keras.KerasTensor`s, computing nothing."""
-    backend = importlib.import_module("keras.src.backend")
-    # The next Keras keeps the backend's functions one level deeper.
-    backend = getattr(backend, "ops", backend)
-    run = getattr(backend, "compute_output_spec", None)
-    if run is None:
-        raise RuntimeError(
-            "tfmix does not fit this version of Keras: its backend has no "
-            "'compute_output_spec'. Install Keras 3.12 to 3.15."
-        )
-    return run(function, *inputs)
+    return backend.compute_output_spec(function, *inputs)
 
 
 def copy_mask(source: Any, destination: Any) -> None:

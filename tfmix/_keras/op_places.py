@@ -7,20 +7,18 @@ all routes: replacing the attribute reaches every caller. Ops composed in
 
 import contextlib
 import functools
-import importlib
-import importlib.util
 import inspect
 import types
 from collections.abc import Callable, Iterator
 
 import keras
+from keras.src import backend, ops
 from keras.src.activations import activations
 
 from tfmix._keras import replacements
 
-# Later Keras versions keep the op modules below `backend.ops`.
-_BACKEND_PARENTS = ("keras.src.backend", "keras.src.backend.ops")
-_OP_PARENTS = ("keras.src.ops", "keras.src.backend.ops")
+# Since Keras 3.16 they are one level deeper.
+BACKEND_OPS = getattr(backend, "ops", backend)
 # None of it has 16-bit kernels: one stand-in for the whole module serves it.
 _LINEAR_ALGEBRA = "linalg"
 # In the order in which the public ops prefer them: `tanh` is in `numpy` and
@@ -83,9 +81,8 @@ def float32_softmax(layer: keras.Layer) -> Iterator[None]:
 
 
 def _function(name: str) -> tuple[replacements.Place, ...]:
-    places = (_BACKEND_PARENTS, name), (_OP_PARENTS, f"_{name}")
-    for parents, function in places:
-        for package, theme, module in _modules(parents):
+    for package, function in (BACKEND_OPS, name), (ops, f"_{name}"):
+        for theme, module in _modules(package):
             if _defines(module, function):
                 linear = function == name and theme == _LINEAR_ALGEBRA
                 return ((package, theme) if linear else (module, function),)
@@ -118,24 +115,19 @@ def _defines(module: types.ModuleType, name: str) -> bool:
 
 
 @functools.cache
-def _modules(
-    parents: tuple[str, ...],
-) -> list[tuple[types.ModuleType, str, types.ModuleType]]:
-    """Lists the op modules below packages, with their package and theme."""
-    found = filter(importlib.util.find_spec, parents)
-    packages = [importlib.import_module(parent) for parent in found]
+def _modules(package: types.ModuleType) -> list[tuple[str, types.ModuleType]]:
+    """Lists the op modules of a package, with their themes."""
     modules = [
-        (package, theme, getattr(package, theme))
+        (theme, getattr(package, theme))
         for theme in _THEMES
-        for package in packages
         if inspect.ismodule(getattr(package, theme, None))
     ]
     if not modules:
         raise RuntimeError(
-            f"tfmix found none of the op modules {list(_THEMES)} below "
-            f"{list(parents)} in Keras {keras.__version__}, so `float32_ops` "
-            "cannot work. Pass `float32_ops=[]`, or use a Keras version that "
-            "tfmix was checked on (3.12 to 3.15)."
+            f"tfmix found none of the op modules {list(_THEMES)} in "
+            f"{package.__name__} of Keras {keras.__version__}, so "
+            "`float32_ops` cannot work. Pass `float32_ops=[]`, or use a Keras "
+            "that tfmix was checked on (3.12 to 3.15)."
         )
     return modules
 

@@ -46,6 +46,14 @@ def key(variable: Any) -> Any:
     return keras.optimizers.Optimizer._var_key(None, variable)
 
 
+def add_variable(optimizer: Optimizer, **settings: Any) -> keras.Variable:
+    """Adds a variable whose first value is read from the model's."""
+    # Keras 3.16 makes it outside of the function that TensorFlow traces, where
+    # the model's may have no value yet, unless its base class is asked.
+    base, _ = APPLY
+    return base.add_variable(optimizer, **settings)
+
+
 def own_variables(optimizer: Optimizer) -> list[keras.Variable]:
     """Returns a wrapper's variables without the inner optimizer's."""
     return list(optimizer._variables)
@@ -185,8 +193,11 @@ def count_as_tracked(optimizer: Optimizer, variable: keras.Variable) -> None:
 
 def uses_weight_decay(optimizer: Optimizer, variable: keras.Variable) -> bool:
     """Returns False if `exclude_from_weight_decay` named the variable."""
-    decide = getattr(optimizer, "_use_weight_decay", None)
-    return decide is None or bool(decide(variable))
+    # Keras 3.16 decides at the build, and tells by another name before.
+    excluded = getattr(optimizer, "_is_excluded_from_weight_decay", None)
+    if excluded is not None:
+        return not excluded(variable)
+    return bool(optimizer._use_weight_decay(variable))
 
 
 def undecayed(optimizer: Optimizer, variables: Sequence) -> list:

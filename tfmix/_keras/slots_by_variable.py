@@ -9,7 +9,12 @@ from tfmix._keras import optimizers
 
 # Lists of the model's and of all variables, not of one slot of each.
 _NO_SLOTS = ("_trainable_variables", "_variables")
-_BY_KEY = ("_trainable_variables_indices", "_var_to_optimizer_idx")
+_BY_KEY = (
+    "_trainable_variables_indices",
+    "_var_to_optimizer_idx",
+    # Since Keras 3.16.
+    "_weight_decay_by_var_key",
+)
 _EXCLUDED = "_exclude_from_weight_decay"
 
 # By attribute of the optimizer: one slot, or `None`, for each variable.

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,10 +10,15 @@ import keras
 from keras.src.saving import serialization_lib
 from keras.src.trainers import trainer as trainers
 
-from tfmix._keras import replacements
+from tfmix._keras import replacements, version
 
 # The class that gives models `compile` and `fit`.
-TRAINER: type = trainers.Trainer
+TRAINER: type = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
+# Whether a batch is taken before TensorFlow traces the step on it, and so lost
+# where that fails.
+_TAKES_FIRST = keras.backend.backend() == "tensorflow" and version.numbers(
+    keras.__version__
+) >= (3, 16)
 
 
 def penalty_places() -> list[replacements.Place]:
@@ -40,6 +46,14 @@ def has_own_step(model: keras.Model) -> bool:
     """Says whether a model's class writes its `train_step` itself."""
     module = type(model).train_step.__module__ or ""
     return module.split(".")[0] != "keras"
+
+
+def for_two_calls(model: keras.Model, arguments: tuple) -> tuple:
+    """Returns a train function's arguments, of which two calls see the same."""
+    if not _TAKES_FIRST or model.steps_per_execution > 1:
+        return arguments
+    (iterator,) = arguments
+    return (list(itertools.islice(iterator, 1)) or iterator,)
 
 
 def adopt_optimizer(model: keras.Model, optimizer: Any) -> None:

@@ -17,7 +17,7 @@ def require_supported(
     """Raises `ImportError` for a version or backend that tfmix does not fit."""
     # Called before any other module of tfmix is imported, so that the first
     # error a user sees is the one that says what to change.
-    if _numbers(version) < OLDEST_KERAS:
+    if numbers(version) < OLDEST_KERAS:
         raise ImportError(
             "tfmix needs Keras 3.12 or newer. "
             f"Received: keras.__version__={version!r}. "
@@ -41,7 +41,7 @@ def require_private_names(version: str = keras.__version__) -> None:
         for each in pkgutil.iter_modules(folder):
             importlib.import_module(f"{package}.{each.name}")
     except (AttributeError, ImportError) as error:
-        if _numbers(version) <= NEWEST_SEEN:
+        if numbers(version) <= NEWEST_SEEN:
             raise
         newest = ".".join(map(str, NEWEST_SEEN))
         raise ImportError(
@@ -52,5 +52,6 @@ def require_private_names(version: str = keras.__version__) -> None:
         ) from error
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
+    """Returns the first two numbers of a version."""
     return tuple(int(part) for part in version.split(".")[:2])

@@ -146,7 +146,8 @@ class Group:
         self.dtype, self.variables = key[0], members
         sizes = [math.prod(variable.shape) for variable in members]
         self.ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        self.master = optimizer.add_variable(
+        self.master = optimizers.add_variable(
+            optimizer,
             shape=(self.ends[-1],),
             initializer=lambda shape, dtype: ops.cast(joined(members), dtype),
             dtype="float32",

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import variables
+from tfmix._keras import optimizers, variables
 from tfmix.variables import (
     bits,
     eight_bit_slots,
@@ -108,7 +108,8 @@ class _PerVariableMasters(sixteen_bit_optimizer.StandIns):
         return {id(each): self._master(each) for each in self.narrow}
 
     def _master(self, variable: keras.Variable) -> keras.Variable:
-        master = self.optimizer.add_variable(
+        master = optimizers.add_variable(
+            self.optimizer,
             shape=variable.shape,
             initializer=lambda shape, dtype: ops.cast(variable.value, dtype),
             dtype="float32",

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import replacements, variables
+from tfmix._keras import optimizers, replacements, variables
 from tfmix.variables import bits, sixteen_bit_optimizer
 
 
@@ -48,7 +48,8 @@ class Views(sixteen_bit_optimizer.StandIns):
         made = {id(each): self.make_view(each) for each in self.narrow}
         self.with_rest = [v for v in made.values() if isinstance(v, RestView)]
         if self.with_rest:
-            self.seen = self.optimizer.add_variable(
+            self.seen = optimizers.add_variable(
+                self.optimizer,
                 shape=(len(self.with_rest),),
                 initializer=lambda shape, dtype: self._fingerprints(),
                 dtype="int32",

@@ -21,6 +21,7 @@ OTHER_ARGUMENTS = {
     "get",
     "serialize",
     "sparse_categorical_crossentropy",
+    "sparse_categorical_focal_crossentropy",
 }
 LOSS_FUNCTIONS = [
     name

@@ -8,7 +8,7 @@ import types
 import keras
 import pytest
 
-from tfmix._keras import replacements
+from tfmix._keras import replacements, training
 from tfmix.policy.in_force import current_policy, policy_lookup
 
 
@@ -108,7 +108,7 @@ def test_code_that_hooks_on_top_of_us_keeps_its_hook():
 def test_a_keras_without_what_we_hook_is_named_and_left_alone(monkeypatch):
     module = importlib.import_module("keras.src.backend.common.global_state")
     original = module.get_global_attribute
-    monkeypatch.delattr(keras.src.trainers.trainer.Trainer, "compile")
+    monkeypatch.delattr(training.TRAINER, "compile")
     monkeypatch.setattr(
         policy_lookup, "_replacements", replacements.Replacements()
     )

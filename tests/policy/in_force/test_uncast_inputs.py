@@ -160,6 +160,8 @@ def test_discretization_sees_values_beside_its_boundaries():
     assert keras.ops.convert_to_numpy(result).ravel().tolist() == [0, 1]
 
 
+# Keras 3.16 says so of recurrent layers.
+@pytest.mark.filterwarnings("ignore:.*does not support masking")
 def test_a_mask_survives():
     class Outer(keras.layers.Layer):
         def __init__(self):

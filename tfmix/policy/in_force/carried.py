@@ -146,6 +146,7 @@ class _Carried:
         @functools.wraps(function)
         def first(*arguments: Any) -> Any:
             built = all(each.built for each in layers.flat_layers(model))
+            arguments = training.for_two_calls(model, arguments)
             try:
                 found = function(*arguments)
             except Exception as error:
