@@ -117,6 +117,17 @@ BENCHMARKS = (
         "benchmarks.compiled --save` with `.venv-targets/bin/python`.",
     ),
     Benchmark(
+        "float8",
+        "float8 and its scales",
+        "A step of the transformer with the scales of tfmix and with those "
+        "that are known before, as an H200's compiler makes it. Explained in "
+        "[float8](float8.md).",
+        (TENSORFLOW, JAX),
+        minutes=4,
+        missing="Not compiled yet: `make targets`, then `python -m "
+        "benchmarks.float8 --save` with `.venv-targets/bin/python`.",
+    ),
+    Benchmark(
         "gpu",
         "On a GPU",
         "Whole training steps with `fit`. The share is of the 16-bit matrix "

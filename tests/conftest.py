@@ -27,6 +27,7 @@ SLOW_UNDER_JAX = (
     "callbacks/test_numerics_monitor.py",
     "conversion/test_convert_applications.py",
     "doctor/test_check.py",
+    "doctor/test_float8_products.py",
     "doctor/test_held_out.py",
     "doctor/test_suggest.py",
     "examples/",

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+import tfmix
 from tests import helpers, numerics_faults
 from tfmix.callbacks import numerics_monitor
 from tfmix.scaling import optimizer as scaling
@@ -301,3 +302,38 @@ def test_the_first_replica_of_a_mirrored_run_is_sampled():
 def test_wrong_arguments_are_refused(every, error):
     with pytest.raises(error, match=f"every={every}"):
         Monitor(every=every)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"run_eagerly": True, "jit_compile": False},
+        {"jit_compile": False},
+        {"jit_compile": True},
+    ],
+    ids=["eager", "graph", "xla"],
+)
+def test_products_in_float8_are_measured_and_the_worst_is_told(how):
+    rules = tfmix.Policy("mixed_float8", float8_layers=["inner"])
+    with tfmix.policy_scope(rules):
+        model = keras.Sequential(
+            [
+                keras.Input((16,)),
+                keras.layers.Dense(16, name="inner"),
+                tfmix.float32_output(),
+            ]
+        )
+    model.compile(keras.optimizers.SGD(0.0), loss="mse", **how)
+    x = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
+    monitor = numerics_monitor.NumericsMonitor(every=1)
+    model.fit(x, x, batch_size=32, verbose=0, callbacks=[monitor])
+    assert len(monitor.products) == 3
+    assert all(one.cosine > 0.99 for one in monitor.products)
+    assert not monitor.events
+    # One row beside which the others are nothing.
+    x[0] = 1e9
+    model.fit(x, 0 * x, batch_size=32, verbose=0, callbacks=[monitor])
+    (event,) = monitor.events
+    assert event.layer.endswith("inner")
+    assert event.phase == "float8 forward"
+    assert event.verdict == "underflow"

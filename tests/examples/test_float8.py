@@ -31,11 +31,11 @@ def test_the_worst_pair_of_gradients_is_told():
 
 def test_gradients_that_point_elsewhere_are_no_success():
     runs = tuple(
-        common.Run(name, 0, 0.8, columns={float8.COSINE: 0.99})
+        common.Run(name, 0, 0.8, columns={float8.PRODUCT: "0.99"})
         for name in float8.POLICIES
     )
     assert all(float8.claims(runs).values())
-    away = dataclasses.replace(runs[2], columns={float8.COSINE: 0.97})
+    away = dataclasses.replace(runs[2], columns={float8.PRODUCT: "0.97"})
     assert not all(float8.claims((*runs[:2], away)).values())
     worse = dataclasses.replace(runs[2], score=0.7)
     assert not all(float8.claims((*runs[:2], worse)).values())

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+import tfmix
 from tests import helpers
 from tfmix.hardware import advise as advising
 from tfmix.hardware import targets, training_memory
@@ -392,3 +393,43 @@ def test_bytes_agree_with_the_arguments_of_tensorflows_compiled_step():
     memory = advise(model, 8).memory["mixed_float16"]
     expected = memory.weights + memory.slots
     assert arguments == pytest.approx(expected, rel=0.02)
+
+
+def test_what_is_in_float8_what_not_and_what_it_gains_is_said():
+    with tfmix.policy_scope("mixed_float8"):
+        model = keras.Sequential(
+            [
+                keras.Input((1024,)),
+                keras.layers.Dense(2048, name="first"),
+                keras.layers.Dense(2048, name="second"),
+                keras.layers.Dense(96, name="narrow"),
+                keras.layers.Dense(10, name="last"),
+            ]
+        )
+    found = advise(model, 4096)
+    rows = {row.layer.split("/")[-1]: row.float8 for row in found.rows}
+    assert rows["second"] == "yes"
+    assert rows["narrow"] == "2048 x 96 is too small to gain"
+    text = str(found)
+    assert "1 layers multiply in float8." in text
+    assert "narrow: 2048 x 96 is too small to gain." in text
+    # By hand: three products, and five bytes for each number of the factors.
+    flops, rate, rate8 = 6 * 4096, 989.4e12, 1978.9e12
+    sixteen = (1024 * 2048 + 2048 * 96 + 2048 * 10) * flops / rate
+    second = 2048 * 2048 * flops
+    moved = 5 * (2 * 4096 * 2048 + 2048 * 2048) / 4.8e12
+    gain = (sixteen + second / rate) / (sixteen + second / rate8 + moved)
+    assert f"({gain:.2f} times)" in text
+    # The first call chooses the same layers.
+    model(np.ones((1, 1024), "float32"))
+    assert advise(model, 4096) == found
+    (*_, last) = advise(model, 4096, target="a100").float8
+    assert "A100" in last
+    assert "slower" in last
+
+
+def test_another_policy_says_nothing_of_float8():
+    model = sequential(keras.layers.Dense(1024), shape=(1024,))
+    found = advise(model, 32)
+    assert found.float8 == ()
+    assert found.rows[0].float8 == ""

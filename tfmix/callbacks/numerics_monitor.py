@@ -14,7 +14,14 @@ from tfmix import _arguments, _bar_output, _formats
 from tfmix._keras import layers
 from tfmix.callbacks import sampler
 from tfmix.conversion import planned_policies
-from tfmix.doctor import latent, probe, ranges, verdicts
+from tfmix.doctor import (
+    float8_products,
+    latent,
+    probe,
+    ranges,
+    verdicts,
+)
+from tfmix.float8 import chosen_layers
 from tfmix.policy.in_force import suited_optimizer
 
 
@@ -31,6 +38,9 @@ class NumericsMonitor(keras.callbacks.Callback):
     A gradient that overflows under the loss scale in force is no event if it
     does not at a scale of 1: that is how dynamic scaling finds its scale.
 
+    Under `"mixed_float8"` the products of the layers that were chosen are
+    measured on the same batch, against the same in float32.
+
     Args:
         every: Integer, steps between two samples; the first step is one.
             Defaults to `100`, which costs about as much as two steps more in
@@ -42,6 +52,8 @@ class NumericsMonitor(keras.callbacks.Callback):
             if there is none, in the backward pass.
         rows: The `TensorRanges` of the last sample (`layer`, `phase`,
             `measures`).
+        products: The `Float8Product` of the last sample (`layer`, `product`,
+            `underflow`, `saturated`, `cosine`, `verdict`), the worst first.
 
     Raises:
         TypeError: If `every` is not an integer.
@@ -57,6 +69,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.every = _arguments.count("every", every, example=100)
         self.events: list[Event] = []
         self.rows: list[TensorRanges] = []
+        self.products: list[float8_products.Float8Product] = []
         self._step = 0
         self._tap: Tap | None = None
         self._model_of: Any = None
@@ -98,6 +111,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._reader = Reader(self._found, paths, self._limits)
         self._sampler = sampler.Sampler(model, self._found, self._limits)
         self._exact: sampler.Sampler | None = None
+        self._products: sampler.ProductSampler | None = None
         self._cleared: set[str] = set()
         self._prepared = True
 
@@ -131,6 +145,14 @@ class NumericsMonitor(keras.callbacks.Callback):
                 self._add(found, verdicts.BACKWARD, verdicts.OVERFLOW)
         else:
             self._add_underflow(sample, state, batch)
+        if self._products is None:
+            # The model's first call has chosen them.
+            chosen = chosen_layers.chosen(self._model_of)
+            self._products = sampler.ProductSampler(self._model_of, chosen)
+        self.products = self._products(state, batch)
+        for one in self.products[:1]:
+            if not one.is_fine:
+                self._add(one.layer, f"float8 {one.product}", one.verdict)
 
     def _add_underflow(
         self, sample: sampler.Sample, state: Any, batch: Any
@@ -158,11 +180,11 @@ class NumericsMonitor(keras.callbacks.Callback):
         if event not in known:
             _bar_output.warn(
                 self,
-                "Step %d: %s in the %s pass of layer %r. tfmix.check(model, "
-                "x, y) says what to write.",
+                "Step %d: %s in the %s of layer %r. tfmix.check(model, x, y) "
+                "says what to write.",
                 step,
                 verdict,
-                phase,
+                f"{phase} pass" if phase.endswith("ward") else phase,
                 layer,
             )
         self.events.append(event)
@@ -223,7 +245,8 @@ class Event:
 
     step: int  # from 0
     layer: str  # that made it, or `"loss"`
-    phase: str  # `"forward"` or `"backward"`
+    # `"forward"`, `"backward"`, or `"float8 "` and a product of the layer's.
+    phase: str
     verdict: str  # as in `doctor.verdicts`
 
 

@@ -13,7 +13,7 @@ from tfmix import _formats
 from tfmix._keras import layers as host
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
-from tfmix.doctor import latent, probe, ranges
+from tfmix.doctor import float8_products, latent, probe, ranges
 from tfmix.policy.in_force import model_outputs
 from tfmix.scaling import optimizer as scaling
 
@@ -131,11 +131,7 @@ class Sampler:
         self._reference = planned_policies.reference(model)
         self._room = _CALLS_PER_LAYER * len(found) + 1
         self._trace = _Trace()
-        xla = bool(model.jit_compile)
-        plain_jax = keras.backend.backend() == "jax" and not xla
-        self._compiled: Any = self._step
-        if not (model.run_eagerly or plain_jax):
-            self._compiled = batches.compiled(self._step, xla)
+        self._compiled = _compiled(model, self._step)
 
     def __call__(self, state: Any, data: Any, scale: float = 0.0) -> Sample:
         """Measures one step; a scale of 0 stands for the optimizer's."""
@@ -156,7 +152,7 @@ class Sampler:
         )
 
     def _step(self, state: Any, data: Any, override: Any) -> tuple[Any, ...]:
-        weights, others = self._values(state)
+        weights, others = _values(self._model, state)
         tokens = ops.zeros((2 * self._room, _WIDTH), "float32")
 
         def losses(inputs: list[Any]) -> list[Any]:
@@ -181,7 +177,6 @@ class Sampler:
         return rows, gradients[0], *tables, scale, loss
 
     def _forward(self, tokens: Any, data: Any) -> tuple[list[Any], Any]:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         trace = self._trace = _Trace()
         busy: list[bool] = []
 
@@ -199,9 +194,8 @@ class Sampler:
             trace.add(call, row, leaves[0], sent)
             return probe.replaced(outputs, [sent, *leaves[1:]])
 
-        as_made = model_outputs.outputs_as_made()
-        with probe.watched(self._found, on_call), as_made:
-            outputs = host.call_in_training(self._model, x)
+        with probe.watched(self._found, on_call):
+            outputs = _outputs(self._model, data)
         for leaf in tree.flatten(outputs):
             trace.use(leaf, LOSS)
             # The inner layer's, where an outer one hands its output on.
@@ -209,13 +203,10 @@ class Sampler:
             if maker is not None:
                 head = latent.looks_like_probabilities(ops.stop_gradient(leaf))
                 trace.rows[maker] = ops.append(trace.rows[maker][:-1], head)
-        given = {"x": x, "y": y, "y_pred": outputs, "training": True}
-        loss = host.compute_loss(
-            self._model, sample_weight=sample_weight, **given
-        )
+        loss = _loss(self._model, data, outputs)
         rows = trace.rows
         trace.forget_tensors()
-        return rows, ops.cast(loss, "float32")
+        return rows, loss
 
     def _given(self, call: probe.Call, tokens: Any) -> list[Any]:
         """Returns a call's inputs, measured where others use them, too."""
@@ -258,19 +249,6 @@ class Sampler:
         error = _error(leaves[0], ops.stop_gradient(right[0]))
         return ops.concatenate([measured, error, ops.zeros((1,))])
 
-    def _values(self, state: Any) -> tuple[list[Any], list[Any]]:
-        """Returns the trainable weights, and other variables with values."""
-        model = self._model
-        if state is None:
-            return [one.value for one in model.trainable_variables], []
-        trainable, non_trainable, optimizer, metrics = state
-        others = [
-            *zip(model.non_trainable_variables, non_trainable, strict=True),
-            *zip(model.optimizer.variables, optimizer, strict=True),
-            *zip(model.metrics_variables, metrics, strict=True),
-        ]
-        return list(trainable), others
-
     def _scale(self, override: Any) -> Any:
         optimizer = self._model.optimizer
         if isinstance(optimizer, scaling.LossScaleOptimizer):
@@ -284,6 +262,74 @@ class Sampler:
         if not tensors:
             return ops.zeros((0, _WIDTH))
         return ops.stack([ranges.vector(one, self._limits) for one in tensors])
+
+
+class ProductSampler:
+    """Compiles and runs what measures a model's products in float8."""
+
+    def __init__(
+        self, model: keras.Model, chosen: Sequence[keras.Layer]
+    ) -> None:
+        self._model, self._chosen = model, chosen
+        self._called: list[keras.Layer] = []
+        self._compiled = _compiled(model, self._step)
+
+    def __call__(
+        self, state: Any, data: Any
+    ) -> list[float8_products.Float8Product]:
+        """Measures one step; the worst products come first."""
+        if not self._chosen:
+            return []
+        table = ops.convert_to_numpy(self._compiled(state, data))
+        return float8_products.read(self._called, table)
+
+    def _step(self, state: Any, data: Any) -> Any:
+        model = self._model
+        weights, others = _values(model, state)
+        trainable = zip(model.trainable_variables, weights, strict=True)
+        mapping = [*trainable, *others]
+
+        def loss_of() -> Any:
+            with keras.StatelessScope(mapping, collect_losses=True):
+                return _loss(model, data, _outputs(model, data))
+
+        self._called, table = float8_products.measure(self._chosen, loss_of)
+        return table
+
+
+def _compiled(model: keras.Model, step: Any) -> Any:
+    """Compiles a step as the model compiles its own."""
+    xla = bool(model.jit_compile)
+    plain_jax = keras.backend.backend() == "jax" and not xla
+    if model.run_eagerly or plain_jax:
+        return step
+    return batches.compiled(step, xla)
+
+
+def _values(model: keras.Model, state: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the trainable weights, and other variables with values."""
+    if state is None:
+        return [one.value for one in model.trainable_variables], []
+    trainable, non_trainable, optimizer, metrics = state
+    others = [
+        *zip(model.non_trainable_variables, non_trainable, strict=True),
+        *zip(model.optimizer.variables, optimizer, strict=True),
+        *zip(model.metrics_variables, metrics, strict=True),
+    ]
+    return list(trainable), others
+
+
+def _outputs(model: keras.Model, data: Any) -> Any:
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    with model_outputs.outputs_as_made():
+        return host.call_in_training(model, x)
+
+
+def _loss(model: keras.Model, data: Any, outputs: Any) -> Any:
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    given = {"x": x, "y": y, "y_pred": outputs, "training": True}
+    loss = host.compute_loss(model, sample_weight=sample_weight, **given)
+    return ops.cast(loss, "float32")
 
 
 def unrounded(tensor: Any, operation: Any, limits: _formats.Format) -> Any:

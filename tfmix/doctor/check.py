@@ -14,7 +14,16 @@ from tfmix import _formats, _progress
 from tfmix._keras import compilation, layers
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
-from tfmix.doctor import latent, numerics_report, probe, ranges, runs, verdicts
+from tfmix.doctor import (
+    float8_products,
+    latent,
+    numerics_report,
+    probe,
+    ranges,
+    runs,
+    verdicts,
+)
+from tfmix.float8 import chosen_layers
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import (
     active_rules,
@@ -126,11 +135,12 @@ def _run(
     sixteen = planned_policies.sixteen_bit(given.model, chosen)
     bad_rows = given.bad_rows()
     batch = given.without({row for rows in bad_rows.values() for row in rows})
-    with _as_under(chosen, batch.model):
+    with _as_under(chosen, batch.model, sixteen):
         found = probe.targets(batch.model)
         highest = _LOWEST if warning else _LOSS_SCALE
         visit = _Visit(batch, found, sixteen, limits, highest)
         findings = visit.run()
+        float8 = _float8(batch)
     if bad_rows:
         # Where no row is fine, all that is not finite is so because of them.
         findings = [one for one in findings if not one.gap.broken]
@@ -151,6 +161,7 @@ def _run(
         again=lambda other: _run(given, other, other),
         targets={target.name: target for target in found},
         sixteen_bit_layers=len(narrow),
+        float8=float8,
         notes=(
             *filter(None, [warning]),
             *idle,
@@ -167,9 +178,24 @@ def _why_idle(model: keras.Model) -> list[str]:
     return [_QUANTIZED] if quantized else []
 
 
+def _float8(batch: batches.Batch) -> tuple[float8_products.Float8Product, ...]:
+    """Measures what the chosen layers multiply in float8, in float32's run."""
+    chosen = chosen_layers.chosen(batch.model)
+    if batch.loss is None or not chosen:
+        return ()
+    reference = planned_policies.reference(batch.model)
+    with layers.policies(reference), layers.autocast("float32"):
+        found = float8_products.measure(
+            chosen, lambda: batch.run(batch.weights())[1]
+        )
+    return tuple(float8_products.read(*found))
+
+
 @contextlib.contextmanager
 def _as_under(
-    chosen: keras.DTypePolicy | None, model: keras.Model
+    chosen: keras.DTypePolicy | None,
+    model: keras.Model,
+    sixteen: planned_policies.Plan,
 ) -> Iterator[None]:
     """Lets a model compute as under a policy, `None` for as it stands."""
     with contextlib.ExitStack() as conditions:
@@ -180,6 +206,13 @@ def _as_under(
             conditions.enter_context(active_rules.block(names))
         if chosen is not None:
             conditions.enter_context(fallback.anew(model))
+            before = chosen_layers.reasons(model)
+            conditions.callback(chosen_layers.restore, model, before)
+            chosen_layers.restore(model, {})
+            rules = policies.with_rules(chosen)
+            if rules.is_float8:
+                with layers.policies(sixteen):
+                    chosen_layers.choose(model, rules)
         yield
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tfmix import _page_frame, _tables
-from tfmix.doctor import probe, suggest, verdicts
+from tfmix.doctor import float8_products, probe, suggest, verdicts
+from tfmix.policy import names
 from tfmix.policy import policy as policies
 
 
@@ -28,6 +29,8 @@ class NumericsReport(_tables.Printed):
         again: Checks the same model and batch under another policy.
         targets: The watched layers by name.
         sixteen_bit_layers: How many layers computed in 16 bit.
+        float8: One `Float8Product` for each product that a layer computes in
+            float8, the worst first; empty where none does, and without `y`.
         notes: Sentences on what is wrong with the model as a whole, on layers
             that fell back to float32, and on what was not checked.
         verbose: Whether it prints every row.
@@ -43,12 +46,13 @@ class NumericsReport(_tables.Printed):
     sixteen_bit_layers: int
     loss_scale: float
     notes: tuple[str, ...]
+    float8: tuple[float8_products.Float8Product, ...] = ()
     verbose: bool = False
 
     @property
     def healthy(self) -> bool:
-        """Whether every row is fine."""
-        return not self.faults
+        """Whether every row is fine, and every product in float8."""
+        return not self.faults and all(one.is_fine for one in self.float8)
 
     @property
     def faults(self) -> tuple[verdicts.LayerVerdict, ...]:
@@ -73,9 +77,11 @@ class NumericsReport(_tables.Printed):
         if self.healthy:
             nothing = "no layer computes in 16 bit"
             state = "healthy" if self.sixteen_bit_layers else nothing
+        elif not self.faults:
+            state = "healthy but for float8"
         if self.forward_only:
             state += ", forward pass only"
-        return f"{self.policy.name} against float32: {state}"
+        return f"{_name(self.policy)} against float32: {state}"
 
     def suggested_policy(self, *, progress: bool = True) -> policies.Policy:
         """Searches the fewest float32 layers that make the model healthy.
@@ -88,7 +94,7 @@ class NumericsReport(_tables.Printed):
 
         Returns:
             A `tfmix.Policy`: the one that was checked if that is healthy;
-            else one with more `float32_layers`.
+            else one with fewer `float8_layers` or more `float32_layers`.
 
         Raises:
             ValueError: If the model is not finite in float32 either.
@@ -117,10 +123,11 @@ class NumericsReport(_tables.Printed):
             {
                 "healthy": self.healthy,
                 "forward_only": self.forward_only,
-                "policy": self.policy.name,
+                "policy": _name(self.policy),
                 "loss_scale": self.loss_scale,
                 "notes": list(self.notes),
                 "rows": [_plain(row) for row in self.rows],
+                "float8": [_plain(one) for one in self.float8],
             },
             indent=2,
         )
@@ -145,7 +152,25 @@ class NumericsReport(_tables.Printed):
         found = [row.verdict for row in shown]
         cells = list(map(_cells, shown))
         code = _code(shown if self.verbose else shown[:_ADVICE_SHOWN])
-        return [_tables.Table(_HEADS, cells, title, notes, code, found)]
+        tables = [_tables.Table(_HEADS, cells, title, notes, code, found)]
+        return [*tables, self._float8_table()] if self.float8 else tables
+
+    def _float8_table(self) -> _tables.Table:
+        """Returns the worst products in float8, and what to write."""
+        shown = self.float8 if self.verbose else self.float8[:_FAULTS_SHOWN]
+        table = float8_products.table(shown)
+        notes = [f"{len(self.float8) - len(shown)} more: `report.float8`."]
+        code: list[str] = []
+        if not all(one.is_fine for one in self.float8):
+            items = suggest.in_float8(self)
+            code = ["# What to write, at fault: back to bfloat16"]
+            code.append(
+                f"tfmix.Policy({names.FLOAT8!r}, float8_layers={items})"
+                if items
+                else 'tfmix.Policy("mixed_bfloat16")'
+            )
+        notes = notes if len(shown) < len(self.float8) else []
+        return dataclasses.replace(table, notes=notes, code=code)
 
     def _left_out(
         self, count: int, shown: Sequence[verdicts.LayerVerdict]
@@ -161,6 +186,10 @@ class NumericsReport(_tables.Printed):
         if faulty:
             said += " `report.suggested_policy()` seeks the fewest to change."
         return said
+
+
+def _name(policy: policies.Policy) -> str:
+    return names.FLOAT8 if policy.is_float8 else policy.name
 
 
 _HEADS = ("layer", "dtype", "phase", "verdict", "error", "headroom")
@@ -195,7 +224,9 @@ def _code(rows: Iterable[verdicts.LayerVerdict]) -> list[str]:
     return lines
 
 
-def _plain(row: verdicts.LayerVerdict) -> dict[str, Any]:
+def _plain(
+    row: verdicts.LayerVerdict | float8_products.Float8Product,
+) -> dict[str, Any]:
     values = dataclasses.asdict(row)
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -226,6 +257,7 @@ def _body(report: NumericsReport, picture: str) -> str:
         f"inputs it has in float32.</p>\n"
         f"{summary}{notes}{picture}"
         f'<div class="advised">{table.html()}</div>'
+        + (float8_products.table(report.float8).html() * bool(report.float8))
     )
 
 

@@ -7,7 +7,8 @@ from typing import Protocol
 from absl import logging
 
 from tfmix import _progress
-from tfmix.doctor import probe, verdicts
+from tfmix.doctor import float8_products, probe, verdicts
+from tfmix.policy import names as policy_names
 from tfmix.policy import policy as policies
 
 Names = tuple[str, ...]
@@ -37,12 +38,19 @@ class Checked(Protocol):
         """The rows that are not fine."""
 
     @property
+    def float8(self) -> tuple[float8_products.Float8Product, ...]:
+        """The products in float8."""
+
+    @property
     def again(self) -> Callable[[policies.Policy], "Checked"]:
         """Checks the same model and batch under another policy."""
 
 
 def fewest_layers(report: Checked, progress: bool) -> policies.Policy:
     """Does the work of `NumericsReport.suggested_policy`."""
+    if not all(one.is_fine for one in report.float8):
+        # Each was judged by itself: the others stay as they are.
+        report = report.again(_without_faulty_float8(report))
     if report.healthy:
         return report.policy
     if broken := [row.layer for row in report.faults if row.broken]:
@@ -86,6 +94,24 @@ def with_layers(report: Checked, names: Iterable[str]) -> policies.Policy:
         float32_ops=base.float32_ops,
         keep_batchnorm_fp32=base.keep_batchnorm_fp32,
         float8_layers=base.float8_layers,
+    )
+
+
+def in_float8(report: Checked) -> list[str]:
+    """Returns the paths of the layers whose products are all fine."""
+    paths = {one.layer for one in report.float8}
+    faulty = {one.layer for one in report.float8 if not one.is_fine}
+    return [re.escape(path) for path in sorted(paths - faulty)]
+
+
+def _without_faulty_float8(report: Checked) -> policies.Policy:
+    base, kept = report.policy, in_float8(report)
+    return policies.Policy(
+        policy_names.FLOAT8 if kept else "mixed_bfloat16",
+        float32_layers=base.float32_layers,
+        float32_ops=base.float32_ops,
+        keep_batchnorm_fp32=base.keep_batchnorm_fp32,
+        float8_layers=kept or None,
     )
 
 

@@ -44,6 +44,11 @@ def choose(
         if why_not(layer) is None:
             reason = _why_not(layer, policy, layer in ends)
             layer_policies.put(layer, _REASON, reason)
+    return chosen(model)
+
+
+def chosen(model: keras.Model) -> list[keras.Layer]:
+    """Returns the layers of a model that multiply in float8."""
     return [layer for layer, reason in reasons(model).items() if not reason]
 
 
@@ -97,20 +102,50 @@ def call_of(layer: keras.Layer, original: Callable) -> Callable:
 
 def einsum(equation: str, inputs: Any, kernel: Any) -> Any:
     """Computes an einsum that is one matrix product, in float8."""
-    free, summed, new, outputs = _parts(equation)
+    free, _, new, outputs = _parts(equation)
     left, right = equation.split("->")[0].split(",")
     sizes = {letter: kernel.shape[i] for i, letter in enumerate(right)}
     shape = ops.shape(inputs)
     sizes |= {letter: shape[left.index(letter)] for letter in free}
-    depth = math.prod(sizes[letter] for letter in summed)
-    width = math.prod(sizes[letter] for letter in new)
-    inputs = ops.transpose(inputs, [left.index(one) for one in free + summed])
-    kernel = ops.transpose(kernel, [right.index(one) for one in summed + new])
-    result = product.product(
-        ops.reshape(inputs, (-1, depth)), ops.reshape(kernel, (depth, width))
-    )
+    result = product.product(*_factors(equation, inputs, kernel))
     result = ops.reshape(result, [sizes[letter] for letter in free + new])
     return ops.transpose(result, [(free + new).index(one) for one in outputs])
+
+
+def exact(layer: keras.Layer, inputs: Any, kernel: Any) -> Any:
+    """Computes a layer's product as its inputs' dtype does."""
+    return ops.einsum(_equation(layer, len(inputs.shape)), inputs, kernel)
+
+
+def matrices(
+    layer: keras.Layer, inputs: Any, kernel: Any, gradient: Any
+) -> tuple[Any, Any, Any]:
+    """Returns what a layer multiplies as matrices (m, k), (k, n), (m, n).
+
+    The last is the gradient of the product, which is that of the layer's
+    outputs before bias and activation.
+    """
+    equation = _equation(layer, len(inputs.shape))
+    free, _, new, outputs = _parts(equation)
+    width = math.prod(gradient.shape[outputs.index(one)] for one in new)
+    gradient = _matrix(gradient, outputs, free + new, width)
+    return *_factors(equation, inputs, kernel), gradient
+
+
+def _factors(equation: str, inputs: Any, kernel: Any) -> tuple[Any, Any]:
+    free, summed, new, _ = _parts(equation)
+    left, right = equation.split("->")[0].split(",")
+    width = math.prod(kernel.shape[right.index(one)] for one in new)
+    depth = math.prod(kernel.shape[right.index(one)] for one in summed)
+    return (
+        _matrix(inputs, left, free + summed, depth),
+        _matrix(kernel, right, summed + new, width),
+    )
+
+
+def _matrix(tensor: Any, letters: str, order: str, width: int) -> Any:
+    tensor = ops.transpose(tensor, [letters.index(one) for one in order])
+    return ops.reshape(tensor, (-1, width))
 
 
 def _parts(equation: str) -> tuple[str, str, str, str]:

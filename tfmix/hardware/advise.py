@@ -11,7 +11,10 @@ from keras import tree
 
 from tfmix import _arguments, _formats, _tables
 from tfmix._keras import layers as host
+from tfmix.float8 import chosen_layers
 from tfmix.hardware import model_batches, targets, training_memory
+from tfmix.policy import policy as policies
+from tfmix.policy.in_force import carried
 
 Shape = tuple[int, ...]
 Shapes = list[Shape]
@@ -19,6 +22,11 @@ Shapes = list[Shape]
 # Tensor Cores work on multiples of 8 in 16 bit (NVIDIA's mixed-precision
 # guide), the MXU of a TPU on tiles of 128.
 GPU_MULTIPLE, TPU_MULTIPLE = 8, 128
+
+# Of a tensor of bfloat16 that is brought to float8, a number.
+_CAST_BYTES = 5
+# Whose rates count where no target is named.
+_FLOAT8_TARGET = "h200"
 
 # The costliest layers are shown, all are in `rows` and JSON.
 _SHOWN = 10
@@ -62,6 +70,8 @@ class LayerProducts:
     aligned_tpu: bool
     flops: int  # of a forward pass
     padding: str  # what to round up, as text; empty if nothing helps
+    # Under "mixed_float8": "yes", or why it does not multiply in float8.
+    float8: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +86,7 @@ class Advice(_tables.Printed):
         batch_size: The batch size it holds for.
         fitting: A sentence on the first way in 16 bit that fits the target;
             `""` without one.
+        float8: Sentences on what `"mixed_float8"` gains; empty under others.
     """
 
     rows: tuple[LayerProducts, ...]
@@ -83,6 +94,7 @@ class Advice(_tables.Printed):
     memory: Mapping[str, training_memory.Memory]
     batch_size: int
     fitting: str = ""
+    float8: tuple[str, ...] = ()
 
     def tables(self) -> list[_tables.Table]:
         """Returns the tables that are printed."""
@@ -90,7 +102,7 @@ class Advice(_tables.Printed):
         rows = [
             (
                 row.layer,
-                row.dtype,
+                "float8" if row.float8 == "yes" else row.dtype,
                 " ".join(map(str, row.shapes)),
                 "yes" if row.aligned else "no",
                 "yes" if row.aligned_tpu else "no",
@@ -99,7 +111,7 @@ class Advice(_tables.Printed):
             )
             for row in self.rows[:_SHOWN]
         ]
-        notes = []
+        notes = list(self.float8)
         if (more := len(self.rows) - _SHOWN) > 0:
             notes.append(f"and {more} cheaper layers: `rows` holds all")
         if self.rows and not self.share_16bit:
@@ -150,10 +162,11 @@ def advise(
         input_shape: In place of `x`, the shape of one row, such as `(128,)`,
             for every input, or a nest of such shapes.
         target: The name of one of `targets()`, whose memory it has to fit.
-            Defaults to `None`: none is said to fit.
+            Defaults to `None`: none is said to fit. What float8 gains is told
+            by its rates, or by an H200's.
 
     Returns:
-        An `Advice`: `rows`, `share_16bit`, `memory` and `fitting`.
+        An `Advice`: `rows`, `share_16bit`, `memory`, `fitting`, `float8`.
 
     Raises:
         TypeError: If `model` is no Keras model, or `batch_size` no integer.
@@ -172,6 +185,10 @@ def advise(
     inputs = model_batches.inputs(model, size, x, input_shape)
     if not all(layer.built for layer in host.flat_layers(model)):
         model(*inputs)
+    policy = carried.carried_policy(model)
+    if policy is not None and policies.with_rules(policy).is_float8:
+        # Else its first call does so.
+        chosen_layers.choose(model, policies.with_rules(policy))
     found = _uses(model, inputs)
     rows = [_row(use.layer, use.products) for use in found if use.products]
     rows.sort(key=lambda row: -row.flops)
@@ -181,10 +198,52 @@ def advise(
     outputs = sum(use.outputs for use in found if not use.has_parts)
     memory = training_memory.by_way(model, outputs)
     fitting = known and training_memory.first_that_fits(memory, known)
-    return Advice(tuple(rows), share, memory, size, fitting or "")
+    float8 = _float8(rows, known or targets.find(_FLOAT8_TARGET))
+    return Advice(tuple(rows), share, memory, size, fitting or "", float8)
+
+
+def _float8(rows: list[LayerProducts], target: targets.Target) -> tuple:
+    """Says which layers are in float8, which not and why, and what it gains."""
+    if not any(row.float8 for row in rows):
+        return ()
+    chosen = [row for row in rows if row.float8 == "yes"]
+    others: dict[str, list[str]] = {}
+    for row in rows:
+        if row not in chosen and row.float8:
+            others.setdefault(row.float8, []).append(row.layer)
+    said = [f"{len(chosen)} layers multiply in float8."]
+    for why, names in others.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        said.append(f"Not {', '.join(names[:3])}{more}: {why}.")
+    if "float8" not in target.rates:
+        return (*said, f"{target.title} has no float8: it is slower there.")
+    wide = sum(_seconds(row, target, "bfloat16") for row in rows)
+    narrow = sum(
+        _seconds(row, target, "float8" if row in chosen else "bfloat16")
+        for row in rows
+    )
+    said.append(
+        f"By the rates of {target.title} a step's products take "
+        f"{1e3 * narrow:.3g} ms, casts included; {1e3 * wide:.3g} ms in "
+        f"bfloat16 ({wide / narrow:.2f} times)."
+    )
+    return tuple(said)
+
+
+def _seconds(row: LayerProducts, target: targets.Target, dtype: str) -> float:
+    """Returns what a step's three products of a layer take, at the least."""
+    if dtype == "bfloat16" and row.dtype not in _formats.SIXTEEN_BIT:
+        dtype = "float32"
+    seconds = 3 * row.flops / target.rates[dtype]
+    if dtype == "float8":
+        # The factors are read for their largest number, read and written.
+        moved = sum(m * k + k * n + m * n for m, k, n in row.shapes)
+        seconds += _CAST_BYTES * moved / target.bandwidth
+    return seconds
 
 
 def _row(layer: Any, found: tuple[Product, ...]) -> LayerProducts:
+    why_not = chosen_layers.why_not(layer)
     gpu, tpu = (
         all(one.k % size == one.n % size == 0 for one in found)
         for size in (GPU_MULTIPLE, TPU_MULTIPLE)
@@ -197,6 +256,7 @@ def _row(layer: Any, found: tuple[Product, ...]) -> LayerProducts:
         tpu,
         sum(one.flops for one in found),
         _padding(found[0]),
+        "" if why_not is None else why_not or "yes",
     )
 
 

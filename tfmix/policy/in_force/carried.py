@@ -11,7 +11,7 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfmix._keras import layers, model_methods, training
+from tfmix._keras import global_state, layers, model_methods, training
 from tfmix.devices import devices
 from tfmix.float8 import chosen_layers
 from tfmix.policy import policy as policies
@@ -88,7 +88,7 @@ class _Carried:
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Returns float32 from the outermost call of a model, else as made."""
-        if self._float8 is not None and model_outputs.is_outermost(self._model):
+        if self._float8 is not None and global_state.is_outermost(self._model):
             self._choose_float8(self._float8)
         call = functools.partial(self._under_rules, original)
         return self._outputs.of(call, *args, **kwargs)

@@ -1,0 +1,115 @@
+"""What float8's scales cost in the program of an H200.
+
+python -m benchmarks.float8 [--json] [--save]
+
+A transformer's training step, by XLA's own compiler (the extra `[nvidia]`, or
+`make targets`); nothing is timed. tfmix scales each tensor by its own largest
+number. Beside it stand scales that are known before: from earlier steps, which
+still asks for the largest number of this one ("delayed" in NVIDIA's Transformer
+Engine), and fixed ones, which ask for nothing and could not train.
+"""
+
+import collections
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import keras
+from keras import ops
+
+import tfmix
+from benchmarks import gpu_models, results
+from tfmix.float8 import product
+from tfmix.hardware import compiled_step, compilers, targets
+
+WIDTHS = (1024, 2048)
+ROWS = 32
+# Two blocks, 256 tokens a row.
+SHAPE = {"length": 256, "blocks": 2, "vocabulary": 1008}
+# Stands for a scale that an earlier step has left.
+_KNOWN = -3
+
+
+def _fixed(tensor: Any, to: product.Format) -> tuple[Any, Any]:
+    exponent = to.exponent + _KNOWN
+    largest = 1.75 * 2.0**to.exponent
+    scaled = ops.clip(tensor * 2.0**exponent, -largest, largest)
+    return ops.cast(scaled, to.dtype), ops.cast(exponent, "int32")
+
+
+def _delayed(tensor: Any, to: product.Format) -> tuple[Any, Any]:
+    narrow, exponent = _fixed(tensor, to)
+    # Asked for, as the next step's scale does.
+    largest = ops.cast(ops.max(ops.abs(tensor)), "float32")
+    return narrow, exponent + ops.cast(largest > 1e38, "int32")
+
+
+WAYS: dict[str, tuple[str, Callable]] = {
+    "bfloat16": ("mixed_bfloat16", product.rounded),
+    "float8, scales of this step (tfmix)": ("mixed_float8", product.rounded),
+    "float8, scales of earlier steps": ("mixed_float8", _delayed),
+    "float8, fixed scales": ("mixed_float8", _fixed),
+}
+
+
+def step(
+    width: int, policy: str, rounded: Callable
+) -> compiled_step.CompiledStep:
+    """Compiles a training step with one way to round to float8."""
+    keras.utils.clear_session()
+    with tfmix.policy_scope(policy):
+        model = gpu_models.transformer(width=width, heads=width // 64, **SHAPE)
+    with mock.patch.object(product, "rounded", rounded):
+        return tfmix.compile_for(
+            model,
+            ROWS,
+            target="h200",
+            optimizer="adam",
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+
+
+def table(width: int) -> results.Table:
+    """Compares the ways at one width."""
+    rows = []
+    for name, (policy, rounded) in WAYS.items():
+        made = step(width, policy, rounded)
+        work: collections.Counter[str] = collections.Counter()
+        for row in made.rows:
+            work[row.dtype] += row.flops
+        rows.append(
+            {
+                "products": name,
+                "in float8": f"{work['float8'] / work.total():.1%}",
+                "kernels": made.kernels,
+                "GB moved": made.bytes / 1e9,
+                "at least, ms": f"{1e3 * made.seconds:.3f} ({made.bound})",
+            }
+        )
+    return results.Table(f"Two blocks of width {width}, for h200", rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parses, compiles, prints."""
+    words = sys.argv[1:] if arguments is None else arguments
+    options = results.parser("float8", __doc__).parse_args(words)
+    if lacking := compilers.missing(targets.find("h200")):
+        print(
+            f"tfmix: nothing compiled: there is no {', '.join(lacking)}. "
+            "`make targets` makes an environment with all of them.",
+            file=sys.stderr,
+        )
+        return 0
+    run = results.Run("float8", words, keras.backend.backend())
+    tables = [table(width) for width in results.track(WIDTHS, "widths")]
+    results.publish(run.record(tables), options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
