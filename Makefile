@@ -11,6 +11,8 @@ PINS ?=
 # until one has nothing left to do.
 JOBS ?= 2
 SPREAD = -n $(JOBS) --dist worksteal
+# What `publish-docs` does with the branch: --push.
+PUSH ?=
 # XLA's compilers for accelerators that are not here: tpu, nvidia, or both.
 COMPILERS ?=
 BIN = $(VENV)/bin
@@ -20,7 +22,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: demo test test-tensorflow test-jax test-doctest test-slow test-matrix
 .PHONY: test-oldest test-ecosystem test-wheel test-wheel-with notebooks
-.PHONY: check bench docs dist clean targets test-targets
+.PHONY: check bench docs publish-docs dist clean targets test-targets
 .DELETE_ON_ERROR:
 
 $(STAMP): setup.cfg .ci/requirements.py
@@ -152,6 +154,13 @@ notebooks: $(STAMP)
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "tfmix: the guide is in site/index.html"
+
+# The guide of this version beside those of others, on the branch `gh-pages`.
+publish-docs: $(STAMP)
+	@version=$$($(BIN)/python -c "import tfmix; print(tfmix.__version__)"); \
+	    PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 \
+	    mike deploy $(PUSH) --update-aliases "$${version%.*}" latest
+	@PATH="$(CURDIR)/$(BIN):$$PATH" mike set-default $(PUSH) latest
 
 clean:
 	rm -rf $(VENV) .venv-* build site *.egg-info out
