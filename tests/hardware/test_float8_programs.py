@@ -1,4 +1,4 @@
-"""The products of `mixed_float8`, as an H200's compiler makes them."""
+"""The products of `mixed_float8`, as the compiler makes them."""
 
 import collections
 
@@ -23,16 +23,16 @@ def transformer(blocks):
     return keras.Model(inputs, layers.Dense(WORDS)(h))
 
 
-def test_nine_of_ten_operations_of_a_transformer_are_in_float8():
-    target = targets.find("h200")
-    if lacking := compilers.missing(target):
+@pytest.mark.parametrize("name", ["h100", "h200", "b200"])
+def test_nine_of_ten_operations_of_a_transformer_are_in_float8(name):
+    if lacking := compilers.missing(targets.find(name)):
         pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
     with tfmix.policy_scope("mixed_float8"):
         model = transformer(2)
     step = tfmix.compile_for(
         model,
         ROWS,
-        target="h200",
+        target=name,
         optimizer="adam",
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
