@@ -3,13 +3,12 @@
 import ast
 import graphlib
 import inspect
-import pathlib
 
 import pytest
 
-import tfmix
+from tests.tree import ROOT
 
-PACKAGE = pathlib.Path(tfmix.__file__).parent
+PACKAGE = ROOT / "tfmix"
 
 # From the bottom up. A name stands for itself and what is below it; the most
 # specific one counts, so `scaling.step` is lower than `scaling`.

@@ -1,11 +1,10 @@
 """A budget for functions: one that outgrows it does a second thing."""
 
 import ast
-import pathlib
 
-import tfmix
+from tests.tree import ROOT
 
-PACKAGE = pathlib.Path(tfmix.__file__).parent
+PACKAGE = ROOT / "tfmix"
 BODY_LINES = 40
 
 
