@@ -148,6 +148,7 @@ def test_a_folder_that_is_missing_is_named_before_any_work(capsys, folder):
 @pytest.mark.parametrize("option", ["epochs", "seeds"])
 @pytest.mark.parametrize("value", ["0", "-3"])
 def test_a_wrong_value_exits_with_2_and_names_the_option(capsys, option, value):
+    pytest.importorskip("sklearn", reason="the demo trains on its digits")
     code, out, err = run(capsys, "demo", f"--{option}", value)
     assert (code, out) == (cli.BAD_INPUT, "")
     assert f"`{option}` must be a whole number" in err
@@ -452,6 +453,7 @@ def test_an_error_of_our_own_is_not_dressed_up_as_bad_input(monkeypatch):
 
 
 def test_bench_lists_what_can_be_run(capsys):
+    pytest.importorskip("benchmarks")
     code, out, _ = run(capsys, "bench", "--list")
     assert code == cli.OK
     assert {"overhead", "peers", "gpu"} <= set(out.split())
@@ -460,6 +462,7 @@ def test_bench_lists_what_can_be_run(capsys):
 
 
 def test_bench_names_the_benchmarks_when_there_is_none_of_a_name(capsys):
+    pytest.importorskip("benchmarks")
     code, out, err = run(capsys, "bench", "nothing", "peers")
     assert (code, out) == (cli.BAD_INPUT, "")
     assert "Received: ['nothing']. There are: overhead" in err
@@ -479,6 +482,7 @@ def test_bench_away_from_a_checkout_says_where_to_run_it(
 def test_bench_passes_on_what_became_of_the_runs(
     capsys, monkeypatch, returncode
 ):
+    pytest.importorskip("benchmarks")
     asked = []
 
     def started(root, words, captured=True):

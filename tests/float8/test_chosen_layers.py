@@ -4,12 +4,12 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
-from sklearn import datasets
 
 import tfmix
 from tests import helpers
 from tfmix.float8 import chosen_layers, product
 
+datasets = pytest.importorskip("sklearn.datasets")
 ALL = ("Dense", "EinsumDense")
 ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 # Graph mode is what the other tests run in.

@@ -175,6 +175,9 @@ def test_health_fails_at_the_floor_before_the_count_is_reached():
     bad = scaled(steps.gradients(0), np.inf)
     wrapped.check_health()
     step(bad)
+    # One bad batch is no standstill.
+    wrapped.check_health()
+    step(bad)
     with pytest.raises(_errors.LossScaleError, match="reached its floor, 1"):
         wrapped.check_health()
 

@@ -234,3 +234,39 @@ def test_clipping_what_is_still_scaled_is_told_of(name, jit):
 @pytest.mark.parametrize("name", FINE)
 def test_what_is_not_surely_clipped_too_early_is_not_told_of(name):
     clipped_step(FINE[name], False)
+
+
+def undivided(wrapped, one):
+    wrapped.apply([wrapped.scale_loss(array(2.0))], [one], unscaled=True)
+
+
+def test_gradients_called_divided_that_nobody_divided_are_told_of():
+    one = weight()
+    wrapped = scaler(one)
+    with pytest.warns(UserWarning, match="`unscale_gradients` was not called"):
+        undivided(wrapped, one)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_function_that_divides_nothing_is_told_as_it_is_traced(jit_compile):
+    import tensorflow as tf
+
+    one = weight()
+    wrapped = scaler(one)
+
+    @tf.function(jit_compile=jit_compile)
+    def step():
+        undivided(wrapped, one)
+
+    with pytest.warns(UserWarning, match="`unscale_gradients` was not called"):
+        step()
+
+
+def test_gradients_of_a_loss_that_was_not_scaled_may_be_called_divided():
+    one = weight()
+    wrapped = scaler(one)
+    wrapped.apply([wrapped.scale_loss(array(1.0))], [one])
+    # A warning is an error here.
+    wrapped.apply([array(1.0)], [one], unscaled=True)
+    assert float(one.numpy()[0]) == -2.0

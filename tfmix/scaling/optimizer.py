@@ -275,15 +275,16 @@ class LossScaleOptimizer(
                 from its ceiling to its floor in 24 steps.
 
         Raises:
-            LossScaleError: If steps are skipped at the floor of the scale, or
-                that many in a row. It names the variables whose gradients
-                were not finite and says what to change.
+            LossScaleError: If two steps in a row are skipped and the scale is
+                at its floor, or that many anywhere. It names the variables
+                whose gradients were not finite and says what to change.
         """
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
         skips, rule = self.consecutive_skips, self.rule
         is_dynamic = isinstance(rule, rules.DynamicLossScale)
         floor = rule.lowest_scale if is_dynamic else 0.0
-        if skips and self.loss_scale <= floor:
+        # One at the floor is a bad batch; another in a row no scale can save.
+        if skips > 1 and self.loss_scale <= floor:
             where = f"The loss scale has reached its floor, {floor:g}"
         elif skips >= limit:
             where = f"The loss scale is {self.loss_scale:g}"
@@ -784,7 +785,7 @@ class LossScaleOptimizer(
             )
         divided_in, self._divided_in = self._divided_in, None
         new = not unscaled and _SCALED not in notes and divided_in is not None
-        if new and divided_in == compilation.trace():
+        if told := new and divided_in == compilation.trace():
             _errors.warn(
                 "`unscale_gradients` was called in this step, and now other "
                 "gradients than it was given are divided by the loss scale. "
@@ -795,14 +796,27 @@ class LossScaleOptimizer(
         if not unscaled and not self._may_be_scaled(grads, variables):
             self._tell_of_unscaled()
             unscaled = self.unasked
-        elif not unscaled:
+        elif not unscaled and not told:
             self._warn_of_clipped(grads)
+        elif unscaled and divided_in is None and not self._next_are_true:
+            self._warn_of_undivided(grads, variables)
         self.losses.serve(variables)
         if not unscaled:
             for gradient in grads:
                 if not _notes([gradient]):
                     global_state.put_note(gradient, _GRADIENT, _APPLIED)
         return unscaled
+
+    def _warn_of_undivided(self, grads: Sequence, variables: Sequence) -> None:
+        if _notes(grads) or not self.losses.reaches_here(variables):
+            return
+        _errors.warn(
+            "`unscaled=True` says that these gradients are divided by the loss "
+            "scale already. The loss was multiplied by it in this step, and "
+            "`unscale_gradients` was not called: write grads = "
+            "optimizer.unscale_gradients(grads) before, also in place of a "
+            "division by hand, or leave out unscaled=True."
+        )
 
     def _warn_of_clipped(self, grads: Sequence) -> None:
         unscales = not isinstance(self.rule, rules.NoLossScale)
@@ -988,10 +1002,10 @@ _APPLY = (
 )
 
 _ADVICE = """What to change, most likely first:
+  - look for NaN, infinity or, in float16, numbers beyond 65504 in the data: a
+    skip at any scale means that the loss or the forward pass is not finite;
   - keep the layer named first in float32: Layer(..., dtype="float32"), and
     end the model in tfmix.float32_output(...);
-  - look for NaN or infinity in the data: a skip at any scale means that the
-    loss or the forward pass itself is not finite;
   - lower the learning rate or clip: Adam(..., global_clipnorm=1.0);
   - train in "mixed_bfloat16", which has the range of float32;
   - if the loss itself is huge, allow a smaller scale:

@@ -36,11 +36,16 @@ class ScaledLosses:
         """Says whether gradients of these variables may be of a scaled loss."""
         trace = compilation.trace()
         self._leave(trace)
-        if trace == self._trace:
-            here = all(self._served[id(v)] < self._count for v in variables)
-        else:
+        here = self.reaches_here(variables)
+        if trace != self._trace:
             here = self._trace == compilation.EAGER and not self._served
         return here or self._elsewhere
+
+    def reaches_here(self, variables: Iterable) -> bool:
+        """Says whether a loss that was scaled here awaits their gradients."""
+        return self._trace == compilation.trace() and all(
+            self._served[id(v)] < self._count for v in variables
+        )
 
     def serve(self, variables: Iterable) -> None:
         """Notes that gradients of these variables are used here."""

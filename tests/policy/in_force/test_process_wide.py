@@ -50,7 +50,7 @@ def snapshot(everything):
         for owner in everything
         for name, value in list(vars(owner).items())
         # Python makes these on first sight.
-        if name != "__annotations__"
+        if name not in ("__annotations__", "__warningregistry__")
     }
 
 
