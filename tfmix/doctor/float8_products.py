@@ -64,7 +64,8 @@ def measure(
     def note(call: probe.Call) -> Any:
         outputs = call.proceed()
         called.append(call.target.operation)
-        zeros.append(ops.zeros(outputs.shape, "float32"))
+        # Its rows may be unknown until it runs.
+        zeros.append(ops.zeros_like(outputs, dtype="float32"))
         return outputs
 
     with probe.watched(found, note):
