@@ -46,16 +46,12 @@ class SkipWatch(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Warns if every step was skipped, or one at the lowest scale."""
         before, self._counted = self._counted, self._count()
-        if before is None or self._counted is None:
+        if before is None or self._counted is None or self._told:
             return
         applied, skipped = (
             now - was for now, was in zip(self._counted, before, strict=True)
         )
         if skipped:
-            if logs is not None and not applied:
-                # The mean of no step, 0, would be the best of all; beside NaN
-                # Keras finds none better.
-                logs["loss"] = float("inf")
             self._tell(applied, skipped)
 
     def _count(self) -> tuple[int, int] | None:
@@ -79,10 +75,8 @@ class SkipWatch(keras.callbacks.Callback):
             text, values = _WORN_DOWN, (skipped, applied + skipped, scale)
         else:
             return
-        if not self._told:
-            self._told = True
-            text += _advice(self.model, lowest)
-            _bar_output.warn(self, text, *values)
+        self._told = True
+        _bar_output.warn(self, text + _advice(self.model, lowest), *values)
 
 
 def _advice(model: keras.Model, lowest: bool) -> str:
@@ -114,12 +108,12 @@ def fit(
         return original(*args, **kwargs)
     watch = SkipWatch()
     if not is_list:
-        bound_arguments.put(bound, "callbacks", [watch, *found])
+        bound_arguments.put(bound, "callbacks", [*found, watch])
         return original(*bound.args, **bound.kwargs)
     # Keras takes such a list as it is, the model and parameters in it.
     watch.set_model(model)
     watch.set_params(given.params)
-    found.insert(0, watch)
+    found.append(watch)
     try:
         return original(*args, **kwargs)
     finally:
