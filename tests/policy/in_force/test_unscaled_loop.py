@@ -190,7 +190,7 @@ def test_the_warning_is_of_the_users_line(how, mode):
     scaler.build([weight])
 
     def step():
-        gradients = [keras.ops.ones_like(weight)]
+        gradients = [keras.ops.ones_like(weight.value)]
         if how == "apply":
             scaler.apply(gradients, [weight])
         else:
