@@ -144,20 +144,31 @@ PARTS: dict[str, Callable[[], results.Table]] = {
 PARTS |= {"chips": chips} if ON_JAX else {"sparse": sparse}
 
 
+def compilers_there(*names: str) -> bool:
+    """Returns whether all targets' compilers are there; says which are not."""
+    lacking = {
+        module
+        for name in names
+        for module in compilers.missing(targets.find(name))
+    }
+    if lacking:
+        print(
+            f"tfmix: nothing compiled: there is no "
+            f"{', '.join(sorted(lacking))}. `make targets` makes an "
+            "environment with all of them.",
+            file=sys.stderr,
+        )
+    return not lacking
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Parses, compiles, prints."""
     words = sys.argv[1:] if arguments is None else arguments
     parser = results.parser("compiled", __doc__)
     parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
     options = parser.parse_args(words)
-    for target in ("h200", "v5e"):
-        if lacking := compilers.missing(targets.find(target)):
-            print(
-                f"tfmix: nothing compiled: there is no {', '.join(lacking)}. "
-                "`make targets` makes an environment with all of them.",
-                file=sys.stderr,
-            )
-            return 0
+    if not compilers_there("h200", "v5e"):
+        return 0
     run = results.Run("compiled", words, keras.backend.backend())
     tables = [PARTS[part]() for part in results.track(options.part, "parts")]
     results.publish(run.record(tables), options)

@@ -23,9 +23,9 @@ import keras
 from keras import ops
 
 import tfmix
-from benchmarks import gpu_models, results
+from benchmarks import compiled, gpu_models, results
 from tfmix.float8 import product
-from tfmix.hardware import compiled_step, compilers, targets
+from tfmix.hardware import compiled_step
 
 WIDTHS = (1024, 2048)
 ROWS = 32
@@ -98,12 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Parses, compiles, prints."""
     words = sys.argv[1:] if arguments is None else arguments
     options = results.parser("float8", __doc__).parse_args(words)
-    if lacking := compilers.missing(targets.find("h200")):
-        print(
-            f"tfmix: nothing compiled: there is no {', '.join(lacking)}. "
-            "`make targets` makes an environment with all of them.",
-            file=sys.stderr,
-        )
+    if not compiled.compilers_there("h200"):
         return 0
     run = results.Run("float8", words, keras.backend.backend())
     tables = [table(width) for width in results.track(WIDTHS, "widths")]

@@ -4,8 +4,9 @@ It names the language of a text, as `languages.py` does, from its first step on
 in float32, in mixed bfloat16, and with every Dense and every projection of
 attention in float8, forward and backward. Beside the accuracy stand two
 cosines, each of the layer where it is least: of one product in float8 with the
-same in float32, as `tfmix.check` measures it, and of a kernel's gradient with
-that of the whole network in float32, through all layers behind it.
+same in float32, as `tfmix.check` measures it, and of a kernel's gradient of the
+training loss with that of the whole network in float32, through all layers
+behind it.
 
     python examples/float8.py --steps=200 --seeds=3
 
@@ -69,9 +70,8 @@ def train(variant: str, seed: int, steps: int, tick: recipe.Ticker) -> Any:
 
 
 def gradients(model: keras.Model, data: tuple[Any, ...]) -> list[np.ndarray]:
-    """Returns the gradients of a batch's loss by the kernels."""
-    rows = slice(0, 4 * languages.BATCH_SIZE)
-    x, y = data[0][rows], data[2][rows]
+    """Returns the gradients of the loss on all training rows by the kernels."""
+    x, y = data[0], data[2]
     loss_of = keras.losses.SparseCategoricalCrossentropy()
     kernels = [v for v in model.trainable_variables if v.name == "kernel"]
     if keras.backend.backend() == "tensorflow":
