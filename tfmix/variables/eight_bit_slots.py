@@ -145,12 +145,13 @@ class EightBitSlots:
             dtype="float32",
             name=f"{path}_sizes",
         )
-        place = ops.cast(len(self._slots) * _STREAM % 2**31, "int32")
+        place = len(self._slots) * _STREAM % 2**31
 
         def noise() -> Any:
             seed, step = self._draw()
-            key = eight_bit.mix(eight_bit.mix(seed + place) + step)
-            return eight_bit.noise(shape, key)
+            # A hash for all slots: one of each would be a kernel of each.
+            key = eight_bit.mix(eight_bit.mix(seed) + step)
+            return eight_bit.noise(shape, key + ops.cast(place, "int32"))
 
         return _Slot(codes, sizes, code, noise)
 
