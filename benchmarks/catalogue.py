@@ -78,6 +78,15 @@ BENCHMARKS = (
         minutes=10,
     ),
     Benchmark(
+        "low_memory",
+        "Slots in 8 bits",
+        "The same training with an optimizer's slots in float32 and, all of "
+        "them, in 8 bits. Noise is the deviation of the seeds in float32. "
+        "Explained in [Pure 16 bit](pure-16-bit.md#slots-in-8-bits).",
+        (JAX,),
+        minutes=30,
+    ),
+    Benchmark(
         "faults",
         "What a fault does to a run",
         "Faults provoked on purpose. A run survives when its weights, its "

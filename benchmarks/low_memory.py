@@ -1,0 +1,281 @@
+"""What slots in 8 bits do to training, beside slots in float32.
+
+    python -m benchmarks.low_memory            # all of it, five seeds
+    python -m benchmarks.low_memory --seeds 2 --part digits
+
+Digits (scikit-learn), accuracy in percent; sunspots (statsmodels), R2 in
+percent; the language of a text by a small transformer (the catalogues Django
+ships), accuracy in percent. Every slot is in 8 bits, of small variables and of
+embeddings, too, which float32 keeps by default. Then twenty thousand steps that
+are hard on purpose.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from benchmarks import master, results
+from tfmix.examples import languages
+from tfmix.variables import low_memory
+
+OPTIMIZERS: dict[str, Callable[[float], Any]] = {
+    "Adam": keras.optimizers.Adam,
+    "AdamW": keras.optimizers.AdamW,
+    # A third of Adam's rate, and ten times it, as is usual.
+    "Lion": lambda rate: keras.optimizers.Lion(rate / 3),
+    "SGD, momentum": lambda rate: keras.optimizers.SGD(
+        10 * rate, momentum=0.9, clipnorm=1.0
+    ),
+}
+SLOTS: dict[str, Callable[[Any], Any]] = {
+    "float32": lambda optimizer: optimizer,
+    "8 bits": lambda optimizer: low_memory.LowMemoryOptimizer(
+        optimizer, [("", "int8")], seed=1
+    ),
+}
+STEPS = 20_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Data, how to train on it, and the score."""
+
+    title: str
+    rate: float
+    train: Callable[[Any, int], tuple[float, list[float]]]
+
+
+def _fit(task: master.Task, optimizer: Any, seed: int) -> Any:
+    keras.utils.set_random_seed(seed)
+    model = task.model("float32")
+    of_classes = "sparse_categorical_crossentropy"
+    loss = "mse" if task.name == "sunspots" else of_classes
+    model.compile(optimizer, loss=loss)
+    history = model.fit(
+        *task.train, batch_size=32, epochs=task.epochs, verbose=0
+    )
+    predicted = model.predict(task.test[0], verbose=0)
+    return task.score(predicted, task.test[1]), history.history["loss"]
+
+
+def _fit_transformer(optimizer: Any, seed: int) -> Any:
+    data = languages.texts(languages.LANGUAGES)
+    keras.utils.set_random_seed(seed)
+    model = languages.build_model(len(languages.LANGUAGES))
+    model.compile(
+        optimizer,
+        loss="sparse_categorical_crossentropy",
+        jit_compile=languages.compiled(),
+    )
+    losses = languages.fit(model, data, seed, languages.STEPS, [])
+    predicted = model.predict(data[1], verbose=0).argmax(axis=-1)
+    return 100 * float(np.mean(predicted == data[3])), losses
+
+
+def tasks() -> dict[str, Task]:
+    """Returns the tasks by name."""
+    digits, sunspots = master.digits(), master.sunspots()
+    return {
+        "digits": Task(
+            "Digits, accuracy in %", 1e-3, functools.partial(_fit, digits)
+        ),
+        "sunspots": Task(
+            "Sunspots, R2 in %", 1e-2, functools.partial(_fit, sunspots)
+        ),
+        "transformer": Task(
+            "Language of a text, accuracy in %",
+            languages.RATE,
+            _fit_transformer,
+        ),
+    }
+
+
+def measure(
+    task: Task, seeds: int
+) -> tuple[results.Table, dict[tuple[str, str], np.ndarray]]:
+    """Returns the table of a task, and the losses of each way to train."""
+    rows, curves = [], {}
+    for name in results.track(OPTIMIZERS, task.title):
+        scores = {}
+        for slots, around in SLOTS.items():
+            runs = [
+                task.train(around(OPTIMIZERS[name](task.rate)), seed)
+                for seed in range(seeds)
+            ]
+            scores[slots] = [score for score, _ in runs]
+            curves[name, slots] = np.array([losses for _, losses in runs])
+        rows.append(_row(name, scores))
+    return results.Table(task.title, rows), curves
+
+
+def _row(
+    name: str, scores: dict[str, list[float]], allowed: float = 1.0
+) -> dict[str, Any]:
+    mean = {slots: statistics.mean(each) for slots, each in scores.items()}
+    noise = {slots: statistics.stdev(each) for slots, each in scores.items()}
+    difference = mean["8 bits"] - mean["float32"]
+    within = abs(difference) <= allowed * noise["float32"]
+    return {
+        "optimizer": name,
+        "slots in float32": f"{mean['float32']:.2f} ± {noise['float32']:.2f}",
+        "in 8 bits": f"{mean['8 bits']:.2f} ± {noise['8 bits']:.2f}",
+        "difference": f"{difference:+.2f}",
+        f"within {allowed:g} x the noise": within,
+    }
+
+
+def draw(curves: dict[str, dict], folder: pathlib.Path) -> pathlib.Path:
+    """Draws the mean loss curves of all tasks."""
+    from matplotlib import figure
+
+    drawn = figure.Figure(figsize=(13, 4), layout="constrained")
+    panels = drawn.subplots(1, len(curves), squeeze=False)[0]
+    for panel, (title, of_task) in zip(panels, curves.items(), strict=True):
+        for number, name in enumerate(OPTIMIZERS):
+            for slots, style in zip(SLOTS, ("-", ":"), strict=True):
+                losses = of_task[name, slots].mean(axis=0)
+                panel.plot(
+                    np.arange(1, len(losses) + 1),
+                    losses,
+                    style,
+                    color=f"C{number}",
+                    label=f"{name}, {slots}",
+                )
+        panel.set(title=title.split(",")[0], yscale="log", xlabel="epoch")
+    panels[0].set_ylabel("training loss, mean of the seeds")
+    panels[-1].legend(fontsize="small")
+    path = folder / "low-memory.png"
+    drawn.savefig(path, dpi=110)
+    return path
+
+
+# The hard run: each variable is drawn to numbers of its own, by gradients with
+# a noise as large as the way there at first. One row of a table is met once in
+# 500 steps; the next has gradients of 1e-12 and of 1e3 in turn, in one block;
+# the last is frozen for a quarter of the run.
+_SHAPE, _RARE, _EVERY = (64, 64), 7, 500
+
+
+def _gradient(kind: str, value: Any, aim: Any, noise: Any, step: Any) -> Any:
+    gradient = value - aim + noise
+    if kind == "rare row":
+        row = ops.arange(_SHAPE[0])[:, None] != _RARE
+        met = ops.logical_or(row, ops.equal(step % _EVERY, 0))
+        return ops.where(met, gradient, 0.0)
+    if kind == "1e-12 by 1e3":
+        small = ops.arange(_SHAPE[1]) % 2 == 0
+        return gradient * ops.where(small, 1e-12, 1e3)
+    return gradient
+
+
+KINDS = ("rare row", "1e-12 by 1e3", "frozen")
+
+
+def hard(optimizer: Any, seed: int, steps: int) -> dict[str, float]:
+    """Runs the hard steps under JAX; returns what is left of the way.
+
+    Returns:
+        For each variable, and the rare row by itself, the root mean square of
+        the distance to its aim; NaN if any number was lost.
+    """
+    import jax
+
+    random = np.random.default_rng(seed)
+    aims = [random.normal(size=_SHAPE).astype("float32") for _ in KINDS]
+    variables = [
+        keras.Variable(np.zeros(_SHAPE, "float32"), name=kind.split()[0])
+        for kind in KINDS
+    ]
+    optimizer.build(variables)
+
+    def one(state: Any, step: Any) -> Any:
+        held, values = state
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        noise = jax.random.normal(key, (len(KINDS), *_SHAPE))
+        gradients = [
+            _gradient(kind, *of_one, step)
+            for kind, *of_one in zip(KINDS, values, aims, noise, strict=True)
+        ]
+        # Frozen in the second quarter, and thawed.
+        thawed = ops.logical_or(step < steps // 4, step >= steps // 2)
+        after, held = optimizer.stateless_apply(held, gradients, values)
+        after[-1] = ops.where(thawed, after[-1], values[-1])
+        return (held, after), None
+
+    state = [v.value for v in optimizer.variables], [v.value for v in variables]
+    run = jax.jit(lambda state: jax.lax.scan(one, state, np.arange(steps))[0])
+    _, found = run(state)
+    far = {
+        kind: np.asarray(value) - aim
+        for kind, value, aim in zip(KINDS, found, aims, strict=True)
+    }
+    far["rare row, itself"] = far["rare row"][_RARE]
+    return {
+        kind: float(np.sqrt(np.mean(np.square(each))))
+        for kind, each in far.items()
+    }
+
+
+def measure_hard(seeds: int, steps: int = STEPS) -> results.Table:
+    """Returns the table of the hard run."""
+    rows = []
+    for name in results.track(OPTIMIZERS, "hard steps"):
+        found = {
+            slots: [
+                hard(around(OPTIMIZERS[name](1e-3)), seed, steps)
+                for seed in range(seeds)
+            ]
+            for slots, around in SLOTS.items()
+        }
+        for kind in found["float32"][0]:
+            scores = {
+                slots: [100 * run[kind] for run in runs]
+                for slots, runs in found.items()
+            }
+            rows.append(_row(f"{name}: {kind}", scores, allowed=2.0))
+    return results.Table(
+        f"{steps:,} hard steps, distance to the aim in %",
+        rows,
+        "A row met once in 500 steps; gradients of 1e-12 and 1e3 in turn; a "
+        "variable left alone for a quarter of the steps.",
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs what the command line asks for."""
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = results.parser("low_memory", __doc__)
+    parts = ["digits", "sunspots", "transformer", "hard"]
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--part", nargs="*", choices=parts, default=parts)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args(words)
+    run = results.Run(
+        "low_memory",
+        words,
+        keras.backend.backend(),
+        f"seeds 0 to {options.seeds - 1}; mean and standard deviation",
+    )
+    tables, curves = [], {}
+    for name, task in tasks().items():
+        if name in options.part:
+            table, curves[task.title] = measure(task, options.seeds)
+            tables.append(table)
+    if "hard" in options.part:
+        tables.append(measure_hard(options.seeds, options.steps))
+    if options.save and curves:
+        print(f"picture: {draw(curves, options.save)}", file=sys.stderr)
+    results.publish(run.record(tables), options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
