@@ -178,6 +178,28 @@ def test_settings_of_the_inner_optimizer_act(settings):
     assert not any("average" in n or "accumulator" in n for n in names)
 
 
+def test_each_slot_and_each_step_rounds_by_numbers_of_its_own():
+    twins = [
+        keras.Variable(np.zeros((64, 64), "float32"), name=name)
+        for name in ("one", "other")
+    ]
+    optimizer = low("momentum")
+    optimizer.build(twins)
+    seen = []
+    for _ in range(2):
+        for slot in coded(
+            optimizer
+        ):  # The same step once more, but its number.
+            slot.assign(np.zeros((64, 64), "uint8"))
+        optimizer.apply([keras.ops.convert_to_tensor(X)] * 2, twins)
+        seen += [keras.ops.convert_to_numpy(v) for v in coded(optimizer)]
+    one, other, later, _ = seen
+    assert np.any(one != other)
+    assert np.any(one != later)
+    # Next to each other all the same: the gradients were equal.
+    assert np.abs(one.astype(int) - other).max() <= 1
+
+
 def test_small_variables_and_embeddings_keep_float32_slots():
     embedding = keras.layers.Embedding(1000, 8)
     embedding.build()
