@@ -122,10 +122,25 @@ def _shifted(words: Any, by: int) -> Any:
 
 def _largest(sizes: Any) -> Any:
     """Returns the largest of each block."""
-    count = math.prod(sizes.shape)
-    padding = blocks(sizes.shape) * BLOCK - count
-    flat = ops.pad(ops.reshape(sizes, (count,)), [(0, padding)])
-    return ops.max(ops.reshape(flat, (-1, BLOCK)), axis=1)
+    cut = _cut(tuple(sizes.shape))
+    if cut is None:
+        cut, count = (-1, BLOCK), math.prod(sizes.shape)
+        padding = blocks(sizes.shape) * BLOCK - count
+        sizes = ops.pad(ops.reshape(sizes, (count,)), [(0, padding)])
+    return ops.reshape(ops.max(ops.reshape(sizes, cut), axis=-1), (-1,))
+
+
+def _cut(shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns a shape whose last axis is a block, if blocks fill the tensor.
+
+    The axes in front of those that make up whole blocks are kept: where one is
+    sharded, no device has to fetch the others' elements.
+    """
+    for axis in reversed(range(len(shape))):
+        count, rest = divmod(math.prod(shape[axis:]), BLOCK)
+        if not rest:
+            return (*shape[:axis], count, BLOCK)
+    return None
 
 
 def _scales(largest: Any, shape: tuple[int, ...]) -> Any:
