@@ -1,6 +1,7 @@
 """A model's training step, compiled for an accelerator that is not here."""
 
 import json
+import math
 
 import keras
 import numpy as np
@@ -84,6 +85,72 @@ def test_memory_is_what_weights_slots_and_batch_take(step):
         (found.memory.arguments, found.memory.temporaries)
     )
     assert found.memory.fits
+
+
+def held(variables):
+    sizes = {"float32": 4, "bfloat16": 2, "uint8": 1}  # no scalars
+    return sum(
+        math.prod(v.shape) * sizes[v.dtype] for v in variables if len(v.shape)
+    )
+
+
+@needs("h200")
+def test_memory_is_told_by_kind(step):
+    found, model = step
+    kinds, weights = found.memory.kinds, 4 * model.count_params()
+    assert (kinds.weights, kinds.masters) == (weights, 0)
+    assert (kinds.slots, kinds.gradients) == (2 * weights, weights)
+    assert kinds.activations == max(0, found.memory.temporaries - weights)
+
+
+@needs("h200")
+def test_optimizers_stand_side_by_side_by_what_they_hold():
+    adam = keras.optimizers.Adam
+    ways = {
+        "Adam": adam(),
+        "LowMemoryOptimizer(Adam)": tfmix.LowMemoryOptimizer(adam()),
+    }
+    model = small()
+    found = tfmix.compile_for(
+        model, 64, policy="mixed_bfloat16", optimizer=[*ways.values()]
+    )
+    assert list(found.steps) == [f"mixed_bfloat16, {name}" for name in ways]
+    for step, optimizer in zip(
+        found.steps.values(), ways.values(), strict=True
+    ):
+        optimizer.build(model.trainable_variables)
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        assert step.memory.kinds.slots == held(inner.variables)
+    assert "The least memory: mixed_bfloat16, LowMemoryOptimizer" in str(found)
+
+
+@needs("h200")
+def test_masters_are_told_apart_from_slots():
+    masters = tfmix.MasterWeightOptimizer(keras.optimizers.Adam())
+    model = small()
+    found = tfmix.compile_for(model, 64, policy="bfloat16", optimizer=masters)
+    kinds, count = found.memory.kinds, model.count_params()
+    assert kinds.masters == 4 * count
+    assert kinds.slots == 8 * count
+    assert kinds.weights == kinds.gradients == 2 * count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": []}, r"policy=\[\]"),
+        ({"optimizer": []}, r"optimizer=\[\]"),
+    ],
+)
+def test_nothing_to_compare_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tfmix.compile_for(small(), 32, **arguments)
+
+
+@needs("h200")
+def test_two_choices_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="'float32, Adam' twice"):
+        tfmix.compile_for(small(), 32, optimizer=["adam", "adam"])
 
 
 @needs("h200")

@@ -153,3 +153,59 @@ def test_what_a_tpu_fetches_ahead_and_its_scalars_are_no_kernels():
         "}\n"
     )
     assert (program.kernels, program.copies) == (0, 0)
+
+
+def test_what_a_tpu_fetches_counts_once_and_not_when_it_is_read():
+    inside = "f32[8,64]{1,0:T(8,128)S(1)}"
+    whole, half = 4 * 8 * 64, 4 * 4 * 64
+    program = compiled_text.read(
+        "%fused (p: f32[8,64]) -> f32[8,64] {\n"
+        "  %p = f32[8,64]{1,0} parameter(0)\n"
+        "  ROOT %n = f32[8,64]{1,0} negate(%p)\n"
+        "}\n\n"
+        "ENTRY %main (a: f32[8,64]) -> f32[8,64] {\n"
+        "  %a = f32[8,64]{1,0:T(8,128)} parameter(0)\n"
+        f"  %cs = ({inside}, f32[8,64]{{1,0}}, u32[]{{:S(2)}}) copy-start(%a)\n"
+        f"  %cd = {inside} copy-done(%cs)\n"
+        "  %ss = ((f32[8,64]{1,0}), f32[4,64]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) "
+        "slice-start(%a), slice={[0:4], [0:64]}\n"
+        f"  %one = {inside} fusion(%cd), kind=kLoop, calls=%fused\n"
+        "  ROOT %two = f32[8,64]{1,0} fusion(%one), kind=kLoop, calls=%fused\n"
+        "}\n"
+    )
+    assert program.bytes == whole + half + 0 + whole
+
+
+def fused(root, *lines):
+    """A program of one fusion of a table, rows and places."""
+    kinds = ["f32[1000,64]{1,0}", "f32[8,64]{1,0}", "s32[8,1]{1,0}"]
+    given = "".join(
+        f"  %p{index} = {kind} parameter({index})\n"
+        for index, kind in enumerate(kinds)
+    )
+    result = root.split(" = ")[1].split(" ")[0]
+    return compiled_text.read(
+        f"%fused (p0: f32[1000,64]) -> f32[] {{\n{given}"
+        + "".join(f"  {line}\n" for line in lines)
+        + f"  ROOT {root}\n}}\n\n"
+        f"ENTRY %main (p0: f32[1000,64]) -> f32[] {{\n{given}"
+        f"  ROOT %f = {result} fusion(%p0, %p1, %p2), kind=kLoop, "
+        "calls=%fused\n}\n"
+    ).bytes
+
+
+ROWS, PLACES, TABLE = 4 * 8 * 64, 4 * 8, 4 * 1000 * 64
+
+
+def test_of_a_table_the_gathered_rows_are_read():
+    gathered = "%g = f32[8,64]{1,0} gather(%p0, %p2), offset_dims={1}"
+    added = "%s = f32[8,64]{1,0} add(%g, %p1)"
+    assert fused(added, gathered) == 3 * ROWS + PLACES
+    # One that is read otherwise as well is read whole.
+    summed = "%r = f32[8,64]{1,0} custom(%p0, %s)"
+    assert fused(summed, gathered, added) == TABLE + 2 * ROWS + PLACES
+
+
+def test_of_a_table_the_scattered_rows_are_read_and_written():
+    scattered = "%s = f32[1000,64]{1,0} scatter(%p0, %p2, %p1), to_apply=%add"
+    assert fused(scattered) == 3 * ROWS + PLACES

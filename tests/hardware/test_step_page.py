@@ -5,7 +5,7 @@ import dataclasses
 import keras
 
 import tfmix
-from tfmix.hardware import compiled_step
+from tfmix.hardware import compiled_step, training_memory
 
 STEP = compiled_step.CompiledStep(
     rows=(
@@ -16,7 +16,9 @@ STEP = compiled_step.CompiledStep(
     kernels=3,
     copies=1,
     conditionals=0,
-    memory=compiled_step.StepMemory(10, 20, 30, 40),
+    memory=compiled_step.StepMemory(
+        10, 20, 30, 40, training_memory.Memory(4, 0, 6, 4, 16)
+    ),
     exchanges=0,
     exchanged=0,
     flops=6144,
@@ -58,3 +60,23 @@ def test_the_page_of_several_policies_has_the_same_head(tmp_path):
     page = page_of(both, tmp_path)
     assert "Model <b>my_model</b>" in page
     assert page.count("<table>") == 3
+
+
+def of_peak(peak):
+    memory = dataclasses.replace(STEP.memory, peak=peak)
+    return dataclasses.replace(STEP, memory=memory)
+
+
+def test_the_least_memory_that_fits_is_named():
+    steps = {"a": of_peak(41), "b": of_peak(39), "c": of_peak(40)}
+    said = compiled_step.CompiledSteps(steps).fitting
+    assert said == "The least memory: b, 0.0 MB."
+    assert (
+        "None fits" in compiled_step.CompiledSteps({"a": of_peak(41)}).fitting
+    )
+
+
+def test_memory_is_shown_by_kind():
+    said = str(STEP)
+    kinds = ("weights", "masters", "slots", "gradients", "activations")
+    assert all(f"{kind}, MB" in said for kind in kinds)

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import itertools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import keras
 
 from tfmix import _arguments, _progress
-from tfmix._keras import layer_policies
+from tfmix._keras import layer_policies, optimizers
 from tfmix.conversion import convert, copying
 from tfmix.hardware import (
     compiled_step,
@@ -17,6 +18,7 @@ from tfmix.hardware import (
     compilers,
     lowering,
     targets,
+    training_memory,
 )
 from tfmix.policy.in_force import carried, current_policy, suited_optimizer
 
@@ -45,15 +47,16 @@ def compile_for(  # noqa: PLR0913
         target: String, the name of one of `targets()`. Defaults to `"h200"`.
         devices: Integer, how many of them share the batch, each with all
             weights. Defaults to `1`; more under JAX only.
-        optimizer: A Keras optimizer or its name. Defaults to `None`: the
-            model's own, or Adam. It is copied.
+        optimizer: A Keras optimizer or its name, or a list of them to compare.
+            Defaults to `None`: the model's own, or Adam. It is copied.
         loss: A Keras loss or its name. Defaults to `None`: the model's own,
             or the mean squared error.
         policy: As for `apply_policy`, or a list of them to compare. Defaults
             to `None`: the model as it is.
 
     Returns:
-        A `CompiledStep`; for a list of policies `CompiledSteps`, by name.
+        A `CompiledStep`; for a list of policies or optimizers `CompiledSteps`,
+        by policy; for several optimizers by `"policy, Adam"`.
 
     Raises:
         ImportError: If the target's compiler is not installed.
@@ -77,8 +80,8 @@ def compile_for(  # noqa: PLR0913
             "`batch_size` must be a multiple of `devices`, which share it. "
             f"Received: batch_size={rows}, devices={count}."
         )
-    several = isinstance(policy, list | tuple)
-    policies = list(policy) if isinstance(policy, list | tuple) else [policy]
+    policies = _listed("policy", policy)
+    given = _listed("optimizer", optimizer)
     for each in policies:
         _check_policy(each, model, found)
     if not model.built:
@@ -89,13 +92,41 @@ def compile_for(  # noqa: PLR0913
         )
     places = compilers.devices(found, count)
     made = {}
-    for each in policies:
-        twin = _compilable(model, each, optimizer, loss)
-        name = _name(each, twin)
-        with _progress.shown(f"Compiling {name} for {found.name}"):
+    for each, one in itertools.product(policies, given):
+        twin = _compilable(model, each, one, loss)
+        name = title = _name(each, twin)
+        if len(given) > 1:
+            title += f", {_optimizer_name(one or model.optimizer or 'adam')}"
+        if title in made:
+            raise ValueError(
+                "What is compared must differ in policy or in the classes of "
+                f"optimizers. Received: {title!r} twice. Compile for one of "
+                "them at a time."
+            )
+        with _progress.shown(f"Compiling {title} for {found.name}"):
             compiled = lowering.compiled_step(twin, rows, places)
-        made[name] = record(compiled, twin, found, count, rows, name)
-    return compiled_step.CompiledSteps(made) if several else made[name]
+        made[title] = record(compiled, twin, found, count, rows, name)
+    if isinstance(policy, list | tuple) or isinstance(optimizer, list | tuple):
+        return compiled_step.CompiledSteps(made)
+    (only,) = made.values()
+    return only
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    if not isinstance(given, list | tuple):
+        return [given]
+    if not given:
+        raise ValueError(
+            f"`{name}` must not be an empty list. Received: {name}={given!r}."
+        )
+    return list(given)
+
+
+def _optimizer_name(given: Any) -> str:
+    """Returns the classes of an optimizer and of what is in it."""
+    chain = optimizers.chain(keras.optimizers.get(given))
+    names = [type(each).__name__ for each in chain]
+    return "(".join(names) + ")" * (len(names) - 1)
 
 
 def _check_policy(
@@ -171,10 +202,9 @@ def record(
     layers = lowering.layers_of(model)
     rows = [_row(each, layers, target) for each in program.products]
     rows.sort(key=lambda row: -row.flops)
-    moved = int(compiled.cost.get("bytes accessed", program.bytes))
     bounds = {
         "compute": sum(row.flops / _rate(row.dtype, target) for row in rows),
-        "memory": moved / target.bandwidth,
+        "memory": program.bytes / target.bandwidth,
     }
     bound = max(bounds, key=lambda name: bounds[name])
     return compiled_step.CompiledStep(
@@ -187,11 +217,12 @@ def record(
             compiled.temporaries,
             compiled.arguments + compiled.extra,
             target.memory,
+            training_memory.held(model, compiled.temporaries),
         ),
         exchanges=program.exchanges,
         exchanged=program.exchanged,
         flops=sum(row.flops for row in rows),
-        bytes=moved,
+        bytes=program.bytes,
         seconds=bounds[bound],
         bound=bound,
         model=model.name,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfmix import _formats, _page_frame, _tables
+from tfmix.hardware import training_memory
 
 # The costliest products are shown, all are in `rows`, JSON and HTML.
 _SHOWN = 20
@@ -45,12 +46,17 @@ class StepMemory:
         temporaries: What the step needs besides, while it runs.
         peak: Both, and results that take no argument's place.
         available: What the device has.
+        kinds: A `Memory` of what is held, by kind: weights, masters and slots
+            among the arguments, gradients and activations among the
+            temporaries. The compiler may free a gradient before the next one
+            is made, and use its place.
     """
 
     arguments: int
     temporaries: int
     peak: int
     available: int
+    kinds: training_memory.Memory
 
     @property
     def fits(self) -> bool:
@@ -71,11 +77,12 @@ class CompiledStep(_tables.Printed):
         exchanges: Exchanges between devices.
         exchanged: Bytes that each device gets by them.
         flops: Operations of all products, on one device.
-        bytes: Bytes read and written in the device's memory: what the
-            compiler says for a TPU; for a GPU what its kernels take and
-            give, read whole.
+        bytes: Bytes read and written in the device's memory: what its kernels
+            take and give, of gathers and slices the part. What a TPU fetches
+            into its own memory counts once.
         seconds: The larger of two bounds: products at the published rate,
-            bytes at the published bandwidth. No step is faster.
+            bytes at the published bandwidth. A step is faster only by what
+            is still in a GPU's cache when it is read.
         bound: `"compute"` or `"memory"`, the bound that is larger.
         model: The name of the model.
         policy: The name of the policy.
@@ -126,7 +133,7 @@ class CompiledStep(_tables.Printed):
 
     def tables(self) -> list[_tables.Table]:
         """Returns the tables that are printed."""
-        return [self._products(_SHOWN), summary([self])]
+        return [self._products(_SHOWN), _summary({self.policy: self})]
 
     def to_json(self) -> str:
         """Returns the record as JSON."""
@@ -142,7 +149,10 @@ class CompiledStep(_tables.Printed):
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one page with all products to `path`."""
-        tables = [summary([self]), self._products(len(self.rows))]
+        tables = [
+            _summary({self.policy: self}),
+            self._products(len(self.rows)),
+        ]
         body = "\n".join(table.html() for table in tables)
         _page_frame.write(path, self.title, self.model, body)
 
@@ -172,20 +182,37 @@ class CompiledStep(_tables.Printed):
 
 @dataclasses.dataclass(frozen=True)
 class CompiledSteps(_tables.Printed):
-    """The steps of several policies side by side; prints as a table.
+    """Several steps side by side; prints as a table.
 
     Attributes:
-        steps: Policy, as it was given, to `CompiledStep`.
+        steps: Policy, or `"policy, Adam"` where several optimizers were
+            given, to `CompiledStep`.
     """
 
     steps: Mapping[str, CompiledStep]
 
-    def __getitem__(self, policy: str) -> CompiledStep:
-        return self.steps[policy]
+    def __getitem__(self, name: str) -> CompiledStep:
+        return self.steps[name]
+
+    @property
+    def fitting(self) -> str:
+        """A sentence on the step that fits and needs the least memory."""
+        peaks = {
+            name: step.memory.peak
+            for name, step in self.steps.items()
+            if step.memory.fits
+        }
+        if not peaks:
+            return (
+                "None fits: take a smaller batch, or see `tfmix.advise(model, "
+                "batch_size, target=...)` for optimizers that hold less."
+            )
+        least = min(peaks, key=lambda name: peaks[name])
+        return f"The least memory: {least}, {peaks[least] / 1e6:,.1f} MB."
 
     def tables(self) -> list[_tables.Table]:
         """Returns the table that is printed."""
-        return [summary(list(self.steps.values()))]
+        return [_summary(self.steps, self.fitting)]
 
     def to_json(self) -> str:
         """Returns the records as JSON, by policy."""
@@ -195,29 +222,30 @@ class CompiledSteps(_tables.Printed):
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one page with all policies and their products to `path`."""
         steps = list(self.steps.values())
-        tables = [summary(steps)]
+        tables = self.tables()
         tables += [step._products(len(step.rows)) for step in steps]
         title = f"{' and '.join(self.steps)} on {steps[0].target}"
         body = "\n".join(table.html() for table in tables)
         _page_frame.write(path, title, steps[0].model, body)
 
 
-def summary(steps: list[CompiledStep]) -> _tables.Table:
+def _summary(steps: Mapping[str, CompiledStep], *notes: str) -> _tables.Table:
     """Returns what is counted in each of some steps."""
-    figures = [_figures(step) for step in steps]
-    heads = ("", *(step.policy for step in steps))
+    figures = [_figures(step) for step in steps.values()]
     rows = [(name, *(each[name] for each in figures)) for name in figures[0]]
-    return _tables.Table(heads, rows)
+    return _tables.Table(("", *steps), rows, notes=notes)
 
 
 def _figures(step: CompiledStep) -> dict[str, str]:
     memory = step.memory
+    kinds = dataclasses.asdict(memory.kinds)
     fits = "fits" if memory.fits else "does not fit"
     return {
         "products in 16 bit": f"{step.share_16bit:.0%}",
         "kernels": f"{step.kernels:,}",
         "copies": f"{step.copies:,}",
         "conditionals": f"{step.conditionals:,}",
+        **{f"{kind}, MB": f"{size / 1e6:,.1f}" for kind, size in kinds.items()},
         "arguments, MB": f"{memory.arguments / 1e6:,.1f}",
         "temporaries, MB": f"{memory.temporaries / 1e6:,.1f}",
         "peak, MB": f"{memory.peak / 1e6:,.1f} ({fits})",

@@ -42,6 +42,15 @@ _INSTRUCTION = re.compile(
     r"\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([a-z][\w\-]*)\((.*)"
 )
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,<=]*)\]")
+_PLACED = re.compile(r"[a-z][a-z0-9]*\[[\d,<=]*\](?:\{[^}]*\})?")
+# A layout's mark of a TPU's own memory, beside its units.
+_INSIDE = "S(1)"
+# What reads of its first operand only what it returns.
+_PICK = ("gather", "dynamic-slice", "slice")
+# What writes in place, by the operand that says how much.
+_WRITE_PART = {"dynamic-update-slice": 1, "scatter": 2}
+# Beside the places of operands: what an instruction returns.
+_RESULT = -1
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|true_computation|false_computation)"
@@ -104,7 +113,9 @@ class Program:
         conditionals: Branches; a GPU's wait for the host.
         exchanges: Exchanges between devices.
         exchanged: Bytes a device that they give.
-        bytes: Bytes that kernels and copies read and write.
+        bytes: Bytes of the device's memory that are read and written. What a
+            TPU fetches into its own memory counts once, as it is fetched; of
+            what is gathered and scattered, the rows.
         products: Matrix products and convolutions.
     """
 
@@ -128,16 +139,18 @@ def read(text: str) -> Program:
         for name in _run_by(entry, computations)
         for each in computations[name].values()
     ]
-    launches = [pair for pair in run if _is_kernel(pair[0])]
-    copies = [pair for pair in run if _is_copy(pair[0])]
     given = [each for each, _ in run if each.operation in _EXCHANGES]
     return Program(
-        kernels=len(launches),
-        copies=len(copies),
+        kernels=sum(_is_kernel(each) for each, _ in run),
+        copies=sum(_is_copy(each) for each, _ in run),
         conditionals=sum(each.operation == "conditional" for each, _ in run),
         exchanges=len(given),
         exchanged=sum(_given_bytes(each) for each in given),
-        bytes=sum(_moved(each, among) for each, among in launches + copies),
+        bytes=sum(
+            _moved(each, among, computations)
+            for each, among in run
+            if _is_kernel(each) or _is_transfer(each)
+        ),
         products=tuple(_products(computations)),
     )
 
@@ -205,9 +218,66 @@ def _is_copy(each: Instruction) -> bool:
     return each.operation in ("copy", "copy-start") and "S(" not in each.result
 
 
-def _moved(each: Instruction, among: dict[str, Instruction]) -> int:
-    read = [among[name].result for name in each.operands if name in among]
-    return size(each.result) + sum(map(size, read))
+def _is_transfer(each: Instruction) -> bool:
+    known = ("copy", "copy-start", "slice-start", "dynamic-slice-start")
+    return each.operation in known
+
+
+def _moved(
+    each: Instruction,
+    among: dict[str, Instruction],
+    computations: _Computations,
+) -> int:
+    """Counts the bytes of the device's memory that an instruction moves."""
+    if each.operation.endswith("-start"):
+        # Into a TPU's own memory or out of it; else from and to.
+        return _inside(each.result) or size(each.result)
+    body = computations[each.called[0]] if each.operation == "fusion" else {}
+    parts = _parts(body)
+    read = [
+        min(_outside(among[name].result), parts.get(place, math.inf))
+        for place, name in enumerate(each.operands)
+        if name in among
+    ]
+    written = min(_outside(each.result), parts.get(_RESULT, math.inf))
+    return int(sum(read) + written)
+
+
+def _parts(body: dict[str, Instruction]) -> dict[int, int]:
+    """Returns, by place, the bytes of operands that a fusion needs in part."""
+    found = {}
+    for name, each in body.items():
+        if each.operation == "parameter":
+            uses = [use for use in body.values() if name in use.operands]
+            sizes = [_part(use, name, body) for use in uses]
+            if None not in sizes:
+                place = int(each.rest.partition(")")[0])
+                found[place] = sum(filter(None, sizes))
+    for last in [*body.values()][-1:]:
+        if last.operation in _WRITE_PART:
+            found[_RESULT] = _part(last, last.operands[0], body) or 0
+    return found
+
+
+def _part(
+    use: Instruction, name: str, body: dict[str, Instruction]
+) -> int | None:
+    """Returns the bytes of an operand that are used; `None` for all."""
+    if use.operands.index(name) or use.operands.count(name) > 1:
+        return None
+    if use.operation in _PICK:
+        return size(use.result)
+    if use.operation in _WRITE_PART:
+        return size(body[use.operands[_WRITE_PART[use.operation]]].result)
+    return None
+
+
+def _inside(kind: str) -> int:
+    return sum(size(one) for one in _PLACED.findall(kind) if _INSIDE in one)
+
+
+def _outside(kind: str) -> int:
+    return size(kind) - _inside(kind)
 
 
 def _given_bytes(each: Instruction) -> int:

@@ -49,8 +49,6 @@ class Compiled:
         outputs: Bytes a device that come out.
         aliased: Bytes a device of outputs that take the place of arguments.
         temporaries: Bytes a device besides, while it runs.
-        cost: What the compiler tells of operations and bytes, by its names;
-            empty for GPUs.
     """
 
     text: str
@@ -58,7 +56,6 @@ class Compiled:
     outputs: int
     aliased: int
     temporaries: int
-    cost: dict[str, float]
 
     @property
     def extra(self) -> int:
@@ -111,8 +108,7 @@ def compile_jax(
 ) -> Compiled:
     """Compiles what `jax.jit(...).lower(...)` returned."""
     compiled = lowered.compile(compiler_options=options)
-    cost = compiled.cost_analysis() or {}
-    return _record(compiled.as_text(), compiled.memory_analysis(), cost)
+    return _record(compiled.as_text(), compiled.memory_analysis())
 
 
 def compile_tensorflow(
@@ -138,12 +134,8 @@ def compile_tensorflow(
         module, _jax.DeviceList((device,)), settings
     )
     (optimized,) = executable.hlo_modules()
-    try:
-        cost = executable.cost_analysis()
-    except Exception:  # A GPU's has none, and raises its own error.
-        cost = {}
     memory = executable.get_compiled_memory_stats()
-    return _record(optimized.to_string(), memory, cost)
+    return _record(optimized.to_string(), memory)
 
 
 def _without_copies(text: str) -> str:
@@ -155,14 +147,13 @@ def _without_copies(text: str) -> str:
     )
 
 
-def _record(text: str, memory: Any, cost: Any) -> Compiled:
+def _record(text: str, memory: Any) -> Compiled:
     return Compiled(
         text,
         memory.argument_size_in_bytes,
         memory.output_size_in_bytes,
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
-        dict(cost or {}),
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,7 +10,11 @@ import keras
 
 from tfmix._keras import optimizers
 from tfmix.hardware import targets
-from tfmix.variables import eight_bit, eight_bit_slots
+from tfmix.variables import (
+    eight_bit,
+    eight_bit_slots,
+    sixteen_bit_optimizer,
+)
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 _ADAMS = 2  # slots of a weight, where the model has no optimizer yet
@@ -112,6 +117,36 @@ def by_way(model: Any, outputs: int) -> dict[str, Memory]:
     }
 
 
+def held(model: Any, temporaries: int) -> Memory:
+    """Returns the bytes that a compiled model's training holds, by kind.
+
+    Args:
+        model: A compiled model whose optimizer is built.
+        temporaries: What a step takes besides its arguments: the gradients, and
+            what they leave of it are activations.
+    """
+    *wrappers, inner = optimizers.chain(model.optimizer)
+    masters = [
+        variable
+        for each in wrappers
+        if isinstance(each, sixteen_bit_optimizer.SixteenBitOptimizer)
+        for variable in optimizers.own_variables(each)
+    ]
+    slots = {
+        id(variable): variable
+        for worker in (inner, *optimizers.workers(inner))
+        for variable in worker.variables
+    }
+    gradients = _bytes(model.trainable_variables)
+    return Memory(
+        _bytes(model.variables),
+        _bytes(masters),
+        _bytes(slots.values()),
+        gradients,
+        max(temporaries - gradients, 0),
+    )
+
+
 def first_that_fits(found: Mapping[str, Memory], target: targets.Target) -> str:
     """Says which way in 16 bit is the first whose bytes a target has."""
     has = f"{target.name} has {target.memory / 2**20:,.0f} MiB"
@@ -139,6 +174,20 @@ def _coded_bytes(variable: keras.Variable) -> int:
         return elements * _BYTES["float32"]
     blocks = eight_bit.blocks(tuple(variable.shape))
     return elements + blocks * _BYTES["float32"]
+
+
+def _bytes(variables: Iterable[keras.Variable]) -> int:
+    """Returns the bytes of all but scalars, which are nobody's kind."""
+    return sum(
+        math.prod(variable.shape) * _size(variable.dtype)
+        for variable in variables
+        if len(variable.shape)
+    )
+
+
+def _size(dtype: str) -> int:
+    bits = re.search(r"\d+", dtype)
+    return int(bits.group()) // 8 if bits else 1
 
 
 def _elements(variables: Iterable[keras.Variable]) -> int:
