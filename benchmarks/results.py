@@ -155,11 +155,13 @@ def publish(
         print(f"saved: {path}", file=sys.stderr)
 
 
-def track(steps: Iterable[Any], what: str) -> Iterator[Any]:
+def track(
+    steps: Iterable[Any], what: str, count: int | None = None
+) -> Iterator[Any]:
     """Yields the steps and shows progress, apart from what is printed."""
     console = rich.console.Console(stderr=True)
     yield from rich.progress.track(
-        steps, what, console=console, disable=not console.is_terminal
+        steps, what, count, console=console, disable=not console.is_terminal
     )
 
 

@@ -17,10 +17,14 @@ if keras.backend.backend() == "tensorflow":
 else:
     import jax
 
-# Tensors that one kernel reads together: as many as a word has bits, or, where
-# the word for every place would take more than 1 MiB, as many as XLA still
-# fuses with the reduction.
-_TOGETHER, _LARGE, _TOGETHER_IF_LARGE = 32, 2**18, 8
+# Where the word for every place would take more than 1 MiB.
+_LARGE = 2**18
+# Tensors that one kernel reads together, small ones and large: as many as a
+# word has bits, and as many as XLA still fuses with the reduction.
+_TOGETHER = 32, 8
+# A TPU fetches what the next kernel reads into its own memory, where the update
+# finds it again. Of the first kernel's tensors nothing was fetched.
+_TOGETHER_ON_TPU = 8, 1
 # Half of float32's largest: rounding errors of a sum do not reach that far.
 _SAFE = 1.7e38
 
@@ -125,9 +129,11 @@ def _has_words(tensor: Any) -> bool:
     return bool(keras.backend.is_float_dtype(_dtype(tensor)))
 
 
-def _by_words(any_bits: Callable, *tensors: Any) -> Any:
-    is_large = math.prod(tensors[0].shape) > _LARGE
-    bits = _TOGETHER_IF_LARGE if is_large else _TOGETHER
+def _by_words(
+    any_bits: Callable, *tensors: Any, together: tuple[int, int] = _TOGETHER
+) -> Any:
+    small, large = together
+    bits = large if math.prod(tensors[0].shape) > _LARGE else small
     words = [
         _words(tensors[start : start + bits])
         for start in range(0, len(tensors), bits)
@@ -184,7 +190,9 @@ if keras.backend.backend() == "tensorflow":
 else:
     _not_finite_of_a_shape = compilation.by_target(
         cpu=_by_products,
-        tpu=functools.partial(_by_words, _any_bits_one_by_one),
+        tpu=functools.partial(
+            _by_words, _any_bits_one_by_one, together=_TOGETHER_ON_TPU
+        ),
         several=_by_flags,
         default=functools.partial(_by_words, _any_bits_at_once),
     )
