@@ -1,0 +1,72 @@
+"""Models of `keras.applications` and a transformer, compiled whole.
+
+Ten minutes for each backend: `pytest -m slow tests/hardware` in the environment
+of `make targets`.
+"""
+
+import keras
+import pytest
+
+import tfmix
+from benchmarks import compiled_steps, gpu_models
+from tfmix.hardware import compilers, targets
+
+ON_JAX = keras.backend.backend() == "jax"
+APPLICATIONS = (
+    "ResNet50",
+    "VGG16",
+    "MobileNetV2",
+    "EfficientNetB0",
+    "ConvNeXtTiny",
+)
+
+
+def model_of(name):
+    if name == "transformer":
+        return gpu_models.transformer(**compiled_steps.TRANSFORMER)
+    return getattr(keras.applications, name)(weights=None, classes=100)
+
+
+# Several devices need JAX; TensorFlow compiles the share of one.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "rows", "devices"),
+    [("h200", 32, 1), ("v5e", 32, 4) if ON_JAX else ("v5e", 8, 1)],
+    ids=["h200", "v5e"],
+)
+@pytest.mark.parametrize("name", [*APPLICATIONS, "transformer"])
+def test_a_whole_model_compiles(name, target, rows, devices, monkeypatch):
+    if lacking := compilers.missing(targets.find(target)):
+        pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
+    analyses = []
+
+    def record(text, memory, original=compilers._record):
+        analyses.append(memory)
+        return original(text, memory)
+
+    monkeypatch.setattr(compilers, "_record", record)
+    model = model_of(name)
+    step = tfmix.compile_for(
+        model,
+        rows,
+        target,
+        devices=devices,
+        loss="sparse_categorical_crossentropy",
+        policy="mixed_bfloat16",
+    )
+    (analysis,) = analyses
+    given = analysis.argument_size_in_bytes
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    assert step.memory.arguments == given
+    assert step.memory.temporaries == analysis.temp_size_in_bytes
+    assert step.memory.peak == given + step.memory.temporaries + results
+    weights = 4 * model.count_params()
+    assert step.memory.kinds.weights == weights
+    # Adam's moments, of what is trained.
+    assert 1.9 * weights <= step.memory.kinds.slots <= 2 * weights
+    assert step.share_16bit > 0.9
+    assert all(step.float32_layers), "a product in float32 without a layer"
+    # Forward and both gradients, of the first layer one; `advise` counts no
+    # depthwise convolutions.
+    forward = sum(row.flops for row in tfmix.advise(model, rows).rows)
+    assert 2.5 <= step.flops * devices / forward <= 3.4
