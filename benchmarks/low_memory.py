@@ -180,14 +180,12 @@ KINDS = ("rare row", "1e-12 by 1e3", "frozen")
 
 
 def hard(optimizer: Any, seed: int, steps: int) -> dict[str, float]:
-    """Runs the hard steps under JAX; returns what is left of the way.
+    """Runs the hard steps; returns what is left of the way.
 
     Returns:
         For each variable, and the rare row by itself, the root mean square of
         the distance to its aim; NaN if any number was lost.
     """
-    import jax
-
     random = np.random.default_rng(seed)
     aims = [random.normal(size=_SHAPE).astype("float32") for _ in KINDS]
     variables = [
@@ -195,33 +193,79 @@ def hard(optimizer: Any, seed: int, steps: int) -> dict[str, float]:
         for kind in KINDS
     ]
     optimizer.build(variables)
-
-    def one(state: Any, step: Any) -> Any:
-        held, values = state
-        key = jax.random.fold_in(jax.random.key(seed), step)
-        noise = jax.random.normal(key, (len(KINDS), *_SHAPE))
-        gradients = [
-            _gradient(kind, *of_one, step)
-            for kind, *of_one in zip(KINDS, values, aims, noise, strict=True)
-        ]
-        # Frozen in the second quarter, and thawed.
-        thawed = ops.logical_or(step < steps // 4, step >= steps // 2)
-        after, held = optimizer.stateless_apply(held, gradients, values)
-        after[-1] = ops.where(thawed, after[-1], values[-1])
-        return (held, after), None
-
-    state = [v.value for v in optimizer.variables], [v.value for v in variables]
-    run = jax.jit(lambda state: jax.lax.scan(one, state, np.arange(steps))[0])
-    _, found = run(state)
+    on_jax = keras.backend.backend() == "jax"
+    run = _run_by_jax if on_jax else _run_by_tensorflow
     far = {
         kind: np.asarray(value) - aim
-        for kind, value, aim in zip(KINDS, found, aims, strict=True)
+        for kind, value, aim in zip(
+            KINDS,
+            run(optimizer, variables, aims, seed, steps),
+            aims,
+            strict=True,
+        )
     }
     far["rare row, itself"] = far["rare row"][_RARE]
     return {
         kind: float(np.sqrt(np.mean(np.square(each))))
         for kind, each in far.items()
     }
+
+
+def _gradients(values: list, aims: list, noise: Any, step: Any) -> list:
+    return [
+        _gradient(kind, *of_one, step)
+        for kind, *of_one in zip(KINDS, values, aims, noise, strict=True)
+    ]
+
+
+def _is_thawed(step: Any, steps: int) -> Any:
+    """Says that the last variable is not frozen: it is in the 2nd quarter."""
+    return ops.logical_or(step < steps // 4, step >= steps // 2)
+
+
+def _run_by_jax(
+    optimizer: Any, variables: list, aims: list, seed: int, steps: int
+) -> list:
+    import jax
+
+    def one(state: Any, step: Any) -> Any:
+        held, values = state
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        noise = jax.random.normal(key, (len(KINDS), *_SHAPE))
+        gradients = _gradients(values, aims, noise, step)
+        after, held = optimizer.stateless_apply(held, gradients, values)
+        thawed = _is_thawed(step, steps)
+        after[-1] = ops.where(thawed, after[-1], values[-1])
+        return (held, after), None
+
+    state = [v.value for v in optimizer.variables], [v.value for v in variables]
+    run = jax.jit(lambda state: jax.lax.scan(one, state, np.arange(steps))[0])
+    return list(run(state)[1])
+
+
+def _run_by_tensorflow(
+    optimizer: Any, variables: list, aims: list, seed: int, steps: int
+) -> list:
+    import tensorflow as tf
+
+    def one(step: Any) -> Any:
+        noise = tf.random.stateless_normal(
+            (len(KINDS), *_SHAPE), tf.stack([seed, step])
+        )
+        values = [tf.identity(variable.value) for variable in variables]
+        gradients = _gradients(values, aims, tf.unstack(noise), step)
+        optimizer.apply(gradients, variables)
+        frozen = variables[-1]
+        thawed = _is_thawed(step, steps)
+        frozen.assign(tf.where(thawed, frozen.value, values[-1]))
+        return step + 1
+
+    @tf.function(jit_compile=True, autograph=False)
+    def run() -> None:
+        tf.while_loop(lambda step: step < steps, one, [tf.constant(0)])
+
+    run()
+    return [variable.numpy() for variable in variables]
 
 
 def measure_hard(seeds: int, steps: int = STEPS) -> results.Table:
