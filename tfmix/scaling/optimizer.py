@@ -535,7 +535,12 @@ class LossScaleOptimizer(
         return self._unscaled(grads)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Creates the slots and counts for a model's trainable variables."""
+        """Creates the slots and counts for a model's trainable variables.
+
+        Args:
+            variables: The variables, in the order of the gradients to come. A
+                second call changes nothing.
+        """
         if self.built:
             return
         variables = list(variables)
@@ -559,6 +564,9 @@ class LossScaleOptimizer(
 
         An optimizer that is not built, or a file without state, gets a
         warning, as in Keras: weights can be loaded into any model.
+
+        Args:
+            store: What Keras opens of a file: places, as strings, to arrays.
 
         Raises:
             ValueError: If it does not fit. Nothing is changed then.

@@ -129,6 +129,10 @@ class SixteenBitOptimizer(
     def build(self, variables: Variables) -> None:
         """Creates the state for a model's trainable variables.
 
+        Args:
+            variables: The variables, in the order of the gradients to come. A
+                second call changes nothing.
+
         Raises:
             ValueError: If a variable does not fit, or somebody else has built
                 the inner optimizer.
@@ -231,6 +235,9 @@ class SixteenBitOptimizer(
     def read_float32(self, variable: keras.Variable) -> Any:
         """Returns the float32 value behind a model's variable, as a tensor.
 
+        Args:
+            variable: One of those that the optimizer was built with.
+
         Raises:
             ValueError: If the optimizer was not built with the variable.
         """
@@ -241,6 +248,10 @@ class SixteenBitOptimizer(
     def assign_float32(self, variable: keras.Variable, value: Any) -> None:
         """Sets the float32 value behind a model's variable, and the variable.
 
+        Args:
+            variable: One of those that the optimizer was built with.
+            value: Array or tensor of the variable's shape; cast to float32.
+
         Raises:
             ValueError: If the optimizer was not built with the variable.
         """
@@ -248,7 +259,11 @@ class SixteenBitOptimizer(
         self._store.assign(variable, ops.convert_to_tensor(value, "float32"))
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads the whole state, or nothing; see Keras's class."""
+        """Reads the whole state, or nothing; see Keras's class.
+
+        Args:
+            store: What Keras opens of a file: places, as strings, to arrays.
+        """
         count = len(self.variables)
         if len(store.keys()) != count:
             super().load_own_variables(store)
