@@ -59,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if options.name == "compile":  # which runs nothing on a GPU or a TPU
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with _startup_log_held_back():
         from rich import console
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests import helpers
-from tfmix.conversion import convert
+from tfmix.conversion import convert, copying
 from tfmix.policy import policy as policies
 
 X = np.random.default_rng(5).normal(size=(8, 4)).astype("float32")
@@ -143,3 +143,22 @@ def test_a_class_that_cannot_be_copied_is_named():
     model = keras.Sequential([keras.Input((4,)), NoConfig(units)])
     with pytest.raises(TypeError, match="give NoConfig a `get_config`"):
         convert.convert_model(model, "mixed_float16")
+
+
+def test_adapters_that_are_trained_are_copied():
+    model = keras.Sequential(
+        [keras.Input((16,)), keras.layers.Dense(8), keras.layers.Dense(2)]
+    )
+    model.layers[0].enable_lora(2)
+    model.compile("sgd", loss="mse")
+    x = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
+    model.fit(x, x[:, :2], verbose=0)
+    # The second factor is 0 until it is trained.
+    assert np.any(model.layers[0].lora_kernel_b.numpy())
+    twin = copying.copied(model)
+    for copy, original in zip(twin.weights, model.weights, strict=True):
+        helpers.assert_same_bits(copy, original)
+    assert len(twin.trainable_variables) == len(model.trainable_variables)
+    twin.fit(x, x[:, :2], verbose=0)
+    # And a copy in another policy as well.
+    convert.convert_model(model, "mixed_bfloat16").fit(x, x[:, :2], verbose=0)

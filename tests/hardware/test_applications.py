@@ -61,7 +61,8 @@ def test_a_whole_model_compiles(name, target, rows, devices, monkeypatch):
     assert step.memory.temporaries == analysis.temp_size_in_bytes
     assert step.memory.peak == given + step.memory.temporaries + results
     weights = 4 * model.count_params()
-    assert step.memory.kinds.weights == weights
+    # Besides the seeds of dropout.
+    assert weights <= step.memory.kinds.weights <= weights + 1000
     # Adam's moments, of what is trained.
     assert 1.9 * weights <= step.memory.kinds.slots <= 2 * weights
     assert step.share_16bit > 0.9

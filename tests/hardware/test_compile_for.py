@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -191,6 +194,69 @@ def test_policies_stand_side_by_side():
     assert found["mixed_bfloat16"].share_16bit == 1
     assert list(json.loads(found.to_json())) == ["float32", "mixed_bfloat16"]
     assert "mixed_bfloat16" in str(found)
+
+
+@needs("h200")
+def test_named_inputs_and_outputs_are_compiled():
+    inputs = {
+        "numbers": keras.Input((16,), name="numbers"),
+        "picture": keras.Input((8, 8, 3), name="picture"),
+    }
+    flat = keras.layers.Flatten()(inputs["picture"])
+    joined = keras.layers.Concatenate()([inputs["numbers"], flat])
+    outputs = {
+        "size": keras.layers.Dense(8, name="size")(joined),
+        "kind": keras.layers.Dense(16, "softmax", name="kind")(joined),
+    }
+    model = keras.Model(inputs, outputs)
+    loss = {"size": "mse", "kind": "sparse_categorical_crossentropy"}
+    found = tfmix.compile_for(model, 32, loss=loss, policy="mixed_bfloat16")
+    assert found.flops == 2 * 2 * 32 * (16 + 192) * 24
+
+
+@needs("h200")
+def test_a_shape_that_triton_has_no_kernel_for_takes_another():
+    # XLA raises for the products of 192 rows; with a GPU it times others.
+    given = keras.Input((12,), dtype="int32")
+    x = keras.layers.Embedding(500, 32)(given)
+    x = keras.layers.MultiHeadAttention(4, 8)(x, x, use_causal_mask=True)
+    model = keras.Model(given, keras.layers.Dense(500)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    found = tfmix.compile_for(model, 16, loss=loss, policy="mixed_bfloat16")
+    assert all(row.layer for row in found.rows)
+    # A library's room to work in would be 33 MB.
+    assert found.bytes < 20e6
+
+
+@needs("h200")
+def test_a_model_with_adapters_is_compiled():
+    model = small()
+    model.layers[0].enable_lora(4)
+    found = tfmix.compile_for(model, 64, policy="mixed_bfloat16")
+    trained = sum(math.prod(v.shape) for v in model.trainable_variables)
+    assert found.memory.kinds.gradients == 4 * trained
+    assert found.memory.kinds.slots == 2 * 4 * trained
+
+
+@needs("h200")
+def test_a_process_that_sets_no_platforms_has_the_compiler():
+    # There JAX asks for all the libraries that programs run with.
+    code = """if True:
+        import jax, keras, tfmix
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])
+        model.compile("sgd", loss="mse")
+        print(tfmix.compile_for(model, 32).flops)
+        """
+    environment = {**os.environ, "KERAS_BACKEND": keras.backend.backend()}
+    environment.pop("JAX_PLATFORMS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1:] == [f"{2 * 2 * 32 * 64 * 32}"], done
 
 
 @needs("v5e")

@@ -19,6 +19,7 @@ def copied(model: keras.Model) -> keras.Model:
         load, saved, *_ = model.__reduce__()
         with state.policy_scope(before), training.trusting():
             twin = load(*saved)
+        _copy_adapters(twin, model)
         _check_weights(twin, model)
         _copy_paths(twin, model)
     except Exception as error:
@@ -29,6 +30,14 @@ def copied(model: keras.Model) -> keras.Model:
             "apply_policy(model, policy)."
         ) from error
     return twin
+
+
+def _copy_adapters(twin: keras.Model, model: keras.Model) -> None:
+    """Copies what `enable_lora` added: Keras saves the merged kernel alone."""
+    both = layers.flat_layers(twin), layers.flat_layers(model)
+    for copy, original in zip(*both, strict=False):
+        if getattr(original, "lora_enabled", False):
+            copy.set_weights(original.get_weights())
 
 
 def _check_weights(twin: keras.Model, model: keras.Model) -> None:

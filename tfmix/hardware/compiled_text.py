@@ -239,7 +239,11 @@ def _moved(
         for place, name in enumerate(each.operands)
         if name in among
     ]
-    written = min(_outside(each.result), parts.get(_RESULT, math.inf))
+    made = each.result
+    if any(target in _LIBRARIES for target in _target_of(each)):
+        # The rest is a library's room to work in.
+        made = _PLACED.findall(made)[0]
+    written = min(_outside(made), parts.get(_RESULT, math.inf))
     return int(sum(read) + written)
 
 

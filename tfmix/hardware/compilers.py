@@ -5,13 +5,18 @@ with libtpu 0.0.52 and the CUDA 12 plugin.
 """
 
 import dataclasses
+import importlib
 import importlib.util
 import os
 import re
+from collections.abc import Callable
 from typing import Any
+
+import keras
 
 from tfmix.hardware import targets
 
+_CUDA = "jax_plugins.xla_cuda12"
 # The wheels that each extra of setup.cfg brings, by the module they hold.
 _NEEDED = {
     "TPU": ("tpu", ("jax", "libtpu")),
@@ -19,7 +24,7 @@ _NEEDED = {
         "nvidia",
         (
             "jax",
-            "jax_plugins.xla_cuda12",
+            _CUDA,
             "nvidia.cuda_nvcc",
             "nvidia.cudnn",
             "nvidia.cublas",
@@ -85,9 +90,11 @@ def devices(target: targets.Target, count: int) -> list[Any]:
         )
     for name, value in _LIBTPU.items():
         os.environ.setdefault(name, value)
+    _start_jax()
     from jax.experimental import topologies
 
     if target.kind == "GPU":
+        _register_cuda()
         description = topologies.get_topology_desc(
             platform="cuda",
             topology_name=target.name,
@@ -103,17 +110,37 @@ def devices(target: targets.Target, count: int) -> list[Any]:
     return list(description.devices)[:count]
 
 
-def compile_jax(
-    lowered: Any, options: dict[str, Any] | None = None
-) -> Compiled:
+def _start_jax() -> None:
+    """Starts JAX, without a GPU or TPU where that is TensorFlow's."""
+    import jax
+    from jax._src import xla_bridge
+
+    chosen = jax.config.jax_platforms or xla_bridge.backends_are_initialized()
+    if keras.backend.backend() != "jax" and not chosen:
+        jax.config.update("jax_platforms", "cpu")
+    jax.local_devices(backend="cpu")
+
+
+def _register_cuda() -> None:
+    """Registers NVIDIA's compiler where JAX did not.
+
+    Without `JAX_PLATFORMS=cpu`, JAX drops it on a machine that lacks any of
+    the libraries that programs run with.
+    """
+    from jax._src import xla_bridge
+
+    if "cuda" not in xla_bridge._topology_factories:
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        importlib.import_module(_CUDA).initialize()
+
+
+def compile_jax(lowered: Any) -> Compiled:
     """Compiles what `jax.jit(...).lower(...)` returned."""
-    compiled = lowered.compile(compiler_options=options)
+    compiled = _tried(lambda flags: lowered.compile(compiler_options=flags))
     return _record(compiled.as_text(), compiled.memory_analysis())
 
 
-def compile_tensorflow(
-    function: Any, arguments: Any, device: Any, options: dict | None = None
-) -> Compiled:
+def compile_tensorflow(function: Any, arguments: Any, device: Any) -> Compiled:
     """Compiles a `tf.function(jit_compile=True)` for one device."""
     from jax._src import compiler
     from jax._src.interpreters import mlir
@@ -125,17 +152,29 @@ def compile_tensorflow(
     computation = _hlo.XlaComputation(serialized)
     text = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
     module = ir.Module.parse(_without_copies(text), mlir.make_ir_context())
-    settings = compiler.get_compile_options(
-        num_replicas=1,
-        num_partitions=1,
-        env_options_overrides=options or {},
-    )
-    executable = device.client.compile(
-        module, _jax.DeviceList((device,)), settings
-    )
+
+    def compiled(flags: dict[str, Any]) -> Any:
+        settings = compiler.get_compile_options(
+            num_replicas=1, num_partitions=1, env_options_overrides=flags
+        )
+        devices = _jax.DeviceList((device,))
+        return device.client.compile(module, devices, settings)
+
+    executable = _tried(compiled)
     (optimized,) = executable.hlo_modules()
     memory = executable.get_compiled_memory_stats()
     return _record(optimized.to_string(), memory)
+
+
+def _tried(compiled: Callable[[dict[str, Any]], Any]) -> Any:
+    """Compiles; without Triton where that has no kernel for a product."""
+    # With a GPU at hand XLA would time others, and drop this one.
+    try:
+        return compiled({})
+    except RuntimeError as error:
+        if "Couldn't find output tile sizes" not in str(error):
+            raise
+    return compiled({"xla_gpu_enable_triton_gemm": False})
 
 
 def _without_copies(text: str) -> str:

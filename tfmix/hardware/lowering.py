@@ -114,12 +114,11 @@ def _by_tensorflow(
             f"devices={len(devices)}. Give one device's share of the batch, "
             "or set KERAS_BACKEND=jax."
         )
-    specs = tree.map_structure(
-        lambda one: tf.TensorSpec(one.shape, one.dtype), data
-    )
+    # TensorFlow compiles for descriptions of tensors, but for no nest of them.
+    leaves = [tf.TensorSpec(one.shape, one.dtype) for one in tree.flatten(data)]
 
     @tf.function(jit_compile=True, autograph=False)
     def step(*batch: Any) -> Any:
-        return model.train_step(batch)
+        return model.train_step(tree.pack_sequence_as(data, list(batch)))
 
-    return compilers.compile_tensorflow(step, specs, devices[0])
+    return compilers.compile_tensorflow(step, leaves, devices[0])
