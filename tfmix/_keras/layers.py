@@ -36,10 +36,19 @@ def inner_operations(layer: Any) -> list:
 
 
 def flat_layers(layer: Any) -> list:
-    """Returns a layer and every layer inside it, each once."""
-    if not isinstance(layer, keras.Layer):
-        return []
-    return list({id(each): each for each in layer._flatten_layers()}.values())
+    """Returns a layer and every layer inside it, each once, as they follow."""
+    found: dict[int, keras.Layer] = {}
+
+    def visit(each: keras.Layer) -> None:
+        if id(each) not in found:
+            found[id(each)] = each
+            # Keras's own walk takes what is in inner models backwards.
+            for inner in each._layers:
+                visit(inner)
+
+    if isinstance(layer, keras.Layer):
+        visit(layer)
+    return list(found.values())
 
 
 def parts(layer: keras.Layer) -> list[keras.Layer]:

@@ -1,7 +1,6 @@
 """What each layer of a model computes in, as a table."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import keras
 
@@ -86,19 +85,13 @@ def summary(model: keras.Model) -> ModelSummary:
     """
     _arguments.model(model)
     computing = {*map(id, suited_optimizer.computing_layers(model))}
-    in_order = {id(layer): layer for layer in _outer_first(model)}
-    found = [layer for key, layer in in_order.items() if key in computing]
+    every = layers.flat_layers(model)
+    found = [layer for layer in every if id(layer) in computing]
     notes = tuple(
         f"{layer.name} computes in float32: {fallback.why(layer)}"
         for layer in fallback.fallen_back(model)
     )
     return ModelSummary(tuple(map(_row, found)), notes)
-
-
-def _outer_first(layer: keras.Layer) -> Iterator[keras.Layer]:
-    yield layer
-    for inner in layers.parts(layer):
-        yield from _outer_first(inner)
 
 
 def _row(layer: keras.Layer) -> LayerDtypes:

@@ -378,6 +378,25 @@ def test_the_warning_names_the_constant_and_its_line(caplog):
     assert "return x + (1.0 - ops.ones_like(x)) * -1e9" in warning
 
 
+@helpers.requires_backend("tensorflow")
+def test_the_warning_names_the_line_that_autograph_copied(caplog):
+    import tensorflow as tf
+
+    @tf.function
+    def mixes(x):
+        return x + tf.ones(tf.shape(x))
+
+    class Calls(layers.Layer):
+        def call(self, x):
+            return mixes(x)
+
+    with tfmix.policy_scope("mixed_float16"):
+        Calls()(X)
+    (warning,) = warnings_in(caplog)
+    assert "test_fallback.py:" in warning
+    assert "`return x + tf.ones(tf.shape(x))`: TypeError: Input" in warning
+
+
 @pytest.mark.parametrize(
     ("layer_class", "remedy"),
     [

@@ -350,5 +350,8 @@ def _cause(error: Exception) -> str:
     """Returns what an error says first, and where."""
     text = re.sub(r"\x1b\[\d+m|Exception encountered .*", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = lines[0].rstrip(".") if lines else ""
-    return f"{unfit_constants.users_line(error)}{type(error).__name__}: {said}."
+    kind = f"{type(error).__name__}: "
+    # AutoGraph says where before it says what.
+    first = [line for line in lines if line.startswith(kind)] or lines or [""]
+    said = first[0].removeprefix(kind).rstrip(".")
+    return f"{unfit_constants.users_line(error)}{kind}{said}."

@@ -5,6 +5,7 @@ import inspect
 import linecache
 import math
 import os
+import re
 import traceback
 import types
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from tfmix import _errors, _formats
 _TELLS_APART = frozenset(("float16", "mixed_float16", "finfo"))
 # The operation whose gradient is that of x**-0.5, and where it may be computed.
 _ROOT, _WIDE = "rsqrt", "float32"
+# How AutoGraph, which runs a copy of the code, names a line of the code itself.
+_CONVERTED = re.compile(r'File "(.+)", line (\d+), in .+  \*$', re.MULTILINE)
 
 
 def unfit(layer: keras.Layer, dtype: str) -> tuple[str, str] | None:
@@ -55,6 +58,9 @@ def unfit(layer: keras.Layer, dtype: str) -> tuple[str, str] | None:
 
 def users_line(error: Exception) -> str:
     """Returns the innermost line of an error that is in no library."""
+    if converted := _CONVERTED.findall(str(error)):
+        file, number = converted[-1]
+        return _place(file, int(number))
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, line in reversed(frames):
         if not _errors.in_library(frame.f_globals.get("__name__", "")):
