@@ -732,8 +732,11 @@ class LossScaleOptimizer(
         variables: list = self.model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        made = unscale.unscaled(grads, variables, self.current_scale())
-        true = unscale.parts(made, len(grads))
+        true = unscale.true_gradients(grads, variables, self.current_scale())
+        true = [
+            after if after is before else unscale.without_infinities(after)
+            for before, after in zip(grads, true, strict=True)
+        ]
         for before, after in zip(grads, true, strict=True):
             if after is not before:
                 global_state.put_note(before, _GRADIENT, _SCALED)

@@ -86,19 +86,6 @@ def test_rows_that_overflow_only_when_summed_are_caught(
     assert bool(check(values, tf.constant(rows))) is expected
 
 
-@helpers.requires_backend("tensorflow")
-@pytest.mark.parametrize(("count", "expected"), [(1, True), (100, False)])
-def test_a_sum_of_rows_that_a_small_scale_makes_overflow_is_not_sure(
-    count, expected
-):
-    import tensorflow as tf
-
-    values = tf.fill([count, 1], 1e18 * 10 / count**0.5)
-    rows = tf.IndexedSlices(values, tf.zeros(count, tf.int32), [5, 1])
-    scale = tf.constant(1e-19)
-    assert bool(finite.surely_finite([rows], scale)) is expected
-
-
 @helpers.requires_backend("jax")
 def test_a_check_may_stand_inside_of_jaxs_transformations():
     import jax

@@ -25,8 +25,6 @@ _TOGETHER = 32, 8
 # A TPU fetches what the next kernel reads into its own memory, where the update
 # finds it again. Of the first kernel's tensors nothing was fetched.
 _TOGETHER_ON_TPU = 8, 1
-# Half of float32's largest: rounding errors of a sum do not reach that far.
-_SAFE = 1.7e38
 
 
 def all_finite(tensors: Any) -> Any:
@@ -56,18 +54,19 @@ def all_finite(tensors: Any) -> Any:
     ]
     if not leaves:
         return ops.convert_to_tensor(True)
-    if compilation.by_xla():
-        return ops.logical_not(ops.any(not_finite(leaves)))
-    return ops.all(ops.stack([is_finite(leaf) for leaf in leaves]))
+    return ops.logical_not(ops.any(not_finite(leaves)))
 
 
 def not_finite(tensors: Sequence) -> Any:
-    """Returns a boolean vector, true for each that is not finite (XLA).
+    """Returns a boolean vector, true for each tensor that is not finite.
 
-    For tensors of one shape, each of its places gets a word in which every
-    tensor has a bit, and all words are joined by "or". So one read tells all
-    apart, in a handful of kernels for a model with hundreds of variables.
+    Under XLA, for tensors of one shape, each of its places gets a word in which
+    every tensor has a bit, and all words are joined by "or". So one read tells
+    all apart, in a handful of kernels for a model with hundreds of variables.
     """
+    if not compilation.by_xla():
+        all_fine = [each is None or is_finite(each) for each in tensors]
+        return ops.logical_not(ops.stack(all_fine))
     shapes: dict[tuple, list[int]] = defaultdict(list)
     flags, order = [], []
     for position, tensor in enumerate(tensors):
@@ -82,22 +81,6 @@ def not_finite(tensors: Sequence) -> Any:
         order += positions
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return ops.take(ops.concatenate(flags), inverse)
-
-
-def surely_finite(tensors: Sequence, scale: Any) -> Any:
-    """Returns a boolean scalar, false if a closer look is needed (TensorFlow).
-
-    True only if all gradients (float32 or wider), all sums of the rows of
-    sparse ones and all of their quotients by the scale, if any, are finite.
-    TensorFlow's `l2_loss` sums squares in one multithreaded pass, without a
-    tensor in between; `isfinite` and `all` take two. The sum is infinite or
-    NaN if any number is, but also where squares overflow, from 1e19 on.
-    """
-    largest = tf.sqrt(tf.add_n([_squares(tensor) for tensor in tensors]))
-    if scale is not None:
-        # A scale below 1, which `min_scale` allows, makes gradients larger.
-        largest = largest / tf.minimum(scale, 1.0)
-    return largest < _SAFE
 
 
 def is_finite(tensor: Any) -> Any:
@@ -210,19 +193,6 @@ def _is_finite_sparse(slices: Any) -> Any:
     if compilation.by_xla():
         return tf.logical_or(fits, by_rows())
     return tf.cond(fits, lambda: tf.constant(True), by_rows)
-
-
-def _squares(tensor: Any) -> Any:
-    """Returns at least the square of any of the tensor's numbers, float32."""
-    if is_sparse(tensor):
-        # By Cauchy's and Schwarz's inequality no sum of some rows exceeds the
-        # norm of all, multiplied by the root of their number.
-        rows = tf.cast(tf.shape(tensor.values)[0], tf.float32)
-        return 2.0 * rows * tf.cast(tf.nn.l2_loss(tensor.values), tf.float32)
-    if _dtype(tensor) in ("float32", "float64"):
-        return 2.0 * tf.cast(tf.nn.l2_loss(tensor), tf.float32)
-    # An overwriting value in a narrow format, where squares lose all meaning.
-    return tf.where(is_finite(tensor), 0.0, float("inf"))
 
 
 def _dtype(tensor: Any) -> str:

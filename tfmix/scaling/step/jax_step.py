@@ -25,7 +25,7 @@ def stateless_apply(
     with keras.StatelessScope(state_mapping=mapping):
         state = optimizer.state()
         scale = None if unscaled else optimizer.rule.current(state)
-    true = unscale.one_by_one(grads, variables, scale)
+    true = unscale.true_gradients(grads, variables, scale)
     # No division by 1 or more makes an infinity.
     bad = _not_finite(true if optimizer.rule.lowest_scale < 1 else grads)
     applied = ops.logical_not(ops.any(bad))
