@@ -117,7 +117,7 @@ def transformer(
         alone = way == "bare"
         model.compile(optimizer, loss=loss, auto_scale_loss=not alone)
     found, rows = targets.find(target), ROWS * devices
-    made = lowering.compiled_step(
+    made = lowering.compile_training_step(
         model, rows, compilers.devices(found, devices)
     )
     return compile_for.record(made, model, found, devices, rows, policy)

@@ -62,7 +62,7 @@ def model(value: Any) -> None:
 def did_you_mean(
     name: object, known: Iterable[str], cutoff: float = 0.6
 ) -> str:
-    """Returns a hint at the nearest name, of a mapping at its value, or ""."""
+    """Returns a hint at the nearest name, or at what a mapping has for it."""
     meant = known if isinstance(known, Mapping) else {one: one for one in known}
     close = difflib.get_close_matches(str(name), meant, n=1, cutoff=cutoff)
     return f" Did you mean {meant[close[0]]!r}?" if close else ""

@@ -4,7 +4,7 @@ import sys
 import types
 import warnings
 
-# The code of these is nobody's to mend here.
+# Code that a user of tfmix cannot change.
 _LIBRARIES = frozenset("keras tensorflow jax jaxlib numpy tfmix".split())
 
 
@@ -17,7 +17,7 @@ class LossScaleError(RuntimeError):
 
 
 def in_library(module: str) -> bool:
-    """Says whether a module is nobody's to mend here."""
+    """Says whether a module is one that users cannot change."""
     return module.split(".")[0] in _LIBRARIES
 
 

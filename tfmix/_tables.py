@@ -14,8 +14,8 @@ import rich.markup
 import rich.table
 import rich.text
 
-# Spaces between columns; what of a long name and of a sentence is shown at
-# least; what is never broken.
+# Spaces between columns; the fewest characters shown of a long name and of a
+# sentence; the length up to which a cell is never broken.
 _GAP, _LEAST_NAME, _LEAST_TEXT, _WHOLE = 2, 12, 16, 24
 _STYLES = {
     "ok": "green",

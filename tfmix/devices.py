@@ -81,7 +81,7 @@ def describe(
     """
     capability = compute_capability if kind == "GPU" else None
     known = capability or (0, 0)
-    # A TPU has no float16 units: it is computed in float32 there.
+    # A TPU has no float16 units, and XLA compiles no float16 products for it.
     float16 = known >= FLOAT16_CAPABILITY
     bfloat16 = kind == "TPU" or known >= BFLOAT16_CAPABILITY
     float8 = known >= FLOAT8_CAPABILITY

@@ -97,6 +97,21 @@ def test_by_default_those_that_gain_but_the_first_and_the_last():
     assert " second multiplies in float8" in lines
 
 
+def test_the_first_and_the_last_are_those_of_nested_models():
+    names = iter("abcdef")
+
+    def three():
+        return keras.Sequential(
+            [layers.Dense(1024, name=next(names)) for _ in range(3)]
+        )
+
+    with tfmix.policy_scope("mixed_float8"):
+        model = keras.Sequential([keras.Input((1024,)), three(), three()])
+    run(model, np.zeros((2, 1024), "float32"))
+    found = reasons(model)
+    assert [name for name, why in found.items() if not why] == list("bcde")
+
+
 @pytest.mark.parametrize(
     ("rules", "chosen"),
     [

@@ -62,6 +62,15 @@ def test_the_page_of_several_policies_has_the_same_head(tmp_path):
     assert page.count("<table>") == 3
 
 
+def test_a_product_of_integers_is_none_in_float32():
+    # A TPU adds up a mask so.
+    (row,) = STEP.rows
+    mask = dataclasses.replace(row, layer="", dtype="int32/pred")
+    wide = dataclasses.replace(row, layer="last", dtype="bfloat16/float32")
+    step = dataclasses.replace(STEP, rows=(row, mask, wide))
+    assert step.float32_layers == ("last",)
+
+
 def of_peak(peak):
     memory = dataclasses.replace(STEP.memory, peak=peak)
     return dataclasses.replace(STEP, memory=memory)

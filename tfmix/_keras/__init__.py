@@ -1,1 +1,1 @@
-"""The private side of Keras and TensorFlow: all of it that we reach into."""
+"""What Keras, TensorFlow and JAX keep private: all that we reach into."""

@@ -1,5 +1,6 @@
 """How the code that runs now is traced and compiled, and by what."""
 
+import collections
 import contextlib
 import importlib
 import re
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 
 import keras
 from keras.src.backend.common import stateless_scope
+
+from tfmix._keras import replacements
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -35,8 +38,8 @@ _RUNS_EAGERLY = "_run_functions_eagerly"
 EAGER = "eager"
 _lock = threading.Lock()
 # How many blocks each thread is in; what is replaced comes back when none is.
-_blocks: dict[int, int] = {}
-_originals: list[property] = []
+_blocks: collections.Counter[int] = collections.Counter()
+_replacements = replacements.Replacements()
 
 
 def by_xla() -> bool:
@@ -328,9 +331,8 @@ def nothing_traced() -> Iterator[None]:
         return
     thread = threading.get_ident()
     with _lock:
-        if not _blocks:
-            _install()
-        _blocks[thread] = _blocks.get(thread, 0) + 1
+        _blocks[thread] += 1
+        _replacements.set({(_function_class(), _RUNS_EAGERLY): _or_in_a_block})
     try:
         yield
     finally:
@@ -339,18 +341,15 @@ def nothing_traced() -> Iterator[None]:
             if not _blocks[thread]:
                 del _blocks[thread]
             if not _blocks:
-                setattr(_function_class(), _RUNS_EAGERLY, _originals.pop())
+                _replacements.set({})
 
 
-def _install() -> None:
-    owner = _function_class()
-    _originals.append(original := vars(owner)[_RUNS_EAGERLY])
-
+def _or_in_a_block(original: property) -> property:
     def is_eager(function: object) -> bool:
         usually = original.__get__(function, type(function))
         return threading.get_ident() in _blocks or bool(usually)
 
-    setattr(owner, _RUNS_EAGERLY, property(is_eager))
+    return property(is_eager)
 
 
 def _function_class() -> type:

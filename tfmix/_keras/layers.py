@@ -1,4 +1,4 @@
-"""The parts of Keras's layers that the numerics tools reach into."""
+"""What Keras's layers hold, and what they are called with."""
 
 import contextlib
 import functools
@@ -49,6 +49,17 @@ def flat_layers(layer: Any) -> list:
     if isinstance(layer, keras.Layer):
         visit(layer)
     return list(found.values())
+
+
+def called(model: keras.Layer) -> list[keras.Layer]:
+    """Returns a model and every layer inside it that can be called."""
+    inputs = keras.layers.InputLayer
+    return [x for x in flat_layers(model) if not isinstance(x, inputs)]
+
+
+def is_built(model: keras.Layer) -> bool:
+    """Says whether a model and every layer inside it are built."""
+    return all(layer.built for layer in flat_layers(model))
 
 
 def parts(layer: keras.Layer) -> list[keras.Layer]:

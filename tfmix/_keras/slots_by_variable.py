@@ -23,14 +23,13 @@ Slots = dict[str, list[keras.Variable | None]]
 Moved = Mapping[int, keras.Variable]
 
 
-def parts(optimizer: Any) -> list[optimizers.Optimizer]:
-    """Returns an optimizer and those inside it, outermost first."""
-    return list(optimizers.with_nested(optimizer))
-
-
 def workers(optimizer: Any) -> list[optimizers.Optimizer]:
     """Returns those of an optimizer's parts that update variables."""
-    return [x for x in parts(optimizer) if "inner_optimizer" not in vars(x)]
+    return [
+        x
+        for x in optimizers.with_nested(optimizer)
+        if "inner_optimizer" not in vars(x)
+    ]
 
 
 def slots(worker: optimizers.Optimizer) -> Slots | None:
@@ -73,7 +72,8 @@ def remembered(optimizer: Any, variables: Iterable = ()) -> Callable[..., None]:
     replaces. `variables` are the model's, for what is said of them before
     `build`. Those in `moved` get the slots of the ones they replace.
     """
-    noted = [_noted(part, list(variables)) for part in parts(optimizer)]
+    parts = optimizers.with_nested(optimizer)
+    noted = [_noted(part, list(variables)) for part in parts]
 
     def know_again(moved: Moved | None = None) -> None:
         for restore in noted:

@@ -41,7 +41,7 @@ class LossScaleMonitor(skip_watch.SkipWatch):
     the list of callbacks: Keras calls them in that order.
 
     Args:
-        every: Integer, steps between two readings. A reading copies four
+        every: Integer, steps between two readings. A reading copies a few
             scalars to the host and waits for the running step, so it is not
             made in each. Defaults to `100`; there is one more at the end of
             each epoch.

@@ -98,7 +98,7 @@ class NumericsMonitor(keras.callbacks.Callback):
             self._tap = None
 
     def _prepare(self, model: Any, batch: Any) -> None:
-        if not all(layer.built for layer in layers.flat_layers(model)):
+        if not layers.is_built(model):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             # By symbols: no seed is drawn from, and no statistics move.
             model(keras.tree.map_structure(_symbol, x))

@@ -12,6 +12,7 @@ from tfmix import _arguments, _progress, _tables
 from tfmix._keras import (
     layer_policies,
     model_methods,
+    optimizers,
     slots_by_variable,
     training,
     variables,
@@ -32,6 +33,7 @@ from tfmix.policy.in_force import (
 )
 from tfmix.scaling import guard
 from tfmix.scaling import optimizer as scaling
+from tfmix.variables import sixteen_bit_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -442,13 +444,13 @@ def _bare(
     """Returns an optimizer to be wrapped, and whether it is another one."""
     pure = suited_optimizer.has_sixteen_bit_variables(model)
     cast = state is not None and state.cast
-    on_masters = optimizer_state.owner(optimizer) is not None
+    on_masters = sixteen_bit_optimizer.owner(optimizer) is not None
     if pure and on_masters and not cast:
         return optimizer, False
     bare = suited_optimizer.without_automatic(optimizer)
     # Masters, and slots of another dtype, want one that is not built. One
     # whose masters go has float32 slots already.
-    masters_go = on_masters and optimizer_state.owner(bare) is None
+    masters_go = on_masters and sixteen_bit_optimizer.owner(bare) is None
     if not bare.built or not (pure or (cast and not masters_go)):
         return bare, False
     moved = {} if state is None else state.homes
@@ -459,7 +461,7 @@ def _inside(optimizer: keras.optimizers.Optimizer | None) -> layer_changes.Undo:
     """Notes what fitting an optimizer to a model changes inside it."""
     noted = [
         (part, name, vars(part)[name])
-        for part in slots_by_variable.parts(optimizer)
+        for part in optimizers.with_nested(optimizer)
         for name in ("inner_optimizer", "loss_scale_factor")
         if name in vars(part)
     ]

@@ -3,8 +3,7 @@
 import keras
 
 from tfmix._keras import layer_policies, layers, training
-from tfmix.policy.in_force import carried
-from tfmix.policy.in_force import current_policy as state
+from tfmix.policy.in_force import carried, current_policy
 
 # Of Keras's message: enough for its first sentence and a path.
 _LONGEST = 300
@@ -17,7 +16,7 @@ def copied(model: keras.Model) -> keras.Model:
     try:
         # As pickle does it, which Keras supports: save, then load.
         load, saved, *_ = model.__reduce__()
-        with state.policy_scope(before), training.trusting():
+        with current_policy.policy_scope(before), training.trusting():
             twin = load(*saved)
         _copy_adapters(twin, model)
         _check_weights(twin, model)
@@ -79,7 +78,7 @@ def _advice(model: keras.Model) -> str:
     own = {
         type(layer)
         for layer in layers.flat_layers(model)
-        if type(layer).__module__.split(".")[0] != "keras"
+        if not layers.is_builtin(layer)
     }
     registered = keras.saving.get_registered_name
     unknown = {

@@ -29,7 +29,7 @@ class Handover:
 
     workers: list[keras.optimizers.Optimizer]  # that make the updates
     variables: list[keras.Variable]  # the model's, they were built for
-    targets: list[keras.Variable]  # updated in their place: masters or they
+    targets: list[keras.Variable]  # what is updated: masters, or these
     dtypes: list[str]  # of the variables by then
     # Slots and counters, `None` if it is not certain whose they are.
     numbers: dict[Key, np.ndarray] | None
@@ -52,18 +52,13 @@ def optimizer_of(model: keras.Model) -> keras.optimizers.Optimizer | None:
     return getattr(model, "optimizer", None) if compiled else None
 
 
-def owner(optimizer: Any) -> sixteen_bit_optimizer.SixteenBitOptimizer | None:
-    """Returns what keeps an optimizer's 16-bit variables, if anything does."""
-    for part in slots_by_variable.parts(optimizer):
-        if isinstance(part, sixteen_bit_optimizer.SixteenBitOptimizer):
-            return part
-    return None
-
-
 def take(model: keras.Model) -> Handover | None:
     """Notes the state of a model's optimizer; before variables are cast."""
     optimizer = optimizer_of(model)
-    workers, masters = slots_by_variable.workers(optimizer), owner(optimizer)
+    workers, masters = (
+        slots_by_variable.workers(optimizer),
+        sixteen_bit_optimizer.owner(optimizer),
+    )
     if not workers or not workers[0].built:
         return None
     # A wrapper around them may not have been used yet.
@@ -105,7 +100,7 @@ def give(model: keras.Model, state: Handover | None) -> None:
             type(workers[0]).__name__,
             type(state.workers[0]).__name__,
         )
-    masters = owner(optimizer)
+    masters = sixteen_bit_optimizer.owner(optimizer)
     known = set(map(id, optimizers.remembered(masters))) if masters else ()
     for variable, weight in zip(state.variables, state.weights, strict=True):
         if masters is not None and id(variable) in known:
@@ -196,7 +191,7 @@ def _vectors(places: list[_Place]) -> dict[int, np.ndarray]:
 
 
 def _store(optimizer: Any) -> Any:
-    return getattr(owner(optimizer), "_store", None)
+    return getattr(sixteen_bit_optimizer.owner(optimizer), "_store", None)
 
 
 def _targets(optimizer: Any, variables: list) -> list[keras.Variable]:

@@ -153,7 +153,7 @@ class _Planner:
         names = {base.__name__ for base in type(layer).__mro__}
         # An RNN of Keras's with a cell of the user's decides on it, too.
         composite = bool(names & {"LSTM", "GRU", "SimpleRNN"}) or (
-            type(layer).__module__.split(".")[0] == "keras"
+            layers.is_builtin(layer)
             and not isinstance(layer, keras.Model)
             and not names.intersection(_WRAPPERS)
         )

@@ -87,11 +87,7 @@ def summary(model: keras.Model) -> ModelSummary:
     computing = {*map(id, suited_optimizer.computing_layers(model))}
     every = layers.flat_layers(model)
     found = [layer for layer in every if id(layer) in computing]
-    notes = tuple(
-        f"{layer.name} computes in float32: {fallback.why(layer)}"
-        for layer in fallback.fallen_back(model)
-    )
-    return ModelSummary(tuple(map(_row, found)), notes)
+    return ModelSummary(tuple(map(_row, found)), tuple(fallback.notes(model)))
 
 
 def _row(layer: keras.Layer) -> LayerDtypes:

@@ -102,7 +102,7 @@ def prepare(
         )
     function = None if y is None else _function(model, loss)
     batch = Batch(model, x, y, function, notes)
-    if not all(layer.built for layer in layers.flat_layers(model)):
+    if not layers.is_built(model):
         # As `fit` would; the variables have to be there before the scopes.
         model(x)
     return batch

@@ -12,7 +12,7 @@ from keras import ops
 
 from tfmix import _arguments, _errors, _progress
 from tfmix.conversion import planned_policies
-from tfmix.doctor import batch as trial
+from tfmix.doctor import batch as batches
 from tfmix.scaling.step import finite
 
 # The exponents that are tried: the bounds of `DynamicLossScale`.
@@ -68,24 +68,24 @@ def calibrate_loss_scale(
     """
     rows = _arguments.count("batch_size", batch_size, example=32)
     margin = _arguments.count("margin_bits", margin_bits, lowest=0, example=4)
-    batches = trial.parts(x, y, rows)
-    first = next(batches, (x, y))
-    if first[1] is None and not trial.is_dataset(first[0]):
+    several = batches.parts(x, y, rows)
+    first = next(several, (x, y))
+    if first[1] is None and not batches.is_dataset(first[0]):
         raise ValueError(
             "Gradients need targets. Received: y=None. Pass the targets that "
             "the model is trained on."
         )
-    whole = trial.prepare(model, *first, loss)
+    whole = batches.prepare(model, *first, loss)
     sixteen = planned_policies.sixteen_bit_layers(model)
     if all(layer.compute_dtype != "float16" for layer in sixteen):
         return 1.0
     is_finite = _compiled(whole)
     best = _HIGHEST
-    others = itertools.islice(batches, _BATCHES - 1)
+    others = itertools.islice(several, _BATCHES - 1)
     with _progress.shown("Calibrating") as say:
         for index, part in enumerate(itertools.chain([first], others)):
             say(f"Calibrating: batch {index + 1} of at most {_BATCHES}")
-            x, y = trial.tensors(part)
+            x, y = batches.tensors(part)
             fits = functools.partial(is_finite, x, y)
             if not fits(_LOWEST):
                 _refuse(dataclasses.replace(whole, x=x, y=y), index)
@@ -105,12 +105,12 @@ def _largest(fits: Callable[[int], bool], highest: int) -> int:
     return _LOWEST + fitting
 
 
-def _refuse(batch: trial.Batch, index: int) -> NoReturn:
+def _refuse(batch: batches.Batch, index: int) -> NoReturn:
     bad = batch.bad_rows()
     why = "tfmix.check(model, x, y) names the layer."
     if bad:
         held = " and ".join(
-            f"`{name}` holds NaN or infinity in rows {trial.shown(rows)}"
+            f"`{name}` holds NaN or infinity in rows {batches.shown(rows)}"
             for name, rows in bad.items()
         )
         why = f"Of this batch {held}: mend the data first."
@@ -120,17 +120,17 @@ def _refuse(batch: trial.Batch, index: int) -> NoReturn:
     )
 
 
-def _compiled(whole: trial.Batch) -> Callable[[Any, Any, int], bool]:
+def _compiled(whole: batches.Batch) -> Callable[[Any, Any, int], bool]:
     """Compiles whether all gradients of one batch are finite at a scale."""
 
     def step(weights: list[Any], x: Any, y: Any, scale: Any) -> Any:
-        part = trial.Batch(whole.model, x, y, whole.loss)
-        (scaled,), back = trial.pullback(
+        part = batches.Batch(whole.model, x, y, whole.loss)
+        (scaled,), back = batches.pullback(
             lambda values: [part.run(values)[1] * scale], weights
         )
         return finite.all_finite([scaled, *back([ops.ones_like(scaled)])])
 
-    run = trial.compiled(step)
+    run = batches.compiled(step)
 
     def is_finite(x: Any, y: Any, power: int) -> bool:
         tensor = ops.convert_to_tensor(2.0**power, "float32")

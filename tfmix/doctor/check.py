@@ -165,7 +165,7 @@ def _run(
         notes=(
             *filter(None, [warning]),
             *idle,
-            *visit.fallen(),
+            *visit.judge.run.fallen,
             *batch.notes,
         ),
     )
@@ -331,11 +331,6 @@ class _Visit:
             if made.outputs
         }
         return {**found, verdicts.LOSS: ", ".join({*run.output_dtypes})}
-
-    def fallen(self) -> list[str]:
-        """Says which layers fell back to float32 in the 16-bit run, and why."""
-        found = self.judge.run.fallen.items()
-        return [f"{name} computes in float32: {why}" for name, why in found]
 
     def _judge_all(self, judge: runs.Judge) -> None:
         self.judge = judge

@@ -41,7 +41,7 @@ class SixteenBitRun:
     # What was planned, and float32 for each layer that fell back to it.
     planned: planned_policies.Plan
     # Why each of those fell back, by name.
-    fallen: dict[str, str]
+    fallen: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +83,12 @@ def sixteen_bit(
     with layers.policies(planned), probe.watched(found, on_call):
         outputs, _ = batch.run(batch.weights())
         ran = {layer: layer_policies.own(layer) for layer in planned}
-        fallen = fallback.fallen_back(batch.model)
-        reasons = {layer.name: fallback.why(layer) for layer in fallen}
+        fallen = fallback.notes(batch.model)
     leaves = probe.floats(outputs)
     for key in {made[id(leaf)] for leaf in leaves if id(leaf) in made}:
         signatures[key] = dataclasses.replace(signatures[key], is_output=True)
     dtypes = tuple(map(probe.dtype, leaves))
-    return SixteenBitRun(signatures, dtypes, ran, reasons)
+    return SixteenBitRun(signatures, dtypes, ran, fallen)
 
 
 def truth(

@@ -151,7 +151,7 @@ def _matrix(tensor: Any, letters: str, order: str, width: int) -> Any:
 def _parts(equation: str) -> tuple[str, str, str, str]:
     """Returns the letters that go through, are summed, are new; the result's.
 
-    All empty if the equation no product of two matrices.
+    All empty if the equation is no product of two matrices.
     """
     factors, outputs = equation.split("->")
     left, right = factors.split(",")

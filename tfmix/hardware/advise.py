@@ -183,7 +183,7 @@ def advise(
     size = _arguments.count("batch_size", batch_size, example=32)
     known = None if target is None else targets.find(target)
     inputs = model_batches.inputs(model, size, x, input_shape)
-    if not all(layer.built for layer in host.flat_layers(model)):
+    if not host.is_built(model):
         model(*inputs)
     policy = carried.carried_policy(model)
     if policy is not None and policies.with_rules(policy).is_float8:
@@ -273,11 +273,7 @@ def _padding(product: Product) -> str:
 
 def _uses(model: keras.Model, inputs: list) -> list[Use]:
     """Runs a built model on shapes alone; returns the calls as they end."""
-    layers = [
-        layer
-        for layer in host.flat_layers(model)
-        if not isinstance(layer, keras.layers.InputLayer)
-    ]
+    layers = host.called(model)
     found: list[Use] = []
 
     def make(index: int, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tfmix import _arguments, _progress
-from tfmix._keras import layer_policies, optimizers
+from tfmix._keras import layer_policies, layers, optimizers
 from tfmix.conversion import convert, copying
 from tfmix.hardware import (
     compiled_step,
@@ -104,7 +104,7 @@ def compile_for(  # noqa: PLR0913
                 "them at a time."
             )
         with _progress.shown(f"Compiling {title} for {found.name}"):
-            compiled = lowering.compiled_step(twin, rows, places)
+            compiled = lowering.compile_training_step(twin, rows, places)
         made[title] = record(compiled, twin, found, count, rows, name)
     if isinstance(policy, list | tuple) or isinstance(optimizer, list | tuple):
         return compiled_step.CompiledSteps(made)
@@ -199,8 +199,8 @@ def record(
 ) -> compiled_step.CompiledStep:
     """Reads what a model's compiled step says of itself."""
     program = compiled_text.read(compiled.text)
-    layers = lowering.layers_of(model)
-    rows = [_row(each, layers, target) for each in program.products]
+    called = layers.called(model)
+    rows = [_row(each, called, target) for each in program.products]
     rows.sort(key=lambda row: -row.flops)
     bounds = {
         "compute": sum(row.flops / _rate(row.dtype, target) for row in rows),

@@ -112,7 +112,7 @@ class Program:
         copies: Copies in the device's memory.
         conditionals: Branches; a GPU's wait for the host.
         exchanges: Exchanges between devices.
-        exchanged: Bytes a device that they give.
+        exchanged: Bytes that each device sends.
         bytes: Bytes of the device's memory that are read and written. What a
             TPU fetches into its own memory counts once, as it is fetched; of
             what is gathered and scattered, the rows.

@@ -1,6 +1,6 @@
 """XLA's compilers for accelerators that are not here, out of their wheels.
 
-The one file of ours that names what jaxlib keeps private; checked on jax 0.10.2
+The one file that compiles with what jaxlib keeps private; checked on jax 0.10.2
 with libtpu 0.0.52 and the CUDA 12 plugin.
 """
 
@@ -49,11 +49,11 @@ class Compiled:
 
     Attributes:
         text: The optimized program, as HLO text.
-        arguments: Bytes a device that go in, of which `aliased` are written
-            over by what comes out.
-        outputs: Bytes a device that come out.
-        aliased: Bytes a device of outputs that take the place of arguments.
-        temporaries: Bytes a device besides, while it runs.
+        arguments: Bytes of the arguments on each device, of which `aliased`
+            are overwritten by outputs.
+        outputs: Bytes of the outputs on each device.
+        aliased: Bytes of the outputs that take the place of arguments.
+        temporaries: Bytes that each device needs besides while it runs.
     """
 
     text: str

@@ -15,7 +15,7 @@ from tfmix.hardware import compilers, model_batches
 _MARK = "tfmix_layer_"
 
 
-def compiled_step(
+def compile_training_step(
     model: keras.Model, batch_size: int, devices: list[Any]
 ) -> compilers.Compiled:
     """Compiles what `fit` runs for each batch, the guard included.
@@ -33,21 +33,12 @@ def compiled_step(
         model.optimizer.build(model.trainable_variables)
     by_jax = keras.backend.backend() == "jax"
     compiled = _by_jax if by_jax else _by_tensorflow
-    with host.calls_replaced(layers_of(model), _marked):
+    with host.calls_replaced(host.called(model), _marked):
         return compiled(model, data, devices)
 
 
-def layers_of(model: keras.Model) -> list[keras.Layer]:
-    """Lists the layers whose products can be told apart."""
-    return [
-        layer
-        for layer in host.flat_layers(model)
-        if not isinstance(layer, keras.layers.InputLayer)
-    ]
-
-
 def layer_of(label: str) -> int | None:
-    """Returns which of `layers_of` a product is from, by its label."""
+    """Returns which of `called` layers a product is from, by its label."""
     # A framework's own name scopes count layers of one name in their way.
     found = re.findall(rf"{_MARK}(\d+)", label)
     return int(found[-1]) if found else None

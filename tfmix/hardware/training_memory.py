@@ -122,8 +122,8 @@ def held(model: Any, temporaries: int) -> Memory:
 
     Args:
         model: A compiled model whose optimizer is built.
-        temporaries: What a step takes besides its arguments: the gradients, and
-            what they leave of it are activations.
+        temporaries: What a step takes besides its arguments: its gradients; the
+            rest counts as activations.
     """
     *wrappers, inner = optimizers.chain(model.optimizer)
     masters = [

@@ -11,10 +11,11 @@ class ScaledLosses:
     """Counts the losses that are scaled, and what each variable had of them.
 
     A gradient does not tell where it comes from. But a scaled loss gives each
-    variable one gradient, so one more than losses were scaled before them
-    cannot be of any. That holds for a loss and gradients of one compiled
-    function, or of none. What another compiled function scaled may reach any
-    step: Python sees it only while that function is traced.
+    variable one gradient. If a variable gets more gradients than losses were
+    scaled before, one of them is of no scaled loss. That holds for a loss and
+    gradients of one compiled function, or of none. What another compiled
+    function scaled may reach any step: Python sees it only while that function
+    is traced.
     """
 
     def __init__(self) -> None:

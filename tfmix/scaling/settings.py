@@ -1,4 +1,4 @@
-"""The settings of a LossScaleOptimizer: checked, as plain data, and back."""
+"""The settings of a LossScaleOptimizer, checked."""
 
 import warnings
 from typing import Any
@@ -7,6 +7,7 @@ import keras
 
 from tfmix import _arguments, _formats
 from tfmix.scaling import rules
+from tfmix.variables import inner_attributes
 
 
 def loss_scale_rule(
@@ -69,32 +70,13 @@ def reduce_dtype(dtype: Any, rule: rules.LossScale) -> str | None:
 
 def inner_optimizer(optimizer: Any) -> Any:
     """Returns the Keras optimizer to wrap, given as it is or by its name."""
-    if isinstance(optimizer, str):
-        optimizer = _by_name(optimizer)
-    if isinstance(optimizer, type):
-        raise TypeError(
-            "`inner_optimizer` must be an optimizer, not a class. Received: "
-            f"inner_optimizer={optimizer!r}. Write {optimizer.__name__}()."
-        )
+    optimizer = inner_attributes.checked(optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             "`inner_optimizer` scales the loss already; a second scale would "
             "be divided out twice. Received: inner_optimizer="
             f"{optimizer!r}. Wrap the optimizer inside it: "
             "LossScaleOptimizer(optimizer.inner_optimizer)."
-        )
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        module = type(optimizer).__module__
-        received = f"Received: inner_optimizer={optimizer!r} ({module})."
-        if module.startswith(("tf_keras", "tensorflow.")):
-            raise TypeError(
-                "`inner_optimizer` comes from the legacy tf_keras package, "
-                f"which Keras 3 cannot run. {received} Write "
-                f"keras.optimizers.{type(optimizer).__name__}(...)."
-            )
-        raise TypeError(
-            "`inner_optimizer` must be a keras.optimizers.Optimizer, such as "
-            f'keras.optimizers.Adam(), or a name such as "adam". {received}'
         )
     if optimizer.loss_scale_factor is not None:
         warnings.warn(
@@ -105,21 +87,3 @@ def inner_optimizer(optimizer: Any) -> Any:
             stacklevel=3,
         )
     return optimizer
-
-
-def _by_name(name: str) -> Any:
-    try:
-        return keras.optimizers.get(name)
-    except ValueError:
-        known = sorted(
-            known.lower()
-            for known, value in vars(keras.optimizers).items()
-            if isinstance(value, type) and known != "Optimizer"
-        )
-        if name.lower() in known:
-            raise
-        hint = _arguments.did_you_mean(name.lower(), known)
-        raise ValueError(
-            "`inner_optimizer` must be a Keras optimizer or the name of one "
-            f"of {known}. Received: inner_optimizer={name!r}.{hint}"
-        ) from None

@@ -1,1 +1,1 @@
-"""Optimizers for 16-bit variables."""
+"""Optimizers that store variables or slots in 16 or 8 bits."""

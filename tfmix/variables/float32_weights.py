@@ -42,7 +42,7 @@ def export_float32(model: keras.Model, path: Any = None) -> list[np.ndarray]:
     """
     _check_model(model)
     _refuse_quantized(model)
-    owner = _owner(model)
+    owner = sixteen_bit_optimizer.owner(getattr(model, "optimizer", None))
     values = []
     for value in model.weights:
         if owner is not None and _owns(owner, value):
@@ -74,7 +74,7 @@ def load_float32(model: keras.Model, source: Any) -> None:
         ValueError: If the model is not built, or has no such optimizer.
     """
     _check_model(model)
-    owner = _owner(model)
+    owner = sixteen_bit_optimizer.owner(getattr(model, "optimizer", None))
     if owner is None:
         raise ValueError(
             "The model has no place for more than 16 bits. Received: a model "
@@ -119,19 +119,6 @@ def _refuse_quantized(model: keras.Model) -> None:
             "Save it as it is with `model.save`, or export its weights before "
             "`quantize`."
         )
-
-
-def _owner(
-    model: keras.Model,
-) -> sixteen_bit_optimizer.SixteenBitOptimizer | None:
-    """Finds the optimizer that keeps the model's missing bits."""
-    found = optimizers.chain(getattr(model, "optimizer", None))
-    ours = (
-        x
-        for x in found
-        if isinstance(x, sixteen_bit_optimizer.SixteenBitOptimizer)
-    )
-    return next(ours, None)
 
 
 def _owns(owner: Any, variable: keras.Variable) -> bool:

@@ -1,10 +1,11 @@
-"""A wrapper has the attributes and settings of the optimizer inside it."""
+"""What a wrapper may wrap; it has the attributes and settings of that."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
+from tfmix import _arguments
 from tfmix._keras import optimizers, variables
 
 # What Keras's base class keeps on every optimizer, also on a wrapper that does
@@ -13,6 +14,51 @@ _SHARED_SETTINGS = (
     "clipnorm clipvalue ema_momentum ema_overwrite_frequency global_clipnorm "
     "gradient_accumulation_steps iterations learning_rate use_ema weight_decay"
 )
+
+
+def checked(optimizer: Any) -> keras.optimizers.Optimizer:
+    """Returns the optimizer to wrap, given as it is, by name or as a config."""
+    if isinstance(optimizer, str):
+        optimizer = _by_name(optimizer)
+    if isinstance(optimizer, dict):
+        optimizer = keras.optimizers.get(optimizer)
+    if isinstance(optimizer, type):
+        raise TypeError(
+            "`inner_optimizer` must be an optimizer, not a class. Received: "
+            f"inner_optimizer={optimizer!r}. Write {optimizer.__name__}()."
+        )
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        return optimizer
+    module = type(optimizer).__module__
+    received = f"Received: inner_optimizer={optimizer!r} ({module})."
+    if module.startswith(("tf_keras", "tensorflow.")):
+        raise TypeError(
+            "`inner_optimizer` comes from the legacy tf_keras package, which "
+            f"Keras 3 cannot run. {received} Write "
+            f"keras.optimizers.{type(optimizer).__name__}(...)."
+        )
+    raise TypeError(
+        "`inner_optimizer` must be a keras.optimizers.Optimizer, such as "
+        f'keras.optimizers.Adam(), or a name such as "adam". {received}'
+    )
+
+
+def _by_name(name: str) -> Any:
+    try:
+        return keras.optimizers.get(name)
+    except ValueError:
+        known = sorted(
+            known.lower()
+            for known, value in vars(keras.optimizers).items()
+            if isinstance(value, type) and known != "Optimizer"
+        )
+        if name.lower() in known:
+            raise
+        hint = _arguments.did_you_mean(name.lower(), known)
+        raise ValueError(
+            "`inner_optimizer` must be a Keras optimizer or the name of one "
+            f"of {known}. Received: inner_optimizer={name!r}.{hint}"
+        ) from None
 
 
 class DelegatesToInner(optimizers.OverwritesThroughInner):

@@ -291,18 +291,19 @@ class SixteenBitOptimizer(
         return cls(optimizer, **config)
 
 
+def owner(optimizer: Any) -> SixteenBitOptimizer | None:
+    """Returns what keeps an optimizer's 16-bit variables, if anything does."""
+    for each in optimizers.with_nested(optimizer):
+        if isinstance(each, SixteenBitOptimizer):
+            return each
+    return None
+
+
 def _checked_inner(
     wrapper: str, optimizer: keras.optimizers.Optimizer | str | dict
 ) -> keras.optimizers.Optimizer:
     """Returns the optimizer to wrap, or says why it cannot be wrapped."""
-    if isinstance(optimizer, str | dict):
-        optimizer = keras.optimizers.get(optimizer)
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            f"{wrapper} wraps a `keras.optimizers.Optimizer` or its name. "
-            f"Received: inner_optimizer={optimizer!r} of type "
-            f"{type(optimizer).__name__}."
-        )
+    optimizer = inner_attributes.checked(optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
             f"{wrapper} goes inside the loss-scale optimizer, where gradients "

@@ -15,7 +15,7 @@ def get(bound: inspect.BoundArguments, name: str, default: Any = None) -> Any:
 
 
 def put(bound: inspect.BoundArguments, name: str, value: Any) -> None:
-    """Gives an argument; a method that takes no such one goes without."""
+    """Sets an argument, if the method takes one of that name."""
     declared = name in bound.signature.parameters
     (bound.arguments if declared else _extra(bound))[name] = value
 

@@ -98,8 +98,8 @@ class _Carried:
         shown = original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         show = given.get("print_fn") or print
-        for layer in fallback.fallen_back(self._model):
-            show(f" {layer.name} computes in float32: {fallback.why(layer)}")
+        for note in fallback.notes(self._model):
+            show(f" {note}")
         for layer, why in chosen_layers.reasons(self._model).items():
             place = f"not in float8: {why}" if why else "in float8"
             show(f" {layer.name} multiplies {place}")
@@ -147,7 +147,7 @@ class _Carried:
 
         @functools.wraps(function)
         def first(*arguments: Any) -> Any:
-            built = all(each.built for each in layers.flat_layers(model))
+            built = layers.is_built(model)
             arguments = training.for_two_calls(model, arguments)
             try:
                 found = function(*arguments)

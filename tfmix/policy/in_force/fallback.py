@@ -146,9 +146,13 @@ def mended_step(
     return found
 
 
-def fallen_back(model: keras.Layer) -> list[keras.Layer]:
-    """Lists the layers of a model that have fallen back to float32."""
-    return [layer for layer in layers.flat_layers(model) if why(layer)]
+def notes(model: keras.Layer) -> list[str]:
+    """Says which layers of a model have fallen back to float32, and why."""
+    return [
+        f"{layer.name} computes in float32: {cause}"
+        for layer in layers.flat_layers(model)
+        if (cause := why(layer))
+    ]
 
 
 class _State:
@@ -307,8 +311,7 @@ def _everything(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
 
 def _make_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
     undo.callback(layer_policies.set_policy, layer, layer_policies.own(layer))
-    layer_policies.set_policy(layer, keras.DTypePolicy("float32"))
-    uncast_inputs.look_behind_casts(layer)
+    uncast_inputs.make_float32(layer)
 
 
 def _exact(value: Any) -> Any:

@@ -37,13 +37,8 @@ def is_chosen(layer: keras.Layer) -> bool:
 
 def keep_float32(layer: keras.Layer) -> None:
     """Makes a layer, and what it holds without a dtype of its own, float32."""
-    _make_float32(layer)
+    uncast_inputs.make_float32(layer)
     _keep_inside_float32(layer)
-
-
-def _make_float32(layer: keras.Layer) -> None:
-    layer_policies.set_policy(layer, keras.DTypePolicy("float32"))
-    uncast_inputs.look_behind_casts(layer)
 
 
 def _keep_inside_float32(layer: keras.Layer) -> None:
@@ -53,7 +48,7 @@ def _keep_inside_float32(layer: keras.Layer) -> None:
     for inner in layers.flat_layers(layer)[1:]:
         chosen = copies or is_chosen(inner)
         if chosen and inner.compute_dtype != "float32":
-            _make_float32(inner)
+            uncast_inputs.make_float32(inner)
 
 
 def _apply_rules(layer: keras.Layer, policy: keras.DTypePolicy) -> None:

@@ -1,4 +1,4 @@
-"""Says once in a `fit` that steps are skipped which no scale can save."""
+"""Warns once in a `fit` of skipped steps that no scale can prevent."""
 
 import inspect
 from collections.abc import Callable

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfmix._keras import global_state, layer_policies
+from tfmix._keras import global_state, layer_policies, layers
 
 _UNCAST = "_tfmix_uncast"
 _CALL = "call"
@@ -30,11 +30,15 @@ def keep_exact(layer: keras.Layer) -> None:
         look_behind_casts(layer)
         # Some of them switch the conversion of their inputs off.
         _look_up(layer, warn=False)
-    elif "Sequential" in names or (
-        type(layer).__module__.split(".")[0] != "keras"
-    ):
+    elif "Sequential" in names or not layers.is_builtin(layer):
         # A Sequential model casts, too, at the call that builds it.
         _use_converter(layer, _remember)
+
+
+def make_float32(layer: keras.Layer) -> None:
+    """Lets a layer compute in float32, on inputs that no cast has rounded."""
+    layer_policies.set_policy(layer, keras.DTypePolicy("float32"))
+    look_behind_casts(layer)
 
 
 def look_behind_casts(layer: keras.Layer) -> None:
@@ -67,10 +71,7 @@ def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
     converted = type(policy).convert_input(policy, tensor, autocast, dtype)
     if converted is not tensor:
         global_state.put_note(converted, _UNCAST, tensor)
-        mask = global_state.note(x, "_keras_mask")
-        if mask is not None:
-            # Keras 3.12 loses it in this cast.
-            global_state.put_note(converted, "_keras_mask", mask)
+        layers.copy_mask(x, converted)  # which Keras 3.12 loses in a cast
     return converted
 
 

@@ -7,7 +7,7 @@ import jax
 import keras
 from keras import ops
 
-from tfmix._keras import optimizers
+from tfmix._keras import compilation, optimizers
 from tfmix.scaling.step import finite, unscale
 
 
@@ -67,8 +67,11 @@ def _selected(
     ]
 
 
-# Compiled for eager steps, too, where every operation costs.
-_not_finite = jax.jit(finite.not_finite)
+@jax.jit
+def _not_finite(grads: list) -> Any:
+    # Compiled for eager steps, too, where every operation costs. Where XLA
+    # looks through the flags, it may order a step for more memory.
+    return compilation.kept_apart(finite.not_finite(grads))
 
 
 def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:
