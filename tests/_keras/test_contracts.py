@@ -107,7 +107,6 @@ FUNCTIONS = [
         "rematerialized_call",
         "self layer_call *args **kwargs",
     ),
-    ("keras.Layer", "_flatten_layers", "self include_self recursive"),
     (
         "keras.layers.MultiHeadAttention",
         "_compute_attention",
@@ -505,14 +504,6 @@ def test_the_parent_path_is_the_path_of_the_scope_of_the_first_call():
     assert seen[0] == (None, "outer")
     assert outer.inner._parent_path == "outer"
     assert outer.inner.path == "outer/inner"
-
-
-def test_flatten_layers_gives_the_layer_and_all_in_it():
-    inner = keras.Sequential([dense(), dense()])
-    outer = keras.Sequential([inner, dense()])
-    assert {id(each) for each in outer._flatten_layers()} == {
-        id(each) for each in (outer, inner, *inner.layers, *outer.layers)
-    }
 
 
 def test_a_layer_knows_the_remat_scope_it_was_made_in():
