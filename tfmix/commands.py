@@ -233,7 +233,7 @@ def load_model(path: pathlib.Path, compiled: bool) -> keras.Model:
         # errors, h5py's, KeyError for a missing entry.
         raise ValueError(
             f"Keras cannot load {str(path)!r}: {type(error).__name__}: "
-            f"{error} A model with classes of your own is checked from "
+            f"{error} A model with classes of your own is used from "
             "Python, where they are known."
         ) from error
 

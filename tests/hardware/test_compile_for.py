@@ -194,6 +194,9 @@ def test_policies_stand_side_by_side():
     assert found["mixed_bfloat16"].share_16bit == 1
     assert list(json.loads(found.to_json())) == ["float32", "mixed_bfloat16"]
     assert "mixed_bfloat16" in str(found)
+    assert list(found) == ["float32", "mixed_bfloat16"]
+    with pytest.raises(KeyError, match="only"):
+        found["mixed_float16"]
 
 
 @needs("h200")
@@ -257,6 +260,37 @@ def test_a_process_that_sets_no_platforms_has_the_compiler():
         check=False,
     )
     assert done.stdout.splitlines()[-1:] == [f"{2 * 2 * 32 * 64 * 32}"], done
+
+
+@needs("h200")
+@needs("v5e")
+@pytest.mark.parametrize("target", ["h200", "v5e"])
+def test_each_round_of_a_loop_counts(target):
+    layers = [keras.layers.GRU(128), keras.layers.Dense(8)]
+    model = keras.Sequential([keras.Input((200, 64)), *layers])
+    model.compile("adam", loss="mse")
+    found = tfmix.compile_for(model, 32, target, policy="mixed_bfloat16")
+    # Forward, the inputs' and the state's gradients; the data have none.
+    rounds = 200 * 32 * (3 * 128) * (2 * 64 + 3 * 128)
+    assert found.flops == 2 * (rounds + 3 * 32 * 128 * 8)
+    assert found.open_loops == 0
+    assert found.kernels > 200
+
+
+@needs("h200")
+@pytest.mark.skipif(JAX, reason="JAX compiles it")
+def test_what_xla_does_not_compile_is_named():
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 3)),
+            keras.layers.RandomRotation(0.1),
+            keras.layers.Flatten(),
+            keras.layers.Dense(2),
+        ]
+    )
+    model.compile("adam", loss="mse")
+    with pytest.raises(ValueError, match="ImageProjectiveTransformV3.*fit"):
+        tfmix.compile_for(model, 4, policy="mixed_bfloat16")
 
 
 @needs("v5e")

@@ -23,6 +23,7 @@ STEP = compiled_step.CompiledStep(
     exchanged=0,
     flops=6144,
     bytes=100,
+    open_loops=0,
     seconds=1e-6,
     bound="memory",
     model="my_model",

@@ -1,6 +1,7 @@
 """An optimizer with slots in 8 bits trains as one with float32 slots."""
 
 import functools
+import math
 
 import keras
 import numpy as np
@@ -226,6 +227,10 @@ def test_its_config_makes_the_same_again():
         ({"slot_dtype": "int4"}, ValueError, "`slot_dtype` must be one of"),
         ({"slot_dtype": [("a", 3)]}, ValueError, "list of pairs"),
         ({"slot_dtype": [3]}, ValueError, "list of pairs"),
+        ({"slot_dtype": []}, ValueError, "list of pairs"),
+        ({"slot_dtype": None}, ValueError, "slot_dtype=None"),
+        ({"slot_dtype": 5}, ValueError, "slot_dtype=5"),
+        ({"slot_dtype": [("(", "int8")]}, ValueError, "regular expression"),
         ({"seed": 1, "slot_dtype": "float32"}, ValueError, "Leave `seed` out"),
         ({"seed": "a"}, TypeError, "`seed` must be an integer"),
     ],
@@ -239,6 +244,90 @@ def test_slots_of_another_shape_are_refused_by_name():
     optimizer = low_memory.LowMemoryOptimizer(keras.optimizers.Adafactor())
     with pytest.raises(ValueError, match="inner_optimizer=Adafactor"):
         optimizer.build([keras.Variable(np.zeros((64, 64), "float32"))])
+
+
+@pytest.mark.parametrize("slots", ["int8", "bfloat16"])
+def test_slots_that_cannot_be_rounded_apart_are_refused(slots):
+    # The variance is what the square of one slot leaves of the other.
+    inner = keras.optimizers.RMSprop(centered=True)
+    if slots == "int8":
+        optimizer, dtype = low_memory.LowMemoryOptimizer(inner), "float32"
+    else:
+        optimizer = tfmix.BFloat16Optimizer(inner, slot_dtype=slots)
+        dtype = "bfloat16"
+    with pytest.raises(ValueError, match="centered=False"):
+        optimizer.build([keras.Variable(np.zeros((64, 64)), dtype=dtype)])
+
+
+class Falling(keras.optimizers.Optimizer):
+    """Momentum in a slot that is called what Adam calls its second moment."""
+
+    def build(self, variables):
+        if not self.built:
+            super().build(variables)
+            self.slots = self.add_optimizer_variables(variables, "velocity")
+
+    def update_step(self, gradient, variable, learning_rate):
+        slot = self.slots[self._get_variable_index(variable)]
+        step = keras.ops.multiply(gradient, learning_rate)
+        self.assign(slot, keras.ops.subtract(0.9 * slot, step))
+        self.assign_add(variable, slot)
+
+
+class Declared(Falling):
+    never_negative = ()
+
+
+def test_a_class_with_slots_of_its_own_says_which_are_never_negative():
+    variables = [keras.Variable(np.zeros((64, 64)), dtype="float32")]
+    with pytest.raises(ValueError, match="Write `never_negative ="):
+        low_memory.LowMemoryOptimizer(Falling(0.1)).build(variables)
+    optimizer = low_memory.LowMemoryOptimizer(Declared(0.1))
+    optimizer.build(variables)
+    for _ in range(2):
+        optimizer.apply([keras.ops.ones((64, 64))], variables)
+    np.testing.assert_allclose(variables[0], -0.29, rtol=0.02)
+
+
+def test_an_empty_variable_is_left_alone():
+    variables = [keras.Variable(np.zeros((2, 0, 3)), dtype="float32")]
+    optimizer = low(slot_dtype=[("", "int8")])
+    optimizer.build(variables)
+    optimizer.apply([keras.ops.ones((2, 0, 3))], variables)
+    assert not coded(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("rules", "wide"),
+    [
+        ("int8", {"embedding", "bias"}),
+        ([("kernel", "float32"), ("", "int8")], {"kernel"}),
+        ([("kernel", "int8")], {"embedding", "bias"}),
+    ],
+)
+def test_flat_masters_join_what_has_slots_alike(rules, wide):
+    sizes = {"embedding": (100, 64), "kernel": (64, 100), "bias": (100,)}
+    variables = [
+        keras.Variable(np.zeros(shape), dtype="bfloat16", name=name)
+        for name, shape in sizes.items()
+    ]
+    optimizer = tfmix.MasterWeightOptimizer(
+        keras.optimizers.Adam(), flat=True, slot_dtype=rules
+    )
+    optimizer.build(variables)
+    found = {"float32": 0, "uint8": 0}
+    for variable in optimizer.variables:
+        if variable.path.endswith("velocity"):
+            found[variable.dtype] += math.prod(variable.shape)
+    known = {name: math.prod(shape) for name, shape in sizes.items()}
+    assert found["float32"] == sum(known[name] for name in wide)
+    assert sum(found.values()) == sum(known.values())
+    grads = [keras.ops.ones(v.shape, "bfloat16") for v in variables]
+    optimizer.apply(grads, variables)
+    for variable in variables:
+        np.testing.assert_allclose(
+            keras.ops.cast(variable, "float32"), -0.001, rtol=0.01
+        )
 
 
 def test_a_conversion_goes_on_with_them():

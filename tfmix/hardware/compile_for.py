@@ -223,6 +223,7 @@ def record(
         exchanged=program.exchanged,
         flops=sum(row.flops for row in rows),
         bytes=program.bytes,
+        open_loops=program.open_loops,
         seconds=bounds[bound],
         bound=bound,
         model=model.name,

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfmix import _page_frame, _tables
@@ -25,7 +25,8 @@ class CompiledProduct:
         count: How many of them one kernel computes.
         dtype: What is multiplied, `"float16"` for example.
         kernel: What computes it: `"Triton"`, `"cuBLAS"`, `"cuDNN"`, `"MXU"`.
-        flops: Multiplications and additions of all of them.
+        flops: Multiplications and additions of all of them, in all rounds of a
+            loop.
     """
 
     layer: str
@@ -70,7 +71,7 @@ class CompiledStep(_tables.Printed):
 
     Attributes:
         rows: One `CompiledProduct` for each product, the costliest first.
-        kernels: Launches that compute something; a loop's body counts once.
+        kernels: Launches that compute something.
         copies: Copies inside the device's memory.
         conditionals: Branches, at which a GPU waits for the host.
         memory: A `StepMemory`, of one device.
@@ -80,6 +81,8 @@ class CompiledStep(_tables.Printed):
         bytes: Bytes read and written in the device's memory: what its kernels
             take and give, of gathers and slices the part. What a TPU fetches
             into its own memory counts once.
+        open_loops: Loops of as many rounds as the data say: their bodies count
+            once, here and in all the numbers above. Others count each round.
         seconds: The larger of two bounds: products at the published rate,
             bytes at the published bandwidth. A step is faster only by what
             is still in a GPU's cache when it is read.
@@ -101,6 +104,7 @@ class CompiledStep(_tables.Printed):
     exchanged: int
     flops: int
     bytes: int
+    open_loops: int
     seconds: float
     bound: str
     model: str
@@ -177,12 +181,17 @@ class CompiledStep(_tables.Printed):
         if self.float32_layers and self.share_16bit:
             names = ", ".join(one or "-" for one in self.float32_layers)
             notes.append(f"products in float32: {names}")
+        if self.open_loops:
+            notes.append(
+                f"{self.open_loops} loop(s) of as many rounds as the data say: "
+                "their bodies count once"
+            )
         return _tables.Table(heads, rows, self.title, notes)
 
 
 @dataclasses.dataclass(frozen=True)
-class CompiledSteps(_tables.Printed):
-    """Several steps side by side; prints as a table.
+class CompiledSteps(_tables.Printed, Mapping[str, CompiledStep]):
+    """Several steps side by side, by name; prints as a table.
 
     Attributes:
         steps: Policy, or `"policy, Adam"` where several optimizers were
@@ -192,7 +201,17 @@ class CompiledSteps(_tables.Printed):
     steps: Mapping[str, CompiledStep]
 
     def __getitem__(self, name: str) -> CompiledStep:
+        if name not in self.steps:
+            raise KeyError(
+                f"There is no step {name!r}, only {list(self.steps)}."
+            )
         return self.steps[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
 
     @property
     def fitting(self) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _NAMES = {
@@ -105,7 +105,7 @@ class Product:
 class Program:
     """What can be counted in a program.
 
-    A loop's body counts once, however often it runs.
+    A loop's body counts as often as it runs, and once where only the data say.
 
     Attributes:
         kernels: Launches that compute something.
@@ -116,7 +116,9 @@ class Program:
         bytes: Bytes of the device's memory that are read and written. What a
             TPU fetches into its own memory counts once, as it is fetched; of
             what is gathered and scattered, the rows.
-        products: Matrix products and convolutions.
+        products: Matrix products and convolutions, with the operations of all
+            rounds of a loop.
+        open_loops: Loops whose body counts once, since only the data say.
     """
 
     kernels: int
@@ -126,6 +128,7 @@ class Program:
     exchanged: int
     bytes: int
     products: tuple[Product, ...]
+    open_loops: int
 
 
 _Computations = dict[str, dict[str, Instruction]]
@@ -134,24 +137,29 @@ _Computations = dict[str, dict[str, Instruction]]
 def read(text: str) -> Program:
     """Reads a compiled program in XLA's text form."""
     computations, entry = _parse(text)
+    times = _times(entry, computations)
+    steps = _stepwise(entry, computations)
     run = [
-        (each, computations[name])
-        for name in _run_by(entry, computations)
+        (each, computations[name], times[name])
+        for name in steps
         for each in computations[name].values()
     ]
-    given = [each for each, _ in run if each.operation in _EXCHANGES]
+    given = [(x, n) for x, _, n in run if x.operation in _EXCHANGES]
     return Program(
-        kernels=sum(_is_kernel(each) for each, _ in run),
-        copies=sum(_is_copy(each) for each, _ in run),
-        conditionals=sum(each.operation == "conditional" for each, _ in run),
-        exchanges=len(given),
-        exchanged=sum(_given_bytes(each) for each in given),
+        kernels=sum(n for each, _, n in run if _is_kernel(each)),
+        copies=sum(n for each, _, n in run if _is_copy(each)),
+        conditionals=sum(n for x, _, n in run if x.operation == "conditional"),
+        exchanges=sum(n for _, n in given),
+        exchanged=sum(n * _given_bytes(each) for each, n in given),
         bytes=sum(
-            _moved(each, among, computations)
-            for each, among in run
+            n * _moved(each, among, computations)
+            for each, among, n in run
             if _is_kernel(each) or _is_transfer(each)
         ),
-        products=tuple(_products(computations)),
+        products=tuple(_products(computations, times)),
+        open_loops=sum(
+            _rounds(each, among, computations) is None for each, among, _ in run
+        ),
     )
 
 
@@ -188,18 +196,66 @@ def _parse(text: str) -> tuple[_Computations, str]:
     return found, entry
 
 
-def _run_by(name: str, computations: _Computations) -> Iterator[str]:
-    """Yields a computation and what it runs step by step, each once."""
-    seen, waiting = set(), [name]
+def _stepwise(name: str, computations: _Computations) -> list[str]:
+    """Returns a computation and what it runs step by step, each once."""
+    found: dict[str, None] = {}
+    waiting = [name]
     while waiting:
-        name = waiting.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        yield name
+        found[name := waiting.pop()] = None
         for each in computations[name].values():
             if each.operation in _STEPWISE:
-                waiting += each.called
+                waiting += [one for one in each.called if one not in found]
+    return list(found)
+
+
+def _times(name: str, computations: _Computations) -> dict[str, int]:
+    """Returns how often each computation runs that one of them leads to."""
+    found = {name: 1}
+    waiting = [name]
+    while waiting:
+        among = computations.get(name := waiting.pop(), {})
+        for each in among.values():
+            rounds = _rounds(each, among, computations) or 1
+            for one in each.called:
+                if one not in found:
+                    found[one] = found[name] * rounds
+                    waiting.append(one)
+    return found
+
+
+def _rounds(
+    each: Instruction,
+    among: dict[str, Instruction],
+    computations: _Computations,
+) -> int | None:
+    """Returns how often a loop's body runs, if it can be told; else `None`."""
+    if each.operation != "while":
+        return 1
+    if known := re.search(r'known_trip_count":{"n":"(\d+)"', each.rest):
+        return int(known[1])
+    # Frameworks count up from 0, to a number that the condition holds or that
+    # goes into the loop: a constant, or where another loop's count ended.
+    (name,) = re.findall(r"condition=%([\w.\-]+)", each.rest)
+    condition = list(computations[name].values())
+    inner = [one for x in condition for one in x.called]
+    condition += [x for one in inner for x in computations[one].values()]
+    found = [_number(one) for one in condition]
+    start = among[each.operands[0]].operands if each.operands else []
+    for one in condition:
+        place = re.search(r"index=(\d+)", one.rest)
+        if one.operation == "get-tuple-element" and place and start:
+            given = among[start[int(place[1])]]
+            found.append(_number(given))
+            if given.operation == "get-tuple-element":
+                given = among[given.operands[0]]
+                if given.operation == "while":
+                    found.append(_rounds(given, among, computations))
+    return max(filter(None, found), default=None)
+
+
+def _number(each: Instruction) -> int | None:
+    is_one = each.operation == "constant" and each.result.startswith("s32[]")
+    return int(each.rest.partition(")")[0]) if is_one else None
 
 
 def _is_kernel(each: Instruction) -> bool:
@@ -292,7 +348,9 @@ def _given_bytes(each: Instruction) -> int:
     return size(each.result) // (2 if begun else 1)
 
 
-def _products(computations: _Computations) -> Iterator[Product]:
+def _products(
+    computations: _Computations, times: Mapping[str, int]
+) -> Iterator[Product]:
     callers = {
         name: each
         for among in computations.values()
@@ -305,7 +363,9 @@ def _products(computations: _Computations) -> Iterator[Product]:
             for mark in (each.operation, *_target_of(each)):
                 if measure := _MEASURES.get(mark):
                     kernel = _kernel(each, callers.get(name))
-                    yield _product(each, among, measure, kernel)
+                    made = _product(each, among, measure, kernel)
+                    flops = made.flops * times.get(name, 1)
+                    yield dataclasses.replace(made, flops=flops)
 
 
 def _target_of(each: Instruction) -> list[str]:

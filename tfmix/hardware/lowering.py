@@ -112,4 +112,15 @@ def _by_tensorflow(
     def step(*batch: Any) -> Any:
         return model.train_step(tree.pack_sequence_as(data, list(batch)))
 
-    return compilers.compile_tensorflow(step, leaves, devices[0])
+    try:
+        return compilers.compile_tensorflow(step, leaves, devices[0])
+    except ValueError as error:
+        lacking = re.findall(r"(\w+) \(No registered", str(error))
+        if not lacking:
+            raise
+        raise ValueError(
+            f"Under TensorFlow XLA does not compile {sorted(set(lacking))}, "
+            f"which {model.name!r} runs; `fit` trains it without XLA. Leave "
+            "such layers out of the model (those that augment images can work "
+            "on the dataset), or set KERAS_BACKEND=jax."
+        ) from error

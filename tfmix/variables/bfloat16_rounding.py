@@ -93,6 +93,7 @@ class _StochasticRounding(views.Views):
             yield
 
     def _narrow_slots(self, undo: contextlib.ExitStack, optimizer: Any) -> None:
+        eight_bit_slots.check_rounding(optimizer)
         original = optimizer.add_variable_from_reference
 
         def add(

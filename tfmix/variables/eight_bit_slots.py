@@ -17,8 +17,10 @@ Rules = str | Sequence[tuple[str, str]]
 INT8 = "int8"
 # Sums and averages over many steps stay in float32.
 WIDE = ("average", "gradient_accumulator")
-# What second moments are called in Keras; such a slot is never negative.
+# What Keras's own optimizers call second moments, which are never negative, and
+# where other classes name theirs.
 _SECOND_MOMENTS = re.compile("velocity|accumul|norm|squared")
+_DECLARED = "never_negative"
 # Elements of a variable whose slots are not worth it, and a part of the paths
 # of those whose gradients differ most from row to row.
 _SMALL, _RARE = 4096, "embedding"
@@ -31,12 +33,13 @@ def checked(slot_dtype: Rules, allowed: Sequence[str]) -> Rules:
     if isinstance(slot_dtype, str):
         if slot_dtype in allowed:
             return slot_dtype
-    elif all(_is_rule(rule) for rule in slot_dtype):
-        # As a file holds it, whatever it was.
-        return [(pattern, dtype) for pattern, dtype in slot_dtype]
+    elif isinstance(slot_dtype, list | tuple) and slot_dtype:
+        if all(map(_is_rule, slot_dtype)):
+            # As a file holds it, whatever it was.
+            return [(pattern, dtype) for pattern, dtype in slot_dtype]
     raise ValueError(
         f"`slot_dtype` must be one of {list(allowed)}, or a list of pairs of a "
-        "pattern of variables' paths and 'float32' or 'int8', such as "
+        "regular expression for variables' paths and 'float32' or 'int8': "
         "[('head', 'float32'), ('.', 'int8')]. Received: slot_dtype="
         f"{slot_dtype!r}."
     )
@@ -45,7 +48,11 @@ def checked(slot_dtype: Rules, allowed: Sequence[str]) -> Rules:
 def _is_rule(rule: Any) -> bool:
     if not isinstance(rule, list | tuple) or len(rule) != 2:
         return False
-    return isinstance(rule[0], str) and rule[1] in ("float32", INT8)
+    try:
+        re.compile(rule[0])
+    except (TypeError, re.error):
+        return False
+    return rule[1] in ("float32", INT8)
 
 
 def are_coded(slot_dtype: Rules) -> bool:
@@ -57,36 +64,73 @@ def are_coded(slot_dtype: Rules) -> bool:
 
 def keeps_float32(slot_dtype: Rules, variable: keras.Variable) -> bool:
     """Says whether the slots of a variable stay in float32, by the rules."""
+    size = math.prod(variable.shape)
     if isinstance(slot_dtype, str):
-        small = math.prod(variable.shape) < _SMALL
-        return small or _RARE in variable.path
+        return size < _SMALL or _RARE in variable.path
+    if not size:
+        return True
     for pattern, dtype in slot_dtype:
         if re.search(pattern, variable.path):
             return dtype != INT8
     return True
 
 
+def check_rounding(optimizer: Any) -> None:
+    """Refuses an optimizer whose slots cannot be rounded each by itself."""
+    if getattr(optimizer, "centered", False):
+        raise ValueError(
+            "Slots of RMSprop(centered=True) cannot be rounded: it subtracts "
+            "the square of one from another, and takes the root of what is "
+            f"left. Received: inner_optimizer={optimizer.name!r}, with "
+            "centered=True. Write RMSprop(centered=False), or "
+            "slot_dtype='float32'."
+        )
+
+
+def _second_moments(optimizer: Any) -> Callable[[str], bool]:
+    """Returns what says by its name whether a slot is never negative."""
+    kind = type(optimizer)
+    if hasattr(kind, _DECLARED):
+        return lambda name: name in getattr(kind, _DECLARED)
+    if kind.update_step.__module__.split(".")[0] == "keras":
+        return lambda name: bool(_SECOND_MOMENTS.search(name))
+    raise ValueError(
+        "A class with an `update_step` of its own must say which of its slots "
+        f"are never negative, to have them in 8 bits. Received: inner_optimizer"
+        f"={optimizer.name!r} of type {kind.__name__}. Write `{_DECLARED} = "
+        f"('velocity',)` into {kind.__name__}, with the names of such slots, "
+        "or `()` if there are none; or leave out slot_dtype='int8'."
+    )
+
+
 class EightBitSlots:
     """Lets an inner optimizer create its slots in 8 bits.
 
     Args:
-        slot_dtype: The rules.
         draw: Returns the seed and the number of the step, as int32 tensors.
     """
 
-    def __init__(
-        self, slot_dtype: Rules, draw: Callable[[], tuple[Any, Any]]
-    ) -> None:
-        self._rules, self._draw = slot_dtype, draw
+    def __init__(self, draw: Callable[[], tuple[Any, Any]]) -> None:
+        self._draw = draw
         self._slots: list[_Slot] = []
 
     @contextlib.contextmanager
-    def creating(self, optimizer: optimizers.Optimizer) -> Iterator[None]:
-        """Opens while an inner optimizer is built."""
+    def creating(
+        self,
+        optimizer: optimizers.Optimizer,
+        keeps_float32: Callable[[keras.Variable], bool],
+    ) -> Iterator[None]:
+        """Opens while an inner optimizer is built.
+
+        Args:
+            optimizer: The optimizer.
+            keeps_float32: Says so of the slots of a variable.
+        """
         workers = optimizers.workers(optimizer)
         with contextlib.ExitStack() as undo:
             for worker in workers:
-                self._narrow(undo, worker)
+                check_rounding(worker)
+                self._narrow(undo, worker, keeps_float32)
             yield
         for worker in workers:
             self._refuse_others(worker)
@@ -96,7 +140,13 @@ class EightBitSlots:
         for slot in self._slots:
             slot.fresh = None
 
-    def _narrow(self, undo: contextlib.ExitStack, worker: Any) -> None:
+    def _narrow(
+        self,
+        undo: contextlib.ExitStack,
+        worker: Any,
+        keeps_float32: Callable[[keras.Variable], bool],
+    ) -> None:
+        is_second = _second_moments(worker)
         original = worker.add_variable_from_reference
 
         def add(
@@ -104,10 +154,12 @@ class EightBitSlots:
             name: str | None = None,
             initializer: Any = "zeros",
         ) -> keras.Variable:
-            if name in WIDE or keeps_float32(self._rules, reference_variable):
+            if name in WIDE or keeps_float32(reference_variable):
                 return original(reference_variable, name, initializer)
+            name = name or "var"
+            code = eight_bit.UNSIGNED if is_second(name) else eight_bit.SIGNED
             slot = self._make(
-                worker, reference_variable, name or "var", initializer
+                worker, reference_variable, name, initializer, code
             )
             # What it consists of is tracked already.
             optimizers.count_as_tracked(worker, slot)
@@ -117,10 +169,13 @@ class EightBitSlots:
         replacements.swap(undo, worker, "add_variable_from_reference", add)
 
     def _make(
-        self, worker: Any, variable: keras.Variable, name: str, initializer: Any
+        self,
+        worker: Any,
+        variable: keras.Variable,
+        name: str,
+        initializer: Any,
+        code: eight_bit.Code,
     ) -> "_Slot":
-        second = bool(_SECOND_MOMENTS.search(name))
-        code = eight_bit.UNSIGNED if second else eight_bit.SIGNED
         shape = tuple(variable.shape)
         first = keras.initializers.get(initializer)
 

@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import optimizers
-from tfmix.variables import bits, sixteen_bit_optimizer
+from tfmix.variables import bits, eight_bit_slots, sixteen_bit_optimizer
 
 # Optimizers whose update of an element reads that element alone, by the
 # `update_step` they run (so subclasses that keep it count too).
@@ -22,6 +22,8 @@ ELEMENTWISE = tuple(
 # in what is left. A variable that fills its last register partly stays alone
 # under these, on every backend, so that a checkpoint fits all of them.
 UNEVEN = ("Adadelta", "Adagrad", "Ftrl", "RMSprop")
+# In the names of vectors whose slots stay in float32 beside others in 8 bits.
+_WIDE = "_float32_slots"
 # Floats in the widest register there is, AVX-512's.
 REGISTER = 16
 REFUSED = {
@@ -35,7 +37,8 @@ REFUSED = {
 class FlatMasters(sixteen_bit_optimizer.StandIns):
     """Keeps one float32 vector per group of 16-bit variables.
 
-    A group has one dtype, and is with or without weight decay.
+    A group has one dtype, is with or without weight decay, and has its slots in
+    float32 or in 8 bits.
     """
 
     def make(self) -> dict[int, keras.Variable]:
@@ -43,14 +46,18 @@ class FlatMasters(sixteen_bit_optimizer.StandIns):
         inner = self.optimizer.inner_optimizer
         _check_optimizer(inner)
         _check_variables(self.narrow)
-        members: dict[tuple[str, str, str], list[keras.Variable]] = {}
+        rules = self.optimizer.slot_dtype
+        coded = eight_bit_slots.are_coded(rules)
+        members: dict[tuple[str, ...], list[keras.Variable]] = {}
         for variable in self.narrow:
             decays = optimizers.uses_weight_decay(inner, variable)
             uneven = math.prod(variable.shape) % REGISTER
             alone = uneven and _runs_update_of(inner, UNEVEN)
+            wide = coded and eight_bit_slots.keeps_float32(rules, variable)
             key = (
                 keras.backend.standardize_dtype(variable.dtype),
                 "" if decays else "_no_decay",
+                _WIDE if wide else "",
                 f"_{len(members)}" if alone else "",
             )
             members.setdefault(key, []).append(variable)
@@ -59,6 +66,13 @@ class FlatMasters(sixteen_bit_optimizer.StandIns):
             id(each): group for group in self.groups for each in group.variables
         }
         return {key: group.master for key, group in self._group_of.items()}
+
+    def keeps_float32_slots(self, variable: keras.Variable) -> bool:
+        """Says so of a vector as of the variables that are in it."""
+        for group in self.groups:
+            if group.master is variable:
+                return group.keeps_float32_slots
+        return super().keeps_float32_slots(variable)
 
     def targets(
         self, these: sixteen_bit_optimizer.Variables
@@ -140,10 +154,11 @@ class Group:
     def __init__(
         self,
         optimizer: sixteen_bit_optimizer.SixteenBitOptimizer,
-        key: tuple[str, str, str],
+        key: tuple[str, ...],
         members: list[keras.Variable],
     ) -> None:
         self.dtype, self.variables = key[0], members
+        self.keeps_float32_slots = _WIDE in key
         sizes = [math.prod(variable.shape) for variable in members]
         self.ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         self.master = optimizers.add_variable(

@@ -42,7 +42,10 @@ class LowMemoryOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
-            Its slots must be shaped like the variables.
+            Its slots must be shaped like the variables. A class with an
+            `update_step` of its own declares those that are never negative,
+            which get the code of second moments: `never_negative =
+            ("velocity",)`.
         slot_dtype: `"int8"`, or a list of pairs of a pattern, searched in the
             variable's path, and `"int8"` or `"float32"`; the first that fits
             holds, and float32 where none does. Defaults to `"int8"`: all but
@@ -56,7 +59,9 @@ class LowMemoryOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
 
     Raises:
         ValueError: If an argument is wrong or, when built, if a variable is
-            16-bit or a slot is not shaped like its variable.
+            16-bit, a slot is not shaped like its variable, a class does not
+            say which slots are never negative, or the optimizer is
+            `RMSprop(centered=True)`, whose slots cannot be rounded apart.
         TypeError: If `inner_optimizer` is no optimizer, or `seed` no integer.
 
     Examples:

@@ -49,6 +49,11 @@ class StandIns:
         """Does so for some variables, if that updates no others."""
         return [self.target(variable) for variable in these]
 
+    def keeps_float32_slots(self, variable: keras.Variable) -> bool:
+        """Says whether the slots of an inner variable are not in 8 bits."""
+        rules = self.optimizer.slot_dtype
+        return eight_bit_slots.keeps_float32(rules, variable)
+
     def creating_slots(self) -> contextlib.AbstractContextManager:
         """Opens while the inner optimizer is built."""
         return contextlib.nullcontext()
@@ -116,7 +121,7 @@ class SixteenBitOptimizer(
                 aggregation="only_first_replica",
                 name="seed",
             )
-        self._coded = eight_bit_slots.EightBitSlots(slot_dtype, self._place)
+        self._coded = eight_bit_slots.EightBitSlots(self._place)
 
     def _place(self) -> tuple[Any, Any]:
         seed = ops.convert_to_tensor(self.seed_variable)
@@ -159,7 +164,8 @@ class SixteenBitOptimizer(
             undo.enter_context(self._store.creating_slots())
             if eight_bit_slots.are_coded(self.slot_dtype):
                 inner = self.inner_optimizer
-                undo.enter_context(self._coded.creating(inner))
+                keeps_float32 = self._store.keeps_float32_slots
+                undo.enter_context(self._coded.creating(inner, keeps_float32))
             yield
 
     def exclude_from_weight_decay(

@@ -37,6 +37,8 @@ def _update_or_skip(
     optimizer: Any, state: Any, grads: list, variables: list, scale: Any
 ) -> Any:
     """Updates if all gradients are finite, where a conditional skips work."""
+    # In float32 before sparse rows are added up.
+    grads = unscale.true_gradients(grads, variables, None)
 
     def true_gradients() -> list:
         return unscale.true_gradients(grads, variables, scale)
