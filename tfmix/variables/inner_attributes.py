@@ -29,13 +29,13 @@ def checked(optimizer: Any) -> keras.optimizers.Optimizer:
         )
     if isinstance(optimizer, keras.optimizers.Optimizer):
         return optimizer
-    module = type(optimizer).__module__
-    received = f"Received: inner_optimizer={optimizer!r} ({module})."
+    kind, module = type(optimizer).__name__, type(optimizer).__module__
+    received = f"Received: inner_optimizer={optimizer!r} of type {kind}."
     if module.startswith(("tf_keras", "tensorflow.")):
         raise TypeError(
             "`inner_optimizer` comes from the legacy tf_keras package, which "
             f"Keras 3 cannot run. {received} Write "
-            f"keras.optimizers.{type(optimizer).__name__}(...)."
+            f"keras.optimizers.{kind}(...)."
         )
     raise TypeError(
         "`inner_optimizer` must be a keras.optimizers.Optimizer, such as "

@@ -98,12 +98,19 @@ def is_sparse(tensor: Any) -> bool:
 
 
 def summed(tensor: Any) -> Any:
-    """Returns a dense tensor as it is, and the sums of a sparse one's rows."""
+    """Returns a dense tensor as it is, and the sums of a sparse one's rows.
+
+    Zeros follow the sums, as many rows as there were values in all.
+    """
     if not is_sparse(tensor):
         return tensor
-    rows, position = tf.unique(tensor.indices)
-    count = tf.shape(rows)[0]
-    return tf.math.unsorted_segment_sum(tensor.values, position, count)
+    # Of `tf.unique` XLA makes a loop with a round for each value.
+    order = tf.argsort(tensor.indices)
+    rows, count = tf.gather(tensor.indices, order), tf.size(order)
+    is_next = tf.cast(rows[1:] != rows[:-1], tf.int32)
+    position = tf.cumsum(tf.pad(is_next, [[1, 0]]))[:count]
+    values = tf.gather(tensor.values, order)
+    return tf.math.unsorted_segment_sum(values, position, count)
 
 
 def _has_words(tensor: Any) -> bool:
