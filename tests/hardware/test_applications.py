@@ -9,6 +9,7 @@ import pytest
 
 import tfmix
 from benchmarks import compiled_steps, gpu_models
+from tests import helpers
 from tfmix.hardware import compilers, targets
 
 ON_JAX = keras.backend.backend() == "jax"
@@ -71,3 +72,17 @@ def test_a_whole_model_compiles(name, target, rows, devices, monkeypatch):
     # depthwise convolutions.
     forward = sum(row.flops for row in tfmix.advise(model, rows).rows)
     assert 2.5 <= step.flops * devices / forward <= 3.4
+
+
+@pytest.mark.slow
+@helpers.requires_backend("jax")
+def test_scaling_a_transformer_takes_no_memory_and_few_kernels():
+    if lacking := compilers.missing(targets.find("h200")):
+        pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
+    bare, kerass, ours = (
+        compiled_steps.transformer("mixed_float16", way, "h200")
+        for way in ("bare", "Keras", "tfmix")
+    )
+    assert ours.memory.temporaries <= 1.02 * bare.memory.temporaries
+    added = ours.kernels - bare.kernels
+    assert added <= (kerass.kernels - bare.kernels) / 3
