@@ -209,3 +209,38 @@ def test_of_a_table_the_gathered_rows_are_read():
 def test_of_a_table_the_scattered_rows_are_read_and_written():
     scattered = "%s = f32[1000,64]{1,0} scatter(%p0, %p2, %p1), to_apply=%add"
     assert fused(scattered) == 3 * ROWS + PLACES
+
+
+LOOP = """HloModule step, is_scheduled=true
+
+%body (state: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %state = (s32[], f32[8,8]) parameter(0)
+  %count = s32[] get-tuple-element(%state), index=0
+  %value = f32[8,8] get-tuple-element(%state), index=1
+  %next = f32[8,8] add(%value, %value)
+  ROOT %made = (s32[], f32[8,8]) tuple(%count, %next)
+}
+
+%condition (known: (s32[], f32[8,8])) -> pred[] {
+  %known = (s32[], f32[8,8]) parameter(0)
+  %at = s32[] get-tuple-element(%known), index=0
+  %limit = s32[] constant(LIMIT)
+  ROOT %less = pred[] compare(%at, %limit), direction=LT
+}
+
+ENTRY %main (given: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %given = (s32[], f32[8,8]) parameter(0)
+  ROOT %loop = (s32[], f32[8,8]) while(%given), condition=%condition, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "rounds", "is_open"), [(7, 7, 0), (2**31 - 1, 1, 1)]
+)
+def test_a_loop_counts_its_rounds_once_if_nothing_limits_them(
+    limit, rounds, is_open
+):
+    program = compiled_text.read(LOOP.replace("LIMIT", str(limit)))
+    assert program.kernels == rounds
+    assert program.open_loops == is_open

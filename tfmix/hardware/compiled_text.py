@@ -29,6 +29,8 @@ _EXCHANGES = frozenset(
 _PARTS = ("-start", "-update", "-done")
 # What runs step by step as the program does; a fusion's body is one kernel.
 _STEPWISE = frozenset("while conditional call async-start".split())
+# What a loop counts to where its framework sets no limit.
+_NO_LIMIT = 2**31 - 1
 # Custom calls that tell the compiler something, and run nothing.
 _NO_WORK = (
     "AssumeGatherIndicesInBound",
@@ -240,7 +242,8 @@ def _rounds(
     inner = [one for x in condition for one in x.called]
     condition += [x for one in inner for x in computations[one].values()]
     found = [_number(one) for one in condition]
-    start = among[each.operands[0]].operands if each.operands else []
+    init = among[each.operands[0]]
+    start = init.operands if init.operation == "tuple" else []
     for one in condition:
         place = re.search(r"index=(\d+)", one.rest)
         if one.operation == "get-tuple-element" and place and start:
@@ -254,8 +257,10 @@ def _rounds(
 
 
 def _number(each: Instruction) -> int | None:
-    is_one = each.operation == "constant" and each.result.startswith("s32[]")
-    return int(each.rest.partition(")")[0]) if is_one else None
+    if each.operation != "constant" or not each.result.startswith("s32[]"):
+        return None
+    number = int(each.rest.partition(")")[0])
+    return number if number < _NO_LIMIT else None
 
 
 def _is_kernel(each: Instruction) -> bool:
