@@ -20,37 +20,17 @@ from tfmix.variables import (
 ASSIGNMENTS_PER_STEP = 16
 
 
-def stochastic(value: Any, random_bits: Any) -> Any:
-    """Rounds float32 up with the probability that makes the mean exact."""
-    # The lower 16 bits of the uint32 `random_bits` decide between the two
-    # neighbours. What is a bfloat16, infinite or NaN stays.
-    word = bits.bitcast(bits.quiet(value), "uint32")
-    noise = ops.bitwise_and(random_bits, bits.unsigned(0xFFFF))
-    upper = ops.right_shift(ops.add(word, noise), bits.unsigned(16))
-    return bits.bitcast(ops.cast(upper, "uint16"), "bfloat16")
+def stochastic(value: Any, noise: Any) -> Any:
+    """Rounds float32 to bfloat16, up with the chance that keeps the mean.
 
-
-def random_bits(shape: tuple, seed: Any, stream: int, step: Any) -> Any:
-    """Draws uint32 numbers that depend on the arguments alone."""
-    # The generator is named, so eager code, graphs and XLA agree, and so do
-    # replicas. Each use within a step has its own `stream`.
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        key = tf.cast(seed, tf.int64) * 2**32 + stream
-        return tf.random.stateless_uniform(
-            shape,
-            seed=tf.stack([key, tf.cast(step, tf.int64)]),
-            minval=None,
-            maxval=None,
-            dtype=tf.uint32,
-            alg="philox",
-        )
-    import jax
-
-    key = jax.random.key(ops.convert_to_tensor(seed), impl="threefry2x32")
-    key = jax.random.fold_in(jax.random.fold_in(key, stream), step)
-    return jax.random.bits(key, shape, "uint32")
+    Args:
+        value: Float32 tensor. What is a bfloat16, infinite or NaN stays.
+        noise: Int32 tensor of its shape; see `noise.noise`.
+    """
+    word = bits.bitcast(bits.quiet(value), "int32")
+    word = word + bits.upper(noise, 16)
+    upper = ops.cast(bits.upper(word, 16), "uint16")
+    return bits.bitcast(upper, "bfloat16")
 
 
 class _StochasticView(variables.Float32View):
@@ -78,7 +58,8 @@ class _StochasticRounding(views.Views):
         return super().make()
 
     def make_view(self, variable: keras.Variable) -> _StochasticView:
-        view = _StochasticView(variable, len(self.created) + 1, self.draw)
+        draw = self.optimizer.draw_noise
+        view = _StochasticView(variable, len(self.created) + 1, draw)
         self.created.append(view)
         return view
 
@@ -112,11 +93,6 @@ class _StochasticRounding(views.Views):
             return view
 
         replacements.swap(undo, optimizer, "add_variable_from_reference", add)
-
-    def draw(self, shape: tuple[int, ...], stream: int) -> Any:
-        """Draws random bits of the current step."""
-        step = ops.convert_to_tensor(self.optimizer.iterations)
-        return random_bits(shape, self.optimizer.seed_variable, stream, step)
 
     def refresh(self) -> None:
         """Starts the streams of a step anew."""

@@ -67,7 +67,7 @@ def fingerprints(tensors: Sequence, salt: int = 0) -> Any:
         for start in range(0, len(hashed), _TOGETHER):
             found.append(compilation.sums(hashed[start : start + _TOGETHER]))
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    return ops.add(ops.take(ops.concatenate(found), inverse), _signed(salt))
+    return ops.add(ops.take(ops.concatenate(found), inverse), signed(salt))
 
 
 def _hashed(tensor: Any) -> Any:
@@ -79,10 +79,10 @@ def _hashed(tensor: Any) -> Any:
     positions = ops.reshape(positions, tensor.shape)
     # As MurmurHash3 mixes bits, in arithmetic that wraps around.
     # Not `ops.add`, which takes an empty tensor for a bias.
-    mixed = words + ops.multiply(positions, _signed(0x9E3779B1))
-    mixed = ops.bitwise_xor(mixed, ops.right_shift(mixed, _signed(16)))
-    mixed = ops.multiply(mixed, _signed(0x85EBCA6B))
-    return ops.bitwise_xor(mixed, ops.right_shift(mixed, _signed(13)))
+    mixed = words + ops.multiply(positions, signed(0x9E3779B1))
+    mixed = ops.bitwise_xor(mixed, ops.right_shift(mixed, signed(16)))
+    mixed = ops.multiply(mixed, signed(0x85EBCA6B))
+    return ops.bitwise_xor(mixed, ops.right_shift(mixed, signed(13)))
 
 
 def unsigned(number: Any) -> Any:
@@ -90,8 +90,15 @@ def unsigned(number: Any) -> Any:
     return ops.cast(number, "uint32")
 
 
-def _signed(number: int) -> Any:
-    return ops.cast(number - (number >> 31 << 32), "int32")
+def signed(number: int) -> Any:
+    """Returns an int32 constant with the lower 32 bits of a number."""
+    return ops.cast((number + 2**31) % 2**32 - 2**31, "int32")
+
+
+def upper(words: Any, shift: int) -> Any:
+    """Shifts int32 to the right, and zeros in from the left."""
+    shifted = ops.right_shift(words, signed(shift))
+    return ops.bitwise_and(shifted, signed(2 ** (32 - shift) - 1))
 
 
 def bitcast(tensor: Any, dtype: str) -> Any:

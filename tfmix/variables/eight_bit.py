@@ -1,9 +1,9 @@
 """Float32 numbers as 8-bit codes, in blocks that share a scale.
 
-A code is a small float without special values: an exponent and three bits of
-mantissa, so the error is relative, at most 1/16 where rounded to nearest. A
-block is scaled by the power of two above its largest number: what does not
-change keeps its code, also when that number moves.
+A code is a small float without special values, so the error is relative: at
+most 1/16 with three bits of mantissa, where rounded to nearest. A block is
+scaled by the power of two above its largest number: what does not change keeps
+its code, also when that number moves.
 """
 
 import math
@@ -15,12 +15,11 @@ from tfmix.variables import bits
 
 # Numbers that share a scale, next to each other in memory.
 BLOCK = 256
-# Of float32's 23 bits of mantissa those that a code drops.
-_DROPPED = 20
-# The noise of rounding to nearest.
-NEAREST = 1 << (_DROPPED - 1)
+# The noise of rounding to nearest, a half.
+NEAREST = -(2**31)
 _ONE, _LARGEST, _INFINITY = 127 << 23, 254 << 23, 255 << 23
 _SMALLEST = 1 << 23
+_int = bits.signed
 
 
 class Code(NamedTuple):
@@ -36,14 +35,25 @@ class Code(NamedTuple):
     octaves: int
 
     @property
+    def steps(self) -> int:
+        """Codes from one power of two to the next."""
+        return (128 if self.signed else 256) // self.octaves
+
+    @property
+    def dropped(self) -> int:
+        """Of float32's 23 bits of mantissa those that a code lacks."""
+        return 24 - self.steps.bit_length()
+
+    @property
     def base(self) -> int:
         """The code's zero, in the bits of float32 that a code keeps."""
-        return (_ONE >> _DROPPED) + 8 - 8 * self.octaves
+        return (_ONE >> self.dropped) + self.steps * (1 - self.octaves)
 
 
 # Means reach to 3e-5 of the largest of their block, second moments to 5e-10,
-# whose root is 2e-5.
-SIGNED, UNSIGNED = Code(True, 16), Code(False, 32)
+# whose root is 2e-5. Where only the sign of a mean moves a weight, its range
+# counts more than its digits: 2e-19, with one bit of mantissa.
+SIGNED, UNSIGNED, SIGNS = Code(True, 16), Code(False, 32), Code(True, 64)
 
 
 def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
@@ -52,7 +62,7 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
     Args:
         value: Tensor of any shape.
         code: How to code.
-        noise: Tensor of integers from 0 to 2**20 - 1, random for stochastic
+        noise: Int32 tensor, as `noise.noise` draws it for stochastic
             rounding, or `NEAREST`.
 
     Returns:
@@ -61,19 +71,20 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
         or an infinity is decoded as NaN.
     """
     sizes, noise = ops.absolute(value), ops.cast(noise, "int32")
+    noise = bits.upper(noise, 32 - code.dropped)
     largest = _largest(sizes)
     scaled = ops.divide(sizes, _scales(largest, value.shape))
     kept = bits.bitcast(scaled, "int32") + noise
-    codes = ops.right_shift(kept, _int(_DROPPED)) - _int(code.base)
+    codes = ops.right_shift(kept, _int(code.dropped)) - _int(code.base)
     # Between 0 and the smallest, the chance is the distance.
-    smallest = 2.0 ** (1 - code.octaves) * 1.125
-    chance = ops.cast(noise, "float32") * 2.0**-_DROPPED
+    smallest = 2.0 ** (1 - code.octaves) * (1 + 1 / code.steps)
+    chance = ops.cast(noise, "float32") * 2.0**-code.dropped
     rounded_up = ops.greater(scaled + chance * smallest, smallest)
     if not code.signed:
         rounded_up = ops.greater(sizes, 0.0)
     small = ops.cast(rounded_up, "int32")
     codes = ops.where(ops.less(scaled, smallest), small, codes)
-    most = 8 * code.octaves - 1
+    most = code.steps * code.octaves - 1
     codes = ops.minimum(codes, _int(most))
     if code.signed:
         codes = codes + ops.where(ops.less(value, 0.0), _int(128), _int(0))
@@ -84,7 +95,7 @@ def decode(codes: Any, largest: Any, code: Code) -> Any:
     """Returns the float32 tensor that `encode` was given, rounded."""
     codes = ops.cast(codes, "int32")
     size = ops.bitwise_and(codes, _int(127)) if code.signed else codes
-    kept = ops.left_shift(size + _int(code.base), _int(_DROPPED))
+    kept = ops.left_shift(size + _int(code.base), _int(code.dropped))
     value = bits.bitcast(kept, "float32")
     value = ops.where(ops.equal(size, _int(0)), 0.0, value)
     if code.signed:
@@ -95,29 +106,6 @@ def decode(codes: Any, largest: Any, code: Code) -> Any:
 def blocks(shape: tuple[int, ...]) -> int:
     """Returns the number of blocks of a tensor."""
     return -(-math.prod(shape) // BLOCK)
-
-
-def noise(shape: tuple[int, ...], key: Any) -> Any:
-    """Returns integers from 0 to 2**20 - 1 that a key and the places decide.
-
-    They are computed where they are used, by any backend and compiler alike.
-    """
-    places = ops.reshape(ops.arange(math.prod(shape), dtype="int32"), shape)
-    mixed = mix(places * _int(0x9E3779B1) + key)
-    return ops.bitwise_and(mixed, _int(2**_DROPPED - 1))
-
-
-def mix(words: Any) -> Any:
-    """Scatters the bits of int32, as MurmurHash3 does at its end."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        words = ops.bitwise_xor(words, _shifted(words, shift))
-        words = words * _int(factor)
-    return ops.bitwise_xor(words, _shifted(words, 16))
-
-
-def _shifted(words: Any, by: int) -> Any:
-    shifted = ops.right_shift(words, _int(by))
-    return ops.bitwise_and(shifted, _int(2 ** (32 - by) - 1))
 
 
 def _largest(sizes: Any) -> Any:
@@ -155,8 +143,3 @@ def _scales(largest: Any, shape: tuple[int, ...]) -> Any:
     power = ops.bitwise_and(words + _int(_SMALLEST - 1), _int(-_SMALLEST))
     power = ops.minimum(ops.maximum(power, _int(_SMALLEST)), _int(_LARGEST))
     return bits.bitcast(ops.where(finite, power, _int(_INFINITY)), "float32")
-
-
-def _int(number: int) -> Any:
-    # In two's complement, beyond 2**31 too.
-    return ops.cast((number + 2**31) % 2**32 - 2**31, "int32")

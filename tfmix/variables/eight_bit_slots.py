@@ -24,8 +24,6 @@ _DECLARED = "never_negative"
 # Elements of a variable whose slots are not worth it, and a part of the paths
 # of those whose gradients differ most from row to row.
 _SMALL, _RARE = 4096, "embedding"
-# What a slot's place is multiplied by, to draw numbers of its own.
-_STREAM = 0x3C6EF372
 
 
 def checked(slot_dtype: Rules, allowed: Sequence[str]) -> Rules:
@@ -87,30 +85,44 @@ def check_rounding(optimizer: Any) -> None:
         )
 
 
-def _second_moments(optimizer: Any) -> Callable[[str], bool]:
-    """Returns what says by its name whether a slot is never negative."""
+def _codes(optimizer: Any) -> Callable[[str], eight_bit.Code]:
+    """Returns what says by its name how a slot is coded."""
     kind = type(optimizer)
     if hasattr(kind, _DECLARED):
-        return lambda name: name in getattr(kind, _DECLARED)
-    if kind.update_step.__module__.split(".")[0] == "keras":
-        return lambda name: bool(_SECOND_MOMENTS.search(name))
-    raise ValueError(
-        "A class with an `update_step` of its own must say which of its slots "
-        f"are never negative, to have them in 8 bits. Received: inner_optimizer"
-        f"={optimizer.name!r} of type {kind.__name__}. Write `{_DECLARED} = "
-        f"('velocity',)` into {kind.__name__}, with the names of such slots, "
-        "or `()` if there are none; or leave out slot_dtype='int8'."
-    )
+        seconds = getattr(kind, _DECLARED)
+    elif kind.update_step.__module__.split(".")[0] == "keras":
+        seconds = None
+    else:
+        raise ValueError(
+            "A class with an `update_step` of its own must say which of its "
+            "slots are never negative, to have them in 8 bits. Received: "
+            f"inner_optimizer={optimizer.name!r} of type {kind.__name__}. "
+            f"Write `{_DECLARED} = ('velocity',)` into {kind.__name__}, with "
+            "the names of such slots, or `()` if there are none; or leave out "
+            "slot_dtype='int8'."
+        )
+    means = eight_bit.SIGNED
+    if isinstance(optimizer, keras.optimizers.Lion):
+        means = eight_bit.SIGNS
+
+    def code(name: str) -> eight_bit.Code:
+        if seconds is None:
+            is_second = bool(_SECOND_MOMENTS.search(name))
+        else:
+            is_second = name in seconds
+        return eight_bit.UNSIGNED if is_second else means
+
+    return code
 
 
 class EightBitSlots:
     """Lets an inner optimizer create its slots in 8 bits.
 
     Args:
-        draw: Returns the seed and the number of the step, as int32 tensors.
+        draw: Returns the noise of a shape and a stream in the current step.
     """
 
-    def __init__(self, draw: Callable[[], tuple[Any, Any]]) -> None:
+    def __init__(self, draw: Callable[[tuple[int, ...], int], Any]) -> None:
         self._draw = draw
         self._slots: list[_Slot] = []
 
@@ -146,7 +158,7 @@ class EightBitSlots:
         worker: Any,
         keeps_float32: Callable[[keras.Variable], bool],
     ) -> None:
-        is_second = _second_moments(worker)
+        code = _codes(worker)
         original = worker.add_variable_from_reference
 
         def add(
@@ -157,9 +169,8 @@ class EightBitSlots:
             if name in WIDE or keeps_float32(reference_variable):
                 return original(reference_variable, name, initializer)
             name = name or "var"
-            code = eight_bit.UNSIGNED if is_second(name) else eight_bit.SIGNED
             slot = self._make(
-                worker, reference_variable, name, initializer, code
+                worker, reference_variable, name, initializer, code(name)
             )
             # What it consists of is tracked already.
             optimizers.count_as_tracked(worker, slot)
@@ -200,15 +211,9 @@ class EightBitSlots:
             dtype="float32",
             name=f"{path}_sizes",
         )
-        place = len(self._slots) * _STREAM % 2**31
-
-        def noise() -> Any:
-            seed, step = self._draw()
-            # A hash for all slots: one of each would be a kernel of each.
-            key = eight_bit.mix(eight_bit.mix(seed) + step)
-            return eight_bit.noise(shape, key + ops.cast(place, "int32"))
-
-        return _Slot(codes, sizes, code, noise)
+        # Streams from 0 on are those of the variables.
+        stream = -1 - len(self._slots)
+        return _Slot(codes, sizes, code, lambda: self._draw(shape, stream))
 
     def _refuse_others(self, worker: Any) -> None:
         known = {tuple(v.shape) for v in optimizers.remembered(worker)}

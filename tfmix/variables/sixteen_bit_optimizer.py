@@ -10,7 +10,7 @@ from keras import ops
 
 from tfmix._keras import compilation, optimizers, variables
 from tfmix.scaling.step import replicas
-from tfmix.variables import eight_bit_slots, inner_attributes
+from tfmix.variables import eight_bit_slots, inner_attributes, noise
 
 Variables = variables.Variables
 
@@ -121,11 +121,13 @@ class SixteenBitOptimizer(
                 aggregation="only_first_replica",
                 name="seed",
             )
-        self._coded = eight_bit_slots.EightBitSlots(self._place)
+        self._coded = eight_bit_slots.EightBitSlots(self.draw_noise)
 
-    def _place(self) -> tuple[Any, Any]:
+    def draw_noise(self, shape: tuple[int, ...], stream: int) -> Any:
+        """Returns what rounds a tensor in the current step; see `noise`."""
         seed = ops.convert_to_tensor(self.seed_variable)
-        return seed, ops.cast(self.iterations, "int32")
+        step = ops.cast(self.iterations, "int32")
+        return noise.noise(shape, seed, stream, step)
 
     def make_stand_ins(self, model_variables: Variables) -> StandIns:
         """Creates what stands between the model's and the inner variables."""
