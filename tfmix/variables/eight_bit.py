@@ -19,6 +19,8 @@ BLOCK = 256
 NEAREST = -(2**31)
 _ONE, _LARGEST, _INFINITY = 127 << 23, 254 << 23, 255 << 23
 _SMALLEST = 1 << 23
+# Numbers that a CPU compares at a time.
+_LANES = 32
 _int = bits.signed
 
 
@@ -73,13 +75,15 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
     sizes, noise = ops.absolute(value), ops.cast(noise, "int32")
     noise = bits.upper(noise, 32 - code.dropped)
     largest = _largest(sizes)
-    scaled = ops.divide(sizes, _scales(largest, value.shape))
-    kept = bits.bitcast(scaled, "int32") + noise
-    codes = ops.right_shift(kept, _int(code.dropped)) - _int(code.base)
+    # Divided by subtracting exponents: XLA stores a quotient for later.
+    scales = bits.bitcast(_scales(largest, value.shape), "int32")
+    words = bits.bitcast(sizes, "int32") - (scales - _int(_ONE))
+    scaled = bits.bitcast(ops.maximum(words, _int(0)), "float32")
+    codes = ops.right_shift(words + noise, _int(code.dropped)) - _int(code.base)
     # Between 0 and the smallest, the chance is the distance.
     smallest = 2.0 ** (1 - code.octaves) * (1 + 1 / code.steps)
-    chance = ops.cast(noise, "float32") * 2.0**-code.dropped
-    rounded_up = ops.greater(scaled + chance * smallest, smallest)
+    chance = ops.cast(noise, "float32") * (2.0**-code.dropped * smallest)
+    rounded_up = ops.greater(scaled + chance, smallest)
     if not code.signed:
         rounded_up = ops.greater(sizes, 0.0)
     small = ops.cast(rounded_up, "int32")
@@ -115,7 +119,12 @@ def _largest(sizes: Any) -> Any:
         cut, count = (-1, BLOCK), math.prod(sizes.shape)
         padding = blocks(sizes.shape) * BLOCK - count
         sizes = ops.pad(ops.reshape(sizes, (count,)), [(0, padding)])
-    return ops.reshape(ops.max(ops.reshape(sizes, cut), axis=-1), (-1,))
+    # As integers, which lie in the same order, and over an axis before the last
+    # one first: so a CPU compares many at a time.
+    words = bits.bitcast(sizes, "int32")
+    words = ops.reshape(words, (*cut[:-1], BLOCK // _LANES, _LANES))
+    words = ops.max(ops.max(words, axis=-2), axis=-1)
+    return bits.bitcast(ops.reshape(words, (-1,)), "float32")
 
 
 def _cut(shape: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -34,8 +34,8 @@ def noise(shape: tuple[int, ...], seed: Any, stream: int, step: Any) -> Any:
     """
     places = ops.reshape(ops.arange(math.prod(shape), dtype="int32"), shape)
     places = places * bits.signed(_PLACE) + bits.signed(stream * _STREAM)
-    # The seed's hash last: it is the same for all, and one kernel.
-    return _mixed(places + _mixed(seed)) + step * bits.signed(_GOLDEN)
+    # The product last: of the step alone it would be a kernel of its own.
+    return (_mixed(places + seed) + step) * bits.signed(_GOLDEN)
 
 
 def _mixed(words: Any) -> Any:
