@@ -119,6 +119,20 @@ def test_a_calibrated_start_skips_no_step():
     assert (int(optimizer.iterations), optimizer.skipped_steps) == (200, 0)
 
 
+def test_an_added_loss_needs_no_targets():
+    layer = model().layers[1]
+    x = np.full((4, 1), 2.0**12, "float32")
+
+    class Adds(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(keras.ops.mean(keras.ops.cast(x, "float32")))
+            return x
+
+    built = keras.Sequential([keras.Input((1,)), layer, Adds(dtype="float32")])
+    expected = calibrate(model(), x, x, loss=mean, margin_bits=0)
+    assert calibrate(built, x, margin_bits=0) == expected
+
+
 def test_wrong_arguments_are_refused():
     x = np.ones((4, 1), "float32")
     with pytest.raises(ValueError, match="y=None"):

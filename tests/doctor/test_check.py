@@ -445,6 +445,25 @@ def test_a_single_row_is_no_batch():
             check.check(small(), one, loss="mse" if one is unbatched else None)
 
 
+@pytest.mark.parametrize("form", ["generator", "PyDataset", "list"])
+def test_what_is_no_batch_is_named(form):
+    class Data(keras.utils.PyDataset):
+        def __getitem__(self, index):
+            return rows(8)
+
+        def __len__(self):
+            return 1
+
+    given = {
+        "generator": (each for each in [rows(8)]),
+        "PyDataset": Data(),
+        "list": rows(8)[0].tolist(),
+    }[form]
+    kind = {"PyDataset": "Data", "list": "float"}.get(form, form)
+    with pytest.raises(ValueError, match=f"Received: {kind}.*next"):
+        check.check(small(), given, loss=None)
+
+
 def test_a_report_of_many_faults_is_a_screen_and_says_how_many_there_are():
     report = check.check(small(), *rows(8), loss="mse")
     row = dataclasses.replace(

@@ -183,3 +183,11 @@ def test_a_batch_may_be_of_any_size(jit):
             helpers.to_numpy(tf.cast(step(x), tf.float32)),
             expected(exact_x, exact, formats),
         )
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+def test_a_batch_may_have_no_rows(mode):
+    kernel, _ = numbers(np.random.default_rng(1), (16, 32))
+    x = ops.zeros((0, 16), "bfloat16")
+    step = in_mode(lambda x: product.product(x, kernel), mode)
+    assert tuple(step(x).shape) == (0, 32)

@@ -1,5 +1,7 @@
 """A model that was compiled and not yet trained goes through a file."""
 
+import copy
+
 import keras
 import numpy as np
 import pytest
@@ -55,3 +57,10 @@ def test_a_model_converts_before_its_first_step(inner):
     assert served.optimizer is None
     x = np.ones((8, 4), "float32")
     assert np.array_equal(served.predict(x), model.predict(x))
+
+
+def test_a_copy_that_is_not_built_keeps_the_scale(recwarn):
+    optimizer = tfmix.LossScaleOptimizer("adam", initial_scale=64.0)
+    assert copy.deepcopy(optimizer).loss_scale == 64.0
+    # Keras warns of the inner one by itself.
+    assert not [w for w in recwarn if "not restored" in str(w.message)]

@@ -40,6 +40,15 @@ def workers(optimizer: Optimizer) -> list[Optimizer]:
     return getattr(optimizer, "optimizers", [optimizer])
 
 
+def divides_gradients(optimizer: Optimizer) -> bool:
+    """Says whether an update divides a gradient by a tensor of its shape.
+
+    Keras divides a sparse one in a branch of a conditional.
+    """
+    kinds = keras.optimizers.RMSprop, keras.optimizers.Adadelta
+    return any(isinstance(each, kinds) for each in with_nested(optimizer))
+
+
 def key(variable: Any) -> Any:
     """Returns an optimizer's key for a variable or a replica's copy of it."""
     # It reads nothing of the optimizer.

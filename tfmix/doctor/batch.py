@@ -86,6 +86,8 @@ def prepare(
     """
     _arguments.model(model)
     x, y = next(parts(x, y), (x, y))
+    _refuse_what_is_no_array("x", x)
+    _refuse_what_is_no_array("y", y)
     _refuse_a_single_row(model, x)
     notes: tuple[str, ...] = ()
     rows = most and _free_rows(model, (x, y))
@@ -156,6 +158,18 @@ def _free_rows(model: keras.Model, nest: Any) -> int | None:
     if fixed or len(counts) != 1 or counts == {()}:
         return None
     return int(next(iter(counts))[0])
+
+
+def _refuse_what_is_no_array(name: str, nest: Any) -> None:
+    for leaf in tree.flatten(nest):
+        if leaf is None or is_dataset(leaf) or hasattr(leaf, "shape"):
+            continue
+        raise ValueError(
+            f"`{name}` must be an array or a tensor, a list, tuple or dict of "
+            "them, or a `tf.data.Dataset` of batches. Received: "
+            f"{type(leaf).__name__}. Pass a batch of it: np.asarray(x), "
+            "next(generator), or py_dataset[0]."
+        )
 
 
 def _refuse_a_single_row(model: Any, x: Any) -> None:

@@ -70,12 +70,8 @@ def calibrate_loss_scale(
     margin = _arguments.count("margin_bits", margin_bits, lowest=0, example=4)
     several = batches.parts(x, y, rows)
     first = next(several, (x, y))
-    if first[1] is None and not batches.is_dataset(first[0]):
-        raise ValueError(
-            "Gradients need targets. Received: y=None. Pass the targets that "
-            "the model is trained on."
-        )
     whole = batches.prepare(model, *first, loss)
+    _refuse_no_loss(whole)
     sixteen = planned_policies.sixteen_bit_layers(model)
     if all(layer.compute_dtype != "float16" for layer in sixteen):
         return 1.0
@@ -91,6 +87,15 @@ def calibrate_loss_scale(
                 _refuse(dataclasses.replace(whole, x=x, y=y), index)
             best = _largest(fits, best)
     return 2.0 ** max(best - margin, _LOWEST)
+
+
+def _refuse_no_loss(batch: batches.Batch) -> None:
+    if batch.loss is None and batch.run(batch.weights())[1] is None:
+        raise ValueError(
+            "Gradients need a loss: the model adds none, and there are no "
+            "targets. Received: y=None. Pass the targets that the model is "
+            "trained on, in the dataset if `x` is one."
+        )
 
 
 def _largest(fits: Callable[[int], bool], highest: int) -> int:

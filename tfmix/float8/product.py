@@ -97,7 +97,8 @@ def rounded(tensor: Any, to: Format) -> tuple[Any, Any]:
         The float8 tensor, and the integer exponent of the scale: the largest
         that lets no number overflow. What is not finite stays so.
     """
-    largest = ops.cast(ops.max(ops.abs(tensor)), "float32")
+    # Of no rows, too.
+    largest = ops.cast(ops.max(ops.abs(tensor), initial=0), "float32")
     word = bits.bitcast(largest, "int32")
     found = ops.subtract(ops.right_shift(word, _MANTISSA), _BIAS)
     # Those above 1.75 take one more.

@@ -571,8 +571,11 @@ class LossScaleOptimizer(
         Raises:
             ValueError: If it does not fit. Nothing is changed then.
         """
-        if self.built and store.keys():
-            inner = self.inner_optimizer.variables
+        keys = list(store.keys())
+        # Neither was built: there are no slots on either side.
+        alike = all(key.startswith(_OWN) for key in keys)
+        if keys and (self.built or alike):
+            inner = self.inner_optimizer.variables if self.built else []
             _load(store, self._saved_variables(), inner)
             return
         reason = "the file holds no optimizer state"

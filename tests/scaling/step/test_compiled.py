@@ -207,3 +207,44 @@ def test_a_bad_step_leaves_every_bit_of_16_bit_variables(way):
     sixteen_bit.run(optimizer, model, [bad], jit=True)
     assert sixteen_bit.bits_of(everything) == before
     assert optimizer.skipped_steps == 1
+
+
+# Keras divides the sparse gradients of the first three.
+SPARSE = {
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01),
+    "rmsprop, momentum": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5),
+    "adadelta": lambda: keras.optimizers.Adadelta(0.5),
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+}
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("inner", SPARSE)
+def test_an_embedding_trains_and_skips_as_outside_of_xla(inner):
+    import tensorflow as tf
+
+    def trained(jit):
+        table = keras.Variable(np.ones((6, 2), "float32"))
+        optimizer = optimizers.LossScaleOptimizer(
+            SPARSE[inner](), loss_scale=4.0
+        )
+        optimizer.build([table])
+        helpers.takes_scaled_gradients(optimizer)
+
+        @tf.function(jit_compile=jit)
+        def step(values):
+            rows = tf.constant([1, 1, 3])
+            shape = tf.constant([6, 2])
+            optimizer.apply([tf.IndexedSlices(values, rows, shape)], [table])
+
+        for size in (1.0, np.inf, 2.0):
+            step(tf.fill((3, 2), tf.constant(size, tf.float32)))
+        assert optimizer.skipped_steps == 1
+        return [
+            v.numpy() for v in [table, *optimizer.inner_optimizer.variables]
+        ]
+
+    for compiled, expected in zip(trained(True), trained(False), strict=True):
+        np.testing.assert_allclose(compiled, expected, rtol=1e-6)
+        assert np.isfinite(expected).all()

@@ -79,9 +79,15 @@ def _update_or_restore(
     before = [tf.identity(variable.value) for variable in used]
     optimizer.note_gradient_norm(true, variables, applied)
     selection = optimizers.Selection(applied, used)
-    with selection.of(inner):
-        true = [_nowhere_unless(applied, gradient) for gradient in true]
+    sparse = any(map(finite.is_sparse, true))
+    if sparse and optimizers.divides_gradients(inner):
+        # XLA asks for the shape of the quotient at compile time, and so for all
+        # that its conditional reads: nothing of `applied` may be among it.
         _update(optimizer, true, variables)
+    else:
+        with selection.of(inner):
+            true = [_nowhere_unless(applied, gradient) for gradient in true]
+            _update(optimizer, true, variables)
     for variable, old in zip(used, before, strict=True):
         if not selection.is_made(variable):
             variable.assign(tf.where(applied, variable, old))

@@ -21,10 +21,19 @@ def true_gradients(grads: Sequence, variables: Sequence, scale: Any) -> list:
     stays as it is.
     """
     divided = _quotient(scale)
+
+    def true(gradient: Any) -> Any:
+        wide = widened(gradient)
+        if scale is None or not finite.is_sparse(gradient):
+            return _on_values(divided, wide)
+        # XLA may have to evaluate it at compile time (`divides_gradients`),
+        # which it cannot do with what is kept apart.
+        return _on_values(functools.partial(_divided, scale), wide)
+
     return [
         gradient
         if gradient is None or keras_variables.is_overwritten(variable)
-        else _on_values(divided, widened(gradient))
+        else true(gradient)
         for gradient, variable in zip(grads, variables, strict=True)
     ]
 
@@ -36,7 +45,11 @@ def _quotient(scale: Any) -> Callable[[Any], Any]:
     if compilation.by_xla():
         # The reciprocal of a constant beyond 2^126 would be folded to zero.
         return _by_reciprocal(compilation.kept_apart(scale))
-    return lambda tensor: ops.divide(tensor, ops.cast(scale, tensor.dtype))
+    return functools.partial(_divided, scale)
+
+
+def _divided(scale: Any, tensor: Any) -> Any:
+    return ops.divide(tensor, ops.cast(scale, tensor.dtype))
 
 
 def _by_reciprocal(scale: Any) -> Callable[[Any], Any]:
