@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import importlib
 import re
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
+import numpy as np
 from keras.src.backend.common import stateless_scope
 
 from tfmix._keras import replacements
@@ -19,7 +21,8 @@ if keras.backend.backend() == "tensorflow":
 else:
     import jax
     import jax.extend.core
-    from jax.interpreters import batching, mlir
+    from jax.interpreters import ad, batching, mlir
+    from jaxlib.mlir import ir
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -61,7 +64,7 @@ def by_xla() -> bool:
 
 
 def kept_apart(tensor: Any) -> Any:
-    """Returns the tensor, through which XLA does not look."""
+    """Returns the tensor, through which XLA does not look (JAX: a nest)."""
     if keras.backend.backend() == "jax":
         return jax.lax.optimization_barrier(tensor)
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
@@ -177,40 +180,80 @@ def _stablehlo_type(shape: Sequence, dtype: str) -> str:
 
 
 def by_target(
-    cpu: Callable, tpu: Callable, several: Callable, default: Callable
-) -> Callable[..., Any]:
+    cpu: Callable,
+    tpu: Callable,
+    tpu_given: Callable,
+    several: Callable,
+    default: Callable,
+) -> Callable[[list, list], tuple[Any, list]]:
     """Returns a function of arrays that JAX lowers as its target wants it.
 
-    All compute the same: for a CPU, for a TPU, for several devices that share
-    the arrays, for any other target. That of the host says nothing.
+    It takes a list to look at, and a list to hand on; it returns what it found,
+    an array, and the second list. All compute the same: for a CPU, for a TPU,
+    for one whose program is given what it looks at, for several devices that
+    share the arrays, for any other target. That of the host says nothing.
     """
     primitive = jax.extend.core.Primitive("tfmix_by_target")
+    primitive.multiple_results = True
 
-    def rule(one: Callable) -> Callable:
-        def lower(context: Any, *values: Any) -> Any:
-            axes = context.module_context.axis_context
-            alone = getattr(axes, "num_devices", None) == 1
-            chosen = one if alone else several
-            found = mlir.lower_fun(chosen, multiple_results=False)
-            return found(context, *values)
+    def abstract(*values: Any, form: Any) -> list:
+        shapes = jax.eval_shape(_flat(default, form), *values)
+        return [jax.core.ShapedArray(each.shape, each.dtype) for each in shapes]
 
-        return lower
+    def batched(values: Sequence, axes: Sequence, form: Any) -> tuple:
+        found = jax.vmap(_flat(default, form), axes)(*values)
+        return found, [0] * len(found)
 
-    def abstract(*values: Any) -> Any:
-        shape = jax.eval_shape(default, *values)
-        return jax.core.ShapedArray(shape.shape, shape.dtype)
+    @functools.partial(jax.jit, static_argnames="form")
+    def run(*values: Any, form: Any) -> list:
+        return _flat(default, form)(*values)
 
-    def batched(values: Sequence, axes: Sequence) -> tuple[Any, int]:
-        return jax.vmap(default, axes)(*values), 0
+    def moved(values: Sequence, tangents: Sequence, form: Any) -> tuple:
+        found = primitive.bind(*values, form=form)
+        # What is said of numbers has no gradient.
+        none = np.zeros(found[0].shape, jax.dtypes.float0)
+        return found, [none, *tangents[_seen(form) :]]
+
+    def function(seen: list, given: list) -> tuple[Any, list]:
+        values, form = jax.tree.flatten((seen, given))
+        found, *rest = primitive.bind(*values, form=form)
+        return found, jax.tree.structure(given).unflatten(rest)
 
     primitive.def_abstract_eval(abstract)
-    primitive.def_impl(jax.jit(default))
-    mlir.register_lowering(primitive, rule(default))
-    mlir.register_lowering(primitive, rule(cpu), platform="cpu")
-    mlir.register_lowering(primitive, rule(tpu), platform="tpu")
+    primitive.def_impl(run)
     batching.primitive_batchers[primitive] = batched
-    # What is said of numbers has no gradient.
-    return lambda *values: primitive.bind(*jax.lax.stop_gradient(values))
+    ad.primitive_jvps[primitive] = moved
+    mlir.register_lowering(primitive, _lowered(default, default, several))
+    mlir.register_lowering(primitive, _lowered(cpu, cpu, several), "cpu")
+    for_tpu = _lowered(tpu, tpu_given, several)
+    # What JAX lowers to use it more than once is always given.
+    mlir.register_lowering(primitive, for_tpu, "tpu", cacheable=False)
+    return function
+
+
+def _flat(function: Callable, form: Any) -> Callable:
+    return lambda *values: jax.tree.leaves(function(*form.unflatten(values)))
+
+
+def _seen(form: Any) -> int:
+    return int(form.children()[0].num_leaves)
+
+
+def _lowered(alone: Callable, given: Callable, several: Callable) -> Callable:
+    """Returns JAX's lowering of what `by_target` returns."""
+
+    def lower(context: Any, *values: Any, form: Any) -> Any:
+        axes = context.module_context.axis_context
+        seen = values[: _seen(form)]
+        chosen = alone
+        if all(isinstance(value.owner, ir.Block) for value in seen):
+            chosen = given
+        if getattr(axes, "num_devices", None) != 1:
+            chosen = several
+        found = mlir.lower_fun(_flat(chosen, form), multiple_results=True)
+        return found(context, *values)
+
+    return lower
 
 
 def becomes_constant(variable: keras.Variable) -> bool:

@@ -99,3 +99,40 @@ def test_a_check_may_stand_inside_of_jaxs_transformations():
     gradient, fine = jax.jit(jax.grad(loss, has_aux=True))(rows[0])
     assert gradient.tolist() == [1.0, 1.0]
     assert bool(fine)
+
+
+@helpers.requires_backend("jax")
+def test_what_was_checked_can_be_differentiated():
+    import jax
+
+    def applied(x):
+        _, (true,) = finite.checked([x], [2.0 * x])
+        return true.sum()
+
+    assert (
+        jax.jit(jax.grad(applied))(np.ones(3, "float32")).tolist() == [2.0] * 3
+    )
+
+
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize("bad", [None, 0, 2, 3, 4, 5])
+def test_each_variant_tells_all_tensors_apart_and_hands_on_the_true_ones(bad):
+    import jax.numpy as jnp
+
+    shapes = [(3, 4), None, (2,), (3, 4), (5, 1), (2,)]
+    scaled = [None if shape is None else np.ones(shape) for shape in shapes]
+    if bad is not None:
+        scaled[bad].flat[-1] = np.nan
+    scaled = [None if each is None else jnp.array(each) for each in scaled]
+    # Integers are finite.
+    scaled.append(jnp.array([7]))
+    true = [None if each is None else each / 2 for each in scaled]
+    expected = [place == bad for place in range(len(scaled))]
+    for variant in finite.VARIANTS.values():
+        found, held = variant(scaled, true)
+        assert found.tolist() == expected
+        for one, other in zip(held, true, strict=True):
+            if other is not None:
+                np.testing.assert_array_equal(one, other)
+        found, _ = variant(scaled[:1], true[:1])
+        assert found.tolist() == expected[:1]
