@@ -15,6 +15,8 @@ SPREAD = -n $(JOBS) --dist worksteal
 PUSH ?=
 # XLA's compilers for accelerators that are not here: tpu, nvidia, or both.
 COMPILERS ?=
+# What `targets` runs with them.
+TARGET_TESTS ?= tests/hardware tests/test_cli.py
 BIN = $(VENV)/bin
 STAMP = $(VENV)/installed
 # TensorFlow's start-up lines about oneDNN and CPU flags hide our own output.
@@ -93,9 +95,9 @@ targets:
 test-targets:
 	@echo "tfmix: what accelerators run, under TensorFlow and then under JAX"
 	@KERAS_BACKEND=tensorflow JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q \
-	    -m "not slow" tests/hardware tests/test_cli.py
+	    -m "not slow" $(TARGET_TESTS)
 	@KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q \
-	    -m "not slow" tests/hardware
+	    -m "not slow" $(TARGET_TESTS)
 
 test-matrix: test-oldest
 	@$(MAKE) test VENV=.venv-newest
