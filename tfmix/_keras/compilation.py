@@ -226,9 +226,15 @@ def by_target(
     mlir.register_lowering(primitive, _lowered(default, default, several))
     mlir.register_lowering(primitive, _lowered(cpu, cpu, several), "cpu")
     for_tpu = _lowered(tpu, tpu_given, several)
-    # What JAX lowers to use it more than once is always given.
-    mlir.register_lowering(primitive, for_tpu, "tpu", cacheable=False)
+    mlir.register_lowering(primitive, for_tpu, "tpu", **_LOWERED_IN_PLACE)
     return function
+
+
+# What JAX lowers apart, to use it again, is always given what it sees. JAX 0.6
+# lowers nothing apart.
+_LOWERED_IN_PLACE: dict[str, Any] = {}
+if keras.backend.backend() == "jax" and jax.__version_info__ >= (0, 7):
+    _LOWERED_IN_PLACE["cacheable"] = False
 
 
 def _flat(function: Callable, form: Any) -> Callable:
