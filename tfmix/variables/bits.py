@@ -10,8 +10,10 @@ from keras import ops
 
 from tfmix._keras import compilation
 
-# Tensors that one kernel sums: more need more memory in between.
-_TOGETHER = 8
+# Tensors that one kernel sums, small ones and large: more of these need more
+# memory in between.
+_TOGETHER = 32, 8
+_LARGE = 2**18
 
 
 def split(value: Any) -> tuple[Any, Any]:
@@ -61,11 +63,13 @@ def fingerprints(tensors: Sequence, salt: int = 0) -> Any:
     for position, tensor in enumerate(tensors):
         shapes[tuple(tensor.shape)].append(position)
     found, order = [], []
-    for positions in shapes.values():
+    for shape, positions in shapes.items():
         order += positions
         hashed = [_hashed(tensors[position]) for position in positions]
-        for start in range(0, len(hashed), _TOGETHER):
-            found.append(compilation.sums(hashed[start : start + _TOGETHER]))
+        small, large = _TOGETHER
+        count = large if math.prod(shape) > _LARGE else small
+        for start in range(0, len(hashed), count):
+            found.append(compilation.sums(hashed[start : start + count]))
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return ops.add(ops.take(ops.concatenate(found), inverse), signed(salt))
 
