@@ -122,3 +122,12 @@ def test_the_largest_floats_fit(code):
     np.testing.assert_allclose(
         there_and_back(value, code), value, rtol=1 / code.steps
     )
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+@pytest.mark.parametrize("largest", [0.0, 1e-37, 1e-20, 1.0])
+def test_zero_has_the_code_0(code, largest):
+    # A GPU keeps subnormals, of which Lion would take the sign.
+    value = ops.convert_to_tensor(np.float32([largest] + [0.0] * 511))
+    codes, _ = eight_bit.encode(value, code, ops.convert_to_tensor(NEAREST))
+    assert not np.any(ops.convert_to_numpy(codes)[1:])

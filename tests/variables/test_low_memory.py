@@ -231,6 +231,7 @@ def test_its_config_makes_the_same_again():
         ({"slot_dtype": None}, ValueError, "slot_dtype=None"),
         ({"slot_dtype": 5}, ValueError, "slot_dtype=5"),
         ({"slot_dtype": [("(", "int8")]}, ValueError, "regular expression"),
+        ({"slot_dtype": [(b"a", "int8")]}, ValueError, "regular expression"),
         ({"seed": 1, "slot_dtype": "float32"}, ValueError, "Leave `seed` out"),
         ({"seed": "a"}, TypeError, "`seed` must be an integer"),
     ],
@@ -240,10 +241,43 @@ def test_bad_arguments_are_named(arguments, error, message):
         low_memory.LowMemoryOptimizer("adam", **arguments)
 
 
-def test_slots_of_another_shape_are_refused_by_name():
-    optimizer = low_memory.LowMemoryOptimizer(keras.optimizers.Adafactor())
+@pytest.mark.parametrize("shapes", [[(64, 64)], [(64, 64), (64,)]])
+def test_slots_of_another_shape_are_refused_by_name(shapes):
+    # Rows and columns may have the shape of a bias.
+    optimizer = low_memory.LowMemoryOptimizer(
+        keras.optimizers.Adafactor(), [("", "int8")]
+    )
+    variables = [keras.Variable(np.zeros(x), dtype="float32") for x in shapes]
     with pytest.raises(ValueError, match="inner_optimizer=Adafactor"):
-        optimizer.build([keras.Variable(np.zeros((64, 64), "float32"))])
+        optimizer.build(variables)
+
+
+@pytest.mark.parametrize(
+    ("name", "slot"), [("ScheduleFreeAdamW", "momentum"), ("Ftrl", "linear")]
+)
+def test_slots_that_weights_are_made_of_are_not_rounded(name, slot):
+    if (kind := getattr(keras.optimizers, name, None)) is None:
+        pytest.skip(f"this Keras has no {name}")
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(64, 64)).astype("float32")
+    moved = []
+    for wrap in (lambda inner: inner, low_memory.LowMemoryOptimizer):
+        optimizer = wrap(kind(1e-6))
+        variable = keras.Variable(start)
+        optimizer.build([variable])
+        for _ in range(2):
+            optimizer.apply([keras.ops.full((64, 64), 1e-6)], [variable])
+        moved.append(helpers.to_numpy(variable))
+    np.testing.assert_allclose(*moved, atol=1e-5)
+    assert len(coded(optimizer)) == 1, f"{slot} is in 8 bits, or nothing is"
+
+
+def test_a_model_called_after_embeddings_is_coded():
+    layers = [keras.Input((70,)), keras.layers.Dense(70)]
+    model = keras.Sequential(layers, name="embedding_net")
+    optimizer = low()
+    optimizer.build(model.trainable_variables)
+    assert len(coded(optimizer)) == 3
 
 
 @pytest.mark.parametrize("slots", ["int8", "bfloat16"])
@@ -287,6 +321,34 @@ def test_a_class_with_slots_of_its_own_says_which_are_never_negative():
     for _ in range(2):
         optimizer.apply([keras.ops.ones((64, 64))], variables)
     np.testing.assert_allclose(variables[0], -0.29, rtol=0.02)
+
+
+@pytest.mark.parametrize("names", [("velocities",), "velocities"])
+def test_a_declared_name_that_is_no_slot_is_refused(names):
+    kind = type("Misspelt", (Falling,), {"never_negative": names})
+    with pytest.raises(ValueError, match=r"velocities.*\['velocity'\]"):
+        low_memory.LowMemoryOptimizer(kind(0.1)).build(
+            [keras.Variable(np.zeros((64, 64), "float32"))]
+        )
+
+
+class Signs(Falling):
+    """Uses its slot in all the ways that Keras's variables know."""
+
+    never_negative = ()
+
+    def update_step(self, gradient, variable, learning_rate):
+        slot = self.slots[self._get_variable_index(variable)]
+        self.assign(slot, gradient + abs(slot) * 0.5)
+        row = keras.ops.sign(-slot) + slot[0] * 0.0
+        self.assign_add(variable, learning_rate * row)
+
+
+def test_a_slot_can_be_negated_and_indexed():
+    variable = keras.Variable(np.ones((64, 64), "float32"))
+    optimizer = low_memory.LowMemoryOptimizer(Signs(0.1))
+    optimizer.apply([keras.ops.ones((64, 64))], [variable])
+    np.testing.assert_allclose(variable, 0.9, rtol=1e-6)
 
 
 def test_an_empty_variable_is_left_alone():

@@ -200,6 +200,16 @@ class Float32View(keras.Variable):
         # `tf.divide` asks its argument to do it, and `value` is the view.
         return ops.divide(self.load(), other)
 
+    # What Keras asks of `value`, too.
+    def __neg__(self) -> Any:
+        return ops.negative(self.load())
+
+    def __abs__(self) -> Any:
+        return ops.absolute(self.load())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.load()[index]
+
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         return np.array(self.numpy(), dtype=dtype, copy=copy)
 

@@ -624,6 +624,7 @@ class LossScaleOptimizer(
                 config[key] = keras.saving.deserialize_keras_object(
                     config[key], custom_objects=custom_objects
                 )
+        settings.drop_unsupported(config)
         guarded = config.pop("guarded", False)
         leader_name = config.pop("shared_scale_of", None)
         unasked = config.pop("unasked", False)

@@ -68,6 +68,18 @@ def reduce_dtype(dtype: Any, rule: rules.LossScale) -> str | None:
     return dtype
 
 
+def drop_unsupported(config: dict) -> None:
+    """Drops from an optimizer's config what this backend does not know."""
+    if keras.backend.backend() != "tensorflow":
+        if dtype := config.pop("reduce_dtype", None):
+            warnings.warn(
+                f"The optimizer was saved with reduce_dtype={dtype!r}, which "
+                "is of the sum that `tf.distribute` makes; under JAX it is "
+                "left out.",
+                stacklevel=3,
+            )
+
+
 def inner_optimizer(optimizer: Any) -> Any:
     """Returns the Keras optimizer to wrap, given as it is or by its name."""
     optimizer = inner_attributes.checked(optimizer)

@@ -83,7 +83,7 @@ class _StochasticRounding(views.Views):
             initializer: Any = "zeros",
         ) -> keras.Variable:
             narrow = isinstance(reference_variable, _StochasticView)
-            if not narrow or name in eight_bit_slots.WIDE:
+            if not narrow or eight_bit_slots.stays_wide(optimizer, name):
                 return original(reference_variable, name, initializer)
             slot = original(reference_variable.stored, name, initializer)
             view = self.make_view(slot)

@@ -77,7 +77,10 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
     largest = _largest(sizes)
     # Divided by subtracting exponents: XLA stores a quotient for later.
     scales = bits.bitcast(_scales(largest, value.shape), "int32")
-    words = bits.bitcast(sizes, "int32") - (scales - _int(_ONE))
+    words = bits.bitcast(sizes, "int32")
+    # What is 0 or subnormal has no exponent to subtract from.
+    is_normal = ops.greater_equal(words, _int(_SMALLEST))
+    words = ops.where(is_normal, words - (scales - _int(_ONE)), _int(0))
     scaled = bits.bitcast(ops.maximum(words, _int(0)), "float32")
     codes = ops.right_shift(words + noise, _int(code.dropped)) - _int(code.base)
     # Between 0 and the smallest, the chance is the distance.

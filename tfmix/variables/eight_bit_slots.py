@@ -15,8 +15,10 @@ from tfmix.variables import eight_bit
 # `slot_dtype`: a dtype, or pairs of a pattern of paths and a dtype.
 Rules = str | Sequence[tuple[str, str]]
 INT8 = "int8"
-# Sums and averages over many steps stay in float32.
-WIDE = ("average", "gradient_accumulator")
+# Sums and averages over many steps stay in float32, and what a weight is made
+# of in each step: rounded, it would round the weight.
+_WIDE = ("average", "gradient_accumulator")
+_WEIGHTS = {"ScheduleFreeAdamW": "momentum", "Ftrl": "linear"}
 # What Keras's own optimizers call second moments, which are never negative, and
 # where other classes name theirs.
 _SECOND_MOMENTS = re.compile("velocity|accumul|norm|squared")
@@ -50,7 +52,8 @@ def _is_rule(rule: Any) -> bool:
         re.compile(rule[0])
     except (TypeError, re.error):
         return False
-    return rule[1] in ("float32", INT8)
+    # Of what a file holds.
+    return isinstance(rule[0], str) and rule[1] in ("float32", INT8)
 
 
 def are_coded(slot_dtype: Rules) -> bool:
@@ -64,13 +67,21 @@ def keeps_float32(slot_dtype: Rules, variable: keras.Variable) -> bool:
     """Says whether the slots of a variable stay in float32, by the rules."""
     size = math.prod(variable.shape)
     if isinstance(slot_dtype, str):
-        return size < _SMALL or _RARE in variable.path
+        # The layer's name and the variable's own, not the model's.
+        names = variable.path.split("/")[-2:]
+        return size < _SMALL or any(_RARE in name for name in names)
     if not size:
         return True
     for pattern, dtype in slot_dtype:
         if re.search(pattern, variable.path):
             return dtype != INT8
     return True
+
+
+def stays_wide(optimizer: Any, name: str | None) -> bool:
+    """Says whether a slot of an optimizer is never rounded."""
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    return name in _WIDE or any(_WEIGHTS.get(kind) == name for kind in kinds)
 
 
 def check_rounding(optimizer: Any) -> None:
@@ -85,34 +96,38 @@ def check_rounding(optimizer: Any) -> None:
         )
 
 
-def _codes(optimizer: Any) -> Callable[[str], eight_bit.Code]:
-    """Returns what says by its name how a slot is coded."""
+def _never_negative(optimizer: Any) -> tuple[str, ...] | None:
+    """Returns the slots that a class of one's own declares; `None` of Keras's.
+
+    Such a class must declare them: Keras's names say which they are.
+    """
     kind = type(optimizer)
     if hasattr(kind, _DECLARED):
-        seconds = getattr(kind, _DECLARED)
-    elif kind.update_step.__module__.split(".")[0] == "keras":
-        seconds = None
+        names = getattr(optimizer, _DECLARED)
+        return (names,) if isinstance(names, str) else tuple(names)
+    if kind.update_step.__module__.split(".")[0] == "keras":
+        return None
+    raise ValueError(
+        "A class with an `update_step` of its own must say which of its "
+        "slots are never negative, to have them in 8 bits. Received: "
+        f"inner_optimizer={optimizer.name!r} of type {kind.__name__}. "
+        f"Write `{_DECLARED} = ('velocity',)` into {kind.__name__}, with "
+        "the names of such slots, or `()` if there are none; or leave out "
+        "slot_dtype='int8'."
+    )
+
+
+def _code(optimizer: Any, name: str) -> eight_bit.Code:
+    """Returns how a slot is coded."""
+    declared = _never_negative(optimizer)
+    if declared is None:
+        is_second = bool(_SECOND_MOMENTS.search(name))
     else:
-        raise ValueError(
-            "A class with an `update_step` of its own must say which of its "
-            "slots are never negative, to have them in 8 bits. Received: "
-            f"inner_optimizer={optimizer.name!r} of type {kind.__name__}. "
-            f"Write `{_DECLARED} = ('velocity',)` into {kind.__name__}, with "
-            "the names of such slots, or `()` if there are none; or leave out "
-            "slot_dtype='int8'."
-        )
-    means = eight_bit.SIGNED
-    if isinstance(optimizer, keras.optimizers.Lion):
-        means = eight_bit.SIGNS
-
-    def code(name: str) -> eight_bit.Code:
-        if seconds is None:
-            is_second = bool(_SECOND_MOMENTS.search(name))
-        else:
-            is_second = name in seconds
-        return eight_bit.UNSIGNED if is_second else means
-
-    return code
+        is_second = name in declared
+    if is_second:
+        return eight_bit.UNSIGNED
+    is_lion = isinstance(optimizer, keras.optimizers.Lion)
+    return eight_bit.SIGNS if is_lion else eight_bit.SIGNED
 
 
 class EightBitSlots:
@@ -138,14 +153,16 @@ class EightBitSlots:
             optimizer: The optimizer.
             keeps_float32: Says so of the slots of a variable.
         """
-        workers = optimizers.workers(optimizer)
         with contextlib.ExitStack() as undo:
-            for worker in workers:
+            created = []
+            for worker in optimizers.workers(optimizer):
                 check_rounding(worker)
-                self._narrow(undo, worker, keeps_float32)
+                found = self._narrow(undo, worker, keeps_float32)
+                created.append((worker, found))
             yield
-        for worker in workers:
-            self._refuse_others(worker)
+        for worker, found in created:
+            _check_declared(worker, found)
+            _refuse_others(worker, found)
 
     def forget(self) -> None:
         """Lets each slot be read as it is stored."""
@@ -157,8 +174,10 @@ class EightBitSlots:
         undo: contextlib.ExitStack,
         worker: Any,
         keeps_float32: Callable[[keras.Variable], bool],
-    ) -> None:
-        code = _codes(worker)
+    ) -> list[tuple[str | None, keras.Variable]]:
+        """Returns a list that will hold the slots, by name."""
+        _never_negative(worker)
+        created: list[tuple[str | None, keras.Variable]] = []
         original = worker.add_variable_from_reference
 
         def add(
@@ -166,18 +185,21 @@ class EightBitSlots:
             name: str | None = None,
             initializer: Any = "zeros",
         ) -> keras.Variable:
-            if name in WIDE or keeps_float32(reference_variable):
-                return original(reference_variable, name, initializer)
-            name = name or "var"
-            slot = self._make(
-                worker, reference_variable, name, initializer, code(name)
-            )
-            # What it consists of is tracked already.
-            optimizers.count_as_tracked(worker, slot)
-            self._slots.append(slot)
+            wide = stays_wide(worker, name)
+            if wide or keeps_float32(reference_variable):
+                slot = original(reference_variable, name, initializer)
+            else:
+                slot = self._make(
+                    worker, reference_variable, name or "var", initializer
+                )
+                # What it consists of is tracked already.
+                optimizers.count_as_tracked(worker, slot)
+                self._slots.append(slot)
+            created.append((name, slot))
             return slot
 
         replacements.swap(undo, worker, "add_variable_from_reference", add)
+        return created
 
     def _make(
         self,
@@ -185,9 +207,8 @@ class EightBitSlots:
         variable: keras.Variable,
         name: str,
         initializer: Any,
-        code: eight_bit.Code,
     ) -> "_Slot":
-        shape = tuple(variable.shape)
+        shape, code = tuple(variable.shape), _code(worker, name)
         first = keras.initializers.get(initializer)
 
         def encoded(part: int) -> Callable[..., Any]:
@@ -215,17 +236,34 @@ class EightBitSlots:
         stream = -1 - len(self._slots)
         return _Slot(codes, sizes, code, lambda: self._draw(shape, stream))
 
-    def _refuse_others(self, worker: Any) -> None:
-        known = {tuple(v.shape) for v in optimizers.remembered(worker)}
-        known |= {(eight_bit.blocks(shape),) for shape in known} | {()}
-        for variable in worker.variables:
-            if tuple(variable.shape) not in known:
-                raise ValueError(
-                    "Slots in 8 bits must be shaped like their variable. "
-                    f"Received: inner_optimizer={type(worker).__name__}, with "
-                    f"{variable.path!r} of shape {tuple(variable.shape)}. "
-                    "Leave out slot_dtype='int8', or choose another optimizer."
-                )
+
+def _check_declared(worker: Any, created: list) -> None:
+    """Refuses what a class declares and has not."""
+    slots = sorted({name for name, _ in created if name})
+    for name in _never_negative(worker) or ():
+        if created and name not in slots:
+            raise ValueError(
+                f"`{_DECLARED}` must name slots. Received: {name!r} in "
+                f"{type(worker).__name__}, whose slots are {slots}. Write "
+                "one of these; where a slot is not always there, make a "
+                "property of it."
+            )
+
+
+def _refuse_others(worker: Any, created: list) -> None:
+    """Refuses an optimizer that keeps more than slots and scalars."""
+    known = set()
+    for _, slot in created:
+        stored = getattr(slot, "stored", slot)
+        known |= {id(each) for each in (stored, *getattr(slot, "beside", ()))}
+    for variable in worker.variables:
+        if tuple(variable.shape) and id(variable) not in known:
+            raise ValueError(
+                "Slots in 8 bits must be shaped like their variable. "
+                f"Received: inner_optimizer={type(worker).__name__}, with "
+                f"{variable.path!r} of shape {tuple(variable.shape)}. "
+                "Leave out slot_dtype='int8', or choose another optimizer."
+            )
 
 
 class _Slot(variables.Float32View):

@@ -48,7 +48,11 @@ class LowMemoryOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
             ("velocity",)`.
         slot_dtype: `"int8"`, or a list of pairs of a pattern, searched in the
             variable's path, and `"int8"` or `"float32"`; the first that fits
-            holds, and float32 where none does. Defaults to `"int8"`: all but
+            holds, and float32 where none does. (Patterns should leave out the
+            model's name: a loaded `Sequential` has none in its paths.) What
+            weights are made of anew in each step stays float32:
+            ScheduleFreeAdamW's momentum, Ftrl's linear slot. Defaults to
+            `"int8"`: all but
             the slots of variables with fewer than 4096 elements, where there
             is nothing to save, and of embeddings, whose rare rows have
             gradients of other sizes.
@@ -60,7 +64,7 @@ class LowMemoryOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     Raises:
         ValueError: If an argument is wrong or, when built, if a variable is
             16-bit, a slot is not shaped like its variable, a class does not
-            say which slots are never negative, or the optimizer is
+            say rightly which slots are never negative, or the optimizer is
             `RMSprop(centered=True)`, whose slots cannot be rounded apart.
         TypeError: If `inner_optimizer` is no optimizer, or `seed` no integer.
 

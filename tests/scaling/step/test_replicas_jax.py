@@ -87,3 +87,11 @@ def test_eight_devices_equal_one(eight_devices):
             helpers.to_numpy(right),
             **helpers.tolerance("float16"),
         )
+
+
+def test_a_file_with_such_a_dtype_loads_without_it():
+    config = optimizers.LossScaleOptimizer("sgd").get_config()
+    config["reduce_dtype"] = "float16"
+    with pytest.warns(UserWarning, match="reduce_dtype='float16'"):
+        loaded = optimizers.LossScaleOptimizer.from_config(config)
+    assert loaded.reduce_dtype is None
