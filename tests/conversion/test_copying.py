@@ -162,3 +162,19 @@ def test_adapters_that_are_trained_are_copied():
     twin.fit(x, x[:, :2], verbose=0)
     # And a copy in another policy as well.
     convert.convert_model(model, "mixed_bfloat16").fit(x, x[:, :2], verbose=0)
+
+
+def test_a_copy_is_rematerialized_as_the_model():
+    with keras.RematScope(mode="full"):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+    model.add(keras.layers.Dense(2))
+    twin = convert.convert_model(model, "mixed_bfloat16")
+    modes = [getattr(x._remat_mode, "mode", None) for x in twin.layers]
+    assert modes == ["full", None]
+
+
+def test_a_quantized_model_is_copied_whatever_the_order_of_its_weights():
+    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(16)])
+    model.layers[0].quantize("float8")
+    twin = copying.copied(model)
+    helpers.assert_same_bits(twin.layers[0].kernel, model.layers[0].kernel)

@@ -293,6 +293,17 @@ def test_what_xla_does_not_compile_is_named():
         tfmix.compile_for(model, 4, policy="mixed_bfloat16")
 
 
+@needs("h200")
+@pytest.mark.skipif(not JAX, reason="Keras rematerializes nothing there")
+def test_what_is_rematerialized_is_counted():
+    with keras.RematScope(mode="full"):
+        layers = [keras.layers.Dense(512, "gelu") for _ in range(2)]
+        model = keras.Sequential([keras.Input((512,)), *layers])
+    found = tfmix.compile_for(model, 8192)
+    # Forward twice; of the gradients the inputs' need none.
+    assert found.flops > 5 * 2 * 8192 * 512 * 512
+
+
 @needs("v5e")
 def test_a_tpu_multiplies_bfloat16_on_its_mxu():
     found = tfmix.compile_for(small(), 256, "v5e", policy="mixed_bfloat16")

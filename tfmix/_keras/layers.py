@@ -67,6 +67,14 @@ def parts(layer: keras.Layer) -> list[keras.Layer]:
     return list(layer._layers)
 
 
+def rematerialize_alike(layer: keras.Layer, other: keras.Layer) -> None:
+    """Gives a layer the `keras.RematScope` that another was made in."""
+    mode = getattr(other, "_remat_mode", None)
+    if mode is not None:
+        layer_policies.put(layer, "_remat_mode", mode)
+        rematerialize_anew(layer)
+
+
 def rematerialize_anew(layer: keras.Layer) -> None:
     """Lets JAX trace a layer's own `call` anew where it is rematerialized."""
     # JAX keeps what it has traced of a function, with the tracers around it.
