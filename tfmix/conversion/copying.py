@@ -1,6 +1,9 @@
 """A second model like the first: same weights, nothing shared."""
 
 import collections
+import contextlib
+import warnings
+from collections.abc import Iterator
 
 import keras
 
@@ -18,7 +21,7 @@ def copied(model: keras.Model) -> keras.Model:
     try:
         # As pickle does it, which Keras supports: save, then load.
         load, saved, *_ = model.__reduce__()
-        with current_policy.policy_scope(before), training.trusting():
+        with current_policy.policy_scope(before), _unwarned(model):
             twin = load(*saved)
         _copy_adapters(twin, model)
         _check_weights(twin, model)
@@ -31,6 +34,17 @@ def copied(model: keras.Model) -> keras.Model:
             "apply_policy(model, policy)."
         ) from error
     return twin
+
+
+@contextlib.contextmanager
+def _unwarned(model: keras.Model) -> Iterator[None]:
+    """Lets load what the caller has, Lambda layers and no state included."""
+    with training.trusting(), warnings.catch_warnings():
+        if not getattr(getattr(model, "optimizer", None), "built", True):
+            # It has taken no step and has no state to carry over.
+            for said in ("Skipping variable loading for opt", "The state of o"):
+                warnings.filterwarnings("ignore", said)
+        yield
 
 
 def _copy_adapters(twin: keras.Model, model: keras.Model) -> None:

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import itertools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -148,14 +147,11 @@ def _compilable(
     model: keras.Model, policy: Any, optimizer: Any, loss: Any
 ) -> keras.Model:
     """Returns a copy of the model, compiled as it is to be trained."""
-    with warnings.catch_warnings():
-        # An optimizer that has taken no step has no state to carry over.
-        warnings.filterwarnings("ignore", "Skipping variable loading for opt")
-        if policy is None:
-            twin = copying.copied(model)
-            policy = carried.carried_policy(twin)
-        else:
-            twin = convert.convert_model(model, policy)
+    if policy is None:
+        twin = copying.copied(model)
+        policy = carried.carried_policy(twin)
+    else:
+        twin = convert.convert_model(model, policy)
     own = getattr(twin, "optimizer", None)
     if own is not None and optimizer is None and loss is None:
         return twin
