@@ -304,6 +304,40 @@ def test_what_is_rematerialized_is_counted():
     assert found.flops > 5 * 2 * 8192 * 512 * 512
 
 
+@keras.saving.register_keras_serializable("tests")
+class OwnStep(keras.Model):
+    """Trains on a batch as `fit` gives it, with inputs alone or targets."""
+
+    def __init__(self, targets, **kwargs):
+        super().__init__(**kwargs)
+        self.targets, self.dense = targets, keras.layers.Dense(32)
+
+    def get_config(self):
+        return {"targets": self.targets}
+
+    def build(self, input_shape):
+        self.dense.build(input_shape)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, *given):
+        x, y = given[-1] if self.targets else (given[-1], 0.0)
+        assert tuple(x.shape) == (8, 64)
+        logs = {"loss": keras.ops.mean(self.dense(x) - y)}
+        return (logs, given[0]) if JAX else logs
+
+
+@needs("h200")
+@pytest.mark.parametrize("targets", [False, True])
+def test_a_step_without_a_compiled_loss_takes_what_it_takes_in_fit(targets):
+    model = OwnStep(targets)
+    model.build((None, 64))
+    model.compile("sgd")
+    found = tfmix.compile_for(model, 8)
+    assert found.memory.arguments >= 4 * (8 * 64 + targets * 8 * 32)
+
+
 @needs("v5e")
 def test_a_tpu_multiplies_bfloat16_on_its_mxu():
     found = tfmix.compile_for(small(), 256, "v5e", policy="mixed_bfloat16")

@@ -199,9 +199,11 @@ def copy_mask(source: Any, destination: Any) -> None:
         masking.set_keras_mask(destination, mask)
 
 
-def compile_loss(loss: Any, weights: Any = None) -> Any:
+def compile_loss(loss: Any, weights: Any = None, names: Any = None) -> Any:
     """Returns the function that `compile(loss=loss)` would train with."""
-    return compile_utils.CompileLoss(loss=loss, loss_weights=weights)
+    return compile_utils.CompileLoss(
+        loss=loss, loss_weights=weights, output_names=names
+    )
 
 
 def compiled_loss(model: Any) -> Any:
@@ -209,7 +211,18 @@ def compiled_loss(model: Any) -> Any:
     compiled = getattr(model, "_compile_loss", None)
     if compiled is None:
         return None
-    return compile_loss(compiled._user_loss, compiled._user_loss_weights)
+    return compile_loss(
+        compiled._user_loss, compiled._user_loss_weights, compiled.output_names
+    )
+
+
+def losses(model: Any, outputs: Any) -> dict[tuple, Any]:
+    """Returns the losses of a model's outputs, by their paths among these."""
+    compiled = compiled_loss(model)
+    if compiled is None:
+        return {}
+    compiled.build(outputs, outputs)
+    return {tuple(one.path): one.loss for one in compiled._flat_losses}
 
 
 def compute_loss(model: keras.Model, **arguments: Any) -> Any:
