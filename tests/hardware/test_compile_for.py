@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 
@@ -143,6 +144,8 @@ def test_masters_are_told_apart_from_slots():
     [
         ({"policy": []}, r"policy=\[\]"),
         ({"optimizer": []}, r"optimizer=\[\]"),
+        ({"optimizer": {}}, r"optimizer=\{\}"),
+        ({"loss": []}, r"loss=\[\]"),
     ],
 )
 def test_nothing_to_compare_is_refused(arguments, message):
@@ -154,6 +157,63 @@ def test_nothing_to_compare_is_refused(arguments, message):
 def test_two_choices_of_one_name_are_refused():
     with pytest.raises(ValueError, match="'float32, Adam' twice"):
         tfmix.compile_for(small(), 32, optimizer=["adam", "adam"])
+
+
+@needs("h200")
+def test_a_model_without_an_optimizer_is_compared_with_its_default():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])
+    found = tfmix.compile_for(model, 8, optimizer=[None, "sgd"])
+    assert list(found) == ["float32, Adam", "float32, SGD"]
+
+
+@needs("h200")
+def test_another_optimizer_changes_nothing_else():
+    def kernels(*given):
+        model = keras.Sequential([keras.Input((64,)), *layers])
+        model.compile("sgd", *given, metrics=["mae"] if given else None)
+        return [
+            tfmix.compile_for(model, 8, optimizer=each).kernels
+            for each in (None, "sgd")
+        ]
+
+    layers = [keras.layers.Dense(32, activity_regularizer="l2")]
+    for given in ([], ["mse", [0.5]]):
+        own, other = kernels(*given)
+        assert own == other
+
+
+@keras.saving.register_keras_serializable("tests")
+class OwnCompile(keras.Sequential):
+    def compile(self, optimizer, beta=1.0, loss="mse"):
+        super().compile(optimizer, loss)
+
+
+@needs("h200")
+@pytest.mark.filterwarnings("ignore:`compile")
+def test_what_a_compile_of_the_user_was_given_is_not_guessed():
+    model = OwnCompile([keras.Input((64,)), keras.layers.Dense(32)])
+    model.compile("sgd")
+    with pytest.raises(ValueError, match="OwnCompile.*compile_from_config"):
+        tfmix.compile_for(model, 8)
+    found = tfmix.compile_for(model, 8, optimizer="sgd", loss="mse")
+    assert found.memory.kinds.slots == 0
+
+
+@needs("h200")
+def test_auto_is_what_suits_the_target():
+    names = {"v100": "mixed_float16", "h200": "mixed_bfloat16"}
+    for target, name in names.items():
+        assert (
+            tfmix.compile_for(small(), 8, target, policy="auto").policy == name
+        )
+
+
+@needs("h200")
+def test_nothing_is_drawn_from_the_generator_of_python():
+    model = small()
+    before = random.getstate()
+    tfmix.compile_for(model, 8, policy="mixed_bfloat16")
+    assert random.getstate() == before
 
 
 @needs("h200")
