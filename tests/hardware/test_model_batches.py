@@ -1,6 +1,7 @@
 """The batch that a model would take, as shapes and dtypes."""
 
 import keras
+import numpy as np
 import pytest
 
 from tfmix.hardware import model_batches
@@ -60,3 +61,45 @@ def test_a_loss_that_takes_neither_form_is_refused_with_both():
     message = r"'refusing'.*\(8, 5\), 'float32'.*\(8,\), 'int32'"
     with pytest.raises(ValueError, match=message):
         kinds(model)
+
+
+class Subclassed(keras.Model):
+    """Takes the rows of a table, alone or beside numbers."""
+
+    def build(self, input_shape):
+        self.table = self.add_weight(shape=(9, 16), name="table")
+        self.head = keras.layers.Dense(4)
+        self.head.build((None, 16))
+
+    def call(self, x):
+        ids, *numbers = [x["ids"], x["f"]] if isinstance(x, dict) else x
+        rows = keras.ops.take(self.table, ids, axis=0)
+        return self.head(sum(numbers, keras.ops.mean(rows, 1)))
+
+
+IDS, NUMBERS = np.zeros((2, 12), "int32"), np.zeros((2, 16), "float32")
+
+
+@pytest.mark.parametrize("x", [{"ids": IDS, "f": NUMBERS}, [IDS, NUMBERS]])
+def test_nested_inputs_and_integers_of_a_subclassed_model_are_known(x):
+    model = Subclassed()
+    model(x)
+    (found,) = model_batches.inputs(model, 8)
+    keras.tree.assert_same_structure(found, x)
+    ids, numbers = [found["ids"], found["f"]] if type(x) is dict else found
+    assert (ids.shape, ids.dtype) == ((8, 12), "int32")
+    assert numbers.shape == (8, 16)
+
+
+def test_a_subclassed_model_that_takes_neither_dtype_is_told_what_to_do():
+    class Refusing(Subclassed):
+        def call(self, x):
+            if x.shape[0] == 8:
+                raise TypeError("neither")
+            return x
+
+    model = Refusing()
+    model(NUMBERS)
+    message = r"float32 nor int32.*shapes \[\(8, 16\)\].*keras.Input\(shape"
+    with pytest.raises(ValueError, match=message):
+        model_batches.inputs(model, 8)

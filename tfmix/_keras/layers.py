@@ -120,7 +120,22 @@ def symbolic_arguments(model: keras.Model) -> list:
     if isinstance(model, keras.Sequential) and model.inputs:
         return list(model.inputs[:1])
     shapes = model._build_shapes_dict or {}
-    return [keras.KerasTensor(s, "float32") for s in shapes.values()]
+    return [*map(_symbols, shapes.values())]
+
+
+def _symbols(shapes: Any) -> Any:
+    # Keras notes shapes in containers of its own, which JAX does not know.
+    if isinstance(shapes, dict):
+        return {name: _symbols(each) for name, each in shapes.items()}
+    if any(isinstance(each, list | tuple) for each in shapes):
+        return [*map(_symbols, shapes)]
+    return keras.KerasTensor(shapes)
+
+
+def knows_input_dtypes(model: keras.Model) -> bool:
+    """Says whether the symbols of `symbolic_arguments` have true dtypes."""
+    is_sequential = isinstance(model, keras.Sequential) and model.inputs
+    return hasattr(model, "_inputs_struct") or bool(is_sequential)
 
 
 def call_in_training(model: keras.Model, inputs: Any) -> Any:

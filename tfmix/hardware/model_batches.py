@@ -1,5 +1,6 @@
 """The batch that a model would take, as shapes and dtypes."""
 
+import itertools
 from typing import Any
 
 import keras
@@ -8,6 +9,9 @@ from keras import tree
 
 from tfmix._keras import layers as host
 from tfmix.doctor import batch as batches
+
+# Choices of dtypes for the inputs of a model, each traced once.
+_MOST_TRIED = 64
 
 
 def inputs(
@@ -43,7 +47,32 @@ def inputs(
             f"model={model!r}. Call it once on a batch; `tfmix.advise` also "
             "takes `x`, a batch of inputs, or `input_shape`, that of one row."
         )
-    return tree.map_structure(lambda one: _fixed(one, batch_size), found)
+    found = tree.map_structure(lambda one: _fixed(one, batch_size), found)
+    if x is not None or not model.built or host.knows_input_dtypes(model):
+        return found
+    return _of_dtypes_that_work(model, found)
+
+
+def _of_dtypes_that_work(model: keras.Model, found: list) -> list:
+    """Gives inputs of which only shapes are known dtypes a model takes."""
+    shapes = [one.shape for one in tree.flatten(found)]
+    choices = itertools.product(("float32", "int32"), repeat=len(shapes))
+    for dtypes in itertools.islice(choices, _MOST_TRIED):
+        leaves = map(keras.KerasTensor, shapes, dtypes)
+        symbols = tree.pack_sequence_as(found, list(leaves))
+        try:
+            host.run_on_shapes(model, symbols)
+        except Exception as error:
+            last = error
+            continue
+        return list(symbols)
+    raise ValueError(
+        "A subclassed model does not say of which dtypes its inputs are, and "
+        f"takes neither float32 nor int32. Received: model={model!r} and "
+        f"inputs of shapes {shapes}. Make them with `inputs = "
+        "keras.Input(shape, dtype=dtype)`, and give `keras.Model(inputs, "
+        "model(inputs))`."
+    ) from last
 
 
 def _symbol(leaf: Any) -> keras.KerasTensor:
