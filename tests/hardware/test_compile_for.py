@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tfmix
-from tfmix.hardware import compilers, targets
+from tfmix.hardware import compile_for, compilers, targets
 
 JAX = keras.backend.backend() == "jax"
 
@@ -223,6 +223,27 @@ def test_the_bound_is_the_larger_of_two(step):
     assert found.bound == "memory"
     assert found.seconds == found.bytes / target.bandwidth
     assert found.seconds > found.flops / target.rates["float16"]
+
+
+@needs("h200")
+def test_int8_products_count_by_their_own_rate():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])
+    model.layers[0].quantize("int8")
+    model.compile("sgd", loss="mse")
+    found = tfmix.compile_for(model, 64)
+    assert {row.dtype for row in found.rows} == {"int8"}
+    target = targets.find("h200")
+    assert compile_for._rate("int8", target) > target.rates["float16"]
+
+
+@needs("h200")
+def test_a_step_without_products_says_so():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(1)])
+    found = tfmix.compile_for(model, 1, policy="mixed_bfloat16")
+    assert not found.rows
+    assert "batch of 1: no products, at least" in found.title
+    assert "0%" not in str(found)
+    assert "is a sum" in str(found)
 
 
 @needs("h200")
