@@ -52,8 +52,8 @@ def compile_for(  # noqa: PLR0913
             Defaults to `None`: the model's own, or Adam. It is copied.
         loss: A Keras loss or its name. Defaults to `None`: the model's own,
             or the mean squared error.
-        policy: As for `apply_policy`, or a list of them to compare. Defaults
-            to `None`: the model as it is.
+        policy: As for `apply_policy`, or a list of them to compare; `"auto"`
+            is what suits the target. Defaults to `None`: the model as it is.
 
     Returns:
         A `CompiledStep`; for a list of policies or optimizers `CompiledSteps`,
@@ -64,7 +64,8 @@ def compile_for(  # noqa: PLR0913
         TypeError: If an argument is of a wrong type, or `model` cannot be
             copied.
         ValueError: If the target is unknown or cannot run the policy, the
-            model is not built, or the batch cannot be shared.
+            model is not built, or the batch cannot be shared; without
+            `optimizer` and `loss` for a model with a `compile` of its own.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((64,))])
