@@ -273,6 +273,7 @@ ATTRIBUTES = [
     ("a model", sequential, "_compile_loss", type(None)),
     ("a loss", lambda: compiled()._compile_loss, "_user_loss", str),
     ("a loss", lambda: compiled()._compile_loss, "_user_loss_weights", list),
+    ("a loss", lambda: compiled()._compile_loss, "_flat_losses", type(None)),
     ("an optimizer", optimizer, "_distribution_strategy", object),
     ("an optimizer", optimizer, "_exclude_from_weight_decay", set),
     ("an optimizer", optimizer, "_exclude_from_weight_decay_cache", dict),
