@@ -352,7 +352,8 @@ def _recurrent(layer: Any, given: Shapes, made: Shape) -> list[Product]:
         for name, count in (("kernel", 1), ("recurrent_kernel", steps)):
             shape = getattr(getattr(cell, name, None), "shape", ())
             if len(shape) == 2:
-                found.append(Product(batch * steps // count, *shape, count))
+                k, n = shape
+                found.append(Product(batch * steps // count, k, n, count))
     return found
 
 
