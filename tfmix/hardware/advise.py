@@ -350,9 +350,9 @@ def _recurrent(layer: Any, given: Shapes, made: Shape) -> list[Product]:
     for cell in getattr(layer.cell, "cells", [layer.cell]):
         # Not of a convolution's cell, nor of one of the user's own making.
         for name, count in (("kernel", 1), ("recurrent_kernel", steps)):
-            shape = getattr(getattr(cell, name, None), "shape", ())
-            if len(shape) == 2:
-                k, n = shape
+            kernel = getattr(cell, name, None)
+            if kernel is not None and len(kernel.shape) == 2:
+                k, n = kernel.shape
                 found.append(Product(batch * steps // count, k, n, count))
     return found
 
