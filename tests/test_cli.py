@@ -131,6 +131,13 @@ def test_it_tells_its_version(capsys):
     assert capsys.readouterr().out == f"tfmix {tfmix.__version__}\n"
 
 
+def test_a_folder_is_no_file_to_write(capsys, folder):
+    words = ("compile", str(folder / "good.keras"), "--batch", "8")
+    code, _, err = run(capsys, *words, "--html", str(folder))
+    assert code == cli.BAD_INPUT
+    assert "is a folder. Give the name of a file" in err
+
+
 def test_a_folder_that_is_missing_is_named_before_any_work(capsys, folder):
     target = folder / "none" / "made.keras"
     words = ("convert", str(folder / "good.keras"), str(target))

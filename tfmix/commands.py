@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import json
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
@@ -110,7 +111,7 @@ def run_compile(options: argparse.Namespace) -> Outcome:
     """Compiles a saved model's training step for another machine."""
     if options.html:
         _check_folder(options.html)
-    policies = options.policy and options.policy.split(",")
+    policies = options.policy and re.split(r",\s*", options.policy)
     model = _loaded(options.model)
     step = compile_for.compile_for(
         model,
@@ -246,7 +247,11 @@ def _check_file(path: pathlib.Path, advice: str) -> None:
 
 
 def _check_folder(path: pathlib.Path) -> None:
-    """Refuses a file to write in a folder that is not there."""
+    """Refuses a file to write in a folder that is not there, or a folder."""
+    if path.is_dir():
+        raise ValueError(
+            f"{str(path)!r} is a folder. Give the name of a file in it."
+        )
     if not path.parent.is_dir():
         raise ValueError(
             f"There is no folder {str(path.parent)!r} to write {path.name!r} "

@@ -273,6 +273,7 @@ ATTRIBUTES = [
     ("a model", sequential, "_compile_loss", type(None)),
     ("a loss", lambda: compiled()._compile_loss, "_user_loss", str),
     ("a loss", lambda: compiled()._compile_loss, "_user_loss_weights", list),
+    ("a loss", lambda: compiled()._compile_loss, "_flat_losses", type(None)),
     ("an optimizer", optimizer, "_distribution_strategy", object),
     ("an optimizer", optimizer, "_exclude_from_weight_decay", set),
     ("an optimizer", optimizer, "_exclude_from_weight_decay_cache", dict),
@@ -1017,6 +1018,16 @@ def test_a_loss_of_the_same_settings_gives_the_same_loss():
     x, y = data()
     loss = compile_loss(loss="mse", loss_weights=[0.5])
     assert float(loss(y, x)) == float(compiled()._compile_loss(y, x)) == 0.5
+
+
+def test_a_built_loss_knows_each_output_by_its_path():
+    compile_loss = find("keras.src.trainers.compile_utils.CompileLoss")
+    made = compile_loss(loss={"b": "mse", "a": "mae"}, output_names=["b", "a"])
+    assert made.output_names == ["b", "a"]
+    outputs = [keras.KerasTensor((4, 2)), keras.KerasTensor((4, 3))]
+    made.build(outputs, outputs)
+    found = [(one.path, one.loss.name) for one in made._flat_losses]
+    assert found == [((0,), "mse"), ((1,), "mae")]
 
 
 def test_added_losses_are_aggregated_before_the_sum(monkeypatch):

@@ -162,3 +162,32 @@ def test_adapters_that_are_trained_are_copied():
     twin.fit(x, x[:, :2], verbose=0)
     # And a copy in another policy as well.
     convert.convert_model(model, "mixed_bfloat16").fit(x, x[:, :2], verbose=0)
+
+
+def test_a_copy_is_rematerialized_as_the_model():
+    with keras.RematScope(mode="full"):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+    model.add(keras.layers.Dense(2))
+    twin = convert.convert_model(model, "mixed_bfloat16")
+    modes = [getattr(x._remat_mode, "mode", None) for x in twin.layers]
+    assert modes == ["full", None]
+
+
+def test_a_quantized_model_is_copied_whatever_the_order_of_its_weights():
+    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(16)])
+    model.layers[0].quantize("float8")
+    twin = copying.copied(model)
+    helpers.assert_same_bits(twin.layers[0].kernel, model.layers[0].kernel)
+
+
+def test_a_model_of_keras_that_has_taken_no_step_is_copied():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("adam", loss="mse")
+    assert not model.optimizer.built
+    twin = copying.copied(model)
+    assert twin.optimizer.inner_optimizer.iterations == 0
+    assert twin.optimizer.initial_scale == model.optimizer.initial_scale
+    # Once built, it has a state, and that is copied.
+    model.fit(X, X[:, :2], verbose=0)
+    assert copying.copied(model).optimizer.inner_optimizer.iterations == 1

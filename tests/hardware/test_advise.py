@@ -125,6 +125,33 @@ def test_memory_is_that_of_the_variables_and_outputs():
     assert memory["mixed_float16"].activations == 2 * 32 * 8
 
 
+def products(inputs, layer, *others):
+    model = keras.Model(inputs, layer(inputs, *others))
+    rows = tfmix.advise(model, 2).rows
+    return [row.shapes for row in rows if row.layer.endswith(layer.name)]
+
+
+def test_cells_count_in_whichever_layer_they_are():
+    cells = [keras.layers.LSTMCell(4), keras.layers.GRUCell(5)]
+    x = keras.Input((7, 3))
+    lstm, gru = ((14, 3, 16), (2, 4, 16)), ((14, 4, 15), (2, 5, 15))
+    assert products(x, keras.layers.RNN(cells, name="both")) == [(*lstm, *gru)]
+    one = keras.layers.RNN(keras.layers.LSTMCell(4), name="one")
+    assert products(x, one) == [lstm]
+
+
+def test_attention_over_an_axis_counts_that_axis():
+    x = keras.Input((5, 12, 16))
+    layer = keras.layers.MultiHeadAttention(2, 8, attention_axes=2, name="mha")
+    assert ((12, 8, 12), (12, 12, 8)) in products(x, layer, x)
+
+
+def test_additive_attention_adds_where_others_multiply():
+    layer = keras.layers.AdditiveAttention(name="additive")
+    x = [keras.Input((6, 8)), keras.Input((9, 8))]
+    assert products(x, layer) == [((6, 9, 8),)]
+
+
 def test_attention_counts_its_own_products_beside_its_layers():
     inputs = keras.Input((6, 16))
     outputs = keras.layers.MultiHeadAttention(2, 8, name="mha")(inputs, inputs)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import tfmix
-from tfmix.hardware import compilers, targets
+from tfmix.hardware import compile_for, compilers, targets
 
 JAX = keras.backend.backend() == "jax"
 
@@ -143,6 +144,8 @@ def test_masters_are_told_apart_from_slots():
     [
         ({"policy": []}, r"policy=\[\]"),
         ({"optimizer": []}, r"optimizer=\[\]"),
+        ({"optimizer": {}}, r"optimizer=\{\}"),
+        ({"loss": []}, r"loss=\[\]"),
     ],
 )
 def test_nothing_to_compare_is_refused(arguments, message):
@@ -157,12 +160,90 @@ def test_two_choices_of_one_name_are_refused():
 
 
 @needs("h200")
+def test_a_model_without_an_optimizer_is_compared_with_its_default():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])
+    found = tfmix.compile_for(model, 8, optimizer=[None, "sgd"])
+    assert list(found) == ["float32, Adam", "float32, SGD"]
+
+
+@needs("h200")
+def test_another_optimizer_changes_nothing_else():
+    def kernels(*given):
+        model = keras.Sequential([keras.Input((64,)), *layers])
+        model.compile("sgd", *given, metrics=["mae"] if given else None)
+        return [
+            tfmix.compile_for(model, 8, optimizer=each).kernels
+            for each in (None, "sgd")
+        ]
+
+    layers = [keras.layers.Dense(32, activity_regularizer="l2")]
+    for given in ([], ["mse", [0.5]]):
+        own, other = kernels(*given)
+        assert own == other
+
+
+@keras.saving.register_keras_serializable("tests")
+class OwnCompile(keras.Sequential):
+    def compile(self, optimizer, beta=1.0, loss="mse"):
+        super().compile(optimizer, loss)
+
+
+@needs("h200")
+@pytest.mark.filterwarnings("ignore:`compile")
+def test_what_a_compile_of_the_user_was_given_is_not_guessed():
+    model = OwnCompile([keras.Input((64,)), keras.layers.Dense(32)])
+    model.compile("sgd")
+    with pytest.raises(ValueError, match="OwnCompile.*compile_from_config"):
+        tfmix.compile_for(model, 8)
+    found = tfmix.compile_for(model, 8, optimizer="sgd", loss="mse")
+    assert found.memory.kinds.slots == 0
+
+
+@needs("h200")
+def test_auto_is_what_suits_the_target():
+    names = {"v100": "mixed_float16", "h200": "mixed_bfloat16"}
+    for target, name in names.items():
+        assert (
+            tfmix.compile_for(small(), 8, target, policy="auto").policy == name
+        )
+
+
+@needs("h200")
+def test_nothing_is_drawn_from_the_generator_of_python():
+    model = small()
+    before = random.getstate()
+    tfmix.compile_for(model, 8, policy="mixed_bfloat16")
+    assert random.getstate() == before
+
+
+@needs("h200")
 def test_the_bound_is_the_larger_of_two(step):
     found, _ = step
     target = targets.find("h200")
     assert found.bound == "memory"
     assert found.seconds == found.bytes / target.bandwidth
     assert found.seconds > found.flops / target.rates["float16"]
+
+
+@needs("h200")
+def test_int8_products_count_by_their_own_rate():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])
+    model.layers[0].quantize("int8")
+    model.compile("sgd", loss="mse")
+    found = tfmix.compile_for(model, 64)
+    assert {row.dtype for row in found.rows} == {"int8"}
+    target = targets.find("h200")
+    assert compile_for._rate("int8", target) > target.rates["float16"]
+
+
+@needs("h200")
+def test_a_step_without_products_says_so():
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(1)])
+    found = tfmix.compile_for(model, 1, policy="mixed_bfloat16")
+    assert not found.rows
+    assert "batch of 1: no products, at least" in found.title
+    assert "0%" not in str(found)
+    assert "is a sum" in str(found)
 
 
 @needs("h200")
@@ -291,6 +372,51 @@ def test_what_xla_does_not_compile_is_named():
     model.compile("adam", loss="mse")
     with pytest.raises(ValueError, match="ImageProjectiveTransformV3.*fit"):
         tfmix.compile_for(model, 4, policy="mixed_bfloat16")
+
+
+@needs("h200")
+@pytest.mark.skipif(not JAX, reason="Keras rematerializes nothing there")
+def test_what_is_rematerialized_is_counted():
+    with keras.RematScope(mode="full"):
+        layers = [keras.layers.Dense(512, "gelu") for _ in range(2)]
+        model = keras.Sequential([keras.Input((512,)), *layers])
+    found = tfmix.compile_for(model, 8192)
+    # Forward twice; of the gradients the inputs' need none.
+    assert found.flops > 5 * 2 * 8192 * 512 * 512
+
+
+@keras.saving.register_keras_serializable("tests")
+class OwnStep(keras.Model):
+    """Trains on a batch as `fit` gives it, with inputs alone or targets."""
+
+    def __init__(self, targets, **kwargs):
+        super().__init__(**kwargs)
+        self.targets, self.dense = targets, keras.layers.Dense(32)
+
+    def get_config(self):
+        return {"targets": self.targets}
+
+    def build(self, input_shape):
+        self.dense.build(input_shape)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, *given):
+        x, y = given[-1] if self.targets else (given[-1], 0.0)
+        assert tuple(x.shape) == (8, 64)
+        logs = {"loss": keras.ops.mean(self.dense(x) - y)}
+        return (logs, given[0]) if JAX else logs
+
+
+@needs("h200")
+@pytest.mark.parametrize("targets", [False, True])
+def test_a_step_without_a_compiled_loss_takes_what_it_takes_in_fit(targets):
+    model = OwnStep(targets)
+    model.build((None, 64))
+    model.compile("sgd")
+    found = tfmix.compile_for(model, 8)
+    assert found.memory.arguments >= 4 * (8 * 64 + targets * 8 * 32)
 
 
 @needs("v5e")

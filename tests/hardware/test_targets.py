@@ -16,7 +16,7 @@ def test_there_are_five_gpus_and_four_tpus():
 def test_they_print_as_a_table():
     printed = str(tfmix.targets())
     (line,) = [one for one in printed.splitlines() if "H200" in one]
-    assert line.split()[-3:] == ["989", "989", "1979"]
+    assert line.split()[-4:] == ["989", "989", "1979", "1979"]
     assert " 141 " in line
     assert max(map(len, printed.splitlines())) <= 80
     assert tfmix.targets()._repr_html_().count("<tr class") == 9

@@ -67,6 +67,14 @@ def parts(layer: keras.Layer) -> list[keras.Layer]:
     return list(layer._layers)
 
 
+def rematerialize_alike(layer: keras.Layer, other: keras.Layer) -> None:
+    """Gives a layer the `keras.RematScope` that another was made in."""
+    mode = getattr(other, "_remat_mode", None)
+    if mode is not None:
+        layer_policies.put(layer, "_remat_mode", mode)
+        rematerialize_anew(layer)
+
+
 def rematerialize_anew(layer: keras.Layer) -> None:
     """Lets JAX trace a layer's own `call` anew where it is rematerialized."""
     # JAX keeps what it has traced of a function, with the tracers around it.
@@ -112,7 +120,22 @@ def symbolic_arguments(model: keras.Model) -> list:
     if isinstance(model, keras.Sequential) and model.inputs:
         return list(model.inputs[:1])
     shapes = model._build_shapes_dict or {}
-    return [keras.KerasTensor(s, "float32") for s in shapes.values()]
+    return [*map(_symbols, shapes.values())]
+
+
+def _symbols(shapes: Any) -> Any:
+    # Keras notes shapes in containers of its own, which JAX does not know.
+    if isinstance(shapes, dict):
+        return {name: _symbols(each) for name, each in shapes.items()}
+    if any(isinstance(each, list | tuple) for each in shapes):
+        return [*map(_symbols, shapes)]
+    return keras.KerasTensor(shapes)
+
+
+def knows_input_dtypes(model: keras.Model) -> bool:
+    """Says whether the symbols of `symbolic_arguments` have true dtypes."""
+    is_sequential = isinstance(model, keras.Sequential) and model.inputs
+    return hasattr(model, "_inputs_struct") or bool(is_sequential)
 
 
 def call_in_training(model: keras.Model, inputs: Any) -> Any:
@@ -191,9 +214,11 @@ def copy_mask(source: Any, destination: Any) -> None:
         masking.set_keras_mask(destination, mask)
 
 
-def compile_loss(loss: Any, weights: Any = None) -> Any:
+def compile_loss(loss: Any, weights: Any = None, names: Any = None) -> Any:
     """Returns the function that `compile(loss=loss)` would train with."""
-    return compile_utils.CompileLoss(loss=loss, loss_weights=weights)
+    return compile_utils.CompileLoss(
+        loss=loss, loss_weights=weights, output_names=names
+    )
 
 
 def compiled_loss(model: Any) -> Any:
@@ -201,7 +226,18 @@ def compiled_loss(model: Any) -> Any:
     compiled = getattr(model, "_compile_loss", None)
     if compiled is None:
         return None
-    return compile_loss(compiled._user_loss, compiled._user_loss_weights)
+    return compile_loss(
+        compiled._user_loss, compiled._user_loss_weights, compiled.output_names
+    )
+
+
+def losses(model: Any, outputs: Any) -> dict[tuple, Any]:
+    """Returns the losses of a model's outputs, by their paths among these."""
+    compiled = compiled_loss(model)
+    if compiled is None:
+        return {}
+    compiled.build(outputs, outputs)
+    return {tuple(one.path): one.loss for one in compiled._flat_losses}
 
 
 def compute_loss(model: keras.Model, **arguments: Any) -> Any:

@@ -75,7 +75,7 @@ def trusting() -> contextlib.AbstractContextManager:
     return serialization_lib.SafeModeScope(False)
 
 
-def build_for_training(model: keras.Model, data: tuple) -> None:
+def build_for_training(model: keras.Model, data: Any) -> None:
     """Builds what a model trains with: losses, metrics, optimizer.
 
     `data` are inputs and targets, as symbols.

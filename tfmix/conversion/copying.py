@@ -1,5 +1,10 @@
 """A second model like the first: same weights, nothing shared."""
 
+import collections
+import contextlib
+import warnings
+from collections.abc import Iterator
+
 import keras
 
 from tfmix._keras import layer_policies, layers, training
@@ -16,11 +21,11 @@ def copied(model: keras.Model) -> keras.Model:
     try:
         # As pickle does it, which Keras supports: save, then load.
         load, saved, *_ = model.__reduce__()
-        with current_policy.policy_scope(before), training.trusting():
+        with current_policy.policy_scope(before), _unwarned(model):
             twin = load(*saved)
         _copy_adapters(twin, model)
         _check_weights(twin, model)
-        _copy_paths(twin, model)
+        _copy_unsaved(twin, model)
     except Exception as error:
         raise TypeError(
             "`model` cannot be copied: Keras cannot save and load it. "
@@ -29,6 +34,17 @@ def copied(model: keras.Model) -> keras.Model:
             "apply_policy(model, policy)."
         ) from error
     return twin
+
+
+@contextlib.contextmanager
+def _unwarned(model: keras.Model) -> Iterator[None]:
+    """Lets load what the caller has, Lambda layers and no state included."""
+    with training.trusting(), warnings.catch_warnings():
+        if not getattr(getattr(model, "optimizer", None), "built", True):
+            # It has taken no step and has no state to carry over.
+            for said in ("Skipping variable loading for opt", "The state of o"):
+                warnings.filterwarnings("ignore", said)
+        yield
 
 
 def _copy_adapters(twin: keras.Model, model: keras.Model) -> None:
@@ -41,16 +57,17 @@ def _copy_adapters(twin: keras.Model, model: keras.Model) -> None:
 
 def _check_weights(twin: keras.Model, model: keras.Model) -> None:
     """Keras only warns of some layers that it could not load."""
-    copies, originals = twin.get_weights(), model.get_weights()
-    if len(copies) != len(originals) or any(
-        copy.tobytes() != original.tobytes()
-        for copy, original in zip(copies, originals, strict=True)
-    ):
+    # A quantized layer that was loaded has them in another order.
+    copies, originals = (
+        collections.Counter(hash(each.tobytes()) for each in one.get_weights())
+        for one in (twin, model)
+    )
+    if copies != originals:
         raise ValueError("The copy has other weights than the model.")
 
 
-def _copy_paths(twin: keras.Model, model: keras.Model) -> None:
-    """Gives layers the paths that rules and maps name them by.
+def _copy_unsaved(twin: keras.Model, model: keras.Model) -> None:
+    """Gives layers paths, which rules and maps name them by, and RematScopes.
 
     Keras builds what it loads from the inside: "encoder/dense" is "dense".
     """
@@ -60,6 +77,7 @@ def _copy_paths(twin: keras.Model, model: keras.Model) -> None:
         for copy, original in pairs:
             if copy.path and original.path:
                 layer_policies.put(copy, "_path", original.path)
+            layers.rematerialize_alike(copy, original)
 
 
 def _first_cause(error: BaseException) -> str:

@@ -345,17 +345,26 @@ def _separable(layer: Any, given: Shapes, made: Shape) -> list[Product]:
 
 
 def _recurrent(layer: Any, given: Shapes, made: Shape) -> list[Product]:
-    batch, steps, features = given[0]
-    units, wide = layer.cell.units, layer.cell.kernel.shape[-1]
-    return [
-        Product(batch * steps, features, wide),
-        Product(batch, units, wide, steps),
-    ]
+    batch, steps = given[0][:2]
+    found = []
+    for cell in getattr(layer.cell, "cells", [layer.cell]):
+        # Not of a convolution's cell, nor of one of the user's own making.
+        for name, count in (("kernel", 1), ("recurrent_kernel", steps)):
+            kernel = getattr(cell, name, None)
+            if kernel is not None and len(kernel.shape) == 2:
+                k, n = kernel.shape
+                found.append(Product(batch * steps // count, k, n, count))
+    return found
 
 
 def _attention(layer: Any, given: Shapes, made: Shape) -> list[Product]:
-    batch, queries = given[0][0], math.prod(given[0][1:-1])
-    keys = math.prod(given[1][1:-1]) if len(given) > 1 else queries
+    inner = range(1, len(given[0]) - 1)
+    axes = getattr(layer, "_attention_axes", None) or inner
+    # Keys are the queries' own where none are given.
+    queries, keys = (
+        math.prod(one[axis] for axis in axes) for one in (given * 2)[:2]
+    )
+    batch = math.prod(given[0][:-1]) // queries
     heads = getattr(layer, "num_heads", None) or layer.num_query_heads
     size = getattr(layer, "key_dim", None) or layer.head_dim
     width = getattr(layer, "_value_dim", None) or size
@@ -373,6 +382,10 @@ def _dot_attention(layer: Any, given: Shapes, made: Shape) -> list[Product]:
     ]
 
 
+def _additive(layer: Any, given: Shapes, made: Shape) -> list[Product]:
+    return _dot_attention(layer, given, made)[1:]
+
+
 # By the names of Keras's classes and bases, so that subclasses count, too.
 _FORMULAS: dict[str, Callable[[Any, Shapes, Shape], list[Product]]] = {
     "Dense": _dense,
@@ -380,10 +393,9 @@ _FORMULAS: dict[str, Callable[[Any, Shapes, Shape], list[Product]]] = {
     "BaseConv": _convolution,
     "BaseConvTranspose": _transposed,
     "BaseSeparableConv": _separable,
-    "LSTM": _recurrent,
-    "GRU": _recurrent,
-    "SimpleRNN": _recurrent,
+    "RNN": _recurrent,
     "MultiHeadAttention": _attention,
     "GroupedQueryAttention": _attention,
+    "AdditiveAttention": _additive,
     "Attention": _dot_attention,
 }

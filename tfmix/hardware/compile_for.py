@@ -3,14 +3,14 @@
 import collections
 import contextlib
 import itertools
-import warnings
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 
 from tfmix import _arguments, _progress
-from tfmix._keras import layer_policies, layers, optimizers
+from tfmix._keras import layer_policies, layers, optimizers, training
 from tfmix.conversion import convert, copying
 from tfmix.hardware import (
     compiled_step,
@@ -20,6 +20,7 @@ from tfmix.hardware import (
     targets,
     training_memory,
 )
+from tfmix.policy import policy as policies
 from tfmix.policy.in_force import carried, current_policy, suited_optimizer
 
 
@@ -51,8 +52,8 @@ def compile_for(  # noqa: PLR0913
             Defaults to `None`: the model's own, or Adam. It is copied.
         loss: A Keras loss or its name. Defaults to `None`: the model's own,
             or the mean squared error.
-        policy: As for `apply_policy`, or a list of them to compare. Defaults
-            to `None`: the model as it is.
+        policy: As for `apply_policy`, or a list of them to compare; `"auto"`
+            is what suits the target. Defaults to `None`: the model as it is.
 
     Returns:
         A `CompiledStep`; for a list of policies or optimizers `CompiledSteps`,
@@ -63,7 +64,8 @@ def compile_for(  # noqa: PLR0913
         TypeError: If an argument is of a wrong type, or `model` cannot be
             copied.
         ValueError: If the target is unknown or cannot run the policy, the
-            model is not built, or the batch cannot be shared.
+            model is not built, or the batch cannot be shared; without
+            `optimizer` and `loss` for a model with a `compile` of its own.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((64,))])
@@ -80,9 +82,10 @@ def compile_for(  # noqa: PLR0913
             "`batch_size` must be a multiple of `devices`, which share it. "
             f"Received: batch_size={rows}, devices={count}."
         )
-    policies = _listed("policy", policy)
+    wanted = [_resolved(each, found) for each in _listed("policy", policy)]
     given = _listed("optimizer", optimizer)
-    for each in policies:
+    _listed("loss", loss)
+    for each in wanted:
         _check_policy(each, model, found)
     if not model.built:
         raise ValueError(
@@ -92,11 +95,11 @@ def compile_for(  # noqa: PLR0913
         )
     places = compilers.devices(found, count)
     made = {}
-    for each, one in itertools.product(policies, given):
+    for each, one in itertools.product(wanted, given):
         twin = _compilable(model, each, one, loss)
         name = title = _name(each, twin)
         if len(given) > 1:
-            title += f", {_optimizer_name(one or model.optimizer or 'adam')}"
+            title += f", {_optimizer_name(one, model)}"
         if title in made:
             raise ValueError(
                 "What is compared must differ in policy or in the classes of "
@@ -113,17 +116,25 @@ def compile_for(  # noqa: PLR0913
 
 
 def _listed(name: str, given: Any) -> list[Any]:
-    if not isinstance(given, list | tuple):
-        return [given]
-    if not given:
+    if isinstance(given, list | tuple | dict) and not given:
         raise ValueError(
-            f"`{name}` must not be an empty list. Received: {name}={given!r}."
+            f"`{name}` must not be empty. Received: {name}={given!r}. Leave it "
+            "out to take the model's own."
         )
-    return list(given)
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def _optimizer_name(given: Any) -> str:
+def _resolved(policy: Any, target: targets.Target) -> Any:
+    """Returns what a policy is on the target, not on this machine."""
+    if isinstance(policy, str) and policy == "auto":
+        fast = "bfloat16" if "bfloat16" in target.rates else "float16"
+        return f"mixed_{fast}"
+    return policy
+
+
+def _optimizer_name(given: Any, model: keras.Model) -> str:
     """Returns the classes of an optimizer and of what is in it."""
+    given = given or getattr(model, "optimizer", None) or "adam"
     chain = optimizers.chain(keras.optimizers.get(given))
     names = [type(each).__name__ for each in chain]
     return "(".join(names) + ")" * (len(names) - 1)
@@ -144,35 +155,59 @@ def _check_policy(
         )
 
 
+@contextlib.contextmanager
+def _no_draws() -> Iterator[None]:
+    """Puts Python's generator back, which Keras draws seeds from."""
+    drawn = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+
+
+@_no_draws()
 def _compilable(
     model: keras.Model, policy: Any, optimizer: Any, loss: Any
 ) -> keras.Model:
     """Returns a copy of the model, compiled as it is to be trained."""
-    with warnings.catch_warnings():
-        # An optimizer that has taken no step has no state to carry over.
-        warnings.filterwarnings("ignore", "Skipping variable loading for opt")
-        if policy is None:
-            twin = copying.copied(model)
-            policy = carried.carried_policy(twin)
-        else:
-            twin = convert.convert_model(model, policy)
+    if policy is None:
+        twin = copying.copied(model)
+        policy = carried.carried_policy(twin)
+    else:
+        twin = convert.convert_model(model, policy)
     own = getattr(twin, "optimizer", None)
-    if own is not None and optimizer is None and loss is None:
-        return twin
-    given = own or keras.optimizers.Adam()
+    if own is None and getattr(model, "compiled", False):
+        _check_both_given(model, optimizer, loss)
     if optimizer is not None:
         given = keras.optimizers.get(optimizer)
-        given = type(given).from_config(given.get_config())
-    if loss is None:
-        loss = getattr(twin, "loss", None) or "mean_squared_error"
-    in_force = (
-        contextlib.nullcontext()
-        if policy is None
-        else current_policy.policy_scope(policy)
-    )
-    with in_force:
-        twin.compile(optimizer=given, loss=loss)
+        optimizer = type(given).from_config(given.get_config())
+    accepted = policy and current_policy.accept(policy)
+    if own is None or loss is not None:
+        with (
+            current_policy.policy_scope(accepted)
+            if accepted
+            else contextlib.nullcontext()
+        ):
+            twin.compile(
+                optimizer=optimizer or own or keras.optimizers.Adam(),
+                loss=loss or "mean_squared_error",
+            )
+    elif optimizer is not None:
+        level = accepted and policies.with_rules(accepted).level
+        suited = suited_optimizer.suited(optimizer, twin, level)
+        training.adopt_optimizer(twin, suited)
     return twin
+
+
+def _check_both_given(model: keras.Model, optimizer: Any, loss: Any) -> None:
+    if optimizer is None or loss is None:
+        raise ValueError(
+            "`optimizer` and `loss` must be given for a model whose class "
+            "writes its own `compile`: Keras does not call it on a copy. "
+            f"Received: optimizer={optimizer!r}, loss={loss!r} and a "
+            f"{type(model).__name__}, which has no `compile_from_config` "
+            "either."
+        )
 
 
 def _name(policy: Any, model: keras.Model) -> str:

@@ -129,10 +129,13 @@ class CompiledStep(_tables.Printed):
     def title(self) -> str:
         """One line: policy, target, share in 16 bit, bound."""
         many = f"{self.devices} x " if self.devices > 1 else ""
+        products = "no products"
+        if self.rows:
+            products = f"{self.share_16bit:.0%} of the products in 16 bit"
         return (
             f"{self.policy} on {many}{self.target}, batch of "
-            f"{self.batch_size}: {self.share_16bit:.0%} of the products in 16 "
-            f"bit, at least {1e3 * self.seconds:.3g} ms ({self.bound})"
+            f"{self.batch_size}: {products}, at least "
+            f"{1e3 * self.seconds:.3g} ms ({self.bound})"
         )
 
     def tables(self) -> list[_tables.Table]:
@@ -176,6 +179,11 @@ class CompiledStep(_tables.Printed):
             for row in self.rows[:most]
         ]
         notes = []
+        if not self.rows:
+            notes.append(
+                "to XLA a product of one row or one column is a sum, which is "
+                "counted by its bytes alone"
+            )
         if (more := len(self.rows) - most) > 0:
             notes.append(f"and {more} smaller ones: see `rows`")
         if self.float32_layers and self.share_16bit:
@@ -260,7 +268,7 @@ def _figures(step: CompiledStep) -> dict[str, str]:
     kinds = dataclasses.asdict(memory.kinds)
     fits = "fits" if memory.fits else "does not fit"
     return {
-        "products in 16 bit": f"{step.share_16bit:.0%}",
+        "products in 16 bit": f"{step.share_16bit:.0%}" if step.rows else "-",
         "kernels": f"{step.kernels:,}",
         "copies": f"{step.copies:,}",
         "conditionals": f"{step.conditionals:,}",

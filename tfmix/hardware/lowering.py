@@ -27,7 +27,20 @@ def compile_training_step(
     """
     (x,) = model_batches.inputs(model, batch_size)
     outputs = host.run_on_shapes(model, [x])
-    data = x, model_batches.targets(outputs, model.loss)
+    y = model_batches.targets(model, outputs)
+    data = keras.utils.pack_x_y_sample_weight(x, y)
+    try:
+        return _compiled(model, data, devices)
+    except Exception:
+        if y is not None or not training.has_own_step(model):
+            raise
+        # A step of the user's may compare with targets by itself.
+        return _compiled(model, (x, outputs), devices)
+
+
+def _compiled(
+    model: keras.Model, data: Any, devices: list[Any]
+) -> compilers.Compiled:
     training.build_for_training(model, data)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
@@ -65,7 +78,7 @@ def _scope(name: str) -> contextlib.AbstractContextManager:
 
 
 def _by_jax(
-    model: keras.Model, data: tuple, devices: list[Any]
+    model: keras.Model, data: Any, devices: list[Any]
 ) -> compilers.Compiled:
     import jax
     import numpy as np
@@ -94,7 +107,7 @@ def _by_jax(
 
 
 def _by_tensorflow(
-    model: keras.Model, data: tuple, devices: list[Any]
+    model: keras.Model, data: Any, devices: list[Any]
 ) -> compilers.Compiled:
     import tensorflow as tf
 

@@ -1,5 +1,6 @@
 """The batch that a model would take, as shapes and dtypes."""
 
+import itertools
 from typing import Any
 
 import keras
@@ -8,6 +9,9 @@ from keras import tree
 
 from tfmix._keras import layers as host
 from tfmix.doctor import batch as batches
+
+# Choices of dtypes for the inputs of a model, each traced once.
+_MOST_TRIED = 64
 
 
 def inputs(
@@ -43,7 +47,32 @@ def inputs(
             f"model={model!r}. Call it once on a batch; `tfmix.advise` also "
             "takes `x`, a batch of inputs, or `input_shape`, that of one row."
         )
-    return tree.map_structure(lambda one: _fixed(one, batch_size), found)
+    found = tree.map_structure(lambda one: _fixed(one, batch_size), found)
+    if x is not None or not model.built or host.knows_input_dtypes(model):
+        return found
+    return _of_dtypes_that_work(model, found)
+
+
+def _of_dtypes_that_work(model: keras.Model, found: list) -> list:
+    """Gives inputs of which only shapes are known dtypes a model takes."""
+    shapes = [one.shape for one in tree.flatten(found)]
+    choices = itertools.product(("float32", "int32"), repeat=len(shapes))
+    for dtypes in itertools.islice(choices, _MOST_TRIED):
+        leaves = map(keras.KerasTensor, shapes, dtypes)
+        symbols = tree.pack_sequence_as(found, list(leaves))
+        try:
+            host.run_on_shapes(model, symbols)
+        except Exception as error:
+            last = error
+            continue
+        return list(symbols)
+    raise ValueError(
+        "A subclassed model does not say of which dtypes its inputs are, and "
+        f"takes neither float32 nor int32. Received: model={model!r} and "
+        f"inputs of shapes {shapes}. Make them with `inputs = "
+        "keras.Input(shape, dtype=dtype)`, and give `keras.Model(inputs, "
+        "model(inputs))`."
+    ) from last
 
 
 def _symbol(leaf: Any) -> keras.KerasTensor:
@@ -74,26 +103,46 @@ def _row_symbol(shape: Any, dtype: Any = "float32") -> keras.KerasTensor:
     return keras.KerasTensor((None, *shape), dtype)
 
 
-def targets(outputs: Any, loss: Any) -> Any:
-    """Returns what a loss compares outputs with, as symbols.
+def targets(model: keras.Model, outputs: Any) -> Any:
+    """Returns what a model's losses compare outputs with, as symbols.
 
-    Classes for each sparse loss, and for the others what the model returns.
+    Of the form of an output, or its classes where the loss takes only those;
+    `None` without a loss.
+
+    Raises:
+        ValueError: If a loss takes neither.
     """
-    losses = tree.flatten(loss) if isinstance(loss, dict | list) else [loss]
-    many = len(losses) == len(tree.flatten(outputs))
-    left = iter(losses if many else [])
-
-    def target(output: Any) -> Any:
-        if "sparse" in _name(next(left, losses[0])):
-            return keras.KerasTensor(output.shape[:-1], "int32")
-        return keras.KerasTensor(output.shape, "float32")
-
-    return tree.map_structure(target, outputs)
+    losses = host.losses(model, outputs)
+    if not losses:
+        return None
+    found = [
+        _target(losses.get(tuple(path)), output)
+        for path, output in tree.flatten_with_path(outputs)
+    ]
+    return tree.pack_sequence_as(outputs, found)
 
 
-def _name(loss: Any) -> str:
-    name = loss if isinstance(loss, str) else getattr(loss, "name", None)
-    return str(name or getattr(loss, "__name__", "")).lower()
+def _target(loss: Any, output: Any) -> keras.KerasTensor:
+    alike = keras.KerasTensor(output.shape, "float32")
+    if loss is None:
+        return alike
+    kinds = [alike, keras.KerasTensor(output.shape[:-1], "int32")]
+    # A function of the user's may take both, and make of one much too much.
+    if "sparse" in str(loss.name).lower():
+        kinds.reverse()
+    for kind in kinds:
+        try:
+            host.run_on_shapes(loss, [kind, output])
+        except Exception as error:
+            last = error
+            continue
+        return kind
+    raise ValueError(
+        "A loss must take targets of its output's form, or classes, to be "
+        f"compiled. Received: {loss.name!r}, which takes none of "
+        f"{[(kind.shape, kind.dtype) for kind in kinds]}. Give another, such "
+        "as loss='mean_squared_error', to see what the rest of the step takes."
+    ) from last
 
 
 def _fixed(tensor: Any, batch_size: int) -> Any:

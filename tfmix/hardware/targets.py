@@ -37,13 +37,12 @@ class Targets(tuple[Target, ...], _tables.Printed):
 
     def tables(self) -> list[_tables.Table]:
         """Returns what to print: rates in 10^12 operations a second."""
-        dtypes = list(
-            dict.fromkeys(dtype for one in self for dtype in one.rates)
-        )
+        known = dict.fromkeys(dtype for one in self for dtype in one.rates)
+        dtypes = sorted(known, key="int8".__eq__)
         rows = [
             (
                 one.name,
-                one.title,
+                one.title.removeprefix("NVIDIA "),
                 f"{one.memory / _GIB:.0f}",
                 f"{one.bandwidth / _TERA:.1f}",
                 *(
@@ -217,7 +216,8 @@ _GPUS: dict[str, dict[str, float]] = {
 _GPUS["h200"] = _GPUS["h100"]
 # Memory in bytes, bandwidth in TB/s, products in TFLOP/s without sparsity,
 # from the makers' data sheets. float32 is what XLA takes for it by default:
-# TF32 on GPUs from Ampere on, numbers rounded to bfloat16 on a TPU.
+# TF32 on GPUs from Ampere on, numbers rounded to bfloat16 on a TPU. int8 on a
+# V100 is what its ordinary units do, four products at a time.
 _TARGETS = {
     one.name: one
     for one in (
@@ -228,6 +228,7 @@ _TARGETS = {
             0.898,
             float32=15.7,
             float16=125.0,
+            int8=62.8,
         ),
         _target(
             "a100",
@@ -237,6 +238,7 @@ _TARGETS = {
             float32=156.0,
             float16=312.0,
             bfloat16=312.0,
+            int8=624.0,
         ),
         _target(
             "h100",
@@ -247,6 +249,7 @@ _TARGETS = {
             float16=989.4,
             bfloat16=989.4,
             float8=1978.9,
+            int8=1978.9,
         ),
         _target(
             "h200",
@@ -257,6 +260,7 @@ _TARGETS = {
             float16=989.4,
             bfloat16=989.4,
             float8=1978.9,
+            int8=1978.9,
         ),
         _target(
             "b200",
@@ -267,18 +271,43 @@ _TARGETS = {
             float16=2250.0,
             bfloat16=2250.0,
             float8=4500.0,
+            int8=4500.0,
         ),
         _target(
-            "v4", "TPU v4", 32 * _GIB, 1.228, float32=275.0, bfloat16=275.0
+            "v4",
+            "TPU v4",
+            32 * _GIB,
+            1.228,
+            float32=275.0,
+            bfloat16=275.0,
+            int8=275.0,
         ),
         _target(
-            "v5e", "TPU v5e", 16 * _GIB, 0.819, float32=197.0, bfloat16=197.0
+            "v5e",
+            "TPU v5e",
+            16 * _GIB,
+            0.819,
+            float32=197.0,
+            bfloat16=197.0,
+            int8=394.0,
         ),
         _target(
-            "v5p", "TPU v5p", 95 * _GIB, 2.765, float32=459.0, bfloat16=459.0
+            "v5p",
+            "TPU v5p",
+            95 * _GIB,
+            2.765,
+            float32=459.0,
+            bfloat16=459.0,
+            int8=918.0,
         ),
         _target(
-            "v6e", "TPU v6e", 32 * _GIB, 1.640, float32=918.0, bfloat16=918.0
+            "v6e",
+            "TPU v6e",
+            32 * _GIB,
+            1.640,
+            float32=918.0,
+            bfloat16=918.0,
+            int8=1836.0,
         ),
     )
 }

@@ -574,7 +574,7 @@ class LossScaleOptimizer(
         keys = list(store.keys())
         # Neither was built: there are no slots on either side.
         alike = all(key.startswith(_OWN) for key in keys)
-        if keys and (self.built or alike):
+        if keys and (self.built or alike) and not _is_unbuilt(store):
             inner = self.inner_optimizer.variables if self.built else []
             _load(store, self._saved_variables(), inner)
             return
@@ -930,6 +930,12 @@ def guarded_step(optimizer: LossScaleOptimizer) -> Iterator[None]:
         yield
     finally:
         optimizer.in_guarded_step = False
+
+
+def _is_unbuilt(store: Mapping) -> bool:
+    """Says whether Keras's class wrote settings alone: it was not built."""
+    keys = sorted(map(str, store.keys()))
+    return keys == list("0123") and not any(np.ndim(store[k]) for k in keys)
 
 
 def _load(store: Mapping, own: Sequence, inner: Sequence) -> None:
