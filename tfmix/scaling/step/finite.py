@@ -23,8 +23,9 @@ _LARGE = 2**18
 # word has bits, and as many as XLA still fuses with the reduction.
 _TOGETHER = 32, 8
 # A TPU fetches what the next kernel reads into its own memory, where the update
-# finds it again.
+# finds it again: 128 MiB on a v5e, of which one tensor may be held an eighth.
 _TOGETHER_ON_TPU = 8, 1
+_HELD = 2**22
 
 
 def all_finite(tensors: Any) -> Any:
@@ -218,15 +219,14 @@ def _fetched_first(scaled: list, true: list) -> tuple[Any, list]:
     the smallest gradients, which it leaves divided in the TPU's own memory.
     Meanwhile those that the second one reads are fetched.
     """
-    shapes = _shapes(true)
-    if len(true) < 2 or not shapes:
-        return _by_shapes(_for_tpu, scaled), true
 
     def elements(positions: list[int]) -> int:
         return math.prod(true[positions[0]].shape)
 
+    first = min(_shapes(true), key=elements, default=[])[: len(true) - 1]
+    if not first or elements(first) > _HELD:
+        return _by_shapes(_for_tpu, scaled), true
     small, large = _TOGETHER_ON_TPU
-    first = min(shapes, key=elements)[: len(true) - 1]
     first = first[: large if elements(first) > _LARGE else small]
     held = compilation.kept_apart([true[n] for n in first])
     others = [n for n in range(len(true)) if n not in first]
