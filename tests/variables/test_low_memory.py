@@ -221,6 +221,11 @@ def test_its_config_makes_the_same_again():
     assert again.slot_dtype == optimizer.slot_dtype
 
 
+def test_a_seed_of_numpy_is_stored_as_an_integer():
+    optimizer = low_memory.LowMemoryOptimizer("adam", seed=np.int64(7))
+    assert type(optimizer.get_config()["seed"]) is int
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

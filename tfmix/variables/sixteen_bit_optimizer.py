@@ -1,6 +1,7 @@
 """The optimizer of 16-bit variables whose inner optimizer works in float32."""
 
 import contextlib
+import numbers
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -344,7 +345,7 @@ def _checked_seed(seed: int | None) -> int:
     """Returns a seed of 31 bits, drawn if none is given."""
     if seed is None:
         return random.randrange(2**31)
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
         raise TypeError(
             f"`seed` must be an integer or None. Received: seed={seed!r}."
         )
@@ -352,4 +353,4 @@ def _checked_seed(seed: int | None) -> int:
         raise ValueError(
             f"`seed` must lie from 0 to 2**31 - 1. Received: seed={seed!r}."
         )
-    return seed
+    return int(seed)
