@@ -325,7 +325,9 @@ def test_a_class_with_slots_of_its_own_says_which_are_never_negative():
     optimizer.build(variables)
     for _ in range(2):
         optimizer.apply([keras.ops.ones((64, 64))], variables)
-    np.testing.assert_allclose(variables[0], -0.29, rtol=0.02)
+    # Each weight moves by a slot that is rounded up or down.
+    mean = np.mean(helpers.to_numpy(variables[0]))
+    np.testing.assert_allclose(mean, -0.29, rtol=0.01)
 
 
 @pytest.mark.parametrize("names", [("velocities",), "velocities"])

@@ -83,19 +83,23 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
     words = ops.where(is_normal, words - (scales - _int(_ONE)), _int(0))
     scaled = bits.bitcast(ops.maximum(words, _int(0)), "float32")
     codes = ops.right_shift(words + noise, _int(code.dropped)) - _int(code.base)
-    # Between 0 and the smallest, the chance is the distance.
     smallest = 2.0 ** (1 - code.octaves) * (1 + 1 / code.steps)
-    chance = ops.cast(noise, "float32") * (2.0**-code.dropped * smallest)
-    rounded_up = ops.greater(scaled + chance, smallest)
-    if not code.signed:
-        rounded_up = ops.greater(sizes, 0.0)
-    small = ops.cast(rounded_up, "int32")
-    codes = ops.where(ops.less(scaled, smallest), small, codes)
-    most = code.steps * code.octaves - 1
-    codes = ops.minimum(codes, _int(most))
+    small = _int(1)
     if code.signed:
-        codes = codes + ops.where(ops.less(value, 0.0), _int(128), _int(0))
-    return ops.cast(codes, "uint8"), largest
+        # Between 0 and the smallest, the chance is the distance.
+        chance = ops.cast(noise, "float32") * (2.0**-code.dropped * smallest)
+        small = ops.cast(ops.greater(scaled + chance, smallest), "int32")
+    codes = ops.where(ops.less(scaled, smallest), small, codes)
+    codes = ops.minimum(codes, _int(code.steps * code.octaves - 1))
+    codes = ops.cast(codes, "uint8")
+    # Last an operation on two tensors: what ends in a cast, XLA would compute
+    # again in each kernel that reads the codes.
+    if code.signed:
+        sign = ops.right_shift(bits.bitcast(value, "int32"), _int(24))
+        sign = ops.cast(ops.bitwise_and(sign, _int(128)), "uint8")
+        return ops.bitwise_or(codes, sign), largest
+    zero = ops.cast(0, "uint8")
+    return ops.where(ops.greater(sizes, 0.0), codes, zero), largest
 
 
 def decode(codes: Any, largest: Any, code: Code) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import compilation, optimizers, replacements, variables
+from tfmix._keras import optimizers, replacements, variables
 from tfmix.variables import eight_bit
 
 # `slot_dtype`: a dtype, or pairs of a pattern of paths and a dtype.
@@ -139,7 +139,7 @@ class EightBitSlots:
 
     def __init__(self, draw: Callable[[tuple[int, ...], int], Any]) -> None:
         self._draw = draw
-        self._slots: list[_Slot] = []
+        self._count = 0
 
     @contextlib.contextmanager
     def creating(
@@ -163,11 +163,6 @@ class EightBitSlots:
         for worker, found in created:
             _check_declared(worker, found)
             _refuse_others(worker, found)
-
-    def forget(self) -> None:
-        """Lets each slot be read as it is stored."""
-        for slot in self._slots:
-            slot.fresh = None
 
     def _narrow(
         self,
@@ -194,7 +189,7 @@ class EightBitSlots:
                 )
                 # What it consists of is tracked already.
                 optimizers.count_as_tracked(worker, slot)
-                self._slots.append(slot)
+                self._count += 1
             created.append((name, slot))
             return slot
 
@@ -233,7 +228,7 @@ class EightBitSlots:
             name=f"{path}_sizes",
         )
         # Streams from 0 on are those of the variables.
-        stream = -1 - len(self._slots)
+        stream = -1 - self._count
         return _Slot(codes, sizes, code, lambda: self._draw(shape, stream))
 
 
@@ -269,8 +264,9 @@ def _refuse_others(worker: Any, created: list) -> None:
 class _Slot(variables.Float32View):
     """A float32 slot that is stored as codes and sizes of blocks.
 
-    In the step that assigns it, it is read as it was assigned; it is rounded
-    for the next one.
+    What was assigned is read as it was rounded, also in the same step: so no
+    kernel that updates a weight reads the old codes, and new ones take their
+    place without a copy.
     """
 
     def __init__(
@@ -282,13 +278,9 @@ class _Slot(variables.Float32View):
     ) -> None:
         super().__init__(codes)
         self.beside, self.code, self.noise = (sizes,), code, noise
-        # The trace in which a value was assigned, and the value.
-        self.fresh: tuple[Any, Any] | None = None
 
     def load(self) -> Any:
         """Returns the float32 value as a tensor."""
-        if self.fresh is not None and self.fresh[0] == compilation.trace():
-            return self.fresh[1]
         codes, sizes = map(ops.convert_to_tensor, (self.stored, *self.beside))
         return eight_bit.decode(codes, sizes, self.code)
 
@@ -297,4 +289,3 @@ class _Slot(variables.Float32View):
         parts = eight_bit.encode(value, self.code, self.noise())
         for part, new in zip((self.stored, *self.beside), parts, strict=True):
             part.assign(new)
-        self.fresh = compilation.trace(), value

@@ -224,9 +224,7 @@ class SixteenBitOptimizer(
         with replicas.single(self):
             self._store.refresh()
             routed, targets = self._store.route(grads, variables)
-            self._coded.forget()
             self.inner_optimizer.apply(routed, targets)
-            self._coded.forget()
             self._store.write_back()
 
     def finalize_variable_values(self, var_list: Variables) -> None:
