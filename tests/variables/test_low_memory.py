@@ -394,9 +394,9 @@ def test_flat_masters_join_what_has_slots_alike(rules, wide):
     grads = [keras.ops.ones(v.shape, "bfloat16") for v in variables]
     optimizer.apply(grads, variables)
     for variable in variables:
-        np.testing.assert_allclose(
-            keras.ops.cast(variable, "float32"), -0.001, rtol=0.01
-        )
+        # Each weight moves by moments that are rounded up or down.
+        mean = np.mean(helpers.to_numpy(keras.ops.cast(variable, "float32")))
+        np.testing.assert_allclose(mean, -0.001, rtol=0.01)
 
 
 def test_a_conversion_goes_on_with_them():
