@@ -37,8 +37,9 @@ class LowMemoryOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     Both moments of Adam take 2.03 bytes a weight instead of 8. Each number is
     an 8-bit float, signed for means, unsigned for second moments, in blocks of
     256 that share a scale (after arXiv 2110.02861, whose code is a table).
-    A step computes in float32, and rounds stochastically what it stores: a
-    second moment moves by 0.1 % a step, which rounding to nearest would drop.
+    A step computes in float32, rounds stochastically what it stores, and moves
+    weights by what is stored. (A second moment moves by 0.1 % a step, which
+    rounding to nearest would drop.)
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
