@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import keras
 import numpy as np
@@ -199,6 +200,23 @@ def test_each_slot_and_each_step_rounds_by_numbers_of_its_own():
     assert np.any(one != later)
     # Next to each other all the same: the gradients were equal.
     assert np.abs(one.astype(int) - other).max() <= 1
+
+
+@helpers.requires_backend("jax")
+def test_a_cpu_puts_new_codes_in_the_place_of_the_old_ones():
+    import jax
+
+    optimizer, variable = low(), keras.Variable(np.ones((64, 64), "float32"))
+    optimizer.build([variable])
+
+    def step(state, grads):
+        return optimizer.stateless_apply(state[1], grads, state[0])
+
+    state = [variable.value], [each.value for each in optimizer.variables]
+    compiled = jax.jit(step, donate_argnums=0).lower(state, [variable.value])
+    text = compiled.compile().as_text()
+    assert "u8[64,64]" in text
+    assert not re.search(r"= u8\[64,64\]\S* copy\(", text)
 
 
 def test_small_variables_and_embeddings_keep_float32_slots():
