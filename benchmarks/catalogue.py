@@ -118,7 +118,10 @@ BENCHMARKS = (
         "What accelerators run",
         "Programs of XLA's own compilers, for accelerators that were not "
         "there: nothing is timed. Kernels are launches, bytes what they read "
-        "and write. What that tells and what not is in "
+        "and write. An optimizer's step is given gradients in bfloat16 and "
+        "casts them, as a mixed-precision backward pass does. GB accessed is "
+        "a TPU's compiler's own count, which includes what stays on the chip. "
+        "What that tells and what not is in "
         "[On hardware you do not have](hardware-you-do-not-have.md).",
         (TENSORFLOW, JAX),
         minutes=30,

@@ -38,8 +38,10 @@ def steps(target: str, inner: str = "Adam") -> results.Table:
         for way, wrap in compiled_steps.WRAPPERS.items():
             optimizer = wrap(getattr(keras.optimizers, inner)())
             made = compiled_steps.compiled(optimizer, shapes, target)
-            names = {"model": model, "optimizer": way}
-            rows.append(names | compiled_steps.row(made))
+            row = {"model": model, "optimizer": way, **compiled_steps.row(made)}
+            if targets.find(target).kind == "TPU":
+                row["GB accessed"] = made.accessed / 1e9
+            rows.append(row)
     return results.Table(f"One {inner} step, compiled for {target}", rows)
 
 

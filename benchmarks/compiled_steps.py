@@ -1,6 +1,6 @@
 """Steps of optimizers and models, compiled for what is not here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -42,8 +42,9 @@ def compiled(
 ) -> compilers.Compiled:
     """Compiles one step of an optimizer on variables of some shapes.
 
-    Goes through the backend of this process: TensorFlow's `jit_compile=True`
-    or `jax.jit`.
+    It is given gradients in bfloat16, and casts them to the variables' dtype as
+    the backward pass of a mixed-precision model does. Goes through the backend
+    of this process: TensorFlow's `jit_compile=True` or `jax.jit`.
     """
     initial = keras.initializers.Zeros()
     variables = [
@@ -62,15 +63,18 @@ def _by_jax(optimizer: Any, variables: list, device: Any) -> Any:
 
     sharding = jax.sharding.SingleDeviceSharding(device)
 
-    def described(values: list) -> list:
+    def described(values: list, dtype: str | None = None) -> list:
         return [
-            jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding)
+            jax.ShapeDtypeStruct(
+                one.shape, dtype or one.dtype, sharding=sharding
+            )
             for one in values
         ]
 
-    def step(trained: list, held: list, gradients: list) -> Any:
+    def step(trained: list, held: list, narrow: list) -> Any:
         with keras.StatelessScope(zip(optimizer.variables, held, strict=True)):
             _say_scaled(optimizer)
+        gradients = _cast(narrow, variables)
         return optimizer.stateless_apply(held, gradients, trained)
 
     # What goes in lies in the order of what comes out: JAX writes one over
@@ -78,7 +82,7 @@ def _by_jax(optimizer: Any, variables: list, device: Any) -> Any:
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
         described(variables),
         described(optimizer.variables),
-        described(variables),
+        described(variables, "bfloat16"),
     )
     return compilers.compile_jax(lowered)
 
@@ -127,12 +131,19 @@ def _by_tensorflow(optimizer: Any, variables: list, device: Any) -> Any:
     import tensorflow as tf
 
     @tf.function(jit_compile=True, autograph=False)
-    def step(*gradients: Any) -> None:
+    def step(*narrow: Any) -> None:
         _say_scaled(optimizer)
-        optimizer.apply(list(gradients), variables)
+        optimizer.apply(_cast(narrow, variables), variables)
 
-    given = [tf.TensorSpec(one.shape, one.dtype) for one in variables]
+    given = [tf.TensorSpec(one.shape, tf.bfloat16) for one in variables]
     return compilers.compile_tensorflow(step, given, device)
+
+
+def _cast(narrow: Iterable[Any], variables: list) -> list:
+    return [
+        keras.ops.cast(gradient, variable.dtype)
+        for gradient, variable in zip(narrow, variables, strict=True)
+    ]
 
 
 def _say_scaled(optimizer: Any) -> None:

@@ -1,5 +1,7 @@
 """The optimizer's step, as an H200 and a v5e run it."""
 
+import math
+
 import keras
 import pytest
 
@@ -9,6 +11,9 @@ from tests import helpers
 from tfmix._keras import compilation
 from tfmix.hardware import compiled_text, compilers, targets
 from tfmix.scaling.step import finite
+
+if keras.backend.backend() == "jax":
+    from tfmix.scaling.step import jax_step
 
 FEW, MANY = compiled_steps.FEW_LARGE, compiled_steps.MANY_SMALL
 
@@ -82,27 +87,24 @@ def test_slots_in_8_bits_take_two_kernels_more_for_a_variable():
     assert made.extra <= 4e6
 
 
-@helpers.requires_backend("jax")
 @pytest.mark.parametrize(
     ("shapes", "kernels"),
     [(FEW, 6 + 20), (MANY, 200 + 40)],
     ids=["few large", "many small"],
 )
-def test_a_v5e_reads_each_gradient_once(shapes, kernels):
-    _, program = compiled(shapes, "v5e")
+def test_a_v5e_accesses_little_more_than_the_gradients_again(shapes, kernels):
+    bare, _ = compiled(shapes, "v5e", "bare")
+    made, program = compiled(shapes, "v5e")
     assert program.conditionals == 0
     assert program.kernels <= kernels
-    # A smallest gradient read again would be 262 kB.
-    assert program.bytes - compiled(shapes, "v5e", "bare")[1].bytes <= 1e4
-
-
-@helpers.requires_backend("tensorflow")
-def test_a_v5e_reads_a_gradient_twice_at_most():
-    # TensorFlow does not know what it compiles for.
-    _, program = compiled(FEW, "v5e")
-    assert program.conditionals == 0
-    added = program.bytes - compiled(FEW, "v5e", "bare")[1].bytes
-    assert added <= 6 * 4 * 2048**2 + 1e5
+    added = made.accessed - bare.accessed
+    # They are in bfloat16.
+    assert added <= 2 * 2 * sum(math.prod(shape) for shape in shapes)
+    if keras.backend.backend() == "tensorflow" and shapes == MANY:
+        # Keras's scaler, too, reads them once there; no check reads less.
+        return
+    by_keras, _ = compiled(shapes, "v5e", "Keras")
+    assert added <= (by_keras.accessed - bare.accessed) / 3
 
 
 @helpers.requires_backend("tensorflow")
@@ -122,7 +124,9 @@ def test_the_variant_of_a_cpu_is_caught(monkeypatch):
     if keras.backend.backend() == "tensorflow":
         monkeypatch.setattr(compilation, "by_xla", lambda: False)
     else:
-        of_a_cpu = finite._unchanged(finite._by_products)
-        monkeypatch.setattr(finite, "_checked", of_a_cpu)
+        name = "_not_finite_of_a_shape"
+        monkeypatch.setattr(finite, name, finite._by_products)
+        # JAX may have traced the other.
+        monkeypatch.setattr(jax_step, "_not_finite", finite.not_finite)
     with pytest.raises(AssertionError, match="too many kernels"):
         check(*compiled(FEW, "h200"), 7 + 10)

@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-import functools
+import contextvars
 import importlib
 import re
 import threading
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
-import numpy as np
 from keras.src.backend.common import stateless_scope
 
 from tfmix._keras import replacements
@@ -21,8 +20,7 @@ if keras.backend.backend() == "tensorflow":
 else:
     import jax
     import jax.extend.core
-    from jax.interpreters import ad, batching, mlir
-    from jaxlib.mlir import ir
+    from jax.interpreters import batching, mlir
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -39,6 +37,7 @@ _NORM = re.compile(r"(?:.*/)?global_norm(?:_\d+)?/global_norm")
 _RUNS_EAGERLY = "_run_functions_eagerly"
 # The trace of what runs at once.
 EAGER = "eager"
+_platform = contextvars.ContextVar("tfmix_platform", default="")
 _lock = threading.Lock()
 # How many blocks each thread is in; what is replaced comes back when none is.
 _blocks: collections.Counter[int] = collections.Counter()
@@ -63,8 +62,24 @@ def by_xla() -> bool:
     return False
 
 
+@contextlib.contextmanager
+def compiled_for(platform: str) -> Iterator[None]:
+    """Tells TensorFlow what it traces for in a block: "tpu", "cuda"."""
+    token = _platform.set(platform)
+    try:
+        yield
+    finally:
+        _platform.reset(token)
+
+
+def for_tpu() -> bool:
+    """Says whether TensorFlow traces what will run on a TPU, if it knows."""
+    strategy = type(tf.distribute.get_strategy()).__name__
+    return _platform.get() == "tpu" or "TPU" in strategy
+
+
 def kept_apart(tensor: Any) -> Any:
-    """Returns the tensor, through which XLA does not look (JAX: a nest)."""
+    """Returns the tensor, through which XLA does not look."""
     if keras.backend.backend() == "jax":
         return jax.lax.optimization_barrier(tensor)
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
@@ -72,16 +87,18 @@ def kept_apart(tensor: Any) -> Any:
     return gen_xla_ops.xla_optimization_barrier([tensor])[0]
 
 
-def any_bits(words: Sequence) -> Any:
-    """Returns, for each of some integer tensors, the "or" of it all (XLA)."""
+def any_bits(tensor: Any, axes: Sequence[int]) -> Any:
+    """Returns the "or" of an integer tensor along some axes (XLA)."""
+    if keras.backend.backend() == "jax":
+        return jax.numpy.bitwise_or.reduce(tensor, axis=tuple(axes))
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
     either = tf.function(tf.bitwise.bitwise_or, autograph=False)
-    scalar = tf.TensorSpec((), words[0].dtype)
+    scalar = tf.TensorSpec((), tensor.dtype)
     return gen_xla_ops.xla_reduce(
-        tf.stack(words),
-        tf.zeros((), words[0].dtype),
-        list(range(1, 1 + len(words[0].shape))),
+        tensor,
+        tf.zeros((), tensor.dtype),
+        list(axes),
         either.get_concrete_function(scalar, scalar),
     )
 
@@ -180,86 +197,43 @@ def _stablehlo_type(shape: Sequence, dtype: str) -> str:
 
 
 def by_target(
-    cpu: Callable,
-    tpu: Callable,
-    tpu_given: Callable,
-    several: Callable,
-    default: Callable,
-) -> Callable[[list, list], tuple[Any, list]]:
-    """Returns a function of arrays that JAX lowers as its target wants it.
+    cpu: Callable, tpu: Callable, several: Callable, default: Callable
+) -> Callable[..., Any]:
+    """Returns a function of tensors that XLA compiles as its target wants it.
 
-    It takes a list to look at, and a list to hand on; it returns what it found,
-    an array, and the second list. All compute the same: for a CPU, for a TPU,
-    for one whose program is given what it looks at, for several devices that
-    share the arrays, for any other target. That of the host says nothing.
+    All compute the same: for a CPU, for a TPU, for several devices that share
+    the tensors, for any other target. That of the host says nothing.
+    TensorFlow knows no target but a TPU, and shares no tensors.
     """
+    if keras.backend.backend() == "tensorflow":
+        return lambda *values: (tpu if for_tpu() else default)(*values)
     primitive = jax.extend.core.Primitive("tfmix_by_target")
-    primitive.multiple_results = True
 
-    def abstract(*values: Any, form: Any) -> list:
-        shapes = jax.eval_shape(_flat(default, form), *values)
-        return [jax.core.ShapedArray(each.shape, each.dtype) for each in shapes]
+    def rule(one: Callable) -> Callable:
+        def lower(context: Any, *values: Any) -> Any:
+            axes = context.module_context.axis_context
+            alone = getattr(axes, "num_devices", None) == 1
+            chosen = one if alone else several
+            found = mlir.lower_fun(chosen, multiple_results=False)
+            return found(context, *values)
 
-    def batched(values: Sequence, axes: Sequence, form: Any) -> tuple:
-        found = jax.vmap(_flat(default, form), axes)(*values)
-        return found, [0] * len(found)
+        return lower
 
-    @functools.partial(jax.jit, static_argnames="form")
-    def run(*values: Any, form: Any) -> list:
-        return _flat(default, form)(*values)
+    def abstract(*values: Any) -> Any:
+        shape = jax.eval_shape(default, *values)
+        return jax.core.ShapedArray(shape.shape, shape.dtype)
 
-    def moved(values: Sequence, tangents: Sequence, form: Any) -> tuple:
-        found = primitive.bind(*values, form=form)
-        # What is said of numbers has no gradient.
-        none = np.zeros(found[0].shape, jax.dtypes.float0)
-        return found, [none, *tangents[_seen(form) :]]
-
-    def function(seen: list, given: list) -> tuple[Any, list]:
-        values, form = jax.tree.flatten((seen, given))
-        found, *rest = primitive.bind(*values, form=form)
-        return found, jax.tree.structure(given).unflatten(rest)
+    def batched(values: Sequence, axes: Sequence) -> tuple[Any, int]:
+        return jax.vmap(default, axes)(*values), 0
 
     primitive.def_abstract_eval(abstract)
-    primitive.def_impl(run)
+    primitive.def_impl(jax.jit(default))
+    mlir.register_lowering(primitive, rule(default))
+    mlir.register_lowering(primitive, rule(cpu), platform="cpu")
+    mlir.register_lowering(primitive, rule(tpu), platform="tpu")
     batching.primitive_batchers[primitive] = batched
-    ad.primitive_jvps[primitive] = moved
-    mlir.register_lowering(primitive, _lowered(default, default, several))
-    mlir.register_lowering(primitive, _lowered(cpu, cpu, several), "cpu")
-    for_tpu = _lowered(tpu, tpu_given, several)
-    mlir.register_lowering(primitive, for_tpu, "tpu", **_LOWERED_IN_PLACE)
-    return function
-
-
-# What JAX lowers apart, to use it again, is always given what it sees. JAX 0.6
-# lowers nothing apart.
-_LOWERED_IN_PLACE: dict[str, Any] = {}
-if keras.backend.backend() == "jax" and jax.__version_info__ >= (0, 7):
-    _LOWERED_IN_PLACE["cacheable"] = False
-
-
-def _flat(function: Callable, form: Any) -> Callable:
-    return lambda *values: jax.tree.leaves(function(*form.unflatten(values)))
-
-
-def _seen(form: Any) -> int:
-    return int(form.children()[0].num_leaves)
-
-
-def _lowered(alone: Callable, given: Callable, several: Callable) -> Callable:
-    """Returns JAX's lowering of what `by_target` returns."""
-
-    def lower(context: Any, *values: Any, form: Any) -> Any:
-        axes = context.module_context.axis_context
-        seen = values[: _seen(form)]
-        chosen = alone
-        if all(isinstance(value.owner, ir.Block) for value in seen):
-            chosen = given
-        if getattr(axes, "num_devices", None) != 1:
-            chosen = several
-        found = mlir.lower_fun(_flat(chosen, form), multiple_results=True)
-        return found(context, *values)
-
-    return lower
+    # What is said of numbers has no gradient.
+    return lambda *values: primitive.bind(*jax.lax.stop_gradient(values))
 
 
 def becomes_constant(variable: keras.Variable) -> bool:

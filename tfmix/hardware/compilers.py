@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 
+from tfmix._keras import compilation
 from tfmix.hardware import targets
 
 _CUDA = "jax_plugins.xla_cuda12"
@@ -54,6 +55,8 @@ class Compiled:
         outputs: Bytes of the outputs on each device.
         aliased: Bytes of the outputs that take the place of arguments.
         temporaries: Bytes that each device needs besides while it runs.
+        accessed: A TPU's compiler's own count of bytes, "bytes accessed". What
+            is kept on the chip counts, too. 0 for a GPU.
     """
 
     text: str
@@ -61,6 +64,7 @@ class Compiled:
     outputs: int
     aliased: int
     temporaries: int
+    accessed: float
 
     @property
     def extra(self) -> int:
@@ -137,7 +141,9 @@ def _register_cuda() -> None:
 def compile_jax(lowered: Any) -> Compiled:
     """Compiles what `jax.jit(...).lower(...)` returned."""
     compiled = _tried(lambda flags: lowered.compile(compiler_options=flags))
-    return _record(compiled.as_text(), compiled.memory_analysis())
+    return _record(
+        compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis()
+    )
 
 
 def compile_tensorflow(function: Any, arguments: Any, device: Any) -> Compiled:
@@ -147,8 +153,9 @@ def compile_tensorflow(function: Any, arguments: Any, device: Any) -> Compiled:
     from jaxlib import _hlo, _jax, xla_client
     from jaxlib.mlir import ir
 
-    lowered = function.experimental_get_compiler_ir(*arguments)
-    serialized = lowered(stage="hlo_serialized")
+    with compilation.compiled_for(device.platform):
+        lowered = function.experimental_get_compiler_ir(*arguments)
+        serialized = lowered(stage="hlo_serialized")
     computation = _hlo.XlaComputation(serialized)
     text = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
     module = ir.Module.parse(_without_copies(text), mlir.make_ir_context())
@@ -163,7 +170,9 @@ def compile_tensorflow(function: Any, arguments: Any, device: Any) -> Compiled:
     executable = _tried(compiled)
     (optimized,) = executable.hlo_modules()
     memory = executable.get_compiled_memory_stats()
-    return _record(optimized.to_string(), memory)
+    on_tpu = device.platform == "tpu"
+    costs = executable.cost_analysis() if on_tpu else None
+    return _record(optimized.to_string(), memory, costs)
 
 
 def _tried(compiled: Callable[[dict[str, Any]], Any]) -> Any:
@@ -186,13 +195,14 @@ def _without_copies(text: str) -> str:
     )
 
 
-def _record(text: str, memory: Any) -> Compiled:
+def _record(text: str, memory: Any, costs: dict | None) -> Compiled:
     return Compiled(
         text,
         memory.argument_size_in_bytes,
         memory.output_size_in_bytes,
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
+        (costs or {}).get("bytes accessed", 0.0),
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 from keras import ops
 
 from tests import helpers
+from tfmix._keras import compilation
 from tfmix.scaling.step import finite
 
 BAD = [np.nan, np.inf, -np.inf]
@@ -101,38 +102,38 @@ def test_a_check_may_stand_inside_of_jaxs_transformations():
     assert bool(fine)
 
 
-@helpers.requires_backend("jax")
-def test_what_was_checked_can_be_differentiated():
-    import jax
-
-    def applied(x):
-        _, (true,) = finite.checked([x], [2.0 * x])
-        return true.sum()
-
-    assert (
-        jax.jit(jax.grad(applied))(np.ones(3, "float32")).tolist() == [2.0] * 3
-    )
-
-
-@helpers.requires_backend("jax")
-@pytest.mark.parametrize("bad", [None, 0, 2, 3, 4, 5])
-def test_each_variant_tells_all_tensors_apart_and_hands_on_the_true_ones(bad):
-    import jax.numpy as jnp
-
-    shapes = [(3, 4), None, (2,), (3, 4), (5, 1), (2,)]
-    scaled = [None if shape is None else np.ones(shape) for shape in shapes]
+@pytest.mark.parametrize("variant", finite.VARIANTS)
+@pytest.mark.parametrize("bad", [None, 0, 2, 3, 4, 5, 6])
+def test_each_variant_tells_all_tensors_apart(variant, bad, monkeypatch):
+    name = "_not_finite_of_a_shape"
+    monkeypatch.setattr(finite, name, finite.VARIANTS[variant])
+    large = 520, 520
+    shapes = [(3, 4), None, (2,), (3, 4), large, (2,), large]
+    given = [
+        None if shape is None else np.ones(shape, "float32") for shape in shapes
+    ]
     if bad is not None:
-        scaled[bad].flat[-1] = np.nan
-    scaled = [None if each is None else jnp.array(each) for each in scaled]
+        given[bad].flat[-1] = np.nan
     # Integers are finite.
-    scaled.append(jnp.array([7]))
-    true = [None if each is None else each / 2 for each in scaled]
-    expected = [place == bad for place in range(len(scaled))]
-    for variant in finite.VARIANTS.values():
-        found, held = variant(scaled, true)
-        assert found.tolist() == expected
-        for one, other in zip(held, true, strict=True):
-            if other is not None:
-                np.testing.assert_array_equal(one, other)
-        found, _ = variant(scaled[:1], true[:1])
-        assert found.tolist() == expected[:1]
+    given.append(np.array([7]))
+    expected = [place == bad for place in range(len(given))]
+    told = compiled(finite.not_finite)(given)
+    assert ops.convert_to_numpy(told).tolist() == expected
+
+
+@helpers.requires_backend("tensorflow")
+def test_tensorflow_compiles_for_a_tpu_what_it_is_told_to(monkeypatch):
+    import tensorflow as tf
+
+    names = ("cpu", "tpu", "several", "default")
+    chosen = compilation.by_target(*[lambda name=name: name for name in names])
+    assert chosen() == "default"
+    with compilation.compiled_for("tpu"):
+        assert chosen() == "tpu"
+    assert chosen() == "default"
+
+    class TPUStrategy:
+        pass
+
+    monkeypatch.setattr(tf.distribute, "get_strategy", TPUStrategy)
+    assert chosen() == "tpu"

@@ -14,8 +14,6 @@ from tfmix._keras import compilation
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
-else:
-    import jax
 
 # Where the word for every place would take more than 1 MiB.
 _LARGE = 2**18
@@ -23,9 +21,8 @@ _LARGE = 2**18
 # word has bits, and as many as XLA still fuses with the reduction.
 _TOGETHER = 32, 8
 # A TPU fetches what the next kernel reads into its own memory, where the update
-# finds it again: 128 MiB on a v5e, of which one tensor may be held an eighth.
+# finds it again.
 _TOGETHER_ON_TPU = 8, 1
-_HELD = 2**22
 
 
 def all_finite(tensors: Any) -> Any:
@@ -68,21 +65,21 @@ def not_finite(tensors: Sequence) -> Any:
     if not compilation.by_xla():
         all_fine = [each is None or is_finite(each) for each in tensors]
         return ops.logical_not(ops.stack(all_fine))
-    return _not_finite(list(tensors))
-
-
-def checked(scaled: Sequence, true: Sequence) -> tuple[Any, list]:
-    """Checks gradients that are about to be applied (JAX).
-
-    Args:
-        scaled: What `not_finite` is to tell of.
-        true: The same, as it will be applied.
-
-    Returns:
-        What `not_finite` returns, and the tensors to apply, which hold the
-        numbers of `true`.
-    """
-    return _checked(list(scaled), list(true))
+    shapes: dict[tuple, list[int]] = defaultdict(list)
+    flags, order = [], []
+    for position, tensor in enumerate(tensors):
+        if _has_words(tensor):
+            shapes[tuple(tensor.shape)].append(position)
+        else:
+            fine = tensor is None or is_finite(tensor)
+            flags.append(ops.reshape(ops.logical_not(fine), (1,)))
+            order.append(position)
+    for positions in shapes.values():
+        flags.append(_not_finite_of_a_shape(*[tensors[n] for n in positions]))
+        order += positions
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    found = ops.concatenate(flags)
+    return found if order == sorted(order) else ops.take(found, inverse)
 
 
 def is_finite(tensor: Any) -> Any:
@@ -113,33 +110,6 @@ def summed(tensor: Any) -> Any:
     position = tf.cumsum(tf.pad(is_next, [[1, 0]]))[:count]
     values = tf.gather(tensor.values, order)
     return tf.math.unsorted_segment_sum(values, position, count)
-
-
-def _by_shapes(of_a_shape: Callable, tensors: Sequence) -> Any:
-    shapes = _shapes(tensors)
-    flags = [of_a_shape(*[tensors[n] for n in each]) for each in shapes]
-    order = [position for each in shapes for position in each]
-    for position in sorted(set(range(len(tensors))) - set(order)):
-        fine = tensors[position] is None or is_finite(tensors[position])
-        flags.append(ops.reshape(ops.logical_not(fine), (1,)))
-        order.append(position)
-    return _in_place(flags, order)
-
-
-def _shapes(tensors: Sequence) -> list[list[int]]:
-    """Returns the places of tensors that have words, for each shape."""
-    shapes: dict[tuple, list[int]] = defaultdict(list)
-    for position, tensor in enumerate(tensors):
-        if _has_words(tensor):
-            shapes[tuple(tensor.shape)].append(position)
-    return list(shapes.values())
-
-
-def _in_place(flags: Sequence, order: Sequence[int]) -> Any:
-    found = ops.concatenate(flags)
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    in_order = inverse == list(range(len(inverse)))
-    return found if in_order else ops.take(found, inverse)
 
 
 def _has_words(tensor: Any) -> bool:
@@ -173,15 +143,15 @@ def _words(tensors: Sequence) -> Any:
 
 def _any_bits_at_once(words: Sequence) -> Any:
     # Two kernels for a GPU, where each tensor alone takes two.
-    axes = tuple(range(1, 1 + words[0].ndim))
-    return jax.numpy.bitwise_or.reduce(jax.numpy.stack(words), axis=axes)
+    axes = range(1, 1 + len(words[0].shape))
+    return compilation.any_bits(ops.stack(words), axes)
 
 
 def _any_bits_one_by_one(words: Sequence) -> Any:
     # For a TPU each is one with what computes the words. Joined first, every
     # tensor of the step is copied to the fast memory and back.
-    each = [jax.numpy.bitwise_or.reduce(word, axis=None) for word in words]
-    return jax.numpy.stack(each)
+    axes = range(len(words[0].shape))
+    return ops.stack([compilation.any_bits(word, axes) for word in words])
 
 
 def _by_products(*tensors: Any) -> Any:
@@ -203,59 +173,15 @@ def _by_flags(*tensors: Any) -> Any:
     return ops.stack(flags)
 
 
-def _unchanged(of_a_shape: Callable) -> Callable[..., tuple[Any, list]]:
-    return lambda scaled, true: (_by_shapes(of_a_shape, scaled), true)
-
-
-_for_tpu = functools.partial(
-    _by_words, _any_bits_one_by_one, together=_TOGETHER_ON_TPU
-)
-
-
-def _fetched_first(scaled: list, true: list) -> tuple[Any, list]:
-    """Lets a TPU read each gradient from the device's memory once.
-
-    What the first kernel of a program reads cannot have been fetched before:
-    the smallest gradients, which it leaves divided in the TPU's own memory.
-    Meanwhile those that the second one reads are fetched.
-    """
-
-    def elements(positions: list[int]) -> int:
-        return math.prod(true[positions[0]].shape)
-
-    first = min(_shapes(true), key=elements, default=[])[: len(true) - 1]
-    if not first or elements(first) > _HELD:
-        return _by_shapes(_for_tpu, scaled), true
-    small, large = _TOGETHER_ON_TPU
-    first = first[: large if elements(first) > _LARGE else small]
-    held = compilation.kept_apart([true[n] for n in first])
-    others = [n for n in range(len(true)) if n not in first]
-    # The others wait for these.
-    told, rest = compilation.kept_apart(
-        (_for_tpu(*held), [scaled[n] for n in others])
-    )
-    applied = dict(zip(first, held, strict=True))
-    bad = _in_place([told, _by_shapes(_for_tpu, rest)], [*first, *others])
-    return bad, [applied.get(n, each) for n, each in enumerate(true)]
-
-
-_not_finite: Callable[[list], Any]
-if keras.backend.backend() == "tensorflow":
-    _not_finite = functools.partial(
-        _by_shapes, functools.partial(_by_words, compilation.any_bits)
-    )
-else:
-    VARIANTS: dict[str, Callable] = {
-        "cpu": _unchanged(_by_products),
-        "tpu": _unchanged(_for_tpu),
-        "tpu_given": _fetched_first,
-        "several": _unchanged(_by_flags),
-        "default": _unchanged(functools.partial(_by_words, _any_bits_at_once)),
-    }
-    _checked = compilation.by_target(**VARIANTS)
-
-    def _not_finite(tensors: list) -> Any:
-        return _checked(tensors, [])[0]
+VARIANTS: dict[str, Callable] = {
+    "cpu": _by_products,
+    "tpu": functools.partial(
+        _by_words, _any_bits_one_by_one, together=_TOGETHER_ON_TPU
+    ),
+    "several": _by_flags,
+    "default": functools.partial(_by_words, _any_bits_at_once),
+}
+_not_finite_of_a_shape = compilation.by_target(**VARIANTS)
 
 
 def _is_finite_sparse(slices: Any) -> Any:

@@ -27,9 +27,7 @@ def stateless_apply(
         scale = None if unscaled else optimizer.rule.current(state)
     true = unscale.true_gradients(grads, variables, scale)
     # No division by 1 or more makes an infinity.
-    bad, true = _checked(
-        true if optimizer.rule.lowest_scale < 1 else grads, true
-    )
+    bad = _not_finite(true if optimizer.rule.lowest_scale < 1 else grads)
     applied = ops.logical_not(ops.any(bad))
     if not (traced := isinstance(applied, jax.core.Tracer)):
         applied = bool(applied)
@@ -69,17 +67,11 @@ def _selected(
     ]
 
 
-def _checked(seen: list, true: list) -> tuple[Any, list]:
-    """Returns what is not finite, and the true gradients to apply."""
-    if not any(map(compilation.is_symbolic, seen)):
-        return _not_finite(seen), true
-    bad, true = finite.checked(seen, true)
-    # Where XLA looks through the flags, it may order a step for more memory.
-    return compilation.kept_apart(bad), true
-
-
-# For eager steps, where every operation costs.
-_not_finite = jax.jit(finite.not_finite)
+@jax.jit
+def _not_finite(grads: list) -> Any:
+    # Compiled for eager steps, too, where every operation costs. Where XLA
+    # looks through the flags, it may order a step for more memory.
+    return compilation.kept_apart(finite.not_finite(grads))
 
 
 def apply(optimizer: Any, grads: list, variables: list, unscaled: bool) -> Any:

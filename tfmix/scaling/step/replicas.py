@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import optimizers
+from tfmix._keras import compilation, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.scaling.step import finite
 
@@ -141,8 +141,7 @@ def one_replica(
     """Lets variables stand for this replica's copies, with no strategy."""
     # A TPU's step is traced once for all replicas: there are no local copies
     # to show, and no merge calls either.
-    on_tpu = "TPU" in type(tf.distribute.get_strategy()).__name__
-    if not tf.distribute.has_strategy() or on_tpu:
+    if not tf.distribute.has_strategy() or compilation.for_tpu():
         with optimizers.alone(optimizer):
             yield
         return
