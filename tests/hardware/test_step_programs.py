@@ -100,11 +100,10 @@ def test_a_v5e_accesses_little_more_than_the_gradients_again(shapes, kernels):
     added = made.accessed - bare.accessed
     # They are in bfloat16.
     assert added <= 2 * 2 * sum(math.prod(shape) for shape in shapes)
-    if keras.backend.backend() == "tensorflow" and shapes == MANY:
-        # Keras's scaler, too, reads them once there; no check reads less.
-        return
-    by_keras, _ = compiled(shapes, "v5e", "Keras")
-    assert added <= (by_keras.accessed - bare.accessed) / 3
+    # Of many small ones Keras's scaler makes one read under TensorFlow, too.
+    if keras.backend.backend() == "jax" or shapes == FEW:
+        by_keras, _ = compiled(shapes, "v5e", "Keras")
+        assert added <= (by_keras.accessed - bare.accessed) / 3
 
 
 @helpers.requires_backend("tensorflow")

@@ -77,9 +77,9 @@ def not_finite(tensors: Sequence) -> Any:
     for positions in shapes.values():
         flags.append(_not_finite_of_a_shape(*[tensors[n] for n in positions]))
         order += positions
-    inverse = sorted(range(len(order)), key=order.__getitem__)
     found = ops.concatenate(flags)
-    return found if order == sorted(order) else ops.take(found, inverse)
+    in_order = order == sorted(order)
+    return found if in_order else ops.take(found, np.argsort(order))
 
 
 def is_finite(tensor: Any) -> Any:
