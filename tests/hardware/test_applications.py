@@ -41,9 +41,9 @@ def test_a_whole_model_compiles(name, target, rows, devices, monkeypatch):
         pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
     analyses = []
 
-    def record(text, memory, original=compilers._record):
+    def record(text, memory, costs, original=compilers._record):
         analyses.append(memory)
-        return original(text, memory)
+        return original(text, memory, costs)
 
     monkeypatch.setattr(compilers, "_record", record)
     model = model_of(name)

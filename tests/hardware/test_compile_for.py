@@ -1,5 +1,6 @@
 """A model's training step, compiled for an accelerator that is not here."""
 
+import collections
 import json
 import math
 import os
@@ -296,6 +297,27 @@ def test_named_inputs_and_outputs_are_compiled():
     loss = {"size": "mse", "kind": "sparse_categorical_crossentropy"}
     found = tfmix.compile_for(model, 32, loss=loss, policy="mixed_bfloat16")
     assert found.flops == 2 * 2 * 32 * (16 + 192) * 24
+
+
+@needs("h200")
+def test_gradients_of_grouped_convolutions_have_a_layer():
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 8)),
+            keras.layers.Conv2D(16, 3, name="whole"),
+            keras.layers.Conv2D(16, 3, groups=4, name="grouped"),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(2, name="head"),
+        ]
+    )
+    policies = ["float32", "mixed_bfloat16"]
+    steps = tfmix.compile_for(model, 4, loss="mse", policy=policies)
+    for found in steps.values():
+        layers = collections.Counter(
+            row.layer.split("/")[-1] for row in found.rows
+        )
+        # The first takes no gradient of the inputs.
+        assert layers == {"whole": 2, "grouped": 3, "head": 3}
 
 
 @needs("h200")

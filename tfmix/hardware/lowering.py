@@ -1,6 +1,7 @@
 """A model's training step, handed to the compiler of another machine."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +9,8 @@ from typing import Any
 import keras
 from keras import tree
 
+from tfmix._keras import compilation, training
 from tfmix._keras import layers as host
-from tfmix._keras import training
 from tfmix.hardware import compilers, model_batches
 
 _MARK = "tfmix_layer_"
@@ -46,7 +47,9 @@ def _compiled(
         model.optimizer.build(model.trainable_variables)
     by_jax = keras.backend.backend() == "jax"
     compiled = _by_jax if by_jax else _by_tensorflow
-    with host.calls_replaced(host.called(model), _marked):
+    layers = host.called(model)
+    marked = functools.partial(_marked, layers)
+    with host.calls_replaced(layers, marked):
         return compiled(model, data, devices)
 
 
@@ -57,11 +60,16 @@ def layer_of(label: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-def _marked(index: int, original: Callable) -> Callable:
+def _marked(layers: list, index: int, original: Callable) -> Callable:
     """Returns a layer's `call`, in a name scope of its own."""
+    # TensorFlow's Keras makes a grouped convolution in a function of its own,
+    # whose gradients would be outside of the scope.
+    inlined: Callable[[], Any] = contextlib.nullcontext
+    if hasattr(layers[index], "groups"):
+        inlined = compilation.nothing_traced
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _scope(f"{_MARK}{index}"):
+        with _scope(f"{_MARK}{index}"), inlined():
             return original(*args, **kwargs)
 
     return call
