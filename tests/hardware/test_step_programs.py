@@ -87,9 +87,13 @@ def test_slots_in_8_bits_take_two_kernels_more_for_a_variable():
     assert made.extra <= 4e6
 
 
+# TensorFlow takes long to lower many.
+V5E_MANY = MANY if keras.backend.backend() == "jax" else MANY[:50]
+
+
 @pytest.mark.parametrize(
     ("shapes", "kernels"),
-    [(FEW, 6 + 20), (MANY, 200 + 40)],
+    [(FEW, 6 + 20), (V5E_MANY, len(V5E_MANY) + 40)],
     ids=["few large", "many small"],
 )
 def test_a_v5e_accesses_little_more_than_the_gradients_again(shapes, kernels):
