@@ -36,6 +36,10 @@ def test_there_are_files_to_read():
 # The word that goes with a model whose step was guarded.
 @pytest.mark.filterwarnings("ignore:When this model was saved")
 @pytest.mark.parametrize("folder", CASES)
+@pytest.mark.skipif(
+    keras.__version__.startswith("3.12."),
+    reason="Keras 3.15 wrote them, with an argument that 3.12 refuses",
+)
 def test_a_model_is_loaded_and_goes_on(folder):
     model = keras.saving.load_model(folder / "model.keras")
     assert_state_is_that_of(folder, model)
