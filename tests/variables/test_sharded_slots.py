@@ -39,7 +39,8 @@ def sharded():
         (2, 4), ("batch", "model"), keras.distribution.list_devices("cpu")
     )
     layouts = keras.distribution.LayoutMap(mesh)
-    layouts[".*kernel"] = (None, "model")
+    # It fits the paths of slots, too.
+    layouts[".*kernel.*"] = (None, "model")
     keras.distribution.set_distribution(
         keras.distribution.ModelParallel(
             layout_map=layouts, batch_dim_name="batch"
@@ -85,7 +86,8 @@ def test_a_skipped_step_changes_no_byte_on_any_device(sharded):
     kept = [*model.trainable_variables, *inner.variables]
     before = helpers.snapshot(kept)
     bad = np.where(np.arange(64)[:, None] == 5, np.inf, X)
-    model.train_on_batch(bad, Y)
+    # Keras 3.12 has no `train_on_batch` on several devices.
+    model.fit(bad, Y, batch_size=64, verbose=0)
     helpers.assert_unchanged(kept, before)
     assert model.optimizer.skipped_steps == 1
 

@@ -42,6 +42,19 @@ def placement(variable: keras.Variable) -> dict:
     return {"layout": layout, "aggregation": variable.aggregation}
 
 
+def on_each_device(variable: keras.Variable) -> dict:
+    """Returns the arguments that put one whole where another has its parts."""
+    layout = getattr(variable, "_layout", None)
+    if layout is None:
+        return {}
+    import jax
+
+    # What a user's map of layouts says of the other's path is not for it.
+    mesh = getattr(layout, "backend_layout", layout).mesh
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return {"layout": whole}
+
+
 def adopt(target: keras.Variable, variable: keras.Variable) -> keras.Variable:
     """Gives a stand-in the identity of the model's variable; returns it."""
     # What goes by path (`MultiOptimizer`, weight decay) matches as in float32.

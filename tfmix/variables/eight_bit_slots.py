@@ -226,6 +226,7 @@ class EightBitSlots:
             initializer=encoded(1),
             dtype="float32",
             name=f"{path}_sizes",
+            **variables.on_each_device(variable),
         )
         # Streams from 0 on are those of the variables.
         stream = -1 - self._count
