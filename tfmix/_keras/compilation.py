@@ -4,7 +4,6 @@ import collections
 import contextlib
 import contextvars
 import importlib
-import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +27,6 @@ Function = TypeVar("Function", bound=Callable)
 _READS = frozenset(
     "ReadVariableOp ResourceGather VarIsInitializedOp VariableShape".split()
 )
-# What the results of TensorFlow's `clip_by_...` are called, and where they are.
-_CLIP = re.compile(
-    r"((?:.*/)?clip_by_(?:global_norm|norm|value)(?:_\d+)?)"
-    r"(?:/clip_by_global_norm(?:_\d+)?/_\d+)?"
-)
-_NORM = re.compile(r"(?:.*/)?global_norm(?:_\d+)?/global_norm")
 _RUNS_EAGERLY = "_run_functions_eagerly"
 # The trace of what runs at once.
 EAGER = "eager"
@@ -270,6 +263,25 @@ def trace() -> Any:
     return weakref.ref(tf.compat.v1.get_default_graph())
 
 
+def in_branch() -> bool:
+    """Says whether TensorFlow traces a branch of a conditional."""
+    from tensorflow.python.ops import control_flow_v2_func_graphs as graphs
+
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if isinstance(graph, graphs.CondBranchFuncGraph):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
+def is_recorded() -> bool:
+    """Says whether a gradient may be asked of what TensorFlow runs now."""
+    from tensorflow.python.eager import record
+
+    return bool(record.could_possibly_record())
+
+
 def untouched(function: Function) -> Function:
     """Returns the function, to be run by AutoGraph as it is written."""
     # Ours hold no Python control flow on tensors: to rewrite them takes time.
@@ -300,29 +312,6 @@ def is_symbolic(tensor: Any) -> bool:
     if keras.backend.backend() == "tensorflow":
         return bool(tf.is_symbolic_tensor(tensor))
     return isinstance(tensor, jax.core.Tracer)
-
-
-def is_clipped(gradient: Any) -> bool:
-    """Says whether TensorFlow clipped a gradient here, by constant bounds.
-
-    Nothing of it is known of eager tensors and under JAX.
-    """
-    tensor = getattr(gradient, "values", gradient)
-    if keras.backend.backend() != "tensorflow" or not is_symbolic(tensor):
-        return False
-    clip = _CLIP.fullmatch(tensor.op.name)
-    waiting, seen = [tensor.op], {tensor.op.name}
-    while clip and waiting:
-        for each in waiting.pop().inputs:
-            inside = each.op.name.startswith(f"{clip[1]}/")
-            if inside and each.op.name not in seen:
-                seen.add(each.op.name)
-                waiting.append(each.op)
-            fixed = each.op.type == "Const" or _NORM.fullmatch(each.op.name)
-            if not (inside or fixed or each.shape.rank):
-                # A bound of the user's own, which may be scaled.
-                return False
-    return bool(clip)
 
 
 def mark(variable: Any) -> Any:

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 from keras.src.backend.common import (
     global_state,
+    stateless_scope,
     symbolic_scope,
     tensor_attributes,
 )
@@ -49,6 +50,12 @@ def is_outermost(layer: keras.Layer) -> bool:
     # `stateless_call` runs `call` without one.
     outermost = context is None or context.entry_layer is layer
     return outermost and not on_shapes_only()
+
+
+def open_scope() -> keras.StatelessScope | None:
+    """Returns the `keras.StatelessScope` around the caller, if there is one."""
+    scope: keras.StatelessScope | None = stateless_scope.get_stateless_scope()
+    return scope
 
 
 def note(tensor: Any, name: str) -> Any:

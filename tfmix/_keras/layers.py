@@ -214,6 +214,25 @@ def copy_mask(source: Any, destination: Any) -> None:
         masking.set_keras_mask(destination, mask)
 
 
+def added_losses(model: keras.Layer) -> list[tuple[keras.Layer, Any]]:
+    """Lists the losses that calls have added, each with the layer it is of."""
+    return [
+        (layer, loss)
+        for layer in flat_layers(model)
+        for loss in layer._get_own_losses()
+    ]
+
+
+def replace_loss(layer: keras.Layer, loss: Any, new: Any) -> None:
+    """Replaces a loss that a call has added outside of a stateless scope."""
+    layer._losses[:] = [new if each is loss else each for each in layer._losses]
+
+
+def add_loss(layer: keras.Layer, loss: Any) -> None:
+    """Adds a loss to a layer, or to the stateless scope around the caller."""
+    keras.Layer.add_loss(layer, loss)
+
+
 def compile_loss(loss: Any, weights: Any = None, names: Any = None) -> Any:
     """Returns the function that `compile(loss=loss)` would train with."""
     return compile_utils.CompileLoss(

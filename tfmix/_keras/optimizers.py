@@ -17,6 +17,8 @@ APPLY: replacements.Place = (
     "apply",
 )
 
+_WRAPPED = "_tfmix_wrapped"
+
 
 def chain(optimizer: Optimizer | None) -> Iterator[Optimizer]:
     """Yields an optimizer and those it wraps, outermost first."""
@@ -33,6 +35,17 @@ def with_nested(optimizer: Any) -> Iterator[Optimizer]:
     for value in list(vars(optimizer).values()):
         for each in value if isinstance(value, list | tuple) else [value]:
             yield from with_nested(each)
+
+
+def is_wrapped(optimizer: Optimizer) -> bool:
+    """Says whether a wrapper of tfmix's decides when an optimizer steps."""
+    return bool(vars(optimizer).get(_WRAPPED))
+
+
+def mark_wrapped(optimizer: Optimizer, wrapped: bool = True) -> None:
+    """Notes on an optimizer whether a wrapper of tfmix's is around it."""
+    # Not by `setattr`, which tracks.
+    vars(optimizer)[_WRAPPED] = wrapped
 
 
 def workers(optimizer: Optimizer) -> list[Optimizer]:

@@ -1,6 +1,7 @@
 """The optimizer that scales the loss and skips steps that overflowed."""
 
 import contextlib
+import contextvars
 import numbers
 import re
 import warnings
@@ -9,13 +10,12 @@ from typing import Any
 
 import keras
 import numpy as np
-from absl import logging
 from keras import ops, tree
 
-from tfmix import _arguments, _errors, _formats
+from tfmix import _arguments, _errors
 from tfmix._keras import compilation, global_state, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.scaling import rules, scaled_losses, settings
+from tfmix.scaling import rules, settings
 from tfmix.scaling.step import replicas, unscale
 from tfmix.variables import inner_attributes
 
@@ -23,25 +23,19 @@ from tfmix.variables import inner_attributes
 # so that a checkpoint written by either can be read by tfmix.
 _KERAS_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 # Notes on tensors: a loss that was scaled; a gradient that is the result of a
-# division, that was given to one, or that a step took as a scaled one.
+# division, or that was given to one.
 _LOSS, _GRADIENT = "_tfmix_scaled_loss", "_tfmix_gradient"
-_TRUE, _SCALED, _APPLIED = "true", "scaled", "applied"
+_TRUE, _SCALED = "true", "scaled"
 # Keys of a saved state: own variables by name, the inner ones by position.
 _OWN, _INNER = "own_", "inner_"
 # Keras's class stores its variables by position: these four, then the inner
 # optimizer's.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
 _MOST_NAMED = 5
-# What a step of the user's own has to do, by its optimizer's name.
-TAKE_SCALED = (
-    "Take the gradients of the scaled loss: `scaled = {0}.scale_loss(loss)` "
-    "inside the tape, then `tape.gradient(scaled, ...)`; `loss` stays as it "
-    "is, to be logged."
-)
-CLIP_UNSCALED = (
-    "Clip only what `optimizer.unscale_gradients(grads)` returns, and apply "
-    "it with `unscaled=True`; or give `global_clipnorm=` to the inner "
-    "optimizer."
+# The scales that the train step around the caller has read, by the `id` of
+# what keeps them; `None` outside of one.
+_read_in_step: contextvars.ContextVar[set[int] | None] = contextvars.ContextVar(
+    "tfmix_scales_read", default=None
 )
 
 
@@ -123,7 +117,6 @@ class LossScaleOptimizer(
     """
 
     built: bool
-    losses: scaled_losses.ScaledLosses
 
     def __init__(
         self,
@@ -161,16 +154,14 @@ class LossScaleOptimizer(
         )
         self.reduce_dtype = reduce_dtype
         self.guarded = self.in_guarded_step = False
-        # Those who share a scale may scale each other's losses.
-        self.losses = leader.losses if leader else scaled_losses.ScaledLosses()
-        # Whether `compile` put it on, so that a step may know nothing of it.
+        # Whether `compile` put it on, so that a loop may know nothing of it.
         self.unasked = self._told_of_unscaled = False
         self._gradient_norm: keras.Variable | None = None
-        # What `apply_gradients` is given; `None` if that cannot be told.
-        self._next_are_true: bool | None = False
-        self._applied_scaled = False
-        # The trace in which gradients were divided that may yet be applied.
-        self._divided_in: Any = None
+        # Whether `unscale_gradients` was called since `scale_loss`, and
+        # whether by the name whose results `apply_gradients` takes.
+        self._divided = self._next_are_true = False
+        # Who shares a scale may scale another's losses.
+        self._use: _Use = leader._use if leader else _Use()
         self._create_state(rule, leader)
 
     @property
@@ -316,12 +307,14 @@ class LossScaleOptimizer(
             >>> float(optimizer.scale_loss(0.5))
             4.0
         """
-        self._next_are_true, self._divided_in = False, None
+        self._divided = self._next_are_true = False
         return self._scaled(loss)
 
     @compilation.untouched
     def current_scale(self) -> Any:
         """Returns the scale as a float32 scalar tensor, not copied to host.
+
+        A train step that asks for it is taken to multiply its loss by it.
 
         Raises:
             ValueError: If `jax.jit` would make a constant of it.
@@ -330,8 +323,11 @@ class LossScaleOptimizer(
             >>> float(LossScaleOptimizer("sgd", 64.0).current_scale())
             64.0
         """
-        fixed = isinstance(self.rule, rules.FixedLossScale | rules.NoLossScale)
-        if not fixed and any(
+        self._use.note()
+        return self._scale_here()
+
+    def _scale_here(self) -> Any:
+        if not self._is_constant and any(
             map(compilation.becomes_constant, self._state_variables())
         ):
             raise ValueError(
@@ -344,6 +340,20 @@ class LossScaleOptimizer(
                 "`current_scale` or `loss_scale`."
             )
         return self.rule.current(self.state())
+
+    def placing(self) -> Any:
+        """Returns where gradients are placed inside a model: 1.0 at first.
+
+        It moves as the loss scale does, a factor of its first value: float, or
+        a float32 scalar tensor, not copied to the host.
+        """
+        if self._is_constant:
+            return 1.0
+        return self.rule.current(self.state()) / self.rule.init()[0]
+
+    @property
+    def _is_constant(self) -> bool:
+        return isinstance(self.rule, rules.FixedLossScale | rules.NoLossScale)
 
     @compilation.untouched
     def unscale_gradients(self, grads: Sequence) -> list:
@@ -372,8 +382,7 @@ class LossScaleOptimizer(
             >>> float(true[0][0])
             2.0
         """
-        self._next_are_true = self._next_are_true or None
-        self._divided_in = compilation.trace()
+        self._divided = True
         return self._unscaled(grads)
 
     @compilation.untouched
@@ -418,7 +427,7 @@ class LossScaleOptimizer(
         if not grads:
             return ops.convert_to_tensor(False)
         variables = self._variables_of(grads, trainable_variables)
-        unscaled = self._check_step(grads, variables, unscaled)
+        unscaled = self._takes_true(grads, unscaled)
         if keras.backend.backend() == "tensorflow":
             from tfmix.scaling.step import tensorflow_step
 
@@ -470,7 +479,7 @@ class LossScaleOptimizer(
         from tfmix.scaling.step import jax_step
 
         grads = list(grads)
-        unscaled = self._check_step(grads, self.model_variables, unscaled)
+        unscaled = self._takes_true(grads, unscaled)
         slots, values = list(optimizer_variables), list(trainable_variables)
         return jax_step.stateless_apply(self, slots, grads, values, unscaled)
 
@@ -493,18 +502,14 @@ class LossScaleOptimizer(
         """
         pairs = list(grads_and_vars)
         grads = [pair[0] for pair in pairs]
-        unscaled = self._next_are_true
-        if unscaled is None:
-            notes = _notes(grads)
-            if not notes:
-                raise ValueError(
-                    "`unscale_gradients` was called in this step, and "
-                    "`apply_gradients` cannot tell scaled gradients from "
-                    f"divided ones. {_APPLY}"
-                )
-            unscaled = _TRUE in notes
-        if not unscaled and not self.in_guarded_step:
-            self._applied_scaled = True
+        notes = _notes(grads)
+        if self._divided and not self._next_are_true and not notes:
+            raise ValueError(
+                "`unscale_gradients` was called in this step, and "
+                "`apply_gradients` cannot tell scaled gradients from "
+                f"divided ones. {_APPLY}"
+            )
+        unscaled = self._next_are_true or _TRUE in notes
         self.apply(grads, [pair[1] for pair in pairs], unscaled=unscaled)
         return self.iterations
 
@@ -520,17 +525,7 @@ class LossScaleOptimizer(
         `apply_gradients` then takes true gradients until `scale_loss` is
         called again. Arguments and result are those of `unscale_gradients`.
 
-        Raises:
-            ValueError: If `apply_gradients` was given scaled gradients in a
-                loop before: a compiled step would go on dividing.
         """
-        if self._applied_scaled:
-            raise ValueError(
-                "`apply_gradients` was called with scaled gradients before, "
-                "so that a step already compiled would divide these once "
-                "more. To log or to clip, write `optimizer.unscale_gradients("
-                f"grads)`. {_APPLY}"
-            )
         self._next_are_true = True
         return self._unscaled(grads)
 
@@ -713,7 +708,6 @@ class LossScaleOptimizer(
                 "loss itself."
             )
         scale = self.current_scale()
-        self.losses.add(len(losses))
 
         def scaled(value: Any) -> Any:
             value = unscale.to_float32(ops.convert_to_tensor(value))
@@ -731,12 +725,11 @@ class LossScaleOptimizer(
                 "would be divided twice. Call `unscale_gradients` once, on "
                 "what the gradient tape or jax.grad returns."
             )
-        if not self._may_be_scaled(grads, self.model_variables):
-            self._tell_of_unscaled()
         variables: list = self.model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        true = unscale.true_gradients(grads, variables, self.current_scale())
+        scale = None if self._are_true() else self._scale_here()
+        true = unscale.true_gradients(grads, variables, scale)
         true = [
             after if after is before else unscale.without_infinities(after)
             for before, after in zip(grads, true, strict=True)
@@ -776,10 +769,8 @@ class LossScaleOptimizer(
             )
         return variables
 
-    def _check_step(
-        self, grads: Sequence, variables: Sequence, unscaled: bool
-    ) -> bool:
-        """Refuses gradients that `unscaled` is wrong for; warns as needed.
+    def _takes_true(self, grads: Sequence, unscaled: bool) -> bool:
+        """Refuses gradients that `unscaled` is surely wrong for.
 
         Returns:
             Whether to take them as they are.
@@ -798,9 +789,10 @@ class LossScaleOptimizer(
                 "still scaled, so the update would be too large by the loss "
                 "scale. Give its result to `apply`, or leave out unscaled=True."
             )
-        divided_in, self._divided_in = self._divided_in, None
-        new = not unscaled and _SCALED not in notes and divided_in is not None
-        if told := new and divided_in == compilation.trace():
+        divided, self._divided = self._divided, False
+        if unscaled or self._are_true():
+            return True
+        if divided and _SCALED not in notes:
             _errors.warn(
                 "`unscale_gradients` was called in this step, and now other "
                 "gradients than it was given are divided by the loss scale. "
@@ -808,39 +800,27 @@ class LossScaleOptimizer(
                 "made of its result, as by clipping, write "
                 "optimizer.apply(grads, variables, unscaled=True)."
             )
-        if not unscaled and not self._may_be_scaled(grads, variables):
-            self._tell_of_unscaled()
-            unscaled = self.unasked
-        elif not unscaled and not told:
-            self._warn_of_clipped(grads)
-        elif unscaled and divided_in is None and not self._next_are_true:
-            self._warn_of_undivided(grads, variables)
-        self.losses.serve(variables)
-        if not unscaled:
-            for gradient in grads:
-                if not _notes([gradient]):
-                    global_state.put_note(gradient, _GRADIENT, _APPLIED)
-        return unscaled
+        return False
 
-    def _warn_of_undivided(self, grads: Sequence, variables: Sequence) -> None:
-        if _notes(grads) or not self.losses.reaches_here(variables):
-            return
-        _errors.warn(
-            "`unscaled=True` says that these gradients are divided by the loss "
-            "scale already. The loss was multiplied by it in this step, and "
-            "`unscale_gradients` was not called: write grads = "
-            "optimizer.unscale_gradients(grads) before, also in place of a "
-            "division by hand, or leave out unscaled=True."
-        )
-
-    def _warn_of_clipped(self, grads: Sequence) -> None:
-        unscales = not isinstance(self.rule, rules.NoLossScale)
-        if unscales and any(map(compilation.is_clipped, grads)):
+    def _are_true(self) -> bool:
+        """Says whether gradients are true ones: nobody scaled their loss."""
+        read_in_step = _read_in_step.get()
+        if read_in_step is not None:
+            return id(self._use) not in read_in_step
+        if self._use.read or isinstance(self.rule, rules.NoLossScale):
+            return False
+        if not self.unasked and not self._told_of_unscaled:
+            self._told_of_unscaled = True
             _errors.warn(
-                "These gradients were clipped, and are divided by the loss "
-                "scale only now: they end up smaller than the bound by that "
-                f"factor. {CLIP_UNSCALED}"
+                "The gradients are divided by the loss scale, but the loss was "
+                "not multiplied by it, so every update is too small by that "
+                "factor. Take the gradients of the scaled loss: `scaled = "
+                "optimizer.scale_loss(loss)` inside the tape, then "
+                "`tape.gradient(scaled, ...)`; or, if gradients need no "
+                "scaling, as those of a Keras model under a tfmix policy, "
+                "write optimizer.apply(grads, variables, unscaled=True)."
             )
+        return self.unasked
 
     def _warn_of_a_lost_guard(self) -> None:
         if not self.guarded or self.in_guarded_step:
@@ -851,33 +831,6 @@ class LossScaleOptimizer(
             "statistics, such as BatchNormalization's, and of its metrics; "
             "no file keeps that. Write `tfmix.guard(model)` after loading it, "
             "or load it with its policy set: `compile` then does the same."
-        )
-
-    def _may_be_scaled(self, grads: Sequence, variables: Sequence) -> bool:
-        return (
-            isinstance(self.rule, rules.NoLossScale)
-            or bool(_notes(grads) & {_SCALED, _APPLIED})
-            or self.losses.may_reach(variables)
-        )
-
-    def _tell_of_unscaled(self) -> None:
-        """Says once that gradients are of a loss that nobody scaled."""
-        told, self._told_of_unscaled = self._told_of_unscaled, True
-        if told:
-            return
-        if self.unasked:
-            logging.warning(
-                "tfmix: this step takes gradients of a loss that is not "
-                "scaled: those below %.1g become 0 in float16. %s",
-                _formats.FLOAT16.smallest,
-                TAKE_SCALED.format("self.optimizer"),
-            )
-            return
-        _errors.warn(
-            "The gradients are divided by the loss scale, but the loss was "
-            "not multiplied by it, so every update is too small by that "
-            f"factor. {TAKE_SCALED.format('optimizer')} (With jax.grad, "
-            f"return the scaled loss from the function.) {CLIP_UNSCALED}"
         )
 
     def _create_state(self, rule: rules.LossScale, leader: Any) -> None:
@@ -927,9 +880,34 @@ def guarded_step(optimizer: LossScaleOptimizer) -> Iterator[None]:
     """Tells `apply` that the step around it leaves no trace if skipped."""
     optimizer.in_guarded_step = True
     try:
-        yield
+        with train_step():
+            yield
     finally:
         optimizer.in_guarded_step = False
+
+
+@contextlib.contextmanager
+def train_step() -> Iterator[None]:
+    """Lets `apply` take true gradients, unless the step around it scales."""
+    token = _read_in_step.set(set())
+    try:
+        yield
+    finally:
+        _read_in_step.reset(token)
+
+
+class _Use:
+    """Whether losses are multiplied by a scale, for all who share it."""
+
+    read = False
+
+    def note(self) -> None:
+        """Notes that somebody asks for the scale to multiply a loss by it."""
+        read_in_step = _read_in_step.get()
+        if read_in_step is None:
+            self.read = True
+        else:
+            read_in_step.add(id(self))
 
 
 def _is_unbuilt(store: Mapping) -> bool:

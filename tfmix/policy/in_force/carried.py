@@ -24,6 +24,8 @@ from tfmix.policy.in_force import (
     skip_watch,
     tensors,
 )
+from tfmix.scaling import optimizer as scaling
+from tfmix.scaling.border import power
 
 # Marks what stands in for a `train_function` until its first step.
 _MENDS = "_tfmix_mends"
@@ -70,7 +72,7 @@ class _Carried:
             "summary": self._summary,
             "compute_loss": self._in_float32,
             "compute_metrics": self._in_float32,
-            "train_step": self._under_rules,
+            "train_step": self._train_step,
             "test_step": self._under_rules,
         }
 
@@ -80,6 +82,22 @@ class _Carried:
         active_rules.stand_by(self._rules)
         with active_rules.block(self._rules):
             return original(*args, **kwargs)
+
+    def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Lets a step of the user's own see true gradients only."""
+        with scaling.train_step(), power.placed(self._placing(args)):
+            return self._under_rules(original, *args, **kwargs)
+
+    def _placing(self, args: tuple) -> Any:
+        optimizer = getattr(self._model, "optimizer", None)
+        if not isinstance(optimizer, scaling.LossScaleOptimizer):
+            return 1.0
+        if keras.backend.backend() == "tensorflow":
+            return optimizer.placing()
+        # The state of a step under JAX: its third part is the optimizer's.
+        mapping = zip(optimizer.variables, args[0][2], strict=True)
+        with keras.StatelessScope(mapping):
+            return optimizer.placing()
 
     def _in_float32(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Gives losses and metrics their tensors in float32."""

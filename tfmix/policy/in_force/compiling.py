@@ -11,7 +11,11 @@ from absl import logging
 from tfmix import _formats
 from tfmix._keras import layers, model_methods, optimizers, training
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import bound_arguments, suited_optimizer
+from tfmix.policy.in_force import (
+    bare_optimizers,
+    bound_arguments,
+    suited_optimizer,
+)
 from tfmix.scaling import guard
 from tfmix.scaling import optimizer as scaling
 
@@ -25,14 +29,15 @@ def wrapped(original: Callable[..., None]) -> Callable[..., None]:
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
         compile_suitably(self, functools.partial(original, self), args, kwargs)
         is_told = _warn_of_late_policy(self)
-        if is_told or _is_known_without_float16(self):
-            suited_optimizer.expect_no_scale(self.optimizer)
+        if is_told or _is_known_without_16_bit(self):
+            bare_optimizers.leave_alone(self.optimizer)
 
     return compile
 
 
-def _is_known_without_float16(model: keras.Model) -> bool:
-    return model.built and not suited_optimizer.computes_in(model, "float16")
+def _is_known_without_16_bit(model: keras.Model) -> bool:
+    computes_in = functools.partial(suited_optimizer.computes_in, model)
+    return model.built and not any(map(computes_in, _formats.SIXTEEN_BIT))
 
 
 def _warn_of_late_policy(model: keras.Model) -> bool:

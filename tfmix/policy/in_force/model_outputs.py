@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from absl import logging
 
 from tfmix._formats import SIXTEEN_BIT
 from tfmix._keras import global_state, layers
-from tfmix.policy.in_force import tensors
+from tfmix.policy.in_force import model_border, tensors
 
 _PROBABILITIES = ("softmax", "sigmoid")
 _COST = "The last rounding reaches the loss"
@@ -52,11 +53,15 @@ class Outputs:
 
     def of(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
         """Calls; returns float32 if the call is the outermost, else as made."""
-        outermost = is_outermost(self._model)
+        if not is_outermost(self._model):
+            with outputs_as_made():
+                return call(*args, **kwargs)
+        in_float32 = functools.partial(self._in_float32, call)
+        return model_border.call_inside(self._model, in_float32, args, kwargs)
+
+    def _in_float32(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
         with outputs_as_made():
             outputs = call(*args, **kwargs)
-        if not outermost:
-            return outputs
         self._tell_of_16_bit(outputs)
         return tensors.map_leaves(outputs, tensors.wide)
 

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import op_places, replacements, training
-from tfmix.policy.in_force import softmax_logits, tensors
+from tfmix._keras import op_places, optimizers, replacements, training
+from tfmix.policy.in_force import bare_optimizers, softmax_logits, tensors
 
 # Regularizers, added losses: in force under every 16-bit policy, beside what is
 # named like ops. They are widened at their door, beside a compiled loss.
@@ -34,6 +34,10 @@ def makers(
     if PENALTIES in rules:
         widening = functools.partial(_widening, holds=holds)
         found |= dict.fromkeys(training.penalty_places(), widening)
+        in_force = functools.partial(holds, PENALTIES)
+        found[optimizers.APPLY] = functools.partial(
+            bare_optimizers.applying, holds=in_force
+        )
     return found
 
 

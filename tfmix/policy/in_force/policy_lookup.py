@@ -7,14 +7,9 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import (
-    global_state,
-    optimizers,
-    replacements,
-    training,
-)
+from tfmix._keras import global_state, replacements, training
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import compiling, new_layers, suited_optimizer
+from tfmix.policy.in_force import compiling, new_layers
 
 Lookup = Callable[[], keras.DTypePolicy | None]
 Replaced = Callable[[keras.DTypePolicy], None]
@@ -36,7 +31,6 @@ def install(lookup: Lookup, replaced: Replaced) -> None:
         global_state.SETTER: lambda f: _setter(f, replaced),
         (keras.Layer, "__init__"): lambda f: _initializer(f, lookup),
         (training.TRAINER, "compile"): compiling.wrapped,
-        optimizers.APPLY: lambda f: _applying(f, lookup),
     }
     for owner, name in wanted:
         if name not in vars(owner):
@@ -74,17 +68,6 @@ def _setter(original: Callable, replaced: Replaced) -> Callable:
             replaced(value)
 
     return set_global_attribute
-
-
-def _applying(original: Callable, lookup: Lookup) -> Callable:
-    @functools.wraps(original)
-    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        policy = lookup()
-        if policy is not None and policy.compute_dtype == "float16":
-            suited_optimizer.warn_if_unscaled(self, policy)
-        return original(self, *args, **kwargs)
-
-    return apply
 
 
 def _initializer(original: Callable, lookup: Lookup) -> Callable:

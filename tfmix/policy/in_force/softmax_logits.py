@@ -12,7 +12,7 @@ import keras
 
 from tfmix._keras import global_state, layer_policies
 
-_LOGITS = "_tfmix_logits"
+LOGITS = "_tfmix_logits"
 # Losses of `keras.ops` that have a `from_logits`.
 LOSSES = (
     "categorical_crossentropy",
@@ -32,7 +32,7 @@ def remember(layer: keras.layers.Activation) -> None:
     @functools.wraps(original)
     def call(inputs: Any) -> Any:
         outputs = original(inputs)
-        global_state.put_note(outputs, _LOGITS, inputs)
+        global_state.put_note(outputs, LOGITS, inputs)
         return outputs
 
     layer_policies.put(layer, "call", call)
@@ -47,7 +47,7 @@ def recovering(loss: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         logits = None
         if not from_logits and keras.ops.is_tensor(output):
-            logits = global_state.note(output, _LOGITS)
+            logits = global_state.note(output, LOGITS)
         if logits is None:
             return loss(target, output, from_logits=from_logits, **kwargs)
         return loss(target, logits, from_logits=True, **kwargs)

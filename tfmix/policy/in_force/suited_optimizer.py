@@ -1,7 +1,5 @@
 """Which optimizer a model needs: decided from the dtypes of its layers."""
 
-import sys
-import types
 from typing import Any
 
 import keras
@@ -9,15 +7,12 @@ from absl import logging
 
 from tfmix import _formats
 from tfmix._keras import layers
-from tfmix.policy import policy as policies
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
 from tfmix.variables import master, sixteen_bit_optimizer
 
 # Marks a wrapper that tfmix has put on, so that tfmix takes it off again.
 _AUTOMATIC = "_tfmix_automatic"
-# Marks an optimizer whose first step has been looked at.
-_SEEN = "_tfmix_first_step_seen"
 
 
 def computing_layers(model: keras.Layer) -> list[keras.Layer]:
@@ -166,44 +161,3 @@ def missing_scaler_warning(model: keras.Model) -> str:
         f"gradients below {_formats.FLOAT16.smallest:.1g} become 0. Compile "
         f"with tfmix.LossScaleOptimizer({name}(...))."
     )
-
-
-def expect_no_scale(optimizer: keras.optimizers.Optimizer | None) -> None:
-    """Lets an optimizer's first step pass: its model has no float16 layers."""
-    if optimizer is not None:
-        object.__setattr__(optimizer, _SEEN, True)
-
-
-def warn_if_unscaled(
-    optimizer: keras.optimizers.Optimizer, policy: keras.DTypePolicy
-) -> None:
-    """Says at an optimizer's first step in float16 that nothing is scaled."""
-    if vars(optimizer).get(_SEEN):
-        return
-    object.__setattr__(optimizer, _SEEN, True)
-    by_design = policies.with_rules(policy).level == "O3"
-    if by_design or optimizer.loss_scale_factor or _is_inside_scaler():
-        return
-    name = type(optimizer).__name__
-    logging.warning(
-        "tfmix: %s %r applies gradients under a float16 policy, and the loss "
-        "is not scaled: gradients below %.1g become 0. Write `optimizer = "
-        "tfmix.LossScaleOptimizer(optimizer)` before the loop. %s %s",
-        name,
-        optimizer.name,
-        _formats.FLOAT16.smallest,
-        scaling.TAKE_SCALED.format("optimizer"),
-        scaling.CLIP_UNSCALED,
-    )
-
-
-def _is_inside_scaler() -> bool:
-    """Says whether an optimizer that scales the loss called, Keras's too."""
-    # It does not tell the one it wraps; asked once for each optimizer.
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, keras.optimizers.LossScaleOptimizer):
-            return True
-        frame = frame.f_back
-    return False

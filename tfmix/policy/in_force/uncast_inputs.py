@@ -70,9 +70,14 @@ def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
     tensor = type(policy).convert_input(policy, x, False, dtype)
     converted = type(policy).convert_input(policy, tensor, autocast, dtype)
     if converted is not tensor:
-        global_state.put_note(converted, _UNCAST, tensor)
-        layers.copy_mask(x, converted)  # which Keras 3.12 loses in a cast
+        note_uncast(x, converted, tensor)
     return converted
+
+
+def note_uncast(source: Any, converted: Any, tensor: Any) -> None:
+    """Remembers what a cast tensor was, and the mask of what it is made of."""
+    global_state.put_note(converted, _UNCAST, tensor)
+    layers.copy_mask(source, converted)  # which Keras 3.12 loses in a cast
 
 
 def _recover(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:

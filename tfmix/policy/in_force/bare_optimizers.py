@@ -1,0 +1,84 @@
+"""An optimizer that nobody wrapped skips the steps that are not finite, too.
+
+In loops without `compile`, and in models with several optimizers.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfmix._keras import compilation, optimizers
+from tfmix.scaling import optimizer as scaling
+from tfmix.scaling import rules
+from tfmix.scaling.step import finite
+
+# The `apply` that skips for an optimizer under TensorFlow; `None` if none is to.
+_SKIPPING = "_tfmix_skipping_apply"
+
+
+def applying(original: Callable, holds: Callable[[], bool]) -> Callable:
+    """Returns what stands in for the `apply` of Keras's optimizers."""
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    skipping = _on_tensorflow if on_tensorflow else _on_jax
+
+    @functools.wraps(original)
+    def apply(
+        self: Any, grads: Sequence, trainable_variables: Any = None
+    ) -> Any:
+        alone = not self.loss_scale_factor and not optimizers.is_wrapped(self)
+        is_mine = alone and vars(self).get(_SKIPPING, original)
+        if len(grads) and is_mine and holds():
+            return skipping(self, original, grads, trainable_variables)
+        return original(self, grads, trainable_variables)
+
+    return apply
+
+
+def leave_alone(optimizer: keras.optimizers.Optimizer | None) -> None:
+    """Lets an optimizer be Keras's own: its model is not in 16 bit."""
+    if optimizer is not None:
+        object.__setattr__(optimizer, _SKIPPING, None)
+
+
+def _on_tensorflow(
+    optimizer: Any, original: Callable, grads: Sequence, variables: Any
+) -> Any:
+    # Who branches has looked himself, as Keras's own scaler does.
+    if compilation.in_branch():
+        return original(optimizer, grads, variables)
+    apply = vars(optimizer).get(_SKIPPING)
+    if apply is None:
+        known = optimizers.remembered(optimizer) if optimizer.built else None
+        known = list(known or variables)
+        with compilation.outside_of_tracing(known):
+            skipper = scaling.LossScaleOptimizer(
+                optimizer, loss_scale=rules.NoLossScale()
+            )
+            skipper.build(known)
+        apply = skipper.apply
+        object.__setattr__(optimizer, _SKIPPING, apply)
+        optimizers.mark_wrapped(optimizer, False)
+    optimizers.mark_wrapped(optimizer, True)
+    try:
+        apply(grads, variables)
+    finally:
+        optimizers.mark_wrapped(optimizer, False)
+    return optimizer.iterations
+
+
+def _on_jax(
+    optimizer: Any, original: Callable, grads: Sequence, variables: Any
+) -> Any:
+    if not optimizer.built and variables is not None:
+        optimizer.build(variables)
+    used = optimizer.variables + optimizers.remembered(optimizer)
+    before = [variable.value for variable in used]
+    is_finite = finite.all_finite(list(grads))
+    original(optimizer, grads, variables)
+    for variable, old in zip(used, before, strict=True):
+        if variable.value is not old:
+            variable.assign(ops.where(is_finite, variable.value, old))
+    return optimizer.iterations

@@ -1,0 +1,147 @@
+"""A border around a function, under JAX."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+from tfmix.scaling.border import power
+
+# A function with a border: of arrays, two lists of float arrays, and others.
+Results = tuple[list, list, Any]
+Function = Callable[..., Results]
+
+
+def call(function: Function, values: Sequence) -> Results:
+    """Calls a function whose gradient is scaled inside and true outside.
+
+    What enters backwards is brought to order one by a power of two that is
+    found anew in each backward pass, and divided out where gradients leave.
+    Its own gradient has such a border as well; it runs the function again,
+    once for each order.
+
+    Args:
+        function: Takes arrays; returns results, losses that were added on the
+            way (what enters by these has no say in the power), and a nest of
+            others that no gradient passes through.
+        values: All arrays it depends on. Those of float dtypes get gradients.
+
+    Returns:
+        What the function returns.
+    """
+
+    @jax.custom_vjp
+    def bordered(factor: Any, *values: Any) -> Results:
+        return function(*values)
+
+    def forward(factor: Any, *values: Any) -> tuple[Results, Any]:
+        # Who differentiates this once more does so at its border, below.
+        fixed = jax.lax.stop_gradient(values)
+        results, pull, others = jax.vjp(
+            _of_floats(function, fixed), *_floats(fixed), has_aux=True
+        )
+        saved = pull, factor, values
+        return (*_at_border(function, results, saved), others), saved
+
+    def backward(saved: Any, upstream: Results) -> tuple:
+        found = _gradients(function, saved, upstream[:2])
+        return None, *found
+
+    bordered.defvjp(forward, backward)
+    return bordered(power.placing(), *values)
+
+
+def _at_border(function: Function, results: tuple, saved: Any) -> tuple:
+    """Returns a function's results, whose gradients are found at its border."""
+
+    @jax.custom_vjp
+    def known(results: tuple, saved: Any) -> tuple:
+        return results
+
+    def forward(results: tuple, saved: Any) -> tuple:
+        return known(results, saved), saved
+
+    def backward(saved: Any, upstream: tuple) -> tuple:
+        return None, (None, None, tuple(_gradients(function, saved, upstream)))
+
+    known.defvjp(forward, backward)
+    found: tuple = known(results, saved)
+    return found
+
+
+def _gradients(function: Function, saved: Any, upstream: tuple) -> list:
+    """Returns true gradients of values; `None` for those that have none."""
+    pull, factor, values = saved
+    by = power.of(upstream[0] or upstream[1], factor)
+    scaled = jax.tree.map(lambda each: _times(by, each), upstream)
+    found = _pulled(function, pull, values, scaled)
+    new = iter(found)
+    return [
+        _times(1.0 / by, next(new)) if _is_float(value) else None
+        for value in values
+    ]
+
+
+def _pulled(
+    function: Function, pull: Any, values: tuple, upstream: tuple
+) -> list:
+    """Pulls gradients back, with a border around that, too."""
+
+    @jax.custom_vjp
+    def pulled(pull: Any, values: tuple, upstream: tuple) -> list:
+        return list(pull(upstream))
+
+    def forward(pull: Any, values: tuple, upstream: tuple) -> tuple[list, Any]:
+        return pulled(pull, values, upstream), (values, upstream)
+
+    def backward(saved: Any, second: list) -> tuple:
+        given, structure = jax.tree.flatten(saved)
+
+        def again(*given: Any) -> Results:
+            values, upstream = structure.unflatten(given)
+            _, pull, _ = jax.vjp(
+                _of_floats(function, values), *_floats(values), has_aux=True
+            )
+            return list(pull(upstream)), [], None
+
+        def of_floats(*floats: Any) -> list:
+            return call(again, _with_floats(given, floats))[0]
+
+        _, pull = jax.vjp(of_floats, *_floats(given))
+        new = iter(pull(second))
+        found = [next(new) if _is_float(each) else None for each in given]
+        return None, *structure.unflatten(found)
+
+    pulled.defvjp(forward, backward)
+    found: list = pulled(pull, values, upstream)
+    return found
+
+
+def _of_floats(function: Function, values: Sequence) -> Callable:
+    """Returns a function of the floats among its arguments, as `vjp` wants."""
+
+    def of_floats(*floats: Any) -> tuple[tuple[list, list], Any]:
+        results, losses, others = function(*_with_floats(values, floats))
+        return (results, losses), others
+
+    return of_floats
+
+
+def _floats(values: Sequence) -> list:
+    return [value for value in values if _is_float(value)]
+
+
+def _with_floats(values: Sequence, floats: Sequence) -> list:
+    """Returns the values with others in the place of the floats."""
+    new = iter(floats)
+    return [next(new) if _is_float(value) else value for value in values]
+
+
+def _is_float(value: Any) -> bool:
+    return bool(jnp.issubdtype(value.dtype, jnp.floating))
+
+
+def _times(factor: Any, array: Any) -> Any:
+    # In float32 or wider, which hold every factor.
+    return (array * factor).astype(array.dtype)

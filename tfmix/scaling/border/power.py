@@ -1,0 +1,75 @@
+"""The power of two that gradients are scaled by inside a border."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from keras import ops
+
+from tfmix.variables import bits
+
+# Float32 holds this power of two and its reciprocal as normal numbers.
+_HIGHEST = 100
+_BIAS, _MANTISSA = 127, 23
+# What a gradient may add up to where it enters. A bias gets the sum of all
+# that reaches its layer, and a kernel that sum times its inputs: below this
+# 4 bits are left for these, however many pixels or tokens there are.
+_LARGEST_SUM = 2.0**12
+
+_placing: contextvars.ContextVar[Any] = contextvars.ContextVar(
+    "tfmix_placing", default=1.0
+)
+
+
+def placing() -> Any:
+    """Returns where gradients are placed just now: a factor, 1.0 by default."""
+    return _placing.get()
+
+
+@contextlib.contextmanager
+def placed(factor: Any) -> Iterator[None]:
+    """Places the gradients of what is called in a block elsewhere.
+
+    Args:
+        factor: Float or float32 scalar tensor, a power of two: below 1 more of
+            the format is left for what grows inside, above 1 for what shrinks.
+    """
+    token = _placing.set(factor)
+    try:
+        yield
+    finally:
+        _placing.reset(token)
+
+
+def of(gradients: Sequence, factor: Any) -> Any:
+    """Returns the power of two that brings gradients to order one.
+
+    Scaled by it, the largest number of all lies in [1, 2), or lower where
+    their sum would leave float16 too little room, times `factor`.
+
+    Args:
+        gradients: Float tensors of any shapes.
+        factor: As for `placed`.
+
+    Returns:
+        Float32 scalar; `factor` if all are zero or one is not finite.
+
+    Examples:
+        >>> float(of([ops.array([0.0, -3e-6])], 1.0)) * 3e-6
+        1.572864
+    """
+    largest, total = ops.zeros(()), ops.zeros(())
+    for gradient in gradients:
+        size = ops.abs(ops.cast(gradient, "float32"))
+        # Of no rows, too.
+        largest = ops.maximum(largest, ops.max(size, initial=0))
+        total = ops.add(total, ops.sum(size))
+    reaches = ops.maximum(largest, total / _LARGEST_SUM)
+    word = bits.bitcast(reaches, "int32")
+    exponent = _BIAS - ops.right_shift(word, _MANTISSA)
+    usable = ops.logical_and(reaches > 0, ops.isfinite(reaches))
+    exponent = ops.where(usable, exponent, 0)
+    exponent = ops.clip(exponent, -_HIGHEST, _HIGHEST)
+    power = ops.left_shift(exponent + _BIAS, _MANTISSA)
+    return bits.bitcast(power, "float32") * factor
