@@ -44,12 +44,17 @@ def on_shapes_only() -> bool:
     return bool(symbolic_scope.in_symbolic_scope())
 
 
-def is_outermost(layer: keras.Layer) -> bool:
-    """Says whether no layer called this one, and with real tensors."""
+def entry_layer() -> keras.Layer | None:
+    """Returns the layer that was called first, around the caller."""
     context = global_state.get_global_attribute("current_call_ctx")
     # `stateless_call` runs `call` without one.
-    outermost = context is None or context.entry_layer is layer
-    return outermost and not on_shapes_only()
+    entry: keras.Layer | None = getattr(context, "entry_layer", None)
+    return entry
+
+
+def is_outermost(layer: keras.Layer) -> bool:
+    """Says whether no layer called this one, and with real tensors."""
+    return entry_layer() in (None, layer) and not on_shapes_only()
 
 
 def open_scope() -> keras.StatelessScope | None:

@@ -32,10 +32,10 @@ _OWN, _INNER = "own_", "inner_"
 # optimizer's.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
 _MOST_NAMED = 5
-# The scales that the train step around the caller has read, by the `id` of
-# what keeps them; `None` outside of one.
-_read_in_step: contextvars.ContextVar[set[int] | None] = contextvars.ContextVar(
-    "tfmix_scales_read", default=None
+# The scales that a loss was multiplied by in the train step around the caller,
+# by the `id` of their `_Use`; `None` outside of one.
+_scaled_in_step: contextvars.ContextVar[set[int] | None] = (
+    contextvars.ContextVar("tfmix_scaled_in_step", default=None)
 )
 
 
@@ -157,9 +157,10 @@ class LossScaleOptimizer(
         # Whether `compile` put it on, so that a loop may know nothing of it.
         self.unasked = self._told_of_unscaled = False
         self._gradient_norm: keras.Variable | None = None
-        # Whether `unscale_gradients` was called since `scale_loss`, and
-        # whether by the name whose results `apply_gradients` takes.
-        self._divided = self._next_are_true = False
+        # What `apply_gradients` is given, and whether it was given scaled ones.
+        self._next_are_true = self._applied_scaled = False
+        # The trace in which gradients were divided that may yet be applied.
+        self._divided_in: Any = None
         # Who shares a scale may scale another's losses.
         self._use: _Use = leader._use if leader else _Use()
         self._create_state(rule, leader)
@@ -307,14 +308,15 @@ class LossScaleOptimizer(
             >>> float(optimizer.scale_loss(0.5))
             4.0
         """
-        self._divided = self._next_are_true = False
+        self._next_are_true, self._divided_in = False, None
         return self._scaled(loss)
 
     @compilation.untouched
     def current_scale(self) -> Any:
         """Returns the scale as a float32 scalar tensor, not copied to host.
 
-        A train step that asks for it is taken to multiply its loss by it.
+        A train step that asks for it is taken to multiply its loss by it,
+        unless `compile` has put this optimizer on by itself.
 
         Raises:
             ValueError: If `jax.jit` would make a constant of it.
@@ -323,7 +325,8 @@ class LossScaleOptimizer(
             >>> float(LossScaleOptimizer("sgd", 64.0).current_scale())
             64.0
         """
-        self._use.note()
+        if not self.unasked:
+            self._use.note_in_step()
         return self._scale_here()
 
     def _scale_here(self) -> Any:
@@ -382,7 +385,7 @@ class LossScaleOptimizer(
             >>> float(true[0][0])
             2.0
         """
-        self._divided = True
+        self._divided_in = compilation.trace()
         return self._unscaled(grads)
 
     @compilation.untouched
@@ -503,13 +506,15 @@ class LossScaleOptimizer(
         pairs = list(grads_and_vars)
         grads = [pair[0] for pair in pairs]
         notes = _notes(grads)
-        if self._divided and not self._next_are_true and not notes:
+        unscaled = self._next_are_true or _TRUE in notes
+        if not (unscaled or notes) and self._divided_in is not None:
             raise ValueError(
                 "`unscale_gradients` was called in this step, and "
                 "`apply_gradients` cannot tell scaled gradients from "
                 f"divided ones. {_APPLY}"
             )
-        unscaled = self._next_are_true or _TRUE in notes
+        if not unscaled and not self.in_guarded_step:
+            self._applied_scaled = True
         self.apply(grads, [pair[1] for pair in pairs], unscaled=unscaled)
         return self.iterations
 
@@ -525,7 +530,17 @@ class LossScaleOptimizer(
         `apply_gradients` then takes true gradients until `scale_loss` is
         called again. Arguments and result are those of `unscale_gradients`.
 
+        Raises:
+            ValueError: If `apply_gradients` was given scaled gradients in a
+                loop before: a compiled step would go on dividing.
         """
+        if self._applied_scaled:
+            raise ValueError(
+                "`apply_gradients` was called with scaled gradients before, "
+                "so that a step already compiled would divide these once "
+                "more. To log or to clip, write `optimizer.unscale_gradients("
+                f"grads)`. {_APPLY}"
+            )
         self._next_are_true = True
         return self._unscaled(grads)
 
@@ -707,7 +722,8 @@ class LossScaleOptimizer(
                 f"Received: loss={loss!r}. Call `scale_loss` once, on the "
                 "loss itself."
             )
-        scale = self.current_scale()
+        scale = self._scale_here()
+        self._use.note()
 
         def scaled(value: Any) -> Any:
             value = unscale.to_float32(ops.convert_to_tensor(value))
@@ -789,10 +805,11 @@ class LossScaleOptimizer(
                 "still scaled, so the update would be too large by the loss "
                 "scale. Give its result to `apply`, or leave out unscaled=True."
             )
-        divided, self._divided = self._divided, False
+        divided_in, self._divided_in = self._divided_in, None
         if unscaled or self._are_true():
             return True
-        if divided and _SCALED not in notes:
+        new = _SCALED not in notes and divided_in is not None
+        if new and divided_in == compilation.trace():
             _errors.warn(
                 "`unscale_gradients` was called in this step, and now other "
                 "gradients than it was given are divided by the loss scale. "
@@ -804,10 +821,10 @@ class LossScaleOptimizer(
 
     def _are_true(self) -> bool:
         """Says whether gradients are true ones: nobody scaled their loss."""
-        read_in_step = _read_in_step.get()
-        if read_in_step is not None:
-            return id(self._use) not in read_in_step
-        if self._use.read or isinstance(self.rule, rules.NoLossScale):
+        scaled_in_step = _scaled_in_step.get()
+        if scaled_in_step is not None:
+            return id(self._use) not in scaled_in_step
+        if self._use.in_loops or isinstance(self.rule, rules.NoLossScale):
             return False
         if not self.unasked and not self._told_of_unscaled:
             self._told_of_unscaled = True
@@ -889,25 +906,28 @@ def guarded_step(optimizer: LossScaleOptimizer) -> Iterator[None]:
 @contextlib.contextmanager
 def train_step() -> Iterator[None]:
     """Lets `apply` take true gradients, unless the step around it scales."""
-    token = _read_in_step.set(set())
+    token = _scaled_in_step.set(set())
     try:
         yield
     finally:
-        _read_in_step.reset(token)
+        _scaled_in_step.reset(token)
 
 
 class _Use:
     """Whether losses are multiplied by a scale, for all who share it."""
 
-    read = False
+    in_loops = False
 
     def note(self) -> None:
-        """Notes that somebody asks for the scale to multiply a loss by it."""
-        read_in_step = _read_in_step.get()
-        if read_in_step is None:
-            self.read = True
-        else:
-            read_in_step.add(id(self))
+        """Notes that a loss is multiplied by the scale."""
+        self.in_loops = self.in_loops or _scaled_in_step.get() is None
+        self.note_in_step()
+
+    def note_in_step(self) -> None:
+        """Notes that a train step, if one is around, multiplies its loss."""
+        scaled_in_step = _scaled_in_step.get()
+        if scaled_in_step is not None:
+            scaled_in_step.add(id(self))
 
 
 def _is_unbuilt(store: Mapping) -> bool:

@@ -15,7 +15,8 @@ from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
 from tfmix.scaling.step import finite
 
-# The `apply` that skips for an optimizer under TensorFlow; `None` if none is to.
+# The `apply` that skips for an optimizer under TensorFlow, `None` for one that
+# is left alone.
 _SKIPPING = "_tfmix_skipping_apply"
 
 

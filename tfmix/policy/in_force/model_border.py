@@ -88,26 +88,20 @@ def _on_jax(
     model: keras.Model, call: Callable, args: tuple, kwargs: dict
 ) -> Any:
     given = _arrays((args, kwargs))
-    exact = [*map(uncast_inputs.uncast, given)]
     scope = global_state.open_scope()
     states = {} if scope is None else dict(scope.state_mapping)
-    values = [*exact, *states.values()]
+    values = [*map(uncast_inputs.uncast, given), *states.values()]
     # One that is not built makes its variables in the call.
     if not layers.is_built(model) or not any(
         map(compilation.is_symbolic, values)
     ):
         return call(*args, **kwargs)
-    traced: list[tuple[Any, list]] = []
+    first: list[tuple[Any, list]] = []
 
     def run(*values: Any) -> jax_border.Results:
         inside = _inside((args, kwargs), given, values[: len(given)])
         before = dict(zip(states, values[len(given) :], strict=True))
-        own = keras.StatelessScope(
-            collect_losses=scope is None or scope.collect_losses,
-            initialize_variables=False,
-        )
-        own.state_mapping = dict(before)
-        with own:
+        with _scope_like(scope, before) as own:
             outputs = call(*inside[0], **inside[1])
             added = layers.added_losses(model)
         updates = {
@@ -115,24 +109,43 @@ def _on_jax(
             for key, value in own.state_mapping.items()
             if value is not before.get(key)
         }
+        first.append((outputs, [layer for layer, _ in added]))
         arrays = _arrays(outputs)
-        traced.append((outputs, [layer for layer, _ in added]))
         floats = [x for x in arrays if _is_float(x)]
         others = [x for x in arrays if not _is_float(x)]
         return floats, [loss for _, loss in added], (others, updates)
 
     floats, losses, (others, updates) = jax_border.call(run, values)
-    outputs, added = traced[0]
+    outputs, added = first[0]
     for layer, loss in zip(added, losses, strict=True):
         layers.add_loss(layer, loss)
-    if scope is None:
-        for variable in model.variables:
-            if id(variable) in updates:
-                variable.assign(updates[id(variable)])
-    else:
-        scope.state_mapping.update(updates)
+    _update(model, scope, updates)
     new, rest = iter(floats), iter(others)
     return _rebuilt(outputs, lambda x: next(new if _is_float(x) else rest))
+
+
+def _scope_like(
+    scope: keras.StatelessScope | None, states: dict
+) -> keras.StatelessScope:
+    """Returns a scope of the same kind in which variables have other values."""
+    own = keras.StatelessScope(
+        collect_losses=scope is None or scope.collect_losses,
+        initialize_variables=False,
+    )
+    own.state_mapping = dict(states)
+    return own
+
+
+def _update(
+    model: keras.Model, scope: keras.StatelessScope | None, updates: dict
+) -> None:
+    """Assigns what was assigned in a scope of the border's own."""
+    if scope is not None:
+        scope.state_mapping.update(updates)
+        return
+    for variable in model.variables:
+        if id(variable) in updates:
+            variable.assign(updates[id(variable)])
 
 
 def _inside(nest: Any, given: list, values: Iterable) -> Any:

@@ -10,7 +10,7 @@ import keras
 from absl import logging
 
 from tfmix._formats import SIXTEEN_BIT
-from tfmix._keras import global_state, layers
+from tfmix._keras import global_state, layers, model_methods
 from tfmix.policy.in_force import model_border, tensors
 
 _PROBABILITIES = ("softmax", "sigmoid")
@@ -40,8 +40,16 @@ def outputs_as_made() -> Iterator[None]:
 
 
 def is_outermost(model: keras.Model) -> bool:
-    """Says whether no layer called a model, and with real tensors."""
-    return not _as_made.get() and global_state.is_outermost(model)
+    """Says whether a model's results leave what computes in 16 bit.
+
+    With real tensors, and called by no layer but a graph that only passes on.
+    """
+    if _as_made.get() or global_state.on_shapes_only():
+        return False
+    entry = global_state.entry_layer()
+    if entry is None or entry is model:
+        return True
+    return layers.is_structure(entry) and not model_methods.parts(entry)
 
 
 class Outputs:
