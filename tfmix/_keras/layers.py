@@ -1,7 +1,6 @@
 """What Keras's layers hold, and what they are called with."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -85,7 +84,14 @@ def rematerialize_anew(layer: keras.Layer) -> None:
     original = type(layer).rematerialized_call.__get__(layer)
 
     def rematerialized_call(call: Callable, *args: Any, **kwargs: Any) -> Any:
-        return original(functools.partial(call), *args, **kwargs)
+        scope = variables.get_autocast_scope()
+
+        # TensorFlow runs it again where the layer's own scope has ended.
+        def in_scope(*args: Any, **kwargs: Any) -> Any:
+            with autocast(getattr(scope, "dtype", None)):
+                return call(*args, **kwargs)
+
+        return original(in_scope, *args, **kwargs)
 
     layer_policies.put(layer, "rematerialized_call", rematerialized_call)
 
@@ -223,14 +229,17 @@ def added_losses(model: keras.Layer) -> list[tuple[keras.Layer, Any]]:
     ]
 
 
-def replace_loss(layer: keras.Layer, loss: Any, new: Any) -> None:
-    """Replaces a loss that a call has added outside of a stateless scope."""
-    layer._losses[:] = [new if each is loss else each for each in layer._losses]
+def put_loss(layer: keras.Layer, before: Any, loss: Any) -> None:
+    """Puts a loss in the place of one that a call has added to a layer.
 
-
-def add_loss(layer: keras.Layer, loss: Any) -> None:
-    """Adds a loss to a layer, or to the stateless scope around the caller."""
-    keras.Layer.add_loss(layer, loss)
+    What a call added in a scope of its own is not there: it is added.
+    """
+    if any(each is before for each in layer._losses):
+        layer._losses[:] = [
+            loss if each is before else each for each in layer._losses
+        ]
+    else:
+        keras.Layer.add_loss(layer, loss)
 
 
 def compile_loss(loss: Any, weights: Any = None, names: Any = None) -> Any:

@@ -1,5 +1,6 @@
 """A float16 model has true gradients: a border stands around its calls."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,6 +27,8 @@ else:
 
 # What Keras and tfmix attach to a result, which a loss takes beside it.
 _ATTACHED = ("_keras_logits", "_keras_mask", softmax_logits.LOGITS)
+# Values of variables, by the variables' `id`, as a `keras.StatelessScope` has.
+States = dict[int, Any]
 
 
 def call_inside(
@@ -44,119 +47,132 @@ def call_inside(
     """
     if not suited_optimizer.computes_in(model, "float16"):
         return call(*args, **kwargs)
-    run = _on_tensorflow if _TENSORFLOW else _on_jax
-    return run(model, call, args, kwargs)
+    run = _Run(model, call, (args, kwargs))
+    if _TENSORFLOW:
+        if tf.executing_eagerly() and not compilation.is_recorded():
+            return call(*args, **kwargs)
+        # What a second run starts from, so that it draws the same numbers.
+        frozen = model.non_trainable_variables
+        start = {id(v): tf.identity(v.value) for v in frozen}
+        floats, losses = tensorflow_border.call(
+            lambda *values: run(values)[:2],
+            run.values,
+            again=lambda *values: run(values, start)[:2],
+        )
+        rest = run.rest
+    else:
+        # One that is not built makes its variables in the call.
+        is_traced = any(map(compilation.is_symbolic, run.values))
+        if not is_traced or not layers.is_built(model):
+            return call(*args, **kwargs)
+        floats, losses, rest = jax_border.call(
+            lambda *values: run(values), run.values
+        )
+    return run.finished(floats, losses, *rest)
 
 
-def _on_tensorflow(
-    model: keras.Model, call: Callable, args: tuple, kwargs: dict
-) -> Any:
-    if tf.executing_eagerly() and not compilation.is_recorded():
-        return call(*args, **kwargs)
-    given = [x for x in _arrays((args, kwargs)) if _is_float(x)]
-    # What a second run starts from, so that it draws the same numbers.
-    states = [(v, tf.identity(v.value)) for v in model.non_trainable_variables]
-    first: list[tuple[Any, list]] = []
+class _Run:
+    """A model's call as a function of arrays, as a border takes it.
 
-    def run(*values: Any) -> tuple[list, list]:
-        inside = _inside((args, kwargs), given, values)
-        known = {id(loss) for _, loss in layers.added_losses(model)}
-        outputs = call(*inside[0], **inside[1])
-        added = [
-            (layer, loss)
-            for layer, loss in layers.added_losses(model)
-            if id(loss) not in known
+    Under TensorFlow only what has a gradient has to be an argument, and the
+    scope around the call is entered anew only if there is one.
+    """
+
+    def __init__(self, model: keras.Model, call: Callable, nest: Any) -> None:
+        self._model, self._call, self._nest = model, call, nest
+        self._scope = global_state.open_scope()
+        states = {} if self._scope is None else self._scope.state_mapping
+        self._states = dict(states)
+        self._given = list(filter(_is_argument, _arrays(nest)))
+        self._mapped = [k for k, v in states.items() if _is_argument(v)]
+        #: The arguments: of the call, as exact as they are known, and what
+        #: stands for variables.
+        self.values = [
+            *map(uncast_inputs.uncast, self._given),
+            *(states[key] for key in self._mapped),
         ]
-        first.append((outputs, added))
-        floats = [x for x in _arrays(outputs) if _is_float(x)]
-        return floats, [loss for _, loss in added]
+        # Of the first run: its results, and the layers that added losses.
+        self._outputs: Any = None
+        self._added: list[tuple[keras.Layer, Any]] | None = None
+        #: What else the first run returned.
+        self.rest: tuple[list, States] = ([], {})
 
-    def run_again(*values: Any) -> tuple[list, list]:
-        with keras.StatelessScope(states, collect_losses=True):
-            return run(*values)
+    def __call__(
+        self, values: tuple, start: States | None = None
+    ) -> tuple[list, list, tuple[list, States]]:
+        """Calls the model.
 
-    exact = [*map(uncast_inputs.uncast, given)]
-    floats, losses = tensorflow_border.call(run, exact, again=run_again)
-    outputs, added = first[0]
-    for (layer, inner), loss in zip(added, losses, strict=True):
-        layers.replace_loss(layer, inner, loss)
-    new = iter(floats)
-    return _rebuilt(outputs, lambda x: next(new) if _is_float(x) else x)
+        Args:
+            values: In place of `self.values`.
+            start: The values of variables that nothing stands for; for a run
+                that is to leave no trace.
 
-
-def _on_jax(
-    model: keras.Model, call: Callable, args: tuple, kwargs: dict
-) -> Any:
-    given = _arrays((args, kwargs))
-    scope = global_state.open_scope()
-    states = {} if scope is None else dict(scope.state_mapping)
-    values = [*map(uncast_inputs.uncast, given), *states.values()]
-    # One that is not built makes its variables in the call.
-    if not layers.is_built(model) or not any(
-        map(compilation.is_symbolic, values)
-    ):
-        return call(*args, **kwargs)
-    first: list[tuple[Any, list]] = []
-
-    def run(*values: Any) -> jax_border.Results:
-        inside = _inside((args, kwargs), given, values[: len(given)])
-        before = dict(zip(states, values[len(given) :], strict=True))
-        with _scope_like(scope, before) as own:
-            outputs = call(*inside[0], **inside[1])
-            added = layers.added_losses(model)
+        Returns:
+            Its float results, the losses it added, and the rest: other
+            results, and what it assigned.
+        """
+        count = len(self._given)
+        args, kwargs = _with_arrays(self._nest, self._given, values[:count])
+        mapped = dict(zip(self._mapped, values[count:], strict=True))
+        before = (start or {}) | self._states | mapped
+        scope = None
+        if start is not None or self._scope is not None or not _TENSORFLOW:
+            scope = self._new_scope(before)
+        with contextlib.nullcontext() if scope is None else scope:
+            known = {id(loss) for _, loss in layers.added_losses(self._model)}
+            outputs = self._call(*args, **kwargs)
+            added = layers.added_losses(self._model)
+        added = [(x, loss) for x, loss in added if id(loss) not in known]
+        after = {} if scope is None else scope.state_mapping
         updates = {
             key: value
-            for key, value in own.state_mapping.items()
+            for key, value in after.items()
             if value is not before.get(key)
         }
-        first.append((outputs, [layer for layer, _ in added]))
         arrays = _arrays(outputs)
+        rest = [x for x in arrays if not _is_float(x)], updates
+        if self._added is None:
+            self._outputs, self._added, self.rest = outputs, added, rest
         floats = [x for x in arrays if _is_float(x)]
-        others = [x for x in arrays if not _is_float(x)]
-        return floats, [loss for _, loss in added], (others, updates)
+        return floats, [loss for _, loss in added], rest
 
-    floats, losses, (others, updates) = jax_border.call(run, values)
-    outputs, added = first[0]
-    for layer, loss in zip(added, losses, strict=True):
-        layers.add_loss(layer, loss)
-    _update(model, scope, updates)
-    new, rest = iter(floats), iter(others)
-    return _rebuilt(outputs, lambda x: next(new if _is_float(x) else rest))
+    def finished(
+        self, floats: list, losses: list, others: list, updates: States
+    ) -> Any:
+        """Does what the call was to do, with results of the border.
 
+        Returns:
+            What the call is to return.
+        """
+        for (layer, inner), loss in zip(self._added or [], losses, strict=True):
+            layers.put_loss(layer, inner, loss)
+        if self._scope is not None:
+            self._scope.state_mapping.update(updates)
+        for variable in self._model.variables if self._scope is None else ():
+            if id(variable) in updates:
+                variable.assign(updates[id(variable)])
+        new, rest = iter(floats), iter(others)
+        return _rebuilt(
+            self._outputs, lambda x: next(new if _is_float(x) else rest)
+        )
 
-def _scope_like(
-    scope: keras.StatelessScope | None, states: dict
-) -> keras.StatelessScope:
-    """Returns a scope of the same kind in which variables have other values."""
-    own = keras.StatelessScope(
-        collect_losses=scope is None or scope.collect_losses,
-        initialize_variables=False,
-    )
-    own.state_mapping = dict(states)
-    return own
-
-
-def _update(
-    model: keras.Model, scope: keras.StatelessScope | None, updates: dict
-) -> None:
-    """Assigns what was assigned in a scope of the border's own."""
-    if scope is not None:
-        scope.state_mapping.update(updates)
-        return
-    for variable in model.variables:
-        if id(variable) in updates:
-            variable.assign(updates[id(variable)])
+    def _new_scope(self, states: States) -> keras.StatelessScope:
+        scope = keras.StatelessScope(
+            collect_losses=self._scope is None or self._scope.collect_losses,
+            initialize_variables=False,
+        )
+        scope.state_mapping = dict(states)
+        return scope
 
 
-def _inside(nest: Any, given: list, values: Iterable) -> Any:
-    """Returns a call's arguments with values in the place of those given."""
-    new = iter(values)
-    pairs = iter(given)
+def _with_arrays(nest: Any, given: list, values: Iterable) -> Any:
+    """Returns a nest with values in the place of the arrays that are given."""
+    pairs = zip(given, values, strict=True)
 
     def replaced(array: Any) -> Any:
-        if _TENSORFLOW and not _is_float(array):
+        if not _is_argument(array):
             return array
-        value, before = next(new), next(pairs)
+        before, value = next(pairs)
         if value.dtype == before.dtype:
             return value
         # Exact numbers, rounded here as they were at the model's door.
@@ -197,6 +213,10 @@ def _rebuilt(nest: Any, function: Callable[[Any], Any]) -> Any:
         return new
 
     return tensors.map_leaves(nest, of_leaf)
+
+
+def _is_argument(array: Any) -> bool:
+    return not _TENSORFLOW or _is_float(array)
 
 
 def _is_array(value: Any) -> bool:
