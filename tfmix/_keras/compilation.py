@@ -282,6 +282,13 @@ def is_recorded() -> bool:
     return bool(record.could_possibly_record())
 
 
+def runs_forward() -> bool:
+    """Says whether a `tf.autodiff.ForwardAccumulator` is around the caller."""
+    from tensorflow.python.eager import forwardprop_util
+
+    return bool(forwardprop_util.pack_tangents([]).indices)
+
+
 def untouched(function: Function) -> Function:
     """Returns the function, to be run by AutoGraph as it is written."""
     # Ours hold no Python control flow on tensors: to rewrite them takes time.

@@ -109,6 +109,23 @@ def maker(tensor: keras.KerasTensor) -> tuple[Any, list]:
     return operation, nodes[node].input_tensors if nodes else []
 
 
+def returns_what_it_computes_from(model: keras.Layer) -> bool:
+    """Says whether a graph's result is made of another one of its results."""
+    ends = results(model)
+    if len(ends) < 2:
+        return False
+    known = {id(tensor) for tensor in ends}
+    waiting, seen = list(ends), set(known)
+    while waiting:
+        for tensor in maker(waiting.pop())[1]:
+            if id(tensor) in known:
+                return True
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                waiting.append(tensor)
+    return False
+
+
 def noted_results(layer: keras.Layer) -> list[tuple[int, Any]]:
     """Returns the results that graphs noted for a layer, with their place."""
     return [

@@ -47,10 +47,10 @@ def call_inside(
     """
     if not suited_optimizer.computes_in(model, "float16"):
         return call(*args, **kwargs)
+    if _TENSORFLOW and not _has_gradients(model):
+        return call(*args, **kwargs)
     run = _Run(model, call, (args, kwargs))
     if _TENSORFLOW:
-        if tf.executing_eagerly() and not compilation.is_recorded():
-            return call(*args, **kwargs)
         # What a second run starts from, so that it draws the same numbers.
         frozen = model.non_trainable_variables
         start = {id(v): tf.identity(v.value) for v in frozen}
@@ -69,6 +69,15 @@ def call_inside(
             lambda *values: run(values), run.values
         )
     return run.finished(floats, losses, *rest)
+
+
+def _has_gradients(model: keras.Model) -> bool:
+    """Says whether TensorFlow may be asked for gradients that a border has."""
+    if tf.executing_eagerly() and not compilation.is_recorded():
+        return False
+    # Nor forward ones, nor those of one result by another (Grad-CAM).
+    forward = compilation.runs_forward()
+    return not (forward or layers.returns_what_it_computes_from(model))
 
 
 class _Run:

@@ -49,7 +49,8 @@ def call(function: Function, values: Sequence) -> Results:
         return None, *found
 
     bordered.defvjp(forward, backward)
-    return bordered(power.placing(), *values)
+    # Of NumPy's, JAX makes constants that it does not take back.
+    return bordered(power.placing(), *map(jnp.asarray, values))
 
 
 def _at_border(function: Function, results: tuple, saved: Any) -> tuple:
