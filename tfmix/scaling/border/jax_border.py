@@ -23,8 +23,8 @@ def call(function: Function, values: Sequence) -> Results:
 
     Args:
         function: Takes arrays; returns results, losses that were added on the
-            way (what enters by these has no say in the power), and a nest of
-            others that no gradient passes through.
+            way, whose gradients are often far larger, and a nest of others
+            that no gradient passes through.
         values: All arrays it depends on. Those of float dtypes get gradients.
 
     Returns:
@@ -74,7 +74,7 @@ def _at_border(function: Function, results: tuple, saved: Any) -> tuple:
 def _gradients(function: Function, saved: Any, upstream: tuple) -> list:
     """Returns true gradients of values; `None` for those that have none."""
     pull, factor, values = saved
-    by = power.of(upstream[0] or upstream[1], factor)
+    by = power.of(*upstream, factor)
     scaled = jax.tree.map(lambda each: _times(by, each), upstream)
     found = _pulled(function, pull, values, scaled)
     new = iter(found)

@@ -42,30 +42,33 @@ def placed(factor: Any) -> Iterator[None]:
         _placing.reset(token)
 
 
-def of(gradients: Sequence, factor: Any) -> Any:
+def of(gradients: Sequence, losses: Sequence, factor: Any) -> Any:
     """Returns the power of two that brings gradients to order one.
 
     Scaled by it, the largest number of all lies in [1, 2), or lower where
     their sum would leave float16 too little room, times `factor`.
 
     Args:
-        gradients: Float tensors of any shapes.
+        gradients: Float tensors of any shapes, by results.
+        losses: The same, by losses that were added inside: these count in
+            the sum alone, for they are often far larger than the others.
         factor: As for `placed`.
 
     Returns:
         Float32 scalar; `factor` if all are zero or one is not finite.
 
     Examples:
-        >>> float(of([ops.array([0.0, -3e-6])], 1.0)) * 3e-6
+        >>> float(of([ops.array([0.0, -3e-6])], [], 1.0)) * 3e-6
         1.572864
     """
-    largest, total = ops.zeros(()), ops.zeros(())
-    for gradient in gradients:
+    reaches, total = ops.zeros(()), ops.zeros(())
+    for place, gradient in enumerate([*gradients, *losses]):
         size = ops.abs(ops.cast(gradient, "float32"))
-        # Of no rows, too.
-        largest = ops.maximum(largest, ops.max(size, initial=0))
+        if place < len(gradients):
+            # There may be no rows.
+            reaches = ops.maximum(reaches, ops.max(size, initial=0))
         total = ops.add(total, ops.sum(size))
-    reaches = ops.maximum(largest, total / _LARGEST_SUM)
+    reaches = ops.maximum(reaches, total / _LARGEST_SUM)
     word = bits.bitcast(reaches, "int32")
     exponent = _BIAS - ops.right_shift(word, _MANTISSA)
     usable = ops.logical_and(reaches > 0, ops.isfinite(reaches))

@@ -28,7 +28,7 @@ def call(
 
     Args:
         function: Takes tensors; returns results, and losses that were added
-            on the way: what enters by these has no say in the power.
+            on the way, whose gradients are often far larger.
         tensors: Its arguments, float tensors.
         again: What runs the function again, without a trace of its own.
             Defaults to the function.
@@ -48,7 +48,9 @@ def call(
             tape, results = _recorded(function, tensors)
 
         def gradient(*upstream: Any, variables: Sequence = ()) -> Any:
-            by = power.of(upstream[: len(results[0])] or upstream, factor)
+            of_results = len(results[0])
+            losses = upstream[of_results:]
+            by = power.of(upstream[:of_results], losses, factor)
             upstream = tuple(_times(by, each) for each in upstream)
             made = tape, results
             if tape is None:
