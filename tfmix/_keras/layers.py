@@ -109,21 +109,19 @@ def maker(tensor: keras.KerasTensor) -> tuple[Any, list]:
     return operation, nodes[node].input_tensors if nodes else []
 
 
-def returns_what_it_computes_from(model: keras.Layer) -> bool:
-    """Says whether a graph's result is made of another one of its results."""
-    ends = results(model)
-    if len(ends) < 2:
-        return False
-    known = {id(tensor) for tensor in ends}
-    waiting, seen = list(ends), set(known)
+def results_computed_from(model: keras.Layer) -> set[int]:
+    """Returns the places of a graph's results that others are made of."""
+    places = {id(tensor): n for n, tensor in enumerate(results(model))}
+    waiting = list(results(model)) if len(places) > 1 else []
+    found, seen = set(), set(places)
     while waiting:
         for tensor in maker(waiting.pop())[1]:
-            if id(tensor) in known:
-                return True
+            if id(tensor) in places:
+                found.add(places[id(tensor)])
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 waiting.append(tensor)
-    return False
+    return found
 
 
 def noted_results(layer: keras.Layer) -> list[tuple[int, Any]]:

@@ -77,7 +77,7 @@ def _has_gradients(model: keras.Model) -> bool:
         return False
     # Nor forward ones, nor those of one result by another (Grad-CAM).
     forward = compilation.runs_forward()
-    return not (forward or layers.returns_what_it_computes_from(model))
+    return not (forward or layers.results_computed_from(model))
 
 
 class _Run:

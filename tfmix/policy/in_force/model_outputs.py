@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -71,7 +72,12 @@ class Outputs:
         with outputs_as_made():
             outputs = call(*args, **kwargs)
         self._tell_of_16_bit(outputs)
-        return tensors.map_leaves(outputs, tensors.wide)
+        # A copy of one that others are made of would have no gradient of them.
+        as_made = layers.results_computed_from(self._model)
+        places = itertools.count()
+        return tensors.map_leaves(
+            outputs, lambda x: x if next(places) in as_made else tensors.wide(x)
+        )
 
     def _tell_of_16_bit(self, outputs: Any) -> None:
         if self._told or not getattr(self._model, "compiled", False):

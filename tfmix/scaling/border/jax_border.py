@@ -74,7 +74,8 @@ def _at_border(function: Function, results: tuple, saved: Any) -> tuple:
 def _gradients(function: Function, saved: Any, upstream: tuple) -> list:
     """Returns true gradients of values; `None` for those that have none."""
     pull, factor, values = saved
-    by = power.of(*upstream, factor)
+    results, losses = upstream
+    by = power.of(results, losses, factor)
     scaled = jax.tree.map(lambda each: _times(by, each), upstream)
     found = _pulled(function, pull, values, scaled)
     new = iter(found)
