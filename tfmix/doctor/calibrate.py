@@ -13,6 +13,7 @@ from keras import ops
 from tfmix import _arguments, _errors, _progress
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
+from tfmix.policy.in_force import model_border
 from tfmix.scaling.step import finite
 
 # The exponents that are tried: the bounds of `DynamicLossScale`.
@@ -31,6 +32,10 @@ def calibrate_loss_scale(
     margin_bits: int = 4,
 ) -> float:
     """Finds the largest loss scale at which no gradient overflows.
+
+    For loops that scale a loss of their own code. A Keras model under a tfmix
+    policy needs none: its gradients are scaled inside it, by a power of two
+    that each backward pass finds anew.
 
     Start training with it, `LossScaleOptimizer("adam", initial_scale=...)`,
     and no step is spent on the search for one. Forward and backward pass run
@@ -130,9 +135,10 @@ def _compiled(whole: batches.Batch) -> Callable[[Any, Any, int], bool]:
 
     def step(weights: list[Any], x: Any, y: Any, scale: Any) -> Any:
         part = batches.Batch(whole.model, x, y, whole.loss)
-        (scaled,), back = batches.pullback(
-            lambda values: [part.run(values)[1] * scale], weights
-        )
+        with model_border.left_out():
+            (scaled,), back = batches.pullback(
+                lambda values: [part.run(values)[1] * scale], weights
+            )
         return finite.all_finite([scaled, *back([ops.ones_like(scaled)])])
 
     run = batches.compiled(step)

@@ -1,7 +1,8 @@
 """A float16 model has true gradients: a border stands around its calls."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+import contextvars
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -30,6 +31,20 @@ _ATTACHED = ("_keras_logits", "_keras_mask", softmax_logits.LOGITS)
 # Values of variables, by the variables' `id`, as a `keras.StatelessScope` has.
 States = dict[int, Any]
 
+_left_out: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfmix_border_left_out", default=False
+)
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Calls models without a border, to see what gradients are inside one."""
+    token = _left_out.set(True)
+    try:
+        yield
+    finally:
+        _left_out.reset(token)
+
 
 def call_inside(
     model: keras.Model, call: Callable, args: tuple, kwargs: dict
@@ -45,7 +60,8 @@ def call_inside(
     Returns:
         What `call` returns, as tensors of the same values.
     """
-    if not suited_optimizer.computes_in(model, "float16"):
+    is_float16 = suited_optimizer.computes_in(model, "float16")
+    if _left_out.get() or not is_float16:
         return call(*args, **kwargs)
     if _TENSORFLOW and not _has_gradients(model):
         return call(*args, **kwargs)

@@ -6,7 +6,7 @@ import keras
 from absl import logging
 
 from tfmix import _formats
-from tfmix._keras import layers
+from tfmix._keras import layers, model_methods
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
 from tfmix.variables import master, sixteen_bit_optimizer
@@ -143,8 +143,9 @@ def _add_masters(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
 def missing_scaler_warning(model: keras.Model) -> str:
     """Says what to write for a float16 model whose loss is not scaled.
 
-    Empty for a model that is not compiled, has no layers in float16, or has
-    an optimizer that scales the loss. Keras scales it only where the model as
+    Empty for a model that is not compiled, has no layers in float16, has its
+    gradients scaled inside (it carries a policy), or an optimizer that scales
+    the loss. Keras scales it only where the model as
     a whole is "mixed_float16", and not under `compile(auto_scale_loss=False)`.
     """
     optimizer = getattr(model, "optimizer", None)
@@ -152,6 +153,7 @@ def missing_scaler_warning(model: keras.Model) -> str:
         optimizer is None
         or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or getattr(optimizer, "loss_scale_factor", None)
+        or model_methods.part(model, model_methods.RULES) is not None
         or not computes_in(model, "float16")
     ):
         return ""
