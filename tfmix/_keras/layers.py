@@ -6,11 +6,18 @@ from typing import Any
 
 import keras
 from keras.src import backend
-from keras.src.backend.common import masking, stateless_scope, variables
+from keras.src.backend.common import (
+    global_state,
+    masking,
+    stateless_scope,
+    variables,
+)
 from keras.src.models import functional
 from keras.src.trainers import compile_utils
 
 from tfmix._keras import compilation, layer_policies, replacements
+
+_CALL_CONTEXT = "current_call_ctx"
 
 
 def is_structure(layer: Any) -> bool:
@@ -188,6 +195,25 @@ def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
 def autocast(dtype: str | None) -> Any:
     """Returns a scope in which variables are read in a dtype."""
     return variables.AutocastScope(dtype)
+
+
+def call_state() -> tuple[Any, Any]:
+    """Returns what the call that runs now knows: its mode, its dtype."""
+    context = global_state.get_global_attribute(_CALL_CONTEXT)
+    return context, variables.get_autocast_scope()
+
+
+@contextlib.contextmanager
+def as_called(state: tuple[Any, Any]) -> Iterator[None]:
+    """Runs a block as a part of an earlier call, by its `call_state`."""
+    context, scope = state
+    before = global_state.get_global_attribute(_CALL_CONTEXT)
+    global_state.set_global_attribute(_CALL_CONTEXT, context)
+    try:
+        with autocast(getattr(scope, "dtype", None)):
+            yield
+    finally:
+        global_state.set_global_attribute(_CALL_CONTEXT, before)
 
 
 @contextlib.contextmanager

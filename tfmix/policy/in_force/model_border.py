@@ -105,6 +105,7 @@ class _Run:
 
     def __init__(self, model: keras.Model, call: Callable, nest: Any) -> None:
         self._model, self._call, self._nest = model, call, nest
+        self._state = layers.call_state()
         self._scope = global_state.open_scope()
         states = {} if self._scope is None else self._scope.state_mapping
         self._states = dict(states)
@@ -143,7 +144,7 @@ class _Run:
         scope = None
         if start is not None or self._scope is not None or not _TENSORFLOW:
             scope = self._new_scope(before)
-        with contextlib.nullcontext() if scope is None else scope:
+        with scope or contextlib.nullcontext(), layers.as_called(self._state):
             known = {id(loss) for _, loss in layers.added_losses(self._model)}
             outputs = self._call(*args, **kwargs)
             added = layers.added_losses(self._model)

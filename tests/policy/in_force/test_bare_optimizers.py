@@ -1,0 +1,165 @@
+"""An optimizer that nobody wrapped skips what is not finite."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers
+
+ON_JAX = keras.backend.backend() == "jax"
+MODES = ["eager", "jit"] if ON_JAX else ["eager", "graph", "jit"]
+START = np.ones((3,), "float32")
+
+
+def stepper(optimizer, weights, mode):
+    """Returns a step of a loop that knows nothing of tfmix."""
+    if ON_JAX:
+        apply = optimizer.stateless_apply
+        if mode == "jit":
+            import jax
+
+            apply = jax.jit(apply)
+
+        def stateless(*grads):
+            new, state = apply(
+                [v.value for v in optimizer.variables],
+                [*map(keras.ops.convert_to_tensor, grads)],
+                [v.value for v in weights],
+            )
+            values = zip(
+                [*weights, *optimizer.variables], [*new, *state], strict=True
+            )
+            for variable, value in values:
+                variable.assign(value)
+
+        optimizer.build(weights)
+        return stateless
+    import tensorflow as tf
+
+    def step(*grads):
+        optimizer.apply(list(grads), weights)
+
+    if mode == "eager":
+        return step
+    compiled = tf.function(step, jit_compile=mode == "jit")
+    return lambda *grads: compiled(*map(tf.constant, grads))
+
+
+def state(optimizer, weights):
+    return [v.numpy().copy() for v in [*weights, *optimizer.variables]]
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bad_step_leaves_no_trace(mode, bad, policy):
+    tfmix.set_global_policy(policy)
+    weights = [keras.Variable(START), keras.Variable(START)]
+    optimizer = keras.optimizers.Adam(0.1, use_ema=True)
+    step = stepper(optimizer, weights, mode)
+    step(START, 2 * START)
+    before = state(optimizer, weights)
+    step(START, np.float32([1.0, bad, 1.0]))
+    for one, other in zip(state(optimizer, weights), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+    step(START, START)
+    assert int(optimizer.iterations.numpy()) == 2
+    assert np.isfinite(weights[1].numpy()).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_good_steps_are_keras_own(mode):
+    found = {}
+    for policy in ("float32", "mixed_float16"):
+        tfmix.set_global_policy(policy)
+        weights = [keras.Variable(START)]
+        optimizer = keras.optimizers.Adam(0.1, global_clipnorm=0.5)
+        step = stepper(optimizer, weights, mode)
+        for size in (1.0, 2.0, 3.0):
+            step(np.float32([size, 0.0, -size]))
+        found[policy] = state(optimizer, weights)
+        names = [v.path for v in optimizer.variables]
+        assert not any("scale" in name or "skipped" in name for name in names)
+    for one, other in zip(*found.values(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_in_float32_nothing_is_kept_from_keras():
+    weights = [keras.Variable(START)]
+    step = stepper(keras.optimizers.SGD(0.1), weights, "eager")
+    step(np.float32([np.nan] * 3))
+    assert np.isnan(weights[0].numpy()).all()
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("jit", [False, True])
+def test_keras_own_scaler_stays_keras_own(jit):
+    import tensorflow as tf
+
+    tfmix.set_global_policy("mixed_float16")
+    weight = keras.Variable(START)
+    inner = keras.optimizers.SGD(1.0)
+    scaler = keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
+
+    @tf.function(jit_compile=jit)
+    def step(gradient):
+        scaler.apply([gradient], [weight])
+
+    step(4 * START)
+    step(np.inf * START)
+    np.testing.assert_array_equal(weight.numpy(), START - 1)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_that_are_not_finite_are_skipped(mode):
+    import tensorflow as tf
+
+    tfmix.set_global_policy("mixed_float16")
+    table = keras.Variable(np.ones((5, 2), "float32"))
+    optimizer = keras.optimizers.SGD(1.0)
+
+    def step(value):
+        values = tf.fill((1, 2), value)
+        rows = tf.IndexedSlices(values, tf.constant([3]), tf.constant([5, 2]))
+        optimizer.apply([rows], [table])
+
+    if mode != "eager":
+        step = tf.function(step, jit_compile=mode == "jit")
+    step(tf.constant(1.0))
+    step(tf.constant(np.inf, "float32"))
+    assert table.numpy()[:, 0].tolist() == [1.0, 1.0, 1.0, 0.0, 1.0]
+
+
+@helpers.requires_backend("tensorflow")
+def test_each_of_several_optimizers_skips_by_itself():
+    tfmix.set_global_policy("mixed_float16")
+    first, second = keras.Variable(START), keras.Variable(START)
+    one, two = keras.optimizers.SGD(1.0), keras.optimizers.SGD(1.0)
+    for bad in (1.0, np.nan, 1.0):
+        one.apply([bad * START], [first])
+        two.apply([START], [second])
+    np.testing.assert_array_equal(first.numpy(), START - 2)
+    np.testing.assert_array_equal(second.numpy(), START - 3)
+
+
+@helpers.requires_backend("tensorflow")
+def test_an_optimizer_that_is_built_may_be_given_gradients_alone():
+    tfmix.set_global_policy("mixed_float16")
+    weights = [keras.Variable(START), keras.Variable(START)]
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build(weights)
+    optimizer.apply_gradients([(START, weights[1])])
+    optimizer.apply([START, START])
+    np.testing.assert_array_equal(weights[1].numpy(), START - 2)
+
+
+def test_a_float32_model_keeps_keras_own_optimizer():
+    tfmix.set_global_policy("mixed_float16")
+    layer = keras.layers.Dense(1, dtype="float32")
+    model = keras.Sequential([keras.Input((3,)), layer])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    x = np.full((4, 3), np.nan, "float32")
+    model.fit(x, x[:, :1], verbose=0)
+    assert np.isnan(model.get_weights()[0]).all()
