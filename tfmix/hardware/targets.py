@@ -155,6 +155,10 @@ def config(target: Target) -> str:
   memory_bandwidth: {int(target.bandwidth)}
   device_memory_size: {target.memory}
   cuda_compute_capability {{ major: {major} minor: {minor}{own} }}
+  driver_version: "13.0.0"
+  runtime_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
+  dnn_version: "9.10.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
