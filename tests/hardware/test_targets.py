@@ -99,3 +99,20 @@ def test_a_core_has_what_its_capability_says(name, threads, shared, block):
     assert f"threads_per_core_limit: {threads}\n" in text
     assert f"shared_memory_per_core: {shared}\n" in text
     assert f"shared_memory_per_block_optin: {block}\n" in text
+
+
+def test_the_guide_says_of_each_gpu_what_auto_is_and_gains():
+    from tests.tree import ROOT  # skips where there is no guide
+
+    page = (ROOT / "docs" / "which-policy.md").read_text(encoding="utf-8")
+    cells = [line.strip("| ").split(" | ") for line in page.splitlines()]
+    rows = {row[1]: row for row in cells if len(row) > 4}
+    for target in tfmix.targets():
+        if target.kind == "GPU":
+            _, _, size, auto, gain, *more = rows[f"`{target.name}`"]
+            assert int(size) == round(target.memory / 2**30)
+            assert auto == f"`{target.auto()}`"
+            rates = target.rates
+            assert gain == f"{rates['float16'] / rates['float32']:.1f}"
+            narrow = rates.get("float8", 0) / rates["float32"]
+            assert (f"`mixed_float8`: {narrow:.1f}" in more) == bool(narrow)
