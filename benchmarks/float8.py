@@ -36,17 +36,18 @@ _KNOWN = -3
 
 
 def _fixed(tensor: Any, to: product.Format) -> tuple[Any, Any]:
-    exponent = to.exponent + _KNOWN
+    scale = 2.0 ** (to.exponent + _KNOWN)
     largest = 1.75 * 2.0**to.exponent
-    scaled = ops.clip(tensor * 2.0**exponent, -largest, largest)
-    return ops.cast(scaled, to.dtype), ops.cast(exponent, "int32")
+    scaled = ops.clip(tensor * scale, -largest, largest)
+    powers = ops.convert_to_tensor([scale, -1.0, -1.0 / scale], "float32")
+    return ops.cast(scaled, to.dtype), powers
 
 
 def _delayed(tensor: Any, to: product.Format) -> tuple[Any, Any]:
-    narrow, exponent = _fixed(tensor, to)
+    narrow, powers = _fixed(tensor, to)
     # Asked for, as the next step's scale does.
     largest = ops.cast(ops.max(ops.abs(tensor)), "float32")
-    return narrow, exponent + ops.cast(largest > 1e38, "int32")
+    return narrow, ops.where(largest > 1e38, 2 * powers, powers)
 
 
 WAYS: dict[str, tuple[str, Callable]] = {

@@ -107,17 +107,39 @@ def test_the_product_and_its_gradients_are_bit_exact(mode, size, transposed):
     "largest", [1.0, 1.75, 1.7578125, 2.0, 2.0**-130, 3e38, 0.0]
 )
 def test_a_factor_takes_the_whole_range_and_never_overflows(to, largest):
-    tensor, exact = bfloat16([largest, -largest / 2])
-    narrow, exponent = product.rounded(tensor, to)
+    tensor, exact = bfloat16([[0.0, -largest / 2], [largest, 0.0]])
+    narrow, powers = product.rounded(tensor, to)
     found = np.float64(helpers.to_numpy(ops.cast(narrow, "float32")))
     assert np.isfinite(found).all()
     limit = 1.75 * 2.0**to.exponent
     assert np.abs(found).max() <= limit
     if largest > 1e-30:
         assert np.abs(found).max() >= limit / 2
-    scale = 2.0 ** -float(helpers.to_numpy(exponent))
+    scale, *inverse = np.float64(helpers.to_numpy(powers))
+    assert scale * np.prod(inverse) == 1
     # Compilers may take subnormal numbers for zeros.
-    np.testing.assert_allclose(found * scale, exact, 2**-3, 2.0**-126)
+    np.testing.assert_allclose(found / scale, exact, 2**-3, 2.0**-126)
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+def test_a_long_product_is_summed_in_float32(mode):
+    # Whole numbers, whose sums float32 holds and bfloat16 does not.
+    rng = np.random.default_rng(5)
+    a, exact_a = bfloat16(rng.integers(-8, 9, (16, 4096)))
+    b, exact_b = bfloat16(rng.integers(-8, 9, (4096, 16)))
+    found = in_mode(product.product, mode)(a, b)
+    np.testing.assert_array_equal(
+        helpers.to_numpy(ops.cast(found, "float32")),
+        expected(exact_a, exact_b, (product.FORWARD, product.FORWARD)),
+    )
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+def test_float32_factors_give_a_float32_product(mode):
+    a = ops.convert_to_tensor(np.float32([[16.0, 1.0]]))
+    found = in_mode(product.product, mode)(a, ops.transpose(a))
+    # Nine bits: in bfloat16 it would be 256.
+    assert helpers.to_numpy(found).tolist() == [[257]]
 
 
 @pytest.mark.parametrize("mode", steps.MODES)

@@ -325,9 +325,10 @@ def test_without_slots_there_are_none_in_8_bits():
 @pytest.mark.parametrize(
     ("name", "way", "expected"),
     [
-        ("h200", "float32", "mixed_float16"),
-        # A TPU has no float16 products.
-        ("v5e", "float32", "mixed_bfloat16"),
+        # What `auto` is there, though float16 takes no more.
+        ("h200", "mixed_float16", "mixed_bfloat16"),
+        ("v5e", "mixed_bfloat16", "mixed_bfloat16"),
+        ("t4", "mixed_bfloat16", "mixed_float16"),
         (
             "v5e",
             "mixed_bfloat16, 8-bit slots",
@@ -348,6 +349,9 @@ def test_the_first_way_in_16_bit_that_fits_is_named(name, way, expected):
     fitting = dataclasses.replace(target, memory=found[way].total)
     said = training_memory.first_that_fits(found, fitting)
     assert said.endswith(f"The first that fits: {expected}")
+    larger = dataclasses.replace(target, memory=found["float32"].total)
+    said = training_memory.first_that_fits(found, larger)
+    assert f"float32 fits; faster is {target.auto()}" in said
     smaller = dataclasses.replace(target, memory=1)
     assert "None of these" in training_memory.first_that_fits(found, smaller)
 
@@ -358,8 +362,21 @@ def test_whether_it_fits_is_printed():
     assert advice.fitting.startswith("v5e has 16,384 MiB")
     assert advice.fitting in str(advice)
     assert not advise(model, 32).fitting
-    with pytest.raises(ValueError, match="Did you mean 'v5p'"):
+    assert "float32 fits" in advice.fitting
+
+
+def test_an_unknown_target_is_answered_in_words_of_advise():
+    model = sequential(keras.layers.Dense(8))
+    with pytest.raises(ValueError, match="Did you mean 'v5p'") as caught:
         advise(model, 32, target="v5")
+    # Which only `compile_for` takes.
+    assert "devices" not in str(caught.value)
+
+
+def test_what_gpu_and_tpu_mean_is_said_where_a_shape_does_not_suit():
+    aligned = sequential(keras.layers.Dense(128), shape=(128,))
+    assert "multiples of 8" not in str(advise(aligned, 32))
+    assert "multiples of 8" in str(advise(sequential(keras.layers.Dense(9)), 8))
 
 
 @helpers.requires_backend("jax")

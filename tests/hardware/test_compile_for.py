@@ -18,6 +18,9 @@ from tfmix.hardware import compile_for, compilers, targets
 JAX = keras.backend.backend() == "jax"
 
 
+GPUS = [target.name for target in targets.targets() if target.kind == "GPU"]
+
+
 def needs(name):
     """Skips where the compiler of a target is not installed."""
     lacking = compilers.missing(targets.find(name))
@@ -201,12 +204,20 @@ def test_what_a_compile_of_the_user_was_given_is_not_guessed():
 
 
 @needs("h200")
-def test_auto_is_what_suits_the_target():
-    names = {"v100": "mixed_float16", "h200": "mixed_bfloat16"}
-    for target, name in names.items():
-        assert (
-            tfmix.compile_for(small(), 8, target, policy="auto").policy == name
-        )
+@pytest.mark.parametrize("target", GPUS)
+def test_every_gpu_multiplies_in_what_auto_is_there(target):
+    found = tfmix.compile_for(small(), 64, target, policy="auto")
+    fast = "float16" if target in ("v100", "t4") else "bfloat16"
+    assert found.policy == f"mixed_{fast}"
+    assert {row.dtype for row in found.rows} == {fast}
+    assert found.conditionals == 0
+
+
+@needs("h200")
+@pytest.mark.parametrize("target", ["v100", "t4"])
+def test_bfloat16_is_float32_where_there_are_no_units_for_it(target):
+    found = tfmix.compile_for(small(), 64, target, policy="mixed_bfloat16")
+    assert {row.dtype for row in found.rows} == {"float32"}
 
 
 @needs("h200")

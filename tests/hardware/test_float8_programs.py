@@ -1,6 +1,7 @@
 """The products of `mixed_float8`, as the compiler makes them."""
 
 import collections
+import re
 
 import keras
 import pytest
@@ -10,6 +11,32 @@ import tfmix
 from tfmix.hardware import compilers, targets
 
 WIDTH, ROWS, LENGTH, WORDS = 1024, 32, 256, 1008
+# A GPU times both kinds of products and takes the faster one.
+LIBRARIES = pytest.mark.parametrize("library", ["Triton", "cuBLAS"])
+GPUS = pytest.mark.parametrize("name", ["h100", "h200", "b200"])
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Compiles for a target, its products by a library; returns the text."""
+    texts = []
+    record = compilers._record
+
+    def recorded(text, *args):
+        texts.append(text)
+        return record(text, *args)
+
+    def compile_for(model, rows, name, library, **how):
+        if lacking := compilers.missing(targets.find(name)):
+            pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
+        options = compilers._NO_TRITON if library == "cuBLAS" else {}
+        monkeypatch.setattr(compilers, "_record", recorded)
+        monkeypatch.setattr(compilers, "_OPTIONS", options)
+        step = tfmix.compile_for(model, rows, target=name, **how)
+        assert {row.kernel for row in step.rows} == {library}
+        return step, texts[-1]
+
+    return compile_for
 
 
 def transformer(blocks):
@@ -23,24 +50,35 @@ def transformer(blocks):
     return keras.Model(inputs, layers.Dense(WORDS)(h))
 
 
-@pytest.mark.parametrize("name", ["h100", "h200", "b200"])
-def test_nine_of_ten_operations_of_a_transformer_are_in_float8(name):
-    if lacking := compilers.missing(targets.find(name)):
-        pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
+def returned(text):
+    """Returns the dtypes of what products of float8 hand out."""
+    call = r"= \(?(\w+)\[[^\n]*custom_call_target=\"__cublas\$lt\$matmul\$f8"
+    found = set(re.findall(call, text))
+    for computation in text.split("\n}\n"):
+        types = dict(re.findall(r"(%[\w.-]+) = \(?(\w+)\[", computation))
+        # A long sum may be made in parts, which are added in float32.
+        product = r"(%\S+) = .* dot\((%[\w.-]+), %\S+\), lhs_contracting"
+        for name, factor in re.findall(product, computation):
+            if types[factor].startswith("f8"):
+                found.add(types[name])
+    return found
+
+
+@GPUS
+@LIBRARIES
+def test_nine_of_ten_operations_of_a_transformer_are_in_float8(
+    compiled, name, library
+):
     with tfmix.policy_scope("mixed_float8"):
         model = transformer(2)
-    step = tfmix.compile_for(
-        model,
-        ROWS,
-        target=name,
-        optimizer="adam",
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
+    step, text = compiled(model, ROWS, name, library, **TRAINED)
     work = collections.Counter()
     for row in step.rows:
         work[row.dtype] += row.flops
     assert work["float8"] >= 0.9 * work.total()
     assert step.conditionals == 0
+    # Nothing reads and writes float32 to scale and to round it.
+    assert returned(text) == {"bf16"}
     # The products of a layer that is chosen: one forward, two backward.
     tokens = ROWS * LENGTH
     wide = [
@@ -49,3 +87,45 @@ def test_nine_of_ten_operations_of_a_transformer_are_in_float8(name):
         if sorted(row.shape) == sorted((WIDTH, 4 * WIDTH, tokens))
     ]
     assert [row.dtype for row in wide] == ["float8"] * 12
+
+
+TRAINED = {
+    "optimizer": "adam",
+    "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+}
+
+
+@LIBRARIES
+def test_a_transformer_needs_no_more_memory_than_in_bfloat16(compiled, library):
+    needed = {}
+    for policy in ("mixed_bfloat16", "mixed_float8"):
+        with tfmix.policy_scope(policy):
+            model = transformer(1)
+        step, _ = compiled(model, ROWS, "h200", library, **TRAINED)
+        needed[policy] = step.memory.temporaries
+    # Of what a layer is given and of its kernel, kept for the gradients.
+    narrow = [r for r in step.rows if r.dtype == "float8"]
+    shapes = [r.shape for r in narrow if r.phase == "forward"]
+    copies = sum(m * k + k * n for m, k, n in shapes)
+    assert needed["mixed_float8"] <= needed["mixed_bfloat16"] + copies
+
+
+@GPUS
+@LIBRARIES
+def test_two_layers_take_few_kernels_more_than_in_bfloat16(
+    compiled, name, library
+):
+    kernels = {}
+    every = tfmix.Policy("mixed_float8", float8_layers=["Dense"])
+    for policy in ("mixed_bfloat16", every):
+        with tfmix.policy_scope(policy):
+            dense = [layers.Dense(1024, "relu"), layers.Dense(1024)]
+            model = keras.Sequential([keras.Input((1024,)), *dense])
+        step, _ = compiled(
+            model, 4096, name, library, optimizer="sgd", loss="mse"
+        )
+        kernels[str(policy)] = step.kernels
+    before, after = kernels.values()
+    # Six tensors, each with a pass for its rows' largest numbers, one for the
+    # scales and the cast. Of them the weights are cast in bfloat16, too.
+    assert after <= before + 14

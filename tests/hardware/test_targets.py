@@ -1,5 +1,6 @@
 """Accelerators that need not be here: names, grids, descriptions."""
 
+import importlib
 import math
 
 import pytest
@@ -7,10 +8,13 @@ import pytest
 import tfmix
 from tfmix.hardware import targets
 
+# `tfmix.devices` is the public function of that name.
+devices = importlib.import_module("tfmix.devices")
 
-def test_there_are_five_gpus_and_four_tpus():
+
+def test_gpus_come_before_tpus():
     kinds = [target.kind for target in tfmix.targets()]
-    assert kinds == ["GPU"] * 5 + ["TPU"] * 4
+    assert kinds == ["GPU"] * 13 + ["TPU"] * 4
 
 
 def test_they_print_as_a_table():
@@ -19,7 +23,7 @@ def test_they_print_as_a_table():
     assert line.split()[-4:] == ["989", "989", "1979", "1979"]
     assert " 141 " in line
     assert max(map(len, printed.splitlines())) <= 80
-    assert tfmix.targets()._repr_html_().count("<tr class") == 9
+    assert tfmix.targets()._repr_html_().count("<tr class") == 17
 
 
 @pytest.mark.parametrize("target", tfmix.targets(), ids=lambda one: one.name)
@@ -35,6 +39,16 @@ def test_only_gpus_multiply_float16():
         ("float16" in target.rates) == (target.kind == "GPU")
         for target in tfmix.targets()
     )
+
+
+@pytest.mark.parametrize("target", tfmix.targets(), ids=lambda one: one.name)
+def test_auto_and_the_devices_say_what_the_rates_say(target):
+    kind, name, capability = target.kind, target.title, target.capability
+    device = devices.describe(kind, name, "jax", capability)
+    for dtype in ("float16", "bfloat16", "float8"):
+        assert getattr(device, dtype) == (dtype in target.rates)
+    fast = "bfloat16" if "bfloat16" in target.rates else "float16"
+    assert target.auto() == f"mixed_{fast}"
 
 
 @pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e"])
@@ -66,5 +80,39 @@ def test_a_gpus_description_holds_its_own_figures():
     text = targets.config(targets.find("H200"))
     assert "core_count: 132" in text
     assert "memory_bandwidth: 4800000000000" in text
-    assert "major: 9 feature_extension: ACCELERATED_FEATURES" in text
+    assert "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES" in text
     assert "feature_extension" not in targets.config(targets.find("a100"))
+    assert "{ major: 7 minor: 5 }" in targets.config(targets.find("t4"))
+
+
+# deviceQuery's own numbers: a T4, an A100 and an RTX 5090.
+@pytest.mark.parametrize(
+    ("name", "threads", "shared", "block"),
+    [
+        ("t4", 1024, 65536, 65536),
+        ("a100-40gb", 2048, 167936, 166912),
+        ("rtx5090", 1536, 102400, 101376),
+    ],
+)
+def test_a_core_has_what_its_capability_says(name, threads, shared, block):
+    text = targets.config(targets.find(name))
+    assert f"threads_per_core_limit: {threads}\n" in text
+    assert f"shared_memory_per_core: {shared}\n" in text
+    assert f"shared_memory_per_block_optin: {block}\n" in text
+
+
+def test_the_guide_says_of_each_gpu_what_auto_is_and_gains():
+    from tests.tree import ROOT  # skips where there is no guide
+
+    page = (ROOT / "docs" / "which-policy.md").read_text(encoding="utf-8")
+    cells = [line.strip("| ").split(" | ") for line in page.splitlines()]
+    rows = {row[1]: row for row in cells if len(row) > 4}
+    for target in tfmix.targets():
+        if target.kind == "GPU":
+            _, _, size, auto, gain, *more = rows[f"`{target.name}`"]
+            assert int(size) == round(target.memory / 2**30)
+            assert auto == f"`{target.auto()}`"
+            rates = target.rates
+            assert gain == f"{rates['float16'] / rates['float32']:.1f}"
+            narrow = rates.get("float8", 0) / rates["float32"]
+            assert (f"`mixed_float8`: {narrow:.1f}" in more) == bool(narrow)

@@ -132,26 +132,31 @@ def sums(tensors: Sequence) -> Any:
     return tf.stack(found)
 
 
-def float8_product(a: Any, b: Any, transposed: tuple[bool, bool]) -> Any:
+def float8_product(
+    a: Any, b: Any, transposed: tuple[bool, bool], dtype: str
+) -> Any:
     """Multiplies two float8 matrices, each transposed first or not.
 
     Returns:
-        The product in float32.
+        The product, summed in float32: in bfloat16 where `dtype` is that, as
+        a GPU's library of products and Triton return it at once; in float32
+        else.
     """
+    dtype = "bfloat16" if dtype == "bfloat16" else "float32"
     axes = int(not transposed[0]), int(transposed[1])
     if keras.backend.backend() == "jax":
         return jax.lax.dot_general(
             *(a, b),
             (((axes[0],), (axes[1],)), ((), ())),
-            preferred_element_type="float32",
+            preferred_element_type=dtype,
         )
     if not by_xla():
         # TensorFlow's own operations have no float8.
         wide = tf.cast(a, tf.float32), tf.cast(b, tf.float32)
-        return tf.matmul(*wide, *transposed)
+        return tf.cast(tf.matmul(*wide, *transposed), dtype)
     shape = a.shape[1 - axes[0]], b.shape[1 - axes[1]]
     types = [_stablehlo_type(x.shape, x.dtype.name) for x in (a, b)]
-    types.append(_stablehlo_type(shape, "float32"))
+    types.append(_stablehlo_type(shape, dtype))
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
     (found,) = gen_xla_ops.xla_call_module(
@@ -159,7 +164,7 @@ def float8_product(a: Any, b: Any, transposed: tuple[bool, bool]) -> Any:
         version=9,
         module=_FLOAT8_PRODUCT.format(*types, *axes),
         Sout=[list(shape)],
-        Tout=[tf.float32],
+        Tout=[tf.as_dtype(dtype)],
         # Any: this says nothing that one of them would not know.
         platforms=["CPU"],
         disabled_checks=["platform"],
@@ -180,6 +185,7 @@ _FLOAT8_PRODUCT = """module attributes {{jax.uses_shape_polymorphism = true}} {{
 _STABLEHLO = {
     "float8_e4m3fn": "f8E4M3FN",
     "float8_e5m2": "f8E5M2",
+    "bfloat16": "bf16",
     "float32": "f32",
 }
 

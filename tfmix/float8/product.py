@@ -11,6 +11,7 @@ reaches further, for gradients.
 import dataclasses
 from typing import Any
 
+import keras
 from keras import ops
 
 from tfmix._keras import compilation
@@ -27,8 +28,10 @@ class Format:
 
 FORWARD = Format("float8_e4m3fn", 8)
 GRADIENT = Format("float8_e5m2", 15)
-# Of float32, whose exponents are 127 higher in its bits.
-_BIAS, _MANTISSA, _LOWEST, _HIGHEST = 127, 23, -126, 126
+# Of float32, whose exponents are 127 higher in its bits. A scale is no larger
+# than the highest power, so that its inverse is one, too.
+_BIAS, _MANTISSA, _HIGHEST = 127, 23, 126
+_ONE = 1 << _MANTISSA
 
 
 def product(
@@ -52,13 +55,18 @@ def product(
 
     @ops.custom_gradient
     def multiply(a: Any, b: Any) -> Any:
-        narrow_a, exponent_a = rounded(a, formats[0])
-        narrow_b, exponent_b = rounded(b, formats[1])
-        found = compilation.float8_product(narrow_a, narrow_b, transposed)
-        # In two halves, of which each has a power in float32.
-        exponent = ops.negative(exponent_a + exponent_b)
-        half = ops.right_shift(exponent, 1)
-        result = found * _power(half) * _power(exponent - half)
+        narrow_a, powers_a = rounded(a, formats[0])
+        narrow_b, powers_b = rounded(b, formats[1])
+        found = compilation.float8_product(
+            narrow_a,
+            narrow_b,
+            transposed,
+            keras.backend.standardize_dtype(a.dtype),
+        )
+        result = ops.cast(found, "float32")
+        for half in (1, 2):
+            # One by one: the product of both would be a kernel of its own.
+            result = result * powers_a[half] * powers_b[half]
         result = ops.cast(result, a.dtype)
 
         def gradient(*arguments: Any, upstream: Any = None) -> tuple:
@@ -91,24 +99,39 @@ def _gradients(
 
 
 def rounded(tensor: Any, to: Format) -> tuple[Any, Any]:
-    """Scales a tensor into a format's range and rounds it to nearest.
+    """Scales a matrix into a format's range and rounds it to nearest.
 
     Returns:
-        The float8 tensor, and the integer exponent of the scale: the largest
-        that lets no number overflow. What is not finite stays so.
+        The float8 matrix, and three powers of two as a float32 vector: the
+        scale, which is the largest that lets no number overflow, and two
+        negative ones whose product is its inverse. Of them each has its
+        place in float32. What is not finite stays so.
     """
-    # Of no rows, too.
-    largest = ops.cast(ops.max(ops.abs(tensor), initial=0), "float32")
-    word = bits.bitcast(largest, "int32")
-    found = ops.subtract(ops.right_shift(word, _MANTISSA), _BIAS)
-    # Those above 1.75 take one more.
-    above = ops.bitwise_and(word, 2**_MANTISSA - 1) > 3 * 2 ** (_MANTISSA - 2)
-    exponent = to.exponent - found - ops.cast(above, "int32")
-    exponent = ops.clip(exponent, _LOWEST, _HIGHEST)
-    scaled = ops.multiply(tensor, ops.cast(_power(exponent), tensor.dtype))
-    return ops.cast(scaled, to.dtype), exponent
+    # The largest that takes the highest scale; matrices may have no numbers.
+    least = 2.0 ** (to.exponent - _HIGHEST)
+    largest = ops.max(ops.abs(tensor), axis=-1, initial=least)
+    largest = ops.pad(largest, (0, 1), constant_values=least)
+    # Each row's powers, then the least of all rows: what comes after a
+    # reduction would be a kernel of its own, what comes before is not.
+    word = bits.bitcast(ops.cast(largest, "float32"), "int32")
+    powers = bits.bitcast(ops.stack(_powers(word, to)), "float32")
+    powers = ops.min(powers, axis=1)
+    scaled = ops.multiply(tensor, ops.cast(powers[0], tensor.dtype))
+    return ops.cast(scaled, to.dtype), powers
 
 
-def _power(exponent: Any) -> Any:
-    """Returns two to an integer tensor's power, in float32."""
-    return bits.bitcast(ops.left_shift(exponent + _BIAS, _MANTISSA), "float32")
+def _powers(word: Any, to: Format) -> list[Any]:
+    """Returns the bits of a scale, and of the two halves of its inverse."""
+    # The inverse's exponent, above the mantissa: those above 1.75 take one
+    # more. Each is computed by itself, since compilers keep what two share.
+    above = _ONE // 4 - 1
+    inverse = word + (above - (_BIAS + to.exponent) * _ONE)
+    scale = _BIAS * _ONE - ops.bitwise_and(inverse, -_ONE)
+    return [scale, _half(inverse), _half(inverse + _ONE)]
+
+
+def _half(inverse: Any) -> Any:
+    """Returns the bits of minus two to half an exponent, rounded down."""
+    sign = -256
+    exponent = ops.right_shift(inverse, _MANTISSA + 1)
+    return ops.left_shift(exponent + (_BIAS + sign), _MANTISSA)

@@ -84,8 +84,8 @@ class Advice(_tables.Printed):
         memory: A way to train, the name of a policy and what is beside it, to
             its `Memory`, in bytes.
         batch_size: The batch size it holds for.
-        fitting: A sentence on the first way in 16 bit that fits the target;
-            `""` without one.
+        fitting: A sentence on the first way that fits the target, in the
+            16-bit dtype that `"auto"` takes there; `""` without one.
         float8: Sentences on what `"mixed_float8"` gains; empty under others.
     """
 
@@ -111,14 +111,6 @@ class Advice(_tables.Printed):
             )
             for row in self.rows[:_SHOWN]
         ]
-        notes = list(self.float8)
-        if (more := len(self.rows) - _SHOWN) > 0:
-            notes.append(f"and {more} cheaper layers: `rows` holds all")
-        if self.rows and not self.share_16bit:
-            notes.append(
-                "No product is in 16 bit: set a policy before the model is "
-                "made, or convert it, `tfmix.apply_policy(model, 'auto')`."
-            )
         title = f"{self.share_16bit:.0%} of the work in 16 bit, "
         title += f"batch of {self.batch_size}"
         sizes = []
@@ -131,7 +123,25 @@ class Advice(_tables.Printed):
             sizes,
             notes=[self.fitting] if self.fitting else (),
         )
-        return [_tables.Table(heads, rows, title, notes), memory]
+        return [_tables.Table(heads, rows, title, self._notes()), memory]
+
+    def _notes(self) -> list[str]:
+        notes = list(self.float8)
+        if not all(row.aligned and row.aligned_tpu for row in self.rows):
+            notes.append(
+                f"GPU and TPU: whether k and n are multiples of "
+                f"{GPU_MULTIPLE}, as Tensor Cores want them, and of "
+                f"{TPU_MULTIPLE}, a TPU's tile. Where not, a product is "
+                "padded and takes longer."
+            )
+        if (more := len(self.rows) - _SHOWN) > 0:
+            notes.append(f"and {more} cheaper layers: `rows` holds all")
+        if self.rows and not self.share_16bit:
+            notes.append(
+                "No product is in 16 bit: set a policy before the model is "
+                "made, or convert it, `tfmix.apply_policy(model, 'auto')`."
+            )
+        return notes
 
     def to_json(self) -> str:
         """Returns the advice as JSON."""

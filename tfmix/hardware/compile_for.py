@@ -126,10 +126,8 @@ def _listed(name: str, given: Any) -> list[Any]:
 
 def _resolved(policy: Any, target: targets.Target) -> Any:
     """Returns what a policy is on the target, not on this machine."""
-    if isinstance(policy, str) and policy == "auto":
-        fast = "bfloat16" if "bfloat16" in target.rates else "float16"
-        return f"mixed_{fast}"
-    return policy
+    is_auto = isinstance(policy, str) and policy == "auto"
+    return target.auto() if is_auto else policy
 
 
 def _optimizer_name(given: Any, model: keras.Model) -> str:

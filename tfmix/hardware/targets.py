@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from tfmix import _arguments, _tables
+from tfmix.devices import describe, suited_policy
 
-_TERA, _GIB = 1e12, 2**30
+_TERA, _GIB, _MIB = 1e12, 2**30, 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Target:
         bandwidth: Bytes a second between a device and its memory.
         rates: Operations a second in matrix products, by dtype. A dtype that
             is not there has no units of its own: XLA computes it in another.
+        capability: A GPU's compute capability, `(9, 0)` for example.
     """
 
     name: str
@@ -30,6 +32,12 @@ class Target:
     memory: int
     bandwidth: float
     rates: Mapping[str, float]
+    capability: tuple[int, int] | None = None
+
+    def auto(self) -> str:
+        """Returns the policy that `"auto"` is there."""
+        device = describe(self.kind, self.title, "", self.capability)
+        return suited_policy((device,))[0]
 
 
 class Targets(tuple[Target, ...], _tables.Printed):
@@ -44,7 +52,7 @@ class Targets(tuple[Target, ...], _tables.Printed):
                 one.name,
                 one.title.removeprefix("NVIDIA "),
                 f"{one.memory / _GIB:.0f}",
-                f"{one.bandwidth / _TERA:.1f}",
+                f"{one.bandwidth / _TERA:.2f}",
                 *(
                     f"{one.rates[dtype] / _TERA:.0f}"
                     if dtype in one.rates
@@ -73,7 +81,7 @@ def targets() -> Targets:
 
     Examples:
         >>> [target.name for target in targets()][:4]
-        ['v100', 'a100', 'h100', 'h200']
+        ['v100', 't4', 'a100-40gb', 'a100']
     """
     return Targets(_TARGETS.values())
 
@@ -94,8 +102,7 @@ def find(name: str) -> Target:
         hint = _arguments.did_you_mean(name.lower(), list(_TARGETS))
         raise ValueError(
             f"`target` must be one of {sorted(_TARGETS)!r}. Received: "
-            f"target={name!r}.{hint} Several devices are asked for with "
-            "`devices=4`."
+            f"target={name!r}.{hint}"
         )
     return _TARGETS[name.lower()]
 
@@ -126,8 +133,20 @@ def config(target: Target) -> str:
 
     The text of a `stream_executor.GpuTargetConfigProto`.
     """
-    figures = {**_ANY_GPU, **_GPUS[target.name]}
-    major = figures.pop("major")
+    cores, cache, clock = _CHIPS[target.name]
+    major, minor = target.capability or (0, 0)
+    threads, fpus, shared = _CORES[major, minor]
+    figures = {
+        **_ANY_GPU,
+        "threads_per_core_limit": threads,
+        "fpus_per_core": fpus,
+        "shared_memory_per_core": shared * 1024,
+        # From Ampere on each block leaves one KiB to the system.
+        "shared_memory_per_block_optin": (shared - (major >= 8)) * 1024,
+        "core_count": cores,
+        "l2_cache_size": int(cache * _MIB),
+        "clock_rate_ghz": clock,
+    }
     # The units of its own kind: Hopper's and Blackwell's wide products.
     own = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     fields = "\n  ".join(f"{name}: {value}" for name, value in figures.items())
@@ -135,7 +154,11 @@ def config(target: Target) -> str:
   {fields}
   memory_bandwidth: {int(target.bandwidth)}
   device_memory_size: {target.memory}
-  cuda_compute_capability {{ major: {major}{own} }}
+  cuda_compute_capability {{ major: {major} minor: {minor}{own} }}
+  driver_version: "13.0.0"
+  runtime_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
+  dnn_version: "9.10.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
@@ -143,30 +166,42 @@ device_description_str: "{target.title}"
 """
 
 
-def _target(
+def _gpu(
     name: str,
+    capability: tuple[int, int],
     title: str,
-    memory: float,
+    memory: int,
     bandwidth: float,
     **rates: float,
 ) -> Target:
-    kind = "GPU" if name in _GPUS else "TPU"
-    by_dtype = {dtype: rate * _TERA for dtype, rate in rates.items()}
     return Target(
         name,
-        kind,
-        title,
-        int(memory),
+        "GPU",
+        f"NVIDIA {title}",
+        memory,
         bandwidth * _TERA,
-        MappingProxyType(by_dtype),
+        _by_dtype(rates),
+        capability,
     )
+
+
+def _tpu(
+    name: str, memory: int, bandwidth: float, bfloat16: float, int8: float
+) -> Target:
+    rates = _by_dtype({"float32": bfloat16, "bfloat16": bfloat16, "int8": int8})
+    title, size = f"TPU {name}", memory * _GIB
+    return Target(name, "TPU", title, size, bandwidth * _TERA, rates)
+
+
+def _by_dtype(rates: Mapping[str, float]) -> Mapping[str, float]:
+    found = {dtype: rate * _TERA for dtype, rate in rates.items()}
+    return MappingProxyType(found)
 
 
 # What all of them have in common, in the words of XLA's description.
 _ANY_GPU: dict[str, float] = {
     "threads_per_block_limit": 1024,
     "threads_per_warp": 32,
-    "threads_per_core_limit": 2048,
     "shared_memory_per_block": 49152,
     "registers_per_core_limit": 65536,
     "registers_per_block_limit": 65536,
@@ -174,65 +209,79 @@ _ANY_GPU: dict[str, float] = {
     "block_dim_limit_y": 65535,
     "block_dim_limit_z": 65535,
 }
-# From NVIDIA's white papers and the tables of the CUDA programming guide.
-_GPUS: dict[str, dict[str, float]] = {
-    "v100": {
-        "major": 7,
-        "core_count": 80,
-        "fpus_per_core": 64,
-        "shared_memory_per_core": 98304,
-        "shared_memory_per_block_optin": 98304,
-        "l2_cache_size": 6291456,
-        "clock_rate_ghz": 1.53,
-    },
-    "a100": {
-        "major": 8,
-        "core_count": 108,
-        "fpus_per_core": 64,
-        "shared_memory_per_core": 167936,
-        "shared_memory_per_block_optin": 166912,
-        "l2_cache_size": 41943040,
-        "clock_rate_ghz": 1.41,
-    },
-    "h100": {
-        "major": 9,
-        "core_count": 132,
-        "fpus_per_core": 128,
-        "shared_memory_per_core": 233472,
-        "shared_memory_per_block_optin": 232448,
-        "l2_cache_size": 52428800,
-        "clock_rate_ghz": 1.98,
-    },
-    "b200": {
-        "major": 10,
-        "core_count": 148,
-        "fpus_per_core": 128,
-        "shared_memory_per_core": 233472,
-        "shared_memory_per_block_optin": 232448,
-        "l2_cache_size": 132644864,
-        "clock_rate_ghz": 1.965,
-    },
+# Of one core (SM), by compute capability: threads, float32 units and KiB of
+# shared memory, from the tables of the CUDA programming guide.
+_CORES = {
+    (7, 0): (2048, 64, 96),
+    (7, 5): (1024, 64, 64),
+    (8, 0): (2048, 64, 164),
+    (8, 6): (1536, 128, 100),
+    (8, 9): (1536, 128, 100),
+    (9, 0): (2048, 128, 228),
+    (10, 0): (2048, 128, 228),
+    (12, 0): (1536, 128, 100),
 }
-_GPUS["h200"] = _GPUS["h100"]
-# Memory in bytes, bandwidth in TB/s, products in TFLOP/s without sparsity,
-# from the makers' data sheets. float32 is what XLA takes for it by default:
-# TF32 on GPUs from Ampere on, numbers rounded to bfloat16 on a TPU. int8 on a
-# V100 is what its ordinary units do, four products at a time.
+# Cores, MiB of L2 cache and the highest clock in GHz, from NVIDIA's white
+# papers.
+_CHIPS = {
+    "v100": (80, 6, 1.53),
+    "t4": (40, 4, 1.59),
+    "a100-40gb": (108, 40, 1.41),
+    "a100": (108, 40, 1.41),
+    "rtx3090": (82, 6, 1.695),
+    "a10g": (80, 6, 1.71),
+    "h100": (132, 50, 1.98),
+    "rtx4090": (128, 72, 2.52),
+    "l4": (58, 48, 2.04),
+    "l40s": (142, 96, 2.52),
+    "h200": (132, 50, 1.98),
+    "b200": (148, 126.5, 1.965),
+    "rtx5090": (170, 96, 2.407),
+}
+# Memory in bytes as the driver tells it, bandwidth in TB/s, products in
+# TFLOP/s without sparsity and summed in float32, from the makers' data sheets
+# and white papers: docs/hardware-you-do-not-have.md names them. float32 is what
+# XLA takes for it by default: TF32 on GPUs from Ampere on, numbers rounded to
+# bfloat16 on a TPU. int8 on a V100 is what its ordinary units do, four products
+# at a time.
 _TARGETS = {
     one.name: one
     for one in (
-        _target(
+        _gpu(
             "v100",
-            "NVIDIA V100 SXM2 16 GB",
+            (7, 0),
+            "V100 SXM2 16 GB",
             16935682048,
             0.898,
             float32=15.7,
             float16=125.0,
             int8=62.8,
         ),
-        _target(
+        _gpu(
+            "t4",
+            (7, 5),
+            "T4 16 GB",
+            15843721216,
+            0.320,
+            float32=8.1,
+            float16=65.0,
+            int8=130.0,
+        ),
+        _gpu(
+            "a100-40gb",
+            (8, 0),
+            "A100 SXM 40 GB",
+            42298834944,
+            1.555,
+            float32=156.0,
+            float16=312.0,
+            bfloat16=312.0,
+            int8=624.0,
+        ),
+        _gpu(
             "a100",
-            "NVIDIA A100 SXM 80 GB",
+            (8, 0),
+            "A100 SXM 80 GB",
             85100068864,
             2.039,
             float32=156.0,
@@ -240,9 +289,32 @@ _TARGETS = {
             bfloat16=312.0,
             int8=624.0,
         ),
-        _target(
+        _gpu(
+            "rtx3090",
+            (8, 6),
+            "RTX 3090 24 GB",
+            25447170048,
+            0.936,
+            float32=35.6,
+            float16=71.0,
+            bfloat16=71.0,
+            int8=284.0,
+        ),
+        _gpu(
+            "a10g",
+            (8, 6),
+            "A10G 24 GB",
+            23684186112,
+            0.600,
+            float32=35.0,
+            float16=70.0,
+            bfloat16=70.0,
+            int8=140.0,
+        ),
+        _gpu(
             "h100",
-            "NVIDIA H100 SXM 80 GB",
+            (9, 0),
+            "H100 SXM 80 GB",
             84942979072,
             3.352,
             float32=494.7,
@@ -251,9 +323,46 @@ _TARGETS = {
             float8=1978.9,
             int8=1978.9,
         ),
-        _target(
+        _gpu(
+            "rtx4090",
+            (8, 9),
+            "RTX 4090 24 GB",
+            25393692672,
+            1.008,
+            float32=82.6,
+            float16=165.2,
+            bfloat16=165.2,
+            float8=330.3,
+            int8=660.6,
+        ),
+        _gpu(
+            "l4",
+            (8, 9),
+            "L4 24 GB",
+            23795335168,
+            0.300,
+            float32=60.0,
+            float16=121.0,
+            bfloat16=121.0,
+            float8=242.5,
+            int8=242.5,
+        ),
+        _gpu(
+            "l40s",
+            (8, 9),
+            "L40S 48 GB",
+            47803531264,
+            0.864,
+            float32=183.0,
+            float16=362.0,
+            bfloat16=362.0,
+            float8=733.0,
+            int8=733.0,
+        ),
+        _gpu(
             "h200",
-            "NVIDIA H200 SXM 141 GB",
+            (9, 0),
+            "H200 SXM 141 GB",
             151397597184,
             4.8,
             float32=494.7,
@@ -262,9 +371,10 @@ _TARGETS = {
             float8=1978.9,
             int8=1978.9,
         ),
-        _target(
+        _gpu(
             "b200",
-            "NVIDIA B200 180 GB",
+            (10, 0),
+            "B200 180 GB",
             191514411008,
             7.672,
             float32=1125.0,
@@ -273,41 +383,21 @@ _TARGETS = {
             float8=4500.0,
             int8=4500.0,
         ),
-        _target(
-            "v4",
-            "TPU v4",
-            32 * _GIB,
-            1.228,
-            float32=275.0,
-            bfloat16=275.0,
-            int8=275.0,
+        _gpu(
+            "rtx5090",
+            (12, 0),
+            "RTX 5090 32 GB",
+            33677180928,
+            1.792,
+            float32=104.8,
+            float16=209.5,
+            bfloat16=209.5,
+            float8=419.0,
+            int8=838.0,
         ),
-        _target(
-            "v5e",
-            "TPU v5e",
-            16 * _GIB,
-            0.819,
-            float32=197.0,
-            bfloat16=197.0,
-            int8=394.0,
-        ),
-        _target(
-            "v5p",
-            "TPU v5p",
-            95 * _GIB,
-            2.765,
-            float32=459.0,
-            bfloat16=459.0,
-            int8=918.0,
-        ),
-        _target(
-            "v6e",
-            "TPU v6e",
-            32 * _GIB,
-            1.640,
-            float32=918.0,
-            bfloat16=918.0,
-            int8=1836.0,
-        ),
+        _tpu("v4", 32, 1.228, bfloat16=275.0, int8=275.0),
+        _tpu("v5e", 16, 0.819, bfloat16=197.0, int8=394.0),
+        _tpu("v5p", 95, 2.765, bfloat16=459.0, int8=918.0),
+        _tpu("v6e", 32, 1.640, bfloat16=918.0, int8=1836.0),
     )
 }

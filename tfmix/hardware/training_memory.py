@@ -148,14 +148,20 @@ def held(model: Any, temporaries: int) -> Memory:
 
 
 def first_that_fits(found: Mapping[str, Memory], target: targets.Target) -> str:
-    """Says which way in 16 bit is the first whose bytes a target has."""
+    """Says which way in the 16-bit dtype of a target is the first that fits.
+
+    That dtype is what `"auto"` takes there.
+    """
     has = f"{target.name} has {target.memory / 2**20:,.0f} MiB"
+    auto = target.auto()
+    if found["float32"].total <= target.memory:
+        return f"{has}. float32 fits; faster is {auto}, which is 'auto' there"
     for name, memory in found.items():
         way = _WAYS[name]
-        if way.activations in target.rates and way.activations != "float32":
-            if memory.total <= target.memory:
-                compiled = way.optimizer and f". Compile with {way.optimizer}"
-                return f"{has}. The first that fits: {name}{compiled}"
+        fits = memory.total <= target.memory
+        if fits and f"mixed_{way.activations}" == auto:
+            compiled = way.optimizer and f". Compile with {way.optimizer}"
+            return f"{has}. The first that fits: {name}{compiled}"
     return f"{has}. None of these fits: take a smaller batch, or LoRA"
 
 
