@@ -21,7 +21,7 @@ import pytest
 import tfmix
 from tests import helpers
 from tests._keras import private_names
-from tfmix._keras import op_places
+from tfmix._keras import op_places, training
 
 OURS = pathlib.Path(tfmix.__file__).parent
 BACKEND = keras.backend.backend()
@@ -207,6 +207,10 @@ def compiled(optimizer="sgd", **settings):
     return model
 
 
+def with_metrics():
+    return compiled(metrics=[keras.metrics.AUC()])
+
+
 def optimizer():
     made = keras.optimizers.AdamW()
     made.exclude_from_weight_decay(var_names=["one"])
@@ -269,8 +273,22 @@ ATTRIBUTES = [
         keras.layers.Softmax,
     ),
     ("a model", compiled, "_compile_config", object),
+    ("a model", compiled, "_compile_metrics", type(None)),
+    ("a model", with_metrics, "_compile_metrics", keras.Metric),
     ("a model", compiled, "_compile_loss", keras.Loss),
     ("a model", sequential, "_compile_loss", type(None)),
+    (
+        "metrics",
+        lambda: with_metrics()._compile_metrics,
+        "_user_metrics",
+        list,
+    ),
+    (
+        "metrics",
+        lambda: with_metrics()._compile_metrics,
+        "_user_weighted_metrics",
+        type(None),
+    ),
     ("a loss", lambda: compiled()._compile_loss, "_user_loss", str),
     ("a loss", lambda: compiled()._compile_loss, "_user_loss_weights", list),
     ("a loss", lambda: compiled()._compile_loss, "_flat_losses", type(None)),
@@ -1047,6 +1065,18 @@ def test_models_are_trainers():
     trainer = find(TRAINER)
     assert issubclass(keras.Model, trainer)
     assert {"compile", "fit", "_aggregate_additional_loss"} <= {*vars(trainer)}
+
+
+def test_metrics_of_compile_are_known_before_they_are_built():
+    model = with_metrics()
+    (given,) = model._compile_metrics._user_metrics
+    assert not model._compile_metrics.built
+    assert given not in model.metrics
+    assert given in training.metrics(model)
+    x = np.ones((2, 3, 4))
+    model.fit(x, 0.0 * model.predict(x, verbose=0), verbose=0)
+    assert model._compile_metrics.built
+    assert training.metrics(model) == model.metrics
 
 
 def test_the_compile_config_is_what_a_model_saves_of_compile():
