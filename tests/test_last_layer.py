@@ -121,6 +121,38 @@ def test_a_confidently_wrong_sample_is_learnt_from_in_fit(activation):
     assert kernel[0, 0] < 40.0
 
 
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize("policy", [*SIXTEEN_BIT, "float32"])
+@pytest.mark.parametrize(
+    ("activation", "loss"),
+    [
+        ("sigmoid", "categorical_crossentropy"),
+        ("softmax", "binary_crossentropy"),
+    ],
+)
+def test_a_loss_takes_no_logits_of_another_activation(activation, loss, policy):
+    # Keras's TensorFlow backend does, in float32 as well.
+    kernel, x = np.array([[1.0, -0.5, 2.0]]), np.ones((1, 1))
+    results = []
+    for make in (last_layer.float32_output, plain_output):
+        with current_policy.policy_scope(policy):
+            dense = keras.layers.Dense(3, use_bias=False)
+            model = keras.Sequential(
+                [keras.Input((1,)), dense, make(activation)]
+            )
+        model.set_weights([kernel])
+        model.compile(keras.optimizers.SGD(0.125), loss)
+        results.append(model.train_on_batch(x, np.array([[0.0, 1.0, 0.0]])))
+        results.append(model.get_weights()[0])
+    found, updated, expected, expected_updated = results
+    helpers.assert_close(found, expected, "float32")
+    helpers.assert_close(updated, expected_updated, dense.compute_dtype)
+
+
+def plain_output(activation):
+    return keras.layers.Activation(activation, dtype="float32")
+
+
 @pytest.mark.parametrize("policy", SIXTEEN_BIT)
 def test_50000_classes_have_the_loss_and_gradient_of_float32(policy):
     generator = np.random.default_rng(7)

@@ -1,6 +1,12 @@
-"""What a layer's failed call leaves behind, and how it is taken back."""
+"""What a failed call of a layer has assigned and added, and how it is undone.
 
-import threading
+Nothing can be undone in a graph that TensorFlow traces, and replicas wait for
+each other at what they assign: there the first call is tried in a graph of its
+own, that nobody runs.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -11,68 +17,59 @@ from tfmix._keras import layers, variables
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-_SPARES = "_tfmix_spares"
-# What can be restored, and what it was.
-State = tuple[Any, Any]
+
+def would_last(layer: keras.Layer) -> bool:
+    """Says whether what a call assigns here cannot be taken back."""
+    return _is_traced() and layers.is_built(layer) and bool(_state(layer))
 
 
-def state() -> State | None:
-    """Notes what a call may assign to; what it does eagerly is not noted."""
-    scope = stateless_scope.get_stateless_scope()
+@contextlib.contextmanager
+def scratch() -> Iterator[None]:
+    """Runs a block in a graph of its own, in which nothing is assigned."""
+    graph = tf.__internal__.FuncGraph("tfmix_scratch")
+    with keras.StatelessScope(), graph.as_default():
+        yield
+
+
+def noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
+    """Notes what a call may assign and add; returns what takes it back.
+
+    Outside of a stateless scope only for a new call: values are copied.
+    """
+    scope, values = stateless_scope.get_stateless_scope(), []
     if scope is not None:
-        return scope, (dict(scope.state_mapping), list(scope.losses))
-    if keras.backend.backend() != "tensorflow" or tf.executing_eagerly():
-        return None
-    graph = tf.compat.v1.get_default_graph()
-    # It counts the operations.
-    return graph, graph.version
+        mapping, losses = dict(scope.state_mapping), list(scope.losses)
+    elif is_new and not _is_traced():
+        values = [(v, _value(v)) for v in _state(layer)]
 
-
-def restore(before: State | None, layer: keras.Layer) -> None:
-    """Takes back what a failed call of a layer assigned and added."""
-    if before is not None:
-        where, noted = before
-        if isinstance(where, keras.StatelessScope):
-            where.state_mapping, where.losses = noted
+    def restore() -> None:
+        if scope is not None:
+            scope.state_mapping, scope.losses = dict(mapping), list(losses)
         else:
-            _divert(where, noted, layer)
-    for each in layers.flat_layers(layer):
-        # Those of a call that failed would count twice.
-        each._losses.clear()
-        each._loss_ids.clear()
+            for variable, value in values:
+                variable.assign(value)
+        for each in layers.flat_layers(layer):
+            # Those of a call that failed would count twice.
+            each._losses.clear()
+            each._loss_ids.clear()
+
+    return restore
 
 
-def _divert(graph: Any, start: int, layer: keras.Layer) -> None:
-    """Lets what a graph's latest operations assign reach no variable."""
-    # No operation can be removed, and those that assign always run.
-    found = {}
-    for variable in layer.variables:
-        handle = getattr(variables.local(variable._value), "handle", None)
-        if handle is not None:
-            found[id(graph.capture(handle))] = variable
-    spares: dict[int, Any] = {}
-    for operation in graph.get_operations()[start:]:
-        for place, tensor in enumerate(operation.inputs):
-            variable = found.get(id(tensor))
-            if variable is not None:
-                if id(variable) not in spares:
-                    spares[id(variable)] = _spare(variable)
-                handle = graph.capture(spares[id(variable)].handle)
-                operation._update_input(place, handle)
-    # For as long as the layer's graphs may run.
-    kept = vars(layer).get(_SPARES, [])
-    object.__setattr__(layer, _SPARES, [*kept, *spares.values()])
+def _is_traced() -> bool:
+    """Says whether TensorFlow traces what a graph will run."""
+    if keras.backend.backend() != "tensorflow" or tf.executing_eagerly():
+        return False
+    return stateless_scope.get_stateless_scope() is None
 
 
-def _spare(variable: keras.Variable) -> Any:
-    """Makes a variable of the same form that nobody reads."""
-    made = []
+def _state(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the variables that a layer's call itself may assign to."""
+    inside = layers.flat_layers(layer)
+    found = [v for each in inside for v in variables.own_state(each)]
+    return [variable for variable in found if variable._value is not None]
 
-    def make() -> None:
-        made.append(tf.Variable(tf.zeros(variable.shape, variable.dtype)))
 
-    # A `tf.function` that is traced in this thread would take it for its own.
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    return made[0]
+def _value(variable: keras.Variable) -> Any:
+    value = variable._value
+    return tf.identity(value) if hasattr(value, "assign") else value

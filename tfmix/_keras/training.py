@@ -48,6 +48,32 @@ def has_own_step(model: keras.Model) -> bool:
     return module.split(".")[0] != "keras"
 
 
+def metrics(model: keras.Model) -> list[keras.Metric]:
+    """Returns a model's metrics, also those that `compile` has yet to build."""
+    given = getattr(model, "_compile_metrics", None)
+    if given is None or given.built:
+        return list(model.metrics)
+    nest = given._user_metrics, given._user_weighted_metrics
+    leaves = keras.tree.flatten(nest)
+    return [*model.metrics, *filter(_is_metric, leaves)]
+
+
+def _is_metric(value: Any) -> bool:
+    return isinstance(value, keras.Metric)
+
+
+def callbacks(model: keras.Model, args: tuple, kwargs: dict) -> list:
+    """Returns the callbacks among the arguments of a model's `fit`."""
+    try:
+        bound = inspect.signature(type(model).fit).bind(model, *args, **kwargs)
+    except TypeError:
+        # Not our error to raise: Python's own says it better.
+        return []
+    given = {**bound.arguments, **kwargs}.get("callbacks")
+    found = getattr(given, "callbacks", given)
+    return keras.tree.flatten(found or [])
+
+
 def for_two_calls(model: keras.Model, arguments: tuple) -> tuple:
     """Returns a train function's arguments, of which two calls see the same."""
     if not _TAKES_FIRST or model.steps_per_execution > 1:

@@ -123,6 +123,12 @@ def own_variables(layer: keras.Layer) -> list[keras.Variable]:
     return own_trainable(layer) + list(layer._non_trainable_variables)
 
 
+def own_state(layer: keras.Layer) -> list[keras.Variable]:
+    """Returns the variables that a layer itself keeps its state in."""
+    metrics = [v for metric in layer._metrics for v in metric.variables]
+    return list(layer._non_trainable_variables) + metrics
+
+
 def cast_in_place(variable: keras.Variable, dtype: str) -> None:
     """Gives a variable another dtype, keeping its value as far as it fits."""
     # TensorFlow then stores it where the strategy in scope puts it.

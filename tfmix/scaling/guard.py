@@ -8,13 +8,9 @@ import keras
 from keras import ops
 
 from tfmix import _arguments
-from tfmix._keras import compilation, model_methods
+from tfmix._keras import compilation, model_methods, training
 from tfmix.scaling import optimizer as optimizers
-
-# A skipped step's own loss is reported if it is finite. One that is not stays
-# hidden, or TerminateOnNaN would stop a healthy run at its first bad batch; so
-# many in a row are no accident.
-_NOT_BY_ACCIDENT = 3
+from tfmix.scaling import step_logs, terminate_on_nan
 
 
 def guard(model: keras.Model) -> keras.Model:
@@ -24,7 +20,10 @@ def guard(model: keras.Model) -> keras.Model:
     the forward pass has already written: BatchNormalization has averaged an
     infinity into its statistics, and the epoch's loss and metrics are NaN
     until it ends. In a guarded model a skipped step gives every float
-    variable that is not trained, and every metric, its old value back.
+    variable that is not trained, and every metric, its old value back, and
+    the step's logs are those of the metrics without it. Where no step has been
+    applied since they were reset, they are the skipped batch's own, or NaN if
+    these are not finite.
 
     Under a 16-bit tfmix policy `compile` does this by itself. In float32 or
     bfloat16 compile with `LossScaleOptimizer(optimizer,
@@ -94,10 +93,13 @@ class _Guard:
     def __init__(self, model: keras.Model, asked_for: bool) -> None:
         self._model = model
         self.asked_for = asked_for
+        logs = self._logs = step_logs.StepLogs(model)
         tensorflow = keras.backend.backend() == "tensorflow"
         self.wrappers: Mapping[str, model_methods.Wrapper] = {
             "train_step": self._on_tensorflow if tensorflow else self._on_jax,
-            "get_metrics_result": self._metrics_result,
+            "fit": terminate_on_nan.fit(model),
+            "reset_metrics": logs.reset_metrics,
+            "get_metrics_result": logs.metrics_result,
             "get_compile_config": self._compile_config,
         }
 
@@ -105,33 +107,39 @@ class _Guard:
     def _gives_way(self) -> bool:
         return not self.asked_for and not _skips(self._model)
 
+    def _run(self, original: Callable, *args: Any) -> Any:
+        _check_optimizer(self._model)
+        guarded = optimizers.guarded_step(self._model.optimizer)
+        with guarded, self._logs.noted():
+            return original(*args)
+
     def _on_tensorflow(self, original: Callable, data: Any) -> Any:
         if self._gives_way:
             return original(data)
-        _check_optimizer(self._model)
         import tensorflow as tf
 
         from tfmix.scaling.step import replicas
 
-        model = self._model
-        # What a skipped step must not have changed.
-        watched = [v for v in model.non_trainable_variables if _is_float(v)]
-        watched += model.metrics_variables
-        before = [tf.identity(variable.value) for variable in watched]
-        with optimizers.guarded_step(model.optimizer):
-            logs = original(data)
-        # Metrics are made in the first step that is traced, of zeros.
-        known = set(map(id, watched))
-        made = [v for v in model.metrics_variables if id(v) not in known]
-        watched += made
-        before += [tf.zeros(v.shape, v.dtype) for v in made]
-        applied = model.optimizer.last_step_applied()
+        before = {id(v.value): tf.identity(v.value) for v in self._watched()}
+
+        def note(create: Callable, **kwargs: Any) -> Any:
+            variable = create(**kwargs)
+            if not kwargs.get("trainable"):
+                before[id(variable)] = tf.identity(variable)
+            return variable
+
+        # A model, or a metric, may be built in its first step.
+        with tf.variable_creator_scope(note):
+            logs = self._run(original, data)
+        watched = [v for v in self._watched() if id(v.value) in before]
+        old = [before[id(v.value)] for v in watched]
+        applied = self._model.optimizer.last_step_applied()
         with replicas.one_replica(watched):
             # Frozen weights are not written: to put them back, XLA would
             # copy them at every step.
             written = [
                 (variable.value, value)
-                for variable, value in zip(watched, before, strict=True)
+                for variable, value in zip(watched, old, strict=True)
                 if compilation.may_be_written(variable.value)
             ]
 
@@ -145,36 +153,36 @@ class _Guard:
                     variable.assign(tf.where(applied, variable, value))
             else:
                 tf.cond(applied, lambda: tf.constant(True), restore)
-        return _logs_of_step(model, logs)
+            return self._logs.told(logs, applied)
 
     def _on_jax(self, original: Callable, state: Any, data: Any) -> tuple:
         if self._gives_way:
             return tuple(original(state, data))
-        _check_optimizer(self._model)
         model = self._model
         _, state_before, _, metrics_before = state
-        with optimizers.guarded_step(model.optimizer):
-            logs, (weights, others, slots, metrics) = original(state, data)
+        logs, (weights, others, slots, metrics) = self._run(
+            original, state, data
+        )
         mapping = zip(model.optimizer.variables, slots, strict=True)
         with keras.StatelessScope(state_mapping=mapping):
             applied = model.optimizer.last_step_applied()
         others = _restored(applied, others, state_before, only_float=True)
         metrics = _restored(applied, metrics, metrics_before, only_float=False)
-        variables = model.optimizer.variables + model.metrics_variables
-        mapping = zip(variables, slots + metrics, strict=True)
+        variables = [
+            *(model.trainable_variables + model.non_trainable_variables),
+            *(model.optimizer.variables + model.metrics_variables),
+        ]
+        values = [*weights, *others, *slots, *metrics]
+        mapping = zip(variables, values, strict=True)
         with keras.StatelessScope(state_mapping=mapping):
-            logs = _logs_of_step(model, logs)
+            logs = self._logs.told(logs, applied)
         return logs, (weights, others, slots, metrics)
 
-    def _metrics_result(self, original: Callable) -> dict:
-        """Hides metrics that hold nothing yet from the end of an epoch."""
-        # Keras then takes the last step's logs, as it does for other keys.
-        results: dict = original()
-        if self._gives_way or not results:
-            return results
-        recorded = _recorded(self._model)
-        unknown = compilation.is_symbolic(recorded)
-        return results if unknown or recorded else {}
+    def _watched(self) -> list[keras.Variable]:
+        """Returns what a skipped step must not have changed (TensorFlow)."""
+        others = filter(_is_float, self._model.non_trainable_variables)
+        metrics = training.metrics(self._model)
+        return [*others, *(v for each in metrics for v in each.variables)]
 
     def _compile_config(self, original: Callable) -> Any:
         """Notes in a saved model that it was guarded."""
@@ -201,30 +209,3 @@ def _restored(applied: Any, new: list, old: list, only_float: bool) -> list:
 def _is_float(value: Any) -> bool:
     dtype = keras.backend.standardize_dtype(value.dtype)
     return keras.backend.is_float_dtype(dtype)
-
-
-def _logs_of_step(model: keras.Model, logs: Any) -> Any:
-    """Returns a step's logs as the metrics stand after a skip was undone."""
-    # Before an epoch's first applied step they are empty, and Keras would
-    # report a loss of 0: the skipped batch's own stand in.
-    results = type(model).get_metrics_result(model)
-    if not isinstance(logs, dict) or not logs:
-        return logs if logs else results
-    results = {key: value for key, value in results.items() if key in logs}
-    if not results:
-        return logs
-    empty = ops.logical_not(_recorded(model))
-    no_accident = model.optimizer.skipped_in_a_row(_NOT_BY_ACCIDENT)
-
-    def telling(own: Any, result: Any) -> Any:
-        own_tells = ops.logical_or(ops.isfinite(own), no_accident)
-        return ops.where(ops.logical_and(empty, own_tells), own, result)
-
-    return logs | {key: telling(logs[key], results[key]) for key in results}
-
-
-def _recorded(model: keras.Model) -> Any:
-    """Boolean scalar: has anything been recorded since the last reset?"""
-    # The first metric is the loss, a sum and a count that start at zero.
-    values = [variable.value for variable in model.metrics[0].variables]
-    return ops.any(ops.stack([ops.any(ops.not_equal(v, 0)) for v in values]))

@@ -9,6 +9,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers
+from tfmix.policy.in_force import dtype_errors
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 NAMES = ("mixed_float16", "mixed_bfloat16")
@@ -579,3 +580,185 @@ def test_a_train_step_that_mixes_dtypes_gets_float32_from_its_layers(caplog):
     assert model.dense.compute_dtype == "float16"
     (warning,) = warnings_in(caplog)
     assert "`train_step`" in warning
+
+
+class JoinsInCall(layers.Layer):
+    """Makes a layer inside `call`, as keras-io's decision forests do."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.scale = ops.ones((8,), "float32")
+
+    def call(self, x):
+        x = self.dense(x)
+        x = layers.concatenate([x, 1.0 - x], axis=1)
+        return strict_multiply(x, self.scale)
+
+
+def strict_multiply(x, y):
+    if keras.backend.backend() == "tensorflow":
+        return x * y
+    from jax import lax
+
+    return lax.mul(x, lax.broadcast(y, x.shape[:1]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_made_inside_a_call_in_float32_is_float32(name):
+    with tfmix.policy_scope(name):
+        layer = JoinsInCall()
+        outputs = layer(X)
+        assert layers.Dense(1).compute_dtype == name[6:]
+    assert layer.compute_dtype == "float32"
+    assert layer.dense.compute_dtype == dtype_of(outputs) == name[6:]
+
+
+class Averages(layers.Layer):
+    """Keeps state of its own in a layer that mixes dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = layers.BatchNormalization(momentum=0.5, center=False)
+        self.seen = keras.metrics.Sum()
+
+    def build(self, shape):
+        self.norm.build(shape)
+        self.calls = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, dtype="int32"
+        )
+
+    def call(self, x, training=False):
+        self.calls.assign(self.calls + 1)
+        self.seen.update_state(ops.ones((1,)))
+        y = self.norm(x, training=training)
+        return strict_add(y, ops.ones(ops.shape(x), "float32"))
+
+
+def as_it_is_run():
+    """Returns ways to call a layer on a batch, once."""
+    ways = {"eager": lambda layer, x: layer(x, training=True)}
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        def traced(layer, x, **how):
+            tf.function(lambda: layer(x, training=True), **how)()
+
+        ways["graph"] = traced
+        ways["xla"] = lambda layer, x: traced(layer, x, jit_compile=True)
+    return ways
+
+
+@pytest.mark.parametrize("way", as_it_is_run())
+def test_state_is_as_if_only_the_call_in_float32_had_been(way):
+    with tfmix.policy_scope("mixed_float16"):
+        layer = Averages()
+    layer.build((4, 8))
+    as_it_is_run()[way](layer, ops.full((4, 8), 2.0))
+    assert layer.compute_dtype == "float32"
+    np.testing.assert_allclose(layer.norm.moving_mean, 1.0, rtol=1e-3)
+    assert int(layer.calls) == float(layer.seen.result()) == 1
+
+
+@helpers.requires_backend("tensorflow")
+def test_replicas_fall_back_together():
+    import tensorflow as tf
+
+    class Counts(layers.Layer):
+        def build(self, shape):
+            self.calls = self.add_weight(
+                shape=(),
+                initializer="zeros",
+                trainable=False,
+                aggregation="only_first_replica",
+                autocast=False,
+            )
+
+        def call(self, x):
+            self.calls.assign(self.calls + 1.0)
+            return tf.matmul(x, tf.eye(8))
+
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope(), tfmix.policy_scope("mixed_float16"):
+        layer = Counts()
+        layer.build((4, 8))
+    # A replica that sends more assignments than another waits for ever.
+    step = tf.function(lambda: strategy.run(lambda: layer(tf.ones((4, 8)))))
+    step()
+    assert layer.compute_dtype == "float32"
+    assert layer.calls.numpy() == 1.0
+
+
+def not_iterable(x):
+    (_,) = None
+
+
+def wrong_only_at_first(x):
+    if Raises.runs == 1:
+        raise TypeError("this type is float, and only wrong today")
+    return x
+
+
+def mixes_with_integers(x):
+    raise TypeError("AddV2 takes float16 with float16, not int32")
+
+
+class Raises(layers.Layer):
+    runs = 0
+
+    def __init__(self, error=None, inner=None):
+        super().__init__()
+        self.error, self.inner = error, inner
+
+    def call(self, x):
+        if self.inner is not None:
+            return self.inner(x) * 2.0
+        Raises.runs += 1
+        return self.error(x)
+
+
+@pytest.mark.parametrize(
+    "error", [not_iterable, wrong_only_at_first, mixes_with_integers]
+)
+@pytest.mark.parametrize("depth", [0, 10])
+def test_an_error_that_names_no_clash_of_floats_runs_once(error, depth):
+    with tfmix.policy_scope("mixed_float16"):
+        layer = Raises(error)
+        for _ in range(depth):
+            layer.built = True
+            layer = Raises(inner=layer)
+    layer.built = True
+    Raises.runs = 0
+    with pytest.raises(TypeError):
+        layer(X)
+    assert Raises.runs == 1
+    assert layer.compute_dtype == "float16"
+
+
+NAMED = """
+Input 'b' of 'MatMul' Op has type float32 that does not match type float16 of
+cannot compute AddV2 as input #1 was expected to be a half tensor but is a float
+Tensor conversion requested dtype bfloat16 for Tensor with dtype float32: <tf.T
+Value for attr 'T' of half is not in the list of allowed values: float, double
+Could not find device for node: Op[T=DT_HALF] All kernels: T in [DT_FLOAT]
+lax.add requires arguments to have the same dtypes, got float32, float16.
+RFFT input must be float32 or float64, got bfloat16
+Unsupported dtype float16
+`lu` does not accept dtype bfloat16
+""".strip().splitlines()
+UNNAMED = """
+'NoneType' object is not iterable
+unsupported operand type(s) for +: 'NoneType' and <tf.Tensor: dtype=float16>
+can't multiply sequence by non-int of type 'float'
+Incompatible shapes: [4,8] vs. [3,5] [Op:AddV2]
+lax.add requires arguments to have the same dtypes, got float16, int32.
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("message", [*NAMED, *UNNAMED])
+def test_only_messages_that_name_both_sides_are_tried_again(message):
+    found = dtype_errors.is_about_dtypes(TypeError(message))
+    assert found == (message in NAMED)

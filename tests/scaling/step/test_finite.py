@@ -59,6 +59,32 @@ def test_integers_nones_and_nothing_are_finite():
     assert bool(finite.all_finite([np.ones(3), 2.0]))
 
 
+@pytest.mark.parametrize("bad", BAD)
+def test_both_parts_of_a_complex_number_are_looked_at(bad):
+    good = np.array([1 + 2j, -3j], "complex64")
+    for broken in (complex(bad, 1.0), complex(1.0, bad)):
+        numbers = np.array([1j, broken], "complex64")
+        assert not bool(finite.all_finite([good, numbers]))
+        told = compiled(finite.not_finite)([good, numbers])
+        assert ops.convert_to_numpy(told).tolist() == [False, True]
+    assert bool(finite.all_finite([good, 1j]))
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("by_xla", [False, True])
+def test_complex_rows_that_several_values_share_are_looked_at(by_xla):
+    import tensorflow as tf
+
+    @tf.function(jit_compile=by_xla, autograph=False)
+    def check(values):
+        rows = tf.constant([0, 1, 1])
+        return finite.all_finite([tf.IndexedSlices(values, rows, [5])])
+
+    assert bool(check(tf.constant([1j, 2j, 3.0], tf.complex64)))
+    assert not bool(check(tf.constant([1j, 3e38j, 3e38j], tf.complex64)))
+    assert not bool(check(tf.constant([1j, np.nan * 1j, 1.0], tf.complex64)))
+
+
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("by_xla", [False, True])
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tfmix.policy.in_force import active_rules, fallback, ops, policy_lookup
 
 _lock = threading.RLock()
 _local = threading.local()
+_FLOAT32 = policies.Policy("float32")
 # What `set_global_policy` set; `None` before its first call.
 _base: keras.DTypePolicy | None = None
 # The scopes of all threads that are open just now, latest last. Replaced,
@@ -179,6 +180,8 @@ def _own_scopes() -> list[_Scope]:
 
 
 def _lookup() -> keras.DTypePolicy | None:
+    if fallback.makes_float32():
+        return _FLOAT32
     scopes = _own_scopes()
     if scopes:
         return scopes[-1].policy

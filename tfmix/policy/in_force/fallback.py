@@ -8,7 +8,6 @@ not help, everything inside it is float32, too.
 import contextlib
 import contextvars
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,25 +24,31 @@ from tfmix._keras import (
     replacements,
 )
 from tfmix.float8 import chosen_layers
-from tfmix.policy.in_force import tensors, uncast_inputs, unfit_constants
+from tfmix.policy.in_force import (
+    dtype_errors,
+    tensors,
+    uncast_inputs,
+    unfit_constants,
+)
 
 # The attribute under which a layer holds its `_State`.
 STATE = "_tfmix_fallback"
 _CALL = "call"
-# Errors of both backends that code raises for dtypes.
-_KINDS = frozenset(
-    ("TypeError", "ValueError", "NotImplementedError", "InvalidArgumentError")
-    + ("UnimplementedError", "NotFoundError")
-)
-_ABOUT_DTYPES = re.compile(r"type|float|half|double|complex|\bbf?16\b", re.I)
-# What messages say about tensors besides: their dtype is then no cause.
-_BESIDES = re.compile(r"Arguments received by.*|dtype[=:]\s*\S+", re.S)
 # What was said of which class since a policy was put in force.
 _said: set[tuple[type, str]] = set()
 # Whether a layer around the caller is being tried in float32.
 _trying: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tfmix_trying_float32", default=False
 )
+# Whether the caller is the code of a layer that fell back.
+_in_float32: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfmix_in_float32", default=False
+)
+
+
+def makes_float32() -> bool:
+    """Says whether a layer that is made now is inside one that fell back."""
+    return _in_float32.get()
 
 
 def say_anew() -> None:
@@ -127,12 +132,12 @@ def mended_step(
 
     Raises the error as it was if that does not mend it.
     """
-    if not _is_about_dtypes(error):
+    if not dtype_errors.is_about_dtypes(error):
         raise error
     with contextlib.ExitStack() as undo:
         _own_code(model, undo)
         try:
-            with _trying_float32():
+            with _set(_trying):
                 found = trace()
         except Exception:
             raise error from None
@@ -141,7 +146,7 @@ def mended_step(
         "tfmix: the layers that the `train_step` of %r calls hand float32 on "
         "to it from now on, because its code cannot compute in 16 bit. %s",
         model.name,
-        _cause(error),
+        dtype_errors.cause(error),
     )
     return found
 
@@ -173,6 +178,8 @@ class _State:
         self.hands_float32 = False
         # Its constants have not been looked at yet.
         self._new = True
+        # In which modes its call has run through without an error.
+        self._proven: set[bool] = set()
         # Where an error was raised that float32 did not mend.
         self._given_up: set[tuple[type, str]] = set()
         # What stands as the layer's `call`, and what had stood there before.
@@ -189,22 +196,36 @@ class _State:
         if self._new:
             self._new = False
             self._look_at_constants()
-        if not self.is_float32():
-            before = attempts.state()
-            call = chosen_layers.call_of(self._layer, original)
-            try:
-                outputs = call(*args, **kwargs)
-            except Exception as error:
-                attempts.restore(before, self._layer)
-                mended = self._mended(error, original, args, kwargs)
-                if mended is None:
-                    raise
-                (outputs,) = mended
-        else:
-            outputs = self._in_float32(original, args, kwargs)
+        mode = kwargs.get("training") is True
+        is_new = mode not in self._proven and not self.is_float32()
+        if is_new and attempts.would_last(self._layer):
+            with attempts.scratch():
+                self._run(original, args, kwargs)
+        outputs = self._run(original, args, kwargs, is_new)
+        self._proven.add(mode)
         if self.hands_float32:
             return tensors.map_leaves(outputs, tensors.wide)
         return outputs
+
+    def _run(
+        self, original: Callable, args: Any, kwargs: Any, is_new: bool = True
+    ) -> Any:
+        """Calls; in float32 if dtypes clash, as if it had not been tried."""
+        if self.is_float32():
+            return self._in_float32(original, args, kwargs)
+        restore = attempts.noted(self._layer, is_new)
+        call = chosen_layers.call_of(self._layer, original)
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            restore()
+            in_float32 = functools.partial(
+                self._in_float32, original, args, kwargs
+            )
+            mended = self._mended(error, in_float32, restore)
+            if mended is None:
+                raise
+            return mended[0]
 
     def _look_at_constants(self) -> None:
         inside = [x.compute_dtype for x in layers.flat_layers(self._layer)]
@@ -223,32 +244,33 @@ class _State:
             self._tell()
 
     def _mended(
-        self, error: Exception, original: Callable, args: Any, kwargs: Any
+        self, error: Exception, call: Callable, restore: Callable
     ) -> tuple[Any] | None:
         """Returns, in a tuple, what `call` returns in float32, if it does."""
-        if not (_is_about_dtypes(error) and _may_change(self._layer)):
+        if not (
+            dtype_errors.is_about_dtypes(error) and _may_change(self._layer)
+        ):
             return None
         place = type(error), unfit_constants.users_line(error)
         if _trying.get() and place in self._given_up:
             return None
-        cause = _cause(error)
+        cause = dtype_errors.cause(error)
         in_float32 = error
         for change in (_own_code, _everything):
             with contextlib.ExitStack() as undo:
-                before = attempts.state()
                 self._fall_back(change, cause, undo)
                 try:
-                    with _trying_float32():
-                        outputs = self._in_float32(original, args, kwargs)
+                    with _set(_trying):
+                        outputs = call()
                 except Exception as failed:
-                    attempts.restore(before, self._layer)
+                    restore()
                     in_float32 = failed
                     continue
                 undo.pop_all()
                 self._tell()
                 return (outputs,)
         self._given_up.add(place)
-        if not _is_about_dtypes(in_float32):
+        if not dtype_errors.is_about_dtypes(in_float32):
             # Mixed dtypes hid it: in float32 this is the only error.
             raise in_float32 from None
         return None
@@ -266,8 +288,8 @@ class _State:
         self._policy = layer_policies.own(self._layer)
 
     def _in_float32(self, original: Callable, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tensors.map_leaves((args, kwargs), _exact)
-        with layers.autocast("float32"):
+        args, kwargs = tensors.map_leaves((args, kwargs), uncast_inputs.exact)
+        with layers.autocast("float32"), _set(_in_float32):
             outputs = original(*args, **kwargs)
         is_model = isinstance(self._layer, keras.Model)
         if is_model and global_state.is_outermost(self._layer):
@@ -314,21 +336,13 @@ def _make_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
     uncast_inputs.make_float32(layer)
 
 
-def _exact(value: Any) -> Any:
-    """Returns a float tensor as float32, as it was before a cast if known."""
-    value = uncast_inputs.uncast(value)
-    if tensors.float_dtype(value) == "float64":
-        return keras.ops.cast(value, "float32")
-    return tensors.wide(value)
-
-
 @contextlib.contextmanager
-def _trying_float32() -> Iterator[None]:
-    token = _trying.set(True)
+def _set(flag: contextvars.ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
     try:
         yield
     finally:
-        _trying.reset(token)
+        flag.reset(token)
 
 
 def _may_change(layer: keras.Layer) -> bool:
@@ -341,20 +355,3 @@ def _may_change(layer: keras.Layer) -> bool:
         inner.compute_dtype in _formats.SIXTEEN_BIT
         for inner in layers.flat_layers(layer)
     )
-
-
-def _is_about_dtypes(error: Exception) -> bool:
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    message = _BESIDES.sub("", str(error))
-    return bool(kinds & _KINDS) and bool(_ABOUT_DTYPES.search(message))
-
-
-def _cause(error: Exception) -> str:
-    """Returns what an error says first, and where."""
-    text = re.sub(r"\x1b\[\d+m|Exception encountered .*", "", str(error))
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    kind = f"{type(error).__name__}: "
-    # AutoGraph says where before it says what.
-    first = [line for line in lines if line.startswith(kind)] or lines or [""]
-    said = first[0].removeprefix(kind).rstrip(".")
-    return f"{unfit_constants.users_line(error)}{kind}{said}."

@@ -13,26 +13,25 @@ import keras
 from tfmix._keras import global_state, layer_policies
 
 LOGITS = "_tfmix_logits"
-# Losses of `keras.ops` that have a `from_logits`.
-LOSSES = (
-    "categorical_crossentropy",
-    "sparse_categorical_crossentropy",
-    "binary_crossentropy",
-)
-_ACTIVATIONS = ("softmax", "sigmoid")
+# Losses of `keras.ops` that have a `from_logits`, and whose logits these are.
+LOSSES = {
+    "categorical_crossentropy": "softmax",
+    "sparse_categorical_crossentropy": "softmax",
+    "binary_crossentropy": "sigmoid",
+}
 
 
 def remember(layer: keras.layers.Activation) -> None:
     """Lets a softmax or sigmoid note its input beside its output, on JAX."""
     name = getattr(layer.activation, "__name__", "")
-    if keras.backend.backend() != "jax" or name not in _ACTIVATIONS:
+    if keras.backend.backend() != "jax" or name not in LOSSES.values():
         return
     original = layer.call
 
     @functools.wraps(original)
     def call(inputs: Any) -> Any:
         outputs = original(inputs)
-        global_state.put_note(outputs, LOGITS, inputs)
+        global_state.put_note(outputs, LOGITS, {name: inputs})
         return outputs
 
     layer_policies.put(layer, "call", call)
@@ -40,6 +39,7 @@ def remember(layer: keras.layers.Activation) -> None:
 
 def recovering(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a cross-entropy of `LOSSES` that uses remembered logits."""
+    activation = LOSSES[loss.__name__]
 
     @functools.wraps(loss)
     def compute(
@@ -47,7 +47,8 @@ def recovering(loss: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         logits = None
         if not from_logits and keras.ops.is_tensor(output):
-            logits = global_state.note(output, LOGITS)
+            noted = global_state.note(output, LOGITS) or {}
+            logits = noted.get(activation)
         if logits is None:
             return loss(target, output, from_logits=from_logits, **kwargs)
         return loss(target, logits, from_logits=True, **kwargs)

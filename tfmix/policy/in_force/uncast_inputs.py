@@ -13,6 +13,7 @@ import keras
 from absl import logging
 
 from tfmix._keras import global_state, layer_policies, layers
+from tfmix.policy.in_force import tensors
 
 _UNCAST = "_tfmix_uncast"
 _CALL = "call"
@@ -90,6 +91,14 @@ def uncast(x: Any) -> Any:
     if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
         original = global_state.note(x, _UNCAST)
     return x if original is None else original
+
+
+def exact(value: Any) -> Any:
+    """Returns a float tensor as float32, as it was before a cast if known."""
+    value = uncast(value)
+    if tensors.float_dtype(value) == "float64":
+        return keras.ops.cast(value, "float32")
+    return tensors.wide(value)
 
 
 def _look_up(layer: keras.Layer, warn: bool) -> None:

@@ -86,7 +86,11 @@ def is_finite(tensor: Any) -> Any:
     """Returns a boolean scalar tensor: is every number of one tensor finite?"""
     if is_sparse(tensor):
         return _is_finite_sparse(tensor)
-    if not keras.backend.is_float_dtype(_dtype(tensor)):
+    dtype = _dtype(tensor)
+    if dtype.startswith("complex"):
+        parts = ops.real(tensor), ops.imag(tensor)
+        return ops.logical_and(*map(is_finite, parts))
+    if not keras.backend.is_float_dtype(dtype):
         return ops.convert_to_tensor(True)
     return ops.all(ops.isfinite(tensor))
 
@@ -187,12 +191,12 @@ _not_finite_of_a_shape = compilation.by_target(**VARIANTS)
 def _is_finite_sparse(slices: Any) -> Any:
     # The optimizer adds up the values of a row. No partial sum exceeds the
     # sum of all magnitudes: while the format holds that, every row is finite.
-    total = tf.reduce_sum(tf.abs(tf.cast(slices.values, tf.float32)))
+    total = tf.reduce_sum(tf.cast(tf.abs(slices.values), tf.float32))
 
     def by_rows() -> Any:
-        return tf.reduce_all(tf.math.is_finite(summed(slices)))
+        return is_finite(summed(slices))
 
-    fits = total <= tf.cast(slices.dtype.max, tf.float32)
+    fits = total <= tf.cast(slices.dtype.real_dtype.max, tf.float32)
     if compilation.by_xla():
         return tf.logical_or(fits, by_rows())
     return tf.cond(fits, lambda: tf.constant(True), by_rows)
