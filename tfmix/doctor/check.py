@@ -498,7 +498,7 @@ def _loss_scale(
         )
         if dtype in _formats.SIXTEEN_BIT
     ]
-    largest = max(map(_largest, [*truth.weights, *sixteen]), default=0.0)
+    largest = max(map(ranges.largest, [*truth.weights, *sixteen]), default=0.0)
     if largest == 0.0:
         return highest
     # Two bits are kept free for the sums inside a layer.
@@ -525,10 +525,3 @@ def _blamed(
         loss, phase=verdicts.BACKWARD, verdict=verdicts.OVERFLOW, note=note
     )
     return [*found, guilty]
-
-
-def _largest(tensor: Any) -> float:
-    if not math.prod(tensor.shape):
-        return 0.0
-    finite = ops.where(ops.isfinite(tensor), ops.abs(tensor), 0.0)
-    return float(ops.max(finite))
