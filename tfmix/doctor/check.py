@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -120,8 +121,8 @@ def checked(
         warning = suited_optimizer.missing_scaler_warning(model)
         if warning:
             logging.warning("tfmix: %s", warning)
-    with _progress.shown(what):
-        return _run(batch, chosen, base, warning)
+    with _progress.shown(what) as say:
+        return _run(batch, chosen, base, warning, functools.partial(say, what))
 
 
 def _run(
@@ -129,6 +130,7 @@ def _run(
     chosen: keras.DTypePolicy | None,
     base: policies.Policy,
     warning: str = "",
+    show: Callable[[float], None] = lambda share: None,
 ) -> numerics_report.NumericsReport:
     """Checks a batch; a warning says that the loss is not scaled."""
     limits = _formats.limits(base.compute_dtype)
@@ -138,7 +140,7 @@ def _run(
     with _as_under(chosen, batch.model, sixteen):
         found = probe.targets(batch.model)
         highest = _LOWEST if warning else _LOSS_SCALE
-        visit = _Visit(batch, found, sixteen, limits, highest)
+        visit = _Visit(batch, found, sixteen, limits, highest, show)
         findings = visit.run()
         float8 = _float8(batch)
     if bad_rows:
@@ -294,6 +296,8 @@ class _Visit:
     limits: _formats.Format
     # The loss scale to start with.
     highest: float
+    # Is told the share of the layers that are judged.
+    show: Callable[[float], None]
     findings: list[verdicts.Finding] = dataclasses.field(default_factory=list)
 
     def run(self) -> list[verdicts.Finding]:
@@ -372,6 +376,7 @@ class _Visit:
             try:
                 self._order += 1
                 self._judge(call, reaches_weights)
+                self.show(self._order / len(self.judge.run.signatures))
             finally:
                 self._busy = False
         return outputs

@@ -186,11 +186,10 @@ def _sums(
         sizes = np.abs(right)
         above = [np.count_nonzero(sizes > bound) for bound in bounds]
         fine, alike = np.isfinite(right), np.isfinite(near)
-        faults = [0, 0, 0]
+        faults: list[Any] = [0, 0, 0]
         if not (fine.all() and alike.all()):
             lost = fine & ~alike
-            nan = np.count_nonzero(np.isnan(near[lost]))
-            faults = [np.count_nonzero(lost), nan, np.count_nonzero(~fine)]
+            faults = [lost.sum(), np.isnan(near[lost]).sum(), (~fine).sum()]
             near, right = (np.where(fine & alike, x, 0) for x in (near, right))
         if kind is np.float64:
             near, right = np.clip(near / unit, -1e150, 1e150), right / unit
