@@ -8,9 +8,8 @@ import time
 from typing import Any
 
 import keras
-from absl import logging
 
-from tfmix import _arguments, _bar_output, _formats
+from tfmix import _arguments, _bar_output, _formats, _messages
 from tfmix._keras import variables
 from tfmix.policy.in_force import skip_watch, suited_optimizer
 from tfmix.scaling import rules
@@ -245,7 +244,7 @@ class LossScaleMonitor(skip_watch.SkipWatch):
             return
         # A start that burns ten steps is one line in ten seconds, not ten.
         self._logged, self._quiet_until = now, seconds + 10.0
-        logging.info(
+        _messages.info(
             "Loss scale %g -> %g by step %d; %d step(s) skipped since step %d.",
             last.loss_scale,
             now.loss_scale,
@@ -312,7 +311,7 @@ def _has_scale(model: keras.Model) -> bool:
         f"without loss scaling (its optimizer is {type(optimizer).__name__}). "
         + suited_optimizer.missing_scaler_warning(model)
     )
-    logging.warning(text.rstrip())
+    _messages.warn(text.rstrip())
     return False
 
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-from absl import logging
 from keras import ops
 
-from tfmix import _formats, _progress
+from tfmix import _formats, _messages, _progress
 from tfmix._keras import compilation, layers
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
@@ -120,7 +119,7 @@ def checked(
     if chosen is None:
         warning = suited_optimizer.missing_scaler_warning(model)
         if warning:
-            logging.warning("tfmix: %s", warning)
+            _messages.warn("%s", warning)
     with _progress.shown(what) as say:
         return _run(batch, chosen, base, warning, functools.partial(say, what))
 

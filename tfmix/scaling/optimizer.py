@@ -3,16 +3,14 @@
 import contextlib
 import numbers
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
-from absl import logging
 from keras import ops, tree
 
-from tfmix import _arguments, _errors, _formats
+from tfmix import _arguments, _errors, _formats, _messages
 from tfmix._keras import compilation, global_state, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.scaling import rules, scaled_losses, settings
@@ -584,9 +582,8 @@ class LossScaleOptimizer(
                 "it is not built yet; to restore its state as well, call "
                 "`optimizer.build(model.trainable_variables)` before loading"
             )
-        warnings.warn(
-            f"The state of optimizer {self.name!r} was not restored: {reason}.",
-            stacklevel=2,
+        _messages.warn(
+            "the state of optimizer %r was not restored: %s.", self.name, reason
         )
 
     def get_config(self) -> dict:
@@ -632,13 +629,14 @@ class LossScaleOptimizer(
         optimizer.unasked = unasked
         optimizer.guarded = guarded
         if leader_name is not None:
-            warnings.warn(
-                f"The optimizer {optimizer.name!r} shared the loss scale of "
-                f"{leader_name!r} and has one of its own now. To share it "
-                "again, write tfmix.LossScaleOptimizer(optimizer."
-                "inner_optimizer, loss_scale=other), where `other` is "
-                f"{leader_name!r}.",
-                stacklevel=2,
+            _messages.warn(
+                "the optimizer %r shared the loss scale of %r and has one of "
+                "its own now. To share it again, write "
+                "tfmix.LossScaleOptimizer(optimizer.inner_optimizer, "
+                "loss_scale=other), where `other` is %r.",
+                optimizer.name,
+                leader_name,
+                leader_name,
             )
         return optimizer
 
@@ -866,8 +864,8 @@ class LossScaleOptimizer(
         if told:
             return
         if self.unasked:
-            logging.warning(
-                "tfmix: this step takes gradients of a loss that is not "
+            _messages.warn(
+                "this step takes gradients of a loss that is not "
                 "scaled: those below %.1g become 0 in float16. %s",
                 _formats.FLOAT16.smallest,
                 TAKE_SCALED.format("self.optimizer"),

@@ -3,7 +3,6 @@
 import keras
 import numpy as np
 import pytest
-from absl import logging
 
 from tests import helpers
 from tfmix.callbacks import loss_scale_monitor
@@ -17,15 +16,6 @@ STANDSTILL = (
     "NaN or numbers beyond 65504 in the data (`tfmix.check(model, x, y)` "
     "names the layer), or use 'mixed_bfloat16'."
 )
-
-
-@pytest.fixture
-def said(monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        logging, "warning", lambda text, *args: seen.append(text % args)
-    )
-    return seen
 
 
 def layers():

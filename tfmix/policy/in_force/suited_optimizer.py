@@ -5,9 +5,8 @@ import types
 from typing import Any
 
 import keras
-from absl import logging
 
-from tfmix import _formats
+from tfmix import _formats, _messages
 from tfmix._keras import layers
 from tfmix.policy import policy as policies
 from tfmix.scaling import optimizer as scaling
@@ -80,8 +79,8 @@ def suited(
         # Two scales would be divided out twice. The optimizer stays the
         # user's own object: a copy would ignore a later change of its rate.
         optimizer.loss_scale_factor = None
-        logging.info(
-            "tfmix: the fixed loss_scale_factor=%r of %r is now "
+        _messages.info(
+            "the fixed loss_scale_factor=%r of %r is now "
             "LossScaleOptimizer(..., loss_scale=%r), which also skips steps "
             "that are not finite.",
             fixed,
@@ -185,8 +184,8 @@ def warn_if_unscaled(
     if by_design or optimizer.loss_scale_factor or _is_inside_scaler():
         return
     name = type(optimizer).__name__
-    logging.warning(
-        "tfmix: %s %r applies gradients under a float16 policy, and the loss "
+    _messages.warn(
+        "%s %r applies gradients under a float16 policy, and the loss "
         "is not scaled: gradients below %.1g become 0. Write `optimizer = "
         "tfmix.LossScaleOptimizer(optimizer)` before the loop. %s %s",
         name,
