@@ -187,7 +187,7 @@ def test_an_alarm_rings_once_for_each_standstill(caplog):
     model = compiled(loss_scale=rules.FixedLossScale(8.0))
     monitor = Monitor(every=1, max_consecutive_skips=50, alarm_after=3)
     fit(model, monitor, batches(9, bad=[0, 1, 2, 3, 5, 6, 7]))
-    rung = [text for text in caplog.messages if "No update" in text]
+    rung = [text for text in caplog.messages if "no update" in text]
     assert len(rung) == 2
     assert "last 3 steps" in rung[0]
 

@@ -1021,12 +1021,13 @@ _APPLY = (
 )
 
 _ADVICE = """What to change, most likely first:
-  - look for NaN, infinity or, in float16, numbers beyond 65504 in the data: a
-    skip at any scale means that the loss or the forward pass is not finite;
+  - if the loss is not finite: rows with NaN, infinity or, in float16, numbers
+    beyond 65504 in the data; drop or mend them;
+  - if it is finite and large, as of targets of 5e4: standardise the targets,
+    y = (y - y.mean()) / y.std();
   - keep the layer named first in float32: Layer(..., dtype="float32"), and
     end the model in tfmix.float32_output(...);
   - lower the learning rate or clip: Adam(..., global_clipnorm=1.0);
   - train in "mixed_bfloat16", which has the range of float32;
-  - if the loss itself is huge, allow a smaller scale:
-    DynamicLossScale(min_scale=2.0**-14).
+  - allow a smaller scale: DynamicLossScale(min_scale=2.0**-14).
 tfmix.check(model, x, y) names the layer and the line to change."""
