@@ -18,6 +18,7 @@ import keras
 import pytest
 
 import tfmix
+from tfmix import _errors, _messages
 
 TENSORFLOW_DEVICES = 4
 # JAX compiles each operation it meets. What a backend changes little is left
@@ -105,6 +106,28 @@ def restored_global_state(monkeypatch):
         tfmix.set_global_policy(tfmix_policy)
     keras.config.set_dtype_policy(keras_policy)
     keras.config.set_floatx(floatx)
+
+
+@pytest.fixture(autouse=True)
+def messages(monkeypatch, caplog):
+    """Hands messages to `caplog`; one of a line of the user's must be expected.
+
+    It comes as a warning of Python's here, which fails a test unless
+    `pytest.warns` waits for it.
+    """
+    monkeypatch.setattr(_messages.LOGGER, "propagate", True)
+    monkeypatch.setattr(_messages, "_said_once", set())
+    monkeypatch.setattr(_errors, "warn", warnings.warn)
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Lists what is said."""
+    seen = []
+    monkeypatch.setattr(
+        _messages, "warn", lambda text, *values: seen.append(text % values)
+    )
+    return seen
 
 
 def _global_policy():

@@ -6,9 +6,10 @@ import types
 
 import keras
 import pytest
-from absl import logging
 
 # `tfmix.devices` is the public function of that name.
+from tfmix import _messages
+
 devices = importlib.import_module("tfmix.devices")
 
 
@@ -120,7 +121,7 @@ def test_tensorflow_gpus_are_read_with_their_details(monkeypatch):
 def test_auto_logs_exactly_one_line_that_says_why(monkeypatch):
     lines = []
     monkeypatch.setattr(
-        logging, "info", lambda text, *args: lines.append(text % args)
+        _messages, "info", lambda text, *args: lines.append(text % args)
     )
     name = devices.auto_policy()
     assert len(lines) == 1

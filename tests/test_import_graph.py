@@ -18,6 +18,7 @@ LAYERS = (
         "_bar_output",
         "_errors",
         "_formats",
+        "_messages",
         "_page_frame",
         "_progress",
         "_tables",

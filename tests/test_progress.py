@@ -29,6 +29,16 @@ def test_a_terminal_shows_what_goes_on(monkeypatch):
     assert "Working: 2 of 3" in lines_shown(monkeypatch, Terminal())
 
 
+def test_a_share_that_is_known_is_a_bar(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with _progress.shown("Working") as say:
+        say("Working", 0.5)
+    half = "━" * 10
+    assert f"{half}" in terminal.getvalue().split("Working")[-1]
+
+
 def test_elsewhere_nothing_is_shown(monkeypatch):
     assert not lines_shown(monkeypatch, io.StringIO())
     assert not lines_shown(monkeypatch, Terminal(), hidden=True)

@@ -3,7 +3,8 @@
 from typing import Any
 
 import keras
-from absl import logging
+
+from tfmix import _messages
 
 
 class Shown(float):
@@ -24,7 +25,7 @@ class Shown(float):
 
 
 def warn(callback: keras.callbacks.Callback, text: str, *values: Any) -> None:
-    """Logs a warning, on a line of its own where the bar is drawn."""
+    """Says a warning, on a line of its own where the bar is drawn."""
     if (callback.params or {}).get("verbose") in (1, "auto"):
         print(flush=True)
-    logging.warning(text, *values)
+    _messages.warn(text, *values)

@@ -1,11 +1,15 @@
 """Exceptions of a training run; wrong arguments stay ValueError, TypeError."""
 
+import os
 import sys
 import types
-import warnings
+
+from tfmix import _messages
 
 # Code that a user of tfmix cannot change.
 _LIBRARIES = frozenset("keras tensorflow jax jaxlib numpy tfmix".split())
+# What was said of which line.
+_said: set[tuple[str, int, str]] = set()
 
 
 class LossScaleError(RuntimeError):
@@ -22,9 +26,15 @@ def in_library(module: str) -> bool:
 
 
 def warn(text: str) -> None:
-    """Warns at the innermost line that is in no library."""
-    level = 1
+    """Warns once of the innermost line that is in no library."""
     frame: types.FrameType | None = sys._getframe()
     while frame and in_library(frame.f_globals.get("__name__", "")):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)
+        frame = frame.f_back
+    file, line = ("?", 0) if frame is None else _place(frame)
+    if (file, line, text) not in _said:
+        _said.add((file, line, text))
+        _messages.warn("%s (%s:%d)", text, os.path.basename(file), line)
+
+
+def _place(frame: types.FrameType) -> tuple[str, int]:
+    return frame.f_code.co_filename, frame.f_lineno

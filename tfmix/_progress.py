@@ -1,41 +1,50 @@
-"""What goes on and for how long, on a terminal; elsewhere nothing is said."""
+"""What goes on and for how long, on a terminal and in a notebook."""
 
 import contextlib
+import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import rich.console
 import rich.progress
 
 
+class Say(Protocol):
+    """Changes what is shown: the line, and how much of it is done."""
+
+    def __call__(self, line: str, share: float | None = None) -> None:
+        """Shows a line, and a bar if a share between 0 and 1 is known."""
+
+
 @contextlib.contextmanager
-def shown(
-    what: str, *, hidden: bool = False
-) -> Iterator[Callable[[str], None]]:
+def shown(what: str, *, hidden: bool = False) -> Iterator[Say]:
     """Shows a line that moves while it is open, on stderr.
 
     Args:
         what: The line.
-        hidden: Whether to show nothing on a terminal either.
+        hidden: Whether to show nothing there either.
 
     Yields:
-        A function that takes another line.
+        A `Say`.
     """
-    columns = (
+    console = rich.console.Console(stderr=True)
+    # In a notebook rich draws with ipywidgets, and warns where they are not.
+    has_widgets = importlib.util.find_spec("ipywidgets") is not None
+    is_seen = sys.stderr.isatty() or (console.is_jupyter and has_widgets)
+    with rich.progress.Progress(
         rich.progress.SpinnerColumn(),
         rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(20),
         rich.progress.TimeElapsedColumn(),
-    )
-    console = rich.console.Console(stderr=True)
-    with rich.progress.Progress(
-        *columns,
         console=console,
         transient=True,
-        disable=hidden or not sys.stderr.isatty(),
+        disable=hidden or not is_seen,
     ) as bar:
         task = bar.add_task(what, total=None)
 
-        def say(line: str) -> None:
-            bar.update(task, description=line)
+        def say(line: str, share: float | None = None) -> None:
+            total = None if share is None else 1.0
+            bar.update(task, description=line, total=total, completed=share)
 
         yield say

@@ -12,10 +12,10 @@ from typing import Any
 
 import keras
 import numpy as np
-from absl import logging
 from keras import tree
 from rich import console, markup
 
+from tfmix import _messages
 from tfmix.conversion import convert
 from tfmix.devices import devices, suited_policy
 from tfmix.doctor import check, environment
@@ -150,9 +150,9 @@ def run_convert(options: argparse.Namespace) -> Outcome:
         )
     _check_folder(target)
     model = load_model(options.source, compiled=not options.inference)
-    # What it logs is part of its report, which is printed.
-    logging.set_verbosity(logging.ERROR)
-    report = convert.apply_policy(model, options.policy)
+    with _messages.silenced():
+        # What it says is part of its report, which is printed.
+        report = convert.apply_policy(model, options.policy)
     model.save(target)
     said = [devices().auto()] if options.policy == "auto" else []
     data = {

@@ -5,9 +5,8 @@ import importlib.util
 import re
 
 import keras
-from absl import logging
 
-from tfmix import _tables
+from tfmix import _messages, _tables
 
 # Tensor Cores take bfloat16 from compute capability 8.0 (Ampere) on and
 # float16 from 7.0 (Volta) on; below that 16 bit saves memory, not time.
@@ -147,7 +146,7 @@ def suited_policy(found: tuple[Device, ...]) -> tuple[str, str]:
 def auto_policy() -> str:
     """Chooses the policy for this machine; says why in one log line."""
     name, reason = suited_policy(devices())
-    logging.info("tfmix: policy 'auto' is %r here: %s.", name, reason)
+    _messages.info("policy 'auto' is %r here: %s.", name, reason)
     return name
 
 

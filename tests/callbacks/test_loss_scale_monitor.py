@@ -107,7 +107,7 @@ def test_a_warning_begins_on_a_line_of_its_own(capsys, caplog):
         def emit(self, record):
             seen.append(capsys.readouterr().out)
 
-    logger = logging.getLogger("absl")
+    logger = logging.getLogger("tfmix")
     logger.addHandler(handler := Handler())
     try:
         monitor = Monitor(every=1, alarm_after=3)
@@ -187,13 +187,13 @@ def test_an_alarm_rings_once_for_each_standstill(caplog):
     model = compiled(loss_scale=rules.FixedLossScale(8.0))
     monitor = Monitor(every=1, max_consecutive_skips=50, alarm_after=3)
     fit(model, monitor, batches(9, bad=[0, 1, 2, 3, 5, 6, 7]))
-    rung = [text for text in caplog.messages if "No update" in text]
+    rung = [text for text in caplog.messages if "no update" in text]
     assert len(rung) == 2
     assert "last 3 steps" in rung[0]
 
 
 def test_a_start_that_burns_steps_is_one_line_and_no_warning(caplog):
-    caplog.set_level("INFO", logger="absl")
+    caplog.set_level("INFO", logger="tfmix")
     fit(compiled(), Monitor(every=1), batches(8, bad=range(6)))
     lines = [one for one in caplog.records if "Loss scale" in one.message]
     assert len(lines) == 1

@@ -1,7 +1,5 @@
 """The doctor names the layers that fell back to float32."""
 
-import logging
-
 import keras
 import numpy as np
 import pytest
@@ -39,8 +37,7 @@ def test_a_model_as_it_stands(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_float32_model_stays_one(kind, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("absl"), "propagate", True)
+def test_a_float32_model_stays_one(kind, caplog):
     model = stack(kind)
     before = [vars(each).keys() for each in model.layers]
     report = tfmix.check(model, X, Y, loss="mse", policy="mixed_float16")

@@ -124,7 +124,9 @@ def test_a_run_without_loss_scaling_can_go_on_with_it():
 
 # Keras says the same of the inner optimizer.
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")
-def test_weights_can_be_loaded_where_there_is_no_state_to_restore(tmp_path):
+def test_weights_can_be_loaded_where_there_is_no_state_to_restore(
+    tmp_path, said
+):
     def compiled():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile(Wrapped("adam"), loss="mse")
@@ -135,16 +137,16 @@ def test_weights_can_be_loaded_where_there_is_no_state_to_restore(tmp_path):
     source.fit(x, y, batch_size=6, verbose=0)
     source.save_weights(tmp_path / "trained.weights.h5")
     target = compiled()
-    with pytest.warns(UserWarning, match="not built yet"):
-        target.load_weights(tmp_path / "trained.weights.h5")
+    target.load_weights(tmp_path / "trained.weights.h5")
+    assert "not built yet" in said[-1]
     helpers.assert_same_bits(target.get_weights()[0], source.get_weights()[0])
     target.optimizer.build(target.trainable_variables)
     target.load_weights(tmp_path / "trained.weights.h5")
     assert_equal_state(target.optimizer, source.optimizer)
     bare = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     bare.save_weights(tmp_path / "bare.weights.h5")
-    with pytest.warns(UserWarning, match="holds no optimizer state"):
-        target.load_weights(tmp_path / "bare.weights.h5")
+    target.load_weights(tmp_path / "bare.weights.h5")
+    assert "holds no optimizer state" in said[-1]
     assert_equal_state(target.optimizer, source.optimizer)
 
 

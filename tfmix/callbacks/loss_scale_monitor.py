@@ -8,9 +8,8 @@ import time
 from typing import Any
 
 import keras
-from absl import logging
 
-from tfmix import _arguments, _bar_output, _formats
+from tfmix import _arguments, _bar_output, _errors, _formats, _messages
 from tfmix._keras import variables
 from tfmix.policy.in_force import skip_watch, suited_optimizer
 from tfmix.scaling import rules
@@ -184,8 +183,6 @@ class LossScaleMonitor(skip_watch.SkipWatch):
                 if self.gradient_norm:
                     logs["gradient_norm"] = float("nan")
                 logs.update(self._shown)
-        # A standstill has been told of by then.
-        self._told = self._told or self._rung
         super().on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -211,7 +208,13 @@ class LossScaleMonitor(skip_watch.SkipWatch):
         self._note(reading)
         self._log_change(reading)
         self._log_standstill(reading)
-        self.model.optimizer.check_health(self.max_consecutive_skips)
+        try:
+            self.model.optimizer.check_health(self.max_consecutive_skips)
+        except _errors.LossScaleError as error:
+            stuck, _, advice = str(error).partition("\n")
+            cause = f"The likeliest cause, as measured: {self.cause()}."
+            text = "\n".join([stuck, cause, advice])
+            raise _errors.LossScaleError(text) from None
 
     def _note(self, reading: Reading) -> None:
         self.timeline.append(reading)
@@ -245,7 +248,7 @@ class LossScaleMonitor(skip_watch.SkipWatch):
             return
         # A start that burns ten steps is one line in ten seconds, not ten.
         self._logged, self._quiet_until = now, seconds + 10.0
-        logging.info(
+        _messages.info(
             "Loss scale %g -> %g by step %d; %d step(s) skipped since step %d.",
             last.loss_scale,
             now.loss_scale,
@@ -261,14 +264,14 @@ class LossScaleMonitor(skip_watch.SkipWatch):
             return
         waited = now.step - self._last_progress.step
         if waited >= self.alarm_after and not self._rung:
-            self._rung = True
+            self._rung = self._told = True
             _bar_output.warn(
                 self,
-                skip_watch.STANDSTILL
-                + "optimizer.check_health() names the variables.",
+                "no update was applied in the last %d steps, at a loss scale "
+                "of %g: %s",
                 waited,
                 now.loss_scale,
-                now.consecutive_skips,
+                self.cause(),
             )
 
 
@@ -312,7 +315,7 @@ def _has_scale(model: keras.Model) -> bool:
         f"without loss scaling (its optimizer is {type(optimizer).__name__}). "
         + suited_optimizer.missing_scaler_warning(model)
     )
-    logging.warning(text.rstrip())
+    _messages.warn(text.rstrip())
     return False
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import keras
 import numpy as np
-from absl import logging
 
-from tfmix import _arguments, _bar_output, _formats
+from tfmix import _arguments, _bar_output, _formats, _messages
 from tfmix._keras import layers
 from tfmix.callbacks import sampler
 from tfmix.conversion import planned_policies
@@ -88,7 +87,7 @@ class NumericsMonitor(keras.callbacks.Callback):
             self._model_of = model
             self._prepared = self._failed = False
             if note := suited_optimizer.missing_scaler_warning(model):
-                logging.warning("NumericsMonitor: %s", note)
+                _messages.warn("%s", note)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Takes the tap away."""
@@ -125,7 +124,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         except Exception as error:
             # A monitor must not end the training that it watches.
             self._failed = True
-            logging.warning(
+            _messages.warn(
                 "NumericsMonitor cannot sample this model and is off: %s: %s",
                 type(error).__name__,
                 error,

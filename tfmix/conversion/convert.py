@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
-from absl import logging
 
-from tfmix import _arguments, _progress, _tables
+from tfmix import _arguments, _messages, _progress, _tables
 from tfmix._keras import (
     layer_policies,
     model_methods,
@@ -232,7 +231,7 @@ def _convert(
     with variables.strategy_scope(model):
         undo, optimizer = _converted(model, policy, steps, given)
     for note in notes:
-        logging.warning("tfmix: %s", note)
+        _messages.warn("%s", note)
     shown = [step.layer for step in steps if step.shown]
     report = ConversionReport(policy, rows, undo, notes, shown)
     return report, optimizer

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import keras
 
+from tfmix import _messages
 from tfmix._keras import layer_policies, layers, training
 from tfmix.policy.in_force import carried, current_policy
 
@@ -39,11 +40,14 @@ def copied(model: keras.Model) -> keras.Model:
 @contextlib.contextmanager
 def _unwarned(model: keras.Model) -> Iterator[None]:
     """Lets load what the caller has, Lambda layers and no state included."""
-    with training.trusting(), warnings.catch_warnings():
+    with contextlib.ExitStack() as quiet:
+        quiet.enter_context(training.trusting())
+        quiet.enter_context(warnings.catch_warnings())
         if not getattr(getattr(model, "optimizer", None), "built", True):
             # It has taken no step and has no state to carry over.
-            for said in ("Skipping variable loading for opt", "The state of o"):
-                warnings.filterwarnings("ignore", said)
+            quiet.enter_context(_messages.silenced())
+            said = "Skipping variable loading for opt"
+            warnings.filterwarnings("ignore", said)
         yield
 
 

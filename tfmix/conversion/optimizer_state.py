@@ -10,9 +10,9 @@ from typing import Any
 
 import keras
 import numpy as np
-from absl import logging
 from keras import ops
 
+from tfmix import _messages
 from tfmix._keras import optimizers, slots_by_variable
 from tfmix._keras import variables as variables_of
 from tfmix.variables import flat, sixteen_bit_optimizer
@@ -94,8 +94,8 @@ def give(model: keras.Model, state: Handover | None) -> None:
         for worker in workers:
             slots_by_variable.remembered(worker)(moved)
     elif not _write(optimizer, state):
-        logging.warning(
-            "tfmix: %s cannot go on with the state of %s; its moments and its "
+        _messages.warn(
+            "%s cannot go on with the state of %s; its moments and its "
             "count of steps start anew.",
             type(workers[0]).__name__,
             type(state.workers[0]).__name__,

@@ -2,15 +2,15 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
-from absl import logging
 from keras import ops
 
-from tfmix import _formats, _progress
+from tfmix import _formats, _messages, _progress
 from tfmix._keras import compilation, layers
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
@@ -119,9 +119,9 @@ def checked(
     if chosen is None:
         warning = suited_optimizer.missing_scaler_warning(model)
         if warning:
-            logging.warning("tfmix: %s", warning)
-    with _progress.shown(what):
-        return _run(batch, chosen, base, warning)
+            _messages.warn("%s", warning)
+    with _progress.shown(what) as say:
+        return _run(batch, chosen, base, warning, functools.partial(say, what))
 
 
 def _run(
@@ -129,6 +129,7 @@ def _run(
     chosen: keras.DTypePolicy | None,
     base: policies.Policy,
     warning: str = "",
+    show: Callable[[float], None] = lambda share: None,
 ) -> numerics_report.NumericsReport:
     """Checks a batch; a warning says that the loss is not scaled."""
     limits = _formats.limits(base.compute_dtype)
@@ -138,7 +139,7 @@ def _run(
     with _as_under(chosen, batch.model, sixteen):
         found = probe.targets(batch.model)
         highest = _LOWEST if warning else _LOSS_SCALE
-        visit = _Visit(batch, found, sixteen, limits, highest)
+        visit = _Visit(batch, found, sixteen, limits, highest, show)
         findings = visit.run()
         float8 = _float8(batch)
     if bad_rows:
@@ -294,6 +295,8 @@ class _Visit:
     limits: _formats.Format
     # The loss scale to start with.
     highest: float
+    # Is told the share of the layers that are judged.
+    show: Callable[[float], None]
     findings: list[verdicts.Finding] = dataclasses.field(default_factory=list)
 
     def run(self) -> list[verdicts.Finding]:
@@ -372,6 +375,7 @@ class _Visit:
             try:
                 self._order += 1
                 self._judge(call, reaches_weights)
+                self.show(self._order / len(self.judge.run.signatures))
             finally:
                 self._busy = False
         return outputs
@@ -498,7 +502,7 @@ def _loss_scale(
         )
         if dtype in _formats.SIXTEEN_BIT
     ]
-    largest = max(map(_largest, [*truth.weights, *sixteen]), default=0.0)
+    largest = max(map(ranges.largest, [*truth.weights, *sixteen]), default=0.0)
     if largest == 0.0:
         return highest
     # Two bits are kept free for the sums inside a layer.
@@ -525,10 +529,3 @@ def _blamed(
         loss, phase=verdicts.BACKWARD, verdict=verdicts.OVERFLOW, note=note
     )
     return [*found, guilty]
-
-
-def _largest(tensor: Any) -> float:
-    if not math.prod(tensor.shape):
-        return 0.0
-    finite = ops.where(ops.isfinite(tensor), ops.abs(tensor), 0.0)
-    return float(ops.max(finite))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -85,29 +85,17 @@ def _shares(above: Any, size: Any) -> Any:
     return ops.stack([zero, subnormal, flushed, near_overflow, count[5]])
 
 
-def on_host(values: np.ndarray, limits: _formats.Format) -> Measures:
-    """Measures an array that is in the host's memory, as `vector` does."""
-    sizes = np.abs(values.astype(np.float32).reshape(-1))
-    finite = np.isfinite(sizes)
-    largest = np.max(sizes, where=finite, initial=0.0)
-    sizes = np.where(finite, sizes, np.inf)
-    bounds = _thresholds(limits)
-    above = np.array([np.count_nonzero(sizes > bound) for bound in bounds])
-    counts = np.append(sizes.size, above) / max(sizes.size, 1)
-    zero, flushed, subnormal, _, near_overflow = counts[:-1] - counts[1:]
-    shares = (zero, subnormal, flushed, near_overflow, counts[-1])
-    return from_vector([largest, *shares], limits)
-
-
 def from_vector(row: Any, limits: _formats.Format) -> Measures:
     """Turns one row of `vector`, copied to the host, into `Measures`."""
     columns = dict(zip(COLUMNS, map(float, np.asarray(row)), strict=True))
-    headroom = math.inf
-    if columns["not_finite"] > 0:
-        headroom = -math.inf
-    elif columns["largest"] > 0:
-        headroom = float(math.floor(math.log2(limits.max / columns["largest"])))
+    headroom = _headroom(columns["largest"], columns["not_finite"], limits)
     return Measures(headroom_bits=headroom, **columns)
+
+
+def _headroom(top: float, not_finite: float, limits: _formats.Format) -> float:
+    if not_finite:
+        return -math.inf
+    return float(math.floor(math.log2(limits.max / top))) if top else math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,35 +126,85 @@ def gap(
 
     `found` was multiplied by `scale`, and so are the ranges of `exact`.
     """
-    if not found:
-        return Gap(0.0, 1.0, False, False, False, 0.0, 0.0, math.inf)
-    a, b = _vector(found) / scale, _vector(exact)
-    fine = np.isfinite(b)
-    lost = fine & ~np.isfinite(a)
-    only_nan = bool(lost.any() and np.isnan(a[lost]).all())
-    a, b_known = (np.where(fine & ~lost, one, 0.0) for one in (a, b))
-    # In units of the largest value: squares of 1e200 leave every range.
-    unit = max(np.abs(b_known).max(initial=0.0), 1e-300)
-    a, b_known = np.clip(a / unit, -1e150, 1e150), b_known / unit
-    error, size, other = (np.dot(v, v) for v in (a - b_known, b_known, a))
+    pairs = [*zip(map(_flat, found), map(_flat, exact), strict=True)]
+    top = max((largest(right) for _, right in pairs), default=0.0)
+    bounds = _thresholds(limits)[:3] / scale
+    sums = np.full(_SUMS, np.nan)
+    if top == 0.0 or _ORDINARY[0] < top < _ORDINARY[1]:
+        with np.errstate(over="ignore", invalid="ignore"):
+            sums = _sums(pairs, np.float32, scale, 1.0, bounds)
+    if not np.isfinite(sums).all():
+        # In units of the largest value: squares of 1e200 leave every range.
+        sums = _sums(pairs, np.float64, scale, max(top, 1e-300), bounds)
+    error, size, other, product, *above, lost, nan, broken = sums
     relative, cosine = (math.sqrt(error / size), 0.0) if size else (0.0, 1.0)
     if size and other:
-        cosine = float(np.dot(a, b_known) / math.sqrt(size * other))
-    measured = on_host(b * scale, limits)
+        cosine = product / math.sqrt(size * other)
+    count = max(sum(right.size for _, right in pairs), 1)
     return Gap(
-        math.inf if lost.any() else relative,
-        cosine,
-        bool(lost.any()),
-        only_nan,
-        not fine.all(),
-        measured.flushed,
-        measured.subnormal,
-        measured.headroom_bits,
+        math.inf if lost else relative,
+        float(cosine),
+        bool(lost),
+        bool(lost and nan == lost),
+        bool(broken),
+        (above[0] - above[1]) / count,
+        (above[1] - above[2]) / count,
+        _headroom(top * scale, broken, limits),
     )
 
 
-def _vector(tensors: Sequence[Any]) -> np.ndarray:
+# What stays in a core's cache is read from memory once.
+_BLOCK = 2**15
+# Squares of numbers in between, and sums of them, keep to float32.
+_ORDINARY = 1e-12, 1e12
+_SUMS = 10
+
+
+def largest(tensor: Any) -> float:
+    """Returns the largest finite magnitude, 0 without one."""
+    tops = [0.0]
+    for (block,) in _blocks([_flat(tensor)]):
+        sizes = np.abs(block.astype(np.float64))
+        top = float(sizes.max())
+        if not math.isfinite(top):
+            top = float(np.max(sizes, where=np.isfinite(sizes), initial=0.0))
+        tops.append(top)
+    return max(tops)
+
+
+def _sums(
+    pairs: Sequence[tuple[np.ndarray, np.ndarray]],
+    kind: type[np.floating],
+    scale: float,
+    unit: float,
+    bounds: np.ndarray,
+) -> np.ndarray:
+    """Sums what `Gap` is made of, in the order in which `gap` reads it."""
+    total = np.zeros(_SUMS)
+    for near, right in (blocks for pair in pairs for blocks in _blocks(pair)):
+        near, right = near.astype(kind) / kind(scale), right.astype(kind)
+        sizes = np.abs(right)
+        above = [np.count_nonzero(sizes > bound) for bound in bounds]
+        fine, alike = np.isfinite(right), np.isfinite(near)
+        faults: list[Any] = [0, 0, 0]
+        if not (fine.all() and alike.all()):
+            lost = fine & ~alike
+            faults = [lost.sum(), np.isnan(near[lost]).sum(), (~fine).sum()]
+            near, right = (np.where(fine & alike, x, 0) for x in (near, right))
+        if kind is np.float64:
+            near, right = np.clip(near / unit, -1e150, 1e150), right / unit
+        wrong = near - right
+        products = [(wrong, wrong), (right, right), (near, near), (near, right)]
+        total += [*(np.dot(*pair) for pair in products), *above, *faults]
+    return total
+
+
+def _blocks(arrays: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    for start in range(0, arrays[0].size, _BLOCK):
+        yield [one[start : start + _BLOCK] for one in arrays]
+
+
+def _flat(tensor: Any) -> np.ndarray:
     # TensorFlow makes no array of a bfloat16 scalar.
-    flat = [ops.reshape(one, (-1,)) for one in tensors]
-    arrays = [np.asarray(ops.convert_to_numpy(one)) for one in flat]
-    return np.concatenate([one.astype(np.float64).ravel() for one in arrays])
+    tensor = tensor if len(tensor.shape) else ops.reshape(tensor, (1,))
+    return np.asarray(ops.convert_to_numpy(tensor)).reshape(-1)

@@ -4,9 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from absl import logging
-
-from tfmix import _progress
+from tfmix import _messages, _progress
 from tfmix.doctor import float8_products, probe, verdicts
 from tfmix.policy import names as policy_names
 from tfmix.policy import policy as policies
@@ -76,8 +74,8 @@ def fewest_layers(report: Checked, progress: bool) -> policies.Policy:
     tried = _tried(report, needed)
     if tried is not None and not tried.sixteen_bit_layers:
         is_float16 = report.policy.compute_dtype == "float16"
-        logging.warning(
-            "tfmix: in the suggested policy nothing is left in 16 bit; use %r.",
+        _messages.warn(
+            "in the suggested policy nothing is left in 16 bit; use %r.",
             "mixed_bfloat16" if is_float16 else "float32",
         )
     return with_layers(report, needed)

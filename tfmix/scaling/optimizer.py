@@ -4,7 +4,6 @@ import contextlib
 import contextvars
 import numbers
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix import _arguments, _errors
+from tfmix import _arguments, _errors, _messages
 from tfmix._keras import compilation, global_state, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.scaling import rules, settings
@@ -594,9 +593,8 @@ class LossScaleOptimizer(
                 "it is not built yet; to restore its state as well, call "
                 "`optimizer.build(model.trainable_variables)` before loading"
             )
-        warnings.warn(
-            f"The state of optimizer {self.name!r} was not restored: {reason}.",
-            stacklevel=2,
+        _messages.warn(
+            "the state of optimizer %r was not restored: %s.", self.name, reason
         )
 
     def get_config(self) -> dict:
@@ -642,13 +640,14 @@ class LossScaleOptimizer(
         optimizer.unasked = unasked
         optimizer.guarded = guarded
         if leader_name is not None:
-            warnings.warn(
-                f"The optimizer {optimizer.name!r} shared the loss scale of "
-                f"{leader_name!r} and has one of its own now. To share it "
-                "again, write tfmix.LossScaleOptimizer(optimizer."
-                "inner_optimizer, loss_scale=other), where `other` is "
-                f"{leader_name!r}.",
-                stacklevel=2,
+            _messages.warn(
+                "the optimizer %r shared the loss scale of %r and has one of "
+                "its own now. To share it again, write "
+                "tfmix.LossScaleOptimizer(optimizer.inner_optimizer, "
+                "loss_scale=other), where `other` is %r.",
+                optimizer.name,
+                leader_name,
+                leader_name,
             )
         return optimizer
 
@@ -1021,12 +1020,13 @@ _APPLY = (
 )
 
 _ADVICE = """What to change, most likely first:
-  - look for NaN, infinity or, in float16, numbers beyond 65504 in the data: a
-    skip at any scale means that the loss or the forward pass is not finite;
+  - if the loss is not finite: rows with NaN, infinity or, in float16, numbers
+    beyond 65504 in the data; drop or mend them;
+  - if it is finite and large, as of targets of 5e4: standardise the targets,
+    y = (y - y.mean()) / y.std();
   - keep the layer named first in float32: Layer(..., dtype="float32"), and
     end the model in tfmix.float32_output(...);
   - lower the learning rate or clip: Adam(..., global_clipnorm=1.0);
   - train in "mixed_bfloat16", which has the range of float32;
-  - if the loss itself is huge, allow a smaller scale:
-    DynamicLossScale(min_scale=2.0**-14).
+  - allow a smaller scale: DynamicLossScale(min_scale=2.0**-14).
 tfmix.check(model, x, y) names the layer and the line to change."""

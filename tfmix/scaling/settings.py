@@ -1,11 +1,10 @@
 """The settings of a LossScaleOptimizer, checked."""
 
-import warnings
 from typing import Any
 
 import keras
 
-from tfmix import _arguments, _formats
+from tfmix import _arguments, _formats, _messages
 from tfmix.scaling import rules
 from tfmix.variables import inner_attributes
 
@@ -72,11 +71,10 @@ def drop_unsupported(config: dict) -> None:
     """Drops from an optimizer's config what this backend does not know."""
     if keras.backend.backend() != "tensorflow":
         if dtype := config.pop("reduce_dtype", None):
-            warnings.warn(
-                f"The optimizer was saved with reduce_dtype={dtype!r}, which "
-                "is of the sum that `tf.distribute` makes; under JAX it is "
-                "left out.",
-                stacklevel=3,
+            _messages.warn(
+                "the optimizer was saved with reduce_dtype=%r, which is of the "
+                "sum that `tf.distribute` makes; under JAX it is left out.",
+                dtype,
             )
 
 
@@ -91,11 +89,12 @@ def inner_optimizer(optimizer: Any) -> Any:
             "LossScaleOptimizer(optimizer.inner_optimizer)."
         )
     if optimizer.loss_scale_factor is not None:
-        warnings.warn(
-            f"The fixed loss_scale_factor={optimizer.loss_scale_factor!r} of "
-            f"{optimizer.name!r} is replaced by tfmix's loss scale. To keep "
-            "it, write LossScaleOptimizer(..., loss_scale="
-            f"{optimizer.loss_scale_factor!r}).",
-            stacklevel=3,
+        factor = optimizer.loss_scale_factor
+        _messages.warn(
+            "the fixed loss_scale_factor=%r of %r is replaced by tfmix's loss "
+            "scale. To keep it, write LossScaleOptimizer(..., loss_scale=%r).",
+            factor,
+            optimizer.name,
+            factor,
         )
     return optimizer

@@ -120,7 +120,7 @@ def test_a_model_made_before_the_policy_is_wrapped_by_it():
 
 
 def of_tfmix(caplog):
-    return [text for text in caplog.messages if text.startswith("tfmix")]
+    return [one.getMessage() for one in caplog.records if one.name == "tfmix"]
 
 
 def made_too_early(caplog):

@@ -5,7 +5,6 @@ import threading
 
 import keras
 import pytest
-from absl import logging
 
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import active_rules, ops, policy_lookup
@@ -26,15 +25,6 @@ def in_thread(function):
     thread.start()
     thread.join()
     return results[0]
-
-
-@pytest.fixture
-def warnings_logged(monkeypatch):
-    lines = []
-    monkeypatch.setattr(
-        logging, "warning", lambda text, *args: lines.append(text % args)
-    )
-    return lines
 
 
 @pytest.mark.parametrize("name", SIXTEEN_BIT)
@@ -210,29 +200,29 @@ def test_float32_holds_against_kerass_own_policy():
 
 
 def test_setting_a_policy_through_keras_takes_effect_and_is_said(
-    warnings_logged,
+    said,
 ):
     state.set_global_policy("mixed_float16")
     keras.config.set_dtype_policy("mixed_bfloat16")
     assert new_layer_policy() == "mixed_bfloat16"
-    (line,) = warnings_logged
+    (line,) = said
     assert "mixed_bfloat16" in line
     assert "Policy('mixed_float16')" in line
 
 
-def test_setting_float32_through_keras_switches_tfmix_off(warnings_logged):
+def test_setting_float32_through_keras_switches_tfmix_off(said):
     state.set_global_policy("mixed_float16")
     keras.config.set_dtype_policy("float32")
     assert new_layer_policy() == "float32"
     assert not policy_lookup.are_installed()
-    assert len(warnings_logged) == 1
+    assert len(said) == 1
 
 
-def test_setting_the_same_policy_through_keras_is_no_news(warnings_logged):
+def test_setting_the_same_policy_through_keras_is_no_news(said):
     state.set_global_policy("mixed_float16")
     keras.config.set_dtype_policy("mixed_float16")
     assert new_layer_policy() == "mixed_float16"
-    assert not warnings_logged
+    assert not said
 
 
 def test_before_tfmix_is_asked_the_policy_is_kerass():

@@ -1,7 +1,5 @@
 """A layer that cannot compute in 16 bit computes in float32, and says so."""
 
-import logging
-
 import keras
 import numpy as np
 import pytest
@@ -507,16 +505,6 @@ def test_layers_of_one_code_are_named_once_for_a_policy(caplog):
             assert made.compute_dtype == "float32"
         found = [w for w in warnings_in(caplog) if "layer '" in w]
         assert len(found) == 2 * times
-
-
-@pytest.fixture(autouse=True)
-def absl_propagates(caplog):
-    logger = logging.getLogger("absl")
-    before = logger.propagate
-    logger.propagate = True
-    caplog.set_level(logging.WARNING, "absl")
-    yield
-    logger.propagate = before
 
 
 @helpers.requires_backend("tensorflow")

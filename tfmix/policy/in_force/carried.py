@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
-from absl import logging
 
+from tfmix import _messages
 from tfmix._keras import global_state, layers, model_methods, training
 from tfmix.devices import devices
 from tfmix.float8 import chosen_layers
@@ -134,19 +134,17 @@ class _Carried:
                 f"{layer.name!r}: {why}"
                 for layer, why in chosen_layers.reasons(self._model).items()
             ]
-            logging.warning(
-                "tfmix: no layer of %r multiplies in float8 (%s). Name some in "
+            _messages.warn(
+                "no layer of %r multiplies in float8 (%s). Name some in "
                 "`Policy('mixed_float8', float8_layers=[...])`, or take "
                 "'mixed_bfloat16'.",
                 self._model.name,
                 "; ".join(reasons[:3]) or "no Dense, no EinsumDense",
             )
         elif not any(device.float8 for device in devices()):
-            logging.log_first_n(
-                logging.WARNING,
-                "tfmix: no device here multiplies float8: the policy "
-                "'mixed_float8' computes the same by casts, more slowly.",
-                1,
+            _messages.warn_once(
+                "no device here multiplies float8: the policy "
+                "'mixed_float8' computes the same by casts, more slowly."
             )
 
     def _make_train_function(

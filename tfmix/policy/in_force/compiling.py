@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-from absl import logging
 
-from tfmix import _formats
+from tfmix import _formats, _messages
 from tfmix._keras import layers, model_methods, optimizers, training
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import (
@@ -51,8 +50,8 @@ def _warn_of_late_policy(model: keras.Model) -> bool:
         and not any(map(computes_in, _formats.SIXTEEN_BIT))
     )
     if is_late:
-        logging.warning(
-            "tfmix: %r is in force, but no layer of the model computes in 16 "
+        _messages.warn(
+            "%r is in force, but no layer of the model computes in 16 "
             "bit: the model was made before. Make it after setting the "
             "policy, or write tfmix.apply_policy(model, %r).",
             policy.name,

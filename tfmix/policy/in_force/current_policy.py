@@ -5,8 +5,8 @@ import threading
 from typing import Any
 
 import keras
-from absl import logging
 
+from tfmix import _messages
 from tfmix._keras import global_state
 from tfmix.devices import is_on_tpu
 from tfmix.policy import policy as policies
@@ -221,8 +221,8 @@ def _replaced_by_keras(policy: keras.DTypePolicy) -> None:
         isinstance(before, policies.Policy) and before == policy
     ):
         return
-    logging.warning(
-        "tfmix: keras.config.set_dtype_policy(%r) replaces tfmix's policy "
+    _messages.warn(
+        "keras.config.set_dtype_policy(%r) replaces tfmix's policy "
         "%r. Call tfmix.set_global_policy(%r) to say so, or leave it out.",
         policy.name,
         before,

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
-from absl import logging
 
-from tfmix import _formats
+from tfmix import _formats, _messages
 from tfmix._keras import (
     attempts,
     global_state,
@@ -142,8 +141,8 @@ def mended_step(
         except Exception:
             raise error from None
         undo.pop_all()
-    logging.warning(
-        "tfmix: the layers that the `train_step` of %r calls hand float32 on "
+    _messages.warn(
+        "the layers that the `train_step` of %r calls hand float32 on "
         "to it from now on, because its code cannot compute in 16 bit. %s",
         model.name,
         dtype_errors.cause(error),
@@ -302,8 +301,8 @@ class _State:
         if not self._tells or said in _said:
             return
         _said.add(said)
-        logging.warning(
-            "tfmix: layer %r (%s) computes in float32 from now on, because its "
+        _messages.warn(
+            "layer %r (%s) computes in float32 from now on, because its "
             "code cannot compute in 16 bit; so do others with that code. %s To "
             "mend it, %s, or compute in float32 there; to keep it so, make the "
             'layer with dtype="float32".',

@@ -4,27 +4,22 @@ import contextlib
 import contextvars
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from absl import logging
 
+from tfmix import _messages
 from tfmix._formats import SIXTEEN_BIT
 from tfmix._keras import global_state, layers, model_methods
 from tfmix.policy.in_force import model_border, tensors
 
-_PROBABILITIES = ("softmax", "sigmoid")
-_COST = "The last rounding reaches the loss"
-_COST_OF_PROBABILITIES = (
-    "Probabilities below the format's range become 0 in `predict`, in metrics "
-    "and in losses"
-)
-if keras.backend.backend() == "tensorflow":
-    # Which note the logits on the result of a softmax or sigmoid.
-    _COST_OF_PROBABILITIES += (
-        " (not in Keras's cross-entropies, which go back to the logits)"
-    )
+# Losses that go back to the logits behind these on TensorFlow, whatever the
+# dtype of the probabilities.
+_THROUGH: dict[str, tuple[str, ...]] = {
+    "softmax": ("categorical_crossentropy", "sparse_categorical_crossentropy"),
+    "sigmoid": ("binary_crossentropy",),
+}
 _as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tfmix_outputs_as_made", default=False
 )
@@ -87,65 +82,43 @@ class Outputs:
         tensors.map_leaves(
             outputs, lambda one: dtypes.append(tensors.float_dtype(one))
         )
-        names = _names(self._model, len(dtypes))
-        narrow = [n for n, one in enumerate(dtypes) if one in SIXTEEN_BIT]
+        losses = [*layers.losses(self._model, outputs).values()]
+        losses += [None] * (len(dtypes) - len(losses))
+        narrow = [
+            place
+            for place, dtype in enumerate(dtypes)
+            if dtype in SIXTEEN_BIT
+            and not _is_undone(_last_layer(self._model, place), losses[place])
+        ]
         if narrow:
-            heads = {names[n]: _activation(self._model, n) for n in narrow}
-            logging.warning(
-                "%s %s of the model %s %s. %s%s.",
-                "Outputs" if len(narrow) > 1 else "Output",
-                ", ".join(heads),
-                "are" if len(narrow) > 1 else "is",
-                " and ".join(sorted({dtypes[n] for n in narrow})),
-                _remedy(heads),
-                _otherwise(self._model),
-            )
+            _messages.warn(_line(self._model, narrow, dtypes[narrow[0]]))
 
 
-def _names(model: keras.Model, count: int) -> list[str]:
-    """Returns the outputs' names as Keras's losses know them, or places."""
-    known = getattr(model, "output_names", None) or []
-    if len(known) != count:
-        return [*map(str, range(count))]
-    return [*map(repr, known)]
-
-
-def _activation(model: keras.Model, place: int) -> str:
-    """Names the activation that makes probabilities of a graph's result."""
+def _last_layer(model: keras.Model, place: int) -> keras.Layer | None:
+    """Returns the layer that makes a graph's result, if it is known."""
     results = layers.results(model)
-    if place >= len(results):
-        return ""
-    made_by, _ = layers.maker(results[place])
-    activation = getattr(made_by, "activation", None)
-    name = getattr(activation, "__name__", "")
-    return name if name in _PROBABILITIES else ""
+    made_by = layers.maker(results[place])[0] if place < len(results) else None
+    return made_by if isinstance(made_by, keras.Layer) else None
 
 
-def _otherwise(model: keras.Model) -> str:
-    """Says what puts the last layer of a model made already into float32."""
-    if not layers.results(model):
-        return ""
-    call = f"`tfmix.apply_policy(model, {model.dtype_policy.name!r})`"
-    return f", or write {call} for one that is made already"
+def _is_undone(layer: keras.Layer | None, loss: Any) -> bool:
+    """Says whether a loss does not see the last rounding of probabilities."""
+    if keras.backend.backend() != "tensorflow":
+        return False
+    activation = getattr(getattr(layer, "activation", None), "__name__", "")
+    function = getattr(getattr(loss, "fn", None), "__name__", "")
+    from_logits = getattr(loss, "from_logits", False)
+    return function in _THROUGH.get(activation, ()) and not from_logits
 
 
-def _remedy(heads: Mapping[str, str]) -> str:
-    """Says what 16-bit outputs cost, and what to write, by their activation."""
-    chosen = sorted({*heads.values()} - {""})
-    given = f"activation={chosen[0]!r}, " if len(chosen) == 1 else ""
-    calls = {
-        name: f"`tfmix.float32_output({repr(head) if head else ''})`"
-        for name, head in heads.items()
-    }
-    if len(set(calls.values())) == 1:
-        ending = f"end the model with {next(iter(calls.values()))}"
+def _line(model: keras.Model, narrow: list[int], dtype: str) -> str:
+    """Says which layer returns 16 bit, and what to write."""
+    made_by = [_last_layer(model, place) for place in narrow]
+    names = [repr(layer.name) for layer in made_by if layer is not None]
+    if len(names) < len(narrow):
+        what = f"the output of {model.name!r} is {dtype}; make what returns it"
+    elif len(names) == 1:
+        what = f"last layer {names[0]} is {dtype}; make it"
     else:
-        each = (f"{name} with {call}" for name, call in calls.items())
-        ending = f"end {', '.join(each)}"
-    bare = " and ".join(f"`activation={each!r}`" for each in chosen)
-    behind = f", behind a last layer without {bare}" if chosen else ""
-    return (
-        f"{_COST_OF_PROBABILITIES if chosen else _COST}. Give the last layer "
-        f'`dtype="float32"`, as in `Dense(..., {given}dtype="float32")`; or, '
-        f"to multiply in 16 bit, {ending}{behind}"
-    )
+        what = f"last layers {', '.join(names)} are {dtype}; make them"
+    return f'{what} `dtype="float32"`'

@@ -1,28 +1,24 @@
-"""Warns once in a `fit` of skipped steps that no scale can prevent."""
+"""Tells of skipped steps that no search for a loss scale explains."""
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 from keras import tree
 
-from tfmix import _bar_output, _formats
-from tfmix.policy.in_force import bound_arguments, suited_optimizer
+from tfmix import _bar_output
+from tfmix.policy.in_force import bound_arguments, skip_causes
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
 
-STANDSTILL = (
-    "No update was applied in the last %d steps: the loss scale is %g, %d "
-    "step(s) were skipped in a row. "
-)
-_WORN_DOWN = (
-    "Skipped in this epoch: %d of %d steps, at a loss scale of %g, the "
-    "lowest, where small gradients become 0. "
-)
-# A scale that is too high costs the first steps of a run: so many in a row
-# are no epoch's accident.
+# A scale that is too high costs the first steps of a run, and a few later on:
+# so many are no accident.
 _NOT_BY_ACCIDENT = 3
+# Share of an epoch's steps that may be skipped without a word.
+_FEW = 0.05
+_DATA = ("x", "y", "sample_weight")
 
 
 class SkipWatch(keras.callbacks.Callback):
@@ -30,29 +26,49 @@ class SkipWatch(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._told = False
+        # Arrays that `fit` was given, by its arguments' names.
+        self.data: Mapping[str, Any] = {}
+        self.batch_size: int | None = None
+        self._start_anew()
+
+    def _start_anew(self) -> None:
         # Applied and skipped steps up to the end of the last epoch.
         self._counted: tuple[int, int] | None = None
+        # Whether an epoch has trained, and the skips since that one.
+        self._trained, self._later = False, 0.0
+        self._told = False
+        self._bad_data: str | None = None
+        self._last_cause = ""
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts anew."""
-        self._told, self._counted = False, None
+        self._start_anew()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Reads what the first epoch starts from."""
         # Not before: other callbacks restore a run as training begins.
         self._counted = self._counted or self._count()
+        self._told = False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Warns if every step was skipped, or one at the lowest scale."""
+        """Says how many steps were skipped, and the likeliest cause."""
         before, self._counted = self._counted, self._count()
-        if before is None or self._counted is None or self._told:
+        if before is None or self._counted is None:
             return
         applied, skipped = (
             now - was for now, was in zip(self._counted, before, strict=True)
         )
-        if skipped:
-            self._tell(applied, skipped)
+        if (
+            skipped
+            and not self._told
+            and self._is_unexplained(applied, skipped)
+        ):
+            loss = float((logs or {}).get("loss", math.nan))
+            steps = applied + skipped
+            verb = "was" if skipped == 1 else "were"
+            what = f"{skipped} of {steps} steps of epoch {epoch + 1} {verb}"
+            self._tell(f"{what} skipped", loss)
+        self._trained = self._trained or applied > 0
 
     def _count(self) -> tuple[int, int] | None:
         # Asking for `self.model` brings the variables up to date on JAX.
@@ -62,34 +78,49 @@ class SkipWatch(keras.callbacks.Callback):
         applied = int(keras.ops.convert_to_numpy(optimizer.iterations))
         return applied, optimizer.skipped_steps
 
-    def _tell(self, applied: int, skipped: int) -> None:
+    def _is_unexplained(self, applied: int, skipped: int) -> bool:
+        """Says whether skips are more than a search for the scale costs."""
         optimizer = self.model.optimizer
-        scale, rule = optimizer.loss_scale, optimizer.rule
-        dynamic = isinstance(rule, rules.DynamicLossScale)
-        lowest = dynamic and scale <= rule.lowest_scale
-        values: tuple[float, ...]
-        if not applied and (lowest or skipped >= _NOT_BY_ACCIDENT):
-            in_a_row = optimizer.consecutive_skips
-            text, values = STANDSTILL, (skipped, scale, in_a_row)
-        elif lowest:
-            text, values = _WORN_DOWN, (skipped, applied + skipped, scale)
-        else:
-            return
+        rule = optimizer.rule
+        is_dynamic = isinstance(rule, rules.DynamicLossScale)
+        is_lowest = is_dynamic and optimizer.loss_scale <= rule.lowest_scale
+        # Each growth of the scale is a trial, too.
+        trials = applied / getattr(rule, "growth_steps", math.inf)
+        if self._trained:
+            self._later += max(skipped - trials, 0.0)
+        if is_lowest or skipped <= _FEW * (applied + skipped) + trials:
+            return is_lowest
+        if isinstance(rule, rules.FixedLossScale | rules.NoLossScale):
+            return True
+        if self._bad_data is None:
+            self._bad_data = skip_causes.bad_data(self.data)
+        new = self._later if applied else skipped
+        return bool(self._bad_data) or new >= _NOT_BY_ACCIDENT
+
+    def _tell(self, what: str, loss: float) -> None:
+        optimizer = self.model.optimizer
         self._told = True
-        _bar_output.warn(self, text + _advice(self.model, lowest), *values)
+        cause = self.cause(loss)
+        if cause == self._last_cause:
+            _bar_output.warn(self, "%s, as before", what)
+            return
+        self._last_cause = cause
+        scale = f" at a loss scale of {optimizer.loss_scale:g}"
+        if isinstance(optimizer.rule, rules.NoLossScale):
+            scale = ""
+        _bar_output.warn(self, "%s%s: %s", what, scale, cause)
 
-
-def _advice(model: keras.Model, lowest: bool) -> str:
-    """Says where to look for the cause."""
-    look = "A lower scale cannot mend this" if lowest else "If it goes on"
-    beyond, instead = "infinity", ""
-    if suited_optimizer.computes_in(model, "float16"):
-        beyond = f"numbers beyond {_formats.FLOAT16.max:g}"
-        instead = ", or use 'mixed_bfloat16'"
-    return (
-        f"{look}: look for NaN or {beyond} in the data (`tfmix.check(model, "
-        f"x, y)` names the layer){instead}."
-    )
+    def cause(self, loss: float = math.nan) -> str:
+        """Says why steps are skipped, by what can be measured."""
+        if self._bad_data is None:
+            self._bad_data = skip_causes.bad_data(self.data)
+        return self._bad_data or skip_causes.of_model(
+            self.model,
+            self.data,
+            self.batch_size,
+            loss,
+            self.model.optimizer.overflow_counts,
+        )
 
 
 def fit(
@@ -104,9 +135,13 @@ def fit(
     given = bound_arguments.get(bound, "callbacks")
     is_list = isinstance(given, keras.callbacks.CallbackList)
     found = given.callbacks if is_list else tree.flatten(given or [])
-    if any(isinstance(each, SkipWatch) for each in found):
+    watches = [each for each in found if isinstance(each, SkipWatch)]
+    watch = watches[0] if watches else SkipWatch()
+    data = {name: bound_arguments.get(bound, name) for name in _DATA}
+    watch.data = skip_causes.arrays(data)
+    watch.batch_size = bound_arguments.get(bound, "batch_size")
+    if watches:
         return original(*args, **kwargs)
-    watch = SkipWatch()
     if not is_list:
         bound_arguments.put(bound, "callbacks", [*found, watch])
         return original(*bound.args, **bound.kwargs)

@@ -3,9 +3,8 @@
 from typing import Any
 
 import keras
-from absl import logging
 
-from tfmix import _formats
+from tfmix import _formats, _messages
 from tfmix._keras import layers, model_methods
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
@@ -75,8 +74,8 @@ def suited(
         # Two scales would be divided out twice. The optimizer stays the
         # user's own object: a copy would ignore a later change of its rate.
         optimizer.loss_scale_factor = None
-        logging.info(
-            "tfmix: the fixed loss_scale_factor=%r of %r is now "
+        _messages.info(
+            "the fixed loss_scale_factor=%r of %r is now "
             "LossScaleOptimizer(..., loss_scale=%r), which also skips steps "
             "that are not finite.",
             fixed,

@@ -10,8 +10,8 @@ import types
 from typing import Any
 
 import keras
-from absl import logging
 
+from tfmix import _messages
 from tfmix._keras import global_state, layer_policies, layers
 from tfmix.policy.in_force import tensors
 
@@ -123,8 +123,8 @@ def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:
     if layer.input_dim <= exact:
         return
     # A model meets this while it is traced, so a few times, not each step.
-    logging.warning(
-        "tfmix: ids reach Embedding %r as %s, which rounds whole numbers "
+    _messages.warn(
+        "ids reach Embedding %r as %s, which rounds whole numbers "
         "above %d, and it has %d rows. Feed ids as integers, or slice and "
         "cast them to 'int32' in a layer made with autocast=False.",
         layer.name,

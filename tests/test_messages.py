@@ -1,0 +1,81 @@
+"""All that tfmix says comes one way, and one line silences it."""
+
+import ast
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from tests.tree import ROOT
+from tfmix import _messages
+
+PACKAGE = ROOT / "tfmix"
+PROGRAM = """
+import logging, keras, tfmix
+from tfmix import _errors
+keras.config.set_dtype_policy("float32")
+{line}
+from absl import logging as absl
+absl.warning("of absl")
+for _ in range(2):
+    tfmix.LossScaleOptimizer(keras.optimizers.SGD(loss_scale_factor=2.0))
+    exec(compile("_errors.warn('of a line')", "train.py", "exec"))
+"""
+
+
+def said_by(line):
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(line=line)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    return [one for one in run.stderr.splitlines() if "tfmix" in one]
+
+
+def test_each_message_is_a_line_that_begins_with_the_name_and_can_be_silenced():
+    said = said_by("")
+    assert len(said) == 3
+    assert all(one.startswith("tfmix: the fixed loss") for one in said[::2])
+    assert said[1] == "tfmix: of a line (train.py:1)"
+    assert said_by('logging.getLogger("tfmix").setLevel("ERROR")') == []
+
+
+def test_a_block_can_be_kept_silent(caplog):
+    with _messages.silenced():
+        _messages.warn("not said")
+    _messages.warn("said %d", 1)
+    assert caplog.messages == ["said 1"]
+
+
+def test_what_is_true_of_the_next_model_is_said_once(caplog):
+    _messages.warn_once("so it is")
+    _messages.warn_once("so it is")
+    assert caplog.messages == ["so it is"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.name
+)
+def test_there_is_no_other_way(path):
+    text = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names = {each.name for each in node.names}
+            assert getattr(node, "module", "") != "absl"
+            assert "logging" not in names or path.name == "_messages.py"
+        is_call = isinstance(node, ast.Call)
+        called = ast.unparse(node.func) if is_call else ""
+        if called == "warnings.warn":
+            # Python's own category, which tools look for.
+            assert "DeprecationWarning" in ast.unparse(node)
+        if called.startswith("_messages."):
+            assert "tfmix: " not in ast.unparse(node)
+
+
+def test_the_logger_is_the_one_that_the_guide_names():
+    page = (ROOT / "docs" / "when-it-goes-wrong.md").read_text()
+    assert f'logging.getLogger("{_messages.LOGGER.name}")' in page
+    assert isinstance(_messages.LOGGER, logging.Logger)
