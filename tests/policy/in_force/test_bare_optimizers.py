@@ -163,3 +163,47 @@ def test_a_float32_model_keeps_keras_own_optimizer():
     x = np.full((4, 3), np.nan, "float32")
     model.fit(x, x[:, :1], verbose=0)
     assert np.isnan(model.get_weights()[0]).all()
+
+
+class TwoOptimizers(keras.Model):
+    """Trains two layers by an optimizer each, as a GAN does."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [keras.Sequential([keras.layers.Dense(1)]) for _ in "ab"]
+
+    def compile(self, *optimizers, **kwargs):
+        super().compile(**kwargs)
+        self.first, self.second = optimizers
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        losses = []
+        for part, optimizer in zip(
+            self.parts, (self.first, self.second), strict=True
+        ):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(part(data)))
+            weights = part.trainable_variables
+            optimizer.apply(tape.gradient(loss, weights), weights)
+            losses.append(loss)
+        return {"loss": sum(losses)}
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_fit_tells_of_what_its_optimizers_skipped(jit, said):
+    tfmix.set_global_policy("mixed_float16")
+    model = TwoOptimizers()
+    x = np.ones((32, 3), "float32")
+    for part in model.parts:
+        part.build((None, 3))
+    model.compile(
+        keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1), jit_compile=jit
+    )
+    x[:8] = np.inf
+    model.fit(x, batch_size=4, shuffle=False, verbose=0)
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+    (text,) = [line for line in said if "skipped" in line]
+    assert "4 of 16 steps" in text

@@ -44,6 +44,16 @@ def leave_alone(optimizer: keras.optimizers.Optimizer | None) -> None:
         object.__setattr__(optimizer, _SKIPPING, None)
 
 
+def skippers(model: keras.Model) -> list[scaling.LossScaleOptimizer]:
+    """Lists what counts the skips of the optimizers that a model holds.
+
+    Empty under JAX, where nothing counts them.
+    """
+    held = vars(model).values()
+    found = [vars(x).get(_SKIPPING) for x in held if hasattr(x, "__dict__")]
+    return [apply.__self__ for apply in found if apply is not None]
+
+
 def _on_tensorflow(
     optimizer: Any, original: Callable, grads: Sequence, variables: Any
 ) -> Any:

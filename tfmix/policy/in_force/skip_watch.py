@@ -9,7 +9,11 @@ import keras
 from keras import tree
 
 from tfmix import _bar_output
-from tfmix.policy.in_force import bound_arguments, skip_causes
+from tfmix.policy.in_force import (
+    bare_optimizers,
+    bound_arguments,
+    skip_causes,
+)
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
 
@@ -53,8 +57,10 @@ class SkipWatch(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Says how many steps were skipped, and the likeliest cause."""
         before, self._counted = self._counted, self._count()
-        if before is None or self._counted is None:
+        if self._counted is None:
             return
+        # Optimizers of the model's own count from their first step on.
+        before = before or (0, 0)
         applied, skipped = (
             now - was for now, was in zip(self._counted, before, strict=True)
         )
@@ -72,15 +78,26 @@ class SkipWatch(keras.callbacks.Callback):
 
     def _count(self) -> tuple[int, int] | None:
         # Asking for `self.model` brings the variables up to date on JAX.
-        optimizer = self.model.optimizer
-        if not isinstance(optimizer, scaling.LossScaleOptimizer):
+        optimizers = self._optimizers()
+        if not optimizers:
             return None
-        applied = int(keras.ops.convert_to_numpy(optimizer.iterations))
-        return applied, optimizer.skipped_steps
+        applied = [
+            int(keras.ops.convert_to_numpy(each.iterations))
+            for each in optimizers
+        ]
+        return sum(applied), sum(each.skipped_steps for each in optimizers)
+
+    def _optimizers(self) -> list[scaling.LossScaleOptimizer]:
+        """Lists what skips steps: a model may have several of its own."""
+        own = bare_optimizers.skippers(self.model)
+        optimizer = self.model.optimizer
+        if not own and isinstance(optimizer, scaling.LossScaleOptimizer):
+            return [optimizer]
+        return own
 
     def _is_unexplained(self, applied: int, skipped: int) -> bool:
         """Says whether skips are more than a search for the scale costs."""
-        optimizer = self.model.optimizer
+        optimizer = self._optimizers()[0]
         rule = optimizer.rule
         is_dynamic = isinstance(rule, rules.DynamicLossScale)
         is_lowest = is_dynamic and optimizer.loss_scale <= rule.lowest_scale
@@ -98,7 +115,7 @@ class SkipWatch(keras.callbacks.Callback):
         return bool(self._bad_data) or new >= _NOT_BY_ACCIDENT
 
     def _tell(self, what: str, loss: float) -> None:
-        optimizer = self.model.optimizer
+        optimizer = self._optimizers()[0]
         self._told = True
         cause = self.cause(loss)
         if cause == self._last_cause:
@@ -119,7 +136,11 @@ class SkipWatch(keras.callbacks.Callback):
             self.data,
             self.batch_size,
             loss,
-            self.model.optimizer.overflow_counts,
+            {
+                path: count
+                for each in self._optimizers()
+                for path, count in each.overflow_counts.items()
+            },
         )
 
 
