@@ -9,7 +9,7 @@ import pytest
 from tests import helpers
 from tfmix import _errors
 from tfmix.callbacks import loss_scale_monitor
-from tfmix.policy.in_force import current_policy
+from tfmix.policy.in_force import current_policy, model_border
 from tfmix.scaling import optimizer as scaling
 
 ALL_BAD = (
@@ -89,7 +89,8 @@ def test_rows_that_are_not_finite_are_named_after_the_first_epoch(
 def test_targets_that_are_too_large_are_told_of(said):
     data = batches()
     data["y"][:] = 5e4
-    compiled(loss_scale=2.0**10, initial_scale=None).fit(**data)
+    with model_border.left_out():
+        compiled(loss_scale=2.0**10, initial_scale=None).fit(**data)
     (text,) = said
     assert (
         "the loss is 2.5e+09, where float16 ends at 65504, and targets " in text
@@ -141,11 +142,12 @@ def test_the_search_for_a_scale_is_not_told_of(said):
 def test_what_a_search_may_cost_later_on_is_not_told_of(said):
     # A gradient beyond the scale's reach, as of weights that have grown.
     model = compiled(initial_scale=2.0**15)
-    model.fit(**batches(), epochs=2)
-    model.optimizer.loss_scale = 2.0**22
     data = batches()
-    data["y"][:] = 1.0
-    model.fit(**data, epochs=3)
+    with model_border.left_out():
+        model.fit(**data, epochs=2)
+        model.optimizer.loss_scale = 2.0**22
+        data["y"][:] = 1.0
+        model.fit(**data, epochs=3)
     assert model.optimizer.skipped_steps > 2
     assert not said
 
@@ -162,7 +164,8 @@ def test_trials_of_a_scale_that_grows_fast_are_not_told_of(said):
     model = compiled(initial_scale=2.0**15, dynamic_growth_steps=2)
     data = batches(64)
     data["y"][:] = 100.0
-    model.fit(**data, epochs=4)
+    with model_border.left_out():
+        model.fit(**data, epochs=4)
     assert model.optimizer.skipped_steps > 10
     assert not said
 
@@ -241,8 +244,9 @@ def test_the_counters_are_read_once_an_epoch(model, monkeypatch):
     assert len(reads) == 1 + 3
 
 
-def test_another_optimizer_is_not_read(said):
+def test_a_bare_optimizer_is_read_where_its_skips_are_counted(said):
     model = compiled()
     model.compile("sgd", "mse", auto_scale_loss=False)
     model.fit(**batches(bad=range(16)))
-    assert not [text for text in said if "skipped" in text]
+    told = [text for text in said if "skipped" in text]
+    assert len(told) == (keras.backend.backend() == "tensorflow")
