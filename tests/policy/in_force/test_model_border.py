@@ -243,3 +243,24 @@ def test_a_model_that_amplifies_finds_its_place(run_eagerly):
     assert 0 < optimizer.skipped_steps < 8
     assert optimizer.consecutive_skips == 0
     assert optimizer.loss_scale == 2.0 ** (15 - optimizer.skipped_steps)
+
+
+def test_a_model_whose_layers_fell_back_is_scaled_as_well():
+    class Tiny(keras.layers.Layer):
+        def build(self, shape):
+            self.weight = self.add_weight(shape=(shape[-1],))
+
+        def call(self, x):
+            return x * self.weight + 1e-9
+
+    tiny = Tiny()
+    model = keras.Sequential([keras.Input((4,)), tiny])
+    model(X)
+    assert tiny.compute_dtype == "float32"
+    model.compile(keras.optimizers.SGD(1e10), lambda y, p: (p - y) * 1e-12)
+    before = model.get_weights()[0]
+    model.fit(X, 0 * X, verbose=0)
+    moved = model.get_weights()[0] - before
+    exact = -X.mean(0) / 4 * 1e-2
+    np.testing.assert_allclose(moved, exact, rtol=0.1)
+    assert isinstance(model.optimizer, tfmix.LossScaleOptimizer)

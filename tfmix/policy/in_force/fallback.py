@@ -124,6 +124,14 @@ def why(layer: keras.Layer) -> str:
     return state.why if state is not None and state.is_float32() else ""
 
 
+def returned_dtype(layer: keras.Layer) -> str:
+    """Returns the dtype of a layer's results, also of one that fell back."""
+    state: _State | None = vars(layer).get(STATE)
+    if state is None or not state.is_float32():
+        return str(layer.compute_dtype)
+    return state.returns
+
+
 def mended_step(
     model: keras.Model, error: Exception, trace: Callable[[], Any]
 ) -> Any:
@@ -172,7 +180,7 @@ class _State:
         )
         # The policy it fell back to, and the dtype it returns as before.
         self._policy: keras.DTypePolicy | None = None
-        self._returns = ""
+        self.returns = ""
         # It returns float32, to the code of a layer that fell back.
         self.hands_float32 = False
         # Its constants have not been looked at yet.
@@ -281,7 +289,7 @@ class _State:
         undo: contextlib.ExitStack,
     ) -> None:
         """Makes the layer, and what `change` says of those in it, float32."""
-        self.why, self._returns = cause, self._layer.compute_dtype
+        self.why, self.returns = cause, self._layer.compute_dtype
         change(self._layer, undo)
         _make_float32(self._layer, undo)
         self._policy = layer_policies.own(self._layer)
@@ -293,7 +301,7 @@ class _State:
         is_model = isinstance(self._layer, keras.Model)
         if is_model and global_state.is_outermost(self._layer):
             return outputs
-        narrow = functools.partial(tensors.narrow, dtype=self._returns)
+        narrow = functools.partial(tensors.narrow, dtype=self.returns)
         return tensors.map_leaves(outputs, narrow)
 
     def _tell(self) -> None:

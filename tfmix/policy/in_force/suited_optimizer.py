@@ -6,6 +6,7 @@ import keras
 
 from tfmix import _formats, _messages
 from tfmix._keras import layers, model_methods
+from tfmix.policy.in_force import fallback
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
 from tfmix.variables import master, sixteen_bit_optimizer
@@ -35,9 +36,10 @@ def is_graph(model: keras.Layer) -> bool:
 
 
 def computes_in(model: keras.Layer, dtype: str) -> bool:
-    """Says whether any layer of a model computes in a dtype."""
+    """Says whether any layer of a model computes, or returns, in a dtype."""
     return any(
-        layer.compute_dtype == dtype for layer in computing_layers(model)
+        dtype in (layer.compute_dtype, fallback.returned_dtype(layer))
+        for layer in computing_layers(model)
     )
 
 
