@@ -62,13 +62,13 @@ model.compile(
 tfmix.summary(model)
 
 # %% [markdown]
-# ## Train, and watch the loss scale
+# ## Train, and watch for skipped steps
 #
-# Gradients are often too small for float16. The loss is multiplied by a scale
-# before it is differentiated, and the gradients are divided by it afterwards,
-# in float32. `compile` has put `tfmix.LossScaleOptimizer` around Adam, which
-# does that; `LossScaleMonitor` shows the scale, and how many steps were skipped
-# because a gradient was not finite.
+# Gradients are often too small for float16. Inside the model they are scaled to
+# order one, and what leaves it is divided again, in float32: there is nothing
+# to tune. `compile` has put `tfmix.LossScaleOptimizer` around Adam, which skips
+# a step whose gradients are not finite; `LossScaleMonitor` shows how many were,
+# and the loss scale, which halves then.
 
 # %%
 monitor = tfmix.callbacks.LossScaleMonitor(every=5)

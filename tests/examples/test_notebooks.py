@@ -159,7 +159,9 @@ def test_when_it_goes_wrong(capsys):
     assert names["in_float16"] < 0.7 < 0.9 < names["in_float32"]
     assert [row.layer for row in names["report"].faults] == ["normalized"]
     assert "healthy: True" in capsys.readouterr().out
-    assert names["optimizer"].skipped_steps > 0
+    # One in each epoch, and nothing is spoilt by it.
+    assert names["model"].optimizer.skipped_steps == 15
+    assert names["accuracy"] > 0.9
     assert sum(output[:4] == PNG for output in outputs) == 2
 
 
