@@ -44,7 +44,10 @@ TENSORFLOW_ONLY = {
     "_serialize_to_tensors",
     "_unique_id",
     "Function",
+    "CondBranchFuncGraph",
     "capture",
+    "could_possibly_record",
+    "pack_tangents",
     "xla_optimization_barrier",
     "xla_reduce",
     "xla_variadic_reduce_v2",
@@ -84,6 +87,7 @@ FUNCTIONS = [
     (f"{COMMON}.tensor_attributes", "get_tensor_attr", "tensor attr"),
     (f"{COMMON}.tensor_attributes", "set_tensor_attr", "tensor attr value"),
     (f"{COMMON}.variables", "AutocastScope", "dtype"),
+    (f"{COMMON}.variables", "get_autocast_scope", ""),
     ("keras.src.backend", "compute_output_spec", "fn *args **kwargs"),
     ("keras.src.models.functional.Functional", "call", "self inputs"),
     ("keras.src.saving.serialization_lib", "SafeModeScope", "safe_mode"),
@@ -102,6 +106,7 @@ FUNCTIONS = [
         "self x y y_pred sample_weight training",
     ),
     ("keras.Layer", "_check_super_called", "self"),
+    ("keras.Layer", "_get_own_losses", "self"),
     (
         "keras.Layer",
         "rematerialized_call",
@@ -162,10 +167,17 @@ FUNCTIONS = [
     ),
     ("tensorflow.Graph", "_get_control_flow_context", "self"),
     ("tensorflow.__internal__.FuncGraph", "capture", "self tensor"),
+    ("tensorflow.python.eager.record", "could_possibly_record", ""),
+    ("tensorflow.python.eager.forwardprop_util", "pack_tangents", "tensors"),
 ]
 
 # (owner, attribute, its type)
 CONSTANTS = [
+    (
+        "tensorflow.python.ops.control_flow_v2_func_graphs",
+        "CondBranchFuncGraph",
+        type,
+    ),
     (f"{COMMON}.global_state", "GLOBAL_STATE_TRACKER", threading.local),
     ("keras.src.backend", "ops", types.ModuleType),
     ("keras.src.models.functional", "Functional", type),
@@ -1648,6 +1660,76 @@ def test_a_function_asks_its_class_at_each_call_whether_to_run_eagerly(
     function()
     function()
     assert len(runs) == 3
+
+
+@tensorflow_only
+def test_tapes_accumulators_and_branches_are_known_where_they_are():
+    import tensorflow as tf
+
+    from tfmix._keras import compilation
+
+    seen = {}
+
+    def look(where):
+        seen[where] = (
+            compilation.is_recorded(),
+            compilation.runs_forward(),
+            compilation.in_branch(),
+        )
+        return tf.constant(0.0)
+
+    look("alone")
+    with tf.GradientTape():
+        look("tape")
+    x = tf.constant(1.0)
+    with tf.autodiff.ForwardAccumulator(x, x):
+        look("accumulator")
+    branch = tf.function(
+        lambda p: tf.cond(p, lambda: look("branch"), lambda: 0.0),
+        autograph=False,
+    )
+    branch(tf.constant(True))
+    assert seen == {
+        "alone": (False, False, False),
+        "tape": (True, False, False),
+        "accumulator": (True, True, False),
+        "branch": (False, False, True),
+    }
+
+
+def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
+    from tfmix._keras import layers
+
+    seen, states = [], []
+
+    class Inner(keras.layers.Layer):
+        def call(self, inputs, training=None):
+            seen.append(training)
+            return inputs
+
+    class Outer(keras.layers.Layer):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            self.inner = Inner()
+
+        def build(self, shape):
+            self.weight = self.add_weight(shape=())
+
+        def call(self, inputs):
+            states.append(layers.call_state())
+            return self.inner(inputs)
+
+    outer = Outer(dtype="mixed_float16")
+    outer.build((2, 3))
+    outer.inner.build((2, 3))
+    outer(batch(), training=True)
+    seen.clear()
+    with layers.as_called(states[-1]):
+        outer.inner(batch())
+        dtype = keras.backend.standardize_dtype(outer.weight.value.dtype)
+        assert dtype == "float16"
+    outer.inner(batch())
+    assert seen == [True, None]
 
 
 # That no name is left out
