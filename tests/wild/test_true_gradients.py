@@ -28,14 +28,6 @@ X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
 # Not around 0, where what adds up to a bias cancels but for its roundings.
 Y = np.random.default_rng(1).normal(3.0, size=(64, 1)).astype("float32")
 FORMS = {}
-REFUSED = {
-    "one_output_by_another": [
-        pytest.mark.xfail(
-            raises=AttributeError,
-            reason="is `None`: both leave the border as results of one call",
-        )
-    ]
-}
 
 
 def form(function):
@@ -356,7 +348,6 @@ def cases():
     for name in FORMS:
         for mode in MODES:
             marks = [] if (name, mode) in QUICK else [pytest.mark.slow]
-            marks += REFUSED.get(name, [])
             yield pytest.param(name, mode, marks=marks, id=f"{name}-{mode}")
 
 
