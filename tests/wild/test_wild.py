@@ -4,6 +4,7 @@ Each script is run as it is, once more with one line in front of it.
 """
 
 import functools
+import importlib.util
 import pathlib
 import runpy
 
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 
 import tfmix
+from tfmix.policy.in_force import bare_optimizers
+from tfmix.scaling.step import finite
 
 HERE = pathlib.Path(__file__).parent
 SCRIPTS = sorted(
@@ -21,7 +24,7 @@ SCRIPTS = sorted(
 )
 SEEDS = (1, 2, 3)
 # Small and fast, one of each kind: mixed dtypes, a constant, a model's output.
-QUICK = ("stochastic_depth",)
+QUICK = ("stochastic_depth", "guide_loop", "guide_loop_jax")
 
 
 def run(script, policy, jit, seed=SEEDS[0]):
@@ -42,9 +45,40 @@ def in_float32(script, jit):
     return [run(script, "float32", jit, seed)[-1] for seed in SEEDS]
 
 
-def check(script, policy, jit):
+class Skips:
+    """Counts steps that optimizers, wrapped or bare, have not applied."""
+
+    def __init__(self, monkeypatch):
+        self._optimizers, self._unfinished = [], []
+        init, all_finite = tfmix.LossScaleOptimizer.__init__, finite.all_finite
+
+        def noted(optimizer, *args, **kwargs):
+            init(optimizer, *args, **kwargs)
+            self._optimizers.append(optimizer)
+
+        def told(gradients):
+            import jax
+
+            found = all_finite(gradients)
+            jax.debug.callback(lambda x: self._unfinished.append(not x), found)
+            return found
+
+        monkeypatch.setattr(tfmix.LossScaleOptimizer, "__init__", noted)
+        if keras.backend.backend() == "jax":
+            # Where a bare optimizer keeps no count.
+            monkeypatch.setattr(bare_optimizers.finite, "all_finite", told)
+
+    def count(self):
+        counted = sum(each.skipped_steps for each in self._optimizers)
+        return counted + sum(map(int, self._unfinished))
+
+
+def check(script, policy, jit, monkeypatch):
     skip_unless_it_can_run(script)
-    losses = run(script, policy, jit)
+    with monkeypatch.context() as context:
+        skips = Skips(context)
+        losses = run(script, policy, jit)
+        assert skips.count() <= 1
     assert np.all(np.isfinite(losses)), losses
     final = in_float32(script, jit)
     # Three seeds show less than the whole noise; 1 % is what one rounding of
@@ -59,19 +93,21 @@ def skip_unless_it_can_run(script):
     other = {"tensorflow": "jax", "jax": "tensorflow"}[keras.backend.backend()]
     if f"import {other}" in source:
         pytest.skip(f"is written with raw {other}")
+    if "sklearn" in source and importlib.util.find_spec("sklearn") is None:
+        pytest.skip("needs scikit-learn's data")
 
 
 @pytest.mark.parametrize("script", QUICK)
-def test_it_trains_with_one_line(script):
-    check(script, "mixed_float16", jit=False)
+def test_it_trains_with_one_line(script, monkeypatch):
+    check(script, "mixed_float16", False, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True], ids=["graph", "jit"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_trains_with_one_line(script, policy, jit):
-    check(script, policy, jit)
+def test_every_script_trains_with_one_line(script, policy, jit, monkeypatch):
+    check(script, policy, jit, monkeypatch)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -3,6 +3,7 @@
 In loops without `compile`, and in models with several optimizers.
 """
 
+import contextvars
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,11 +14,16 @@ from keras import ops
 from tfmix._keras import compilation, optimizers
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
-from tfmix.scaling.step import finite
+from tfmix.scaling.step import finite, replicas
 
 # The `apply` that skips for an optimizer under TensorFlow, `None` for one that
 # is left alone.
 _SKIPPING = "_tfmix_skipping_apply"
+# The optimizer that a skipping `apply` of this thread steps: replicas, each in
+# a thread of its own, take turns.
+_stepped: contextvars.ContextVar[Any] = contextvars.ContextVar(
+    "tfmix_stepped", default=None
+)
 
 
 def applying(original: Callable, holds: Callable[[], bool]) -> Callable:
@@ -30,6 +36,7 @@ def applying(original: Callable, holds: Callable[[], bool]) -> Callable:
         self: Any, grads: Sequence, trainable_variables: Any = None
     ) -> Any:
         alone = not self.loss_scale_factor and not optimizers.is_wrapped(self)
+        alone = alone and _stepped.get() is not self
         is_mine = alone and vars(self).get(_SKIPPING, original)
         if len(grads) and is_mine and holds():
             return skipping(self, original, grads, trainable_variables)
@@ -60,24 +67,26 @@ def _on_tensorflow(
     # Who branches has looked himself, as Keras's own scaler does.
     if compilation.in_branch():
         return original(optimizer, grads, variables)
-    apply = vars(optimizer).get(_SKIPPING)
-    if apply is None:
+    if _SKIPPING not in vars(optimizer):
         known = optimizers.remembered(optimizer) if optimizer.built else None
-        known = list(known or variables)
-        with compilation.outside_of_tracing(known):
-            skipper = scaling.LossScaleOptimizer(
-                optimizer, loss_scale=rules.NoLossScale()
-            )
-            skipper.build(known)
-        apply = skipper.apply
-        object.__setattr__(optimizer, _SKIPPING, apply)
-        optimizers.mark_wrapped(optimizer, False)
-    optimizers.mark_wrapped(optimizer, True)
+        build = functools.partial(_build, optimizer, list(known or variables))
+        replicas.once_for_all(build)
+    token = _stepped.set(optimizer)
     try:
-        apply(grads, variables)
+        vars(optimizer)[_SKIPPING](grads, variables)
     finally:
-        optimizers.mark_wrapped(optimizer, False)
+        _stepped.reset(token)
     return optimizer.iterations
+
+
+def _build(optimizer: Any, variables: Sequence) -> None:
+    with compilation.outside_of_tracing(variables):
+        skipper = scaling.LossScaleOptimizer(
+            optimizer, loss_scale=rules.NoLossScale()
+        )
+        skipper.build(variables)
+    optimizers.mark_wrapped(optimizer, False)
+    object.__setattr__(optimizer, _SKIPPING, skipper.apply)
 
 
 def _on_jax(

@@ -52,6 +52,21 @@ def check_replica_context() -> None:
         )
 
 
+def once_for_all(function: Callable[[], None]) -> None:
+    """Calls what makes variables once, also where every replica asks for it."""
+    if not _in_replica_of_many():
+        function()
+        return
+
+    def made(strategy: Any) -> None:
+        # Not in the function that is traced: one replica's first value is
+        # read from another's variable there.
+        with tf.init_scope(), strategy.scope():
+            function()
+
+    tf.distribute.get_replica_context().merge_call(made)
+
+
 def sum_gradients(
     grads: Sequence,
     variables: Sequence,

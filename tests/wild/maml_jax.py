@@ -1,0 +1,52 @@
+"""MAML on sine waves in JAX: `grad` in a `vmap` in a `grad`."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from keras import layers
+
+
+def main(jit=False):
+    rng = np.random.default_rng(0)
+    model = keras.Sequential(
+        [
+            keras.Input((1,)),
+            layers.Dense(40, activation="tanh"),
+            layers.Dense(40, activation="tanh"),
+            layers.Dense(1),
+        ]
+    )
+    optimizer = keras.optimizers.Adam(1e-3)
+    optimizer.build(model.trainable_variables)
+    frozen = [v.value for v in model.non_trainable_variables]
+
+    def loss_of(weights, x, y):
+        guess, _ = model.stateless_call(weights, frozen, x, training=True)
+        return jnp.mean(jnp.square(y - guess))
+
+    def of_task(weights, x, y):
+        grads = jax.grad(loss_of)(weights, x[:10], y[:10])
+        both = zip(weights, grads, strict=True)
+        fast = [weight - 0.05 * grad for weight, grad in both]
+        return loss_of(fast, x[10:], y[10:])
+
+    def of_tasks(weights, xs, ys):
+        return jnp.mean(jax.vmap(of_task, (None, 0, 0))(weights, xs, ys))
+
+    @jax.jit
+    def step(weights, slots, xs, ys):
+        loss, grads = jax.value_and_grad(of_tasks)(weights, xs, ys)
+        weights, slots = optimizer.stateless_apply(slots, grads, weights)
+        return loss, (weights, slots)
+
+    used = model.trainable_variables, optimizer.variables
+    state = [[v.value for v in variables] for variables in used]
+    losses = []
+    for _ in range(32):
+        x = rng.uniform(-5, 5, (4, 20, 1)).astype("float32")
+        high, phase = rng.uniform(0.5, 2, (2, 4, 1, 1))
+        y = (high * np.sin(x + phase)).astype("float32")
+        loss, state = step(*state, x, y)
+        losses.append(float(loss))
+    return [np.mean(losses[:8]), np.mean(losses[-8:])]

@@ -1,0 +1,343 @@
+"""One infinite pixel leaves all as it was, whoever wrote the loop.
+
+With bare optimizers: nobody wrapped them, and no loss is scaled by hand.
+"""
+
+import pathlib
+import runpy
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfmix
+from tests import helpers
+
+ON_JAX = keras.backend.backend() == "jax"
+if ON_JAX:
+    import jax
+else:
+    import tensorflow as tf
+
+HERE = pathlib.Path(__file__).parent
+X = np.random.default_rng(0).random((16, 12)).astype("float32")
+NOISE = np.random.default_rng(1).normal(size=(16, 4)).astype("float32")
+LABELS = (np.arange(16) % 3).astype("int32")
+
+
+def bad(x):
+    """Returns a batch in which one pixel of the first picture is infinite."""
+    x = np.array(x)
+    x[(0,) * x.ndim] = np.inf
+    return x
+
+
+def network(inputs, outputs):
+    return keras.Sequential(
+        [
+            keras.Input((inputs,)),
+            layers.Dense(16, "relu"),
+            layers.Dense(outputs),
+        ]
+    )
+
+
+# What a loop trains: its models, and for each optimizer the models it steps
+# and their loss, of a function that calls a model and of a batch.
+
+
+def autoencoder():
+    def loss(call, x):
+        return ops.mean(ops.square(call(0, x) - x))
+
+    return [network(12, 12)], [((0,), loss)]
+
+
+def gan():
+    def of_critic(call, x):
+        made = ops.softplus(call(0, call(1, NOISE)))
+        return ops.mean(made) + ops.mean(ops.softplus(-call(0, x)))
+
+    def of_generator(call, x):
+        return ops.mean(ops.softplus(-call(0, call(1, NOISE))))
+
+    parts = [((0,), of_critic), ((1,), of_generator)]
+    return [network(12, 1), network(4, 12)], parts
+
+
+def wgan_gp():
+    def of_critic(call, x):
+        made = call(1, NOISE[: len(x)])
+        between = 0.5 * (x + made)
+        norm = ops.norm(slope(lambda x: ops.sum(call(0, x)), between), axis=-1)
+        wanted = ops.mean(call(0, made)) - ops.mean(call(0, x))
+        return wanted + 10.0 * ops.mean(ops.square(norm - 1.0))
+
+    def of_generator(call, x):
+        return -ops.mean(call(0, call(1, NOISE)))
+
+    parts = [((0,), of_critic), ((1,), of_generator)]
+    return [network(12, 1), network(4, 12)], parts
+
+
+def simclr():
+    cross_entropy = keras.losses.SparseCategoricalCrossentropy(True)
+
+    def contrastive(call, x):
+        views = [call(1, call(0, view)) for view in (x, ops.roll(x, 1, 1))]
+        one, two = (ops.normalize(view) for view in views)
+        near = ops.matmul(one, ops.transpose(two)) / 0.1
+        return cross_entropy(np.arange(len(x)), near)
+
+    def probe(call, x):
+        return cross_entropy(LABELS[: len(x)], call(2, call(0, x)))
+
+    models = [network(12, 8), network(8, 8), network(8, 3)]
+    return models, [((0, 1), contrastive), ((2,), probe)]
+
+
+# With the number of optimizers, of the first, whose loss sees the batch.
+KINDS = {autoencoder: 1, gan: 1, wgan_gp: 1, simclr: 2}
+
+
+def slope(function, x):
+    if ON_JAX:
+        return jax.grad(function)(x)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        value = function(x)
+    return tape.gradient(value, x)
+
+
+class Loop:
+    """Trains what a kind has, as a free loop does."""
+
+    def __init__(self, kind):
+        self.models, self.parts = kind()
+        self.optimizers = []
+        for indices, _ in self.parts:
+            adam = keras.optimizers.Adam(0.01, use_ema=True)
+            adam.build(self.weights_of(indices))
+            self.optimizers.append(adam)
+
+    def weights_of(self, indices):
+        return [v for i in indices for v in self.models[i].trainable_variables]
+
+    def state(self):
+        """Returns the numbers of each part: weights, and its optimizer's."""
+        found = []
+        pairs = zip(self.parts, self.optimizers, strict=True)
+        for (indices, _), optimizer in pairs:
+            variables = [*self.weights_of(indices), *optimizer.variables]
+            found.append([np.array(ops.convert_to_numpy(v)) for v in variables])
+        return found
+
+
+class TensorFlowLoop(Loop):
+    def __init__(self, kind, mode):
+        super().__init__(kind)
+        if mode == "eager":
+            self.step = lambda x: self.once(tf.constant(x))
+        else:
+            self.step = tf.function(self.once, jit_compile=mode == "jit")
+
+    def call(self, index, x):
+        return self.models[index](x, training=True)
+
+    def once(self, x):
+        pairs = zip(self.parts, self.optimizers, strict=True)
+        for (indices, loss), optimizer in pairs:
+            weights = self.weights_of(indices)
+            with tf.GradientTape() as tape:
+                value = loss(self.call, x)
+            optimizer.apply(tape.gradient(value, weights), weights)
+
+
+class ReplicatedLoop(TensorFlowLoop):
+    """Each of two replicas gets half of the batch, so that one is bad."""
+
+    def __init__(self, kind):
+        self.strategy = helpers.mirrored_strategy()
+        with self.strategy.scope():
+            super().__init__(kind, "graph")
+        self.step = tf.function(self.on_replicas)
+
+    def on_replicas(self, x):
+        def on_replica():
+            context = tf.distribute.get_replica_context()
+            halves = tf.reshape(x, (2, 8, 12))
+            self.once(halves[context.replica_id_in_sync_group])
+
+        self.strategy.run(on_replica)
+
+
+class JaxLoop(Loop):
+    def __init__(self, kind, mode):
+        super().__init__(kind)
+        self.compiled = jax.jit(self.once) if mode == "jit" else self.once
+
+    def once(self, weights, slots, x):
+        weights, slots = list(weights), list(slots)
+        for n, (indices, loss) in enumerate(self.parts):
+
+            def loss_of(chosen, indices=indices, loss=loss):
+                values = dict(enumerate(weights))
+                values.update(zip(indices, chosen, strict=True))
+
+                def call(index, x):
+                    model = self.models[index]
+                    return model.stateless_call(values[index], [], x)[0]
+
+                return loss(call, x)
+
+            chosen = [weights[i] for i in indices]
+            grads = sum(jax.grad(loss_of)(chosen), [])
+            new, slots[n] = self.optimizers[n].stateless_apply(
+                slots[n], grads, sum(chosen, [])
+            )
+            new = iter(new)
+            for i in indices:
+                weights[i] = [next(new) for _ in weights[i]]
+        return weights, slots
+
+    def step(self, x):
+        used = [m.trainable_variables for m in self.models]
+        kept = [o.variables for o in self.optimizers]
+        values = [[[v.value for v in vs] for vs in s] for s in (used, kept)]
+        after = self.compiled(*values, jax.numpy.asarray(x))
+        for variables, new in zip([*used, *kept], sum(after, []), strict=True):
+            for variable, value in zip(variables, new, strict=True):
+                variable.assign(value)
+
+
+def loop_of(kind, mode):
+    if ON_JAX:
+        return JaxLoop(kind, mode)
+    return ReplicatedLoop(kind) if mode == "2" else TensorFlowLoop(kind, mode)
+
+
+MODES = ["jit", "eager"] if ON_JAX else ["graph", "jit", "eager", "2"]
+QUICK = {(autoencoder, "graph"), (autoencoder, "jit"), (wgan_gp, "eager")}
+
+
+def cases():
+    for kind in KINDS:
+        for mode in MODES:
+            quick = (kind, mode) in QUICK and not (ON_JAX and mode == "eager")
+            yield pytest.param(
+                kind,
+                mode,
+                marks=[] if quick else [pytest.mark.slow],
+                id=f"{kind.__name__}-{mode}",
+            )
+
+
+def assert_finite(state):
+    assert all(np.isfinite(one).all() for part in state for one in part)
+
+
+@pytest.mark.parametrize(("kind", "mode"), list(cases()))
+def test_a_free_loop_leaves_all_as_it_was(kind, mode):
+    tfmix.set_global_policy("mixed_float16")
+    loop = loop_of(kind, mode)
+    loop.step(X)
+    before = loop.state()
+    loop.step(bad(X))
+    after = loop.state()
+    for part in range(KINDS[kind]):
+        for one, start in zip(after[part], before[part], strict=True):
+            np.testing.assert_array_equal(one, start)
+    assert_finite(after)
+    loop.step(X)
+    for moved, start in zip(loop.state(), after, strict=True):
+        weights = [*zip(moved, start, strict=True)]
+        assert not any(np.array_equal(a, b) for a, b in weights[:2])
+    assert_finite(loop.state())
+
+
+@pytest.mark.parametrize("mode", MODES[:1])
+def test_float32_is_lost_for_good(mode):
+    loop = loop_of(autoencoder, mode)
+    loop.step(bad(X))
+    loop.step(X)
+    with pytest.raises(AssertionError):
+        assert_finite(loop.state())
+
+
+# The scripts' own models with a `train_step`: what `fit` is given, and what
+# has to be as it was.
+
+
+def adams():
+    return [keras.optimizers.Adam(0.01, use_ema=True) for _ in range(2)]
+
+
+def fitted_gan(script, how):
+    model = script["GAN"]()
+    loss = keras.losses.BinaryCrossentropy(from_logits=True)
+    model.compile(*adams(), loss, **how)
+    x = np.random.default_rng(0).random((16, 8, 8, 1), "float32")
+    kept = [*model.discriminator.weights], model.d_optimizer
+    return model, (x,), kept
+
+
+def fitted_wgan_gp(script, how):
+    model = script["WGAN"]()
+    model.critic.build((None, 64))
+    model.generator.build((None, 4))
+    model.built = True
+    model.compile(*adams(), **how)
+    x = np.random.default_rng(0).random((16, 64), "float32")
+    return model, (x,), ([*model.critic.weights], model.c_optimizer)
+
+
+def fitted_simclr(script, how):
+    model = script["Contrastive"]()
+    model.compile(*adams(), **how)
+    x = np.random.default_rng(0).random((16, 8, 8, 1), "float32")
+    data = x, np.arange(16) % 10
+    return model, data, ([*model.weights], model.contrastive_optimizer)
+
+
+def fitted_denoising_diffusion(script, how):
+    model = script["Diffusion"]()
+    model.compile(keras.optimizers.AdamW(3e-3), **how)
+    x = np.random.default_rng(0).random((16, 8, 8, 1), "float32")
+    return model, (x,), (model.network.weights, model.optimizer.inner_optimizer)
+
+
+FITTED = {
+    name: globals()[f"fitted_{name}"]
+    for name in ("gan", "wgan_gp", "simclr", "denoising_diffusion")
+}
+HOW = {
+    "graph": {},
+    "jit": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+}
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", HOW)
+@pytest.mark.parametrize("name", FITTED)
+def test_a_train_step_leaves_all_as_it_was(name, mode):
+    pytest.importorskip("sklearn", reason="the scripts train on its digits")
+    tfmix.set_global_policy("mixed_float16")
+    script = runpy.run_path(str(HERE / f"{name}.py"))
+    model, (x, *rest), kept = FITTED[name](script, HOW[mode])
+
+    def numbers():
+        variables = [*kept[0], *kept[1].variables]
+        return [np.array(v) for v in variables if "seed" not in v.path]
+
+    model.fit(x, *rest, batch_size=16, verbose=0)
+    before = numbers()
+    model.fit(bad(x), *rest, batch_size=16, verbose=0)
+    for one, start in zip(numbers(), before, strict=True):
+        np.testing.assert_array_equal(one, start)
+    assert all(np.isfinite(np.array(v)).all() for v in model.weights)
+    model.fit(x, *rest, batch_size=16, verbose=0)
+    pairs = zip(numbers(), before, strict=True)
+    assert not all(np.array_equal(one, start) for one, start in pairs)

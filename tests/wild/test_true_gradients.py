@@ -1,0 +1,365 @@
+"""Whoever asks TensorFlow for gradients gets those of float32.
+
+Every form is run as it is, under float32 and with one line in front of it.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfmix
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("test_true_gradients_jax.py", allow_module_level=True)
+
+import tensorflow as tf
+
+# What float16's own rounding leaves, with room for it to add up.
+WITHIN = 0.005
+MODES = ("eager", "graph", "jit", "nested")
+QUICK = {
+    ("mean_over_many_pixels", "jit"),
+    ("sparse_rows", "graph"),
+    ("penalty_on_a_gradient_of_weights", "eager"),
+    ("loss_times_1e6", "nested"),
+}
+X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
+# Not around 0, where what adds up to a bias cancels but for its roundings.
+Y = np.random.default_rng(1).normal(3.0, size=(64, 1)).astype("float32")
+FORMS = {}
+
+
+def form(function):
+    """Lists what returns a function of nothing that returns gradients.
+
+    It is given what a model is called through: itself, or a `tf.function`.
+    """
+    FORMS[function.__name__] = function
+    return function
+
+
+def network(inputs=16, outputs=1, **first):
+    # No `relu`: of numbers that round to the other side of 0, it lets through
+    # those that float32 keeps back.
+    return keras.Sequential(
+        [
+            keras.Input((inputs,)),
+            layers.Dense(32, "tanh", **first),
+            layers.Dense(outputs),
+        ]
+    )
+
+
+def gradients_of_loss(model, loss):
+    def gradients():
+        with tf.GradientTape() as tape:
+            value = loss()
+        return tape.gradient(value, model.trainable_variables)
+
+    return gradients
+
+
+@form
+def mean_over_many_pixels(called):
+    model = keras.Sequential(
+        [
+            keras.Input((3072,)),
+            layers.Dense(32, "tanh"),
+            layers.Dense(3072, "sigmoid"),
+        ]
+    )
+    x = np.random.default_rng(0).random((64, 3072), "float32")
+    call = called(model)
+    return gradients_of_loss(model, lambda: tf.reduce_mean((call(x) - x) ** 2))
+
+
+@form
+def sparse_rows(called):
+    model = keras.Sequential(
+        [
+            keras.Input((64,), dtype="int32"),
+            layers.Embedding(500, 32),
+            layers.Dense(32, "tanh"),
+            layers.Dense(500),
+        ]
+    )
+    x = np.random.default_rng(0).integers(0, 500, (64, 64)).astype("int32")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    call = called(model)
+    found = gradients_of_loss(model, lambda: loss(np.roll(x, 1, 1), call(x)))
+
+    def gradients():
+        sparse, *others = found()
+        assert isinstance(sparse, tf.IndexedSlices)
+        return [tf.convert_to_tensor(sparse), *others]
+
+    return gradients
+
+
+def summed(factor):
+    def of_factor(called):
+        model = network()
+        call = called(model)
+
+        def loss():
+            return factor * tf.reduce_sum((call(X) - Y) ** 2)
+
+        return gradients_of_loss(model, loss)
+
+    return of_factor
+
+
+FORMS["summed_loss"] = summed(1.0)
+FORMS["loss_times_1e_6"] = summed(1e-6)
+FORMS["loss_times_1e6"] = summed(1e6)
+
+
+@form
+def penalty_on_a_gradient_of_inputs(called):
+    model = network()
+    x, call = tf.constant(X), called(model)
+
+    def loss():
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            score = call(x)
+        slope = tape.gradient(score, x)
+        norm = tf.sqrt(tf.reduce_sum(slope**2, -1))
+        return tf.reduce_mean((norm - 1.0) ** 2) + tf.reduce_mean(score)
+
+    return gradients_of_loss(model, loss)
+
+
+@form
+def penalty_on_a_gradient_of_weights(called):
+    model = network()
+    call = called(model)
+
+    def loss():
+        with tf.GradientTape() as tape:
+            value = tf.reduce_mean((call(X) - Y) ** 2)
+        found = tape.gradient(value, model.trainable_variables)
+        return tf.add_n([tf.reduce_sum(each**2) for each in found])
+
+    return gradients_of_loss(model, loss)
+
+
+@form
+def three_derivatives(called):
+    model = network(inputs=2)
+    x, call = tf.constant(X[:, :2]), called(model)
+
+    def loss():
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                score = call(x)
+            slope = inner.gradient(score, x)[:, :1]
+        return tf.reduce_mean(outer.gradient(slope, x)[:, :1] ** 2)
+
+    found = gradients_of_loss(model, loss)
+    # Nothing reaches the last bias.
+    return lambda: found()[:-1]
+
+
+@form
+def a_step_inside_of_the_loss(called):
+    model = network()
+
+    def loss_of(weights):
+        frozen = model.non_trainable_variables
+        guess, _ = model.stateless_call(weights, frozen, X)
+        return tf.reduce_mean((guess - Y) ** 2)
+
+    def loss():
+        weights = [v.value for v in model.trainable_variables]
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            value = loss_of(weights)
+        slopes = tape.gradient(value, weights)
+        return loss_of(
+            [w - 0.1 * s for w, s in zip(weights, slopes, strict=True)]
+        )
+
+    return gradients_of_loss(model, loss)
+
+
+@form
+def each_example_by_jacobian(called):
+    model = network()
+    call = called(model)
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_mean((call(X) - Y) ** 2, -1)
+        return tape.jacobian(losses, model.trainable_variables)
+
+    return gradients
+
+
+@form
+def each_example_by_vectorized_map(called):
+    model = network()
+    call = called(model)
+
+    def of_one(pair):
+        x, y = pair
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((call(x[None]) - y[None]) ** 2)
+        return tape.gradient(loss, model.trainable_variables)
+
+    return lambda: tf.vectorized_map(of_one, (tf.constant(X), tf.constant(Y)))
+
+
+@form
+def rematerialised_layers(called):
+    with keras.RematScope("full"):
+        hidden = [layers.Dense(32, "tanh"), layers.Dense(32, "tanh")]
+    model = keras.Sequential([keras.Input((16,)), *hidden, layers.Dense(1)])
+    call = called(model)
+    return gradients_of_loss(model, lambda: tf.reduce_mean((call(X) - Y) ** 2))
+
+
+@form
+def two_models_in_a_row(called):
+    first, second = network(outputs=8), network(inputs=8)
+    calls = called(first), called(second)
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((calls[1](calls[0](X)) - Y) ** 2)
+        both = first.trainable_variables, second.trainable_variables
+        return tape.gradient(loss, [*both[0], *both[1]])
+
+    return gradients
+
+
+@form
+def three_calls_of_one_model(called):
+    model = network(outputs=8)
+    call = called(model)
+
+    def loss():
+        near = tf.reduce_sum((call(X) - call(X + 0.1)) ** 2, -1)
+        far = tf.reduce_sum((call(X) - call(np.roll(X, 1, 0))) ** 2, -1)
+        return tf.reduce_mean(tf.maximum(near - far + 100.0, 0.0))
+
+    found = gradients_of_loss(model, loss)
+    # A bias of the last layer cancels out.
+    return lambda: found()[:-1]
+
+
+@form
+def activity_regularizer_beside_a_small_loss(called):
+    model = network(activity_regularizer=keras.regularizers.L2(1e-3))
+
+    def loss():
+        guess = model(X)
+        return 1e-4 * tf.reduce_mean((guess - Y) ** 2) + tf.add_n(model.losses)
+
+    return gradients_of_loss(model, loss)
+
+
+class Added(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.last = layers.Dense(32, "tanh"), layers.Dense(1)
+
+    def call(self, x):
+        hidden = self.hidden(x)
+        self.add_loss(1e-3 * ops.mean(ops.square(hidden)))
+        return self.last(hidden)
+
+
+@form
+def added_loss_beside_a_small_loss(called):
+    model = Added()
+    model(X)
+
+    def loss():
+        guess = model(X)
+        return 1e-5 * tf.reduce_mean((guess - Y) ** 2) + tf.add_n(model.losses)
+
+    return gradients_of_loss(model, loss)
+
+
+@form
+def input_of_a_classifier_in_training(called):
+    model = keras.Sequential(
+        [
+            keras.Input((16,)),
+            layers.Dense(32, "tanh"),
+            layers.BatchNormalization(),
+            layers.Dense(4, "softmax"),
+        ]
+    )
+    x, call = tf.constant(X), called(model)
+    loss = keras.losses.SparseCategoricalCrossentropy()
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            value = loss(np.arange(64) % 4, call(x, training=True))
+        return [tape.gradient(value, x)]
+
+    return gradients
+
+
+@form
+def one_output_by_another(called):
+    """Grad-CAM, as in Keras's example."""
+    inputs = keras.Input((12, 12, 3))
+    last = layers.Conv2D(8, 3, activation="tanh")(inputs)
+    pooled = layers.GlobalAveragePooling2D()(layers.Conv2D(8, 3)(last))
+    model = keras.Model(inputs, [last, layers.Dense(5)(pooled)])
+    x = np.random.default_rng(0).normal(size=(4, 12, 12, 3)).astype("float32")
+    call = called(model)
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            activations, scores = call(x)
+            best = scores[:, 0]
+        return [tape.gradient(best, activations)]
+
+    return gradients
+
+
+def gradients_under(policy, name, mode):
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    tfmix.set_global_policy(policy)
+    gradients = FORMS[name](tf.function if mode == "nested" else lambda m: m)
+    if mode != "eager":
+        gradients = tf.function(gradients, jit_compile=mode == "jit")
+    return [each.numpy() for each in gradients()]
+
+
+def errors(right, found):
+    """Returns how far each gradient is from the right one, by its norm."""
+    return [
+        float(np.linalg.norm(a - b) / np.linalg.norm(a))
+        for a, b in zip(right, found, strict=True)
+    ]
+
+
+def cases():
+    for name in FORMS:
+        for mode in MODES:
+            marks = [] if (name, mode) in QUICK else [pytest.mark.slow]
+            yield pytest.param(name, mode, marks=marks, id=f"{name}-{mode}")
+
+
+@pytest.mark.parametrize(("name", "mode"), list(cases()))
+def test_gradients_are_those_of_float32(name, mode):
+    right = gradients_under("float32", name, mode)
+    found = gradients_under("mixed_float16", name, mode)
+    assert all(each.dtype == "float32" for each in found)
+    assert max(errors(right, found)) < WITHIN, errors(right, found)
+
+
+def test_an_error_of_one_percent_in_one_gradient_shows():
+    right = gradients_under("float32", "summed_loss", "eager")
+    found = [*right[:-1], right[-1] * 1.01]
+    assert max(errors(right, found)) > WITHIN

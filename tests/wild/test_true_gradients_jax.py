@@ -1,0 +1,381 @@
+"""Whoever asks JAX for gradients gets those of float32.
+
+Every form is run as it is, under float32 and with one line in front of it.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfmix
+
+if keras.backend.backend() != "jax":
+    pytest.skip("test_true_gradients.py", allow_module_level=True)
+
+import jax
+import jax.numpy as jnp
+
+# What float16's own rounding leaves, with room for it to add up.
+WITHIN = 0.005
+MODES = ("eager", "jit")
+QUICK = {
+    ("mean_over_many_pixels", "jit"),
+    ("rows_of_an_embedding", "jit"),
+    ("penalty_on_a_gradient_of_weights", "jit"),
+    ("loss_times_1e6", "jit"),
+}
+X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
+# Not around 0, where what adds up to a bias cancels but for its roundings.
+Y = np.random.default_rng(1).normal(3.0, size=(64, 1)).astype("float32")
+FORMS = {}
+
+
+def form(function):
+    """Lists what returns a function that returns gradients, and its weights."""
+    FORMS[function.__name__] = function
+    return function
+
+
+def network(inputs=16, outputs=1, **first):
+    return keras.Sequential(
+        [
+            keras.Input((inputs,)),
+            layers.Dense(32, "tanh", **first),
+            layers.Dense(outputs),
+        ]
+    )
+
+
+def weights_of(*models):
+    return [v.value for m in models for v in m.trainable_variables]
+
+
+def called(model, weights, x, **how):
+    frozen = [v.value for v in model.non_trainable_variables]
+    return model.stateless_call(weights, frozen, x, **how)[0]
+
+
+def squares(model, weights):
+    return (called(model, weights, X) - Y) ** 2
+
+
+@form
+def mean_over_many_pixels():
+    model = keras.Sequential(
+        [
+            keras.Input((3072,)),
+            layers.Dense(32, "tanh"),
+            layers.Dense(3072, "sigmoid"),
+        ]
+    )
+    x = np.random.default_rng(0).random((64, 3072), "float32")
+
+    def loss(weights):
+        return jnp.mean((called(model, weights, x) - x) ** 2)
+
+    return jax.grad(loss), weights_of(model)
+
+
+def of_tokens(use_bias):
+    model = keras.Sequential(
+        [
+            keras.Input((64,), dtype="int32"),
+            layers.Embedding(500, 32),
+            layers.Dense(32, "tanh", use_bias=use_bias),
+            layers.Dense(500, use_bias=use_bias),
+        ]
+    )
+    x = np.random.default_rng(0).integers(0, 500, (64, 64)).astype("int32")
+    loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def loss(weights):
+        return loss_fn(np.roll(x, 1, 1), called(model, weights, x))
+
+    return jax.grad(loss), weights_of(model)
+
+
+@form
+def rows_of_an_embedding():
+    return of_tokens(use_bias=False)
+
+
+@form
+def biases_of_many_tokens():
+    return of_tokens(use_bias=True)
+
+
+def summed(factor):
+    def of_factor():
+        model = network()
+        loss = jax.grad(lambda w: factor * jnp.sum(squares(model, w)))
+        return loss, weights_of(model)
+
+    return of_factor
+
+
+FORMS["summed_loss"] = summed(1.0)
+FORMS["loss_times_1e_6"] = summed(1e-6)
+FORMS["loss_times_1e6"] = summed(1e6)
+
+
+@form
+def penalty_on_a_gradient_of_inputs():
+    model = network()
+
+    def loss(weights):
+        def score(x):
+            return jnp.sum(called(model, weights, x))
+
+        norm = jnp.sqrt(jnp.sum(jax.grad(score)(jnp.asarray(X)) ** 2, -1))
+        return jnp.mean((norm - 1.0) ** 2) + score(X) / 64
+
+    return jax.grad(loss), weights_of(model)
+
+
+@form
+def penalty_on_a_gradient_of_weights():
+    model = network()
+
+    def loss(weights):
+        slopes = jax.grad(lambda w: jnp.mean(squares(model, w)))(weights)
+        return sum(jnp.sum(each**2) for each in slopes)
+
+    return jax.grad(loss), weights_of(model)
+
+
+@form
+def three_derivatives():
+    model = network(inputs=2)
+
+    def loss(weights):
+        def score(x):
+            return called(model, weights, x[None])[0, 0]
+
+        def slope(x):
+            return jax.grad(score)(x)[0]
+
+        return jnp.mean(jax.vmap(jax.grad(slope))(X[:, :2])[:, 0] ** 2)
+
+    # Nothing reaches the last bias.
+    return lambda w: jax.grad(loss)(w)[:-1], weights_of(model)
+
+
+@form
+def a_step_inside_of_the_loss():
+    model = network()
+
+    def loss(weights):
+        return jnp.mean(squares(model, weights))
+
+    def after_a_step(weights):
+        slopes = jax.grad(loss)(weights)
+        both = zip(weights, slopes, strict=True)
+        return loss([w - 0.1 * s for w, s in both])
+
+    return jax.grad(after_a_step), weights_of(model)
+
+
+@form
+def a_step_inside_of_each_task():
+    model = network()
+    tasks = jnp.reshape(X, (4, 16, 16)), jnp.reshape(Y, (4, 16, 1))
+
+    def loss(weights, x, y):
+        return jnp.mean((called(model, weights, x) - y) ** 2)
+
+    def after_a_step(weights, x, y):
+        slopes = jax.grad(loss)(weights, x, y)
+        both = zip(weights, slopes, strict=True)
+        return loss([w - 0.1 * s for w, s in both], x, y)
+
+    def of_tasks(weights):
+        return jnp.mean(jax.vmap(after_a_step, (None, 0, 0))(weights, *tasks))
+
+    return jax.grad(of_tasks), weights_of(model)
+
+
+@form
+def a_stateless_scope():
+    model = network()
+
+    def loss(weights):
+        mapping = zip(model.trainable_variables, weights, strict=True)
+        with keras.StatelessScope(mapping):
+            return jnp.mean((model(X) - Y) ** 2)
+
+    return jax.grad(loss), weights_of(model)
+
+
+@form
+def each_example_by_jacobian():
+    model = network()
+
+    def losses(weights):
+        return jnp.mean(squares(model, weights), -1)
+
+    return jax.jacrev(losses), weights_of(model)
+
+
+@form
+def each_example_by_vmap():
+    model = network()
+
+    def loss(weights, x, y):
+        return jnp.mean((called(model, weights, x[None]) - y[None]) ** 2)
+
+    def gradients(weights):
+        return jax.vmap(jax.grad(loss), (None, 0, 0))(weights, X, Y)
+
+    return gradients, weights_of(model)
+
+
+@form
+def rematerialised_layers():
+    with keras.RematScope("full"):
+        hidden = [layers.Dense(32, "tanh"), layers.Dense(32, "tanh")]
+    model = keras.Sequential([keras.Input((16,)), *hidden, layers.Dense(1)])
+    return jax.grad(lambda w: jnp.mean(squares(model, w))), weights_of(model)
+
+
+@form
+def a_checkpoint_around_the_model():
+    model = network()
+    call = jax.checkpoint(lambda weights: called(model, weights, X))
+
+    def loss(weights):
+        return jnp.mean((call(weights) - Y) ** 2)
+
+    return jax.grad(loss), weights_of(model)
+
+
+@form
+def accumulated_in_a_scan():
+    model = network()
+
+    def loss(weights):
+        def add(total, pair):
+            x, y = pair
+            guess = called(model, weights, x)
+            return total + jnp.mean((guess - y) ** 2) / 4, None
+
+        pairs = jnp.reshape(X, (4, 16, 16)), jnp.reshape(Y, (4, 16, 1))
+        return jax.lax.scan(add, 0.0, pairs)[0]
+
+    return jax.grad(loss), weights_of(model)
+
+
+@form
+def two_models_in_a_row():
+    first, second = network(outputs=8), network(inputs=8)
+
+    def loss(weights):
+        hidden = called(first, weights[:4], X)
+        return jnp.mean((called(second, weights[4:], hidden) - Y) ** 2)
+
+    return jax.grad(loss), weights_of(first, second)
+
+
+def beside_added_losses(model, factor):
+    def loss(weights):
+        frozen = [v.value for v in model.non_trainable_variables]
+        guess, _, added = model.stateless_call(
+            weights, frozen, X, return_losses=True
+        )
+        return factor * jnp.mean((guess - Y) ** 2) + sum(added)
+
+    return jax.grad(loss), weights_of(model)
+
+
+@form
+def activity_regularizer_beside_a_small_loss():
+    model = network(activity_regularizer=keras.regularizers.L2(1e-3))
+    return beside_added_losses(model, 1e-4)
+
+
+class Added(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.last = layers.Dense(32, "tanh"), layers.Dense(1)
+
+    def call(self, x):
+        hidden = self.hidden(x)
+        self.add_loss(1e-3 * ops.mean(ops.square(hidden)))
+        return self.last(hidden)
+
+
+@form
+def added_loss_beside_a_small_loss():
+    model = Added()
+    model(X)
+    return beside_added_losses(model, 1e-5)
+
+
+@form
+def input_of_a_classifier_in_training():
+    model = keras.Sequential(
+        [
+            keras.Input((16,)),
+            layers.Dense(32, "tanh"),
+            layers.BatchNormalization(),
+            layers.Dense(4, "softmax"),
+        ]
+    )
+    loss_fn = keras.losses.SparseCategoricalCrossentropy()
+
+    def gradients(weights):
+        def loss(x):
+            guess = called(model, weights, x, training=True)
+            return loss_fn(np.arange(64) % 4, guess)
+
+        return [jax.grad(loss)(jnp.asarray(X))]
+
+    return gradients, weights_of(model)
+
+
+def gradients_under(policy, name, mode):
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    tfmix.set_global_policy(policy)
+    gradients, weights = FORMS[name]()
+    if mode == "jit":
+        gradients = jax.jit(gradients)
+    return [np.asarray(each) for each in gradients(weights)]
+
+
+def errors(right, found):
+    """Returns how far each gradient is from the right one, by its norm."""
+    return [
+        float(np.linalg.norm(a - b) / np.linalg.norm(a))
+        for a, b in zip(right, found, strict=True)
+    ]
+
+
+# XLA's CPU adds the rows of a float16 bias' gradient one by one in float16.
+ROUNDED = {
+    "biases_of_many_tokens": [
+        pytest.mark.xfail(reason="a bias' gradient is summed in float16")
+    ]
+}
+
+
+def cases():
+    for name in FORMS:
+        for mode in MODES:
+            marks = [] if (name, mode) in QUICK else [pytest.mark.slow]
+            marks += ROUNDED.get(name, [])
+            yield pytest.param(name, mode, marks=marks, id=f"{name}-{mode}")
+
+
+@pytest.mark.parametrize(("name", "mode"), list(cases()))
+def test_gradients_are_those_of_float32(name, mode):
+    right = gradients_under("float32", name, mode)
+    found = gradients_under("mixed_float16", name, mode)
+    assert all(each.dtype == "float32" for each in found)
+    assert max(errors(right, found)) < WITHIN, errors(right, found)
+
+
+def test_an_error_of_one_percent_in_one_gradient_shows():
+    right = gradients_under("float32", "summed_loss", "jit")
+    found = [*right[:-1], right[-1] * 1.01]
+    assert max(errors(right, found)) > WITHIN
