@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests import helpers
+from tfmix._keras import layers
 from tfmix.conversion import convert, copying
 from tfmix.policy import policy as policies
 
@@ -191,3 +192,19 @@ def test_a_model_of_keras_that_has_taken_no_step_is_copied():
     # Once built, it has a state, and that is copied.
     model.fit(X, X[:, :2], verbose=0)
     assert copying.copied(model).optimizer.inner_optimizer.iterations == 1
+
+
+def test_adapters_inside_a_layer_are_copied_and_so_is_what_is_frozen():
+    attention = keras.layers.MultiHeadAttention(2, 8)
+    inputs = keras.Input((6, 16))
+    model = keras.Model(inputs, attention(inputs, inputs))
+    query, *frozen = layers.flat_layers(attention)[1:]
+    for layer in frozen:
+        layer.trainable = False
+    query.enable_lora(2)
+    twin = copying.copied(model)
+    for copy, original in zip(twin.weights, model.weights, strict=True):
+        helpers.assert_same_bits(copy, original)
+    trained = [variable.path for variable in model.trainable_variables]
+    assert len(trained) == 3
+    assert [variable.path for variable in twin.trainable_variables] == trained

@@ -52,10 +52,17 @@ def _unwarned(model: keras.Model) -> Iterator[None]:
 
 
 def _copy_adapters(twin: keras.Model, model: keras.Model) -> None:
-    """Copies what `enable_lora` added: Keras saves the merged kernel alone."""
+    """Copies what `enable_lora` added: Keras saves the merged kernel alone.
+
+    Of a layer inside another one it saves neither that nor what is frozen.
+    """
     both = layers.flat_layers(twin), layers.flat_layers(model)
     for copy, original in zip(*both, strict=False):
+        if copy.trainable != original.trainable:
+            copy.trainable = original.trainable
         if getattr(original, "lora_enabled", False):
+            if not copy.lora_enabled:
+                copy.enable_lora(original.lora_rank, original.lora_alpha)
             copy.set_weights(original.get_weights())
 
 
