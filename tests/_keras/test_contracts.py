@@ -38,11 +38,13 @@ jax_only = helpers.requires_backend("jax")
 TENSORFLOW_ONLY = {
     "_all_reduce_sum_gradients",
     "_distribution_strategy",
+    "_export_to_saved_model_graph",
     "_get_control_flow_context",
     "_restore_from_tensors",
     "_run_functions_eagerly",
     "_serialize_to_tensors",
     "_unique_id",
+    "_write_object_proto",
     "Function",
     "CondBranchFuncGraph",
     "capture",
@@ -126,6 +128,12 @@ FUNCTIONS = [
     ("keras.Variable", "_initialize", "self value"),
     ("keras.Variable", "_restore_from_tensors", "self restored_tensors"),
     ("keras.Variable", "_serialize_to_tensors", "self"),
+    (
+        "keras.Variable",
+        "_export_to_saved_model_graph",
+        "self object_map tensor_map options",
+    ),
+    ("keras.Variable", "_write_object_proto", "self proto options"),
     (
         "keras.optimizers.Optimizer",
         "_all_reduce_sum_gradients",

@@ -1,9 +1,12 @@
 """State is exact: what is saved comes back whole, or is refused."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
 
+import tfmix
 from tests import helpers, steps
 from tests.fixtures import write
 from tfmix.scaling import optimizer as optimizers
@@ -196,3 +199,28 @@ def test_a_tensorflow_checkpoint_restores_every_variable(tmp_path):
     target = fresh(source)
     tf.train.Checkpoint(optimizer=target).restore(path).assert_consumed()
     assert_equal_state(target, source)
+
+
+@pytest.mark.parametrize("frozen_first", [False, True])
+@pytest.mark.parametrize("name", ["mixed_float16", "bfloat16"])
+def test_a_model_loads_after_other_layers_became_trainable(
+    name, frozen_first, tmp_path
+):
+    with tfmix.policy_scope(name):
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(1)]
+        )
+        model.layers[0].trainable = not frozen_first
+        model.compile("adam", "mse")
+        x, y = np.ones((4, 2)), np.ones((4, 1))
+        model.fit(x, y, verbose=0)
+        model.layers[0].trainable = frozen_first
+        model.save(tmp_path / "model.keras")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            loaded = keras.models.load_model(tmp_path / "model.keras")
+    # Keras says the same of the optimizers inside.
+    assert any("trainable variables" in str(one.message) for one in told)
+    for ours, theirs in zip(loaded.weights, model.weights, strict=True):
+        helpers.assert_same_bits(ours, theirs)
+    loaded.fit(x, y, verbose=0)

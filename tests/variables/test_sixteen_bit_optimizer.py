@@ -220,3 +220,27 @@ def test_settings_read_and_set_through_two_wrappers():
     optimizer.beta_1, optimizer.weight_decay = 0.5, 0.25
     assert (adam.beta_1, adam.weight_decay) == (0.5, 0.25)
     assert optimizer.inner_optimizer.weight_decay == 0.25
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        tfmix.BFloat16Optimizer,
+        lambda inner: tfmix.MasterWeightOptimizer(inner, split=True),
+    ],
+)
+def test_a_model_becomes_a_saved_model_with_its_optimizer(wrap, tmp_path):
+    import tensorflow as tf
+
+    with tfmix.policy_scope("bfloat16"):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(wrap("adam"), "mse")
+    x = np.ones((4, 3), "float32")
+    model.fit(x, x[:, :2], verbose=0)
+    tf.saved_model.save(model, tmp_path)
+    served = tf.saved_model.load(tmp_path).signatures["serving_default"]
+    (found,) = served(tf.constant(x)).values()
+    np.testing.assert_array_equal(
+        tf.cast(found, "float32"), model.predict(x, verbose=0)
+    )

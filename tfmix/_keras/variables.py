@@ -247,6 +247,18 @@ class Float32View(keras.Variable):
     def _restore_from_tensors(self, restored_tensors: dict) -> None:
         pass
 
+    # Nor for a SavedModel, where it stands for the model's variable, too.
+    @property
+    def handle(self) -> Any:
+        """The handle of the model's variable (TensorFlow)."""
+        return self.stored.handle
+
+    def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> list:
+        return []
+
+    def _write_object_proto(self, proto: Any, options: Any) -> None:
+        self.stored._write_object_proto(proto, options)
+
     @property
     def _unique_id(self) -> str:
         # The key under which an optimizer finds the slots of a variable; it

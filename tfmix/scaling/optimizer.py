@@ -571,8 +571,9 @@ class LossScaleOptimizer(
     def load_own_variables(self, store: Any) -> None:
         """Reads the whole state; also one that Keras's class has written.
 
-        An optimizer that is not built, or a file without state, gets a
-        warning, as in Keras: weights can be loaded into any model.
+        An optimizer that is not built, or a file without state or with that
+        of other variables, gets a warning, as in Keras: weights can be loaded
+        into any model.
 
         Args:
             store: What Keras opens of a file: places, as strings, to arrays.
@@ -583,11 +584,21 @@ class LossScaleOptimizer(
         keys = list(store.keys())
         # Neither was built: there are no slots on either side.
         alike = all(key.startswith(_OWN) for key in keys)
-        if keys and (self.built or alike) and not _is_unbuilt(store):
+        counts = _OWN + "overflow_counts"
+        saved = len(store[counts]) if counts in keys else 0
+        other = self.built and saved not in (0, len(self.model_variables))
+        fits = keys and (self.built or alike) and not other
+        if fits and not _is_unbuilt(store):
             inner = self.inner_optimizer.variables if self.built else []
             _load(store, self._saved_variables(), inner)
             return
         reason = "the file holds no optimizer state"
+        if other:
+            reason = (
+                f"it was saved for {saved} trainable variables, and "
+                f"{len(self.model_variables)} are trainable now; to go on "
+                "with it, change what is trainable after loading"
+            )
         if not self.built:
             reason = (
                 "it is not built yet; to restore its state as well, call "

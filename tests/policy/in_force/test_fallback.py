@@ -734,6 +734,7 @@ Value for attr 'T' of half is not in the list of allowed values: float, double
 Could not find device for node: Op[T=DT_HALF] All kernels: T in [DT_FLOAT]
 lax.add requires arguments to have the same dtypes, got float32, float16.
 RFFT input must be float32 or float64, got bfloat16
+RFFT requires tf.float32 inputs, got: Tensor("x:0", shape=(8,), dtype=float16)
 Unsupported dtype float16
 `lu` does not accept dtype bfloat16
 """.strip().splitlines()

@@ -1,5 +1,7 @@
 """The dtype of what comes out of a model, by the way it is called."""
 
+import collections
+
 import keras
 import numpy as np
 import pytest
@@ -86,3 +88,66 @@ def test_an_exported_model_returns_float32(tmp_path):
     model.export(tmp_path / "saved", verbose=False)
     loaded = tf.saved_model.load(str(tmp_path / "saved"))
     assert loaded.serve(tf.constant(X)).dtype == tf.float32
+
+
+class Record(dict):
+    """Gives its entries as attributes, as many a library's outputs do."""
+
+    def __getattr__(self, name):
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+class Row(list):
+    pass
+
+
+CONTAINERS = {
+    "attributes": lambda x: Record(y=x),
+    "ordered": lambda x: collections.OrderedDict(y=x),
+    "default": lambda x: collections.defaultdict(list, y=x),
+    "list": lambda x: Row([x]),
+    "nested": lambda x: {"a": (Record(y=x), [x])},
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_containers_keep_their_types_and_hold_float32(container):
+    class Returns(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(2)
+
+        def call(self, x):
+            return CONTAINERS[container](self.dense(x))
+
+    found = []
+    for name in ("float32", "mixed_float16"):
+        with tfmix.policy_scope(name):
+            found.append(Returns()(X))
+    plain, ours = found
+    assert types_in(ours) == types_in(plain)
+    assert {dtype_of(leaf) for leaf in leaves_of(ours)} == {"float32"}
+    if container == "attributes":
+        assert ours.y is ours["y"]
+    if container == "default":
+        assert ours["new"] == []
+
+
+def inside(nest):
+    values = nest.values() if isinstance(nest, dict) else nest
+    containers = [x for x in values if isinstance(x, dict | list | tuple)]
+    return containers, [
+        x for x in values if not isinstance(x, dict | list | tuple)
+    ]
+
+
+def types_in(nest):
+    """Returns the types of a nest's containers, outermost first."""
+    return [type(nest), *(types_in(each) for each in inside(nest)[0])]
+
+
+def leaves_of(nest):
+    containers, leaves = inside(nest)
+    return [*leaves, *(x for each in containers for x in leaves_of(each))]

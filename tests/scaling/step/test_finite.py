@@ -163,3 +163,15 @@ def test_tensorflow_compiles_for_a_tpu_what_it_is_told_to(monkeypatch):
 
     monkeypatch.setattr(tf.distribute, "get_strategy", TPUStrategy)
     assert chosen() == "tpu"
+
+
+@pytest.mark.parametrize("bad", [None, 1])
+def test_it_holds_where_kerass_float_type_is_bfloat16(bad):
+    keras.config.set_floatx("bfloat16")
+    given = [np.ones((2, 3), "float32") for _ in range(3)]
+    if bad is not None:
+        given[bad][0] = np.nan
+    told = compiled(finite.not_finite)(given)
+    expected = [n == bad for n in range(3)]
+    assert ops.convert_to_numpy(told).tolist() == expected
+    assert bool(finite.all_finite(given)) == (bad is None)

@@ -9,29 +9,32 @@ _KINDS = frozenset(
     ("TypeError", "ValueError", "NotImplementedError", "InvalidArgumentError")
     + ("UnimplementedError", "NotFoundError")
 )
-# What they name: a 16-bit dtype, and another one or that it is not supported.
+# They name a 16-bit dtype, and a wider one or that it is not supported.
 _NARROW = re.compile(
     r"(?<![a-z])(?:(?:DT_)?(?:b?float16|half)|bf?16)(?!\w)", re.I
 )
-_OTHER = re.compile(
-    r"(?<![a-z])(?:DT_)?(?:float(?:32|64)?|double|complex(?:64|128)?)(?!\w)"
-    r"|not (?:been )?(?:supported|implemented)|unsupported|does not accept"
+_WIDE = re.compile(
+    r"(?<![a-z])(?:DT_)?(?:float(?:32|64)?|double|complex(?:64|128)?)(?!\w)",
+    re.I,
+)
+_REFUSED = re.compile(
+    r"not (?:been )?(?:supported|implemented)|unsupported|does not accept"
     r"|no registered|not support",
     re.I,
 )
-# What messages say about tensors besides: their dtype is then no cause.
-_BESIDES = re.compile(
-    r"Arguments received by.*|dtype[=:]\s*\S+|<tf.Tensor[^>]*>|Traced<[^>]*>",
-    re.S,
-)
+_ARGUMENTS = re.compile(r"Arguments received by.*", re.S)
+# What messages say about tensors besides: their dtype alone is then no cause.
+_TENSORS = re.compile(r"dtype[=:]\s*\S+|<tf.Tensor[^>]*>|Traced<[^>]*>", re.S)
 
 
 def is_about_dtypes(error: Exception) -> bool:
     """Says whether an error names a 16-bit dtype, and what it clashes with."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    message = _BESIDES.sub("", str(error))
-    named = _NARROW.search(message) and _OTHER.search(message)
-    return bool(kinds & _KINDS and named)
+    message = _ARGUMENTS.sub("", str(error))
+    said = _TENSORS.sub("", message)
+    clashes = _NARROW.search(message) and _WIDE.search(said)
+    refused = _NARROW.search(said) and _REFUSED.search(said)
+    return bool(kinds & _KINDS and (clashes or refused))
 
 
 def cause(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """Finds the 16-bit float tensors in a nest of arguments, and widens them."""
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -92,11 +93,25 @@ def wide(value: Any) -> Any:
 
 
 def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
-    """Applies a function to the leaves of lists, tuples and dicts."""
+    """Applies a function to the leaves of lists, tuples and dicts.
+
+    Their types are kept, and what does not change is handed on as it is.
+    """
     if isinstance(nest, dict):
-        return {k: map_leaves(v, function) for k, v in nest.items()}
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(map_leaves(v, function) for v in nest))
-    if type(nest) in (tuple, list):
-        return type(nest)(map_leaves(v, function) for v in nest)
-    return function(nest)
+        keys, values = list(nest), list(nest.values())
+    elif isinstance(nest, list | tuple):
+        keys, values = list(range(len(nest))), list(nest)
+    else:
+        return function(nest)
+    mapped = [map_leaves(value, function) for value in values]
+    if all(new is old for new, old in zip(mapped, values, strict=True)):
+        return nest
+    if hasattr(type(nest), "_fields"):
+        return type(nest)(*mapped)
+    if isinstance(nest, tuple):
+        return tuple.__new__(type(nest), mapped)
+    # Not by the constructor, which may take what it likes.
+    other = copy.copy(nest)
+    for key, value in zip(keys, mapped, strict=True):
+        other[key] = value
+    return other

@@ -132,7 +132,9 @@ def _by_words(
         for start in range(0, len(tensors), bits)
     ]
     found = ops.expand_dims(any_bits(words), -1)
-    flags = ops.bitwise_and(found, 1 << np.arange(bits, dtype="uint32"))
+    # Keras makes floats of NumPy's integers where its float type is bfloat16.
+    each = ops.convert_to_tensor(1 << np.arange(bits), "uint32")
+    flags = ops.bitwise_and(found, each)
     return ops.reshape(ops.not_equal(flags, 0), (-1,))[: len(tensors)]
 
 

@@ -1,0 +1,34 @@
+"""What users hang on a model is theirs: logs, history, callbacks' decisions."""
+
+import numpy as np
+import pytest
+
+from tests import grid
+
+QUICK, MANY = 12, 2000
+
+
+@pytest.mark.parametrize("case", grid.sample(QUICK), ids=str)
+def test_it_is_as_in_plain_keras_without_the_bad_batch(case):
+    assert grid.difference(case) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_thousands_of_combinations(part):
+    wrong = {
+        str(case): found
+        for case in grid.sample(MANY)[part::20]
+        if (found := grid.difference(case))
+    }
+    assert wrong == {}
+
+
+def test_the_grid_is_large_and_finds_a_difference(monkeypatch):
+    assert len(grid.cases()) > MANY
+    case = grid.sample(1)[0]
+    found = {"history": {"loss": [1.0, 0.0]}}
+    expected = {"history": {"loss": [1.0, np.nan]}}
+    monkeypatch.setattr(grid, "_run", lambda case, policy: found)
+    monkeypatch.setattr(grid, "_oracle", lambda case: expected)
+    assert "[1.0, 0.0]} instead of" in grid.difference(case)
