@@ -50,6 +50,12 @@ class LossScaleOptimizer(
     inner optimizer applies them; if not, no variable, slot, counter or
     average changes on any replica, and the loss scale reacts.
 
+    A Keras model under a tfmix policy needs no scaled loss: its gradients are
+    scaled inside it, and true outside. There the loss scale says where in
+    float16 they are placed, by its ratio to its first value, and a train step
+    of the model's may leave out `scale_loss`: `apply` then takes its gradients
+    as they are.
+
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, or the name of one
             (`"adam"`). Clipping, weight decay, EMA and gradient accumulation
@@ -97,8 +103,9 @@ class LossScaleOptimizer(
         >>> optimizer.loss_scale, optimizer.skipped_steps
         (32768.0, 0)
 
-    In a loop of your own, scale the loss before differentiating it and give
-    the gradients to `apply` as they are:
+    In a loop of your own this optimizer takes gradients of the scaled loss.
+    (A Keras optimizer that nobody wrapped takes those of the loss, and skips
+    as well while a 16-bit policy is set.) Give them to `apply` as they are:
 
         with tf.GradientTape() as tape:
             loss = compute_loss()
