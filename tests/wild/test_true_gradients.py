@@ -28,6 +28,7 @@ X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
 # Not around 0, where what adds up to a bias cancels but for its roundings.
 Y = np.random.default_rng(1).normal(3.0, size=(64, 1)).astype("float32")
 FORMS = {}
+GRAD_CAM = "one_output_by_another"
 
 
 def form(function):
@@ -346,7 +347,8 @@ def errors(right, found):
 
 def cases():
     for name in FORMS:
-        for mode in MODES:
+        # Through a `tf.function` float32 has no gradient of Grad-CAM's, either.
+        for mode in MODES[: 3 if name == GRAD_CAM else 4]:
             marks = [] if (name, mode) in QUICK else [pytest.mark.slow]
             yield pytest.param(name, mode, marks=marks, id=f"{name}-{mode}")
 
@@ -355,7 +357,9 @@ def cases():
 def test_gradients_are_those_of_float32(name, mode):
     right = gradients_under("float32", name, mode)
     found = gradients_under("mixed_float16", name, mode)
-    assert all(each.dtype == "float32" for each in found)
+    # Grad-CAM's activations are returned as they were made.
+    dtypes = {each.dtype.name for each in found}
+    assert dtypes == {"float16" if name == GRAD_CAM else "float32"}
     assert max(errors(right, found)) < WITHIN, errors(right, found)
 
 
