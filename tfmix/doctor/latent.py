@@ -80,8 +80,9 @@ def no_room(
     order: int,
     found: Sequence[ranges.Gap | None],
     dtypes: Sequence[str],
+    scale: float,
 ) -> verdicts.Finding | None:
-    """Judges gradients at a loss scale of 1, of a layer that has `dtypes`."""
+    """Judges gradients at the lowest scale, of a layer that has `dtypes`."""
     sixteen = _sixteen_bit(dtypes)
     # Beyond one bit too many, what is not lost was not made in 16 bit.
     tight = [
@@ -92,7 +93,10 @@ def no_room(
     if not sixteen or not tight:
         return None
     worst = min(tight, key=lambda gap: gap.headroom_bits)
-    note = f"at a loss scale of 1 its gradient all but fills {sixteen[0]}"
+    note = (
+        f"at the lowest loss scale, {scale:g}, its gradient reaches "
+        f"{worst.largest:.3g}, close to the end of {sixteen[0]}"
+    )
     one = (layer, verdicts.BACKWARD, verdicts.OVERFLOW, worst, order)
     return verdicts.Finding(*one, latent=True, note=note)
 

@@ -141,6 +141,7 @@ class LossScaleOptimizer(
                 "128.0). (Keras says to set `loss_scale_factor` on the inner "
                 "optimizer; that applies steps that are not finite.)"
             )
+        settings.refuse_misspelt(kwargs)
         leader = None
         if isinstance(loss_scale, LossScaleOptimizer):
             leader, loss_scale = loss_scale, loss_scale.rule
