@@ -40,7 +40,7 @@ from tfmix.scaling import rules
 ROWS = 64
 # Where dynamic loss scaling starts, its rule's default, and its lowest.
 _LOSS_SCALE = rules.DynamicLossScale().initial_scale
-_LOWEST = rules.DynamicLossScale().lowest_scale
+_LOWEST = latent.LOWEST_SCALE
 _IDLE = "No layer computes in 16 bit, so there was nothing to compare."
 _QUANTIZED = (
     "Quantized layers keep their dtypes. For 16 bit around the integers make "
@@ -446,7 +446,7 @@ class _Visit:
         self, name: str, found: list[ranges.Gap | None], dtypes: Sequence[str]
     ) -> None:
         if self.judge.truth is not None and self.judge.scale <= _LOWEST:
-            self._add(latent.no_room(name, self._order, found, dtypes, _LOWEST))
+            self._add(latent.no_room(name, self._order, found, dtypes))
 
     def _add(self, finding: verdicts.Finding | None) -> None:
         if finding is not None:

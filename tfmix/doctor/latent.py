@@ -13,9 +13,11 @@ from tfmix._keras import layers as host
 from tfmix._keras import variables
 from tfmix.conversion import planned_policies
 from tfmix.doctor import probe, ranges, runs, verdicts
+from tfmix.scaling import rules
 
 # Share of a model's probabilities below the normal range that is a fault.
 LOW_SHARE = 0.1
+LOWEST_SCALE = rules.DynamicLossScale().lowest_scale
 # Bits kept free at the lowest scale, for the next batch's gradients: over 200
 # steps they come to 3 times those at the start.
 _FREE_BITS = 2
@@ -80,7 +82,6 @@ def no_room(
     order: int,
     found: Sequence[ranges.Gap | None],
     dtypes: Sequence[str],
-    scale: float,
 ) -> verdicts.Finding | None:
     """Judges gradients at the lowest scale, of a layer that has `dtypes`."""
     sixteen = _sixteen_bit(dtypes)
@@ -94,8 +95,8 @@ def no_room(
         return None
     worst = min(tight, key=lambda gap: gap.headroom_bits)
     note = (
-        f"at the lowest loss scale, {scale:g}, its gradient reaches "
-        f"{worst.largest:.3g}, close to the end of {sixteen[0]}"
+        f"at a loss scale of {LOWEST_SCALE:g}, the lowest, its gradient "
+        f"reaches {worst.largest:.3g}, close to the end of {sixteen[0]}"
     )
     one = (layer, verdicts.BACKWARD, verdicts.OVERFLOW, worst, order)
     return verdicts.Finding(*one, latent=True, note=note)
