@@ -103,15 +103,12 @@ def startup_log_held_back(only_of: str = "") -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what a misspelt command or option may have meant."""
+    """Says which command a misspelt one may have meant."""
 
     def error(self, message: str) -> NoReturn:
-        wrong = re.search(
-            r"invalid choice: '(.+?)'|arguments: (--\w+)", message
-        )
-        known = [*_COMMANDS, *self._option_string_actions]
-        word = next(filter(None, wrong.groups()), "") if wrong else ""
-        if close := difflib.get_close_matches(word, known, n=1):
+        wrong = re.search("argument COMMAND: invalid choice: '(.+?)'", message)
+        word = wrong[1] if wrong else ""
+        if close := difflib.get_close_matches(word, _COMMANDS, n=1):
             message += f". Did you mean {close[0]!r}?"
         super().error(message)
 
