@@ -833,8 +833,7 @@ class LossScaleOptimizer(
         )
 
     def _warn_of_clipped(self, grads: Sequence) -> None:
-        unscales = not isinstance(self.rule, rules.NoLossScale)
-        if unscales and any(map(compilation.is_clipped, grads)):
+        if self._scales() and any(map(compilation.is_clipped, grads)):
             _errors.warn(
                 "These gradients were clipped, and are divided by the loss "
                 "scale only now: they end up smaller than the bound by that "
@@ -852,9 +851,15 @@ class LossScaleOptimizer(
             "or load it with its policy set: `compile` then does the same."
         )
 
+    def _scales(self) -> bool:
+        # A fixed scale of 1 changes nothing either.
+        fixed = isinstance(self.rule, rules.FixedLossScale)
+        is_one = fixed and self.rule.lowest_scale == 1.0
+        return not (is_one or isinstance(self.rule, rules.NoLossScale))
+
     def _may_be_scaled(self, grads: Sequence, variables: Sequence) -> bool:
         return (
-            isinstance(self.rule, rules.NoLossScale)
+            not self._scales()
             or bool(_notes(grads) & {_SCALED, _APPLIED})
             or self.losses.may_reach(variables)
         )
