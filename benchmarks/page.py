@@ -11,6 +11,20 @@ _INTRODUCTION = """\
 
 <!-- Made by `make bench`; what is written here by hand is lost. -->
 
+You need none of this to train; it is what the guide's claims rest on:
+
+- what loss scaling costs [a
+  step](#what-loss-scaling-adds-to-an-optimizer-step), and a model [as it
+  grows](#cost-as-the-model-and-the-replicas-grow);
+- what [the monitors](#what-the-monitors-cost) cost;
+- what a bad batch or a lost worker [does to a
+  run](#what-a-fault-does-to-a-run), and whether [a
+  script](#scripts-with-one-line-on-top) trains with one line on top;
+- what [each layer and op](#every-layer-in-16-bit) loses in 16 bit;
+- what [16-bit weights](#pure-16-bit) and [8-bit slots](#slots-in-8-bits) save;
+- what [accelerators](#what-accelerators-run) would run, and [a
+  GPU](#on-a-gpu) did.
+
 `make bench` measures every table of this page and makes the page anew; `make
 bench ONLY="scale peers"` some of them. Each section keeps its last result
 until it is measured again, so dates and machines may differ between sections:

@@ -100,11 +100,39 @@ def test_help_shows_examples_and_exit_codes(capsys, name):
     assert "--json" in out
 
 
-def test_every_command_is_listed_in_the_help(capsys):
+def test_every_command_is_listed_in_the_help_but_for_developers(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     out = capsys.readouterr().out
-    assert all(f"\n    {name} " in out for name in COMMANDS)
+    listed = [name for name in COMMANDS if f"\n    {name} " in out]
+    assert listed == [name for name in COMMANDS if name != "bench"]
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["chek", "m.keras"], "'check'"),
+        (["devics"], "'devices'"),
+    ],
+)
+def test_a_misspelt_command_has_its_hint(capsys, words, meant):
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    assert f"Did you mean {meant}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["advise", "compile"])
+def test_rows_have_one_name_in_all_commands_and_a_short_one(command):
+    for option in ("--batch-size", "--batch"):
+        words = [command, "m.keras", option, "8"]
+        assert cli.build_parser().parse_args(words).batch_size == 8
+
+
+def test_a_pipe_is_as_wide_as_the_environment_says(capsys, folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    words = ("check", str(folder / "good.keras"))
+    cli.main([*words, "--data", str(folder / "batch.npz")])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
 
 
 @pytest.mark.parametrize(
@@ -617,10 +645,15 @@ def test_the_script_reads_its_words_before_keras(words, code, message):
     assert "Traceback" not in done.stderr
 
 
-def test_the_script_shows_nothing_that_tensorflow_says_of_itself():
-    call = f"import {the_script()}; {the_script()}.main()"
+@pytest.mark.parametrize("way", ["script", "-m"])
+def test_the_shell_shows_nothing_that_tensorflow_says_of_itself(way):
+    call = ["-c", f"import {the_script()}; {the_script()}.main()"]
     done = subprocess.run(
-        [sys.executable, "-c", call, "devices"],
+        [
+            sys.executable,
+            *(["-m", "tfmix"] if way == "-m" else call),
+            "devices",
+        ],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

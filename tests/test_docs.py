@@ -188,6 +188,21 @@ def test_links_between_pages_lead_somewhere():
     assert not broken
 
 
+def test_links_out_of_the_tree_are_ones_that_a_maintainer_confirms():
+    confirmed = (ROOT / ".ci" / "links.txt").read_text().splitlines()
+    notebooks = (ROOT / "examples" / "notebooks").glob("*.ipynb")
+    found = {
+        address
+        for page in (*PAGES, ROOT / "README.md", *notebooks)
+        for address in re.findall(
+            r"https?://[^\s)>\"'`\\]+", page.read_text(encoding="utf-8")
+        )
+    }
+    assert found, "no link found: the test looks in the wrong place"
+    assert found <= {*confirmed}
+    assert not [one for one in confirmed[2:] if one not in found]
+
+
 def test_make_docs_counts_warnings():
     makefile = (DOCS.parent / "Makefile").read_text(encoding="utf-8")
     # Under `--quiet` mkdocs has none to count, and `--strict` is idle.

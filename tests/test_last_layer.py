@@ -177,6 +177,7 @@ def test_50000_classes_have_the_loss_and_gradient_of_float32(policy):
     ("activation", "error", "message"),
     [
         ("sofmax", ValueError, "Did you mean 'softmax'"),
+        ("gleu", ValueError, "Did you mean 'gelu'"),
         (3, TypeError, "activation=3 of type int"),
         (keras.layers.Softmax, TypeError, "must be the name"),
         (np.ones((2, 2)), TypeError, r"float32_output\('softmax'\)\(x\)"),

@@ -1,6 +1,9 @@
 """Mixed-precision training for Keras 3 that cannot go wrong in silence."""
 
-from tfmix._keras import version
+from tfmix import cli as _cli
+
+with _cli.startup_log_held_back(only_of="python -m tfmix"):
+    from tfmix._keras import version
 
 version.require_supported()
 version.require_private_names()

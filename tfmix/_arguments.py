@@ -64,5 +64,8 @@ def did_you_mean(
 ) -> str:
     """Returns a hint at the nearest name, or at what a mapping has for it."""
     meant = known if isinstance(known, Mapping) else {one: one for one in known}
-    close = difflib.get_close_matches(str(name), meant, n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(str(name), meant, n=5, cutoff=cutoff)
+    # Letters in another order are the commonest slip.
+    letters = sorted(str(name))
+    close.sort(key=lambda one: sorted(one) != letters)
     return f" Did you mean {meant[close[0]]!r}?" if close else ""

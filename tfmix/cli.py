@@ -6,6 +6,7 @@ a wrong word need not wait for TensorFlow: `tfmix_script.py` loads this file.
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import pathlib
@@ -13,7 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 EXIT_CODES = """\
 exit codes:
@@ -58,10 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if options.name == "compile":  # which runs nothing on a GPU or a TPU
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with _startup_log_held_back():
+    with startup_log_held_back():
         from rich import console
 
         from tfmix import commands
@@ -71,17 +71,23 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps(outcome.data, indent=2))
     else:
         # A pipe has no width; wrapped advice would be no line to copy.
-        width = None if sys.stdout.isatty() else 160
+        is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
+        width = None if is_known else 160
         console.Console(width=width).print(outcome.text)
     return OK if outcome.healthy else UNHEALTHY
 
 
 @contextlib.contextmanager
-def _startup_log_held_back() -> Iterator[None]:
+def startup_log_held_back(only_of: str = "") -> Iterator[None]:
     """Holds back what TensorFlow says of itself, unless it fails to start.
 
-    Its libraries write past Python, some of it at any log level.
+    Its libraries write past Python, some of it at any log level. `only_of`
+    does so for that start of the process alone.
     """
+    if only_of and sys.orig_argv[1:3] != only_of.split()[1:3]:
+        yield
+        return
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as said:
         os.dup2(said.fileno(), 2)
@@ -96,9 +102,20 @@ def _startup_log_held_back() -> Iterator[None]:
             os.close(stderr)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says which command a misspelt one may have meant."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search("argument COMMAND: invalid choice: '(.+?)'", message)
+        word = wrong[1] if wrong else ""
+        if close := difflib.get_close_matches(word, _COMMANDS, n=1):
+            message += f". Did you mean {close[0]!r}?"
+        super().error(message)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Builds the parser; `name` is the command's, `None` without one."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tfmix",
         description="Mixed-precision training for Keras 3, from a shell.",
         epilog="`tfmix COMMAND --help` shows a command's options.",
@@ -109,9 +126,13 @@ def build_parser() -> argparse.ArgumentParser:
     added = parser.add_subparsers(dest="name", metavar="COMMAND")
     for name, (summary, examples, options) in _COMMANDS.items():
         lines = "\n".join(f"  tfmix {name}{words}" for words in examples)
+        # What has no help is not listed.
+        listed: dict[str, Any] = {"help": summary}
+        if name in _FOR_DEVELOPERS:
+            listed.clear()
         one = added.add_parser(
             name,
-            help=summary,
+            **listed,
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=f"examples:\n{lines}\n\n{EXIT_CODES}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -120,7 +141,9 @@ def build_parser() -> argparse.ArgumentParser:
             "--json", action="store_true", help="print JSON instead of a table"
         )
         for option, settings in options.items():
-            one.add_argument(option, **settings)
+            # One name in all commands, and a short one.
+            short = ["--batch"] if option == "--batch-size" else []
+            one.add_argument(option, *short, **settings)
     return parser
 
 
@@ -161,8 +184,11 @@ _ROWS = {"type": int, "required": True, "help": "rows of a training batch"}
 _SHAPE = {"type": int, "nargs": "+", "help": "sizes of one row, if left free"}
 _COMPILE: _Options = {
     **_MODEL,
-    "--target": {"default": "h200", "help": "v100 to b200, v4 to v6e"},
-    "--batch": _ROWS,
+    "--target": {
+        "default": "h200",
+        "help": "v100 to b200, v4 to v6e: `tfmix.targets()` (default: h200)",
+    },
+    "--batch-size": _ROWS,
     "--devices": {
         "type": int,
         "default": 1,
@@ -192,6 +218,7 @@ _BENCH: _Options = {
     "names": {"nargs": "*", "metavar": "NAME", "help": "which to run"},
     "--list": _flag("print the names, run nothing"),
 }
+_FOR_DEVELOPERS = ("bench",)
 # By name: summary, the words of the examples, and the options.
 _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
     "devices": (
@@ -223,16 +250,19 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
             **_MODEL,
             "--batch-size": _ROWS,
             "--input-shape": _SHAPE,
-            "--target": {"help": "whose memory it has to fit, v5e for example"},
+            "--target": {
+                "help": "whose memory it has to fit, v5e for example (default: "
+                "none)"
+            },
         },
     ),
     "compile": (
         "what a saved model's training step becomes on a GPU or TPU that is "
         "not here",
         (
-            " model.keras --target h200 --batch 64",
-            " model.keras --target v5e --batch 64 --devices 4 --json",
-            " model.keras --batch 64 --policy float32,mixed_bfloat16",
+            " model.keras --target h200 --batch-size 64",
+            " model.keras --target v5e --batch-size 64 --devices 4 --json",
+            " model.keras --batch-size 64 --policy float32,mixed_bfloat16",
         ),
         _COMPILE,
     ),

@@ -115,7 +115,7 @@ def run_compile(options: argparse.Namespace) -> Outcome:
     model = _loaded(options.model)
     step = compile_for.compile_for(
         model,
-        options.batch,
+        options.batch_size,
         target=options.target,
         devices=options.devices,
         optimizer=options.optimizer,

@@ -144,9 +144,14 @@ def suited_policy(found: tuple[Device, ...]) -> tuple[str, str]:
 
 
 def auto_policy() -> str:
-    """Chooses the policy for this machine; says why in one log line."""
+    """Chooses the policy for this machine; says once why."""
     name, reason = suited_policy(devices())
-    _messages.info("policy 'auto' is %r here: %s.", name, reason)
+    text = f"policy 'auto' is {name!r} here: {reason}"
+    if name == "float32":
+        # Who asked for 16 bit would wonder.
+        _messages.warn_once(text)
+    else:
+        _messages.info(text)
     return name
 
 

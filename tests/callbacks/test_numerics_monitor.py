@@ -177,6 +177,34 @@ def test_a_loss_that_is_never_multiplied_is_still_told_of():
         train(model, Monitor())
 
 
+@pytest.mark.parametrize("where", ["x", "y"])
+def test_rows_that_are_not_finite_are_the_datas_fault_and_no_layers(
+    where, said
+):
+    layers = [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
+    model = keras.Sequential(layers)
+    model.compile(scaling.LossScaleOptimizer("sgd"), "mse")
+    data = {"x": np.ones((8, 4)), "y": np.ones((8, 1))}
+    data[where][3] = np.nan
+    model.fit(
+        **data, verbose=0, shuffle=False, callbacks=[monitor := Monitor()]
+    )
+    (event,) = monitor.events
+    assert (event.layer, event.verdict) == (where, "not_finite")
+    assert f"step 0: `{where}` holds NaN or infinity in row 3" in said
+
+
+@pytest.mark.parametrize("lowest", [1.0, 2.0**-14])
+def test_gradients_are_judged_at_the_lowest_scale_of_the_rule(lowest):
+    layers = [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
+    model = keras.Sequential([*layers, tfmix.float32_output()])
+    rule = tfmix.DynamicLossScale(min_scale=lowest)
+    model.compile(scaling.LossScaleOptimizer("sgd", loss_scale=rule), "mse")
+    x, y = np.ones((1, 4)), np.full((1, 1), 1e5)
+    model.fit(x, y, verbose=0, callbacks=[monitor := Monitor()])
+    assert bool(monitor.events) is (lowest == 1.0)
+
+
 def test_zeros_are_no_alarm():
     # As residual networks start: the error of such a layer is 0, and so is
     # every gradient that goes into it.

@@ -5,6 +5,7 @@ import datetime
 import importlib
 import io
 import json
+import re
 import threading
 
 import keras
@@ -534,3 +535,44 @@ def test_other_threads_keep_their_compiled_functions_during_a_check():
     seen.clear()
     traced()
     assert not any(seen.get(threading.current_thread().name, []))
+
+
+def report_of(model, x, y):
+    return str(check.check(model, x, y, loss="mse"))
+
+
+def headed(*layers):
+    ending = keras.layers.Dense(1, dtype="float32", name="head")
+    return keras.Sequential([keras.Input((4,)), *layers, ending])
+
+
+def test_a_healthy_model_shows_what_is_nearest_to_an_end_with_its_bound():
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    text = report_of(headed(keras.layers.Dense(4, name="first")), x, x[:, :1])
+    shown = [line.split() for line in text.splitlines()[3:6]]
+    assert all(row[:2] == ["first", "float16"] for row in shown)
+    assert all(row[5] == "of" for row in shown)
+
+
+def test_what_is_said_of_a_size_is_the_size():
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    model = headed(keras.layers.Dense(4, name="first"))
+    report = check.check(model, x, x[:, :1] * 4e5, loss="mse")
+    texts = [row.advice for row in report.faults if "reaches" in row.advice]
+    sizes = [float(re.search(r"reaches (\S+);", one)[1]) for one in texts]
+    # Not where the format ends.
+    assert min(sizes) > 7e4
+
+
+def test_a_fault_that_float32_has_as_well_has_no_line_to_write():
+    log = keras.layers.Lambda(lambda x: keras.ops.log(x - x), name="log")
+    x = np.ones((4, 4), "float32")
+    text = report_of(headed(log), x, x[:, :1])
+    assert "What is at fault:" in text
+    assert "not finite in float32 either" in text
+    assert "set_dtype_policy" not in text
+    assert not [
+        one
+        for one in text.split("fault:")[1].splitlines()
+        if one[:1] not in "# "
+    ]

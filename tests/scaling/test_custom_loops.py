@@ -31,8 +31,9 @@ def test_forgetting_to_scale_the_loss_is_said_once():
         wrapped.apply([array(1.0)], [w])
 
 
-def test_without_loss_scaling_there_is_nothing_to_forget():
-    wrapped = Wrapped("sgd", loss_scale=rules.NoLossScale())
+@pytest.mark.parametrize("rule", [rules.NoLossScale(), 1.0])
+def test_without_loss_scaling_there_is_nothing_to_forget(rule):
+    wrapped = Wrapped("sgd", loss_scale=rule)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wrapped.apply([array(1.0)], [keras.Variable(np.ones(1, "float32"))])

@@ -301,6 +301,21 @@ def legacy(name):
             "inner_optimizer",
         ),
         (lambda: Wrapped("adamm"), ValueError, "Did you mean 'adam'"),
+        (
+            lambda: Wrapped("adam", init_scale=2.0),
+            ValueError,
+            "`init_scale`. Did you mean 'initial_scale'",
+        ),
+        (
+            lambda: Wrapped("adam", growth_interval=2),
+            ValueError,
+            "Did you mean 'dynamic_growth_steps'",
+        ),
+        (
+            lambda: Wrapped("adam", hysteresis=2),
+            ValueError,
+            r"Did you mean 'loss_scale=DynamicLossScale\(hysteresis=...\)'",
+        ),
         (lambda: Wrapped(keras.optimizers.Adam), TypeError, r"Write Adam\(\)"),
         (lambda: Wrapped(3), TypeError, "inner_optimizer=3"),
         (lambda: Wrapped(legacy("Adam")), TypeError, "keras.optimizers.Adam"),

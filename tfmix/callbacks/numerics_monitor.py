@@ -13,6 +13,7 @@ from tfmix import _arguments, _bar_output, _formats, _messages
 from tfmix._keras import layers
 from tfmix.callbacks import sampler
 from tfmix.conversion import planned_policies
+from tfmix.doctor import batch as batches
 from tfmix.doctor import (
     float8_products,
     latent,
@@ -132,13 +133,22 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def _read(self, sample: sampler.Sample, state: Any, batch: Any) -> None:
         self.rows = self._reader.rows(sample)
-        if forward := self._reader.forward(sample):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        bad_rows = batches.Batch(self._model_of, x, y, None).bad_rows()
+        for name, rows in bad_rows.items():
+            # No layer is at fault.
+            where = f"holds NaN or infinity in {batches.shown(rows)}"
+            self._add(name, verdicts.FORWARD, verdicts.NOT_FINITE, where)
+        if bad_rows:
+            pass
+        elif forward := self._reader.forward(sample):
             layer, verdict = forward
             self._add(layer, verdicts.FORWARD, verdict)
         elif found := self._reader.overflow(sample):
-            if sample.scale > 1.0:
+            lowest = self._lowest_scale()
+            if sample.scale > lowest:
                 # At a higher scale it is part of the search for one.
-                again = self._sampler(state, batch, 1.0)
+                again = self._sampler(state, batch, lowest)
                 found = self._reader.overflow(again)
             if found:
                 self._add(found, verdicts.BACKWARD, verdicts.OVERFLOW)
@@ -172,19 +182,26 @@ class NumericsMonitor(keras.callbacks.Callback):
         else:
             self._add(maker, verdicts.BACKWARD, verdicts.UNDERFLOW)
 
-    def _add(self, layer: str, phase: str, verdict: str) -> None:
+    def _lowest_scale(self) -> float:
+        rule = getattr(self._model_of.optimizer, "rule", None)
+        return (rule and rule.lowest_scale) or 1.0
+
+    def _add(
+        self, layer: str, phase: str, verdict: str, where: str = ""
+    ) -> None:
         step = self._tap.step if self._tap else self._step
         event = Event(step, layer, phase, verdict)
         known = {dataclasses.replace(old, step=step) for old in self.events}
         if event not in known:
+            passed = f"{phase} pass" if phase.endswith("ward") else phase
             _bar_output.warn(
                 self,
-                "Step %d: %s in the %s of layer %r. tfmix.check(model, x, y) "
-                "says what to write.",
+                "step %d: %s",
                 step,
-                verdict,
-                f"{phase} pass" if phase.endswith("ward") else phase,
-                layer,
+                f"`{layer}` {where}"
+                if where
+                else f"{verdict} in the {passed} of layer {layer!r}; "
+                "tfmix.check(model, x, y) says what to write",
             )
         self.events.append(event)
 
@@ -243,7 +260,7 @@ class Event:
     """A fault in a sampled step."""
 
     step: int  # from 0
-    layer: str  # that made it, or `"loss"`
+    layer: str  # that made it, or `"loss"`; `"x"` or `"y"` for the data
     # `"forward"`, `"backward"`, or `"float8 "` and a product of the layer's.
     phase: str
     verdict: str  # as in `doctor.verdicts`

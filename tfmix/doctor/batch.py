@@ -113,7 +113,8 @@ def prepare(
 def shown(rows: Sequence[int]) -> str:
     """Returns the numbers of some rows as text, the first ten of many."""
     more = ", ..." if len(rows) > 10 else ""
-    return ", ".join(map(str, rows[:10])) + more
+    noun = "row" if len(rows) == 1 else "rows"
+    return f"{noun} {', '.join(map(str, rows[:10]))}{more}"
 
 
 def is_dataset(x: Any) -> bool:

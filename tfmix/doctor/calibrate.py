@@ -120,7 +120,7 @@ def _refuse(batch: batches.Batch, index: int) -> NoReturn:
     why = "tfmix.check(model, x, y) names the layer."
     if bad:
         held = " and ".join(
-            f"`{name}` holds NaN or infinity in rows {batches.shown(rows)}"
+            f"`{name}` holds NaN or infinity in {batches.shown(rows)}"
             for name, rows in bad.items()
         )
         why = f"Of this batch {held}: mend the data first."

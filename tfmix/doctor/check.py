@@ -34,11 +34,13 @@ from tfmix.policy.in_force import (
 )
 from tfmix.policy.in_force import carried as carrying
 from tfmix.policy.in_force import ops as op_rules_in_force
+from tfmix.scaling import rules
 
 # More rows would cost memory and tell nothing new.
 ROWS = 64
 # Where dynamic loss scaling starts, its rule's default, and its lowest.
-_LOSS_SCALE, _LOWEST = 2.0**15, 1.0
+_LOSS_SCALE = rules.DynamicLossScale().initial_scale
+_LOWEST = latent.LOWEST_SCALE
 _IDLE = "No layer computes in 16 bit, so there was nothing to compare."
 _QUANTIZED = (
     "Quantized layers keep their dtypes. For 16 bit around the integers make "
@@ -269,6 +271,8 @@ def _rows(
                 float(gap.cosine) if one.phase == verdicts.BACKWARD else None,
                 gap.broken and one.verdict != verdicts.OK,
                 dtypes.get(one.layer, ""),
+                verdicts.bound(one, limits),
+                one.latent and one.verdict != verdicts.OK,
             )
         )
     return result
@@ -276,7 +280,7 @@ def _rows(
 
 def _bad_data(name: str, rows: Sequence[int]) -> verdicts.LayerVerdict:
     """Returns the row of the report for `x` or `y` with NaN or infinity."""
-    where = f"{name} holds NaN or infinity in rows {batches.shown(rows)}"
+    where = f"{name} holds NaN or infinity in {batches.shown(rows)}"
     positions = f"numpy.argwhere(~numpy.isfinite({name}))"
     advice = f"{positions}  # {where}: mend that first"
     phase, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
@@ -523,8 +527,10 @@ def _blamed(
     faulty = any(one.verdict != verdicts.OK for one in forward)
     if faulty or loss.gap.headroom_bits >= 0:
         return list(found)
-    reached = limits.max * 2.0 ** -(loss.gap.headroom_bits + 1)
-    note = f"the loss reaches {reached:.3g}: gradients overflow at scale 1"
+    note = (
+        f"the loss is {loss.gap.largest:.3g}, and gradients overflow at a loss "
+        f"scale of {_LOWEST:g}: take means, not sums, and standardise targets"
+    )
     guilty = dataclasses.replace(
         loss, phase=verdicts.BACKWARD, verdict=verdicts.OVERFLOW, note=note
     )

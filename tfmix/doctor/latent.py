@@ -13,9 +13,11 @@ from tfmix._keras import layers as host
 from tfmix._keras import variables
 from tfmix.conversion import planned_policies
 from tfmix.doctor import probe, ranges, runs, verdicts
+from tfmix.scaling import rules
 
 # Share of a model's probabilities below the normal range that is a fault.
 LOW_SHARE = 0.1
+LOWEST_SCALE = rules.DynamicLossScale().lowest_scale
 # Bits kept free at the lowest scale, for the next batch's gradients: over 200
 # steps they come to 3 times those at the start.
 _FREE_BITS = 2
@@ -81,7 +83,7 @@ def no_room(
     found: Sequence[ranges.Gap | None],
     dtypes: Sequence[str],
 ) -> verdicts.Finding | None:
-    """Judges gradients at a loss scale of 1, of a layer that has `dtypes`."""
+    """Judges gradients at the lowest scale, of a layer that has `dtypes`."""
     sixteen = _sixteen_bit(dtypes)
     # Beyond one bit too many, what is not lost was not made in 16 bit.
     tight = [
@@ -92,7 +94,10 @@ def no_room(
     if not sixteen or not tight:
         return None
     worst = min(tight, key=lambda gap: gap.headroom_bits)
-    note = f"at a loss scale of 1 its gradient all but fills {sixteen[0]}"
+    note = (
+        f"at a loss scale of {LOWEST_SCALE:g}, the lowest, its gradient "
+        f"reaches {worst.largest:.3g}, close to the end of {sixteen[0]}"
+    )
     one = (layer, verdicts.BACKWARD, verdicts.OVERFLOW, worst, order)
     return verdicts.Finding(*one, latent=True, note=note)
 

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tfmix import _page_frame, _tables
+from tfmix import _formats, _page_frame, _tables
 from tfmix.doctor import float8_products, probe, suggest, verdicts
 from tfmix.policy import names
 from tfmix.policy import policy as policies
@@ -69,7 +69,7 @@ class NumericsReport(_tables.Printed):
         """One line: the policy, and whether the model is healthy."""
         data = [row.layer for row in self.faults if not row.dtype]
         count = len({row.layer for row in self.faults}) - len(data)
-        state = f"{count} layer(s) at fault"
+        state = f"{count} layer{'s' * (count != 1)} at fault"
         if data:
             # Rows of `x` or `y`, which are no layers.
             bad = f"{' and '.join(data)} not finite"
@@ -139,6 +139,9 @@ class NumericsReport(_tables.Printed):
         `rows` and `to_html` have all, and so has a `verbose` report.
         """
         fine = [row for row in self.rows if row.verdict == verdicts.OK]
+        # What is in float32 does not leave it.
+        near = [row for row in fine if row.dtype in _formats.SIXTEEN_BIT]
+        fine = near or fine
         fine.sort(key=lambda row: row.headroom_bits)
         kept = (*self.faults[:_FAULTS_SHOWN], *fine[:_FINE_SHOWN])
         identities = set(map(id, self.rows if self.verbose else kept))
@@ -202,25 +205,49 @@ def _cells(row: verdicts.LayerVerdict) -> tuple[str, ...]:
         row.layer,
         row.dtype,
         row.phase,
-        row.verdict,
-        f"{row.relative_error:.2g}",
-        f"{row.headroom_bits:+.0f} bits",
+        f"may {_MAY[row.verdict]}" if row.latent else row.verdict,
+        _error(row),
+        _headroom(row.headroom_bits),
     )
+
+
+_MAY = {
+    verdicts.OVERFLOW: "overflow",
+    verdicts.UNDERFLOW: "underflow",
+    verdicts.INACCURATE: "be inaccurate",
+}
+
+
+def _headroom(bits: float) -> str:
+    return f"{bits:+.0f} bits" if math.isfinite(bits) else ""
+
+
+def _error(row: verdicts.LayerVerdict) -> str:
+    """Returns the error beside its bound; of data and NaN there is none."""
+    is_fine = row.relative_error <= row.bound
+    is_overflow = row.verdict == verdicts.OVERFLOW and not row.latent
+    if not math.isfinite(row.relative_error) or (is_overflow and is_fine):
+        return ""
+    return f"{row.relative_error:.2g} of {row.bound:g}"
 
 
 def _code(rows: Iterable[verdicts.LayerVerdict]) -> list[str]:
     """Returns the lines to write, each once, below a comment that says why."""
     known: dict[str, str] = {}
     for row in rows:
-        code, _, why = row.advice.partition("  # ")
+        # A fault of float32's as well is told of without a line to write.
+        code, _, why = f" {row.advice}".partition(" # ")
+        code = code.strip()
         if row.verdict != verdicts.OK:
             said = f"{row.layer}, {row.phase}, {row.verdict}: {why}"
             known.setdefault(code, said)
-    lines = ["What to write:"] if known else []
+    # Of what is not finite in float32 either there is a comment alone.
+    head = "What to write:" if any(known) else "What is at fault:"
+    lines = [head] if known else []
     for code, said in known.items():
         # Each line a comment, so that all of it can be pasted.
         lines += [f"# {line}" for line in textwrap.wrap(said, 76)]
-        lines.append(code)
+        lines += [code] * bool(code)
     return lines
 
 

@@ -114,6 +114,7 @@ class Gap:
     flushed: float
     subnormal: float
     headroom_bits: float
+    largest: float = 0.0  # of the float32 values, times the scale
 
 
 def gap(
@@ -150,6 +151,7 @@ def gap(
         (above[0] - above[1]) / count,
         (above[1] - above[2]) / count,
         _headroom(top * scale, broken, limits),
+        top * scale,
     )
 
 

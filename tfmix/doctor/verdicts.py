@@ -97,6 +97,14 @@ def of_gradient(gap: ranges.Gap, limits: _formats.Format) -> str:
     return verdict
 
 
+def bound(finding: Finding, limits: _formats.Format) -> float:
+    """Returns the error from which on a finding is no longer fine."""
+    if finding.phase != BACKWARD:
+        return FORWARD_TOLERANCES[limits.name]
+    is_low = _is_low(finding.gap)
+    return _LOW_TOLERANCE if is_low else BACKWARD_TOLERANCES[limits.name]
+
+
 def _of_gap(gap: ranges.Gap, tolerance: float) -> str:
     if gap.broken:
         return NOT_FINITE
@@ -160,7 +168,7 @@ def advice(
     if unscaled and backward and finding.verdict == UNDERFLOW:
         code = "tfmix.LossScaleOptimizer(optimizer)"
     elif finding.gap.broken:
-        code = 'keras.config.set_dtype_policy("float32")'
+        return f"# {_why(finding, limits)}"
     elif finding.layer == LOSS:
         code = _loss_code(finding)
     elif finding.probabilities:
@@ -185,8 +193,8 @@ def _why(finding: Finding, limits: _formats.Format) -> str:
     if gap.broken:
         return f"{what} is not finite in float32 either: mend that first"
     if gap.headroom_bits < 0 and gap.lost:
-        reached = limits.max * 2.0**-gap.headroom_bits / 2
-        return f"{what} reaches {reached:.3g}; {name} ends at {limits.max:g}"
+        ends = f"{name} ends at {limits.max:g}"
+        return f"{what} reaches {gap.largest:.3g}; {ends}"
     if gap.lost:
         return f"{name} overflows inside it; {what} is fine in float32"
     if finding.verdict == UNDERFLOW:
@@ -216,3 +224,6 @@ class LayerVerdict:
     gradient_cosine: float | None = None
     broken: bool = False  # at fault, and not finite in float32 either
     dtype: str = ""  # that the layer computes in
+    bound: float = math.inf  # the error from which on it is at fault
+    # Whether the layer's making shows the fault, and this batch does not.
+    latent: bool = False

@@ -142,6 +142,7 @@ class LossScaleOptimizer(
                 "128.0). (Keras says to set `loss_scale_factor` on the inner "
                 "optimizer; that applies steps that are not finite.)"
             )
+        settings.refuse_misspelt(kwargs)
         leader = None
         if isinstance(loss_scale, LossScaleOptimizer):
             leader, loss_scale = loss_scale, loss_scale.rule
@@ -841,7 +842,7 @@ class LossScaleOptimizer(
         scaled_in_step = _scaled_in_step.get()
         if scaled_in_step is not None:
             return id(self._use) not in scaled_in_step
-        if self._use.in_loops or isinstance(self.rule, rules.NoLossScale):
+        if self._use.in_loops or self._is_one:
             return False
         if not self.unasked and not self._told_of_unscaled:
             self._told_of_unscaled = True
@@ -866,6 +867,11 @@ class LossScaleOptimizer(
             "no file keeps that. Write `tfmix.guard(model)` after loading it, "
             "or load it with its policy set: `compile` then does the same."
         )
+
+    @property
+    def _is_one(self) -> bool:
+        # A fixed scale of 1 changes nothing either.
+        return self._is_constant and self.rule.lowest_scale == 1.0
 
     def _create_state(self, rule: rules.LossScale, leader: Any) -> None:
         """Creates variables for what the rule remembers, or uses a leader's."""

@@ -1,5 +1,7 @@
 """The settings of a LossScaleOptimizer, checked."""
 
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -37,6 +39,22 @@ def loss_scale_rule(
             f"tfmix.LossScale object. Received: loss_scale={loss_scale!r}."
         )
     return rules.FixedLossScale(_arguments.positive("loss_scale", loss_scale))
+
+
+def refuse_misspelt(given: Iterable[str]) -> None:
+    """Refuses what is nearly an argument of `LossScaleOptimizer`."""
+    fields = inspect.signature(rules.DynamicLossScale).parameters
+    own = "initial_scale dynamic_growth_steps loss_scale reduce_dtype".split()
+    meant = {
+        "growth_interval": "dynamic_growth_steps",
+        **{one: f"loss_scale=DynamicLossScale({one}=...)" for one in fields},
+        **{one: one for one in own},
+    }
+    for name in given:
+        if hint := _arguments.did_you_mean(name, meant, cutoff=0.8):
+            raise ValueError(
+                f"LossScaleOptimizer has no argument `{name}`.{hint}"
+            )
 
 
 def reduce_dtype(dtype: Any, rule: rules.LossScale) -> str | None:
