@@ -5,7 +5,7 @@ import pytest
 
 from tests import grid
 
-QUICK, MANY = 12, 2000
+QUICK, MANY = 6, 2000
 
 
 @pytest.mark.parametrize("case", grid.sample(QUICK), ids=str)

@@ -293,3 +293,20 @@ def test_without_a_bad_step_the_logs_are_those_of_an_unguarded_model(mode):
     expected, oracle_logs = fit(oracle, batches(4), epochs=2)
     assert logs == oracle_logs
     assert found == expected
+
+
+@helpers.requires_backend("tensorflow")
+def test_each_replica_knows_its_metrics_results():
+    class Adds(keras.Model):
+        def train_step(self, data):
+            return {**super().train_step(data), "answer": ops.ones(())}
+
+    found = []
+    for bad in ([2], []):
+        with helpers.mirrored_strategy().scope():
+            model = make(Adds, jit_compile=False)
+        arrays = batches(3, bad) if bad else without(batches(3), [2])
+        found.append(fit(model, arrays)[0])
+    # Other keys than the metrics': Keras reports the last step's logs.
+    helpers.assert_close(*[history["loss"] for history in found], "float32")
+    assert all("result" not in vars(metric) for metric in model.metrics)

@@ -22,17 +22,25 @@ class StepLogs:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
+        # How many replicas are in a step just now; their threads take turns.
+        self._steps, self._undo = 0, contextlib.ExitStack()
         # Variables of metrics, with what a reset leaves in them.
         self._resets: dict[int, tuple[keras.Variable, np.ndarray]] = {}
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         """Notes in a step on the results of metrics that they are these."""
-        with contextlib.ExitStack() as undo:
+        self._steps += 1
+        if self._steps == 1:
             for metric in training.metrics(self._model):
                 result = functools.partial(_noted, metric.result)
-                replacements.swap(undo, metric, "result", result)
+                replacements.swap(self._undo, metric, "result", result)
+        try:
             yield
+        finally:
+            self._steps -= 1
+            if not self._steps:
+                self._undo.close()
 
     def told(self, logs: Any, applied: Any) -> Any:
         """Returns what a step reports, once a skip was undone.
@@ -76,7 +84,7 @@ class StepLogs:
         optimizer = self._model.optimizer
         if not isinstance(optimizer, optimizers.LossScaleOptimizer):
             return original()
-        if optimizer.in_guarded_step:
+        if self._steps:
             return _noted(original)
         # Keras then takes the last step's logs, as it does for other keys.
         empty = ops.logical_and(self._is_empty(), optimizer.skipped_in_a_row(1))
