@@ -30,27 +30,15 @@ def call(function: Function, values: Sequence) -> Results:
     Returns:
         What the function returns.
     """
-
-    @jax.custom_vjp
-    def bordered(factor: Any, *values: Any) -> Results:
-        return function(*values)
-
-    def forward(factor: Any, *values: Any) -> tuple[Results, Any]:
-        # Who differentiates this once more does so at its border, below.
-        fixed = jax.lax.stop_gradient(values)
-        results, pull, others = jax.vjp(
-            _of_floats(function, fixed), *_floats(fixed), has_aux=True
-        )
-        saved = pull, factor, values
-        return (*_at_border(function, results, saved), others), saved
-
-    def backward(saved: Any, upstream: Results) -> tuple:
-        found = _gradients(function, saved, upstream[:2])
-        return None, *found
-
-    bordered.defvjp(forward, backward)
     # Of NumPy's, JAX makes constants that it does not take back.
-    return bordered(power.placing(), *map(jnp.asarray, values))
+    values = tuple(map(jnp.asarray, values))
+    # Who differentiates does so at the border alone.
+    fixed = jax.lax.stop_gradient(values)
+    results, pull, others = jax.vjp(
+        _of_floats(function, fixed), *_floats(fixed), has_aux=True
+    )
+    saved = pull, power.placing(), values
+    return (*_at_border(function, results, saved), others)
 
 
 def _at_border(function: Function, results: tuple, saved: Any) -> tuple:
