@@ -116,8 +116,12 @@ def messages(monkeypatch, caplog):
     `pytest.warns` waits for it.
     """
     monkeypatch.setattr(_messages.LOGGER, "propagate", True)
+    # What a page of the guide may set.
+    level = _messages.LOGGER.level
     monkeypatch.setattr(_messages, "_said_once", set())
     monkeypatch.setattr(_errors, "warn", warnings.warn)
+    yield
+    _messages.LOGGER.setLevel(level)
 
 
 @pytest.fixture

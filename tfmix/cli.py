@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
         # A pipe has no width; wrapped advice would be no line to copy.
         is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
         width = None if is_known else 160
-        console.Console(width=width).print(outcome.text)
+        console.Console(width=width).print(outcome.text, crop=False)
     return OK if outcome.healthy else UNHEALTHY
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 from keras import tree
-from rich import console, markup
+from rich import console, markup, text
 
 from tfmix import _messages
 from tfmix.conversion import convert
@@ -161,8 +161,10 @@ def run_convert(options: argparse.Namespace) -> Outcome:
         "rows": [dataclasses.asdict(row) for row in report.rows],
         "notes": [*said, *report.notes],
     }
-    said.append(f"written: {target}")
-    return Outcome(console.Group(report, *map(markup.escape, said)), data)
+    # A path that is wrapped cannot be copied.
+    written = text.Text(f"written: {target}", no_wrap=True, overflow="ignore")
+    notes = map(markup.escape, said)
+    return Outcome(console.Group(report, *notes, written), data)
 
 
 def run_demo(options: argparse.Namespace) -> Outcome:
