@@ -199,7 +199,7 @@ def _with_arrays(nest: Any, given: list, values: Iterable) -> Any:
         if not _is_argument(array):
             return array
         before, value = next(pairs)
-        if value.dtype == before.dtype:
+        if uncast_inputs.uncast(before) is before:
             return value
         # Exact numbers, rounded here as they were at the model's door.
         cast = keras.ops.cast(value, before.dtype)
