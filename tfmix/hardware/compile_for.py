@@ -71,7 +71,7 @@ def compile_for(  # noqa: PLR0913
         >>> model = keras.Sequential([keras.Input((64,))])
         >>> compile_for(model, 32, target="h20")
         Traceback (most recent call last):
-        ValueError: ... Did you mean 'h200'? ...
+        ValueError: ... Did you mean 'h200'?
     """
     _arguments.model(model)
     rows = _arguments.count("batch_size", batch_size, example=32)
