@@ -60,3 +60,15 @@ def test_the_suggestion_takes_the_layer_out_of_float16():
     report = summed(2.0**10)
     policy = report.suggested_policy(progress=False)
     assert report.rows[0].layer in policy.float32_layers
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
+def test_probabilities_are_made_in_float32_by_what_made_them(activation):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(16, 4)).astype("float32")
+    y = (x[:, :2] > 0).astype("float32")
+    last = keras.layers.Dense(2, activation, dtype="mixed_float16")
+    model = keras.Sequential([keras.Input((4,)), last])
+    report = check.check(model, x, y, loss="binary_crossentropy")
+    wanted = f'tfmix.float32_output("{activation}")'
+    assert [row for row in report.rows if row.advice.startswith(wanted)]

@@ -53,8 +53,9 @@ class Finding:
     # Whether the layer's making shows the fault, and this batch does not.
     latent: bool = False
     note: str = ""  # what was seen, in words
-    # Whether it is about probabilities that a model returns in 16 bit.
-    probabilities: bool = False
+    # What makes the probabilities that it is about, which a model returns in
+    # 16 bit: the name of an activation.
+    activation: str = ""
     # Whether most of the gradient it was given is below the normal range.
     was_low: bool = False
 
@@ -171,8 +172,8 @@ def advice(
         return f"# {_why(finding, limits)}"
     elif finding.layer == LOSS:
         code = _loss_code(finding)
-    elif finding.probabilities:
-        code = 'tfmix.float32_output("softmax")'
+    elif finding.activation:
+        code = f'tfmix.float32_output("{finding.activation}")'
     elif is_float32 and finding.given:
         return f"# what it is given does not fit into {limits.name}"
     else:
