@@ -160,6 +160,17 @@ def test_few_skips_of_many_are_not_told_of(said):
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_one_bad_row_of_many_is_told_of_once(said, policy):
+    model = compiled(policy, initial_scale=2.0**15)
+    data = batches(60)
+    data["x"][7] = np.nan
+    model.fit(**data, epochs=3)
+    (text,) = said
+    assert text.startswith("1 of 60 steps of epoch 1 was skipped")
+    assert "`x` holds NaN or infinity in 1 of 60 rows (7)" in text
+
+
 def test_trials_of_a_scale_that_grows_fast_are_not_told_of(said):
     model = compiled(initial_scale=2.0**15, dynamic_growth_steps=2)
     data = batches(64)

@@ -105,12 +105,15 @@ class SkipWatch(keras.callbacks.Callback):
         trials = applied / getattr(rule, "growth_steps", math.inf)
         if self._trained:
             self._later += max(skipped - trials, 0.0)
+        if self._bad_data is None:
+            self._bad_data = skip_causes.bad_data(self.data)
+        if self._bad_data and not self._last_cause:
+            # However few: no search explains them.
+            return True
         if is_lowest or skipped <= _FEW * (applied + skipped) + trials:
             return is_lowest
         if isinstance(rule, rules.FixedLossScale | rules.NoLossScale):
             return True
-        if self._bad_data is None:
-            self._bad_data = skip_causes.bad_data(self.data)
         new = self._later if applied else skipped
         return bool(self._bad_data) or new >= _NOT_BY_ACCIDENT
 
