@@ -30,8 +30,9 @@ def call(function: Function, values: Sequence) -> Results:
     Returns:
         What the function returns.
     """
-    # Of NumPy's, JAX makes constants that it does not take back.
-    values = tuple(map(jnp.asarray, values))
+    # Tracers of NumPy's arrays, too, which `custom_vjp` refuses under `vmap`.
+    # A compiled program has none of these copies.
+    values = tuple(map(jnp.array, values))
     # Who differentiates does so at the border alone.
     fixed = jax.lax.stop_gradient(values)
     results, pull, others = jax.vjp(
