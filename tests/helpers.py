@@ -72,7 +72,7 @@ def requires_backend(name):
 
 def takes_scaled_gradients(optimizer):
     """Lets a test make scaled gradients by itself, without a loss."""
-    optimizer._use.in_loops = True
+    optimizer.given.in_use.in_loops = True
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from tests.tree import ROOT
 PACKAGE = ROOT / "tfmix"
 
 # From the bottom up. A name stands for itself and what is below it; the most
-# specific one counts, so `scaling.step` is lower than `scaling`.
+# specific one counts, so `step` is lower than `scaling`.
 LAYERS = (
     (
         "_arguments",
@@ -25,9 +25,10 @@ LAYERS = (
     ),
     ("_keras", "devices"),
     ("policy",),
-    ("scaling.step",),
+    ("step",),
     ("variables",),
-    ("scaling", "float8"),
+    ("scaling",),
+    ("float8",),
     ("policy.in_force",),
     ("conversion", "data", "last_layer"),
     ("doctor", "hardware", "plotting"),

@@ -41,7 +41,7 @@ from tfmix.scaling.rules import FixedLossScale as FixedLossScale
 from tfmix.scaling.rules import LossScale as LossScale
 from tfmix.scaling.rules import LossScaleState as LossScaleState
 from tfmix.scaling.rules import NoLossScale as NoLossScale
-from tfmix.scaling.step.finite import all_finite as all_finite
+from tfmix.step.finite import all_finite as all_finite
 from tfmix.variables.bfloat16_rounding import (
     BFloat16Optimizer as BFloat16Optimizer,
 )

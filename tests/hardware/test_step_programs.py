@@ -10,10 +10,10 @@ from benchmarks import compiled_steps
 from tests import helpers
 from tfmix._keras import compilation
 from tfmix.hardware import compiled_text, compilers, targets
-from tfmix.scaling.step import finite
+from tfmix.step import finite
 
 if keras.backend.backend() == "jax":
-    from tfmix.scaling.step import jax_step
+    from tfmix.step import jax_step
 
 FEW, MANY = compiled_steps.FEW_LARGE, compiled_steps.MANY_SMALL
 

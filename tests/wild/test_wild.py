@@ -14,7 +14,7 @@ import pytest
 
 import tfmix
 from tfmix.policy.in_force import bare_optimizers
-from tfmix.scaling.step import finite
+from tfmix.step import finite
 
 HERE = pathlib.Path(__file__).parent
 SCRIPTS = sorted(

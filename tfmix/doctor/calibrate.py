@@ -14,7 +14,7 @@ from tfmix import _arguments, _errors, _progress
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.policy.in_force import model_border
-from tfmix.scaling.step import finite
+from tfmix.step import finite
 
 # The exponents that are tried: the bounds of `DynamicLossScale`.
 _LOWEST, _HIGHEST = 0, 24

@@ -118,7 +118,7 @@ class _Guard:
             return original(data)
         import tensorflow as tf
 
-        from tfmix.scaling.step import replicas
+        from tfmix.step import replicas
 
         before = {id(v.value): tf.identity(v.value) for v in self._watched()}
 

@@ -1,41 +1,29 @@
 """The optimizer that scales the loss and skips steps that overflowed."""
 
 import contextlib
-import contextvars
 import numbers
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix import _arguments, _errors, _messages
-from tfmix._keras import compilation, global_state, optimizers
-from tfmix._keras import variables as keras_variables
-from tfmix.scaling import rules, settings
-from tfmix.scaling.step import replicas, unscale
+from tfmix import _arguments, _errors
+from tfmix._keras import compilation, optimizers
+from tfmix.scaling import given_gradients, rules, saving, settings, stuck
+from tfmix.step import replicas, unscale
+from tfmix.step.state import Settings, State
 from tfmix.variables import inner_attributes
+
+if keras.backend.backend() == "tensorflow":
+    from tfmix.step import tensorflow_step
+else:
+    from tfmix.step import jax_step
 
 # How the variables of a loss scale's state are called in Keras's own class,
 # so that a checkpoint written by either can be read by tfmix.
 _KERAS_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
-# Notes on tensors: a loss that was scaled; a gradient that is the result of a
-# division, or that was given to one.
-_LOSS, _GRADIENT = "_tfmix_scaled_loss", "_tfmix_gradient"
-_TRUE, _SCALED = "true", "scaled"
-# Keys of a saved state: own variables by name, the inner ones by position.
-_OWN, _INNER = "own_", "inner_"
-# Keras's class stores its variables by position: these four, then the inner
-# optimizer's.
-_KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
-_MOST_NAMED = 5
-# The scales that a loss was multiplied by in the train step around the caller,
-# by the `id` of their `_Use`; `None` outside of one.
-_scaled_in_step: contextvars.ContextVar[set[int] | None] = (
-    contextvars.ContextVar("tfmix_scaled_in_step", default=None)
-)
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
@@ -123,6 +111,7 @@ class LossScaleOptimizer(
     """
 
     built: bool
+    given: given_gradients.GivenGradients
 
     def __init__(
         self,
@@ -161,21 +150,26 @@ class LossScaleOptimizer(
         )
         self.reduce_dtype = reduce_dtype
         self.guarded = self.in_guarded_step = False
-        # Whether `compile` put it on, so that a loop may know nothing of it.
-        self.unasked = self._told_of_unscaled = False
         self._gradient_norm: keras.Variable | None = None
-        # What `apply_gradients` is given, and whether it was given scaled ones.
-        self._next_are_true = self._applied_scaled = False
-        # The trace in which gradients were divided that may yet be applied.
-        self._divided_in: Any = None
         # Who shares a scale may scale another's losses.
-        self._use: _Use = leader._use if leader else _Use()
+        use = leader.given.in_use if leader else given_gradients.ScaleInUse()
+        is_one = _is_constant(rule) and rule.lowest_scale == 1.0
+        self.given = given_gradients.GivenGradients(use, is_one)
         self._create_state(rule, leader)
+
+    @property
+    def unasked(self) -> bool:
+        """Whether `compile` put it on, so that a loop may not know of it."""
+        return self.given.unasked
+
+    @unasked.setter
+    def unasked(self, value: bool) -> None:
+        self.given.unasked = value
 
     @property
     def loss_scale(self) -> Any:
         """The scale in force: a float, or a tensor in a compiled function."""
-        variables = self._state_variables()
+        variables = self._scale_variables()
         if not all(map(_has_value_here, variables)):
             return self.current_scale()
         # NumPy cannot read a mirrored value inside a strategy's scope.
@@ -191,7 +185,7 @@ class LossScaleOptimizer(
                 f"{self.rule!r} does not allow this loss scale. "
                 f"Received: loss_scale={value!r}."
             )
-        self._assign_state(state)
+        self._assign_scale(state)
 
     @property
     def skipped_steps(self) -> int:
@@ -209,7 +203,7 @@ class LossScaleOptimizer(
         if not self.built:
             return {}
         counts = _host(self._overflow_counts).tolist()
-        paths = [getattr(v, "path", v.name) for v in self.model_variables]
+        paths = [getattr(v, "path", v.name) for v in self._model_variables]
         return dict(zip(paths, counts, strict=True))
 
     @property
@@ -290,9 +284,7 @@ class LossScaleOptimizer(
         else:
             return
         raise _errors.LossScaleError(
-            f"{where}, and the last {skips} step(s) were skipped: their "
-            "gradients were not finite. No update is being applied.\n"
-            f"{_named(self.overflow_counts)}\n{_ADVICE}"
+            stuck.message(where, skips, self.overflow_counts)
         )
 
     @compilation.untouched
@@ -315,7 +307,7 @@ class LossScaleOptimizer(
             >>> float(optimizer.scale_loss(0.5))
             4.0
         """
-        self._next_are_true, self._divided_in = False, None
+        self.given.begin()
         return self._scaled(loss)
 
     @compilation.untouched
@@ -333,12 +325,12 @@ class LossScaleOptimizer(
             64.0
         """
         if not self.unasked:
-            self._use.note_in_step()
+            self.given.in_use.note_in_step()
         return self._scale_here()
 
     def _scale_here(self) -> Any:
-        if not self._is_constant and any(
-            map(compilation.becomes_constant, self._state_variables())
+        if not _is_constant(self.rule) and any(
+            map(compilation.becomes_constant, self._scale_variables())
         ):
             raise ValueError(
                 "JAX is compiling this function, and the values of "
@@ -349,7 +341,7 @@ class LossScaleOptimizer(
                 f"{self.name!r}'s `scale_loss`, `unscale_gradients`, "
                 "`current_scale` or `loss_scale`."
             )
-        return self.rule.current(self.state())
+        return self.rule.current(self._scale_state())
 
     def placing(self) -> Any:
         """Returns where gradients are placed inside a model: 1.0 at first.
@@ -357,13 +349,9 @@ class LossScaleOptimizer(
         It moves as the loss scale does, a factor of its first value: float, or
         a float32 scalar tensor, not copied to the host.
         """
-        if self._is_constant:
+        if _is_constant(self.rule):
             return 1.0
-        return self.rule.current(self.state()) / self.rule.init()[0]
-
-    @property
-    def _is_constant(self) -> bool:
-        return isinstance(self.rule, rules.FixedLossScale | rules.NoLossScale)
+        return self.rule.current(self._scale_state()) / self.rule.init()[0]
 
     @compilation.untouched
     def unscale_gradients(self, grads: Sequence) -> list:
@@ -392,8 +380,7 @@ class LossScaleOptimizer(
             >>> float(true[0][0])
             2.0
         """
-        self._divided_in = compilation.trace()
-        return self._unscaled(grads)
+        return self._unscaled(grads, by_old_name=False)
 
     @compilation.untouched
     def apply(
@@ -438,19 +425,26 @@ class LossScaleOptimizer(
             return ops.convert_to_tensor(False)
         variables = self._variables_of(grads, trainable_variables)
         unscaled = self._takes_true(grads, unscaled)
+        # In the order of the build, which the counts have as well.
+        rows = optimizers.positions(self, variables)
+        by_row: list = [None] * len(self._model_variables)
+        for row, gradient in zip(rows, grads, strict=True):
+            by_row[row] = gradient
         if keras.backend.backend() == "tensorflow":
-            from tfmix.scaling.step import tensorflow_step
-
-            return tensorflow_step.apply(self, grads, variables, unscaled)
+            return self._step_of_tensorflow(by_row, rows, unscaled)
         if compilation.becomes_constant(self._skipped_steps):
             raise ValueError(
                 "`apply` cannot assign variables inside a function that JAX "
                 "compiles. Write `optimizer.stateless_apply("
                 "optimizer_variables, grads, trainable_variables)` there."
             )
-        from tfmix.scaling.step import jax_step
-
-        return jax_step.apply(self, grads, variables, unscaled)
+        used = self._model_variables, self.variables
+        weights, slots = ([v.value for v in each] for each in used)
+        values = self._step_of_jax(by_row, weights, slots, unscaled)
+        for variables, after in zip(used, values, strict=True):
+            for variable, value in zip(variables, after, strict=True):
+                variable.assign(value)
+        return self.last_step_applied()
 
     def stateless_apply(
         self,
@@ -486,12 +480,10 @@ class LossScaleOptimizer(
                 "`stateless_apply` needs a built optimizer. Call "
                 "`optimizer.build(model.trainable_variables)` first."
             )
-        from tfmix.scaling.step import jax_step
-
         grads = list(grads)
         unscaled = self._takes_true(grads, unscaled)
         slots, values = list(optimizer_variables), list(trainable_variables)
-        return jax_step.stateless_apply(self, slots, grads, values, unscaled)
+        return self._step_of_jax(grads, values, slots, unscaled)
 
     @compilation.untouched
     def apply_gradients(self, grads_and_vars: Iterable) -> Any:
@@ -512,16 +504,7 @@ class LossScaleOptimizer(
         """
         pairs = list(grads_and_vars)
         grads = [pair[0] for pair in pairs]
-        notes = _notes(grads)
-        unscaled = self._next_are_true or _TRUE in notes
-        if not (unscaled or notes) and self._divided_in is not None:
-            raise ValueError(
-                "`unscale_gradients` was called in this step, and "
-                "`apply_gradients` cannot tell scaled gradients from "
-                f"divided ones. {_APPLY}"
-            )
-        if not unscaled and not self.in_guarded_step:
-            self._applied_scaled = True
+        unscaled = self.given.of_old_name(grads, self.in_guarded_step)
         self.apply(grads, [pair[1] for pair in pairs], unscaled=unscaled)
         return self.iterations
 
@@ -541,15 +524,7 @@ class LossScaleOptimizer(
             ValueError: If `apply_gradients` was given scaled gradients in a
                 loop before: a compiled step would go on dividing.
         """
-        if self._applied_scaled:
-            raise ValueError(
-                "`apply_gradients` was called with scaled gradients before, "
-                "so that a step already compiled would divide these once "
-                "more. To log or to clip, write `optimizer.unscale_gradients("
-                f"grads)`. {_APPLY}"
-            )
-        self._next_are_true = True
-        return self._unscaled(grads)
+        return self._unscaled(grads, by_old_name=True)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Creates the slots and counts for a model's trainable variables.
@@ -568,13 +543,7 @@ class LossScaleOptimizer(
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the whole state, the inner optimizer's included."""
-        # Before it is built the inner one has settings alone, which its
-        # config holds as well.
-        inner = self.inner_optimizer.variables if self.built else ()
-        for variable in self._saved_variables():
-            store[_OWN + variable.name] = np.asarray(variable.numpy())
-        for position, variable in enumerate(inner):
-            store[f"{_INNER}{position}"] = np.asarray(variable.numpy())
+        saving.write(store, self._saved_variables(), self._saved_inner())
 
     def load_own_variables(self, store: Any) -> None:
         """Reads the whole state; also one that Keras's class has written.
@@ -589,189 +558,54 @@ class LossScaleOptimizer(
         Raises:
             ValueError: If it does not fit. Nothing is changed then.
         """
-        keys = list(store.keys())
-        # Neither was built: there are no slots on either side.
-        alike = all(key.startswith(_OWN) for key in keys)
-        counts = _OWN + "overflow_counts"
-        saved = len(store[counts]) if counts in keys else 0
-        other = self.built and saved not in (0, len(self.model_variables))
-        fits = keys and (self.built or alike) and not other
-        if fits and not _is_unbuilt(store):
-            inner = self.inner_optimizer.variables if self.built else []
-            _load(store, self._saved_variables(), inner)
-            return
-        reason = "the file holds no optimizer state"
-        if other:
-            reason = (
-                f"it was saved for {saved} trainable variables, and "
-                f"{len(self.model_variables)} are trainable now; to go on "
-                "with it, change what is trainable after loading"
-            )
-        if not self.built:
-            reason = (
-                "it is not built yet; to restore its state as well, call "
-                "`optimizer.build(model.trainable_variables)` before loading"
-            )
-        _messages.warn(
-            "the state of optimizer %r was not restored: %s.", self.name, reason
-        )
+        trained = len(self._model_variables) if self.built else None
+        own, inner = self._saved_variables(), self._saved_inner()
+        saving.read(store, self.name, own, inner, trained)
 
     def get_config(self) -> dict:
         """Returns the constructor's arguments, in Keras's form if they fit."""
-        serialize = keras.saving.serialize_keras_object
-        inner = serialize(self.inner_optimizer)
-        config = {"name": self.name, "inner_optimizer": inner}
-        keras_form = {
-            "initial_scale": self.initial_scale,
-            "dynamic_growth_steps": self.dynamic_growth_steps,
-        }
-        # The rule may differ from the default in more.
-        if type(self.rule) is rules.DynamicLossScale and self.rule == (
-            settings.loss_scale_rule("dynamic", *keras_form.values())
-        ):
-            config |= keras_form
-        else:
-            config["loss_scale"] = serialize(self.rule)
-        if self.reduce_dtype is not None:
-            config["reduce_dtype"] = self.reduce_dtype
-        if self._leader_name is not None:
-            config["shared_scale_of"] = self._leader_name
-        if self.unasked:
-            config["unasked"] = True
-        return config
+        return saving.config(self)
 
     @classmethod
     def from_config(
         cls, config: dict, custom_objects: Any = None
     ) -> "LossScaleOptimizer":
         """Returns the optimizer that `get_config` described."""
-        config = dict(config)
-        for key in ("inner_optimizer", "loss_scale"):
-            if isinstance(config.get(key), dict):
-                config[key] = keras.saving.deserialize_keras_object(
-                    config[key], custom_objects=custom_objects
-                )
-        settings.drop_unsupported(config)
-        guarded = config.pop("guarded", False)
-        leader_name = config.pop("shared_scale_of", None)
-        unasked = config.pop("unasked", False)
-        optimizer = cls(**config)
-        optimizer.unasked = unasked
-        optimizer.guarded = guarded
-        if leader_name is not None:
-            _messages.warn(
-                "the optimizer %r shared the loss scale of %r and has one of "
-                "its own now. To share it again, write "
-                "tfmix.LossScaleOptimizer(optimizer.inner_optimizer, "
-                "loss_scale=other), where `other` is %r.",
-                optimizer.name,
-                leader_name,
-                leader_name,
-            )
+        optimizer: LossScaleOptimizer = saving.made_from(
+            cls, config, custom_objects
+        )
         return optimizer
-
-    @property
-    def own_variables(self) -> list[keras.Variable]:
-        """The variables of the loss scale and its counters."""
-        return optimizers.own_variables(self)
-
-    @property
-    def model_variables(self) -> list[keras.Variable]:
-        """The model's variables that the optimizer was built with."""
-        return optimizers.remembered(self)
-
-    def state(self) -> Any:
-        """Returns the rule's state as its named tuple of variables' values."""
-        return self._state_type(*(v.value for v in self._state_variables()))
-
-    def record(self, state: Any, applied: Any) -> None:
-        """Moves the loss scale and the counters on; `state` is from before.
-
-        Args:
-            state: What `state()` returned before the step.
-            applied: Bool or boolean scalar tensor.
-        """
-        after = self.rule.update(state, applied)
-        if self._leader_name is not None:
-            # Of optimizers that share a scale each lowers it, one raises it.
-            pairs = zip(state, after, strict=True)
-            after = [rules.select(applied, *pair) for pair in pairs]
-        self._assign_state(after)
-        more = rules.select(applied, 0, self._consecutive_skips + 1)
-        self._consecutive_skips.assign(more)
-        if applied is not True:
-            skipped = rules.select(applied, 0, 1)
-            self._skipped_steps.assign(self._skipped_steps + skipped)
-
-    def count_overflows(self, bad: Any, variables: Sequence) -> None:
-        """Counts the variables whose flag in `bad` is set."""
-        counts = self._overflow_counts
-        bad = ops.cast(bad, counts.dtype)
-        rows = optimizers.positions(self, variables)
-        if rows != list(range(len(self.model_variables))):
-            # A step on some of the variables, or in another order.
-            column = np.reshape(rows, (-1, 1))
-            bad = ops.scatter(column, bad, tuple(counts.shape))
-        counts.assign(counts + bad)
-
-    def note_gradient_norm(
-        self, true: Sequence, variables: Sequence, applied: Any
-    ) -> None:
-        """Keeps the norm of an applied step's true gradients, if asked to."""
-        if self._gradient_norm is None:
-            return
-        norm = unscale.norm(true, variables)
-        norm = rules.select(applied, norm, self._gradient_norm.value)
-        self._gradient_norm.assign(norm)
 
     def last_step_applied(self) -> Any:
         """Returns a boolean scalar tensor; nothing is copied to the host."""
-        return ops.logical_not(self.skipped_in_a_row(1))
-
-    def skipped_in_a_row(self, steps: int) -> Any:
-        """Returns a boolean scalar tensor: so many skips or more, just now?"""
-        return ops.greater_equal(self._consecutive_skips.value, steps)
+        return ops.equal(self._consecutive_skips.value, 0)
 
     def _scaled(self, loss: Any) -> Any:
-        losses = tree.flatten(loss)
-        if any(global_state.note(each, _LOSS) for each in losses):
-            raise ValueError(
-                "This loss was scaled already, and would be scaled twice. "
-                f"Received: loss={loss!r}. Call `scale_loss` once, on the "
-                "loss itself."
-            )
         scale = self._scale_here()
-        self._use.note()
+        self.given.scaling(loss)
 
         def scaled(value: Any) -> Any:
             value = unscale.to_float32(ops.convert_to_tensor(value))
             value = ops.multiply(value, ops.cast(scale, value.dtype))
-            global_state.put_note(value, _LOSS, True)
+            self.given.scaled(value)
             return value
 
         return tree.map_structure(scaled, loss)
 
-    def _unscaled(self, grads: Sequence) -> list:
+    def _unscaled(self, grads: Sequence, *, by_old_name: bool) -> list:
         grads = list(grads)
-        if _TRUE in _notes(grads):
-            raise ValueError(
-                "These gradients were divided by the loss scale already, and "
-                "would be divided twice. Call `unscale_gradients` once, on "
-                "what the gradient tape or jax.grad returns."
-            )
-        variables: list = self.model_variables
+        self.given.dividing(grads, by_old_name=by_old_name)
+        variables: list = self._model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        scale = None if self._are_true() else self._scale_here()
+        nobody_scales = self.given.nobody_scales()
+        scale = None if nobody_scales else self._scale_here()
         true = unscale.true_gradients(grads, variables, scale)
         true = [
             after if after is before else unscale.without_infinities(after)
             for before, after in zip(grads, true, strict=True)
         ]
-        for before, after in zip(grads, true, strict=True):
-            if after is not before:
-                global_state.put_note(before, _GRADIENT, _SCALED)
-                global_state.put_note(after, _GRADIENT, _TRUE)
+        self.given.divided(grads, true)
         return true
 
     def _variables_of(self, grads: list, trainable_variables: Any) -> list:
@@ -782,7 +616,7 @@ class LossScaleOptimizer(
                 self.build(variables)
             optimizers.recognised(self, variables)
         elif self.built:
-            variables = self.model_variables
+            variables = self._model_variables
         else:
             raise ValueError(
                 "The optimizer is not built yet, so it must be told which "
@@ -804,80 +638,58 @@ class LossScaleOptimizer(
         return variables
 
     def _takes_true(self, grads: Sequence, unscaled: bool) -> bool:
-        """Refuses gradients that `unscaled` is surely wrong for.
+        """Says whether to take gradients as they are."""
+        if self.guarded and not self.in_guarded_step:
+            self.guarded = False
+            _errors.warn(_LOST_GUARD)
+        return self.given.are_true(grads, unscaled)
 
-        Returns:
-            Whether to take them as they are.
-        """
-        self._warn_of_a_lost_guard()
-        notes = _notes(grads)
-        if not unscaled and _TRUE in notes:
-            raise ValueError(
-                "These gradients come from `unscale_gradients`, and would be "
-                "divided by the loss scale twice. Write optimizer.apply(grads, "
-                "variables, unscaled=True)."
-            )
-        if unscaled and _SCALED in notes:
-            raise ValueError(
-                "These gradients were given to `unscale_gradients` and are "
-                "still scaled, so the update would be too large by the loss "
-                "scale. Give its result to `apply`, or leave out unscaled=True."
-            )
-        divided_in, self._divided_in = self._divided_in, None
-        if unscaled or self._are_true():
-            return True
-        new = _SCALED not in notes and divided_in is not None
-        if new and divided_in == compilation.trace():
-            _errors.warn(
-                "`unscale_gradients` was called in this step, and now other "
-                "gradients than it was given are divided by the loss scale. "
-                "That is right for sums of what it was given; if they were "
-                "made of its result, as by clipping, write "
-                "optimizer.apply(grads, variables, unscaled=True)."
-            )
-        return False
-
-    def _are_true(self) -> bool:
-        """Says whether gradients are true ones: nobody scaled their loss."""
-        scaled_in_step = _scaled_in_step.get()
-        if scaled_in_step is not None:
-            return id(self._use) not in scaled_in_step
-        if self._use.in_loops or self._is_one:
-            return False
-        if not self.unasked and not self._told_of_unscaled:
-            self._told_of_unscaled = True
-            _errors.warn(
-                "The gradients are divided by the loss scale, but the loss was "
-                "not multiplied by it, so every update is too small by that "
-                "factor. Take the gradients of the scaled loss: `scaled = "
-                "optimizer.scale_loss(loss)` inside the tape, then "
-                "`tape.gradient(scaled, ...)`; or, if gradients need no "
-                "scaling, as those of a Keras model under a tfmix policy, "
-                "write optimizer.apply(grads, variables, unscaled=True)."
-            )
-        return self.unasked
-
-    def _warn_of_a_lost_guard(self) -> None:
-        if not self.guarded or self.in_guarded_step:
-            return
-        self.guarded = False
-        _errors.warn(
-            "When this model was saved, tfmix kept skipped steps out of its "
-            "statistics, such as BatchNormalization's, and of its metrics; "
-            "no file keeps that. Write `tfmix.guard(model)` after loading it, "
-            "or load it with its policy set: `compile` then does the same."
+    def _step_of_tensorflow(
+        self, grads: list, rows: list[int], unscaled: bool
+    ) -> Any:
+        """Steps; `grads` are by variables of the build, `rows` those given."""
+        replicas.check_replica_context()
+        used = self.variables + self._model_variables
+        with replicas.one_replica(used):
+            state = self._state()
+        grads = replicas.sum_gradients(
+            grads,
+            self._model_variables,
+            self.reduce_dtype,
+            # In 16 bit true gradients may be too small to be summed.
+            self.rule.current(state.scale)
+            if unscaled and self.reduce_dtype
+            else None,
         )
+        with replicas.one_replica(used, self):
+            applied, state = tensorflow_step.step(
+                state, grads, rows, self._settings, unscaled
+            )
+            self._assign(state)
+        return applied
 
-    @property
-    def _is_one(self) -> bool:
-        # A fixed scale of 1 changes nothing either.
-        return self._is_constant and self.rule.lowest_scale == 1.0
+    def _step_of_jax(
+        self, grads: list, weights: list, slots: list, unscaled: bool
+    ) -> tuple[list, list]:
+        """Steps from values to values: the model's, and `self.variables`."""
+        mine = optimizers.own_variables(self)
+        mapping = list(zip(self.variables, slots, strict=True))
+        with keras.StatelessScope(state_mapping=mapping):
+            state = self._state()
+        inner = slots[len(mine) :]
+        state, weights, inner = jax_step.step(
+            state, grads, weights, inner, self._settings, unscaled
+        )
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            self._assign(state)
+        own = [scope.get_current_value(variable) for variable in mine]
+        return weights, own + inner
 
     def _create_state(self, rule: rules.LossScale, leader: Any) -> None:
         """Creates variables for what the rule remembers, or uses a leader's."""
         # From the start: a function compiled before the first step reads it.
         self.rule = rule
-        self._leader_name = leader.name if leader else None
+        self.leader_name = leader.name if leader else None
         initial = rule.init()
         self._state_type = type(initial)
         # Keras's order, so that its files can be read by position.
@@ -902,17 +714,55 @@ class LossScaleOptimizer(
     def _counter(self, name: str, *shape: int) -> keras.Variable:
         return self.add_variable(shape, "zeros", "int32", name=name)
 
+    @property
+    def _settings(self) -> Settings:
+        follows = self.leader_name is not None
+        inner, variables = self.inner_optimizer, self._model_variables
+        return Settings(self.rule, inner, variables, follows)
+
+    @property
+    def _model_variables(self) -> list[keras.Variable]:
+        """The model's variables that the optimizer was built with."""
+        return optimizers.remembered(self)
+
     def _saved_variables(self) -> list[keras.Variable]:
         # A norm is no state: a file is the same with it and without.
-        own = self.own_variables
+        own = optimizers.own_variables(self)
         return [each for each in own if each is not self._gradient_norm]
 
-    def _state_variables(self) -> list[keras.Variable]:
+    def _saved_inner(self) -> list[keras.Variable]:
+        # Before it is built the inner one has settings alone, which its
+        # config holds as well.
+        return self.inner_optimizer.variables if self.built else []
+
+    def _scale_variables(self) -> list[keras.Variable]:
         return [vars(self)[_attribute(n)] for n in self._state_type._fields]
 
-    def _assign_state(self, state: Any) -> None:
-        for variable, value in zip(self._state_variables(), state, strict=True):
+    def _scale_state(self) -> Any:
+        """Returns the rule's state as its named tuple of variables' values."""
+        return self._state_type(*(v.value for v in self._scale_variables()))
+
+    def _assign_scale(self, state: Any) -> None:
+        for variable, value in zip(self._scale_variables(), state, strict=True):
             variable.assign(value)
+
+    def _state(self) -> State:
+        norm = self._gradient_norm
+        return State(
+            scale=self._scale_state(),
+            skipped_steps=self._skipped_steps.value,
+            consecutive_skips=self._consecutive_skips.value,
+            overflow_counts=self._overflow_counts.value,
+            gradient_norm=None if norm is None else norm.value,
+        )
+
+    def _assign(self, state: State) -> None:
+        self._assign_scale(state.scale)
+        self._skipped_steps.assign(state.skipped_steps)
+        self._consecutive_skips.assign(state.consecutive_skips)
+        self._overflow_counts.assign(state.overflow_counts)
+        if self._gradient_norm is not None:
+            self._gradient_norm.assign(state.gradient_norm)
 
 
 @contextlib.contextmanager
@@ -920,101 +770,18 @@ def guarded_step(optimizer: LossScaleOptimizer) -> Iterator[None]:
     """Tells `apply` that the step around it leaves no trace if skipped."""
     optimizer.in_guarded_step = True
     try:
-        with train_step():
+        with given_gradients.train_step():
             yield
     finally:
         optimizer.in_guarded_step = False
 
 
-@contextlib.contextmanager
-def train_step() -> Iterator[None]:
-    """Lets `apply` take true gradients, unless the step around it scales."""
-    token = _scaled_in_step.set(set())
-    try:
-        yield
-    finally:
-        _scaled_in_step.reset(token)
-
-
-class _Use:
-    """Whether losses are multiplied by a scale, for all who share it."""
-
-    in_loops = False
-
-    def note(self) -> None:
-        """Notes that a loss is multiplied by the scale."""
-        self.in_loops = self.in_loops or _scaled_in_step.get() is None
-        self.note_in_step()
-
-    def note_in_step(self) -> None:
-        """Notes that a train step, if one is around, multiplies its loss."""
-        scaled_in_step = _scaled_in_step.get()
-        if scaled_in_step is not None:
-            scaled_in_step.add(id(self))
-
-
-def _is_unbuilt(store: Mapping) -> bool:
-    """Says whether Keras's class wrote settings alone: it was not built."""
-    keys = sorted(map(str, store.keys()))
-    return keys == list("0123") and not any(np.ndim(store[k]) for k in keys)
-
-
-def _load(store: Mapping, own: Sequence, inner: Sequence) -> None:
-    """Reads a state that this class, an older one or Keras's has written."""
-    # A variable that an older version did not have keeps its initial value, and
-    # so does an inner optimizer that was saved before it was built.
-    arrays = {str(key): np.asarray(store[key]) for key in store.keys()}
-    if all(re.fullmatch(r"\d+", key) for key in arrays):
-        keys = [_OWN + name for name in _KERAS_OWN]
-        if len(arrays) != len(keys) + len(inner):
-            # The inner optimizer's alone: a run without loss scaling can go
-            # on with it. It is refused below if the count differs.
-            keys = []
-        keys += [f"{_INNER}{n}" for n in range(len(arrays) - len(keys))]
-        arrays = {key: arrays[str(n)] for n, key in enumerate(keys)}
-    targets = {_OWN + variable.name: variable for variable in own}
-    is_new = all(v.numpy() == 0 for v in inner if v.name == "iteration")
-    if any(key.startswith(_INNER) for key in arrays) or not is_new:
-        targets |= {f"{_INNER}{n}": each for n, each in enumerate(inner)}
-    missing = {key for key in targets if key.startswith(_INNER)} - set(arrays)
-    surplus = set(arrays) - set(targets)
-    if missing or surplus:
-        raise ValueError(
-            "The saved optimizer state does not fit this optimizer, whose "
-            f"inner optimizer has {len(inner)} variables. Received: a state "
-            f"without {sorted(missing)} and with {sorted(surplus)} besides. "
-            "Load it into the optimizer it was saved from, built on the same "
-            "variables (`optimizer.build(model.trainable_variables)`)."
-        )
-    keras_variables.assign_all(
-        [targets[key] for key in arrays], [*arrays.values()]
-    )
-
-
-def _named(counts: Mapping[str, int]) -> str:
-    # A fault spreads from the output towards the input. The counts are in the
-    # order of the model and a sort is stable: of two variables with equal
-    # counts the one nearer the output comes first.
-    named = [(path, count) for path, count in counts.items() if count]
-    named = sorted(reversed(named), key=lambda item: -item[1])
-    if not named:
-        return "No gradient was seen that was not finite by itself."
-    lines = [
-        f"  {path}: not finite in {count} skipped step(s)"
-        for path, count in named[:_MOST_NAMED]
-    ]
-    if len(named) > _MOST_NAMED:
-        lines.append(f"  and {len(named) - _MOST_NAMED} more")
-    return "\n".join(["Most often, nearest the output first:", *lines])
+def _is_constant(rule: rules.LossScale) -> bool:
+    return isinstance(rule, rules.FixedLossScale | rules.NoLossScale)
 
 
 def _attribute(field: str) -> str:
     return _KERAS_NAMES.get(field, f"_loss_scale_{field}")
-
-
-def _notes(grads: Sequence) -> set[str]:
-    """Returns what is noted on any of the gradients."""
-    return {global_state.note(each, _GRADIENT) for each in grads} - {None}
 
 
 def _has_value_here(variable: keras.Variable) -> bool:
@@ -1037,20 +804,9 @@ def _host(variable: keras.Variable) -> np.ndarray:
     return np.asarray(ops.convert_to_numpy(variable))
 
 
-_APPLY = (
-    "Write `optimizer.apply(grads, variables)` for scaled gradients, or "
-    "`optimizer.apply(grads, variables, unscaled=True)` for those that "
-    "`unscale_gradients` returned."
+_LOST_GUARD = (
+    "When this model was saved, tfmix kept skipped steps out of its "
+    "statistics, such as BatchNormalization's, and of its metrics; "
+    "no file keeps that. Write `tfmix.guard(model)` after loading it, "
+    "or load it with its policy set: `compile` then does the same."
 )
-
-_ADVICE = """What to change, most likely first:
-  - if the loss is not finite: rows with NaN, infinity or, in float16, numbers
-    beyond 65504 in the data; drop or mend them;
-  - if it is finite and large, as of targets of 5e4: standardise the targets,
-    y = (y - y.mean()) / y.std();
-  - keep the layer named first in float32: Layer(..., dtype="float32"), and
-    end the model in tfmix.float32_output(...);
-  - lower the learning rate or clip: Adam(..., global_clipnorm=1.0);
-  - train in "mixed_bfloat16", which has the range of float32;
-  - allow a smaller scale: DynamicLossScale(min_scale=2.0**-14).
-tfmix.check(model, x, y) names the layer and the line to change."""

@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import math
-import numbers
 from typing import Any, NamedTuple
 
 import keras
@@ -11,6 +10,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _arguments
+from tfmix.step.state import is_number, select
 
 
 class LossScaleState(NamedTuple):
@@ -58,6 +58,14 @@ class LossScale(abc.ABC):
     def lowest_scale(self) -> float:
         """A bound that no scale is below."""
         return 0.0
+
+    @property
+    def may_enlarge(self) -> bool:
+        """Whether a division by the scale may make an infinity.
+
+        Else gradients can be checked as they come, before they are divided.
+        """
+        return self.lowest_scale < 1.0
 
     @abc.abstractmethod
     def init(self) -> Any:
@@ -212,7 +220,7 @@ class DynamicLossScale(LossScale):
         )
 
     def _bounded(self, scale: Any) -> Any:
-        if _is_number(scale):
+        if is_number(scale):
             return np.float32(min(max(scale, self.min_scale), self.max_scale))
         return ops.clip(scale, self.min_scale, self.max_scale)
 
@@ -283,18 +291,6 @@ def _store(loss_scale: LossScale, name: str, value: float | int) -> None:
     object.__setattr__(loss_scale, name, value)
 
 
-def _is_number(value: Any) -> bool:
-    """Returns whether a value is known now, not a tensor to come."""
-    return isinstance(value, numbers.Number | np.generic | np.ndarray)
-
-
 def _constant_like(number: np.float32, like: Any) -> Any:
     """Returns the number as what `like` is: a number or a tensor."""
-    return number if _is_number(like) else ops.convert_to_tensor(number)
-
-
-def select(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Returns one of two values, numbers or scalar tensors."""
-    if _is_number(condition):
-        return if_true if condition else if_false
-    return ops.where(condition, if_true, if_false)
+    return number if is_number(like) else ops.convert_to_tensor(number)

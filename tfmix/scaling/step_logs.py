@@ -11,7 +11,7 @@ from keras import ops, tree
 
 from tfmix._keras import compilation, global_state, replacements, training
 from tfmix.scaling import optimizer as optimizers
-from tfmix.scaling.step import finite
+from tfmix.step import finite
 
 # Note on what a metric returns in a step: how to compute it anew.
 _RESULT = "_tfmix_metric_result"
@@ -87,7 +87,9 @@ class StepLogs:
         if self._steps:
             return _noted(original)
         # Keras then takes the last step's logs, as it does for other keys.
-        empty = ops.logical_and(self._is_empty(), optimizer.skipped_in_a_row(1))
+        empty = ops.logical_and(
+            self._is_empty(), ops.logical_not(optimizer.last_step_applied())
+        )
         unknown = compilation.is_symbolic(empty)
         return original() if unknown or not empty else {}
 

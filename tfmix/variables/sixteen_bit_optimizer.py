@@ -10,7 +10,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import compilation, optimizers, variables
-from tfmix.scaling.step import replicas
+from tfmix.step import replicas
 from tfmix.variables import eight_bit_slots, inner_attributes, noise
 
 Variables = variables.Variables

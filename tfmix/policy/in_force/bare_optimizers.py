@@ -14,7 +14,7 @@ from keras import ops
 from tfmix._keras import compilation, optimizers
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
-from tfmix.scaling.step import finite, replicas
+from tfmix.step import finite, replicas
 
 # The `apply` that skips for an optimizer under TensorFlow, `None` for one that
 # is left alone.

@@ -24,6 +24,7 @@ from tfmix.policy.in_force import (
     skip_watch,
     tensors,
 )
+from tfmix.scaling import given_gradients
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling.border import power
 
@@ -85,7 +86,7 @@ class _Carried:
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Lets a step of the user's own see true gradients only."""
-        with scaling.train_step(), power.placed(self._placing(args)):
+        with given_gradients.train_step(), power.placed(self._placing(args)):
             return self._under_rules(original, *args, **kwargs)
 
     def _placing(self, args: tuple) -> Any:

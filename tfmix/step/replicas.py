@@ -15,7 +15,7 @@ import keras
 
 from tfmix._keras import compilation, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.scaling.step import finite
+from tfmix.step import finite
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf

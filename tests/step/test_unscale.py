@@ -6,7 +6,7 @@ import pytest
 
 from tests import helpers
 from tfmix.scaling import optimizer as optimizers
-from tfmix.scaling.step import finite, unscale
+from tfmix.step import finite, unscale
 
 
 def arrays():

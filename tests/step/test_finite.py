@@ -7,7 +7,7 @@ from keras import ops
 
 from tests import helpers
 from tfmix._keras import compilation
-from tfmix.scaling.step import finite
+from tfmix.step import finite
 
 BAD = [np.nan, np.inf, -np.inf]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests import helpers, sixteen_bit
 from tfmix.scaling import optimizer as optimizers
-from tfmix.scaling.step import finite
+from tfmix.step import finite
 
 
 def built(shape, count):

@@ -20,7 +20,7 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-from tfmix.scaling.step import replicas
+from tfmix.step import replicas
 from tfmix.variables import master as masters
 
 Wrapped = optimizers.LossScaleOptimizer
@@ -509,7 +509,7 @@ def test_dense_and_sparse_gradients_are_summed_in_16_bit(dtype):
 def in_a_process_of_its_own(*words):
     """Trains on digits; strategies of two sizes cannot share a process."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.scaling.step.replicas_worker", *words],
+        [sys.executable, "-m", "tests.step.replicas_worker", *words],
         cwd=pathlib.Path(__file__).parents[3],
         capture_output=True,
         text=True,

@@ -8,7 +8,7 @@ from keras import ops
 
 from tfmix._keras import compilation
 from tfmix._keras import variables as keras_variables
-from tfmix.scaling.step import finite
+from tfmix.step import finite
 
 # Beyond 2^126 a scale's reciprocal is subnormal, which XLA flushes to zero.
 _HALFWAY = 2.0**64
