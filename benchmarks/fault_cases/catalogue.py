@@ -13,6 +13,7 @@ from benchmarks.fault_cases import (
     saved_state,
     scale_range,
     sparse,
+    true_gradients,
     workers,
 )
 from benchmarks.fault_cases.record import Fault
@@ -28,6 +29,7 @@ FAULTS = (
     *policies.FAULTS,
     *existing_models.FAULTS,
     *custom_loop.FAULTS,
+    *true_gradients.FAULTS,
     *float8_layers.FAULTS,
 )
 

@@ -179,8 +179,19 @@ _FLOAT8_ROWS = dict.fromkeys(
     ),
     "variables stay float32 under mixed_float8",
 )
+_BARE = dict.fromkeys(
+    (
+        "unscaled-mean-of-pixels",
+        "unscaled-rows-of-an-embedding",
+        "penalty-on-a-gradient-of-weights",
+        "targets-of-50-000",
+        "bad-batch-of-two-optimizers",
+    ),
+    "nothing is wrapped by hand",
+)
 _BY_COMPILE = "`compile` puts plain masters around an optimizer"
-_REPLACED = _FLOAT8_ROWS | {
+_KEPT = _FLOAT8_ROWS | _BARE
+_REPLACED = _KEPT | {
     "static-scale-replaced": _BY_COMPILE,
     "policy-map": _BY_COMPILE,
     "activity-regularizer": _BY_COMPILE,
@@ -245,14 +256,18 @@ _NARROW = _REPLACED | _NO_BROADCAST
 
 # float16 overflows; split masters and rounding are for bfloat16.
 SIXTEEN_BIT = (
-    Kept("masters", _masters(), _FLOAT8_ROWS, "float16"),
+    Kept("masters", _masters(), _KEPT, "float16"),
     Kept("flat", _masters(flat=True), _REPLACED | _TOGETHER, "float16"),
     Kept("split", _masters(split=True), _NARROW, "bfloat16"),
     Kept("stochastic", _rounded(seed=7), _NARROW, "bfloat16"),
     Kept("kahan", _rounded(rounding="kahan"), _NARROW, "bfloat16"),
 )
 EIGHT_BIT_SLOTS = (
-    Kept("low", _low, {"pure-without-masters": "it is for float32 variables"}),
+    Kept(
+        "low",
+        _low,
+        {"pure-without-masters": "it is for float32 variables"} | _BARE,
+    ),
     Kept("stochastic8", _rounded(**_INT8), _NARROW, "bfloat16"),
 )
 SYSTEMS = (Keras(), Tfmix())

@@ -351,19 +351,10 @@ def errors(right, found):
     ]
 
 
-# XLA's CPU adds the rows of a float16 bias' gradient one by one in float16.
-ROUNDED = {
-    "biases_of_many_tokens": [
-        pytest.mark.xfail(reason="a bias' gradient is summed in float16")
-    ]
-}
-
-
 def cases():
     for name in FORMS:
         for mode in MODES:
             marks = [] if (name, mode) in QUICK else [pytest.mark.slow]
-            marks += ROUNDED.get(name, [])
             yield pytest.param(name, mode, marks=marks, id=f"{name}-{mode}")
 
 

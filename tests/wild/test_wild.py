@@ -73,19 +73,20 @@ class Skips:
         return counted + sum(map(int, self._unfinished))
 
 
-def check(script, policy, jit, monkeypatch):
+def check(script, policy, jit, monkeypatch, seeds=SEEDS[:1]):
     skip_unless_it_can_run(script)
-    with monkeypatch.context() as context:
-        skips = Skips(context)
-        losses = run(script, policy, jit)
-        assert skips.count() <= 1
-    assert np.all(np.isfinite(losses)), losses
     final = in_float32(script, jit)
     # Three seeds show less than the whole noise; 1 % is what one rounding of
     # 8 bits may do to a loss.
     spread = max(final) - min(final)
     noise = spread + 0.01 * max(map(abs, final))
-    assert min(final) - noise <= losses[-1] <= max(final) + noise, final
+    for seed in seeds:
+        with monkeypatch.context() as context:
+            skips = Skips(context)
+            losses = run(script, policy, jit, seed)
+            assert skips.count() <= 1
+        assert np.all(np.isfinite(losses)), losses
+        assert min(final) - noise <= losses[-1] <= max(final) + noise, final
 
 
 def skip_unless_it_can_run(script):
@@ -107,7 +108,8 @@ def test_it_trains_with_one_line(script, monkeypatch):
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_trains_with_one_line(script, policy, jit, monkeypatch):
-    check(script, policy, jit, monkeypatch)
+    seeds = SEEDS if policy == "mixed_float16" else SEEDS[:1]
+    check(script, policy, jit, monkeypatch, seeds)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -11,6 +11,9 @@ from tfmix import _formats
 from tfmix._keras import op_places, optimizers, replacements, training
 from tfmix.policy.in_force import bare_optimizers, softmax_logits, tensors
 
+if keras.backend.backend() == "jax":
+    from tfmix.policy.in_force import bias_gradients
+
 # Regularizers, added losses: in force under every 16-bit policy, beside what is
 # named like ops. They are widened at their door, beside a compiled loss.
 PENALTIES = "(penalties)"
@@ -38,6 +41,9 @@ def makers(
         found[optimizers.APPLY] = functools.partial(
             bare_optimizers.applying, holds=in_force
         )
+        if keras.backend.backend() == "jax":
+            adding = functools.partial(bias_gradients.adding, holds=in_force)
+            found |= dict.fromkeys(op_places.targets(bias_gradients.OP), adding)
     return found
 
 
