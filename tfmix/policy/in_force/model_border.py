@@ -114,7 +114,7 @@ class _Run:
         #: The arguments: of the call, as exact as they are known, and what
         #: stands for variables.
         self.values = [
-            *map(uncast_inputs.uncast, self._given),
+            *map(_copied, map(uncast_inputs.uncast, self._given)),
             *(states[key] for key in self._mapped),
         ]
         # Of the first run: its results, and the layers that added losses.
@@ -189,6 +189,12 @@ class _Run:
         )
         scope.state_mapping = dict(states)
         return scope
+
+
+def _copied(array: Any) -> Any:
+    # Tracers of NumPy's arrays, too, which `custom_vjp` refuses under `vmap`.
+    # A compiled program has none of these copies.
+    return array if _TENSORFLOW else jax.numpy.array(array)
 
 
 def _with_arrays(nest: Any, given: list, values: Iterable) -> Any:
