@@ -203,6 +203,12 @@ def call_state() -> tuple[Any, Any]:
     return context, variables.get_autocast_scope()
 
 
+def is_training() -> bool:
+    """Says whether the call that runs now is one in training mode."""
+    context = global_state.get_global_attribute(_CALL_CONTEXT)
+    return bool(getattr(context, "training", None))
+
+
 @contextlib.contextmanager
 def as_called(state: tuple[Any, Any]) -> Iterator[None]:
     """Runs a block as a part of an earlier call, by its `call_state`."""

@@ -12,7 +12,7 @@ import keras
 from tfmix import _messages
 from tfmix._formats import SIXTEEN_BIT
 from tfmix._keras import global_state, layers, model_methods
-from tfmix.policy.in_force import model_border, tensors
+from tfmix.policy.in_force import model_border, running_statistics, tensors
 
 # Losses that go back to the logits behind these on TensorFlow, whatever the
 # dtype of the probabilities.
@@ -61,7 +61,10 @@ class Outputs:
             with outputs_as_made():
                 return call(*args, **kwargs)
         in_float32 = functools.partial(self._in_float32, call)
-        return model_border.call_inside(self._model, in_float32, args, kwargs)
+        kept = functools.partial(
+            running_statistics.kept_finite, self._model, in_float32
+        )
+        return model_border.call_inside(self._model, kept, args, kwargs)
 
     def _in_float32(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
         with outputs_as_made():

@@ -1,0 +1,84 @@
+"""A bad batch leaves no NaN in what a model averages while it is called.
+
+The optimizer's step is skipped, but BatchNormalization has written by then. In
+a guarded `fit` the whole step is taken back; in a loop of one's own, or with
+several optimizers, nobody knows when the step is over.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfmix._keras import compilation, global_state, layers, model_methods
+
+
+def kept_finite(
+    model: keras.Model, call: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a model in training; takes back what it wrote if that is NaN.
+
+    Args:
+        model: The model. One that is guarded is only called.
+        call: What calls it.
+        *args: Positional arguments of the call.
+        **kwargs: Keyword arguments of the call.
+
+    Returns:
+        What `call` returns. If a number of a float variable that is not
+        trained was finite before and is not now, all of these variables have
+        their old values.
+    """
+    training = kwargs.get("training")
+    if training is None:
+        training = layers.is_training()
+    guarded = model_methods.part(model, model_methods.GUARD) is not None
+    if guarded or not training:
+        return call(*args, **kwargs)
+    variables = [
+        variable
+        for variable in model.non_trainable_variables
+        if keras.backend.is_float_dtype(variable.dtype)
+    ]
+    # As they are stored, not as layers in 16 bit read them.
+    with layers.autocast(None):
+        before = [_copy(variable.value) for variable in variables]
+    outputs = call(*args, **kwargs)
+    with layers.autocast(None):
+        _restore_if_lost(variables, before)
+    return outputs
+
+
+def _restore_if_lost(variables: list[keras.Variable], before: list) -> None:
+    written = [
+        (variable, old)
+        for variable, old in zip(variables, before, strict=True)
+        if _is_written(variable, old)
+    ]
+    if not written:
+        return
+    lost = [
+        ops.reshape(_is_lost(old, variable.value), (-1,))
+        for variable, old in written
+    ]
+    is_bad = ops.any(ops.concatenate(lost))
+    for variable, old in written:
+        variable.assign(ops.where(is_bad, old, variable.value))
+
+
+def _copy(value: Any) -> Any:
+    # JAX's arrays do not change.
+    return value if keras.backend.backend() == "jax" else ops.copy(value)
+
+
+def _is_written(variable: keras.Variable, old: Any) -> bool:
+    value = variable.value
+    if keras.backend.backend() == "jax" or global_state.open_scope():
+        return value is not old
+    return compilation.may_be_written(value)
+
+
+def _is_lost(old: Any, new: Any) -> Any:
+    was_finite = ops.isfinite(old)
+    return ops.logical_and(was_finite, ops.logical_not(ops.isfinite(new)))
