@@ -31,7 +31,7 @@ LAYERS = (
     ("policy.in_force",),
     ("conversion", "data", "last_layer"),
     ("doctor", "hardware", "plotting"),
-    ("callbacks",),
+    ("callbacks", "demo"),
     ("commands",),
     ("cli",),
     ("__init__", "__main__"),
