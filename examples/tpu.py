@@ -49,7 +49,7 @@ model.compile(
 )
 model.fit(train_x, train_y, BATCH_SIZE, epochs=EPOCHS, verbose=2)
 
-found = model.predict(test_x, batch_size=len(test_x), verbose=0)
+found = keras.ops.convert_to_numpy(model(test_x))
 accuracy = float(np.mean(found.argmax(axis=1) == test_y))
 devices = len(model.layers[0].kernel.value.sharding.device_set)
 print(f"{accuracy:.1%} right, on {devices} device(s)")

@@ -18,6 +18,7 @@ LAYERS = (
         "_bar_output",
         "_errors",
         "_formats",
+        "_h200",
         "_messages",
         "_page_frame",
         "_progress",

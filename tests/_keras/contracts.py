@@ -262,6 +262,7 @@ ATTRIBUTES = [
     ("a layer", built(dense), "_layers", list),
     ("a layer", built(dense), "_non_trainable_variables", list),
     ("a layer", built(dense), "_parent_path", str),
+    ("a layer", built(dense), "_path", str),
     ("a layer", dense, "_parent_path", type(None)),
     ("a layer", built(dense), "_seed_generators", list),
     ("a layer", built(dense), "_losses", list),
@@ -277,7 +278,9 @@ ATTRIBUTES = [
     ("a symbol", lambda: keras.Input((4,)), "_dtype", str),
     ("a symbol", lambda: keras.Input((4,)), "_keras_history", tuple),
     ("an InputLayer", lambda: functional().layers[0], "_dtype", str),
+    ("MultiHeadAttention", attention, "_attention_axes", tuple),
     ("MultiHeadAttention", attention, "_dropout", float),
+    ("MultiHeadAttention", attention, "_value_dim", int),
     ("MultiHeadAttention", attention, "_softmax", keras.layers.Softmax),
     (
         "GroupQueryAttention",

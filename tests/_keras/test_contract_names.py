@@ -224,3 +224,77 @@ def test_a_private_module_elsewhere_is_found(tmp_path, code):
     (tmp_path / "policy" / "scope.py").write_text(f"{prose}{code}\n")
     with pytest.raises(AssertionError, match=r"policy/scope\.py"):
         check_no_private_module(tmp_path, "_keras")
+
+
+# Underscore names that are nobody's secret, by whose they are.
+NOT_PRIVATE = {
+    "_fields": "a named tuple's",
+    "_replace": "a named tuple's",
+    "_getframe": "Python's",
+    "_epsilon": "what users call a constant of a layer",
+    "_eps": "the same",
+    "_*": "part of a name that tfmix gives",
+    "_float32_slots": "the same",
+    "_loss_scale_*": "the same",
+    "_no_decay": "the same",
+    "_topology_factories": "JAX's, which has no other way to its compilers",
+    "_xla": "the same",
+    # Still where they were when the gate began to look for names.
+    "_keras_logits": "a mark of a tensor, in policy/in_force",
+    "_keras_mask": "the same",
+    "_model": "a callback's, in callbacks/numerics_monitor.py",
+}
+
+
+def names_outside(folder, allowed):
+    """Maps files to private names that are neither theirs nor known."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        if path.relative_to(folder).parts[0] == allowed:
+            continue
+        source = path.read_text(encoding="utf-8")
+        names = private_names.private_names(source)
+        names -= private_names.defined(source) | set(NOT_PRIVATE)
+        if names:
+            found[path.relative_to(folder).as_posix()] = sorted(names)
+    return found
+
+
+def test_only_the_private_side_names_private_names():
+    assert not names_outside(OURS, "_keras")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "layer._secret",
+        "getattr(layer, '_secret', None)",
+        "vars(layer)['_secret']",
+        "layer._secret = 1",
+    ],
+)
+def test_a_private_name_elsewhere_is_found(tmp_path, code):
+    for name in ("_keras", "policy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ours.py").write_text(f"{code}\n")
+    found = names_outside(tmp_path, "_keras")
+    assert found == {"policy/ours.py": ["_secret"]}
+
+
+def test_a_name_of_ours_is_not_looked_for(tmp_path):
+    (tmp_path / "ours.py").write_text(
+        "class Ours:\n"
+        "    def __init__(self):\n"
+        "        self._mine = 1\n"
+        "    def _method(self, other):\n"
+        "        return other._mine, other._method()\n"
+        "_CONSTANT = '_mine'\n"
+    )
+    assert names_outside(tmp_path, "_keras") == {}
+
+
+def test_what_is_no_secret_is_still_there():
+    found = set()
+    for path in OURS.rglob("*.py"):
+        found |= private_names.private_names(path.read_text("utf-8"))
+    assert not set(NOT_PRIVATE) - found
