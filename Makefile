@@ -135,7 +135,7 @@ test-wheel-with:
 	@test -x .venv-wheel-$(BACKEND)/bin/python || \
 	    "$(PYTHON)" -m venv .venv-wheel-$(BACKEND)
 	@.venv-wheel-$(BACKEND)/bin/python -m pip install \
-	    --disable-pip-version-check --quiet '$(WITH)' 'keras>=3.12' absl-py \
+	    --disable-pip-version-check --quiet '$(WITH)' 'keras>=3.12' rich \
 	    hypothesis mypy pytest pytest-xdist
 	@.venv-wheel-$(BACKEND)/bin/python -m pip install \
 	    --disable-pip-version-check --quiet --no-deps --force-reinstall \

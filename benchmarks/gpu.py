@@ -16,12 +16,13 @@ whatever there is; its figures mean nothing and are never saved.
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import results, turns
+from benchmarks import pairs, results, turns
 
 MODELS = ("resnet50", "transformer", "lstm", "head")
 PRECISIONS = (
@@ -54,14 +55,13 @@ def names_of(model: str, backend: str) -> list[str]:
 
 def speeds(workers: Workers, runs: int, steps: int) -> dict[str, list[float]]:
     """Returns seconds per step by precision; they take turns."""
-    found: dict[str, list[float]] = {name: [] for name in workers}
-    for turn in results.track(range(runs + 1), "precisions"):
-        for name, worker in workers.items():
-            taken = worker.ask(what="seconds", steps=steps)
-            # The first turn compiles.
-            if turn:
-                found[name].append(taken)
-    return found
+    return pairs.in_turns(
+        {
+            name: functools.partial(worker.ask, what="seconds", steps=steps)
+            for name, worker in workers.items()
+        },
+        runs,
+    )
 
 
 def precision_table(
@@ -84,7 +84,6 @@ def precision_table(
     flops = workers[BASE].ask(what="flops")
     rows = []
     for name, own in seconds.items():
-        pairs = zip(seconds[BASE], own, strict=True)
         peak = workers[name].ask(what="peak")
         rows.append(
             {
@@ -92,7 +91,7 @@ def precision_table(
                 f"{unit} per second": results.spread(
                     [per_step / each for each in own]
                 ),
-                "ratio": results.spread([a / b for a, b in pairs]),
+                "ratio": results.spread(pairs.ratios(seconds[BASE], own)),
                 "peak, GB": None if peak is None else peak / 1e9,
                 "share, %": results.spread(
                     [100 * flops / each / rate for each in own]
@@ -108,14 +107,13 @@ def parts_table(
     """Returns what loss scaling and each monitor cost, turn by turn."""
     rows = []
     for variant in VARIANTS:
-        pairs = []
-        for turn in range(runs + 1):
-            plain = worker.ask(what="seconds", steps=steps)
-            other = worker.ask(what="seconds", steps=steps, variant=variant)
-            if turn:
-                pairs.append((plain, other))
+        ask = functools.partial(worker.ask, what="seconds", steps=steps)
+        other = functools.partial(ask, variant=variant)
+        times = pairs.in_turns({"plain": ask, "other": other}, runs)
         scaling = variant == VARIANTS[0]
-        costs = [100 * ((a / b if scaling else b / a) - 1.0) for a, b in pairs]
+        order = ("plain", "other") if scaling else ("other", "plain")
+        ratios = pairs.ratios(*(times[name] for name in order))
+        costs = [100 * (ratio - 1.0) for ratio in ratios]
         what = "loss scaling and guard" if scaling else variant
         rows.append({"part": what, "cost, % of a step": results.spread(costs)})
     note = "Against the same model without it; NumericsMonitor(every=100)."

@@ -22,8 +22,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from benchmarks import master, overhead_steps, results
-from tfmix.examples import languages
+from benchmarks import languages, master, overhead_steps, results
 from tfmix.variables import low_memory
 
 OPTIMIZERS: dict[str, Callable[[float], Any]] = {
@@ -67,15 +66,15 @@ def _fit(task: master.Task, optimizer: Any, seed: int) -> Any:
 
 
 def _fit_transformer(optimizer: Any, seed: int) -> Any:
-    data = languages.texts(languages.LANGUAGES)
+    data = languages.texts()
     keras.utils.set_random_seed(seed)
-    model = languages.build_model(len(languages.LANGUAGES))
+    model = languages.build_model()
     model.compile(
         optimizer,
         loss="sparse_categorical_crossentropy",
         jit_compile=languages.compiled(),
     )
-    losses = languages.fit(model, data, seed, languages.STEPS, [])
+    losses = languages.fit(model, seed)
     predicted = model.predict(data[1], verbose=0).argmax(axis=-1)
     return 100 * float(np.mean(predicted == data[3])), losses
 

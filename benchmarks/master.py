@@ -13,7 +13,6 @@ ratios of runs that alternate in this process.
 import dataclasses
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from benchmarks import results
+from benchmarks import pairs, results
 from tfmix.variables import bfloat16_rounding, low_memory, master
 
 
@@ -173,11 +172,9 @@ def bytes_per_parameter(model: keras.Model) -> tuple[float, float]:
     return weights / count, (weights + size(inner.variables)) / count
 
 
-def fit(model: keras.Model, task: Task, epochs: int) -> float:
-    """Trains and returns the seconds it took."""
-    start = time.perf_counter()
+def fit(model: keras.Model, task: Task, epochs: int) -> None:
+    """Trains a model."""
     model.fit(*task.train, batch_size=32, epochs=epochs, verbose=0)
-    return time.perf_counter() - start
 
 
 def run_task(task: Task, seeds: int, rounds: int = 9) -> results.Table:
@@ -191,14 +188,18 @@ def run_task(task: Task, seeds: int, rounds: int = 9) -> results.Table:
             predicted = models[name].predict(task.test[0], verbose=0)
             scores[name].append(task.score(predicted, task.test[1]))
     sizes = {name: bytes_per_parameter(models[name]) for name in VARIANTS}
-    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for _ in range(rounds):
-        for name in VARIANTS:
-            times[name].append(fit(models[name], task, epochs=1))
+    times = pairs.in_turns(
+        {
+            name: pairs.timed(lambda model=model: fit(model, task, epochs=1))
+            for name, model in models.items()
+        },
+        rounds,
+        warm=0,
+    )
     rows = []
     for name in VARIANTS:
         deviation = statistics.stdev(scores[name]) if seeds > 1 else 0.0
-        ratios = np.divide(times[name], times["float32"])
+        ratios = pairs.ratios(times[name], times["float32"])
         rows.append(
             {
                 "variant": name,
@@ -240,22 +241,13 @@ def run_steps(
 ) -> results.Table:
     """Returns how long the flat masters' step takes against the plain one's."""
     steps = {flat: optimizer_step(flat, layers) for flat in (False, True)}
-    for step in steps.values():
-        step()
-        step()
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(rounds):
-        for flat, step in steps.items():
-            start = time.perf_counter()
-            for _ in range(repeats):
-                step()
-            elapsed = (time.perf_counter() - start) / repeats
-            times[flat].append(1e3 * elapsed)
+    timed = {flat: pairs.timed(step, repeats) for flat, step in steps.items()}
+    times = pairs.in_turns(timed, rounds)
     rows = [
         {
             "masters": "flat" if flat else "one by one",
             "ms": results.spread(times[flat]),
-            "ratio": results.spread(np.divide(times[flat], times[False])),
+            "ratio": results.spread(pairs.ratios(times[flat], times[False])),
         }
         for flat in times
     ]

@@ -14,7 +14,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 
-from benchmarks import results
+from benchmarks import pairs, results
 from tfmix import callbacks
 from tfmix.scaling import optimizer as scaling
 
@@ -72,15 +72,14 @@ def ratios(
     model: keras.Model, monitor: Any, steps: int, rounds: int
 ) -> np.ndarray:
     """Returns step times with the monitor over those without, in turns."""
-    for warm in ([], [monitor]):
-        seconds(model, steps, warm)
-    found = []
-    for turn in range(rounds):
-        # Each goes first in every other turn.
-        order = [[monitor], []][:: 1 if turn % 2 else -1]
-        times = {len(watch): seconds(model, steps, watch) for watch in order}
-        found.append(times[1] / times[0])
-    return np.array(found)
+    times = pairs.in_turns(
+        {
+            "with": lambda: seconds(model, steps, [monitor]),
+            "without": lambda: seconds(model, steps, []),
+        },
+        rounds,
+    )
+    return np.array(pairs.ratios(times["with"], times["without"]))
 
 
 def modes() -> dict[str, bool]:

@@ -1,7 +1,7 @@
 """What loss scaling adds to a step: time, first step, memory.
 
-    python -m benchmarks.overhead [--only SECTION,...] [--runs 60] [--json FILE]
-                                  [--keras-compile] [--save]
+    python -m benchmarks.overhead [--only SECTION,...] [--runs 60]
+                                  [--keras-compile] [--json] [--save]
 
 The bare optimizer, Keras's scaler and tfmix's take turns in one process; a
 ratio or an overhead is taken within a turn, so that a slow moment of the
@@ -21,15 +21,12 @@ tracing, jax_tracing
                  way to fall back to float32, and bare of it.
 """
 
-import argparse
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import results
+from benchmarks import pairs, results, turns
 
 _TENSORFLOW = (
     "graph",
@@ -89,17 +86,12 @@ def measure(
 
 def _worker(name: str, *arguments: str, backend: str = "") -> Any:
     backend = backend or ("jax" if name in _JAX else "tensorflow")
-    command = [sys.executable, "-m", "benchmarks.overhead_steps"]
-    done = subprocess.run(
-        [*command, name, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env={**os.environ, "KERAS_BACKEND": backend},
+    return turns.answer_of(
+        "benchmarks.overhead_steps",
+        name,
+        *arguments,
+        environment={"KERAS_BACKEND": backend},
     )
-    lines = done.stdout.splitlines()
-    (line,) = (each for each in lines if each.startswith("rows: "))
-    return json.loads(line.removeprefix("rows: "))
 
 
 def _compile(with_keras: bool) -> list[dict[str, Any]]:
@@ -112,7 +104,7 @@ def _compile(with_keras: bool) -> list[dict[str, Any]]:
                 (row,) = _worker("first_step", system, str(layers))
                 found[system].append(row["seconds"])
         for system, own in found.items():
-            ratios = [a / b for a, b in zip(own, found["bare"], strict=True)]
+            ratios = pairs.ratios(own, found["bare"])
             row = {"model": f"{layers} dense layers", "system": system}
             row |= {"seconds": results.spread(own)}
             rows.append({**row, "ratio": results.spread(ratios)})
@@ -146,20 +138,15 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[results.Table]:
 
 
 def main() -> None:
-    """Measures, prints tables and writes the rows as JSON if asked."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overhead",
-        description=__doc__.splitlines()[0],
-    )
+    """Measures, prints and, if asked, keeps the tables."""
+    parser = results.parser("overhead", __doc__)
     # `python -m benchmarks` starts this once for each backend.
     backend = os.environ.get("KERAS_BACKEND", "")
     known = {"jax": _JAX, "tensorflow": _TENSORFLOW}
     default = ",".join(known.get(backend, SECTIONS))
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--only", default=default, help="sections, with commas")
-    parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--keras-compile", action="store_true")
-    results.add_save(parser)
     options = parser.parse_args()
     sections = options.only.split(",")
     if not set(sections) <= set(SECTIONS):
@@ -170,11 +157,7 @@ def main() -> None:
     )
     run = results.Run("overhead", sys.argv[1:], backend, how)
     rows = measure(sections, options.runs, options.keras_compile)
-    record = run.record(tables(rows))
-    results.publish(record, argparse.Namespace(json=False, save=options.save))
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({**record, "rows": rows}, file, indent=1)
+    results.publish(run.record(tables(rows)), options)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ A section has a backend of its own and may need devices that TensorFlow makes
 at its start only, so each runs in a new process and prints its rows as JSON.
 """
 
-import json
 import os
 import statistics
 import sys
@@ -20,7 +19,7 @@ import keras
 import numpy as np
 
 import tfmix
-from benchmarks import resident, results
+from benchmarks import pairs, resident, results, turns
 from tfmix.policy.in_force import fallback
 
 # Layers, width, steps in a turn: a tenth of a second, since the memory of a
@@ -199,32 +198,28 @@ def in_turns(
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[dict[str, Any]]:
     """Times steps in turn; returns a row each, ratios taken within a turn."""
-    times: dict[str, list[float]] = {system: [] for system in steps}
-    for turn in range(runs + 1):
-        # Forwards and backwards: no system always follows the same other one.
-        for system, step in list(steps.items())[:: 1 if turn % 2 else -1]:
-            start = clock()
-            for _ in range(repeats):
-                step()
-            if turn:
-                spent = 1e3 * (clock() - start) / repeats
-                times[system].append(spent)
-    extra = {
-        system: [a - b for a, b in zip(own, times["bare"], strict=True)]
-        for system, own in times.items()
+    timed = {
+        name: pairs.timed(step, repeats, clock) for name, step in steps.items()
     }
+    times = pairs.in_turns(timed, runs)
+    bare = times["bare"]
     rows = []
     for system, own in times.items():
-        ratios = [a / b for a, b in zip(own, times["bare"], strict=True)]
-        measured = {"ms": own, "ratio": ratios, "overhead_ms": extra[system]}
+        extra = pairs.differences(own, bare)
+        measured = {
+            "ms": own,
+            "ratio": pairs.ratios(own, bare),
+            "overhead_ms": extra,
+        }
         row = {**what, "system": system}
         for name, values in measured.items():
             row[name] = results.spread(values, quartiles=True)
-        if system == "tfmix" and "keras" in extra:
-            keras_extra = statistics.median(extra["keras"])
+        if system == "tfmix" and "keras" in times:
+            of_keras = pairs.differences(times["keras"], bare)
+            keras_extra = statistics.median(of_keras)
             # Below zero the machine was too busy to tell.
             if keras_extra > 0:
-                share = statistics.median(extra["tfmix"]) / keras_extra
+                share = statistics.median(extra) / keras_extra
                 row["overhead_of_keras"] = share
         rows.append(row)
     return rows
@@ -416,7 +411,7 @@ def main() -> None:
         rows = SECTIONS[name](int(arguments[0]))
     else:
         rows = {"first_step": first_step, "peak": peak}[name](*arguments)
-    print("rows: " + json.dumps(rows))
+    turns.answer(rows)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ has it, by default this one. Its rows say so if it has not.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
 from typing import Any
 
-from benchmarks import results, turns
+from benchmarks import pairs, results, turns
 
 # Name: layers, width, steps in a turn.
 MODELS = {
@@ -97,10 +98,9 @@ def rows_of(stack: str, times: dict[str, list[float]]) -> list[dict[str, Any]]:
     rows = []
     for system, own in times.items():
         bare = times[bare_of(system)]
-        pairs = list(zip(own, bare, strict=True))
         scaled = system != bare_of(system)
-        added = results.spread([a - b for a, b in pairs])
-        ratio = results.spread([a / b for a, b in pairs])
+        added = results.spread(pairs.differences(own, bare))
+        ratio = results.spread(pairs.ratios(own, bare))
         rows.append(
             {
                 "stack": stack,
@@ -124,18 +124,16 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Returns the rows of one model; all systems of all stacks take turns."""
     layers, width, repeats = MODELS[model]
-    times: dict[str, dict[str, list[float]]] = {
-        name: {system: [] for system in systems}
-        for name, (_, systems) in workers.items()
+    size = {"layers": layers, "width": width, "repeats": repeats}
+    measures = {
+        (name, system): functools.partial(worker.ask, system=system, **size)
+        for name, (worker, systems) in workers.items()
+        for system in systems
     }
-    size = {"layers": layers, "width": width}
-    for turn in results.track(range(runs + 1), model):
-        for name, (worker, systems) in workers.items():
-            for system in systems:
-                ms = worker.ask(system=system, repeats=repeats, **size)
-                # The first turn compiles.
-                if turn:
-                    times[name][system].append(ms)
+    found = pairs.in_turns(measures, runs)
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in workers}
+    for (name, system), own in found.items():
+        times[name][system] = own
     return [row for name in times for row in rows_of(name, times[name])]
 
 

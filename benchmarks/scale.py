@@ -14,15 +14,13 @@ resident set rises in a step, in a process of its own for each.
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from benchmarks import results
+from benchmarks import pairs, results, turns
 
 SYSTEMS = ("bare", "Keras", "tfmix")
 Row = dict[str, Any]
@@ -65,15 +63,15 @@ def system_rows(number: str, made: dict[str, Any], runs: int) -> list[Row]:
     bare = made["bare"]
     rows = []
     for system, step in made.items():
-        pairs = list(zip(times[system], times["bare"], strict=True))
         is_bare = system == "bare"
-        extra = results.spread([own - b for own, b in pairs])
-        ratio = results.spread([own / b for own, b in pairs])
+        own, base = times[system], times["bare"]
+        extra = results.spread(pairs.differences(own, base))
+        ratio = results.spread(pairs.ratios(own, base))
         rows.append(
             {
                 "number": number,
                 "system": system,
-                "step, ms": results.spread(times[system]),
+                "step, ms": results.spread(own),
                 "added, ms": None if is_bare else extra,
                 "ratio": None if is_bare else ratio,
                 "operations": step.operations,
@@ -122,16 +120,9 @@ def with_peak(row: Row) -> Row:
     """Adds how far a step raises the resident set, where that is asked."""
     peak = None
     if row["number"] in MEASURED_MEMORY:
-        peak = _in_own_process("--peak", row["system"], row["number"])
+        words = ("--peak", row["system"], row["number"])
+        peak = turns.answer_of("benchmarks.scale", *words)
     return row | {"peak, MB": peak}
-
-
-def _in_own_process(*words: str) -> Any:
-    command = [sys.executable, "-m", "benchmarks.scale", *words]
-    result = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 def table(part: str, runs: int) -> results.Table:
@@ -144,7 +135,11 @@ def table(part: str, runs: int) -> results.Table:
         title = "Number of parameters, in 100 variables"
     else:
         words = ("--runs", str(runs), "--replicas")
-        rows = [r for n in REPLICAS for r in _in_own_process(*words, str(n))]
+        rows = [
+            row
+            for number in REPLICAS
+            for row in turns.answer_of("benchmarks.scale", *words, str(number))
+        ]
         title = "Number of replicas (logical CPUs, MirroredStrategy), "
         title += f"{ON_REPLICAS[0]} variables, 1e6 parameters"
     return results.Table(title, rows, _NOTES[part])
@@ -159,10 +154,10 @@ def main(arguments: list[str] | None = None) -> None:
 
         system, name = options.peak
         shapes = scale_steps.shapes(*BY_PARAMETERS[name])
-        print(json.dumps(scale_steps.peak_mb(system, shapes)))
+        turns.answer(scale_steps.peak_mb(system, shapes))
         return
     if options.replicas:
-        print(json.dumps(replica_rows(options.replicas, options.runs)))
+        turns.answer(replica_rows(options.replicas, options.runs))
         return
     how = f"no randomness; median and extremes of {options.runs} turns"
     run = results.Run("scale", words, "tensorflow", how)

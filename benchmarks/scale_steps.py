@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfmix
-from benchmarks import resident
+from benchmarks import pairs, resident
 
 SYSTEMS = ("bare", "Keras", "tfmix")
 Shapes = list[tuple[int, ...]]
@@ -145,15 +145,11 @@ def times_in_turns(made: dict[str, Step], runs: int) -> dict[str, list[float]]:
     made["bare"].run()
     one = time.perf_counter() - start
     repeats = max(1, min(50, round(_TURN_SECONDS / one)))
-    found: dict[str, list[float]] = {system: [] for system in made}
-    for _ in range(runs):
-        for system, step in made.items():
-            start = time.perf_counter()
-            for _ in range(repeats):
-                _wait(step.run())
-            elapsed = time.perf_counter() - start
-            found[system].append(1e3 * elapsed / repeats)
-    return found
+    timed = {
+        system: pairs.timed(lambda step=step: _wait(step.run()), repeats)
+        for system, step in made.items()
+    }
+    return pairs.in_turns(timed, runs, warm=0)
 
 
 def _wait(value: Any) -> None:

@@ -17,15 +17,13 @@ same steps before that, so that what tracing and compiling need is there.
 import argparse
 import os
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from benchmarks import results
+from benchmarks import pairs, resident, results, turns
 
 ROWS, WIDTH, IDS = 1_000_000, 64, 1024
 WAYS = ("bare", "Keras", "tfmix")
@@ -73,15 +71,8 @@ def make_steps(
 def times(ways: tuple[str, str], inner: str) -> dict[str, list[float]]:
     """Returns milliseconds per step; the two ways take turns."""
     steps = make_steps(ways, inner)
-    result: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(_WARM_UP + TIMED[inner]):
-        for way in ways:
-            start = time.perf_counter()
-            steps[way]()
-            if turn >= _WARM_UP:
-                elapsed = 1000 * (time.perf_counter() - start)
-                result[way].append(elapsed)
-    return result
+    timed = {way: pairs.timed(steps[way]) for way in ways}
+    return pairs.in_turns(timed, TIMED[inner], _WARM_UP)
 
 
 def peak_mb(way: str, inner: str) -> float:
@@ -90,37 +81,17 @@ def peak_mb(way: str, inner: str) -> float:
     for _ in range(_MEMORY_STEPS):
         small_step()
     (step,) = make_steps((way,), inner).values()
-    before = _status_mb("VmRSS")
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    for _ in range(_MEMORY_STEPS):
-        step()
-    return _status_mb("VmHWM") - before
-
-
-def peak_mb_in_own_process(way: str, inner: str) -> float:
-    """Returns `peak_mb` of a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.sparse_memory"]
-    result = subprocess.run(
-        [*command, "--peak", way, inner],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return float(result.stdout.split()[-1])
-
-
-def _status_mb(field: str) -> float:
-    with open("/proc/self/status") as file:
-        (line,) = (line for line in file if line.startswith(field + ":"))
-    return int(line.split()[1]) / 1024
+    with resident.Peak() as peak:
+        for _ in range(_MEMORY_STEPS):
+            step()
+    return peak.megabytes
 
 
 def rows(inner: str) -> list[dict[str, Any]]:
     """Measures all around one optimizer; returns a row per way."""
-    pairs = {way: times(("bare", way), inner) for way in WAYS[1:]}
-    pairs["bare"] = pairs["tfmix"]
-    return [_row(way, pairs[way], inner) for way in WAYS]
+    found = {way: times(("bare", way), inner) for way in WAYS[1:]}
+    found["bare"] = found["tfmix"]
+    return [_row(way, found[way], inner) for way in WAYS]
 
 
 def _row(way: str, pair: dict[str, list[float]], inner: str) -> dict[str, Any]:
@@ -130,7 +101,9 @@ def _row(way: str, pair: dict[str, list[float]], inner: str) -> dict[str, Any]:
         "median_ms": median,
         "quartiles_ms": [low, high],
         "ratio": median / statistics.median(pair["bare"]),
-        "peak_mb": peak_mb_in_own_process(way, inner),
+        "peak_mb": turns.answer_of(
+            "benchmarks.sparse_memory", "--peak", way, inner
+        ),
     }
 
 
@@ -158,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.peak:
-        print(peak_mb(*options.peak))
+        turns.answer(peak_mb(*options.peak))
         return 0
     how = "seeds 1 and 2; peak of the resident set in a process of its own"
     run = results.Run("sparse_memory", words, "tensorflow", how)

@@ -1,4 +1,4 @@
-"""Processes that take turns: each answers one request, then waits.
+"""Processes that answer: one request after the other, or once.
 
 Only the standard library is used here, since a worker may run under another
 Python, whose environment has not what ours has.
@@ -72,6 +72,28 @@ class Worker:
         self._process.wait()
         self._process.stdin.close()
         self._process.stdout.close()
+
+
+def answer_of(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Any:
+    """Runs one of our modules in a process of its own; returns its answer."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        cwd=_ROOT,
+        env={**os.environ, **(environment or {})},
+    )
+    lines = done.stdout.splitlines()
+    (line,) = (each for each in lines if each.startswith(_MARK))
+    return json.loads(line.removeprefix(_MARK))["value"]
+
+
+def answer(value: Any) -> None:
+    """Answers the process that started this one by `answer_of`."""
+    print(_MARK + json.dumps({"value": value}), flush=True)
 
 
 def serve(answer: Callable[..., Any]) -> None:

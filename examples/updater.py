@@ -1,152 +1,78 @@
-"""One training step of one's own under TensorFlow and JAX, and its updater.
+"""Everything an update can need, in one optimizer (TensorFlow).
 
-The recipe that uses it is `training_loop.py`.
+Gradients are summed over two replicas, checked, unscaled, accumulated over two
+batches, clipped and decayed; a batch that overflows is tried again at half the
+scale. It learns scikit-learn's scanned digits, in a quarter of a minute on a
+CPU, which it takes for two devices.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import keras
+import numpy as np
+import tensorflow as tf
+from sklearn import datasets, model_selection
 
 import tfmix
 
+POLICY = "mixed_float16"  # "float32" to compare with
+SEED = 0
+EPOCHS = 8
+RETRIES = 24  # from 2**24 to 1 are 24 halvings
 
-class Updater:
-    """Everything between a batch and the next weights, in one object.
+x, y = datasets.load_digits(return_X_y=True)
+train_x, test_x, train_y, test_y = model_selection.train_test_split(
+    (x / 16).astype("float32"), y, test_size=0.3, stratify=y, random_state=0
+)
 
-    Accumulation, weight decay and clipping are the inner optimizer's, which
-    gets true gradients, summed over all replicas; `LossScaleOptimizer` sums,
-    unscales and checks them; what is left is to try a batch again.
+(cpu,) = tf.config.list_physical_devices("CPU")
+two = [tf.config.LogicalDeviceConfiguration()] * 2
+tf.config.set_logical_device_configuration(cpu, two)
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
-    Args:
-        model: A Keras model, built.
-        optimizer: A `tfmix.LossScaleOptimizer`.
-        loss: A Keras loss.
-        retries: How often a batch that overflowed is tried again, each time
-            at half the scale. Defaults to `0`: it is dropped.
-    """
-
-    def __init__(
-        self,
-        model: keras.Model,
-        optimizer: tfmix.LossScaleOptimizer,
-        loss: Any,
-        retries: int = 0,
-    ) -> None:
-        self.model, self.optimizer, self.retries = model, optimizer, retries
-        optimizer.build(model.trainable_variables)
-        under_jax = keras.backend.backend() == "jax"
-        make = jax_step if under_jax else tensorflow_step
-        self.step = make(model, optimizer, loss)
-
-    def update(self, x: Any, y: Any) -> tuple[float, bool]:
-        """Takes a step; returns the loss and whether it was applied."""
-        for _ in range(1 + self.retries):
-            loss, applied = self.step(x, y)
-            if applied:
-                break
-        return float(loss), bool(applied)
-
-
-def tensorflow_step(model: Any, optimizer: Any, loss: Any) -> Callable:
-    """Compiles a step; in the scope of a strategy, one on all replicas.
-
-    Args:
-        model: A Keras model, built.
-        optimizer: A `tfmix.LossScaleOptimizer`, built.
-        loss: A Keras loss. Under a strategy Keras divides it by the number
-            of replicas, so that their gradients add up to the mean.
-
-    Returns:
-        A function of a batch that returns the loss and whether the step was
-        applied.
-    """
-    import tensorflow as tf
-
-    strategy = tf.distribute.get_strategy()
-
-    @tf.function
-    def on_replica(x: Any, y: Any) -> Any:
-        with tf.GradientTape() as tape:
-            value = loss(y, model(x, training=True))
-            scaled = optimizer.scale_loss(value)
-        grads = tape.gradient(scaled, model.trainable_variables)
-        return value, optimizer.apply(grads, model.trainable_variables)
-
-    def shares(values: Any) -> Any:
-        return strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(
-                values[
-                    context.replica_id_in_sync_group :: (
-                        context.num_replicas_in_sync
-                    )
-                ]
-            )
-        )
-
-    def step(x: Any, y: Any) -> Any:
-        value, applied = strategy.run(on_replica, (shares(x), shares(y)))
-        total = sum(map(float, strategy.experimental_local_results(value)))
-        # All replicas step or none does: the first one's word is enough.
-        return total, strategy.experimental_local_results(applied)[0]
-
-    return step
-
-
-def jax_step(model: Any, optimizer: Any, loss: Any) -> Callable:
-    """Compiles a step; under a `keras.distribution`, one on all devices.
-
-    Args:
-        model: A Keras model, built.
-        optimizer: A `tfmix.LossScaleOptimizer`, built.
-        loss: A Keras loss.
-
-    Returns:
-        A function of a batch that returns the loss and whether the step was
-        applied.
-    """
-    import jax
-
-    state = (
-        model.trainable_variables,
-        model.non_trainable_variables,
-        optimizer.variables,
+keras.utils.set_random_seed(SEED)
+tfmix.set_global_policy(POLICY)
+with strategy.scope():
+    model = keras.Sequential(
+        [
+            keras.Input((64,)),
+            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(10),
+            tfmix.float32_output("softmax"),
+        ]
     )
-
-    @jax.jit
-    def compiled(values: Any, x: Any, y: Any) -> Any:
-        trainable, fixed, scaling = values
-        mapping = list(zip(optimizer.variables, scaling, strict=True))
-
-        def scaled_loss(trainable: Any) -> Any:
-            outputs, after = model.stateless_call(
-                trainable, fixed, x, training=True
-            )
-            value = loss(y, outputs)
-            with keras.StatelessScope(mapping):
-                return optimizer.scale_loss(value), (value, after)
-
-        grads, (value, fixed) = jax.grad(scaled_loss, has_aux=True)(trainable)
-        trainable, scaling = optimizer.stateless_apply(
-            scaling, grads, trainable
-        )
-        return value, (trainable, fixed, scaling)
-
-    def step(x: Any, y: Any) -> Any:
-        values = [[one.value for one in variables] for variables in state]
-        value, after = compiled(values, shared(x), shared(y))
-        for variables, new in zip(state, after, strict=True):
-            for variable, number in zip(variables, new, strict=True):
-                variable.assign(number)
-        return value, optimizer.last_step_applied()
-
-    return step
+    inner = keras.optimizers.SGD(
+        0.2,
+        momentum=0.9,
+        gradient_accumulation_steps=2,
+        weight_decay=1e-4,
+        global_clipnorm=5.0,
+    )
+    optimizer = tfmix.LossScaleOptimizer(inner)
+    optimizer.build(model.trainable_variables)
+    # Under a strategy Keras divides the mean by the number of replicas.
+    loss_of = keras.losses.SparseCategoricalCrossentropy()
 
 
-def shared(values: Any) -> Any:
-    """Lays a batch out over the devices of the distribution (JAX)."""
-    distribution = keras.distribution.distribution()
-    if distribution is None:
-        return values
-    layout = distribution.get_data_layout(values.shape)
-    return keras.distribution.distribute_tensor(values, layout)
+@tf.function
+def step(x, y):
+    """Takes a step on each replica; returns whether it was applied."""
+    with tf.GradientTape() as tape:
+        scaled = optimizer.scale_loss(loss_of(y, model(x, training=True)))
+    grads = tape.gradient(scaled, model.trainable_variables)
+    return optimizer.apply(grads, model.trainable_variables)
+
+
+data = tf.data.Dataset.from_tensor_slices((train_x, train_y))
+data = data.shuffle(len(train_x), seed=SEED).batch(64, drop_remainder=True)
+lost = 0
+for _ in range(EPOCHS):
+    for batch in strategy.experimental_distribute_dataset(data):
+        for _ in range(1 + RETRIES):
+            applied = strategy.run(step, batch)
+            # All replicas step or none does: the first one's word is enough.
+            if strategy.experimental_local_results(applied)[0]:
+                break
+        else:
+            lost += 1
+
+accuracy = float(np.mean(model(test_x).numpy().argmax(axis=1) == test_y))
+print(f"{accuracy:.1%} right, {lost} batches lost")

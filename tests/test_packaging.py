@@ -1,16 +1,17 @@
 """What is installed is what is in the repository, and it runs from there."""
 
+import ast
 import configparser
 import os
+import re
 import subprocess
 import sys
 import zipfile
 
 import pytest
 
+from tests import helpers
 from tests.tree import ROOT
-
-INSTALLED_FROM = {"tfmix": ROOT / "tfmix", "tfmix.examples": ROOT / "examples"}
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +22,8 @@ def options():
 
 
 def folders():
-    found = set()
-    for name, folder in INSTALLED_FROM.items():
-        for path in folder.rglob("*.py"):
-            inside = path.parent.relative_to(folder).parts
-            # Opened, not imported.
-            if inside == ("notebooks",):
-                continue
-            found.add(".".join((name, *inside)))
-    return found
+    paths = (ROOT / "tfmix").rglob("*.py")
+    return {".".join(path.parent.relative_to(ROOT).parts) for path in paths}
 
 
 def test_every_folder_with_code_is_a_listed_package(options):
@@ -69,6 +63,59 @@ def test_the_test_environment_has_what_setup_cfg_asks_for(options):
     assert "libtpu" not in lines
     rest = [line for line in wanted if not line.startswith("tensorflow")]
     assert set(rest) <= set(lines)
+
+
+def test_all_that_is_imported_is_named(options):
+    tops = set()
+    for path in (ROOT / "tfmix").rglob("*.py"):
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.Import):
+                tops |= {alias.name.split(".")[0] for alias in node.names}
+            if isinstance(node, ast.ImportFrom):
+                tops.add(node.module.split(".")[0])
+    needed = tops - {"tfmix", *sys.stdlib_module_names}
+    named = re.findall(r"^[\w-]+", options["options"]["install_requires"], re.M)
+    backends = {"jax", "tensorflow"}  # extras, imported where one is active
+    assert needed - backends == set(named)
+
+
+def without(blocked, backend, code):
+    """Runs code where a module cannot be imported."""
+    blocking = f"import sys; sys.modules[{blocked!r}] = None\n"
+    return subprocess.run(
+        [sys.executable, "-c", blocking + code],
+        cwd=ROOT,
+        env={**os.environ, "KERAS_BACKEND": backend},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+TRAINING = """
+import keras, numpy as np, tfmix
+tfmix.set_global_policy("mixed_float16")
+model = keras.Sequential([keras.layers.Dense(2), tfmix.float32_output()])
+model.compile("adam", loss="mse")
+x = np.ones((64, 4), "float32")
+x[0] = np.nan
+model.fit(x, x[:, :2], batch_size=32, shuffle=False, verbose=0)
+print(model.optimizer.skipped_steps)
+"""
+
+
+@helpers.requires_backend("jax")
+def test_who_trains_on_jax_needs_no_tensorflow():
+    done = without("tensorflow", "jax", TRAINING)
+    assert done.stdout.strip() == "1", done.stderr
+
+
+def test_without_a_backend_it_says_what_to_install():
+    done = without("tensorflow", "tensorflow", "import tfmix")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: tfmix needs Keras and one of its")
+    assert "no module 'tensorflow" in last
+    assert "pip install 'tfmix[jax]'" in last
 
 
 @pytest.mark.slow

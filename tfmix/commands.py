@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-import importlib
+import importlib.util
 import json
 import pathlib
 import re
@@ -15,7 +15,7 @@ import numpy as np
 from keras import tree
 from rich import console, markup, text
 
-from tfmix import _messages
+from tfmix import _messages, demo
 from tfmix.conversion import convert
 from tfmix.devices import devices, suited_policy
 from tfmix.doctor import check, environment
@@ -169,18 +169,14 @@ def run_convert(options: argparse.Namespace) -> Outcome:
 
 def run_demo(options: argparse.Namespace) -> Outcome:
     """Trains on scanned digits under three policies."""
-    try:
-        # Lies in `examples/` of the repository; setup.cfg puts it here.
-        digits = importlib.import_module("tfmix.examples.digits")
-    except ModuleNotFoundError as error:
+    if importlib.util.find_spec("sklearn") is None:
         raise ImportError(
-            f"The demo needs the module {error.name!r}, which is not "
-            "installed. Run `pip install 'tfmix[examples]'`, or "
-            "`pip install -e '.[examples]'` in a checkout."
-        ) from error
+            "The demo needs the module 'sklearn', whose digits it learns. Run "
+            "`pip install scikit-learn`, or install tfmix with `[examples]`."
+        )
     given = {"epochs": options.epochs, "seeds": options.seeds}
     settings = {name: v for name, v in given.items() if v is not None}
-    report = digits.run(out=options.out, quiet=options.json, **settings)
+    report = demo.run(out=options.out, quiet=options.json, **settings)
     return Outcome(report.table(), report.to_dict(), report.healthy)
 
 

@@ -73,6 +73,20 @@ def private_names(source):
     return _Scan(ast.parse(source)).found
 
 
+def defined(source):
+    """Returns the names that a module gives itself, its classes' included."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) in {"self", "cls"}:
+                found.add(node.attr)
+    return found
+
+
 class _Scan(ast.NodeVisitor):
     """Walks a module once; `found` holds the names."""
 

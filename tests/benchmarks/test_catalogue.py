@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import re
 
 import pytest
 
@@ -226,3 +227,26 @@ def test_a_benchmark_that_fails_is_named_and_the_others_still_run(
 def test_the_page_in_the_guide_is_the_one_its_records_make():
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert text == page.render(results.saved())
+
+
+def mentioned(path, names):
+    """Returns the modules of ours whose names a file mentions."""
+    words = set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    return {name for name in names if name.rpartition(".")[2] in words}
+
+
+def test_every_file_feeds_a_table_of_the_page():
+    folder = pathlib.Path(catalogue.__file__).parent
+    files = {
+        ".".join(path.relative_to(folder).with_suffix("").parts): path
+        for path in folder.rglob("*.py")
+    }
+    todo = ["__main__", *(each.name for each in catalogue.BENCHMARKS)]
+    reached = set()
+    while todo:
+        name = todo.pop()
+        if name not in reached:
+            reached.add(name)
+            todo += mentioned(files[name], files)
+    packages = {"__init__", "fault_cases.__init__"}
+    assert set(files) - packages == reached - packages

@@ -1,1 +1,1 @@
-"""Each example runs, and what it claims comes true."""
+"""Each example runs as it is, and is as good as the same in float32."""

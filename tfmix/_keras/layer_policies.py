@@ -53,6 +53,11 @@ def path_of(layer: keras.Layer) -> str:
     return f"{parent}/{layer.name}" if parent else str(layer.name)
 
 
+def set_path(layer: keras.Layer, path: str) -> None:
+    """Sets the path of a layer."""
+    put(layer, "_path", path)
+
+
 def until_built(layer: keras.Layer, action: Callable) -> None:
     """Runs an action before each use of a layer until it is built."""
     if not hasattr(layer, FIRST_CALLED):

@@ -140,6 +140,19 @@ def noted_results(layer: keras.Layer) -> list[tuple[int, Any]]:
     ]
 
 
+def note_dtype(
+    undo: contextlib.ExitStack, tensor: keras.KerasTensor, dtype: str
+) -> None:
+    """Corrects the dtype that a graph noted, until a stack unwinds."""
+    replacements.swap(undo, tensor, "_dtype", dtype)
+
+
+def attention_sizes(layer: keras.Layer) -> tuple[tuple | None, int | None]:
+    """Returns the axes that attention is over, and the width of its values."""
+    axes = getattr(layer, "_attention_axes", None)
+    return axes, getattr(layer, "_value_dim", None)
+
+
 def symbolic_arguments(model: keras.Model) -> list:
     """Returns what to call a model with, as symbols; empty if not known."""
     structure = getattr(model, "_inputs_struct", None)

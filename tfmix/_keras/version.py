@@ -3,7 +3,15 @@
 import importlib
 import pkgutil
 
-import keras
+try:
+    import keras
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "tfmix needs Keras and one of its backends. Received: no module "
+        f"{error.name!r}. Run `pip install 'tfmix[tensorflow]'`, or `pip "
+        "install 'tfmix[jax]'` and set the environment variable KERAS_BACKEND "
+        "to 'jax'."
+    ) from error
 
 BACKENDS = ("tensorflow", "jax")
 OLDEST_KERAS = (3, 12)

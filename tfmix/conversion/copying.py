@@ -87,7 +87,7 @@ def _copy_unsaved(twin: keras.Model, model: keras.Model) -> None:
     if all(copy.name == original.name for copy, original in pairs):
         for copy, original in pairs:
             if copy.path and original.path:
-                layer_policies.put(copy, "_path", original.path)
+                layer_policies.set_path(copy, original.path)
             layers.rematerialize_alike(copy, original)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
-from tfmix._keras import layer_policies, layers, replacements, variables
+from tfmix._keras import layer_policies, layers, variables
 from tfmix.conversion import planned_policies
 from tfmix.policy.in_force import fallback, suited_optimizer, uncast_inputs
 
@@ -147,4 +147,4 @@ def _set_spec(layer: keras.Layer, way_back: contextlib.ExitStack) -> None:
             graph = suited_optimizer.is_graph(layer)
             results = layers.results(layer) if graph else None
             result = results[place].dtype if results else layer.compute_dtype
-            replacements.swap(way_back, tensor, "_dtype", str(result))
+            layers.note_dtype(way_back, tensor, str(result))

@@ -5,7 +5,6 @@ themselves; a conversion, there or back, goes on with what was there.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import keras
@@ -15,7 +14,7 @@ from keras import ops
 from tfmix import _messages
 from tfmix._keras import optimizers, slots_by_variable
 from tfmix._keras import variables as variables_of
-from tfmix.variables import flat, sixteen_bit_optimizer
+from tfmix.variables import sixteen_bit_optimizer
 
 # Which of the optimizers that update, its attribute, which model variable.
 Key = tuple[int, str, int]
@@ -63,10 +62,10 @@ def take(model: keras.Model) -> Handover | None:
         return None
     # A wrapper around them may not have been used yet.
     variables = optimizers.remembered(masters or workers[0])
-    store = _store(optimizer)
-    if store is not None:
-        store.refresh()
-    read = (lambda v: v.value) if store is None else store.read
+    behind = sixteen_bit_optimizer.stand_ins(optimizer)
+    if behind is not None:
+        behind.refresh()
+    read = (lambda v: v.value) if behind is None else behind.read
     places = _places(optimizer, variables)
     return Handover(
         workers,
@@ -124,7 +123,7 @@ def _places(optimizer: Any, variables: list) -> list[_Place] | None:
     position: dict[int, list[int]] = {}
     for number, target in enumerate(_targets(optimizer, variables)):
         position.setdefault(id(target), []).append(number)
-    groups = getattr(_store(optimizer), "_group_of", {})
+    behind = sixteen_bit_optimizer.stand_ins(optimizer)
     places = []
     for number, worker in enumerate(slots_by_variable.workers(optimizer)):
         for name, value in slots_by_variable.numbers(worker).items():
@@ -134,23 +133,20 @@ def _places(optimizer: Any, variables: list) -> list[_Place] | None:
         known = optimizers.remembered(worker)
         if slots is None or any(id(each) not in position for each in known):
             return None
-        for name, values in slots.items():
-            for target, slot in zip(known, values, strict=True):
-                for index in position[id(target)] if slot is not None else ():
-                    variable = variables[index]
-                    cut = _cut(slot, variable, groups.get(id(variable)))
-                    places.append(_Place((number, name, index), slot, *cut))
+        pairs = (
+            (name, target, slot)
+            for name, values in slots.items()
+            for target, slot in zip(known, values, strict=True)
+            if slot is not None
+        )
+        for name, target, slot in pairs:
+            for index in position[id(target)]:
+                variable = variables[index]
+                span = behind.span(variable) if behind else None
+                shape = tuple(variable.shape if span else slot.shape)
+                key, part = (number, name, index), span or slice(None)
+                places.append(_Place(key, slot, part, shape))
     return places
-
-
-def _cut(
-    slot: keras.Variable, variable: keras.Variable, group: flat.Group | None
-) -> tuple[slice, tuple[int, ...]]:
-    """Says which part of a slot is a variable's, and of which shape."""
-    if group is None:
-        return slice(None), tuple(slot.shape)
-    end, shape = group.ends[group.position(variable)], tuple(variable.shape)
-    return slice(end - math.prod(shape), end), shape
 
 
 def _read(places: list[_Place]) -> dict[Key, np.ndarray]:
@@ -190,11 +186,7 @@ def _vectors(places: list[_Place]) -> dict[int, np.ndarray]:
     }
 
 
-def _store(optimizer: Any) -> Any:
-    return getattr(sixteen_bit_optimizer.owner(optimizer), "_store", None)
-
-
 def _targets(optimizer: Any, variables: list) -> list[keras.Variable]:
     """Returns what an optimizer's workers update for the model's variables."""
-    store = _store(optimizer)
-    return variables if store is None else [*map(store.target, variables)]
+    behind = sixteen_bit_optimizer.stand_ins(optimizer)
+    return variables if behind is None else [*map(behind.target, variables)]

@@ -236,7 +236,7 @@ def sixteen_bit(model: keras.Model, policy: keras.DTypePolicy | None) -> Plan:
     """
     movable = _movable(model)
     if policy is None:
-        return {layer: vars(layer)["_dtype_policy"] for layer in movable}
+        return {layer: layer_policies.own(layer) for layer in movable}
     if isinstance(policy, policies.Policy):
         planned = {step.layer: step.policy for step in plan(model, policy)}
         return {layer: planned[layer] for layer in movable if layer in planned}

@@ -369,18 +369,18 @@ def _recurrent(layer: Any, given: Shapes, made: Shape) -> list[Product]:
 
 def _attention(layer: Any, given: Shapes, made: Shape) -> list[Product]:
     inner = range(1, len(given[0]) - 1)
-    axes = getattr(layer, "_attention_axes", None) or inner
+    axes, width = host.attention_sizes(layer)
     # Keys are the queries' own where none are given.
     queries, keys = (
-        math.prod(one[axis] for axis in axes) for one in (given * 2)[:2]
+        math.prod(one[axis] for axis in axes or inner)
+        for one in (given * 2)[:2]
     )
     batch = math.prod(given[0][:-1]) // queries
     heads = getattr(layer, "num_heads", None) or layer.num_query_heads
     size = getattr(layer, "key_dim", None) or layer.head_dim
-    width = getattr(layer, "_value_dim", None) or size
     return [
         Product(queries, size, keys, batch * heads),
-        Product(queries, keys, width, batch * heads),
+        Product(queries, keys, width or size, batch * heads),
     ]
 
 

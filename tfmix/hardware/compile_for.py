@@ -16,6 +16,7 @@ from tfmix.hardware import (
     compiled_step,
     compiled_text,
     compilers,
+    hlo_products,
     lowering,
     targets,
     training_memory,
@@ -269,7 +270,7 @@ def record(
 
 
 def _row(
-    product: compiled_text.Product,
+    product: hlo_products.Product,
     layers: list[keras.Layer],
     target: targets.Target,
 ) -> compiled_step.CompiledProduct:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tfmix import _arguments, _tables
+from tfmix import _arguments, _h200, _tables
 from tfmix.devices import describe, suited_policy
 
 _TERA, _GIB, _MIB = 1e12, 2**30, 2**20
@@ -364,12 +364,12 @@ _TARGETS = {
             (9, 0),
             "H200 SXM 141 GB",
             151397597184,
-            4.8,
+            _h200.BANDWIDTH / _TERA,
             float32=494.7,
-            float16=989.4,
-            bfloat16=989.4,
-            float8=1978.9,
-            int8=1978.9,
+            float16=_h200.SIXTEEN_BIT / _TERA,
+            bfloat16=_h200.SIXTEEN_BIT / _TERA,
+            float8=_h200.FLOAT8 / _TERA,
+            int8=_h200.FLOAT8 / _TERA,
         ),
         _gpu(
             "b200",

@@ -52,17 +52,12 @@ class Policy(keras.DTypePolicy):
             kernels' sides are multiples of 16. Defaults to `None`: those of
             a model that gain by an H200's published rates (1024 x 1024, 768 x
             3072 and larger), but for its first and its last.
-        float8_recipe: String, how a tensor's scale is found under
-            `"mixed_float8"`. `"current"`, the default and the only one: from
-            its own largest number. The history of earlier steps that others
-            keep, `"delayed"`, would save 1 % of the bytes that an H200 moves
-            in a step of a transformer, and asks for state.
 
     Raises:
         TypeError: If `name` or a list has the wrong type.
         ValueError: If `name` is none of the above, a list names something
             twice or something unknown, or `float8_layers` is given to another
-            policy than `"mixed_float8"`, or `float8_recipe` is unknown.
+            policy than `"mixed_float8"`.
 
     Examples:
         >>> policy = Policy("mixed_float16", float32_layers=["head"])
@@ -80,10 +75,8 @@ class Policy(keras.DTypePolicy):
         float32_ops: Iterable[str] | None = None,
         keep_batchnorm_fp32: bool | None = None,
         float8_layers: Iterable[layer_rules.RuleItem] | None = None,
-        float8_recipe: str = "current",
     ) -> None:
         names.check(name)
-        _check_recipe(float8_recipe)
         level = layer_rules.LEVELS.get(name)
         self.is_float8 = name == names.FLOAT8
         # What it is made by, if that is not the name of its dtypes.
@@ -254,16 +247,6 @@ def _float8_layers(
             f"Received: name={name!r}, float8_layers={items!r}."
         )
     return layer_rules.resolve(items, "float8_layers")
-
-
-def _check_recipe(recipe: str) -> None:
-    if recipe != "current":
-        why = " A history of scales saves 1 % of a step's bytes on an H200"
-        why += " and is state that can go wrong, so there is none."
-        raise ValueError(
-            "`float8_recipe` must be 'current'. "
-            f"Received: float8_recipe={recipe!r}.{why * (recipe == 'delayed')}"
-        )
 
 
 class _Config(dict[str, str]):

@@ -67,6 +67,14 @@ class FlatMasters(sixteen_bit_optimizer.StandIns):
         }
         return {key: group.master for key, group in self._group_of.items()}
 
+    def span(self, variable: keras.Variable) -> slice | None:
+        """Returns the part of its vector that is a variable's."""
+        group = self._group_of.get(id(variable))
+        if group is None:
+            return None
+        end = group.ends[group.position(variable)]
+        return slice(end - math.prod(variable.shape), end)
+
     def keeps_float32_slots(self, variable: keras.Variable) -> bool:
         """Says so of a vector as of the variables that are in it."""
         for group in self.groups:

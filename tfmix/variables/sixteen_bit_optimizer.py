@@ -50,6 +50,10 @@ class StandIns:
         """Does so for some variables, if that updates no others."""
         return [self.target(variable) for variable in these]
 
+    def span(self, variable: keras.Variable) -> slice | None:
+        """Returns a variable's part of a vector it shares; `None` for none."""
+        return None
+
     def keeps_float32_slots(self, variable: keras.Variable) -> bool:
         """Says whether the slots of an inner variable are not in 8 bits."""
         rules = self.optimizer.slot_dtype
@@ -304,6 +308,12 @@ def owner(optimizer: Any) -> SixteenBitOptimizer | None:
         if isinstance(each, SixteenBitOptimizer):
             return each
     return None
+
+
+def stand_ins(optimizer: Any) -> StandIns | None:
+    """Returns what stands for an optimizer's 16-bit variables, once built."""
+    found = owner(optimizer)
+    return found._store if found is not None and found.built else None
 
 
 def _checked_inner(

@@ -10,13 +10,13 @@ import pytest
 
 pytest.importorskip("sklearn", reason="the demo's data come with scikit-learn")
 
-from tfmix.examples import digits
+from tfmix import demo
 
 TENSORFLOW = keras.backend.backend() == "tensorflow"
 
 
 def make_run(policy="float32", accuracy=0.99, **changes):
-    run = digits.Run(
+    run = demo.Run(
         policy=policy,
         seed=0,
         accuracy=accuracy,
@@ -30,12 +30,12 @@ def make_run(policy="float32", accuracy=0.99, **changes):
 
 
 def report_of(*accuracies):
-    runs = zip(digits.POLICIES, accuracies, strict=True)
-    return digits.Report(tuple(make_run(p, a) for p, a in runs))
+    runs = zip(demo.POLICIES, accuracies, strict=True)
+    return demo.Report(tuple(make_run(p, a) for p, a in runs))
 
 
 def test_no_test_image_is_trained_on_and_every_digit_is_in_both_parts():
-    train_x, test_x, train_y, test_y = digits.load()
+    train_x, test_x, train_y, test_y = demo.load()
     assert len(train_x) == len(train_y) == 5 * (1797 - len(test_x))
     known = {image.tobytes() for image in train_x}
     shared = sum(image.tobytes() in known for image in test_x)
@@ -48,7 +48,7 @@ def test_no_test_image_is_trained_on_and_every_digit_is_in_both_parts():
 def test_half_shifts_move_the_mass_by_half_a_pixel_each_way():
     image = np.zeros((1, 8, 8, 1), "float32")
     image[0, 3, 4] = 1.0
-    moved = digits.with_half_shifts(image)
+    moved = demo.with_half_shifts(image)
     rows, columns = np.indices((8, 8))
     centres = [
         (
@@ -63,7 +63,7 @@ def test_half_shifts_move_the_mass_by_half_a_pixel_each_way():
 def test_half_shifts_stay_in_step_with_the_labels():
     images = np.arange(3, dtype="float32").reshape(3, 1, 1, 1)
     images = np.broadcast_to(images, (3, 8, 8, 1))
-    inner = digits.with_half_shifts(images)[:, 4, 4, 0]
+    inner = demo.with_half_shifts(images)[:, 4, 4, 0]
     assert inner.tolist() == np.tile([0.0, 1.0, 2.0], 5).tolist()
 
 
@@ -88,7 +88,7 @@ def test_the_table_says_whether_the_goal_was_reached(capsys):
         console.Console(width=80).print(report_of(*accuracies).table())
         out = capsys.readouterr().out
         assert word in out
-        assert all(policy in out for policy in digits.POLICIES)
+        assert all(policy in out for policy in demo.POLICIES)
 
 
 def test_the_report_is_plain_json():
@@ -101,28 +101,28 @@ def test_the_plot_is_left_out_where_matplotlib_is_missing(
     tmp_path, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert digits.plot(report_of(0.99, 0.99, 0.99), tmp_path) is None
+    assert demo.plot(report_of(0.99, 0.99, 0.99), tmp_path) is None
     assert not list(tmp_path.iterdir())
 
 
 def test_the_plot_is_a_png_file(tmp_path):
     pytest.importorskip("matplotlib")
-    path = digits.plot(report_of(0.99, 0.99, 0.99), tmp_path / "new")
+    path = demo.plot(report_of(0.99, 0.99, 0.99), tmp_path / "new")
     with open(path, "rb") as file:
         assert file.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
 # JAX compiles for ten seconds each time; the slow test below runs all three.
-TRAINED = digits.POLICIES if TENSORFLOW else ("mixed_float16",)
+TRAINED = demo.POLICIES if TENSORFLOW else ("mixed_float16",)
 
 
 @pytest.mark.parametrize("policy", TRAINED)
 def test_one_epoch_learns_under_every_policy(policy):
-    train_x, test_x, train_y, test_y = digits.load()
+    train_x, test_x, train_y, test_y = demo.load()
     # Whole batches: a smaller last one would be compiled for, too.
-    kept = 19 * digits.BATCH_SIZE
+    kept = 19 * demo.BATCH_SIZE
     data = (train_x[:kept], test_x, train_y[:kept], test_y)
-    run = digits.train(policy, 0, data, 1, [])
+    run = demo.train(policy, 0, data, 1, [])
     # Guessing names a tenth; one pass over a fifth of the data, far more.
     assert run.accuracy > 0.4
     assert run.seconds > 0
@@ -137,7 +137,7 @@ def test_one_epoch_learns_under_every_policy(policy):
 
 @pytest.mark.slow
 def test_the_demo_reaches_its_goal_within_three_minutes(tmp_path):
-    report = digits.run(out=str(tmp_path), quiet=True)
+    report = demo.run(out=str(tmp_path), quiet=True)
     assert report.healthy, report.to_dict()
     assert sum(run.seconds for run in report.runs) < 180
     assert len(report.runs) == 9

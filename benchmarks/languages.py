@@ -1,0 +1,163 @@
+"""The language of a text, read byte by byte: data and network of a benchmark.
+
+The texts are the translation catalogues that Django ships.
+"""
+
+import functools
+import gettext
+import importlib.util
+import pathlib
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+import tfmix
+
+LANGUAGES = ("es", "pt", "it", "ro", "fr", "pl", "cs", "tr")
+LENGTH, CHANNELS, HEADS, BLOCKS, BATCH_SIZE = 48, 32, 4, 2, 64
+# 256 bytes and the padding, filled up to a multiple of 8.
+TOKENS = 264
+STEPS, RATE = 120, 2e-3
+# Shared by all translations of a message, so they tell nothing: placeholders,
+# tags and links.
+_NOT_TEXT = re.compile(r"%\(\w+\)\w|%\w|\{\w*\}|<[^>]*>|&\w+;|https?://\S+")
+_LEAST_BYTES = 12
+# One message in five, the same in every language, is for the test.
+_PARTS = 5
+
+
+def _translations(language: str) -> Iterator[tuple[str, str]]:
+    """Yields each message of Django and its translation, without markup.
+
+    Args:
+        language: A folder's name below `locale/`, for instance `"pt_BR"`.
+
+    Raises:
+        ModuleNotFoundError: If Django is not installed.
+        ValueError: If Django has no such language.
+    """
+    spec = importlib.util.find_spec("django")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'django': pip install it.")
+    root = pathlib.Path(spec.origin).parent
+    files = sorted(root.rglob(f"locale/{language}/LC_MESSAGES/*.mo"))
+    if not files:
+        raise ValueError(
+            "`language` must be one that Django is translated into, such as "
+            f"'de'. Received: language={language!r}."
+        )
+    for path in files:
+        with path.open("rb") as file:
+            # It has no public list of its messages.
+            catalogue = gettext.GNUTranslations(file)._catalog
+        for message, translation in catalogue.items():
+            # A plural's key is a pair; the empty one is the file's header.
+            if isinstance(message, str) and message:
+                cleaned = " ".join(_NOT_TEXT.sub(" ", translation).split())
+                if len(cleaned.encode()) >= _LEAST_BYTES:
+                    yield message, cleaned
+
+
+def _encoded(text: str) -> np.ndarray:
+    """Returns the first bytes of a text, plus one; zeros fill it up."""
+    found = np.zeros(LENGTH, "int32")
+    raw = np.frombuffer(text.encode()[:LENGTH], "uint8")
+    found[: len(raw)] = raw.astype("int32") + 1
+    return found
+
+
+@functools.cache
+def texts() -> tuple[np.ndarray, ...]:
+    """Reads the texts, four in five to learn from.
+
+    No message is in both parts, in whatever language, and no text that two of
+    the languages share is in either.
+
+    Returns:
+        Training bytes `(texts, length)`, test bytes, and the labels of both,
+        all int32. A byte is 1 to 256, and 0 is padding.
+    """
+    found: dict[str, set[tuple[int, str]]] = {}
+    for label, language in enumerate(LANGUAGES):
+        for message, text in _translations(language):
+            found.setdefault(text, set()).add((label, message))
+    parts: tuple[list, list] = ([], [])
+    for text, sources in sorted(found.items()):
+        if len({label for label, _ in sources}) == 1:
+            label, message = min(sources)
+            tested = zlib.crc32(message.encode()) % _PARTS == 0
+            parts[tested].append((_encoded(text), label))
+    train, test = (
+        [np.array(column, "int32") for column in zip(*part, strict=True)]
+        for part in parts
+    )
+    return train[0], test[0], train[1], test[1]
+
+
+@keras.saving.register_keras_serializable(package="benchmarks")
+class Positions(keras.layers.Layer):
+    """Adds to each token what is learnt about its place."""
+
+    def build(self, input_shape: tuple[Any, ...]) -> None:
+        """Makes the table, one row per place."""
+        self.table = self.add_weight(
+            name="table", shape=input_shape[1:], initializer="uniform"
+        )
+
+    def call(self, inputs: Any) -> Any:
+        """Adds the table."""
+        return inputs + self.table
+
+
+def build_model() -> keras.Model:
+    """Builds the transformer under the active policy."""
+    layers = keras.layers
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    known = keras.ops.not_equal(tokens, 0)
+    x = Positions()(layers.Embedding(TOKENS, CHANNELS)(tokens))
+    for _ in range(BLOCKS):
+        y = layers.LayerNormalization()(x)
+        attend = layers.MultiHeadAttention(HEADS, CHANNELS // HEADS)
+        x = x + attend(y, y, attention_mask=known[:, None, :])
+        y = layers.LayerNormalization()(x)
+        y = layers.Dense(4 * CHANNELS, activation="gelu")(y)
+        x = x + layers.Dense(CHANNELS)(y)
+    x = layers.LayerNormalization()(x)
+    x = layers.GlobalAveragePooling1D()(x, mask=known)
+    x = layers.Dense(len(LANGUAGES))(x)
+    return keras.Model(tokens, tfmix.float32_output("softmax")(x))
+
+
+def compiled() -> bool:
+    """Says whether XLA should compile; JAX needs it to be fast.
+
+    TensorFlow does without: so short a run does not win back the time.
+    """
+    return keras.backend.backend() == "jax"
+
+
+def batches(
+    x: np.ndarray, y: np.ndarray, seed: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields random batches for ever, the same ones for the same seed."""
+    random = np.random.default_rng(seed)
+    while True:
+        rows = random.integers(0, len(x), BATCH_SIZE)
+        yield x[rows], y[rows]
+
+
+def fit(model: keras.Model, seed: int) -> list[float]:
+    """Trains a compiled model; returns the loss of each ten steps."""
+    data = texts()
+    history = model.fit(
+        batches(data[0], data[2], seed),
+        steps_per_epoch=10,
+        epochs=STEPS // 10,
+        shuffle=False,  # They are drawn at random already.
+        verbose=0,
+    )
+    return [float(loss) for loss in history.history["loss"]]

@@ -1,1 +1,0 @@
-"""Scripts that show tfmix on real data; each has `main()`."""

@@ -1,0 +1,439 @@
+"""What tfmix asks of the private side of Keras and TensorFlow, name by name.
+
+Each name that `tfmix/_keras/` reaches into is in one of the tables: it is
+there, and takes these arguments (`test_contract_names.py`). The other tests of
+contracts say what it means and who calls it. A version of Keras that breaks
+tfmix breaks a test here first, which says by its name what changed.
+"""
+
+import contextlib
+import importlib
+import inspect
+import pathlib
+import re
+import threading
+import types
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers
+
+OURS = pathlib.Path(tfmix.__file__).parent
+BACKEND = keras.backend.backend()
+KERAS = tuple(int(part) for part in keras.__version__.split(".")[:2])
+COMMON = "keras.src.backend.common"
+OPS = "keras.src.ops"
+FUNCTION = "tensorflow.python.eager.polymorphic_function.polymorphic_function"
+XLA = "tensorflow.compiler.tf2xla.ops.gen_xla_ops"
+
+tensorflow_only = helpers.requires_backend("tensorflow")
+jax_only = helpers.requires_backend("jax")
+
+# Names that belong to one backend, and those of some versions of Keras.
+TENSORFLOW_ONLY = {
+    "_all_reduce_sum_gradients",
+    "_distribution_strategy",
+    "_export_to_saved_model_graph",
+    "_get_control_flow_context",
+    "_restore_from_tensors",
+    "_run_functions_eagerly",
+    "_serialize_to_tensors",
+    "_unique_id",
+    "_write_object_proto",
+    "Function",
+    "CondBranchFuncGraph",
+    "capture",
+    "could_possibly_record",
+    "pack_tangents",
+    "xla_optimization_barrier",
+    "xla_reduce",
+    "xla_variadic_reduce_v2",
+}
+SINCE = {
+    # `keras.optimizers.MultiOptimizer` is not in Keras 3.12.
+    "_var_to_optimizer_idx": (3, 15),
+    "BaseTrainer": (3, 16),
+    "_is_excluded_from_weight_decay": (3, 16),
+    "_weight_decay_by_var_key": (3, 16),
+    "ops": (3, 16),
+}
+UNTIL = {
+    "Trainer": (3, 15),
+    "_exclude_from_weight_decay_cache": (3, 15),
+}
+TRAINER = "keras.src.trainers.trainer." + (
+    "BaseTrainer" if KERAS >= SINCE["BaseTrainer"] else "Trainer"
+)
+
+# What is only named as a place to look in.
+PACKAGES = (
+    "keras.src",
+    "keras.src.backend",
+    OPS,
+)
+
+# (owner, attribute, the arguments it takes, further ones having defaults)
+FUNCTIONS = [
+    (f"{COMMON}.global_state", "get_global_attribute", "name default"),
+    (f"{COMMON}.global_state", "set_global_attribute", "name value"),
+    (f"{COMMON}.masking", "get_keras_mask", "x"),
+    (f"{COMMON}.masking", "set_keras_mask", "x mask"),
+    (f"{COMMON}.name_scope", "current_path", ""),
+    (f"{COMMON}.stateless_scope", "get_stateless_scope", ""),
+    (f"{COMMON}.symbolic_scope", "in_symbolic_scope", ""),
+    (f"{COMMON}.tensor_attributes", "get_tensor_attr", "tensor attr"),
+    (f"{COMMON}.tensor_attributes", "set_tensor_attr", "tensor attr value"),
+    (f"{COMMON}.variables", "AutocastScope", "dtype"),
+    (f"{COMMON}.variables", "get_autocast_scope", ""),
+    ("keras.src.backend", "compute_output_spec", "fn *args **kwargs"),
+    ("keras.src.models.functional.Functional", "call", "self inputs"),
+    ("keras.src.saving.serialization_lib", "SafeModeScope", "safe_mode"),
+    ("keras.src.trainers.compile_utils", "CompileLoss", "loss loss_weights"),
+    (TRAINER, "_aggregate_additional_loss", "self loss"),
+    (
+        TRAINER,
+        "_compute_loss",
+        "self x y y_pred sample_weight training",
+    ),
+    ("keras.Model", "_aggregate_additional_loss", "self loss"),
+    ("keras.Model", "_symbolic_build", "self iterator data_batch"),
+    (
+        "keras.Model",
+        "_compute_loss",
+        "self x y y_pred sample_weight training",
+    ),
+    ("keras.Layer", "_check_super_called", "self"),
+    ("keras.Layer", "_get_own_losses", "self"),
+    (
+        "keras.Layer",
+        "rematerialized_call",
+        "self layer_call *args **kwargs",
+    ),
+    (
+        "keras.layers.MultiHeadAttention",
+        "_compute_attention",
+        "self query key value attention_mask training return_attention_scores",
+    ),
+    (
+        "keras.layers.GroupQueryAttention",
+        "_compute_attention",
+        "self query key value attention_mask training",
+    ),
+    ("keras.StatelessScope", "get_current_value", "self variable"),
+    ("keras.Variable", "_initialize", "self value"),
+    ("keras.Variable", "_restore_from_tensors", "self restored_tensors"),
+    ("keras.Variable", "_serialize_to_tensors", "self"),
+    (
+        "keras.Variable",
+        "_export_to_saved_model_graph",
+        "self object_map tensor_map options",
+    ),
+    ("keras.Variable", "_write_object_proto", "self proto options"),
+    (
+        "keras.optimizers.Optimizer",
+        "_all_reduce_sum_gradients",
+        "self grads_and_vars",
+    ),
+    (
+        "keras.optimizers.Optimizer",
+        "_check_variables_are_known",
+        "self variables",
+    ),
+    ("keras.optimizers.Optimizer", "_get_variable_index", "self variable"),
+    (
+        "keras.optimizers.Optimizer",
+        "_is_excluded_from_weight_decay",
+        "self variable",
+    ),
+    (
+        "keras.optimizers.Optimizer",
+        "_overwrite_variable_with_gradient",
+        "self variable",
+    ),
+    ("keras.optimizers.Optimizer", "_use_weight_decay", "self variable"),
+    ("keras.optimizers.Optimizer", "_var_key", "self variable"),
+    (XLA, "xla_optimization_barrier", "input name"),
+    (
+        XLA,
+        "xla_call_module",
+        "args version module Sout Tout",
+    ),
+    (
+        XLA,
+        "xla_reduce",
+        "input init_value dimensions_to_reduce reducer name",
+    ),
+    (
+        XLA,
+        "xla_variadic_reduce_v2",
+        "inputs init_values dimensions_to_reduce reducer",
+    ),
+    ("tensorflow.Graph", "_get_control_flow_context", "self"),
+    ("tensorflow.__internal__.FuncGraph", "capture", "self tensor"),
+    ("tensorflow.python.eager.record", "could_possibly_record", ""),
+    ("tensorflow.python.eager.forwardprop_util", "pack_tangents", "tensors"),
+]
+
+# (owner, attribute, its type)
+CONSTANTS = [
+    (
+        "tensorflow.python.ops.control_flow_v2_func_graphs",
+        "CondBranchFuncGraph",
+        type,
+    ),
+    (f"{COMMON}.global_state", "GLOBAL_STATE_TRACKER", threading.local),
+    ("keras.src.backend", "ops", types.ModuleType),
+    ("keras.src.models.functional", "Functional", type),
+    ("keras.src.models.functional.Functional", "operations", property),
+    ("keras.src.trainers.trainer", "BaseTrainer", type),
+    ("keras.src.trainers.trainer", "Trainer", type),
+    (FUNCTION, "Function", type),
+    (f"{FUNCTION}.Function", "_run_functions_eagerly", property),
+]
+
+
+def built(make):
+    """Returns an object's maker that runs it once with one batch."""
+
+    def run():
+        layer = make()
+        layer(np.ones((2, 3, 4), "float32"))
+        return layer
+
+    return run
+
+
+def dense():
+    return keras.layers.Dense(4)
+
+
+def functional():
+    inputs = keras.Input((3, 4), name="given")
+    return keras.Model(inputs, dense()(inputs))
+
+
+def sequential():
+    return keras.Sequential([keras.Input((3, 4)), dense()])
+
+
+def compiled(optimizer="sgd", **settings):
+    model = sequential()
+    model.compile(optimizer, loss="mse", loss_weights=[0.5], **settings)
+    return model
+
+
+def with_metrics():
+    return compiled(metrics=[keras.metrics.AUC()])
+
+
+def optimizer():
+    made = keras.optimizers.AdamW()
+    made.exclude_from_weight_decay(var_names=["one"])
+    made.build([keras.Variable([1.0], name="one")])
+    return made
+
+
+def multi_optimizer():
+    inner = keras.optimizers.SGD()
+    made = keras.optimizers.MultiOptimizer(lambda variable: inner)
+    made.build([keras.Variable([1.0], name="one")])
+    return made
+
+
+def attention(name="MultiHeadAttention"):
+    layer = (
+        keras.layers.GroupQueryAttention(4, 2, 1)
+        if name == "GroupQueryAttention"
+        else keras.layers.MultiHeadAttention(2, 4)
+    )
+    layer(*[np.ones((2, 3, 4), "float32")] * 2)
+    return layer
+
+
+# (what has it, how it is made, attribute, its type)
+ATTRIBUTES = [
+    ("a layer", built(dense), "_called", bool),
+    ("a layer", built(dense), "_call_has_training_arg", bool),
+    ("a layer", built(dense), "_dtype_policy", keras.DTypePolicy),
+    ("a layer", built(dense), "_inbound_nodes", list),
+    ("a layer", built(dense), "_layers", list),
+    ("a layer", built(dense), "_non_trainable_variables", list),
+    ("a layer", built(dense), "_parent_path", str),
+    ("a layer", built(dense), "_path", str),
+    ("a layer", dense, "_parent_path", type(None)),
+    ("a layer", built(dense), "_seed_generators", list),
+    ("a layer", built(dense), "_losses", list),
+    ("a layer", built(dense), "_metrics", list),
+    ("a layer", built(dense), "_remat_mode", type(None)),
+    ("a layer", built(dense), "_loss_ids", set),
+    ("a layer", built(dense), "_trainable_variables", list),
+    ("a layer", built(dense), "_build_shapes_dict", dict),
+    ("a layer", dense, "_build_shapes_dict", type(None)),
+    ("a Functional", functional, "_inputs", list),
+    ("a Functional", functional, "_inputs_struct", keras.KerasTensor),
+    ("a Sequential", sequential, "_functional", keras.Model),
+    ("a symbol", lambda: keras.Input((4,)), "_dtype", str),
+    ("a symbol", lambda: keras.Input((4,)), "_keras_history", tuple),
+    ("an InputLayer", lambda: functional().layers[0], "_dtype", str),
+    ("MultiHeadAttention", attention, "_attention_axes", tuple),
+    ("MultiHeadAttention", attention, "_dropout", float),
+    ("MultiHeadAttention", attention, "_value_dim", int),
+    ("MultiHeadAttention", attention, "_softmax", keras.layers.Softmax),
+    (
+        "GroupQueryAttention",
+        lambda: attention("GroupQueryAttention"),
+        "_return_attention_scores",
+        bool,
+    ),
+    (
+        "GroupQueryAttention",
+        lambda: attention("GroupQueryAttention"),
+        "_softmax",
+        keras.layers.Softmax,
+    ),
+    ("a model", compiled, "_compile_config", object),
+    ("a model", compiled, "_compile_metrics", type(None)),
+    ("a model", with_metrics, "_compile_metrics", keras.Metric),
+    ("a model", compiled, "_compile_loss", keras.Loss),
+    ("a model", sequential, "_compile_loss", type(None)),
+    (
+        "metrics",
+        lambda: with_metrics()._compile_metrics,
+        "_user_metrics",
+        list,
+    ),
+    (
+        "metrics",
+        lambda: with_metrics()._compile_metrics,
+        "_user_weighted_metrics",
+        type(None),
+    ),
+    ("a loss", lambda: compiled()._compile_loss, "_user_loss", str),
+    ("a loss", lambda: compiled()._compile_loss, "_user_loss_weights", list),
+    ("a loss", lambda: compiled()._compile_loss, "_flat_losses", type(None)),
+    ("an optimizer", optimizer, "_distribution_strategy", object),
+    ("an optimizer", optimizer, "_exclude_from_weight_decay", set),
+    ("an optimizer", optimizer, "_exclude_from_weight_decay_cache", dict),
+    ("an optimizer", optimizer, "_tracker", object),
+    ("an optimizer", optimizer, "_trainable_variables", list),
+    ("an optimizer", optimizer, "_trainable_variables_indices", dict),
+    ("an optimizer", optimizer, "_variables", list),
+    ("an optimizer", optimizer, "_weight_decay_by_var_key", dict),
+    ("a MultiOptimizer", multi_optimizer, "_var_to_optimizer_idx", dict),
+    ("a variable", lambda: keras.Variable([1.0]), "_dtype", str),
+    ("a variable", lambda: keras.Variable([1.0]), "_path", str),
+    ("a variable", lambda: keras.Variable([1.0]), "_trainable", bool),
+    ("a variable", lambda: keras.Variable([1.0]), "_value", object),
+    (
+        "a tf.Variable",
+        lambda: keras.Variable([1.0]).value,
+        "_unique_id",
+        str,
+    ),
+]
+
+# Names that have a test of their own only, further down.
+ELSEWHERE = {
+    # `f"_{name}"`, the worker of an op: see the test of `_normalize`.
+    "_*",
+    "keras.src.ops._*",
+    # A replica's copy of a variable: `test_get_returns_this_replicas_copy`.
+    "_get",
+    # TensorFlow's variables have none in Keras 3.12: read with a default, see
+    # `test_the_layout_of_a_variable_places_another_beside_it`.
+    "_layout",
+    # `test_what_tensorflow_tracks_starts_with_self`.
+    "_self_",
+    # `test_a_constant_belongs_to_the_function_that_jax_compiles`.
+    "_trace",
+    # `test_a_class_of_activations_works_in_static_call`.
+    "keras.src.activations.activations",
+}
+
+
+def contracts():
+    """Returns every name that is in a contract."""
+    rows = [(owner, name) for owner, name, _ in FUNCTIONS + CONSTANTS]
+    modules = {owner for owner, _ in rows if is_module(owner)}
+    inside = {f"{owner}.{name}" for owner, name in rows}
+    plain = {name for _, name in rows} | {row[2] for row in ATTRIBUTES}
+    return {*modules, *inside, *plain, *PACKAGES, *ELSEWHERE}
+
+
+def is_module(owner):
+    return re.fullmatch(r"[a-z0-9_.]+", owner) is not None
+
+
+def find(owner):
+    """Returns a module, or what is in one, by its dotted name."""
+    parts, left = owner.split("."), []
+    while parts:
+        with contextlib.suppress(ModuleNotFoundError):
+            found = importlib.import_module(".".join(parts))
+            break
+        left.insert(0, parts.pop())
+    for name in left:
+        found = getattr(found, name)
+    return found
+
+
+def skip_unless_here(name):
+    """Skips what belongs to the other backend or to another Keras."""
+    if name in TENSORFLOW_ONLY and BACKEND != "tensorflow":
+        pytest.skip(f"{name} belongs to the TensorFlow backend")
+    if not SINCE.get(name, KERAS) <= KERAS <= UNTIL.get(name, KERAS):
+        pytest.skip(f"{name} is not in Keras {keras.__version__}")
+
+
+def check_takes(function, expected):
+    """Checks that a function takes arguments of these names, in this order."""
+    parameters = list(inspect.signature(function).parameters.values())
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*"}
+    stars[inspect.Parameter.VAR_KEYWORD] = "**"
+    names = [stars.get(p.kind, "") + p.name for p in parameters]
+    wanted = expected.split()
+    assert names[: len(wanted)] == wanted, names
+    required = [
+        each.name
+        for each in parameters[len(wanted) :]
+        if each.default is each.empty and each.kind not in stars
+    ]
+    assert not required, f"new arguments without a default: {required}"
+
+
+def spy(monkeypatch, owner, name, log=None, result=None):
+    """Notes the arguments of each call of an attribute, and passes it on.
+
+    Past Keras's tracking, as tfmix does it, where the owner is an object.
+    """
+    calls = [] if log is None else log
+    original = getattr(owner, name)
+
+    def method(*args, **kwargs):
+        calls.append((name, *args, *kwargs.values()))
+        return original(*args, **kwargs) if result is None else result(*args)
+
+    if inspect.ismodule(owner) or inspect.isclass(owner):
+        monkeypatch.setattr(owner, name, method)
+    else:
+        monkeypatch.setitem(vars(owner), name, method)
+    return calls
+
+
+def common(name):
+    return importlib.import_module(f"{COMMON}.{name}")
+
+
+def batch(*shape, dtype="float32"):
+    return keras.ops.ones(shape or (2, 3, 4), dtype)
+
+
+def ready(make=keras.optimizers.SGD, **settings):
+    """Returns an optimizer that is built on two variables, and these."""
+    made = make(0.1, **settings)
+    variables = [keras.Variable([1.0], name=name) for name in ("one", "two")]
+    made.build(variables)
+    return made, variables

@@ -1,0 +1,210 @@
+"""What TensorFlow's graphs, functions and tapes know of themselves."""
+
+import importlib
+
+import keras
+import pytest
+
+from tests._keras.contracts import FUNCTION, XLA, batch, find, tensorflow_only
+
+
+@tensorflow_only
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_graph_knows_whether_it_becomes_part_of_an_xla_program(jit):
+    import tensorflow as tf
+
+    found = []
+
+    def contexts(graph):
+        while graph is not None:
+            context = graph._get_control_flow_context()
+            while context is not None:
+                yield context
+                context = context.outer_context
+            graph = getattr(graph, "outer_graph", None)
+
+    def look():
+        graph = tf.compat.v1.get_default_graph()
+        found.append(any(each.IsXLAContext() for each in contexts(graph)))
+        return 1.0
+
+    @tf.function(jit_compile=jit, autograph=False)
+    def step(x):
+        look()
+        return tf.cond(x > 0.0, look, lambda: 0.0)
+
+    step(tf.constant(1.0))
+    # In the function itself, and in a branch, by way of the outer graph.
+    assert found == [jit, jit]
+
+
+@tensorflow_only
+def test_the_optimization_barrier_returns_a_list_of_what_it_was_given():
+    import tensorflow as tf
+
+    barrier = importlib.import_module(XLA).xla_optimization_barrier
+
+    @tf.function(jit_compile=True)
+    def through(x):
+        (result,) = barrier([x])
+        return result
+
+    assert float(through(tf.constant(3.0))) == 3.0
+
+
+@tensorflow_only
+def test_a_reduction_by_a_function_of_ours_leaves_the_other_axes():
+    import tensorflow as tf
+
+    @tf.function(jit_compile=True)
+    def joined(words):
+        either = tf.function(tf.bitwise.bitwise_or)
+        reducer = either.get_concrete_function(
+            *[tf.TensorSpec((), "int32")] * 2
+        )
+        return importlib.import_module(XLA).xla_reduce(words, 0, [1], reducer)
+
+    assert joined(tf.constant([[1, 4], [2, 2]])).numpy().tolist() == [5, 2]
+
+
+@tensorflow_only
+def test_a_reduction_of_several_tensors_adds_up_each():
+    import tensorflow as tf
+
+    @tf.function(jit_compile=True)
+    def sums(*words):
+        added = tf.function(lambda a, b, c, d: (a + c, b + d))
+        scalars = [tf.TensorSpec((), "int32")] * 4
+        reducer = added.get_concrete_function(*scalars)
+        reduce = importlib.import_module(XLA).xla_variadic_reduce_v2
+        return reduce(list(words), [0, 0], [0], reducer)
+
+    found = sums(tf.constant([1, 4]), tf.constant([2, 2]))
+    assert [int(one) for one in found] == [5, 4]
+
+
+@tensorflow_only
+def test_what_reads_a_variable_is_told_from_what_writes_it():
+    import tensorflow as tf
+
+    variable = tf.Variable([1.0, 2.0])
+
+    def kinds(use):
+        @tf.function(autograph=False)
+        def run():
+            use()
+            graph = tf.compat.v1.get_default_graph()
+            users = graph.capture(variable.handle).consumers()
+            seen.append({user.type for user in users})
+
+        seen = []
+        run()
+        return seen[0]
+
+    assert kinds(lambda: variable + 1.0) == {"ReadVariableOp"}
+    assert kinds(lambda: tf.gather(variable, [0])) == {"ResourceGather"}
+    assert kinds(variable.is_initialized) == {"VarIsInitializedOp"}
+    assert kinds(lambda: tf.shape(variable)) <= {
+        "ReadVariableOp",
+        "VariableShape",
+    }
+    assert "AssignVariableOp" in kinds(lambda: variable.assign([3.0, 4.0]))
+    assert "AssignAddVariableOp" in kinds(
+        lambda: variable.assign_add([3.0, 4.0])
+    )
+    # A function that is traced apart takes the handle and is a user itself.
+    inner = tf.function(lambda: variable.assign([3.0, 4.0]))
+    assert kinds(inner) - {"ReadVariableOp"}
+
+
+@tensorflow_only
+def test_a_function_asks_its_class_at_each_call_whether_to_run_eagerly(
+    monkeypatch,
+):
+    import tensorflow as tf
+
+    runs = []
+    function = tf.function(lambda: runs.append(1), autograph=False)
+    function()
+    function()
+    assert len(runs) == 1
+    function_class = find(f"{FUNCTION}.Function")
+    assert type(function) is function_class
+    original = vars(function_class)["_run_functions_eagerly"]
+    assert original.__get__(function, type(function)) is False
+    monkeypatch.setattr(
+        function_class, "_run_functions_eagerly", property(lambda _: True)
+    )
+    function()
+    function()
+    assert len(runs) == 3
+
+
+@tensorflow_only
+def test_tapes_accumulators_and_branches_are_known_where_they_are():
+    import tensorflow as tf
+
+    from tfmix._keras import compilation
+
+    seen = {}
+
+    def look(where):
+        seen[where] = (
+            compilation.is_recorded(),
+            compilation.runs_forward(),
+            compilation.in_branch(),
+        )
+        return tf.constant(0.0)
+
+    look("alone")
+    with tf.GradientTape():
+        look("tape")
+    x = tf.constant(1.0)
+    with tf.autodiff.ForwardAccumulator(x, x):
+        look("accumulator")
+    branch = tf.function(
+        lambda p: tf.cond(p, lambda: look("branch"), lambda: 0.0),
+        autograph=False,
+    )
+    branch(tf.constant(True))
+    assert seen == {
+        "alone": (False, False, False),
+        "tape": (True, False, False),
+        "accumulator": (True, True, False),
+        "branch": (False, False, True),
+    }
+
+
+def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
+    from tfmix._keras import layers
+
+    seen, states = [], []
+
+    class Inner(keras.layers.Layer):
+        def call(self, inputs, training=None):
+            seen.append(training)
+            return inputs
+
+    class Outer(keras.layers.Layer):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            self.inner = Inner()
+
+        def build(self, shape):
+            self.weight = self.add_weight(shape=())
+
+        def call(self, inputs):
+            states.append(layers.call_state())
+            return self.inner(inputs)
+
+    outer = Outer(dtype="mixed_float16")
+    outer.build((2, 3))
+    outer.inner.build((2, 3))
+    outer(batch(), training=True)
+    seen.clear()
+    with layers.as_called(states[-1]):
+        outer.inner(batch())
+        dtype = keras.backend.standardize_dtype(outer.weight.value.dtype)
+        assert dtype == "float16"
+    outer.inner(batch())
+    assert seen == [True, None]

@@ -1,0 +1,197 @@
+"""How variables of Keras and TensorFlow hold their values."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tests._keras.contracts import (
+    BACKEND,
+    built,
+    dense,
+    jax_only,
+    ready,
+    tensorflow_only,
+)
+
+
+def test_value_wraps_what_the_attribute_holds():
+    variable, other = keras.Variable([1.0]), keras.Variable([2.0])
+    assert vars(variable)["_value"] is variable._value
+    assert variable.value is variable._value
+    vars(variable)["_value"] = other._value
+    assert float(variable.value[0]) == 2.0
+    variable.assign([3.0])
+    shared = BACKEND == "tensorflow"
+    assert float(other.value[0]) == (3.0 if shared else 2.0)
+
+
+def test_the_dtype_and_the_path_are_attributes_of_a_variable():
+    variable = keras.Variable([1.0], name="one")
+    variable._dtype, variable._path = "bfloat16", "somewhere/one"
+    assert variable.dtype == "bfloat16"
+    assert variable.path == "somewhere/one"
+    assert variable.name == "one"
+
+
+def test_a_variable_is_what_its_dictionary_holds():
+    variable = keras.Variable([1.0], name="one", trainable=False)
+    copy = object.__new__(keras.Variable)
+    for name, value in vars(variable).items():
+        if not name.startswith("_self_"):
+            vars(copy)[name] = value
+    for name in ("name", "path", "shape", "dtype", "trainable", "aggregation"):
+        assert getattr(copy, name) == getattr(variable, name)
+    assert copy.value is variable.value
+
+
+def test_initialize_stores_a_value_in_the_dtype_that_is_set():
+    variable = keras.Variable([1.5])
+    before = variable._value
+    variable._dtype = "float16"
+    variable._initialize(keras.ops.cast(before, "float16"))
+    assert variable._value is not before
+    stored = keras.backend.standardize_dtype(variable._value.dtype)
+    assert stored == variable.dtype == "float16"
+    assert float(variable.value[0]) == 1.5
+
+
+def test_trainable_is_what_a_new_storage_is_created_with():
+    variable = keras.Variable([1.5])
+    variable._trainable = False
+    assert not variable.trainable
+    variable._initialize(keras.ops.ones((1,)))
+    variable._trainable = True
+    assert variable.trainable
+    if BACKEND == "tensorflow":
+        assert not variable._value.trainable
+
+
+def test_a_layer_trainable_or_not_leaves_the_storage_as_it_is():
+    layer = built(dense)()
+    layer.trainable = False
+    assert not layer.kernel._trainable
+    if BACKEND == "tensorflow":
+        assert layer.kernel._value.trainable
+
+
+def test_a_variable_without_a_distribution_has_no_layout():
+    assert getattr(keras.Variable([1.0]), "_layout", None) is None
+
+
+@jax_only
+def test_a_constant_belongs_to_the_function_that_jax_compiles():
+    import jax
+
+    found = []
+
+    def inner(x):
+        found.append(jax.numpy.zeros(())._trace)
+        return x * 2.0
+
+    @jax.jit
+    def outer(x):
+        # Kept alive: equal addresses would say nothing.
+        found.append(jax.numpy.zeros(())._trace)
+        return jax.grad(inner)(x) + jax.vmap(inner)(x[None])[0] + outer_too(x)
+
+    outer_too = jax.jit(inner)
+    outer(jax.numpy.ones(()))
+    around, differentiated, mapped, compiled = found
+    assert around is differentiated is mapped
+    assert compiled is not around
+    jax.grad(lambda x: found.append(jax.numpy.zeros(())) or x)(1.0)
+    assert not isinstance(found[-1], jax.core.Tracer)
+
+
+@jax_only
+def test_the_layout_of_a_variable_places_another_beside_it():
+    # Its type is one thing in Keras 3.12, another in 3.15; it is passed on.
+    devices = keras.distribution.list_devices("cpu")[:2]
+    mesh = keras.distribution.DeviceMesh((2,), ["model"], devices)
+    layouts = keras.distribution.LayoutMap(mesh)
+    layouts[".*split"] = ("model", None)
+    made, _ = ready()
+    distribution = keras.distribution.ModelParallel(layout_map=layouts)
+    with distribution.scope():
+        one = keras.Variable(np.ones((4, 3)), name="split")
+    slot = made.add_variable(
+        one.shape, layout=one._layout, aggregation=one.aggregation
+    )
+    assert len(one.value.sharding.device_set) == 2
+    assert not one.value.sharding.is_fully_replicated
+    assert slot.value.sharding.is_equivalent_to(one.value.sharding, 2)
+
+
+@tensorflow_only
+def test_the_key_of_a_variable_is_the_unique_id_of_what_value_is():
+    class View(keras.Variable):
+        @property
+        def value(self):
+            return self
+
+        @property
+        def _unique_id(self):
+            return "ours"
+
+    made, (one, two) = ready()
+    assert one.value._unique_id != two.value._unique_id
+    view = object.__new__(View)
+    vars(view).update(vars(one))
+    assert made._var_key(view) == "ours"
+
+
+@tensorflow_only
+def test_get_returns_this_replicas_copy():
+    import tensorflow as tf
+
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        variable = keras.Variable([1.0])
+    assert isinstance(variable._value, tf.distribute.DistributedValues)
+    copies = []
+    strategy.run(lambda: copies.append(variable._value._get()))
+    assert len(copies) == 2
+    assert not any(
+        isinstance(each, tf.distribute.DistributedValues) for each in copies
+    )
+    assert len({id(each) for each in copies}) == 2
+    plain = keras.Variable([1.0]).value
+    assert not isinstance(plain, tf.distribute.DistributedValues)
+
+
+@tensorflow_only
+def test_what_tensorflow_tracks_starts_with_self(tmp_path):
+    import tensorflow as tf
+
+    variable = keras.Variable([1.0])
+    before = set(vars(variable))
+    tf.train.Checkpoint(one=variable).write(str(tmp_path / "saved"))
+    new = set(vars(variable)) - before
+    assert new
+    assert all(name.startswith("_self_") for name in new)
+
+
+@tensorflow_only
+@pytest.mark.parametrize("tensors", [{}, {"part": 3.0}], ids=["none", "one"])
+def test_a_checkpoint_asks_a_variable_for_its_tensors(tmp_path, tensors):
+    import tensorflow as tf
+
+    calls = []
+
+    class Own(keras.Variable):
+        def _serialize_to_tensors(self):
+            calls.append("save")
+            return {k: tf.constant(v) for k, v in tensors.items()}
+
+        def _restore_from_tensors(self, restored_tensors):
+            calls.append({k: float(v) for k, v in restored_tensors.items()})
+
+    # With another variable beside it, or there may be nothing to write.
+    checkpoint = tf.train.Checkpoint(one=Own([1.0]), two=tf.Variable(2.0))
+    path = checkpoint.write(str(tmp_path / "saved"))
+    assert calls == ["save"]
+    checkpoint.read(path).assert_existing_objects_matched()
+    given = [call for call in calls if call != "save"]
+    # What saved nothing is not asked to restore.
+    assert given == ([tensors] if tensors else [])

@@ -1,0 +1,278 @@
+"""The scripts of `examples/` from several seeds, each beside its float32.
+
+    python -m tests.examples.compared [NAME ...] [--seeds=3]
+
+prints the tables of the guide's recipes, as Markdown. A script runs as it is,
+in a process and a folder of its own, but for its constants.
+"""
+
+import argparse
+import ast
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from tests.tree import ROOT
+
+EXAMPLES = ROOT / "examples"
+TIMEOUT = 600  # seconds
+_RESULT = "RESULT "
+_EIGHT = "--xla_force_host_platform_device_count=8"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What a script is run with, and what it promises.
+
+    Attributes:
+        script: The script's name.
+        variants: Constants by the name of a variant; the first is float32.
+        least: What the score of every run comes to.
+        score: The script's name of its score, between 0 and 1.
+        shown: Further values, as expressions in the script's names.
+        backend: The Keras backend.
+        workers: How many processes train together; 0 is one by itself.
+    """
+
+    script: str
+    variants: dict[str, dict[str, Any]]
+    least: float
+    score: str = "accuracy"
+    shown: dict[str, str] = dataclasses.field(default_factory=dict)
+    backend: str = "tensorflow"
+    workers: int = 0
+
+
+def _policies(*names: str, constant: str = "POLICY") -> dict[str, Any]:
+    return {name: {constant: name} for name in ("float32", *names)}
+
+
+_HALF = _policies("mixed_float16")
+_LOST = {"batches lost": "int(lost)"}
+_SKIPPED = {"steps skipped": "skipped"}
+COMPARISONS = {
+    "three_lines": Comparison(
+        "three_lines", _policies("mixed_float16", "mixed_bfloat16"), 0.9
+    ),
+    "levels": Comparison(
+        "levels",
+        {name: {"LEVEL": name} for name in ("O0", "O1", "O2", "O3")},
+        0.9,
+        shown={
+            "float32 layers": "sum(layer.compute_dtype == 'float32' "
+            "for layer in model.layers)",
+            "weights": "model.layers[1].kernel.dtype",
+        },
+    ),
+    "lenet": Comparison(
+        "lenet",
+        _policies("mixed_float16", constant="BODY"),
+        0.9,
+        shown={"final scale": "optimizer.loss_scale"},
+    ),
+    "languages": Comparison("languages", _HALF, 0.7),
+    "float8": Comparison(
+        "float8",
+        {**_policies("mixed_bfloat16"), "mixed_float8": {}},
+        0.85,
+        shown={
+            "least cosine of a product": "f'{min((product.cosine "
+            "for product in report.float8), default=1):.4f}'"
+        },
+    ),
+    "fine_tuning": Comparison(
+        "fine_tuning",
+        {
+            "float32": {"POLICY": "float32"},
+            "float16, scale 128": {},
+            "float16, no scale": {"SCALE": 1.0},
+        },
+        0.75,
+        score="r_squared",
+    ),
+    "one_call": Comparison("one_call", _HALF, 0.93),
+    "training_loop": Comparison(
+        "training_loop",
+        {
+            "float32": {"POLICY": "float32"},
+            "fixed scale": {"LOSS_SCALE": 8.0},
+            "dynamic scale": {},
+        },
+        0.93,
+        shown=_LOST,
+    ),
+    "training_loop_jax": Comparison(
+        "training_loop_jax", _HALF, 0.93, shown=_LOST, backend="jax"
+    ),
+    "updater": Comparison("updater", _HALF, 0.93, shown=_LOST),
+    "gan": Comparison("gan", _HALF, 0.8),
+    "diffusion": Comparison("diffusion", _HALF, 0.65),
+    "many_devices": Comparison("many_devices", _HALF, 0.85, shown=_SKIPPED),
+    "many_devices, jax": Comparison(
+        "many_devices", _HALF, 0.85, shown=_SKIPPED, backend="jax"
+    ),
+    "many_workers": Comparison(
+        "many_workers", _HALF, 0.8, shown=_SKIPPED, workers=2
+    ),
+    "tpu": Comparison(
+        "tpu",
+        _policies("mixed_bfloat16"),
+        0.93,
+        shown={"devices": "devices"},
+        backend="jax",
+    ),
+}
+
+
+def with_constants(source: str, constants: dict[str, Any]) -> str:
+    """Returns a script with other values of constants at its top level."""
+    tree, left = ast.parse(source), dict(constants)
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            (target,) = node.targets
+            if isinstance(target, ast.Name) and target.id in left:
+                value = repr(left.pop(target.id))
+                node.value = ast.parse(value, mode="eval").body
+    if left:
+        raise ValueError(f"The script sets no {sorted(left)} to a value.")
+    return ast.unparse(tree)
+
+
+def run(
+    comparison: Comparison, constants: dict[str, Any], folder: str
+) -> list[dict[str, Any]]:
+    """Runs a script in a folder; returns the results of each process."""
+    source = (EXAMPLES / f"{comparison.script}.py").read_text("utf-8")
+    wanted = {"score": f"float({comparison.score})", **comparison.shown}
+    values = ", ".join(f"{name!r}: {how}" for name, how in wanted.items())
+    source = with_constants(source, constants)
+    source += f"\nimport json\nprint({_RESULT!r} + json.dumps({{{values}}}))\n"
+    path = os.path.join(folder, f"{comparison.script}.py")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(source)
+    environment = {
+        **os.environ,
+        "KERAS_BACKEND": comparison.backend,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "XLA_FLAGS": _EIGHT,
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, path],
+            cwd=folder,
+            env={**environment, **cluster},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for cluster in _clusters(comparison.workers)
+    ]
+    try:
+        ended = [process.communicate(timeout=TIMEOUT) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [_result(comparison.script, *each) for each in ended]
+
+
+def _result(script: str, out: str, err: str) -> dict[str, Any]:
+    lines = [line for line in out.splitlines() if line.startswith(_RESULT)]
+    if not lines:
+        raise RuntimeError(f"{script} ended without a result:\n{err[-3000:]}")
+    return dict(json.loads(lines[0].removeprefix(_RESULT)))
+
+
+def _clusters(workers: int) -> list[dict[str, str]]:
+    # All are bound at once, so that no two are the same.
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(workers)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    tasks = [{"type": "worker", "index": index} for index in range(workers)]
+    return [
+        {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+        for task in tasks
+    ] or [{}]
+
+
+def run_all(
+    comparison: Comparison, seeds: int = 3, **constants: Any
+) -> dict[str, list[dict[str, Any]]]:
+    """Runs every variant from every seed; the first process speaks for all."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, own in comparison.variants.items():
+        for seed in range(seeds):
+            with tempfile.TemporaryDirectory() as folder:
+                given = {**own, **constants, "SEED": seed}
+                result, *others = run(comparison, given, folder)
+            if any(other != result for other in others):
+                raise RuntimeError(f"Workers differ: {result}, {others}")
+            found.setdefault(name, []).append(result)
+    return found
+
+
+def scores(runs: list[dict[str, Any]]) -> list[float]:
+    """Returns the scores of a variant's runs, in percent."""
+    return [100 * run["score"] for run in runs]
+
+
+def gap(own: list[float], baseline: list[float]) -> tuple[float, float]:
+    """Returns how far the means are apart, and the noise of the seeds.
+
+    The noise is the distance from the worst to the best seed, of the one or
+    the other, whichever is larger. (Of three seeds it is 1.7 standard
+    deviations on average, twice the 0.8 that a difference of two such means
+    has.)
+    """
+    distance = sum(own) / len(own) - sum(baseline) / len(baseline)
+    return distance, max(max(s) - min(s) for s in (own, baseline))
+
+
+def table(comparison: Comparison, runs: dict[str, list[dict]]) -> str:
+    """Returns the Markdown of a comparison."""
+    baseline = scores(next(iter(runs.values())))
+    columns = ["variant", "mean (range)", "less float32's (seed noise)"]
+    rows = [[*columns, *comparison.shown], ["---", "--:", "--:"]]
+    rows[1] += ["--:"] * len(comparison.shown)
+    for name, own in runs.items():
+        found = scores(own)
+        # `+ 0.0` makes a plain zero of -0.0.
+        distance, noise = (round(n, 2) + 0.0 for n in gap(found, baseline))
+        is_baseline = found is baseline or own is next(iter(runs.values()))
+        values = [
+            ", ".join(map(str, dict.fromkeys(run[key] for run in own)))
+            for key in comparison.shown
+        ]
+        mean = sum(found) / len(found)
+        rows.append(
+            [
+                name,
+                f"{mean:.2f} ({min(found):.1f} to {max(found):.1f})",
+                "" if is_baseline else f"{distance:+.2f} ({noise:.2f})",
+                *values,
+            ]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main() -> int:
+    """Prints the tables that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    for name in options.names or COMPARISONS:
+        comparison = COMPARISONS[name]
+        runs = run_all(comparison, options.seeds)
+        print(f"\n{name}\n\n{table(comparison, runs)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""What holds after each step, and how it is looked at."""
+
+import functools
+import inspect
+import sys
+
+import keras
+
+import tfmix
+from tests import helpers
+from tests.orders.models import make_model
+from tests.orders.order import FROZEN
+
+
+class Broken(AssertionError):
+    """A law that does not hold; the message starts with its letter."""
+
+
+def law(letter, holds, message=""):
+    if not holds:
+        raise Broken(f"{letter}: {message}")
+
+
+def named_layers(model):
+    return [model.get_layer(name) for name in FROZEN]
+
+
+def dtypes_of(model):
+    return {
+        layer.name: (layer.compute_dtype, layer.variable_dtype)
+        for layer in named_layers(model)
+    }
+
+
+@functools.cache
+def fresh_dtypes(kind, policy):
+    with tfmix.policy_scope("float32"):
+        model = make_model(kind)
+    tfmix.apply_policy(model, policy)
+    return dtypes_of(model)
+
+
+def converted_dtypes(kind, policy, before, found):
+    """Returns what a conversion may make, as near to `found` as allowed.
+
+    In a model with 16-bit layers a float32 one may stay: somebody may have
+    meant it.
+    """
+    fresh = fresh_dtypes(kind, policy)
+    wide = ("float32", "float32")
+    if all(pair == wide for pair in before.values()):
+        return fresh
+    return {
+        name: wide if before[name] == wide == found[name] else fresh[name]
+        for name in fresh
+    }
+
+
+def chain_of(model):
+    """Returns the optimizer and what it wraps, outermost first."""
+    chain = [model.optimizer]
+    while "inner_optimizer" in vars(chain[-1]):
+        chain.append(chain[-1].inner_optimizer)
+    return chain
+
+
+def is_scaled(model):
+    return isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def state_of(model):
+    """Copies a model's weights and its optimizer's variables."""
+    found = [*model.weights, *model.optimizer.variables]
+    values = [*tfmix.export_float32(model), *helpers.snapshot(found)]
+    names = [v.path for v in model.weights] + [v.path for v in found]
+    pairs = zip(names, values, strict=True)
+    return [(n.split("/")[-1], v.tobytes()) for n, v in pairs]
+
+
+def same_state(before, after, what):
+    count = f"{len(before)} variables are {len(after)} after {what}"
+    if len(before) != len(after):
+        return False, count
+    pairs = zip(before, after, strict=True)
+    changed = [old[0] for old, new in pairs if old[1] != new[1]]
+    return not changed, f"{changed} changed by {what}"
+
+
+@functools.cache
+def keras_before():
+    """Notes each attribute of each module and class of Keras."""
+    owners = {}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] != "keras" or module is None:
+            continue
+        owners[name] = module
+        for value in vars(module).values():
+            if inspect.isclass(value) and value.__module__.startswith("keras."):
+                owners[f"{value.__module__}.{value.__qualname__}"] = value
+    return [
+        (f"{owner}.{name}", found, name, value)
+        for owner, found in owners.items()
+        for name, value in list(vars(found).items())
+        if callable(value) or isinstance(value, property | classmethod)
+    ]
+
+
+_MISSING = object()
+
+
+def replaced():
+    """Returns whether Keras is as it was, and what is not."""
+    different = [
+        label
+        for label, owner, name, value in keras_before()
+        if vars(owner).get(name, _MISSING) is not value
+    ]
+    return not different, f"still replaced in Keras: {different[:4]}"

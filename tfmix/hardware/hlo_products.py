@@ -1,0 +1,202 @@
+"""Matrix products and convolutions of a program: shapes and operations."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from tfmix.hardware import hlo_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One matrix product or convolution, `count` times `(m, k) x (k, n)`.
+
+    Attributes:
+        label: Where in the model it comes from, as the framework says.
+        shape: `(m, k, n)`.
+        count: How many there are of it.
+        dtype: Of what is multiplied.
+        kernel: What computes it.
+        flops: Multiplications and additions, of zeros at the edge none.
+    """
+
+    label: str
+    shape: tuple[int, int, int]
+    count: int
+    dtype: str
+    kernel: str
+    flops: int
+
+
+def products(
+    computations: hlo_text.Computations, times: Mapping[str, int]
+) -> Iterator[Product]:
+    """Yields the products of all computations, with all rounds of a loop."""
+    callers = {
+        name: each
+        for among in computations.values()
+        for each in among.values()
+        if each.operation == "fusion"
+        for name in each.called
+    }
+    for name, among in computations.items():
+        for each in among.values():
+            for mark in (each.operation, *hlo_text.targets_of(each)):
+                if measure := _MEASURES.get(mark):
+                    kernel = _kernel(each, callers.get(name))
+                    made = _product(each, among, measure, kernel)
+                    flops = made.flops * times.get(name, 1)
+                    yield dataclasses.replace(made, flops=flops)
+
+
+def _product(
+    each: hlo_text.Instruction,
+    among: dict[str, hlo_text.Instruction],
+    measure: "_Measure",
+    kernel: str,
+) -> Product:
+    kinds = [among[name].result for name in each.operands[:2]]
+    shape, count, flops = measure(
+        each, [hlo_text.shape_of(kind) for kind in kinds]
+    )
+    dtypes = "/".join(sorted({hlo_text.dtype_of(kind) for kind in kinds}))
+    return Product(each.label, shape, count, dtypes, kernel, flops)
+
+
+def _kernel(
+    each: hlo_text.Instruction, caller: hlo_text.Instruction | None
+) -> str:
+    """Names what computes a product."""
+    for target in hlo_text.targets_of(each):
+        return LIBRARIES[target]
+    text = caller.rest if caller else ""
+    if "__triton" in text:
+        return "Triton"
+    return "XLA"
+
+
+# The shape of a product, how many there are, and the operations of all.
+_Measured = tuple[tuple[int, int, int], int, int]
+_Measure = Callable[[hlo_text.Instruction, list[list[int]]], _Measured]
+
+
+def _dot(each: hlo_text.Instruction, shapes: list[list[int]]) -> _Measured:
+    summed, batch = (
+        [shapes[0][axis] for axis in _axes(each, f"lhs_{name}")]
+        for name in ("contracting", "batch")
+    )
+    k, count = math.prod(summed), math.prod(batch)
+    left, right = (math.prod(shape) // max(k * count, 1) for shape in shapes)
+    return (left, k, right), count, 2 * left * k * right * count
+
+
+def _axes(each: hlo_text.Instruction, name: str) -> list[int]:
+    match = re.search(
+        rf'{name}_(?:dims=\{{|dimensions":\[)([\d",]*)[\]}}]', each.rest
+    )
+    return [int(axis) for axis in re.findall(r"\d+", match[1])] if match else []
+
+
+def _convolution(
+    each: hlo_text.Instruction, shapes: list[list[int]]
+) -> _Measured:
+    given, kernel = shapes
+    return _convolved(each, given, kernel, hlo_text.shape_of(each.result))
+
+
+def _data_gradient(
+    each: hlo_text.Instruction, shapes: list[list[int]]
+) -> _Measured:
+    made, kernel = shapes
+    given = hlo_text.shape_of(each.result)
+    (m, k, n), count, flops = _convolved(each, given, kernel, made)
+    return (m, n, k), count, flops
+
+
+def _filter_gradient(
+    each: hlo_text.Instruction, shapes: list[list[int]]
+) -> _Measured:
+    given, made = shapes
+    kernel = hlo_text.shape_of(each.result)
+    (m, k, n), count, flops = _convolved(each, given, kernel, made)
+    return (k, m, n), count, flops
+
+
+def _convolved(
+    each: hlo_text.Instruction,
+    given: list[int],
+    kernel: list[int],
+    made: list[int],
+) -> _Measured:
+    """Measures a convolution: positions, what is summed at each, filters."""
+    labels = re.findall(r"dim_labels=(\w+)_(\w+)->(\w+)", each.rest)[0]
+    by_label = [
+        dict(zip(names, shape, strict=False))
+        for names, shape in zip(labels, (given, kernel, made), strict=True)
+    ]
+    groups = re.search(r"feature_group_count=(\d+)", each.rest)
+    count = int(groups[1]) if groups else 1
+    positions = taps = hits = 1
+    for axis, window in enumerate(_windows(each)):
+        into, over, out = (sizes[str(axis)] for sizes in by_label)
+        hit = _hits(into, over, out, window)
+        positions, hits = positions * out, hits * hit
+        # Of a window that is mostly over the edge, or between the numbers
+        # that a dilation spreads, what it hits.
+        taps *= -(-hit // out)
+    rows, features = by_label[2]["b"], by_label[1]["i"]
+    filters = by_label[1]["o"]
+    shape = rows * positions, taps * features, filters // count
+    return shape, count, 2 * rows * hits * features * filters
+
+
+def _windows(each: hlo_text.Instruction) -> list[dict[str, int]]:
+    """Returns how a convolution moves along each of its axes."""
+    found = re.search(r"window=\{([^}]*)\}", each.rest)
+    fields = dict(one.split("=") for one in found[1].split()) if found else {}
+    split = {name: text.split("x") for name, text in fields.items()}
+    axes = []
+    for axis in range(len(split.get("size", []))):
+        own = {name: values[axis] for name, values in split.items()}
+        own["pad"] = own.get("pad", "0").split("_")[0]
+        axes.append({name: int(value) for name, value in own.items()})
+    return axes
+
+
+def _hits(given: int, over: int, made: int, window: dict[str, int]) -> int:
+    """Counts the pairs of place and tap that fall on a number."""
+    stride, between = window.get("stride", 1), window.get("rhs_dilate", 1)
+    spread = window.get("lhs_dilate", 1)
+    hits = 0
+    for tap in range(over):
+        first = tap * between - window["pad"]
+        if spread == 1:
+            low = max(0, -(first // stride))
+            high = min(made - 1, (given - 1 - first) // stride)
+            hits += max(0, high - low + 1)
+            continue
+        reached = range(first, first + made * stride, stride)
+        hits += sum(
+            0 <= each <= (given - 1) * spread and not each % spread
+            for each in reached
+        )
+    return hits
+
+
+_MEASURES: dict[str, _Measure] = {
+    "dot": _dot,
+    "convolution": _convolution,
+    "__cublas$gemm": _dot,
+    "__cublas$lt$matmul": _dot,
+    "__cublas$lt$matmul$f8": _dot,
+    "__cudnn$convForward": _convolution,
+    "__cudnn$convBiasActivationForward": _convolution,
+    "__cudnn$convBackwardInput": _data_gradient,
+    "__cudnn$convBackwardFilter": _filter_gradient,
+}
+LIBRARIES = {
+    name: "cuBLAS" if "cublas" in name else "cuDNN"
+    for name in _MEASURES
+    if name.startswith("__")
+}

@@ -1,0 +1,183 @@
+"""XLA's text form of a program: instructions, and how often each runs."""
+
+import dataclasses
+import math
+import re
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+_NAMES = {
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+    "f64": "float64",
+    "f8": "float8",
+    "s": "int",
+    "u": "uint",
+}
+# What runs step by step as the program does; a fusion's body is one kernel.
+_STEPWISE = frozenset("while conditional call async-start".split())
+# What a loop counts to where its framework sets no limit.
+_NO_LIMIT = 2**31 - 1
+_INSTRUCTION = re.compile(
+    r"\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([a-z][\w\-]*)\((.*)"
+)
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,<=]*)\]")
+_COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|true_computation|false_computation)"
+    r"=%([\w.\-]+)|(?:branch_computations|called_computations)=\{([^}]*)\}"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a program."""
+
+    name: str
+    result: str  # its type, with layout
+    operation: str
+    rest: str  # operands and all that follows them
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of what it reads."""
+        return re.findall(r"%([\w.\-]+)", self.rest.partition(")")[0])
+
+    @property
+    def called(self) -> list[str]:
+        """The names of computations that it runs."""
+        found = _CALLED.findall(self.rest)
+        return [
+            name.strip().lstrip("%")
+            for one, many in found
+            for name in ([one] if one else many.split(","))
+        ]
+
+    @property
+    def label(self) -> str:
+        """Where in the model it comes from, as the framework says."""
+        match = re.search(r'op_name="([^"]*)"', self.rest)
+        return match[1] if match else ""
+
+
+Computations = dict[str, dict[str, Instruction]]
+
+
+def size(kind: str) -> int:
+    """Returns the bytes of a type, tuples included.
+
+    Examples:
+        >>> size("(f32[2,3]{1,0}, bf16[])")
+        26
+    """
+    return sum(
+        math.prod(map(int, filter(None, shape.split(",")))) * _bits(dtype) // 8
+        for dtype, shape in _ARRAY.findall(kind)
+    )
+
+
+def _bits(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    match = re.search(r"[a-z](\d+)", dtype)
+    return int(match[1]) if match else 0
+
+
+def parse(text: str) -> tuple[Computations, str]:
+    """Returns the computations of a program, and the first one's name."""
+    found: Computations = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if head := _COMPUTATION.match(line):
+            name = head[2]
+            found[name] = {}
+            entry = name if head[1] else entry
+        elif name and (match := _INSTRUCTION.match(line)):
+            found[name][match[1]] = Instruction(*match.groups())
+    return found, entry
+
+
+def stepwise(name: str, computations: Computations) -> list[str]:
+    """Returns a computation and what it runs step by step, each once."""
+    found: dict[str, None] = {}
+    waiting = [name]
+    while waiting:
+        found[name := waiting.pop()] = None
+        for each in computations[name].values():
+            if each.operation in _STEPWISE:
+                waiting += [one for one in each.called if one not in found]
+    return list(found)
+
+
+def times(name: str, computations: Computations) -> dict[str, int]:
+    """Returns how often each computation runs that one of them leads to."""
+    found = {name: 1}
+    waiting = [name]
+    while waiting:
+        among = computations.get(name := waiting.pop(), {})
+        for each in among.values():
+            count = rounds(each, among, computations) or 1
+            for one in each.called:
+                if one not in found:
+                    found[one] = found[name] * count
+                    waiting.append(one)
+    return found
+
+
+def rounds(
+    each: Instruction,
+    among: dict[str, Instruction],
+    computations: Computations,
+) -> int | None:
+    """Returns how often a loop's body runs, if it can be told; else `None`."""
+    if each.operation != "while":
+        return 1
+    if known := re.search(r'known_trip_count":{"n":"(\d+)"', each.rest):
+        return int(known[1])
+    # Frameworks count up from 0, to a number that the condition holds or that
+    # goes into the loop: a constant, or where another loop's count ended.
+    (name,) = re.findall(r"condition=%([\w.\-]+)", each.rest)
+    condition = list(computations[name].values())
+    inner = [one for x in condition for one in x.called]
+    condition += [x for one in inner for x in computations[one].values()]
+    found = [_number(one) for one in condition]
+    init = among[each.operands[0]]
+    start = init.operands if init.operation == "tuple" else []
+    for one in condition:
+        place = re.search(r"index=(\d+)", one.rest)
+        if one.operation == "get-tuple-element" and place and start:
+            given = among[start[int(place[1])]]
+            found.append(_number(given))
+            if given.operation == "get-tuple-element":
+                given = among[given.operands[0]]
+                if given.operation == "while":
+                    found.append(rounds(given, among, computations))
+    return max(filter(None, found), default=None)
+
+
+def _number(each: Instruction) -> int | None:
+    if each.operation != "constant" or not each.result.startswith("s32[]"):
+        return None
+    number = int(each.rest.partition(")")[0])
+    return number if number < _NO_LIMIT else None
+
+
+def targets_of(each: Instruction) -> list[str]:
+    """Returns what a custom call calls; nothing of others."""
+    return re.findall(r'custom_call_target="([^"]*)"', each.rest)
+
+
+def shape_of(kind: str) -> list[int]:
+    """Returns the shape of a type, of a tuple's first."""
+    found = _ARRAY.search(kind)
+    return [int(one) for one in found[2].split(",") if one] if found else []
+
+
+def dtype_of(kind: str) -> str:
+    """Returns the dtype of a type, `"float16"` for `"f16[8,64]"`."""
+    found = _ARRAY.search(kind)
+    name = found[1] if found else ""
+    for start, dtype in _NAMES.items():
+        if name.startswith(start):
+            return dtype if start not in "su" else dtype + name[1:]
+    return name
