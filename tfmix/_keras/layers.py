@@ -15,7 +15,7 @@ from keras.src.backend.common import (
 from keras.src.models import functional
 from keras.src.trainers import compile_utils
 
-from tfmix._keras import compilation, layer_policies, replacements
+from tfmix._keras import layer_policies, replacements
 
 _CALL_CONTEXT = "current_call_ctx"
 
@@ -225,13 +225,6 @@ def trial() -> Iterator[Any]:
         yield scope
     finally:
         scope.state_mapping, scope.losses = mapping, losses
-
-
-def is_number(tensor: Any) -> bool:
-    """Says whether a tensor holds values, and is no part of a trace."""
-    if keras.backend.backend() == "jax":
-        return not compilation.is_symbolic(tensor)
-    return hasattr(tensor, "numpy")
 
 
 @contextlib.contextmanager

@@ -93,8 +93,7 @@ def check(
             `policy` computes in float32.
 
     Examples:
-        >>> import numpy as np
-        >>> layers = [keras.layers.ReLU(), keras.layers.Dense(1)]
+        >>>         >>> layers = [keras.layers.ReLU(), keras.layers.Dense(1)]
         >>> model = keras.Sequential([keras.Input((2,)), *layers])
         >>> check(model, np.array([[1e5, 1.0]])).rows[0].verdict
         'overflow'
@@ -316,7 +315,9 @@ class _Visit:
             # bfloat16 has float32's range.
             if limits.name == _formats.FLOAT16.name:
                 scale = _loss_scale(run, truth, self.highest)
-        self._judge_all(runs.Judge(self.sixteen, run, truth, limits, scale))
+        self._judge_all(
+            runs.Judge(self.sixteen, run, truth, limits, scale, batch.runner)
+        )
         while self.judge.scale > _LOWEST and self._overflows_backward():
             lower = max(self.judge.scale / 16.0, _LOWEST)
             self._judge_all(dataclasses.replace(self.judge, scale=lower))
@@ -372,21 +373,27 @@ class _Visit:
         if self._busy:
             return call.proceed()
         reaches_weights = self._weights_before
-        outputs = call.proceed()
+        signature = self.judge.run.signatures.get(call.key)
+        # Judging computes the outputs of a layer with nothing inside, too.
+        is_judged_alone = (
+            signature and signature.is_tensor and call.target.whole
+        )
+        outputs = None if is_judged_alone else call.proceed()
         self._weights_before |= bool(call.target.weights)
-        if call.key in self.judge.run.signatures:
+        if signature is not None:
             self._busy = True
             try:
                 self._order += 1
-                self._judge(call, reaches_weights)
+                truth = self._judge(call, reaches_weights)
                 self.show(self._order / len(self.judge.run.signatures))
             finally:
                 self._busy = False
-        return outputs
+        return truth[0] if is_judged_alone else outputs
 
-    def _judge(self, call: probe.Call, reaches_weights: bool) -> None:
+    def _judge(self, call: probe.Call, reaches_weights: bool) -> list[Any]:
+        """Adds what is found of a call; returns its outputs in float32."""
         name, order, limits = call.target.name, self._order, self.limits
-        found = self.judge.call(call)
+        found, truth = self.judge.call(call)
         given = verdicts.of_output(found.arguments, limits) != verdicts.OK
         verdict = verdicts.of_output(found.outputs, limits)
         one = (name, verdicts.FORWARD, verdict, found.outputs, order, given)
@@ -407,6 +414,7 @@ class _Visit:
         if verdict == verdicts.OK:
             for look in (latent.probabilities, latent.vanishing_constant):
                 self._add(look(self.judge, call, order, found.outputs))
+        return truth
 
     def _judge_loss(self, outputs: Any) -> None:
         """Judges the loss on the float32 outputs, forward and backward."""
