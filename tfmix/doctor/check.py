@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from tfmix import _formats, _messages, _progress
@@ -93,7 +95,8 @@ def check(
             `policy` computes in float32.
 
     Examples:
-        >>>         >>> layers = [keras.layers.ReLU(), keras.layers.Dense(1)]
+        >>> import numpy as np
+        >>> layers = [keras.layers.ReLU(), keras.layers.Dense(1)]
         >>> model = keras.Sequential([keras.Input((2,)), *layers])
         >>> check(model, np.array([[1e5, 1.0]])).rows[0].verdict
         'overflow'
@@ -143,7 +146,9 @@ def _run(
         visit = _Visit(batch, found, sixteen, limits, highest, show)
         findings = visit.run()
         float8 = _float8(batch)
-    if bad_rows:
+    bad = [*itertools.starmap(_bad_data, bad_rows.items())]
+    bad += _bad_weights(batch.model)
+    if bad:
         # Where no row is fine, all that is not finite is so because of them.
         findings = [one for one in findings if not one.gap.broken]
     narrow = [
@@ -154,7 +159,7 @@ def _run(
     idle = () if narrow else (_IDLE, *_why_idle(batch.model))
     return numerics_report.NumericsReport(
         rows=(
-            *(_bad_data(*one) for one in bad_rows.items()),
+            *bad,
             *_rows(findings, found, visit.dtypes(), limits, bool(warning)),
         ),
         policy=base,
@@ -286,6 +291,28 @@ def _bad_data(name: str, rows: Sequence[int]) -> verdicts.LayerVerdict:
     return verdicts.LayerVerdict(
         name, phase, verdict, math.inf, -math.inf, advice, broken=True
     )
+
+
+def _bad_weights(model: keras.Model) -> list[verdicts.LayerVerdict]:
+    """Returns a row for each variable, trained or not, with NaN or infinity."""
+    phase, verdict, result = verdicts.WEIGHTS, verdicts.NOT_FINITE, []
+    # Inner layers come after outer ones.
+    found = layers.flat_layers(model)
+    owners = {id(v): layer.name for layer in found for v in layer.variables}
+    for variable in model.variables:
+        if keras.backend.is_float_dtype(variable.dtype):
+            values = ops.convert_to_numpy(variable.value)
+            count = values.size - np.count_nonzero(np.isfinite(values))
+            if count:
+                advice = (
+                    f"# its {variable.name} is NaN or infinite in {count:,} of "
+                    f"{values.size:,} entries: set it anew, or load weights "
+                    "of before"
+                )
+                layer = owners.get(id(variable), variable.path)
+                one = (layer, phase, verdict, math.inf, -math.inf, advice)
+                result.append(verdicts.LayerVerdict(*one, broken=True))
+    return result
 
 
 @dataclasses.dataclass(eq=False)
