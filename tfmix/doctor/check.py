@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,9 +41,10 @@ from tfmix.scaling import rules
 
 # More rows would cost memory and tell nothing new.
 ROWS = 64
-# Where dynamic loss scaling starts, its rule's default, and its lowest.
+# Where dynamic loss scaling starts, its rule's default.
 _LOSS_SCALE = rules.DynamicLossScale().initial_scale
-_LOWEST = latent.LOWEST_SCALE
+# What scales gradients inside a model knows no lowest; this is beyond use.
+_LOWEST_INSIDE = 2.0**-40
 _IDLE = "No layer computes in 16 bit, so there was nothing to compare."
 _QUANTIZED = (
     "Quantized layers keep their dtypes. For 16 bit around the integers make "
@@ -142,8 +144,10 @@ def _run(
     batch = given.without({row for rows in bad_rows.values() for row in rows})
     with _as_under(chosen, batch.model, sixteen):
         found = probe.targets(batch.model)
-        highest = _LOWEST if warning else _LOSS_SCALE
-        visit = _Visit(batch, found, sixteen, limits, highest, show)
+        highest = latent.LOWEST_SCALE if warning else _LOSS_SCALE
+        carried = carrying.carried_policy(batch.model)
+        carries = chosen is None and carried is not None
+        visit = _Visit(batch, found, sixteen, limits, highest, carries, show)
         findings = visit.run()
         float8 = _float8(batch)
     bad = [*itertools.starmap(_bad_data, bad_rows.items())]
@@ -325,6 +329,9 @@ class _Visit:
     limits: _formats.Format
     # The loss scale to start with.
     highest: float
+    # Whether the model as it stands carries a policy: it returns float32, and
+    # scales its gradients inside.
+    carries: bool
     # Is told the share of the layers that are judged.
     show: Callable[[float], None]
     findings: list[verdicts.Finding] = dataclasses.field(default_factory=list)
@@ -341,12 +348,12 @@ class _Visit:
             truth = runs.truth(batch, found, self._reference, run.signatures)
             # bfloat16 has float32's range.
             if limits.name == _formats.FLOAT16.name:
-                scale = _loss_scale(run, truth, self.highest)
+                scale = _loss_scale(run, truth, self.lowest, self.highest)
         self._judge_all(
             runs.Judge(self.sixteen, run, truth, limits, scale, batch.runner)
         )
-        while self.judge.scale > _LOWEST and self._overflows_backward():
-            lower = max(self.judge.scale / 16.0, _LOWEST)
+        while self.judge.scale > self.lowest and self._overflows_backward():
+            lower = max(self.judge.scale / 16.0, self.lowest)
             self._judge_all(dataclasses.replace(self.judge, scale=lower))
         if batch.loss is not None and self._overflows_backward():
             self.findings = _blamed(self.findings, limits)
@@ -357,6 +364,14 @@ class _Visit:
             worst.setdefault((one.layer, one.phase), one)
         return list(worst.values())
 
+    @property
+    def lowest(self) -> float:
+        """The lowest scale that gradients may have in 16 bit."""
+        is_inside = self.carries and not (
+            suited_optimizer.has_sixteen_bit_variables(self.batch.model)
+        )
+        return _LOWEST_INSIDE if is_inside else latent.LOWEST_SCALE
+
     def dtypes(self) -> dict[str, str]:
         """Returns what each layer handed on in the 16-bit run, by name."""
         run = self.judge.run
@@ -365,7 +380,8 @@ class _Visit:
             for (index, _), made in run.signatures.items()
             if made.outputs
         }
-        return {**found, verdicts.LOSS: ", ".join({*run.output_dtypes})}
+        given = {"float32"} if self.carries else {*run.output_dtypes}
+        return {**found, verdicts.LOSS: ", ".join(given)}
 
     def _judge_all(self, judge: runs.Judge) -> None:
         self.judge = judge
@@ -451,6 +467,8 @@ class _Visit:
         near = [ops.cast(*pair) for pair in zip(exact, dtypes, strict=True)]
 
         def loss(leaves: list[Any]) -> list[Any]:
+            if self.carries:
+                leaves = [ops.cast(leaf, "float32") for leaf in leaves]
             # The loss of several outputs keeps a mean of each in variables.
             with keras.StatelessScope():
                 return [self.batch.loss_of(leaves, outputs)]
@@ -466,21 +484,25 @@ class _Visit:
         dtype = probe.dtype(one)
         if verdict != verdicts.OK and dtype in _formats.SIXTEEN_BIT:
             note = f"the loss is computed in {dtype}"
+        arguments = ranges.gap(near, exact, limits)
+        given = verdicts.of_output(arguments, limits) != verdicts.OK
+        is_own = isinstance(self.batch.loss, types.FunctionType)
         name, back = verdicts.LOSS, verdicts.of_gradient(backward, limits)
         self._order += 1
         order = self._order
+        made = functools.partial(
+            verdicts.Finding, order=order, given=given, is_own=is_own
+        )
         self.findings += [
-            verdicts.Finding(
-                name, verdicts.FORWARD, verdict, forward, order, note=note
-            ),
-            verdicts.Finding(name, verdicts.BACKWARD, back, backward, order),
+            made(name, verdicts.FORWARD, verdict, forward, note=note),
+            made(name, verdicts.BACKWARD, back, backward),
         ]
         self._add_tight(name, [backward], dtypes)
 
     def _add_tight(
         self, name: str, found: list[ranges.Gap | None], dtypes: Sequence[str]
     ) -> None:
-        if self.judge.truth is not None and self.judge.scale <= _LOWEST:
+        if self.judge.truth is not None and self.judge.scale <= self.lowest:
             self._add(latent.no_room(name, self._order, found, dtypes))
 
     def _add(self, finding: verdicts.Finding | None) -> None:
@@ -530,9 +552,9 @@ def _traced_back(
 
 
 def _loss_scale(
-    run: runs.SixteenBitRun, truth: runs.Truth, highest: float
+    run: runs.SixteenBitRun, truth: runs.Truth, lowest: float, highest: float
 ) -> float:
-    """Returns the power of two, 1 to `highest`, that scaling settles at."""
+    """Returns the power of two between two that scaling settles at."""
     sixteen = [
         tensor
         for key, tensors in truth.outputs.items()
@@ -546,7 +568,7 @@ def _loss_scale(
         return highest
     # Two bits are kept free for the sums inside a layer.
     room = math.floor(math.log2(_formats.FLOAT16.max / largest)) - 2
-    return min(max(2.0**room, _LOWEST), highest)
+    return min(max(2.0**room, lowest), highest)
 
 
 def _blamed(
@@ -564,7 +586,8 @@ def _blamed(
         return list(found)
     note = (
         f"the loss is {loss.gap.largest:.3g}, and gradients overflow at a loss "
-        f"scale of {_LOWEST:g}: take means, not sums, and standardise targets"
+        f"scale of {latent.LOWEST_SCALE:g}: take means, not sums, and "
+        "standardise targets"
     )
     guilty = dataclasses.replace(
         loss, phase=verdicts.BACKWARD, verdict=verdicts.OVERFLOW, note=note

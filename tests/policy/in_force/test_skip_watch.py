@@ -56,7 +56,7 @@ def model(said):
 def test_epochs_that_train_nothing_are_told_of_less_and_less_often(said, how):
     compiled(how=how).fit(**batches(bad=range(16)), epochs=8)
     again = (
-        "{} of {} steps up to epoch {} were skipped, as before: nothing is "
+        "{} of {} steps of epochs 1 to {} were skipped, as before: nothing is "
         "learnt; a LossScaleMonitor would stop the run"
     )
     assert said == [

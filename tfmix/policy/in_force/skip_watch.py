@@ -46,8 +46,8 @@ class SkipWatch(keras.callbacks.Callback):
         self._last_cause = ""
         # A cause that stays is told of again after 2, 4, 8 epochs.
         self._wait, self._silent_until = 2, 0
-        # Applied and skipped steps since it was told of first.
-        self._since = 0, 0
+        # The epoch where it was told of first, applied and skipped steps since.
+        self._since = 0, 0, 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts anew."""
@@ -128,7 +128,7 @@ class SkipWatch(keras.callbacks.Callback):
             return
         self._last_cause = cause.kind
         self._wait, self._silent_until = 2, epoch + 2
-        self._since = applied, skipped
+        self._since = epoch, applied, skipped
         optimizer = self._optimizers()[0]
         scale = f" at a loss scale of {optimizer.loss_scale:g}"
         if isinstance(optimizer.rule, rules.NoLossScale):
@@ -139,15 +139,16 @@ class SkipWatch(keras.callbacks.Callback):
         _bar_output.warn(self, "%s %s skipped%s: %s", what, verb, scale, text)
 
     def _tell_again(self, epoch: int, applied: int, skipped: int) -> None:
-        applied, skipped = applied + self._since[0], skipped + self._since[1]
-        self._since = applied, skipped
+        first, applied_before, skipped_before = self._since
+        applied, skipped = applied + applied_before, skipped + skipped_before
+        self._since = first, applied, skipped
         if epoch < self._silent_until:
             return
         self._wait *= 2
         self._silent_until = epoch + self._wait
-        what = f"{_share(applied, skipped)} up to epoch {epoch} were skipped"
+        what = f"{_share(applied, skipped)} of epochs {first} to {epoch}"
         end = "" if applied else f": {_IDLE}"
-        _bar_output.warn(self, "%s, as before%s", what, end)
+        _bar_output.warn(self, "%s were skipped, as before%s", what, end)
 
     def _found_in_data(self) -> skip_causes.BadData:
         if self._bad_data is None:
