@@ -195,7 +195,7 @@ def test_the_demo_without_its_data_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tfmix.examples.digits", None)
     code, _, err = run(capsys, "demo")
     assert code == cli.BAD_INPUT
-    assert "pip install 'tfmix[examples]'" in err
+    assert "pip install '.[examples]'" in err
 
 
 def test_check_finds_a_healthy_model_healthy(capsys, folder):

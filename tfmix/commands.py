@@ -175,8 +175,7 @@ def run_demo(options: argparse.Namespace) -> Outcome:
     except ModuleNotFoundError as error:
         raise ImportError(
             f"The demo needs the module {error.name!r}, which is not "
-            "installed. Run `pip install 'tfmix[examples]'`, or "
-            "`pip install -e '.[examples]'` in a checkout."
+            "installed. Run `pip install '.[examples]'` in tfmix's folder."
         ) from error
     given = {"epochs": options.epochs, "seeds": options.seeds}
     settings = {name: v for name, v in given.items() if v is not None}
