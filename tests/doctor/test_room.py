@@ -70,9 +70,31 @@ def test_probabilities_are_made_in_float32_by_what_made_them(activation):
     y = (x[:, :2] > 0).astype("float32")
     last = keras.layers.Dense(2, activation, dtype="mixed_float16")
     model = keras.Sequential([keras.Input((4,)), last])
-    report = check.check(model, x, y, loss="binary_crossentropy")
+    report = check.check(model, x, y, loss="mse")
     wanted = f'tfmix.float32_output("{activation}")'
     assert [row for row in report.rows if row.advice.startswith(wanted)]
+
+
+@pytest.mark.parametrize(
+    ("activation", "loss"),
+    [
+        ("sigmoid", "binary_crossentropy"),
+        ("softmax", "categorical_crossentropy"),
+    ],
+)
+def test_check_and_fit_agree_on_probabilities_that_a_loss_undoes(
+    said, activation, loss
+):
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    y = np.stack([x[:, 0] > 0, x[:, 0] <= 0], 1).astype("float32")
+    with current_policy.policy_scope("mixed_float16"):
+        head = keras.layers.Dense(2, activation)
+        model = keras.Sequential([keras.Input((4,)), head])
+    model.compile("sgd", loss)
+    model.fit(x, y, verbose=0)
+    is_undone = keras.backend.backend() == "tensorflow"
+    assert check.check(model, x, y).healthy == is_undone
+    assert (not said) == is_undone
 
 
 def fitted(policy, last):

@@ -302,6 +302,12 @@ def losses(model: Any, outputs: Any) -> dict[tuple, Any]:
     return {tuple(one.path): one.loss for one in compiled._flat_losses}
 
 
+def called_losses(compiled: Any) -> list[Any]:
+    """Lists the losses that a compiled loss was called with, `[]` of others."""
+    found = getattr(compiled, "_flat_losses", None)
+    return [one.loss for one in found or ()]
+
+
 def compute_loss(model: keras.Model, **arguments: Any) -> Any:
     """Computes a model's loss as its training step does."""
     return model._compute_loss(**arguments)

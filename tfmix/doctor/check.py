@@ -350,7 +350,7 @@ class _Visit:
             if limits.name == _formats.FLOAT16.name:
                 scale = _loss_scale(run, truth, self.lowest, self.highest)
         self._judge_all(
-            runs.Judge(self.sixteen, run, truth, limits, scale, batch.runner)
+            runs.Judge(self.sixteen, run, truth, limits, scale, batch)
         )
         while self.judge.scale > self.lowest and self._overflows_backward():
             lower = max(self.judge.scale / 16.0, self.lowest)

@@ -13,6 +13,7 @@ from tfmix._keras import layers as host
 from tfmix._keras import variables
 from tfmix.conversion import planned_policies
 from tfmix.doctor import probe, ranges, runs, verdicts
+from tfmix.policy.in_force import model_outputs
 from tfmix.scaling import rules
 
 # Share of a model's probabilities below the normal range that is a fault.
@@ -42,10 +43,19 @@ def probabilities(
     if not activation:
         return None
     low = gap.flushed + gap.subnormal > LOW_SHARE
+    if not low and _is_undone(call.target.operation, judge.batch.loss):
+        return None
     verdict = verdicts.UNDERFLOW if low else verdicts.INACCURATE
     note = f"the model's probabilities are left in {dtypes[0]}"
     one = (call.target.name, verdicts.FORWARD, verdict, gap, order)
     return verdicts.Finding(*one, latent=True, note=note, activation=activation)
+
+
+def _is_undone(operation: Any, loss: Any) -> bool:
+    """Says whether no loss sees the rounding of what makes probabilities."""
+    losses = host.called_losses(loss)
+    undone = [model_outputs.is_undone(operation, one) for one in losses]
+    return bool(losses) and all(undone)
 
 
 def _sixteen_bit(dtypes: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from tfmix import _formats
 from tfmix._keras import compilation, layer_policies, layers
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
-from tfmix.doctor import probe, programs, ranges
+from tfmix.doctor import probe, ranges
 from tfmix.policy.in_force import fallback
 
 Key = tuple[int, int]
@@ -193,7 +193,7 @@ class Judge:
     truth: Truth | None
     limits: _formats.Format
     scale: float
-    runner: programs.Runner
+    batch: batches.Batch
 
     def call(self, call: probe.Call) -> tuple[CallGaps, list[Any]]:
         """Judges a call of the float32 run, and returns what it gives there."""
@@ -204,7 +204,9 @@ class Judge:
             return self._both_ways(call, *tensors)
 
         scale = np.float32(self.scale)
-        pairs = self.runner.run(both, call.tensors, values, gradients, scale)
+        pairs = self.batch.runner.run(
+            both, call.tensors, values, gradients, scale
+        )
         scales = [1.0, 1.0, *[self.scale] * (len(pairs) - 2)]
         gaps = [
             ranges.gap(near, exact, limits, scale)
