@@ -172,7 +172,7 @@ def run_demo(options: argparse.Namespace) -> Outcome:
     if importlib.util.find_spec("sklearn") is None:
         raise ImportError(
             "The demo needs the module 'sklearn', whose digits it learns. Run "
-            "`pip install scikit-learn`, or install tfmix with `[examples]`."
+            "`pip install scikit-learn`."
         )
     given = {"epochs": options.epochs, "seeds": options.seeds}
     settings = {name: v for name, v in given.items() if v is not None}

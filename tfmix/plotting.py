@@ -170,7 +170,7 @@ def _figure(width: float, height: float) -> Any:
     except ImportError as error:
         raise ImportError(
             "tfmix draws with matplotlib, which is not installed. Run "
-            "`pip install 'tfmix[plot]'`."
+            "`pip install matplotlib`."
         ) from error
 
     class Figure(figure.Figure):

@@ -576,3 +576,19 @@ def test_a_fault_that_float32_has_as_well_has_no_line_to_write():
         for one in text.split("fault:")[1].splitlines()
         if one[:1] not in "# "
     ]
+
+
+@pytest.mark.parametrize("name", ["kernel", "moving_mean"])
+def test_weights_that_are_not_finite_are_named_alone(name):
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    hidden = [keras.layers.Dense(4), keras.layers.BatchNormalization()]
+    model = headed(*hidden, keras.layers.Dense(4))
+    layer = model.layers[0 if name == "kernel" else 1]
+    broken = np.array(getattr(layer, name))
+    broken.flat[2] = np.nan
+    getattr(layer, name).assign(broken)
+    report = check.check(model, x, x[:, :1], loss="mse")
+    (row,) = report.faults
+    assert (row.layer, row.phase) == (layer.name, "weights")
+    assert row.verdict == "not_finite"
+    assert f"its {name} is NaN or infinite in 1 of {broken.size}" in row.advice

@@ -6,6 +6,7 @@ import pytest
 
 from tfmix import _formats
 from tfmix.doctor import check, latent, ranges
+from tfmix.policy.in_force import current_policy
 
 FLOAT16 = _formats.FLOAT16
 
@@ -69,6 +70,59 @@ def test_probabilities_are_made_in_float32_by_what_made_them(activation):
     y = (x[:, :2] > 0).astype("float32")
     last = keras.layers.Dense(2, activation, dtype="mixed_float16")
     model = keras.Sequential([keras.Input((4,)), last])
-    report = check.check(model, x, y, loss="binary_crossentropy")
+    report = check.check(model, x, y, loss="mse")
     wanted = f'tfmix.float32_output("{activation}")'
     assert [row for row in report.rows if row.advice.startswith(wanted)]
+
+
+@pytest.mark.parametrize(
+    ("activation", "loss"),
+    [
+        ("sigmoid", "binary_crossentropy"),
+        ("softmax", "categorical_crossentropy"),
+    ],
+)
+def test_check_and_fit_agree_on_probabilities_that_a_loss_undoes(
+    said, activation, loss
+):
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    y = np.stack([x[:, 0] > 0, x[:, 0] <= 0], 1).astype("float32")
+    with current_policy.policy_scope("mixed_float16"):
+        head = keras.layers.Dense(2, activation)
+        model = keras.Sequential([keras.Input((4,)), head])
+    model.compile("sgd", loss)
+    model.fit(x, y, verbose=0)
+    is_undone = keras.backend.backend() == "tensorflow"
+    assert check.check(model, x, y).healthy == is_undone
+    assert (not said) == is_undone
+
+
+def fitted(policy, last):
+    with current_policy.policy_scope(policy):
+        hidden = keras.layers.Dense(8, "relu")
+        head = keras.layers.Dense(1, dtype=last, name="head")
+        model = keras.Sequential([keras.Input((4,)), hidden, head])
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+    return check.check(model, x, x[:, :1] * 1e5 + 1e6)
+
+
+def test_a_model_that_scales_inside_has_room_for_every_loss():
+    report = fitted("mixed_float16", "float32")
+    assert report.healthy
+    assert report.loss_scale < 1.0
+
+
+def test_targets_that_are_too_large_for_variables_in_float16_are_told_of():
+    report = fitted("float16", "float32")
+    (loss,) = [row for row in report.faults if row.layer == "loss"]
+    # A loss that is given by name holds no mean to write.
+    assert loss.advice.startswith("y = (y - y.mean()) / y.std()  # the loss is")
+
+
+def test_the_loss_of_a_float16_head_is_in_float32_and_at_no_fault():
+    report = fitted("mixed_float16", None)
+    assert {row.dtype for row in report.rows if row.layer == "loss"} == {
+        "float32"
+    }
+    assert report.healthy

@@ -159,7 +159,7 @@ def test_hardware_you_do_not_have(capsys):
     assert "H200" in outputs[0]
     assert "float32 fits" in outputs[2]
     assert "A TPU has no float16 products" in printed
-    if "pip install 'tfmix[tpu]'" not in printed:
+    if "pip install '.[tpu]'" not in printed:
         assert "<table" in outputs[3]
 
 

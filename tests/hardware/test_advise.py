@@ -365,6 +365,15 @@ def test_whether_it_fits_is_printed():
     assert "float32 fits" in advice.fitting
 
 
+@pytest.mark.parametrize(("units", "is_small"), [(8, True), (4096, False)])
+def test_a_small_model_is_told_that_16_bit_gains_nothing(units, is_small):
+    hidden = keras.layers.Dense(units)
+    model = sequential(hidden, keras.layers.Dense(units))
+    said = advise(model, 256, target="t4").fitting
+    assert ("16 bit would be no faster" in said) == is_small
+    assert ("faster is mixed_float16" in said) != is_small
+
+
 def test_an_unknown_target_is_answered_in_words_of_advise():
     model = sequential(keras.layers.Dense(8))
     with pytest.raises(ValueError, match="Did you mean 'v5p'") as caught:

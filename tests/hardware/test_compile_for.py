@@ -509,7 +509,7 @@ def test_a_batch_that_cannot_be_shared_is_refused():
 )
 def test_a_missing_compiler_is_named_with_its_extra(monkeypatch, target, extra):
     monkeypatch.setattr(compilers, "_is_there", lambda name: name == "jax")
-    with pytest.raises(ImportError, match=rf"pip install 'tfmix\[{extra}\]'"):
+    with pytest.raises(ImportError, match=rf"pip install '\.\[{extra}\]'"):
         tfmix.compile_for(small(), 32, target)
 
 

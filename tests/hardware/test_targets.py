@@ -66,6 +66,51 @@ def test_a_grid_that_tpus_do_not_form_is_refused(count):
         targets.topology(targets.find("v5e"), count)
 
 
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100", "a100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("RTX 3090", "rtx3090"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("TPU v4", "v4"),
+        ("A100-40GB", "a100-40gb"),
+    ],
+)
+def test_the_name_that_a_driver_tells_is_known(told, name):
+    assert targets.find(told).name == name
+
+
+@pytest.mark.parametrize(
+    ("told", "near"),
+    [
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090"),
+        ("NVIDIA GeForce RTX 4080", "rtx4090"),
+        ("NVIDIA H100 PCIe", "h100"),
+    ],
+)
+def test_a_chip_with_other_figures_is_no_target(told, near):
+    with pytest.raises(ValueError, match="`target` must be one of") as caught:
+        targets.find(told)
+    assert str(caught.value).endswith(f"Did you mean {near!r}?")
+
+
+@pytest.mark.parametrize("name", ["", "NVIDIA", "16GB"])
+def test_what_names_no_chip_is_refused(name):
+    with pytest.raises(ValueError, match="must be one of"):
+        targets.find(name)
+
+
 def test_an_unknown_name_is_answered_with_the_nearest():
     with pytest.raises(ValueError, match="target='v6'.*Did you mean 'v6e'"):
         targets.find("v6")

@@ -269,6 +269,16 @@ def trace() -> Any:
     return weakref.ref(tf.compat.v1.get_default_graph())
 
 
+def is_made_in(function: Any, tensor: Any) -> bool:
+    """Says whether a tensor is of the function whose `trace` is given.
+
+    It is no part of one traced inside of it, as the body of a loop is.
+    """
+    if keras.backend.backend() == "jax":
+        return not is_symbolic(tensor) or function == weakref.ref(tensor._trace)
+    return hasattr(tensor, "numpy")
+
+
 def in_branch() -> bool:
     """Says whether TensorFlow traces a branch of a conditional."""
     from tensorflow.python.ops import control_flow_v2_func_graphs as graphs

@@ -15,7 +15,7 @@ from keras.src.backend.common import (
 from keras.src.models import functional
 from keras.src.trainers import compile_utils
 
-from tfmix._keras import compilation, layer_policies, replacements
+from tfmix._keras import layer_policies, replacements
 
 _CALL_CONTEXT = "current_call_ctx"
 
@@ -246,13 +246,6 @@ def trial() -> Iterator[Any]:
         scope.state_mapping, scope.losses = mapping, losses
 
 
-def is_number(tensor: Any) -> bool:
-    """Says whether a tensor holds values, and is no part of a trace."""
-    if keras.backend.backend() == "jax":
-        return not compilation.is_symbolic(tensor)
-    return hasattr(tensor, "numpy")
-
-
 @contextlib.contextmanager
 def calls_replaced(operations: list, make: Callable) -> Iterator[None]:
     """Replaces `operation.call` by `make(index, call)` for a block.
@@ -326,6 +319,12 @@ def losses(model: Any, outputs: Any) -> dict[tuple, Any]:
         return {}
     compiled.build(outputs, outputs)
     return {tuple(one.path): one.loss for one in compiled._flat_losses}
+
+
+def called_losses(compiled: Any) -> list[Any]:
+    """Lists the losses that a compiled loss was called with, `[]` of others."""
+    found = getattr(compiled, "_flat_losses", None)
+    return [one.loss for one in found or ()]
 
 
 def compute_loss(model: keras.Model, **arguments: Any) -> Any:

@@ -212,7 +212,7 @@ class LossScaleMonitor(skip_watch.SkipWatch):
             self.model.optimizer.check_health(self.max_consecutive_skips)
         except _errors.LossScaleError as error:
             stuck, _, advice = str(error).partition("\n")
-            cause = f"The likeliest cause, as measured: {self.cause()}."
+            cause = f"The likeliest cause, as measured: {self._why(reading)}."
             text = "\n".join([stuck, cause, advice])
             raise _errors.LossScaleError(text) from None
 
@@ -271,8 +271,12 @@ class LossScaleMonitor(skip_watch.SkipWatch):
                 "of %g: %s",
                 waited,
                 now.loss_scale,
-                self.cause(),
+                self._why(now),
             )
+
+    def _why(self, now: Reading) -> str:
+        in_epoch = now.step - self._epoch_start
+        return self.cause(min(in_epoch, now.consecutive_skips)).text
 
 
 def _opening(model: keras.Model) -> str:

@@ -10,7 +10,7 @@ from keras import ops, tree
 
 from tfmix import _arguments
 from tfmix._keras import layers
-from tfmix.doctor import probe
+from tfmix.doctor import probe, programs
 
 Tensors = list[Any]
 
@@ -26,6 +26,8 @@ class Batch:
     loss: Any
     # Sentences on what was left out of the data.
     notes: tuple[str, ...] = ()
+    # Shared by all checks of the batch, as a search for a policy makes many.
+    runner: programs.Runner = dataclasses.field(default_factory=programs.runner)
 
     def weights(self) -> list[Any]:
         """Returns the values of the trainable weights."""

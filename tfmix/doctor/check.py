@@ -3,11 +3,14 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from tfmix import _formats, _messages, _progress
@@ -38,9 +41,10 @@ from tfmix.scaling import rules
 
 # More rows would cost memory and tell nothing new.
 ROWS = 64
-# Where dynamic loss scaling starts, its rule's default, and its lowest.
+# Where dynamic loss scaling starts, its rule's default.
 _LOSS_SCALE = rules.DynamicLossScale().initial_scale
-_LOWEST = latent.LOWEST_SCALE
+# What scales gradients inside a model knows no lowest; this is beyond use.
+_LOWEST_INSIDE = 2.0**-40
 _IDLE = "No layer computes in 16 bit, so there was nothing to compare."
 _QUANTIZED = (
     "Quantized layers keep their dtypes. For 16 bit around the integers make "
@@ -140,11 +144,15 @@ def _run(
     batch = given.without({row for rows in bad_rows.values() for row in rows})
     with _as_under(chosen, batch.model, sixteen):
         found = probe.targets(batch.model)
-        highest = _LOWEST if warning else _LOSS_SCALE
-        visit = _Visit(batch, found, sixteen, limits, highest, show)
+        highest = latent.LOWEST_SCALE if warning else _LOSS_SCALE
+        carried = carrying.carried_policy(batch.model)
+        carries = chosen is None and carried is not None
+        visit = _Visit(batch, found, sixteen, limits, highest, carries, show)
         findings = visit.run()
         float8 = _float8(batch)
-    if bad_rows:
+    bad = [*itertools.starmap(_bad_data, bad_rows.items())]
+    bad += _bad_weights(batch.model)
+    if bad:
         # Where no row is fine, all that is not finite is so because of them.
         findings = [one for one in findings if not one.gap.broken]
     narrow = [
@@ -155,7 +163,7 @@ def _run(
     idle = () if narrow else (_IDLE, *_why_idle(batch.model))
     return numerics_report.NumericsReport(
         rows=(
-            *(_bad_data(*one) for one in bad_rows.items()),
+            *bad,
             *_rows(findings, found, visit.dtypes(), limits, bool(warning)),
         ),
         policy=base,
@@ -289,6 +297,28 @@ def _bad_data(name: str, rows: Sequence[int]) -> verdicts.LayerVerdict:
     )
 
 
+def _bad_weights(model: keras.Model) -> list[verdicts.LayerVerdict]:
+    """Returns a row for each variable, trained or not, with NaN or infinity."""
+    phase, verdict, result = verdicts.WEIGHTS, verdicts.NOT_FINITE, []
+    # Inner layers come after outer ones.
+    found = layers.flat_layers(model)
+    owners = {id(v): layer.name for layer in found for v in layer.variables}
+    for variable in model.variables:
+        if keras.backend.is_float_dtype(variable.dtype):
+            values = ops.convert_to_numpy(variable.value)
+            count = values.size - np.count_nonzero(np.isfinite(values))
+            if count:
+                advice = (
+                    f"# its {variable.name} is NaN or infinite in {count:,} of "
+                    f"{values.size:,} entries: set it anew, or load weights "
+                    "of before"
+                )
+                layer = owners.get(id(variable), variable.path)
+                one = (layer, phase, verdict, math.inf, -math.inf, advice)
+                result.append(verdicts.LayerVerdict(*one, broken=True))
+    return result
+
+
 @dataclasses.dataclass(eq=False)
 class _Visit:
     """The passes of one check, and what each layer was found to do."""
@@ -299,6 +329,9 @@ class _Visit:
     limits: _formats.Format
     # The loss scale to start with.
     highest: float
+    # Whether the model as it stands carries a policy: it returns float32, and
+    # scales its gradients inside.
+    carries: bool
     # Is told the share of the layers that are judged.
     show: Callable[[float], None]
     findings: list[verdicts.Finding] = dataclasses.field(default_factory=list)
@@ -315,10 +348,12 @@ class _Visit:
             truth = runs.truth(batch, found, self._reference, run.signatures)
             # bfloat16 has float32's range.
             if limits.name == _formats.FLOAT16.name:
-                scale = _loss_scale(run, truth, self.highest)
-        self._judge_all(runs.Judge(self.sixteen, run, truth, limits, scale))
-        while self.judge.scale > _LOWEST and self._overflows_backward():
-            lower = max(self.judge.scale / 16.0, _LOWEST)
+                scale = _loss_scale(run, truth, self.lowest, self.highest)
+        self._judge_all(
+            runs.Judge(self.sixteen, run, truth, limits, scale, batch)
+        )
+        while self.judge.scale > self.lowest and self._overflows_backward():
+            lower = max(self.judge.scale / 16.0, self.lowest)
             self._judge_all(dataclasses.replace(self.judge, scale=lower))
         if batch.loss is not None and self._overflows_backward():
             self.findings = _blamed(self.findings, limits)
@@ -329,6 +364,14 @@ class _Visit:
             worst.setdefault((one.layer, one.phase), one)
         return list(worst.values())
 
+    @property
+    def lowest(self) -> float:
+        """The lowest scale that gradients may have in 16 bit."""
+        is_inside = self.carries and not (
+            suited_optimizer.has_sixteen_bit_variables(self.batch.model)
+        )
+        return _LOWEST_INSIDE if is_inside else latent.LOWEST_SCALE
+
     def dtypes(self) -> dict[str, str]:
         """Returns what each layer handed on in the 16-bit run, by name."""
         run = self.judge.run
@@ -337,7 +380,8 @@ class _Visit:
             for (index, _), made in run.signatures.items()
             if made.outputs
         }
-        return {**found, verdicts.LOSS: ", ".join({*run.output_dtypes})}
+        given = {"float32"} if self.carries else {*run.output_dtypes}
+        return {**found, verdicts.LOSS: ", ".join(given)}
 
     def _judge_all(self, judge: runs.Judge) -> None:
         self.judge = judge
@@ -372,21 +416,27 @@ class _Visit:
         if self._busy:
             return call.proceed()
         reaches_weights = self._weights_before
-        outputs = call.proceed()
+        signature = self.judge.run.signatures.get(call.key)
+        # Judging computes the outputs of a layer with nothing inside, too.
+        is_judged_alone = (
+            signature and signature.is_tensor and call.target.whole
+        )
+        outputs = None if is_judged_alone else call.proceed()
         self._weights_before |= bool(call.target.weights)
-        if call.key in self.judge.run.signatures:
+        if signature is not None:
             self._busy = True
             try:
                 self._order += 1
-                self._judge(call, reaches_weights)
+                truth = self._judge(call, reaches_weights)
                 self.show(self._order / len(self.judge.run.signatures))
             finally:
                 self._busy = False
-        return outputs
+        return truth[0] if is_judged_alone else outputs
 
-    def _judge(self, call: probe.Call, reaches_weights: bool) -> None:
+    def _judge(self, call: probe.Call, reaches_weights: bool) -> list[Any]:
+        """Adds what is found of a call; returns its outputs in float32."""
         name, order, limits = call.target.name, self._order, self.limits
-        found = self.judge.call(call)
+        found, truth = self.judge.call(call)
         given = verdicts.of_output(found.arguments, limits) != verdicts.OK
         verdict = verdicts.of_output(found.outputs, limits)
         one = (name, verdicts.FORWARD, verdict, found.outputs, order, given)
@@ -407,6 +457,7 @@ class _Visit:
         if verdict == verdicts.OK:
             for look in (latent.probabilities, latent.vanishing_constant):
                 self._add(look(self.judge, call, order, found.outputs))
+        return truth
 
     def _judge_loss(self, outputs: Any) -> None:
         """Judges the loss on the float32 outputs, forward and backward."""
@@ -416,6 +467,8 @@ class _Visit:
         near = [ops.cast(*pair) for pair in zip(exact, dtypes, strict=True)]
 
         def loss(leaves: list[Any]) -> list[Any]:
+            if self.carries:
+                leaves = [ops.cast(leaf, "float32") for leaf in leaves]
             # The loss of several outputs keeps a mean of each in variables.
             with keras.StatelessScope():
                 return [self.batch.loss_of(leaves, outputs)]
@@ -431,21 +484,25 @@ class _Visit:
         dtype = probe.dtype(one)
         if verdict != verdicts.OK and dtype in _formats.SIXTEEN_BIT:
             note = f"the loss is computed in {dtype}"
+        arguments = ranges.gap(near, exact, limits)
+        given = verdicts.of_output(arguments, limits) != verdicts.OK
+        is_own = isinstance(self.batch.loss, types.FunctionType)
         name, back = verdicts.LOSS, verdicts.of_gradient(backward, limits)
         self._order += 1
         order = self._order
+        made = functools.partial(
+            verdicts.Finding, order=order, given=given, is_own=is_own
+        )
         self.findings += [
-            verdicts.Finding(
-                name, verdicts.FORWARD, verdict, forward, order, note=note
-            ),
-            verdicts.Finding(name, verdicts.BACKWARD, back, backward, order),
+            made(name, verdicts.FORWARD, verdict, forward, note=note),
+            made(name, verdicts.BACKWARD, back, backward),
         ]
         self._add_tight(name, [backward], dtypes)
 
     def _add_tight(
         self, name: str, found: list[ranges.Gap | None], dtypes: Sequence[str]
     ) -> None:
-        if self.judge.truth is not None and self.judge.scale <= _LOWEST:
+        if self.judge.truth is not None and self.judge.scale <= self.lowest:
             self._add(latent.no_room(name, self._order, found, dtypes))
 
     def _add(self, finding: verdicts.Finding | None) -> None:
@@ -495,9 +552,9 @@ def _traced_back(
 
 
 def _loss_scale(
-    run: runs.SixteenBitRun, truth: runs.Truth, highest: float
+    run: runs.SixteenBitRun, truth: runs.Truth, lowest: float, highest: float
 ) -> float:
-    """Returns the power of two, 1 to `highest`, that scaling settles at."""
+    """Returns the power of two between two that scaling settles at."""
     sixteen = [
         tensor
         for key, tensors in truth.outputs.items()
@@ -511,7 +568,7 @@ def _loss_scale(
         return highest
     # Two bits are kept free for the sums inside a layer.
     room = math.floor(math.log2(_formats.FLOAT16.max / largest)) - 2
-    return min(max(2.0**room, _LOWEST), highest)
+    return min(max(2.0**room, lowest), highest)
 
 
 def _blamed(
@@ -529,7 +586,8 @@ def _blamed(
         return list(found)
     note = (
         f"the loss is {loss.gap.largest:.3g}, and gradients overflow at a loss "
-        f"scale of {_LOWEST:g}: take means, not sums, and standardise targets"
+        f"scale of {latent.LOWEST_SCALE:g}: take means, not sums, and "
+        "standardise targets"
     )
     guilty = dataclasses.replace(
         loss, phase=verdicts.BACKWARD, verdict=verdicts.OVERFLOW, note=note

@@ -13,6 +13,7 @@ from tfmix._keras import layers as host
 from tfmix._keras import variables
 from tfmix.conversion import planned_policies
 from tfmix.doctor import probe, ranges, runs, verdicts
+from tfmix.policy.in_force import model_outputs
 from tfmix.scaling import rules
 
 # Share of a model's probabilities below the normal range that is a fault.
@@ -42,10 +43,19 @@ def probabilities(
     if not activation:
         return None
     low = gap.flushed + gap.subnormal > LOW_SHARE
+    if not low and _is_undone(call.target.operation, judge.batch.loss):
+        return None
     verdict = verdicts.UNDERFLOW if low else verdicts.INACCURATE
     note = f"the model's probabilities are left in {dtypes[0]}"
     one = (call.target.name, verdicts.FORWARD, verdict, gap, order)
     return verdicts.Finding(*one, latent=True, note=note, activation=activation)
+
+
+def _is_undone(operation: Any, loss: Any) -> bool:
+    """Says whether no loss sees the rounding of what makes probabilities."""
+    losses = host.called_losses(loss)
+    undone = [model_outputs.is_undone(operation, one) for one in losses]
+    return bool(losses) and all(undone)
 
 
 def _sixteen_bit(dtypes: Sequence[str]) -> list[str]:
@@ -160,7 +170,9 @@ def weights(
     result = []
     for order, target in enumerate(found):
         if values := _cast_weights(target, planned):
-            near = [ops.cast(value, limits.name) for value in values]
+            # On the host: a device compiles a cast for each shape.
+            with np.errstate(over="ignore"):
+                near = [value.astype(limits.name) for value in values]
             gap = ranges.gap(near, values, limits)
             verdict = verdicts.of_output(gap, limits)
             one = (target.name, verdicts.WEIGHTS, verdict, gap, order)
@@ -176,7 +188,7 @@ def _cast_weights(
     # Layers without autocast, such as the normalisations, cast by themselves
     # where they need float32; an embedding casts what it looked up.
     return [
-        variable.value
+        ops.convert_to_numpy(variable.value)
         for layer in (target.layers if target.whole else [target.operation])
         if planned_policies.dtype(planned, layer) in _formats.SIXTEEN_BIT
         and (layer.autocast or isinstance(layer, keras.layers.Embedding))

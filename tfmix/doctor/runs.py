@@ -6,16 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from tfmix import _formats
-from tfmix._keras import layer_policies, layers
+from tfmix._keras import compilation, layer_policies, layers
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import probe, ranges
 from tfmix.policy.in_force import fallback
 
 Key = tuple[int, int]
+# Tensors in 16 bit, and the same ones in float32.
+Pair = tuple[list[Any], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Signature:
     # Dtypes, shapes, and whether these are the model's own outputs.
     outputs: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    is_tensor: bool  # whether the call returns one tensor, and no nest
     is_output: bool = False
 
 
@@ -60,19 +64,25 @@ def sixteen_bit(
 ) -> SixteenBitRun:
     """Runs the model forward in 16 bit and notes the dtypes."""
     signatures: dict[Key, Signature] = {}
+    rounded: dict[Key, list[Any]] = {}
     made: dict[int, Key] = {}
     # Kept until the end, so that an `id` stands for one tensor only.
     alive = []
+    trace, outputs = None, None
 
     def on_call(call: probe.Call) -> Any:
         outputs = call.proceed()
         leaves = probe.floats(outputs)
-        if all(map(layers.is_number, [*leaves, *call.tensors])):
+        every = [*leaves, *call.tensors]
+        # A loop's body has no numbers.
+        if all(compilation.is_made_in(trace, leaf) for leaf in every):
+            rounded[call.key] = [_fits(leaf, fmt) for leaf in call.tensors]
             signatures[call.key] = Signature(
                 arguments=tuple(map(probe.dtype, call.tensors)),
-                rounded=tuple(_fits(leaf, fmt) for leaf in call.tensors),
+                rounded=(),
                 outputs=tuple(map(probe.dtype, leaves)),
                 shapes=tuple(tuple(leaf.shape) for leaf in leaves),
+                is_tensor=probe.is_float(outputs),
             )
             for leaf in leaves:
                 # What a layer hands on from one inside it is the inner one's.
@@ -80,10 +90,21 @@ def sixteen_bit(
             alive.append(leaves)
         return outputs
 
-    with layers.policies(planned), probe.watched(found, on_call):
-        outputs, _ = batch.run(batch.weights())
+    def forward(weights: list[Any]) -> Any:
+        nonlocal trace, outputs
+        trace = compilation.trace()
+        with probe.watched(found, on_call):
+            outputs, _ = batch.run(weights)
+        return rounded
+
+    with layers.policies(planned):
+        fits = batch.runner.run(forward, batch.weights())
         ran = {layer: layer_policies.own(layer) for layer in planned}
         fallen = fallback.notes(batch.model)
+    for key, each in fits.items():
+        signatures[key] = dataclasses.replace(
+            signatures[key], rounded=tuple(map(bool, each))
+        )
     leaves = probe.floats(outputs)
     for key in {made[id(leaf)] for leaf in leaves if id(leaf) in made}:
         signatures[key] = dataclasses.replace(signatures[key], is_output=True)
@@ -98,12 +119,6 @@ def truth(
     signatures: dict[Key, Signature],
 ) -> Truth:
     """Runs the model forward and back in float32."""
-    # A zero is added to every output: its gradient is the output's.
-    zeros = [
-        ops.zeros(shape, "float32")
-        for signature in signatures.values()
-        for shape in signature.shapes
-    ]
 
     def losses(inputs: list[Any]) -> list[Any]:
         nudges, weights = _dealt(inputs, signatures)
@@ -122,9 +137,18 @@ def truth(
         with probe.watched(found, on_call):
             return [batch.run(weights)[1]]
 
+    def gradients_at(weights: list[Any]) -> list[Any]:
+        # A zero is added to every output: its gradient is the output's.
+        zeros = [
+            ops.zeros(shape, "float32")
+            for signature in signatures.values()
+            for shape in signature.shapes
+        ]
+        (loss,), back = batches.pullback(losses, [*zeros, *weights])
+        return back([ops.ones_like(loss)])
+
     with layers.policies(planned), layers.autocast("float32"):
-        (loss,), back = batches.pullback(losses, [*zeros, *batch.weights()])
-        gradients = back([ops.ones_like(loss)])
+        gradients = batch.runner.run(gradients_at, batch.weights())
     return Truth(*_dealt(gradients, signatures))
 
 
@@ -140,12 +164,12 @@ def _dealt(
     return by_call, list(rest)
 
 
-def _fits(tensor: Any, fmt: str) -> bool:
+def _fits(tensor: Any, fmt: str) -> Any:
     if probe.dtype(tensor) in _formats.SIXTEEN_BIT:
         return True
     tensor = ops.cast(tensor, "float32")
     same = ops.cast(ops.cast(tensor, fmt), "float32") == tensor
-    return bool(ops.all(same | ops.isnan(tensor)))
+    return ops.all(same | ops.isnan(tensor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,32 +193,55 @@ class Judge:
     truth: Truth | None
     limits: _formats.Format
     scale: float
+    batch: batches.Batch
 
-    def call(self, call: probe.Call) -> CallGaps:
-        """Judges a call that is about to be made in the float32 run."""
-        signature, limits = self.run.signatures[call.key], self.limits
-        exact = [ops.cast(leaf, "float32") for leaf in call.tensors]
+    def call(self, call: probe.Call) -> tuple[CallGaps, list[Any]]:
+        """Judges a call of the float32 run, and returns what it gives there."""
+        limits, values = self.limits, [x.value for x in call.target.weights]
+        gradients = (self.truth.outputs if self.truth else {}).get(call.key)
+
+        def both(*tensors: Any) -> list[Pair]:
+            return self._both_ways(call, *tensors)
+
+        scale = np.float32(self.scale)
+        pairs = self.batch.runner.run(
+            both, call.tensors, values, gradients, scale
+        )
+        scales = [1.0, 1.0, *[self.scale] * (len(pairs) - 2)]
+        gaps = [
+            ranges.gap(near, exact, limits, scale)
+            for (near, exact), scale in zip(pairs, scales, strict=True)
+        ]
+        return CallGaps(*gaps), pairs[1][1]
+
+    def _both_ways(
+        self,
+        call: probe.Call,
+        tensors: list[Any],
+        values: list[Any],
+        gradients: list[Any] | None,
+        scale: Any,
+    ) -> list[Pair]:
+        """Computes what each of the `CallGaps` is between."""
+        signature, inputs = self.run.signatures[call.key], len(tensors)
+        exact = [ops.cast(leaf, "float32") for leaf in tensors]
         near = [
-            ops.cast(ops.cast(leaf, limits.name) if small else leaf, dtype)
+            ops.cast(ops.cast(leaf, self.limits.name) if small else leaf, dtype)
             for leaf, small, dtype in zip(
                 exact, signature.rounded, signature.arguments, strict=True
             )
         ]
-        arguments = ranges.gap(near, exact, limits)
-        weights, inputs = call.target.weights, len(exact)
-        values = [variable.value for variable in weights]
-        function = _function(call, inputs, weights)
+        function = _function(call, inputs, call.target.weights)
         truth, truth_back = batches.pullback(function, [*exact, *values])
         with self._in_sixteen_bit(call.target):
             found, found_back = batches.pullback(function, [*near, *values])
-        outputs = ranges.gap(found, truth, limits)
-        gradients = (self.truth.outputs if self.truth else {}).get(call.key)
+        forward = [(near, exact), (found, truth)]
         if gradients is None:
-            return CallGaps(arguments, outputs)
+            return forward
         # Losses a layer adds come after its outputs; no gradient for them.
         exact = [*gradients, *map(ops.zeros_like, truth[len(gradients) :])]
         near = [
-            ops.cast(gradient * self.scale, leaf.dtype)
+            ops.cast(gradient * scale, leaf.dtype)
             for gradient, leaf in zip(exact, found, strict=True)
         ]
         right = truth_back(
@@ -203,13 +250,12 @@ class Judge:
         with self._in_sixteen_bit(call.target):
             # The gradient of a quantized layer asks for its dtype then.
             wrong = found_back(near)
-        backward = (
+        return [
+            *forward,
             (near, exact),
             (wrong[:inputs], right[:inputs]),
             (wrong[inputs:], right[inputs:]),
-        )
-        measured = [ranges.gap(*pair, limits, self.scale) for pair in backward]
-        return CallGaps(arguments, outputs, *measured)
+        ]
 
     def exact(self, call: probe.Call, tensors: Sequence[Any]) -> list[Any]:
         """Makes a call in float32 with other tensors."""

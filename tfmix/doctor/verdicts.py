@@ -34,6 +34,8 @@ _ROUNDING = 0.01
 # Below the normal range every layer further down loses more digits.
 _LOW_TOLERANCE = 0.05
 
+_MEAN = "keras.ops.mean(errors)"
+_SCALER = "tfmix.LossScaleOptimizer(optimizer)"
 _NAMES = {FORWARD: "its output", BACKWARD: "its gradient", WEIGHTS: "a weight"}
 
 
@@ -56,6 +58,7 @@ class Finding:
     # What makes the probabilities that it is about, which a model returns in
     # 16 bit: the name of an activation.
     activation: str = ""
+    is_own: bool = True  # whether the loss is a function of the user's
     # Whether most of the gradient it was given is below the normal range.
     was_low: bool = False
 
@@ -167,26 +170,28 @@ def advice(
         return finding.note and f"# {finding.note}"
     backward = finding.phase == BACKWARD
     if unscaled and backward and finding.verdict == UNDERFLOW:
-        code = "tfmix.LossScaleOptimizer(optimizer)"
+        code = _SCALER
     elif finding.gap.broken:
         return f"# {_why(finding, limits)}"
+    elif is_float32 and finding.given:
+        return f"# what it is given does not fit into {limits.name}"
     elif finding.layer == LOSS:
         code = _loss_code(finding)
     elif finding.activation:
         code = f'tfmix.float32_output("{finding.activation}")'
-    elif is_float32 and finding.given:
-        return f"# what it is given does not fit into {limits.name}"
     else:
         code = f'{layer_class}(..., name="{finding.layer}", dtype="float32")'
     return f"{code}  # {finding.note or _why(finding, limits)}"
 
 
 def _loss_code(finding: Finding) -> str:
+    is_own = finding.is_own
     if finding.phase == FORWARD:
-        return 'loss(y, keras.ops.cast(outputs, "float32"))'
+        cast = 'loss(y, keras.ops.cast(outputs, "float32"))'
+        return cast if is_own else "tfmix.float32_output()"
     if finding.verdict == OVERFLOW:
-        return "keras.ops.mean(errors)"
-    return "1024.0 * loss"
+        return _MEAN if is_own else "y = (y - y.mean()) / y.std()"
+    return "1024.0 * loss" if is_own else _SCALER
 
 
 def _why(finding: Finding, limits: _formats.Format) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -25,6 +25,8 @@ GPU_MULTIPLE, TPU_MULTIPLE = 8, 128
 
 # Of a tensor of bfloat16 that is brought to float8, a number.
 _CAST_BYTES = 5
+# Seconds until an accelerator starts what it is given, in round numbers.
+_START = 5e-6
 # Whose rates count where no target is named.
 _FLOAT8_TARGET = "h200"
 
@@ -207,9 +209,18 @@ def advise(
     share = fast / work if work else 0.0
     outputs = sum(use.outputs for use in found if not use.has_parts)
     memory = training_memory.by_way(model, outputs)
-    fitting = known and training_memory.first_that_fits(memory, known)
+    fitting = ""
+    if known is not None:
+        is_small = _is_small(rows, known)
+        fitting = training_memory.first_that_fits(memory, known, is_small)
     float8 = _float8(rows, known or targets.find(_FLOAT8_TARGET))
-    return Advice(tuple(rows), share, memory, size, fitting or "", float8)
+    return Advice(tuple(rows), share, memory, size, fitting, float8)
+
+
+def _is_small(rows: Sequence[LayerProducts], target: targets.Target) -> bool:
+    """Says whether a step's products in float32 take less than their start."""
+    seconds = sum(3 * row.flops for row in rows) / target.rates["float32"]
+    return seconds < _START * sum(3 * len(row.shapes) for row in rows)
 
 
 def _float8(rows: list[LayerProducts], target: targets.Target) -> tuple:

@@ -93,8 +93,8 @@ def devices(target: targets.Target, count: int) -> list[Any]:
         extra = _NEEDED[target.kind][0]
         raise ImportError(
             f"The compiler for target={target.name!r} is not installed: there "
-            f"is no {', '.join(lacking)}. Run `pip install 'tfmix[{extra}]'`; "
-            f"no {target.kind} is needed."
+            f"is no {', '.join(lacking)}. Run `pip install '.[{extra}]'` in "
+            f"tfmix's folder; no {target.kind} is needed."
         )
     for name, value in _LIBTPU.items():
         os.environ.setdefault(name, value)

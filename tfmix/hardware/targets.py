@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -87,7 +88,7 @@ def targets() -> Targets:
 
 
 def find(name: str) -> Target:
-    """Returns the target of a name.
+    """Returns the target of a name, ours or the one that its driver tells.
 
     Raises:
         TypeError: If `name` is no string.
@@ -98,13 +99,33 @@ def find(name: str) -> Target:
             "`target` must be a name such as 'h200'. Received: "
             f"target={name!r} of type {type(name).__name__}."
         )
-    if name.lower() not in _TARGETS:
-        hint = _arguments.did_you_mean(name.lower(), list(_TARGETS))
+    if name.lower() in _TARGETS:
+        return _TARGETS[name.lower()]
+    words = _words(name)
+    # Of the same chip with other memory, or on a card, other figures hold.
+    near = [x for x in _TARGETS.values() if x.name.split("-")[0] in words]
+    found = [one for one in near if words <= _words(one.title)]
+    if len(found) > 1:
+        found = [one for one in found if one.name in words]
+    if not found:
+        said = near[0].name if near else "-".join(sorted(words, reverse=True))
+        hint = _arguments.did_you_mean(said, list(_TARGETS))
         raise ValueError(
             f"`target` must be one of {sorted(_TARGETS)!r}. Received: "
             f"target={name!r}.{hint}"
         )
-    return _TARGETS[name.lower()]
+    return found[0]
+
+
+# What drivers add to the names of chips, as in "NVIDIA H100 80GB HBM3".
+_ADDED = frozenset(("nvidia", "tesla", "geforce", "hbm3", "hbm3e", "tpu"))
+
+
+def _words(name: str) -> frozenset[str]:
+    """Returns what a maker's name says of a chip, in lower case."""
+    joined = re.sub(r"(rtx)\W*|(\d)\W*(?=gb)", r"\1\2", name.lower())
+    plain = re.sub(r"sxm\d", "sxm", joined)
+    return frozenset(re.split(r"[\W_]+", plain)) - _ADDED
 
 
 def topology(target: Target, devices: int) -> str:

@@ -147,14 +147,25 @@ def held(model: Any, temporaries: int) -> Memory:
     )
 
 
-def first_that_fits(found: Mapping[str, Memory], target: targets.Target) -> str:
+def first_that_fits(
+    found: Mapping[str, Memory],
+    target: targets.Target,
+    is_small: bool = False,
+) -> str:
     """Says which way in the 16-bit dtype of a target is the first that fits.
 
-    That dtype is what `"auto"` takes there.
+    That dtype is what `"auto"` takes there; a model that `is_small` gains no
+    time by it.
     """
     has = f"{target.name} has {target.memory / 2**20:,.0f} MiB"
     auto = target.auto()
-    if found["float32"].total <= target.memory:
+    fits = found["float32"].total <= target.memory
+    if fits and is_small:
+        return (
+            f"{has}. float32 fits, and 16 bit would be no faster: the products "
+            "take less time than their start"
+        )
+    if fits:
         return f"{has}. float32 fits; faster is {auto}, which is 'auto' there"
     for name, memory in found.items():
         way = _WAYS[name]

@@ -293,7 +293,10 @@ def test_a_16_bit_output_is_told_of_once_in_one_line(said):
     model.fit(x, y, epochs=2, verbose=0)
     model.evaluate(x, y, verbose=0)
     name = model.layers[-1].name
-    line = f"last layer '{name}' is float16; make it `dtype=\"float32\"`"
+    line = (
+        f"last layer '{name}' is float16 (3 digits, up to 65504); make it "
+        '`dtype="float32"`'
+    )
     assert said == [line]
 
 
@@ -311,7 +314,7 @@ def test_a_model_that_does_not_say_which_layer_is_last_is_named(said):
     model.compile("sgd", "mse")
     model.fit(np.zeros((4, 4)), np.zeros((4, 3)), verbose=0)
     assert said == [
-        "the output of 'own' is bfloat16; make what returns it "
+        "the output of 'own' is bfloat16 (2 digits); make what returns it "
         '`dtype="float32"`'
     ]
 
@@ -330,10 +333,14 @@ def headed(*activations):
 @pytest.mark.parametrize(
     ("activations", "line"),
     [
-        (["softmax"], "last layer 'head0' is float16; make it"),
+        (
+            ["softmax"],
+            "last layer 'head0' is float16 (3 digits, up to 65504); make it",
+        ),
         (
             [None, "relu", "sigmoid"],
-            "last layers 'head0', 'head1', 'head2' are float16; make them",
+            "last layers 'head0', 'head1', 'head2' are float16 (3 digits, up "
+            "to 65504); make them",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""A `fit` that skips what no scale can save says so, once."""
+"""A `fit` that skips what no scale can save says so, and seldom again."""
 
 import itertools
 
@@ -53,10 +53,61 @@ def model(said):
 
 
 @pytest.mark.parametrize("how", ["eager", "graph", "xla"])
-def test_each_epoch_that_trains_nothing_is_told_of_in_a_line(said, how):
-    compiled(how=how).fit(**batches(bad=range(16)), epochs=3)
-    again = "16 of 16 steps of epoch {} were skipped, as before"
-    assert said == [ALL_BAD, again.format(2), again.format(3)]
+def test_epochs_that_train_nothing_are_told_of_less_and_less_often(said, how):
+    compiled(how=how).fit(**batches(bad=range(16)), epochs=8)
+    again = (
+        "{} of {} steps of epochs 1 to {} were skipped, as before: nothing is "
+        "learnt; a LossScaleMonitor would stop the run"
+    )
+    assert said == [
+        ALL_BAD,
+        again.format(48, 48, 3),
+        again.format(112, 112, 7),
+    ]
+
+
+def test_a_new_cause_is_told_of_at_once(said):
+    model = compiled()
+    data = batches(bad=range(16))
+
+    def on_epoch_begin(epoch, logs):
+        if epoch:
+            model.set_weights([np.full((2, 1), 1e4), np.zeros(1)])
+            data["x"][:] = 60.0
+
+    spoil = keras.callbacks.LambdaCallback(on_epoch_begin=on_epoch_begin)
+    model.fit(**data, epochs=3, callbacks=[spoil])
+    first, second = said
+    assert first == ALL_BAD
+    assert second.startswith("16 of 16 steps of epoch 2 were skipped")
+    assert "what layer" in second
+
+
+def test_rows_and_what_else_makes_a_run_skip_are_both_told_of(said):
+    data = batches(bad=range(16))
+    data["x"][3] = np.nan
+    compiled().fit(**data)
+    (text,) = said
+    assert text.startswith("16 of 16 steps of epoch 1 were skipped at a loss")
+    assert "`x` holds NaN or infinity in 1 of 16 rows (3); drop or " in text
+    assert text.endswith(
+        "Also, `x` reaches 1e+05 and float16 ends at 65504; scale it, or use "
+        "'mixed_bfloat16'"
+    )
+
+
+def test_a_float16_head_that_targets_do_not_fit_is_named(said):
+    with current_policy.policy_scope("mixed_float16"):
+        head = keras.layers.Dense(1, name="head")
+        model = keras.Sequential([keras.Input((2,)), head])
+    model.set_weights([np.full((2, 1), 4e4), np.zeros(1)])
+    model.compile(scaling.LossScaleOptimizer("sgd", 4.0), "mse")
+    data = batches()
+    data["y"][:] = 1e5
+    model.fit(**data)
+    text = said[-1]
+    assert "what layer 'head' returns is not finite (targets reach 1e+0" in text
+    assert text.endswith('float16 ends at 65504); give it `dtype="float32"`')
 
 
 @helpers.requires_backend("tensorflow")
@@ -82,7 +133,6 @@ def test_rows_that_are_not_finite_are_named_after_the_first_epoch(
         f"2 of 16 steps of epoch 1 were skipped at a loss scale of {scale:g}: "
         f"`{where}` holds NaN or infinity in 2 of 16 rows (3, 7); drop or mend "
         "them",
-        "2 of 16 steps of epoch 2 were skipped, as before",
     ]
 
 

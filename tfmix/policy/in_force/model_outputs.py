@@ -20,6 +20,7 @@ _THROUGH: dict[str, tuple[str, ...]] = {
     "softmax": ("categorical_crossentropy", "sparse_categorical_crossentropy"),
     "sigmoid": ("binary_crossentropy",),
 }
+_HOLDS = {"float16": "3 digits, up to 65504", "bfloat16": "2 digits"}
 _as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tfmix_outputs_as_made", default=False
 )
@@ -91,7 +92,7 @@ class Outputs:
             place
             for place, dtype in enumerate(dtypes)
             if dtype in SIXTEEN_BIT
-            and not _is_undone(_last_layer(self._model, place), losses[place])
+            and not is_undone(_last_layer(self._model, place), losses[place])
         ]
         if narrow:
             _messages.warn(_line(self._model, narrow, dtypes[narrow[0]]))
@@ -104,7 +105,7 @@ def _last_layer(model: keras.Model, place: int) -> keras.Layer | None:
     return made_by if isinstance(made_by, keras.Layer) else None
 
 
-def _is_undone(layer: keras.Layer | None, loss: Any) -> bool:
+def is_undone(layer: keras.Layer | None, loss: Any) -> bool:
     """Says whether a loss does not see the last rounding of probabilities."""
     if keras.backend.backend() != "tensorflow":
         return False
@@ -115,7 +116,8 @@ def _is_undone(layer: keras.Layer | None, loss: Any) -> bool:
 
 
 def _line(model: keras.Model, narrow: list[int], dtype: str) -> str:
-    """Says which layer returns 16 bit, and what to write."""
+    """Says which layer returns 16 bit, what that holds, and what to write."""
+    dtype = f"{dtype} ({_HOLDS[dtype]})"
     made_by = [_last_layer(model, place) for place in narrow]
     names = [repr(layer.name) for layer in made_by if layer is not None]
     if len(names) < len(narrow):

@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -19,18 +19,54 @@ _BLOCK, _MOST_NAMED = 2**20, 3
 _ROWS = 32
 
 
-def bad_data(data: Mapping[str, Any]) -> str:
-    """Says which rows of the arrays given to `fit` are not finite, or ""."""
+class Cause(NamedTuple):
+    """Why steps are skipped: what kind of cause it is, and in words."""
+
+    kind: str
+    text: str
+
+
+class BadData(NamedTuple):
+    """The rows of the arrays given to `fit` that are not finite."""
+
+    rows: frozenset[int]
+    text: str
+
+    @property
+    def cause(self) -> Cause:
+        """What is said of them."""
+        return Cause("data", self.text)
+
+
+def bad_data(data: Mapping[str, Any]) -> BadData:
+    """Finds the rows of the arrays given to `fit` that are not finite."""
+    said, every = "", set()
     for name, nest in data.items():
         for leaf in tree.flatten(nest):
-            if rows := _bad_rows(leaf):
+            rows = _bad_rows(leaf)
+            every.update(rows)
+            if rows and not said:
                 named = ", ".join(map(str, rows[:_MOST_NAMED]))
                 more = ", ..." if len(rows) > _MOST_NAMED else ""
-                return (
+                said = (
                     f"`{name}` holds NaN or infinity in {len(rows)} of "
                     f"{len(leaf)} rows ({named}{more}); drop or mend them"
                 )
-    return ""
+    return BadData(frozenset(every), said)
+
+
+def without(
+    data: Mapping[str, Any], rows: Collection[int]
+) -> Mapping[str, Any]:
+    """Leaves rows out of arrays; nothing is left where all are left out."""
+    if not rows:
+        return data
+    drop = functools.partial(np.delete, obj=sorted(rows), axis=0)
+    left = {
+        name: tree.map_structure(lambda one: drop(np.asarray(one)), nest)
+        for name, nest in data.items()
+    }
+    return left if all(map(len, tree.flatten(left))) else {}
 
 
 def of_model(
@@ -39,7 +75,7 @@ def of_model(
     batch_size: int | None,
     loss: float,
     overflowed: Mapping[str, int],
-) -> str:
+) -> Cause:
     """Says where in the model it goes wrong, likeliest first.
 
     Args:
@@ -57,30 +93,42 @@ def of_model(
         measured, layer = _run(model, batch)
         loss = loss if math.isnan(measured) and not layer else measured
     if layer:
-        reached = _largest(data["x"])
-        if reached > largest:
-            return (
-                f"`x` reaches {reached:.3g} and float16 ends at {largest:g}; "
-                "scale it, or use 'mixed_bfloat16'"
-            )
-        return (
-            f"what layer {layer!r} returns is not finite; give it "
-            '`dtype="float32"`'
-        )
+        return _of_layer(layer, data, largest)
     if abs(loss) > largest:
         reached = _largest(data.get("y"))
         targets = f", and targets reach {reached:.3g}" if reached else ""
-        return (
+        return Cause(
+            "loss",
             f"the loss is {loss:.3g}, where float16 ends at {largest:g}"
-            f"{targets}; standardise them: y = (y - y.mean()) / y.std()"
+            f"{targets}; standardise them: y = (y - y.mean()) / y.std()",
         )
     unread = "" if data else "look for rows of the data that are not finite; "
     worst = max(overflowed, key=overflowed.__getitem__, default="")
     if not worst or not overflowed[worst]:
-        return unread + "`tfmix.check(model, x, y)` names the layer"
-    return (
+        names_it = "`tfmix.check(model, x, y)` names the layer"
+        return Cause("unknown", unread + names_it)
+    return Cause(
+        "gradient",
         f"{unread}the gradient of {worst!r} overflows most often; keep its "
-        'layer in `dtype="float32"`, clip, or lower the learning rate'
+        'layer in `dtype="float32"`, clip, or lower the learning rate',
+    )
+
+
+def _of_layer(layer: str, data: Mapping[str, Any], largest: float) -> Cause:
+    reached, targets = _largest(data["x"]), _largest(data.get("y"))
+    if reached > largest:
+        return Cause(
+            "x",
+            f"`x` reaches {reached:.3g} and float16 ends at {largest:g}; "
+            "scale it, or use 'mixed_bfloat16'",
+        )
+    where = ""
+    if targets > largest:
+        where = f" (targets reach {targets:.3g}, float16 ends at {largest:g})"
+    return Cause(
+        f"layer {layer}",
+        f"what layer {layer!r} returns is not finite{where}; give it "
+        '`dtype="float32"`',
     )
 
 

@@ -23,6 +23,7 @@ _NOT_BY_ACCIDENT = 3
 # Share of an epoch's steps that may be skipped without a word.
 _FEW = 0.05
 _DATA = ("x", "y", "sample_weight")
+_IDLE = "nothing is learnt; a LossScaleMonitor would stop the run"
 
 
 class SkipWatch(keras.callbacks.Callback):
@@ -41,8 +42,12 @@ class SkipWatch(keras.callbacks.Callback):
         # Whether an epoch has trained, and the skips since that one.
         self._trained, self._later = False, 0.0
         self._told = False
-        self._bad_data: str | None = None
+        self._bad_data: skip_causes.BadData | None = None
         self._last_cause = ""
+        # A cause that stays is told of again after 2, 4, 8 epochs.
+        self._wait, self._silent_until = 2, 0
+        # The epoch where it was told of first, applied and skipped steps since.
+        self._since = 0, 0, 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts anew."""
@@ -70,10 +75,7 @@ class SkipWatch(keras.callbacks.Callback):
             and self._is_unexplained(applied, skipped)
         ):
             loss = float((logs or {}).get("loss", math.nan))
-            steps = applied + skipped
-            verb = "was" if skipped == 1 else "were"
-            what = f"{skipped} of {steps} steps of epoch {epoch + 1} {verb}"
-            self._tell(f"{what} skipped", loss)
+            self._tell(epoch + 1, applied, skipped, loss)
         self._trained = self._trained or applied > 0
 
     def _count(self) -> tuple[int, int] | None:
@@ -105,9 +107,8 @@ class SkipWatch(keras.callbacks.Callback):
         trials = applied / getattr(rule, "growth_steps", math.inf)
         if self._trained:
             self._later += max(skipped - trials, 0.0)
-        if self._bad_data is None:
-            self._bad_data = skip_causes.bad_data(self.data)
-        if self._bad_data and not self._last_cause:
+        bad_data = self._found_in_data().text
+        if bad_data and not self._last_cause:
             # However few: no search explains them.
             return True
         if is_lowest or skipped <= _FEW * (applied + skipped) + trials:
@@ -115,28 +116,68 @@ class SkipWatch(keras.callbacks.Callback):
         if isinstance(rule, rules.FixedLossScale | rules.NoLossScale):
             return True
         new = self._later if applied else skipped
-        return bool(self._bad_data) or new >= _NOT_BY_ACCIDENT
+        return bool(bad_data) or new >= _NOT_BY_ACCIDENT
 
-    def _tell(self, what: str, loss: float) -> None:
-        optimizer = self._optimizers()[0]
+    def _tell(
+        self, epoch: int, applied: int, skipped: int, loss: float
+    ) -> None:
         self._told = True
-        cause = self.cause(loss)
-        if cause == self._last_cause:
-            _bar_output.warn(self, "%s, as before", what)
+        cause = self.cause(skipped, loss)
+        if cause.kind == self._last_cause:
+            self._tell_again(epoch, applied, skipped)
             return
-        self._last_cause = cause
+        self._last_cause = cause.kind
+        self._wait, self._silent_until = 2, epoch + 2
+        self._since = epoch, applied, skipped
+        optimizer = self._optimizers()[0]
         scale = f" at a loss scale of {optimizer.loss_scale:g}"
         if isinstance(optimizer.rule, rules.NoLossScale):
             scale = ""
-        _bar_output.warn(self, "%s%s: %s", what, scale, cause)
+        what = f"{_share(applied, skipped)} of epoch {epoch}"
+        verb = "was" if skipped == 1 else "were"
+        text = cause.text
+        _bar_output.warn(self, "%s %s skipped%s: %s", what, verb, scale, text)
 
-    def cause(self, loss: float = math.nan) -> str:
-        """Says why steps are skipped, by what can be measured."""
+    def _tell_again(self, epoch: int, applied: int, skipped: int) -> None:
+        first, applied_before, skipped_before = self._since
+        applied, skipped = applied + applied_before, skipped + skipped_before
+        self._since = first, applied, skipped
+        if epoch < self._silent_until:
+            return
+        self._wait *= 2
+        self._silent_until = epoch + self._wait
+        what = f"{_share(applied, skipped)} of epochs {first} to {epoch}"
+        end = "" if applied else f": {_IDLE}"
+        _bar_output.warn(self, "%s were skipped, as before%s", what, end)
+
+    def _found_in_data(self) -> skip_causes.BadData:
         if self._bad_data is None:
             self._bad_data = skip_causes.bad_data(self.data)
-        return self._bad_data or skip_causes.of_model(
+        return self._bad_data
+
+    def cause(
+        self, skipped: float = math.inf, loss: float = math.nan
+    ) -> skip_causes.Cause:
+        """Says why steps of an epoch are skipped, by what can be measured."""
+        bad_data = self._found_in_data()
+        # A row is in one step of an epoch.
+        if bad_data.text and skipped <= len(bad_data.rows):
+            return bad_data.cause
+        data = skip_causes.without(self.data, bad_data.rows)
+        of_model = self._of_model(data, loss)
+        if not bad_data.text:
+            return of_model
+        kind, text = of_model
+        if kind == "unknown":
+            return bad_data.cause
+        return skip_causes.Cause(kind, f"{bad_data.text}. Also, {text}")
+
+    def _of_model(
+        self, data: Mapping[str, Any], loss: float
+    ) -> skip_causes.Cause:
+        return skip_causes.of_model(
             self.model,
-            self.data,
+            data,
             self.batch_size,
             loss,
             {
@@ -145,6 +186,10 @@ class SkipWatch(keras.callbacks.Callback):
                 for path, count in each.overflow_counts.items()
             },
         )
+
+
+def _share(applied: int, skipped: int) -> str:
+    return f"{skipped} of {applied + skipped} steps"
 
 
 def fit(

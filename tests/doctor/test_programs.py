@@ -1,0 +1,76 @@
+"""Tensor code compiled to be run once: as op by op, and few programs."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import tfmix
+from tfmix.doctor import programs
+
+jax = pytest.importorskip("jax")
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "jax", reason="compiles under JAX alone"
+)
+
+
+def _compiled(action):
+    """Counts the programs that JAX compiles."""
+    found = []
+
+    def note(event, seconds, **kwargs):
+        if event.endswith("backend_compile_duration"):
+            found.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        action()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    return len(found)
+
+
+def test_every_16_bit_value_is_rounded_as_op_by_op():
+    x = ops.convert_to_tensor(np.random.default_rng(0).normal(size=1000))
+
+    def steps(x):
+        half = ops.cast(x, "float16")
+        return ops.cast(half * 3 + half * half - half / 7, "float32")
+
+    runner = programs.runner()
+    assert runner.compiles
+    np.testing.assert_array_equal(runner.run(steps, x), steps(x))
+
+
+def test_what_computes_the_same_is_compiled_once():
+    runner, x = programs.Runner(compiles=True), ops.ones((3,))
+
+    def of(shift):
+        return lambda x: ops.exp(x) + shift
+
+    def both():
+        runner.run(of(ops.full((3,), 1.0)), x)
+        runner.run(of(ops.full((3,), 2.0)), x)
+
+    runner.run(of(ops.full((3,), 0.0)), x)
+    ops.full((3,), 1.0)
+    assert _compiled(both) == 0
+    np.testing.assert_array_equal(
+        runner.run(of(ops.full((3,), 5.0)), x), ops.exp(x) + 5.0
+    )
+
+
+def test_depth_costs_no_programs():
+    def model(depth):
+        each = [keras.layers.Dense(8, "relu") for _ in range(depth)]
+        return keras.Sequential([keras.Input((8,)), *each])
+
+    x, y = np.ones((4, 8), "float32"), np.ones((4, 8), "float32")
+
+    def checks(depth):
+        tested = model(depth)
+        return _compiled(lambda: tfmix.check(tested, x, y, loss="mse"))
+
+    checks(2)
+    # The model in 16 bit, in float32 and back, and three kinds of layers.
+    assert checks(9) <= 10
