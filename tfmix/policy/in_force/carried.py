@@ -10,8 +10,14 @@ from typing import Any
 
 import keras
 
-from tfmix import _messages
-from tfmix._keras import global_state, layers, model_methods, training
+from tfmix import _formats, _messages
+from tfmix._keras import (
+    global_state,
+    layers,
+    model_methods,
+    replacements,
+    training,
+)
 from tfmix.devices import devices
 from tfmix.float8 import chosen_layers
 from tfmix.policy import policy as policies
@@ -22,19 +28,38 @@ from tfmix.policy.in_force import (
     model_outputs,
     ops,
     skip_watch,
+    suited_optimizer,
     tensors,
+    uncast_inputs,
 )
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling.border import power
 
+COMPILE: replacements.Place = (training.TRAINER, "compile")
 # Marks what stands in for a `train_function` until its first step.
 _MENDS = "_tfmix_mends"
+_replacements = replacements.Replacements()
+
+
+def stand_by() -> None:
+    """Lets `compile` find 16-bit models that were made under no policy.
+
+    Copies, loaded models and new ones around layers of another: what made
+    them has ended. So it stays until `stand_down`.
+    """
+    _replacements.set({COMPILE: _adopting})
+
+
+def stand_down() -> None:
+    """Gives Keras its own `compile` back."""
+    _replacements.set({})
 
 
 def carry(model: keras.Model, policy: keras.DTypePolicy) -> None:
     """Makes a model carry a policy, or none if it has no 16-bit part."""
     chosen_layers.restore(model, {})
     if policies.is_sixteen_bit(policy):
+        stand_by()
         layers.rematerialize_anew(model)
         carried = _Carried(model, policy)
         model_methods.put(model, model_methods.RULES, carried)
@@ -46,6 +71,42 @@ def carried_policy(model: keras.Model) -> keras.DTypePolicy | None:
     """Returns the policy a model carries, `None` if it carries none."""
     found = model_methods.part(model, model_methods.RULES)
     return found.policy if isinstance(found, _Carried) else None
+
+
+def _adopting(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns what stands in for `Trainer.compile`."""
+    compile_suitably = compiling.wrapped(original)
+
+    @functools.wraps(original)
+    def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
+        if carried_policy(self) is None:
+            _adopt(self)
+        compile_suitably(self, *args, **kwargs)
+
+    return compile
+
+
+def _adopt(model: keras.Model) -> None:
+    """Makes a model with 16-bit layers as if it was made under their policy."""
+    policy = _policy_of_layers(model)
+    if policy is None:
+        return
+    for layer in layers.flat_layers(model):
+        if fallback.can_have(layer) and fallback.STATE not in vars(layer):
+            uncast_inputs.keep_exact(layer)
+            fallback.put_on(layer)
+    carry(model, policy)
+
+
+def _policy_of_layers(model: keras.Model) -> keras.DTypePolicy | None:
+    for layer in layers.flat_layers(model)[1:]:
+        if isinstance(layer, keras.Model) and carried_policy(layer):
+            return carried_policy(layer)
+    for dtype in _formats.SIXTEEN_BIT:
+        if suited_optimizer.computes_in(model, dtype):
+            pure = suited_optimizer.has_sixteen_bit_variables(model)
+            return policies.Policy(dtype if pure else f"mixed_{dtype}")
+    return None
 
 
 class _Carried:

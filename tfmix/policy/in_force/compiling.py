@@ -22,7 +22,7 @@ _AUTO = "auto_scale_loss"
 
 
 def wrapped(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns what stands in for `Trainer.compile` while a policy is on."""
+    """Returns a `Trainer.compile` that puts on what a model needs."""
 
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
