@@ -186,7 +186,7 @@ class _Guard:
 
     def _compile_config(self, original: Callable) -> Any:
         """Notes in a saved model that it was guarded."""
-        # `LossScaleOptimizer.from_config` reads it, to warn of the lack of it.
+        # `LossScaleOptimizer.from_config` reads it, for `compile` to guard.
         config = original()
         optimizer = (config or {}).get("optimizer")
         # Else not compiled, or anew with an optimizer that is not ours.

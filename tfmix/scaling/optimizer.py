@@ -12,7 +12,12 @@ import numpy as np
 from keras import ops, tree
 
 from tfmix import _arguments, _errors, _messages
-from tfmix._keras import compilation, global_state, optimizers
+from tfmix._keras import (
+    compilation,
+    compile_method,
+    global_state,
+    optimizers,
+)
 from tfmix._keras import variables as keras_variables
 from tfmix.scaling import rules, settings
 from tfmix.scaling.step import replicas, unscale
@@ -160,7 +165,7 @@ class LossScaleOptimizer(
             **kwargs,
         )
         self.reduce_dtype = reduce_dtype
-        self.guarded = self.in_guarded_step = False
+        self.in_guarded_step = False
         # Whether `compile` put it on, so that a loop may know nothing of it.
         self.unasked = self._told_of_unscaled = False
         self._gradient_norm: keras.Variable | None = None
@@ -652,12 +657,13 @@ class LossScaleOptimizer(
                     config[key], custom_objects=custom_objects
                 )
         settings.drop_unsupported(config)
-        guarded = config.pop("guarded", False)
+        if config.pop("guarded", False):
+            # The model is compiled with it next, and guarded by that.
+            compile_method.stand_by()
         leader_name = config.pop("shared_scale_of", None)
         unasked = config.pop("unasked", False)
         optimizer = cls(**config)
         optimizer.unasked = unasked
-        optimizer.guarded = guarded
         if leader_name is not None:
             _messages.warn(
                 "the optimizer %r shared the loss scale of %r and has one of "
@@ -809,7 +815,6 @@ class LossScaleOptimizer(
         Returns:
             Whether to take them as they are.
         """
-        self._warn_of_a_lost_guard()
         notes = _notes(grads)
         if not unscaled and _TRUE in notes:
             raise ValueError(
@@ -856,17 +861,6 @@ class LossScaleOptimizer(
                 "write optimizer.apply(grads, variables, unscaled=True)."
             )
         return self.unasked
-
-    def _warn_of_a_lost_guard(self) -> None:
-        if not self.guarded or self.in_guarded_step:
-            return
-        self.guarded = False
-        _errors.warn(
-            "When this model was saved, tfmix kept skipped steps out of its "
-            "statistics, such as BatchNormalization's, and of its metrics; "
-            "no file keeps that. Write `tfmix.guard(model)` after loading it, "
-            "or load it with its policy set: `compile` then does the same."
-        )
 
     @property
     def _is_one(self) -> bool:

@@ -189,17 +189,20 @@ def test_auto_scale_loss_off_is_respected_and_saved(policy, tmp_path):
     assert type(loaded.optimizer) is keras.optimizers.SGD
 
 
-def test_the_users_own_loss_scale_optimizer_stays():
+def test_the_users_own_loss_scale_optimizer_stays(caplog):
     current_policy.set_global_policy("mixed_float16")
     own = scaling.LossScaleOptimizer("adam", loss_scale=8.0)
     model = make()
     model.compile(own, "mse")
     assert model.optimizer is own
     assert guard.is_guarded(model)
+    assert not of_tfmix(caplog)
     kerass = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
     model = make()
     model.compile(kerass, "mse")
     assert model.optimizer is kerass
+    (told,) = of_tfmix(caplog)
+    assert "Compile with tfmix.LossScaleOptimizer(optimizer." in told
 
 
 def test_the_users_optimizer_is_the_one_inside():
@@ -473,13 +476,15 @@ def test_a_loss_scale_around_another_is_refused(policy, auto):
     model.fit(X, Y, verbose=0)
 
 
-@pytest.mark.filterwarnings("error:When this model was saved")
-def test_a_model_loaded_with_its_policy_set_is_guarded(tmp_path):
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+def test_a_loaded_model_is_guarded_as_before(policy, tmp_path):
     current_policy.set_global_policy("mixed_float16")
     model = make()
     model.compile("sgd", "mse")
     model.fit(X, Y, verbose=0)
     model.save(tmp_path / "model.keras")
+    # As in a new process, which no policy was set in.
+    current_policy.set_global_policy(policy)
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert guard.is_guarded(loaded)
     loaded.fit(X, Y, verbose=0)

@@ -12,10 +12,10 @@ import keras
 
 from tfmix import _formats, _messages
 from tfmix._keras import (
+    compile_method,
     global_state,
     layers,
     model_methods,
-    replacements,
     training,
 )
 from tfmix.devices import devices
@@ -35,31 +35,15 @@ from tfmix.policy.in_force import (
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling.border import power
 
-COMPILE: replacements.Place = (training.TRAINER, "compile")
 # Marks what stands in for a `train_function` until its first step.
 _MENDS = "_tfmix_mends"
-_replacements = replacements.Replacements()
-
-
-def stand_by() -> None:
-    """Lets `compile` find 16-bit models that were made under no policy.
-
-    Copies, loaded models and new ones around layers of another: what made
-    them has ended. So it stays until `stand_down`.
-    """
-    _replacements.set({COMPILE: _adopting})
-
-
-def stand_down() -> None:
-    """Gives Keras its own `compile` back."""
-    _replacements.set({})
 
 
 def carry(model: keras.Model, policy: keras.DTypePolicy) -> None:
     """Makes a model carry a policy, or none if it has no 16-bit part."""
     chosen_layers.restore(model, {})
     if policies.is_sixteen_bit(policy):
-        stand_by()
+        compile_method.stand_by()
         layers.rematerialize_anew(model)
         carried = _Carried(model, policy)
         model_methods.put(model, model_methods.RULES, carried)
@@ -84,6 +68,9 @@ def _adopting(original: Callable[..., None]) -> Callable[..., None]:
         compile_suitably(self, *args, **kwargs)
 
     return compile
+
+
+compile_method.use(_adopting)
 
 
 def _adopt(model: keras.Model) -> None:

@@ -7,16 +7,10 @@ from typing import Any
 import keras
 
 from tfmix import _messages
-from tfmix._keras import global_state
+from tfmix._keras import compile_method, global_state
 from tfmix.devices import is_on_tpu
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import (
-    active_rules,
-    carried,
-    fallback,
-    ops,
-    policy_lookup,
-)
+from tfmix.policy.in_force import active_rules, fallback, ops, policy_lookup
 
 _lock = threading.RLock()
 _local = threading.local()
@@ -64,7 +58,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
                 global_state.make_float32()
         _refresh()
         if accepted.name == "float32" and not _open:
-            carried.stand_down()
+            compile_method.stand_down()
 
 
 def global_policy() -> keras.DTypePolicy:
