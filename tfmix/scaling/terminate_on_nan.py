@@ -19,7 +19,7 @@ def fit(model: keras.Model) -> Callable[..., Any]:
 
     def wrapper(original: Callable, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as undo:
-            for each in training.callbacks(model, args, kwargs):
+            for each in training.callbacks(original, args, kwargs):
                 if isinstance(each, keras.callbacks.TerminateOnNaN):
                     stop = functools.partial(_stop, model, each.on_batch_end)
                     replacements.swap(undo, each, "on_batch_end", stop)

@@ -89,6 +89,13 @@ class LowMemoryOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     ) -> None:
         super().__init__(inner_optimizer, name, slot_dtype, seed)
 
+    @property
+    def _model_variables_moving_average(self) -> list:
+        # What `keras.callbacks.SwapEMAWeights` swaps with the variables.
+        inner: Any = self.inner_optimizer
+        averages: list = inner._model_variables_moving_average
+        return averages
+
     def make_stand_ins(
         self, model_variables: variables.Variables
     ) -> sixteen_bit_optimizer.StandIns:

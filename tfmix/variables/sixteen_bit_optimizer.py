@@ -3,7 +3,7 @@
 import contextlib
 import numbers
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -75,6 +75,18 @@ class StandIns:
     def read(self, variable: keras.Variable) -> Any:
         """Returns the float32 value behind a model's variable."""
         return ops.cast(self.target(variable), "float32")
+
+    def swap(self, target: keras.Variable, average: keras.Variable) -> None:
+        """Swaps what the inner optimizer updates with its average."""
+        value = ops.copy(target)
+        target.assign(average)
+        average.assign(value)
+
+    def overwrite(
+        self, target: keras.Variable, average: keras.Variable
+    ) -> None:
+        """Makes an average what stands in its place since a swap."""
+        average.assign(target)
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Sets the float32 value behind a variable, and the variable."""
@@ -231,13 +243,31 @@ class SixteenBitOptimizer(
         """Gives the model the inner optimizer's final (averaged) weights."""
 
         def finalize() -> None:
-            self._store.refresh()
             targets = self._store.targets(optimizers.remembered(self))
             self.inner_optimizer.finalize_variable_values(targets)
+
+        self._on_stand_ins(finalize)
+
+    def swap_averages(self) -> None:
+        """Swaps the float32 weights with their averages (`use_ema=True`)."""
+        self._on_stand_ins(lambda: self._on_averages(self._store.swap))
+
+    def overwrite_averages(self) -> None:
+        """Makes the weights the averages, as `swap_averages` left them."""
+        self._on_stand_ins(lambda: self._on_averages(self._store.overwrite))
+
+    def _on_averages(self, action: Callable) -> None:
+        for target, average in optimizers.averages(self.inner_optimizer):
+            action(target, average)
+
+    def _on_stand_ins(self, action: Callable[[], None]) -> None:
+        def act() -> None:
+            self._store.refresh()
+            action()
             self._store.write_back()
 
         if self.built:
-            replicas.run_on_each(self, finalize)
+            replicas.run_on_each(self, act)
 
     def read_float32(self, variable: keras.Variable) -> Any:
         """Returns the float32 value behind a model's variable, as a tensor.

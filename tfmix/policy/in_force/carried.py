@@ -23,6 +23,7 @@ from tfmix.float8 import chosen_layers
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import (
     active_rules,
+    averaged_weights,
     compiling,
     fallback,
     model_outputs,
@@ -115,7 +116,9 @@ class _Carried:
         self.wrappers: Mapping[str, model_methods.Wrapper] = {
             "call": self._call,
             "compile": self._compile,
-            "fit": functools.partial(skip_watch.fit, model),
+            "fit": self._fit,
+            "evaluate": functools.partial(averaged_weights.swapped, model),
+            "predict": functools.partial(averaged_weights.swapped, model),
             "make_train_function": self._make_train_function,
             "summary": self._summary,
             "compute_loss": self._in_float32,
@@ -130,6 +133,12 @@ class _Carried:
         active_rules.stand_by(self._rules)
         with active_rules.block(self._rules):
             return original(*args, **kwargs)
+
+    def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        fit = functools.wraps(original)(
+            functools.partial(averaged_weights.swapped, self._model, original)
+        )
+        return skip_watch.fit(self._model, fit, *args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Lets a step of the user's own see true gradients only."""
