@@ -53,26 +53,6 @@ def workers(optimizer: Optimizer) -> list[Optimizer]:
     return getattr(optimizer, "optimizers", [optimizer])
 
 
-def keeps_averages(optimizer: Optimizer) -> bool:
-    """Says whether an optimizer averages weights (`use_ema=True`)."""
-    return any(each.use_ema for each in workers(optimizer))
-
-
-def averages(optimizer: Optimizer) -> list[tuple[Any, Any]]:
-    """Returns what a built optimizer updates, each with its average."""
-    return [
-        pair
-        for each in workers(optimizer)
-        if each.use_ema
-        for pair in zip(
-            each._trainable_variables,
-            each._model_variables_moving_average,
-            strict=True,
-        )
-        if pair[1] is not None
-    ]
-
-
 def divides_gradients(optimizer: Optimizer) -> bool:
     """Says whether an update divides a gradient by a tensor of its shape.
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import compilation, optimizers, variables
+from tfmix._keras import averages, compilation, optimizers, variables
 from tfmix.scaling.step import replicas
 from tfmix.variables import eight_bit_slots, inner_attributes, noise
 
@@ -257,7 +257,7 @@ class SixteenBitOptimizer(
         self._on_stand_ins(lambda: self._on_averages(self._store.overwrite))
 
     def _on_averages(self, action: Callable) -> None:
-        for target, average in optimizers.averages(self.inner_optimizer):
+        for target, average in averages.pairs(self.inner_optimizer):
             action(target, average)
 
     def _on_stand_ins(self, action: Callable[[], None]) -> None:
