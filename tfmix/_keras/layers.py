@@ -1,6 +1,7 @@
 """What Keras's layers hold, and what they are called with."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,17 @@ def is_structure(layer: Any) -> bool:
 def is_builtin(layer: Any) -> bool:
     """Says whether a layer's class is part of Keras."""
     return type(layer).__module__.split(".")[0] == "keras"
+
+
+def own_methods(model: keras.Model) -> list[str]:
+    """Lists the methods of a model's class that no model of Keras's has."""
+    return [
+        name
+        for kind in type(model).__mro__
+        if kind.__module__.split(".")[0] not in ("keras", "builtins")
+        for name, value in vars(kind).items()
+        if inspect.isfunction(value) and not hasattr(keras.Model, name)
+    ]
 
 
 def inner_operations(layer: Any) -> list:

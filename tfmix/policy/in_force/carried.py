@@ -25,6 +25,7 @@ from tfmix.policy.in_force import (
     active_rules,
     averaged_weights,
     compiling,
+    dtype_errors,
     fallback,
     model_outputs,
     ops,
@@ -32,6 +33,7 @@ from tfmix.policy.in_force import (
     suited_optimizer,
     tensors,
     uncast_inputs,
+    unfit_constants,
 )
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling.border import power
@@ -125,6 +127,7 @@ class _Carried:
             "compute_metrics": self._in_float32,
             "train_step": self._train_step,
             "test_step": self._under_rules,
+            **dict.fromkeys(layers.own_methods(model), self._own_method),
         }
 
     def _under_rules(
@@ -236,6 +239,22 @@ class _Carried:
 
         vars(first)[_MENDS] = model.train_function = first
         return first
+
+    def _own_method(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Says what to write where a method of the user's mixes dtypes."""
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            is_new = not getattr(error, "__notes__", None)
+            outside = is_new and global_state.entry_layer() is None
+            if outside and dtype_errors.is_about_dtypes(error):
+                error.add_note(
+                    f"tfmix: {unfit_constants.users_line(error)}outside of "
+                    "`call` layers return 16 bit and weights are float32. "
+                    "Write keras.ops.cast(weight, x.dtype) there, or "
+                    "keras.ops.cast(x, 'float32') for the layer's result."
+                )
+            raise
 
     def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         compiling.compile_suitably(
