@@ -118,7 +118,7 @@ class OwnStep(keras.Model):
     def _tensorflow(self, data):
         import tensorflow as tf
 
-        x, y = data
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             loss = self.compute_loss(y=y, y_pred=self(x, training=True))
         variables = self.trainable_variables
@@ -130,7 +130,7 @@ class OwnStep(keras.Model):
         import jax
 
         trainable, others, slots, metrics = state
-        x, y = data
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
 
         def loss_of(trainable, others):
             found, others = self.stateless_call(
@@ -224,15 +224,8 @@ def _of(container):
     return make
 
 
-class Attributes(dict):
-    """A dictionary of the user's own."""
-
-    __getattr__ = dict.__getitem__
-
-
 CONTAINERS = {
     "dict": dict,
-    "attributes": Attributes,
     "ordered": collections.OrderedDict,
     "list": lambda pairs: [value for _, value in pairs],
     "tuple": lambda pairs: tuple(value for _, value in pairs),
@@ -573,9 +566,6 @@ def _data(case, planted):
         x, y, bad = x[kept], y[kept], []
     container = CONTAINERS.get(case.model.split("+")[0])
     if container is not None:
-        # Keras wants targets in a plain container.
-        plain = {"attributes": dict, "ordered": dict}
-        container = plain.get(case.model.split("+")[0], container)
         return (x, container([("a", y), ("b", y)])), bad
     return (x, y), bad
 
