@@ -414,9 +414,11 @@ def difference(case):
 
 
 def _oracle(case):
-    mode = "eager"
-    if case.mode == "replicas" and "normalised" in case.model:
-        mode = "replicas"
+    # Keras sums a metric of one's own over replicas, and each normalises by
+    # its own rows.
+    as_replicas = "normalised" in case.model or case.metric == "lowest"
+    is_replicas = case.mode == "replicas" and as_replicas
+    mode = "replicas" if is_replicas else "eager"
     return _in_plain_keras(
         dataclasses.replace(case, mode=mode, policy="", bad="")
     )

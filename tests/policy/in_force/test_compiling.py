@@ -567,3 +567,20 @@ def test_float32_leaves_copies_to_keras():
     twin.compile("sgd", "mse")
     assert not is_wrapped(twin)
     assert not guard.is_guarded(twin)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+def test_a_loaded_model_goes_on_bit_for_bit_under_any_policy(policy, tmp_path):
+    current_policy.set_global_policy("mixed_float16")
+    model = make()
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    current_policy.set_global_policy(policy)
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    current_policy.set_global_policy("mixed_float16")
+    for each in (model, loaded):
+        each.fit(X, Y, epochs=2, verbose=0, shuffle=False)
+    pairs = zip(loaded.get_weights(), model.get_weights(), strict=True)
+    for found, expected in pairs:
+        np.testing.assert_array_equal(found, expected)
