@@ -314,10 +314,13 @@ def compiled_loss(model: Any) -> Any:
 
 def losses(model: Any, outputs: Any) -> dict[tuple, Any]:
     """Returns the losses of a model's outputs, by their paths among these."""
-    compiled = compiled_loss(model)
+    compiled = getattr(model, "_compile_loss", None)
     if compiled is None:
         return {}
-    compiled.build(outputs, outputs)
+    if not compiled.built:
+        # Not the model's own: that is built with the targets.
+        compiled = compiled_loss(model)
+        compiled.build(outputs, outputs)
     return {tuple(one.path): one.loss for one in compiled._flat_losses}
 
 

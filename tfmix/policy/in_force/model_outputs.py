@@ -82,6 +82,8 @@ class Outputs:
         tensors.map_leaves(
             outputs, lambda one: dtypes.append(tensors.float_dtype(one))
         )
+        if not set(SIXTEEN_BIT) & set(dtypes):
+            return
         losses = [*layers.losses(self._model, outputs).values()]
         losses += [None] * (len(dtypes) - len(losses))
         narrow = [
