@@ -241,33 +241,41 @@ class SixteenBitOptimizer(
 
     def finalize_variable_values(self, var_list: Variables) -> None:
         """Gives the model the inner optimizer's final (averaged) weights."""
-
-        def finalize() -> None:
-            targets = self._store.targets(optimizers.remembered(self))
-            self.inner_optimizer.finalize_variable_values(targets)
-
-        self._on_stand_ins(finalize)
+        self._on_each_replica(self._finalize)
 
     def swap_averages(self) -> None:
         """Swaps the float32 weights with their averages (`use_ema=True`)."""
-        self._on_stand_ins(lambda: self._on_averages(self._store.swap))
+        self._on_each_replica(self._swap_averages)
 
     def overwrite_averages(self) -> None:
         """Makes the weights the averages, as `swap_averages` left them."""
-        self._on_stand_ins(lambda: self._on_averages(self._store.overwrite))
+        self._on_each_replica(self._overwrite_averages)
 
-    def _on_averages(self, action: Callable) -> None:
-        for target, average in averages.pairs(self.inner_optimizer):
-            action(target, average)
-
-    def _on_stand_ins(self, action: Callable[[], None]) -> None:
-        def act() -> None:
-            self._store.refresh()
-            action()
-            self._store.write_back()
-
+    def _on_each_replica(self, action: Callable[[], None]) -> None:
         if self.built:
-            replicas.run_on_each(self, act)
+            replicas.run_on_each(self, action)
+
+    @contextlib.contextmanager
+    def _stand_ins(self) -> Iterator[StandIns]:
+        """Takes over what was assigned, and notes what is done."""
+        self._store.refresh()
+        yield self._store
+        self._store.write_back()
+
+    def _finalize(self) -> None:
+        with self._stand_ins() as store:
+            targets = store.targets(optimizers.remembered(self))
+            self.inner_optimizer.finalize_variable_values(targets)
+
+    def _swap_averages(self) -> None:
+        with self._stand_ins() as store:
+            for target, average in averages.pairs(self.inner_optimizer):
+                store.swap(target, average)
+
+    def _overwrite_averages(self) -> None:
+        with self._stand_ins() as store:
+            for target, average in averages.pairs(self.inner_optimizer):
+                store.overwrite(target, average)
 
     def read_float32(self, variable: keras.Variable) -> Any:
         """Returns the float32 value behind a model's variable, as a tensor.
@@ -301,6 +309,9 @@ class SixteenBitOptimizer(
         Args:
             store: What Keras opens of a file: places, as strings, to arrays.
         """
+        if not self.built:
+            # The inner optimizer says so, which Keras loads next.
+            return
         count = len(self.variables)
         if len(store.keys()) != count:
             super().load_own_variables(store)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import tfmix
+from tests import helpers
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -116,3 +117,38 @@ def test_without_averages_it_is_kerass_own_error():
         model.fit(
             *(X, Y), verbose=0, callbacks=[keras.callbacks.SwapEMAWeights(True)]
         )
+
+
+@helpers.requires_backend("tensorflow")
+def test_replicas_swap_as_one_device_does_and_trace_it_once(monkeypatch):
+    model, losses = fitted("masters")
+    with helpers.mirrored_strategy().scope():
+        twin, found = fitted(
+            "masters", keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        )
+    np.testing.assert_allclose(found, losses, rtol=1e-2)
+    optimizer, traced = twin.optimizer.inner_optimizer, []
+    finalize = type(optimizer.inner_optimizer).finalize_variable_values
+    monkeypatch.setattr(
+        type(optimizer.inner_optimizer),
+        "finalize_variable_values",
+        lambda *args: traced.append(finalize(*args)),
+    )
+    optimizer.finalize_variable_values([])
+    twin.fit(X, Y, verbose=0)
+    assert traced == []
+
+
+def test_weights_loaded_before_the_first_step_are_told_of_once_by_each(
+    tmp_path, caplog
+):
+    model, _ = fitted("masters")
+    model.save_weights(tmp_path / "a.weights.h5")
+    with tfmix.policy_scope("float16"):
+        fresh = keras.models.clone_model(model)
+    fresh.compile(sgd(), "mse")
+    with pytest.warns(UserWarning, match="Skipping") as told:
+        fresh.load_weights(tmp_path / "a.weights.h5")
+    skipped = [str(each.message) for each in told]
+    assert sum("Skipping" in each for each in skipped) == 1
+    assert len(caplog.messages) == 1
