@@ -1,7 +1,9 @@
 """What Keras's layers hold, and what they are called with."""
 
 import contextlib
+import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -209,16 +211,26 @@ def autocast(dtype: str | None) -> Any:
     return variables.AutocastScope(dtype)
 
 
-def call_state() -> tuple[Any, Any]:
-    """Returns what the call that runs now knows: its mode, its dtype."""
+def call_state() -> tuple[Any, Any, Any]:
+    """Returns what the call that runs now knows: its mode, layer and dtype.
+
+    The layer by a weak reference.
+    """
     context = global_state.get_global_attribute(_CALL_CONTEXT)
-    return context, variables.get_autocast_scope()
+    entry = None
+    if context is not None:
+        entry, context = weakref.ref(context.entry_layer), copy.copy(context)
+        context.entry_layer = None
+    return context, entry, variables.get_autocast_scope()
 
 
 @contextlib.contextmanager
-def as_called(state: tuple[Any, Any]) -> Iterator[None]:
+def as_called(state: tuple[Any, Any, Any]) -> Iterator[None]:
     """Runs a block as a part of an earlier call, by its `call_state`."""
-    context, scope = state
+    context, entry, scope = state
+    if context is not None:
+        context = copy.copy(context)
+        context.entry_layer = entry()
     before = global_state.get_global_attribute(_CALL_CONTEXT)
     global_state.set_global_attribute(_CALL_CONTEXT, context)
     try:
