@@ -4,11 +4,8 @@ The same list, in words for users, is `docs/what-stays-float32.md`; a test
 compares the two.
 """
 
-import keras
-
 from benchmarks import layer_deviation
 
-NO_KERNEL = "TensorFlow has no float16 kernel for it on a CPU"
 SATURATED_ATTENTION = (
     "rounded queries and keys decide a saturated softmax differently"
 )
@@ -24,8 +21,6 @@ OUT_OF_RANGE = (
 
 # By the label of the recipe.
 EXCEPTIONS: dict[str, str] = {
-    "AdaptiveMaxPooling3D": NO_KERNEL,
-    "MaxPooling3D": NO_KERNEL,
     "GroupQueryAttention": SATURATED_ATTENTION,
     "GroupQueryAttention(dropout=0.1)": SATURATED_ATTENTION,
     "MultiHeadAttention": SATURATED_ATTENTION,
@@ -39,19 +34,15 @@ EXCEPTIONS: dict[str, str] = {
 }
 
 
-def reason(
-    name: str, fmt: str, deviation: layer_deviation.Deviation
-) -> str | None:
+def reason(name: str, deviation: layer_deviation.Deviation) -> str | None:
     """Says why a deviation is known, or None if it is not.
 
     A reason for an inaccurate result does not excuse one that is not finite:
-    only a result out of range does. Only a missing kernel excuses an error.
+    only a result out of range does. Nothing excuses an error.
     """
     known = EXCEPTIONS.get(name)
     if deviation.not_finite:
         return known if known == OUT_OF_RANGE else None
-    if not deviation.error:
-        return None if known in (NO_KERNEL, OUT_OF_RANGE) else known
-    tensorflow = keras.backend.backend() == "tensorflow"
-    missing = known == NO_KERNEL and fmt == "float16" and tensorflow
-    return known if missing else None
+    if deviation.error or known == OUT_OF_RANGE:
+        return None
+    return known

@@ -80,7 +80,7 @@ class Row:
             return False
         if self.rounded is not None and not self.proof:
             return True
-        return reason(self.name, self.fmt, self.tfmix) is None
+        return reason(self.name, self.tfmix) is None
 
     @property
     def proof(self) -> str:
@@ -141,7 +141,7 @@ def table(rows: Iterable[Row]) -> rich.table.Table:
         if not row.is_interesting:
             continue
         within = row.tfmix.is_within(row.bound)
-        why = "" if within else reason(row.name, row.fmt, row.tfmix)
+        why = "" if within else reason(row.name, row.tfmix)
         if row.is_unexplained:
             why = "[red]unexplained[/red]"
         result.add_row(*_cells(row), why)

@@ -5,10 +5,12 @@ NaN in its data, and in plain Keras without them. What Keras reports, and what
 its callbacks decide, must be the same.
 """
 
+import collections
 import dataclasses
 import functools
-import itertools
+import pathlib
 import random
+import tempfile
 
 import keras
 import numpy as np
@@ -25,12 +27,14 @@ class Case:
     """One combination; fields are keys of the tables below."""
 
     mode: str
+    policy: str
+    bad: str
+    where: str
     model: str
     reports: str
     metric: str
     callback: str
     batches: int
-    bad: str
     source: str
 
     def __str__(self):
@@ -48,6 +52,10 @@ if BACKEND == "tensorflow":
 # --- what a model reports, in methods of its own ---------------------------
 
 
+register = keras.saving.register_keras_serializable("grid")
+
+
+@register
 class Twice(keras.Model):
     """Reports a number of its own, which a skipped step has not."""
 
@@ -56,17 +64,20 @@ class Twice(keras.Model):
         return {**logs, "twice": 2.0 * logs["loss"]}
 
 
+@register
 class Nested(keras.Model):
     def get_metrics_result(self):
         return {"all": super().get_metrics_result()}
 
 
+@register
 class Renamed(keras.Model):
     def get_metrics_result(self):
         found = super().get_metrics_result()
         return {f"my_{name}": value for name, value in found.items()}
 
 
+@register
 class OneMore(keras.Model):
     """Adds a metric in its `metrics`, and updates it."""
 
@@ -84,6 +95,7 @@ class OneMore(keras.Model):
         return super().compute_metrics(x, y, *args, **kwargs)
 
 
+@register
 class AddsLogs(keras.Model):
     """Calls Keras's `train_step`, and returns more."""
 
@@ -95,6 +107,50 @@ class AddsLogs(keras.Model):
         return {**logs, "answer": ops.convert_to_tensor(42.0)}, state
 
 
+@register
+class OwnStep(keras.Model):
+    """Writes the whole step itself, as Keras's guides do."""
+
+    def train_step(self, *args):
+        step = self._tensorflow if BACKEND == "tensorflow" else self._jax
+        return step(*args)
+
+    def _tensorflow(self, data):
+        import tensorflow as tf
+
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.metrics[0].update_state(loss)
+        return {"loss": self.metrics[0].result(), "own": loss * 2.0}
+
+    def _jax(self, state, data):
+        import jax
+
+        trainable, others, slots, metrics = state
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+
+        def loss_of(trainable, others):
+            found, others = self.stateless_call(
+                trainable, others, x, training=True
+            )
+            return self.compute_loss(y=y, y_pred=found), others
+
+        (loss, others), grads = jax.value_and_grad(loss_of, has_aux=True)(
+            trainable, others
+        )
+        trainable, slots = self.optimizer.stateless_apply(
+            slots, grads, trainable
+        )
+        mean = self.metrics[0]
+        count = len(mean.variables)
+        mine = mean.stateless_update_state(metrics[:count], loss)
+        logs = {"loss": mean.stateless_result(mine), "own": loss * 2.0}
+        return logs, (trainable, others, slots, [*mine, *metrics[count:]])
+
+
 REPORTS = {
     "plain": keras.Model,
     "twice": Twice,
@@ -102,6 +158,7 @@ REPORTS = {
     "renamed": Renamed,
     "one_more": OneMore,
     "adds_logs": AddsLogs,
+    "own_step": OwnStep,
 }
 
 
@@ -154,33 +211,74 @@ def _graph(kind, *before):
     return kind(inputs, x)
 
 
-def _wrapped(kind):
-    inner = _graph(keras.Model)
-    inputs = keras.Input((3,))
-    return kind(inputs, inner(inputs))
+def _of(container):
+    """Returns what makes a model with two results in a container."""
+
+    def make(kind):
+        inputs = keras.Input((3,))
+        first, second = _layers()
+        y = first(inputs)
+        last = keras.layers.Dense(1, dtype="float32")
+        return kind(inputs, container([("a", second(y)), ("b", last(y))]))
+
+    return make
 
 
-def _cloned(kind):
-    first = _graph(kind)
-    copy = keras.models.clone_model(first)
-    copy.set_weights(first.get_weights())
-    return copy
-
-
-def _frozen(kind):
-    model = _graph(kind)
-    model.layers[1].trainable = False
-    return model
-
-
+CONTAINERS = {
+    "dict": dict,
+    "ordered": collections.OrderedDict,
+    "list": lambda pairs: [value for _, value in pairs],
+    "tuple": lambda pairs: tuple(value for _, value in pairs),
+}
 MODELS = {
     "graph": _graph,
     "normalised": lambda k: _graph(k, keras.layers.BatchNormalization()),
     "joined": lambda k: _graph(k, JoinsInCall()),
-    "wrapped": _wrapped,
+    **{name: _of(container) for name, container in CONTAINERS.items()},
+}
+
+
+# --- how it came about, under no policy ------------------------------------
+
+
+def _around(model):
+    inputs = keras.Input((3,))
+    return type(model)(inputs, model(inputs))
+
+
+def _cloned(model):
+    copy = keras.models.clone_model(model)
+    copy.set_weights(model.get_weights())
+    return copy
+
+
+def _loaded(model):
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "model.keras"
+        model.save(path)
+        return keras.saving.load_model(path)
+
+
+def _frozen(model):
+    model.layers[1].trainable = False
+    return model
+
+
+MADE = {
+    "as_it_is": lambda model: model,
+    "wrapped": _around,
     "cloned": _cloned,
+    "loaded": _loaded,
     "frozen": _frozen,
 }
+
+
+def _frozen_in_a_file(model, arrays):
+    """Trains a step, freezes a layer, saves and loads, with the optimizer."""
+    model.fit(*arrays, batch_size=BATCH, shuffle=False, verbose=0)
+    loaded = _loaded(_frozen(model))
+    loaded.optimizer.learning_rate = 0.02
+    return loaded
 
 
 # --- what decides ----------------------------------------------------------
@@ -197,50 +295,111 @@ class Seen(keras.callbacks.Callback):
         self.logs.append(dict(logs))
 
 
-def _monitor(case, validated="val_"):
-    return f"{validated}{'my_' if case.reports == 'renamed' else ''}loss"
+def _monitored(name, *args, **kwargs):
+    """Returns what makes a callback of Keras's on `loss`, or `val_loss`."""
+
+    def make(case, folder):
+        mine = "my_" if case.reports == "renamed" else ""
+        validated = "val_" if case.callback.endswith("_val") else ""
+        given = [folder / each for each in args]
+        return getattr(keras.callbacks, name)(
+            *given, monitor=f"{validated}{mine}loss", mode="min", **kwargs
+        )
+
+    return make
 
 
+_STOP = _monitored("EarlyStopping", patience=2, restore_best_weights=True)
+_PLATEAU = _monitored("ReduceLROnPlateau", patience=1, min_delta=10.0)
+_BEST = _monitored(
+    "ModelCheckpoint",
+    "best.weights.h5",
+    save_best_only=True,
+    save_weights_only=True,
+)
 CALLBACKS = {
-    "none": lambda case: None,
-    "nan": lambda case: keras.callbacks.TerminateOnNaN(),
-    "stop": lambda case: keras.callbacks.EarlyStopping(
-        _monitor(case, ""), mode="min", patience=2, restore_best_weights=True
-    ),
-    "stop_val": lambda case: keras.callbacks.EarlyStopping(
-        _monitor(case), mode="min", patience=2, restore_best_weights=True
-    ),
-    "plateau": lambda case: keras.callbacks.ReduceLROnPlateau(
-        _monitor(case, ""), mode="min", patience=2
-    ),
-    "schedule": lambda case: keras.callbacks.LearningRateScheduler(
+    "none": lambda case, folder: None,
+    "nan": lambda case, folder: keras.callbacks.TerminateOnNaN(),
+    "stop": _STOP,
+    "stop_val": _STOP,
+    "plateau": _PLATEAU,
+    "plateau_val": _PLATEAU,
+    "best": _BEST,
+    "best_val": _BEST,
+    "schedule": lambda case, folder: keras.callbacks.LearningRateScheduler(
         lambda epoch, rate: rate * 0.5
     ),
+    "backup": lambda case, folder: keras.callbacks.BackupAndRestore(
+        folder / "backup"
+    ),
+    "csv": lambda case, folder: keras.callbacks.CSVLogger(folder / "log.csv"),
+    "swap": lambda case, folder: keras.callbacks.SwapEMAWeights(
+        swap_on_epoch=True
+    ),
 }
-SOURCES = ("arrays", "batches")
-BAD = ("none", "first", "middle", "last", "targets")
+# Arrays for `fit`; batches for `train_on_batch`; a generator for `fit`, whose
+# epochs hold one batch each.
+SOURCES = ("arrays", "batches", "epochs")
+BAD = ("nan", "inf", "targets")
+WHERE = ("none", "first", "middle", "last")
+POLICIES = ("mixed_bfloat16", "mixed_float16")
 COUNTS = (3, 5)
+# How a model came about, beside the tables: frozen between save and load.
+_KINDS = [f"{model}+{made}" for model in MODELS for made in [*MADE, "thawed"]]
 
 
-def cases():
-    """Returns every combination that Keras itself can run."""
-    fields = [MODES, MODELS, REPORTS, METRICS, CALLBACKS, COUNTS, BAD, SOURCES]
-    made = itertools.starmap(Case, itertools.product(*fields))
-    return [each for each in made if _is_possible(each)]
+def sample(count, seed=0, alike=6):
+    """Returns some combinations, the same each time.
 
-
-def sample(count, seed=0):
-    """Returns some of them, the same each time."""
-    every = cases()
-    return random.Random(seed).sample(every, min(count, len(every)))
+    Some that lie side by side have one oracle.
+    """
+    drawn, found = random.Random(seed), []
+    shared = [WHERE, _KINDS, REPORTS, METRICS, CALLBACKS, COUNTS, SOURCES]
+    # Two replicas take four times as long.
+    modes = [each for each in MODES if each != "replicas"] * 4 + ["replicas"]
+    modes = [each for each in modes if each in MODES]
+    while len(found) < count:
+        rest = [drawn.choice(list(each)) for each in shared]
+        for _ in range(alike):
+            ours = [drawn.choice(each) for each in (modes, POLICIES, BAD)]
+            case = Case(*ours, *rest)
+            if _is_possible(case) and case not in found:
+                found.append(case)
+    return found[:count]
 
 
 def _is_possible(case):
+    """Says whether Keras itself can run a combination."""
+    model, made = case.model.split("+")
     # Other keys than the metrics': Keras reports the last step's own numbers.
-    if case.reports == "twice" and case.bad == "last":
+    if case.reports in ("twice", "own_step") and case.where == "last":
         return False
-    # Keras gives replicas' `train_on_batch` no batches of uneven data.
-    return not (case.mode == "replicas" and case.source == "batches")
+    if case.source == "epochs" and not (
+        case.callback in ("none", "nan", "best", "csv")
+        # Keras reads no lists out of a generator under TensorFlow.
+        and model != "list"
+        and case.where != "none"
+        and case.reports not in ("twice", "own_step")
+    ):
+        return False
+    if case.source == "batches" and case.callback != "none":
+        return False
+    if model in CONTAINERS and case.metric != "none":
+        return False
+    if case.reports in ("own_step", "one_more") and model in CONTAINERS:
+        return False
+    # Its step updates no metric of `compile`'s.
+    if case.reports == "own_step" and case.metric != "none":
+        return False
+    # Keras loads a model of one class of the user's around another's as one.
+    if made == "wrapped" and model in CONTAINERS:
+        return False
+    # Keras gives replicas' `train_on_batch` no batches of uneven data, and
+    # reads no logs out of a `train_step` of nested replicas' values.
+    return not (
+        case.mode == "replicas"
+        and (case.source != "arrays" or case.reports == "own_step")
+    )
 
 
 # --- both runs ---------------------------------------------------------------
@@ -248,7 +407,7 @@ def _is_possible(case):
 
 def difference(case):
     """Says what tfmix reports otherwise than plain Keras; "" for nothing."""
-    ours, theirs = _run(case, "mixed_bfloat16"), _oracle(case)
+    ours, theirs = _run(case, case.policy), _oracle(case)
     for name, found in ours.items():
         expected = theirs[name]
         if not _alike(found, expected):
@@ -257,61 +416,118 @@ def difference(case):
 
 
 def _oracle(case):
-    mode = case.mode if case.mode == "replicas" else "xla"
-    where = "targets" if case.bad == "middle" else case.bad
-    return _in_plain_keras(dataclasses.replace(case, mode=mode, bad=where))
+    # Keras sums a metric of one's own over replicas, and each normalises by
+    # its own rows.
+    as_replicas = "normalised" in case.model or case.metric == "lowest"
+    is_replicas = case.mode == "replicas" and as_replicas
+    mode = "replicas" if is_replicas else "eager"
+    return _in_plain_keras(
+        dataclasses.replace(case, mode=mode, policy="", bad="")
+    )
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _in_plain_keras(case):
     return _run(case, None)
 
 
 def _run(case, policy):
-    keras.utils.clear_session()
+    with tempfile.TemporaryDirectory() as folder:
+        return _run_in(case, policy, pathlib.Path(folder))
+
+
+def _run_in(case, policy, folder):
+    keras.utils.clear_session(free_memory=False)
+    tfmix.set_global_policy("float32")
     keras.utils.set_random_seed(1)
-    with tfmix.policy_scope(policy or "float32"), _strategy(case).scope():
-        model = MODELS[case.model](REPORTS[case.reports])
-        model.compile(
-            keras.optimizers.SGD(0.02),
-            "mse",
-            metrics=METRICS[case.metric](),
-            **MODES[case.mode],
-        )
     arrays, bad = _data(case, planted=policy is not None)
     good = _data(case, planted=False)[0]
+    model = _model(case, policy, good)
     if case.source == "batches":
         return _on_batches(case, model, arrays, bad)
-    callback, seen = CALLBACKS[case.callback](case), Seen()
+    callback, seen = CALLBACKS[case.callback](case, folder), Seen()
+    known = {"batch_size": BATCH, "epochs": 3}
+    if case.source == "epochs":
+        known = {"steps_per_epoch": 1, "epochs": _count(arrays)}
+        arrays = (_batches(case, arrays),)
     history = model.fit(
         *arrays,
-        epochs=3,
-        batch_size=BATCH,
+        **known,
         shuffle=False,
         verbose=0,
-        validation_data=good if case.callback == "stop_val" else None,
+        validation_data=good if case.callback.endswith("_val") else None,
         callbacks=[seen, *([callback] if callback else [])],
     )
-    told = [seen.logs[n :: _count(arrays)] for n in range(_count(arrays))]
+    reported = history.history
+    weights = {str(n): w for n, w in enumerate(model.get_weights())}
+    result = {"weights": weights, "best": _decided(callback)}
+    if case.source == "epochs":
+        assert all(np.isnan(reported[_loss(reported)][n]) for n in bad), (
+            f"an epoch of nothing reports {reported}"
+        )
+        kept = [n for n in range(known["epochs"]) if n not in bad]
+        told = {k: [v[n] for n in kept] for k, v in reported.items()}
+        return result | {"history": told}
+    told = [seen.logs[n :: case.batches] for n in range(case.batches)]
+    if policy is None:
+        told = [seen.logs[n :: _count(arrays)] for n in range(_count(arrays))]
     told = [logs for n, logs in enumerate(told) if n not in bad]
-    return {
-        "history": history.history,
+    return result | {
+        "history": reported,
         "epochs": {"count": [len(history.epoch)]},
-        "stopped": {"best": [getattr(callback, "best_epoch", 0)]},
         **{f"batch {n}": _columns(logs) for n, logs in enumerate(told)},
     }
 
 
+def _model(case, policy, arrays):
+    """Makes a model under a policy, and compiles it under none."""
+    name, made = case.model.split("+")
+    with _strategy(case).scope():
+        with tfmix.policy_scope(policy or "float32"):
+            model = MODELS[name](REPORTS[case.reports])
+        model = MADE.get(made, lambda model: model)(model)
+        metrics, averaged = METRICS[case.metric](), case.callback == "swap"
+        model.compile(
+            keras.optimizers.SGD(0.02, use_ema=averaged, ema_momentum=0.5),
+            "mse",
+            metrics=metrics,
+            **MODES[case.mode],
+        )
+        if made == "thawed":
+            model = _frozen_in_a_file(model, arrays)
+    return model
+
+
+def _decided(callback):
+    names = ("best_epoch", "best", "wait", "stopped_epoch")
+    found = {each: getattr(callback, each, None) for each in names}
+    return {k: [v] for k, v in found.items() if isinstance(v, int | float)}
+
+
+def _loss(logs):
+    return next(key for key in logs if key.endswith("loss"))
+
+
+def _batches(case, arrays):
+    x, y = arrays
+    for n in range(_count(arrays)):
+        part = slice(BATCH * n, BATCH * (n + 1))
+        yield x[part], keras.tree.map_structure(lambda a, p=part: a[p], y)
+
+
 def _on_batches(case, model, arrays, bad):
     found = []
-    for n in range(_count(arrays)):
-        part = [a[BATCH * n : BATCH * (n + 1)] for a in arrays]
+    for n, part in enumerate(_batches(case, arrays)):
         logs = model.train_on_batch(*part, return_dict=True)
         if n not in bad:
-            found.append(logs)
-        elif not np.isnan(logs.get("my_loss", logs.get("loss"))):
+            found.append(keras.tree.map_structure(float, logs))
+        elif not np.isnan(_flat(logs)[_loss(_flat(logs))]):
             raise AssertionError(f"a skipped batch reports {logs}")
     return {"logs": _columns(found)}
+
+
+def _flat(logs):
+    return logs.get("all", logs)
 
 
 def _strategy(case):
@@ -337,13 +553,18 @@ def _data(case, planted):
     x = rng.integers(-4, 5, (BATCH * case.batches, 3)).astype("float32") / 4
     y = x.sum(axis=1, keepdims=True) + 1.0
     places = {"none": [], "first": [0], "last": [case.batches - 1]}
-    bad = places.get(case.bad, [case.batches // 2])
+    bad = places.get(case.where, [case.batches // 2])
     rows = [n for n in range(len(x)) if n // BATCH in bad]
     if planted:
-        (y if case.bad == "targets" else x)[rows] = np.nan
-        return (x, y), bad
-    kept = [n for n in range(len(x)) if n not in rows]
-    return (x[kept], y[kept]), []
+        value = np.inf if case.bad == "inf" else np.nan
+        (y if case.bad == "targets" else x)[rows] = value
+    else:
+        kept = [n for n in range(len(x)) if n not in rows]
+        x, y, bad = x[kept], y[kept], []
+    container = CONTAINERS.get(case.model.split("+")[0])
+    if container is not None:
+        return (x, container([("a", y), ("b", y)])), bad
+    return (x, y), bad
 
 
 def _count(arrays):

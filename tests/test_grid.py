@@ -25,7 +25,7 @@ def test_thousands_of_combinations(part):
 
 
 def test_the_grid_is_large_and_finds_a_difference(monkeypatch):
-    assert len(grid.cases()) > MANY
+    assert len(set(grid.sample(MANY))) == MANY
     case = grid.sample(1)[0]
     found = {"history": {"loss": [1.0, 0.0]}}
     expected = {"history": {"loss": [1.0, np.nan]}}

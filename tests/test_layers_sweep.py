@@ -158,9 +158,9 @@ def test_an_exception_excuses_no_infinity_and_no_other_layer():
     inaccurate = layer_deviation.Deviation(epsilons=100.0)
     infinite = layer_deviation.Deviation(not_finite=1)
     attention = "MultiHeadAttention"
-    assert layer_exceptions.reason(attention, "bfloat16", inaccurate)
-    assert layer_exceptions.reason(attention, "bfloat16", infinite) is None
-    assert layer_exceptions.reason("Dense", "bfloat16", inaccurate) is None
+    assert layer_exceptions.reason(attention, inaccurate)
+    assert layer_exceptions.reason(attention, infinite) is None
+    assert layer_exceptions.reason("Dense", inaccurate) is None
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,12 @@ def is_on_tpu() -> bool:
     return any(device.kind == "TPU" for device in devices())
 
 
+def is_on_tensorflows_cpu() -> bool:
+    """Says whether TensorFlow computes without an accelerator."""
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    return on_tensorflow and {one.kind for one in devices()} == {"CPU"}
+
+
 def suited_policy(found: tuple[Device, ...]) -> tuple[str, str]:
     """Returns the policy for a set of devices, and the reason in words.
 

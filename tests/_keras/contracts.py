@@ -76,6 +76,7 @@ PACKAGES = (
 )
 
 # (owner, attribute, the arguments it takes, further ones having defaults)
+SWAP = "keras.src.callbacks.swap_ema_weights"
 FUNCTIONS = [
     (f"{COMMON}.global_state", "get_global_attribute", "name default"),
     (f"{COMMON}.global_state", "set_global_attribute", "name value"),
@@ -89,6 +90,8 @@ FUNCTIONS = [
     (f"{COMMON}.variables", "AutocastScope", "dtype"),
     (f"{COMMON}.variables", "get_autocast_scope", ""),
     ("keras.src.backend", "compute_output_spec", "fn *args **kwargs"),
+    (f"{SWAP}.SwapEMAWeights", "_swap_variables", "self"),
+    (f"{SWAP}.SwapEMAWeights", "_finalize_ema_values", "self"),
     ("keras.src.models.functional.Functional", "call", "self inputs"),
     ("keras.src.saving.serialization_lib", "SafeModeScope", "safe_mode"),
     ("keras.src.trainers.compile_utils", "CompileLoss", "loss loss_weights"),
@@ -236,6 +239,12 @@ def optimizer():
     return made
 
 
+def averaging():
+    made = keras.optimizers.SGD(use_ema=True)
+    made.build([keras.Variable([1.0])])
+    return made
+
+
 def multi_optimizer():
     inner = keras.optimizers.SGD()
     made = keras.optimizers.MultiOptimizer(lambda variable: inner)
@@ -317,6 +326,7 @@ ATTRIBUTES = [
     ("an optimizer", optimizer, "_distribution_strategy", object),
     ("an optimizer", optimizer, "_exclude_from_weight_decay", set),
     ("an optimizer", optimizer, "_exclude_from_weight_decay_cache", dict),
+    ("an optimizer", averaging, "_model_variables_moving_average", list),
     ("an optimizer", optimizer, "_tracker", object),
     ("an optimizer", optimizer, "_trainable_variables", list),
     ("an optimizer", optimizer, "_trainable_variables_indices", dict),

@@ -23,6 +23,14 @@ def test_it_names_versions_backend_devices_and_policy():
         assert known in " ".join(str(found).split())
 
 
+def test_it_knows_the_version_of_a_keras_of_another_package(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert tfmix.environment().versions["keras"] == keras.__version__
+
+
 def test_it_lists_what_is_replaced_just_now():
     tfmix.set_global_policy("mixed_float16")
     during = tfmix.environment().replaced

@@ -1,9 +1,17 @@
 """Layer rules: what an item may be, and what it matches."""
 
+import sys
+
 import keras
+import numpy as np
 import pytest
 
+import tfmix
+from tests import helpers
 from tfmix.policy import layer_rules
+
+# The public function of that name hides the module.
+devices = sys.modules["tfmix.devices"]
 
 
 @pytest.mark.parametrize(
@@ -95,3 +103,37 @@ def test_every_default_rule_has_a_reason_and_names_a_class_once():
 def test_only_what_is_no_plain_name_waits_for_a_path():
     assert layer_rules.needs_path(["net/.*"])
     assert not layer_rules.needs_path(["Softmax", "head", keras.layers.Dense])
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("kind", ["CPU", "GPU"])
+def test_max_pooling_of_volumes_is_float32_where_no_kernel_is(
+    kind, monkeypatch
+):
+    listed = devices.Devices([devices.describe(kind, "one", "tensorflow")])
+    monkeypatch.setattr(devices, "devices", lambda: listed)
+    expected = {"CPU": "float32", "GPU": "float16"}[kind]
+    with tfmix.policy_scope("mixed_float16"):
+        pooling = keras.layers.MaxPooling3D()
+        assert pooling.compute_dtype == expected
+        assert keras.layers.MaxPooling2D().compute_dtype == "float16"
+    with tfmix.policy_scope("mixed_bfloat16"):
+        assert keras.layers.MaxPooling3D().compute_dtype == "bfloat16"
+
+
+@helpers.requires_backend("tensorflow")
+def test_max_pooling_of_volumes_trains_on_a_cpu():
+    with tfmix.policy_scope("mixed_float16"):
+        model = keras.Sequential(
+            [
+                keras.Input((4, 4, 4, 2)),
+                keras.layers.Dense(2),
+                keras.layers.MaxPooling3D(),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1),
+            ]
+        )
+    model.compile("sgd", "mse", jit_compile=False)
+    x, y = np.ones((2, 4, 4, 4, 2), "float32"), np.ones((2, 1), "float32")
+    history = model.fit(x, y, epochs=2, verbose=0).history["loss"]
+    assert np.isfinite(history).all()

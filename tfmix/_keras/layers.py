@@ -1,6 +1,9 @@
 """What Keras's layers hold, and what they are called with."""
 
 import contextlib
+import copy
+import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,6 +33,17 @@ def is_structure(layer: Any) -> bool:
 def is_builtin(layer: Any) -> bool:
     """Says whether a layer's class is part of Keras."""
     return type(layer).__module__.split(".")[0] == "keras"
+
+
+def own_methods(model: keras.Model) -> list[str]:
+    """Lists the methods of a model's class that no model of Keras's has."""
+    return [
+        name
+        for kind in type(model).__mro__
+        if kind.__module__.split(".")[0] not in ("keras", "builtins")
+        for name, value in vars(kind).items()
+        if inspect.isfunction(value) and not hasattr(keras.Model, name)
+    ]
 
 
 def inner_operations(layer: Any) -> list:
@@ -210,10 +224,17 @@ def autocast(dtype: str | None) -> Any:
     return variables.AutocastScope(dtype)
 
 
-def call_state() -> tuple[Any, Any]:
-    """Returns what the call that runs now knows: its mode, its dtype."""
+def call_state() -> tuple[Any, Any, Any]:
+    """Returns what the call that runs now knows: its mode, layer and dtype.
+
+    The layer by a weak reference.
+    """
     context = global_state.get_global_attribute(_CALL_CONTEXT)
-    return context, variables.get_autocast_scope()
+    entry = None
+    if context is not None:
+        entry, context = weakref.ref(context.entry_layer), copy.copy(context)
+        context.entry_layer = None
+    return context, entry, variables.get_autocast_scope()
 
 
 def is_training() -> bool:
@@ -223,9 +244,12 @@ def is_training() -> bool:
 
 
 @contextlib.contextmanager
-def as_called(state: tuple[Any, Any]) -> Iterator[None]:
+def as_called(state: tuple[Any, Any, Any]) -> Iterator[None]:
     """Runs a block as a part of an earlier call, by its `call_state`."""
-    context, scope = state
+    context, entry, scope = state
+    if context is not None:
+        context = copy.copy(context)
+        context.entry_layer = entry()
     before = global_state.get_global_attribute(_CALL_CONTEXT)
     global_state.set_global_attribute(_CALL_CONTEXT, context)
     try:
@@ -314,10 +338,13 @@ def compiled_loss(model: Any) -> Any:
 
 def losses(model: Any, outputs: Any) -> dict[tuple, Any]:
     """Returns the losses of a model's outputs, by their paths among these."""
-    compiled = compiled_loss(model)
+    compiled = getattr(model, "_compile_loss", None)
     if compiled is None:
         return {}
-    compiled.build(outputs, outputs)
+    if not compiled.built:
+        # Not the model's own: that is built with the targets.
+        compiled = compiled_loss(model)
+        compiled.build(outputs, outputs)
     return {tuple(one.path): one.loss for one in compiled._flat_losses}
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -62,10 +62,10 @@ def _is_metric(value: Any) -> bool:
     return isinstance(value, keras.Metric)
 
 
-def callbacks(model: keras.Model, args: tuple, kwargs: dict) -> list:
-    """Returns the callbacks among the arguments of a model's `fit`."""
+def callbacks(method: Callable, args: tuple, kwargs: dict) -> list:
+    """Returns the callbacks among the arguments of `fit` or the like."""
     try:
-        bound = inspect.signature(type(model).fit).bind(model, *args, **kwargs)
+        bound = inspect.signature(method).bind(*args, **kwargs)
     except TypeError:
         # Not our error to raise: Python's own says it better.
         return []

@@ -13,7 +13,7 @@ from tfmix._keras import replacements
 from tfmix.devices import Device, devices
 from tfmix.policy.in_force import current_policy
 
-_PACKAGES = ("keras", "tensorflow", "tensorflow-cpu", "jax", "numpy")
+_PACKAGES = ("tensorflow", "tensorflow-cpu", "jax", "numpy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,12 @@ def environment() -> Environment:
 
 
 def _versions() -> dict[str, str]:
-    known = {name: _version(name) for name in ("tfmix", *_PACKAGES)}
+    known = {
+        "tfmix": _version("tfmix"),
+        # By itself: its package may be `keras-nightly`.
+        "keras": keras.__version__,
+        **{name: _version(name) for name in _PACKAGES},
+    }
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -53,6 +53,11 @@ DEFAULT_LAYER_RULES: tuple[LayerRule, ...] = (
 BATCH_NORMALIZATION = LayerRule(
     "BatchNormalization", "its moving statistics need small updates"
 )
+# In float16 under TensorFlow without an accelerator (TensorFlow 2.21).
+NO_CPU_KERNELS = tuple(
+    LayerRule(name, "TensorFlow has no float16 kernel for it on a CPU")
+    for name in ("MaxPooling3D", "AdaptiveMaxPooling3D")
+)
 LAYER_NORMALIZATION = LayerRule(
     "LayerNormalization", "on the black list of level O2"
 )

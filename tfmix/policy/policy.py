@@ -9,7 +9,7 @@ import keras
 from tfmix import _formats
 
 # Not the module: `tfmix.devices` is the public function of that name.
-from tfmix.devices import auto_policy
+from tfmix.devices import auto_policy, is_on_tensorflows_cpu
 from tfmix.policy import layer_rules, names, op_rules
 
 _SETTINGS = (
@@ -174,6 +174,13 @@ class Policy(keras.DTypePolicy):
             kept.layer_class, layer_class, name
         ):
             return kept.why
+        if self.compute_dtype == _formats.FLOAT16.name:
+            for rule in layer_rules.NO_CPU_KERNELS:
+                if (
+                    layer_rules.matches(rule.layer_class, layer_class, name)
+                    and is_on_tensorflows_cpu()
+                ):
+                    return rule.why
         return None
 
     def outside_white_list(self, layer_class: type) -> bool:

@@ -9,8 +9,8 @@ from keras import ops
 
 from tfmix import _arguments
 from tfmix._keras import compilation, model_methods, training
+from tfmix.scaling import deciding_callbacks, step_logs
 from tfmix.scaling import optimizer as optimizers
-from tfmix.scaling import step_logs, terminate_on_nan
 
 
 def guard(model: keras.Model) -> keras.Model:
@@ -97,7 +97,7 @@ class _Guard:
         tensorflow = keras.backend.backend() == "tensorflow"
         self.wrappers: Mapping[str, model_methods.Wrapper] = {
             "train_step": self._on_tensorflow if tensorflow else self._on_jax,
-            "fit": terminate_on_nan.fit(model),
+            "fit": deciding_callbacks.fit(model),
             "reset_metrics": logs.reset_metrics,
             "get_metrics_result": logs.metrics_result,
             "get_compile_config": self._compile_config,
@@ -186,7 +186,7 @@ class _Guard:
 
     def _compile_config(self, original: Callable) -> Any:
         """Notes in a saved model that it was guarded."""
-        # `LossScaleOptimizer.from_config` reads it, to warn of the lack of it.
+        # `LossScaleOptimizer.from_config` reads it, for `compile` to guard.
         config = original()
         optimizer = (config or {}).get("optimizer")
         # Else not compiled, or anew with an optimizer that is not ours.

@@ -149,7 +149,7 @@ class LossScaleOptimizer(
             **kwargs,
         )
         self.reduce_dtype = reduce_dtype
-        self.guarded = self.in_guarded_step = False
+        self.in_guarded_step = False
         self._gradient_norm: keras.Variable | None = None
         # Who shares a scale may scale another's losses.
         use = leader.given.in_use if leader else given_gradients.ScaleInUse()
@@ -424,7 +424,7 @@ class LossScaleOptimizer(
         if not grads:
             return ops.convert_to_tensor(False)
         variables = self._variables_of(grads, trainable_variables)
-        unscaled = self._takes_true(grads, unscaled)
+        unscaled = self.given.are_true(grads, unscaled)
         # In the order of the build, which the counts have as well.
         rows = optimizers.positions(self, variables)
         by_row: list = [None] * len(self._model_variables)
@@ -481,7 +481,7 @@ class LossScaleOptimizer(
                 "`optimizer.build(model.trainable_variables)` first."
             )
         grads = list(grads)
-        unscaled = self._takes_true(grads, unscaled)
+        unscaled = self.given.are_true(grads, unscaled)
         slots, values = list(optimizer_variables), list(trainable_variables)
         return self._step_of_jax(grads, values, slots, unscaled)
 
@@ -636,13 +636,6 @@ class LossScaleOptimizer(
                 "gradient tape?"
             )
         return variables
-
-    def _takes_true(self, grads: Sequence, unscaled: bool) -> bool:
-        """Says whether to take gradients as they are."""
-        if self.guarded and not self.in_guarded_step:
-            self.guarded = False
-            _errors.warn(_LOST_GUARD)
-        return self.given.are_true(grads, unscaled)
 
     def _step_of_tensorflow(
         self, grads: list, rows: list[int], unscaled: bool
@@ -802,11 +795,3 @@ def _host(variable: keras.Variable) -> np.ndarray:
             "step takes place."
         )
     return np.asarray(ops.convert_to_numpy(variable))
-
-
-_LOST_GUARD = (
-    "When this model was saved, tfmix kept skipped steps out of its "
-    "statistics, such as BatchNormalization's, and of its metrics; "
-    "no file keeps that. Write `tfmix.guard(model)` after loading it, "
-    "or load it with its policy set: `compile` then does the same."
-)

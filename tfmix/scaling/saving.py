@@ -8,6 +8,7 @@ import keras
 import numpy as np
 
 from tfmix import _messages
+from tfmix._keras import compile_method
 from tfmix._keras import variables as keras_variables
 from tfmix.scaling import rules, settings
 
@@ -119,11 +120,13 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
                 arguments[key], custom_objects=custom_objects
             )
     settings.drop_unsupported(arguments)
-    guarded = arguments.pop("guarded", False)
+    if arguments.pop("guarded", False):
+        # The model is compiled with it next, and guarded by that.
+        compile_method.stand_by()
     leader_name = arguments.pop("shared_scale_of", None)
     unasked = arguments.pop("unasked", False)
     optimizer = kind(**arguments)
-    optimizer.unasked, optimizer.guarded = unasked, guarded
+    optimizer.unasked = unasked
     if leader_name is not None:
         _messages.warn(
             "the optimizer %r shared the loss scale of %r and has one of "

@@ -27,6 +27,10 @@ _REFUSED = {
 }
 
 
+# What an optimizer has run on every replica, by name.
+_TRACED = "_tfmix_traced"
+
+
 def check_strategy(strategy: Any = None) -> None:
     """Refuses a strategy, else the current one, that cannot skip a step."""
     if keras.backend.backend() != "tensorflow":
@@ -172,17 +176,27 @@ def one_replica(
 def run_on_each(
     optimizer: optimizers.Optimizer, function: Callable[[], None]
 ) -> None:
-    """Runs a function of a built optimizer's variables on every replica."""
+    """Runs a function of a built optimizer's variables on every replica.
+
+    What it does is known by its name, and traced once.
+    """
     strategy = optimizers.strategy_of(optimizer)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         function()
         return
 
+    traced = vars(optimizer).setdefault(_TRACED, {})
+    name = function.__name__
+
     def on_replica() -> None:
         with single(optimizer):
             function()
 
-    tf.function(lambda: strategy.run(on_replica))()
+    if name not in traced:
+        traced[name] = tf.function(lambda: strategy.run(on_replica))
+    # In the scope it is traced anew, and elsewhere once more.
+    with strategy.scope():
+        traced[name]()
 
 
 def _in_replica_of_many() -> bool:

@@ -94,6 +94,26 @@ class _StochasticRounding(views.Views):
 
         replacements.swap(undo, optimizer, "add_variable_from_reference", add)
 
+    def swap(self, target: keras.Variable, average: keras.Variable) -> None:
+        """Swaps the upper halves: of the lower ones a weight has none."""
+        if not isinstance(target, _StochasticView):
+            super().swap(target, average)
+            return
+        weight = ops.copy(target.stored)
+        upper, lower = bits.split(ops.convert_to_tensor(average))
+        target.stored.assign(upper)
+        average.assign(bits.join(weight, lower))
+
+    def overwrite(
+        self, target: keras.Variable, average: keras.Variable
+    ) -> None:
+        """Puts the upper half back beside the lower one."""
+        if isinstance(target, _StochasticView):
+            _, lower = bits.split(ops.convert_to_tensor(average))
+            average.assign(bits.join(target.stored, lower))
+        else:
+            super().overwrite(target, average)
+
     def refresh(self) -> None:
         """Starts the streams of a step anew."""
         super().refresh()

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import variables
+from tfmix._keras import averages, variables
 from tfmix.variables import eight_bit_slots, sixteen_bit_optimizer
 
 
@@ -29,7 +29,9 @@ class _Themselves(sixteen_bit_optimizer.StandIns):
 
 
 @keras.saving.register_keras_serializable(package="tfmix")
-class LowMemoryOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
+class LowMemoryOptimizer(
+    averages.AveragesOfInner, sixteen_bit_optimizer.SixteenBitOptimizer
+):
     """Keeps the slots of an optimizer in 8 bits instead of 32.
 
     For models with float32 variables, mixed ones among them; those in pure 16

@@ -3,13 +3,13 @@
 import contextlib
 import numbers
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 from keras import ops
 
-from tfmix._keras import compilation, optimizers, variables
+from tfmix._keras import averages, compilation, optimizers, variables
 from tfmix.step import replicas
 from tfmix.variables import eight_bit_slots, inner_attributes, noise
 
@@ -79,6 +79,18 @@ class StandIns:
     def read(self, variable: keras.Variable) -> Any:
         """Returns the float32 value behind a model's variable."""
         return ops.cast(self.target(variable), "float32")
+
+    def swap(self, target: keras.Variable, average: keras.Variable) -> None:
+        """Swaps what the inner optimizer updates with its average."""
+        value = ops.copy(target)
+        target.assign(average)
+        average.assign(value)
+
+    def overwrite(
+        self, target: keras.Variable, average: keras.Variable
+    ) -> None:
+        """Makes an average what stands in its place since a swap."""
+        average.assign(target)
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Sets the float32 value behind a variable, and the variable."""
@@ -233,15 +245,41 @@ class SixteenBitOptimizer(
 
     def finalize_variable_values(self, var_list: Variables) -> None:
         """Gives the model the inner optimizer's final (averaged) weights."""
+        self._on_each_replica(self._finalize)
 
-        def finalize() -> None:
-            self._store.refresh()
-            targets = self._store.targets(optimizers.remembered(self))
-            self.inner_optimizer.finalize_variable_values(targets)
-            self._store.write_back()
+    def swap_averages(self) -> None:
+        """Swaps the float32 weights with their averages (`use_ema=True`)."""
+        self._on_each_replica(self._swap_averages)
 
+    def overwrite_averages(self) -> None:
+        """Makes the weights the averages, as `swap_averages` left them."""
+        self._on_each_replica(self._overwrite_averages)
+
+    def _on_each_replica(self, action: Callable[[], None]) -> None:
         if self.built:
-            replicas.run_on_each(self, finalize)
+            replicas.run_on_each(self, action)
+
+    @contextlib.contextmanager
+    def _stand_ins(self) -> Iterator[StandIns]:
+        """Takes over what was assigned, and notes what is done."""
+        self._store.refresh()
+        yield self._store
+        self._store.write_back()
+
+    def _finalize(self) -> None:
+        with self._stand_ins() as store:
+            targets = store.targets(optimizers.remembered(self))
+            self.inner_optimizer.finalize_variable_values(targets)
+
+    def _swap_averages(self) -> None:
+        with self._stand_ins() as store:
+            for target, average in averages.pairs(self.inner_optimizer):
+                store.swap(target, average)
+
+    def _overwrite_averages(self) -> None:
+        with self._stand_ins() as store:
+            for target, average in averages.pairs(self.inner_optimizer):
+                store.overwrite(target, average)
 
     def read_float32(self, variable: keras.Variable) -> Any:
         """Returns the float32 value behind a model's variable, as a tensor.
@@ -275,6 +313,9 @@ class SixteenBitOptimizer(
         Args:
             store: What Keras opens of a file: places, as strings, to arrays.
         """
+        if not self.built:
+            # The inner optimizer says so, which Keras loads next.
+            return
         count = len(self.variables)
         if len(store.keys()) != count:
             super().load_own_variables(store)

@@ -1,12 +1,14 @@
 """`compile` wraps the optimizer a 16-bit model needs, and no other."""
 
 import copy
+import pickle
 
 import keras
 import numpy as np
 import pytest
 
 from tests import helpers
+from tfmix.conversion import convert
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import carried, current_policy, suited_optimizer
 from tfmix.scaling import guard, rules
@@ -187,17 +189,20 @@ def test_auto_scale_loss_off_is_respected_and_saved(policy, tmp_path):
     assert type(loaded.optimizer) is keras.optimizers.SGD
 
 
-def test_the_users_own_loss_scale_optimizer_stays():
+def test_the_users_own_loss_scale_optimizer_stays(caplog):
     current_policy.set_global_policy("mixed_float16")
     own = scaling.LossScaleOptimizer("adam", loss_scale=8.0)
     model = make()
     model.compile(own, "mse")
     assert model.optimizer is own
     assert guard.is_guarded(model)
+    assert not of_tfmix(caplog)
     kerass = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
     model = make()
     model.compile(kerass, "mse")
     assert model.optimizer is kerass
+    (told,) = of_tfmix(caplog)
+    assert "Compile with tfmix.LossScaleOptimizer(optimizer." in told
 
 
 def test_the_users_optimizer_is_the_one_inside():
@@ -471,13 +476,111 @@ def test_a_loss_scale_around_another_is_refused(policy, auto):
     model.fit(X, Y, verbose=0)
 
 
-@pytest.mark.filterwarnings("error:When this model was saved")
-def test_a_model_loaded_with_its_policy_set_is_guarded(tmp_path):
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+def test_a_loaded_model_is_guarded_as_before(policy, tmp_path):
     current_policy.set_global_policy("mixed_float16")
     model = make()
     model.compile("sgd", "mse")
     model.fit(X, Y, verbose=0)
     model.save(tmp_path / "model.keras")
+    # As in a new process, which no policy was set in.
+    current_policy.set_global_policy(policy)
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert guard.is_guarded(loaded)
     loaded.fit(X, Y, verbose=0)
+
+
+def converted():
+    model = make()
+    convert.apply_policy(model, "mixed_float16")
+    return model
+
+
+def scoped():
+    with current_policy.policy_scope("mixed_float16"):
+        return make()
+
+
+def saved_and_loaded(model, tmp_path):
+    model.save(tmp_path / "model.keras")
+    return keras.saving.load_model(tmp_path / "model.keras")
+
+
+def around(model, tmp_path):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, model(inputs))
+
+
+def around_a_layer(model, tmp_path):
+    features = model.layers[0].output
+    last = keras.layers.Dense(1, dtype="float32")
+    return keras.Model(model.inputs, last(features))
+
+
+MADE_FROM_ANOTHER = {
+    "wrapped": around,
+    "features": around_a_layer,
+    "cloned": lambda model, _: keras.models.clone_model(model),
+    "loaded": saved_and_loaded,
+    "pickled": lambda model, _: pickle.loads(pickle.dumps(model)),
+    "deepcopied": lambda model, _: copy.deepcopy(model),
+}
+
+
+@pytest.mark.parametrize("how", MADE_FROM_ANOTHER)
+@pytest.mark.parametrize("source", [converted, scoped])
+def test_what_is_made_of_a_float16_model_is_scaled_and_guarded(
+    source, how, tmp_path
+):
+    model = MADE_FROM_ANOTHER[how](source(), tmp_path)
+    # Far below what float16 holds, unscaled.
+    model.compile("sgd", lambda y, x: 1e-9 * keras.ops.abs(y - x))
+    model.optimizer.learning_rate = 1e9
+    model.fit(np.full_like(X, np.nan), Y, verbose=0)
+    before = model.get_weights()
+    assert all(np.isfinite(each).all() for each in before)
+    model.fit(X, Y, verbose=0)
+    after = model.get_weights()
+    assert any((a != b).any() for a, b in zip(after, before, strict=True))
+    assert is_wrapped(model)
+    assert guard.is_guarded(model)
+
+
+def test_a_layer_made_outside_falls_back_where_its_code_needs_it(caplog):
+    class Holds(keras.layers.Layer):
+        def call(self, x):
+            return x + 1e-9
+
+    scoped()
+    model = keras.Sequential([keras.layers.Dense(1), Holds()])
+    for layer in model.layers:
+        layer.dtype_policy = "mixed_float16"
+    model.compile("sgd", "mse")
+    model.fit(X, Y, verbose=0)
+    assert "1e-09 is 0 in float16" in caplog.text
+
+
+def test_float32_leaves_copies_to_keras():
+    model = scoped()
+    current_policy.set_global_policy("float32")
+    twin = keras.models.clone_model(model)
+    twin.compile("sgd", "mse")
+    assert not is_wrapped(twin)
+    assert not guard.is_guarded(twin)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+def test_a_loaded_model_goes_on_bit_for_bit_under_any_policy(policy, tmp_path):
+    current_policy.set_global_policy("mixed_float16")
+    model = make()
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    current_policy.set_global_policy(policy)
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    current_policy.set_global_policy("mixed_float16")
+    for each in (model, loaded):
+        each.fit(X, Y, epochs=2, verbose=0, shuffle=False)
+    pairs = zip(loaded.get_weights(), model.get_weights(), strict=True)
+    for found, expected in pairs:
+        np.testing.assert_array_equal(found, expected)

@@ -1,6 +1,8 @@
 """The border of a model leaves everything but its gradients as it was."""
 
 import collections
+import gc
+import weakref
 
 import keras
 import numpy as np
@@ -264,3 +266,18 @@ def test_a_model_whose_layers_fell_back_is_scaled_as_well():
     exact = -X.mean(0) / 4 * 1e-2
     np.testing.assert_allclose(moved, exact, rtol=0.1)
     assert isinstance(model.optimizer, tfmix.LossScaleOptimizer)
+
+
+@helpers.requires_backend("jax")
+def test_a_model_that_nobody_holds_is_freed():
+    # TensorFlow keeps every custom gradient of a graph for good.
+    def trained():
+        with tfmix.policy_scope("mixed_float16"):
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+        return weakref.ref(model)
+
+    model = trained()
+    gc.collect()
+    assert model() is None

@@ -151,3 +151,19 @@ def types_in(nest):
 def leaves_of(nest):
     containers, leaves = inside(nest)
     return [*leaves, *(x for each in containers for x in leaves_of(each))]
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("dtype", ["float32", None])
+def test_a_model_of_two_outputs_trains_on_two_replicas(dtype):
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope(), tfmix.policy_scope("mixed_bfloat16"):
+        inputs = keras.Input((3,))
+        first, second = (
+            keras.layers.Dense(1, dtype=dtype)(inputs) for _ in range(2)
+        )
+        model = keras.Model(inputs, {"a": first, "b": second})
+        model.compile("sgd", "mse")
+    x, y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+    history = model.fit(x, {"a": y, "b": y}, verbose=0).history
+    assert np.isfinite(history["a_loss"]).all()

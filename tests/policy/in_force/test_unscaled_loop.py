@@ -25,7 +25,6 @@ def saved_and_loaded(path):
 
 
 # No file keeps a guard.
-@pytest.mark.filterwarnings("ignore:When this model was saved")
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_step_without_a_scaled_loss_is_whole(loaded, tmp_path):
     # As a `train_step` does that was written for float32.

@@ -10,19 +10,30 @@ from typing import Any
 
 import keras
 
-from tfmix import _messages
-from tfmix._keras import global_state, layers, model_methods, training
+from tfmix import _formats, _messages
+from tfmix._keras import (
+    compile_method,
+    global_state,
+    layers,
+    model_methods,
+    training,
+)
 from tfmix.devices import devices
 from tfmix.float8 import chosen_layers
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import (
     active_rules,
+    averaged_weights,
     compiling,
+    dtype_errors,
     fallback,
     model_outputs,
     ops,
     skip_watch,
+    suited_optimizer,
     tensors,
+    uncast_inputs,
+    unfit_constants,
 )
 from tfmix.scaling import given_gradients
 from tfmix.scaling import optimizer as scaling
@@ -36,6 +47,7 @@ def carry(model: keras.Model, policy: keras.DTypePolicy) -> None:
     """Makes a model carry a policy, or none if it has no 16-bit part."""
     chosen_layers.restore(model, {})
     if policies.is_sixteen_bit(policy):
+        compile_method.stand_by()
         layers.rematerialize_anew(model)
         carried = _Carried(model, policy)
         model_methods.put(model, model_methods.RULES, carried)
@@ -47,6 +59,45 @@ def carried_policy(model: keras.Model) -> keras.DTypePolicy | None:
     """Returns the policy a model carries, `None` if it carries none."""
     found = model_methods.part(model, model_methods.RULES)
     return found.policy if isinstance(found, _Carried) else None
+
+
+def _adopting(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns what stands in for `Trainer.compile`."""
+    compile_suitably = compiling.wrapped(original)
+
+    @functools.wraps(original)
+    def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
+        if carried_policy(self) is None:
+            _adopt(self)
+        compile_suitably(self, *args, **kwargs)
+
+    return compile
+
+
+compile_method.use(_adopting)
+
+
+def _adopt(model: keras.Model) -> None:
+    """Makes a model with 16-bit layers as if it was made under their policy."""
+    policy = _policy_of_layers(model)
+    if policy is None:
+        return
+    for layer in layers.flat_layers(model):
+        if fallback.can_have(layer) and fallback.STATE not in vars(layer):
+            uncast_inputs.keep_exact(layer)
+            fallback.put_on(layer)
+    carry(model, policy)
+
+
+def _policy_of_layers(model: keras.Model) -> keras.DTypePolicy | None:
+    for layer in layers.flat_layers(model)[1:]:
+        if isinstance(layer, keras.Model) and carried_policy(layer):
+            return carried_policy(layer)
+    for dtype in _formats.SIXTEEN_BIT:
+        if suited_optimizer.computes_in(model, dtype):
+            pure = suited_optimizer.has_sixteen_bit_variables(model)
+            return policies.Policy(dtype if pure else f"mixed_{dtype}")
+    return None
 
 
 class _Carried:
@@ -68,13 +119,16 @@ class _Carried:
         self.wrappers: Mapping[str, model_methods.Wrapper] = {
             "call": self._call,
             "compile": self._compile,
-            "fit": functools.partial(skip_watch.fit, model),
+            "fit": self._fit,
+            "evaluate": functools.partial(averaged_weights.swapped, model),
+            "predict": functools.partial(averaged_weights.swapped, model),
             "make_train_function": self._make_train_function,
             "summary": self._summary,
             "compute_loss": self._in_float32,
             "compute_metrics": self._in_float32,
             "train_step": self._train_step,
             "test_step": self._under_rules,
+            **dict.fromkeys(layers.own_methods(model), self._own_method),
         }
 
     def _under_rules(
@@ -83,6 +137,12 @@ class _Carried:
         active_rules.stand_by(self._rules)
         with active_rules.block(self._rules):
             return original(*args, **kwargs)
+
+    def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        fit = functools.wraps(original)(
+            functools.partial(averaged_weights.swapped, self._model, original)
+        )
+        return skip_watch.fit(self._model, fit, *args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Lets a step of the user's own see true gradients only."""
@@ -180,6 +240,22 @@ class _Carried:
 
         vars(first)[_MENDS] = model.train_function = first
         return first
+
+    def _own_method(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Says what to write where a method of the user's mixes dtypes."""
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            is_new = not getattr(error, "__notes__", None)
+            outside = is_new and global_state.entry_layer() is None
+            if outside and dtype_errors.is_about_dtypes(error):
+                error.add_note(
+                    f"tfmix: {unfit_constants.users_line(error)}outside of "
+                    "`call` layers return 16 bit and weights are float32. "
+                    "Write keras.ops.cast(weight, x.dtype) there, or "
+                    "keras.ops.cast(x, 'float32') for the layer's result."
+                )
+            raise
 
     def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         compiling.compile_suitably(

@@ -22,7 +22,7 @@ _AUTO = "auto_scale_loss"
 
 
 def wrapped(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns what stands in for `Trainer.compile` while a policy is on."""
+    """Returns a `Trainer.compile` that puts on what a model needs."""
 
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
@@ -77,6 +77,13 @@ def compile_suitably(
     wanted = bound_arguments.get(bound, _AUTO, True)
     given = _optimizer(bound_arguments.get(bound, "optimizer"))
     _refuse_two_scales(given)
+    is_kerass = type(given) is keras.optimizers.LossScaleOptimizer
+    if is_kerass and model_methods.part(model, model_methods.RULES):
+        _messages.warn_once(
+            "Keras's own LossScaleOptimizer stays: a step that it skips leaves "
+            "NaN in metrics and statistics, and is not counted. Compile with "
+            "tfmix.LossScaleOptimizer(optimizer.inner_optimizer) instead."
+        )
     if wanted and given is not None:
         given = suited_optimizer.suited(given, model, level)
         bound_arguments.put(bound, "optimizer", given)

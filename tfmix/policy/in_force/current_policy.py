@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfmix import _messages
-from tfmix._keras import global_state
+from tfmix._keras import compile_method, global_state
 from tfmix.devices import is_on_tpu
 from tfmix.policy import policy as policies
 from tfmix.policy.in_force import active_rules, fallback, ops, policy_lookup
@@ -28,6 +28,8 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     It holds in all threads and survives `keras.utils.clear_session()`. Inside
     a `policy_scope` of the same thread it lasts until the scope ends.
     `"float32"` switches tfmix off: Keras is as if tfmix had never been there.
+    Until then `compile` scales and guards every model whose layers compute in
+    16 bit, copies and loaded ones included, also after a scope has ended.
 
     Args:
         policy: A name (see `Policy`), a `Policy`, or any
@@ -55,6 +57,8 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
             if accepted.name == "float32":
                 global_state.make_float32()
         _refresh()
+        if accepted.name == "float32" and not _open:
+            compile_method.stand_down()
 
 
 def global_policy() -> keras.DTypePolicy:

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -53,7 +54,7 @@ def call_inside(
 
     Args:
         model: The model, which no other carried one has called.
-        call: What computes its results, in float32.
+        call: The method that computes its results, in float32.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
 
@@ -103,8 +104,11 @@ class _Run:
     scope around the call is entered anew only if there is one.
     """
 
-    def __init__(self, model: keras.Model, call: Callable, nest: Any) -> None:
-        self._model, self._call, self._nest = model, call, nest
+    def __init__(self, model: keras.Model, call: Any, nest: Any) -> None:
+        # What JAX has compiled knows it, and the model knows that: no model
+        # would be freed.
+        self._model, self._call = weakref.ref(model), weakref.WeakMethod(call)
+        self._nest = nest
         self._state = layers.call_state()
         self._scope = global_state.open_scope()
         states = {} if self._scope is None else self._scope.state_mapping
@@ -145,9 +149,11 @@ class _Run:
         if start is not None or self._scope is not None or not _TENSORFLOW:
             scope = self._new_scope(before)
         with scope or contextlib.nullcontext(), layers.as_called(self._state):
-            known = {id(loss) for _, loss in layers.added_losses(self._model)}
-            outputs = self._call(*args, **kwargs)
-            added = layers.added_losses(self._model)
+            model: Any = self._model()
+            call: Any = self._call()
+            known = {id(loss) for _, loss in layers.added_losses(model)}
+            outputs = call(*args, **kwargs)
+            added = layers.added_losses(model)
         added = [(x, loss) for x, loss in added if id(loss) not in known]
         after = {} if scope is None else scope.state_mapping
         updates = {
@@ -174,13 +180,14 @@ class _Run:
             layers.put_loss(layer, inner, loss)
         if self._scope is not None:
             self._scope.state_mapping.update(updates)
-        for variable in self._model.variables if self._scope is None else ():
+        model: Any = self._model()
+        for variable in model.variables if self._scope is None else ():
             if id(variable) in updates:
                 variable.assign(updates[id(variable)])
         new, rest = iter(floats), iter(others)
-        return _rebuilt(
-            self._outputs, lambda x: next(new if _is_float(x) else rest)
-        )
+        outputs, self._outputs = self._outputs, None
+        self._added, self.rest = [], ([], {})
+        return _rebuilt(outputs, lambda x: next(new if _is_float(x) else rest))
 
     def _new_scope(self, states: States) -> keras.StatelessScope:
         scope = keras.StatelessScope(

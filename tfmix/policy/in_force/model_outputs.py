@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,21 +54,27 @@ class Outputs:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._told = False
+        # What the model computes by: the same in each call.
+        self._call: Callable[..., Any] = model.call
 
     def of(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
         """Calls; returns float32 if the call is the outermost, else as made."""
         if not is_outermost(self._model):
             with outputs_as_made():
                 return call(*args, **kwargs)
-        in_float32 = functools.partial(self._in_float32, call)
-        kept = functools.partial(
-            running_statistics.kept_finite, self._model, in_float32
-        )
-        return model_border.call_inside(self._model, kept, args, kwargs)
+        self._call = call
+        compute = self._kept_finite
+        return model_border.call_inside(self._model, compute, args, kwargs)
 
-    def _in_float32(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _kept_finite(self, *args: Any, **kwargs: Any) -> Any:
+        compute = self._in_float32
+        return running_statistics.kept_finite(
+            self._model, compute, *args, **kwargs
+        )
+
+    def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
         with outputs_as_made():
-            outputs = call(*args, **kwargs)
+            outputs = self._call(*args, **kwargs)
         self._tell_of_16_bit(outputs)
         # A copy of one that others are made of would have no gradient of them.
         as_made = layers.results_computed_from(self._model)
@@ -86,6 +91,8 @@ class Outputs:
         tensors.map_leaves(
             outputs, lambda one: dtypes.append(tensors.float_dtype(one))
         )
+        if not set(SIXTEEN_BIT) & set(dtypes):
+            return
         losses = [*layers.losses(self._model, outputs).values()]
         losses += [None] * (len(dtypes) - len(losses))
         narrow = [

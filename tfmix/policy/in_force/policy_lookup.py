@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import global_state, replacements, training
+from tfmix._keras import compile_method, global_state, replacements
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import compiling, new_layers
+from tfmix.policy.in_force import new_layers
 
 Lookup = Callable[[], keras.DTypePolicy | None]
 Replaced = Callable[[keras.DTypePolicy], None]
@@ -30,9 +30,8 @@ def install(lookup: Lookup, replaced: Replaced) -> None:
         global_state.GETTER: lambda f: _getter(f, lookup),
         global_state.SETTER: lambda f: _setter(f, replaced),
         (keras.Layer, "__init__"): lambda f: _initializer(f, lookup),
-        (training.TRAINER, "compile"): compiling.wrapped,
     }
-    for owner, name in wanted:
+    for owner, name in (*wanted, compile_method.PLACE):
         if name not in vars(owner):
             raise RuntimeError(
                 f"tfmix does not fit Keras {keras.__version__}: {owner!r} has "
@@ -40,10 +39,11 @@ def install(lookup: Lookup, replaced: Replaced) -> None:
                 "3.15), or a newer tfmix."
             )
     _replacements.set(wanted)
+    compile_method.stand_by()
 
 
 def remove() -> None:
-    """Gives Keras its own functions back."""
+    """Gives Keras its own functions back, but for `compile`."""
     _replacements.set({})
 
 

@@ -1,0 +1,29 @@
+"""Keras's `compile`, and what tfmix lets it do for every 16-bit model.
+
+From the first 16-bit policy of a process on, or the first file of a guarded
+model: copies and loaded models come about where no policy is in force.
+"""
+
+from collections.abc import Callable
+
+from tfmix._keras import replacements, training
+
+PLACE: replacements.Place = (training.TRAINER, "compile")
+_Compile = Callable[..., None]
+_replacements = replacements.Replacements()
+_makers: list[Callable[[_Compile], _Compile]] = []
+
+
+def use(make: Callable[[_Compile], _Compile]) -> None:
+    """Sets what makes the stand-in out of Keras's own method."""
+    _makers[:] = [make]
+
+
+def stand_by() -> None:
+    """Puts the stand-in in its place, until `stand_down`."""
+    _replacements.set(dict.fromkeys([PLACE], *_makers))
+
+
+def stand_down() -> None:
+    """Gives Keras its own method back."""
+    _replacements.set({})
