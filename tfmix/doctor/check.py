@@ -155,11 +155,7 @@ def _run(
     if bad:
         # Where no row is fine, all that is not finite is so because of them.
         findings = [one for one in findings if not one.gap.broken]
-    narrow = [
-        layer
-        for layer in suited_optimizer.computing_layers(batch.model)
-        if planned_policies.dtype(visit.sixteen, layer) in _formats.SIXTEEN_BIT
-    ]
+    narrow = _narrow_layers(batch.model, visit.sixteen)
     idle = () if narrow else (_IDLE, *_why_idle(batch.model))
     return numerics_report.NumericsReport(
         rows=(
@@ -180,6 +176,16 @@ def _run(
             *batch.notes,
         ),
     )
+
+
+def _narrow_layers(
+    model: keras.Model, sixteen: planned_policies.Plan
+) -> list[keras.Layer]:
+    return [
+        layer
+        for layer in suited_optimizer.computing_layers(model)
+        if planned_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
+    ]
 
 
 def _why_idle(model: keras.Model) -> list[str]:

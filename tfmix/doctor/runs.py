@@ -35,6 +35,11 @@ class Signature:
     is_tensor: bool  # whether the call returns one tensor, and no nest
     is_output: bool = False
 
+    def told(self, rounded: list[Any], is_output: bool) -> "Signature":
+        """Returns it with what is known only after the run."""
+        fits = tuple(map(bool, rounded))
+        return dataclasses.replace(self, rounded=fits, is_output=is_output)
+
 
 @dataclasses.dataclass(frozen=True)
 class SixteenBitRun:
@@ -77,13 +82,7 @@ def sixteen_bit(
         # A loop's body has no numbers.
         if all(compilation.is_made_in(trace, leaf) for leaf in every):
             rounded[call.key] = [_fits(leaf, fmt) for leaf in call.tensors]
-            signatures[call.key] = Signature(
-                arguments=tuple(map(probe.dtype, call.tensors)),
-                rounded=(),
-                outputs=tuple(map(probe.dtype, leaves)),
-                shapes=tuple(tuple(leaf.shape) for leaf in leaves),
-                is_tensor=probe.is_float(outputs),
-            )
+            signatures[call.key] = _signature(call, outputs)
             for leaf in leaves:
                 # What a layer hands on from one inside it is the inner one's.
                 made.setdefault(id(leaf), call.key)
@@ -101,15 +100,26 @@ def sixteen_bit(
         fits = batch.runner.run(forward, batch.weights())
         ran = {layer: layer_policies.own(layer) for layer in planned}
         fallen = fallback.notes(batch.model)
-    for key, each in fits.items():
-        signatures[key] = dataclasses.replace(
-            signatures[key], rounded=tuple(map(bool, each))
-        )
     leaves = probe.floats(outputs)
-    for key in {made[id(leaf)] for leaf in leaves if id(leaf) in made}:
-        signatures[key] = dataclasses.replace(signatures[key], is_output=True)
+    of_outputs = {made[id(leaf)] for leaf in leaves if id(leaf) in made}
+    signatures = {
+        key: each.told(fits[key], key in of_outputs)
+        for key, each in signatures.items()
+    }
     dtypes = tuple(map(probe.dtype, leaves))
     return SixteenBitRun(signatures, dtypes, ran, fallen)
+
+
+def _signature(call: probe.Call, outputs: Any) -> Signature:
+    """Notes a call's dtypes and shapes; whether they fit is told later."""
+    leaves = probe.floats(outputs)
+    return Signature(
+        arguments=tuple(map(probe.dtype, call.tensors)),
+        rounded=(),
+        outputs=tuple(map(probe.dtype, leaves)),
+        shapes=tuple(tuple(leaf.shape) for leaf in leaves),
+        is_tensor=probe.is_float(outputs),
+    )
 
 
 def truth(
