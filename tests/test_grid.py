@@ -6,6 +6,8 @@ import pytest
 from tests import grid
 
 QUICK, MANY = 6, 2000
+# Keras's own, of a state that no longer fits and of metrics it does not find.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @pytest.mark.parametrize("case", grid.sample(QUICK), ids=str)

@@ -1,7 +1,6 @@
 """What Keras's layers hold, and what they are called with."""
 
 import contextlib
-import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -232,8 +231,8 @@ def call_state() -> tuple[Any, Any, Any]:
     context = global_state.get_global_attribute(_CALL_CONTEXT)
     entry = None
     if context is not None:
-        entry, context = weakref.ref(context.entry_layer), copy.copy(context)
-        context.entry_layer = None
+        entry = weakref.ref(context.entry_layer)
+        context = _with_entry(context, None)
     return context, entry, variables.get_autocast_scope()
 
 
@@ -243,13 +242,19 @@ def is_training() -> bool:
     return bool(getattr(context, "training", None))
 
 
+def _with_entry(context: Any, entry: Any) -> Any:
+    """Returns the context of a call that another layer began."""
+    other = type(context)(entry)
+    vars(other).update({**vars(context), "entry_layer": entry})
+    return other
+
+
 @contextlib.contextmanager
 def as_called(state: tuple[Any, Any, Any]) -> Iterator[None]:
     """Runs a block as a part of an earlier call, by its `call_state`."""
     context, entry, scope = state
     if context is not None:
-        context = copy.copy(context)
-        context.entry_layer = entry()
+        context = _with_entry(context, entry())
     before = global_state.get_global_attribute(_CALL_CONTEXT)
     global_state.set_global_attribute(_CALL_CONTEXT, context)
     try:
