@@ -14,9 +14,9 @@ import keras
 import numpy as np
 
 from benchmarks import layer_deviation, layer_measure, results
+from tfmix.in_force.global_policy import current_policy
 from tfmix.policy import op_rules
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import current_policy
 
 # How many times smaller a rule must make the error. Rounding the result leaves
 # half an epsilon, so 4 means that Keras alone is at least 2 epsilons off. In

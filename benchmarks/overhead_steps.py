@@ -20,7 +20,7 @@ import numpy as np
 
 import tfmix
 from benchmarks import pairs, resident, results, turns
-from tfmix.policy.in_force import fallback
+from tfmix.in_force.layer import fallback
 
 # Layers, width, steps in a turn: a tenth of a second, since the memory of a
 # shared machine is fast and slow for seconds each.

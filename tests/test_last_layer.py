@@ -9,7 +9,7 @@ import pytest
 
 from tests import helpers
 from tfmix import last_layer
-from tfmix.policy.in_force import current_policy
+from tfmix.in_force.global_policy import current_policy
 
 SIXTEEN_BIT = ["mixed_float16", "mixed_bfloat16"]
 

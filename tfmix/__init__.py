@@ -23,12 +23,16 @@ from tfmix.doctor.environment import environment as environment
 from tfmix.hardware.advise import advise as advise
 from tfmix.hardware.compile_for import compile_for as compile_for
 from tfmix.hardware.targets import targets as targets
-from tfmix.last_layer import float32_output as float32_output
-from tfmix.policy.in_force.current_policy import global_policy as global_policy
-from tfmix.policy.in_force.current_policy import policy_scope as policy_scope
-from tfmix.policy.in_force.current_policy import (
+from tfmix.in_force.global_policy.current_policy import (
+    global_policy as global_policy,
+)
+from tfmix.in_force.global_policy.current_policy import (
+    policy_scope as policy_scope,
+)
+from tfmix.in_force.global_policy.current_policy import (
     set_global_policy as set_global_policy,
 )
+from tfmix.last_layer import float32_output as float32_output
 from tfmix.policy.layer_rules import (
     default_float32_layers as default_float32_layers,
 )

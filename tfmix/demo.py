@@ -17,7 +17,7 @@ import numpy as np
 from rich import box, progress, table
 
 from tfmix import last_layer
-from tfmix.policy.in_force import current_policy
+from tfmix.in_force.global_policy import current_policy
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
 

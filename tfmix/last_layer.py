@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from tfmix import _arguments
-from tfmix.policy.in_force import softmax_logits
+from tfmix.in_force.process_wide import softmax_logits
 
 
 def float32_output(

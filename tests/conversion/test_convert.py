@@ -8,8 +8,8 @@ import pytest
 
 from tests import helpers
 from tfmix.conversion import convert
+from tfmix.in_force.global_policy import current_policy
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import current_policy
 from tfmix.scaling import guard, rules
 from tfmix.scaling import optimizer as scaling
 from tfmix.variables import master

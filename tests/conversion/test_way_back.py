@@ -8,10 +8,7 @@ from tests import helpers
 from tests.conversion import test_orders as small
 from tfmix._keras import layer_policies, training, variables
 from tfmix.conversion import convert, layer_changes, optimizer_state
-from tfmix.policy.in_force import (
-    carried,
-    suited_optimizer,
-)
+from tfmix.in_force.model import carried, suited_optimizer
 from tfmix.scaling import guard, rules
 from tfmix.scaling import optimizer as scaling
 from tfmix.variables import master

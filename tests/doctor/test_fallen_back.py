@@ -6,7 +6,7 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from tests.policy.in_force import test_fallback
+from tests.in_force import test_fallback
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 Y = X[:, :1]

@@ -7,7 +7,7 @@ from keras import ops
 
 from tfmix.callbacks import loss_scale_monitor, numerics_monitor
 from tfmix.doctor import check
-from tfmix.policy.in_force import suited_optimizer
+from tfmix.in_force.model import suited_optimizer
 from tfmix.scaling import optimizer as scaling
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")

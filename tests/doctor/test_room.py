@@ -6,7 +6,7 @@ import pytest
 
 from tfmix import _formats
 from tfmix.doctor import check, latent, ranges
-from tfmix.policy.in_force import current_policy
+from tfmix.in_force.global_policy import current_policy
 
 FLOAT16 = _formats.FLOAT16
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tfmix
-from tfmix.policy.in_force import bare_optimizers
+from tfmix.in_force.process_wide import bare_optimizers
 from tfmix.step import finite
 
 HERE = pathlib.Path(__file__).parent

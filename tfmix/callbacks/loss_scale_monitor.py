@@ -11,7 +11,7 @@ import keras
 
 from tfmix import _arguments, _bar_output, _errors, _formats, _messages
 from tfmix._keras import variables
-from tfmix.policy.in_force import skip_watch, suited_optimizer
+from tfmix.in_force.model import skip_watch, suited_optimizer
 from tfmix.scaling import rules
 
 

@@ -22,7 +22,7 @@ from tfmix.doctor import (
     verdicts,
 )
 from tfmix.float8 import chosen_layers
-from tfmix.policy.in_force import suited_optimizer
+from tfmix.in_force.model import suited_optimizer
 
 
 class NumericsMonitor(keras.callbacks.Callback):

@@ -14,7 +14,7 @@ from tfmix._keras import layers as host
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import float8_products, latent, probe, ranges
-from tfmix.policy.in_force import model_outputs
+from tfmix.in_force.model import model_outputs
 from tfmix.scaling import optimizer as scaling
 
 # A forward row holds `ranges.COLUMNS`, the relative error, whether float32 is

@@ -23,13 +23,10 @@ from tfmix.conversion import (
     planned_policies,
 )
 from tfmix.float8 import chosen_layers
+from tfmix.in_force.global_policy import current_policy
+from tfmix.in_force.layer import fallback
+from tfmix.in_force.model import carried, suited_optimizer
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import (
-    carried,
-    current_policy,
-    fallback,
-    suited_optimizer,
-)
 from tfmix.scaling import guard
 from tfmix.scaling import optimizer as scaling
 from tfmix.variables import sixteen_bit_optimizer

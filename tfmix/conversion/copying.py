@@ -9,7 +9,8 @@ import keras
 
 from tfmix import _messages
 from tfmix._keras import layer_policies, layers, training
-from tfmix.policy.in_force import carried, current_policy
+from tfmix.in_force.global_policy import current_policy
+from tfmix.in_force.model import carried
 
 # Of Keras's message: enough for its first sentence and a path.
 _LONGEST = 300

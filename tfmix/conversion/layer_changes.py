@@ -12,7 +12,8 @@ from keras import ops
 from tfmix import _formats
 from tfmix._keras import layer_policies, layers, variables
 from tfmix.conversion import planned_policies
-from tfmix.policy.in_force import fallback, suited_optimizer, uncast_inputs
+from tfmix.in_force.layer import fallback, uncast_inputs
+from tfmix.in_force.model import suited_optimizer
 
 Undo = Callable[[], None]
 

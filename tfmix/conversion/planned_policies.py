@@ -7,9 +7,11 @@ import keras
 
 from tfmix import _formats
 from tfmix._keras import layer_policies, layers
+from tfmix.in_force.global_policy import new_layers
+from tfmix.in_force.layer import fallback
+from tfmix.in_force.model import suited_optimizer
 from tfmix.policy import layer_rules
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import fallback, new_layers, suited_optimizer
 
 # Layers of Keras's that hold layers of the user's: those are decided on
 # their own. What other layers of Keras's hold (the projections of attention,

@@ -7,7 +7,8 @@ import keras
 from tfmix import _arguments, _formats, _tables
 from tfmix._keras import layer_policies, layers
 from tfmix.conversion import planned_policies
-from tfmix.policy.in_force import fallback, suited_optimizer
+from tfmix.in_force.layer import fallback
+from tfmix.in_force.model import suited_optimizer
 
 
 @dataclasses.dataclass(frozen=True)

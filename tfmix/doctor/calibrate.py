@@ -13,7 +13,7 @@ from keras import ops
 from tfmix import _arguments, _errors, _progress
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
-from tfmix.policy.in_force import model_border
+from tfmix.in_force.model import model_border
 from tfmix.step import finite
 
 # The exponents that are tried: the bounds of `DynamicLossScale`.

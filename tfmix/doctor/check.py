@@ -27,16 +27,13 @@ from tfmix.doctor import (
     verdicts,
 )
 from tfmix.float8 import chosen_layers
+from tfmix.in_force.global_policy import current_policy
+from tfmix.in_force.layer import fallback
+from tfmix.in_force.model import carried as carrying
+from tfmix.in_force.model import model_outputs, suited_optimizer
+from tfmix.in_force.process_wide import active_rules
+from tfmix.in_force.process_wide import ops as op_rules_in_force
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import (
-    active_rules,
-    current_policy,
-    fallback,
-    model_outputs,
-    suited_optimizer,
-)
-from tfmix.policy.in_force import carried as carrying
-from tfmix.policy.in_force import ops as op_rules_in_force
 from tfmix.scaling import rules
 
 # More rows would cost memory and tell nothing new.

@@ -11,7 +11,7 @@ import keras
 from tfmix import _tables
 from tfmix._keras import replacements
 from tfmix.devices import Device, devices
-from tfmix.policy.in_force import current_policy
+from tfmix.in_force.global_policy import current_policy
 
 _PACKAGES = ("tensorflow", "tensorflow-cpu", "jax", "numpy")
 

@@ -13,7 +13,7 @@ from tfmix._keras import layers as host
 from tfmix._keras import variables
 from tfmix.conversion import planned_policies
 from tfmix.doctor import probe, ranges, runs, verdicts
-from tfmix.policy.in_force import model_outputs
+from tfmix.in_force.model import model_outputs
 from tfmix.scaling import rules
 
 # Share of a model's probabilities below the normal range that is a fault.

@@ -14,7 +14,7 @@ from tfmix._keras import compilation, layer_policies, layers
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import probe, ranges
-from tfmix.policy.in_force import fallback
+from tfmix.in_force.layer import fallback
 
 Key = tuple[int, int]
 # Tensors in 16 bit, and the same ones in float32.

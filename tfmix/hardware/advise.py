@@ -13,8 +13,8 @@ from tfmix import _arguments, _formats, _tables
 from tfmix._keras import layers as host
 from tfmix.float8 import chosen_layers
 from tfmix.hardware import model_batches, targets, training_memory
+from tfmix.in_force.model import carried
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import carried
 
 Shape = tuple[int, ...]
 Shapes = list[Shape]

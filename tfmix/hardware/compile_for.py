@@ -21,8 +21,9 @@ from tfmix.hardware import (
     targets,
     training_memory,
 )
+from tfmix.in_force.global_policy import current_policy
+from tfmix.in_force.model import carried, suited_optimizer
 from tfmix.policy import policy as policies
-from tfmix.policy.in_force import carried, current_policy, suited_optimizer
 
 
 # One call says the whole question: model, device, how it is trained.

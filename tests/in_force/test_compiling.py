@@ -1,0 +1,587 @@
+"""`compile` wraps the optimizer a 16-bit model needs, and no other."""
+
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tfmix.conversion import convert
+from tfmix.in_force.global_policy import current_policy
+from tfmix.in_force.model import carried, suited_optimizer
+from tfmix.policy import policy as policies
+from tfmix.scaling import guard, rules
+from tfmix.scaling import optimizer as scaling
+from tfmix.variables import master
+
+X = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def make(dtype=None, **kwargs):
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            keras.layers.Dense(4, dtype=dtype),
+            keras.layers.Dense(1, dtype="float32"),
+        ],
+        **kwargs,
+    )
+
+
+class Subclassed(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+def is_wrapped(model):
+    return type(model.optimizer) is scaling.LossScaleOptimizer
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O1", "O2", "float16"])
+@pytest.mark.parametrize("kind", [make, Subclassed])
+def test_a_float16_model_gets_loss_scaling_and_a_guard(policy, kind):
+    current_policy.set_global_policy(policy)
+    model = kind()
+    model.compile("adam", "mse")
+    assert is_wrapped(model)
+    assert model.optimizer.loss_scale == 2.0**15
+    assert guard.is_guarded(model)
+
+
+def test_a_bfloat16_model_gets_the_check_and_no_scale():
+    current_policy.set_global_policy("mixed_bfloat16")
+    model = make()
+    model.compile("adam", "mse")
+    assert model.optimizer.rule == rules.NoLossScale()
+    assert guard.is_guarded(model)
+
+
+@pytest.mark.parametrize("kind", [make, Subclassed])
+def test_a_row_of_nan_leaves_a_bfloat16_model_as_it_was(kind):
+    current_policy.set_global_policy("mixed_bfloat16")
+    model = kind()
+    model.compile("adam", "mse")
+    x = X.copy()
+    x[3] = np.nan
+    model.fit(x, Y, batch_size=4, shuffle=False, verbose=0)
+    assert all(np.isfinite(one).all() for one in model.get_weights())
+    assert model.optimizer.skipped_steps == 1
+    assert int(model.optimizer.iterations) == 3
+
+
+def test_a_float32_model_gets_none():
+    current_policy.set_global_policy("float32")
+    model = make()
+    model.compile("adam", "mse")
+    assert type(model.optimizer) is keras.optimizers.Adam
+    assert not guard.is_guarded(model)
+
+
+def test_a_map_is_looked_into():
+    entry = {"dense": keras.DTypePolicy("mixed_float16")}
+    policy = keras.dtype_policies.DTypePolicyMap(
+        keras.DTypePolicy("mixed_float16"), entry
+    )
+    with current_policy.policy_scope(policy):
+        model = make()
+    model.compile("adam", "mse")
+    assert is_wrapped(model)
+
+
+def test_one_float16_layer_is_enough_while_a_policy_is_on():
+    current_policy.set_global_policy("mixed_bfloat16")
+    model = make(dtype="mixed_float16")
+    model.compile("adam", "mse")
+    assert is_wrapped(model)
+
+
+@pytest.mark.parametrize("kind", [make, Subclassed])
+def test_a_model_of_a_scope_is_wrapped_after_it(kind):
+    with current_policy.policy_scope("mixed_float16"):
+        model = kind()
+    model.compile("adam", "mse")
+    assert is_wrapped(model)
+    assert guard.is_guarded(model)
+    assert "compile" not in vars(type(model))
+    model.fit(X, Y, verbose=0)
+    assert model.optimizer.loss_scale > 0
+
+
+def test_a_model_made_before_the_policy_is_wrapped_by_it():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = make()
+    current_policy.set_global_policy("mixed_bfloat16")
+    model.compile("adam", "mse")
+    assert is_wrapped(model)
+
+
+def of_tfmix(caplog):
+    return [one.getMessage() for one in caplog.records if one.name == "tfmix"]
+
+
+def made_too_early(caplog):
+    return [text for text in caplog.messages if "apply_policy(model" in text]
+
+
+@pytest.mark.parametrize("kind", [make, Subclassed])
+def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
+    model = kind()
+    current_policy.set_global_policy("mixed_float16")
+    model.compile(scaling.LossScaleOptimizer("adam"), "mse")
+    model.fit(X, Y, verbose=0)
+    (told,) = made_too_early(caplog)
+    assert "no layer of the model computes in 16 bit" in told
+    assert "tfmix.apply_policy(model, 'mixed_float16')" in told
+
+
+@pytest.mark.parametrize("kind", [make, Subclassed])
+def test_it_is_not_told_of_a_loss_that_needs_no_scale_as_well(kind, caplog):
+    model = kind()
+    current_policy.set_global_policy("mixed_float16")
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    (told,) = of_tfmix(caplog)
+    assert [told] == made_too_early(caplog)
+
+
+def test_a_float32_model_trains_without_a_word_of_a_scale(caplog):
+    current_policy.set_global_policy("mixed_float16")
+    model = make(dtype="float32")
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    assert not of_tfmix(caplog)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_a_model_made_under_the_policy_is_told_nothing(dtype, caplog):
+    current_policy.set_global_policy("mixed_float16")
+    model = make(dtype=dtype)
+    model.compile("adam", "mse")
+    with current_policy.policy_scope("float32"):
+        make().compile("adam", "mse")
+    assert not made_too_early(caplog)
+
+
+def test_a_float32_model_is_left_alone_under_a_float16_policy():
+    model = make(dtype="float32")
+    current_policy.set_global_policy("mixed_float16")
+    other = make(dtype="float32")
+    for one in (model, other):
+        one.compile("adam", "mse")
+        assert type(one.optimizer) is keras.optimizers.Adam
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
+def test_auto_scale_loss_off_is_respected_and_saved(policy, tmp_path):
+    current_policy.set_global_policy(policy)
+    model = make()
+    model.compile("sgd", "mse", auto_scale_loss=False)
+    assert type(model.optimizer) is keras.optimizers.SGD
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    assert type(loaded.optimizer) is keras.optimizers.SGD
+
+
+def test_the_users_own_loss_scale_optimizer_stays(caplog):
+    current_policy.set_global_policy("mixed_float16")
+    own = scaling.LossScaleOptimizer("adam", loss_scale=8.0)
+    model = make()
+    model.compile(own, "mse")
+    assert model.optimizer is own
+    assert guard.is_guarded(model)
+    assert not of_tfmix(caplog)
+    kerass = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    model = make()
+    model.compile(kerass, "mse")
+    assert model.optimizer is kerass
+    (told,) = of_tfmix(caplog)
+    assert "Compile with tfmix.LossScaleOptimizer(optimizer." in told
+
+
+def test_the_users_optimizer_is_the_one_inside():
+    current_policy.set_global_policy("mixed_float16")
+    adam = keras.optimizers.Adam(0.5)
+    model = make()
+    model.compile(adam, "mse")
+    assert model.optimizer.inner_optimizer is adam
+
+
+def test_a_fixed_loss_scale_factor_becomes_a_fixed_loss_scale():
+    current_policy.set_global_policy("mixed_float16")
+    adam = keras.optimizers.Adam(loss_scale_factor=1024.0)
+    model = make()
+    model.compile(adam, "mse")
+    assert model.optimizer.rule == rules.FixedLossScale(1024.0)
+    assert model.optimizer.inner_optimizer is adam
+    model.fit(X, Y, verbose=0)
+    assert model.optimizer.loss_scale == 1024.0
+    assert np.isfinite(model.get_weights()[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("policy", "scale"),
+    [("float16", 2.0**15), ("bfloat16", 1.0), ("O3", 1.0)],
+)
+def test_16_bit_variables_get_masters(policy, scale):
+    current_policy.set_global_policy(policy)
+    model = make()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    assert is_wrapped(model)
+    assert model.optimizer.loss_scale == scale
+    inner = model.optimizer.inner_optimizer
+    assert type(inner) is master.MasterWeightOptimizer
+
+
+@pytest.mark.parametrize("in_scope", [True, False])
+def test_an_overridden_compile_is_reached(in_scope):
+    class Model(Subclassed):
+        def compile(self, optimizer, extra, **kwargs):
+            super().compile(optimizer=optimizer, loss="mse", **kwargs)
+            self.extra = extra
+
+    with current_policy.policy_scope("mixed_float16"):
+        model = Model()
+        if in_scope:
+            model.compile("sgd", 3)
+    if not in_scope:
+        model.compile("sgd", extra=3)
+    assert is_wrapped(model)
+    assert model.extra == 3
+
+
+def test_a_compile_that_keeps_its_optimizers_elsewhere_still_works():
+    class Gan(Subclassed):
+        def compile(self, first, second):
+            super().compile()
+            self.first, self.second = first, second
+
+    with current_policy.policy_scope("mixed_float16"):
+        model = Gan()
+    model.compile(keras.optimizers.SGD(), keras.optimizers.Adam())
+    # `super().compile()` made RMSprop of its own accord.
+    assert is_wrapped(model)
+    assert type(model.first) is keras.optimizers.SGD
+
+
+def test_a_wrong_argument_is_kerass_own_error():
+    with current_policy.policy_scope("mixed_float16"):
+        model = make()
+    with pytest.raises(TypeError, match="no_such_argument"):
+        model.compile("adam", no_such_argument=1)
+
+
+def test_the_wrapped_optimizer_is_what_is_saved(tmp_path):
+    with current_policy.policy_scope("mixed_float16"):
+        model = make()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "m.keras")
+    for policy in ("float32", "mixed_float16", "mixed_bfloat16"):
+        current_policy.set_global_policy(policy)
+        loaded = keras.models.load_model(tmp_path / "m.keras")
+        assert is_wrapped(loaded), policy
+        assert loaded.layers[0].compute_dtype == "float16"
+        pairs = zip(
+            loaded.optimizer.variables, model.optimizer.variables, strict=True
+        )
+        for after, before in pairs:
+            np.testing.assert_array_equal(after, before)
+
+
+def test_a_float32_model_loads_as_it_was_under_a_float16_policy(tmp_path):
+    model = make()
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "m.keras")
+    current_policy.set_global_policy("mixed_float16")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    assert type(loaded.optimizer) is keras.optimizers.Adam
+    assert {layer.compute_dtype for layer in loaded.layers} == {"float32"}
+    assert int(loaded.optimizer.iterations) == 1
+
+
+@pytest.mark.parametrize("copies", [copy.deepcopy, keras.models.clone_model])
+def test_copies_of_a_model_train(copies):
+    current_policy.set_global_policy("mixed_float16")
+    model = make()
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    twin = copies(model)
+    twin.compile("adam", "mse")
+    assert is_wrapped(twin)
+    twin.fit(X, Y, verbose=0)
+
+
+def test_what_a_model_carries_can_be_dropped():
+    with current_policy.policy_scope("mixed_float16"):
+        model = make()
+    before = set(vars(make()))
+    assert carried.carried_policy(model).name == "mixed_float16"
+    carried.carry(model, keras.DTypePolicy("float32"))
+    assert carried.carried_policy(model) is None
+    assert not {"compile", "call", "train_step"} & set(vars(model)) - before
+
+
+def test_a_model_of_a_scope_keeps_its_op_rules_after_it():
+    class Norm(keras.layers.Layer):
+        def call(self, x):
+            return keras.ops.norm(x, axis=-1, keepdims=True)
+
+    with current_policy.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((1024,)), Norm()])
+    x = np.full((2, 1024), 300.0, "float32")
+    result = keras.ops.convert_to_numpy(model(x))
+    np.testing.assert_array_equal(result, [[9600.0]] * 2)
+    np.testing.assert_array_equal(model.predict(x, verbose=0), result)
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"),
+    reason="needs keras.optimizers.MultiOptimizer",
+)
+def test_the_multi_optimizer_is_wrapped_as_a_whole():
+    current_policy.set_global_policy("mixed_float16")
+    model = make()
+    parts = keras.optimizers.OptimizerMap(
+        keras.optimizers.SGD(), {".*/bias": keras.optimizers.Adam()}
+    )
+    model.compile(keras.optimizers.MultiOptimizer(parts), "mse")
+    assert is_wrapped(model)
+    model.fit(X, Y, verbose=0)
+    assert np.isfinite(model.get_weights()[0]).all()
+
+
+def small_steps(policy, optimizer):
+    """The loss after updates that 16-bit variables alone would lose."""
+    rng = np.random.default_rng(5)
+    with current_policy.policy_scope(policy):
+        model = make()
+        model.set_weights([rng.normal(size=w.shape) for w in model.weights])
+        model.compile(optimizer, "mse")
+    for _ in range(40):
+        model.train_on_batch(X, Y)
+    return model, model.evaluate(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+def test_a_loss_scale_optimizer_of_the_users_gets_the_masters_it_lacks(policy):
+    own = scaling.LossScaleOptimizer(keras.optimizers.SGD(3e-3))
+    model, got = small_steps(policy, own)
+    assert model.optimizer is own
+    assert type(own.inner_optimizer) is master.MasterWeightOptimizer
+    _, expected = small_steps("float32", keras.optimizers.SGD(3e-3))
+    _, before = small_steps("float32", keras.optimizers.SGD(0.0))
+    assert abs(got - expected) < 0.1 * (before - expected)
+
+
+def test_masters_that_cannot_be_put_in_are_asked_for():
+    current_policy.set_global_policy("bfloat16")
+    built = scaling.LossScaleOptimizer("sgd")
+    built.build([keras.Variable([1.0])])
+    kerass = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    for optimizer, state in ((built, "built already"), (kerass, "Keras's own")):
+        with pytest.raises(ValueError, match=f"{state}.*MasterWeightOptimizer"):
+            make().compile(optimizer, "mse")
+
+
+def test_what_tfmix_put_on_comes_off_and_what_the_user_did_stays():
+    current_policy.set_global_policy("float16")
+    adam = keras.optimizers.Adam()
+    model = make()
+    model.compile(adam, "mse")
+    assert suited_optimizer.without_automatic(model.optimizer) is adam
+    own = scaling.LossScaleOptimizer("adam")
+    inside = own.inner_optimizer
+    model.compile(own, "mse")
+    assert own.inner_optimizer is not inside
+    assert suited_optimizer.without_automatic(own) is own
+    assert own.inner_optimizer is inside
+
+
+def test_an_optimizer_that_only_the_model_understands_is_passed_on():
+    class Task(keras.Model):
+        """Compiles itself with "auto", as KerasHub's tasks do."""
+
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.compile(optimizer="auto", loss="auto")
+
+        def call(self, x):
+            return self.dense(x)
+
+        def compile(self, optimizer="auto", loss="auto", **kwargs):
+            if optimizer == "auto":
+                optimizer = keras.optimizers.Adam(5e-5)
+            super().compile(optimizer, "mse", **kwargs)
+
+    with current_policy.policy_scope("mixed_float16"):
+        model = Task()
+    model.compile("auto")
+    assert is_wrapped(model)
+    assert guard.is_guarded(model)
+    model.fit(X, Y, verbose=0)
+
+
+def test_the_guard_of_compile_gives_way_to_an_optimizer_that_skips_nothing():
+    with current_policy.policy_scope("mixed_float16"):
+        model = make()
+    model.compile("adam", "mse")
+    assert guard.is_guarded(model)
+    model.compile("adam", "mse", auto_scale_loss=False)
+    history = model.fit(X, Y, verbose=0).history
+    assert np.isfinite(history["loss"][0])
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_step_runs_under_the_rules_of_the_last_policy_only(monkeypatch):
+    from tfmix.in_force.process_wide import active_rules
+
+    seen = []
+    model = make()
+    step = type(model).train_step
+
+    def spying(self, data):
+        seen.append(
+            {name for name in ("tanh", "sum") if active_rules.holds(name)}
+        )
+        return step(self, data)
+
+    monkeypatch.setattr(type(model), "train_step", spying)
+    for name in ("tanh", "sum"):
+        policy = policies.Policy("mixed_float16", float32_ops=[name])
+        carried.carry(model, policy)
+        model.compile("sgd", "mse", run_eagerly=True)
+        model.train_on_batch(X, Y)
+    assert seen == [{"tanh"}, {"sum"}]
+
+
+@pytest.mark.parametrize("auto", [True, False])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_loss_scale_around_another_is_refused(policy, auto):
+    inner = scaling.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    both = keras.optimizers.LossScaleOptimizer(inner)
+    current_policy.set_global_policy(policy)
+    model = make()
+    with pytest.raises(ValueError, match=r"`compile\(optimizer.inner_opt"):
+        model.compile(both, "mse", auto_scale_loss=auto)
+    model.compile(both.inner_optimizer, "mse", auto_scale_loss=auto)
+    model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+def test_a_loaded_model_is_guarded_as_before(policy, tmp_path):
+    current_policy.set_global_policy("mixed_float16")
+    model = make()
+    model.compile("sgd", "mse")
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    # As in a new process, which no policy was set in.
+    current_policy.set_global_policy(policy)
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert guard.is_guarded(loaded)
+    loaded.fit(X, Y, verbose=0)
+
+
+def converted():
+    model = make()
+    convert.apply_policy(model, "mixed_float16")
+    return model
+
+
+def scoped():
+    with current_policy.policy_scope("mixed_float16"):
+        return make()
+
+
+def saved_and_loaded(model, tmp_path):
+    model.save(tmp_path / "model.keras")
+    return keras.saving.load_model(tmp_path / "model.keras")
+
+
+def around(model, tmp_path):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, model(inputs))
+
+
+def around_a_layer(model, tmp_path):
+    features = model.layers[0].output
+    last = keras.layers.Dense(1, dtype="float32")
+    return keras.Model(model.inputs, last(features))
+
+
+MADE_FROM_ANOTHER = {
+    "wrapped": around,
+    "features": around_a_layer,
+    "cloned": lambda model, _: keras.models.clone_model(model),
+    "loaded": saved_and_loaded,
+    "pickled": lambda model, _: pickle.loads(pickle.dumps(model)),
+    "deepcopied": lambda model, _: copy.deepcopy(model),
+}
+
+
+@pytest.mark.parametrize("how", MADE_FROM_ANOTHER)
+@pytest.mark.parametrize("source", [converted, scoped])
+def test_what_is_made_of_a_float16_model_is_scaled_and_guarded(
+    source, how, tmp_path
+):
+    model = MADE_FROM_ANOTHER[how](source(), tmp_path)
+    # Far below what float16 holds, unscaled.
+    model.compile("sgd", lambda y, x: 1e-9 * keras.ops.abs(y - x))
+    model.optimizer.learning_rate = 1e9
+    model.fit(np.full_like(X, np.nan), Y, verbose=0)
+    before = model.get_weights()
+    assert all(np.isfinite(each).all() for each in before)
+    model.fit(X, Y, verbose=0)
+    after = model.get_weights()
+    assert any((a != b).any() for a, b in zip(after, before, strict=True))
+    assert is_wrapped(model)
+    assert guard.is_guarded(model)
+
+
+def test_a_layer_made_outside_falls_back_where_its_code_needs_it(caplog):
+    class Holds(keras.layers.Layer):
+        def call(self, x):
+            return x + 1e-9
+
+    scoped()
+    model = keras.Sequential([keras.layers.Dense(1), Holds()])
+    for layer in model.layers:
+        layer.dtype_policy = "mixed_float16"
+    model.compile("sgd", "mse")
+    model.fit(X, Y, verbose=0)
+    assert "1e-09 is 0 in float16" in caplog.text
+
+
+def test_float32_leaves_copies_to_keras():
+    model = scoped()
+    current_policy.set_global_policy("float32")
+    twin = keras.models.clone_model(model)
+    twin.compile("sgd", "mse")
+    assert not is_wrapped(twin)
+    assert not guard.is_guarded(twin)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+def test_a_loaded_model_goes_on_bit_for_bit_under_any_policy(policy, tmp_path):
+    current_policy.set_global_policy("mixed_float16")
+    model = make()
+    model.compile("adam", "mse")
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    current_policy.set_global_policy(policy)
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    current_policy.set_global_policy("mixed_float16")
+    for each in (model, loaded):
+        each.fit(X, Y, epochs=2, verbose=0, shuffle=False)
+    pairs = zip(loaded.get_weights(), model.get_weights(), strict=True)
+    for found, expected in pairs:
+        np.testing.assert_array_equal(found, expected)

@@ -1,0 +1,187 @@
+"""Ids and raw features reach the layer that needs them uncast."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tfmix.in_force.global_policy import current_policy
+
+IDS = np.array([[2049.0, 4097.0, 9999.0, 59999.0]], "float32")
+ROWS = 60_000
+
+
+class Embedder(keras.Model):
+    def __init__(self, take=lambda x: x):
+        super().__init__()
+        self.take = take
+        self.embedding = keras.layers.Embedding(ROWS, 1)
+
+    def call(self, x):
+        return self.embedding(self.take(x))
+
+
+class TokenLayer(keras.layers.Layer):
+    """As in Keras's own example of text classification."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = keras.layers.Embedding(ROWS, 1)
+        self.positions = keras.layers.Embedding(4, 1)
+
+    def call(self, x):
+        return self.tokens(x) + self.positions(keras.ops.arange(4)) * 0
+
+
+def number_rows(embedding):
+    """Makes the row's value tell the row, in steps float16 can hold."""
+    embedding.build((None, 4))
+    embedding.set_weights([np.arange(ROWS)[:, None] % 2048])
+
+
+def rows(result):
+    return keras.ops.convert_to_numpy(result)[..., 0].astype("float32")
+
+
+@pytest.mark.parametrize("run", ["__call__", "predict"])
+def test_float_ids_of_a_subclassed_model_find_their_rows(run, said):
+    with current_policy.policy_scope("mixed_float16"):
+        model = Embedder()
+    number_rows(model.embedding)
+    result = model(IDS) if run == "__call__" else model.predict(IDS, verbose=0)
+    np.testing.assert_array_equal(rows(result), IDS % 2048)
+    # The embedding answers in 16 bit, the outermost model in float32.
+    assert model.embedding.compute_dtype == "float16"
+    assert keras.backend.standardize_dtype(result.dtype) == "float32"
+    assert not said
+
+
+def test_float_ids_of_a_users_layer_find_their_rows(said):
+    with current_policy.policy_scope("mixed_float16"):
+        layer = TokenLayer()
+        inputs = keras.Input((4,))
+        model = keras.Model(inputs, layer(inputs))
+    number_rows(layer.tokens)
+    result = model.predict(IDS, verbose=0)
+    np.testing.assert_array_equal(rows(result), IDS % 2048)
+    assert not said
+
+
+def test_ids_two_layers_down_find_their_rows():
+    class Outer(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = TokenLayer()
+
+        def call(self, x):
+            return self.inner(x)
+
+    with current_policy.policy_scope("mixed_float16"):
+        model = Outer()
+    number_rows(model.inner.tokens)
+    np.testing.assert_array_equal(rows(model(IDS)), IDS % 2048)
+
+
+def test_ids_that_were_changed_after_the_cast_are_reported(said):
+    with current_policy.policy_scope("mixed_float16"):
+        model = Embedder(take=lambda x: x[:, :2])
+    model(IDS)
+    assert said
+    assert "2048" in said[0]
+    assert "int32" in said[0]
+
+
+def test_few_rows_are_no_reason_to_warn(said):
+    class Small(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.embedding = keras.layers.Embedding(2048, 1)
+
+        def call(self, x):
+            return self.embedding(x[:, :2])
+
+    with current_policy.policy_scope("mixed_float16"):
+        Small()(np.ones((1, 4), "float32"))
+    assert not said
+
+
+@pytest.mark.parametrize("kind", ["subclassed", "functional"])
+def test_raw_features_reach_normalization_with_all_digits(kind):
+    # Unix seconds: 1.7e9, one second apart, in a format that ends at 65504.
+    raw = (1.7e9 + 128.0 * np.arange(4.0)[:, None]).astype("float32")
+    mean, variance = float(raw.mean()), float(raw.var())
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.normalize = keras.layers.Normalization(
+                mean=mean, variance=variance
+            )
+            # Keras cannot build this one while it infers shapes.
+            self.normalize.build((None, 1))
+
+        def call(self, x):
+            return self.normalize(x)
+
+    with current_policy.policy_scope("mixed_float16"):
+        model = Model()
+        if kind == "functional":
+            inputs = keras.Input((1,))
+            model = keras.Model(inputs, model(inputs))
+    result = keras.ops.convert_to_numpy(model(raw))
+    expected = (raw - mean) / np.sqrt(variance)
+    np.testing.assert_allclose(
+        result, expected, rtol=helpers.TOLERANCES["float32"]
+    )
+
+
+def test_discretization_sees_values_beside_its_boundaries():
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.bin = keras.layers.Discretization([4096.5])
+
+        def call(self, x):
+            return self.bin(x)
+
+    with current_policy.policy_scope("mixed_float16"):
+        model = Model()
+    result = model(np.array([[4096.0], [4097.0]], "float32"))
+    assert keras.ops.convert_to_numpy(result).ravel().tolist() == [0, 1]
+
+
+# Keras 3.16 says so of recurrent layers.
+@pytest.mark.filterwarnings("ignore:.*does not support masking")
+def test_a_mask_survives():
+    class Outer(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.supports_masking = True
+            self.lstm = keras.layers.LSTM(1)
+
+        def call(self, x, mask=None):
+            assert mask is not None
+            return self.lstm(x, mask=mask)
+
+    with current_policy.policy_scope("mixed_float16"):
+        outer = Outer()
+        masked = keras.layers.Masking(dtype="float32")(np.ones((1, 3, 2)))
+        assert outer(masked).shape == (1, 1)
+
+
+def test_integer_ids_and_their_gradient_are_as_ever():
+    with current_policy.policy_scope("mixed_float16"):
+        model = keras.Sequential(
+            [
+                keras.Input((4,), dtype="int32"),
+                keras.layers.Embedding(ROWS, 2),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1, dtype="float32"),
+            ]
+        )
+    model.compile("sgd", "mse")
+    before = model.layers[0].get_weights()[0].copy()
+    model.fit(IDS.astype("int32"), np.ones((1, 1)), verbose=0)
+    changed = np.where((model.layers[0].get_weights()[0] != before).any(1))[0]
+    assert set(changed) <= set(IDS[0].astype(int))
+    assert len(changed) > 0

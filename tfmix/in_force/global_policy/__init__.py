@@ -1,0 +1,1 @@
+"""The global policy: who is asked for it, and the layers made under it."""

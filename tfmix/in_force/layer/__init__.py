@@ -1,0 +1,1 @@
+"""A layer under an active policy: its inputs, and its fallback to float32."""

@@ -1,0 +1,360 @@
+"""A layer that cannot compute in 16 bit computes in float32 instead.
+
+Its own code then sees float32 alone. The layers inside it stay in 16 bit and
+hand float32 on to it, so that their products stay fast; only where that does
+not help, everything inside it is float32, too.
+"""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+
+from tfmix import _formats, _messages
+from tfmix._keras import (
+    attempts,
+    global_state,
+    layer_policies,
+    layers,
+    model_methods,
+    replacements,
+)
+from tfmix.float8 import chosen_layers
+from tfmix.in_force.layer import dtype_errors, uncast_inputs, unfit_constants
+from tfmix.in_force.process_wide import tensors
+
+# The attribute under which a layer holds its `_State`.
+STATE = "_tfmix_fallback"
+_CALL = "call"
+# What was said of which class since a policy was put in force.
+_said: set[tuple[type, str]] = set()
+# Whether a layer around the caller is being tried in float32.
+_trying: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfmix_trying_float32", default=False
+)
+# Whether the caller is the code of a layer that fell back.
+_in_float32: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfmix_in_float32", default=False
+)
+
+
+def makes_float32() -> bool:
+    """Says whether a layer that is made now is inside one that fell back."""
+    return _in_float32.get()
+
+
+def say_anew() -> None:
+    """Lets each layer's code be named again; once each is enough."""
+    _said.clear()
+
+
+def put_on(layer: keras.Layer) -> None:
+    """Lets a layer fall back to float32 where its code needs it."""
+    if STATE not in vars(layer):
+        layers.rematerialize_anew(layer)
+        put_back(layer, _State(layer))
+
+
+def put_back(layer: keras.Layer, state: Any) -> None:
+    """Lets a layer be again as `take_off` found it."""
+    if state is None:
+        return
+    layer_policies.put(layer, STATE, state)
+    if isinstance(layer, keras.Model):
+        model_methods.put(layer, model_methods.FALLBACK, state)
+        return
+    state.own_call, original = vars(layer).get(_CALL), layer.call
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return state.run(original, *args, **kwargs)
+
+    state.call = call
+    layer_policies.put(layer, _CALL, call)
+
+
+def take_off(layer: keras.Layer) -> Any:
+    """Takes a layer's way to fall back off, and returns it."""
+    state: _State | None = vars(layer).get(STATE)
+    is_model = isinstance(layer, keras.Model)
+    # What somebody has put on top is theirs to remove.
+    if state is None or not (is_model or vars(layer).get(_CALL) is state.call):
+        return None
+    vars(layer).pop(STATE)
+    if is_model:
+        model_methods.take_off(layer, model_methods.FALLBACK)
+    elif state.own_call is not None:
+        layer_policies.put(layer, _CALL, state.own_call)
+    else:
+        vars(layer).pop(_CALL)
+    return state
+
+
+@contextlib.contextmanager
+def anew(model: keras.Layer) -> Iterator[None]:
+    """Lets a model's layers fall back for a block, unseen, as if new."""
+    found = [each for each in layers.flat_layers(model) if can_have(each)]
+    before = [(each, take_off(each)) for each in found]
+    try:
+        for each, _ in before:
+            if STATE not in vars(each):
+                put_back(each, _State(each, tells=False))
+        yield
+    finally:
+        for each, state in before:
+            take_off(each)
+            put_back(each, state)
+
+
+def can_have(layer: keras.Layer) -> bool:
+    """Says whether a layer has code of its own: a graph only passes on."""
+    return not layers.is_structure(layer)
+
+
+def why(layer: keras.Layer) -> str:
+    """Returns why a layer has fallen back to float32, "" if it has not."""
+    state: _State | None = vars(layer).get(STATE)
+    return state.why if state is not None and state.is_float32() else ""
+
+
+def returned_dtype(layer: keras.Layer) -> str:
+    """Returns the dtype of a layer's results, also of one that fell back."""
+    state: _State | None = vars(layer).get(STATE)
+    if state is None or not state.is_float32():
+        return str(layer.compute_dtype)
+    return state.returns
+
+
+def mended_step(
+    model: keras.Model, error: Exception, trace: Callable[[], Any]
+) -> Any:
+    """Traces a `train_step` that failed, on layers that hand float32 on to it.
+
+    Raises the error as it was if that does not mend it.
+    """
+    if not dtype_errors.is_about_dtypes(error):
+        raise error
+    with contextlib.ExitStack() as undo:
+        _own_code(model, undo)
+        try:
+            with _set(_trying):
+                found = trace()
+        except Exception:
+            raise error from None
+        undo.pop_all()
+    _messages.warn(
+        "the layers that the `train_step` of %r calls hand float32 on "
+        "to it from now on, because its code cannot compute in 16 bit. %s",
+        model.name,
+        dtype_errors.cause(error),
+    )
+    return found
+
+
+def notes(model: keras.Layer) -> list[str]:
+    """Says which layers of a model have fallen back to float32, and why."""
+    return [
+        f"{layer.name} computes in float32: {cause}"
+        for layer in layers.flat_layers(model)
+        if (cause := why(layer))
+    ]
+
+
+class _State:
+    """How the `call` of one layer computes; also a part of a model."""
+
+    def __init__(self, layer: keras.Layer, tells: bool = True) -> None:
+        self._layer = layer
+        self._tells = tells
+        self.why = ""
+        # What to write for a clash of dtypes; else what its constant asks for.
+        self._remedy = (
+            "write `x.dtype` where that code makes a tensor or a constant"
+        )
+        # The policy it fell back to, and the dtype it returns as before.
+        self._policy: keras.DTypePolicy | None = None
+        self.returns = ""
+        # It returns float32, to the code of a layer that fell back.
+        self.hands_float32 = False
+        # Its constants have not been looked at yet.
+        self._new = True
+        # In which modes its call has run through without an error.
+        self._proven: set[bool] = set()
+        # Where an error was raised that float32 did not mend.
+        self._given_up: set[tuple[type, str]] = set()
+        # What stands as the layer's `call`, and what had stood there before.
+        self.call: Callable | None = None
+        self.own_call: Callable | None = None
+        self.wrappers: Mapping[str, model_methods.Wrapper] = {_CALL: self.run}
+
+    def is_float32(self) -> bool:
+        """Says whether it has fallen back, and nobody chose a dtype since."""
+        policy = self._policy
+        return policy is not None and policy is layer_policies.own(self._layer)
+
+    def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self._new:
+            self._new = False
+            self._look_at_constants()
+        mode = kwargs.get("training") is True
+        is_new = mode not in self._proven and not self.is_float32()
+        if is_new and attempts.would_last(self._layer):
+            with attempts.scratch():
+                self._run(original, args, kwargs)
+        outputs = self._run(original, args, kwargs, is_new)
+        self._proven.add(mode)
+        if self.hands_float32:
+            return tensors.map_leaves(outputs, tensors.wide)
+        return outputs
+
+    def _run(
+        self, original: Callable, args: Any, kwargs: Any, is_new: bool = True
+    ) -> Any:
+        """Calls; in float32 if dtypes clash, as if it had not been tried."""
+        if self.is_float32():
+            return self._in_float32(original, args, kwargs)
+        restore = attempts.noted(self._layer, is_new)
+        call = chosen_layers.call_of(self._layer, original)
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            restore()
+            in_float32 = functools.partial(
+                self._in_float32, original, args, kwargs
+            )
+            mended = self._mended(error, in_float32, restore)
+            if mended is None:
+                raise
+            return mended[0]
+
+    def _look_at_constants(self) -> None:
+        inside = [x.compute_dtype for x in layers.flat_layers(self._layer)]
+        dtypes = [each for each in inside if each in _formats.SIXTEEN_BIT]
+        if not dtypes:
+            return
+        found = unfit_constants.unfit(self._layer, dtypes[0])
+        if found is None:
+            return
+        cause, self._remedy = found
+        # In float32 by its user, or by the file it fell back in, while what is
+        # inside it is not: that hands float32 on, and there is nothing to tell.
+        is_news = self._layer.compute_dtype in _formats.SIXTEEN_BIT
+        self._fall_back(_own_code, cause, contextlib.ExitStack())
+        if is_news:
+            self._tell()
+
+    def _mended(
+        self, error: Exception, call: Callable, restore: Callable
+    ) -> tuple[Any] | None:
+        """Returns, in a tuple, what `call` returns in float32, if it does."""
+        if not (
+            dtype_errors.is_about_dtypes(error) and _may_change(self._layer)
+        ):
+            return None
+        place = type(error), unfit_constants.users_line(error)
+        if _trying.get() and place in self._given_up:
+            return None
+        cause = dtype_errors.cause(error)
+        in_float32 = error
+        for change in (_own_code, _everything):
+            with contextlib.ExitStack() as undo:
+                self._fall_back(change, cause, undo)
+                try:
+                    with _set(_trying):
+                        outputs = call()
+                except Exception as failed:
+                    restore()
+                    in_float32 = failed
+                    continue
+                undo.pop_all()
+                self._tell()
+                return (outputs,)
+        self._given_up.add(place)
+        if not dtype_errors.is_about_dtypes(in_float32):
+            # Mixed dtypes hid it: in float32 this is the only error.
+            raise in_float32 from None
+        return None
+
+    def _fall_back(
+        self,
+        change: Callable[[keras.Layer, contextlib.ExitStack], None],
+        cause: str,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """Makes the layer, and what `change` says of those in it, float32."""
+        self.why, self.returns = cause, self._layer.compute_dtype
+        change(self._layer, undo)
+        _make_float32(self._layer, undo)
+        self._policy = layer_policies.own(self._layer)
+
+    def _in_float32(self, original: Callable, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tensors.map_leaves((args, kwargs), uncast_inputs.exact)
+        with layers.autocast("float32"), _set(_in_float32):
+            outputs = original(*args, **kwargs)
+        is_model = isinstance(self._layer, keras.Model)
+        if is_model and global_state.is_outermost(self._layer):
+            return outputs
+        narrow = functools.partial(tensors.narrow, dtype=self.returns)
+        return tensors.map_leaves(outputs, narrow)
+
+    def _tell(self) -> None:
+        said = type(self._layer), self.why
+        if not self._tells or said in _said:
+            return
+        _said.add(said)
+        _messages.warn(
+            "layer %r (%s) computes in float32 from now on, because its "
+            "code cannot compute in 16 bit; so do others with that code. %s To "
+            "mend it, %s, or compute in float32 there; to keep it so, make the "
+            'layer with dtype="float32".',
+            self._layer.name,
+            type(self._layer).__name__,
+            self.why,
+            self._remedy,
+        )
+
+
+def _own_code(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
+    """Lets the layers inside one hand float32 on to its own code."""
+    for inner in layers.parts(layer):
+        put_on(inner)
+        replacements.swap(undo, vars(inner)[STATE], "hands_float32", True)
+    for inner in layers.flat_layers(layer)[1:]:
+        before = layer_policies.own(inner)
+        undo.callback(layer_policies.set_policy, inner, before)
+        layer_policies.save_as_float32(inner)
+
+
+def _everything(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
+    for inner in layers.flat_layers(layer)[1:]:
+        if inner.compute_dtype in _formats.SIXTEEN_BIT:
+            _make_float32(inner, undo)
+
+
+def _make_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
+    undo.callback(layer_policies.set_policy, layer, layer_policies.own(layer))
+    uncast_inputs.make_float32(layer)
+
+
+@contextlib.contextmanager
+def _set(flag: contextvars.ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
+    try:
+        yield
+    finally:
+        flag.reset(token)
+
+
+def _may_change(layer: keras.Layer) -> bool:
+    """Says whether anything of a layer is in 16 bit, and is its own affair."""
+    # A cell shares its states with the loop around it.
+    is_cell = hasattr(layer, "state_size")
+    if is_cell and not isinstance(layer, keras.layers.RNN):
+        return False
+    return any(
+        inner.compute_dtype in _formats.SIXTEEN_BIT
+        for inner in layers.flat_layers(layer)
+    )

@@ -1,0 +1,134 @@
+"""Exact inputs for the layers that a cast to 16 bit would break.
+
+What is subclassed casts float inputs to 16 bit before its `call`: ids reach an
+`Embedding` rounded (2049 becomes 2048), raw features a `Normalization` without
+their digits. So it remembers on the tensor what it cast, and those look there.
+"""
+
+import functools
+import types
+from typing import Any
+
+import keras
+
+from tfmix import _messages
+from tfmix._keras import global_state, layer_policies, layers
+from tfmix.in_force.process_wide import tensors
+
+_UNCAST = "_tfmix_uncast"
+_CALL = "call"
+_CONVERT = "convert_input"
+# Whole numbers above these are no longer exact: 2 to the significand's bits.
+_EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
+
+
+def keep_exact(layer: keras.Layer) -> None:
+    """Lets one layer remember, or look up, what was cast before it."""
+    names = {base.__name__ for base in type(layer).__mro__}
+    if "Embedding" in names:
+        _look_up(layer, warn=True)
+    elif names & {"DataLayer", "TFDataLayer"}:
+        look_behind_casts(layer)
+        # Some of them switch the conversion of their inputs off.
+        _look_up(layer, warn=False)
+    elif "Sequential" in names or not layers.is_builtin(layer):
+        # A Sequential model casts, too, at the call that builds it.
+        _use_converter(layer, _remember)
+
+
+def make_float32(layer: keras.Layer) -> None:
+    """Lets a layer compute in float32, on inputs that no cast has rounded."""
+    layer_policies.set_policy(layer, keras.DTypePolicy("float32"))
+    look_behind_casts(layer)
+
+
+def look_behind_casts(layer: keras.Layer) -> None:
+    """Gives a float32 layer its inputs as they were before a cast."""
+    _use_converter(layer, _recover)
+
+
+def forget_exact(layer: keras.Layer) -> None:
+    """Takes back what `keep_exact` attached."""
+    policy = layer.dtype_policy
+    if _CONVERT in vars(policy):
+        layer_policies.set_policy(layer, keras.DTypePolicy(policy.name))
+    call = vars(layer).get(_CALL)
+    if getattr(call, "_tfmix_look_up", False):
+        object.__delattr__(layer, _CALL)
+
+
+def _use_converter(layer: keras.Layer, convert: Any) -> None:
+    """Gives the layer a policy of its own with another `convert_input`."""
+    policy = layer.dtype_policy
+    if type(policy) is not keras.DTypePolicy:
+        return
+    own = keras.DTypePolicy(policy.name)
+    vars(own)[_CONVERT] = types.MethodType(convert, own)
+    layer_policies.set_policy(layer, own)
+
+
+def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
+    tensor = type(policy).convert_input(policy, x, False, dtype)
+    converted = type(policy).convert_input(policy, tensor, autocast, dtype)
+    if converted is not tensor:
+        note_uncast(x, converted, tensor)
+    return converted
+
+
+def note_uncast(source: Any, converted: Any, tensor: Any) -> None:
+    """Remembers what a cast tensor was, and the mask of what it is made of."""
+    global_state.put_note(converted, _UNCAST, tensor)
+    layers.copy_mask(source, converted)  # which Keras 3.12 loses in a cast
+
+
+def _recover(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
+    return type(policy).convert_input(policy, uncast(x), autocast, dtype)
+
+
+def uncast(x: Any) -> Any:
+    """Returns what a tensor was before a layer cast it, else the tensor."""
+    original = None
+    if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
+        original = global_state.note(x, _UNCAST)
+    return x if original is None else original
+
+
+def exact(value: Any) -> Any:
+    """Returns a float tensor as float32, as it was before a cast if known."""
+    value = uncast(value)
+    if tensors.float_dtype(value) == "float64":
+        return keras.ops.cast(value, "float32")
+    return tensors.wide(value)
+
+
+def _look_up(layer: keras.Layer, warn: bool) -> None:
+    original = layer.call
+
+    @functools.wraps(original)
+    def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        exact = keras.tree.map_structure(uncast, inputs)
+        if warn:
+            _warn_of_rounded_ids(layer, exact)
+        return original(exact, *args, **kwargs)
+
+    vars(call)["_tfmix_look_up"] = True
+    layer_policies.put(layer, _CALL, call)
+
+
+def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:
+    dtype = keras.backend.standardize_dtype(ids.dtype)
+    exact = _EXACT_UP_TO.get(dtype)
+    if exact is None or global_state.on_shapes_only():
+        return
+    if layer.input_dim <= exact:
+        return
+    # A model meets this while it is traced, so a few times, not each step.
+    _messages.warn(
+        "ids reach Embedding %r as %s, which rounds whole numbers "
+        "above %d, and it has %d rows. Feed ids as integers, or slice and "
+        "cast them to 'int32' in a layer made with autocast=False.",
+        layer.name,
+        dtype,
+        exact,
+        layer.input_dim,
+    )

@@ -1,0 +1,1 @@
+"""A model that carries a policy: its calls, its compile, its fit."""

@@ -1,0 +1,266 @@
+"""A float16 model has true gradients: a border stands around its calls."""
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+
+from tfmix._keras import compilation, global_state, layers
+from tfmix.in_force.layer import uncast_inputs
+from tfmix.in_force.model import suited_optimizer
+from tfmix.in_force.process_wide import softmax_logits, tensors
+
+_TENSORFLOW = keras.backend.backend() == "tensorflow"
+if _TENSORFLOW:
+    import tensorflow as tf
+
+    from tfmix.scaling.border import tensorflow_border
+else:
+    import jax
+    import numpy as np
+
+    from tfmix.scaling.border import jax_border
+
+# What Keras and tfmix attach to a result, which a loss takes beside it.
+_ATTACHED = ("_keras_logits", "_keras_mask", softmax_logits.LOGITS)
+# Values of variables, by the variables' `id`, as a `keras.StatelessScope` has.
+States = dict[int, Any]
+
+_left_out: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfmix_border_left_out", default=False
+)
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Calls models without a border, to see what gradients are inside one."""
+    token = _left_out.set(True)
+    try:
+        yield
+    finally:
+        _left_out.reset(token)
+
+
+def call_inside(
+    model: keras.Model, call: Callable, args: tuple, kwargs: dict
+) -> Any:
+    """Calls a model, inside a border if it computes in float16.
+
+    Args:
+        model: The model, which no other carried one has called.
+        call: The method that computes its results, in float32.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        What `call` returns, as tensors of the same values.
+    """
+    is_float16 = suited_optimizer.computes_in(model, "float16")
+    if _left_out.get() or not is_float16:
+        return call(*args, **kwargs)
+    if _TENSORFLOW and not _has_gradients(model):
+        return call(*args, **kwargs)
+    run = _Run(model, call, (args, kwargs))
+    if _TENSORFLOW:
+        # What a second run starts from, so that it draws the same numbers.
+        frozen = model.non_trainable_variables
+        start = {id(v): tf.identity(v.value) for v in frozen}
+        floats, losses = tensorflow_border.call(
+            lambda *values: run(values)[:2],
+            run.values,
+            again=lambda *values: run(values, start)[:2],
+        )
+        rest = run.rest
+    else:
+        # One that is not built makes its variables in the call.
+        is_traced = any(map(compilation.is_symbolic, run.values))
+        if not is_traced or not layers.is_built(model):
+            return call(*args, **kwargs)
+        floats, losses, rest = jax_border.call(
+            lambda *values: run(values), run.values
+        )
+    return run.finished(floats, losses, *rest)
+
+
+def _has_gradients(model: keras.Model) -> bool:
+    """Says whether TensorFlow may be asked for gradients that a border has."""
+    if tf.executing_eagerly() and not compilation.is_recorded():
+        return False
+    # Nor forward ones, nor those of one result by another (Grad-CAM).
+    forward = compilation.runs_forward()
+    return not (forward or layers.results_computed_from(model))
+
+
+class _Run:
+    """A model's call as a function of arrays, as a border takes it.
+
+    Under TensorFlow only what has a gradient has to be an argument, and the
+    scope around the call is entered anew only if there is one.
+    """
+
+    def __init__(self, model: keras.Model, call: Any, nest: Any) -> None:
+        # What JAX has compiled knows it, and the model knows that: no model
+        # would be freed.
+        self._model, self._call = weakref.ref(model), weakref.WeakMethod(call)
+        self._nest = nest
+        self._state = layers.call_state()
+        self._scope = global_state.open_scope()
+        states = {} if self._scope is None else self._scope.state_mapping
+        self._states = dict(states)
+        self._given = list(filter(_is_argument, _arrays(nest)))
+        self._mapped = [k for k, v in states.items() if _is_argument(v)]
+        #: The arguments: of the call, as exact as they are known, and what
+        #: stands for variables.
+        self.values = [
+            *map(_copied, map(uncast_inputs.uncast, self._given)),
+            *(states[key] for key in self._mapped),
+        ]
+        # Of the first run: its results, and the layers that added losses.
+        self._outputs: Any = None
+        self._added: list[tuple[keras.Layer, Any]] | None = None
+        #: What else the first run returned.
+        self.rest: tuple[list, States] = ([], {})
+
+    def __call__(
+        self, values: tuple, start: States | None = None
+    ) -> tuple[list, list, tuple[list, States]]:
+        """Calls the model.
+
+        Args:
+            values: In place of `self.values`.
+            start: The values of variables that nothing stands for; for a run
+                that is to leave no trace.
+
+        Returns:
+            Its float results, the losses it added, and the rest: other
+            results, and what it assigned.
+        """
+        count = len(self._given)
+        args, kwargs = _with_arrays(self._nest, self._given, values[:count])
+        mapped = dict(zip(self._mapped, values[count:], strict=True))
+        before = (start or {}) | self._states | mapped
+        scope = None
+        if start is not None or self._scope is not None or not _TENSORFLOW:
+            scope = self._new_scope(before)
+        with scope or contextlib.nullcontext(), layers.as_called(self._state):
+            model: Any = self._model()
+            call: Any = self._call()
+            known = {id(loss) for _, loss in layers.added_losses(model)}
+            outputs = call(*args, **kwargs)
+            added = layers.added_losses(model)
+        added = [(x, loss) for x, loss in added if id(loss) not in known]
+        after = {} if scope is None else scope.state_mapping
+        updates = {
+            key: value
+            for key, value in after.items()
+            if value is not before.get(key)
+        }
+        arrays = _arrays(outputs)
+        rest = [x for x in arrays if not _is_float(x)], updates
+        if self._added is None:
+            self._outputs, self._added, self.rest = outputs, added, rest
+        floats = [x for x in arrays if _is_float(x)]
+        return floats, [loss for _, loss in added], rest
+
+    def finished(
+        self, floats: list, losses: list, others: list, updates: States
+    ) -> Any:
+        """Does what the call was to do, with results of the border.
+
+        Returns:
+            What the call is to return.
+        """
+        for (layer, inner), loss in zip(self._added or [], losses, strict=True):
+            layers.put_loss(layer, inner, loss)
+        if self._scope is not None:
+            self._scope.state_mapping.update(updates)
+        model: Any = self._model()
+        for variable in model.variables if self._scope is None else ():
+            if id(variable) in updates:
+                variable.assign(updates[id(variable)])
+        new, rest = iter(floats), iter(others)
+        outputs, self._outputs = self._outputs, None
+        self._added, self.rest = [], ([], {})
+        return _rebuilt(outputs, lambda x: next(new if _is_float(x) else rest))
+
+    def _new_scope(self, states: States) -> keras.StatelessScope:
+        scope = keras.StatelessScope(
+            collect_losses=self._scope is None or self._scope.collect_losses,
+            initialize_variables=False,
+        )
+        scope.state_mapping = dict(states)
+        return scope
+
+
+def _copied(array: Any) -> Any:
+    # Tracers of NumPy's arrays, too, which `custom_vjp` refuses under `vmap`.
+    # A compiled program has none of these copies.
+    return array if _TENSORFLOW else jax.numpy.array(array)
+
+
+def _with_arrays(nest: Any, given: list, values: Iterable) -> Any:
+    """Returns a nest with values in the place of the arrays that are given."""
+    pairs = zip(given, values, strict=True)
+
+    def replaced(array: Any) -> Any:
+        if not _is_argument(array):
+            return array
+        before, value = next(pairs)
+        if uncast_inputs.uncast(before) is before:
+            return value
+        # Exact numbers, rounded here as they were at the model's door.
+        cast = keras.ops.cast(value, before.dtype)
+        uncast_inputs.note_uncast(before, cast, value)
+        return cast
+
+    return _rebuilt(nest, replaced)
+
+
+def _arrays(nest: Any) -> list:
+    """Lists the dense arrays of a nest, and what is attached to each."""
+    found: list = []
+
+    def noted(array: Any) -> Any:
+        found.append(array)
+        return array
+
+    _rebuilt(nest, noted)
+    return found
+
+
+def _rebuilt(nest: Any, function: Callable[[Any], Any]) -> Any:
+    """Applies a function to the arrays of a nest and what is attached."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if not _is_array(leaf):
+            return leaf
+        new = function(leaf)
+        for name in _ATTACHED:
+            value = global_state.note(leaf, name)
+            if value is not None:
+                value = keras.tree.map_structure(
+                    lambda one: function(one) if _is_array(one) else one, value
+                )
+                if new is not leaf:
+                    global_state.put_note(new, name, value)
+        return new
+
+    return tensors.map_leaves(nest, of_leaf)
+
+
+def _is_argument(array: Any) -> bool:
+    return not _TENSORFLOW or _is_float(array)
+
+
+def _is_array(value: Any) -> bool:
+    if _TENSORFLOW:
+        return isinstance(value, tf.Tensor)
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+def _is_float(array: Any) -> bool:
+    dtype = keras.backend.standardize_dtype(array.dtype)
+    return bool(keras.backend.is_float_dtype(dtype))

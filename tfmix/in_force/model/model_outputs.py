@@ -1,0 +1,137 @@
+"""Numbers leave a model as float32: the results of its outermost call."""
+
+import contextlib
+import contextvars
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from tfmix import _messages
+from tfmix._formats import SIXTEEN_BIT
+from tfmix._keras import global_state, layers, model_methods
+from tfmix.in_force.model import model_border, running_statistics
+from tfmix.in_force.process_wide import tensors
+
+# Losses that go back to the logits behind these on TensorFlow, whatever the
+# dtype of the probabilities.
+_THROUGH: dict[str, tuple[str, ...]] = {
+    "softmax": ("categorical_crossentropy", "sparse_categorical_crossentropy"),
+    "sigmoid": ("binary_crossentropy",),
+}
+_HOLDS = {"float16": "3 digits, up to 65504", "bfloat16": "2 digits"}
+_as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfmix_outputs_as_made", default=False
+)
+
+
+@contextlib.contextmanager
+def outputs_as_made() -> Iterator[None]:
+    """Lets models return what their last layers make, for the doctor."""
+    token = _as_made.set(True)
+    try:
+        yield
+    finally:
+        _as_made.reset(token)
+
+
+def is_outermost(model: keras.Model) -> bool:
+    """Says whether a model's results leave what computes in 16 bit.
+
+    With real tensors, and called by no layer but a graph that only passes on.
+    """
+    if _as_made.get() or global_state.on_shapes_only():
+        return False
+    entry = global_state.entry_layer()
+    if entry is None or entry is model:
+        return True
+    return layers.is_structure(entry) and not model_methods.parts(entry)
+
+
+class Outputs:
+    """What one model returns from its calls."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._told = False
+        # What the model computes by: the same in each call.
+        self._call: Callable[..., Any] = model.call
+
+    def of(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Calls; returns float32 if the call is the outermost, else as made."""
+        if not is_outermost(self._model):
+            with outputs_as_made():
+                return call(*args, **kwargs)
+        self._call = call
+        compute = self._kept_finite
+        return model_border.call_inside(self._model, compute, args, kwargs)
+
+    def _kept_finite(self, *args: Any, **kwargs: Any) -> Any:
+        compute = self._in_float32
+        return running_statistics.kept_finite(
+            self._model, compute, *args, **kwargs
+        )
+
+    def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
+        with outputs_as_made():
+            outputs = self._call(*args, **kwargs)
+        self._tell_of_16_bit(outputs)
+        # A copy of one that others are made of would have no gradient of them.
+        as_made = layers.results_computed_from(self._model)
+        places = itertools.count()
+        return tensors.map_leaves(
+            outputs, lambda x: x if next(places) in as_made else tensors.wide(x)
+        )
+
+    def _tell_of_16_bit(self, outputs: Any) -> None:
+        if self._told or not getattr(self._model, "compiled", False):
+            return
+        self._told = True
+        dtypes: list[str] = []
+        tensors.map_leaves(
+            outputs, lambda one: dtypes.append(tensors.float_dtype(one))
+        )
+        if not set(SIXTEEN_BIT) & set(dtypes):
+            return
+        losses = [*layers.losses(self._model, outputs).values()]
+        losses += [None] * (len(dtypes) - len(losses))
+        narrow = [
+            place
+            for place, dtype in enumerate(dtypes)
+            if dtype in SIXTEEN_BIT
+            and not is_undone(_last_layer(self._model, place), losses[place])
+        ]
+        if narrow:
+            _messages.warn(_line(self._model, narrow, dtypes[narrow[0]]))
+
+
+def _last_layer(model: keras.Model, place: int) -> keras.Layer | None:
+    """Returns the layer that makes a graph's result, if it is known."""
+    results = layers.results(model)
+    made_by = layers.maker(results[place])[0] if place < len(results) else None
+    return made_by if isinstance(made_by, keras.Layer) else None
+
+
+def is_undone(layer: keras.Layer | None, loss: Any) -> bool:
+    """Says whether a loss does not see the last rounding of probabilities."""
+    if keras.backend.backend() != "tensorflow":
+        return False
+    activation = getattr(getattr(layer, "activation", None), "__name__", "")
+    function = getattr(getattr(loss, "fn", None), "__name__", "")
+    from_logits = getattr(loss, "from_logits", False)
+    return function in _THROUGH.get(activation, ()) and not from_logits
+
+
+def _line(model: keras.Model, narrow: list[int], dtype: str) -> str:
+    """Says which layer returns 16 bit, what that holds, and what to write."""
+    dtype = f"{dtype} ({_HOLDS[dtype]})"
+    made_by = [_last_layer(model, place) for place in narrow]
+    names = [repr(layer.name) for layer in made_by if layer is not None]
+    if len(names) < len(narrow):
+        what = f"the output of {model.name!r} is {dtype}; make what returns it"
+    elif len(names) == 1:
+        what = f"last layer {names[0]} is {dtype}; make it"
+    else:
+        what = f"last layers {', '.join(names)} are {dtype}; make them"
+    return f'{what} `dtype="float32"`'

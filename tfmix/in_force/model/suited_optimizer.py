@@ -1,0 +1,166 @@
+"""Which optimizer a model needs: decided from the dtypes of its layers."""
+
+from typing import Any
+
+import keras
+
+from tfmix import _formats, _messages
+from tfmix._keras import layers, model_methods
+from tfmix.in_force.layer import fallback
+from tfmix.scaling import optimizer as scaling
+from tfmix.scaling import rules
+from tfmix.variables import master, sixteen_bit_optimizer
+
+# Marks a wrapper that tfmix has put on, so that tfmix takes it off again.
+_AUTOMATIC = "_tfmix_automatic"
+
+
+def computing_layers(model: keras.Layer) -> list[keras.Layer]:
+    """Lists the layers of a model that compute something, at any depth.
+
+    Functional and Sequential models only pass tensors on, whatever their own
+    dtype policy says; a subclassed model may compute in its `call`.
+    """
+    return [
+        layer
+        for layer in layers.flat_layers(model)
+        if not isinstance(layer, keras.layers.InputLayer)
+        and not is_graph(layer)
+    ]
+
+
+def is_graph(model: keras.Layer) -> bool:
+    """Says whether a model is Functional or Sequential."""
+    names = {base.__name__ for base in type(model).__mro__}
+    return bool(names & {"Functional", "Sequential"})
+
+
+def computes_in(model: keras.Layer, dtype: str) -> bool:
+    """Says whether any layer of a model computes, or returns, in a dtype."""
+    return any(
+        dtype in (layer.compute_dtype, fallback.returned_dtype(layer))
+        for layer in computing_layers(model)
+    )
+
+
+def has_sixteen_bit_variables(model: keras.Layer) -> bool:
+    """Says whether a model keeps, or will keep, variables in 16 bit."""
+    return any(
+        layer.variable_dtype in _formats.SIXTEEN_BIT
+        for layer in computing_layers(model)
+    )
+
+
+def suited(
+    optimizer: keras.optimizers.Optimizer,
+    model: keras.Layer,
+    level: str | None = None,
+) -> keras.optimizers.Optimizer:
+    """Returns an optimizer with what a model's dtypes call for around it.
+
+    float16 layers get loss scaling, bfloat16 ones a check that skips steps
+    that are not finite, 16-bit variables get float32 masters.
+    What is there already stays; into tfmix's loss-scale optimizer masters are
+    put where they are missing.
+    """
+    pure = has_sixteen_bit_variables(model)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        if pure:
+            _add_masters(optimizer)
+        return optimizer
+    float16 = computes_in(model, "float16")
+    if not float16 and not computes_in(model, "bfloat16"):
+        return optimizer
+    fixed = optimizer.loss_scale_factor
+    if fixed is not None:
+        # Two scales would be divided out twice. The optimizer stays the
+        # user's own object: a copy would ignore a later change of its rate.
+        optimizer.loss_scale_factor = None
+        _messages.info(
+            "the fixed loss_scale_factor=%r of %r is now "
+            "LossScaleOptimizer(..., loss_scale=%r), which also skips steps "
+            "that are not finite.",
+            fixed,
+            optimizer.name,
+            fixed,
+        )
+    if pure and not isinstance(
+        optimizer, sixteen_bit_optimizer.SixteenBitOptimizer
+    ):
+        optimizer = _automatic(master.MasterWeightOptimizer(optimizer))
+    rule: Any = "dynamic"
+    if fixed is not None:
+        rule = rules.FixedLossScale(float(fixed))
+    elif not float16 or level == "O3":
+        # The check for non-finite gradients stays.
+        rule = rules.NoLossScale()
+    scaler = scaling.LossScaleOptimizer(optimizer, loss_scale=rule)
+    scaler.unasked = True
+    return _automatic(scaler)
+
+
+def without_automatic(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
+    """Takes off what `suited` put around an optimizer, or inside a user's."""
+    fixed = None
+    while vars(optimizer).get(_AUTOMATIC):
+        rule = getattr(optimizer, "rule", None)
+        if isinstance(rule, rules.FixedLossScale):
+            # Made of the factor that the user had given the optimizer.
+            fixed = rule.scale
+        optimizer = optimizer.inner_optimizer
+    if fixed is not None:
+        optimizer.loss_scale_factor = fixed
+    inner = vars(optimizer).get("inner_optimizer")
+    if inner is not None and vars(inner).get(_AUTOMATIC):
+        optimizer.inner_optimizer = inner.inner_optimizer
+    return optimizer
+
+
+def _automatic(optimizer: Any) -> keras.optimizers.Optimizer:
+    object.__setattr__(optimizer, _AUTOMATIC, True)
+    return optimizer
+
+
+def _add_masters(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
+    inner = optimizer.inner_optimizer
+    if isinstance(inner, sixteen_bit_optimizer.SixteenBitOptimizer):
+        return
+    ours = isinstance(optimizer, scaling.LossScaleOptimizer)
+    if not ours or optimizer.built:
+        name = type(inner).__name__
+        state = "is built already" if ours else "is Keras's own"
+        raise ValueError(
+            "A model with 16-bit variables loses every update smaller than "
+            "half a step of the format, unless its optimizer keeps float32 "
+            f"masters. Received: optimizer={optimizer!r}, which has none and "
+            f"{state}. Compile with tfmix.LossScaleOptimizer("
+            f"tfmix.MasterWeightOptimizer({name}(...)))."
+        )
+    optimizer.inner_optimizer = _automatic(master.MasterWeightOptimizer(inner))
+
+
+def missing_scaler_warning(model: keras.Model) -> str:
+    """Says what to write for a float16 model whose loss is not scaled.
+
+    Empty for a model that is not compiled, has no layers in float16, has its
+    gradients scaled inside (it carries a policy), or an optimizer that scales
+    the loss. Keras scales it only where the model as
+    a whole is "mixed_float16", and not under `compile(auto_scale_loss=False)`.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if (
+        optimizer is None
+        or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        or getattr(optimizer, "loss_scale_factor", None)
+        or model_methods.part(model, model_methods.RULES) is not None
+        or not computes_in(model, "float16")
+    ):
+        return ""
+    name = type(optimizer).__name__
+    return (
+        f"The model computes in float16 and {name} does not scale the loss: "
+        f"gradients below {_formats.FLOAT16.smallest:.1g} become 0. Compile "
+        f"with tfmix.LossScaleOptimizer({name}(...))."
+    )

@@ -1,0 +1,1 @@
+"""What is replaced in Keras for the whole process while a policy is active."""

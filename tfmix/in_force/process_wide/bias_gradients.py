@@ -1,0 +1,55 @@
+"""On JAX a bias' gradient is summed over tokens and pixels in float32.
+
+JAX sums it in the dtype of what the bias is added to. In float16 that of a
+head over 8,192 tokens is off by 7 % on a CPU.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+from jax import numpy as jnp
+
+from tfmix.in_force.process_wide import tensors
+
+OP = "add"
+
+
+def adding(original: Callable, holds: Callable[[], bool]) -> Callable:
+    """Returns a Keras `add`, for 16-bit tensors one with that gradient."""
+
+    @functools.wraps(original)
+    def add(x1: Any, x2: Any) -> Any:
+        x1, x2 = map(_value, (x1, x2))
+        alike = tensors.is_16_bit(x1) and tensors.is_16_bit(x2)
+        if not alike or x1.shape == x2.shape or not holds():
+            return original(x1, x2)
+        return _add(x1, x2)
+
+    return add
+
+
+def _value(x: Any) -> Any:
+    """Reads a variable in the dtype of the layer around it."""
+    return x.value if isinstance(x, keras.Variable) else x
+
+
+@jax.custom_jvp
+def _add(x1: Any, x2: Any) -> Any:
+    return jnp.add(x1, x2)
+
+
+@_add.defjvp
+def _changed(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    found = _add(*primals)
+
+    def repeated(tangent: Any) -> Any:
+        if tangent.shape == found.shape:
+            return tangent.astype(found.dtype)
+        # The transpose of a repetition is a sum.
+        wide = jnp.broadcast_to(tangent.astype("float32"), found.shape)
+        return wide.astype(found.dtype)
+
+    return found, sum(map(repeated, tangents))
