@@ -43,19 +43,23 @@ def call(
     def bordered(*tensors: Any) -> tuple[tuple[list, list], Callable]:
         graph = compilation.trace()
         if known is not None:
-            tape, results = None, known()
+            made, results = None, known()
         else:
-            tape, results = _recorded(function, tensors)
+            made = _recorded(function, tensors)
+            results = made[1]
 
         def gradient(*upstream: Any, variables: Sequence = ()) -> Any:
             of_results = len(results[0])
             losses = upstream[of_results:]
             by = power.of(upstream[:of_results], losses, factor)
             upstream = tuple(_times(by, each) for each in upstream)
-            made = tape, results
-            if tape is None:
-                made = _recorded(function, tensors, variables)
-            pull = _Pull(again or function, tensors, variables, upstream, made)
+            pull = _Pull(
+                again or function,
+                tensors,
+                variables,
+                upstream,
+                made or _recorded(function, tensors, variables),
+            )
             # In another graph, that of a nested `tf.function`'s gradient, the
             # results of this one cannot be differentiated once more.
             if compilation.is_recorded() and compilation.trace() == graph:
@@ -71,6 +75,8 @@ def call(
         return results, gradient
 
     found: tuple[list, list] = bordered(*tensors)
+    for result in [*found[0], *found[1]][:1]:
+        compilation.tie_gradient_to_graph(result)
     return found
 
 
@@ -83,7 +89,7 @@ class _Pull:
         tensors: Sequence,
         variables: Sequence,
         upstream: Sequence,
-        made: tuple[tf.GradientTape, tuple[list, list]],
+        made: tuple[tf.GradientTape | None, tuple[list, list]],
     ) -> None:
         self._function, self._variables = function, list(variables)
         self._count = len(tensors)
@@ -117,11 +123,15 @@ class _Pull:
 
     def _gradients(
         self,
-        made: tuple[tf.GradientTape, tuple[list, list]],
+        made: tuple[tf.GradientTape | None, tuple[list, list]],
         tensors: Sequence,
         upstream: Sequence,
     ) -> list:
         tape, (results, losses) = made
+        if tape is None:
+            return compilation.graph_gradients(
+                [*results, *losses], tensors, self._variables, upstream
+            )
         sources = [*tensors, *self._variables]
         found: list = tape.gradient(
             [*results, *losses], sources, list(upstream)
@@ -135,7 +145,9 @@ class _Pull:
 
 def _recorded(
     function: Function, tensors: Sequence, variables: Sequence = ()
-) -> tuple[tf.GradientTape, tuple[list, list]]:
+) -> tuple[tf.GradientTape | None, tuple[list, list]]:
+    if not tf.executing_eagerly():
+        return None, function(*tensors)
     # Persistent: a tape around it may be asked more than once.
     with tf.GradientTape(persistent=True) as tape:
         tape.watch([*tensors, *variables])
