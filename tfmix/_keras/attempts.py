@@ -17,10 +17,19 @@ from tfmix._keras import layers, variables
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
+_KERAS = "keras.src.layers."
+
 
 def would_last(layer: keras.Layer) -> bool:
-    """Says whether what a call assigns here cannot be taken back."""
-    return _is_traced() and layers.is_built(layer) and bool(_state(layer))
+    """Says whether what a call assigns here cannot be taken back.
+
+    No call of a layer that is Keras's own, and nobody else's inside, has to.
+    """
+    if not _is_traced() or not layers.is_built(layer):
+        return False
+    inside = layers.flat_layers(layer)
+    known = all(type(each).__module__.startswith(_KERAS) for each in inside)
+    return not known and bool(_state(layer))
 
 
 @contextlib.contextmanager
