@@ -9,7 +9,7 @@ from keras import ops
 
 from tfmix import _arguments
 from tfmix._keras import compilation, model_methods, training
-from tfmix.scaling import deciding_callbacks, step_logs
+from tfmix.scaling import deciding_callbacks, saving, step_logs
 from tfmix.scaling import optimizer as optimizers
 
 
@@ -193,7 +193,9 @@ class _Guard:
         name = isinstance(optimizer, dict) and optimizer["class_name"]
         if name == "LossScaleOptimizer":
             config = copy.deepcopy(config)
-            config["optimizer"]["config"]["guarded"] = True
+            carried = model_methods.part(self._model, model_methods.RULES)
+            guarded = True if carried else saving.GUARDED_ALONE
+            config["optimizer"]["config"]["guarded"] = guarded
         return config
 
 

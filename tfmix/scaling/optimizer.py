@@ -150,6 +150,8 @@ class LossScaleOptimizer(
         )
         self.reduce_dtype = reduce_dtype
         self.in_guarded_step = False
+        # What a file says of its model: `saving.GUARDED_ALONE`, true or false.
+        self.guarded_in_file: bool | str = False
         self._gradient_norm: keras.Variable | None = None
         # Who shares a scale may scale another's losses.
         use = leader.given.in_use if leader else given_gradients.ScaleInUse()

@@ -35,7 +35,7 @@ from tfmix.in_force.model import (
 )
 from tfmix.in_force.process_wide import active_rules, ops, tensors
 from tfmix.policy import policy as policies
-from tfmix.scaling import given_gradients
+from tfmix.scaling import given_gradients, guard, saving
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling.border import power
 
@@ -67,9 +67,18 @@ def _adopting(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
-        if carried_policy(self) is None:
+        optimizer = kwargs.get("optimizer", args[0] if args else None)
+        in_file = getattr(optimizer, "guarded_in_file", False)
+        alone = in_file == saving.GUARDED_ALONE
+        wanted = in_file or compile_method.sees_all()
+        if wanted and not alone and carried_policy(self) is None:
             _adopt(self)
-        compile_suitably(self, *args, **kwargs)
+        if compile_method.sees_all() or carried_policy(self):
+            compile_suitably(self, *args, **kwargs)
+            return
+        original(self, *args, **kwargs)
+        if in_file:
+            guard.put_on(self)
 
     return compile
 
