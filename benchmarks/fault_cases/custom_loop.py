@@ -17,11 +17,10 @@ _ONES = np.float32([1.0, 1.0])
 def forgotten_scale_loss(system: Any) -> Outcome:
     """A loop without `scale_loss`: 10 steps with gradient 1, lr 0.1."""
     variable, optimizer = loops.wrapped_vector(system)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with words.heard() as said:
         for _ in range(10):
             loops.apply(optimizer, [ops.convert_to_tensor(_ONES)], [variable])
-    told = [w for w in caught if "scale_loss" in str(w.message)]
+    told = [text for text in said if "scale_loss" in text]
     moved = 1.0 - float(words.to_numpy(variable)[0])
     return Outcome(
         len(told) == 1,

@@ -1,11 +1,31 @@
 """Words for what a run has left behind."""
 
-from collections.abc import Iterable
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
 import ml_dtypes
 import numpy as np
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """Yields what is said in a block, by Python's warnings or by tfmix."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("tfmix")
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield said
+        said.extend(str(each.message) for each in caught)
+    finally:
+        logger.removeHandler(handler)
 
 
 def to_numpy(value: Any) -> np.ndarray:
