@@ -53,13 +53,8 @@ def call(
             losses = upstream[of_results:]
             by = power.of(upstream[:of_results], losses, factor)
             upstream = tuple(_times(by, each) for each in upstream)
-            pull = _Pull(
-                again or function,
-                tensors,
-                variables,
-                upstream,
-                made or _recorded(function, tensors, variables),
-            )
+            run = made or _recorded(function, tensors, variables)
+            pull = _Pull(again or function, tensors, variables, upstream, run)
             # In another graph, that of a nested `tf.function`'s gradient, the
             # results of this one cannot be differentiated once more.
             if compilation.is_recorded() and compilation.trace() == graph:
