@@ -35,6 +35,9 @@ def adding(original: Callable, holds: Callable[[], bool]) -> Callable:
 
 
 def _repeats_often(x1: Any, x2: Any) -> bool:
+    if not all(isinstance(each, int) for each in (*x1.shape, *x2.shape)):
+        # Traced for its shapes alone.
+        return False
     sizes = sorted(math.prod(x.shape) for x in (x1, x2))
     return sizes[1] > _FEW * sizes[0]
 
