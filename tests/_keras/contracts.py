@@ -72,6 +72,7 @@ TRAINER = "keras.src.trainers.trainer." + (
 PACKAGES = (
     "keras.src",
     "keras.src.backend",
+    "keras.src.layers",
     OPS,
 )
 
@@ -174,6 +175,11 @@ FUNCTIONS = [
         "xla_variadic_reduce_v2",
         "inputs init_values dimensions_to_reduce reducer",
     ),
+    (
+        "tensorflow.python.ops.gradients_util",
+        "_GradientsHelper",
+        "ys xs grad_ys",
+    ),
     ("tensorflow.Graph", "_get_control_flow_context", "self"),
     ("tensorflow.__internal__.FuncGraph", "capture", "self tensor"),
     ("tensorflow.python.eager.record", "could_possibly_record", ""),
@@ -193,6 +199,7 @@ CONSTANTS = [
     ("keras.src.models.functional.Functional", "operations", property),
     ("keras.src.trainers.trainer", "BaseTrainer", type),
     ("keras.src.trainers.trainer", "Trainer", type),
+    ("tensorflow.python.framework.ops", "gradient_registry", object),
     (FUNCTION, "Function", type),
     (f"{FUNCTION}.Function", "_run_functions_eagerly", property),
 ]
@@ -350,6 +357,9 @@ ELSEWHERE = {
     # `f"_{name}"`, the worker of an op: see the test of `_normalize`.
     "_*",
     "keras.src.ops._*",
+    # `test_a_custom_gradient_lives_no_longer_than_its_graph`.
+    "_gradient_op_type",
+    "_registry",
     # A replica's copy of a variable: `test_get_returns_this_replicas_copy`.
     "_get",
     # TensorFlow's variables have none in Keras 3.12: read with a default, see

@@ -208,3 +208,39 @@ def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
         assert dtype == "float16"
     outer.inner(batch())
     assert seen == [True, None]
+
+
+@tensorflow_only
+def test_a_custom_gradient_lives_no_longer_than_its_graph():
+    import gc
+    import weakref
+
+    import tensorflow as tf
+
+    from tfmix._keras import compilation
+
+    class Held:
+        pass
+
+    held = Held()
+    known = weakref.ref(held)
+
+    def make(held):
+        @tf.custom_gradient
+        def doubled(x):
+            return x * 2.0, lambda upstream: (held, upstream * 3.0)[1]
+
+        @tf.function
+        def slope(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = doubled(x)
+                compilation.tie_gradient_to_graph(y)
+            return tape.gradient(y, x)
+
+        return float(slope(tf.constant(1.0)))
+
+    assert make(held) == 3.0
+    del held
+    gc.collect()
+    assert known() is None

@@ -406,9 +406,10 @@ def tie_gradient_to_graph(result: Any) -> None:
     if not hasattr(result.graph, _GRADIENTS):
         setattr(result.graph, _GRADIENTS, {})
     getattr(result.graph, _GRADIENTS)[name] = entry["type"]
+    graph = weakref.ref(result.graph)
 
     def of_graph(operation: Any, *gradients: Any) -> Any:
-        gradient = getattr(operation.graph, _GRADIENTS)[name]
+        gradient = getattr(graph(), _GRADIENTS)[name]
         return gradient(operation, *gradients)
 
     entry["type"] = of_graph
