@@ -72,7 +72,8 @@ SHORT = [
             "{v.dtype for v in source.weights}": {"float32"},
             "{v.dtype for v in model.weights}": {"float16"},
             "{v.dtype for v in served.weights}": {"float16"},
-            "data.element_spec[0].dtype": "float16",
+            "str(getattr(data['x'], 'dtype', None) or "
+            "data['x'].element_spec[0].dtype.name)": "float16",
             "all(row.aligned for row in tfmix.advise(model, 192).rows)": True,
         },
     ),
