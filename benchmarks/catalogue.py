@@ -79,10 +79,10 @@ BENCHMARKS = (
     ),
     Benchmark(
         "low_memory",
-        "Slots in 8 bits",
-        "The same training with an optimizer's slots in float32 and, all of "
+        "Optimizer state in 8 bits",
+        "The same training with an optimizer's state in float32 and, all of "
         "them, in 8 bits. Noise is the deviation of the seeds in float32. "
-        "Explained in [Pure 16 bit](pure-16-bit.md#slots-in-8-bits).",
+        "Explained in [Pure 16 bit](pure-16-bit.md#optimizer-state-in-8-bits).",
         (JAX,),
         minutes=30,
     ),

@@ -21,7 +21,8 @@ You need none of this to train; it is what the guide's claims rest on:
   run](#what-a-fault-does-to-a-run), and whether [a
   script](#scripts-with-one-line-on-top) trains with one line on top;
 - what [each layer and op](#every-layer-in-16-bit) loses in 16 bit;
-- what [16-bit weights](#pure-16-bit) and [8-bit slots](#slots-in-8-bits) save;
+- what [16-bit weights](#pure-16-bit) and [8-bit optimizer
+  state](#optimizer-state-in-8-bits) save;
 - what [accelerators](#what-accelerators-run) would run, and [a
   GPU](#on-a-gpu) did.
 

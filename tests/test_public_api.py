@@ -1,8 +1,10 @@
 """The public names: written once, sorted, documented, of one version."""
 
 import configparser
+import dataclasses
 import importlib.metadata
 import inspect
+import pkgutil
 import re
 
 import pytest
@@ -37,6 +39,10 @@ def test_all_names_everything_public_and_nothing_else():
     assert public | packages == set(tfmix.__all__)
 
 
+def test_a_look_at_the_module_shows_the_public_names_alone():
+    assert dir(tfmix) == tfmix.__all__
+
+
 @pytest.mark.parametrize("name", tfmix.__all__)
 def test_every_public_name_has_a_docstring_of_its_own(name):
     documented = getattr(tfmix, name)
@@ -49,6 +55,47 @@ def test_every_public_name_is_in_the_readme_or_the_docs():
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     assert not undocumented(tfmix.__all__, text)
+
+
+RECORDS = re.findall(
+    r"^::: (tfmix\.\w+\.?[\w.]*\.[A-Z]\w+)$",
+    (ROOT / "docs" / "api.md").read_text("utf-8"),
+    re.M,
+)
+
+
+def undescribed(record):
+    """Returns the fields of a record that its docstring does not name."""
+    fields = getattr(record, "__dataclass_fields__", None)
+    names = list(fields or getattr(record, "_fields", ()))
+    described = (record.__doc__ or "").partition("Attributes:")[2]
+    return [n for n in names if not re.search(rf"^ +{n}: ", described, re.M)]
+
+
+def test_the_records_that_users_print_are_in_the_api():
+    found = {path.rpartition(".")[2] for path in RECORDS}
+    assert found >= {"Advice", "ConversionReport", "Event", "LayerVerdict"}
+    assert found >= {"CompiledStep", "Device", "NumericsReport", "TensorRanges"}
+
+
+@pytest.mark.parametrize("path", RECORDS)
+def test_a_record_describes_its_attributes(path):
+    assert not undescribed(pkgutil.resolve_name(path))
+
+
+def test_a_field_that_is_not_described_is_found():
+    @dataclasses.dataclass
+    class Record:
+        """A record.
+
+        Attributes:
+            told: Of what.
+        """
+
+        told: int
+        untold: int  # of this
+
+    assert undescribed(Record) == ["untold"]
 
 
 def test_an_undocumented_name_is_found():

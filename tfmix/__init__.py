@@ -58,6 +58,11 @@ from tfmix.variables.master import (
 
 __version__ = "0.2.0"
 
+
+def __dir__() -> list[str]:
+    return [*__all__]
+
+
 __all__ = [
     "BFloat16Optimizer",
     "DynamicLossScale",

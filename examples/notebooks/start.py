@@ -108,9 +108,9 @@ tfmix.check(model, train_x[:64], train_y[:64])
 #
 # `advise` says how much of the work is in 16 bit, whether the shapes suit the
 # hardware, and what training takes in memory under each policy. Weights and
-# slots weigh the same, since they are float32; what the layers return weighs
-# half. In so small a model the weights are most of it; in a large one, or with
-# large batches, what the layers return is.
+# optimizer state weigh the same, since they are float32; what the layers return
+# weighs half. In so small a model the weights are most of it; in a large one,
+# or with large batches, what the layers return is.
 
 # %%
 advice = tfmix.advise(model, batch_size=64)

@@ -2,7 +2,7 @@
 # # When it goes wrong
 #
 # A model that trains in float32 can fail in float16 without a word. Here is
-# one. `tfmix.check` names the layer, `suggested_policy` mends it, and `undo`
+# one. `tfmix.check` names the layer, `suggested_policy` fixes it, and `undo`
 # takes it all back. It takes half a minute on a CPU.
 
 # %%

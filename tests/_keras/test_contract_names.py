@@ -240,7 +240,7 @@ NOT_PRIVATE = {
     "_topology_factories": "JAX's, which has no other way to its compilers",
     "_xla": "the same",
     # Still where they were when the gate began to look for names.
-    "_keras_logits": "a mark of a tensor, in policy/in_force",
+    "_keras_logits": "a mark of a tensor, in tfmix/in_force",
     "_keras_mask": "the same",
     "_model": "a callback's, in callbacks/numerics_monitor.py",
 }

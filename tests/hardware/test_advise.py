@@ -275,11 +275,11 @@ def optimizers():
     return {
         "float32": adam,
         "mixed_float16": adam,
-        "mixed_bfloat16, 8-bit slots": lambda: low(adam()),
+        "mixed_bfloat16, 8-bit state": lambda: low(adam()),
         "float16": lambda: masters(adam()),
-        "float16, 8-bit slots": lambda: masters(adam(), **coded),
+        "float16, 8-bit state": lambda: masters(adam(), **coded),
         "bfloat16, no masters": lambda: stochastic(adam()),
-        "bfloat16, no masters, 8-bit slots": lambda: stochastic(
+        "bfloat16, no masters, 8-bit state": lambda: stochastic(
             adam(), **coded
         ),
     }
@@ -331,14 +331,14 @@ def test_without_slots_there_are_none_in_8_bits():
         ("t4", "mixed_bfloat16", "mixed_float16"),
         (
             "v5e",
-            "mixed_bfloat16, 8-bit slots",
-            "mixed_bfloat16, 8-bit slots. Compile with "
+            "mixed_bfloat16, 8-bit state",
+            "mixed_bfloat16, 8-bit state. Compile with "
             "tfmix.LowMemoryOptimizer(optimizer)",
         ),
         (
             "v5e",
-            "bfloat16, no masters, 8-bit slots",
-            "bfloat16, no masters, 8-bit slots. Compile with "
+            "bfloat16, no masters, 8-bit state",
+            "bfloat16, no masters, 8-bit state. Compile with "
             'tfmix.BFloat16Optimizer(optimizer, slot_dtype="int8")',
         ),
     ],

@@ -88,5 +88,5 @@ def test_the_least_memory_that_fits_is_named():
 
 def test_memory_is_shown_by_kind():
     said = str(STEP)
-    kinds = ("weights", "masters", "slots", "gradients", "activations")
+    kinds = ("weights", "masters", "optimizer state", "gradients")
     assert all(f"{kind}, MB" in said for kind in kinds)

@@ -17,15 +17,23 @@ from tfmix.scaling import rules
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """The state of loss scaling at one moment of the run."""
+    """The state of loss scaling at one moment of the run.
 
-    step: int  # training steps seen by the monitor
+    Attributes:
+        step: Training steps that the monitor has seen.
+        loss_scale: What losses are multiplied by.
+        applied_steps: Steps applied over the optimizer's life.
+        skipped_steps: Steps skipped over it.
+        consecutive_skips: Steps skipped since the last one that was applied.
+        gradient_norm: Of the true gradients of the last step that was
+            applied, all together; `None` if it was not asked for.
+    """
+
+    step: int
     loss_scale: float
-    # Over the optimizer's life.
     applied_steps: int
     skipped_steps: int
-    consecutive_skips: int  # since the last step that was applied
-    # Of the last step that was applied; None if it was not asked for.
+    consecutive_skips: int
     gradient_norm: float | None = None
 
 

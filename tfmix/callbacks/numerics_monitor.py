@@ -257,22 +257,37 @@ def _first_replica(leaf: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A fault in a sampled step."""
+    """A fault in a sampled step.
 
-    step: int  # from 0
-    layer: str  # that made it, or `"loss"`; `"x"` or `"y"` for the data
-    # `"forward"`, `"backward"`, or `"float8 "` and a product of the layer's.
+    Attributes:
+        step: The training step, from 0.
+        layer: The layer that made it, or `"loss"`; `"x"` or `"y"` for the
+            data.
+        phase: `"forward"`, `"backward"`, or `"float8 "` and a product of the
+            layer's.
+        verdict: `"overflow"`, `"underflow"`, `"inaccurate"` or
+            `"not_finite"`.
+    """
+
+    step: int
+    layer: str
     phase: str
-    verdict: str  # as in `doctor.verdicts`
+    verdict: str
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorRanges:
-    """One tensor of one sampled step."""
+    """One tensor of one sampled step.
 
-    layer: str  # the layer's name; the path of a weight
-    # `"forward"` for outputs, `"backward"` for their gradients, `"weights"` or
-    # `"weight_gradients"`. Gradients are multiplied by the loss scale.
+    Attributes:
+        layer: The layer's name; the path of a weight.
+        phase: `"forward"` for outputs, `"backward"` for their gradients,
+            `"weights"` or `"weight_gradients"`. Gradients are multiplied by
+            the loss scale.
+        measures: The `Measures` of all its numbers together.
+    """
+
+    layer: str
     phase: str
     measures: ranges.Measures
 

@@ -26,7 +26,7 @@ class Environment(_tables.Printed):
         backend: The Keras backend in use.
         devices: What it computes on.
         auto: What `"auto"` is on them, in words.
-        policy: The policy in force, as text.
+        policy: The active policy, as text.
         replaced: What is replaced in Keras just now, as `owner.attribute`.
         extras: Each extra to install, and the packages it lacks here.
     """

@@ -26,16 +26,25 @@ _HEADS = ("layer", "in float8", "verdict", "underflow", "saturated", "cosine")
 
 @dataclasses.dataclass(frozen=True)
 class Float8Product:
-    """One product of one layer in float8, against the same in float32."""
+    """One product of one layer in float8, against the same in float32.
 
-    layer: str  # its path
-    product: str  # `"forward"`, `"input gradient"` or `"kernel gradient"`
-    verdict: str  # `"ok"`, `"underflow"`, `"inaccurate"`, `"not_finite"`
-    # Of the numbers of a factor that are not zero, the share that becomes
-    # zero, and of all the share that leaves the format: the worse factor's.
+    Attributes:
+        layer: The layer's path.
+        product: `"forward"`, `"input gradient"` or `"kernel gradient"`.
+        verdict: `"ok"`, `"underflow"`, `"inaccurate"` or `"not_finite"`.
+        underflow: Of a factor's numbers that are not zero, the share that
+            becomes zero, 0 to 1; the worse factor's.
+        saturated: Of all its numbers, the share that leaves the format, 0 to
+            1; the worse factor's.
+        cosine: Between both results, -1 to 1.
+    """
+
+    layer: str
+    product: str
+    verdict: str
     underflow: float
     saturated: float
-    cosine: float  # between both results
+    cosine: float
 
     @property
     def is_fine(self) -> bool:

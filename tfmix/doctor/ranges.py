@@ -14,20 +14,30 @@ from tfmix import _formats
 
 @dataclasses.dataclass(frozen=True)
 class Measures:
-    """Where one tensor lies in a format's range; shares are of all entries."""
+    """Where one tensor lies in a format's range; shares are of all entries.
 
-    largest: float  # the largest finite magnitude; 0 without finite entries
+    Attributes:
+        largest: The amax: the largest finite magnitude, 0 without finite
+            entries.
+        zero: Share of zeros, 0 to 1, as all shares.
+        subnormal: Share from half the smallest subnormal to the smallest
+            normal value: the format holds these with lost bits.
+        flushed: Share that is not zero, and rounded to it: 0 for a tensor
+            that is in the format.
+        near_overflow: Share that is finite and above a quarter of the
+            format's largest value.
+        not_finite: Share of infinities and NaN.
+        headroom_bits: How often the tensor can be doubled before it
+            overflows: negative if it does already, `-inf` if an entry is not
+            finite, `inf` if all are zero.
+    """
+
+    largest: float
     zero: float
-    # From half the smallest subnormal to the smallest normal value: the format
-    # holds these with lost bits.
     subnormal: float
-    # Not zero, and rounded to it: 0 for a tensor that is in the format.
     flushed: float
-    # Finite and above a quarter of the format's largest value.
     near_overflow: float
     not_finite: float
-    # How often the tensor can be doubled before it overflows: negative if it
-    # does already, `-inf` if an entry is not finite, `inf` if all are zero.
     headroom_bits: float
 
 

@@ -211,25 +211,37 @@ def _why(finding: Finding, limits: _formats.Format) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class LayerVerdict:
-    """A row of a report: one layer in one phase."""
+    """A row of a report: one layer in one phase.
 
-    # Its path where the name is not unique; `"loss"`; `"x"` or `"y"` for data
-    # that is not finite.
+    Attributes:
+        layer: Its name, or its path where that is not unique; `"loss"`; `"x"`
+            or `"y"` for data that is not finite.
+        phase: `"forward"`: its outputs; `"backward"`: the gradients it
+            computes, of its inputs and weights; `"weights"`: their values.
+        verdict: `"ok"`, `"overflow"`, `"underflow"`, `"inaccurate"` or
+            `"not_finite"`.
+        relative_error: Norm of the error that this layer alone makes in 16
+            bit, over the norm of the float32 result; without a unit.
+        headroom_bits: How often the result can be doubled before it leaves
+            the format; negative beyond it.
+        advice: The line of code that fixes it, or a note.
+        gradient_cosine: Between the 16-bit and the float32 gradient, -1 to 1;
+            `None` where there is no gradient.
+        broken: Whether it is at fault, and not finite in float32 either.
+        dtype: The dtype that the layer computes in; `""` for data.
+        bound: The relative error from which on it is at fault.
+        latent: Whether the layer's making shows the fault, and this batch
+            does not.
+    """
+
     layer: str
-    # `"forward"`: its outputs; `"backward"`: the gradients it computes, of its
-    # inputs and weights; `"weights"`: their values.
     phase: str
-    verdict: str  # `"ok"`, or one of the four faults
-    # Norm of the error that this layer alone makes in 16 bit, over the norm of
-    # the float32 result.
+    verdict: str
     relative_error: float
-    # How often the result can be doubled before it leaves the format.
     headroom_bits: float
-    advice: str  # the line of code that mends it, or a note
-    # Between the 16-bit and the float32 gradient.
+    advice: str
     gradient_cosine: float | None = None
-    broken: bool = False  # at fault, and not finite in float32 either
-    dtype: str = ""  # that the layer computes in
-    bound: float = math.inf  # the error from which on it is at fault
-    # Whether the layer's making shows the fault, and this batch does not.
+    broken: bool = False
+    dtype: str = ""
+    bound: float = math.inf
     latent: bool = False

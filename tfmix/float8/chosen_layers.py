@@ -19,13 +19,13 @@ _REASON = "_tfmix_no_float8"
 _CLASSES = (keras.layers.Dense, keras.layers.EinsumDense)
 # Tensor Cores take no others.
 _MULTIPLE = 16
-# To find the amax of each factor, to read it again, and to write it in 8 bits.
-_BYTES = 2 + 2 + 1
+# A number: to find the amax of a factor, read it again and write it in 8 bits.
+CAST_BYTES = 2 + 2 + 1
 # Three products of (m, k, n) take an H200 6 m k n operations, half as long in
-# float8; the bytes of their factors are _BYTES (mk + kn + mn). So it pays where
+# float8; their factors' bytes are CAST_BYTES (mk + kn + mn). So it pays where
 # 1/m + 1/k + 1/n is less than this, 1/344; m, the batch, is large.
 _SAVED = 1 / _h200.SIXTEEN_BIT - 1 / _h200.FLOAT8
-_PAYS = 6 * _SAVED * _h200.BANDWIDTH / _BYTES
+_PAYS = 6 * _SAVED * _h200.BANDWIDTH / CAST_BYTES
 
 
 def choose(

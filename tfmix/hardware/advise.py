@@ -23,8 +23,6 @@ Shapes = list[Shape]
 # guide), the MXU of a TPU on tiles of 128.
 GPU_MULTIPLE, TPU_MULTIPLE = 8, 128
 
-# Of a tensor of bfloat16 that is brought to float8, a number.
-_CAST_BYTES = 5
 # Seconds until an accelerator starts what it is given, in round numbers.
 _START = 5e-6
 # Whose rates count where no target is named.
@@ -61,18 +59,28 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class LayerProducts:
-    """One layer with matrix products."""
+    """One layer with matrix products.
 
-    layer: str  # the layer's path
-    dtype: str  # the dtype it computes in
-    shapes: tuple[tuple[int, int, int], ...]  # of `(m, k) x (k, n)`
-    # Whether k and n of each are multiples of 8, which a GPU's Tensor Cores
-    # need, and of 128, a TPU's tile.
+    Attributes:
+        layer: The layer's path.
+        dtype: The dtype it computes in.
+        shapes: `(m, k, n)` of each product `(m, k) x (k, n)`.
+        aligned: Whether k and n of each are multiples of 8, which a GPU's
+            Tensor Cores need.
+        aligned_tpu: Whether they are multiples of 128, a TPU's tile.
+        flops: Multiplications and additions of a forward pass.
+        padding: What to round up, as text; `""` if nothing helps.
+        float8: Under `"mixed_float8"` `"yes"`, or why it does not multiply in
+            float8.
+    """
+
+    layer: str
+    dtype: str
+    shapes: tuple[tuple[int, int, int], ...]
     aligned: bool
     aligned_tpu: bool
-    flops: int  # of a forward pass
-    padding: str  # what to round up, as text; empty if nothing helps
-    # Under "mixed_float8": "yes", or why it does not multiply in float8.
+    flops: int
+    padding: str
     float8: str = ""
 
 
@@ -117,9 +125,9 @@ class Advice(_tables.Printed):
         title += f"batch of {self.batch_size}"
         sizes = []
         for name, one in self.memory.items():
-            known = (*dataclasses.astuple(one), one.total)
+            known = (*one.by_title().values(), one.total)
             sizes.append((name, *(f"{size / 2**20:.2f}" for size in known)))
-        kinds = [one.name for one in dataclasses.fields(training_memory.Memory)]
+        kinds = self.memory["float32"].by_title()
         memory = _tables.Table(
             ("MiB", *kinds, "together"),
             sizes,
@@ -257,9 +265,9 @@ def _seconds(row: LayerProducts, target: targets.Target, dtype: str) -> float:
         dtype = "float32"
     seconds = 3 * row.flops / target.rates[dtype]
     if dtype == "float8":
-        # The factors are read for their largest number, read and written.
+        # The factors are read for their amax, read again, and written.
         moved = sum(m * k + k * n + m * n for m, k, n in row.shapes)
-        seconds += _CAST_BYTES * moved / target.bandwidth
+        seconds += chosen_layers.CAST_BYTES * moved / target.bandwidth
     return seconds
 
 

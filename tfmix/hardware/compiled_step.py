@@ -47,8 +47,8 @@ class StepMemory:
         temporaries: What the step needs besides, while it runs.
         peak: Both, and results that take no argument's place.
         available: What the device has.
-        kinds: A `Memory` of what is held, by kind: weights, masters and slots
-            among the arguments, gradients and activations among the
+        kinds: A `Memory` of what is held, by kind: weights, masters, optimizer
+            state among the arguments, gradients and activations among the
             temporaries. The compiler may free a gradient before the next one
             is made, and use its place.
     """
@@ -265,7 +265,7 @@ def _summary(steps: Mapping[str, CompiledStep], *notes: str) -> _tables.Table:
 
 def _figures(step: CompiledStep) -> dict[str, str]:
     memory = step.memory
-    kinds = dataclasses.asdict(memory.kinds)
+    kinds = memory.kinds.by_title()
     fits = "fits" if memory.fits else "does not fit"
     return {
         "products in 16 bit": f"{step.share_16bit:.0%}" if step.rows else "-",

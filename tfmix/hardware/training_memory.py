@@ -17,7 +17,7 @@ from tfmix.variables import (
 )
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-_ADAMS = 2  # slots of a weight, where the model has no optimizer yet
+_ADAMS = 2  # moments of a weight, where the model has no optimizer yet
 _MASTERS = "tfmix.MasterWeightOptimizer(optimizer{})"
 _LOW = "tfmix.LowMemoryOptimizer(optimizer)"
 _STOCHASTIC = "tfmix.BFloat16Optimizer(optimizer{})"
@@ -31,8 +31,7 @@ class Memory:
     Attributes:
         weights: Of all variables of the model.
         masters: Of the float32 masters behind 16-bit weights.
-        slots: Of the optimizer's variables for each weight, Adam's two moments
-            for example.
+        slots: Of the optimizer state, Adam's two moments for example.
         gradients: Of all gradients at once. A compiler may free one before the
             next is made.
         activations: Of what layers return, kept for the backward pass. A
@@ -50,6 +49,12 @@ class Memory:
     def total(self) -> int:
         """All of them together."""
         return sum(dataclasses.astuple(self))
+
+    def by_title(self) -> dict[str, int]:
+        """Returns the bytes by what tables call each kind."""
+        titles = {"slots": "optimizer state"}
+        fields = dataclasses.asdict(self)
+        return {titles.get(name, name): size for name, size in fields.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,18 +79,18 @@ _WAYS = {
     "float32": _Way("float32", "float32"),
     "mixed_float16": _Way("float32", "float16"),
     "mixed_bfloat16": _Way("float32", "bfloat16"),
-    "mixed_float16, 8-bit slots": _Way("float32", "float16", _LOW),
-    "mixed_bfloat16, 8-bit slots": _Way("float32", "bfloat16", _LOW),
+    "mixed_float16, 8-bit state": _Way("float32", "float16", _LOW),
+    "mixed_bfloat16, 8-bit state": _Way("float32", "bfloat16", _LOW),
     "float16": _Way("float16", "float16", _MASTERS.format("")),
     "bfloat16": _Way("bfloat16", "bfloat16", _MASTERS.format("")),
-    "float16, 8-bit slots": _Way("float16", "float16", _MASTERS.format(_INT8)),
-    "bfloat16, 8-bit slots": _Way(
+    "float16, 8-bit state": _Way("float16", "float16", _MASTERS.format(_INT8)),
+    "bfloat16, 8-bit state": _Way(
         "bfloat16", "bfloat16", _MASTERS.format(_INT8)
     ),
     "bfloat16, no masters": _Way(
         "bfloat16", "bfloat16", _STOCHASTIC.format("")
     ),
-    "bfloat16, no masters, 8-bit slots": _Way(
+    "bfloat16, no masters, 8-bit state": _Way(
         "bfloat16", "bfloat16", _STOCHASTIC.format(_INT8)
     ),
 }
@@ -112,7 +117,7 @@ def by_way(model: Any, outputs: int) -> dict[str, Memory]:
             outputs * _BYTES[way.activations],
         )
         for name, way in _WAYS.items()
-        # Without slots there are none to code.
+        # Without optimizer state there is none to code.
         if each or not way.is_coded
     }
 

@@ -1,1 +1,1 @@
-"""Optimizers that store variables or slots in 16 or 8 bits."""
+"""Optimizers that store variables or their own state in 16 or 8 bits."""

@@ -171,7 +171,7 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
             Defaults to `None`: drawn from Python's `random`, which
             `keras.utils.set_random_seed` seeds.
         slot_dtype: `"float32"`; `"bfloat16"` to store the inner optimizer's
-            slots in bfloat16, too, rounded stochastically, only with
+            state in bfloat16, too, rounded stochastically, only with
             `rounding="stochastic"`; or `"int8"`, or a list of rules, as in
             `LowMemoryOptimizer`. Defaults to `"float32"`.
         name: String. Defaults to the snake-case class name.
@@ -211,9 +211,9 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
             )
         if slot_dtype == "bfloat16" and rounding != "stochastic":
             raise ValueError(
-                "bfloat16 slots are rounded stochastically. Received: "
-                f"slot_dtype={slot_dtype!r}, rounding={rounding!r}. Use "
-                "rounding='stochastic' or another slot_dtype."
+                "Optimizer state in bfloat16 is rounded stochastically. "
+                f"Received: slot_dtype={slot_dtype!r}, rounding={rounding!r}. "
+                "Use rounding='stochastic' or another slot_dtype."
             )
         draws = rounding == "stochastic"
         super().__init__(inner_optimizer, name, slot_dtype, seed, draws)

@@ -109,10 +109,10 @@ def _never_negative(optimizer: Any) -> tuple[str, ...] | None:
         return None
     raise ValueError(
         "A class with an `update_step` of its own must say which of its "
-        "slots are never negative, to have them in 8 bits. Received: "
+        "moments are never negative, to have them in 8 bits. Received: "
         f"inner_optimizer={optimizer.name!r} of type {kind.__name__}. "
         f"Write `{_DECLARED} = ('velocity',)` into {kind.__name__}, with "
-        "the names of such slots, or `()` if there are none; or leave out "
+        "the names of such, or `()` if there are none; or leave out "
         "slot_dtype='int8'."
     )
 
@@ -239,9 +239,9 @@ def _check_declared(worker: Any, created: list) -> None:
     for name in _never_negative(worker) or ():
         if created and name not in slots:
             raise ValueError(
-                f"`{_DECLARED}` must name slots. Received: {name!r} in "
-                f"{type(worker).__name__}, whose slots are {slots}. Write "
-                "one of these; where a slot is not always there, make a "
+                f"`{_DECLARED}` must name moments. Received: {name!r} in "
+                f"{type(worker).__name__}, whose moments are {slots}. Write "
+                "one of these; where one is not always there, make a "
                 "property of it."
             )
 
@@ -255,7 +255,7 @@ def _refuse_others(worker: Any, created: list) -> None:
     for variable in worker.variables:
         if tuple(variable.shape) and id(variable) not in known:
             raise ValueError(
-                "Slots in 8 bits must be shaped like their variable. "
+                "Optimizer state in 8 bits must be shaped like its variable. "
                 f"Received: inner_optimizer={type(worker).__name__}, with "
                 f"{variable.path!r} of shape {tuple(variable.shape)}. "
                 "Leave out slot_dtype='int8', or choose another optimizer."

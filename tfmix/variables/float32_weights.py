@@ -106,7 +106,7 @@ def _check_model(model: keras.Model) -> None:
 
 
 def _refuse_quantized(model: keras.Model) -> None:
-    """Refuses a model whose weights fit no float32 twin of it."""
+    """Refuses a model whose weights fit no float32 model like it."""
     modes = {
         layer.path: layer.quantization_mode
         for layer in layers.flat_layers(model)

@@ -1,4 +1,4 @@
-"""The optimizer whose inner optimizer keeps its slots in 8 bits."""
+"""The optimizer whose inner optimizer keeps its state in 8 bits."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ class _Themselves(sixteen_bit_optimizer.StandIns):
 class LowMemoryOptimizer(
     averages.AveragesOfInner, sixteen_bit_optimizer.SixteenBitOptimizer
 ):
-    """Keeps the slots of an optimizer in 8 bits instead of 32.
+    """Keeps the state of an optimizer in 8 bits instead of 32.
 
     For models with float32 variables, mixed ones among them; those in pure 16
     bit have `slot_dtype` in `MasterWeightOptimizer` and `BFloat16Optimizer`.
@@ -45,7 +45,7 @@ class LowMemoryOptimizer(
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
-            Its slots must be shaped like the variables. A class with an
+            Its moments must be shaped like the variables. A class with an
             `update_step` of its own declares those that are never negative,
             which get the code of second moments: `never_negative =
             ("velocity",)`.
@@ -54,11 +54,10 @@ class LowMemoryOptimizer(
             holds, and float32 where none does. (Patterns should leave out the
             model's name: a loaded `Sequential` has none in its paths.) What
             weights are made of anew in each step stays float32:
-            ScheduleFreeAdamW's momentum, Ftrl's linear slot. Defaults to
-            `"int8"`: all but
-            the slots of variables with fewer than 4096 elements, where there
-            is nothing to save, and of embeddings, whose rare rows have
-            gradients of other sizes.
+            ScheduleFreeAdamW's momentum, Ftrl's `linear`. Defaults to
+            `"int8"`: all but the state of variables with fewer than 4096
+            elements, where there is nothing to save, and of embeddings, whose
+            rare rows have gradients of other sizes.
         seed: Integer of 31 bits that decides the stochastic rounding.
             Defaults to `None`: drawn from Python's `random`, which
             `keras.utils.set_random_seed` seeds.
@@ -66,9 +65,9 @@ class LowMemoryOptimizer(
 
     Raises:
         ValueError: If an argument is wrong or, when built, if a variable is
-            16-bit, a slot is not shaped like its variable, a class does not
-            say rightly which slots are never negative, or the optimizer is
-            `RMSprop(centered=True)`, whose slots cannot be rounded apart.
+            16-bit, a moment is not shaped like its variable, a class does not
+            say rightly which are never negative, or the optimizer is
+            `RMSprop(centered=True)`, whose moments cannot be rounded apart.
         TypeError: If `inner_optimizer` is no optimizer, or `seed` no integer.
 
     Examples:
@@ -76,8 +75,8 @@ class LowMemoryOptimizer(
         >>> dense.build((None, 64))
         >>> optimizer = LowMemoryOptimizer(keras.optimizers.Adam(1e-3))
         >>> optimizer.build(dense.trainable_variables)
-        >>> slots = [v for v in optimizer.variables if v.dtype == "uint8"]
-        >>> [tuple(v.shape) for v in slots]
+        >>> moments = [v for v in optimizer.variables if v.dtype == "uint8"]
+        >>> [tuple(v.shape) for v in moments]
         [(64, 64), (64, 64)]
     """
 

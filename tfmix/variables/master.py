@@ -22,7 +22,7 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     Use it for models whose variables are float16 or bfloat16 (the policies
     `"float16"` and `"bfloat16"`), where an update smaller than half a step of
     the format would be lost. The inner optimizer sees float32 only:
-    gradients, masters and slots; its weight decay, clipping, constraints, EMA
+    gradients, masters and state; its weight decay, clipping, constraints, EMA
     and accumulation act on the masters. Variables that are not 16-bit are
     passed straight through. Put it inside the loss-scale optimizer:
     `LossScaleOptimizer(MasterWeightOptimizer(Adam()))`.
@@ -40,7 +40,7 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
             Defaults to `False`.
         slot_dtype: `"float32"`, or `"int8"` or a list of rules, as in
             `LowMemoryOptimizer`. Defaults to `"float32"`.
-        seed: Integer of 31 bits that decides how slots in 8 bits are rounded.
+        seed: Integer of 31 bits that decides how 8-bit state is rounded.
             Defaults to `None`: drawn from Python's `random`.
         name: String. Defaults to the snake-case class name.
 
