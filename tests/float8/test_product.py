@@ -121,6 +121,17 @@ def test_a_factor_takes_the_whole_range_and_never_overflows(to, largest):
     np.testing.assert_allclose(found / scale, exact, 2**-3, 2.0**-126)
 
 
+def test_a_scale_is_that_of_all_rows_however_many():
+    # The amax stands in one of the rows that are joined.
+    ones = np.ones((2**14, 2))
+    tall, exact = bfloat16(np.r_[ones, [[3.0, 48.0]] * 2, ones])
+    narrow, powers = product.rounded(tall, product.FORWARD)
+    expected, power = expected_factor(exact, product.FORWARD)
+    assert float(helpers.to_numpy(powers)[0]) == 2.0**power
+    found = helpers.to_numpy(ops.cast(narrow, "float32"))
+    np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_a_long_product_is_summed_in_float32(mode):
     # Whole numbers, whose sums float32 holds and bfloat16 does not.

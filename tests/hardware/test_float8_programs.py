@@ -5,10 +5,12 @@ import re
 
 import keras
 import pytest
-from keras import layers
+from keras import layers, ops
 
 import tfmix
-from tfmix.hardware import compilers, targets
+from tests import helpers
+from tfmix.float8 import product
+from tfmix.hardware import compiled_text, compilers, targets
 
 WIDTH, ROWS, LENGTH, WORDS = 1024, 32, 256, 1008
 # A GPU times both kinds of products and takes the faster one.
@@ -129,3 +131,43 @@ def test_two_layers_take_few_kernels_more_than_in_bfloat16(
     # Six tensors, each with a pass for its rows' largest numbers, one for the
     # scales and the cast. Of them the weights are cast in bfloat16, too.
     assert after <= before + 14
+
+
+@helpers.requires_backend("jax")
+@GPUS
+@LIBRARIES
+@pytest.mark.parametrize("tokens", [4096, 16384])
+def test_a_step_of_two_products_takes_few_kernels(
+    monkeypatch, name, library, tokens
+):
+    """Forward, a squared error, backward and the update: no optimizer."""
+    import jax
+
+    if lacking := compilers.missing(targets.find(name)):
+        pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
+    options = compilers._NO_TRITON if library == "cuBLAS" else {}
+    monkeypatch.setattr(compilers, "_OPTIONS", options)
+
+    def loss(weights, x, y):
+        for kernel in weights:
+            narrow = ops.cast(x, "bfloat16"), ops.cast(kernel, "bfloat16")
+            x = ops.relu(product.product(*narrow))
+        return ops.mean((ops.cast(x, "float32") - y) ** 2)
+
+    def step(weights, x, y):
+        gradients = jax.grad(loss)(weights, x, y)
+        pairs = zip(weights, gradients, strict=True)
+        return [weight - 0.01 * gradient for weight, gradient in pairs]
+
+    (device,) = compilers.devices(targets.find(name), 1)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+
+    def matrix(rows):
+        return jax.ShapeDtypeStruct((rows, 4096), "float32", sharding=sharding)
+
+    lowered = jax.jit(step, donate_argnums=0).lower(
+        [matrix(4096), matrix(4096)], matrix(tokens), matrix(tokens)
+    )
+    program = compiled_text.read(compilers.compile_jax(lowered).text)
+    assert len(program.products) == 5
+    assert program.kernels <= 30

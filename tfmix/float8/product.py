@@ -32,6 +32,8 @@ GRADIENT = Format("float8_e5m2", 15)
 # than the highest power, so that its inverse is one, too.
 _BIAS, _MANTISSA, _HIGHEST = 127, 23, 126
 _ONE = 1 << _MANTISSA
+# XLA reduces fewer than 16384 numbers in one kernel of a GPU, more in two.
+_ROWS = 8192
 
 
 def product(
@@ -109,15 +111,25 @@ def rounded(tensor: Any, to: Format) -> tuple[Any, Any]:
     """
     # The largest that takes the highest scale; matrices may have no numbers.
     least = 2.0 ** (to.exponent - _HIGHEST)
-    largest = ops.max(ops.abs(tensor), axis=-1, initial=least)
+    largest = ops.max(ops.abs(_joined(tensor)), axis=-1, initial=least)
     largest = ops.pad(largest, (0, 1), constant_values=least)
-    # Each row's powers, then the least of all rows: what comes after a
+    # The powers of rows, then the least of all: what comes after a
     # reduction would be a kernel of its own, what comes before is not.
     word = bits.bitcast(ops.cast(largest, "float32"), "int32")
     powers = bits.bitcast(ops.stack(_powers(word, to)), "float32")
     powers = ops.min(powers, axis=1)
     scaled = ops.multiply(tensor, ops.cast(powers[0], tensor.dtype))
     return ops.cast(scaled, to.dtype), powers
+
+
+def _joined(matrix: Any) -> Any:
+    """Returns a matrix of the same numbers in no more than `_ROWS` rows."""
+    rows = matrix.shape[0]
+    # Their number may not be known, and may have no such divisor.
+    while rows and rows > _ROWS and rows % 2 == 0:
+        rows //= 2
+    same = rows == matrix.shape[0]
+    return matrix if same else ops.reshape(matrix, (rows, -1))
 
 
 def _powers(word: Any, to: Format) -> list[Any]:
