@@ -20,10 +20,11 @@ def guard(model: keras.Model) -> keras.Model:
     the forward pass has already written: BatchNormalization has averaged an
     infinity into its statistics, and the epoch's loss and metrics are NaN
     until it ends. In a guarded model a skipped step gives every float
-    variable that is not trained, and every metric, its old value back, and
-    the step's logs are those of the metrics without it. Where no step has been
-    applied since they were reset, they are the skipped batch's own, or NaN if
-    these are not finite.
+    variable that is not trained, and every metric, its old value back; in a
+    `train_step` of your own also weights that the optimizer is not given,
+    such as averages of others. The step's logs are those of the metrics
+    without it; where no step has been applied since they were reset, the
+    skipped batch's own, or NaN if these are not finite.
 
     Under a 16-bit tfmix policy `compile` does this by itself. In float32 or
     bfloat16 compile with `LossScaleOptimizer(optimizer,
@@ -107,11 +108,21 @@ class _Guard:
     def _gives_way(self) -> bool:
         return not self.asked_for and not _skips(self._model)
 
-    def _run(self, original: Callable, *args: Any) -> Any:
+    def _run(self, original: Callable, *args: Any) -> tuple[Any, list]:
+        """Steps; returns its result, and weights that it gave no optimizer."""
         _check_optimizer(self._model)
         guarded = optimizers.guarded_step(self._model.optimizer)
-        with guarded, self._logs.noted():
-            return original(*args)
+        with guarded as stepped, self._logs.noted():
+            result = original(*args)
+        return result, [v for v in self._own_affair() if id(v) not in stepped]
+
+    def _own_affair(self) -> list[keras.Variable]:
+        """Lists the weights that a `train_step` of the user's may write."""
+        kind = keras.optimizers.Optimizer
+        held = [x for x in vars(self._model).values() if isinstance(x, kind)]
+        if len(held) > 1 or not training.has_own_step(self._model):
+            return []
+        return list(self._model.trainable_variables)
 
     def _on_tensorflow(self, original: Callable, data: Any) -> Any:
         if self._gives_way:
@@ -120,7 +131,8 @@ class _Guard:
 
         from tfmix.step import replicas
 
-        before = {id(v.value): tf.identity(v.value) for v in self._watched()}
+        watched = [*self._watched(), *self._own_affair()]
+        before = {id(v.value): tf.identity(v.value) for v in watched}
 
         def note(create: Callable, **kwargs: Any) -> Any:
             variable = create(**kwargs)
@@ -130,8 +142,9 @@ class _Guard:
 
         # A model, or a metric, may be built in its first step.
         with tf.variable_creator_scope(note):
-            logs = self._run(original, data)
-        watched = [v for v in self._watched() if id(v.value) in before]
+            logs, unstepped = self._run(original, data)
+        after = *self._watched(), *unstepped
+        watched = [v for v in after if id(v.value) in before]
         old = [before[id(v.value)] for v in watched]
         applied = self._model.optimizer.last_step_applied()
         with replicas.one_replica(watched):
@@ -159,14 +172,21 @@ class _Guard:
         if self._gives_way:
             return tuple(original(state, data))
         model = self._model
-        _, state_before, _, metrics_before = state
-        logs, (weights, others, slots, metrics) = self._run(
-            original, state, data
-        )
+        weights_before, state_before, _, metrics_before = state
+        result, unstepped = self._run(original, state, data)
+        logs, (weights, others, slots, metrics) = result
         mapping = zip(model.optimizer.variables, slots, strict=True)
         with keras.StatelessScope(state_mapping=mapping):
             applied = model.optimizer.last_step_applied()
         others = _restored(applied, others, state_before, only_float=True)
+        left = set(map(id, unstepped))
+        states = zip(
+            model.trainable_variables, weights, weights_before, strict=True
+        )
+        weights = [
+            ops.where(applied, new, old) if id(variable) in left else new
+            for variable, new, old in states
+        ]
         metrics = _restored(applied, metrics, metrics_before, only_float=False)
         variables = [
             *(model.trainable_variables + model.non_trainable_variables),
@@ -189,7 +209,6 @@ class _Guard:
         # `LossScaleOptimizer.from_config` reads it, for `compile` to guard.
         config = original()
         optimizer = (config or {}).get("optimizer")
-        # Else not compiled, or anew with an optimizer that is not ours.
         name = isinstance(optimizer, dict) and optimizer["class_name"]
         if name == "LossScaleOptimizer":
             config = copy.deepcopy(config)
