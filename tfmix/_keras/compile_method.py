@@ -1,7 +1,8 @@
 """Keras's `compile`, and what tfmix lets it do for every 16-bit model.
 
-From the first 16-bit policy of a process on, or the first file of a guarded
-model: copies and loaded models come about where no policy is in force.
+From the first 16-bit policy of a process on: copies and loaded models come
+about where no policy is in force. From the first file of a guarded model on it
+looks at optimizers of such files alone.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ PLACE: replacements.Place = (training.TRAINER, "compile")
 _Compile = Callable[..., None]
 _replacements = replacements.Replacements()
 _makers: list[Callable[[_Compile], _Compile]] = []
+_sees_all = False
 
 
 def use(make: Callable[[_Compile], _Compile]) -> None:
@@ -19,11 +21,20 @@ def use(make: Callable[[_Compile], _Compile]) -> None:
     _makers[:] = [make]
 
 
-def stand_by() -> None:
+def stand_by(*, for_files: bool = False) -> None:
     """Puts the stand-in in its place, until `stand_down`."""
+    global _sees_all
+    _sees_all = _sees_all or not for_files
     _replacements.set(dict.fromkeys([PLACE], *_makers))
+
+
+def sees_all() -> bool:
+    """Says whether it looks at every model, not only at those of files."""
+    return _sees_all
 
 
 def stand_down() -> None:
     """Gives Keras its own method back."""
+    global _sees_all
+    _sees_all = False
     _replacements.set({})

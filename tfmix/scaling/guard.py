@@ -108,21 +108,12 @@ class _Guard:
     def _gives_way(self) -> bool:
         return not self.asked_for and not _skips(self._model)
 
-    def _run(self, original: Callable, *args: Any) -> tuple[Any, list]:
-        """Steps; returns its result, and weights that it gave no optimizer."""
+    def _run(self, original: Callable, *args: Any) -> tuple[Any, set[int]]:
+        """Steps; returns the result, and the `id`s of what was optimized."""
         _check_optimizer(self._model)
         guarded = optimizers.guarded_step(self._model.optimizer)
         with guarded as stepped, self._logs.noted():
-            result = original(*args)
-        return result, [v for v in self._own_affair() if id(v) not in stepped]
-
-    def _own_affair(self) -> list[keras.Variable]:
-        """Lists the weights that a `train_step` of the user's may write."""
-        kind = keras.optimizers.Optimizer
-        held = [x for x in vars(self._model).values() if isinstance(x, kind)]
-        if len(held) > 1 or not training.has_own_step(self._model):
-            return []
-        return list(self._model.trainable_variables)
+            return original(*args), stepped
 
     def _on_tensorflow(self, original: Callable, data: Any) -> Any:
         if self._gives_way:
@@ -131,8 +122,7 @@ class _Guard:
 
         from tfmix.step import replicas
 
-        watched = [*self._watched(), *self._own_affair()]
-        before = {id(v.value): tf.identity(v.value) for v in watched}
+        before = {id(v.value): tf.identity(v.value) for v in self._watched()}
 
         def note(create: Callable, **kwargs: Any) -> Any:
             variable = create(**kwargs)
@@ -142,9 +132,9 @@ class _Guard:
 
         # A model, or a metric, may be built in its first step.
         with tf.variable_creator_scope(note):
-            logs, unstepped = self._run(original, data)
-        after = *self._watched(), *unstepped
-        watched = [v for v in after if id(v.value) in before]
+            logs, stepped = self._run(original, data)
+        left = [v for v in self._watched() if id(v) not in stepped]
+        watched = [v for v in left if id(v.value) in before]
         old = [before[id(v.value)] for v in watched]
         applied = self._model.optimizer.last_step_applied()
         with replicas.one_replica(watched):
@@ -155,17 +145,7 @@ class _Guard:
                 for variable, value in zip(watched, old, strict=True)
                 if compilation.may_be_written(variable.value)
             ]
-
-            def restore() -> Any:
-                for variable, value in written:
-                    variable.assign(value)
-                return tf.constant(False)
-
-            if compilation.by_xla():
-                for variable, value in written:
-                    variable.assign(tf.where(applied, variable, value))
-            else:
-                tf.cond(applied, lambda: tf.constant(True), restore)
+            _put_back(written, applied)
             return self._logs.told(logs, applied)
 
     def _on_jax(self, original: Callable, state: Any, data: Any) -> tuple:
@@ -173,13 +153,13 @@ class _Guard:
             return tuple(original(state, data))
         model = self._model
         weights_before, state_before, _, metrics_before = state
-        result, unstepped = self._run(original, state, data)
+        result, stepped = self._run(original, state, data)
         logs, (weights, others, slots, metrics) = result
         mapping = zip(model.optimizer.variables, slots, strict=True)
         with keras.StatelessScope(state_mapping=mapping):
             applied = model.optimizer.last_step_applied()
         others = _restored(applied, others, state_before, only_float=True)
-        left = set(map(id, unstepped))
+        left = set(map(id, training.weights_of_own_step(model))) - stepped
         states = zip(
             model.trainable_variables, weights, weights_before, strict=True
         )
@@ -202,7 +182,9 @@ class _Guard:
         """Returns what a skipped step must not have changed (TensorFlow)."""
         others = filter(_is_float, self._model.non_trainable_variables)
         metrics = training.metrics(self._model)
-        return [*others, *(v for each in metrics for v in each.variables)]
+        reported = (v for metric in metrics for v in metric.variables)
+        own = training.weights_of_own_step(self._model)
+        return [*others, *reported, *own]
 
     def _compile_config(self, original: Callable) -> Any:
         """Notes in a saved model that it was guarded."""
@@ -216,6 +198,22 @@ class _Guard:
             guarded = True if carried else saving.GUARDED_ALONE
             config["optimizer"]["config"]["guarded"] = guarded
         return config
+
+
+def _put_back(written: list, applied: Any) -> None:
+    """Gives variables, each with an old value, that if not applied."""
+    import tensorflow as tf
+
+    def restore() -> Any:
+        for variable, old in written:
+            variable.assign(old)
+        return tf.constant(False)
+
+    if compilation.by_xla():
+        for variable, old in written:
+            variable.assign(tf.where(applied, variable, old))
+    else:
+        tf.cond(applied, lambda: tf.constant(True), restore)
 
 
 def _restored(applied: Any, new: list, old: list, only_float: bool) -> list:

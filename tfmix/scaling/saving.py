@@ -126,7 +126,7 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
     guarded = arguments.pop("guarded", False)
     if guarded:
         # The model is compiled with it next, and guarded by that.
-        compile_method.stand_by()
+        compile_method.stand_by(for_files=True)
     leader_name = arguments.pop("shared_scale_of", None)
     unasked = arguments.pop("unasked", False)
     optimizer = kind(**arguments)

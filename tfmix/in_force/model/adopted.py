@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats, _messages
-from tfmix._keras import layers
+from tfmix._keras import compile_method, layers
 from tfmix.in_force.layer import fallback, uncast_inputs
 from tfmix.in_force.model import carried, compiling, suited_optimizer
 from tfmix.in_force.process_wide import bare_optimizers
@@ -26,6 +26,9 @@ def adopting(original: Callable[..., None]) -> Callable[..., None]:
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
         optimizer = kwargs.get("optimizer", args[0] if args else None)
         in_file = getattr(optimizer, "guarded_in_file", False)
+        if not (in_file or compile_method.sees_all()):
+            original(self, *args, **kwargs)
+            return
         if in_file != saving.GUARDED_ALONE:
             _adopt(self)
         inner = functools.partial(original, self)
