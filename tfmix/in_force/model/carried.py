@@ -5,7 +5,7 @@ So the policy lasts when the scope that the model was made in has ended.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -14,6 +14,7 @@ from tfmix import _messages
 from tfmix._keras import (
     compile_method,
     global_state,
+    layer_policies,
     layers,
     model_methods,
 )
@@ -40,6 +41,8 @@ def carry(model: keras.Model, policy: keras.DTypePolicy) -> None:
     if policies.is_sixteen_bit(policy):
         compile_method.stand_by()
         layers.rematerialize_anew(model)
+        if _begins_with_model(model):
+            layer_policies.widen_inputs(model)
         carried = _Carried(model, policy)
         model_methods.put(model, model_methods.RULES, carried)
     else:
@@ -50,6 +53,12 @@ def carried_policy(model: keras.Model) -> keras.DTypePolicy | None:
     """Returns the policy a model carries, `None` if it carries none."""
     found = model_methods.part(model, model_methods.RULES)
     return found.policy if isinstance(found, _Carried) else None
+
+
+def _begins_with_model(model: keras.Model) -> bool:
+    """Says whether Keras has made a Sequential's input, of its first model."""
+    is_sequential = isinstance(model, keras.Sequential) and model.layers
+    return bool(is_sequential) and hasattr(model.layers[0], "input_shape")
 
 
 class _Carried:
@@ -68,7 +77,7 @@ class _Carried:
         self._float8 = ruled if ruled.is_float8 else None
         self._rules = frozenset({*ruled.float32_ops, ops.PENALTIES})
         self._outputs = model_outputs.Outputs(model)
-        self.wrappers: Mapping[str, model_methods.Wrapper] = {
+        self.wrappers: dict[str, model_methods.Wrapper] = {
             "call": self._call,
             "compile": self._compile,
             "fit": self._fit,
@@ -82,6 +91,8 @@ class _Carried:
             "test_step": self._under_rules,
             **dict.fromkeys(layers.own_methods(model), own_methods.explained),
         }
+        if isinstance(model, keras.Sequential):
+            self.wrappers["build"] = self._build
 
     def _under_rules(
         self, original: Callable, *args: Any, **kwargs: Any
@@ -123,6 +134,16 @@ class _Carried:
             self._choose_float8(self._float8)
         call = functools.partial(self._under_rules, original)
         return self._outputs.of(call, *args, **kwargs)
+
+    def _build(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        """Lets ids and raw features in, where nobody has made an `Input`.
+
+        The one that Keras makes for a Sequential model casts them to 16 bit.
+        """
+        first = layers.parts(self._model)[:1]
+        original(*args, **kwargs)
+        if not isinstance(first[0], keras.layers.InputLayer):
+            layer_policies.widen_inputs(self._model)
 
     def _summary(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Says below the table which layers fell back to float32."""
