@@ -217,3 +217,31 @@ def test_ids_reach_an_embedding_as_they_are(form, dtype, policy):
         keras.ops.cast(keras.ops.cast(rows, half), "float32")
     )
     np.testing.assert_array_equal(np.reshape(found, (3, 2)), expected)
+
+
+class Tabular(keras.Model):
+    """Normalizes raw features, as Keras's guide to structured data does."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.normalize = keras.layers.Normalization()
+        self.normalize.adapt(features)
+        self.dense = keras.layers.Dense(1, dtype="float32")
+
+    def call(self, x):
+        return self.dense(self.normalize(x))
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "xla"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_raw_features_reach_a_normalization_as_they_are(how, policy):
+    # Of three digits more than bfloat16 has, and beyond the end of float16.
+    generator = np.random.default_rng(0)
+    x = generator.normal(1e5, 100.0, (64, 4)).astype("float32")
+    with current_policy.policy_scope(policy):
+        model = Tabular(x)
+    model.compile("sgd", run_eagerly=how == "eager", jit_compile=how == "xla")
+    found = model.predict(x, verbose=0)
+    features = (x - x.mean(axis=0)) / x.std(axis=0)
+    kernel, bias = map(keras.ops.convert_to_numpy, model.dense.weights)
+    np.testing.assert_allclose(found, features @ kernel + bias, atol=0.05)
