@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from tfmix import _formats, _messages
+from tfmix import _errors, _formats, _messages
 from tfmix._keras import (
     compile_method,
     global_state,
@@ -20,12 +20,7 @@ from tfmix._keras import (
 )
 from tfmix.devices import devices
 from tfmix.float8 import chosen_layers
-from tfmix.in_force.layer import (
-    dtype_errors,
-    fallback,
-    uncast_inputs,
-    unfit_constants,
-)
+from tfmix.in_force.layer import dtype_errors, fallback, uncast_inputs
 from tfmix.in_force.model import (
     averaged_weights,
     compiling,
@@ -259,7 +254,7 @@ class _Carried:
             outside = is_new and global_state.entry_layer() is None
             if outside and dtype_errors.is_about_dtypes(error):
                 error.add_note(
-                    f"tfmix: {unfit_constants.users_line(error)}outside of "
+                    f"tfmix: {_errors.users_line(error)}outside of "
                     "`call` layers return 16 bit and weights are float32. "
                     "Write keras.ops.cast(weight, x.dtype) there, or "
                     "keras.ops.cast(x, 'float32') for the layer's result."
