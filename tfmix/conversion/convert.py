@@ -254,7 +254,7 @@ def _converted(
             way_back.callback(know_again)
         way_back.callback(_inside(given or before))
         check = layer_changes.stand(steps, way_back)
-        methods = model_methods.parts(model)
+        methods = model_methods.by_role(model)
         way_back.callback(model_methods.restore, model, methods)
         layer_changes.set_dtypes(steps, way_back)
         for know_again in known:

@@ -45,7 +45,7 @@ def heads(model: keras.Layer) -> list[keras.Layer]:
 
     Of what is neither Functional nor Sequential nothing is known.
     """
-    if not suited_optimizer.is_graph(model):
+    if not layers.is_structure(model):
         return []
     results = layers.results(model)
     if not results:
@@ -129,11 +129,11 @@ class _Planner:
         step = self._decide(layer, inherited)
         self.steps.append(step)
         passed_on = self._passed_on(layer, step, inherited)
-        for inner in layers.parts(layer):
+        for inner in layers.own_layers(layer):
             self._visit(inner, passed_on)
 
     def _decide(self, layer: keras.Layer, inherited: Step | None) -> Step:
-        if suited_optimizer.is_graph(layer):
+        if layers.is_structure(layer):
             why = self._ruled(layer)
             target = (
                 keras.DTypePolicy("float32") if why else self._target(layer)

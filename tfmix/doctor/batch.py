@@ -87,7 +87,7 @@ def prepare(
     At most `most` rows are kept, of a dataset those of its first batch.
     """
     _arguments.model(model)
-    x, y = next(parts(x, y), (x, y))
+    x, y = next(split(x, y), (x, y))
     _refuse_what_is_no_array("x", x)
     _refuse_what_is_no_array("y", y)
     _refuse_a_single_row(model, x)
@@ -124,7 +124,7 @@ def is_dataset(x: Any) -> bool:
     return hasattr(x, "element_spec") and hasattr(x, "as_numpy_iterator")
 
 
-def parts(x: Any, y: Any, rows: int | None = None) -> Iterator[tuple[Any, Any]]:
+def split(x: Any, y: Any, rows: int | None = None) -> Iterator[tuple[Any, Any]]:
     """Yields batches of `rows` rows, or those of a dataset as they are."""
     if is_dataset(x):
         if y is not None:

@@ -73,7 +73,7 @@ def calibrate_loss_scale(
     """
     rows = _arguments.count("batch_size", batch_size, example=32)
     margin = _arguments.count("margin_bits", margin_bits, lowest=0, example=4)
-    several = batches.parts(x, y, rows)
+    several = batches.split(x, y, rows)
     first = next(several, (x, y))
     whole = batches.prepare(model, *first, loss)
     _refuse_no_loss(whole)

@@ -319,7 +319,7 @@ class _State:
 
 def _own_code(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
     """Lets the layers inside one hand float32 on to its own code."""
-    for inner in layers.parts(layer):
+    for inner in layers.own_layers(layer):
         put_on(inner)
         replacements.swap(undo, vars(inner)[STATE], "hands_float32", True)
     for inner in layers.flat_layers(layer)[1:]:

@@ -42,7 +42,7 @@ def _warn_of_late_policy(model: keras.Model) -> bool:
     computes_in = functools.partial(suited_optimizer.computes_in, model)
     is_late = bool(
         policies.is_sixteen_bit(policy)
-        and layers.parts(model)
+        and layers.own_layers(model)
         and model_methods.part(model, model_methods.RULES) is None
         and not any(map(computes_in, _formats.SIXTEEN_BIT))
     )

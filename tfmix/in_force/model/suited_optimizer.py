@@ -25,14 +25,8 @@ def computing_layers(model: keras.Layer) -> list[keras.Layer]:
         layer
         for layer in layers.flat_layers(model)
         if not isinstance(layer, keras.layers.InputLayer)
-        and not is_graph(layer)
+        and not layers.is_structure(layer)
     ]
-
-
-def is_graph(model: keras.Layer) -> bool:
-    """Says whether a model is Functional or Sequential."""
-    names = {base.__name__ for base in type(model).__mro__}
-    return bool(names & {"Functional", "Sequential"})
 
 
 def computes_in(model: keras.Layer, dtype: str) -> bool:
