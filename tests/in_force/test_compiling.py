@@ -10,7 +10,7 @@ import pytest
 from tests import helpers
 from tfmix.conversion import convert
 from tfmix.in_force.global_policy import current_policy
-from tfmix.in_force.model import carried, suited_optimizer
+from tfmix.in_force.model import carried, computing_layers, suited_optimizer
 from tfmix.policy import policy as policies
 from tfmix.scaling import guard, rules
 from tfmix.scaling import optimizer as scaling
@@ -598,5 +598,5 @@ def test_a_graph_with_a_call_of_its_own_computes():
     dense = keras.layers.Dense(2)
     plain = keras.Sequential([keras.Input((2,)), dense])
     own = CallsItself([keras.Input((2,)), dense])
-    assert suited_optimizer.computing_layers(plain) == [dense]
-    assert suited_optimizer.computing_layers(own) == [own, dense]
+    assert computing_layers.layers_that_compute(plain) == [dense]
+    assert computing_layers.layers_that_compute(own) == [own, dense]

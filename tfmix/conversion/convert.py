@@ -25,7 +25,7 @@ from tfmix.conversion import (
 from tfmix.float8 import chosen_layers
 from tfmix.in_force.global_policy import current_policy
 from tfmix.in_force.layer import fallback
-from tfmix.in_force.model import carried, suited_optimizer
+from tfmix.in_force.model import carried, computing_layers, suited_optimizer
 from tfmix.policy import policy as policies
 from tfmix.scaling import guard
 from tfmix.scaling import optimizer as scaling
@@ -438,7 +438,7 @@ def _bare(
     state: optimizer_state.Handover | None,
 ) -> tuple[keras.optimizers.Optimizer, bool]:
     """Returns an optimizer to be wrapped, and whether it is another one."""
-    pure = suited_optimizer.has_sixteen_bit_variables(model)
+    pure = computing_layers.has_sixteen_bit_variables(model)
     cast = state is not None and state.cast
     on_masters = sixteen_bit_optimizer.owner(optimizer) is not None
     if pure and on_masters and not cast:

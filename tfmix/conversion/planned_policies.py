@@ -9,7 +9,7 @@ from tfmix import _formats
 from tfmix._keras import layer_policies, layers
 from tfmix.in_force.global_policy import new_layers
 from tfmix.in_force.layer import fallback
-from tfmix.in_force.model import suited_optimizer
+from tfmix.in_force.model import computing_layers
 from tfmix.policy import layer_rules
 from tfmix.policy import policy as policies
 
@@ -114,7 +114,7 @@ class _Planner:
         # In a model with 16-bit layers, a float32 one was chosen to be it.
         self._mixed_before = any(
             layer.compute_dtype in _formats.SIXTEEN_BIT
-            for layer in suited_optimizer.computing_layers(model)
+            for layer in computing_layers.layers_that_compute(model)
         )
         self._seen: set[int] = set()
         self.steps: list[Step] = []

@@ -30,7 +30,11 @@ from tfmix.float8 import chosen_layers
 from tfmix.in_force.global_policy import current_policy
 from tfmix.in_force.layer import fallback
 from tfmix.in_force.model import carried as carrying
-from tfmix.in_force.model import model_outputs, suited_optimizer
+from tfmix.in_force.model import (
+    computing_layers,
+    model_outputs,
+    suited_optimizer,
+)
 from tfmix.in_force.process_wide import active_rules
 from tfmix.in_force.process_wide import ops as op_rules_in_force
 from tfmix.policy import policy as policies
@@ -180,7 +184,7 @@ def _narrow_layers(
 ) -> list[keras.Layer]:
     return [
         layer
-        for layer in suited_optimizer.computing_layers(model)
+        for layer in computing_layers.layers_that_compute(model)
         if planned_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
     ]
 
@@ -371,7 +375,7 @@ class _Visit:
     def lowest(self) -> float:
         """The lowest scale that gradients may have in 16 bit."""
         is_inside = self.carries and not (
-            suited_optimizer.has_sixteen_bit_variables(self.batch.model)
+            computing_layers.has_sixteen_bit_variables(self.batch.model)
         )
         return _LOWEST_INSIDE if is_inside else latent.LOWEST_SCALE
 

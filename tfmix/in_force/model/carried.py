@@ -24,9 +24,9 @@ from tfmix.in_force.layer import dtype_errors, fallback, uncast_inputs
 from tfmix.in_force.model import (
     averaged_weights,
     compiling,
+    computing_layers,
     model_outputs,
     skip_watch,
-    suited_optimizer,
 )
 from tfmix.in_force.process_wide import active_rules, ops, tensors
 from tfmix.policy import policy as policies
@@ -98,8 +98,8 @@ def _policy_of_layers(model: keras.Model) -> keras.DTypePolicy | None:
         if isinstance(layer, keras.Model) and carried_policy(layer):
             return carried_policy(layer)
     for dtype in _formats.SIXTEEN_BIT:
-        if suited_optimizer.computes_in(model, dtype):
-            pure = suited_optimizer.has_sixteen_bit_variables(model)
+        if computing_layers.computes_in(model, dtype):
+            pure = computing_layers.has_sixteen_bit_variables(model)
             return policies.Policy(dtype if pure else f"mixed_{dtype}")
     return None
 

@@ -9,7 +9,11 @@ import keras
 
 from tfmix import _formats, _messages
 from tfmix._keras import layers, model_methods, optimizers, training
-from tfmix.in_force.model import bound_arguments, suited_optimizer
+from tfmix.in_force.model import (
+    bound_arguments,
+    computing_layers,
+    suited_optimizer,
+)
 from tfmix.in_force.process_wide import bare_optimizers
 from tfmix.policy import policy as policies
 from tfmix.scaling import guard
@@ -32,14 +36,14 @@ def wrapped(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_known_without_16_bit(model: keras.Model) -> bool:
-    computes_in = functools.partial(suited_optimizer.computes_in, model)
+    computes_in = functools.partial(computing_layers.computes_in, model)
     return model.built and not any(map(computes_in, _formats.SIXTEEN_BIT))
 
 
 def _warn_of_late_policy(model: keras.Model) -> bool:
     """Warns of a model that was made before the policy in force was set."""
     policy = keras.config.dtype_policy()
-    computes_in = functools.partial(suited_optimizer.computes_in, model)
+    computes_in = functools.partial(computing_layers.computes_in, model)
     is_late = bool(
         policies.is_sixteen_bit(policy)
         and layers.own_layers(model)
