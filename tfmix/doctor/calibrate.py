@@ -13,6 +13,7 @@ from keras import ops
 from tfmix import _arguments, _errors, _progress
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
+from tfmix.doctor import differentiation, programs
 from tfmix.in_force.model import model_border
 from tfmix.step import finite
 
@@ -136,12 +137,12 @@ def _compiled(whole: batches.Batch) -> Callable[[Any, Any, int], bool]:
     def step(weights: list[Any], x: Any, y: Any, scale: Any) -> Any:
         part = batches.Batch(whole.model, x, y, whole.loss)
         with model_border.left_out():
-            (scaled,), back = batches.pullback(
+            (scaled,), back = differentiation.pullback(
                 lambda values: [part.run(values)[1] * scale], weights
             )
         return finite.all_finite([scaled, *back([ops.ones_like(scaled)])])
 
-    run = batches.compiled(step)
+    run = programs.compiled(step)
 
     def is_finite(x: Any, y: Any, power: int) -> bool:
         tensor = ops.convert_to_tensor(2.0**power, "float32")

@@ -18,6 +18,7 @@ from tfmix._keras import compilation, layers
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import (
+    differentiation,
     float8_products,
     latent,
     numerics_report,
@@ -480,8 +481,8 @@ class _Visit:
             with keras.StatelessScope():
                 return [self.batch.loss_of(leaves, outputs)]
 
-        truth, truth_back = batches.pullback(loss, exact)
-        found, found_back = batches.pullback(loss, near)
+        truth, truth_back = differentiation.pullback(loss, exact)
+        found, found_back = differentiation.pullback(loss, near)
         forward = ranges.gap(found, truth, limits)
         right = truth_back([ops.ones_like(truth[0])])
         one = ops.ones_like(found[0])
