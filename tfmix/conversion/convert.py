@@ -9,11 +9,11 @@ import keras
 
 from tfmix import _arguments, _messages, _progress, _tables
 from tfmix._keras import (
+    compile_config,
     layer_policies,
     model_methods,
     optimizers,
     slots_by_variable,
-    training,
     variables,
 )
 from tfmix.conversion import (
@@ -471,4 +471,4 @@ def _inside(optimizer: keras.optimizers.Optimizer | None) -> layer_changes.Undo:
 
 def _adopt(model: keras.Model, optimizer: Any) -> None:
     if optimizer is not None:
-        training.adopt_optimizer(model, optimizer)
+        compile_config.adopt_optimizer(model, optimizer)

@@ -10,7 +10,12 @@ from typing import Any
 import keras
 
 from tfmix import _arguments, _progress
-from tfmix._keras import layer_policies, layers, optimizers, training
+from tfmix._keras import (
+    compile_config,
+    layer_policies,
+    layers,
+    optimizers,
+)
 from tfmix.conversion import convert, copying
 from tfmix.hardware import (
     compiled_step,
@@ -195,7 +200,7 @@ def _compilable(
     elif optimizer is not None:
         level = accepted and policies.with_rules(accepted).level
         suited = suited_optimizer.suited(optimizer, twin, level)
-        training.adopt_optimizer(twin, suited)
+        compile_config.adopt_optimizer(twin, suited)
     return twin
 
 

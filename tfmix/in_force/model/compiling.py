@@ -8,7 +8,12 @@ from typing import Any
 import keras
 
 from tfmix import _formats, _messages
-from tfmix._keras import layers, model_methods, optimizers, training
+from tfmix._keras import (
+    compile_config,
+    layers,
+    model_methods,
+    optimizers,
+)
 from tfmix.in_force.model import (
     bound_arguments,
     computing_layers,
@@ -101,9 +106,9 @@ def compile_suitably(
             optimizer = optimizer.inner_optimizer
         optimizer = suited_optimizer.suited(optimizer, model, level)
         if optimizer is not model.optimizer:
-            training.adopt_optimizer(model, optimizer)
+            compile_config.adopt_optimizer(model, optimizer)
     elif not wanted:
-        training.save_compile_argument(model, _AUTO, False)
+        compile_config.save_argument(model, _AUTO, False)
     if isinstance(optimizer, scaling.LossScaleOptimizer):
         guard.put_on(model)
 
