@@ -124,7 +124,7 @@ def _refuse(batch: batches.Batch, index: int) -> NoReturn:
             f"`{name}` holds NaN or infinity in {batches.shown(rows)}"
             for name, rows in bad.items()
         )
-        why = f"Of this batch {held}: mend the data first."
+        why = f"Of this batch {held}: fix the data first."
     raise _errors.LossScaleError(
         f"The gradients of batch {index} are not finite at a loss scale of 1, "
         f"so no scale can make them so. {why}"

@@ -298,7 +298,7 @@ def _bad_data(name: str, rows: Sequence[int]) -> verdicts.LayerVerdict:
     """Returns the row of the report for `x` or `y` with NaN or infinity."""
     where = f"{name} holds NaN or infinity in {batches.shown(rows)}"
     positions = f"numpy.argwhere(~numpy.isfinite({name}))"
-    advice = f"{positions}  # {where}: mend that first"
+    advice = f"{positions}  # {where}: fix that first"
     phase, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
     return verdicts.LayerVerdict(
         name, phase, verdict, math.inf, -math.inf, advice, broken=True

@@ -1,4 +1,4 @@
-"""The policy that mends a model: the fewest layers in float32."""
+"""The policy that fixes a model: the fewest layers in float32."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -53,7 +53,7 @@ def fewest_layers(report: Checked, progress: bool) -> policies.Policy:
         return report.policy
     if broken := [row.layer for row in report.faults if row.broken]:
         raise ValueError(
-            "No dtype policy can mend this model: it is not finite in "
+            "No dtype policy can fix this model: it is not finite in "
             f"float32 either, first at {broken[0]!r}. Look for NaN or "
             "infinity in the data and the weights."
         )

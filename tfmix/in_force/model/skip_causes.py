@@ -50,7 +50,7 @@ def bad_data(data: Mapping[str, Any]) -> BadData:
                 more = ", ..." if len(rows) > _MOST_NAMED else ""
                 said = (
                     f"`{name}` holds NaN or infinity in {len(rows)} of "
-                    f"{len(leaf)} rows ({named}{more}); drop or mend them"
+                    f"{len(leaf)} rows ({named}{more}); drop or fix them"
                 )
     return BadData(frozenset(every), said)
 
