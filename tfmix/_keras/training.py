@@ -25,6 +25,15 @@ def has_own_step(model: keras.Model) -> bool:
     return module.split(".")[0] != "keras"
 
 
+def weights_of_own_step(model: keras.Model) -> list[keras.Variable]:
+    """Lists weights that only its user's `train_step` and `optimizer` write."""
+    kind = keras.optimizers.Optimizer
+    held = [value for value in vars(model).values() if isinstance(value, kind)]
+    if len(held) > 1 or not has_own_step(model):
+        return []
+    return list(model.trainable_variables)
+
+
 def metrics(model: keras.Model) -> list[keras.Metric]:
     """Returns a model's metrics, also those that `compile` has yet to build."""
     given = getattr(model, "_compile_metrics", None)

@@ -67,7 +67,7 @@ def call_inside(
     if _TENSORFLOW:
         # What a second run starts from, so that it draws the same numbers.
         frozen = model.non_trainable_variables
-        start = {id(v): tf.identity(v.value) for v in frozen}
+        start = {id(v): tf.convert_to_tensor(v.value) for v in frozen}
         floats, losses = tensorflow_border.call(
             lambda *values: run(values)[:2],
             run.values,
