@@ -132,7 +132,7 @@ def test_rows_that_are_not_finite_are_named_after_the_first_epoch(
     scale = 2.0**13
     assert said == [
         f"2 of 16 steps of epoch 1 were skipped at a loss scale of {scale:g}: "
-        f"`{where}` holds NaN or infinity in 2 of 16 rows (3, 7); drop or mend "
+        f"`{where}` holds NaN or infinity in 2 of 16 rows (3, 7); drop or fix "
         "them",
     ]
 

@@ -68,7 +68,7 @@ class LossScaleOptimizer(
     Attributes:
         inner_optimizer: The wrapped optimizer. `learning_rate`, `iterations`
             and every attribute this class has not, such as `beta_1`, are its.
-        loss_scale: Float, the scale in force. Reading it copies a scalar to
+        loss_scale: Float, the current scale. Reading it copies a scalar to
             the host; inside a compiled function it is a tensor. It can be set.
         skipped_steps: Integer, steps not applied so far.
         consecutive_skips: Integer, steps not applied since the last that was.
@@ -171,7 +171,7 @@ class LossScaleOptimizer(
 
     @property
     def loss_scale(self) -> Any:
-        """The scale in force: a float, or a tensor in a compiled function."""
+        """The current scale: a float, or a tensor in a compiled function."""
         variables = self._scale_variables()
         if not all(map(_has_value_here, variables)):
             return self.current_scale()

@@ -13,7 +13,7 @@ import keras
 from tfmix import _formats, _messages
 from tfmix._keras import compile_method, layers
 from tfmix.in_force.layer import fallback, uncast_inputs
-from tfmix.in_force.model import carried, compiling, suited_optimizer
+from tfmix.in_force.model import carried, compiling, computing_layers
 from tfmix.in_force.process_wide import bare_optimizers
 from tfmix.policy import policy as policies
 from tfmix.scaling import saving
@@ -57,14 +57,14 @@ def _policy_of_layers(model: keras.Model) -> keras.DTypePolicy | None:
         if isinstance(layer, keras.Model) and carried.carried_policy(layer):
             return carried.carried_policy(layer)
     for dtype in _formats.SIXTEEN_BIT:
-        if suited_optimizer.computes_in(model, dtype):
-            pure = suited_optimizer.has_sixteen_bit_variables(model)
+        if computing_layers.computes_in(model, dtype):
+            pure = computing_layers.has_sixteen_bit_variables(model)
             return policies.Policy(dtype if pure else f"mixed_{dtype}")
     return None
 
 
 def _has_sixteen_bit(model: keras.Model) -> bool:
-    computes_in = functools.partial(suited_optimizer.computes_in, model)
+    computes_in = functools.partial(computing_layers.computes_in, model)
     return any(map(computes_in, _formats.SIXTEEN_BIT))
 
 
@@ -73,7 +73,7 @@ def _is_told_late(model: keras.Model) -> bool:
     policy = keras.config.dtype_policy()
     is_late = bool(
         policies.is_sixteen_bit(policy)
-        and layers.parts(model)
+        and layers.own_layers(model)
         and carried.carried_policy(model) is None
         and not _has_sixteen_bit(model)
     )

@@ -140,7 +140,7 @@ class _Carried:
 
         The one that Keras makes for a Sequential model casts them to 16 bit.
         """
-        first = layers.parts(self._model)[:1]
+        first = layers.own_layers(self._model)[:1]
         original(*args, **kwargs)
         if not isinstance(first[0], keras.layers.InputLayer):
             layer_policies.widen_inputs(self._model)

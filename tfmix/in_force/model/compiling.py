@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfmix import _messages
-from tfmix._keras import model_methods, optimizers, training
+from tfmix._keras import compile_config, model_methods, optimizers
 from tfmix.in_force.model import bound_arguments, suited_optimizer
 from tfmix.scaling import guard
 from tfmix.scaling import optimizer as scaling
@@ -45,9 +45,9 @@ def compile_suitably(
             optimizer = optimizer.inner_optimizer
         optimizer = suited_optimizer.suited(optimizer, model, level)
         if optimizer is not model.optimizer:
-            training.adopt_optimizer(model, optimizer)
+            compile_config.adopt_optimizer(model, optimizer)
     elif not wanted:
-        training.save_compile_argument(model, _AUTO, False)
+        compile_config.save_argument(model, _AUTO, False)
     if isinstance(optimizer, scaling.LossScaleOptimizer):
         guard.put_on(model)
     elif (

@@ -6,8 +6,9 @@ from typing import Any
 
 import keras
 
+from tfmix import _errors
 from tfmix._keras import global_state, layers, training
-from tfmix.in_force.layer import dtype_errors, fallback, unfit_constants
+from tfmix.in_force.layer import dtype_errors, fallback
 
 # Marks what stands in for a `train_function` until its first step.
 _FIRST = "_tfmix_first"
@@ -61,7 +62,7 @@ def explained(original: Callable, *args: Any, **kwargs: Any) -> Any:
         outside = is_new and global_state.entry_layer() is None
         if outside and dtype_errors.is_about_dtypes(error):
             error.add_note(
-                f"tfmix: {unfit_constants.users_line(error)}outside of "
+                f"tfmix: {_errors.users_line(error)}outside of "
                 "`call` layers return 16 bit and weights are float32. "
                 "Write keras.ops.cast(weight, x.dtype) there, or "
                 "keras.ops.cast(x, 'float32') for the layer's result."
