@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from keras import ops
 
 from tfmix import _formats
 from tfmix.doctor import check, latent, ranges
@@ -126,3 +127,24 @@ def test_the_loss_of_a_float16_head_is_in_float32_and_at_no_fault():
         "float32"
     }
     assert report.healthy
+
+
+def length(x, smallest=1e-8):
+    return ops.sqrt(ops.sum(x * x, -1, keepdims=True)) + smallest
+
+
+class Unit(keras.layers.Layer):
+    """Hides its epsilon in the default of a function that it calls."""
+
+    def call(self, x):
+        return x / length(x)
+
+
+def test_an_epsilon_is_found_wherever_the_code_of_a_layer_holds_it():
+    # Of a model of plain Keras's, where no layer falls back to float32.
+    unit = Unit(name="unit", dtype="mixed_float16")
+    model = keras.Sequential([keras.Input((4,)), unit, keras.layers.Dense(1)])
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    report = check.check(model, x, x[:, :1], loss="mse")
+    named = {row.layer: row.advice for row in report.faults}
+    assert "1e-08 is 0 in float16" in named["unit"]

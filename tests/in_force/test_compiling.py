@@ -10,7 +10,7 @@ import pytest
 from tests import helpers
 from tfmix.conversion import convert
 from tfmix.in_force.global_policy import current_policy
-from tfmix.in_force.model import carried, suited_optimizer
+from tfmix.in_force.model import carried, computing_layers, suited_optimizer
 from tfmix.policy import policy as policies
 from tfmix.scaling import guard, rules
 from tfmix.scaling import optimizer as scaling
@@ -585,3 +585,18 @@ def test_a_loaded_model_goes_on_bit_for_bit_under_any_policy(policy, tmp_path):
     pairs = zip(loaded.get_weights(), model.get_weights(), strict=True)
     for found, expected in pairs:
         np.testing.assert_array_equal(found, expected)
+
+
+class CallsItself(keras.Sequential):
+    """Is a Sequential model by its bases, and computes in its own call."""
+
+    def call(self, inputs, **kwargs):
+        return 2.0 * super().call(inputs, **kwargs)
+
+
+def test_a_graph_with_a_call_of_its_own_computes():
+    dense = keras.layers.Dense(2)
+    plain = keras.Sequential([keras.Input((2,)), dense])
+    own = CallsItself([keras.Input((2,)), dense])
+    assert computing_layers.layers_that_compute(plain) == [dense]
+    assert computing_layers.layers_that_compute(own) == [own, dense]

@@ -408,7 +408,7 @@ def test_the_warning_says_what_mends_the_cause(layer_class, remedy, caplog):
     with tfmix.policy_scope("mixed_float16"):
         layer_class()(X)
     (warning,) = warnings_in(caplog)
-    assert f"To mend it, {remedy}" in warning
+    assert f"To fix it, {remedy}" in warning
     # In `x.dtype` the constant is no smaller.
     assert ("x.dtype" in warning) == (layer_class is Mixes)
 

@@ -6,7 +6,7 @@ import pytest
 from keras import ops as kops
 
 from tests import helpers
-from tfmix._keras import training
+from tfmix._keras import penalties
 from tfmix.in_force.process_wide import active_rules, ops
 
 
@@ -78,7 +78,7 @@ def test_an_activity_regularizer_of_large_outputs_is_finite():
 
 
 def test_switching_off_restores_every_attribute_by_identity():
-    places = training.penalty_places()
+    places = penalties.places()
 
     def standing():
         return [vars(owner)[attribute] for owner, attribute in places]

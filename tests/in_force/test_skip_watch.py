@@ -132,7 +132,7 @@ def test_rows_that_are_not_finite_are_named_after_the_first_epoch(
     scale = 2.0**13
     assert said == [
         f"2 of 16 steps of epoch 1 were skipped at a loss scale of {scale:g}: "
-        f"`{where}` holds NaN or infinity in 2 of 16 rows (3, 7); drop or mend "
+        f"`{where}` holds NaN or infinity in 2 of 16 rows (3, 7); drop or fix "
         "them",
     ]
 
@@ -312,3 +312,45 @@ def test_a_bare_optimizer_is_read_where_its_skips_are_counted(said):
     model.fit(**batches(bad=range(16)))
     told = [text for text in said if "skipped" in text]
     assert len(told) == (keras.backend.backend() == "tensorflow")
+
+
+class Several(keras.Model):
+    """Trains with optimizers of its own, beside the one `compile` makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(1), keras.layers.Dense(1)
+
+    def compile(self):
+        super().compile()
+        self.scaled = scaling.LossScaleOptimizer("sgd", initial_scale=4.0)
+        self.bare = keras.optimizers.SGD(0.0)
+
+    def call(self, x):
+        return self.first(x) + self.second(x)
+
+    def train_step(self, batch):
+        import tensorflow as tf
+
+        x, y = batch
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        for optimizer, layer in zip(
+            (self.scaled, self.bare), (self.first, self.second), strict=True
+        ):
+            variables = layer.trainable_variables
+            grads = tape.gradient(loss, variables)
+            optimizer.apply_gradients(zip(grads, variables, strict=True))
+        return {"d_loss": loss}
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("how", ["graph", "xla"])
+def test_all_optimizers_that_a_model_steps_are_counted(said, how):
+    with current_policy.policy_scope("mixed_float16"):
+        model = Several()
+    model.compile()
+    model.run_eagerly, model.jit_compile = False, how == "xla"
+    model.fit(**batches(bad=range(4)))
+    (told,) = (text for text in said if "skipped" in text)
+    assert told.startswith("8 of 32 steps of epoch 1 were skipped")

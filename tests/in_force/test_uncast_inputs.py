@@ -185,3 +185,63 @@ def test_integer_ids_and_their_gradient_are_as_ever():
     changed = np.where((model.layers[0].get_weights()[0] != before).any(1))[0]
     assert set(changed) <= set(IDS[0].astype(int))
     assert len(changed) > 0
+
+
+def text_models():
+    """Makes models of an Embedding, in the forms that Keras's guides have."""
+    rows = [keras.layers.Embedding(70_000, 2) for _ in range(4)]
+    inner = keras.Sequential([keras.Input((3,)), rows[1]])
+    inputs = keras.Input((3,))
+    unbuilt = keras.Sequential([rows[3]])
+    ending = keras.layers.Flatten()
+    return {
+        "without an input": (keras.Sequential([rows[0], ending]), rows[0]),
+        "of a model": (keras.Sequential([inner, ending]), rows[1]),
+        "functional": (keras.Model(inputs, rows[2](inputs)), rows[2]),
+        "in another": (keras.Sequential([unbuilt, ending]), rows[3]),
+    }
+
+
+@pytest.mark.parametrize("form", text_models())
+@pytest.mark.parametrize("dtype", ["int32", "int64", "float32"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_ids_reach_an_embedding_as_they_are(form, dtype, policy):
+    with current_policy.policy_scope(policy):
+        model, embedding = text_models()[form]
+    # One that 16 bit rounds, and that float32 does not.
+    ids = np.array([[257, 2049, 60_001]])
+    found = model.predict(ids.astype(dtype), verbose=0)
+    rows = keras.ops.convert_to_numpy(embedding.embeddings)[ids[0]]
+    half = policy.removeprefix("mixed_")
+    expected = keras.ops.convert_to_numpy(
+        keras.ops.cast(keras.ops.cast(rows, half), "float32")
+    )
+    np.testing.assert_array_equal(np.reshape(found, (3, 2)), expected)
+
+
+class Tabular(keras.Model):
+    """Normalizes raw features, as Keras's guide to structured data does."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.normalize = keras.layers.Normalization()
+        self.normalize.adapt(features)
+        self.dense = keras.layers.Dense(1, dtype="float32")
+
+    def call(self, x):
+        return self.dense(self.normalize(x))
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "xla"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_raw_features_reach_a_normalization_as_they_are(how, policy):
+    # Of three digits more than bfloat16 has, and beyond the end of float16.
+    generator = np.random.default_rng(0)
+    x = generator.normal(1e5, 100.0, (64, 4)).astype("float32")
+    with current_policy.policy_scope(policy):
+        model = Tabular(x)
+    model.compile("sgd", run_eagerly=how == "eager", jit_compile=how == "xla")
+    found = model.predict(x, verbose=0)
+    features = (x - x.mean(axis=0)) / x.std(axis=0)
+    kernel, bias = map(keras.ops.convert_to_numpy, model.dense.weights)
+    np.testing.assert_allclose(found, features @ kernel + bias, atol=0.05)

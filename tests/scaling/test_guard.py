@@ -269,3 +269,84 @@ def test_frozen_weights_are_left_alone_and_a_teacher_is_put_back(
     assert [asked[one] for one in frozen] == [False, False]
     # Four steps, of which one was skipped.
     assert float(model.teacher.bias[0]) == 3.0
+
+
+class Averaging(keras.Model):
+    """Keeps an average of a network's weights, as Keras's DDIM example does.
+
+    The average is a network as well, whose weights count as trainable.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.network, self.average = (
+            keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            for _ in range(2)
+        )
+        self.average.set_weights(self.network.get_weights())
+
+    def call(self, x, training=False):
+        return self.network(x, training=training)
+
+    if keras.backend.backend() == "tensorflow":
+
+        def train_step(self, batch):
+            import tensorflow as tf
+
+            x, y = batch
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self.network(x, training=True) - y) ** 2)
+            weights = self.network.trainable_weights
+            grads = tape.gradient(loss, weights)
+            self.optimizer.apply_gradients(zip(grads, weights, strict=True))
+            pairs = zip(self.average.weights, weights, strict=True)
+            for average, weight in pairs:
+                average.assign(0.9 * average + 0.1 * weight)
+            return {"mse": loss}
+
+    else:
+
+        def train_step(self, state, data):
+            import jax
+
+            trained, others, slots, metrics = state
+            x, y = data
+            weights, averages = trained[:2], trained[2:]
+
+            def loss_of(weights):
+                found, _ = self.stateless_call(
+                    [*weights, *averages], others, x, training=True
+                )
+                return keras.ops.mean((found - y) ** 2)
+
+            loss, grads = jax.value_and_grad(loss_of)(weights)
+            weights, slots = self.optimizer.stateless_apply(
+                slots, grads, weights
+            )
+            averages = [
+                0.9 * average + 0.1 * weight
+                for average, weight in zip(averages, weights, strict=True)
+            ]
+            state = [*weights, *averages], others, slots, metrics
+            return {"mse": loss}, state
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_average_of_weights_does_not_move_in_a_skipped_step(mode):
+    models = []
+    rows = data(bad_row=20), [without(array, 16, 32) for array in data()]
+    for x, y in rows:
+        keras.utils.set_random_seed(1)
+        model = Averaging()
+        scaler = optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1), loss_scale=rules.NoLossScale()
+        )
+        model.compile(scaler, **MODES[mode])
+        model.optimizer.build(model.network.trainable_variables)
+        guards.guard(model).fit(
+            x, y, batch_size=16, epochs=2, shuffle=False, verbose=0
+        )
+        models.append(model)
+    assert models[0].optimizer.skipped_steps == 2
+    for ours, theirs in zip(models[0].weights, models[1].weights, strict=True):
+        helpers.assert_close(ours, theirs, "float32")

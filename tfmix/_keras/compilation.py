@@ -352,6 +352,16 @@ def mark(variable: Any) -> Any:
     return frozenset(user.name for user in users if user.type not in _READS)
 
 
+def cast_from(tensor: Any) -> Any:
+    """Returns what a tensor of TensorFlow's graph was cast from, or `None`."""
+    is_symbol = keras.backend.backend() == "tensorflow" and isinstance(
+        tensor, tf.Tensor
+    )
+    if not is_symbol or tf.executing_eagerly() or tensor.op.type != "Cast":
+        return None
+    return tensor.op.inputs[0]
+
+
 def may_be_written(variable: Any) -> bool:
     """Says whether what was traced so far may change a variable."""
     graph = tf.compat.v1.get_default_graph()

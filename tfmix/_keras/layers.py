@@ -81,7 +81,7 @@ def is_built(model: keras.Layer) -> bool:
     return all(layer.built for layer in flat_layers(model))
 
 
-def parts(layer: keras.Layer) -> list[keras.Layer]:
+def own_layers(layer: keras.Layer) -> list[keras.Layer]:
     """Returns the layers that a layer holds itself."""
     return list(layer._layers)
 

@@ -28,10 +28,10 @@ class Part(Protocol):
 
 def part(model: keras.Model, role: str) -> Part | None:
     """Returns what has a role for a model, `None` if nothing has."""
-    return parts(model).get(role)
+    return by_role(model).get(role)
 
 
-def parts(model: keras.Model) -> dict[str, Part]:
+def by_role(model: keras.Model) -> dict[str, Part]:
     """Returns what is in force, by role, as a copy that `restore` takes."""
     owner: _Owner | None = vars(model).get(_OWNER)
     return {} if owner is None else dict(owner.parts)
@@ -39,12 +39,12 @@ def parts(model: keras.Model) -> dict[str, Part]:
 
 def put(model: keras.Model, role: str, part: Part) -> None:
     """Puts a part's wrappers on a model, in place of what had the role."""
-    restore(model, {**parts(model), role: part})
+    restore(model, {**by_role(model), role: part})
 
 
 def take_off(model: keras.Model, role: str) -> None:
     """Removes what has a role; one that nothing has is no error."""
-    restore(model, {r: part for r, part in parts(model).items() if r != role})
+    restore(model, {r: part for r, part in by_role(model).items() if r != role})
 
 
 def restore(model: keras.Model, parts: Mapping[str, Part]) -> None:

@@ -37,6 +37,15 @@ def with_nested(optimizer: Any) -> Iterator[Optimizer]:
             yield from with_nested(each)
 
 
+def unwrapped(optimizer: Any) -> list[Optimizer]:
+    """Returns an optimizer and all that it holds, without those around one."""
+    return [
+        part
+        for part in with_nested(optimizer)
+        if "inner_optimizer" not in vars(part)
+    ]
+
+
 def is_wrapped(optimizer: Optimizer) -> bool:
     """Says whether a wrapper of tfmix's decides when an optimizer steps."""
     return bool(vars(optimizer).get(_WRAPPED))

@@ -23,15 +23,6 @@ Slots = dict[str, list[keras.Variable | None]]
 Moved = Mapping[int, keras.Variable]
 
 
-def workers(optimizer: Any) -> list[optimizers.Optimizer]:
-    """Returns those of an optimizer's parts that update variables."""
-    return [
-        x
-        for x in optimizers.with_nested(optimizer)
-        if "inner_optimizer" not in vars(x)
-    ]
-
-
 def slots(worker: optimizers.Optimizer) -> Slots | None:
     """Returns the slots of a built optimizer in the order of its variables."""
     # `None` unless each list agrees with the slots' names, and none is left.
@@ -85,7 +76,11 @@ def remembered(optimizer: Any, variables: Iterable = ()) -> Callable[..., None]:
 def fresh(optimizer: Any, moved: Moved) -> Any:
     """Returns an optimizer of the same settings that is not built."""
     made = type(optimizer).from_config(optimizer.get_config())
-    for old, new in zip(workers(optimizer), workers(made), strict=False):
+    for old, new in zip(
+        optimizers.unwrapped(optimizer),
+        optimizers.unwrapped(made),
+        strict=False,
+    ):
         if excluded := optimizers.undecayed(old, optimizers.remembered(old)):
             new.exclude_from_weight_decay(var_list=_moved(excluded, moved))
     return made

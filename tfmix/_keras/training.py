@@ -1,16 +1,14 @@
-"""Where Keras adds up what a model is trained on besides its loss."""
+"""How Keras trains a model: its step, metrics, callbacks and building."""
 
-import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras.src.saving import serialization_lib
 from keras.src.trainers import trainer as trainers
 
-from tfmix._keras import replacements, version
+from tfmix._keras import version
 
 # The class that gives models `compile` and `fit`.
 TRAINER: type = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
@@ -21,31 +19,19 @@ _TAKES_FIRST = keras.backend.backend() == "tensorflow" and version.numbers(
 ) >= (3, 16)
 
 
-def penalty_places() -> list[replacements.Place]:
-    """Lists the methods that take penalties: regularizers, added losses."""
-    regularizers = _own_classes(keras.regularizers.Regularizer, "__call__")
-    return [
-        *((one, "__call__") for one in regularizers),
-        (keras.Layer, "add_loss"),
-        # Losses that were added before tfmix had a say, on their way into
-        # the sum with the compiled loss, where TensorFlow mixes no dtypes.
-        (TRAINER, "_aggregate_additional_loss"),
-    ]
-
-
-def _own_classes(base: type[Any], method: str) -> Iterator[type]:
-    """Yields Keras's own subclasses that write a method themselves."""
-    for subclass in base.__subclasses__():
-        if subclass.__module__.startswith("keras.src."):
-            if inspect.isfunction(vars(subclass).get(method)):
-                yield subclass
-            yield from _own_classes(subclass, method)
-
-
 def has_own_step(model: keras.Model) -> bool:
     """Says whether a model's class writes its `train_step` itself."""
     module = type(model).train_step.__module__ or ""
     return module.split(".")[0] != "keras"
+
+
+def weights_of_own_step(model: keras.Model) -> list[keras.Variable]:
+    """Lists weights that only its user's `train_step` and `optimizer` write."""
+    kind = keras.optimizers.Optimizer
+    held = [value for value in vars(model).values() if isinstance(value, kind)]
+    if len(held) > 1 or not has_own_step(model):
+        return []
+    return list(model.trainable_variables)
 
 
 def metrics(model: keras.Model) -> list[keras.Metric]:
@@ -80,25 +66,6 @@ def for_two_calls(model: keras.Model, arguments: tuple) -> tuple:
         return arguments
     (iterator,) = arguments
     return (list(itertools.islice(iterator, 1)) or iterator,)
-
-
-def adopt_optimizer(model: keras.Model, optimizer: Any) -> None:
-    """Makes an optimizer the compiled model's, also in what it saves."""
-    # Keras would save the one `compile` was given, without its state.
-    model.optimizer = optimizer
-    save_compile_argument(model, "optimizer", optimizer)
-
-
-def save_compile_argument(model: keras.Model, name: str, value: Any) -> None:
-    """Sets an argument of `compile` in what a model saves of it."""
-    saved = getattr(model, "_compile_config", None)
-    if saved is not None:
-        saved.config[name] = value
-
-
-def trusting() -> contextlib.AbstractContextManager:
-    """Lets Lambda layers load: their code is the caller's, not a file's."""
-    return serialization_lib.SafeModeScope(False)
 
 
 def build_for_training(model: keras.Model, data: Any) -> None:

@@ -11,7 +11,7 @@ import keras
 
 from tfmix import _arguments, _bar_output, _errors, _formats, _messages
 from tfmix._keras import variables
-from tfmix.in_force.model import skip_watch, suited_optimizer
+from tfmix.in_force.model import computing_layers, skip_watch, suited_optimizer
 from tfmix.scaling import rules
 
 
@@ -289,7 +289,7 @@ class LossScaleMonitor(skip_watch.SkipWatch):
 
 def _opening(model: keras.Model) -> str:
     """Says in one line what a run computes in, and how it scales the loss."""
-    found = suited_optimizer.computing_layers(model)
+    found = computing_layers.layers_that_compute(model)
     sixteen = [
         layer for layer in found if layer.compute_dtype in _formats.SIXTEEN_BIT
     ]

@@ -35,7 +35,7 @@ class NumericsMonitor(keras.callbacks.Callback):
     the numbers are a few floats per layer, copied to the host on sampled
     steps only. Under a distribution strategy the first replica is sampled.
 
-    A gradient that overflows under the loss scale in force is no event if it
+    A gradient that overflows under the current loss scale is no event if it
     does not at a scale of 1: that is how dynamic scaling finds its scale.
 
     Under `"mixed_float8"` the products of the layers that were chosen are

@@ -12,8 +12,14 @@ from keras import ops, tree
 from tfmix import _formats
 from tfmix._keras import layers as host
 from tfmix.conversion import planned_policies
-from tfmix.doctor import batch as batches
-from tfmix.doctor import float8_products, latent, probe, ranges
+from tfmix.doctor import (
+    differentiation,
+    float8_products,
+    latent,
+    probe,
+    programs,
+    ranges,
+)
 from tfmix.in_force.model import model_outputs
 from tfmix.scaling import optimizer as scaling
 
@@ -167,7 +173,7 @@ class Sampler:
         if self._planned is not None:
             autocast = host.autocast("float32")
         with host.policies(self._planned or {}), autocast:
-            (loss, rows), back = batches.pullback(
+            (loss, rows), back = differentiation.pullback(
                 losses, [tokens, *weights], sparse=True
             )
             gradients = back([ops.ones_like(loss), ops.zeros_like(rows)])
@@ -224,7 +230,7 @@ class Sampler:
         return tensors
 
     def _measured(self, tensor: Any, token: Any) -> Any:
-        return batches.export_gradient(
+        return differentiation.export_gradient(
             tensor, token, lambda grad: ranges.vector(grad, self._limits)
         )
 
@@ -303,7 +309,7 @@ def _compiled(model: keras.Model, step: Any) -> Any:
     plain_jax = keras.backend.backend() == "jax" and not xla
     if model.run_eagerly or plain_jax:
         return step
-    return batches.compiled(step, xla)
+    return programs.compiled(step, xla)
 
 
 def _values(model: keras.Model, state: Any) -> tuple[list[Any], list[Any]]:

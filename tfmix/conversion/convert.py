@@ -9,11 +9,11 @@ import keras
 
 from tfmix import _arguments, _messages, _progress, _tables
 from tfmix._keras import (
+    compile_config,
     layer_policies,
     model_methods,
     optimizers,
     slots_by_variable,
-    training,
     variables,
 )
 from tfmix.conversion import (
@@ -25,7 +25,7 @@ from tfmix.conversion import (
 from tfmix.float8 import chosen_layers
 from tfmix.in_force.global_policy import current_policy
 from tfmix.in_force.layer import fallback
-from tfmix.in_force.model import carried, suited_optimizer
+from tfmix.in_force.model import carried, computing_layers, suited_optimizer
 from tfmix.policy import policy as policies
 from tfmix.scaling import guard
 from tfmix.scaling import optimizer as scaling
@@ -254,7 +254,7 @@ def _converted(
             way_back.callback(know_again)
         way_back.callback(_inside(given or before))
         check = layer_changes.stand(steps, way_back)
-        methods = model_methods.parts(model)
+        methods = model_methods.by_role(model)
         way_back.callback(model_methods.restore, model, methods)
         layer_changes.set_dtypes(steps, way_back)
         for know_again in known:
@@ -438,7 +438,7 @@ def _bare(
     state: optimizer_state.Handover | None,
 ) -> tuple[keras.optimizers.Optimizer, bool]:
     """Returns an optimizer to be wrapped, and whether it is another one."""
-    pure = suited_optimizer.has_sixteen_bit_variables(model)
+    pure = computing_layers.has_sixteen_bit_variables(model)
     cast = state is not None and state.cast
     on_masters = sixteen_bit_optimizer.owner(optimizer) is not None
     if pure and on_masters and not cast:
@@ -471,4 +471,4 @@ def _inside(optimizer: keras.optimizers.Optimizer | None) -> layer_changes.Undo:
 
 def _adopt(model: keras.Model, optimizer: Any) -> None:
     if optimizer is not None:
-        training.adopt_optimizer(model, optimizer)
+        compile_config.adopt_optimizer(model, optimizer)

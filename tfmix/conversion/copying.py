@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import keras
 
 from tfmix import _messages
-from tfmix._keras import layer_policies, layers, training
+from tfmix._keras import layer_policies, layers, loading
 from tfmix.in_force.global_policy import current_policy
 from tfmix.in_force.model import carried
 
@@ -42,7 +42,7 @@ def copied(model: keras.Model) -> keras.Model:
 def _unwarned(model: keras.Model) -> Iterator[None]:
     """Lets load what the caller has, Lambda layers and no state included."""
     with contextlib.ExitStack() as quiet:
-        quiet.enter_context(training.trusting())
+        quiet.enter_context(loading.trusting())
         quiet.enter_context(warnings.catch_warnings())
         if not getattr(getattr(model, "optimizer", None), "built", True):
             # It has taken no step and has no state to carry over.

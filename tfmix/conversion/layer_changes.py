@@ -13,7 +13,6 @@ from tfmix import _formats
 from tfmix._keras import layer_policies, layers, variables
 from tfmix.conversion import planned_policies
 from tfmix.in_force.layer import fallback, uncast_inputs
-from tfmix.in_force.model import suited_optimizer
 
 Undo = Callable[[], None]
 
@@ -145,7 +144,7 @@ def _set_spec(layer: keras.Layer, way_back: contextlib.ExitStack) -> None:
     for place, tensor in layers.noted_results(layer):
         dtype = keras.backend.standardize_dtype(tensor.dtype)
         if dtype in _formats.FORMATS:
-            graph = suited_optimizer.is_graph(layer)
+            graph = layers.is_structure(layer)
             results = layers.results(layer) if graph else None
             result = results[place].dtype if results else layer.compute_dtype
             layers.note_dtype(way_back, tensor, str(result))

@@ -55,7 +55,7 @@ def take(model: keras.Model) -> Handover | None:
     """Notes the state of a model's optimizer; before variables are cast."""
     optimizer = optimizer_of(model)
     workers, masters = (
-        slots_by_variable.workers(optimizer),
+        optimizers.unwrapped(optimizer),
         sixteen_bit_optimizer.owner(optimizer),
     )
     if not workers or not workers[0].built:
@@ -85,7 +85,7 @@ def give(model: keras.Model, state: Handover | None) -> None:
     if not optimizer.built:
         with variables_of.strategy_scope(model):
             optimizer.build(state.variables)
-    workers = slots_by_variable.workers(optimizer)
+    workers = optimizers.unwrapped(optimizer)
     if [id(x) for x in workers] == [id(x) for x in state.workers]:
         # The slots are at hand; what they belong to may lie elsewhere now.
         targets = _targets(optimizer, state.variables)
@@ -125,7 +125,7 @@ def _places(optimizer: Any, variables: list) -> list[_Place] | None:
         position.setdefault(id(target), []).append(number)
     behind = sixteen_bit_optimizer.stand_ins(optimizer)
     places = []
-    for number, worker in enumerate(slots_by_variable.workers(optimizer)):
+    for number, worker in enumerate(optimizers.unwrapped(optimizer)):
         for name, value in slots_by_variable.numbers(worker).items():
             key = number, name, _ONCE
             places.append(_Place(key, value, slice(None), ()))
@@ -159,7 +159,7 @@ def _read(places: list[_Place]) -> dict[Key, np.ndarray]:
 
 def _write(optimizer: Any, state: Handover) -> bool:
     """Writes a state if each slot and counter finds its own, or nothing."""
-    workers = slots_by_variable.workers(optimizer)
+    workers = optimizers.unwrapped(optimizer)
     places = _places(optimizer, state.variables)
     if (
         places is None

@@ -9,7 +9,7 @@ from tfmix import _formats
 from tfmix._keras import layer_policies, layers
 from tfmix.in_force.global_policy import new_layers
 from tfmix.in_force.layer import fallback
-from tfmix.in_force.model import suited_optimizer
+from tfmix.in_force.model import computing_layers
 from tfmix.policy import layer_rules
 from tfmix.policy import policy as policies
 
@@ -45,7 +45,7 @@ def heads(model: keras.Layer) -> list[keras.Layer]:
 
     Of what is neither Functional nor Sequential nothing is known.
     """
-    if not suited_optimizer.is_graph(model):
+    if not layers.is_structure(model):
         return []
     results = layers.results(model)
     if not results:
@@ -114,7 +114,7 @@ class _Planner:
         # In a model with 16-bit layers, a float32 one was chosen to be it.
         self._mixed_before = any(
             layer.compute_dtype in _formats.SIXTEEN_BIT
-            for layer in suited_optimizer.computing_layers(model)
+            for layer in computing_layers.layers_that_compute(model)
         )
         self._seen: set[int] = set()
         self.steps: list[Step] = []
@@ -129,11 +129,11 @@ class _Planner:
         step = self._decide(layer, inherited)
         self.steps.append(step)
         passed_on = self._passed_on(layer, step, inherited)
-        for inner in layers.parts(layer):
+        for inner in layers.own_layers(layer):
             self._visit(inner, passed_on)
 
     def _decide(self, layer: keras.Layer, inherited: Step | None) -> Step:
-        if suited_optimizer.is_graph(layer):
+        if layers.is_structure(layer):
             why = self._ruled(layer)
             target = (
                 keras.DTypePolicy("float32") if why else self._target(layer)

@@ -8,7 +8,7 @@ from tfmix import _arguments, _formats, _tables
 from tfmix._keras import layer_policies, layers
 from tfmix.conversion import planned_policies
 from tfmix.in_force.layer import fallback
-from tfmix.in_force.model import suited_optimizer
+from tfmix.in_force.model import computing_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def summary(model: keras.Model) -> ModelSummary:
         ('mixed_float16', 'float16', 'float32', 'float16')
     """
     _arguments.model(model)
-    computing = {*map(id, suited_optimizer.computing_layers(model))}
+    computing = {*map(id, computing_layers.layers_that_compute(model))}
     every = layers.flat_layers(model)
     found = [layer for layer in every if id(layer) in computing]
     return ModelSummary(tuple(map(_row, found)), tuple(fallback.notes(model)))

@@ -1,4 +1,4 @@
-"""A model, a batch and a loss: run and differentiated, nothing changed."""
+"""A model, a batch and a loss, run with nothing changed."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -11,8 +11,6 @@ from keras import ops, tree
 from tfmix import _arguments
 from tfmix._keras import layers
 from tfmix.doctor import probe, programs
-
-Tensors = list[Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,7 +85,7 @@ def prepare(
     At most `most` rows are kept, of a dataset those of its first batch.
     """
     _arguments.model(model)
-    x, y = next(parts(x, y), (x, y))
+    x, y = next(split(x, y), (x, y))
     _refuse_what_is_no_array("x", x)
     _refuse_what_is_no_array("y", y)
     _refuse_a_single_row(model, x)
@@ -124,7 +122,7 @@ def is_dataset(x: Any) -> bool:
     return hasattr(x, "element_spec") and hasattr(x, "as_numpy_iterator")
 
 
-def parts(x: Any, y: Any, rows: int | None = None) -> Iterator[tuple[Any, Any]]:
+def split(x: Any, y: Any, rows: int | None = None) -> Iterator[tuple[Any, Any]]:
     """Yields batches of `rows` rows, or those of a dataset as they are."""
     if is_dataset(x):
         if y is not None:
@@ -233,77 +231,3 @@ def _function(model: Any, loss: Any) -> Callable[[Any, Any], Any]:
         return loss(y, outputs)
 
     return call
-
-
-def pullback(
-    function: Callable[[Tensors], Tensors],
-    inputs: Sequence[Any],
-    *,
-    sparse: bool = False,
-) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
-    """Computes a function, and returns how gradients go back through it, once.
-
-    Gradients of the outputs, in their dtypes, become those of the inputs. With
-    `sparse`, a `tf.IndexedSlices` is returned as its values alone.
-    """
-    if keras.backend.backend() == "jax":
-        import jax
-
-        outputs, back = jax.vjp(function, list(inputs))
-        return outputs, lambda gradients: back(gradients)[0]
-    import tensorflow as tf
-
-    # A tensor given twice would get the sum of both gradients for each.
-    inputs = [tf.identity(one) for one in inputs]
-    with tf.GradientTape() as tape:
-        tape.watch(inputs)
-        outputs = function(inputs)
-
-    def dense(gradient: Any, one: Any) -> Any:
-        if gradient is None:
-            return tf.zeros_like(one)
-        if sparse and isinstance(gradient, tf.IndexedSlices):
-            return gradient.values
-        return tf.convert_to_tensor(gradient)
-
-    def gradients_of(gradients: Tensors) -> Tensors:
-        found = tape.gradient(outputs, inputs, output_gradients=gradients)
-        return [dense(*pair) for pair in zip(found, inputs, strict=True)]
-
-    return outputs, gradients_of
-
-
-def export_gradient(
-    tensor: Any, token: Any, measure: Callable[[Any], Any]
-) -> Any:
-    """Returns a tensor unchanged, and measures its gradient.
-
-    That becomes the gradient of `token`, a float32 vector that is not used.
-    """
-
-    def back(grad: Any) -> tuple[Any, Any]:
-        return grad, measure(grad)
-
-    if keras.backend.backend() == "jax":
-        import jax
-
-        identity = jax.custom_vjp(lambda value, _: value)
-        identity.defvjp(lambda value, _: (value, None), lambda _, g: back(g))
-    else:
-        import tensorflow as tf
-
-        identity = tf.custom_gradient(lambda one, _: (tf.identity(one), back))
-    return identity(tensor, token)
-
-
-def compiled(function: Callable[..., Any], xla: bool | None = None) -> Any:
-    """Compiles a function of tensors, on JAX always with XLA."""
-    if keras.backend.backend() == "jax":
-        import jax
-
-        return jax.jit(function)
-    import tensorflow as tf
-
-    return tf.function(
-        function, jit_compile=xla, autograph=False, reduce_retracing=True
-    )

@@ -13,6 +13,7 @@ from keras import ops
 from tfmix import _arguments, _errors, _progress
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
+from tfmix.doctor import differentiation, programs
 from tfmix.in_force.model import model_border
 from tfmix.step import finite
 
@@ -73,7 +74,7 @@ def calibrate_loss_scale(
     """
     rows = _arguments.count("batch_size", batch_size, example=32)
     margin = _arguments.count("margin_bits", margin_bits, lowest=0, example=4)
-    several = batches.parts(x, y, rows)
+    several = batches.split(x, y, rows)
     first = next(several, (x, y))
     whole = batches.prepare(model, *first, loss)
     _refuse_no_loss(whole)
@@ -123,7 +124,7 @@ def _refuse(batch: batches.Batch, index: int) -> NoReturn:
             f"`{name}` holds NaN or infinity in {batches.shown(rows)}"
             for name, rows in bad.items()
         )
-        why = f"Of this batch {held}: mend the data first."
+        why = f"Of this batch {held}: fix the data first."
     raise _errors.LossScaleError(
         f"The gradients of batch {index} are not finite at a loss scale of 1, "
         f"so no scale can make them so. {why}"
@@ -136,12 +137,12 @@ def _compiled(whole: batches.Batch) -> Callable[[Any, Any, int], bool]:
     def step(weights: list[Any], x: Any, y: Any, scale: Any) -> Any:
         part = batches.Batch(whole.model, x, y, whole.loss)
         with model_border.left_out():
-            (scaled,), back = batches.pullback(
+            (scaled,), back = differentiation.pullback(
                 lambda values: [part.run(values)[1] * scale], weights
             )
         return finite.all_finite([scaled, *back([ops.ones_like(scaled)])])
 
-    run = batches.compiled(step)
+    run = programs.compiled(step)
 
     def is_finite(x: Any, y: Any, power: int) -> bool:
         tensor = ops.convert_to_tensor(2.0**power, "float32")

@@ -18,6 +18,7 @@ from tfmix._keras import compilation, layers
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import (
+    differentiation,
     float8_products,
     latent,
     numerics_report,
@@ -30,7 +31,11 @@ from tfmix.float8 import chosen_layers
 from tfmix.in_force.global_policy import current_policy
 from tfmix.in_force.layer import fallback
 from tfmix.in_force.model import carried as carrying
-from tfmix.in_force.model import model_outputs, suited_optimizer
+from tfmix.in_force.model import (
+    computing_layers,
+    model_outputs,
+    suited_optimizer,
+)
 from tfmix.in_force.process_wide import active_rules
 from tfmix.in_force.process_wide import ops as op_rules_in_force
 from tfmix.policy import policy as policies
@@ -180,7 +185,7 @@ def _narrow_layers(
 ) -> list[keras.Layer]:
     return [
         layer
-        for layer in suited_optimizer.computing_layers(model)
+        for layer in computing_layers.layers_that_compute(model)
         if planned_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
     ]
 
@@ -293,7 +298,7 @@ def _bad_data(name: str, rows: Sequence[int]) -> verdicts.LayerVerdict:
     """Returns the row of the report for `x` or `y` with NaN or infinity."""
     where = f"{name} holds NaN or infinity in {batches.shown(rows)}"
     positions = f"numpy.argwhere(~numpy.isfinite({name}))"
-    advice = f"{positions}  # {where}: mend that first"
+    advice = f"{positions}  # {where}: fix that first"
     phase, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
     return verdicts.LayerVerdict(
         name, phase, verdict, math.inf, -math.inf, advice, broken=True
@@ -371,7 +376,7 @@ class _Visit:
     def lowest(self) -> float:
         """The lowest scale that gradients may have in 16 bit."""
         is_inside = self.carries and not (
-            suited_optimizer.has_sixteen_bit_variables(self.batch.model)
+            computing_layers.has_sixteen_bit_variables(self.batch.model)
         )
         return _LOWEST_INSIDE if is_inside else latent.LOWEST_SCALE
 
@@ -476,8 +481,8 @@ class _Visit:
             with keras.StatelessScope():
                 return [self.batch.loss_of(leaves, outputs)]
 
-        truth, truth_back = batches.pullback(loss, exact)
-        found, found_back = batches.pullback(loss, near)
+        truth, truth_back = differentiation.pullback(loss, exact)
+        found, found_back = differentiation.pullback(loss, near)
         forward = ranges.gap(found, truth, limits)
         right = truth_back([ops.ones_like(truth[0])])
         one = ops.ones_like(found[0])

@@ -11,8 +11,7 @@ from keras import ops
 
 from tfmix import _tables
 from tfmix._keras import layer_policies
-from tfmix.doctor import batch as batches
-from tfmix.doctor import probe, verdicts
+from tfmix.doctor import differentiation, probe, verdicts
 from tfmix.float8 import chosen_layers, product
 
 PRODUCTS = ("forward", "input gradient", "kernel gradient")
@@ -96,7 +95,7 @@ def measure(
             loss = loss_of()
         return [loss, *factors]
 
-    (loss, *factors), back = batches.pullback(run, zeros)
+    (loss, *factors), back = differentiation.pullback(run, zeros)
     gradients = back([ops.ones_like(loss), *map(ops.zeros_like, factors)])
     inputs, kernels, biases = (factors[start::3] for start in range(3))
     each = zip(called, inputs, kernels, biases, gradients, strict=True)
@@ -153,7 +152,7 @@ def _of_call(
     """Measures the three products of one call: `(3, 4)`."""
     if layer.activation is not None:
         before = chosen_layers.exact(layer, inputs, kernel) + bias
-        _, back = batches.pullback(
+        _, back = differentiation.pullback(
             lambda tensors: [layer.activation(tensors[0])], [before]
         )
         (gradient,) = back([gradient])

@@ -1,5 +1,6 @@
 """Faults that a layer's making shows, and this batch need not."""
 
+import functools
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from tfmix._keras import layers as host
 from tfmix._keras import variables
 from tfmix.conversion import planned_policies
 from tfmix.doctor import probe, ranges, runs, verdicts
+from tfmix.in_force.layer import code_constants
 from tfmix.in_force.model import model_outputs
 from tfmix.scaling import rules
 
@@ -120,13 +122,12 @@ def vanishing_constant(
     """Judges a layer whose epsilon is zero in 16 bit, and is needed."""
     limits = judge.limits
     constants = [
-        float(value)
+        value
         for value in _constants(call.target.operation)
-        if isinstance(value, numbers.Real)
-        and not isinstance(value, bool)
-        and 0.0 < float(value) <= limits.smallest / 2
+        if 0.0 < value <= limits.smallest / 2
     ]
-    if not constants or not any(_fails(judge, call, one) for one in _PROBES):
+    fails = functools.partial(_fails, judge, call)
+    if not constants or not any(map(fails, _PROBES)):
         return None
     note = f"its {max(constants):g} is 0 in {limits.name}"
     name, verdict = call.target.name, verdicts.UNDERFLOW
@@ -134,15 +135,18 @@ def vanishing_constant(
     return verdicts.Finding(*found, latent=True, note=note)
 
 
-def _constants(operation: Any) -> list[Any]:
-    """Lists attributes called epsilon, and what the code of `call` names."""
-    names = ("epsilon", "eps", "_epsilon", "_eps")
-    found = [vars(operation).get(name) for name in names]
-    call: Any = getattr(type(operation), "call", None)
-    if not host.is_builtin(operation) and hasattr(call, "__code__"):
-        code = call.__code__
-        found += [*code.co_consts, *map(call.__globals__.get, code.co_names)]
-    return found
+def _constants(operation: Any) -> list[float]:
+    """Lists attributes called epsilon, and what the user's code reads."""
+    named = [
+        float(value)
+        for name in ("epsilon", "eps", "_epsilon", "_eps")
+        if isinstance(value := vars(operation).get(name), numbers.Real)
+    ]
+    return named + [
+        value
+        for function in code_constants.functions(operation)
+        for value, _ in code_constants.floats(function, operation)
+    ]
 
 
 def _fails(judge: runs.Judge, call: probe.Call, factor: float) -> bool:

@@ -1,4 +1,4 @@
-"""What a check found: a table, a page, and the policy that mends it."""
+"""What a check found: a table, a page, and the policy that fixes it."""
 
 import base64
 import dataclasses

@@ -1,4 +1,4 @@
-"""Tensor code as one XLA program under JAX, equal programs compiled once."""
+"""Functions of tensors as programs; under JAX equal ones compiled once."""
 
 import dataclasses
 from collections.abc import Callable
@@ -64,3 +64,16 @@ def runner() -> Runner:
     import jax
 
     return Runner(compiles=jax.default_backend() == "cpu")
+
+
+def compiled(function: Callable[..., Any], xla: bool | None = None) -> Any:
+    """Compiles a function of tensors, on JAX always with XLA."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.jit(function)
+    import tensorflow as tf
+
+    return tf.function(
+        function, jit_compile=xla, autograph=False, reduce_retracing=True
+    )

@@ -13,7 +13,7 @@ from tfmix import _formats
 from tfmix._keras import compilation, layer_policies, layers
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
-from tfmix.doctor import probe, ranges
+from tfmix.doctor import differentiation, probe, ranges
 from tfmix.in_force.layer import fallback
 
 Key = tuple[int, int]
@@ -154,7 +154,7 @@ def truth(
             for signature in signatures.values()
             for shape in signature.shapes
         ]
-        (loss,), back = batches.pullback(losses, [*zeros, *weights])
+        (loss,), back = differentiation.pullback(losses, [*zeros, *weights])
         return back([ops.ones_like(loss)])
 
     with layers.policies(planned), layers.autocast("float32"):
@@ -242,9 +242,13 @@ class Judge:
             )
         ]
         function = _function(call, inputs, call.target.weights)
-        truth, truth_back = batches.pullback(function, [*exact, *values])
+        truth, truth_back = differentiation.pullback(
+            function, [*exact, *values]
+        )
         with self._in_sixteen_bit(call.target):
-            found, found_back = batches.pullback(function, [*near, *values])
+            found, found_back = differentiation.pullback(
+                function, [*near, *values]
+            )
         forward = [(near, exact), (found, truth)]
         if gradients is None:
             return forward

@@ -1,4 +1,4 @@
-"""The policy that mends a model: the fewest layers in float32."""
+"""The policy that fixes a model: the fewest layers in float32."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -53,7 +53,7 @@ def fewest_layers(report: Checked, progress: bool) -> policies.Policy:
         return report.policy
     if broken := [row.layer for row in report.faults if row.broken]:
         raise ValueError(
-            "No dtype policy can mend this model: it is not finite in "
+            "No dtype policy can fix this model: it is not finite in "
             f"float32 either, first at {broken[0]!r}. Look for NaN or "
             "infinity in the data and the weights."
         )
@@ -69,7 +69,7 @@ def fewest_layers(report: Checked, progress: bool) -> policies.Policy:
         # quarters and single layers are taken out again. What holds the
         # most is tried first, to be left out.
         names = _enough(report, lambda: say(f"{searching}: trying more"))
-        names.sort(key=lambda one: -len(_parts(report, one)))
+        names.sort(key=lambda one: -len(_with_inner(report, one)))
         needed = fewest(tuple(names), healthy)
     tried = _tried(report, needed)
     if tried is not None and not tried.sixteen_bit_layers:
@@ -154,7 +154,7 @@ def _enough(report: Checked, step: Callable[[], None]) -> list[str]:
             for row in current.faults:
                 last = list(report.targets)[-1:]
                 is_loss = row.layer == verdicts.LOSS
-                added = last if is_loss else _parts(report, row.layer)
+                added = last if is_loss else _with_inner(report, row.layer)
                 names.update(dict.fromkeys(added))
         if len(names) == before:
             # Nothing new to add: the rest of the model is what is left.
@@ -165,7 +165,7 @@ def _enough(report: Checked, step: Callable[[], None]) -> list[str]:
     return list(names)
 
 
-def _parts(report: Checked, name: str) -> list[str]:
+def _with_inner(report: Checked, name: str) -> list[str]:
     """Returns a layer and what is inside: its tensors come from there."""
     targets = report.targets.values()
     return [name, *(one.name for one in targets if name in one.inside)]

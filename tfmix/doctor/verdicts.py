@@ -1,4 +1,4 @@
-"""What a measured gap means: a verdict, its rank, and what mends it."""
+"""What a measured gap means: a verdict, its rank, and what fixes it."""
 
 import dataclasses
 import math
@@ -163,8 +163,8 @@ def advice(
 ) -> str:
     """Returns a line of Python with a comment that says why, or nothing.
 
-    An `unscaled` model trains without a loss scale, which mends underflow; a
-    layer that `is_float32` already cannot mend what it is given.
+    An `unscaled` model trains without a loss scale, which fixes underflow; a
+    layer that `is_float32` already cannot fix what it is given.
     """
     if finding.verdict == OK:
         return finding.note and f"# {finding.note}"
@@ -197,7 +197,7 @@ def _loss_code(finding: Finding) -> str:
 def _why(finding: Finding, limits: _formats.Format) -> str:
     gap, name, what = finding.gap, limits.name, _NAMES[finding.phase]
     if gap.broken:
-        return f"{what} is not finite in float32 either: mend that first"
+        return f"{what} is not finite in float32 either: fix that first"
     if gap.headroom_bits < 0 and gap.lost:
         ends = f"{name} ends at {limits.max:g}"
         return f"{what} reaches {gap.largest:.3g}; {ends}"

@@ -10,7 +10,12 @@ from typing import Any
 import keras
 
 from tfmix import _arguments, _progress
-from tfmix._keras import layer_policies, layers, optimizers, training
+from tfmix._keras import (
+    compile_config,
+    layer_policies,
+    layers,
+    optimizers,
+)
 from tfmix.conversion import convert, copying
 from tfmix.hardware import (
     compiled_step,
@@ -22,7 +27,7 @@ from tfmix.hardware import (
     training_memory,
 )
 from tfmix.in_force.global_policy import current_policy
-from tfmix.in_force.model import carried, suited_optimizer
+from tfmix.in_force.model import carried, computing_layers, suited_optimizer
 from tfmix.policy import policy as policies
 
 
@@ -144,7 +149,7 @@ def _check_policy(
     policy: Any, model: keras.Model, target: targets.Target
 ) -> None:
     if policy is None:
-        float16 = suited_optimizer.computes_in(model, "float16")
+        float16 = computing_layers.computes_in(model, "float16")
     else:
         float16 = current_policy.accept(policy).compute_dtype == "float16"
     if float16 and target.kind == "TPU":
@@ -195,7 +200,7 @@ def _compilable(
     elif optimizer is not None:
         level = accepted and policies.with_rules(accepted).level
         suited = suited_optimizer.suited(optimizer, twin, level)
-        training.adopt_optimizer(twin, suited)
+        compile_config.adopt_optimizer(twin, suited)
     return twin
 
 
@@ -216,7 +221,7 @@ def _name(policy: Any, model: keras.Model) -> str:
         return str(name or policy)
     names = [
         layer.dtype_policy.name
-        for layer in suited_optimizer.computing_layers(model)
+        for layer in computing_layers.layers_that_compute(model)
     ]
     # A few layers stay in float32 under every policy.
     narrow = [name for name in names if name != "float32"]

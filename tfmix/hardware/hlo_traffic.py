@@ -71,7 +71,7 @@ def moved(
         # Into a TPU's own memory or out of it; else from and to.
         return _inside(each.result) or hlo_text.size(each.result)
     body = computations[each.called[0]] if each.operation == "fusion" else {}
-    parts = _parts(body)
+    parts = _needed_in_part(body)
     read = [
         min(_outside(among[name].result), parts.get(place, math.inf))
         for place, name in enumerate(each.operands)
@@ -87,7 +87,7 @@ def moved(
     return int(sum(read) + written)
 
 
-def _parts(body: dict[str, hlo_text.Instruction]) -> dict[int, int]:
+def _needed_in_part(body: dict[str, hlo_text.Instruction]) -> dict[int, int]:
     """Returns, by place, the bytes of operands that a fusion needs in part."""
     found = {}
     for name, each in body.items():

@@ -35,7 +35,7 @@ def inputs(
             f"Received: x={type(x).__name__}, input_shape={input_shape!r}."
         )
     if x is not None:
-        x, _ = next(batches.parts(x, None))
+        x, _ = next(batches.split(x, None))
         found = [tree.map_structure(_symbol, x)]
     else:
         found = host.symbolic_arguments(model) if model.built else []

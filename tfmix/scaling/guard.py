@@ -20,10 +20,11 @@ def guard(model: keras.Model) -> keras.Model:
     the forward pass has already written: BatchNormalization has averaged an
     infinity into its statistics, and the epoch's loss and metrics are NaN
     until it ends. In a guarded model a skipped step gives every float
-    variable that is not trained, and every metric, its old value back, and
-    the step's logs are those of the metrics without it. Where no step has been
-    applied since they were reset, they are the skipped batch's own, or NaN if
-    these are not finite.
+    variable that is not trained, and every metric, its old value back; in a
+    `train_step` of your own also weights that the optimizer is not given,
+    such as averages of others. The step's logs are those of the metrics
+    without it; where no step has been applied since they were reset, the
+    skipped batch's own, or NaN if these are not finite.
 
     Under a 16-bit tfmix policy `compile` does this by itself. In float32 or
     bfloat16 compile with `LossScaleOptimizer(optimizer,
@@ -107,11 +108,12 @@ class _Guard:
     def _gives_way(self) -> bool:
         return not self.asked_for and not _skips(self._model)
 
-    def _run(self, original: Callable, *args: Any) -> Any:
+    def _run(self, original: Callable, *args: Any) -> tuple[Any, set[int]]:
+        """Steps; returns the result, and the `id`s of what was optimized."""
         _check_optimizer(self._model)
         guarded = optimizers.guarded_step(self._model.optimizer)
-        with guarded, self._logs.noted():
-            return original(*args)
+        with guarded as stepped, self._logs.noted():
+            return original(*args), stepped
 
     def _on_tensorflow(self, original: Callable, data: Any) -> Any:
         if self._gives_way:
@@ -130,8 +132,9 @@ class _Guard:
 
         # A model, or a metric, may be built in its first step.
         with tf.variable_creator_scope(note):
-            logs = self._run(original, data)
-        watched = [v for v in self._watched() if id(v.value) in before]
+            logs, stepped = self._run(original, data)
+        left = [v for v in self._watched() if id(v) not in stepped]
+        watched = [v for v in left if id(v.value) in before]
         old = [before[id(v.value)] for v in watched]
         applied = self._model.optimizer.last_step_applied()
         with replicas.one_replica(watched):
@@ -142,31 +145,28 @@ class _Guard:
                 for variable, value in zip(watched, old, strict=True)
                 if compilation.may_be_written(variable.value)
             ]
-
-            def restore() -> Any:
-                for variable, value in written:
-                    variable.assign(value)
-                return tf.constant(False)
-
-            if compilation.by_xla():
-                for variable, value in written:
-                    variable.assign(tf.where(applied, variable, value))
-            else:
-                tf.cond(applied, lambda: tf.constant(True), restore)
+            _put_back(written, applied)
             return self._logs.told(logs, applied)
 
     def _on_jax(self, original: Callable, state: Any, data: Any) -> tuple:
         if self._gives_way:
             return tuple(original(state, data))
         model = self._model
-        _, state_before, _, metrics_before = state
-        logs, (weights, others, slots, metrics) = self._run(
-            original, state, data
-        )
+        weights_before, state_before, _, metrics_before = state
+        result, stepped = self._run(original, state, data)
+        logs, (weights, others, slots, metrics) = result
         mapping = zip(model.optimizer.variables, slots, strict=True)
         with keras.StatelessScope(state_mapping=mapping):
             applied = model.optimizer.last_step_applied()
         others = _restored(applied, others, state_before, only_float=True)
+        left = set(map(id, training.weights_of_own_step(model))) - stepped
+        states = zip(
+            model.trainable_variables, weights, weights_before, strict=True
+        )
+        weights = [
+            ops.where(applied, new, old) if id(variable) in left else new
+            for variable, new, old in states
+        ]
         metrics = _restored(applied, metrics, metrics_before, only_float=False)
         variables = [
             *(model.trainable_variables + model.non_trainable_variables),
@@ -182,14 +182,15 @@ class _Guard:
         """Returns what a skipped step must not have changed (TensorFlow)."""
         others = filter(_is_float, self._model.non_trainable_variables)
         metrics = training.metrics(self._model)
-        return [*others, *(v for each in metrics for v in each.variables)]
+        reported = (v for metric in metrics for v in metric.variables)
+        own = training.weights_of_own_step(self._model)
+        return [*others, *reported, *own]
 
     def _compile_config(self, original: Callable) -> Any:
         """Notes in a saved model that it was guarded."""
         # `LossScaleOptimizer.from_config` reads it, for `compile` to guard.
         config = original()
         optimizer = (config or {}).get("optimizer")
-        # Else not compiled, or anew with an optimizer that is not ours.
         name = isinstance(optimizer, dict) and optimizer["class_name"]
         if name == "LossScaleOptimizer":
             config = copy.deepcopy(config)
@@ -197,6 +198,22 @@ class _Guard:
             guarded = True if carried else saving.GUARDED_ALONE
             config["optimizer"]["config"]["guarded"] = guarded
         return config
+
+
+def _put_back(written: list, applied: Any) -> None:
+    """Gives variables, each with an old value, that if not applied."""
+    import tensorflow as tf
+
+    def restore() -> Any:
+        for variable, old in written:
+            variable.assign(old)
+        return tf.constant(False)
+
+    if compilation.by_xla():
+        for variable, old in written:
+            variable.assign(tf.where(applied, variable, old))
+    else:
+        tf.cond(applied, lambda: tf.constant(True), restore)
 
 
 def _restored(applied: Any, new: list, old: list, only_float: bool) -> list:

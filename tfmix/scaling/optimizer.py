@@ -68,7 +68,7 @@ class LossScaleOptimizer(
     Attributes:
         inner_optimizer: The wrapped optimizer. `learning_rate`, `iterations`
             and every attribute this class has not, such as `beta_1`, are its.
-        loss_scale: Float, the scale in force. Reading it copies a scalar to
+        loss_scale: Float, the current scale. Reading it copies a scalar to
             the host; inside a compiled function it is a tensor. It can be set.
         skipped_steps: Integer, steps not applied so far.
         consecutive_skips: Integer, steps not applied since the last that was.
@@ -149,7 +149,8 @@ class LossScaleOptimizer(
             **kwargs,
         )
         self.reduce_dtype = reduce_dtype
-        self.in_guarded_step = False
+        # The ids of variables that were given to `apply` in a guarded step.
+        self.given_in_step: set[int] | None = None
         # What a file says of its model: `saving.GUARDED_ALONE`, true or false.
         self.guarded_in_file: bool | str = False
         self._gradient_norm: keras.Variable | None = None
@@ -170,7 +171,7 @@ class LossScaleOptimizer(
 
     @property
     def loss_scale(self) -> Any:
-        """The scale in force: a float, or a tensor in a compiled function."""
+        """The current scale: a float, or a tensor in a compiled function."""
         variables = self._scale_variables()
         if not all(map(_has_value_here, variables)):
             return self.current_scale()
@@ -426,6 +427,7 @@ class LossScaleOptimizer(
         if not grads:
             return ops.convert_to_tensor(False)
         variables = self._variables_of(grads, trainable_variables)
+        self._note_given(variables)
         unscaled = self.given.are_true(grads, unscaled)
         # In the order of the build, which the counts have as well.
         rows = optimizers.positions(self, variables)
@@ -483,6 +485,7 @@ class LossScaleOptimizer(
                 "`optimizer.build(model.trainable_variables)` first."
             )
         grads = list(grads)
+        self._note_given(self._model_variables)
         unscaled = self.given.are_true(grads, unscaled)
         slots, values = list(optimizer_variables), list(trainable_variables)
         return self._step_of_jax(grads, values, slots, unscaled)
@@ -506,7 +509,8 @@ class LossScaleOptimizer(
         """
         pairs = list(grads_and_vars)
         grads = [pair[0] for pair in pairs]
-        unscaled = self.given.of_old_name(grads, self.in_guarded_step)
+        in_guarded_step = self.given_in_step is not None
+        unscaled = self.given.of_old_name(grads, in_guarded_step)
         self.apply(grads, [pair[1] for pair in pairs], unscaled=unscaled)
         return self.iterations
 
@@ -609,6 +613,10 @@ class LossScaleOptimizer(
         ]
         self.given.divided(grads, true)
         return true
+
+    def _note_given(self, variables: Sequence[keras.Variable]) -> None:
+        if self.given_in_step is not None:
+            self.given_in_step.update(map(id, variables))
 
     def _variables_of(self, grads: list, trainable_variables: Any) -> list:
         """Returns the gradients' variables; builds the optimizer on them."""
@@ -761,14 +769,18 @@ class LossScaleOptimizer(
 
 
 @contextlib.contextmanager
-def guarded_step(optimizer: LossScaleOptimizer) -> Iterator[None]:
-    """Tells `apply` that the step around it leaves no trace if skipped."""
-    optimizer.in_guarded_step = True
+def guarded_step(optimizer: LossScaleOptimizer) -> Iterator[set[int]]:
+    """Tells `apply` that the step around it leaves no trace if skipped.
+
+    Yields:
+        The ids of the variables that `apply` is given in the block.
+    """
+    optimizer.given_in_step = set()
     try:
         with given_gradients.train_step():
-            yield
+            yield optimizer.given_in_step
     finally:
-        optimizer.in_guarded_step = False
+        optimizer.given_in_step = None
 
 
 def _is_constant(rule: rules.LossScale) -> bool:

@@ -124,7 +124,7 @@ class DynamicLossScale(LossScale):
 
     Args:
         initial_scale: Float. Defaults to `2.0**15`, Keras's own: too high is
-            mended in a few steps, too low takes `growth_steps` per doubling.
+            fixed in a few steps, too low takes `growth_steps` per doubling.
         growth_factor: Float above 1. Defaults to `2.0`, which keeps the scale
             a power of two, so that scaling never rounds. A factor close to 1
             with `growth_steps=1` grows log-additively.

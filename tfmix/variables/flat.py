@@ -136,7 +136,7 @@ class FlatMasters(sixteen_bit_optimizer.StandIns):
     def write_back(self) -> None:
         """Rounds the vectors into the model's variables."""
         for group in self.groups:
-            parts = group.parts(ops.cast(group.master, group.dtype))
+            parts = group.cut(ops.cast(group.master, group.dtype))
             for variable, part in zip(group.variables, parts, strict=True):
                 variable.assign(part)
 
@@ -145,12 +145,12 @@ class FlatMasters(sixteen_bit_optimizer.StandIns):
         group = self._group_of.get(id(variable))
         if group is None:
             return super().read(variable)
-        return group.parts(group.master)[group.position(variable)]
+        return group.cut(group.master)[group.position(variable)]
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Sets the float32 value behind a variable, and the variable."""
         if group := self._group_of.get(id(variable)):
-            parts = group.parts(group.master)
+            parts = group.cut(group.master)
             parts[group.position(variable)] = value
             group.master.assign(joined(parts))
         variable.assign(ops.cast(value, variable.dtype))
@@ -182,7 +182,7 @@ class Group:
         """Returns the place of a variable among the group's."""
         return [id(each) for each in self.variables].index(id(variable))
 
-    def parts(self, vector: Any) -> list:
+    def cut(self, vector: Any) -> list:
         """Cuts a vector into tensors of the variables' shapes."""
         several = len(self.variables) > 1
         pieces = ops.split(vector, self.ends[:-1]) if several else [vector]

@@ -2,7 +2,7 @@
 
 import re
 
-from tfmix.in_force.layer import unfit_constants
+from tfmix import _errors
 
 # Errors of both backends that code raises for dtypes.
 _KINDS = frozenset(
@@ -45,4 +45,4 @@ def cause(error: Exception) -> str:
     # AutoGraph says where before it says what.
     first = [line for line in lines if line.startswith(kind)] or lines or [""]
     said = first[0].removeprefix(kind).rstrip(".")
-    return f"{unfit_constants.users_line(error)}{kind}{said}."
+    return f"{_errors.users_line(error)}{kind}{said}."

@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from tfmix import _formats, _messages
+from tfmix import _errors, _formats, _messages
 from tfmix._keras import (
     attempts,
     global_state,
@@ -133,7 +133,7 @@ def mended_step(
 ) -> Any:
     """Traces a `train_step` that failed, on layers that hand float32 on to it.
 
-    Raises the error as it was if that does not mend it.
+    Raises the error as it was if that does not fix it.
     """
     if not dtype_errors.is_about_dtypes(error):
         raise error
@@ -183,7 +183,7 @@ class _State:
         self._new = True
         # In which modes its call has run through without an error.
         self._proven: set[bool] = set()
-        # Where an error was raised that float32 did not mend.
+        # Where an error was raised that float32 did not fix.
         self._given_up: set[tuple[type, str]] = set()
         # What stands as the layer's `call`, and what had stood there before.
         self.call: Callable | None = None
@@ -225,10 +225,10 @@ class _State:
             in_float32 = functools.partial(
                 self._in_float32, original, args, kwargs
             )
-            mended = self._mended(error, in_float32, restore)
-            if mended is None:
+            fixed = self._fixed(error, in_float32, restore)
+            if fixed is None:
                 raise
-            return mended[0]
+            return fixed[0]
 
     def _look_at_constants(self) -> None:
         inside = [x.compute_dtype for x in layers.flat_layers(self._layer)]
@@ -246,7 +246,7 @@ class _State:
         if is_news:
             self._tell()
 
-    def _mended(
+    def _fixed(
         self, error: Exception, call: Callable, restore: Callable
     ) -> tuple[Any] | None:
         """Returns, in a tuple, what `call` returns in float32, if it does."""
@@ -254,7 +254,7 @@ class _State:
             dtype_errors.is_about_dtypes(error) and _may_change(self._layer)
         ):
             return None
-        place = type(error), unfit_constants.users_line(error)
+        place = type(error), _errors.users_line(error)
         if _trying.get() and place in self._given_up:
             return None
         cause = dtype_errors.cause(error)
@@ -308,7 +308,7 @@ class _State:
         _messages.warn(
             "layer %r (%s) computes in float32 from now on, because its "
             "code cannot compute in 16 bit; so do others with that code. %s To "
-            "mend it, %s, or compute in float32 there; to keep it so, make the "
+            "fix it, %s, or compute in float32 there; to keep it so, make the "
             'layer with dtype="float32".',
             self._layer.name,
             type(self._layer).__name__,
@@ -319,7 +319,7 @@ class _State:
 
 def _own_code(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
     """Lets the layers inside one hand float32 on to its own code."""
-    for inner in layers.parts(layer):
+    for inner in layers.own_layers(layer):
         put_on(inner)
         replacements.swap(undo, vars(inner)[STATE], "hands_float32", True)
     for inner in layers.flat_layers(layer)[1:]:

@@ -12,7 +12,12 @@ from typing import Any
 import keras
 
 from tfmix import _messages
-from tfmix._keras import global_state, layer_policies, layers
+from tfmix._keras import (
+    compilation,
+    global_state,
+    layer_policies,
+    layers,
+)
 from tfmix.in_force.process_wide import tensors
 
 _UNCAST = "_tfmix_uncast"
@@ -29,7 +34,8 @@ def keep_exact(layer: keras.Layer) -> None:
         _look_up(layer, warn=True)
     elif names & {"DataLayer", "TFDataLayer"}:
         look_behind_casts(layer)
-        # Some of them switch the conversion of their inputs off.
+        # Some of them switch the conversion of their inputs off, and in a graph
+        # of TensorFlow all of them do, as in a pipeline of data.
         _look_up(layer, warn=False)
     elif "Sequential" in names or not layers.is_builtin(layer):
         # A Sequential model casts, too, at the call that builds it.
@@ -93,6 +99,13 @@ def uncast(x: Any) -> Any:
     return x if original is None else original
 
 
+def _behind_cast(x: Any) -> Any:
+    """Returns what a tensor of a graph was before it was cast twice."""
+    source = compilation.cast_from(x)
+    original = uncast(source)
+    return x if original is source else original
+
+
 def exact(value: Any) -> Any:
     """Returns a float tensor as float32, as it was before a cast if known."""
     value = uncast(value)
@@ -107,6 +120,8 @@ def _look_up(layer: keras.Layer, warn: bool) -> None:
     @functools.wraps(original)
     def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
         exact = keras.tree.map_structure(uncast, inputs)
+        if not warn:
+            exact = keras.tree.map_structure(_behind_cast, exact)
         if warn:
             _warn_of_rounded_ids(layer, exact)
         return original(exact, *args, **kwargs)

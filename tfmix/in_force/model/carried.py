@@ -5,42 +5,34 @@ So the policy lasts when the scope that the model was made in has ended.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from tfmix import _formats, _messages
+from tfmix import _messages
 from tfmix._keras import (
     compile_method,
     global_state,
+    layer_policies,
     layers,
     model_methods,
-    training,
 )
 from tfmix.devices import devices
 from tfmix.float8 import chosen_layers
-from tfmix.in_force.layer import (
-    dtype_errors,
-    fallback,
-    uncast_inputs,
-    unfit_constants,
-)
+from tfmix.in_force.layer import fallback
 from tfmix.in_force.model import (
     averaged_weights,
     compiling,
     model_outputs,
+    own_methods,
     skip_watch,
-    suited_optimizer,
 )
 from tfmix.in_force.process_wide import active_rules, ops, tensors
 from tfmix.policy import policy as policies
-from tfmix.scaling import given_gradients, guard, saving
+from tfmix.scaling import given_gradients
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling.border import power
-
-# Marks what stands in for a `train_function` until its first step.
-_MENDS = "_tfmix_mends"
 
 
 def carry(model: keras.Model, policy: keras.DTypePolicy) -> None:
@@ -49,6 +41,8 @@ def carry(model: keras.Model, policy: keras.DTypePolicy) -> None:
     if policies.is_sixteen_bit(policy):
         compile_method.stand_by()
         layers.rematerialize_anew(model)
+        if _begins_with_model(model):
+            layer_policies.widen_inputs(model)
         carried = _Carried(model, policy)
         model_methods.put(model, model_methods.RULES, carried)
     else:
@@ -61,52 +55,10 @@ def carried_policy(model: keras.Model) -> keras.DTypePolicy | None:
     return found.policy if isinstance(found, _Carried) else None
 
 
-def _adopting(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns what stands in for `Trainer.compile`."""
-    compile_suitably = compiling.wrapped(original)
-
-    @functools.wraps(original)
-    def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
-        optimizer = kwargs.get("optimizer", args[0] if args else None)
-        in_file = getattr(optimizer, "guarded_in_file", False)
-        alone = in_file == saving.GUARDED_ALONE
-        wanted = in_file or compile_method.sees_all()
-        if wanted and not alone and carried_policy(self) is None:
-            _adopt(self)
-        if compile_method.sees_all() or carried_policy(self):
-            compile_suitably(self, *args, **kwargs)
-            return
-        original(self, *args, **kwargs)
-        if in_file:
-            guard.put_on(self)
-
-    return compile
-
-
-compile_method.use(_adopting)
-
-
-def _adopt(model: keras.Model) -> None:
-    """Makes a model with 16-bit layers as if it was made under their policy."""
-    policy = _policy_of_layers(model)
-    if policy is None:
-        return
-    for layer in layers.flat_layers(model):
-        if fallback.can_have(layer) and fallback.STATE not in vars(layer):
-            uncast_inputs.keep_exact(layer)
-            fallback.put_on(layer)
-    carry(model, policy)
-
-
-def _policy_of_layers(model: keras.Model) -> keras.DTypePolicy | None:
-    for layer in layers.flat_layers(model)[1:]:
-        if isinstance(layer, keras.Model) and carried_policy(layer):
-            return carried_policy(layer)
-    for dtype in _formats.SIXTEEN_BIT:
-        if suited_optimizer.computes_in(model, dtype):
-            pure = suited_optimizer.has_sixteen_bit_variables(model)
-            return policies.Policy(dtype if pure else f"mixed_{dtype}")
-    return None
+def _begins_with_model(model: keras.Model) -> bool:
+    """Says whether Keras has made a Sequential's input, of its first model."""
+    is_sequential = isinstance(model, keras.Sequential) and model.layers
+    return bool(is_sequential) and hasattr(model.layers[0], "input_shape")
 
 
 class _Carried:
@@ -125,20 +77,22 @@ class _Carried:
         self._float8 = ruled if ruled.is_float8 else None
         self._rules = frozenset({*ruled.float32_ops, ops.PENALTIES})
         self._outputs = model_outputs.Outputs(model)
-        self.wrappers: Mapping[str, model_methods.Wrapper] = {
+        self.wrappers: dict[str, model_methods.Wrapper] = {
             "call": self._call,
             "compile": self._compile,
             "fit": self._fit,
             "evaluate": functools.partial(averaged_weights.swapped, model),
             "predict": functools.partial(averaged_weights.swapped, model),
-            "make_train_function": self._make_train_function,
+            "make_train_function": functools.partial(own_methods.traced, model),
             "summary": self._summary,
             "compute_loss": self._in_float32,
             "compute_metrics": self._in_float32,
             "train_step": self._train_step,
             "test_step": self._under_rules,
-            **dict.fromkeys(layers.own_methods(model), self._own_method),
+            **dict.fromkeys(layers.own_methods(model), own_methods.explained),
         }
+        if isinstance(model, keras.Sequential):
+            self.wrappers["build"] = self._build
 
     def _under_rules(
         self, original: Callable, *args: Any, **kwargs: Any
@@ -181,6 +135,16 @@ class _Carried:
         call = functools.partial(self._under_rules, original)
         return self._outputs.of(call, *args, **kwargs)
 
+    def _build(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        """Lets ids and raw features in, where nobody has made an `Input`.
+
+        The one that Keras makes for a Sequential model casts them to 16 bit.
+        """
+        first = layers.own_layers(self._model)[:1]
+        original(*args, **kwargs)
+        if not isinstance(first[0], keras.layers.InputLayer):
+            layer_policies.widen_inputs(self._model)
+
     def _summary(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Says below the table which layers fell back to float32."""
         shown = original(*args, **kwargs)
@@ -216,55 +180,6 @@ class _Carried:
                 "no device here multiplies float8: the policy "
                 "'mixed_float8' computes the same by casts, more slowly."
             )
-
-    def _make_train_function(
-        self, original: Callable, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Traces a `train_step` of the user's anew if it mixes dtypes."""
-        original(*args, **kwargs)
-        model, function = self._model, self._model.train_function
-        if not training.has_own_step(model) or hasattr(function, _MENDS):
-            return function
-
-        def trace_anew(*arguments: Any) -> Any:
-            # So that nothing of the failed trace runs.
-            original(force=True)
-            return model.train_function(*arguments)
-
-        @functools.wraps(function)
-        def first(*arguments: Any) -> Any:
-            built = layers.is_built(model)
-            arguments = training.for_two_calls(model, arguments)
-            try:
-                found = function(*arguments)
-            except Exception as error:
-                if not built:
-                    # Variables made in a failed trace have no value.
-                    raise
-                trace = functools.partial(trace_anew, *arguments)
-                return fallback.mended_step(model, error, trace)
-            if model.train_function is first:
-                model.train_function = function
-            return found
-
-        vars(first)[_MENDS] = model.train_function = first
-        return first
-
-    def _own_method(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Says what to write where a method of the user's mixes dtypes."""
-        try:
-            return original(*args, **kwargs)
-        except Exception as error:
-            is_new = not getattr(error, "__notes__", None)
-            outside = is_new and global_state.entry_layer() is None
-            if outside and dtype_errors.is_about_dtypes(error):
-                error.add_note(
-                    f"tfmix: {unfit_constants.users_line(error)}outside of "
-                    "`call` layers return 16 bit and weights are float32. "
-                    "Write keras.ops.cast(weight, x.dtype) there, or "
-                    "keras.ops.cast(x, 'float32') for the layer's result."
-                )
-            raise
 
     def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         compiling.compile_suitably(

@@ -10,7 +10,7 @@ import keras
 
 from tfmix._keras import compilation, global_state, layers
 from tfmix.in_force.layer import uncast_inputs
-from tfmix.in_force.model import suited_optimizer
+from tfmix.in_force.model import computing_layers
 from tfmix.in_force.process_wide import softmax_logits, tensors
 
 _TENSORFLOW = keras.backend.backend() == "tensorflow"
@@ -58,7 +58,7 @@ def call_inside(
     Returns:
         What `call` returns, as tensors of the same values.
     """
-    is_float16 = suited_optimizer.computes_in(model, "float16")
+    is_float16 = computing_layers.computes_in(model, "float16")
     if _left_out.get() or not is_float16:
         return call(*args, **kwargs)
     if _TENSORFLOW and not _has_gradients(model):
@@ -67,7 +67,7 @@ def call_inside(
     if _TENSORFLOW:
         # What a second run starts from, so that it draws the same numbers.
         frozen = model.non_trainable_variables
-        start = {id(v): tf.identity(v.value) for v in frozen}
+        start = {id(v): tf.convert_to_tensor(v.value) for v in frozen}
         floats, losses = tensorflow_border.call(
             lambda *values: run(values)[:2],
             run.values,

@@ -46,7 +46,7 @@ def is_outermost(model: keras.Model) -> bool:
     entry = global_state.entry_layer()
     if entry is None or entry is model:
         return True
-    return layers.is_structure(entry) and not model_methods.parts(entry)
+    return layers.is_structure(entry) and not model_methods.by_role(entry)
 
 
 class Outputs:

@@ -11,7 +11,7 @@ from keras import ops, tree
 
 from tfmix import _formats
 from tfmix._keras import layers
-from tfmix.in_force.model import suited_optimizer
+from tfmix.in_force.model import computing_layers
 
 # Values looked at in one go, and rows named.
 _BLOCK, _MOST_NAMED = 2**20, 3
@@ -50,7 +50,7 @@ def bad_data(data: Mapping[str, Any]) -> BadData:
                 more = ", ..." if len(rows) > _MOST_NAMED else ""
                 said = (
                     f"`{name}` holds NaN or infinity in {len(rows)} of "
-                    f"{len(leaf)} rows ({named}{more}); drop or mend them"
+                    f"{len(leaf)} rows ({named}{more}); drop or fix them"
                 )
     return BadData(frozenset(every), said)
 
@@ -85,7 +85,7 @@ def of_model(
         loss: What the epoch's logs say; NaN for unknown.
         overflowed: How often the gradient of each variable was not finite.
     """
-    is_float16 = suited_optimizer.computes_in(model, "float16")
+    is_float16 = computing_layers.computes_in(model, "float16")
     largest = _formats.FLOAT16.max if is_float16 else math.inf
     layer = ""
     if "x" in data:

@@ -77,22 +77,18 @@ class SkipWatch(keras.callbacks.Callback):
 
     def _count(self) -> tuple[int, int] | None:
         # Asking for `self.model` brings the variables up to date on JAX.
-        optimizers = self._optimizers()
+        optimizers = bare_optimizers.skippers(self.model)
         if not optimizers:
             return None
-        applied = [
-            int(keras.ops.convert_to_numpy(each.iterations))
-            for each in optimizers
-        ]
-        return sum(applied), sum(each.skipped_steps for each in optimizers)
+        applied, skipped = zip(*map(_steps, optimizers), strict=True)
+        return sum(applied), sum(skipped)
 
     def _optimizers(self) -> list[scaling.LossScaleOptimizer]:
         """Lists what skips steps: a model may have several of its own."""
-        own = bare_optimizers.skippers(self.model)
-        optimizer = self.model.optimizer
-        if not own and isinstance(optimizer, scaling.LossScaleOptimizer):
-            return [optimizer]
-        return own
+        every = bare_optimizers.skippers(self.model)
+        # Beside a model's own, the one that `compile` made may have no use.
+        stepped = [x for x in every if any(_steps(x))]
+        return stepped or every
 
     def _is_unexplained(self, applied: int, skipped: int) -> bool:
         """Says whether skips are more than a search for the scale costs."""
@@ -183,6 +179,12 @@ class SkipWatch(keras.callbacks.Callback):
                 for path, count in each.overflow_counts.items()
             },
         )
+
+
+def _steps(optimizer: scaling.LossScaleOptimizer) -> tuple[int, int]:
+    """Returns how many steps were applied, and skipped."""
+    applied = keras.ops.convert_to_numpy(optimizer.iterations)
+    return int(applied), optimizer.skipped_steps
 
 
 def _share(applied: int, skipped: int) -> str:

@@ -5,50 +5,14 @@ from typing import Any
 import keras
 
 from tfmix import _formats, _messages
-from tfmix._keras import layers, model_methods
-from tfmix.in_force.layer import fallback
+from tfmix._keras import model_methods
+from tfmix.in_force.model import computing_layers
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
 from tfmix.variables import master, sixteen_bit_optimizer
 
 # Marks a wrapper that tfmix has put on, so that tfmix takes it off again.
 _AUTOMATIC = "_tfmix_automatic"
-
-
-def computing_layers(model: keras.Layer) -> list[keras.Layer]:
-    """Lists the layers of a model that compute something, at any depth.
-
-    Functional and Sequential models only pass tensors on, whatever their own
-    dtype policy says; a subclassed model may compute in its `call`.
-    """
-    return [
-        layer
-        for layer in layers.flat_layers(model)
-        if not isinstance(layer, keras.layers.InputLayer)
-        and not is_graph(layer)
-    ]
-
-
-def is_graph(model: keras.Layer) -> bool:
-    """Says whether a model is Functional or Sequential."""
-    names = {base.__name__ for base in type(model).__mro__}
-    return bool(names & {"Functional", "Sequential"})
-
-
-def computes_in(model: keras.Layer, dtype: str) -> bool:
-    """Says whether any layer of a model computes, or returns, in a dtype."""
-    return any(
-        dtype in (layer.compute_dtype, fallback.returned_dtype(layer))
-        for layer in computing_layers(model)
-    )
-
-
-def has_sixteen_bit_variables(model: keras.Layer) -> bool:
-    """Says whether a model keeps, or will keep, variables in 16 bit."""
-    return any(
-        layer.variable_dtype in _formats.SIXTEEN_BIT
-        for layer in computing_layers(model)
-    )
 
 
 def suited(
@@ -63,13 +27,13 @@ def suited(
     What is there already stays; into tfmix's loss-scale optimizer masters are
     put where they are missing.
     """
-    pure = has_sixteen_bit_variables(model)
+    pure = computing_layers.has_sixteen_bit_variables(model)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if pure:
             _add_masters(optimizer)
         return optimizer
-    float16 = computes_in(model, "float16")
-    if not float16 and not computes_in(model, "bfloat16"):
+    float16 = computing_layers.computes_in(model, "float16")
+    if not float16 and not computing_layers.computes_in(model, "bfloat16"):
         return optimizer
     fixed = optimizer.loss_scale_factor
     if fixed is not None:
@@ -155,7 +119,7 @@ def missing_scaler_warning(model: keras.Model) -> str:
         or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or getattr(optimizer, "loss_scale_factor", None)
         or model_methods.part(model, model_methods.RULES) is not None
-        or not computes_in(model, "float16")
+        or not computing_layers.computes_in(model, "float16")
     ):
         return ""
     name = type(optimizer).__name__

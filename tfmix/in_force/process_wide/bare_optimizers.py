@@ -54,11 +54,14 @@ def leave_alone(optimizer: keras.optimizers.Optimizer | None) -> None:
 def skippers(model: keras.Model) -> list[scaling.LossScaleOptimizer]:
     """Lists what counts the skips of the optimizers that a model holds.
 
-    Empty under JAX, where nothing counts them.
+    Under JAX nothing counts those of a bare one.
     """
-    held = vars(model).values()
-    found = [vars(x).get(_SKIPPING) for x in held if hasattr(x, "__dict__")]
-    return [apply.__self__ for apply in found if apply is not None]
+    held = [x for x in vars(model).values() if hasattr(x, "__dict__")]
+    bare = [vars(x).get(_SKIPPING) for x in held]
+    return [
+        *(x for x in held if isinstance(x, scaling.LossScaleOptimizer)),
+        *(apply.__self__ for apply in bare if apply is not None),
+    ]
 
 
 def _on_tensorflow(

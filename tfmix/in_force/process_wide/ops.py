@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import op_places, optimizers, replacements, training
+from tfmix._keras import op_places, optimizers, penalties, replacements
 from tfmix.in_force.process_wide import bare_optimizers, softmax_logits, tensors
 
 if keras.backend.backend() == "jax":
@@ -36,7 +36,7 @@ def makers(
     }
     if PENALTIES in rules:
         widening = functools.partial(_widening, holds=holds)
-        found |= dict.fromkeys(training.penalty_places(), widening)
+        found |= dict.fromkeys(penalties.places(), widening)
         in_force = functools.partial(holds, PENALTIES)
         found[optimizers.APPLY] = functools.partial(
             bare_optimizers.applying, holds=in_force

@@ -61,7 +61,7 @@ def call(
                 given = [*tensors, *upstream]
                 pulled, _ = call(pull.again, given, known=pull)
             else:
-                pulled, _ = pull()
+                pulled = pull.dense()
             down = 1.0 / by
             found = pull.restored([_times(down, each) for each in pulled])
             count = len(tensors)
@@ -96,13 +96,17 @@ class _Pull:
         # Read, so that a gradient of these is asked for theirs, too.
         for variable in self._variables:
             tf.convert_to_tensor(variable)
+        return self.dense(), []
+
+    def dense(self) -> list:
+        """Returns the gradients that exist, those by rows as their rows."""
         return self._dense(self._found)
 
     def again(self, *given: Any) -> tuple[list, list]:
         """Computes the same anew, of tensors and what enters backwards."""
         tensors, upstream = given[: self._count], given[self._count :]
         made = _recorded(self._function, tensors, self._variables)
-        return self._dense(self._gradients(made, tensors, upstream))
+        return self._dense(self._gradients(made, tensors, upstream)), []
 
     def restored(self, dense: Sequence) -> list:
         """Returns gradients in the place and in the form of those found."""
@@ -133,9 +137,9 @@ class _Pull:
         )
         return found
 
-    def _dense(self, gradients: Sequence) -> tuple[list, list]:
+    def _dense(self, gradients: Sequence) -> list:
         kept = [gradients[place] for place in self.kept]
-        return [getattr(each, "values", each) for each in kept], []
+        return [getattr(each, "values", each) for each in kept]
 
 
 def _recorded(
