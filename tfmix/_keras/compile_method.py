@@ -1,7 +1,7 @@
 """Keras's `compile`, and what tfmix lets it do for every 16-bit model.
 
 From the first 16-bit policy of a process on: copies and loaded models come
-about where no policy is in force. From the first file of a guarded model on it
+about where no policy is active. From the first file of a guarded model on it
 looks at optimizers of such files alone.
 """
 

@@ -79,7 +79,7 @@ def _is_told_late(model: keras.Model) -> bool:
     )
     if is_late:
         _messages.warn(
-            "%r is in force, but no layer of the model computes in 16 "
+            "%r is active, but no layer of the model computes in 16 "
             "bit: the model was made before. Make it after setting the "
             "policy, or write tfmix.apply_policy(model, %r).",
             policy.name,
