@@ -7,6 +7,7 @@ their digits. So it remembers on the tensor what it cast, and those look there.
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -40,6 +41,27 @@ def keep_exact(layer: keras.Layer) -> None:
     elif "Sequential" in names or not layers.is_builtin(layer):
         # A Sequential model casts, too, at the call that builds it.
         _use_converter(layer, _remember)
+
+
+def begin_exact(model: keras.Model) -> None:
+    """Lets in exactly what a Sequential hands on to a model it begins with."""
+    is_sequential = isinstance(model, keras.Sequential) and model.layers
+    # Keras has made its input by then, of the first model's shape.
+    if is_sequential and hasattr(model.layers[0], "input_shape"):
+        layer_policies.widen_inputs(model)
+
+
+def built_exact(
+    model: keras.Sequential, build: Callable, *args: Any, **kwargs: Any
+) -> None:
+    """Builds a Sequential, whose input casts no ids and no raw features.
+
+    Where nobody has made an `Input`, Keras makes one in 16 bit.
+    """
+    first = layers.own_layers(model)[:1]
+    build(*args, **kwargs)
+    if not isinstance(first[0], keras.layers.InputLayer):
+        layer_policies.widen_inputs(model)
 
 
 def make_float32(layer: keras.Layer) -> None:

@@ -14,13 +14,12 @@ from tfmix import _messages
 from tfmix._keras import (
     compile_method,
     global_state,
-    layer_policies,
     layers,
     model_methods,
 )
 from tfmix.devices import devices
 from tfmix.float8 import chosen_layers
-from tfmix.in_force.layer import fallback
+from tfmix.in_force.layer import fallback, uncast_inputs
 from tfmix.in_force.model import (
     averaged_weights,
     compiling,
@@ -41,8 +40,7 @@ def carry(model: keras.Model, policy: keras.DTypePolicy) -> None:
     if policies.is_sixteen_bit(policy):
         compile_method.stand_by()
         layers.rematerialize_anew(model)
-        if _begins_with_model(model):
-            layer_policies.widen_inputs(model)
+        uncast_inputs.begin_exact(model)
         carried = _Carried(model, policy)
         model_methods.put(model, model_methods.RULES, carried)
     else:
@@ -53,12 +51,6 @@ def carried_policy(model: keras.Model) -> keras.DTypePolicy | None:
     """Returns the policy a model carries, `None` if it carries none."""
     found = model_methods.part(model, model_methods.RULES)
     return found.policy if isinstance(found, _Carried) else None
-
-
-def _begins_with_model(model: keras.Model) -> bool:
-    """Says whether Keras has made a Sequential's input, of its first model."""
-    is_sequential = isinstance(model, keras.Sequential) and model.layers
-    return bool(is_sequential) and hasattr(model.layers[0], "input_shape")
 
 
 class _Carried:
@@ -92,7 +84,8 @@ class _Carried:
             **dict.fromkeys(layers.own_methods(model), own_methods.explained),
         }
         if isinstance(model, keras.Sequential):
-            self.wrappers["build"] = self._build
+            build = functools.partial(uncast_inputs.built_exact, model)
+            self.wrappers["build"] = build
 
     def _under_rules(
         self, original: Callable, *args: Any, **kwargs: Any
@@ -134,16 +127,6 @@ class _Carried:
             self._choose_float8(self._float8)
         call = functools.partial(self._under_rules, original)
         return self._outputs.of(call, *args, **kwargs)
-
-    def _build(self, original: Callable, *args: Any, **kwargs: Any) -> None:
-        """Lets ids and raw features in, where nobody has made an `Input`.
-
-        The one that Keras makes for a Sequential model casts them to 16 bit.
-        """
-        first = layers.own_layers(self._model)[:1]
-        original(*args, **kwargs)
-        if not isinstance(first[0], keras.layers.InputLayer):
-            layer_policies.widen_inputs(self._model)
 
     def _summary(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Says below the table which layers fell back to float32."""
