@@ -6,7 +6,11 @@ import pytest
 
 from tests import helpers
 from tests.conversion import test_orders as small
-from tfmix._keras import layer_policies, training, variables
+from tfmix._keras import (
+    compile_config,
+    layer_policies,
+    variables,
+)
 from tfmix.conversion import convert, layer_changes, optimizer_state
 from tfmix.in_force.model import carried, suited_optimizer
 from tfmix.scaling import guard, rules
@@ -32,7 +36,7 @@ STAGES = [
     (layer_changes, "_set_spec", 2),
     (carried, "carry", 1),
     (suited_optimizer, "suited", 1),
-    (training, "adopt_optimizer", 1),
+    (compile_config, "adopt_optimizer", 1),
     (optimizer_state, "give", 1),
     (guard, "put_on", 1),
     (layer_changes, "forget_compiled", 1),

@@ -104,12 +104,12 @@ def _noted(part: Any, variables: list) -> Callable[[Moved], None]:
     def restore(moved: Moved) -> None:
         if built:
             now = _moved(known, moved)
-            # Past the automatic tracking: these are the model's.
+            # Past the automatic tracking: these are the model's. The tables
+            # are new: TensorFlow saves no dict that was changed behind it.
             vars(part)["_trainable_variables"] = now
             for name, values in tables.items():
                 keys = map(optimizers.key, now)
-                vars(part)[name].clear()
-                vars(part)[name].update(dict(zip(keys, values, strict=True)))
+                vars(part)[name] = dict(zip(keys, values, strict=True))
         if excluded:
             keys = map(optimizers.key, _moved(excluded, moved))
             vars(part)[_EXCLUDED] = set(keys)

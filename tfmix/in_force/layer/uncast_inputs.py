@@ -38,8 +38,10 @@ def keep_exact(layer: keras.Layer) -> None:
         # Some of them switch the conversion of their inputs off, and in a graph
         # of TensorFlow all of them do, as in a pipeline of data.
         _look_up(layer, warn=False)
-    elif "Sequential" in names or not layers.is_builtin(layer):
-        # A Sequential model casts, too, at the call that builds it.
+    elif isinstance(layer, keras.Sequential):
+        # Each of its layers casts what it takes.
+        _use_converter(layer, _pass_on)
+    elif not layers.is_builtin(layer):
         _use_converter(layer, _remember)
 
 
@@ -111,6 +113,10 @@ def note_uncast(source: Any, converted: Any, tensor: Any) -> None:
 
 def _recover(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
     return type(policy).convert_input(policy, uncast(x), autocast, dtype)
+
+
+def _pass_on(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
+    return type(policy).convert_input(policy, uncast(x), False, dtype)
 
 
 def uncast(x: Any) -> Any:
