@@ -127,7 +127,11 @@ class Advice(_tables.Printed):
         for name, one in self.memory.items():
             known = (*one.by_title().values(), one.total)
             sizes.append((name, *(f"{size / 2**20:.2f}" for size in known)))
-        kinds = self.memory["float32"].by_title()
+        # Of a terminal's 80 columns.
+        kinds = [
+            title.removeprefix("optimizer ")
+            for title in self.memory["float32"].by_title()
+        ]
         memory = _tables.Table(
             ("MiB", *kinds, "together"),
             sizes,

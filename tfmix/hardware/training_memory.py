@@ -52,7 +52,7 @@ class Memory:
 
     def by_title(self) -> dict[str, int]:
         """Returns the bytes by what tables call each kind."""
-        titles = {"slots": "state"}
+        titles = {"slots": "optimizer state"}
         fields = dataclasses.asdict(self)
         return {titles.get(name, name): size for name, size in fields.items()}
 
