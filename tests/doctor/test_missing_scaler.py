@@ -6,13 +6,12 @@ import pytest
 from keras import ops
 
 from tfmix.callbacks import loss_scale_monitor, numerics_monitor
-from tfmix.doctor import check
-from tfmix.in_force.model import suited_optimizer
+from tfmix.doctor import check, missing_scaler
 from tfmix.scaling import optimizer as scaling
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 Y = X[:, :1]
-warning = suited_optimizer.missing_scaler_warning
+warning = missing_scaler.warning
 JIT = keras.backend.backend() == "jax"
 
 

@@ -187,18 +187,39 @@ def test_integer_ids_and_their_gradient_are_as_ever():
     assert len(changed) > 0
 
 
+class Around(keras.Model):
+    """Hands its input on to a model inside it, as many of users' own do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        return self.inner(x)
+
+
+def functional(layer, width):
+    """Makes a Functional model of one layer."""
+    inputs = keras.Input((width,))
+    return keras.Model(inputs, layer(inputs))
+
+
 def text_models():
     """Makes models of an Embedding, in the forms that Keras's guides have."""
-    rows = [keras.layers.Embedding(70_000, 2) for _ in range(4)]
+    rows = [keras.layers.Embedding(70_000, 2) for _ in range(6)]
     inner = keras.Sequential([keras.Input((3,)), rows[1]])
-    inputs = keras.Input((3,))
     unbuilt = keras.Sequential([rows[3]])
     ending = keras.layers.Flatten()
     return {
         "without an input": (keras.Sequential([rows[0], ending]), rows[0]),
         "of a model": (keras.Sequential([inner, ending]), rows[1]),
-        "functional": (keras.Model(inputs, rows[2](inputs)), rows[2]),
+        "functional": (functional(rows[2], 3), rows[2]),
         "in another": (keras.Sequential([unbuilt, ending]), rows[3]),
+        "functional in one's own": (Around(functional(rows[4], 3)), rows[4]),
+        "Sequential in one's own": (
+            Around(keras.Sequential([rows[5]])),
+            rows[5],
+        ),
     }
 
 
@@ -222,10 +243,16 @@ def test_ids_reach_an_embedding_as_they_are(form, dtype, policy):
 class Tabular(keras.Model):
     """Normalizes raw features, as Keras's guide to structured data does."""
 
-    def __init__(self, features):
+    def __init__(self, features, form):
         super().__init__()
-        self.normalize = keras.layers.Normalization()
-        self.normalize.adapt(features)
+        layer = keras.layers.Normalization()
+        layer.adapt(features)
+        if form == "a layer":
+            self.normalize = layer
+        elif form == "functional":
+            self.normalize = functional(layer, features.shape[1])
+        else:
+            self.normalize = keras.Sequential([layer])
         self.dense = keras.layers.Dense(1, dtype="float32")
 
     def call(self, x):
@@ -233,13 +260,14 @@ class Tabular(keras.Model):
 
 
 @pytest.mark.parametrize("how", ["eager", "graph", "xla"])
+@pytest.mark.parametrize("form", ["a layer", "functional", "sequential"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_raw_features_reach_a_normalization_as_they_are(how, policy):
+def test_raw_features_reach_a_normalization_as_they_are(how, form, policy):
     # Of three digits more than bfloat16 has, and beyond the end of float16.
     generator = np.random.default_rng(0)
     x = generator.normal(1e5, 100.0, (64, 4)).astype("float32")
     with current_policy.policy_scope(policy):
-        model = Tabular(x)
+        model = Tabular(x, form)
     model.compile("sgd", run_eagerly=how == "eager", jit_compile=how == "xla")
     found = model.predict(x, verbose=0)
     features = (x - x.mean(axis=0)) / x.std(axis=0)

@@ -1,8 +1,7 @@
 """Keras's `compile`, and what tfmix lets it do for every 16-bit model.
 
-From the first 16-bit policy of a process on: copies and loaded models come
-about where no policy is active. From the first file of a guarded model on it
-looks at optimizers of such files alone.
+From the first 16-bit policy of a process, or the first file of a guarded
+model, on: copies and loaded models come about where no policy is active.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,6 @@ PLACE: replacements.Place = (training.TRAINER, "compile")
 _Compile = Callable[..., None]
 _replacements = replacements.Replacements()
 _makers: list[Callable[[_Compile], _Compile]] = []
-_sees_all = False
 
 
 def use(make: Callable[[_Compile], _Compile]) -> None:
@@ -21,20 +19,11 @@ def use(make: Callable[[_Compile], _Compile]) -> None:
     _makers[:] = [make]
 
 
-def stand_by(*, for_files: bool = False) -> None:
+def stand_by() -> None:
     """Puts the stand-in in its place, until `stand_down`."""
-    global _sees_all
-    _sees_all = _sees_all or not for_files
     _replacements.set(dict.fromkeys([PLACE], *_makers))
-
-
-def sees_all() -> bool:
-    """Says whether it looks at every model, not only at those of files."""
-    return _sees_all
 
 
 def stand_down() -> None:
     """Gives Keras its own method back."""
-    global _sees_all
-    _sees_all = False
     _replacements.set({})

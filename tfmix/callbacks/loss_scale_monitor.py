@@ -11,7 +11,8 @@ import keras
 
 from tfmix import _arguments, _bar_output, _errors, _formats, _messages
 from tfmix._keras import variables
-from tfmix.in_force.model import computing_layers, skip_watch, suited_optimizer
+from tfmix.doctor import missing_scaler
+from tfmix.in_force.model import computing_layers, skip_watch
 from tfmix.scaling import rules
 
 
@@ -325,7 +326,7 @@ def _has_scale(model: keras.Model) -> bool:
     text = (
         "LossScaleMonitor has nothing to show: the model was compiled "
         f"without loss scaling (its optimizer is {type(optimizer).__name__}). "
-        + suited_optimizer.missing_scaler_warning(model)
+        + missing_scaler.warning(model)
     )
     _messages.warn(text.rstrip())
     return False

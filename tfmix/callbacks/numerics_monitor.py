@@ -17,12 +17,12 @@ from tfmix.doctor import batch as batches
 from tfmix.doctor import (
     float8_products,
     latent,
+    missing_scaler,
     probe,
     ranges,
     verdicts,
 )
 from tfmix.float8 import chosen_layers
-from tfmix.in_force.model import suited_optimizer
 
 
 class NumericsMonitor(keras.callbacks.Callback):
@@ -87,7 +87,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         if self._model_of is not model:
             self._model_of = model
             self._prepared = self._failed = False
-            if note := suited_optimizer.missing_scaler_warning(model):
+            if note := missing_scaler.warning(model):
                 _messages.warn("%s", note)
 
     def on_train_end(self, logs: Any = None) -> None:

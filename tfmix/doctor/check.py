@@ -21,6 +21,7 @@ from tfmix.doctor import (
     differentiation,
     float8_products,
     latent,
+    missing_scaler,
     numerics_report,
     probe,
     ranges,
@@ -31,11 +32,7 @@ from tfmix.float8 import chosen_layers
 from tfmix.in_force.global_policy import current_policy
 from tfmix.in_force.layer import fallback
 from tfmix.in_force.model import carried as carrying
-from tfmix.in_force.model import (
-    computing_layers,
-    model_outputs,
-    suited_optimizer,
-)
+from tfmix.in_force.model import computing_layers, model_outputs
 from tfmix.in_force.process_wide import active_rules
 from tfmix.in_force.process_wide import ops as op_rules_in_force
 from tfmix.policy import policy as policies
@@ -125,7 +122,7 @@ def checked(
     # A policy that is tried out comes with loss scaling; what stands may not.
     warning = ""
     if chosen is None:
-        warning = suited_optimizer.missing_scaler_warning(model)
+        warning = missing_scaler.warning(model)
         if warning:
             _messages.warn("%s", warning)
     with _progress.shown(what) as say:

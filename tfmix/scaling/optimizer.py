@@ -151,8 +151,8 @@ class LossScaleOptimizer(
         self.reduce_dtype = reduce_dtype
         # The ids of variables that were given to `apply` in a guarded step.
         self.given_in_step: set[int] | None = None
-        # What a file says of its model: `saving.GUARDED_ALONE`, true or false.
-        self.guarded_in_file: bool | str = False
+        # Whether a file says of its model that it carried no policy.
+        self.guarded_alone = False
         self._gradient_norm: keras.Variable | None = None
         # Who shares a scale may scale another's losses.
         use = leader.given.in_use if leader else given_gradients.ScaleInUse()

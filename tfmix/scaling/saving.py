@@ -126,12 +126,12 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
     guarded = arguments.pop("guarded", False)
     if guarded:
         # The model is compiled with it next, and guarded by that.
-        compile_method.stand_by(for_files=True)
+        compile_method.stand_by()
     leader_name = arguments.pop("shared_scale_of", None)
     unasked = arguments.pop("unasked", False)
     optimizer = kind(**arguments)
     optimizer.unasked = unasked
-    optimizer.guarded_in_file = guarded
+    optimizer.guarded_alone = guarded == GUARDED_ALONE
     if leader_name is not None:
         _messages.warn(
             "the optimizer %r shared the loss scale of %r and has one of "

@@ -11,12 +11,11 @@ from typing import Any
 import keras
 
 from tfmix import _formats, _messages
-from tfmix._keras import compile_method, layers
+from tfmix._keras import layers
 from tfmix.in_force.layer import fallback, uncast_inputs
 from tfmix.in_force.model import carried, compiling, computing_layers
 from tfmix.in_force.process_wide import bare_optimizers
 from tfmix.policy import policy as policies
-from tfmix.scaling import saving
 
 
 def adopting(original: Callable[..., None]) -> Callable[..., None]:
@@ -25,11 +24,7 @@ def adopting(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
         optimizer = kwargs.get("optimizer", args[0] if args else None)
-        in_file = getattr(optimizer, "guarded_in_file", False)
-        if not (in_file or compile_method.sees_all()):
-            original(self, *args, **kwargs)
-            return
-        if in_file != saving.GUARDED_ALONE:
+        if not getattr(optimizer, "guarded_alone", False):
             _adopt(self)
         inner = functools.partial(original, self)
         compiling.compile_suitably(self, inner, args, kwargs)

@@ -125,6 +125,10 @@ class _Carried:
         """Returns float32 from the outermost call of a model, else as made."""
         if self._float8 is not None and global_state.is_outermost(self._model):
             self._choose_float8(self._float8)
+        if layers.is_structure(self._model):
+            args, kwargs = tensors.map_leaves(
+                (args, kwargs), uncast_inputs.uncast
+            )
         call = functools.partial(self._under_rules, original)
         return self._outputs.of(call, *args, **kwargs)
 
