@@ -34,7 +34,7 @@ LAYERS = (
     ("in_force.layer",),
     ("in_force.model",),
     ("in_force.global_policy",),
-    ("conversion", "data", "last_layer"),
+    ("conversion", "data", "float32_head"),
     ("doctor", "hardware", "plotting"),
     ("callbacks", "demo"),
     ("commands",),

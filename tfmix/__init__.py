@@ -20,6 +20,7 @@ from tfmix.devices import devices as devices
 from tfmix.doctor.calibrate import calibrate_loss_scale as calibrate_loss_scale
 from tfmix.doctor.check import check as check
 from tfmix.doctor.environment import environment as environment
+from tfmix.float32_head import float32_output as float32_output
 from tfmix.hardware.advise import advise as advise
 from tfmix.hardware.compile_for import compile_for as compile_for
 from tfmix.hardware.targets import targets as targets
@@ -32,7 +33,6 @@ from tfmix.in_force.global_policy.current_policy import (
 from tfmix.in_force.global_policy.current_policy import (
     set_global_policy as set_global_policy,
 )
-from tfmix.last_layer import float32_output as float32_output
 from tfmix.policy.layer_rules import (
     default_float32_layers as default_float32_layers,
 )

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 from rich import box, progress, table
 
-from tfmix import last_layer
+from tfmix import float32_head
 from tfmix.in_force.global_policy import current_policy
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
@@ -180,7 +180,7 @@ def build_model() -> keras.Model:
             layers.Dense(64, activation="relu"),
             layers.Dropout(0.25),
             layers.Dense(10),
-            last_layer.float32_output("softmax"),
+            float32_head.float32_output("softmax"),
         ]
     )
 

@@ -269,6 +269,20 @@ def attention(name="MultiHeadAttention"):
     return layer
 
 
+def of_a_model():
+    callback = keras.callbacks.Callback()
+    callback.set_model(sequential())
+    return callback
+
+
+def softmax():
+    return keras.activations.softmax(keras.Input((4,)))
+
+
+def masked():
+    return keras.layers.Masking()(keras.Input((3, 4)))
+
+
 # (what has it, how it is made, attribute, its type)
 ATTRIBUTES = [
     ("a layer", built(dense), "_called", bool),
@@ -310,6 +324,9 @@ ATTRIBUTES = [
         "_softmax",
         keras.layers.Softmax,
     ),
+    ("a callback", of_a_model, "_model", keras.Model),
+    ("a softmax", softmax, "_keras_logits", object),
+    ("a tensor", masked, "_keras_mask", object),
     ("a model", compiled, "_compile_config", object),
     ("a model", compiled, "_compile_metrics", type(None)),
     ("a model", with_metrics, "_compile_metrics", keras.Metric),

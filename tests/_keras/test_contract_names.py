@@ -239,10 +239,6 @@ NOT_PRIVATE = {
     "_no_decay": "the same",
     "_topology_factories": "JAX's, which has no other way to its compilers",
     "_xla": "the same",
-    # Still where they were when the gate began to look for names.
-    "_keras_logits": "a mark of a tensor, in tfmix/in_force",
-    "_keras_mask": "the same",
-    "_model": "a callback's, in callbacks/numerics_monitor.py",
 }
 
 

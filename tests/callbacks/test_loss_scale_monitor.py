@@ -295,3 +295,66 @@ def test_tensorboard_files_are_refused_where_nothing_writes_them(tmp_path):
 def test_a_log_dir_that_is_no_path_is_refused():
     with pytest.raises(TypeError, match="log_dir=3"):
         Monitor(log_dir=3)
+
+
+class Adversaries(keras.Model):
+    """Steps two layers, each with an optimizer of its own, as a GAN does."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [keras.layers.Dense(1) for _ in range(2)]
+        self.each = [
+            scaling.LossScaleOptimizer(
+                keras.optimizers.SGD(0.1), loss_scale=rules.DynamicLossScale()
+            )
+            for _ in range(2)
+        ]
+        self.d_optimizer, self.g_optimizer = self.each
+
+    def compile(self):
+        super().compile()
+
+    def call(self, x):
+        return [part(x[:, place]) for place, part in enumerate(self.parts)]
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        x = data[0]
+        losses = []
+        for place, optimizer in enumerate(self.each):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(x)[place] ** 2)
+                scaled = optimizer.scale_loss(loss)
+            weights = self.parts[place].trainable_variables
+            optimizer.apply(tape.gradient(scaled, weights), weights)
+            losses.append(loss)
+        return {"d_loss": losses[0], "g_loss": losses[1]}
+
+
+@helpers.requires_backend("tensorflow")
+def test_several_optimizers_are_shown_together():
+    x = np.ones((4, 2, 3), "float32")
+    # The first layer alone meets a bad batch.
+    x[1, 0] = np.inf
+    monitor, model = Monitor(gradient_norm=True), Adversaries()
+    model.compile()
+    data = {"x": x, "y": np.zeros(4), "batch_size": 1}
+    history = fit(model, monitor, data, epochs=2)
+    assert history["skipped_steps"] == [1, 2]
+    assert history["applied_steps"] == [7, 14]
+    assert history["loss_scale"] == [2.0**14, 2.0**13]
+    norms = [optimizer.gradient_norm for optimizer in model.each]
+    assert history["gradient_norm"][-1] == pytest.approx(np.hypot(*norms))
+    assert [reading.step for reading in monitor.timeline] == [0, 4, 8]
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_run_is_stopped_where_one_of_several_optimizers_is_stuck():
+    x = np.ones((8, 2, 3), "float32")
+    x[:, 1] = np.inf
+    model = Adversaries()
+    model.compile()
+    data = {"x": x, "y": np.zeros(8), "batch_size": 1}
+    with pytest.raises(_errors.LossScaleError):
+        fit(model, Monitor(every=1, max_consecutive_skips=5), data)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests import numerics_faults
-from tfmix import last_layer
+from tfmix import float32_head
 from tfmix.conversion import convert, planned_policies
 from tfmix.doctor import check, suggest
 from tfmix.scaling import optimizer as scaling
@@ -99,7 +99,7 @@ def test_a_candidate_that_cannot_run_does_not_stop_the_search():
 
 def test_it_is_said_if_nothing_is_left_in_16_bit(caplog):
     keras.config.set_dtype_policy("mixed_float16")
-    parts = [numerics_faults.Loud(name="loud"), last_layer.float32_output()]
+    parts = [numerics_faults.Loud(name="loud"), float32_head.float32_output()]
     model = keras.Sequential([keras.Input((4,)), *parts])
     report = check.check(model, np.ones((8, 4)))
     policy = report.suggested_policy(progress=False)
@@ -110,7 +110,7 @@ def test_it_is_said_if_nothing_is_left_in_16_bit(caplog):
 
 def test_a_float32_layer_is_not_told_to_become_one():
     keras.config.set_dtype_policy("mixed_float16")
-    last = last_layer.float32_output(name="last")
+    last = float32_head.float32_output(name="last")
     parts = [numerics_faults.Loud(name="loud"), last]
     model = keras.Sequential([keras.Input((4,)), *parts])
     report = check.check(model, np.ones((8, 4)))

@@ -63,6 +63,10 @@ def open_scope() -> keras.StatelessScope | None:
     return scope
 
 
+# What Keras notes on a tensor, for the losses and metrics that take it.
+NOTES_OF_KERAS = ("_keras_mask", "_keras_logits")
+
+
 def note(tensor: Any, name: str) -> Any:
     """Returns what was noted on a tensor, `None` if nothing was."""
     return tensor_attributes.get_tensor_attr(tensor, name)

@@ -48,6 +48,13 @@ def _is_metric(value: Any) -> bool:
     return isinstance(value, keras.Metric)
 
 
+def model_in_step(callback: keras.callbacks.Callback) -> keras.Model:
+    """Returns a callback's model while JAX holds its state in a step."""
+    # `callback.model` would bring the state back.
+    model: keras.Model = callback._model
+    return model
+
+
 def callbacks(method: Callable, args: tuple, kwargs: dict) -> list:
     """Returns the callbacks among the arguments of `fit` or the like."""
     try:

@@ -13,6 +13,7 @@ from tfmix import _arguments, _bar_output, _errors, _formats, _messages
 from tfmix._keras import variables
 from tfmix.doctor import missing_scaler
 from tfmix.in_force.model import computing_layers, skip_watch
+from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
 
 
@@ -22,11 +23,13 @@ class Reading:
 
     Attributes:
         step: Training steps that the monitor has seen.
-        loss_scale: What losses are multiplied by.
-        applied_steps: Steps applied over the optimizer's life.
-        skipped_steps: Steps skipped over it.
-        consecutive_skips: Steps skipped since the last one that was applied.
-        gradient_norm: Of the true gradients of the last step that was
+        loss_scale: What losses are multiplied by; of several optimizers, as
+            a GAN has them, the lowest.
+        applied_steps: Steps applied over the optimizers' lives, all together.
+        skipped_steps: Steps skipped over them.
+        consecutive_skips: Steps skipped since the last one that was applied;
+            of several optimizers, the most.
+        gradient_norm: Of the true gradients of the last steps that were
             applied, all together; `None` if it was not asked for.
     """
 
@@ -41,7 +44,8 @@ class Reading:
 class LossScaleMonitor(skip_watch.SkipWatch):
     """Puts loss scale and skipped steps where the loss is shown.
 
-    Add it to every `fit` with a `tfmix.LossScaleOptimizer`. A line at the
+    Add it to every `fit` with a `tfmix.LossScaleOptimizer`, or several of
+    them as attributes of a model with a `train_step` of its own. A line at the
     start says what the run computes in; the progress bar and the epoch's
     logs, hence `History`, gain `loss_scale` and `skipped_steps`, the logs
     `applied_steps` as well. A run in which no step is applied any more is
@@ -136,12 +140,13 @@ class LossScaleMonitor(skip_watch.SkipWatch):
     def set_model(self, model: keras.Model) -> None:
         """Lets the steps keep the norm, before `fit` makes its function."""
         super().set_model(model)
-        optimizer: Any = getattr(model, "optimizer", None)
-        wanted = self.gradient_norm and hasattr(optimizer, "consecutive_skips")
-        if wanted:
+        if self.gradient_norm:
             with variables.strategy_scope(model):
-                is_new = optimizer.keep_gradient_norm()
-            if is_new:
+                is_new = [
+                    optimizer.keep_gradient_norm()
+                    for optimizer in scaling.scalers(model)
+                ]
+            if any(is_new):
                 model.train_function = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -201,9 +206,10 @@ class LossScaleMonitor(skip_watch.SkipWatch):
             self._writer = None
 
     def _start(self) -> None:
+        made = [sum(skip_watch.steps(x)) for x in scaling.scalers(self.model)]
+        # A critic makes several steps in one of the model's.
+        self._step = max(self._step, min(made))
         start = self._reading()
-        self._step = max(self._step, start.applied_steps + start.skipped_steps)
-        start = dataclasses.replace(start, step=self._step)
         # What the next change of the scale is counted from.
         self._logged, self._quiet_until = start, 0.0
         self._last_progress, self._rung = start, False
@@ -218,7 +224,8 @@ class LossScaleMonitor(skip_watch.SkipWatch):
         self._log_change(reading)
         self._log_standstill(reading)
         try:
-            self.model.optimizer.check_health(self.max_consecutive_skips)
+            for optimizer in scaling.scalers(self.model):
+                optimizer.check_health(self.max_consecutive_skips)
         except _errors.LossScaleError as error:
             stuck, _, advice = str(error).partition("\n")
             cause = f"The likeliest cause, as measured: {self._why(reading)}."
@@ -240,14 +247,18 @@ class LossScaleMonitor(skip_watch.SkipWatch):
     def _reading(self) -> Reading:
         # Asking for `self.model` is what brings the variables up to date on
         # JAX, where `fit` keeps them to itself during an epoch.
-        optimizer = self.model.optimizer
+        optimizers = scaling.scalers(self.model)
+        applied, skipped = zip(*map(skip_watch.steps, optimizers), strict=True)
+        norm = None
+        if self.gradient_norm:
+            norm = math.hypot(*(x.gradient_norm for x in optimizers))
         return Reading(
             self._step,
-            optimizer.loss_scale,
-            int(keras.ops.convert_to_numpy(optimizer.iterations)),
-            optimizer.skipped_steps,
-            optimizer.consecutive_skips,
-            optimizer.gradient_norm if self.gradient_norm else None,
+            min(optimizer.loss_scale for optimizer in optimizers),
+            sum(applied),
+            sum(skipped),
+            max(optimizer.consecutive_skips for optimizer in optimizers),
+            norm,
         )
 
     def _log_change(self, now: Reading) -> None:
@@ -295,7 +306,8 @@ def _opening(model: keras.Model) -> str:
         layer for layer in found if layer.compute_dtype in _formats.SIXTEEN_BIT
     ]
     names = sorted({layer.dtype_policy.name for layer in sixteen})
-    rule, scale = model.optimizer.rule, model.optimizer.loss_scale
+    optimizer = scaling.scalers(model)[0]
+    rule, scale = optimizer.rule, optimizer.loss_scale
     fraction, power = math.frexp(scale)
     size = f"2^{power - 1}" if fraction == 0.5 else f"{scale:g}"
     said = _RULES.get(type(rule), type(rule).__name__ + " {}").format(size)
@@ -313,8 +325,8 @@ _RULES: dict[type, str] = {
 
 def _has_scale(model: keras.Model) -> bool:
     """Says whether a model has tfmix's optimizer; warns where it has none."""
-    optimizer = model.optimizer
-    if hasattr(optimizer, "consecutive_skips"):
+    optimizer = getattr(model, "optimizer", None)
+    if scaling.scalers(model):
         return True
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise TypeError(

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from tfmix import _arguments, _bar_output, _formats, _messages
-from tfmix._keras import layers
+from tfmix._keras import layers, training
 from tfmix.callbacks import sampler
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
@@ -77,8 +77,7 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Puts the tap in front of the training function."""
-        # Not `self.model`, which would bring the state back on JAX.
-        model = self._model
+        model = training.model_in_step(self)
         function = model.train_function
         while isinstance(function, Tap):
             function = function.original
@@ -94,7 +93,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         """Takes the tap away."""
         if self._tap is not None:
             self._step = self._tap.step
-            self._model.train_function = self._tap.original
+            training.model_in_step(self).train_function = self._tap.original
             self._tap = None
 
     def _prepare(self, model: Any, batch: Any) -> None:

@@ -184,18 +184,13 @@ class Sampler:
 
     def _forward(self, tokens: Any, data: Any) -> tuple[list[Any], Any]:
         trace = self._trace = _Trace()
-        busy: list[bool] = []
 
         def on_call(call: probe.Call) -> Any:
-            if busy:
-                return call.proceed()
             outputs = call.proceed_with(self._given(call, tokens))
             leaves = probe.floats(outputs)
             if not leaves or len(trace.rows) >= self._room:
                 return outputs
-            busy.append(True)
             row = self._row(call, leaves)
-            busy.pop()
             sent = self._measured(leaves[0], tokens[len(trace.rows)])
             trace.add(call, row, leaves[0], sent)
             return probe.replaced(outputs, [sent, *leaves[1:]])
@@ -249,7 +244,7 @@ class Sampler:
         ]
         planned = call.target.planned(self._reference)
         with host.policies(planned), host.autocast("float32"), host.trial():
-            right = probe.floats(call.proceed_with(exact))
+            right = probe.floats(call.try_with(exact))
         # The weights were read again: no gradient may come from there, as
         # that of a square root at an error of 0 would be NaN.
         error = _error(leaves[0], ops.stop_gradient(right[0]))

@@ -41,8 +41,7 @@ def probabilities(
     if not (signature.is_output and dtypes):
         return None
     outputs = judge.exact(call, call.tensors)
-    activation = _of_probabilities(call.target.operation, outputs)
-    if not activation:
+    if not _are_probabilities(call.target.operation, outputs):
         return None
     low = gap.flushed + gap.subnormal > LOW_SHARE
     if not low and _is_undone(call.target.operation, judge.batch.loss):
@@ -50,7 +49,7 @@ def probabilities(
     verdict = verdicts.UNDERFLOW if low else verdicts.INACCURATE
     note = f"the model's probabilities are left in {dtypes[0]}"
     one = (call.target.name, verdicts.FORWARD, verdict, gap, order)
-    return verdicts.Finding(*one, latent=True, note=note, activation=activation)
+    return verdicts.Finding(*one, latent=True, note=note)
 
 
 def _is_undone(operation: Any, loss: Any) -> bool:
@@ -64,20 +63,19 @@ def _sixteen_bit(dtypes: Sequence[str]) -> list[str]:
     return [name for name in dtypes if name in _formats.SIXTEEN_BIT]
 
 
-def _of_probabilities(operation: Any, outputs: list[Any]) -> str:
-    """Names what makes probabilities: known by it, or since they sum to 1."""
+def _are_probabilities(operation: Any, outputs: list[Any]) -> bool:
+    """Knows them by what makes them, or since they sum to 1."""
     known = (keras.activations.softmax, keras.activations.sigmoid)
-    activation = getattr(operation, "activation", None)
-    if activation in known:
-        return str(activation.__name__)
+    if getattr(operation, "activation", None) in known:
+        return True
     for leaf in outputs:
         if len(leaf.shape) >= 2 and leaf.shape[-1] >= 2:
             values = np.asarray(ops.convert_to_numpy(leaf))
             inside = np.all((values >= 0) & (values <= 1))
             sums = values.sum(-1, dtype=np.float64)
             if inside and np.allclose(sums, 1.0, atol=1e-3):
-                return "softmax"
-    return ""
+                return True
+    return False
 
 
 def looks_like_probabilities(output: Any) -> Any:

@@ -48,18 +48,24 @@ class Call:
     target: Target
     # The target's index and how often it was called before.
     key: tuple[int, int]
-    run: Callable[..., Any]
+    watched: Callable[..., Any]
+    unwatched: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def proceed(self) -> Any:
-        """Makes the call as it is."""
-        return self.run(*self.args, **self.kwargs)
+        """Makes the call as it is; the layers inside are watched."""
+        return self.watched(*self.args, **self.kwargs)
 
     def proceed_with(self, tensors: Sequence[Any]) -> Any:
         """Makes the call with other tensors in place of the float ones."""
         args, kwargs = replaced((self.args, self.kwargs), tensors)
-        return self.run(*args, **kwargs)
+        return self.watched(*args, **kwargs)
+
+    def try_with(self, tensors: Sequence[Any]) -> Any:
+        """Makes the call as well, with other tensors; nothing is watched."""
+        args, kwargs = replaced((self.args, self.kwargs), tensors)
+        return self.unwatched(*args, **kwargs)
 
     @property
     def tensors(self) -> list[Any]:
@@ -85,20 +91,38 @@ def watched(
 ) -> Iterator[None]:
     """Hands each call of the targets to a function, for a block.
 
-    `on_call` returns the outputs to go on with; it gets its own calls, too.
+    `on_call` returns the outputs to go on with. What it calls itself, other
+    than by proceeding, is not handed to it.
     """
     counts: Counter[int] = Counter()
+    is_watching = True
+
+    @contextlib.contextmanager
+    def watching(whether: bool) -> Iterator[None]:
+        nonlocal is_watching
+        before, is_watching = is_watching, whether
+        try:
+            yield
+        finally:
+            is_watching = before
 
     def make(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        proceed = watching(True)(original)
+
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             target, key = found[index], (index, counts[index])
-            counts[index] += 1
             is_random = host.owns_random_numbers
             if "training" in kwargs and is_random(target.operation):
                 # Another mask in 16 bit would look like an error of it.
                 kwargs["training"] = False
-            return on_call(Call(target, key, original, args, kwargs))
+            if not is_watching:
+                return original(*args, **kwargs)
+            counts[index] += 1
+            with watching(False):
+                return on_call(
+                    Call(target, key, proceed, original, args, kwargs)
+                )
 
         return call
 

@@ -61,6 +61,14 @@ class Truth:
     weights: list[Any]
 
 
+@contextlib.contextmanager
+def in_float32(model: keras.Model) -> Iterator[None]:
+    """Lets a model compute what it is compared with, for a block."""
+    reference = planned_policies.reference(model)
+    with layers.policies(reference), layers.autocast("float32"):
+        yield
+
+
 def sixteen_bit(
     batch: batches.Batch,
     found: Sequence[probe.Target],
@@ -125,7 +133,6 @@ def _signature(call: probe.Call, outputs: Any) -> Signature:
 def truth(
     batch: batches.Batch,
     found: Sequence[probe.Target],
-    planned: planned_policies.Plan,
     signatures: dict[Key, Signature],
 ) -> Truth:
     """Runs the model forward and back in float32."""
@@ -157,7 +164,7 @@ def truth(
         (loss,), back = differentiation.pullback(losses, [*zeros, *weights])
         return back([ops.ones_like(loss)])
 
-    with layers.policies(planned), layers.autocast("float32"):
+    with in_float32(batch.model):
         gradients = batch.runner.run(gradients_at, batch.weights())
     return Truth(*_dealt(gradients, signatures))
 
@@ -198,12 +205,18 @@ class CallGaps:
 class Judge:
     """Runs single calls both ways; `truth` is None without a loss."""
 
-    sixteen: planned_policies.Plan
+    batch: batches.Batch
+    targets: list[probe.Target]
     run: SixteenBitRun
     truth: Truth | None
     limits: _formats.Format
     scale: float
-    batch: batches.Batch
+    lowest_scale: float
+
+    def lower(self) -> "Judge":
+        """Returns the one at the next lower scale, of the lowest at least."""
+        scale = max(self.scale / 16.0, self.lowest_scale)
+        return dataclasses.replace(self, scale=scale)
 
     def call(self, call: probe.Call) -> tuple[CallGaps, list[Any]]:
         """Judges a call of the float32 run, and returns what it gives there."""
@@ -284,9 +297,9 @@ class Judge:
     def _in_sixteen_bit(self, target: probe.Target) -> Iterator[None]:
         layer, autocast = target.operation, None
         if isinstance(layer, keras.Layer) and layer.autocast:
-            autocast = planned_policies.dtype(self.sixteen, layer)
+            autocast = planned_policies.dtype(self.run.planned, layer)
         with (
-            layers.policies(target.planned(self.sixteen)),
+            layers.policies(target.planned(self.run.planned)),
             layers.autocast(autocast),
         ):
             yield
@@ -302,7 +315,7 @@ def _function(
             for variable, value in zip(weights, inputs[tensors:], strict=True):
                 scope.state_mapping[id(variable)] = value
             before = len(scope.losses)
-            outputs = call.proceed_with(inputs[:tensors])
+            outputs = call.try_with(inputs[:tensors])
             return [*probe.floats(outputs), *scope.losses[before:]]
 
     return function

@@ -34,6 +34,7 @@ _ROUNDING = 0.01
 # Below the normal range every layer further down loses more digits.
 _LOW_TOLERANCE = 0.05
 
+_LAST = 'keras.layers.Dense(..., dtype="float32")  # the last layer'
 _MEAN = "keras.ops.mean(errors)"
 _SCALER = "tfmix.LossScaleOptimizer(optimizer)"
 _NAMES = {FORWARD: "its output", BACKWARD: "its gradient", WEIGHTS: "a weight"}
@@ -55,9 +56,6 @@ class Finding:
     # Whether the layer's making shows the fault, and this batch does not.
     latent: bool = False
     note: str = ""  # what was seen, in words
-    # What makes the probabilities that it is about, which a model returns in
-    # 16 bit: the name of an activation.
-    activation: str = ""
     is_own: bool = True  # whether the loss is a function of the user's
     # Whether most of the gradient it was given is below the normal range.
     was_low: bool = False
@@ -177,8 +175,6 @@ def advice(
         return f"# what it is given does not fit into {limits.name}"
     elif finding.layer == LOSS:
         code = _loss_code(finding)
-    elif finding.activation:
-        code = f'tfmix.float32_output("{finding.activation}")'
     else:
         code = f'{layer_class}(..., name="{finding.layer}", dtype="float32")'
     return f"{code}  # {finding.note or _why(finding, limits)}"
@@ -188,7 +184,7 @@ def _loss_code(finding: Finding) -> str:
     is_own = finding.is_own
     if finding.phase == FORWARD:
         cast = 'loss(y, keras.ops.cast(outputs, "float32"))'
-        return cast if is_own else "tfmix.float32_output()"
+        return cast if is_own else _LAST
     if finding.verdict == OVERFLOW:
         return _MEAN if is_own else "y = (y - y.mean()) / y.std()"
     return "1024.0 * loss" if is_own else _SCALER

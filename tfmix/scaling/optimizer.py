@@ -768,6 +768,12 @@ class LossScaleOptimizer(
             self._gradient_norm.assign(state.gradient_norm)
 
 
+def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
+    """Lists the loss-scale optimizers of a model; a GAN's may be several."""
+    held = vars(model).values()
+    return [one for one in held if isinstance(one, LossScaleOptimizer)]
+
+
 @contextlib.contextmanager
 def guarded_step(optimizer: LossScaleOptimizer) -> Iterator[set[int]]:
     """Tells `apply` that the step around it leaves no trace if skipped.

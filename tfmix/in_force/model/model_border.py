@@ -25,7 +25,7 @@ else:
     from tfmix.scaling.border import jax_border
 
 # What Keras and tfmix attach to a result, which a loss takes beside it.
-_ATTACHED = ("_keras_logits", "_keras_mask", softmax_logits.LOGITS)
+_ATTACHED = (*global_state.NOTES_OF_KERAS, softmax_logits.LOGITS)
 # Values of variables, by the variables' `id`, as a `keras.StatelessScope` has.
 States = dict[int, Any]
 

@@ -71,8 +71,7 @@ class SkipWatch(keras.callbacks.Callback):
             and not self._told
             and self._is_unexplained(applied, skipped)
         ):
-            loss = float((logs or {}).get("loss", math.nan))
-            self._tell(epoch + 1, applied, skipped, loss)
+            self._tell(epoch + 1, applied, skipped, _loss(logs or {}))
         self._trained = self._trained or applied > 0
 
     def _count(self) -> tuple[int, int] | None:
@@ -80,14 +79,14 @@ class SkipWatch(keras.callbacks.Callback):
         optimizers = bare_optimizers.skippers(self.model)
         if not optimizers:
             return None
-        applied, skipped = zip(*map(_steps, optimizers), strict=True)
+        applied, skipped = zip(*map(steps, optimizers), strict=True)
         return sum(applied), sum(skipped)
 
     def _optimizers(self) -> list[scaling.LossScaleOptimizer]:
         """Lists what skips steps: a model may have several of its own."""
         every = bare_optimizers.skippers(self.model)
         # Beside a model's own, the one that `compile` made may have no use.
-        stepped = [x for x in every if any(_steps(x))]
+        stepped = [x for x in every if any(steps(x))]
         return stepped or every
 
     def _is_unexplained(self, applied: int, skipped: int) -> bool:
@@ -181,10 +180,20 @@ class SkipWatch(keras.callbacks.Callback):
         )
 
 
-def _steps(optimizer: scaling.LossScaleOptimizer) -> tuple[int, int]:
+def steps(optimizer: scaling.LossScaleOptimizer) -> tuple[int, int]:
     """Returns how many steps were applied, and skipped."""
     applied = keras.ops.convert_to_numpy(optimizer.iterations)
     return int(applied), optimizer.skipped_steps
+
+
+def _loss(logs: Mapping[str, Any]) -> float:
+    """Returns an epoch's loss; of several, as a GAN's, the largest."""
+    losses = {
+        name: float(value)
+        for name, value in logs.items()
+        if name.endswith("loss") and not name.startswith("val_")
+    }
+    return losses.get("loss", max(losses.values(), key=abs, default=math.nan))
 
 
 def _share(applied: int, skipped: int) -> str:

@@ -59,7 +59,7 @@ def skippers(model: keras.Model) -> list[scaling.LossScaleOptimizer]:
     held = [x for x in vars(model).values() if hasattr(x, "__dict__")]
     bare = [vars(x).get(_SKIPPING) for x in held]
     return [
-        *(x for x in held if isinstance(x, scaling.LossScaleOptimizer)),
+        *scaling.scalers(model),
         *(apply.__self__ for apply in bare if apply is not None),
     ]
 

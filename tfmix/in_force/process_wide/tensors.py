@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
+from tfmix._keras import global_state
 
 # Attribute of a 16-bit scalar: its value before a rule rounded it.
 _WIDE = "_tfmix_float32"
@@ -83,7 +84,7 @@ def wide(value: Any) -> Any:
     result = getattr(value, _WIDE, None)
     if result is None:
         result = keras.ops.cast(value, "float32")
-    for attribute in ("_keras_mask", "_keras_logits"):
+    for attribute in global_state.NOTES_OF_KERAS:
         attached = getattr(value, attribute, None)
         if attached is not None:
             # JAX arrays take no attributes, and Keras puts none on them.

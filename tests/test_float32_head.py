@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import helpers
-from tfmix import last_layer
+from tfmix import float32_head
 from tfmix.in_force.global_policy import current_policy
 
 SIXTEEN_BIT = ["mixed_float16", "mixed_bfloat16"]
@@ -44,7 +44,7 @@ def classifier(classes, kernel, bias):
         [
             keras.Input((kernel.shape[0],)),
             keras.layers.Dense(classes),
-            last_layer.float32_output("softmax"),
+            float32_head.float32_output("softmax"),
         ]
     )
     model.layers[0].set_weights([kernel, bias])
@@ -54,7 +54,7 @@ def classifier(classes, kernel, bias):
 @pytest.mark.parametrize("policy", SIXTEEN_BIT)
 def test_it_is_a_plain_float32_activation_under_every_policy(policy):
     with current_policy.policy_scope(policy):
-        layer = last_layer.float32_output("softmax", name="probabilities")
+        layer = float32_head.float32_output("softmax", name="probabilities")
     assert type(layer) is keras.layers.Activation
     assert layer.dtype_policy == keras.DTypePolicy("float32")
     assert layer.name == "probabilities"
@@ -68,7 +68,7 @@ def test_a_subclassed_model_of_a_16_bit_policy_does_not_cast_it_back():
         def __init__(self):
             super().__init__()
             self.dense = keras.layers.Dense(3)
-            self.head = last_layer.float32_output()
+            self.head = float32_head.float32_output()
 
         def call(self, x):
             return self.head(self.dense(x))
@@ -80,7 +80,7 @@ def test_a_subclassed_model_of_a_16_bit_policy_does_not_cast_it_back():
 
 def test_without_an_activation_the_values_are_only_cast():
     x = np.array([[70.0, -2.5, 0.1]], "float16")
-    result = keras.ops.convert_to_numpy(last_layer.float32_output()(x))
+    result = keras.ops.convert_to_numpy(float32_head.float32_output()(x))
     np.testing.assert_array_equal(result, x.astype("float32"))
 
 
@@ -106,7 +106,7 @@ def test_a_confidently_wrong_sample_is_learnt_from_in_fit(activation):
             [
                 keras.Input((1,)),
                 keras.layers.Dense(2, use_bias=False),
-                last_layer.float32_output(activation),
+                float32_head.float32_output(activation),
             ]
         )
     model.layers[0].set_weights([np.array([[40.0, 0.0]])])
@@ -134,7 +134,7 @@ def test_a_loss_takes_no_logits_of_another_activation(activation, loss, policy):
     # Keras's TensorFlow backend does, in float32 as well.
     kernel, x = np.array([[1.0, -0.5, 2.0]]), np.ones((1, 1))
     results = []
-    for make in (last_layer.float32_output, plain_output):
+    for make in (float32_head.float32_output, plain_output):
         with current_policy.policy_scope(policy):
             dense = keras.layers.Dense(3, use_bias=False)
             model = keras.Sequential(
@@ -185,12 +185,12 @@ def test_50000_classes_have_the_loss_and_gradient_of_float32(policy):
 )
 def test_what_is_no_activation_is_refused(activation, error, message):
     with pytest.raises(error, match=message):
-        last_layer.float32_output(activation)
+        float32_head.float32_output(activation)
 
 
 def test_a_layer_in_place_of_an_activation_is_told_what_to_write():
     with pytest.raises(TypeError, match='dtype="float32"'):
-        last_layer.float32_output(keras.layers.Softmax())
+        float32_head.float32_output(keras.layers.Softmax())
 
 
 LOAD_WITHOUT_TFMIX = """
@@ -216,7 +216,7 @@ def test_saved_models_predict_the_same_in_plain_keras(tmp_path):
                     keras.layers.BatchNormalization(),
                     keras.layers.Softmax(),
                     keras.layers.Dense(3),
-                    last_layer.float32_output("softmax"),
+                    float32_head.float32_output("softmax"),
                 ]
             )
         expected[policy] = model.predict(x, verbose=0)

@@ -1,0 +1,290 @@
+"""The passes of a check, and what each layer was found to do in them."""
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfmix import _formats
+from tfmix.conversion import planned_policies
+from tfmix.doctor import batch as batches
+from tfmix.doctor import differentiation, latent, probe, ranges, runs, verdicts
+from tfmix.in_force.model import computing_layers
+
+_Findings = list[verdicts.Finding]
+# What scales gradients inside a model knows no lowest; this is beyond use.
+_LOWEST_INSIDE = 2.0**-40
+
+
+def find(
+    batch: batches.Batch,
+    planned: planned_policies.Plan,
+    limits: _formats.Format,
+    highest_scale: float,
+    carries: bool,
+    show: Callable[[float], None],
+) -> tuple[_Findings, runs.Judge]:
+    """Makes the passes: in 16 bit, in float32, and call by call both ways.
+
+    Args:
+        batch: What the model is run on.
+        planned: The dtypes of the 16-bit run.
+        limits: Of its format.
+        highest_scale: The loss scale to start with.
+        carries: Whether the model as it stands carries a policy: it returns
+            float32, and scales its gradients inside.
+        show: Is told the share of the layers that are judged.
+
+    Returns:
+        One finding per layer and phase, the worst of those called often; and
+        the judge of the last pass.
+    """
+    targets = probe.targets(batch.model)
+    run = runs.sixteen_bit(batch, targets, planned, limits.name)
+    is_inside = carries and not (
+        computing_layers.has_sixteen_bit_variables(batch.model)
+    )
+    lowest = _LOWEST_INSIDE if is_inside else latent.LOWEST_SCALE
+    truth, scale = None, 1.0
+    if batch.loss is not None:
+        truth = runs.truth(batch, targets, run.signatures)
+        # bfloat16 has float32's range.
+        if limits.name == _formats.FLOAT16.name:
+            scale = _loss_scale(run, truth, lowest, highest_scale)
+    judge = runs.Judge(batch, targets, run, truth, limits, scale, lowest)
+    findings = _judged(judge, carries, show)
+    while judge.scale > lowest and _overflows_backward(findings):
+        judge = judge.lower()
+        findings = _judged(judge, carries, show)
+    if batch.loss is not None and _overflows_backward(findings):
+        findings = _blamed(findings, limits)
+    findings = _attributed(_traced_back(findings), targets)
+    worst: dict[tuple[str, str], verdicts.Finding] = {}
+    for finding in sorted(findings, key=lambda finding: finding.rank):
+        worst.setdefault((finding.layer, finding.phase), finding)
+    return list(worst.values()), judge
+
+
+def _loss_scale(
+    run: runs.SixteenBitRun, truth: runs.Truth, lowest: float, highest: float
+) -> float:
+    """Returns the power of two between two that scaling settles at."""
+    sixteen = [
+        tensor
+        for key, tensors in truth.outputs.items()
+        for tensor, dtype in zip(
+            tensors, run.signatures[key].outputs, strict=True
+        )
+        if dtype in _formats.SIXTEEN_BIT
+    ]
+    largest = max(map(ranges.largest, [*truth.weights, *sixteen]), default=0.0)
+    if largest == 0.0:
+        return highest
+    # Two bits are kept free for the sums inside a layer.
+    room = math.floor(math.log2(_formats.FLOAT16.max / largest)) - 2
+    return min(max(2.0**room, lowest), highest)
+
+
+def _judged(
+    judge: runs.Judge, carries: bool, show: Callable[[float], None]
+) -> _Findings:
+    """Judges each call of a float32 run, the weights, and the loss."""
+    batch, signatures = judge.batch, judge.run.signatures
+    findings: _Findings = []
+    order, has_weights_before = 0, False
+
+    def on_call(call: probe.Call) -> Any:
+        nonlocal order, has_weights_before
+        reaches_weights = has_weights_before
+        signature = signatures.get(call.key)
+        # Judging computes the outputs of a layer with nothing inside, too.
+        is_judged_alone = (
+            signature and signature.is_tensor and call.target.whole
+        )
+        outputs = None if is_judged_alone else call.proceed()
+        has_weights_before |= bool(call.target.weights)
+        if signature is None:
+            return outputs
+        order += 1
+        made, exact = _of_call(judge, call, order, reaches_weights)
+        findings.extend(made)
+        show(order / len(signatures))
+        return exact[0] if is_judged_alone else outputs
+
+    with runs.in_float32(batch.model), probe.watched(judge.targets, on_call):
+        outputs, _ = batch.run(batch.weights())
+    findings += latent.weights(judge.targets, judge.run.planned, judge.limits)
+    if batch.loss is not None:
+        findings += _of_loss(judge, outputs, order + 1, carries)
+    return findings
+
+
+def _of_call(
+    judge: runs.Judge, call: probe.Call, order: int, reaches_weights: bool
+) -> tuple[_Findings, list[Any]]:
+    """Judges a call, and returns its outputs in float32 with what is found."""
+    name, limits = call.target.name, judge.limits
+    gaps, exact = judge.call(call)
+    given = verdicts.of_output(gaps.arguments, limits) != verdicts.OK
+    verdict = verdicts.of_output(gaps.outputs, limits)
+    forward = (name, verdicts.FORWARD, verdict, gaps.outputs, order, given)
+    found: list[verdicts.Finding | None] = [verdicts.Finding(*forward)]
+    if reaches_weights or call.target.weights:
+        found.append(
+            verdicts.backward(name, order, gaps, limits, reaches_weights)
+        )
+        planned = [
+            planned_policies.dtype(judge.run.planned, layer)
+            for layer in call.target.layers
+        ]
+        dtypes = [*planned, *judge.run.signatures[call.key].arguments]
+        backward = [gaps.weights, gaps.inputs if reaches_weights else None]
+        found += _tight(judge, name, order, backward, dtypes)
+    if verdict == verdicts.OK:
+        for look in (latent.probabilities, latent.vanishing_constant):
+            found.append(look(judge, call, order, gaps.outputs))
+    return list(filter(None, found)), exact
+
+
+def _of_loss(
+    judge: runs.Judge, outputs: Any, order: int, carries: bool
+) -> _Findings:
+    """Judges the loss on the float32 outputs, forward and backward."""
+    batch, limits, dtypes = judge.batch, judge.limits, judge.run.output_dtypes
+    exact = [ops.cast(leaf, "float32") for leaf in probe.floats(outputs)]
+    near = [ops.cast(*pair) for pair in zip(exact, dtypes, strict=True)]
+
+    def loss(leaves: list[Any]) -> list[Any]:
+        if carries:
+            leaves = [ops.cast(leaf, "float32") for leaf in leaves]
+        # The loss of several outputs keeps a mean of each in variables.
+        with keras.StatelessScope():
+            return [batch.loss_of(leaves, outputs)]
+
+    right, right_back = differentiation.pullback(loss, exact)
+    made, made_back = differentiation.pullback(loss, near)
+    forward = ranges.gap(made, right, limits)
+    one = ops.ones_like(made[0])
+    backward = ranges.gap(
+        made_back([one * ops.cast(judge.scale, one.dtype)]),
+        right_back([ops.ones_like(right[0])]),
+        limits,
+        judge.scale,
+    )
+    verdict, note = verdicts.of_output(forward, limits), ""
+    dtype = probe.dtype(one)
+    if verdict != verdicts.OK and dtype in _formats.SIXTEEN_BIT:
+        note = f"the loss is computed in {dtype}"
+    arguments = ranges.gap(near, exact, limits)
+    finding = functools.partial(
+        verdicts.Finding,
+        verdicts.LOSS,
+        order=order,
+        given=verdicts.of_output(arguments, limits) != verdicts.OK,
+        is_own=isinstance(batch.loss, types.FunctionType),
+    )
+    back = verdicts.of_gradient(backward, limits)
+    return [
+        finding(verdicts.FORWARD, verdict, forward, note=note),
+        finding(verdicts.BACKWARD, back, backward),
+        *_tight(judge, verdicts.LOSS, order, [backward], dtypes),
+    ]
+
+
+def _tight(
+    judge: runs.Judge,
+    name: str,
+    order: int,
+    gaps: list[ranges.Gap | None],
+    dtypes: Sequence[str],
+) -> _Findings:
+    """Finds gradients that have no room left at the lowest scale."""
+    if judge.truth is None or judge.scale > judge.lowest_scale:
+        return []
+    finding = latent.no_room(name, order, gaps, dtypes)
+    return [] if finding is None else [finding]
+
+
+def _overflows_backward(findings: _Findings) -> bool:
+    """Says whether dynamic loss scaling would go on to a lower scale."""
+    backward = verdicts.BACKWARD
+    bad_forward = {
+        finding.layer
+        for finding in findings
+        if finding.phase != backward and finding.verdict != verdicts.OK
+    }
+    return any(
+        finding.gap.lost and finding.phase == backward
+        for finding in findings
+        if finding.layer not in bad_forward
+    )
+
+
+def _blamed(
+    found: Sequence[verdicts.Finding], limits: _formats.Format
+) -> list[verdicts.Finding]:
+    """Blames a loss out of range for gradients no loss scale brings back.
+
+    A sum over pixels is fine in float32, and so is the gradient of each pixel;
+    those of the weights overflow.
+    """
+    forward = [one for one in found if one.phase != verdicts.BACKWARD]
+    (loss,) = (one for one in forward if one.layer == verdicts.LOSS)
+    faulty = any(one.verdict != verdicts.OK for one in forward)
+    if faulty or loss.gap.headroom_bits >= 0:
+        return list(found)
+    note = (
+        f"the loss is {loss.gap.largest:.3g}, and gradients overflow at a loss "
+        f"scale of {latent.LOWEST_SCALE:g}: take means, not sums, and "
+        "standardise targets"
+    )
+    guilty = dataclasses.replace(
+        loss, phase=verdicts.BACKWARD, verdict=verdicts.OVERFLOW, note=note
+    )
+    return [*found, guilty]
+
+
+def _attributed(
+    findings: list[verdicts.Finding], found: list[probe.Target]
+) -> list[verdicts.Finding]:
+    """Clears a layer of the faults of the layers inside it."""
+    inside = {target.name: target.inside for target in found}
+    cleared = {
+        (outer, one.phase)
+        for one in findings
+        if one.verdict != verdicts.OK and not one.given
+        for outer in inside.get(one.layer, ())
+    }
+    return [
+        dataclasses.replace(one, verdict=verdicts.OK)
+        if (one.layer, one.phase) in cleared
+        else one
+        for one in findings
+    ]
+
+
+def _traced_back(
+    findings: Sequence[verdicts.Finding],
+) -> list[verdicts.Finding]:
+    """Blames gradients that underflow on the layer that made them small."""
+    result = list(findings)
+    for index, victim in enumerate(findings):
+        if not victim.was_low or victim.verdict != verdicts.UNDERFLOW:
+            continue
+        result[index] = dataclasses.replace(victim, given=True)
+        makers = [
+            (one.order, place)
+            for place, one in enumerate(findings)
+            if one.opens_underflow and one.order > victim.order
+        ]
+        if makers:
+            place = min(makers)[1]
+            result[place] = dataclasses.replace(
+                findings[place], verdict=verdicts.UNDERFLOW
+            )
+    return result
