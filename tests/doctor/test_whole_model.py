@@ -99,3 +99,26 @@ def test_a_batch_without_rows_is_refused():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match=r"at least one row.*\(0, 4\)"):
         check.check(model, np.zeros((0, 4)), np.zeros((0, 1)), loss="mse")
+
+
+class Shared(keras.layers.Layer):
+    """Holds a layer, and is called twice itself."""
+
+    def __init__(self, name):
+        super().__init__(name=name)
+        self.inner = keras.layers.Dense(4, use_bias=False, name="inner")
+
+    def call(self, x):
+        return self.inner(x) / 1e3
+
+
+def test_each_call_of_a_layer_inside_a_shared_one_is_judged():
+    block, inputs = Shared("block"), keras.Input((4,))
+    # What the inner one returns in the second call alone is beyond 65504.
+    model = keras.Model(inputs, block(block(inputs) * 1e5))
+    model.set_weights([np.full((4, 4), 100.0, "float32")])
+    x = np.ones((8, 4), "float32")
+    report = check.check(model, x, policy="mixed_float16")
+    forward = [row for row in report.rows if row.phase == "forward"]
+    verdicts = {row.layer: row.verdict for row in forward}
+    assert verdicts["inner"] == "overflow"
