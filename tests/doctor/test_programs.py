@@ -42,6 +42,29 @@ def test_every_16_bit_value_is_rounded_as_op_by_op():
     np.testing.assert_array_equal(runner.run(steps, x), steps(x))
 
 
+def _behind_an_input(add):
+    return lambda x: add(x)
+
+
+def _in_a_loop(add):
+    return lambda x: jax.lax.fori_loop(0, 2, lambda _, at: add(at), x)
+
+
+def _in_a_branch(add):
+    return lambda x: jax.lax.cond(x.sum() > 0, add, lambda x: x, x)
+
+
+@pytest.mark.parametrize(
+    "around", [_behind_an_input, _in_a_loop, _in_a_branch, jax.checkpoint]
+)
+def test_arrays_inside_a_users_compiled_function_are_told_apart(around):
+    runner, x = programs.Runner(compiles=True), ops.ones((3,))
+    for shift in (1.0, 2.0):
+        array = np.full((3,), shift, "float32")
+        function = around(jax.jit(lambda x, array=array: x + array))
+        np.testing.assert_array_equal(runner.run(function, x), function(x))
+
+
 def test_what_computes_the_same_is_compiled_once():
     runner, x = programs.Runner(compiles=True), ops.ones((3,))
 

@@ -31,19 +31,27 @@ class Batch:
         """Returns the values of the trainable weights."""
         return [weight.value for weight in self.model.trainable_variables]
 
+    def outputs(self, weights: Sequence[Any]) -> Any:
+        """Returns the outputs at trainable weights; writes no variable."""
+        with self._at(weights):
+            return layers.call_in_training(self.model, self.x)
+
     def run(self, weights: Sequence[Any]) -> tuple[Any, Any]:
         """Returns the outputs and the loss, or None, at trainable weights.
 
         No variable is written, the random seeds included.
         """
-        mapping = [*zip(self.model.trainable_variables, weights, strict=True)]
-        with keras.StatelessScope(mapping, collect_losses=True) as scope:
+        with self._at(weights) as scope:
             outputs = layers.call_in_training(self.model, self.x)
             losses = [ops.cast(ops.sum(one), "float32") for one in scope.losses]
             if self.loss is not None:
                 main = self.loss_of(probe.floats(outputs), outputs)
                 losses.append(ops.cast(main, "float32"))
             return outputs, sum(losses[1:], losses[0]) if losses else None
+
+    def _at(self, weights: Sequence[Any]) -> keras.StatelessScope:
+        mapping = [*zip(self.model.trainable_variables, weights, strict=True)]
+        return keras.StatelessScope(mapping, collect_losses=True)
 
     def loss_of(self, outputs: Sequence[Any], template: Any) -> Any:
         """Computes the loss of other float outputs, as one scalar."""
@@ -57,9 +65,10 @@ class Batch:
             bad: set[int] = set()
             for leaf in probe.floats(nest):
                 if len(leaf.shape):
-                    flat = ops.reshape(leaf, (leaf.shape[0], -1))
-                    fine = ops.all(ops.isfinite(flat), axis=1)
-                    bad.update(np.flatnonzero(~ops.convert_to_numpy(fine)))
+                    # On the host: a device compiles this for each shape.
+                    fine = np.isfinite(ops.convert_to_numpy(leaf))
+                    of_rows = fine.reshape(len(fine), -1).all(axis=1)
+                    bad.update(np.flatnonzero(~of_rows))
             if bad:
                 found[name] = sorted(map(int, bad))
         return found

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from tfmix import _formats
@@ -15,6 +16,7 @@ from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import differentiation, latent, probe, ranges, runs, verdicts
 from tfmix.in_force.model import computing_layers
+from tfmix.in_force.process_wide import tensors
 
 _Findings = list[verdicts.Finding]
 # What scales gradients inside a model knows no lowest; this is beyond use.
@@ -97,9 +99,10 @@ def _judged(
     batch, signatures = judge.batch, judge.run.signatures
     findings: _Findings = []
     order, has_weights_before = 0, False
+    read_last: Callable[[], _Findings] = list
 
     def on_call(call: probe.Call) -> Any:
-        nonlocal order, has_weights_before
+        nonlocal order, has_weights_before, read_last
         reaches_weights = has_weights_before
         signature = signatures.get(call.key)
         # Judging computes the outputs of a layer with nothing inside, too.
@@ -111,13 +114,20 @@ def _judged(
         if signature is None:
             return outputs
         order += 1
-        made, exact = _of_call(judge, call, order, reaches_weights)
-        findings.extend(made)
+        pairs = judge.pairs(call)
+        # While a device computes these.
+        findings.extend(read_last())
+        read_last = functools.partial(
+            _of_call, judge, call, pairs, order, reaches_weights
+        )
         show(order / len(signatures))
-        return exact[0] if is_judged_alone else outputs
+        return pairs[1][1][0] if is_judged_alone else outputs
 
-    with runs.in_float32(batch.model), probe.watched(judge.targets, on_call):
-        outputs, _ = batch.run(batch.weights())
+    with runs.in_float32(batch.model):
+        with probe.watched(judge.targets, on_call):
+            outputs = batch.outputs(batch.weights())
+        with keras.StatelessScope():
+            findings += read_last()
     findings += latent.weights(judge.targets, judge.run.planned, judge.limits)
     if batch.loss is not None:
         findings += _of_loss(judge, outputs, order + 1, carries)
@@ -125,11 +135,14 @@ def _judged(
 
 
 def _of_call(
-    judge: runs.Judge, call: probe.Call, order: int, reaches_weights: bool
-) -> tuple[_Findings, list[Any]]:
-    """Judges a call, and returns its outputs in float32 with what is found."""
-    name, limits = call.target.name, judge.limits
-    gaps, exact = judge.call(call)
+    judge: runs.Judge,
+    call: probe.Call,
+    pairs: list[runs.Pair],
+    order: int,
+    reaches_weights: bool,
+) -> _Findings:
+    """Judges a call that was made both ways."""
+    name, limits, gaps = call.target.name, judge.limits, judge.gaps(pairs)
     given = verdicts.of_output(gaps.arguments, limits) != verdicts.OK
     verdict = verdicts.of_output(gaps.outputs, limits)
     forward = (name, verdicts.FORWARD, verdict, gaps.outputs, order, given)
@@ -148,7 +161,7 @@ def _of_call(
     if verdict == verdicts.OK:
         for look in (latent.probabilities, latent.vanishing_constant):
             found.append(look(judge, call, order, gaps.outputs))
-    return list(filter(None, found)), exact
+    return list(filter(None, found))
 
 
 def _of_loss(
@@ -166,20 +179,21 @@ def _of_loss(
         with keras.StatelessScope():
             return [batch.loss_of(leaves, outputs)]
 
-    right, right_back = differentiation.pullback(loss, exact)
-    made, made_back = differentiation.pullback(loss, near)
-    forward = ranges.gap(made, right, limits)
-    one = ops.ones_like(made[0])
-    backward = ranges.gap(
-        made_back([one * ops.cast(judge.scale, one.dtype)]),
-        right_back([ops.ones_like(right[0])]),
-        limits,
-        judge.scale,
+    def both(near: list[Any], exact: list[Any], scale: Any) -> Any:
+        made, made_back = differentiation.pullback(loss, near)
+        right, right_back = differentiation.pullback(loss, exact)
+        one = ops.ones_like(made[0])
+        wrong = made_back([one * ops.cast(scale, one.dtype)])
+        return made, right, wrong, right_back([ops.ones_like(right[0])])
+
+    made, right, wrong, true = batch.runner.run(
+        both, near, exact, np.float32(judge.scale)
     )
+    forward = ranges.gap(made, right, limits)
+    backward = ranges.gap(wrong, true, limits, judge.scale)
     verdict, note = verdicts.of_output(forward, limits), ""
-    dtype = probe.dtype(one)
-    if verdict != verdicts.OK and dtype in _formats.SIXTEEN_BIT:
-        note = f"the loss is computed in {dtype}"
+    if verdict != verdicts.OK and tensors.is_16_bit(made[0]):
+        note = f"the loss is computed in {probe.dtype(made[0])}"
     arguments = ranges.gap(near, exact, limits)
     finding = functools.partial(
         verdicts.Finding,

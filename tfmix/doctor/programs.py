@@ -1,7 +1,7 @@
 """Functions of tensors as programs; under JAX equal ones compiled once."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -12,6 +12,8 @@ import numpy as np
 _OPTIONS: dict[str, bool | int] = {
     "xla_allow_excess_precision": False,
     "xla_backend_optimization_level": 0,
+    # It is too small for parts that are compiled side by side.
+    "xla_cpu_parallel_codegen_split_count": 1,
     # These compile for 3 to 8 times as long as what they replace.
     "xla_cpu_use_fusion_emitters": False,
     "xla_llvm_disable_expensive_passes": True,
@@ -23,8 +25,8 @@ class Runner:
     """Runs functions of tensors: compiled, or op by op as they are."""
 
     compiles: bool
-    # By their text. Each keeps alive what the text names by its address.
-    _known: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    # By what they compute. Each keeps alive what is named by its address.
+    _known: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Returns what a function of nests of tensors returns, a nest."""
@@ -45,13 +47,27 @@ class Runner:
                 traced.jaxpr, inputs[:count], *inputs[count:]
             )
 
-        # An input that is left out would not show in the text.
-        lowered = jax.jit(replay, keep_unused=True).lower(inputs)
-        text = lowered.as_text()
-        if text not in self._known:
-            self._known[text] = lowered.compile(_OPTIONS), lowered
-        found = self._known[text][0](inputs)
+        types = tuple(map(jax.typeof, inputs))
+        key = str(traced.jaxpr), types, tuple(_constants(traced.jaxpr))
+        if key not in self._known:
+            # An input that is left out is an input of an equal one.
+            lowered = jax.jit(replay, keep_unused=True).lower(inputs)
+            self._known[key] = lowered.compile(_OPTIONS), traced
+        found = self._known[key][0](inputs)
         return jax.tree.unflatten(jax.tree.structure(form), found)
+
+
+def _constants(jaxpr: Any) -> Iterator[int]:
+    """Yields the ids of arrays inside a program, which its text leaves out."""
+    import jax
+
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves([*equation.params.values()]):
+            if isinstance(inner, jax.extend.core.ClosedJaxpr):
+                yield from map(id, inner.consts)
+                yield from _constants(inner.jaxpr)
+            elif isinstance(inner, jax.extend.core.Jaxpr):
+                yield from _constants(inner)
 
 
 def runner() -> Runner:

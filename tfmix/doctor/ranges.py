@@ -176,7 +176,7 @@ def largest(tensor: Any) -> float:
     """Returns the largest finite magnitude, 0 without one."""
     tops = [0.0]
     for (block,) in _blocks([_flat(tensor)]):
-        sizes = np.abs(block.astype(np.float64))
+        sizes = np.abs(block.astype(np.float32, copy=False))
         top = float(sizes.max())
         if not math.isfinite(top):
             top = float(np.max(sizes, where=np.isfinite(sizes), initial=0.0))

@@ -101,7 +101,7 @@ def sixteen_bit(
         nonlocal trace, outputs
         trace = compilation.trace()
         with probe.watched(found, on_call):
-            outputs, _ = batch.run(weights)
+            outputs = batch.outputs(weights)
         return rounded
 
     with layers.policies(planned):
@@ -218,24 +218,33 @@ class Judge:
         scale = max(self.scale / 16.0, self.lowest_scale)
         return dataclasses.replace(self, scale=scale)
 
-    def call(self, call: probe.Call) -> tuple[CallGaps, list[Any]]:
-        """Judges a call of the float32 run, and returns what it gives there."""
-        limits, values = self.limits, [x.value for x in call.target.weights]
+    def pairs(self, call: probe.Call) -> list[Pair]:
+        """Makes a call of the float32 run both ways.
+
+        What each of the `CallGaps` is between; of the second pair, the latter
+        are the call's outputs in float32.
+        """
+        values = [x.value for x in call.target.weights]
         gradients = (self.truth.outputs if self.truth else {}).get(call.key)
 
         def both(*tensors: Any) -> list[Pair]:
             return self._both_ways(call, *tensors)
 
         scale = np.float32(self.scale)
-        pairs = self.batch.runner.run(
+        made: list[Pair] = self.batch.runner.run(
             both, call.tensors, values, gradients, scale
         )
+        return made
+
+    def gaps(self, pairs: list[Pair]) -> CallGaps:
+        """Measures what `pairs` returned, once it is computed."""
         scales = [1.0, 1.0, *[self.scale] * (len(pairs) - 2)]
-        gaps = [
-            ranges.gap(near, exact, limits, scale)
-            for (near, exact), scale in zip(pairs, scales, strict=True)
-        ]
-        return CallGaps(*gaps), pairs[1][1]
+        return CallGaps(
+            *(
+                ranges.gap(near, exact, self.limits, scale)
+                for (near, exact), scale in zip(pairs, scales, strict=True)
+            )
+        )
 
     def _both_ways(
         self,
@@ -245,7 +254,6 @@ class Judge:
         gradients: list[Any] | None,
         scale: Any,
     ) -> list[Pair]:
-        """Computes what each of the `CallGaps` is between."""
         signature, inputs = self.run.signatures[call.key], len(tensors)
         exact = [ops.cast(leaf, "float32") for leaf in tensors]
         near = [
