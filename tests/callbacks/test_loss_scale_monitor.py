@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+import tfmix
 from tests import helpers
 from tfmix import _errors
 from tfmix.callbacks import loss_scale_monitor
@@ -311,9 +312,6 @@ class Adversaries(keras.Model):
         ]
         self.d_optimizer, self.g_optimizer = self.each
 
-    def compile(self):
-        super().compile()
-
     def call(self, x):
         return [part(x[:, place]) for place, part in enumerate(self.parts)]
 
@@ -333,7 +331,11 @@ class Adversaries(keras.Model):
 
 
 @helpers.requires_backend("tensorflow")
-def test_several_optimizers_are_shown_together():
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_several_optimizers_are_shown_together(policy):
+    # Under a policy `compile` wraps the default that nobody steps.
+    keras.config.set_dtype_policy("float32")
+    tfmix.set_global_policy(policy)
     x = np.ones((4, 2, 3), "float32")
     # The first layer alone meets a bad batch.
     x[1, 0] = np.inf

@@ -206,7 +206,7 @@ class LossScaleMonitor(skip_watch.SkipWatch):
             self._writer = None
 
     def _start(self) -> None:
-        made = [sum(skip_watch.steps(x)) for x in scaling.scalers(self.model)]
+        made = [sum(skip_watch.steps(x)) for x in self._optimizers()]
         # A critic makes several steps in one of the model's.
         self._step = max(self._step, min(made))
         start = self._reading()
@@ -224,7 +224,7 @@ class LossScaleMonitor(skip_watch.SkipWatch):
         self._log_change(reading)
         self._log_standstill(reading)
         try:
-            for optimizer in scaling.scalers(self.model):
+            for optimizer in self._optimizers():
                 optimizer.check_health(self.max_consecutive_skips)
         except _errors.LossScaleError as error:
             stuck, _, advice = str(error).partition("\n")
@@ -247,11 +247,13 @@ class LossScaleMonitor(skip_watch.SkipWatch):
     def _reading(self) -> Reading:
         # Asking for `self.model` is what brings the variables up to date on
         # JAX, where `fit` keeps them to itself during an epoch.
-        optimizers = scaling.scalers(self.model)
+        optimizers = self._optimizers()
         applied, skipped = zip(*map(skip_watch.steps, optimizers), strict=True)
         norm = None
         if self.gradient_norm:
-            norm = math.hypot(*(x.gradient_norm for x in optimizers))
+            every = [optimizer.gradient_norm for optimizer in optimizers]
+            known = [norm for norm in every if not math.isnan(norm)]
+            norm = math.hypot(*known) if known else math.nan
         return Reading(
             self._step,
             min(optimizer.loss_scale for optimizer in optimizers),
