@@ -556,12 +556,27 @@ def test_a_healthy_model_shows_what_is_nearest_to_an_end_with_its_bound():
 
 def test_what_is_said_of_a_size_is_the_size():
     x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    keras.config.set_dtype_policy("mixed_float16")
     model = headed(keras.layers.Dense(4, name="first"))
     report = check.check(model, x, x[:, :1] * 4e5, loss="mse")
     texts = [row.advice for row in report.faults if "reaches" in row.advice]
     sizes = [float(re.search(r"reaches (\S+);", one)[1]) for one in texts]
     # Not where the format ends.
     assert min(sizes) > 7e4
+
+
+@pytest.mark.parametrize("size", [1e-8, 5e4, 1e6])
+def test_targets_of_any_size_are_no_fault_of_a_model_tried_out(size):
+    """As `fit` shows, under a policy gradients are scaled inside."""
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    model = headed(keras.layers.Dense(4, name="first"))
+    assert report_is_healthy(model, x, size * x[:, :1])
+    tfmix.apply_policy(model, "mixed_float16")
+    assert report_is_healthy(model, x, size * x[:, :1], policy=None)
+
+
+def report_is_healthy(model, x, y, policy="mixed_float16"):
+    return check.check(model, x, y, loss="mse", policy=policy).healthy
 
 
 def test_a_fault_that_float32_has_as_well_has_no_line_to_write():

@@ -140,7 +140,8 @@ def _run(
     with _as_under(chosen, batch.model, sixteen):
         highest = latent.LOWEST_SCALE if warning else _LOSS_SCALE
         carried = carrying.carried_policy(batch.model)
-        carries = chosen is None and carried is not None
+        # What is tried out is made, or converted, under the policy.
+        carries = chosen is not None or carried is not None
         findings, judge = passes.find(
             batch, sixteen, limits, highest, carries, show
         )
