@@ -10,6 +10,7 @@ import pytest
 
 import tfmix
 from tests import helpers
+from tfmix.doctor import programs
 from tfmix.in_force.model import model_border
 
 ON_JAX = keras.backend.backend() == "jax"
@@ -280,3 +281,34 @@ def test_a_model_that_nobody_holds_is_freed():
     keras.utils.clear_session()
     gc.collect()
     assert model() is None
+
+
+class Codes(keras.Model):
+    """Returns whole numbers for whole numbers: of a table, or of a class."""
+
+    def __init__(self, has_weights):
+        super().__init__()
+        self.has_weights = has_weights
+        if has_weights:
+            self.layer = keras.layers.Embedding(10, 4)
+        else:
+            self.layer = keras.layers.IntegerLookup(vocabulary=[5, 7, 9])
+
+    def call(self, ids):
+        codes = self.layer(ids)
+        return keras.ops.argmax(codes, -1) if self.has_weights else codes
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize("run", ["__call__", "predict", "compiled"])
+def test_a_model_without_any_float_outside_of_it_runs(run, has_weights):
+    if keras.backend.backend() == "jax" and not has_weights:
+        pytest.skip("IntegerLookup under JAX runs outside of compiled code")
+    ids = np.array([[5, 7, 9]])
+    model = Codes(has_weights)
+    expected = np.asarray(model(ids))
+    if run == "compiled":
+        found = programs.compiled(model)(keras.ops.convert_to_tensor(ids))
+    else:
+        found = getattr(model, run)(ids)
+    np.testing.assert_array_equal(np.asarray(found), expected)

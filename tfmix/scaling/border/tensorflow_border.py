@@ -40,7 +40,7 @@ def call(
     factor = power.placing()
 
     @tf.custom_gradient
-    def bordered(*tensors: Any) -> tuple[tuple[list, list], Callable]:
+    def bordered(*tensors: Any) -> tuple[Any, Callable]:
         graph = compilation.trace()
         if known is not None:
             made, results = None, known()
@@ -49,7 +49,8 @@ def call(
             results = made[1]
 
         def gradient(*upstream: Any, variables: Sequence = ()) -> Any:
-            of_results = len(results[0])
+            of_results, of_losses = map(len, results)
+            upstream = upstream[: of_results + of_losses]
             losses = upstream[of_results:]
             by = power.of(upstream[:of_results], losses, factor)
             upstream = tuple(_times(by, each) for each in upstream)
@@ -67,9 +68,10 @@ def call(
             count = len(tensors)
             return (found[:count], found[count:]) if variables else found
 
-        return results, gradient
+        # TensorFlow holds arguments and results together, one at least.
+        return (results, [] if tensors else [tf.zeros(())]), gradient
 
-    found: tuple[list, list] = bordered(*tensors)
+    found: tuple[list, list] = bordered(*tensors)[0]
     for result in [*found[0], *found[1]][:1]:
         compilation.tie_gradient_to_graph(result)
     return found
