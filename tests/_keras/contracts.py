@@ -34,6 +34,7 @@ jax_only = helpers.requires_backend("jax")
 
 # Names that belong to one backend, and those of some versions of Keras.
 TENSORFLOW_ONLY = {
+    "_maybe_symbolic_build",
     "_all_reduce_sum_gradients",
     "_distribution_strategy",
     "_export_to_saved_model_graph",
@@ -104,6 +105,7 @@ FUNCTIONS = [
     ),
     ("keras.Model", "_aggregate_additional_loss", "self loss"),
     ("keras.Model", "_symbolic_build", "self iterator data_batch"),
+    ("keras.Model", "_maybe_symbolic_build", "self iterator data_batch"),
     (
         "keras.Model",
         "_compute_loss",

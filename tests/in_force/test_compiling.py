@@ -600,3 +600,38 @@ def test_a_graph_with_a_call_of_its_own_computes():
     own = CallsItself([keras.Input((2,)), dense])
     assert computing_layers.layers_that_compute(plain) == [dense]
     assert computing_layers.layers_that_compute(own) == [own, dense]
+
+
+@pytest.mark.parametrize("run", ["fit", "train_on_batch"])
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("policy", ["float16", "bfloat16", "O2"])
+def test_masters_of_a_model_that_fit_builds_start_from_its_weights(
+    policy, jit, run
+):
+    """Under TensorFlow XLA refused them, and loops ran before they were set."""
+    with current_policy.policy_scope(policy):
+        recurrent = keras.layers.RNN(keras.layers.SimpleRNNCell(3))
+        model = keras.Sequential([recurrent, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.0), "mse", jit_compile=jit)
+    x = np.ones((8, 3, 2), "float32")
+    getattr(model, run)(x, np.ones((8, 1), "float32"))
+    # A step of length 0 has written the masters back.
+    for weight in model.trainable_variables:
+        is_bias = "bias" in weight.path
+        assert is_bias or np.any(helpers.to_numpy(weight.value))
+
+
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable")
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
+@pytest.mark.parametrize("kind", ["frozen", "without weights"])
+def test_a_model_with_nothing_to_train_fits_as_keras_lets_it(kind, policy):
+    with current_policy.policy_scope(policy):
+        layer = keras.layers.Dense(1)
+        if kind == "without weights":
+            layer = keras.layers.Lambda(lambda x: x[:, :1])
+        model = keras.Sequential([layer])
+    model.trainable = False
+    model.compile("adam", "mse")
+    x = np.ones((8, 2), "float32")
+    (loss,) = model.fit(x, x[:, :1], verbose=0).history["loss"]
+    assert np.isfinite(loss)

@@ -1,5 +1,6 @@
 """How Keras trains a model: its step, metrics, callbacks and building."""
 
+import contextlib
 import inspect
 import itertools
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 import keras
 from keras.src.trainers import trainer as trainers
 
-from tfmix._keras import version
+from tfmix._keras import layers, version
 
 # The class that gives models `compile` and `fit`.
 TRAINER: type = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
@@ -17,6 +18,11 @@ TRAINER: type = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
 _TAKES_FIRST = keras.backend.backend() == "tensorflow" and version.numbers(
     keras.__version__
 ) >= (3, 16)
+
+# What gives variables their first values before a step is made, and what
+# TensorFlow's trainer alone calls before that.
+BUILD = "_symbolic_build"
+BEFORE_TRACING = "_maybe_symbolic_build"
 
 
 def has_own_step(model: keras.Model) -> bool:
@@ -73,6 +79,23 @@ def for_two_calls(model: keras.Model, arguments: tuple) -> tuple:
         return arguments
     (iterator,) = arguments
     return (list(itertools.islice(iterator, 1)) or iterator,)
+
+
+def built_before_tracing(
+    model: keras.Model, original: Callable, **batch: Any
+) -> None:
+    """Builds a model before TensorFlow traces its step.
+
+    Float32 masters start from what the weights hold. TensorFlow cannot move a
+    first value that is read from another variable out of a step: XLA refuses
+    what stays in, and loops may run before it. `original` is `BEFORE_TRACING`,
+    which leaves all to the trace.
+    """
+    original(**batch)
+    if not layers.is_built(model):
+        # As under JAX; what cannot be built so is left to the trace.
+        with contextlib.suppress(RuntimeError):
+            model._symbolic_build(**batch)
 
 
 def build_for_training(model: keras.Model, data: Any) -> None:

@@ -62,6 +62,9 @@ def not_finite(tensors: Sequence) -> Any:
     every tensor has a bit, and all words are joined by "or". So one read tells
     all apart, in a handful of kernels for a model with hundreds of variables.
     """
+    if not tensors:
+        # Of a model that is frozen, or holds no weights.
+        return ops.zeros((0,), "bool")
     if not compilation.by_xla():
         all_fine = [each is None or is_finite(each) for each in tensors]
         return ops.logical_not(ops.stack(all_fine))

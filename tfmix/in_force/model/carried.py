@@ -10,12 +10,13 @@ from typing import Any
 
 import keras
 
-from tfmix import _messages
+from tfmix import _formats, _messages
 from tfmix._keras import (
     compile_method,
     global_state,
     layers,
     model_methods,
+    training,
 )
 from tfmix.devices import devices
 from tfmix.float8 import chosen_layers
@@ -81,11 +82,15 @@ class _Carried:
             "compute_metrics": self._in_float32,
             "train_step": self._train_step,
             "test_step": self._under_rules,
+            training.BUILD: self._under_rules,
             **dict.fromkeys(layers.own_methods(model), own_methods.explained),
         }
+        is_pure = policy.variable_dtype in _formats.SIXTEEN_BIT
+        if is_pure and hasattr(model, training.BEFORE_TRACING):
+            built = functools.partial(training.built_before_tracing, model)
+            self.wrappers[training.BEFORE_TRACING] = built
         if isinstance(model, keras.Sequential):
-            build = functools.partial(uncast_inputs.built_exact, model)
-            self.wrappers["build"] = build
+            self.wrappers["build"] = self._build
 
     def _under_rules(
         self, original: Callable, *args: Any, **kwargs: Any
@@ -131,6 +136,11 @@ class _Carried:
             )
         call = functools.partial(self._under_rules, original)
         return self._outputs.of(call, *args, **kwargs)
+
+    def _build(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        """Builds a Sequential, whose layers draw what they start from."""
+        build = functools.partial(uncast_inputs.built_exact, self._model)
+        self._under_rules(build, original, *args, **kwargs)
 
     def _summary(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Says below the table which layers fell back to float32."""
