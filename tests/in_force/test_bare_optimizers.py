@@ -207,3 +207,52 @@ def test_a_fit_tells_of_what_its_optimizers_skipped(jit, said):
     assert all(np.isfinite(w).all() for w in model.get_weights())
     (text,) = [line for line in said if "skipped" in line]
     assert "4 of 16 steps" in text
+
+
+class Around(keras.Model):
+    """Keeps the optimizer that it is compiled with, as Keras's guides do."""
+
+    def __init__(self, steps_own):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+        self.steps_own = steps_own
+
+    def compile(self, own, **settings):
+        super().compile(optimizer=own, **settings)
+        self.own = own
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        weights = self.trainable_weights
+        optimizer = self.own if self.steps_own else self.optimizer
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, weights), weights, strict=True)
+        )
+        return {"loss": loss}
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("steps_own", [True, False])
+@pytest.mark.parametrize("mode", ["eager", "graph", "jit"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
+def test_the_optimizer_given_to_compile_skips_where_a_step_uses_it_itself(
+    policy, mode, steps_own, said
+):
+    x = np.ones((6, 3), "float32")
+    x[3] = np.nan
+    tfmix.set_global_policy(policy)
+    model = Around(steps_own)
+    own = keras.optimizers.Adam(0.1)
+    model.compile(own, run_eagerly=mode == "eager", jit_compile=mode == "jit")
+    model.fit(x, np.zeros((6, 2)), batch_size=1, epochs=2, verbose=0)
+    assert int(own.iterations) == 10
+    for weight in model.weights:
+        assert np.isfinite(helpers.to_numpy(weight.value)).all()
+    assert any("were skipped" in line or "was skipped" in line for line in said)

@@ -81,17 +81,13 @@ def for_two_calls(model: keras.Model, arguments: tuple) -> tuple:
     return (list(itertools.islice(iterator, 1)) or iterator,)
 
 
-def built_before_tracing(
-    model: keras.Model, original: Callable, **batch: Any
-) -> None:
+def build_before_tracing(model: keras.Model, **batch: Any) -> None:
     """Builds a model before TensorFlow traces its step.
 
     Float32 masters start from what the weights hold. TensorFlow cannot move a
     first value that is read from another variable out of a step: XLA refuses
-    what stays in, and loops may run before it. `original` is `BEFORE_TRACING`,
-    which leaves all to the trace.
+    what stays in, and loops may run before it.
     """
-    original(**batch)
     if not layers.is_built(model):
         # As under JAX; what cannot be built so is left to the trace.
         with contextlib.suppress(RuntimeError):

@@ -28,7 +28,12 @@ from tfmix.in_force.model import (
     own_methods,
     skip_watch,
 )
-from tfmix.in_force.process_wide import active_rules, ops, tensors
+from tfmix.in_force.process_wide import (
+    active_rules,
+    bare_optimizers,
+    ops,
+    tensors,
+)
 from tfmix.policy import policy as policies
 from tfmix.scaling import given_gradients
 from tfmix.scaling import optimizer as scaling
@@ -87,8 +92,7 @@ class _Carried:
         }
         is_pure = policy.variable_dtype in _formats.SIXTEEN_BIT
         if is_pure and hasattr(model, training.BEFORE_TRACING):
-            built = functools.partial(training.built_before_tracing, model)
-            self.wrappers[training.BEFORE_TRACING] = built
+            self.wrappers[training.BEFORE_TRACING] = self._before_tracing
         if isinstance(model, keras.Sequential):
             self.wrappers["build"] = self._build
 
@@ -141,6 +145,12 @@ class _Carried:
         """Builds a Sequential, whose layers draw what they start from."""
         build = functools.partial(uncast_inputs.built_exact, self._model)
         self._under_rules(build, original, *args, **kwargs)
+
+    def _before_tracing(self, original: Callable, **batch: Any) -> None:
+        original(**batch)
+        # One that a step uses itself has the model's weights, not masters.
+        if not bare_optimizers.held_beside(self._model):
+            training.build_before_tracing(self._model, **batch)
 
     def _summary(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Says below the table which layers fell back to float32."""

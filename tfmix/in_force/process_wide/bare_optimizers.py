@@ -51,6 +51,21 @@ def leave_alone(optimizer: keras.optimizers.Optimizer | None) -> None:
         object.__setattr__(optimizer, _SKIPPING, None)
 
 
+def held_beside(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Lists the optimizers inside a model's scaler that it holds beside it.
+
+    A step of the user's own may use the one that was given to `compile`, past
+    what `compile` has put around it.
+    """
+    held = {id(value) for value in vars(model).values()}
+    return [
+        inner
+        for scaler in scaling.scalers(model)
+        for inner in optimizers.chain(scaler.inner_optimizer)
+        if id(inner) in held
+    ]
+
+
 def skippers(model: keras.Model) -> list[scaling.LossScaleOptimizer]:
     """Lists what counts the skips of the optimizers that a model holds.
 
