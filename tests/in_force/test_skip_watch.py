@@ -354,3 +354,19 @@ def test_all_optimizers_that_a_model_steps_are_counted(said, how):
     model.fit(**batches(bad=range(4)))
     (told,) = (text for text in said if "skipped" in text)
     assert told.startswith("8 of 32 steps of epoch 1 were skipped")
+
+
+def test_raw_features_that_a_normalization_takes_are_not_to_blame(said):
+    x = np.random.default_rng(0).normal(1e5, 1e4, (16, 2)).astype("float32")
+    with current_policy.policy_scope("mixed_float16"):
+        normalize = keras.layers.Normalization()
+        normalize.adapt(x)
+        head = keras.layers.Dense(1, name="price")
+        model = keras.Sequential([keras.Input((2,)), normalize, head])
+    head.set_weights([np.zeros((2, 1)), np.full(1, 1e6)])
+    model.compile(keras.optimizers.SGD(1e-9), "mse")
+    model.fit(x, np.full((16, 1), 1e6), batch_size=1, verbose=0)
+    (text,) = [line for line in said if "skipped" in line]
+    assert "what layer 'price' returns is not finite" in text
+    assert "targets reach 1e+06" in text
+    assert "`x`" not in text

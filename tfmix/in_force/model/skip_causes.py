@@ -87,13 +87,13 @@ def of_model(
     """
     is_float16 = computing_layers.computes_in(model, "float16")
     largest = _formats.FLOAT16.max if is_float16 else math.inf
-    layer = ""
+    bad = None
     if "x" in data:
         batch = _worst_rows(data, batch_size or _ROWS)
-        measured, layer = _run(model, batch)
-        loss = loss if math.isnan(measured) and not layer else measured
-    if layer:
-        return _of_layer(layer, data, largest)
+        measured, bad = _run(model, batch)
+        loss = loss if math.isnan(measured) and not bad else measured
+    if bad:
+        return _of_layer(bad, data, largest)
     if abs(loss) > largest:
         reached = _largest(data.get("y"))
         targets = f", and targets reach {reached:.3g}" if reached else ""
@@ -114,9 +114,16 @@ def of_model(
     )
 
 
-def _of_layer(layer: str, data: Mapping[str, Any], largest: float) -> Cause:
+class _Bad(NamedTuple):
+    """The first layer that returns what is not finite."""
+
+    layer: str
+    is_given_finite: bool
+
+
+def _of_layer(bad: _Bad, data: Mapping[str, Any], largest: float) -> Cause:
     reached, targets = _largest(data["x"]), _largest(data.get("y"))
-    if reached > largest:
+    if reached > largest and not bad.is_given_finite:
         return Cause(
             "x",
             f"`x` reaches {reached:.3g} and float16 ends at {largest:g}; "
@@ -126,8 +133,8 @@ def _of_layer(layer: str, data: Mapping[str, Any], largest: float) -> Cause:
     if targets > largest:
         where = f" (targets reach {targets:.3g}, float16 ends at {largest:g})"
     return Cause(
-        f"layer {layer}",
-        f"what layer {layer!r} returns is not finite{where}; give it "
+        f"layer {bad.layer}",
+        f"what layer {bad.layer!r} returns is not finite{where}; give it "
         '`dtype="float32"`',
     )
 
@@ -189,12 +196,14 @@ def _worst_rows(data: Mapping[str, Any], count: int) -> dict[str, Any]:
     }
 
 
-def _run(model: keras.Model, batch: Mapping[str, Any]) -> tuple[float, str]:
+def _run(
+    model: keras.Model, batch: Mapping[str, Any]
+) -> tuple[float, _Bad | None]:
     """Returns the loss of a batch, and the first layer that is not finite.
 
-    NaN and "" if it cannot be run. No variable of the model is written.
+    NaN and `None` if it cannot be run. No variable of the model is written.
     """
-    bad: list[str] = []
+    bad: list[_Bad] = []
     found = layers.called(model)
 
     def make(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,7 +211,7 @@ def _run(model: keras.Model, batch: Mapping[str, Any]) -> tuple[float, str]:
         def call(*args: Any, **kwargs: Any) -> Any:
             outputs = original(*args, **kwargs)
             if not bad and not _finite(outputs):
-                bad.append(found[index].name)
+                bad.append(_Bad(found[index].name, _finite([args, kwargs])))
             return outputs
 
         return call
@@ -215,10 +224,10 @@ def _run(model: keras.Model, batch: Mapping[str, Any]) -> tuple[float, str]:
             loss = layers.compute_loss(
                 model, x=x, y=y, y_pred=outputs, sample_weight=weight
             )
-            return float(loss), bad[0] if bad else ""
+            return float(loss), next(iter(bad), None)
     except Exception:
         # A step of the user's own may call the model otherwise.
-        return math.nan, bad[0] if bad else ""
+        return math.nan, next(iter(bad), None)
 
 
 def _finite(outputs: Any) -> bool:
