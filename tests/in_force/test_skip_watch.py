@@ -370,3 +370,15 @@ def test_raw_features_that_a_normalization_takes_are_not_to_blame(said):
     assert "what layer 'price' returns is not finite" in text
     assert "targets reach 1e+06" in text
     assert "`x`" not in text
+
+
+def test_short_epochs_that_apply_nothing_are_told_of_soon(said):
+    model = compiled(initial_scale=2.0**15)
+    data = batches(count=2, bad=range(2))
+    # As a pipeline, whose rows are not looked at.
+    import tensorflow as tf
+
+    pairs = tf.data.Dataset.from_tensor_slices((data["x"], data["y"]))
+    model.fit(pairs.batch(1), epochs=3, verbose=0, shuffle=False)
+    assert len(said) == 1
+    assert said[0].startswith("2 of 2 steps of epoch 2 were skipped")

@@ -38,6 +38,8 @@ class SkipWatch(keras.callbacks.Callback):
         self._counted: tuple[int, int] | None = None
         # Whether an epoch has trained, and the skips since that one.
         self._trained, self._later = False, 0.0
+        # Skips of the last epochs that applied nothing.
+        self._idle = 0
         self._told = False
         self._bad_data: skip_causes.BadData | None = None
         self._last_cause = ""
@@ -97,6 +99,7 @@ class SkipWatch(keras.callbacks.Callback):
         is_lowest = is_dynamic and optimizer.loss_scale <= rule.lowest_scale
         # Each growth of the scale is a trial, too.
         trials = applied / getattr(rule, "growth_steps", math.inf)
+        self._idle = 0 if applied else self._idle + skipped
         if self._trained:
             self._later += max(skipped - trials, 0.0)
         bad_data = self._found_in_data().text
@@ -107,7 +110,7 @@ class SkipWatch(keras.callbacks.Callback):
             return is_lowest
         if isinstance(rule, rules.FixedLossScale | rules.NoLossScale):
             return True
-        new = self._later if applied else skipped
+        new = self._later if applied else self._idle
         return bool(bad_data) or new >= _NOT_BY_ACCIDENT
 
     def _tell(
