@@ -16,7 +16,9 @@ def float32_output(
 
     Use it after the last matmul, which so stays in 16 bit, where the hardware
     is fast, while softmax and loss see float32. In 16 bit a softmax loses the
-    gradient of samples that are confidently wrong.
+    gradient of samples that are confidently wrong. What it is given is in 16
+    bit: predictions beyond float16's 65504 take a last layer with
+    `dtype="float32"` instead.
 
     Args:
         activation: Name or function, as for `keras.layers.Activation`.
