@@ -602,9 +602,14 @@ def test_a_graph_with_a_call_of_its_own_computes():
     assert computing_layers.layers_that_compute(own) == [own, dense]
 
 
-@pytest.mark.parametrize("run", ["fit", "train_on_batch"])
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("policy", ["float16", "bfloat16", "O2"])
+@pytest.mark.parametrize(
+    ("policy", "jit", "run"),
+    [
+        ("float16", True, "fit"),
+        ("bfloat16", False, "fit"),
+        ("O2", True, "train_on_batch"),
+    ],
+)
 def test_masters_of_a_model_that_fit_builds_start_from_its_weights(
     policy, jit, run
 ):
