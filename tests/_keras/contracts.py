@@ -185,6 +185,12 @@ FUNCTIONS = [
     ("tensorflow.Graph", "_get_control_flow_context", "self"),
     ("tensorflow.__internal__.FuncGraph", "capture", "self tensor"),
     ("tensorflow.python.eager.record", "could_possibly_record", ""),
+    ("tensorflow.python.eager.record", "stop_recording", ""),
+    (
+        "tensorflow.python.eager.record",
+        "record_operation",
+        "op_type output_tensors input_tensors backward_function",
+    ),
     ("tensorflow.python.eager.forwardprop_util", "pack_tangents", "tensors"),
 ]
 
@@ -201,7 +207,7 @@ CONSTANTS = [
     ("keras.src.models.functional.Functional", "operations", property),
     ("keras.src.trainers.trainer", "BaseTrainer", type),
     ("keras.src.trainers.trainer", "Trainer", type),
-    ("tensorflow.python.framework.ops", "gradient_registry", object),
+    ("tensorflow.python.eager.record", "VariableWatcher", type),
     (FUNCTION, "Function", type),
     (f"{FUNCTION}.Function", "_run_functions_eagerly", property),
 ]
@@ -376,9 +382,6 @@ ELSEWHERE = {
     # `f"_{name}"`, the worker of an op: see the test of `_normalize`.
     "_*",
     "keras.src.ops._*",
-    # `test_a_custom_gradient_lives_no_longer_than_its_graph`.
-    "_gradient_op_type",
-    "_registry",
     # A replica's copy of a variable: `test_get_returns_this_replicas_copy`.
     "_get",
     # TensorFlow's variables have none in Keras 3.12: read with a default, see

@@ -269,15 +269,41 @@ def test_a_model_whose_layers_fell_back_is_scaled_as_well():
     assert isinstance(model.optimizer, tfmix.LossScaleOptimizer)
 
 
-def test_a_model_that_nobody_holds_is_freed():
-    def trained():
+def fitted(model):
+    model.compile("sgd", "mse")
+    model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+    model.evaluate(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+
+
+def called_under_a_tape_that_is_not_asked(model):
+    import tensorflow as tf
+
+    @tf.function
+    def called(x):
+        with tf.GradientTape():
+            return model(x)
+
+    called(tf.ones((4, 3)))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        fitted,
+        pytest.param(
+            called_under_a_tape_that_is_not_asked,
+            marks=helpers.requires_backend("tensorflow"),
+        ),
+    ],
+)
+def test_a_model_that_nobody_holds_is_freed(use):
+    def used():
         with tfmix.policy_scope("mixed_float16"):
             model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+        use(model)
         return weakref.ref(model)
 
-    model = trained()
+    model = used()
     keras.utils.clear_session()
     gc.collect()
     assert model() is None

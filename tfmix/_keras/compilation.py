@@ -27,8 +27,6 @@ Function = TypeVar("Function", bound=Callable)
 _READS = frozenset(
     "ReadVariableOp ResourceGather VarIsInitializedOp VariableShape".split()
 )
-# Of a graph, the custom gradients in it by name.
-_GRADIENTS = "_tfmix_gradients"
 _RUNS_EAGERLY = "_run_functions_eagerly"
 # The trace of what runs at once.
 EAGER = "eager"
@@ -293,20 +291,6 @@ def in_branch() -> bool:
     return False
 
 
-def is_recorded() -> bool:
-    """Says whether a gradient may be asked of what TensorFlow runs now."""
-    from tensorflow.python.eager import record
-
-    return bool(record.could_possibly_record())
-
-
-def runs_forward() -> bool:
-    """Says whether a `tf.autodiff.ForwardAccumulator` is around the caller."""
-    from tensorflow.python.eager import forwardprop_util
-
-    return bool(forwardprop_util.pack_tangents([]).indices)
-
-
 def untouched(function: Function) -> Function:
     """Returns the function, to be run by AutoGraph as it is written."""
     # Ours hold no Python control flow on tensors: to rewrite them takes time.
@@ -368,61 +352,6 @@ def may_be_written(variable: Any) -> bool:
     if tf.executing_eagerly() or not hasattr(graph, "capture"):
         return True
     return bool(mark(variable))
-
-
-def graph_gradients(
-    results: Sequence, tensors: Sequence, variables: Sequence, by: Sequence
-) -> list:
-    """Returns gradients of what was traced, as a tape would have it.
-
-    Without a tape: a persistent one keeps a graph alive for good.
-
-    Args:
-        results: Tensors of one graph, which may be another one's by now.
-        tensors: What they were made of, which is not gone beyond.
-        variables: These as well.
-        by: What enters backwards, a tensor for each result.
-    """
-    from tensorflow.python.ops import gradients_util
-
-    graph = results[0].graph
-    # What the graph knows the variables by.
-    handles = [graph.capture(variable.handle) for variable in variables]
-    found: list = gradients_util._GradientsHelper(
-        list(results),
-        [*tensors, *handles],
-        list(by),
-        stop_gradients=list(tensors),
-        src_graph=graph,
-    )
-    return found
-
-
-def tie_gradient_to_graph(result: Any) -> None:
-    """Lets a `tf.custom_gradient` live no longer than the graph it is in.
-
-    TensorFlow keeps it in a registry for good, and by it the graph with all
-    that this holds: the weights and the optimizer state of a model.
-
-    Args:
-        result: A tensor that it returned.
-    """
-    if tf.executing_eagerly():
-        return
-    from tensorflow.python.framework import ops
-
-    name = result.op.get_attr("_gradient_op_type").decode()
-    entry = ops.gradient_registry._registry[name]
-    if not hasattr(result.graph, _GRADIENTS):
-        setattr(result.graph, _GRADIENTS, {})
-    getattr(result.graph, _GRADIENTS)[name] = entry["type"]
-    graph = weakref.ref(result.graph)
-
-    def of_graph(operation: Any, *gradients: Any) -> Any:
-        gradient = getattr(graph(), _GRADIENTS)[name]
-        return gradient(operation, *gradients)
-
-    entry["type"] = of_graph
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ _TENSORFLOW = keras.backend.backend() == "tensorflow"
 if _TENSORFLOW:
     import tensorflow as tf
 
+    from tfmix._keras import gradients
     from tfmix.scaling.border import tensorflow_border
 else:
     import jax
@@ -65,8 +66,9 @@ def call_inside(
         return call(*args, **kwargs)
     run = _Run(model, call, (args, kwargs))
     if _TENSORFLOW:
-        # What a second run starts from, so that it draws the same numbers.
-        frozen = model.non_trainable_variables
+        # What a second run starts from, so that it draws the same numbers: in
+        # a graph there is none.
+        frozen = model.non_trainable_variables if tf.executing_eagerly() else ()
         start = {id(v): tf.convert_to_tensor(v.value) for v in frozen}
         floats, losses = tensorflow_border.call(
             lambda *values: run(values)[:2],
@@ -87,10 +89,10 @@ def call_inside(
 
 def _has_gradients(model: keras.Model) -> bool:
     """Says whether TensorFlow may be asked for gradients that a border has."""
-    if tf.executing_eagerly() and not compilation.is_recorded():
+    if tf.executing_eagerly() and not gradients.is_recorded():
         return False
     # Nor forward ones, nor those of one result by another (Grad-CAM).
-    forward = compilation.runs_forward()
+    forward = gradients.runs_forward()
     return not (forward or layers.results_computed_from(model))
 
 

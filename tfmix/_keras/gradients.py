@@ -1,0 +1,114 @@
+"""What TensorFlow records of gradients, and what it takes instead."""
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import forwardprop_util, record
+from tensorflow.python.ops import gradients_util
+
+# Of a graph, the gradients of one's own in it, by name.
+_OF_GRAPH = "_tfmix_gradients"
+_numbers = itertools.count()
+
+# Takes what enters backwards, a tensor for each result; returns what leaves.
+Gradient = Callable[..., list]
+
+
+def is_recorded() -> bool:
+    """Says whether a tape is around what runs now."""
+    return bool(record.could_possibly_record())
+
+
+def runs_forward() -> bool:
+    """Says whether a `tf.autodiff.ForwardAccumulator` is around the caller."""
+    return bool(forwardprop_util.pack_tangents([]).indices)
+
+
+def and_variables(function: Callable, *args: Any) -> tuple[Any, list]:
+    """Returns what a function returns, and the trainable variables it reads."""
+    with record.VariableWatcher() as watcher:
+        result = function(*args)
+    return result, list(watcher.watched_variables())
+
+
+def replaced(
+    results: Sequence,
+    tensors: Sequence,
+    variables: Sequence,
+    by_tape: Gradient,
+    by_graph: Gradient,
+) -> list:
+    """Returns tensors whose gradient is computed by functions of one's own.
+
+    As `tf.custom_gradient` does it, which reads every variable twice, makes
+    zeros for each, and keeps the graph alive for good.
+
+    Args:
+        results: Float tensors.
+        tensors: The float tensors that they were made of.
+        variables: The variables that were read for them.
+        by_tape: What a tape calls; it returns the gradients of the tensors,
+            then of the variables, `None` where there is none.
+        by_graph: What is called where gradients are asked of a graph, as
+            those of a nested `tf.function` are. The graph holds it.
+
+    Returns:
+        Tensors of the values of `results`.
+    """
+    if not results:
+        return []
+    with record.stop_recording():
+        if tf.executing_eagerly():
+            made = [tf.identity(result) for result in results]
+        else:
+            inputs = [*results, *tensors, *variables]
+            with _named(by_graph, len(results)):
+                made = tf.identity_n(inputs)[: len(results)]
+    handles = [variable.handle for variable in variables]
+    record.record_operation("Tfmix", made, [*tensors, *handles], by_tape)
+    return made
+
+
+def _named(gradient: Gradient, count: int) -> Any:
+    """Gives the identities that are made in a block a gradient."""
+    graph = tf.compat.v1.get_default_graph()
+    name = f"Tfmix{next(_numbers)}"
+    if not hasattr(graph, _OF_GRAPH):
+        setattr(graph, _OF_GRAPH, {})
+    getattr(graph, _OF_GRAPH)[name] = gradient
+    # TensorFlow knows the name for good: it must not know the graph.
+    reference = weakref.ref(graph)
+
+    def of_name(operation: Any, *upstream: Any) -> list:
+        known = getattr(reference(), _OF_GRAPH)[name]
+        return [*[None] * count, *known(*upstream[:count])]
+
+    tf.RegisterGradient(name)(of_name)
+    return graph.gradient_override_map({"IdentityN": name})
+
+
+def of_graph(
+    results: Sequence, tensors: Sequence, variables: Sequence, by: Sequence
+) -> list:
+    """Returns gradients of what was traced, as a tape would have it.
+
+    Args:
+        results: Tensors of one graph, which may be another one's by now.
+        tensors: What they were made of, which is not gone beyond.
+        variables: These as well.
+        by: What enters backwards, a tensor for each result.
+    """
+    graph = results[0].graph
+    # What the graph knows the variables by.
+    handles = [graph.capture(variable.handle) for variable in variables]
+    gradients: list = gradients_util._GradientsHelper(
+        list(results),
+        [*tensors, *handles],
+        list(by),
+        stop_gradients=list(tensors),
+        src_graph=graph,
+    )
+    return gradients
