@@ -28,7 +28,7 @@ def would_last(layer: keras.Layer) -> bool:
     if not _is_traced() or not layers.is_built(layer):
         return False
     inside = layers.flat_layers(layer)
-    known = all(type(each).__module__.startswith(_KERAS) for each in inside)
+    known = all(type(inner).__module__.startswith(_KERAS) for inner in inside)
     return not known and bool(_state(layer))
 
 
@@ -57,10 +57,10 @@ def noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
         else:
             for variable, value in values:
                 variable.assign(value)
-        for each in layers.flat_layers(layer):
+        for inner in layers.flat_layers(layer):
             # Those of a call that failed would count twice.
-            each._losses.clear()
-            each._loss_ids.clear()
+            inner._losses.clear()
+            inner._loss_ids.clear()
 
     return restore
 
@@ -75,8 +75,8 @@ def _is_traced() -> bool:
 def _state(layer: keras.Layer) -> list[keras.Variable]:
     """Returns the variables that a layer's call itself may assign to."""
     inside = layers.flat_layers(layer)
-    found = [v for each in inside for v in variables.own_state(each)]
-    return [variable for variable in found if variable._value is not None]
+    state = [v for inner in inside for v in variables.own_state(inner)]
+    return [variable for variable in state if variable._value is not None]
 
 
 def _value(variable: keras.Variable) -> Any:

@@ -11,18 +11,18 @@ from tfmix._keras import optimizers, replacements
 
 def are_kept(optimizer: optimizers.Optimizer) -> bool:
     """Says whether an optimizer averages the weights it updates."""
-    return any(each.use_ema for each in optimizers.workers(optimizer))
+    return any(worker.use_ema for worker in optimizers.workers(optimizer))
 
 
 def pairs(optimizer: optimizers.Optimizer) -> list[tuple[Any, Any]]:
     """Returns what a built optimizer updates, each with its average."""
     return [
         pair
-        for each in optimizers.workers(optimizer)
-        if each.use_ema
+        for worker in optimizers.workers(optimizer)
+        if worker.use_ema
         for pair in zip(
-            each._trainable_variables,
-            each._model_variables_moving_average,
+            worker._trainable_variables,
+            worker._model_variables_moving_average,
             strict=True,
         )
         if pair[1] is not None

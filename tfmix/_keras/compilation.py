@@ -105,31 +105,31 @@ def sums(tensors: Sequence) -> Any:
     def added(*both: Any) -> tuple:
         half = len(both) // 2
         pairs = zip(both[:half], both[half:], strict=True)
-        return tuple(one + other for one, other in pairs)
+        return tuple(left + right for left, right in pairs)
 
     axes = range(len(tensors[0].shape))
     if keras.backend.backend() == "jax":
-        zeros = [jax.numpy.zeros((), one.dtype) for one in tensors]
-        found = jax.lax.reduce(
+        zeros = [jax.numpy.zeros((), tensor.dtype) for tensor in tensors]
+        totals = jax.lax.reduce(
             tuple(tensors),
             tuple(zeros),
             lambda *halves: added(*halves[0], *halves[1]),
             tuple(axes),
         )
-        return jax.numpy.stack(found)
+        return jax.numpy.stack(totals)
     if not by_xla():
-        return tf.stack([tf.reduce_sum(one) for one in tensors])
+        return tf.stack([tf.reduce_sum(tensor) for tensor in tensors])
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
-    scalars = [tf.TensorSpec((), one.dtype) for one in tensors]
+    scalars = [tf.TensorSpec((), tensor.dtype) for tensor in tensors]
     reducer = tf.function(added, autograph=False)
-    found = gen_xla_ops.xla_variadic_reduce_v2(
+    totals = gen_xla_ops.xla_variadic_reduce_v2(
         list(tensors),
-        [tf.zeros((), one.dtype) for one in tensors],
+        [tf.zeros((), tensor.dtype) for tensor in tensors],
         list(axes),
         reducer.get_concrete_function(*scalars, *scalars),
     )
-    return tf.stack(found)
+    return tf.stack(totals)
 
 
 def float8_product(
@@ -159,7 +159,7 @@ def float8_product(
     types.append(_stablehlo_type(shape, dtype))
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
-    (found,) = gen_xla_ops.xla_call_module(
+    (product,) = gen_xla_ops.xla_call_module(
         [a, b],
         version=9,
         module=_FLOAT8_PRODUCT.format(*types, *axes),
@@ -171,7 +171,7 @@ def float8_product(
         function_list=[],
         has_token_input_output=False,
     )
-    return found
+    return product
 
 
 # The attribute lets batches be of any size until it is compiled.
@@ -208,13 +208,13 @@ def by_target(
         return lambda *values: (tpu if for_tpu() else default)(*values)
     primitive = jax.extend.core.Primitive("tfmix_by_target")
 
-    def rule(one: Callable) -> Callable:
+    def rule(single: Callable) -> Callable:
         def lower(context: Any, *values: Any) -> Any:
             axes = context.module_context.axis_context
             alone = getattr(axes, "num_devices", None) == 1
-            chosen = one if alone else several
-            found = mlir.lower_fun(chosen, multiple_results=False)
-            return found(context, *values)
+            chosen = single if alone else several
+            lowering = mlir.lower_fun(chosen, multiple_results=False)
+            return lowering(context, *values)
 
         return lower
 

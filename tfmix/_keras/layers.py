@@ -56,18 +56,18 @@ def inner_operations(layer: Any) -> list:
 
 def flat_layers(layer: Any) -> list:
     """Returns a layer and every layer inside it, each once, as they follow."""
-    found: dict[int, keras.Layer] = {}
+    by_id: dict[int, keras.Layer] = {}
 
-    def visit(each: keras.Layer) -> None:
-        if id(each) not in found:
-            found[id(each)] = each
+    def visit(outer: keras.Layer) -> None:
+        if id(outer) not in by_id:
+            by_id[id(outer)] = outer
             # Keras's own walk takes what is in inner models backwards.
-            for inner in each._layers:
+            for inner in outer._layers:
                 visit(inner)
 
     if isinstance(layer, keras.Layer):
         visit(layer)
-    return list(found.values())
+    return list(by_id.values())
 
 
 def called(model: keras.Layer) -> list[keras.Layer]:
@@ -133,15 +133,15 @@ def results_computed_from(model: keras.Layer) -> set[int]:
     """Returns the places of a graph's results that others are made of."""
     places = {id(tensor): n for n, tensor in enumerate(results(model))}
     waiting = list(results(model)) if len(places) > 1 else []
-    found, seen = set(), set(places)
+    sources, seen = set(), set(places)
     while waiting:
         for tensor in maker(waiting.pop())[1]:
             if id(tensor) in places:
-                found.add(places[id(tensor)])
+                sources.add(places[id(tensor)])
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 waiting.append(tensor)
-    return found
+    return sources
 
 
 def noted_results(layer: keras.Layer) -> list[tuple[int, Any]]:
@@ -180,8 +180,8 @@ def symbolic_arguments(model: keras.Model) -> list:
 def _symbols(shapes: Any) -> Any:
     # Keras notes shapes in containers of its own, which JAX does not know.
     if isinstance(shapes, dict):
-        return {name: _symbols(each) for name, each in shapes.items()}
-    if any(isinstance(each, list | tuple) for each in shapes):
+        return {name: _symbols(shape) for name, shape in shapes.items()}
+    if any(isinstance(part, list | tuple) for part in shapes):
         return [*map(_symbols, shapes)]
     return keras.KerasTensor(shapes)
 
@@ -316,9 +316,9 @@ def put_loss(layer: keras.Layer, before: Any, loss: Any) -> None:
 
     What a call added in a scope of its own is not there: it is added.
     """
-    if any(each is before for each in layer._losses):
+    if any(added is before for added in layer._losses):
         layer._losses[:] = [
-            loss if each is before else each for each in layer._losses
+            loss if added is before else added for added in layer._losses
         ]
     else:
         keras.Layer.add_loss(layer, loss)
@@ -350,13 +350,13 @@ def losses(model: Any, outputs: Any) -> dict[tuple, Any]:
         # Not the model's own: that is built with the targets.
         compiled = compiled_loss(model)
         compiled.build(outputs, outputs)
-    return {tuple(one.path): one.loss for one in compiled._flat_losses}
+    return {tuple(entry.path): entry.loss for entry in compiled._flat_losses}
 
 
 def called_losses(compiled: Any) -> list[Any]:
     """Lists the losses that a compiled loss was called with, `[]` of others."""
-    found = getattr(compiled, "_flat_losses", None)
-    return [one.loss for one in found or ()]
+    entries = getattr(compiled, "_flat_losses", None)
+    return [entry.loss for entry in entries or ()]
 
 
 def compute_loss(model: keras.Model, **arguments: Any) -> Any:

@@ -33,8 +33,8 @@ def with_nested(optimizer: Any) -> Iterator[Optimizer]:
         return
     yield optimizer
     for value in list(vars(optimizer).values()):
-        for each in value if isinstance(value, list | tuple) else [value]:
-            yield from with_nested(each)
+        for held in value if isinstance(value, list | tuple) else [value]:
+            yield from with_nested(held)
 
 
 def unwrapped(optimizer: Any) -> list[Optimizer]:
@@ -68,7 +68,7 @@ def divides_gradients(optimizer: Optimizer) -> bool:
     Keras divides a sparse one in a branch of a conditional.
     """
     kinds = keras.optimizers.RMSprop, keras.optimizers.Adadelta
-    return any(isinstance(each, kinds) for each in with_nested(optimizer))
+    return any(isinstance(part, kinds) for part in with_nested(optimizer))
 
 
 def key(variable: Any) -> Any:
@@ -121,13 +121,13 @@ def alone(optimizer: Optimizer | None, strategy: Any = None) -> Iterator[None]:
     """Lets an optimizer, and all in it, sum no gradients over replicas."""
     # A strategy takes the place of its own.
     with contextlib.ExitStack() as undo:
-        for each in with_nested(optimizer):
+        for part in with_nested(optimizer):
             # Without a strategy this saves an operation for each gradient.
             replaced = {"_all_reduce_sum_gradients": list}
             if strategy is not None:
                 replaced["_distribution_strategy"] = strategy
             for name, value in replaced.items():
-                replacements.swap(undo, each, name, value)
+                replacements.swap(undo, part, name, value)
         yield
 
 
@@ -165,10 +165,10 @@ class Selection:
             "assign": lambda old, new: new,
         }
         with contextlib.ExitStack() as undo:
-            for each in with_nested(optimizer):
+            for part in with_nested(optimizer):
                 for name, operation in operations.items():
-                    assign = self._selecting(each, name, operation)
-                    replacements.swap(undo, each, name, assign)
+                    assign = self._selecting(part, name, operation)
+                    replacements.swap(undo, part, name, assign)
             yield
 
     def _selecting(

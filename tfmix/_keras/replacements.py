@@ -23,7 +23,11 @@ def swap(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
 
 def replaced() -> list[Place]:
     """Returns every place that is replaced for the whole process just now."""
-    return list(dict.fromkeys(p for each in _registry for p in each.places()))
+    return list(
+        dict.fromkeys(
+            p for replacements in _registry for p in replacements.places()
+        )
+    )
 
 
 class Replacements:

@@ -27,7 +27,7 @@ def slots(worker: optimizers.Optimizer) -> Slots | None:
     """Returns the slots of a built optimizer in the order of its variables."""
     # `None` unless each list agrees with the slots' names, and none is left.
     known = optimizers.remembered(worker)
-    found: Slots = {
+    by_attribute: Slots = {
         name: list(values)
         for name, values in vars(worker).items()
         if name not in _NO_SLOTS
@@ -37,14 +37,14 @@ def slots(worker: optimizers.Optimizer) -> Slots | None:
         and all(isinstance(v, keras.Variable | None) for v in values)
     }
     names = {scalar.name for scalar in numbers(worker).values()}
-    for values in found.values():
+    for values in by_attribute.values():
         for slot, variable in zip(values, known, strict=True):
             if slot is not None and not _belongs(slot, variable):
                 return None
             names.add(getattr(slot, "name", ""))
             names |= {part.name for part in getattr(slot, "beside", ())}
-    all_named = all(each.name in names for each in worker._variables)
-    return found if all_named else None
+    all_named = all(kept.name in names for kept in worker._variables)
+    return by_attribute if all_named else None
 
 
 def numbers(worker: optimizers.Optimizer) -> dict[str, keras.Variable]:
@@ -95,7 +95,7 @@ def _belongs(slot: keras.Variable, variable: keras.Variable) -> bool:
 def _noted(part: Any, variables: list) -> Callable[[Moved], None]:
     built, known = part.built, optimizers.remembered(part)
     tables = {
-        name: [table.get(optimizers.key(each)) for each in known]
+        name: [table.get(optimizers.key(variable)) for variable in known]
         for name in _BY_KEY
         if (table := vars(part).get(name)) is not None
     }
@@ -119,4 +119,4 @@ def _noted(part: Any, variables: list) -> Callable[[Moved], None]:
 
 
 def _moved(these: list[keras.Variable], moved: Moved) -> list[keras.Variable]:
-    return [moved.get(id(each), each) for each in these]
+    return [moved.get(id(variable), variable) for variable in these]

@@ -69,8 +69,8 @@ def callbacks(method: Callable, args: tuple, kwargs: dict) -> list:
         # Not our error to raise: Python's own says it better.
         return []
     given = {**bound.arguments, **kwargs}.get("callbacks")
-    found = getattr(given, "callbacks", given)
-    return keras.tree.flatten(found or [])
+    nest = getattr(given, "callbacks", given)
+    return keras.tree.flatten(nest or [])
 
 
 def for_two_calls(model: keras.Model, arguments: tuple) -> tuple:

@@ -46,8 +46,8 @@ def require_private_names(version: str = keras.__version__) -> None:
     package = __name__.rpartition(".")[0]
     folder = importlib.import_module(package).__path__
     try:
-        for each in pkgutil.iter_modules(folder):
-            importlib.import_module(f"{package}.{each.name}")
+        for module in pkgutil.iter_modules(folder):
+            importlib.import_module(f"{package}.{module.name}")
     except (AttributeError, ImportError) as error:
         if numbers(version) <= NEWEST_SEEN:
             raise

@@ -124,8 +124,8 @@ class Advice(_tables.Printed):
         title = f"{self.share_16bit:.0%} of the work in 16 bit, "
         title += f"batch of {self.batch_size}"
         sizes = []
-        for name, one in self.memory.items():
-            known = (*one.by_title().values(), one.total)
+        for name, held in self.memory.items():
+            known = (*held.by_title().values(), held.total)
             sizes.append((name, *(f"{size / 2**20:.2f}" for size in known)))
         # Of a terminal's 80 columns.
         kinds = [
@@ -213,13 +213,13 @@ def advise(
     if policy is not None and policies.with_rules(policy).is_float8:
         # Else its first call does so.
         chosen_layers.choose(model, policies.with_rules(policy))
-    found = _uses(model, inputs)
-    rows = [_row(use.layer, use.products) for use in found if use.products]
+    uses = _uses(model, inputs)
+    rows = [_row(use.layer, use.products) for use in uses if use.products]
     rows.sort(key=lambda row: -row.flops)
     work = sum(row.flops for row in rows)
     fast = sum(row.flops for row in rows if row.dtype in _formats.SIXTEEN_BIT)
     share = fast / work if work else 0.0
-    outputs = sum(use.outputs for use in found if not use.has_parts)
+    outputs = sum(use.outputs for use in uses if not use.has_parts)
     memory = training_memory.by_way(model, outputs)
     fitting = ""
     if known is not None:
@@ -275,20 +275,20 @@ def _seconds(row: LayerProducts, target: targets.Target, dtype: str) -> float:
     return seconds
 
 
-def _row(layer: Any, found: tuple[Product, ...]) -> LayerProducts:
+def _row(layer: Any, products: tuple[Product, ...]) -> LayerProducts:
     why_not = chosen_layers.why_not(layer)
     gpu, tpu = (
-        all(one.k % size == one.n % size == 0 for one in found)
+        all(product.k % size == product.n % size == 0 for product in products)
         for size in (GPU_MULTIPLE, TPU_MULTIPLE)
     )
     return LayerProducts(
         layer.path or layer.name,
         str(layer.compute_dtype),
-        tuple((one.m, one.k, one.n) for one in found),
+        tuple((product.m, product.k, product.n) for product in products),
         gpu,
         tpu,
-        sum(one.flops for one in found),
-        _padding(found[0]),
+        sum(product.flops for product in products),
+        _padding(products[0]),
         "" if why_not is None else why_not or "yes",
     )
 
@@ -307,7 +307,7 @@ def _padding(product: Product) -> str:
 def _uses(model: keras.Model, inputs: list) -> list[Use]:
     """Runs a built model on shapes alone; returns the calls as they end."""
     layers = host.called(model)
-    found: list[Use] = []
+    uses: list[Use] = []
 
     def make(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
         layer = layers[index]
@@ -318,14 +318,14 @@ def _uses(model: keras.Model, inputs: list) -> list[Use]:
             multiplied = tuple(_products(layer, given, made))
             elements = sum(map(math.prod, made))
             has_parts = len(host.flat_layers(layer)) > 1
-            found.append(Use(layer, multiplied, elements, has_parts))
+            uses.append(Use(layer, multiplied, elements, has_parts))
             return outputs
 
         return call
 
     with host.calls_replaced(layers, make):
         host.run_on_shapes(lambda *args: model(*args), inputs)
-    return found
+    return uses
 
 
 def _shapes(nest: Any) -> Shapes:
@@ -379,15 +379,15 @@ def _separable(layer: Any, given: Shapes, made: Shape) -> list[Product]:
 
 def _recurrent(layer: Any, given: Shapes, made: Shape) -> list[Product]:
     batch, steps = given[0][:2]
-    found = []
+    products = []
     for cell in getattr(layer.cell, "cells", [layer.cell]):
         # Not of a convolution's cell, nor of one of the user's own making.
         for name, count in (("kernel", 1), ("recurrent_kernel", steps)):
             kernel = getattr(cell, name, None)
             if kernel is not None and len(kernel.shape) == 2:
                 k, n = kernel.shape
-                found.append(Product(batch * steps // count, k, n, count))
-    return found
+                products.append(Product(batch * steps // count, k, n, count))
+    return products
 
 
 def _attention(layer: Any, given: Shapes, made: Shape) -> list[Product]:
@@ -395,8 +395,8 @@ def _attention(layer: Any, given: Shapes, made: Shape) -> list[Product]:
     axes, width = host.attention_sizes(layer)
     # Keys are the queries' own where none are given.
     queries, keys = (
-        math.prod(one[axis] for axis in axes or inner)
-        for one in (given * 2)[:2]
+        math.prod(shape[axis] for axis in axes or inner)
+        for shape in (given * 2)[:2]
     )
     batch = math.prod(given[0][:-1]) // queries
     heads = getattr(layer, "num_heads", None) or layer.num_query_heads

@@ -83,39 +83,42 @@ def compile_for(  # noqa: PLR0913
     _arguments.model(model)
     rows = _arguments.count("batch_size", batch_size, example=32)
     count = _arguments.count("devices", devices)
-    found = targets.find(target)
+    accelerator = targets.find(target)
     if rows % count:
         raise ValueError(
             "`batch_size` must be a multiple of `devices`, which share it. "
             f"Received: batch_size={rows}, devices={count}."
         )
-    wanted = [_resolved(each, found) for each in _listed("policy", policy)]
+    wanted = [
+        _resolved(one_policy, accelerator)
+        for one_policy in _listed("policy", policy)
+    ]
     given = _listed("optimizer", optimizer)
     _listed("loss", loss)
-    for each in wanted:
-        _check_policy(each, model, found)
+    for one_policy in wanted:
+        _check_policy(one_policy, model, accelerator)
     if not model.built:
         raise ValueError(
             "`model` must be built: its weights have no shapes yet. Received: "
             f"model={model!r}. Call it once on a batch, or begin it with "
             "keras.Input(shape)."
         )
-    places = compilers.devices(found, count)
+    places = compilers.devices(accelerator, count)
     made = {}
-    for each, one in itertools.product(wanted, given):
-        twin = _compilable(model, each, one, loss)
-        name = title = _name(each, twin)
+    for one_policy, one_optimizer in itertools.product(wanted, given):
+        twin = _compilable(model, one_policy, one_optimizer, loss)
+        name = title = _name(one_policy, twin)
         if len(given) > 1:
-            title += f", {_optimizer_name(one, model)}"
+            title += f", {_optimizer_name(one_optimizer, model)}"
         if title in made:
             raise ValueError(
                 "What is compared must differ in policy or in the classes of "
                 f"optimizers. Received: {title!r} twice. Compile for one of "
                 "them at a time."
             )
-        with _progress.shown(f"Compiling {title} for {found.name}"):
+        with _progress.shown(f"Compiling {title} for {accelerator.name}"):
             compiled = lowering.compile_training_step(twin, rows, places)
-        made[title] = record(compiled, twin, found, count, rows, name)
+        made[title] = record(compiled, twin, accelerator, count, rows, name)
     if isinstance(policy, list | tuple) or isinstance(optimizer, list | tuple):
         return compiled_step.CompiledSteps(made)
     (only,) = made.values()
@@ -141,7 +144,7 @@ def _optimizer_name(given: Any, model: keras.Model) -> str:
     """Returns the classes of an optimizer and of what is in it."""
     given = given or getattr(model, "optimizer", None) or "adam"
     chain = optimizers.chain(keras.optimizers.get(given))
-    names = [type(each).__name__ for each in chain]
+    names = [type(optimizer).__name__ for optimizer in chain]
     return "(".join(names) + ")" * (len(names) - 1)
 
 
@@ -240,7 +243,7 @@ def record(
     """Reads what a model's compiled step says of itself."""
     program = compiled_text.read(compiled.text)
     called = layers.called(model)
-    rows = [_row(each, called, target) for each in program.products]
+    rows = [_row(product, called, target) for product in program.products]
     rows.sort(key=lambda row: -row.flops)
     bounds = {
         "compute": sum(row.flops / _rate(row.dtype, target) for row in rows),
@@ -297,6 +300,6 @@ def _row(
 def _rate(dtype: str, target: targets.Target) -> float:
     # What has no units of its own is computed in float32.
     return min(
-        target.rates.get(one, target.rates["float32"])
-        for one in dtype.split("/")
+        target.rates.get(name, target.rates["float32"])
+        for name in dtype.split("/")
     )

@@ -187,7 +187,7 @@ class CompiledStep(_tables.Printed):
         if (more := len(self.rows) - most) > 0:
             notes.append(f"and {more} smaller ones: see `rows`")
         if self.float32_layers and self.share_16bit:
-            names = ", ".join(one or "-" for one in self.float32_layers)
+            names = ", ".join(path or "-" for path in self.float32_layers)
             notes.append(f"products in float32: {names}")
         if self.open_loops:
             notes.append(
@@ -259,7 +259,9 @@ class CompiledSteps(_tables.Printed, Mapping[str, CompiledStep]):
 def _summary(steps: Mapping[str, CompiledStep], *notes: str) -> _tables.Table:
     """Returns what is counted in each of some steps."""
     figures = [_figures(step) for step in steps.values()]
-    rows = [(name, *(each[name] for each in figures)) for name in figures[0]]
+    rows = [
+        (name, *(column[name] for column in figures)) for name in figures[0]
+    ]
     return _tables.Table(("", *steps), rows, notes=notes)
 
 

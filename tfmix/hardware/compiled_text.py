@@ -41,25 +41,32 @@ def read(text: str) -> Program:
     times = hlo_text.times(entry, computations)
     steps = hlo_text.stepwise(entry, computations)
     run = [
-        (each, computations[name], times[name])
+        (instruction, computations[name], times[name])
         for name in steps
-        for each in computations[name].values()
+        for instruction in computations[name].values()
     ]
     given = [(x, n) for x, _, n in run if x.operation in hlo_traffic.EXCHANGES]
     return Program(
-        kernels=sum(n for each, _, n in run if hlo_traffic.is_kernel(each)),
-        copies=sum(n for each, _, n in run if hlo_traffic.is_copy(each)),
+        kernels=sum(
+            n for instruction, _, n in run if hlo_traffic.is_kernel(instruction)
+        ),
+        copies=sum(
+            n for instruction, _, n in run if hlo_traffic.is_copy(instruction)
+        ),
         conditionals=sum(n for x, _, n in run if x.operation == "conditional"),
         exchanges=sum(n for _, n in given),
-        exchanged=sum(n * hlo_traffic.given_bytes(each) for each, n in given),
+        exchanged=sum(
+            n * hlo_traffic.given_bytes(instruction) for instruction, n in given
+        ),
         bytes=sum(
-            n * hlo_traffic.moved(each, among, computations)
-            for each, among, n in run
-            if hlo_traffic.is_kernel(each) or hlo_traffic.is_transfer(each)
+            n * hlo_traffic.moved(instruction, among, computations)
+            for instruction, among, n in run
+            if hlo_traffic.is_kernel(instruction)
+            or hlo_traffic.is_transfer(instruction)
         ),
         products=tuple(hlo_products.products(computations, times)),
         open_loops=sum(
-            hlo_text.rounds(each, among, computations) is None
-            for each, among, _ in run
+            hlo_text.rounds(instruction, among, computations) is None
+            for instruction, among, _ in run
         ),
     )

@@ -78,7 +78,9 @@ class Compiled:
 
 def missing(target: targets.Target) -> list[str]:
     """Names the modules that the target's compiler needs and that lack."""
-    return [one for one in _NEEDED[target.kind][1] if not _is_there(one)]
+    return [
+        module for module in _NEEDED[target.kind][1] if not _is_there(module)
+    ]
 
 
 def devices(target: targets.Target, count: int) -> list[Any]:

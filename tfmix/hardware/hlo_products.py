@@ -34,41 +34,44 @@ def products(
 ) -> Iterator[Product]:
     """Yields the products of all computations, with all rounds of a loop."""
     callers = {
-        name: each
+        name: instruction
         for among in computations.values()
-        for each in among.values()
-        if each.operation == "fusion"
-        for name in each.called
+        for instruction in among.values()
+        if instruction.operation == "fusion"
+        for name in instruction.called
     }
     for name, among in computations.items():
-        for each in among.values():
-            for mark in (each.operation, *hlo_text.targets_of(each)):
+        for instruction in among.values():
+            for mark in (
+                instruction.operation,
+                *hlo_text.targets_of(instruction),
+            ):
                 if measure := _MEASURES.get(mark):
-                    kernel = _kernel(each, callers.get(name))
-                    made = _product(each, among, measure, kernel)
+                    kernel = _kernel(instruction, callers.get(name))
+                    made = _product(instruction, among, measure, kernel)
                     flops = made.flops * times.get(name, 1)
                     yield dataclasses.replace(made, flops=flops)
 
 
 def _product(
-    each: hlo_text.Instruction,
+    instruction: hlo_text.Instruction,
     among: dict[str, hlo_text.Instruction],
     measure: "_Measure",
     kernel: str,
 ) -> Product:
-    kinds = [among[name].result for name in each.operands[:2]]
+    kinds = [among[name].result for name in instruction.operands[:2]]
     shape, count, flops = measure(
-        each, [hlo_text.shape_of(kind) for kind in kinds]
+        instruction, [hlo_text.shape_of(kind) for kind in kinds]
     )
     dtypes = "/".join(sorted({hlo_text.dtype_of(kind) for kind in kinds}))
-    return Product(each.label, shape, count, dtypes, kernel, flops)
+    return Product(instruction.label, shape, count, dtypes, kernel, flops)
 
 
 def _kernel(
-    each: hlo_text.Instruction, caller: hlo_text.Instruction | None
+    instruction: hlo_text.Instruction, caller: hlo_text.Instruction | None
 ) -> str:
     """Names what computes a product."""
-    for target in hlo_text.targets_of(each):
+    for target in hlo_text.targets_of(instruction):
         return LIBRARIES[target]
     text = caller.rest if caller else ""
     if "__triton" in text:
@@ -81,9 +84,11 @@ _Measured = tuple[tuple[int, int, int], int, int]
 _Measure = Callable[[hlo_text.Instruction, list[list[int]]], _Measured]
 
 
-def _dot(each: hlo_text.Instruction, shapes: list[list[int]]) -> _Measured:
+def _dot(
+    instruction: hlo_text.Instruction, shapes: list[list[int]]
+) -> _Measured:
     summed, batch = (
-        [shapes[0][axis] for axis in _axes(each, f"lhs_{name}")]
+        [shapes[0][axis] for axis in _axes(instruction, f"lhs_{name}")]
         for name in ("contracting", "batch")
     )
     k, count = math.prod(summed), math.prod(batch)
@@ -91,54 +96,56 @@ def _dot(each: hlo_text.Instruction, shapes: list[list[int]]) -> _Measured:
     return (left, k, right), count, 2 * left * k * right * count
 
 
-def _axes(each: hlo_text.Instruction, name: str) -> list[int]:
+def _axes(instruction: hlo_text.Instruction, name: str) -> list[int]:
     match = re.search(
-        rf'{name}_(?:dims=\{{|dimensions":\[)([\d",]*)[\]}}]', each.rest
+        rf'{name}_(?:dims=\{{|dimensions":\[)([\d",]*)[\]}}]', instruction.rest
     )
     return [int(axis) for axis in re.findall(r"\d+", match[1])] if match else []
 
 
 def _convolution(
-    each: hlo_text.Instruction, shapes: list[list[int]]
+    instruction: hlo_text.Instruction, shapes: list[list[int]]
 ) -> _Measured:
     given, kernel = shapes
-    return _convolved(each, given, kernel, hlo_text.shape_of(each.result))
+    return _convolved(
+        instruction, given, kernel, hlo_text.shape_of(instruction.result)
+    )
 
 
 def _data_gradient(
-    each: hlo_text.Instruction, shapes: list[list[int]]
+    instruction: hlo_text.Instruction, shapes: list[list[int]]
 ) -> _Measured:
     made, kernel = shapes
-    given = hlo_text.shape_of(each.result)
-    (m, k, n), count, flops = _convolved(each, given, kernel, made)
+    given = hlo_text.shape_of(instruction.result)
+    (m, k, n), count, flops = _convolved(instruction, given, kernel, made)
     return (m, n, k), count, flops
 
 
 def _filter_gradient(
-    each: hlo_text.Instruction, shapes: list[list[int]]
+    instruction: hlo_text.Instruction, shapes: list[list[int]]
 ) -> _Measured:
     given, made = shapes
-    kernel = hlo_text.shape_of(each.result)
-    (m, k, n), count, flops = _convolved(each, given, kernel, made)
+    kernel = hlo_text.shape_of(instruction.result)
+    (m, k, n), count, flops = _convolved(instruction, given, kernel, made)
     return (k, m, n), count, flops
 
 
 def _convolved(
-    each: hlo_text.Instruction,
+    instruction: hlo_text.Instruction,
     given: list[int],
     kernel: list[int],
     made: list[int],
 ) -> _Measured:
     """Measures a convolution: positions, what is summed at each, filters."""
-    labels = re.findall(r"dim_labels=(\w+)_(\w+)->(\w+)", each.rest)[0]
+    labels = re.findall(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)[0]
     by_label = [
         dict(zip(names, shape, strict=False))
         for names, shape in zip(labels, (given, kernel, made), strict=True)
     ]
-    groups = re.search(r"feature_group_count=(\d+)", each.rest)
+    groups = re.search(r"feature_group_count=(\d+)", instruction.rest)
     count = int(groups[1]) if groups else 1
     positions = taps = hits = 1
-    for axis, window in enumerate(_windows(each)):
+    for axis, window in enumerate(_windows(instruction)):
         into, over, out = (sizes[str(axis)] for sizes in by_label)
         hit = _hits(into, over, out, window)
         positions, hits = positions * out, hits * hit
@@ -151,10 +158,12 @@ def _convolved(
     return shape, count, 2 * rows * hits * features * filters
 
 
-def _windows(each: hlo_text.Instruction) -> list[dict[str, int]]:
+def _windows(instruction: hlo_text.Instruction) -> list[dict[str, int]]:
     """Returns how a convolution moves along each of its axes."""
-    found = re.search(r"window=\{([^}]*)\}", each.rest)
-    fields = dict(one.split("=") for one in found[1].split()) if found else {}
+    match = re.search(r"window=\{([^}]*)\}", instruction.rest)
+    fields = (
+        dict(field.split("=") for field in match[1].split()) if match else {}
+    )
     split = {name: text.split("x") for name, text in fields.items()}
     axes = []
     for axis in range(len(split.get("size", []))):
@@ -178,8 +187,8 @@ def _hits(given: int, over: int, made: int, window: dict[str, int]) -> int:
             continue
         reached = range(first, first + made * stride, stride)
         hits += sum(
-            0 <= each <= (given - 1) * spread and not each % spread
-            for each in reached
+            0 <= place <= (given - 1) * spread and not place % spread
+            for place in reached
         )
     return hits
 

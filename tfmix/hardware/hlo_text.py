@@ -46,11 +46,11 @@ class Instruction:
     @property
     def called(self) -> list[str]:
         """The names of computations that it runs."""
-        found = _CALLED.findall(self.rest)
+        calls = _CALLED.findall(self.rest)
         return [
             name.strip().lstrip("%")
-            for one, many in found
-            for name in ([one] if one else many.split(","))
+            for single, many in calls
+            for name in ([single] if single else many.split(","))
         ]
 
     @property
@@ -85,98 +85,104 @@ def _bits(dtype: str) -> int:
 
 def parse(text: str) -> tuple[Computations, str]:
     """Returns the computations of a program, and the first one's name."""
-    found: Computations = {}
+    computations: Computations = {}
     entry = name = ""
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
             name = head[2]
-            found[name] = {}
+            computations[name] = {}
             entry = name if head[1] else entry
         elif name and (match := _INSTRUCTION.match(line)):
-            found[name][match[1]] = Instruction(*match.groups())
-    return found, entry
+            computations[name][match[1]] = Instruction(*match.groups())
+    return computations, entry
 
 
 def stepwise(name: str, computations: Computations) -> list[str]:
     """Returns a computation and what it runs step by step, each once."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     waiting = [name]
     while waiting:
-        found[name := waiting.pop()] = None
-        for each in computations[name].values():
-            if each.operation in _STEPWISE:
-                waiting += [one for one in each.called if one not in found]
-    return list(found)
+        names[name := waiting.pop()] = None
+        for instruction in computations[name].values():
+            if instruction.operation in _STEPWISE:
+                waiting += [
+                    callee
+                    for callee in instruction.called
+                    if callee not in names
+                ]
+    return list(names)
 
 
 def times(name: str, computations: Computations) -> dict[str, int]:
     """Returns how often each computation runs that one of them leads to."""
-    found = {name: 1}
+    counts = {name: 1}
     waiting = [name]
     while waiting:
         among = computations.get(name := waiting.pop(), {})
-        for each in among.values():
-            count = rounds(each, among, computations) or 1
-            for one in each.called:
-                if one not in found:
-                    found[one] = found[name] * count
-                    waiting.append(one)
-    return found
+        for instruction in among.values():
+            count = rounds(instruction, among, computations) or 1
+            for callee in instruction.called:
+                if callee not in counts:
+                    counts[callee] = counts[name] * count
+                    waiting.append(callee)
+    return counts
 
 
 def rounds(
-    each: Instruction,
+    loop: Instruction,
     among: dict[str, Instruction],
     computations: Computations,
 ) -> int | None:
     """Returns how often a loop's body runs, if it can be told; else `None`."""
-    if each.operation != "while":
+    if loop.operation != "while":
         return 1
-    if known := re.search(r'known_trip_count":{"n":"(\d+)"', each.rest):
+    if known := re.search(r'known_trip_count":{"n":"(\d+)"', loop.rest):
         return int(known[1])
     # Frameworks count up from 0, to a number that the condition holds or that
     # goes into the loop: a constant, or where another loop's count ended.
-    (name,) = re.findall(r"condition=%([\w.\-]+)", each.rest)
+    (name,) = re.findall(r"condition=%([\w.\-]+)", loop.rest)
     condition = list(computations[name].values())
-    inner = [one for x in condition for one in x.called]
-    condition += [x for one in inner for x in computations[one].values()]
-    found = [_number(one) for one in condition]
-    init = among[each.operands[0]]
+    inner = [callee for x in condition for callee in x.called]
+    condition += [x for callee in inner for x in computations[callee].values()]
+    limits = [_number(instruction) for instruction in condition]
+    init = among[loop.operands[0]]
     start = init.operands if init.operation == "tuple" else []
-    for one in condition:
-        place = re.search(r"index=(\d+)", one.rest)
-        if one.operation == "get-tuple-element" and place and start:
+    for instruction in condition:
+        place = re.search(r"index=(\d+)", instruction.rest)
+        if instruction.operation == "get-tuple-element" and place and start:
             given = among[start[int(place[1])]]
-            found.append(_number(given))
+            limits.append(_number(given))
             if given.operation == "get-tuple-element":
                 given = among[given.operands[0]]
                 if given.operation == "while":
-                    found.append(rounds(given, among, computations))
-    return max(filter(None, found), default=None)
+                    limits.append(rounds(given, among, computations))
+    return max(filter(None, limits), default=None)
 
 
-def _number(each: Instruction) -> int | None:
-    if each.operation != "constant" or not each.result.startswith("s32[]"):
+def _number(instruction: Instruction) -> int | None:
+    if instruction.operation != "constant" or not instruction.result.startswith(
+        "s32[]"
+    ):
         return None
-    number = int(each.rest.partition(")")[0])
+    number = int(instruction.rest.partition(")")[0])
     return number if number < _NO_LIMIT else None
 
 
-def targets_of(each: Instruction) -> list[str]:
+def targets_of(instruction: Instruction) -> list[str]:
     """Returns what a custom call calls; nothing of others."""
-    return re.findall(r'custom_call_target="([^"]*)"', each.rest)
+    return re.findall(r'custom_call_target="([^"]*)"', instruction.rest)
 
 
 def shape_of(kind: str) -> list[int]:
     """Returns the shape of a type, of a tuple's first."""
-    found = _ARRAY.search(kind)
-    return [int(one) for one in found[2].split(",") if one] if found else []
+    match = _ARRAY.search(kind)
+    return [int(side) for side in match[2].split(",") if side] if match else []
 
 
 def dtype_of(kind: str) -> str:
     """Returns the dtype of a type, `"float16"` for `"f16[8,64]"`."""
-    found = _ARRAY.search(kind)
-    name = found[1] if found else ""
+    match = _ARRAY.search(kind)
+    name = match[1] if match else ""
     for start, dtype in _NAMES.items():
         if name.startswith(start):
             return dtype if start not in "su" else dtype + name[1:]

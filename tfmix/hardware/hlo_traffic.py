@@ -37,49 +37,60 @@ _WRITE_PART = {"dynamic-update-slice": 1, "scatter": 2}
 _RESULT = -1
 
 
-def is_kernel(each: hlo_text.Instruction) -> bool:
+def is_kernel(instruction: hlo_text.Instruction) -> bool:
     """Says whether an instruction is a launch that computes something."""
-    if each.operation == "fusion":
+    if instruction.operation == "fusion":
         return True
-    if each.operation == "custom-call":
-        return not any(name in each.rest for name in _NO_WORK)
-    if each.operation in _FREE | EXCHANGES or each.operation.endswith(_PARTS):
+    if instruction.operation == "custom-call":
+        return not any(name in instruction.rest for name in _NO_WORK)
+    if (
+        instruction.operation in _FREE | EXCHANGES
+        or instruction.operation.endswith(_PARTS)
+    ):
         return False
     # A TPU's scalars are the business of its control unit.
-    return "[]" not in each.result
+    return "[]" not in instruction.result
 
 
-def is_copy(each: hlo_text.Instruction) -> bool:
+def is_copy(instruction: hlo_text.Instruction) -> bool:
     """Says whether an instruction copies in the device's memory."""
     # What a TPU fetches into its own memory ahead of time is no copy.
-    return each.operation in ("copy", "copy-start") and "S(" not in each.result
+    return (
+        instruction.operation in ("copy", "copy-start")
+        and "S(" not in instruction.result
+    )
 
 
-def is_transfer(each: hlo_text.Instruction) -> bool:
+def is_transfer(instruction: hlo_text.Instruction) -> bool:
     """Says whether an instruction only moves numbers."""
     known = ("copy", "copy-start", "slice-start", "dynamic-slice-start")
-    return each.operation in known
+    return instruction.operation in known
 
 
 def moved(
-    each: hlo_text.Instruction,
+    instruction: hlo_text.Instruction,
     among: dict[str, hlo_text.Instruction],
     computations: hlo_text.Computations,
 ) -> int:
     """Counts the bytes of the device's memory that an instruction moves."""
-    if each.operation.endswith("-start"):
+    if instruction.operation.endswith("-start"):
         # Into a TPU's own memory or out of it; else from and to.
-        return _inside(each.result) or hlo_text.size(each.result)
-    body = computations[each.called[0]] if each.operation == "fusion" else {}
+        return _inside(instruction.result) or hlo_text.size(instruction.result)
+    body = (
+        computations[instruction.called[0]]
+        if instruction.operation == "fusion"
+        else {}
+    )
     parts = _needed_in_part(body)
     read = [
         min(_outside(among[name].result), parts.get(place, math.inf))
-        for place, name in enumerate(each.operands)
+        for place, name in enumerate(instruction.operands)
         if name in among
     ]
-    made = each.result
+    made = instruction.result
     if any(
-        target in hlo_products.LIBRARIES for target in hlo_text.targets_of(each)
+        target in hlo_products.LIBRARIES
+        for target in hlo_text.targets_of(instruction)
     ):
         # The rest is a library's room to work in.
         made = _PLACED.findall(made)[0]
@@ -89,18 +100,18 @@ def moved(
 
 def _needed_in_part(body: dict[str, hlo_text.Instruction]) -> dict[int, int]:
     """Returns, by place, the bytes of operands that a fusion needs in part."""
-    found = {}
-    for name, each in body.items():
-        if each.operation == "parameter":
+    parts = {}
+    for name, instruction in body.items():
+        if instruction.operation == "parameter":
             uses = [use for use in body.values() if name in use.operands]
             sizes = [_part(use, name, body) for use in uses]
             if None not in sizes:
-                place = int(each.rest.partition(")")[0])
-                found[place] = sum(filter(None, sizes))
+                place = int(instruction.rest.partition(")")[0])
+                parts[place] = sum(filter(None, sizes))
     for last in [*body.values()][-1:]:
         if last.operation in _WRITE_PART:
-            found[_RESULT] = _part(last, last.operands[0], body) or 0
-    return found
+            parts[_RESULT] = _part(last, last.operands[0], body) or 0
+    return parts
 
 
 def _part(
@@ -120,7 +131,9 @@ def _part(
 
 def _inside(kind: str) -> int:
     return sum(
-        hlo_text.size(one) for one in _PLACED.findall(kind) if _INSIDE in one
+        hlo_text.size(array)
+        for array in _PLACED.findall(kind)
+        if _INSIDE in array
     )
 
 
@@ -128,10 +141,10 @@ def _outside(kind: str) -> int:
     return hlo_text.size(kind) - _inside(kind)
 
 
-def given_bytes(each: hlo_text.Instruction) -> int:
+def given_bytes(exchange: hlo_text.Instruction) -> int:
     """Returns the bytes that an exchange takes from each device."""
     # One that is begun here returns what it was given, too.
-    begun = each.operation.endswith("-start") and each.operation not in (
-        "all-reduce-start",
-    )
-    return hlo_text.size(each.result) // (2 if begun else 1)
+    begun = exchange.operation.endswith(
+        "-start"
+    ) and exchange.operation not in ("all-reduce-start",)
+    return hlo_text.size(exchange.result) // (2 if begun else 1)

@@ -56,8 +56,8 @@ def _compiled(
 def layer_of(label: str) -> int | None:
     """Returns which of `called` layers a product is from, by its label."""
     # A framework's own name scopes count layers of one name in their way.
-    found = re.findall(rf"{_MARK}(\d+)", label)
-    return int(found[-1]) if found else None
+    indices = re.findall(rf"{_MARK}(\d+)", label)
+    return int(indices[-1]) if indices else None
 
 
 def _marked(layers: list, index: int, original: Callable) -> Callable:
@@ -95,10 +95,10 @@ def _by_jax(
     everywhere = jax.sharding.PartitionSpec()
     rows = jax.sharding.PartitionSpec("batch")
 
-    def described(one: Any, spec: Any) -> Any:
+    def described(leaf: Any, spec: Any) -> Any:
         placed = jax.sharding.NamedSharding(mesh, spec)
-        dtype = jax.dtypes.canonicalize_dtype(one.dtype)
-        return jax.ShapeDtypeStruct(one.shape, dtype, sharding=placed)
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=placed)
 
     state = tuple(
         [described(variable, everywhere) for variable in variables]
@@ -109,7 +109,7 @@ def _by_jax(
             model.metrics_variables,
         )
     )
-    batch = tree.map_structure(lambda one: described(one, rows), data)
+    batch = tree.map_structure(lambda leaf: described(leaf, rows), data)
     step = jax.jit(model.train_step, donate_argnums=0)
     return compilers.compile_jax(step.lower(state, batch))
 
@@ -127,7 +127,9 @@ def _by_tensorflow(
             "or set KERAS_BACKEND=jax."
         )
     # TensorFlow compiles for descriptions of tensors, but for no nest of them.
-    leaves = [tf.TensorSpec(one.shape, one.dtype) for one in tree.flatten(data)]
+    leaves = [
+        tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in tree.flatten(data)
+    ]
 
     @tf.function(jit_compile=True, autograph=False)
     def step(*batch: Any) -> Any:

@@ -36,30 +36,30 @@ def inputs(
         )
     if x is not None:
         x, _ = next(batches.split(x, None))
-        found = [tree.map_structure(_symbol, x)]
+        symbols = [tree.map_structure(_symbol, x)]
     else:
-        found = host.symbolic_arguments(model) if model.built else []
+        symbols = host.symbolic_arguments(model) if model.built else []
         if input_shape is not None:
-            found = _of_shape(found, input_shape)
-    if not found:
+            symbols = _of_shape(symbols, input_shape)
+    if not symbols:
         raise ValueError(
             "The model's input shapes are not known. Received: "
             f"model={model!r}. Call it once on a batch; `tfmix.advise` also "
             "takes `x`, a batch of inputs, or `input_shape`, that of one row."
         )
-    found = tree.map_structure(lambda one: _fixed(one, batch_size), found)
+    symbols = tree.map_structure(lambda leaf: _fixed(leaf, batch_size), symbols)
     if x is not None or not model.built or host.knows_input_dtypes(model):
-        return found
-    return _of_dtypes_that_work(model, found)
+        return symbols
+    return _of_dtypes_that_work(model, symbols)
 
 
-def _of_dtypes_that_work(model: keras.Model, found: list) -> list:
+def _of_dtypes_that_work(model: keras.Model, untyped: list) -> list:
     """Gives inputs of which only shapes are known dtypes a model takes."""
-    shapes = [one.shape for one in tree.flatten(found)]
+    shapes = [leaf.shape for leaf in tree.flatten(untyped)]
     choices = itertools.product(("float32", "int32"), repeat=len(shapes))
     for dtypes in itertools.islice(choices, _MOST_TRIED):
         leaves = map(keras.KerasTensor, shapes, dtypes)
-        symbols = tree.pack_sequence_as(found, list(leaves))
+        symbols = tree.pack_sequence_as(untyped, list(leaves))
         try:
             host.run_on_shapes(model, symbols)
         except Exception as error:
@@ -115,11 +115,11 @@ def targets(model: keras.Model, outputs: Any) -> Any:
     losses = host.losses(model, outputs)
     if not losses:
         return None
-    found = [
+    symbols = [
         _target(losses.get(tuple(path)), output)
         for path, output in tree.flatten_with_path(outputs)
     ]
-    return tree.pack_sequence_as(outputs, found)
+    return tree.pack_sequence_as(outputs, symbols)
 
 
 def _target(loss: Any, output: Any) -> keras.KerasTensor:

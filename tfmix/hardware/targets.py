@@ -46,22 +46,24 @@ class Targets(tuple[Target, ...], _tables.Printed):
 
     def tables(self) -> list[_tables.Table]:
         """Returns what to print: rates in 10^12 operations a second."""
-        known = dict.fromkeys(dtype for one in self for dtype in one.rates)
+        known = dict.fromkeys(
+            dtype for target in self for dtype in target.rates
+        )
         dtypes = sorted(known, key="int8".__eq__)
         rows = [
             (
-                one.name,
-                one.title.removeprefix("NVIDIA "),
-                f"{one.memory / _GIB:.0f}",
-                f"{one.bandwidth / _TERA:.2f}",
+                target.name,
+                target.title.removeprefix("NVIDIA "),
+                f"{target.memory / _GIB:.0f}",
+                f"{target.bandwidth / _TERA:.2f}",
                 *(
-                    f"{one.rates[dtype] / _TERA:.0f}"
-                    if dtype in one.rates
+                    f"{target.rates[dtype] / _TERA:.0f}"
+                    if dtype in target.rates
                     else "-"
                     for dtype in dtypes
                 ),
             )
-            for one in self
+            for target in self
         ]
         heads = ("target", "name", "GiB", "TB/s")
         return [
@@ -104,17 +106,17 @@ def find(name: str) -> Target:
     words = _words(name)
     # Of the same chip with other memory, or on a card, other figures hold.
     near = [x for x in _TARGETS.values() if x.name.split("-")[0] in words]
-    found = [one for one in near if words <= _words(one.title)]
-    if len(found) > 1:
-        found = [one for one in found if one.name in words]
-    if not found:
+    matches = [target for target in near if words <= _words(target.title)]
+    if len(matches) > 1:
+        matches = [target for target in matches if target.name in words]
+    if not matches:
         said = near[0].name if near else "-".join(sorted(words, reverse=True))
         hint = _arguments.did_you_mean(said, list(_TARGETS))
         raise ValueError(
             f"`target` must be one of {sorted(_TARGETS)!r}. Received: "
             f"target={name!r}.{hint}"
         )
-    return found[0]
+    return matches[0]
 
 
 # What drivers add to the names of chips, as in "NVIDIA H100 80GB HBM3".
@@ -215,8 +217,8 @@ def _tpu(
 
 
 def _by_dtype(rates: Mapping[str, float]) -> Mapping[str, float]:
-    found = {dtype: rate * _TERA for dtype, rate in rates.items()}
-    return MappingProxyType(found)
+    per_second = {dtype: rate * _TERA for dtype, rate in rates.items()}
+    return MappingProxyType(per_second)
 
 
 # What all of them have in common, in the words of XLA's description.
@@ -266,8 +268,8 @@ _CHIPS = {
 # bfloat16 on a TPU. int8 on a V100 is what its ordinary units do, four products
 # at a time.
 _TARGETS = {
-    one.name: one
-    for one in (
+    target.name: target
+    for target in (
         _gpu(
             "v100",
             (7, 0),

@@ -106,8 +106,8 @@ def by_way(model: Any, outputs: int) -> dict[str, Memory]:
     trainable = _elements(model.trainable_variables)
     weights = trainable + _elements(model.non_trainable_variables)
     slots = _slots(model, trainable)
-    each = round(slots / trainable) if trainable else 0
-    coded = each * sum(map(_coded_bytes, model.trainable_variables))
+    slots_per_weight = round(slots / trainable) if trainable else 0
+    coded = slots_per_weight * sum(map(_coded_bytes, model.trainable_variables))
     return {
         name: Memory(
             weights * _BYTES[way.weights],
@@ -118,7 +118,7 @@ def by_way(model: Any, outputs: int) -> dict[str, Memory]:
         )
         for name, way in _WAYS.items()
         # Without optimizer state there is none to code.
-        if each or not way.is_coded
+        if slots_per_weight or not way.is_coded
     }
 
 
@@ -133,9 +133,9 @@ def held(model: Any, temporaries: int) -> Memory:
     *wrappers, inner = optimizers.chain(model.optimizer)
     masters = [
         variable
-        for each in wrappers
-        if isinstance(each, sixteen_bit_optimizer.SixteenBitOptimizer)
-        for variable in optimizers.own_variables(each)
+        for wrapper in wrappers
+        if isinstance(wrapper, sixteen_bit_optimizer.SixteenBitOptimizer)
+        for variable in optimizers.own_variables(wrapper)
     ]
     slots = {
         id(variable): variable
@@ -153,7 +153,7 @@ def held(model: Any, temporaries: int) -> Memory:
 
 
 def first_that_fits(
-    found: Mapping[str, Memory],
+    memories: Mapping[str, Memory],
     target: targets.Target,
     is_small: bool = False,
 ) -> str:
@@ -164,7 +164,7 @@ def first_that_fits(
     """
     has = f"{target.name} has {target.memory / 2**20:,.0f} MiB"
     auto = target.auto()
-    fits = found["float32"].total <= target.memory
+    fits = memories["float32"].total <= target.memory
     if fits and is_small:
         return (
             f"{has}. float32 fits, and 16 bit would be no faster: the products "
@@ -172,7 +172,7 @@ def first_that_fits(
         )
     if fits:
         return f"{has}. float32 fits; faster is {auto}, which is 'auto' there"
-    for name, memory in found.items():
+    for name, memory in memories.items():
         way = _WAYS[name]
         fits = memory.total <= target.memory
         if fits and f"mixed_{way.activations}" == auto:
