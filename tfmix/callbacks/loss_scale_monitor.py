@@ -303,9 +303,9 @@ class LossScaleMonitor(skip_watch.SkipWatch):
 
 def _opening(model: keras.Model) -> str:
     """Says in one line what a run computes in, and how it scales the loss."""
-    found = computing_layers.layers_that_compute(model)
+    layers = computing_layers.layers_that_compute(model)
     sixteen = [
-        layer for layer in found if layer.compute_dtype in _formats.SIXTEEN_BIT
+        layer for layer in layers if layer.compute_dtype in _formats.SIXTEEN_BIT
     ]
     names = sorted({layer.dtype_policy.name for layer in sixteen})
     optimizer = scaling.scalers(model)[0]
@@ -314,7 +314,7 @@ def _opening(model: keras.Model) -> str:
     size = f"2^{power - 1}" if fraction == 0.5 else f"{scale:g}"
     said = _RULES.get(type(rule), type(rule).__name__ + " {}").format(size)
     policy = " and ".join(names) or _formats.FLOAT32.name
-    return f"{policy}: {len(sixteen)} of {len(found)} layers in 16 bit; {said}"
+    return f"{policy}: {len(sixteen)} of {len(layers)} layers in 16 bit; {said}"
 
 
 # What the line at the start of a run says of a rule.

@@ -143,14 +143,14 @@ class NumericsMonitor(keras.callbacks.Callback):
         elif forward := self._reader.forward(sample):
             layer, verdict = forward
             self._add(layer, verdicts.FORWARD, verdict)
-        elif found := self._reader.overflow(sample):
+        elif overflowing := self._reader.overflow(sample):
             lowest = self._lowest_scale()
             if sample.scale > lowest:
                 # At a higher scale it is part of the search for one.
                 again = self._sampler(state, batch, lowest)
-                found = self._reader.overflow(again)
-            if found:
-                self._add(found, verdicts.BACKWARD, verdicts.OVERFLOW)
+                overflowing = self._reader.overflow(again)
+            if overflowing:
+                self._add(overflowing, verdicts.BACKWARD, verdicts.OVERFLOW)
         else:
             self._add_underflow(sample, state, batch)
         if self._products is None:
@@ -158,9 +158,9 @@ class NumericsMonitor(keras.callbacks.Callback):
             chosen = chosen_layers.chosen(self._model_of)
             self._products = sampler.ProductSampler(self._model_of, chosen)
         self.products = self._products(state, batch)
-        for one in self.products[:1]:
-            if not one.is_fine:
-                self._add(one.layer, f"float8 {one.product}", one.verdict)
+        for worst in self.products[:1]:
+            if not worst.is_fine:
+                self._add(worst.layer, f"float8 {worst.product}", worst.verdict)
 
     def _add_underflow(
         self, sample: sampler.Sample, state: Any, batch: Any
@@ -326,7 +326,7 @@ class Reader:
                 faults.setdefault(target.name, verdict)
                 cleared.update(target.inside)
         severe = (verdicts.OVERFLOW, verdicts.NOT_FINITE)
-        hard = [one for one in faults.items() if one[1] in severe]
+        hard = [fault for fault in faults.items() if fault[1] in severe]
         if faults:
             return (hard or list(faults.items()))[0]
         for call, row in zip(sample.calls, sample.forward, strict=True):

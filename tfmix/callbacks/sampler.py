@@ -127,22 +127,22 @@ class Sampler:
     def __init__(
         self,
         model: keras.Model,
-        found: Sequence[probe.Target],
+        targets: Sequence[probe.Target],
         limits: _formats.Format,
         planned: planned_policies.Plan | None = None,
     ) -> None:
-        self._model, self._found, self._limits = model, found, limits
+        self._model, self._found, self._limits = model, targets, limits
         # Under such dtypes, layers are not compared with float32.
         self._planned = planned
         self._reference = planned_policies.reference(model)
-        self._room = _CALLS_PER_LAYER * len(found) + 1
+        self._room = _CALLS_PER_LAYER * len(targets) + 1
         self._trace = _Trace()
         self._compiled = _compiled(model, self._step)
 
     def __call__(self, state: Any, data: Any, scale: float = 0.0) -> Sample:
         """Measures one step; a scale of 0 stands for the optimizer's."""
         values = self._compiled(state, data, ops.convert_to_tensor(scale))
-        arrays = [np.asarray(ops.convert_to_numpy(one)) for one in values]
+        arrays = [np.asarray(ops.convert_to_numpy(value)) for value in values]
         forward, backward, weights, gradients, used, scaled = arrays
         trace, room = self._trace, self._room
         return Sample(
@@ -262,7 +262,9 @@ class Sampler:
     def _table(self, tensors: Sequence[Any]) -> Any:
         if not tensors:
             return ops.zeros((0, _WIDTH))
-        return ops.stack([ranges.vector(one, self._limits) for one in tensors])
+        return ops.stack(
+            [ranges.vector(tensor, self._limits) for tensor in tensors]
+        )
 
 
 class ProductSampler:
@@ -310,7 +312,7 @@ def _compiled(model: keras.Model, step: Any) -> Any:
 def _values(model: keras.Model, state: Any) -> tuple[list[Any], list[Any]]:
     """Returns the trainable weights, and other variables with values."""
     if state is None:
-        return [one.value for one in model.trainable_variables], []
+        return [weight.value for weight in model.trainable_variables], []
     trainable, non_trainable, optimizer, metrics = state
     others = [
         *zip(model.non_trainable_variables, non_trainable, strict=True),
@@ -356,15 +358,15 @@ def unrounded(tensor: Any, operation: Any, limits: _formats.Format) -> Any:
     return ops.where(is_short, exact, moved)
 
 
-def _error(found: Any, exact: Any) -> Any:
+def _error(near: Any, exact: Any) -> Any:
     """Returns the relative error and whether float32 is not finite: `(2,)`."""
-    found = ops.cast(found, "float32")
-    fine, alike = ops.isfinite(exact), ops.isfinite(found)
+    near = ops.cast(near, "float32")
+    fine, alike = ops.isfinite(exact), ops.isfinite(near)
     right = ops.where(fine, exact, 0.0)
     largest = ops.max(ops.abs(right))
     # In units of the largest value: squares of 1e30 leave float32's range.
     unit = ops.where(largest > 0, largest, 1.0)
-    wrong = ops.where(fine & alike, found - right, 0.0) / unit
+    wrong = ops.where(fine & alike, near - right, 0.0) / unit
     size = ops.sum(ops.square(right / unit))
     error = ops.sqrt(ops.sum(ops.square(wrong)) / ops.maximum(size, 1e-30))
     error = ops.where(ops.any(fine & ~alike), np.float32(np.inf), error)

@@ -244,8 +244,8 @@ def _converted(
     before = optimizer_state.optimizer_of(model)
     state_before = optimizer_state.take(model)
     known = [
-        slots_by_variable.remembered(each, model.variables)
-        for each in (before, given)
+        slots_by_variable.remembered(optimizer, model.variables)
+        for optimizer in (before, given)
     ]
     with contextlib.ExitStack() as way_back, contextlib.ExitStack() as failed:
         way_back.callback(layer_changes.forget_compiled, model)
@@ -395,9 +395,9 @@ def prepare(
         level = policies.Policy(level, keep_batchnorm_fp32=keep_batchnorm_fp32)
     accepted = current_policy.accept(level)
     _arguments.model(model)
-    found = keras.optimizers.get(optimizer)
-    report, found = _convert(model, accepted, found)
-    return Prepared(model, found, report)
+    instance = keras.optimizers.get(optimizer)
+    report, instance = _convert(model, accepted, instance)
+    return Prepared(model, instance, report)
 
 
 def _suit_optimizer(

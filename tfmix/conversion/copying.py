@@ -71,8 +71,10 @@ def _check_weights(twin: keras.Model, model: keras.Model) -> None:
     """Keras only warns of some layers that it could not load."""
     # A quantized layer that was loaded has them in another order.
     copies, originals = (
-        collections.Counter(hash(each.tobytes()) for each in one.get_weights())
-        for one in (twin, model)
+        collections.Counter(
+            hash(weight.tobytes()) for weight in owner.get_weights()
+        )
+        for owner in (twin, model)
     )
     if copies != originals:
         raise ValueError("The copy has other weights than the model.")
@@ -112,9 +114,9 @@ def _advice(model: keras.Model) -> str:
     }
     registered = keras.saving.get_registered_name
     unknown = {
-        each
-        for each in own
-        if keras.saving.get_registered_object(registered(each)) is None
+        kind
+        for kind in own
+        if keras.saving.get_registered_object(registered(kind)) is None
     }
     advice = []
     if unknown or not own:
@@ -132,4 +134,4 @@ def _advice(model: keras.Model) -> str:
 
 
 def _names(classes: set[type]) -> str:
-    return ", ".join(sorted(each.__name__ for each in classes))
+    return ", ".join(sorted(kind.__name__ for kind in classes))

@@ -47,9 +47,9 @@ def stand(
     """Notes a conversion as the latest of its layers."""
     token = object()
     for step in steps:
-        found = _standing.setdefault(step.layer, [])
-        found.append(token)
-        way_back.callback(found.remove, token)
+        tokens = _standing.setdefault(step.layer, [])
+        tokens.append(token)
+        way_back.callback(tokens.remove, token)
 
     def check() -> None:
         if any(_standing[step.layer][-1] is not token for step in steps):

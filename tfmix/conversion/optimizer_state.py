@@ -131,7 +131,7 @@ def _places(optimizer: Any, variables: list) -> list[_Place] | None:
             places.append(_Place(key, value, slice(None), ()))
         slots = slots_by_variable.slots(worker)
         known = optimizers.remembered(worker)
-        if slots is None or any(id(each) not in position for each in known):
+        if slots is None or any(id(target) not in position for target in known):
             return None
         pairs = (
             (name, target, slot)

@@ -57,7 +57,7 @@ def heads(model: keras.Layer) -> list[keras.Layer]:
 
 def _makers(tensors: Iterable[keras.KerasTensor]) -> list[keras.Layer]:
     """Lists the layers that results come from, through bare `keras.ops`."""
-    found: list[keras.Layer] = []
+    makers: list[keras.Layer] = []
     seen: set[int] = set()
     waiting = list(tensors)
     while waiting:
@@ -66,13 +66,13 @@ def _makers(tensors: Iterable[keras.KerasTensor]) -> list[keras.Layer]:
             continue
         seen.add(id(operation))
         if isinstance(operation, keras.Layer):
-            found.append(operation)
+            makers.append(operation)
         # Else the user has cast the result to float32 already.
         elif type(operation).__name__ != "Cast" or (
             keras.backend.standardize_dtype(operation.dtype) != "float32"
         ):
             waiting += taken
-    return found
+    return makers
 
 
 def entry(policy: keras.DTypePolicy, layer: keras.Layer) -> keras.DTypePolicy:

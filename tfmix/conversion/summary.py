@@ -87,8 +87,8 @@ def summary(model: keras.Model) -> ModelSummary:
     _arguments.model(model)
     computing = {*map(id, computing_layers.layers_that_compute(model))}
     every = layers.flat_layers(model)
-    found = [layer for layer in every if id(layer) in computing]
-    return ModelSummary(tuple(map(_row, found)), tuple(fallback.notes(model)))
+    listed = [layer for layer in every if id(layer) in computing]
+    return ModelSummary(tuple(map(_row, listed)), tuple(fallback.notes(model)))
 
 
 def _row(layer: keras.Layer) -> LayerDtypes:

@@ -43,7 +43,9 @@ class Batch:
         """
         with self._at(weights) as scope:
             outputs = layers.call_in_training(self.model, self.x)
-            losses = [ops.cast(ops.sum(one), "float32") for one in scope.losses]
+            losses = [
+                ops.cast(ops.sum(loss), "float32") for loss in scope.losses
+            ]
             if self.loss is not None:
                 main = self.loss_of(probe.floats(outputs), outputs)
                 losses.append(ops.cast(main, "float32"))
@@ -60,7 +62,7 @@ class Batch:
 
     def bad_rows(self) -> dict[str, list[int]]:
         """Finds the rows of `x` and `y` that hold NaN or infinity."""
-        found = {}
+        bad_rows = {}
         for name, nest in (("x", self.x), ("y", self.y)):
             bad: set[int] = set()
             for leaf in probe.floats(nest):
@@ -70,8 +72,8 @@ class Batch:
                     of_rows = fine.reshape(len(fine), -1).all(axis=1)
                     bad.update(np.flatnonzero(~of_rows))
             if bad:
-                found[name] = sorted(map(int, bad))
-        return found
+                bad_rows[name] = sorted(map(int, bad))
+        return bad_rows
 
     def without(self, rows: Collection[int]) -> "Batch":
         """Leaves out some rows, if others remain and the model allows it."""
@@ -164,7 +166,7 @@ def _free_rows(model: keras.Model, nest: Any) -> int | None:
     leaves = [leaf for leaf in tree.flatten(nest) if leaf is not None]
     counts = {tuple(np.shape(leaf))[:1] for leaf in leaves}
     inputs = getattr(model, "inputs", None) or ()
-    fixed = any(one.shape[0] is not None for one in inputs)
+    fixed = any(tensor.shape[0] is not None for tensor in inputs)
     if fixed or len(counts) != 1 or counts == {()}:
         return None
     return int(next(iter(counts))[0])

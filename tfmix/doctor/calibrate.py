@@ -112,7 +112,9 @@ def _largest(fits: Callable[[int], bool], highest: int) -> int:
     if fits(highest):
         return highest
     above = range(_LOWEST + 1, highest)
-    fitting = bisect.bisect_left(above, True, key=lambda one: not fits(one))
+    fitting = bisect.bisect_left(
+        above, True, key=lambda exponent: not fits(exponent)
+    )
     return _LOWEST + fitting
 
 

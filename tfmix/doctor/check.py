@@ -150,7 +150,7 @@ def _run(
     bad += _bad_weights(batch.model)
     if bad:
         # Where no row is fine, all that is not finite is so because of them.
-        findings = [found for found in findings if not found.gap.broken]
+        findings = [finding for finding in findings if not finding.gap.broken]
     dtypes = _returned_dtypes(judge, carries)
     narrow = _narrow_layers(batch.model, judge.run.planned)
     idle = () if narrow else (_IDLE, *_why_idle(batch.model))
@@ -177,13 +177,13 @@ def _run(
 
 def _returned_dtypes(judge: runs.Judge, carries: bool) -> dict[str, str]:
     """Returns what each layer handed on in the 16-bit run, by name."""
-    found = {
+    dtypes = {
         judge.targets[index].name: made.outputs[0]
         for (index, _), made in judge.run.signatures.items()
         if made.outputs
     }
     given = {"float32"} if carries else {*judge.run.output_dtypes}
-    return {**found, verdicts.LOSS: ", ".join(given)}
+    return {**dtypes, verdicts.LOSS: ", ".join(given)}
 
 
 def _narrow_layers(
@@ -209,10 +209,10 @@ def _float8(batch: batches.Batch) -> tuple[float8_products.Float8Product, ...]:
     if batch.loss is None or not chosen:
         return ()
     with runs.in_float32(batch.model):
-        found = float8_products.measure(
+        measured = float8_products.measure(
             chosen, lambda: batch.run(batch.weights())[1]
         )
-    return tuple(float8_products.read(*found))
+    return tuple(float8_products.read(*measured))
 
 
 @contextlib.contextmanager
@@ -270,30 +270,34 @@ def _policy(
 
 def _rows(
     findings: list[verdicts.Finding],
-    found: list[probe.Target],
+    targets: list[probe.Target],
     dtypes: Mapping[str, str],
     limits: _formats.Format,
     unscaled: bool,
 ) -> list[verdicts.LayerVerdict]:
-    classes = {target.name: type(target.operation).__name__ for target in found}
+    classes = {
+        target.name: type(target.operation).__name__ for target in targets
+    }
     result = []
-    for one in sorted(findings, key=lambda one: one.rank):
-        gap, name = one.gap, classes.get(one.layer, "Layer")
-        is_float32 = dtypes.get(one.layer) == _formats.FLOAT32.name
-        advice = verdicts.advice(one, name, limits, unscaled, is_float32)
+    for finding in sorted(findings, key=lambda finding: finding.rank):
+        gap, name = finding.gap, classes.get(finding.layer, "Layer")
+        is_float32 = dtypes.get(finding.layer) == _formats.FLOAT32.name
+        advice = verdicts.advice(finding, name, limits, unscaled, is_float32)
         result.append(
             verdicts.LayerVerdict(
-                one.layer,
-                one.phase,
-                one.verdict,
+                finding.layer,
+                finding.phase,
+                finding.verdict,
                 math.inf if gap.broken else gap.relative_error,
                 gap.headroom_bits,
                 advice,
-                float(gap.cosine) if one.phase == verdicts.BACKWARD else None,
-                gap.broken and one.verdict != verdicts.OK,
-                dtypes.get(one.layer, ""),
-                verdicts.bound(one, limits),
-                one.latent and one.verdict != verdicts.OK,
+                float(gap.cosine)
+                if finding.phase == verdicts.BACKWARD
+                else None,
+                gap.broken and finding.verdict != verdicts.OK,
+                dtypes.get(finding.layer, ""),
+                verdicts.bound(finding, limits),
+                finding.latent and finding.verdict != verdicts.OK,
             )
         )
     return result
@@ -314,8 +318,8 @@ def _bad_weights(model: keras.Model) -> list[verdicts.LayerVerdict]:
     """Returns a row for each variable, trained or not, with NaN or infinity."""
     phase, verdict, result = verdicts.WEIGHTS, verdicts.NOT_FINITE, []
     # Inner layers come after outer ones.
-    found = layers.flat_layers(model)
-    owners = {id(v): layer.name for layer in found for v in layer.variables}
+    every = layers.flat_layers(model)
+    owners = {id(v): layer.name for layer in every for v in layer.variables}
     for variable in model.variables:
         if keras.backend.is_float_dtype(variable.dtype):
             values = ops.convert_to_numpy(variable.value)
@@ -327,6 +331,6 @@ def _bad_weights(model: keras.Model) -> list[verdicts.LayerVerdict]:
                     "of before"
                 )
                 layer = owners.get(id(variable), variable.path)
-                one = (layer, phase, verdict, math.inf, -math.inf, advice)
-                result.append(verdicts.LayerVerdict(*one, broken=True))
+                fields = (layer, phase, verdict, math.inf, -math.inf, advice)
+                result.append(verdicts.LayerVerdict(*fields, broken=True))
     return result

@@ -27,21 +27,21 @@ def pullback(
     import tensorflow as tf
 
     # A tensor given twice would get the sum of both gradients for each.
-    inputs = [tf.identity(one) for one in inputs]
+    inputs = [tf.identity(tensor) for tensor in inputs]
     with tf.GradientTape() as tape:
         tape.watch(inputs)
         outputs = function(inputs)
 
-    def dense(gradient: Any, one: Any) -> Any:
+    def dense(gradient: Any, tensor: Any) -> Any:
         if gradient is None:
-            return tf.zeros_like(one)
+            return tf.zeros_like(tensor)
         if sparse and isinstance(gradient, tf.IndexedSlices):
             return gradient.values
         return tf.convert_to_tensor(gradient)
 
     def gradients_of(gradients: Tensors) -> Tensors:
-        found = tape.gradient(outputs, inputs, output_gradients=gradients)
-        return [dense(*pair) for pair in zip(found, inputs, strict=True)]
+        of_inputs = tape.gradient(outputs, inputs, output_gradients=gradients)
+        return [dense(*pair) for pair in zip(of_inputs, inputs, strict=True)]
 
     return outputs, gradients_of
 
@@ -65,5 +65,7 @@ def export_gradient(
     else:
         import tensorflow as tf
 
-        identity = tf.custom_gradient(lambda one, _: (tf.identity(one), back))
+        identity = tf.custom_gradient(
+            lambda value, _: (tf.identity(value), back)
+        )
     return identity(tensor, token)

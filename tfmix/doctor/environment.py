@@ -48,7 +48,7 @@ class Environment(_tables.Printed):
         rows = [
             *self.versions.items(),
             ("backend", self.backend),
-            *((each.kind, each.name) for each in self.devices),
+            *((device.kind, device.name) for device in self.devices),
             ("auto", self.auto),
             ("policy", self.policy),
             ("replaced in Keras", str(len(self.replaced))),
@@ -70,14 +70,16 @@ def environment() -> Environment:
         >>> environment().backend in ("tensorflow", "jax")
         True
     """
-    found = devices()
+    available = devices()
     return Environment(
         versions=_versions(),
         backend=keras.backend.backend(),
-        devices=found,
-        auto=found.auto(),
+        devices=available,
+        auto=available.auto(),
         policy=repr(current_policy.global_policy()),
-        replaced=tuple(sorted(_label(*one) for one in replacements.replaced())),
+        replaced=tuple(
+            sorted(_label(*place) for place in replacements.replaced())
+        ),
         extras=_extras(),
     )
 
@@ -111,15 +113,15 @@ def _extras() -> dict[str, tuple[str, ...]]:
     except importlib.metadata.PackageNotFoundError:
         # Run from a checkout on the path.
         return {}
-    found: dict[str, list[str]] = {}
-    for each in wanted:
-        extra = re.search(r"extra == .(\w+)", each)
+    extras: dict[str, list[str]] = {}
+    for requirement in wanted:
+        extra = re.search(r"extra == .(\w+)", requirement)
         if extra is not None:
-            lacking = found.setdefault(extra[1], [])
-            package = re.match(r"[\w.-]+", each)
+            lacking = extras.setdefault(extra[1], [])
+            package = re.match(r"[\w.-]+", requirement)
             if package is not None and not _version(package[0]):
                 lacking.append(package[0])
-    return {name: tuple(lacking) for name, lacking in found.items()}
+    return {name: tuple(lacking) for name, lacking in extras.items()}
 
 
 def _label(owner: object, name: str) -> str:

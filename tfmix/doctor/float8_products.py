@@ -65,7 +65,7 @@ def measure(
         `(calls, 3, 4)`: for each of `PRODUCTS` the shares that underflow and
         saturate, the cosine, and the mean of the rows' cosines.
     """
-    found = [probe.Target(one, one.name, (), True) for one in chosen]
+    targets = [probe.Target(layer, layer.name, (), True) for layer in chosen]
     called: list[keras.Layer] = []
     zeros: list[Any] = []
 
@@ -76,7 +76,7 @@ def measure(
         zeros.append(ops.zeros_like(outputs, dtype="float32"))
         return outputs
 
-    with probe.watched(found, note):
+    with probe.watched(targets, note):
         loss_of()
 
     def run(nudges: list[Any]) -> list[Any]:
@@ -86,20 +86,20 @@ def measure(
             outputs = call.proceed()
             layer = call.target.operation
             bias = 0.0 if layer.bias is None else layer.bias
-            for one in (call.tensors[0], layer.kernel, bias):
-                factors.append(ops.cast(one, "float32"))
+            for factor in (call.tensors[0], layer.kernel, bias):
+                factors.append(ops.cast(factor, "float32"))
             # A zero is added to every output: its gradient is the output's.
             return outputs + ops.cast(next(rest), outputs.dtype)
 
-        with probe.watched(found, on_call):
+        with probe.watched(targets, on_call):
             loss = loss_of()
         return [loss, *factors]
 
     (loss, *factors), back = differentiation.pullback(run, zeros)
     gradients = back([ops.ones_like(loss), *map(ops.zeros_like, factors)])
     inputs, kernels, biases = (factors[start::3] for start in range(3))
-    each = zip(called, inputs, kernels, biases, gradients, strict=True)
-    rows = [_of_call(*one) for one in each]
+    calls = zip(called, inputs, kernels, biases, gradients, strict=True)
+    rows = [_of_call(*call) for call in calls]
     return called, ops.stack(rows) if rows else ops.zeros((0, 3, 4))
 
 
@@ -111,29 +111,34 @@ def read(called: Sequence[keras.Layer], table: Any) -> list[Float8Product]:
         for name, row in zip(PRODUCTS, rows, strict=True):
             underflow, saturated, cosine, of_rows = map(float, row)
             verdict = _verdict(underflow, saturated, cosine, of_rows)
-            one = Float8Product(
+            judged = Float8Product(
                 path, name, verdict, underflow, saturated, cosine
             )
-            before = worst.setdefault((path, name), one)
-            if (before.is_fine, before.cosine) > (one.is_fine, one.cosine):
-                worst[path, name] = one
-    return sorted(worst.values(), key=lambda one: (one.is_fine, one.cosine))
+            before = worst.setdefault((path, name), judged)
+            if (before.is_fine, before.cosine) > (
+                judged.is_fine,
+                judged.cosine,
+            ):
+                worst[path, name] = judged
+    return sorted(
+        worst.values(), key=lambda judged: (judged.is_fine, judged.cosine)
+    )
 
 
-def table(found: Sequence[Float8Product]) -> _tables.Table:
+def table(products: Sequence[Float8Product]) -> _tables.Table:
     """Returns a table of some products."""
     rows = [
         (
-            one.layer,
-            one.product,
-            one.verdict,
-            f"{one.underflow:.1%}",
-            f"{one.saturated:.1%}",
-            f"{one.cosine:.4f}",
+            judged.layer,
+            judged.product,
+            judged.verdict,
+            f"{judged.underflow:.1%}",
+            f"{judged.saturated:.1%}",
+            f"{judged.cosine:.4f}",
         )
-        for one in found
+        for judged in products
     ]
-    return _tables.Table(_HEADS, rows, verdicts=[x.verdict for x in found])
+    return _tables.Table(_HEADS, rows, verdicts=[x.verdict for x in products])
 
 
 def _verdict(
@@ -171,10 +176,10 @@ def _of_product(
     a: Any, b: Any, to_a: product.Format, to_b: product.Format
 ) -> Any:
     (near_a, *lost_a), (near_b, *lost_b) = _rounded(a, to_a), _rounded(b, to_b)
-    found, exact = ops.matmul(near_a, near_b), ops.matmul(a, b)
+    near, exact = ops.matmul(near_a, near_b), ops.matmul(a, b)
     lost = [ops.maximum(*pair) for pair in zip(lost_a, lost_b, strict=True)]
-    whole = _cosines(ops.reshape(found, (1, -1)), ops.reshape(exact, (1, -1)))
-    return ops.stack([*lost, whole, _cosines(found, exact)])
+    whole = _cosines(ops.reshape(near, (1, -1)), ops.reshape(exact, (1, -1)))
+    return ops.stack([*lost, whole, _cosines(near, exact)])
 
 
 def _rounded(tensor: Any, to: product.Format) -> tuple[Any, Any, Any]:
@@ -188,14 +193,14 @@ def _rounded(tensor: Any, to: product.Format) -> tuple[Any, Any, Any]:
     return near, flushed / count, left
 
 
-def _cosines(found: Any, exact: Any) -> Any:
+def _cosines(near: Any, exact: Any) -> Any:
     """Returns the mean of the rows' cosines; 1 where both are zero."""
     # In units of the largest value: squares of 1e30 leave float32's range.
-    found, exact = (
-        one / ops.maximum(ops.max(ops.abs(one), -1, keepdims=True), 1e-37)
-        for one in (found, exact)
+    near, exact = (
+        matrix / ops.maximum(ops.max(ops.abs(matrix), -1, keepdims=True), 1e-37)
+        for matrix in (near, exact)
     )
-    size = ops.sum(found * found, -1) * ops.sum(exact * exact, -1)
-    both = ops.sum(found * exact, -1) / ops.sqrt(ops.maximum(size, 1e-30))
+    size = ops.sum(near * near, -1) * ops.sum(exact * exact, -1)
+    both = ops.sum(near * exact, -1) / ops.sqrt(ops.maximum(size, 1e-30))
     empty = ops.max(ops.abs(exact), -1) == 0
     return ops.mean(ops.where(empty, ops.ones_like(both), both))

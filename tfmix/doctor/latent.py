@@ -48,14 +48,14 @@ def probabilities(
         return None
     verdict = verdicts.UNDERFLOW if low else verdicts.INACCURATE
     note = f"the model's probabilities are left in {dtypes[0]}"
-    one = (call.target.name, verdicts.FORWARD, verdict, gap, order)
-    return verdicts.Finding(*one, latent=True, note=note)
+    fields = (call.target.name, verdicts.FORWARD, verdict, gap, order)
+    return verdicts.Finding(*fields, latent=True, note=note)
 
 
 def _is_undone(operation: Any, loss: Any) -> bool:
     """Says whether no loss sees the rounding of what makes probabilities."""
     losses = host.called_losses(loss)
-    undone = [model_outputs.is_undone(operation, one) for one in losses]
+    undone = [model_outputs.is_undone(operation, called) for called in losses]
     return bool(losses) and all(undone)
 
 
@@ -92,7 +92,7 @@ def looks_like_probabilities(output: Any) -> Any:
 def no_room(
     layer: str,
     order: int,
-    found: Sequence[ranges.Gap | None],
+    gaps: Sequence[ranges.Gap | None],
     dtypes: Sequence[str],
 ) -> verdicts.Finding | None:
     """Judges gradients at the lowest scale, of a layer that has `dtypes`."""
@@ -100,7 +100,7 @@ def no_room(
     # Beyond one bit too many, what is not lost was not made in 16 bit.
     tight = [
         gap
-        for gap in found
+        for gap in gaps
         if gap and not gap.broken and -1 <= gap.headroom_bits < _FREE_BITS
     ]
     if not sixteen or not tight:
@@ -110,8 +110,8 @@ def no_room(
         f"at a loss scale of {LOWEST_SCALE:g}, the lowest, its gradient "
         f"reaches {worst.largest:.3g}, close to the end of {sixteen[0]}"
     )
-    one = (layer, verdicts.BACKWARD, verdicts.OVERFLOW, worst, order)
-    return verdicts.Finding(*one, latent=True, note=note)
+    fields = (layer, verdicts.BACKWARD, verdicts.OVERFLOW, worst, order)
+    return verdicts.Finding(*fields, latent=True, note=note)
 
 
 def vanishing_constant(
@@ -129,8 +129,8 @@ def vanishing_constant(
         return None
     note = f"its {max(constants):g} is 0 in {limits.name}"
     name, verdict = call.target.name, verdicts.UNDERFLOW
-    found = (name, verdicts.FORWARD, verdict, gap, order)
-    return verdicts.Finding(*found, latent=True, note=note)
+    fields = (name, verdicts.FORWARD, verdict, gap, order)
+    return verdicts.Finding(*fields, latent=True, note=note)
 
 
 def _constants(operation: Any) -> list[float]:
@@ -164,21 +164,21 @@ def _finite(tensors: list[Any]) -> bool:
 
 
 def weights(
-    found: Sequence[probe.Target],
+    targets: Sequence[probe.Target],
     planned: planned_policies.Plan,
     limits: _formats.Format,
 ) -> list[verdicts.Finding]:
     """Judges all weights that are read in 16 bit, used in the batch or not."""
     result = []
-    for order, target in enumerate(found):
+    for order, target in enumerate(targets):
         if values := _cast_weights(target, planned):
             # On the host: a device compiles a cast for each shape.
             with np.errstate(over="ignore"):
                 near = [value.astype(limits.name) for value in values]
             gap = ranges.gap(near, values, limits)
             verdict = verdicts.of_output(gap, limits)
-            one = (target.name, verdicts.WEIGHTS, verdict, gap, order)
-            result.append(verdicts.Finding(*one))
+            fields = (target.name, verdicts.WEIGHTS, verdict, gap, order)
+            result.append(verdicts.Finding(*fields))
     return result
 
 

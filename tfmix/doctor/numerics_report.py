@@ -52,7 +52,9 @@ class NumericsReport(_tables.Printed):
     @property
     def healthy(self) -> bool:
         """Whether every row is fine, and every product in float8."""
-        return not self.faults and all(one.is_fine for one in self.float8)
+        return not self.faults and all(
+            product.is_fine for product in self.float8
+        )
 
     @property
     def faults(self) -> tuple[verdicts.LayerVerdict, ...]:
@@ -127,7 +129,7 @@ class NumericsReport(_tables.Printed):
                 "loss_scale": self.loss_scale,
                 "notes": list(self.notes),
                 "rows": [_plain(row) for row in self.rows],
-                "float8": [_plain(one) for one in self.float8],
+                "float8": [_plain(product) for product in self.float8],
             },
             indent=2,
         )
@@ -152,10 +154,12 @@ class NumericsReport(_tables.Printed):
         title = self.title
         if not self.forward_only:
             title += f" (loss scale {self.loss_scale:g})"
-        found = [row.verdict for row in shown]
+        row_verdicts = [row.verdict for row in shown]
         cells = list(map(_cells, shown))
         code = _code(shown if self.verbose else shown[:_ADVICE_SHOWN])
-        tables = [_tables.Table(_HEADS, cells, title, notes, code, found)]
+        tables = [
+            _tables.Table(_HEADS, cells, title, notes, code, row_verdicts)
+        ]
         return [*tables, self._float8_table()] if self.float8 else tables
 
     def _float8_table(self) -> _tables.Table:
@@ -164,7 +168,7 @@ class NumericsReport(_tables.Printed):
         table = float8_products.table(shown)
         notes = [f"{len(self.float8) - len(shown)} more: `report.float8`."]
         code: list[str] = []
-        if not all(one.is_fine for one in self.float8):
+        if not all(product.is_fine for product in self.float8):
             items = suggest.in_float8(self)
             code = ["# What to write, at fault: back to bfloat16"]
             code.append(

@@ -146,9 +146,9 @@ def _of_call(
     given = verdicts.of_output(gaps.arguments, limits) != verdicts.OK
     verdict = verdicts.of_output(gaps.outputs, limits)
     forward = (name, verdicts.FORWARD, verdict, gaps.outputs, order, given)
-    found: list[verdicts.Finding | None] = [verdicts.Finding(*forward)]
+    findings: list[verdicts.Finding | None] = [verdicts.Finding(*forward)]
     if reaches_weights or call.target.weights:
-        found.append(
+        findings.append(
             verdicts.backward(name, order, gaps, limits, reaches_weights)
         )
         planned = [
@@ -157,11 +157,11 @@ def _of_call(
         ]
         dtypes = [*planned, *judge.run.signatures[call.key].arguments]
         backward = [gaps.weights, gaps.inputs if reaches_weights else None]
-        found += _tight(judge, name, order, backward, dtypes)
+        findings += _tight(judge, name, order, backward, dtypes)
     if verdict == verdicts.OK:
         for look in (latent.probabilities, latent.vanishing_constant):
-            found.append(look(judge, call, order, gaps.outputs))
-    return list(filter(None, found))
+            findings.append(look(judge, call, order, gaps.outputs))
+    return list(filter(None, findings))
 
 
 def _of_loss(
@@ -240,18 +240,20 @@ def _overflows_backward(findings: _Findings) -> bool:
 
 
 def _blamed(
-    found: Sequence[verdicts.Finding], limits: _formats.Format
+    findings: Sequence[verdicts.Finding], limits: _formats.Format
 ) -> list[verdicts.Finding]:
     """Blames a loss out of range for gradients no loss scale brings back.
 
     A sum over pixels is fine in float32, and so is the gradient of each pixel;
     those of the weights overflow.
     """
-    forward = [one for one in found if one.phase != verdicts.BACKWARD]
-    (loss,) = (one for one in forward if one.layer == verdicts.LOSS)
-    faulty = any(one.verdict != verdicts.OK for one in forward)
+    forward = [
+        finding for finding in findings if finding.phase != verdicts.BACKWARD
+    ]
+    (loss,) = (finding for finding in forward if finding.layer == verdicts.LOSS)
+    faulty = any(finding.verdict != verdicts.OK for finding in forward)
     if faulty or loss.gap.headroom_bits >= 0:
-        return list(found)
+        return list(findings)
     note = (
         f"the loss is {loss.gap.largest:.3g}, and gradients overflow at a loss "
         f"scale of {latent.LOWEST_SCALE:g}: take means, not sums, and "
@@ -260,25 +262,25 @@ def _blamed(
     guilty = dataclasses.replace(
         loss, phase=verdicts.BACKWARD, verdict=verdicts.OVERFLOW, note=note
     )
-    return [*found, guilty]
+    return [*findings, guilty]
 
 
 def _attributed(
-    findings: list[verdicts.Finding], found: list[probe.Target]
+    findings: list[verdicts.Finding], targets: list[probe.Target]
 ) -> list[verdicts.Finding]:
     """Clears a layer of the faults of the layers inside it."""
-    inside = {target.name: target.inside for target in found}
+    inside = {target.name: target.inside for target in targets}
     cleared = {
-        (outer, one.phase)
-        for one in findings
-        if one.verdict != verdicts.OK and not one.given
-        for outer in inside.get(one.layer, ())
+        (outer, finding.phase)
+        for finding in findings
+        if finding.verdict != verdicts.OK and not finding.given
+        for outer in inside.get(finding.layer, ())
     }
     return [
-        dataclasses.replace(one, verdict=verdicts.OK)
-        if (one.layer, one.phase) in cleared
-        else one
-        for one in findings
+        dataclasses.replace(finding, verdict=verdicts.OK)
+        if (finding.layer, finding.phase) in cleared
+        else finding
+        for finding in findings
     ]
 
 
@@ -292,9 +294,9 @@ def _traced_back(
             continue
         result[index] = dataclasses.replace(victim, given=True)
         makers = [
-            (one.order, place)
-            for place, one in enumerate(findings)
-            if one.opens_underflow and one.order > victim.order
+            (finding.order, place)
+            for place, finding in enumerate(findings)
+            if finding.opens_underflow and finding.order > victim.order
         ]
         if makers:
             place = min(makers)[1]

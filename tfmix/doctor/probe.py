@@ -33,12 +33,16 @@ class Target:
     @property
     def weights(self) -> list[Any]:
         """The trainable variables of these layers, each once."""
-        found = [one for at in self.layers for one in at.trainable_variables]
-        return list({id(one): one for one in found}.values())
+        variables = [
+            variable
+            for at in self.layers
+            for variable in at.trainable_variables
+        ]
+        return list({id(variable): variable for variable in variables}.values())
 
     def planned(self, plan: planned_policies.Plan) -> planned_policies.Plan:
         """The part of a plan that is about these layers."""
-        return {one: plan[one] for one in self.layers if one in plan}
+        return {layer: plan[layer] for layer in self.layers if layer in plan}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,19 +79,19 @@ class Call:
 
 def targets(model: keras.Model) -> list[Target]:
     """Lists what is judged by itself in a built model, outer layers first."""
-    found: dict[int, Target] = {}
-    _visit(model, (), found)
-    names = Counter(target.name for target in found.values())
-    for key, one in found.items():
-        if names[one.name] > 1:
-            path = getattr(one.operation, "path", None)
-            found[key] = dataclasses.replace(one, name=path or one.name)
-    return list(found.values())
+    by_id: dict[int, Target] = {}
+    _visit(model, (), by_id)
+    names = Counter(target.name for target in by_id.values())
+    for key, target in by_id.items():
+        if names[target.name] > 1:
+            path = getattr(target.operation, "path", None)
+            by_id[key] = dataclasses.replace(target, name=path or target.name)
+    return list(by_id.values())
 
 
 @contextlib.contextmanager
 def watched(
-    found: Sequence[Target], on_call: Callable[[Call], Any]
+    targets: Sequence[Target], on_call: Callable[[Call], Any]
 ) -> Iterator[None]:
     """Hands each call of the targets to a function, for a block.
 
@@ -111,7 +115,7 @@ def watched(
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            target, key = found[index], (index, counts[index])
+            target, key = targets[index], (index, counts[index])
             is_random = host.owns_random_numbers
             if "training" in kwargs and is_random(target.operation):
                 # Another mask in 16 bit would look like an error of it.
@@ -126,7 +130,7 @@ def watched(
 
         return call
 
-    with host.calls_replaced([one.operation for one in found], make):
+    with host.calls_replaced([target.operation for target in targets], make):
         yield
 
 
@@ -139,14 +143,14 @@ def replaced(nest: Any, tensors: Sequence[Any]) -> Any:
     """Puts other tensors in the places of a nest's float tensors."""
     rest = iter(tensors)
 
-    def one(leaf: Any) -> Any:
+    def replacement(leaf: Any) -> Any:
         if not is_float(leaf):
             return leaf
         new = next(rest)
         host.copy_mask(leaf, new)
         return new
 
-    return tree.map_structure(one, nest)
+    return tree.map_structure(replacement, nest)
 
 
 def is_float(leaf: Any) -> bool:
@@ -160,9 +164,9 @@ def dtype(tensor: Any) -> str:
 
 
 def _visit(
-    operation: Any, inside: tuple[str, ...], found: dict[int, Target]
+    operation: Any, inside: tuple[str, ...], by_id: dict[int, Target]
 ) -> None:
-    if id(operation) in found or isinstance(operation, keras.layers.InputLayer):
+    if id(operation) in by_id or isinstance(operation, keras.layers.InputLayer):
         return
     is_layer = isinstance(operation, keras.Layer)
     inner = host.inner_operations(operation) if is_layer else []
@@ -173,8 +177,8 @@ def _visit(
         keras.backend.standardize_dtype(operation.compute_dtype)
     )
     if floats and not structure:
-        found[id(operation)] = Target(operation, operation.name, inside, whole)
+        by_id[id(operation)] = Target(operation, operation.name, inside, whole)
         inside = (*inside, operation.name)
     if not whole:
         for part in inner:
-            _visit(part, inside, found)
+            _visit(part, inside, by_id)

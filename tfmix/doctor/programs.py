@@ -53,8 +53,8 @@ class Runner:
             # An input that is left out is an input of an equal one.
             lowered = jax.jit(replay, keep_unused=True).lower(inputs)
             self._known[key] = lowered.compile(_OPTIONS), traced
-        found = self._known[key][0](inputs)
-        return jax.tree.unflatten(jax.tree.structure(form), found)
+        outputs = self._known[key][0](inputs)
+        return jax.tree.unflatten(jax.tree.structure(form), outputs)
 
 
 def _constants(jaxpr: Any) -> Iterator[int]:

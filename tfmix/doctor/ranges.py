@@ -128,16 +128,16 @@ class Gap:
 
 
 def gap(
-    found: Sequence[Any],
+    near: Sequence[Any],
     exact: Sequence[Any],
     limits: _formats.Format,
     scale: float = 1.0,
 ) -> Gap:
     """Compares 16-bit with float32 tensors as if each list were one vector.
 
-    `found` was multiplied by `scale`, and so are the ranges of `exact`.
+    `near` was multiplied by `scale`, and so are the ranges of `exact`.
     """
-    pairs = [*zip(map(_flat, found), map(_flat, exact), strict=True)]
+    pairs = [*zip(map(_flat, near), map(_flat, exact), strict=True)]
     top = max((largest(right) for _, right in pairs), default=0.0)
     bounds = _thresholds(limits)[:3] / scale
     sums = np.full(_SUMS, np.nan)
@@ -213,7 +213,7 @@ def _sums(
 
 def _blocks(arrays: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
     for start in range(0, arrays[0].size, _BLOCK):
-        yield [one[start : start + _BLOCK] for one in arrays]
+        yield [array[start : start + _BLOCK] for array in arrays]
 
 
 def _flat(tensor: Any) -> np.ndarray:

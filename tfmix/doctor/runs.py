@@ -71,7 +71,7 @@ def in_float32(model: keras.Model) -> Iterator[None]:
 
 def sixteen_bit(
     batch: batches.Batch,
-    found: Sequence[probe.Target],
+    targets: Sequence[probe.Target],
     planned: planned_policies.Plan,
     fmt: str,
 ) -> SixteenBitRun:
@@ -100,7 +100,7 @@ def sixteen_bit(
     def forward(weights: list[Any]) -> Any:
         nonlocal trace, outputs
         trace = compilation.trace()
-        with probe.watched(found, on_call):
+        with probe.watched(targets, on_call):
             outputs = batch.outputs(weights)
         return rounded
 
@@ -111,8 +111,8 @@ def sixteen_bit(
     leaves = probe.floats(outputs)
     of_outputs = {made[id(leaf)] for leaf in leaves if id(leaf) in made}
     signatures = {
-        key: each.told(fits[key], key in of_outputs)
-        for key, each in signatures.items()
+        key: signature.told(fits[key], key in of_outputs)
+        for key, signature in signatures.items()
     }
     dtypes = tuple(map(probe.dtype, leaves))
     return SixteenBitRun(signatures, dtypes, ran, fallen)
@@ -132,7 +132,7 @@ def _signature(call: probe.Call, outputs: Any) -> Signature:
 
 def truth(
     batch: batches.Batch,
-    found: Sequence[probe.Target],
+    targets: Sequence[probe.Target],
     signatures: dict[Key, Signature],
 ) -> Truth:
     """Runs the model forward and back in float32."""
@@ -151,7 +151,7 @@ def truth(
             ]
             return probe.replaced(outputs, moved)
 
-        with probe.watched(found, on_call):
+        with probe.watched(targets, on_call):
             return [batch.run(weights)[1]]
 
     def gradients_at(weights: list[Any]) -> list[Any]:
@@ -267,24 +267,24 @@ class Judge:
             function, [*exact, *values]
         )
         with self._in_sixteen_bit(call.target):
-            found, found_back = differentiation.pullback(
+            made, made_back = differentiation.pullback(
                 function, [*near, *values]
             )
-        forward = [(near, exact), (found, truth)]
+        forward = [(near, exact), (made, truth)]
         if gradients is None:
             return forward
         # Losses a layer adds come after its outputs; no gradient for them.
         exact = [*gradients, *map(ops.zeros_like, truth[len(gradients) :])]
         near = [
             ops.cast(gradient * scale, leaf.dtype)
-            for gradient, leaf in zip(exact, found, strict=True)
+            for gradient, leaf in zip(exact, made, strict=True)
         ]
         right = truth_back(
             [ops.cast(a, b.dtype) for a, b in zip(exact, truth, strict=True)]
         )
         with self._in_sixteen_bit(call.target):
             # The gradient of a quantized layer asks for its dtype then.
-            wrong = found_back(near)
+            wrong = made_back(near)
         return [
             *forward,
             (near, exact),

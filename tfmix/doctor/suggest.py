@@ -46,7 +46,7 @@ class Checked(Protocol):
 
 def fewest_layers(report: Checked, progress: bool) -> policies.Policy:
     """Does the work of `NumericsReport.suggested_policy`."""
-    if not all(one.is_fine for one in report.float8):
+    if not all(product.is_fine for product in report.float8):
         # Each was judged by itself: the others stay as they are.
         report = report.again(_without_faulty_float8(report))
     if report.healthy:
@@ -69,7 +69,7 @@ def fewest_layers(report: Checked, progress: bool) -> policies.Policy:
         # quarters and single layers are taken out again. What holds the
         # most is tried first, to be left out.
         names = _enough(report, lambda: say(f"{searching}: trying more"))
-        names.sort(key=lambda one: -len(_with_inner(report, one)))
+        names.sort(key=lambda name: -len(_with_inner(report, name)))
         needed = fewest(tuple(names), healthy)
     tried = _tried(report, needed)
     if tried is not None and not tried.sixteen_bit_layers:
@@ -88,7 +88,10 @@ def with_layers(report: Checked, names: Iterable[str]) -> policies.Policy:
     added = [re.escape(name) for name in names]
     return policies.Policy(
         base.level or base.name,
-        float32_layers=[*known, *(one for one in added if one not in known)],
+        float32_layers=[
+            *known,
+            *(pattern for pattern in added if pattern not in known),
+        ],
         float32_ops=base.float32_ops,
         keep_batchnorm_fp32=base.keep_batchnorm_fp32,
         float8_layers=base.float8_layers,
@@ -97,8 +100,8 @@ def with_layers(report: Checked, names: Iterable[str]) -> policies.Policy:
 
 def in_float8(report: Checked) -> list[str]:
     """Returns the paths of the layers whose products are all fine."""
-    paths = {one.layer for one in report.float8}
-    faulty = {one.layer for one in report.float8 if not one.is_fine}
+    paths = {product.layer for product in report.float8}
+    faulty = {product.layer for product in report.float8 if not product.is_fine}
     return [re.escape(path) for path in sorted(paths - faulty)]
 
 
@@ -168,4 +171,4 @@ def _enough(report: Checked, step: Callable[[], None]) -> list[str]:
 def _with_inner(report: Checked, name: str) -> list[str]:
     """Returns a layer and what is inside: its tensors come from there."""
     targets = report.targets.values()
-    return [name, *(one.name for one in targets if name in one.inside)]
+    return [name, *(target.name for target in targets if name in target.inside)]

@@ -125,7 +125,7 @@ def _is_low(gap: ranges.Gap) -> bool:
 def backward(
     layer: str,
     order: int,
-    found: runs.CallGaps,
+    gaps: runs.CallGaps,
     limits: _formats.Format,
     reaches_weights: bool,
 ) -> Finding | None:
@@ -133,14 +133,14 @@ def backward(
 
     The gradient of its inputs counts only if a weight lies before the layer.
     """
-    if found.incoming is None or found.weights is None or found.inputs is None:
+    if gaps.incoming is None or gaps.weights is None or gaps.inputs is None:
         return None
-    worst, was_low, given = found.incoming, True, True
+    worst, was_low, given = gaps.incoming, True, True
     if of_gradient(worst, limits) == OK:
         was_low = _is_low(worst)
-        known = [found.weights, *([found.inputs] if reaches_weights else [])]
+        known = [gaps.weights, *([gaps.inputs] if reaches_weights else [])]
         worst = max(known, key=_badness)
-        given = of_output(found.arguments, limits) != OK
+        given = of_output(gaps.arguments, limits) != OK
     verdict = of_gradient(worst, limits)
     return Finding(
         layer, BACKWARD, verdict, worst, order, given, was_low=was_low

@@ -36,12 +36,12 @@ def choose(
     Returns:
         The chosen layers; `None` before any that could be is built.
     """
-    found = layers.flat_layers(model)
-    with_product = [layer for layer in found if isinstance(layer, _CLASSES)]
+    every = layers.flat_layers(model)
+    with_product = [layer for layer in every if isinstance(layer, _CLASSES)]
     built = [layer for layer in with_product if layer.built]
     if with_product and not built:
         return None
-    ends = _ends(found)
+    ends = _ends(every)
     for layer in built:
         # What a model inside has chosen by itself stands.
         if why_not(layer) is None:
@@ -112,7 +112,9 @@ def einsum(equation: str, inputs: Any, kernel: Any) -> Any:
     sizes |= {letter: shape[left.index(letter)] for letter in free}
     result = product.product(*_factors(equation, inputs, kernel))
     result = ops.reshape(result, [sizes[letter] for letter in free + new])
-    return ops.transpose(result, [(free + new).index(one) for one in outputs])
+    return ops.transpose(
+        result, [(free + new).index(letter) for letter in outputs]
+    )
 
 
 def exact(layer: keras.Layer, inputs: Any, kernel: Any) -> Any:
@@ -130,7 +132,7 @@ def matrices(
     """
     equation = _equation(layer, len(inputs.shape))
     free, _, new, outputs = _parts(equation)
-    width = math.prod(gradient.shape[outputs.index(one)] for one in new)
+    width = math.prod(gradient.shape[outputs.index(letter)] for letter in new)
     gradient = _matrix(gradient, outputs, free + new, width)
     return *_factors(equation, inputs, kernel), gradient
 
@@ -138,8 +140,8 @@ def matrices(
 def _factors(equation: str, inputs: Any, kernel: Any) -> tuple[Any, Any]:
     free, summed, new, _ = _parts(equation)
     left, right = equation.split("->")[0].split(",")
-    width = math.prod(kernel.shape[right.index(one)] for one in new)
-    depth = math.prod(kernel.shape[right.index(one)] for one in summed)
+    width = math.prod(kernel.shape[right.index(letter)] for letter in new)
+    depth = math.prod(kernel.shape[right.index(letter)] for letter in summed)
     return (
         _matrix(inputs, left, free + summed, depth),
         _matrix(kernel, right, summed + new, width),
@@ -147,7 +149,7 @@ def _factors(equation: str, inputs: Any, kernel: Any) -> tuple[Any, Any]:
 
 
 def _matrix(tensor: Any, letters: str, order: str, width: int) -> Any:
-    tensor = ops.transpose(tensor, [letters.index(one) for one in order])
+    tensor = ops.transpose(tensor, [letters.index(letter) for letter in order])
     return ops.reshape(tensor, (-1, width))
 
 
@@ -177,18 +179,18 @@ def _equation(layer: keras.Layer, rank: int | None = None) -> str:
     return equation.replace("...", "".join(unused[:more]))
 
 
-def _ends(found: list[keras.Layer]) -> list[keras.Layer]:
+def _ends(every: list[keras.Layer]) -> list[keras.Layer]:
     """Returns the first and the last layer that has a matrix."""
     with_matrix = [
         layer
-        for layer in found
+        for layer in every
         if any(len(v.shape) > 1 for v in variables.own_variables(layer))
     ]
     return with_matrix[:1] + with_matrix[-1:]
 
 
 def _why_not(layer: keras.Layer, policy: policies.Policy, is_end: bool) -> str:
-    if type(layer).call not in [one.call for one in _CLASSES]:
+    if type(layer).call not in [kind.call for kind in _CLASSES]:
         return "a `call` of its own"
     if layer.quantization_mode is not None:
         return f"quantized to {layer.quantization_mode}"

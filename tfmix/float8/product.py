@@ -59,13 +59,13 @@ def product(
     def multiply(a: Any, b: Any) -> Any:
         narrow_a, powers_a = rounded(a, formats[0])
         narrow_b, powers_b = rounded(b, formats[1])
-        found = compilation.float8_product(
+        scaled = compilation.float8_product(
             narrow_a,
             narrow_b,
             transposed,
             keras.backend.standardize_dtype(a.dtype),
         )
-        result = ops.cast(found, "float32")
+        result = ops.cast(scaled, "float32")
         for half in (1, 2):
             # One by one: the product of both would be a kernel of its own.
             result = result * powers_a[half] * powers_b[half]
