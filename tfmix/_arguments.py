@@ -63,9 +63,11 @@ def did_you_mean(
     name: object, known: Iterable[str], cutoff: float = 0.6
 ) -> str:
     """Returns a hint at the nearest name, or at what a mapping has for it."""
-    meant = known if isinstance(known, Mapping) else {one: one for one in known}
+    meant = (
+        known if isinstance(known, Mapping) else {word: word for word in known}
+    )
     close = difflib.get_close_matches(str(name), meant, n=5, cutoff=cutoff)
     # Letters in another order are the commonest slip.
     letters = sorted(str(name))
-    close.sort(key=lambda one: sorted(one) != letters)
+    close.sort(key=lambda word: sorted(word) != letters)
     return f" Did you mean {meant[close[0]]!r}?" if close else ""

@@ -81,7 +81,7 @@ class Table:
         )
         heads = "".join(f"<th>{html.escape(head)}</th>" for head in self.heads)
         title = f"<p>{html.escape(self.title)}</p>\n" if self.title else ""
-        notes = "".join(f"\n<p>{_with_code(one)}</p>" for one in self.notes)
+        notes = "".join(f"\n<p>{_with_code(note)}</p>" for note in self.notes)
         code = html.escape("\n".join(self.code))
         return (
             f"{title}<table><thead><tr>{heads}</tr></thead>"

@@ -130,20 +130,20 @@ def build_parser() -> argparse.ArgumentParser:
         listed: dict[str, Any] = {"help": summary}
         if name in _FOR_DEVELOPERS:
             listed.clear()
-        one = added.add_parser(
+        command = added.add_parser(
             name,
             **listed,
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=f"examples:\n{lines}\n\n{EXIT_CODES}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        one.add_argument(
+        command.add_argument(
             "--json", action="store_true", help="print JSON instead of a table"
         )
         for option, settings in options.items():
             # One name in all commands, and a short one.
             short = ["--batch"] if option == "--batch-size" else []
-            one.add_argument(option, *short, **settings)
+            command.add_argument(option, *short, **settings)
     return parser
 
 

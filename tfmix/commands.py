@@ -33,17 +33,17 @@ class Outcome:
 
 def run_devices(options: argparse.Namespace) -> Outcome:
     """Lists the devices, and says what `"auto"` would choose."""
-    found = devices()
-    name, reason = suited_policy(found)
-    listed = [dataclasses.asdict(device) for device in found]
+    usable = devices()
+    name, reason = suited_policy(usable)
+    listed = [dataclasses.asdict(device) for device in usable]
     data = {"devices": listed, "auto": name, "reason": reason}
-    return Outcome(found, data)
+    return Outcome(usable, data)
 
 
 def run_doctor(options: argparse.Namespace) -> Outcome:
     """Lists versions, backend, devices, policy and extras."""
-    found = environment.environment()
-    return Outcome(found, dataclasses.asdict(found))
+    current = environment.environment()
+    return Outcome(current, dataclasses.asdict(current))
 
 
 def run_check(options: argparse.Namespace) -> Outcome:
@@ -78,7 +78,7 @@ def run_check(options: argparse.Namespace) -> Outcome:
         policy = report.suggested_policy(progress=not options.json)
         data["suggested_policy"] = repr(policy)
         known = report.policy.float32_layers
-        added = [one for one in policy.float32_layers if one not in known]
+        added = [layer for layer in policy.float32_layers if layer not in known]
         extra = f" with {added} in float32 as well" if added else ""
         notes.append(f"suggested: {policy.level or policy.name!r}{extra}")
     if options.html:

@@ -54,8 +54,8 @@ def cast(dataset: Any, dtype: str = "float16") -> Any:
 
     def cast_leaf(component: Any) -> Any:
         # Nested datasets, of `window` for example, have no dtype.
-        found = getattr(component, "dtype", None)
-        if isinstance(found, tf.DType) and found.is_floating:
+        own_dtype = getattr(component, "dtype", None)
+        if isinstance(own_dtype, tf.DType) and own_dtype.is_floating:
             return tf.cast(component, dtype)
         return component
 

@@ -102,8 +102,10 @@ def devices() -> Devices:
     """
     on_jax = keras.backend.backend() == "jax"
     listed = _read_jax() if on_jax else _read_tensorflow()
-    found = [one for one in listed if one.kind in ("GPU", "TPU", "CPU")]
-    return Devices(sorted(found, key=lambda device: device.kind == "CPU"))
+    usable = [
+        device for device in listed if device.kind in ("GPU", "TPU", "CPU")
+    ]
+    return Devices(sorted(usable, key=lambda device: device.kind == "CPU"))
 
 
 def is_on_tpu() -> bool:
@@ -119,10 +121,10 @@ def is_on_tpu() -> bool:
 def is_on_tensorflows_cpu() -> bool:
     """Says whether TensorFlow computes without an accelerator."""
     on_tensorflow = keras.backend.backend() == "tensorflow"
-    return on_tensorflow and {one.kind for one in devices()} == {"CPU"}
+    return on_tensorflow and {device.kind for device in devices()} == {"CPU"}
 
 
-def suited_policy(found: tuple[Device, ...]) -> tuple[str, str]:
+def suited_policy(usable: tuple[Device, ...]) -> tuple[str, str]:
     """Returns the policy for a set of devices, and the reason in words.
 
     The weakest accelerator decides.
@@ -131,7 +133,7 @@ def suited_policy(found: tuple[Device, ...]) -> tuple[str, str]:
         >>> suited_policy((describe("TPU", "TPU v4", "jax"),))[0]
         'mixed_bfloat16'
     """
-    accelerators = [device for device in found if device.kind != "CPU"]
+    accelerators = [device for device in usable if device.kind != "CPU"]
     if not accelerators:
         return "float32", "only CPUs were found, where 16 bit is slower"
     weakest = min(accelerators, key=_rank)
@@ -168,15 +170,15 @@ def _rank(device: Device) -> int:
 def _read_tensorflow() -> list[Device]:
     import tensorflow as tf
 
-    found = []
+    listed = []
     for device in tf.config.list_physical_devices():
         kind, details = device.device_type, {}
         if kind == "GPU":
             details = tf.config.experimental.get_device_details(device)
         name = details.get("device_name", device.name)
         capability = _capability(details.get("compute_capability"))
-        found.append(describe(kind, name, "tensorflow", capability))
-    return found
+        listed.append(describe(kind, name, "tensorflow", capability))
+    return listed
 
 
 def _read_jax() -> list[Device]:

@@ -58,8 +58,8 @@ def check(name: object) -> None:
 
 def _hint(name: str) -> str:
     key = name.strip().lower()
-    known = {each: each for each in (*DTYPE_NAMES, FLOAT8, "auto")} | _ALIASES
+    known = {own: own for own in (*DTYPE_NAMES, FLOAT8, "auto")} | _ALIASES
     # One letter is enough to make "bool" look like "O3".
     if key.startswith("o") and len(key) <= 3:
-        known = {each.lower(): each for each in layer_rules.LEVELS}
+        known = {level.lower(): level for level in layer_rules.LEVELS}
     return _arguments.did_you_mean(key, known, cutoff=0.5)

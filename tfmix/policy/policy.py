@@ -234,7 +234,7 @@ class Policy(keras.DTypePolicy):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # `copy` and `pickle` would look `__class__` up and lose the rules.
-        settings = {one: getattr(self, one) for one in _SETTINGS}
+        settings = {field: getattr(self, field) for field in _SETTINGS}
         return functools.partial(Policy, **settings), (self.level or self.name,)
 
     def _content(self) -> tuple[Any, ...]:
@@ -294,10 +294,14 @@ def _shown(field: str, value: Any) -> str:
     make = _DEFAULT_LISTS.get(field)
     if make is not None:
         default: list[Any] = make()
-        added = [one for one in value if one not in default]
-        removed = [one for one in default if one not in value]
+        added = [entry for entry in value if entry not in default]
+        removed = [entry for entry in default if entry not in value]
         changes = {"add": added, "remove": removed}
-        parts = [f"{name}={each!r}" for name, each in changes.items() if each]
+        parts = [
+            f"{name}={entries!r}"
+            for name, entries in changes.items()
+            if entries
+        ]
         few = len(added) + len(removed) < len(value)
         if few and value == make(**changes):
             return f"tfmix.{make.__name__}({', '.join(parts)})"

@@ -20,14 +20,16 @@ def fit(model: keras.Model) -> Callable[..., Any]:
 
     def wrapper(original: Callable, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as undo:
-            for each in training.callbacks(original, args, kwargs):
-                if isinstance(each, keras.callbacks.TerminateOnNaN):
-                    stop = functools.partial(_stop, model, each.on_batch_end)
-                    replacements.swap(undo, each, "on_batch_end", stop)
-                elif _decides(each):
-                    decide = functools.partial(_decide, model, each)
-                    decide = functools.partial(decide, each.on_epoch_end)
-                    replacements.swap(undo, each, "on_epoch_end", decide)
+            for callback in training.callbacks(original, args, kwargs):
+                if isinstance(callback, keras.callbacks.TerminateOnNaN):
+                    stop = functools.partial(
+                        _stop, model, callback.on_batch_end
+                    )
+                    replacements.swap(undo, callback, "on_batch_end", stop)
+                elif _decides(callback):
+                    decide = functools.partial(_decide, model, callback)
+                    decide = functools.partial(decide, callback.on_epoch_end)
+                    replacements.swap(undo, callback, "on_epoch_end", decide)
             return original(*args, **kwargs)
 
     return wrapper

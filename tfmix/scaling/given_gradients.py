@@ -78,7 +78,7 @@ class GivenGradients:
 
     def scaling(self, loss: Any) -> None:
         """Notes that a loss is scaled, which is not to be scaled again."""
-        if any(global_state.note(each, _LOSS) for each in tree.flatten(loss)):
+        if any(global_state.note(leaf, _LOSS) for leaf in tree.flatten(loss)):
             raise ValueError(
                 "This loss was scaled already, and would be scaled twice. "
                 f"Received: loss={loss!r}. Call `scale_loss` once, on the "
@@ -188,7 +188,7 @@ class GivenGradients:
 
 def _notes(grads: Sequence) -> set[str]:
     """Returns what is noted on any of the gradients."""
-    return {global_state.note(each, _GRADIENT) for each in grads} - {None}
+    return {global_state.note(grad, _GRADIENT) for grad in grads} - {None}
 
 
 _APPLY = (

@@ -243,15 +243,15 @@ class LossScaleOptimizer(
             >>> optimizer.gradient_norm
             5.0
         """
-        for each in optimizers.with_nested(self.inner_optimizer):
-            steps = getattr(each, "gradient_accumulation_steps", None)
+        for optimizer in optimizers.with_nested(self.inner_optimizer):
+            steps = getattr(optimizer, "gradient_accumulation_steps", None)
             if steps is not None:
                 raise ValueError(
                     "`gradient_norm` cannot be kept where gradients are "
                     "accumulated: an update takes the mean of several "
                     "batches, and none of theirs is its norm. Received: "
-                    f"gradient_accumulation_steps={steps!r} in {each.name!r}. "
-                    "Leave out one of the two."
+                    f"gradient_accumulation_steps={steps!r} in "
+                    f"{optimizer.name!r}. Leave out one of the two."
                 )
         if self._gradient_norm is not None:
             return False
@@ -443,7 +443,7 @@ class LossScaleOptimizer(
                 "optimizer_variables, grads, trainable_variables)` there."
             )
         used = self._model_variables, self.variables
-        weights, slots = ([v.value for v in each] for each in used)
+        weights, slots = ([v.value for v in group] for group in used)
         values = self._step_of_jax(by_row, weights, slots, unscaled)
         for variables, after in zip(used, values, strict=True):
             for variable, value in zip(variables, after, strict=True):
@@ -731,7 +731,9 @@ class LossScaleOptimizer(
     def _saved_variables(self) -> list[keras.Variable]:
         # A norm is no state: a file is the same with it and without.
         own = optimizers.own_variables(self)
-        return [each for each in own if each is not self._gradient_norm]
+        return [
+            variable for variable in own if variable is not self._gradient_norm
+        ]
 
     def _saved_inner(self) -> list[keras.Variable]:
         # Before it is built the inner one has settings alone, which its
@@ -771,7 +773,7 @@ class LossScaleOptimizer(
 def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
     """Lists the loss-scale optimizers of a model; a GAN's may be several."""
     held = vars(model).values()
-    return [one for one in held if isinstance(one, LossScaleOptimizer)]
+    return [value for value in held if isinstance(value, LossScaleOptimizer)]
 
 
 @contextlib.contextmanager

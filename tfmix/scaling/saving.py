@@ -87,7 +87,7 @@ def config(optimizer: Any) -> dict:
     """Returns the arguments that make an optimizer, in Keras's form if fit."""
     serialize = keras.saving.serialize_keras_object
     inner = serialize(optimizer.inner_optimizer)
-    found = {"name": optimizer.name, "inner_optimizer": inner}
+    arguments = {"name": optimizer.name, "inner_optimizer": inner}
     keras_form = {
         "initial_scale": optimizer.initial_scale,
         "dynamic_growth_steps": optimizer.dynamic_growth_steps,
@@ -96,16 +96,16 @@ def config(optimizer: Any) -> dict:
     if type(optimizer.rule) is rules.DynamicLossScale and optimizer.rule == (
         settings.loss_scale_rule("dynamic", *keras_form.values())
     ):
-        found |= keras_form
+        arguments |= keras_form
     else:
-        found["loss_scale"] = serialize(optimizer.rule)
+        arguments["loss_scale"] = serialize(optimizer.rule)
     if optimizer.reduce_dtype is not None:
-        found["reduce_dtype"] = optimizer.reduce_dtype
+        arguments["reduce_dtype"] = optimizer.reduce_dtype
     if optimizer.leader_name is not None:
-        found["shared_scale_of"] = optimizer.leader_name
+        arguments["shared_scale_of"] = optimizer.leader_name
     if optimizer.unasked:
-        found["unasked"] = True
-    return found
+        arguments["unasked"] = True
+    return arguments
 
 
 def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
@@ -167,7 +167,9 @@ def _load(store: Mapping, own: Sequence, inner: Sequence) -> None:
     targets = {_OWN + variable.name: variable for variable in own}
     is_new = all(v.numpy() == 0 for v in inner if v.name == "iteration")
     if any(key.startswith(_INNER) for key in arrays) or not is_new:
-        targets |= {f"{_INNER}{n}": each for n, each in enumerate(inner)}
+        targets |= {
+            f"{_INNER}{n}": variable for n, variable in enumerate(inner)
+        }
     missing = {key for key in targets if key.startswith(_INNER)} - set(arrays)
     surplus = set(arrays) - set(targets)
     if missing or surplus:

@@ -47,8 +47,11 @@ def refuse_misspelt(given: Iterable[str]) -> None:
     own = "initial_scale dynamic_growth_steps loss_scale reduce_dtype".split()
     meant = {
         "growth_interval": "dynamic_growth_steps",
-        **{one: f"loss_scale=DynamicLossScale({one}=...)" for one in fields},
-        **{one: one for one in own},
+        **{
+            field: f"loss_scale=DynamicLossScale({field}=...)"
+            for field in fields
+        },
+        **{argument: argument for argument in own},
     }
     for name in given:
         if hint := _arguments.did_you_mean(name, meant, cutoff=0.8):

@@ -104,11 +104,11 @@ class StepLogs:
 
 def _noted(result: Callable[[], Any]) -> Any:
     """Returns a result, whose leaves know how to be computed anew."""
-    found = result()
-    for place, leaf in enumerate(tree.flatten(found)):
+    values = result()
+    for place, leaf in enumerate(tree.flatten(values)):
         renew = functools.partial(_leaf, result, place)
         global_state.put_note(leaf, _RESULT, renew)
-    return found
+    return values
 
 
 def _leaf(result: Callable, place: int) -> Any:

@@ -66,7 +66,7 @@ def not_finite(tensors: Sequence) -> Any:
         # Of a model that is frozen, or holds no weights.
         return ops.zeros((0,), "bool")
     if not compilation.by_xla():
-        all_fine = [each is None or is_finite(each) for each in tensors]
+        all_fine = [tensor is None or is_finite(tensor) for tensor in tensors]
         return ops.logical_not(ops.stack(all_fine))
     shapes: dict[tuple, list[int]] = defaultdict(list)
     flags, order = [], []
@@ -80,9 +80,9 @@ def not_finite(tensors: Sequence) -> Any:
     for positions in shapes.values():
         flags.append(_not_finite_of_a_shape(*[tensors[n] for n in positions]))
         order += positions
-    found = ops.concatenate(flags)
+    joined = ops.concatenate(flags)
     in_order = order == sorted(order)
-    return found if in_order else ops.take(found, np.argsort(order))
+    return joined if in_order else ops.take(joined, np.argsort(order))
 
 
 def is_finite(tensor: Any) -> Any:
@@ -134,10 +134,10 @@ def _by_words(
         _words(tensors[start : start + bits])
         for start in range(0, len(tensors), bits)
     ]
-    found = ops.expand_dims(any_bits(words), -1)
+    joined = ops.expand_dims(any_bits(words), -1)
     # Keras makes floats of NumPy's integers where its float type is bfloat16.
-    each = ops.convert_to_tensor(1 << np.arange(bits), "uint32")
-    flags = ops.bitwise_and(found, each)
+    masks = ops.convert_to_tensor(1 << np.arange(bits), "uint32")
+    flags = ops.bitwise_and(joined, masks)
     return ops.reshape(ops.not_equal(flags, 0), (-1,))[: len(tensors)]
 
 
@@ -172,13 +172,17 @@ def _by_products(*tensors: Any) -> Any:
         return _by_words(_any_bits_at_once, *tensors)
     matrices = [ops.reshape(tensor, (shape[0], -1)) for tensor in tensors]
     # Its own row, since XLA knows the result of a constant.
-    sums = [ops.matmul(each, ops.multiply(each[0], 0)) for each in matrices]
+    sums = [
+        ops.matmul(matrix, ops.multiply(matrix[0], 0)) for matrix in matrices
+    ]
     return ops.any(ops.not_equal(ops.stack(sums), 0), axis=1)
 
 
 def _by_flags(*tensors: Any) -> Any:
     # Devices exchange booleans, but no words joined by "or".
-    flags = [ops.any(ops.logical_not(ops.isfinite(each))) for each in tensors]
+    flags = [
+        ops.any(ops.logical_not(ops.isfinite(tensor))) for tensor in tensors
+    ]
     return ops.stack(flags)
 
 

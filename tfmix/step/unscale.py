@@ -75,7 +75,8 @@ def _by_reciprocal(scale: Any) -> Callable[[Any], Any]:
 def without_infinities(tensor: Any) -> Any:
     """Returns a float tensor, dense or sparse, with NaN for infinity."""
     return _on_values(
-        lambda each: ops.where(ops.isfinite(each), each, float("nan")), tensor
+        lambda values: ops.where(ops.isfinite(values), values, float("nan")),
+        tensor,
     )
 
 

@@ -69,8 +69,10 @@ class _StochasticRounding(views.Views):
         with contextlib.ExitStack() as undo:
             undo.enter_context(super().creating_slots())
             if self.optimizer.slot_dtype == "bfloat16":
-                for each in optimizers.workers(self.optimizer.inner_optimizer):
-                    self._narrow_slots(undo, each)
+                for worker in optimizers.workers(
+                    self.optimizer.inner_optimizer
+                ):
+                    self._narrow_slots(undo, worker)
             yield
 
     def _narrow_slots(self, undo: contextlib.ExitStack, optimizer: Any) -> None:
@@ -127,7 +129,7 @@ class _KahanView(views.RestView):
     rest_dtype, rest_name = "bfloat16", "compensation"
 
     def load(self) -> Any:
-        wide = [ops.cast(each, "float32") for each in (self.stored, self.rest)]
+        wide = [ops.cast(part, "float32") for part in (self.stored, self.rest)]
         return ops.add(*wide)
 
     def store(self, value: Any) -> None:

@@ -62,16 +62,16 @@ def fingerprints(tensors: Sequence, salt: int = 0) -> Any:
     shapes: dict[tuple, list[int]] = defaultdict(list)
     for position, tensor in enumerate(tensors):
         shapes[tuple(tensor.shape)].append(position)
-    found, order = [], []
+    sums, order = [], []
     for shape, positions in shapes.items():
         order += positions
         hashed = [_hashed(tensors[position]) for position in positions]
         small, large = _TOGETHER
         count = large if math.prod(shape) > _LARGE else small
         for start in range(0, len(hashed), count):
-            found.append(compilation.sums(hashed[start : start + count]))
+            sums.append(compilation.sums(hashed[start : start + count]))
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    return ops.add(ops.take(ops.concatenate(found), inverse), signed(salt))
+    return ops.add(ops.take(ops.concatenate(sums), inverse), signed(salt))
 
 
 def _hashed(tensor: Any) -> Any:

@@ -157,12 +157,12 @@ class EightBitSlots:
             created = []
             for worker in optimizers.workers(optimizer):
                 check_rounding(worker)
-                found = self._narrow(undo, worker, keeps_float32)
-                created.append((worker, found))
+                slots = self._narrow(undo, worker, keeps_float32)
+                created.append((worker, slots))
             yield
-        for worker, found in created:
-            _check_declared(worker, found)
-            _refuse_others(worker, found)
+        for worker, slots in created:
+            _check_declared(worker, slots)
+            _refuse_others(worker, slots)
 
     def _narrow(
         self,
@@ -251,7 +251,7 @@ def _refuse_others(worker: Any, created: list) -> None:
     known = set()
     for _, slot in created:
         stored = getattr(slot, "stored", slot)
-        known |= {id(each) for each in (stored, *getattr(slot, "beside", ()))}
+        known |= {id(part) for part in (stored, *getattr(slot, "beside", ()))}
     for variable in worker.variables:
         if tuple(variable.shape) and id(variable) not in known:
             raise ValueError(

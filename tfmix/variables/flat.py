@@ -63,7 +63,9 @@ class FlatMasters(sixteen_bit_optimizer.StandIns):
             members.setdefault(key, []).append(variable)
         self.groups = [Group(self.optimizer, *item) for item in members.items()]
         self._group_of = {
-            id(each): group for group in self.groups for each in group.variables
+            id(member): group
+            for group in self.groups
+            for member in group.variables
         }
         return {key: group.master for key, group in self._group_of.items()}
 
@@ -180,7 +182,7 @@ class Group:
 
     def position(self, variable: keras.Variable) -> int:
         """Returns the place of a variable among the group's."""
-        return [id(each) for each in self.variables].index(id(variable))
+        return [id(member) for member in self.variables].index(id(variable))
 
     def cut(self, vector: Any) -> list:
         """Cuts a vector into tensors of the variables' shapes."""

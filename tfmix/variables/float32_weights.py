@@ -87,7 +87,7 @@ def load_float32(model: keras.Model, source: Any) -> None:
     with _float32_storage(model):
         is_list = isinstance(source, list | tuple)
         (model.set_weights if is_list else model.load_weights)(source)
-        values = [np.array(each, copy=True) for each in model.get_weights()]
+        values = [np.array(array, copy=True) for array in model.get_weights()]
     for variable, value in zip(model.weights, values, strict=True):
         if _owns(owner, variable):
             owner.assign_float32(variable, value)
@@ -124,7 +124,7 @@ def _refuse_quantized(model: keras.Model) -> None:
 def _owns(owner: Any, variable: keras.Variable) -> bool:
     """Returns whether an optimizer was built with a variable."""
     known = optimizers.remembered(owner) if owner and owner.built else ()
-    return any(variable is each for each in known)
+    return any(variable is own for own in known)
 
 
 @contextlib.contextmanager

@@ -105,7 +105,9 @@ class _PerVariableMasters(sixteen_bit_optimizer.StandIns):
     """Keeps a float32 variable behind every 16-bit one."""
 
     def make(self) -> dict[int, keras.Variable]:
-        return {id(each): self._master(each) for each in self.narrow}
+        return {
+            id(variable): self._master(variable) for variable in self.narrow
+        }
 
     def _master(self, variable: keras.Variable) -> keras.Variable:
         master = optimizers.add_variable(

@@ -169,10 +169,10 @@ class SixteenBitOptimizer(
         with compilation.outside_of_tracing(variables):
             self._store = self.make_stand_ins(variables)
             # Keras remembers by identity what has no weight decay.
-            for each in optimizers.workers(self.inner_optimizer):
-                if excluded := optimizers.undecayed(each, variables):
+            for worker in optimizers.workers(self.inner_optimizer):
+                if excluded := optimizers.undecayed(worker, variables):
                     targets = self._store.targets(excluded)
-                    each.exclude_from_weight_decay(var_list=targets)
+                    worker.exclude_from_weight_decay(var_list=targets)
             with self._creating_slots():
                 self.inner_optimizer.build(self._store.targets(variables))
         self.built = True
@@ -345,16 +345,16 @@ class SixteenBitOptimizer(
 
 def owner(optimizer: Any) -> SixteenBitOptimizer | None:
     """Returns what keeps an optimizer's 16-bit variables, if anything does."""
-    for each in optimizers.with_nested(optimizer):
-        if isinstance(each, SixteenBitOptimizer):
-            return each
+    for candidate in optimizers.with_nested(optimizer):
+        if isinstance(candidate, SixteenBitOptimizer):
+            return candidate
     return None
 
 
 def stand_ins(optimizer: Any) -> StandIns | None:
     """Returns what stands for an optimizer's 16-bit variables, once built."""
-    found = owner(optimizer)
-    return found._store if found is not None and found.built else None
+    keeper = owner(optimizer)
+    return keeper._store if keeper is not None and keeper.built else None
 
 
 def _checked_inner(
@@ -380,13 +380,13 @@ def _checked_inner(
 
 
 def _check_not_built(wrapper: str, optimizer: optimizers.Optimizer) -> None:
-    for each in optimizers.with_nested(optimizer):
-        if each.built:
+    for nested in optimizers.with_nested(optimizer):
+        if nested.built:
             raise ValueError(
                 f"{wrapper} builds the inner optimizer on its own float32 "
-                f"variables. Received: inner_optimizer={each.name!r}, which "
+                f"variables. Received: inner_optimizer={nested.name!r}, which "
                 "is built already. Pass a fresh one, for example "
-                f"{type(each).__name__}.from_config(optimizer.get_config())."
+                f"{type(nested).__name__}.from_config(optimizer.get_config())."
             )
 
 

@@ -45,7 +45,9 @@ class Views(sixteen_bit_optimizer.StandIns):
                     "'bfloat16', or MasterWeightOptimizer(optimizer) for "
                     "float16."
                 )
-        made = {id(each): self.make_view(each) for each in self.narrow}
+        made = {
+            id(variable): self.make_view(variable) for variable in self.narrow
+        }
         self.with_rest = [v for v in made.values() if isinstance(v, RestView)]
         if self.with_rest:
             self.seen = optimizers.add_variable(

@@ -76,9 +76,9 @@ def global_policy() -> keras.DTypePolicy:
         Policy('mixed_float16')
     """
     if policy_lookup.are_installed():
-        found = _lookup()
-        if found is not None:
-            return found
+        policy = _lookup()
+        if policy is not None:
+            return policy
     current = keras.config.dtype_policy()
     if _base is not None and _base.name == current.name == "float32":
         return _base

@@ -96,17 +96,19 @@ def take_off(layer: keras.Layer) -> Any:
 @contextlib.contextmanager
 def anew(model: keras.Layer) -> Iterator[None]:
     """Lets a model's layers fall back for a block, unseen, as if new."""
-    found = [each for each in layers.flat_layers(model) if can_have(each)]
-    before = [(each, take_off(each)) for each in found]
+    with_code = [
+        layer for layer in layers.flat_layers(model) if can_have(layer)
+    ]
+    before = [(layer, take_off(layer)) for layer in with_code]
     try:
-        for each, _ in before:
-            if STATE not in vars(each):
-                put_back(each, _State(each, tells=False))
+        for layer, _ in before:
+            if STATE not in vars(layer):
+                put_back(layer, _State(layer, tells=False))
         yield
     finally:
-        for each, state in before:
-            take_off(each)
-            put_back(each, state)
+        for layer, state in before:
+            take_off(layer)
+            put_back(layer, state)
 
 
 def can_have(layer: keras.Layer) -> bool:
@@ -141,7 +143,7 @@ def mended_step(
         _own_code(model, undo)
         try:
             with _set(_trying):
-                found = trace()
+                logs = trace()
         except Exception:
             raise error from None
         undo.pop_all()
@@ -151,7 +153,7 @@ def mended_step(
         model.name,
         dtype_errors.cause(error),
     )
-    return found
+    return logs
 
 
 def notes(model: keras.Layer) -> list[str]:
@@ -232,13 +234,13 @@ class _State:
 
     def _look_at_constants(self) -> None:
         inside = [x.compute_dtype for x in layers.flat_layers(self._layer)]
-        dtypes = [each for each in inside if each in _formats.SIXTEEN_BIT]
+        dtypes = [dtype for dtype in inside if dtype in _formats.SIXTEEN_BIT]
         if not dtypes:
             return
-        found = unfit_constants.unfit(self._layer, dtypes[0])
-        if found is None:
+        misfit = unfit_constants.unfit(self._layer, dtypes[0])
+        if misfit is None:
             return
-        cause, self._remedy = found
+        cause, self._remedy = misfit
         # In float32 by its user, or by the file it fell back in, while what is
         # inside it is not: that hands float32 on, and there is nothing to tell.
         is_news = self._layer.compute_dtype in _formats.SIXTEEN_BIT

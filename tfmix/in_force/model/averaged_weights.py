@@ -19,7 +19,7 @@ def swapped(
         return original(*args, **kwargs)
     swaps = owner.swap_averages, owner.overwrite_averages
     with contextlib.ExitStack() as undo:
-        for each in training.callbacks(original, args, kwargs):
-            if isinstance(each, keras.callbacks.SwapEMAWeights):
-                averages.swap_by(undo, each, *swaps)
+        for callback in training.callbacks(original, args, kwargs):
+            if isinstance(callback, keras.callbacks.SwapEMAWeights):
+                averages.swap_by(undo, callback, *swaps)
         return original(*args, **kwargs)

@@ -55,8 +55,8 @@ def carry(model: keras.Model, policy: keras.DTypePolicy) -> None:
 
 def carried_policy(model: keras.Model) -> keras.DTypePolicy | None:
     """Returns the policy a model carries, `None` if it carries none."""
-    found = model_methods.part(model, model_methods.RULES)
-    return found.policy if isinstance(found, _Carried) else None
+    part = model_methods.part(model, model_methods.RULES)
+    return part.policy if isinstance(part, _Carried) else None
 
 
 class _Carried:

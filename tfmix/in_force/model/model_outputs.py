@@ -90,7 +90,7 @@ class Outputs:
         self._told = True
         dtypes: list[str] = []
         tensors.map_leaves(
-            outputs, lambda one: dtypes.append(tensors.float_dtype(one))
+            outputs, lambda leaf: dtypes.append(tensors.float_dtype(leaf))
         )
         if not set(SIXTEEN_BIT) & set(dtypes):
             return

@@ -63,7 +63,7 @@ def without(
         return data
     drop = functools.partial(np.delete, obj=sorted(rows), axis=0)
     left = {
-        name: tree.map_structure(lambda one: drop(np.asarray(one)), nest)
+        name: tree.map_structure(lambda leaf: drop(np.asarray(leaf)), nest)
         for name, nest in data.items()
     }
     return left if all(map(len, tree.flatten(left))) else {}
@@ -153,11 +153,11 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _bad_rows(leaf: Any) -> list[int]:
-    found: list[int] = []
+    rows: list[int] = []
     for start, block in _blocks(leaf):
         if not (fine := np.isfinite(block)).all():
-            found += (start + np.flatnonzero(~fine.all(axis=1))).tolist()
-    return found
+            rows += (start + np.flatnonzero(~fine.all(axis=1))).tolist()
+    return rows
 
 
 def _largest(nest: Any) -> float:
@@ -191,7 +191,7 @@ def _worst_rows(data: Mapping[str, Any], count: int) -> dict[str, Any]:
     kept = np.sort(rows[:count])
     take = functools.partial(np.take, indices=kept, axis=0)
     return {
-        name: tree.map_structure(lambda one: take(np.asarray(one)), nest)
+        name: tree.map_structure(lambda leaf: take(np.asarray(leaf)), nest)
         for name, nest in data.items()
     }
 
@@ -204,21 +204,21 @@ def _run(
     NaN and `None` if it cannot be run. No variable of the model is written.
     """
     bad: list[_Bad] = []
-    found = layers.called(model)
+    called = layers.called(model)
 
     def make(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             outputs = original(*args, **kwargs)
             if not bad and not _finite(outputs):
-                bad.append(_Bad(found[index].name, _finite([args, kwargs])))
+                bad.append(_Bad(called[index].name, _finite([args, kwargs])))
             return outputs
 
         return call
 
     x, y, weight = (batch.get(name) for name in ("x", "y", "sample_weight"))
     try:
-        with keras.StatelessScope(), layers.calls_replaced(found, make):
+        with keras.StatelessScope(), layers.calls_replaced(called, make):
             x = tree.map_structure(ops.convert_to_tensor, x)
             outputs = layers.call_in_training(model, x)
             loss = layers.compute_loss(

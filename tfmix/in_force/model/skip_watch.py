@@ -177,8 +177,8 @@ class SkipWatch(keras.callbacks.Callback):
             loss,
             {
                 path: count
-                for each in self._optimizers()
-                for path, count in each.overflow_counts.items()
+                for optimizer in self._optimizers()
+                for path, count in optimizer.overflow_counts.items()
             },
         )
 
@@ -214,8 +214,10 @@ def fit(
         return original(*args, **kwargs)
     given = bound_arguments.get(bound, "callbacks")
     is_list = isinstance(given, keras.callbacks.CallbackList)
-    found = given.callbacks if is_list else tree.flatten(given or [])
-    watches = [each for each in found if isinstance(each, SkipWatch)]
+    callbacks = given.callbacks if is_list else tree.flatten(given or [])
+    watches = [
+        callback for callback in callbacks if isinstance(callback, SkipWatch)
+    ]
     watch = watches[0] if watches else SkipWatch()
     data = {name: bound_arguments.get(bound, name) for name in _DATA}
     watch.data = skip_causes.arrays(data)
@@ -223,13 +225,13 @@ def fit(
     if watches:
         return original(*args, **kwargs)
     if not is_list:
-        bound_arguments.put(bound, "callbacks", [*found, watch])
+        bound_arguments.put(bound, "callbacks", [*callbacks, watch])
         return original(*bound.args, **bound.kwargs)
     # Keras takes such a list as it is, the model and parameters in it.
     watch.set_model(model)
     watch.set_params(given.params)
-    found.append(watch)
+    callbacks.append(watch)
     try:
         return original(*args, **kwargs)
     finally:
-        found.remove(watch)
+        callbacks.remove(watch)

@@ -35,7 +35,7 @@ def adding(original: Callable, holds: Callable[[], bool]) -> Callable:
 
 
 def _repeats_often(x1: Any, x2: Any) -> bool:
-    if not all(isinstance(each, int) for each in (*x1.shape, *x2.shape)):
+    if not all(isinstance(dim, int) for dim in (*x1.shape, *x2.shape)):
         # Traced for its shapes alone.
         return False
     sizes = sorted(math.prod(x.shape) for x in (x1, x2))
@@ -54,13 +54,13 @@ def _add(x1: Any, x2: Any) -> Any:
 
 @_add.defjvp
 def _changed(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-    found = _add(*primals)
+    total = _add(*primals)
 
     def repeated(tangent: Any) -> Any:
-        if tangent.shape == found.shape:
-            return tangent.astype(found.dtype)
+        if tangent.shape == total.shape:
+            return tangent.astype(total.dtype)
         # The transpose of a repetition is a sum.
-        wide = jnp.broadcast_to(tangent.astype("float32"), found.shape)
-        return wide.astype(found.dtype)
+        wide = jnp.broadcast_to(tangent.astype("float32"), total.shape)
+        return wide.astype(total.dtype)
 
-    return found, sum(map(repeated, tangents))
+    return total, sum(map(repeated, tangents))

@@ -29,29 +29,31 @@ def makers(
     names = set(rules)
     if rules and keras.backend.backend() == "jax":
         names.update(softmax_logits.LOSSES)
-    found: dict[replacements.Place, Callable[[Any], Any]] = {
+    by_place: dict[replacements.Place, Callable[[Any], Any]] = {
         place: functools.partial(_rule, name=name, holds=holds)
         for name in names
         for place in op_places.targets(name)
     }
     if PENALTIES in rules:
         widening = functools.partial(_widening, holds=holds)
-        found |= dict.fromkeys(penalties.places(), widening)
+        by_place |= dict.fromkeys(penalties.places(), widening)
         in_force = functools.partial(holds, PENALTIES)
-        found[optimizers.APPLY] = functools.partial(
+        by_place[optimizers.APPLY] = functools.partial(
             bare_optimizers.applying, holds=in_force
         )
         if keras.backend.backend() == "jax":
             adding = functools.partial(bias_gradients.adding, holds=in_force)
-            found |= dict.fromkeys(op_places.targets(bias_gradients.OP), adding)
-    return found
+            by_place |= dict.fromkeys(
+                op_places.targets(bias_gradients.OP), adding
+            )
+    return by_place
 
 
 def _rule(original: Any, name: str, holds: Holds) -> Any:
     if inspect.ismodule(original):
         # One name for many ops; each asks for its own rule.
-        each = functools.partial(_rule, holds=holds)
-        return op_places.stand_in(original, each)
+        rule_for = functools.partial(_rule, holds=holds)
+        return op_places.stand_in(original, rule_for)
     if original.__qualname__.endswith(op_places.ATTENTION_METHOD):
         return _attention_rule(original, holds)
     static = isinstance(original, staticmethod)
