@@ -160,9 +160,8 @@ def rounds(
 
 
 def _number(instruction: Instruction) -> int | None:
-    if instruction.operation != "constant" or not instruction.result.startswith(
-        "s32[]"
-    ):
+    is_constant = instruction.operation == "constant"
+    if not (is_constant and instruction.result.startswith("s32[]")):
         return None
     number = int(instruction.rest.partition(")")[0])
     return number if number < _NO_LIMIT else None

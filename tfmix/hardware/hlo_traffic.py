@@ -144,7 +144,6 @@ def _outside(kind: str) -> int:
 def given_bytes(exchange: hlo_text.Instruction) -> int:
     """Returns the bytes that an exchange takes from each device."""
     # One that is begun here returns what it was given, too.
-    begun = exchange.operation.endswith(
-        "-start"
-    ) and exchange.operation not in ("all-reduce-start",)
+    operation = exchange.operation
+    begun = operation.endswith("-start") and operation != "all-reduce-start"
     return hlo_text.size(exchange.result) // (2 if begun else 1)

@@ -223,14 +223,14 @@ def _with_arrays(nest: Any, given: list, values: Iterable) -> Any:
 
 def _arrays(nest: Any) -> list:
     """Lists the dense arrays of a nest, and what is attached to each."""
-    found: list = []
+    arrays: list = []
 
     def noted(array: Any) -> Any:
-        found.append(array)
+        arrays.append(array)
         return array
 
     _rebuilt(nest, noted)
-    return found
+    return arrays
 
 
 def _rebuilt(nest: Any, function: Callable[[Any], Any]) -> Any:
@@ -244,7 +244,7 @@ def _rebuilt(nest: Any, function: Callable[[Any], Any]) -> Any:
             value = global_state.note(leaf, name)
             if value is not None:
                 value = keras.tree.map_structure(
-                    lambda one: function(one) if _is_array(one) else one, value
+                    lambda x: function(x) if _is_array(x) else x, value
                 )
                 if new is not leaf:
                     global_state.put_note(new, name, value)

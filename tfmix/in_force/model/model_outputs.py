@@ -11,7 +11,7 @@ import keras
 from tfmix import _messages
 from tfmix._formats import SIXTEEN_BIT
 from tfmix._keras import global_state, layers, model_methods
-from tfmix.in_force.model import model_border, running_statistics
+from tfmix.in_force.model import model_border, unguarded_call
 from tfmix.in_force.process_wide import tensors
 
 # Losses that go back to the logits behind these on TensorFlow, whatever the
@@ -69,9 +69,7 @@ class Outputs:
 
     def _kept_finite(self, *args: Any, **kwargs: Any) -> Any:
         compute = self._in_float32
-        return running_statistics.kept_finite(
-            self._model, compute, *args, **kwargs
-        )
+        return unguarded_call.kept_finite(self._model, compute, *args, **kwargs)
 
     def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
         with outputs_as_made():

@@ -56,8 +56,8 @@ def _at_border(function: Function, results: tuple, saved: Any) -> tuple:
         return None, (None, None, tuple(_gradients(function, saved, upstream)))
 
     known.defvjp(forward, backward)
-    found: tuple = known(results, saved)
-    return found
+    same_results: tuple = known(results, saved)
+    return same_results
 
 
 def _gradients(function: Function, saved: Any, upstream: tuple) -> list:
@@ -65,9 +65,9 @@ def _gradients(function: Function, saved: Any, upstream: tuple) -> list:
     pull, factor, values = saved
     results, losses = upstream
     by = power.of(results, losses, factor)
-    scaled = jax.tree.map(lambda each: _times(by, each), upstream)
-    found = _pulled(function, pull, values, scaled)
-    down, new = 1.0 / by, iter(found)
+    scaled = jax.tree.map(lambda gradient: _times(by, gradient), upstream)
+    inside = _pulled(function, pull, values, scaled)
+    down, new = 1.0 / by, iter(inside)
     return [
         _times(down, next(new)) if _is_float(value) else None
         for value in values
@@ -101,12 +101,12 @@ def _pulled(
 
         _, pull = jax.vjp(of_floats, *_floats(given))
         new = iter(pull(second))
-        found = [next(new) if _is_float(each) else None for each in given]
-        return None, *structure.unflatten(found)
+        leaves = [next(new) if _is_float(leaf) else None for leaf in given]
+        return None, *structure.unflatten(leaves)
 
     pulled.defvjp(forward, backward)
-    found: list = pulled(pull, values, upstream)
-    return found
+    gradients: list = pulled(pull, values, upstream)
+    return gradients
 
 
 def _of_floats(function: Function, values: Sequence) -> Callable:

@@ -1,8 +1,8 @@
-"""A bad batch leaves no NaN in what a model averages while it is called.
+"""A call in training outside of a guard: a bad batch leaves no NaN behind.
 
 The optimizer's step is skipped, but BatchNormalization has written by then. In
-a guarded `fit` the whole step is taken back; in a loop of one's own, or with
-several optimizers, nobody knows when the step is over.
+a guarded `fit` the whole step is taken back (`scaling/guard.py`); in a loop of
+one's own, or with several optimizers, nobody knows when the step is over.
 """
 
 from collections.abc import Callable
