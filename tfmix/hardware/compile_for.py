@@ -89,14 +89,11 @@ def compile_for(  # noqa: PLR0913
             "`batch_size` must be a multiple of `devices`, which share it. "
             f"Received: batch_size={rows}, devices={count}."
         )
-    wanted = [
-        _resolved(one_policy, accelerator)
-        for one_policy in _listed("policy", policy)
-    ]
+    wanted = [_resolved(p, accelerator) for p in _listed("policy", policy)]
     given = _listed("optimizer", optimizer)
     _listed("loss", loss)
-    for one_policy in wanted:
-        _check_policy(one_policy, model, accelerator)
+    for chosen in wanted:
+        _check_policy(chosen, model, accelerator)
     if not model.built:
         raise ValueError(
             "`model` must be built: its weights have no shapes yet. Received: "
@@ -105,11 +102,11 @@ def compile_for(  # noqa: PLR0913
         )
     places = compilers.devices(accelerator, count)
     made = {}
-    for one_policy, one_optimizer in itertools.product(wanted, given):
-        twin = _compilable(model, one_policy, one_optimizer, loss)
-        name = title = _name(one_policy, twin)
+    for chosen, inner in itertools.product(wanted, given):
+        twin = _compilable(model, chosen, inner, loss)
+        name = title = _name(chosen, twin)
         if len(given) > 1:
-            title += f", {_optimizer_name(one_optimizer, model)}"
+            title += f", {_optimizer_name(inner, model)}"
         if title in made:
             raise ValueError(
                 "What is compared must differ in policy or in the classes of "
