@@ -10,6 +10,7 @@ from tests._keras.contracts import (
     sequential,
     spy,
 )
+from tfmix._keras import layers
 
 
 def test_a_symbol_knows_the_operation_and_the_node_that_made_it():
@@ -72,3 +73,27 @@ def test_structures_are_known_by_the_call_of_their_class():
     assert type(sequential()).call is keras.Sequential.call
     assert "call" in vars(keras.Sequential)
     assert functional().operations[-1].name.startswith("dense")
+
+
+def test_a_graph_runs_its_nodes_as_they_are_sorted():
+    start = keras.Input((4,))
+    twice, once = dense(), dense()
+    first = twice(start)
+    second = twice(once(first))
+    model = keras.Model(start, [first, second])
+    seen = []
+
+    def change(symbol, value):
+        seen.append(symbol)
+        return value * 0.0 if symbol is first else value
+
+    def run(inputs):
+        call = model._run_through_graph
+        return layers.run_graph(model, call, change, inputs)
+
+    found, _ = run([batch(2, 4)])
+    assert [id(symbol) for symbol in seen if symbol in (first, second)] == [
+        id(first),
+        id(second),
+    ]
+    assert not keras.ops.any(found)

@@ -60,6 +60,32 @@ def test_a_layer_and_a_model_inside_another_return_16_bit(name):
     assert set(seen) == {name[6:]}
 
 
+def encoder():
+    """Returns what it makes others of: two of one layer, one with a mask."""
+    start = keras.Input((3,))
+    twice = layers.Dense(3)
+    first = twice(layers.Masking()(keras.layers.Reshape((1, 3))(start)))
+    second = twice(first)
+    return keras.Model(start, [first, second, layers.Dense(2)(second)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", WAYS)
+def test_results_that_others_are_made_of_are_float32(way, name):
+    keras.utils.set_random_seed(0)
+    expected = WAYS[way](encoder())
+    keras.utils.set_random_seed(0)
+    with tfmix.policy_scope(name):
+        model = encoder()
+    found = WAYS[way](model)
+    assert [dtype_of(each) for each in found] == ["float32"] * 3
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_allclose(a, b, atol=0.05)
+    if way == "__call__":
+        masks = [getattr(each, "_keras_mask", None) for each in found]
+        assert all(mask is not None for mask in masks)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "method", ["fit", "evaluate", "train_on_batch", "test_on_batch"]

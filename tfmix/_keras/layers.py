@@ -20,6 +20,8 @@ from keras.src.trainers import compile_utils
 from tfmix._keras import layer_policies, replacements
 
 _CALL_CONTEXT = "current_call_ctx"
+# The method of a Functional model that runs through what it is made of.
+RUN_GRAPH = "_run_through_graph"
 
 
 def is_structure(layer: Any) -> bool:
@@ -142,6 +144,43 @@ def results_computed_from(model: keras.Layer) -> set[int]:
                 seen.add(id(tensor))
                 waiting.append(tensor)
     return sources
+
+
+def run_graph(
+    model: keras.Layer,
+    original: Callable,
+    seen: Callable[[keras.KerasTensor, Any], Any],
+    inputs: Any,
+    operation_fn: Callable = lambda operation: operation,
+    **kwargs: Any,
+) -> Any:
+    """Runs a Functional model's graph, what its operations return changed.
+
+    Args:
+        model: The model.
+        original: Keras's method of the name `RUN_GRAPH`.
+        seen: Takes a symbolic tensor and the tensor in its place; returns what
+            the rest of the graph is to take.
+        inputs: Of the method, as `operation_fn` and `**kwargs` are.
+        operation_fn: Gives an operation what it is called with.
+        **kwargs: Others.
+    """
+    by_depth = sorted(model._nodes_by_depth.items(), reverse=True)
+    # As the method runs them.
+    nodes = iter([node for _, nodes in by_depth for node in nodes])
+
+    def changed(operation: Any) -> Callable:
+        node = next(node for node in nodes if node.operation is operation)
+        call = operation_fn(operation)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            made = call(*args, **kwargs)
+            new = map(seen, node.outputs, keras.tree.flatten(made))
+            return keras.tree.pack_sequence_as(made, list(new))
+
+        return called
+
+    return original(inputs, operation_fn=changed, **kwargs)
 
 
 def noted_results(layer: keras.Layer) -> list[tuple[int, Any]]:

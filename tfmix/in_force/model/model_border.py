@@ -91,9 +91,8 @@ def _has_gradients(model: keras.Model) -> bool:
     """Says whether TensorFlow may be asked for gradients that a border has."""
     if tf.executing_eagerly() and not gradients.is_recorded():
         return False
-    # Nor forward ones, nor those of one result by another (Grad-CAM).
-    forward = gradients.runs_forward()
-    return not (forward or layers.results_computed_from(model))
+    # Nor forward ones.
+    return not gradients.runs_forward()
 
 
 class _Run:

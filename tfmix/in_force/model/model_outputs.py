@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,11 @@ import keras
 from tfmix import _messages
 from tfmix._formats import SIXTEEN_BIT
 from tfmix._keras import global_state, layers, model_methods
-from tfmix.in_force.model import model_border, unguarded_call
+from tfmix.in_force.model import (
+    inner_results,
+    model_border,
+    unguarded_call,
+)
 from tfmix.in_force.process_wide import tensors
 
 # Losses that go back to the logits behind these on TensorFlow, whatever the
@@ -72,15 +75,11 @@ class Outputs:
         return unguarded_call.kept_finite(self._model, compute, *args, **kwargs)
 
     def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
-        with outputs_as_made():
+        run = inner_results.Run(self._model)
+        with outputs_as_made(), run.going_on():
             outputs = self._call(*args, **kwargs)
         self._tell_of_16_bit(outputs)
-        # A copy of one that others are made of would have no gradient of them.
-        as_made = layers.results_computed_from(self._model)
-        places = itertools.count()
-        return tensors.map_leaves(
-            outputs, lambda x: x if next(places) in as_made else tensors.wide(x)
-        )
+        return tensors.map_leaves(outputs, run.wide)
 
     def _tell_of_16_bit(self, outputs: Any) -> None:
         if self._told or not getattr(self._model, "compiled", False):

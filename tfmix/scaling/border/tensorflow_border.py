@@ -1,5 +1,7 @@
 """A border around a function, under TensorFlow."""
 
+import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +15,10 @@ from tfmix.scaling.border import power
 Results = tuple[list, list]
 # A function with a border: of float tensors.
 Function = Callable[..., Results]
+
+_running: contextvars.ContextVar["_Run | None"] = contextvars.ContextVar(
+    "tfmix_running", default=None
+)
 
 
 def call(
@@ -28,7 +34,8 @@ def call(
 
     Args:
         function: Takes tensors; returns results, and losses that were added
-            on the way, whose gradients are often far larger.
+            on the way, whose gradients are often far larger. Where it calls
+            `cut`, one border ends and another begins.
         tensors: Its arguments, float tensors.
         again: What runs the function again, without a trace of its own.
             Defaults to the function.
@@ -37,12 +44,94 @@ def call(
         What the function returns.
     """
     # Eager ones become part of the graph, of which gradients may be asked.
-    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    # Where no tape is around, a gradient can be asked of a graph alone.
-    run = _taped if gradients.is_recorded() else _untaped
-    (tape, results), variables = gradients.and_variables(run, function, tensors)
-    border = _Border(again or function, tensors, variables, results)
-    return border.results([] if tape is None else [tape])
+    inside = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    run, variables = gradients.and_variables(_Run, function, inside)
+    tapes = [] if run.tape is None else [run.tape]
+    again = functools.partial(_again, again or function, len(inside))
+    outside = list(inside)
+    for place, (before, after) in enumerate(run.cuts):
+        part = functools.partial(again, place)
+        border = _Border(part, inside, outside, variables, ([before], []))
+        outside = [*outside, *border.results(tapes)[0]]
+        inside.append(after)
+    part = functools.partial(again, None)
+    border = _Border(part, inside, outside, variables, run.last())
+    results, losses = border.results(tapes)
+    known = {id(x): n for n, x in enumerate(inside) if n >= len(tensors)}
+    rest = iter(results)
+    return [
+        outside[known[id(x)]] if id(x) in known else next(rest)
+        for x in run.results[0]
+    ], losses
+
+
+def cut(tensor: Any) -> Any:
+    """Ends a border at a tensor inside of it, and begins another.
+
+    For one that the function returns, and makes others of: who asks for
+    gradients of these by that one has them.
+
+    Returns:
+        A tensor of the same values, to go on with and to return. Outside of a
+        border the tensor itself.
+    """
+    run = _running.get()
+    return tensor if run is None else run.cut(tensor)
+
+
+class _Run:
+    """One run of a function: what it returned, and where it was cut."""
+
+    def __init__(
+        self,
+        function: Function,
+        tensors: Sequence,
+        *,
+        begun: Sequence = (),
+        taped: bool | None = None,
+    ) -> None:
+        # Where no tape is around, a gradient can be asked of a graph alone.
+        taped = gradients.is_recorded() if taped is None else taped
+        # In eager mode a tape around it may be asked more than once. In a
+        # graph a persistent one keeps it alive for good.
+        eager = tf.executing_eagerly()
+        self.tape = tf.GradientTape(persistent=eager) if taped else None
+        #: Of each cut the tensor, and the one to go on with.
+        self.cuts: list[tuple[Any, Any]] = []
+        self._begun = list(begun)
+        token = _running.set(self)
+        try:
+            with self.tape or contextlib.nullcontext():
+                self._watch([*tensors, *begun])
+                self.results = function(*tensors)
+        finally:
+            _running.reset(token)
+
+    def cut(self, tensor: Any) -> Any:
+        place = len(self.cuts)
+        known = place < len(self._begun)
+        after = self._begun[place] if known else tf.stop_gradient(tensor)
+        self._watch([after])
+        self.cuts.append((tensor, after))
+        return after
+
+    def last(self) -> Results:
+        """Returns what was computed from the last cut on."""
+        results, losses = self.results
+        after = {id(tensor) for _, tensor in self.cuts}
+        return [x for x in results if id(x) not in after], losses
+
+    def _watch(self, tensors: list) -> None:
+        if self.tape is not None:
+            self.tape.watch(tensors)
+
+
+def _again(
+    function: Function, count: int, place: int | None, *given: Any
+) -> Results:
+    """Runs a function again, to a cut (`None`: to the end)."""
+    run = _Run(function, given[:count], begun=given[count:], taped=False)
+    return run.last() if place is None else ([run.cuts[place][0]], [])
 
 
 class _Border:
@@ -52,16 +141,19 @@ class _Border:
         self,
         again: Function,
         tensors: Sequence,
+        outside: Sequence,
         variables: Sequence,
         results: Results,
     ) -> None:
         self._again = again
         self._tensors, self._variables = list(tensors), list(variables)
+        # What the tensors are to those who take the results.
+        self._outside = list(outside)
         self._results = results
         self._factor = power.placing()
         self._trace = compilation.trace()
 
-    def results(self, tapes: list[tf.GradientTape]) -> Results:
+    def results(self, tapes: list) -> Results:
         """Returns results whose gradients have the border.
 
         Args:
@@ -70,7 +162,7 @@ class _Border:
         of_results, of_losses = self._results
         made = gradients.replaced(
             [*of_results, *of_losses],
-            self._tensors,
+            self._outside,
             self._variables,
             by_tape=functools.partial(self._gradient, tapes),
             # A graph that held a tape would live for good.
@@ -89,8 +181,13 @@ class _Border:
         # results of this one cannot be differentiated once more.
         if gradients.is_recorded() and compilation.trace() == self._trace:
             pull = functools.partial(self._pull, kept)
-            given = [*self._tensors, *scaled]
-            border = _Border(pull, given, self._variables, (values, []))
+            border = _Border(
+                pull,
+                [*self._tensors, *scaled],
+                [*self._outside, *scaled],
+                self._variables,
+                (values, []),
+            )
             values, _ = border.results([])
         down = 1.0 / by
         for n, dense in zip(kept, values, strict=True):
@@ -105,8 +202,8 @@ class _Border:
             tape = tapes[0] if is_eager else tapes.pop()
             return self._asked(tape, self._results, self._tensors, scaled)
         if is_eager:
-            tape, results = _taped(self._again, self._tensors)
-            return self._asked(tape, results, self._tensors, scaled)
+            run = _Run(self._again, self._tensors, taped=True)
+            return self._asked(run.tape, run.results, self._tensors, scaled)
         flat = [*self._results[0], *self._results[1]]
         return gradients.of_graph(flat, self._tensors, self._variables, scaled)
 
@@ -125,24 +222,9 @@ class _Border:
         """Computes the gradients inside anew: of tensors and what enters."""
         count = len(self._tensors)
         tensors, scaled = given[:count], given[count:]
-        tape, results = _taped(self._again, tensors)
-        inside = self._asked(tape, results, tensors, scaled)
+        run = _Run(self._again, tensors, taped=True)
+        inside = self._asked(run.tape, run.results, tensors, scaled)
         return [_values(inside[n]) for n in kept], []
-
-
-def _taped(
-    function: Function, tensors: Sequence
-) -> tuple[tf.GradientTape, Results]:
-    # In eager mode a tape around it may be asked more than once. In a graph a
-    # persistent one keeps it alive for good.
-    with tf.GradientTape(persistent=tf.executing_eagerly()) as tape:
-        tape.watch(list(tensors))
-        results = function(*tensors)
-    return tape, results
-
-
-def _untaped(function: Function, tensors: Sequence) -> tuple[None, Results]:
-    return None, function(*tensors)
 
 
 def _values(gradient: Any) -> Any:
