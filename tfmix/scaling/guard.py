@@ -9,7 +9,7 @@ from keras import ops
 
 from tfmix import _arguments
 from tfmix._keras import compilation, model_methods, training
-from tfmix.scaling import deciding_callbacks, saving, step_logs
+from tfmix.scaling import deciding_callbacks, saving, skipped_step_logs
 from tfmix.scaling import optimizer as optimizers
 
 
@@ -94,7 +94,7 @@ class _Guard:
     def __init__(self, model: keras.Model, asked_for: bool) -> None:
         self._model = model
         self.asked_for = asked_for
-        logs = self._logs = step_logs.StepLogs(model)
+        logs = self._logs = skipped_step_logs.StepLogs(model)
         tensorflow = keras.backend.backend() == "tensorflow"
         self.wrappers: Mapping[str, model_methods.Wrapper] = {
             "train_step": self._on_tensorflow if tensorflow else self._on_jax,
