@@ -18,7 +18,7 @@ import keras
 import pytest
 
 import tfmix
-from tfmix import _errors, _messages
+from tfmix import _messages, _users_code
 
 TENSORFLOW_DEVICES = 4
 # JAX compiles each operation it meets. What a backend changes little is left
@@ -119,7 +119,7 @@ def messages(monkeypatch, caplog):
     # What a page of the guide may set.
     level = _messages.LOGGER.level
     monkeypatch.setattr(_messages, "_said_once", set())
-    monkeypatch.setattr(_errors, "warn", warnings.warn)
+    monkeypatch.setattr(_users_code, "warn", warnings.warn)
     yield
     _messages.LOGGER.setLevel(level)
 

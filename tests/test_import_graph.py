@@ -17,6 +17,7 @@ LAYERS = (
         "_arguments",
         "_bar_output",
         "_errors",
+        "_users_code",
         "_formats",
         "_h200",
         "_messages",

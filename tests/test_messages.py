@@ -13,14 +13,14 @@ from tfmix import _messages
 PACKAGE = ROOT / "tfmix"
 PROGRAM = """
 import logging, keras, tfmix
-from tfmix import _errors
+from tfmix import _users_code
 keras.config.set_dtype_policy("float32")
 {line}
 from absl import logging as absl
 absl.warning("of absl")
 for _ in range(2):
     tfmix.LossScaleOptimizer(keras.optimizers.SGD(loss_scale_factor=2.0))
-    exec(compile("_errors.warn('of a line')", "train.py", "exec"))
+    exec(compile("_users_code.warn('of a line')", "train.py", "exec"))
 """
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from keras import tree
 
-from tfmix import _errors
+from tfmix import _users_code
 from tfmix._keras import compilation, global_state
 
 # Notes on tensors: a loss that was scaled; a gradient that is the result of a
@@ -156,7 +156,7 @@ class GivenGradients:
             return True
         new = _SCALED not in notes and divided_in is not None
         if new and divided_in == compilation.trace():
-            _errors.warn(
+            _users_code.warn(
                 "`unscale_gradients` was called in this step, and now other "
                 "gradients than it was given are divided by the loss scale. "
                 "That is right for sums of what it was given; if they were "
@@ -174,7 +174,7 @@ class GivenGradients:
             return False
         if not self.unasked and not self._told:
             self._told = True
-            _errors.warn(
+            _users_code.warn(
                 "The gradients are divided by the loss scale, but the loss was "
                 "not multiplied by it, so every update is too small by that "
                 "factor. Take the gradients of the scaled loss: `scaled = "

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfmix import _errors
+from tfmix import _users_code
 
 
 def functions(layer: Any) -> Iterator[types.FunctionType]:
@@ -21,7 +21,7 @@ def functions(layer: Any) -> Iterator[types.FunctionType]:
         function = getattr(function, "__func__", function)
         if not isinstance(function, types.FunctionType):
             continue
-        if id(function) in seen or _errors.in_library(
+        if id(function) in seen or _users_code.in_library(
             function.__module__ or ""
         ):
             continue

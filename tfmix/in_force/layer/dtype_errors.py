@@ -2,7 +2,7 @@
 
 import re
 
-from tfmix import _errors
+from tfmix import _users_code
 
 # Errors of both backends that code raises for dtypes.
 _KINDS = frozenset(
@@ -45,4 +45,4 @@ def cause(error: Exception) -> str:
     # AutoGraph says where before it says what.
     first = [line for line in lines if line.startswith(kind)] or lines or [""]
     said = first[0].removeprefix(kind).rstrip(".")
-    return f"{_errors.users_line(error)}{kind}{said}."
+    return f"{_users_code.users_line(error)}{kind}{said}."

@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from tfmix import _errors, _formats, _messages
+from tfmix import _formats, _messages, _users_code
 from tfmix._keras import (
     attempts,
     global_state,
@@ -256,7 +256,7 @@ class _State:
             dtype_errors.is_about_dtypes(error) and _may_change(self._layer)
         ):
             return None
-        place = type(error), _errors.users_line(error)
+        place = type(error), _users_code.users_line(error)
         if _trying.get() and place in self._given_up:
             return None
         cause = dtype_errors.cause(error)

@@ -4,7 +4,7 @@ import math
 
 import keras
 
-from tfmix import _errors, _formats
+from tfmix import _formats, _users_code
 from tfmix.in_force.layer import code_constants
 
 # Code that tells formats apart chooses its constants by them.
@@ -42,6 +42,6 @@ def unfit(layer: keras.Layer, dtype: str) -> tuple[str, str] | None:
                 fits = f"of {1.1 * limits.max ** (-2 / 3):.0e} or more"
             else:
                 continue
-            place = _errors.line_of(function.__code__.co_filename, line)
+            place = _users_code.line_of(function.__code__.co_filename, line)
             return f"{place}{cause} in {dtype}.", f"take a constant {fits}"
     return None

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfmix import _errors
+from tfmix import _users_code
 from tfmix._keras import global_state, layers, optimizers, training
 from tfmix.in_force.layer import dtype_errors, fallback
 from tfmix.in_force.process_wide import bare_optimizers
@@ -67,7 +67,7 @@ def explained(original: Callable, *args: Any, **kwargs: Any) -> Any:
         outside = is_new and global_state.entry_layer() is None
         if outside and dtype_errors.is_about_dtypes(error):
             error.add_note(
-                f"tfmix: {_errors.users_line(error)}outside of "
+                f"tfmix: {_users_code.users_line(error)}outside of "
                 "`call` layers return 16 bit and weights are float32. "
                 "Write keras.ops.cast(weight, x.dtype) there, or "
                 "keras.ops.cast(x, 'float32') for the layer's result."
