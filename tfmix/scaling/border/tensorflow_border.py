@@ -57,12 +57,13 @@ def call(
     part = functools.partial(again, None)
     border = _Border(part, inside, outside, variables, run.last())
     results, losses = border.results(tapes)
-    known = {id(x): n for n, x in enumerate(inside) if n >= len(tensors)}
+    begun, ended = inside[len(tensors) :], outside[len(tensors) :]
+    known = {id(x): y for x, y in zip(begun, ended, strict=True)}
     rest = iter(results)
-    return [
-        outside[known[id(x)]] if id(x) in known else next(rest)
-        for x in run.results[0]
-    ], losses
+    flat = [
+        known[id(x)] if id(x) in known else next(rest) for x in run.results[0]
+    ]
+    return flat, losses
 
 
 def cut(tensor: Any) -> Any:
