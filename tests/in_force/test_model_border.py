@@ -125,6 +125,55 @@ def test_masks_and_exact_ids_reach_the_layers():
     )
 
 
+def in_a_branch(model, x):
+    import tensorflow as tf
+
+    return tf.cond(x[0, 0] < 9.0, lambda: model(x), lambda: model(-x))
+
+
+def in_a_loop(model, x):
+    import tensorflow as tf
+
+    def add(i, total):
+        return i + 1, total + model(x)
+
+    start = tf.constant(0), tf.zeros((len(X), 2))
+    return tf.while_loop(lambda *_: True, add, start, maximum_iterations=3)[1]
+
+
+def in_a_loop_that_steps(model, x):
+    import tensorflow as tf
+
+    def add(i, total):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(model(x) ** 2)
+        return i + 1, total + tape.gradient(loss, x) * x[0, 0]
+
+    start = tf.constant(0), tf.zeros(X.shape)
+    return tf.while_loop(lambda *_: True, add, start, maximum_iterations=3)[1]
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("call", [in_a_branch, in_a_loop, in_a_loop_that_steps])
+def test_gradients_go_through_control_flow(call, jit):
+    import tensorflow as tf
+
+    model = dense(8, 2)
+
+    def slopes():
+        x = tf.constant(X)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(call(model, x)) * 1e-6
+        return tape.gradient(loss, model.trainable_variables[:2])
+
+    found = tf.function(slopes, jit_compile=jit)()
+    expected = slopes()
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-10)
+
+
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", ["eager", "graph", "jit"])
 def test_statistics_are_updated_once_and_losses_added_once(mode):

@@ -90,25 +90,32 @@ def _named(gradient: Gradient, count: int) -> Any:
     return graph.gradient_override_map({"IdentityN": name})
 
 
+def handles(variables: Sequence) -> list:
+    """Returns what the code traced now knows variables that it reads by."""
+    # A branch of a conditional, once complete, would take them for others.
+    own = [variable.handle for variable in variables]
+    if tf.executing_eagerly():
+        return own
+    graph = tf.compat.v1.get_default_graph()
+    return [graph.capture(handle) for handle in own]
+
+
 def of_graph(
-    results: Sequence, tensors: Sequence, variables: Sequence, by: Sequence
+    results: Sequence, tensors: Sequence, handles: Sequence, by: Sequence
 ) -> list:
     """Returns gradients of what was traced, as a tape would have it.
 
     Args:
         results: Tensors of one graph, which may be another one's by now.
         tensors: What they were made of, which is not gone beyond.
-        variables: These as well.
+        handles: Of the variables that were read for them.
         by: What enters backwards, a tensor for each result.
     """
-    graph = results[0].graph
-    # What the graph knows the variables by.
-    handles = [graph.capture(variable.handle) for variable in variables]
     gradients: list = gradients_util._GradientsHelper(
         list(results),
         [*tensors, *handles],
         list(by),
         stop_gradients=list(tensors),
-        src_graph=graph,
+        src_graph=results[0].graph,
     )
     return gradients

@@ -151,6 +151,7 @@ class _Border:
         # What the tensors are to those who take the results.
         self._outside = list(outside)
         self._results = results
+        self._handles = gradients.handles(variables)
         self._factor = power.placing()
         self._trace = compilation.trace()
 
@@ -206,7 +207,7 @@ class _Border:
             run = _Run(self._again, self._tensors, taped=True)
             return self._asked(run.tape, run.results, self._tensors, scaled)
         flat = [*self._results[0], *self._results[1]]
-        return gradients.of_graph(flat, self._tensors, self._variables, scaled)
+        return gradients.of_graph(flat, self._tensors, self._handles, scaled)
 
     def _asked(
         self,
