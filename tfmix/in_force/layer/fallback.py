@@ -96,9 +96,7 @@ def take_off(layer: keras.Layer) -> Any:
 @contextlib.contextmanager
 def anew(model: keras.Layer) -> Iterator[None]:
     """Lets a model's layers fall back for a block, unseen, as if new."""
-    with_code = [
-        layer for layer in layers.flat_layers(model) if can_have(layer)
-    ]
+    with_code = list(filter(can_have, layers.flat_layers(model)))
     before = [(layer, take_off(layer)) for layer in with_code]
     try:
         for layer, _ in before:
