@@ -5,9 +5,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import tensorflow as tf
-from tensorflow.python.eager import forwardprop_util, record
-from tensorflow.python.ops import gradients_util
+import keras
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+    from tensorflow.python.eager import forwardprop_util, record
+    from tensorflow.python.ops import gradients_util
 
 # Of a graph, the gradients of one's own in it, by name.
 _OF_GRAPH = "_tfmix_gradients"
