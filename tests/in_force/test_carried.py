@@ -94,7 +94,7 @@ def test_a_loss_is_what_float32_predictions_give(name, dtype):
 @pytest.mark.parametrize("name", METRICS)
 def test_a_metric_is_what_float32_predictions_give(name, dtype):
     if name in ("Mean", "Sum"):
-        pytest.skip("takes no predictions")
+        pytest.skip("Mean and Sum take values, not predictions")
 
     def metric():
         return getattr(keras.metrics, name)(**ARGUMENTS.get(name, {}))

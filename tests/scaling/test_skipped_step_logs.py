@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
-from tests import helpers
+from tests import grid, helpers
 from tfmix.scaling import guard as guards
 from tfmix.scaling import optimizer as optimizers
 from tfmix.scaling import rules
@@ -186,35 +186,14 @@ def test_a_loss_of_the_users_own_is_left_alone(mode):
     helpers.assert_close(logs[1]["mean"], running[0], "float32")
 
 
-@keras.saving.register_keras_serializable("step_logs")
-class Smallest(keras.metrics.Metric):
-    """Starts high, and is lowered by each batch."""
-
-    def __init__(self, name="smallest", **kwargs):
-        super().__init__(name=name, **kwargs)
-        self.value = self.add_variable(
-            (), keras.initializers.Constant(1e9), name="value"
-        )
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        found = ops.min(ops.cast(y_true, "float32"))
-        self.value.assign(ops.minimum(self.value, found))
-
-    def reset_state(self):
-        self.value.assign(1e9)
-
-    def result(self):
-        return ops.convert_to_tensor(self.value)
-
-
 @EACH_MODE
 @pytest.mark.parametrize("bad", [[0], [0, 1], [2]])
 def test_a_metric_that_starts_high_is_as_without_the_bad_batch(bad, mode):
-    model = make(metrics=[Smallest()], **MODES[mode])
+    model = make(metrics=[grid.Lowest()], **MODES[mode])
     history, logs = fit(model, batches(4, bad), epochs=2)
-    oracle = make(metrics=[Smallest()], **MODES[mode])
+    oracle = make(metrics=[grid.Lowest()], **MODES[mode])
     expected, _ = fit(oracle, without(batches(4), bad), epochs=2)
-    for key in ("loss", "smallest"):
+    for key in ("loss", "lowest"):
         helpers.assert_close(history[key], expected[key], "float32")
         assert np.isnan(logs[0][key]) == (0 in bad)
 
@@ -278,7 +257,7 @@ def test_a_first_step_that_builds_the_model_leaves_no_trace(mode):
 
 @EACH_MODE
 def test_without_a_bad_step_the_logs_are_those_of_an_unguarded_model(mode):
-    guarded = make(metrics=["mae", Smallest()], **MODES[mode])
+    guarded = make(metrics=["mae", grid.Lowest()], **MODES[mode])
     found, logs = fit(guarded, batches(4), epochs=2)
     keras.utils.set_random_seed(1)
     oracle = keras.Sequential(
@@ -287,7 +266,7 @@ def test_without_a_bad_step_the_logs_are_those_of_an_unguarded_model(mode):
     oracle.compile(
         keras.optimizers.SGD(0.01),
         loss="mse",
-        metrics=["mae", Smallest()],
+        metrics=["mae", grid.Lowest()],
         **MODES[mode],
     )
     expected, oracle_logs = fit(oracle, batches(4), epochs=2)

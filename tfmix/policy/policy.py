@@ -109,6 +109,7 @@ class Policy(keras.DTypePolicy):
         # Keras asks for it on every layer made.
         self._plain = keras.DTypePolicy(self.name)
 
+    # mypy takes `__class__` for an attribute that no property may replace.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # Keras writes `obj.__class__` into a saved model: this makes it the
