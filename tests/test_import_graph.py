@@ -16,6 +16,7 @@ LAYERS = (
     (
         "_arguments",
         "_bar_output",
+        "_context_values",
         "_errors",
         "_users_code",
         "_formats",

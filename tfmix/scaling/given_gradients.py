@@ -2,12 +2,12 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from keras import tree
 
-from tfmix import _users_code
+from tfmix import _context_values, _users_code
 from tfmix._keras import compilation, global_state
 
 # Notes on tensors: a loss that was scaled; a gradient that is the result of a
@@ -21,14 +21,9 @@ _scaled_in_step: contextvars.ContextVar[set[int] | None] = (
 )
 
 
-@contextlib.contextmanager
-def train_step() -> Iterator[None]:
+def train_step() -> contextlib.AbstractContextManager[None]:
     """Lets `apply` take true gradients, unless the step around it scales."""
-    token = _scaled_in_step.set(set())
-    try:
-        yield
-    finally:
-        _scaled_in_step.reset(token)
+    return _context_values.set_to(_scaled_in_step, set())
 
 
 class ScaleInUse:

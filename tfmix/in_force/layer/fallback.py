@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from tfmix import _formats, _messages, _users_code
+from tfmix import _context_values, _formats, _messages, _users_code
 from tfmix._keras import (
     attempts,
     global_state,
@@ -140,7 +140,7 @@ def mended_step(
     with contextlib.ExitStack() as undo:
         _own_code(model, undo)
         try:
-            with _set(_trying):
+            with _context_values.set_to(_trying, True):
                 logs = trace()
         except Exception:
             raise error from None
@@ -263,7 +263,7 @@ class _State:
             with contextlib.ExitStack() as undo:
                 self._fall_back(change, cause, undo)
                 try:
-                    with _set(_trying):
+                    with _context_values.set_to(_trying, True):
                         outputs = call()
                 except Exception as failed:
                     restore()
@@ -292,7 +292,10 @@ class _State:
 
     def _in_float32(self, original: Callable, args: Any, kwargs: Any) -> Any:
         args, kwargs = tensors.map_leaves((args, kwargs), uncast_inputs.exact)
-        with layers.autocast("float32"), _set(_in_float32):
+        with (
+            layers.autocast("float32"),
+            _context_values.set_to(_in_float32, True),
+        ):
             outputs = original(*args, **kwargs)
         is_model = isinstance(self._layer, keras.Model)
         if is_model and global_state.is_outermost(self._layer):
@@ -337,15 +340,6 @@ def _everything(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
 def _make_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
     undo.callback(layer_policies.set_policy, layer, layer_policies.own(layer))
     uncast_inputs.make_float32(layer)
-
-
-@contextlib.contextmanager
-def _set(flag: contextvars.ContextVar[bool]) -> Iterator[None]:
-    token = flag.set(True)
-    try:
-        yield
-    finally:
-        flag.reset(token)
 
 
 def _may_change(layer: keras.Layer) -> bool:

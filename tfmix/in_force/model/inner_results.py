@@ -7,11 +7,12 @@ nothing else is made. So what follows is computed from the float32 tensor.
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
+from tfmix import _context_values
 from tfmix._keras import global_state, layers
 from tfmix.in_force.process_wide import tensors
 
@@ -31,14 +32,9 @@ class Run:
         # What is inside the model, by what it goes out as.
         self._pairs: list[tuple[Any, Any]] = []
 
-    @contextlib.contextmanager
-    def going_on(self) -> Iterator[None]:
+    def going_on(self) -> contextlib.AbstractContextManager[None]:
         """Lets the model's graph see what it runs through, in a block."""
-        token = _run.set(self)
-        try:
-            yield
-        finally:
-            _run.reset(token)
+        return _context_values.set_to(_run, self)
 
     def wide(self, result: Any) -> Any:
         """Returns a result in float32, with what Keras attached to it."""

@@ -3,11 +3,12 @@
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 
+from tfmix import _context_values
 from tfmix._keras import compilation, global_state, layers
 from tfmix.in_force.layer import uncast_inputs
 from tfmix.in_force.model import computing_layers
@@ -35,14 +36,9 @@ _left_out: contextvars.ContextVar[bool] = contextvars.ContextVar(
 )
 
 
-@contextlib.contextmanager
-def left_out() -> Iterator[None]:
+def left_out() -> contextlib.AbstractContextManager[None]:
     """Calls models without a border, to see what gradients are inside one."""
-    token = _left_out.set(True)
-    try:
-        yield
-    finally:
-        _left_out.reset(token)
+    return _context_values.set_to(_left_out, True)
 
 
 def call_inside(

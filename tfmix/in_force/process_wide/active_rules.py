@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from tfmix import _context_values
 from tfmix._keras import replacements
 from tfmix.in_force.process_wide import ops
 
@@ -63,11 +64,10 @@ def block(rules: Iterable[str]) -> Iterator[None]:
     with _lock:
         _running[wanted] += 1
         _refresh()
-    token = _local.set(wanted)
     try:
-        yield
+        with _context_values.set_to(_local, wanted):
+            yield
     finally:
-        _local.reset(token)
         with _lock:
             _running[wanted] -= 1
             _refresh()

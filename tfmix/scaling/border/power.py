@@ -2,11 +2,12 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from keras import ops
 
+from tfmix import _context_values
 from tfmix.variables import bits
 
 # Float32 holds this power of two and its reciprocal as normal numbers.
@@ -27,19 +28,14 @@ def placing() -> Any:
     return _placing.get()
 
 
-@contextlib.contextmanager
-def placed(factor: Any) -> Iterator[None]:
+def placed(factor: Any) -> contextlib.AbstractContextManager[None]:
     """Places the gradients of what is called in a block elsewhere.
 
     Args:
         factor: Float or float32 scalar tensor, a power of two: below 1 more of
             the format is left for what grows inside, above 1 for what shrinks.
     """
-    token = _placing.set(factor)
-    try:
-        yield
-    finally:
-        _placing.reset(token)
+    return _context_values.set_to(_placing, factor)
 
 
 def of(gradients: Sequence, losses: Sequence, factor: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmix import _context_values
 from tfmix._keras import compilation, gradients
 from tfmix.scaling.border import power
 
@@ -100,13 +101,12 @@ class _Run:
         #: Of each cut the tensor, and the one to go on with.
         self.cuts: list[tuple[Any, Any]] = []
         self._begun = list(begun)
-        token = _running.set(self)
-        try:
-            with self.tape or contextlib.nullcontext():
-                self._watch([*tensors, *begun])
-                self.results = function(*tensors)
-        finally:
-            _running.reset(token)
+        with (
+            _context_values.set_to(_running, self),
+            self.tape or contextlib.nullcontext(),
+        ):
+            self._watch([*tensors, *begun])
+            self.results = function(*tensors)
 
     def cut(self, tensor: Any) -> Any:
         place = len(self.cuts)
