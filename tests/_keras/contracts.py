@@ -45,7 +45,6 @@ TENSORFLOW_ONLY = {
     "_unique_id",
     "_write_object_proto",
     "Function",
-    "CondBranchFuncGraph",
     "capture",
     "could_possibly_record",
     "pack_tangents",
@@ -201,11 +200,6 @@ FUNCTIONS = [
 
 # (owner, attribute, its type)
 CONSTANTS = [
-    (
-        "tensorflow.python.ops.control_flow_v2_func_graphs",
-        "CondBranchFuncGraph",
-        type,
-    ),
     (f"{COMMON}.global_state", "GLOBAL_STATE_TRACKER", threading.local),
     ("keras.src.backend", "ops", types.ModuleType),
     ("keras.src.models.functional", "Functional", type),

@@ -141,20 +141,15 @@ def test_a_function_asks_its_class_at_each_call_whether_to_run_eagerly(
 
 
 @tensorflow_only
-def test_tapes_accumulators_and_branches_are_known_where_they_are():
+def test_tapes_and_accumulators_are_known_where_they_are():
     import tensorflow as tf
 
-    from tfmix._keras import compilation, gradients
+    from tfmix._keras import gradients
 
     seen = {}
 
     def look(where):
-        seen[where] = (
-            gradients.is_recorded(),
-            gradients.runs_forward(),
-            compilation.in_branch(),
-        )
-        return tf.constant(0.0)
+        seen[where] = gradients.is_recorded(), gradients.runs_forward()
 
     look("alone")
     with tf.GradientTape():
@@ -162,16 +157,10 @@ def test_tapes_accumulators_and_branches_are_known_where_they_are():
     x = tf.constant(1.0)
     with tf.autodiff.ForwardAccumulator(x, x):
         look("accumulator")
-    branch = tf.function(
-        lambda p: tf.cond(p, lambda: look("branch"), lambda: 0.0),
-        autograph=False,
-    )
-    branch(tf.constant(True))
     assert seen == {
-        "alone": (False, False, False),
-        "tape": (True, False, False),
-        "accumulator": (True, True, False),
-        "branch": (False, False, True),
+        "alone": (False, False),
+        "tape": (True, False),
+        "accumulator": (True, True),
     }
 
 

@@ -68,6 +68,45 @@ def test_a_bad_step_leaves_no_trace(mode, bad, policy):
     assert np.isfinite(weights[1].numpy()).all()
 
 
+OF_TFMIX = {
+    "masters": (tfmix.MasterWeightOptimizer, "float16"),
+    "flat": (lambda x: tfmix.MasterWeightOptimizer(x, flat=True), "float16"),
+    "split": (lambda x: tfmix.MasterWeightOptimizer(x, split=True), "bfloat16"),
+    "rounding": (tfmix.BFloat16Optimizer, "bfloat16"),
+    "8 bits": (tfmix.LowMemoryOptimizer, "float32"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", OF_TFMIX)
+def test_so_does_one_of_tfmix_without_a_scaler_around_it(kind, mode, said):
+    wrapper, dtype = OF_TFMIX[kind]
+    tfmix.set_global_policy("mixed_float16" if dtype == "float32" else dtype)
+    weights = [keras.Variable(START, dtype=dtype) for _ in range(2)]
+    optimizer = wrapper(keras.optimizers.Adam(0.1))
+    step = stepper(optimizer, weights, mode)
+    step(START, 2 * START)
+    before = state(optimizer, weights)
+    step(START, np.float32([1.0, np.inf, 1.0]))
+    for after, old in zip(state(optimizer, weights), before, strict=True):
+        np.testing.assert_array_equal(after, old)
+    step(START, START)
+    assert int(optimizer.iterations.numpy()) == 2
+    assert weights[1].numpy().astype("float32").max() < 0.9
+    assert not said
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_is_said_that_weights_in_16_bit_need_masters(mode, said):
+    tfmix.set_global_policy("bfloat16")
+    weights = [keras.Variable(START, dtype="bfloat16")]
+    step = stepper(keras.optimizers.Adam(0.1), weights, mode)
+    step(START)
+    step(START)
+    (text,) = said
+    assert "tfmix.MasterWeightOptimizer(Adam(...))" in text
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_good_steps_are_keras_own(mode):
     found = {}
@@ -130,6 +169,68 @@ def test_rows_that_are_not_finite_are_skipped(mode):
     step(tf.constant(1.0))
     step(tf.constant(np.inf, "float32"))
     assert table.numpy()[:, 0].tolist() == [1.0, 1.0, 1.0, 0.0, 1.0]
+
+
+def branches(mode, step):
+    """Returns loops in one function, which step in a branch of it."""
+    import tensorflow as tf
+
+    def by_cond(gradients):
+        for n in range(4):
+            tf.cond(
+                gradients[n, 0] > -1.0,
+                lambda n=n: step(gradients[n]),
+                lambda: None,
+            )
+
+    def by_if(gradients):
+        for gradient in gradients:
+            if tf.reduce_sum(gradient) < 0:
+                continue
+            step(gradient)
+
+    compiled = tf.function(jit_compile=mode == "jit")
+    return {"cond": compiled(by_cond), "if": compiled(by_if)}
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("kind", ["cond", "if"])
+@pytest.mark.parametrize("mode", ["graph", "jit"])
+def test_a_bad_step_in_a_branch_is_skipped(mode, kind):
+    import tensorflow as tf
+
+    tfmix.set_global_policy("mixed_float16")
+    weight = keras.Variable(START)
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build([weight])
+
+    def step(gradient):
+        optimizer.apply([gradient], [weight])
+
+    gradients = np.ones((4, 3), "float32")
+    gradients[1, 2] = np.inf
+    branches(mode, step)[kind](tf.constant(gradients))
+    assert int(optimizer.iterations) == 3
+    np.testing.assert_allclose(weight.numpy(), START - 0.3, rtol=1e-6)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("is_built", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_variable_of_tensorflow_is_stepped_like_one_of_keras(mode, is_built):
+    import tensorflow as tf
+
+    tfmix.set_global_policy("mixed_float16")
+    weights = [tf.Variable(START), keras.Variable(START)]
+    optimizer = keras.optimizers.SGD(0.1)
+    if is_built:
+        optimizer.build(weights)
+    step = stepper(optimizer, weights, mode)
+    step(START, START)
+    step(np.inf * START, START)
+    step(START, START)
+    for weight in weights:
+        np.testing.assert_allclose(weight.numpy(), START - 0.2, rtol=1e-6)
 
 
 @helpers.requires_backend("tensorflow")

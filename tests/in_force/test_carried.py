@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from keras import ops as kops
 
+import tfmix
 from tests import helpers
 from tests.in_force import test_penalties as penalised
 from tfmix.in_force.global_policy import current_policy
@@ -330,6 +331,44 @@ def headed(*activations):
         for n, one in enumerate(activations)
     ]
     return keras.Model(inputs, outputs)
+
+
+def two_heads():
+    inputs = keras.Input((4,))
+    wide = keras.layers.Dense(1, name="price", dtype="float32")(inputs)
+    narrow = keras.layers.Dense(3, name="kind")(inputs)
+    return keras.Model(inputs, {"price": wide, "kind": narrow})
+
+
+def test_of_a_dict_of_outputs_the_one_in_16_bit_is_named(said):
+    with current_policy.policy_scope("mixed_float16"):
+        model = two_heads()
+    model.compile("sgd", {"price": "mse", "kind": "mse"})
+    y = {"price": np.zeros((4, 1)), "kind": np.zeros((4, 3))}
+    model.fit(np.zeros((4, 4), "float32"), y, verbose=0)
+    assert len(said) == 1
+    assert said[0].startswith("last layer 'kind' is float16")
+
+
+def test_losses_that_do_not_fit_are_keras_own_to_refuse():
+    with current_policy.policy_scope("mixed_float16"):
+        model = two_heads()
+    losses = {"price": "mse", "kind": None}
+    model.compile("sgd", losses, loss_weights={"price": 1.0})
+    x, y = np.zeros((4, 4), "float32"), {"price": np.zeros((4, 1))}
+    with pytest.raises(ValueError, match="^`loss_weights` must match"):
+        model.fit(x, y, verbose=0)
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning")
+def test_fit_gives_no_warning_of_numpy(said):
+    with current_policy.policy_scope("mixed_float16"):
+        model = headed(None)
+    model.compile("adam", "mse", metrics=["mae"])
+    monitor = tfmix.callbacks.LossScaleMonitor()
+    x = np.zeros((4, 4), "float32")
+    model.fit(x, np.zeros((4, 3)), callbacks=[monitor], verbose=0)
+    assert model.optimizer.skipped_steps == 0
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ QUICK = {
     ("rows_of_an_embedding", "jit"),
     ("penalty_on_a_gradient_of_weights", "jit"),
     ("loss_times_1e6", "jit"),
+    ("a_model_rematerialised_in_training", "jit"),
+    ("sharded_over_a_mesh", "jit"),
 }
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
 # Not around 0, where what adds up to a bias cancels but for its roundings.
@@ -236,6 +238,40 @@ def rematerialised_layers():
         hidden = [layers.Dense(32, "tanh"), layers.Dense(32, "tanh")]
     model = keras.Sequential([keras.Input((16,)), *hidden, layers.Dense(1)])
     return jax.grad(lambda w: jnp.mean(squares(model, w))), weights_of(model)
+
+
+@form
+def a_model_rematerialised_in_training():
+    with keras.RematScope("full"):
+        model = network()
+
+    def loss(weights):
+        guess = called(model, weights, X, training=True)
+        return jnp.mean((guess - Y) ** 2)
+
+    return jax.grad(loss), weights_of(model)
+
+
+@form
+def sharded_over_a_mesh():
+    model = network()
+    devices = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("batch",))
+    everywhere, by_row = jax.P(), jax.P("batch")
+
+    def of_shard(weights, x, y):
+        def loss(weights):
+            error = jnp.mean((called(model, weights, x) - y) ** 2)
+            return jax.lax.pmean(error, "batch")
+
+        return jax.grad(loss)(weights)
+
+    sharded = jax.shard_map(
+        of_shard,
+        mesh=devices,
+        in_specs=(everywhere, by_row, by_row),
+        out_specs=everywhere,
+    )
+    return lambda weights: sharded(weights, X, Y), weights_of(model)
 
 
 @form

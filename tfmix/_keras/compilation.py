@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
+import numpy as np
 from keras.src.backend.common import stateless_scope
 
+from tfmix import _context_values
 from tfmix._keras import replacements
 
 if keras.backend.backend() == "tensorflow":
@@ -55,14 +57,9 @@ def by_xla() -> bool:
     return False
 
 
-@contextlib.contextmanager
-def compiled_for(platform: str) -> Iterator[None]:
+def compiled_for(platform: str) -> contextlib.AbstractContextManager[None]:
     """Tells TensorFlow what it traces for in a block: "tpu", "cuda"."""
-    token = _platform.set(platform)
-    try:
-        yield
-    finally:
-        _platform.reset(token)
+    return _context_values.set_to(_platform, platform)
 
 
 def for_tpu() -> bool:
@@ -253,6 +250,13 @@ def is_host_readable(variable: keras.Variable) -> bool:
     return bool(tf.executing_eagerly())
 
 
+def host_value(variable: keras.Variable) -> np.ndarray:
+    """Returns what a variable that is host readable holds."""
+    # NumPy 2 warns of how it would have to ask TensorFlow's.
+    value = variable.value
+    return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+
+
 def trace() -> Any:
     """Returns what equals itself only while the same function is compiled.
 
@@ -279,18 +283,6 @@ def is_made_in(function: Any, tensor: Any) -> bool:
     return hasattr(tensor, "numpy")
 
 
-def in_branch() -> bool:
-    """Says whether TensorFlow traces a branch of a conditional."""
-    from tensorflow.python.ops import control_flow_v2_func_graphs as graphs
-
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None:
-        if isinstance(graph, graphs.CondBranchFuncGraph):
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
-
-
 def untouched(function: Function) -> Function:
     """Returns the function, to be run by AutoGraph as it is written."""
     # Ours hold no Python control flow on tensors: to rewrite them takes time.
@@ -300,7 +292,7 @@ def untouched(function: Function) -> Function:
 
 
 def outside_of_tracing(
-    variables: Sequence[keras.Variable],
+    variables: Sequence,
 ) -> contextlib.AbstractContextManager:
     """Creates variables outside of the function that TensorFlow traces."""
     # It cannot move a first value that is read from the model out of the
@@ -311,9 +303,14 @@ def outside_of_tracing(
         return contextlib.nullcontext()
     with tf.init_scope():
         ready = tf.executing_eagerly() and all(
-            bool(variable.value.is_initialized()) for variable in variables
+            bool(held(variable).is_initialized()) for variable in variables
         )
     return tf.init_scope() if ready else contextlib.nullcontext()
+
+
+def held(variable: Any) -> Any:
+    """Returns the `tf.Variable` in one of Keras's, or the one given."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def is_symbolic(tensor: Any) -> bool:
@@ -331,8 +328,7 @@ def mark(variable: Any) -> Any:
     if keras.backend.backend() == "jax":
         return variable.value
     graph = tf.compat.v1.get_default_graph()
-    value = variable.value if isinstance(variable, keras.Variable) else variable
-    users = graph.capture(value.handle).consumers()
+    users = graph.capture(held(variable).handle).consumers()
     return frozenset(user.name for user in users if user.type not in _READS)
 
 

@@ -107,13 +107,21 @@ def rematerialize_anew(layer: keras.Layer) -> None:
 
     def rematerialized_call(call: Callable, *args: Any, **kwargs: Any) -> Any:
         scope = variables.get_autocast_scope()
+        # JAX would make arrays of `training` and its like.
+        static = {k: v for k, v in kwargs.items() if isinstance(v, bool)}
 
         # TensorFlow runs it again where the layer's own scope has ended.
         def in_scope(*args: Any, **kwargs: Any) -> Any:
             with autocast(getattr(scope, "dtype", None)):
-                return call(*args, **kwargs)
+                return call(*args, **kwargs, **static)
 
-        return original(in_scope, *args, **kwargs)
+        rematerialized = original(in_scope, *args, **kwargs)
+
+        def of_arrays(*args: Any, **kwargs: Any) -> Any:
+            arrays = {k: v for k, v in kwargs.items() if k not in static}
+            return rematerialized(*args, **arrays)
+
+        return of_arrays
 
     layer_policies.put(layer, "rematerialized_call", rematerialized_call)
 

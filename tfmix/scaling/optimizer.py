@@ -816,4 +816,4 @@ def _host(variable: keras.Variable) -> np.ndarray:
             "function, between two steps; in it, `apply` returns whether the "
             "step takes place."
         )
-    return np.asarray(ops.convert_to_numpy(variable))
+    return compilation.host_value(variable)

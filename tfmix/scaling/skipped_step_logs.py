@@ -77,7 +77,7 @@ class StepLogs:
             for v in metric.variables:
                 is_new = id(v) not in self._resets
                 if is_new and compilation.is_host_readable(v):
-                    self._resets[id(v)] = v, ops.convert_to_numpy(v)
+                    self._resets[id(v)] = v, compilation.host_value(v)
 
     def metrics_result(self, original: Callable) -> Any:
         """Hides metrics that a skip left empty from the end of an epoch."""

@@ -2,13 +2,12 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from tfmix import _messages
-from tfmix._formats import SIXTEEN_BIT
+from tfmix import _context_values, _messages
 from tfmix._keras import global_state, layers, model_methods
 from tfmix.in_force.model import (
     inner_results,
@@ -29,14 +28,9 @@ _as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
 )
 
 
-@contextlib.contextmanager
-def outputs_as_made() -> Iterator[None]:
+def outputs_as_made() -> contextlib.AbstractContextManager[None]:
     """Lets models return what their last layers make, for the doctor."""
-    token = _as_made.set(True)
-    try:
-        yield
-    finally:
-        _as_made.reset(token)
+    return _context_values.set_to(_as_made, True)
 
 
 def is_outermost(model: keras.Model) -> bool:
@@ -85,22 +79,25 @@ class Outputs:
         if self._told or not getattr(self._model, "compiled", False):
             return
         self._told = True
-        dtypes: list[str] = []
-        tensors.map_leaves(
-            outputs, lambda leaf: dtypes.append(tensors.float_dtype(leaf))
-        )
-        if not set(SIXTEEN_BIT) & set(dtypes):
+        # In Keras's order, which for a dict is that of its sorted keys.
+        leaves = keras.tree.flatten_with_path(outputs)
+        if not any(tensors.is_16_bit(leaf) for _, leaf in leaves):
             return
-        losses = [*layers.losses(self._model, outputs).values()]
-        losses += [None] * (len(dtypes) - len(losses))
+        try:
+            losses = layers.losses(self._model, outputs)
+        except (KeyError, ValueError):
+            # Of losses that do not fit, which Keras says better.
+            return
         narrow = [
             place
-            for place, dtype in enumerate(dtypes)
-            if dtype in SIXTEEN_BIT
-            and not is_undone(_last_layer(self._model, place), losses[place])
+            for place, (path, leaf) in enumerate(leaves)
+            if tensors.is_16_bit(leaf)
+            and not is_undone(_last_layer(self._model, place), losses.get(path))
         ]
         if narrow:
-            _messages.warn(_line(self._model, narrow, dtypes[narrow[0]]))
+            _, leaf = leaves[narrow[0]]
+            dtype = tensors.float_dtype(leaf)
+            _messages.warn(_line(self._model, narrow, dtype))
 
 
 def _last_layer(model: keras.Model, place: int) -> keras.Layer | None:

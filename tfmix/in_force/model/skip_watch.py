@@ -9,6 +9,7 @@ import keras
 from keras import tree
 
 from tfmix import _bar_output
+from tfmix._keras import compilation
 from tfmix.in_force.model import bound_arguments, skip_causes
 from tfmix.in_force.process_wide import bare_optimizers
 from tfmix.scaling import optimizer as scaling
@@ -185,7 +186,7 @@ class SkipWatch(keras.callbacks.Callback):
 
 def steps(optimizer: scaling.LossScaleOptimizer) -> tuple[int, int]:
     """Returns how many steps were applied, and skipped."""
-    applied = keras.ops.convert_to_numpy(optimizer.iterations)
+    applied = compilation.host_value(optimizer.iterations)
     return int(applied), optimizer.skipped_steps
 
 

@@ -11,11 +11,19 @@ from typing import Any
 import keras
 from keras import ops
 
+from tfmix import _context_values, _messages
 from tfmix._keras import compilation, optimizers
+from tfmix._keras import variables as keras_variables
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
 from tfmix.step import finite, replicas
+from tfmix.variables import sixteen_bit_optimizer
 
+# Where gradients are applied that no scaler has looked at.
+PLACES = (
+    optimizers.APPLY,
+    (sixteen_bit_optimizer.SixteenBitOptimizer, "apply"),
+)
 # The `apply` that skips for an optimizer under TensorFlow, `None` for one that
 # is left alone.
 _SKIPPING = "_tfmix_skipping_apply"
@@ -27,7 +35,7 @@ _stepped: contextvars.ContextVar[Any] = contextvars.ContextVar(
 
 
 def applying(original: Callable, holds: Callable[[], bool]) -> Callable:
-    """Returns what stands in for the `apply` of Keras's optimizers."""
+    """Returns what stands in for an `apply` of `PLACES`."""
     on_tensorflow = keras.backend.backend() == "tensorflow"
     skipping = _on_tensorflow if on_tensorflow else _on_jax
 
@@ -39,10 +47,27 @@ def applying(original: Callable, holds: Callable[[], bool]) -> Callable:
         alone = alone and _stepped.get() is not self
         is_mine = alone and vars(self).get(_SKIPPING, original)
         if len(grads) and is_mine and holds():
+            _tell_of_lost_updates(self, trainable_variables)
             return skipping(self, original, grads, trainable_variables)
         return original(self, grads, trainable_variables)
 
     return apply
+
+
+def _tell_of_lost_updates(optimizer: Any, variables: Any) -> None:
+    """Warns of 16-bit variables that are updated without float32 masters."""
+    if isinstance(optimizer, sixteen_bit_optimizer.SixteenBitOptimizer):
+        return
+    if variables is None:
+        variables = optimizers.remembered(optimizer)
+    if any(map(keras_variables.is_narrow, variables)):
+        _messages.warn_once(
+            "a Keras optimizer updates 16-bit variables without float32 "
+            "masters: what is smaller than half a step of the format is lost, "
+            "and Adam's epsilon is 0 in float16. Write "
+            f"tfmix.MasterWeightOptimizer({type(optimizer).__name__}(...)), or "
+            "take a 'mixed_' policy."
+        )
 
 
 def leave_alone(optimizer: keras.optimizers.Optimizer | None) -> None:
@@ -82,18 +107,12 @@ def skippers(model: keras.Model) -> list[scaling.LossScaleOptimizer]:
 def _on_tensorflow(
     optimizer: Any, original: Callable, grads: Sequence, variables: Any
 ) -> Any:
-    # Who branches has looked himself, as Keras's own scaler does.
-    if compilation.in_branch():
-        return original(optimizer, grads, variables)
     if _SKIPPING not in vars(optimizer):
         known = optimizers.remembered(optimizer) if optimizer.built else None
         build = functools.partial(_build, optimizer, list(known or variables))
         replicas.once_for_all(build)
-    token = _stepped.set(optimizer)
-    try:
+    with _context_values.set_to(_stepped, optimizer):
         vars(optimizer)[_SKIPPING](grads, variables)
-    finally:
-        _stepped.reset(token)
     return optimizer.iterations
 
 

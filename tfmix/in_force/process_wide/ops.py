@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import op_places, optimizers, penalties, replacements
+from tfmix._keras import op_places, penalties, replacements
 from tfmix.in_force.process_wide import bare_optimizers, softmax_logits, tensors
 
 if keras.backend.backend() == "jax":
@@ -38,9 +38,8 @@ def makers(
         widening = functools.partial(_widening, holds=holds)
         by_place |= dict.fromkeys(penalties.places(), widening)
         in_force = functools.partial(holds, PENALTIES)
-        by_place[optimizers.APPLY] = functools.partial(
-            bare_optimizers.applying, holds=in_force
-        )
+        skipping = functools.partial(bare_optimizers.applying, holds=in_force)
+        by_place |= dict.fromkeys(bare_optimizers.PLACES, skipping)
         if keras.backend.backend() == "jax":
             adding = functools.partial(bias_gradients.adding, holds=in_force)
             by_place |= dict.fromkeys(

@@ -1,6 +1,6 @@
 """A border around a function, under JAX."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ def call(function: Function, values: Sequence) -> Results:
         What the function returns.
     """
     # Of NumPy's, JAX makes constants that it does not take back.
-    values = tuple(map(jnp.asarray, values))
+    values = _varying_alike(map(jnp.asarray, values))
     # Who differentiates does so at the border alone.
     fixed = lax.stop_gradient(values)
     results, pull, others = jax.vjp(
@@ -40,6 +40,32 @@ def call(function: Function, values: Sequence) -> Results:
     )
     saved = pull, power.placing(), values
     return (*_at_border(function, results, saved), others)
+
+
+def _varying_alike(values: Iterable) -> tuple:
+    """Lets all arrays vary over the mesh axes of `shard_map` that any does.
+
+    JAX then sums the gradients of those that did not, which it leaves to the
+    author of a `custom_vjp`.
+    """
+    by_value = [(value, _varying_axes(value)) for value in values]
+    every = frozenset().union(*(axes for _, axes in by_value))
+    return tuple(
+        value
+        if axes == every
+        else lax.pcast(value, tuple(every - axes), to="varying")
+        for value, axes in by_value
+    )
+
+
+def _varying_axes(value: Any) -> frozenset[str]:
+    kind = jax.typeof(value)
+    # JAX before 0.10 calls it `vma`.
+    axes = getattr(kind, "manual_axis_type", None)
+    varying: frozenset[str] = (
+        getattr(kind, "vma", frozenset()) if axes is None else axes.varying
+    )
+    return varying
 
 
 def _at_border(function: Function, results: tuple, saved: Any) -> tuple:
