@@ -72,6 +72,17 @@ def test_products_stay_in_16_bit_where_a_layer_falls_back(
     assert share < 0.1
 
 
+class Times(keras.losses.SparseCategoricalCrossentropy):
+    """A loss times a factor that may change between two steps."""
+
+    def __init__(self):
+        super().__init__(from_logits=True)
+        self.factor = keras.Variable(1.0, trainable=False, dtype="float32")
+
+    def call(self, *args):
+        return self.factor * super().call(*args)
+
+
 def classifier(name, policy, seed=SEEDS[0]):
     """Two classes, from the mean of a backbone's first result."""
     backbone = small_models.made(name, policy, seed)
@@ -80,8 +91,7 @@ def classifier(name, policy, seed=SEEDS[0]):
     # CLIP's are logits already, of which picture goes with which words.
     logits = mean if mean.shape[-1] is None else keras.layers.Dense(2)(mean)
     model = keras.Model(backbone.input, tfmix.float32_output()(logits))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(1e-3), loss, jit_compile=False)
+    model.compile(keras.optimizers.Adam(1e-3), Times(), jit_compile=False)
     model.optimizer.build(model.trainable_variables)
     return model
 
@@ -97,7 +107,15 @@ def in_float32(name):
 def test_a_backbone_trains_as_in_float32(name, policy, record_property):
     starts, expected = in_float32(name)
     data = small_models.batch(name), np.array([0, 1])
-    loss = small_models.trained(classifier(name, policy), starts[0], data)
+    model = classifier(name, policy)
+    loss = small_models.trained(model, starts[0], data)
     record_property("loss", loss)
     record_property("float32", expected)
     small_models.assert_inside(loss, expected)
+    assert model.optimizer.skipped_steps <= 1
+    # The sum over the batch, and losses far from 1.
+    for factor in (2.0, 1e-6, 1e6):
+        before = model.optimizer.skipped_steps
+        model.loss.factor.assign(factor)
+        small_models.trained(model, starts[0], data)
+        assert model.optimizer.skipped_steps <= before + 1

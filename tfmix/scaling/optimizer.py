@@ -543,6 +543,8 @@ class LossScaleOptimizer(
             return
         variables = list(variables)
         self.inner_optimizer.build(variables)
+        for worker in optimizers.workers(self.inner_optimizer):
+            optimizers.mark_wrapped(worker)
         self._overflow_counts = self._counter("overflow_counts", len(variables))
         optimizers.remember(self, variables)
         self.built = True

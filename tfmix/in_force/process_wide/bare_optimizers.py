@@ -27,10 +27,10 @@ PLACES = (
 # The `apply` that skips for an optimizer under TensorFlow, `None` for one that
 # is left alone.
 _SKIPPING = "_tfmix_skipping_apply"
-# The optimizer that a skipping `apply` of this thread steps: replicas, each in
-# a thread of its own, take turns.
-_stepped: contextvars.ContextVar[Any] = contextvars.ContextVar(
-    "tfmix_stepped", default=None
+# Whether a skipping `apply` is around the caller. Replicas, each in a thread of
+# its own, take turns.
+_stepping: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfmix_stepping", default=False
 )
 
 
@@ -44,7 +44,7 @@ def applying(original: Callable, holds: Callable[[], bool]) -> Callable:
         self: Any, grads: Sequence, trainable_variables: Any = None
     ) -> Any:
         alone = not self.loss_scale_factor and not optimizers.is_wrapped(self)
-        alone = alone and _stepped.get() is not self
+        alone = alone and not _stepping.get()
         is_mine = alone and vars(self).get(_SKIPPING, original)
         if len(grads) and is_mine and holds():
             _tell_of_lost_updates(self, trainable_variables)
@@ -111,7 +111,7 @@ def _on_tensorflow(
         known = optimizers.remembered(optimizer) if optimizer.built else None
         build = functools.partial(_build, optimizer, list(known or variables))
         replicas.once_for_all(build)
-    with _context_values.set_to(_stepped, optimizer):
+    with _context_values.set_to(_stepping, True):
         vars(optimizer)[_SKIPPING](grads, variables)
     return optimizer.iterations
 
