@@ -357,3 +357,25 @@ def test_the_optimizer_given_to_compile_skips_where_a_step_uses_it_itself(
     for weight in model.weights:
         assert np.isfinite(helpers.to_numpy(weight.value)).all()
     assert any("were skipped" in line or "was skipped" in line for line in said)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="of Keras 3.15"
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_those_inside_one_that_is_wrapped_skip_with_it(mode):
+    tfmix.set_global_policy("mixed_float16")
+    weights = [keras.Variable(START), keras.Variable(START)]
+    inside = {id(w): keras.optimizers.SGD(0.1) for w in weights}
+    several = keras.optimizers.MultiOptimizer(lambda w: inside[id(w)])
+    optimizer = tfmix.LossScaleOptimizer(several, loss_scale=1.0)
+    optimizer.build(weights)
+    step = stepper(optimizer, weights, mode)
+    for first in (START, np.inf * START, START):
+        step(first, START)
+    for weight in weights:
+        np.testing.assert_allclose(weight.numpy(), START - 0.2, rtol=1e-6)
+    # Nor is anything kept to look at them once more.
+    attributes = {name for inner in inside.values() for name in vars(inner)}
+    assert not [name for name in attributes if "skipping" in name]
