@@ -14,6 +14,7 @@ import pytest
 import tfmix
 from tests import helpers
 from tfmix._keras import op_places, replacements
+from tfmix.variables import sixteen_bit_optimizer
 
 LIMIT = 45
 
@@ -29,7 +30,10 @@ def label(owner, attribute):
 
 
 def owners():
-    """Returns every module below `keras`, and every class in them."""
+    """Returns every module below `keras`, every class in them, and one of ours.
+
+    tfmix's own wrappers have an `apply` beside that of Keras's optimizers.
+    """
     modules = [
         module
         for name, module in list(sys.modules.items())
@@ -41,7 +45,8 @@ def owners():
         for value in list(vars(module).values())
         if inspect.isclass(value) and value.__module__.startswith("keras")
     }
-    return [*modules, *classes.values()]
+    wrapper = sixteen_bit_optimizer.SixteenBitOptimizer
+    return [*modules, *classes.values(), wrapper]
 
 
 def snapshot(everything):
