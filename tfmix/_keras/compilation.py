@@ -250,10 +250,10 @@ def is_host_readable(variable: keras.Variable) -> bool:
     return bool(tf.executing_eagerly())
 
 
-def host_value(variable: keras.Variable) -> np.ndarray:
-    """Returns what a variable that is host readable holds."""
-    # NumPy 2 warns of how it would have to ask TensorFlow's.
-    value = variable.value
+def host_value(variable: Any) -> np.ndarray:
+    """Returns what a variable, or a tensor, holds that is host readable."""
+    # NumPy 2 warns of how it would have to ask TensorFlow's variables.
+    value = held(variable)
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
