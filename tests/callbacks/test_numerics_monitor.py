@@ -337,7 +337,8 @@ def test_wrong_arguments_are_refused(every, error):
     [
         {"run_eagerly": True, "jit_compile": False},
         {"jit_compile": False},
-        {"jit_compile": True},
+        # Half a minute.
+        pytest.param({"jit_compile": True}, marks=pytest.mark.slow),
     ],
     ids=["eager", "graph", "xla"],
 )

@@ -75,8 +75,16 @@ PURE = {
 }
 
 
+# One of each kind; the others take half a minute.
+QUICK = ("masters", "stochastic")
+WAYS = [
+    pytest.param(way, marks=() if way in QUICK else pytest.mark.slow)
+    for way in PURE
+]
+
+
 @pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.parametrize("way", PURE)
+@pytest.mark.parametrize("way", WAYS)
 def test_pure_bfloat16_trains_with_them(way, mode):
     inner = MAKERS["adam"]()
     optimizer = PURE[way](inner, slot_dtype="int8", seed=3)
