@@ -26,6 +26,8 @@ QUICK = {
     ("loss_times_1e6", "jit"),
     ("a_model_rematerialised_in_training", "jit"),
     ("sharded_over_a_mesh", "jit"),
+    ("hessian_times_a_vector", "jit"),
+    ("loss_on_a_tangent", "eager"),
 }
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
 # Not around 0, where what adds up to a bias cancels but for its roundings.
@@ -367,6 +369,76 @@ def input_of_a_classifier_in_training():
         return [jax.grad(loss)(jnp.asarray(X))]
 
     return gradients, weights_of(model)
+
+
+def classifier():
+    model = keras.Sequential(
+        [
+            keras.Input((16,)),
+            layers.Dense(32, "tanh"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.1, seed=0),
+            layers.Dense(4),
+        ]
+    )
+    along = np.random.default_rng(2).normal(size=X.shape).astype("float32")
+
+    def of(weights, x=X):
+        return called(model, weights, x, training=True)
+
+    return of, jnp.asarray(along), weights_of(model)
+
+
+@form
+def jacobian_in_forward_mode():
+    of, along, weights = classifier()
+
+    def gradients(weights):
+        return [jax.jacfwd(lambda by: of(weights, X + by * along))(1.0)]
+
+    return gradients, weights
+
+
+@form
+def hessian_times_a_vector():
+    of, _, weights = classifier()
+
+    def gradients(weights):
+        def loss(weights):
+            return 1e-6 * jnp.mean((of(weights) - Y) ** 2)
+
+        ones = [jnp.ones_like(weight) for weight in weights]
+        return jax.jvp(jax.grad(loss), (weights,), (ones,))[1]
+
+    return gradients, weights
+
+
+@form
+def hessian_by_an_input():
+    of, along, weights = classifier()
+
+    def gradients(weights):
+        def loss(by):
+            return 1e-6 * jnp.mean(of(weights, X + by * along) ** 2)
+
+        return [
+            jax.hessian(loss)(1.0),
+            jax.jvp(jax.grad(jax.grad(loss)), (1.0,), (1.0,))[1],
+        ]
+
+    return gradients, weights
+
+
+@form
+def loss_on_a_tangent():
+    of, along, weights = classifier()
+
+    def loss(weights):
+        """As in consistency models and mean flows."""
+        made, along_x = jax.jvp(lambda x: of(weights, x), (X,), (along,))
+        return 1e-6 * jnp.mean(made**2 + along_x**2)
+
+    return jax.grad(loss), weights
 
 
 def gradients_under(policy, name, mode):

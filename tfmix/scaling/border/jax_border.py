@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax import numpy as jnp
+from jax.interpreters import ad
 
 from tfmix.scaling.border import power
 
@@ -33,6 +35,8 @@ def call(function: Function, values: Sequence) -> Results:
     """
     # Of NumPy's, JAX makes constants that it does not take back.
     values = _varying_alike(map(jnp.asarray, values))
+    if _in_forward_mode(values):
+        return _pushed(function, values)
     # Who differentiates does so at the border alone.
     fixed = lax.stop_gradient(values)
     results, pull, others = jax.vjp(
@@ -68,15 +72,66 @@ def _varying_axes(value: Any) -> frozenset[str]:
     return varying
 
 
+def _in_forward_mode(values: Iterable) -> bool:
+    """Says whether `jax.jvp` is at work, which refuses a `custom_vjp`."""
+    # Before 0.7, JAX pulls gradients back with tracers of the same kind.
+    has_own_tracers = getattr(jax.config, "jax_use_direct_linearize", True)
+    return has_own_tracers and any(
+        isinstance(value, ad.JVPTracer) for value in values
+    )
+
+
+def _pushed(function: Function, values: tuple) -> Results:
+    """Calls a function and pushes tangents through it, inside one border."""
+    count = len(values)
+
+    def both(*given: Any) -> Results:
+        values, tangents = given[:count], list(given[count:])
+        kept, pushed, others = jax.jvp(
+            _of_floats(function, values),
+            _floats(values),
+            tangents,
+            has_aux=True,
+        )
+        results, losses = map(jax.tree.leaves, zip(kept, pushed, strict=True))
+        return results, losses, others
+
+    @jax.custom_jvp
+    def known(*values: Any) -> Results:
+        return call(function, values)
+
+    @known.defjvp
+    def _(values: tuple, tangents: tuple) -> tuple[Results, Results]:
+        results, losses, others = call(both, (*values, *_floats(tangents)))
+        half, added = len(results) // 2, len(losses) // 2
+        still = jax.tree.map(_no_tangent, others)
+        return (
+            (results[:half], losses[:added], others),
+            (results[half:], losses[added:], still),
+        )
+
+    same_results: Results = known(*values)
+    return same_results
+
+
+def _no_tangent(value: Any) -> Any:
+    if _is_float(value):
+        return jnp.zeros_like(value)
+    return np.zeros(value.shape, jax.dtypes.float0)
+
+
 def _at_border(function: Function, results: tuple, saved: Any) -> tuple:
     """Returns a function's results, whose gradients are found at its border."""
+    *_, values = saved
+    if _in_forward_mode(values):
+        return call(function, values)[:2]
 
     @jax.custom_vjp
     def known(results: tuple, saved: Any) -> tuple:
         return results
 
     def forward(results: tuple, saved: Any) -> tuple:
-        return known(results, saved), saved
+        return _at_border(function, results, saved), saved
 
     def backward(saved: Any, upstream: tuple) -> tuple:
         return None, (None, None, tuple(_gradients(function, saved, upstream)))
@@ -104,23 +159,28 @@ def _pulled(
     function: Function, pull: Any, values: tuple, upstream: tuple
 ) -> list:
     """Pulls gradients back, with a border around that, too."""
+    given, structure = jax.tree.flatten((values, upstream))
+
+    def again(*given: Any) -> Results:
+        values, upstream = structure.unflatten(given)
+        _, pull, _ = jax.vjp(
+            _of_floats(function, values), *_floats(values), has_aux=True
+        )
+        return list(pull(upstream)), [], None
+
+    if _in_forward_mode(given):
+        return call(again, given)[0]
 
     @jax.custom_vjp
     def pulled(pull: Any, values: tuple, upstream: tuple) -> list:
         return list(pull(upstream))
 
     def forward(pull: Any, values: tuple, upstream: tuple) -> tuple[list, Any]:
-        return pulled(pull, values, upstream), (values, upstream)
+        gradients = _pulled(function, pull, values, upstream)
+        return gradients, (values, upstream)
 
     def backward(saved: Any, second: list) -> tuple:
-        given, structure = jax.tree.flatten(saved)
-
-        def again(*given: Any) -> Results:
-            values, upstream = structure.unflatten(given)
-            _, pull, _ = jax.vjp(
-                _of_floats(function, values), *_floats(values), has_aux=True
-            )
-            return list(pull(upstream)), [], None
+        given = jax.tree.leaves(saved)
 
         def of_floats(*floats: Any) -> list:
             return call(again, _with_floats(given, floats))[0]
