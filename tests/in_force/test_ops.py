@@ -62,7 +62,6 @@ SPECIAL_CALLS = {
     "sparse_categorical_crossentropy": lambda f, x: f(
         np.array([0, 1, 2, 3]), x
     ),
-    "psnr": lambda f, x: f(x, x * 2, 1.0),
     "lstsq": lambda f, x: f(definite(x), x),
     "solve": lambda f, x: f(definite(x), x),
     "solve_triangular": lambda f, x: f(definite(x), x, lower=True),

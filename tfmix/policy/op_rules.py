@@ -15,7 +15,7 @@ from tfmix.policy import layer_rules
 # powers, whose results are rounded to 16 bit anyway (`exp`, `log1p`,
 # `logsumexp`, `log_softmax`), and what Keras computes in float32 by itself
 # (`mean`, `var`, `layer_normalization`, `rms_normalization`). The `nan...`
-# reductions are left out because no layer calls them.
+# reductions, `exp2` and `psnr` are left out because no layer calls them.
 DEFAULT_FLOAT32_OPS: tuple[str, ...] = (
     # Softmax and attention.
     *("softmax", "sparsemax", "dot_product_attention"),
@@ -31,10 +31,10 @@ DEFAULT_FLOAT32_OPS: tuple[str, ...] = (
     # No 16-bit kernels. The orthogonal start of every recurrent layer is a
     # `qr`; one replacement serves all of `backend.linalg`.
     *("cholesky", "det", "eigh", "inv", "lstsq", "qr", "slogdet", "solve"),
-    *("solve_triangular", "svd", "exp2"),
+    *("solve_triangular", "svd"),
     # Losses: gradients that are infinite where float32's are not.
     *("categorical_crossentropy", "sparse_categorical_crossentropy"),
-    *("binary_crossentropy", "psnr"),
+    "binary_crossentropy",
 )
 
 
