@@ -46,13 +46,23 @@ def optimizer_names():
     return [name for name in OPTIMIZERS if hasattr(keras.optimizers, name)]
 
 
+def quick_are(quick, values):
+    """Returns values as parameters, all others to be run by `make test-slow`.
+
+    Values that are tuples are several parameters, as pytest takes them.
+    """
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if value in quick else pytest.mark.slow,
+        )
+        for value in values
+    ]
+
+
 def optimizers_of_a_kind():
     """Returns the same names, all but one of each kind to be run as slow."""
-    quick = {"SGD", "Adam", "Muon"}
-    return [
-        pytest.param(name, marks=() if name in quick else pytest.mark.slow)
-        for name in optimizer_names()
-    ]
+    return quick_are({"SGD", "Adam", "Muon"}, optimizer_names())
 
 
 def make_optimizer(name, **overrides):

@@ -107,7 +107,8 @@ def place(tmp_path, monkeypatch):
 
 def page_parameter(page):
     # The recipes' programs are tested under JAX as well.
-    slow = keras.backend.backend() == "jax" and page.parent.name == "recipes"
+    on_jax = keras.backend.backend() == "jax" and page.parent.name == "recipes"
+    slow = on_jax or page.name == "adapters-remat-export.md"
     marks = pytest.mark.slow if slow else ()
     return pytest.param(page, marks=marks, id=page.name)
 

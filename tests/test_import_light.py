@@ -73,8 +73,7 @@ def heavy_module(tmp_path):
     """A module that is slow to import and asks for something heavy."""
     (tmp_path / "tensorboard.py").write_text("x = 1\n")
     (tmp_path / "heavy.py").write_text(
-        "import tensorboard\n"
-        "for number in range(100_000): abs(number)\n"
+        "import tensorboard\nfor number in range(100_000): abs(number)\n"
     )
     return tmp_path
 

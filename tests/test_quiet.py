@@ -100,7 +100,7 @@ def free_loop(directory):
         step(*map(tf.constant, data()))
 
 
-PROGRAMS = [fitted, saved, sequential_of_ids, subclassed]
+PROGRAMS = [saved, sequential_of_ids, subclassed]
 ON_TENSORFLOW = [free_loop]
 
 

@@ -62,7 +62,9 @@ def fitted(case, *callbacks):
     return model, history.history["loss"]
 
 
-@pytest.mark.parametrize("case", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "case", helpers.quick_are({"masters", "split", "stochastic"}, OPTIMIZERS)
+)
 def test_a_swap_shows_the_averages_and_changes_no_training(case):
     model, losses = fitted(case)
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
@@ -119,6 +121,7 @@ def test_without_averages_it_is_kerass_own_error():
         )
 
 
+@pytest.mark.slow
 @helpers.requires_backend("tensorflow")
 def test_replicas_swap_as_one_device_does_and_trace_it_once(monkeypatch):
     model, losses = fitted("masters")

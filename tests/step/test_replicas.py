@@ -179,7 +179,7 @@ def regression(seed):
     return x, (x @ rng.normal(size=(8, 1)) * 100).astype("float32")
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", helpers.quick_are({0}, range(2)))
 def test_the_ordinary_start_up_overflow_does_not_hurt_two_replicas(seed):
     with helpers.mirrored_strategy().scope():
         model = keras.Sequential(
@@ -335,6 +335,7 @@ def float8_states(model):
     ]
 
 
+@pytest.mark.slow
 def test_a_float8_model_trains_on_two_replicas_as_on_one():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 8)).astype("float32")
@@ -497,7 +498,9 @@ def after_two_steps(dtype):
     return model.get_weights()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", helpers.quick_are({"float16"}, ["float16", "bfloat16"])
+)
 def test_dense_and_sparse_gradients_are_summed_in_16_bit(dtype):
     for narrow, whole in zip(
         after_two_steps(dtype), after_two_steps(None), strict=True

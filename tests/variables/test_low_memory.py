@@ -1,6 +1,7 @@
 """An optimizer with slots in 8 bits trains as one with float32 slots."""
 
 import functools
+import itertools
 import math
 import re
 
@@ -54,7 +55,7 @@ def coded(optimizer):
     return [v for v in optimizer.variables if v.dtype == "uint8"]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", helpers.quick_are(MODES[-1:], MODES))
 @pytest.mark.parametrize("name", MAKERS)
 def test_it_trains_as_with_float32_slots(name, mode):
     if mode == "eager" and name not in ("adam", "momentum"):
@@ -77,13 +78,10 @@ PURE = {
 
 # One of each kind; the others take half a minute.
 QUICK = ("masters", "stochastic")
-WAYS = [
-    pytest.param(way, marks=() if way in QUICK else pytest.mark.slow)
-    for way in PURE
-]
+WAYS = helpers.quick_are(QUICK, PURE)
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("mode", helpers.quick_are(MODES[1:2], MODES[1:]))
 @pytest.mark.parametrize("way", WAYS)
 def test_pure_bfloat16_trains_with_them(way, mode):
     inner = MAKERS["adam"]()
@@ -111,8 +109,13 @@ def test_both_moments_of_adam_take_two_bytes_a_weight(make, dtype, total):
     assert size / 512**2 == total + 2 + 2 * 4 / 256
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    ("policy", "mode"),
+    helpers.quick_are(
+        {("mixed_float16", MODES[-1]), ("mixed_bfloat16", "eager")},
+        itertools.product(["mixed_float16", "mixed_bfloat16"], MODES),
+    ),
+)
 def test_a_skipped_step_changes_no_byte(mode, policy):
     model = model_of(low(), mode, policy)
     fit(model, 1)
