@@ -53,7 +53,9 @@ def model(said):
     return made
 
 
-@pytest.mark.parametrize("how", ["eager", "graph", "xla"])
+@pytest.mark.parametrize(
+    "how", helpers.quick_are({"xla"}, ["eager", "graph", "xla"])
+)
 def test_epochs_that_train_nothing_are_told_of_less_and_less_often(said, how):
     compiled(how=how).fit(**batches(bad=range(16)), epochs=8)
     again = (
@@ -211,7 +213,10 @@ def test_few_skips_of_many_are_not_told_of(said):
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "policy",
+    helpers.quick_are({"mixed_float16"}, ["mixed_float16", "mixed_bfloat16"]),
+)
 def test_one_bad_row_of_many_is_told_of_once(said, policy):
     model = compiled(policy, initial_scale=2.0**15)
     data = batches(60)

@@ -67,7 +67,7 @@ def fit(model, epochs=4):
     return history.history["loss"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", helpers.quick_are({"masters"}, WAYS))
 def test_a_sharded_model_trains_as_on_one_device(sharded, way):
     model = model_of(way)
     losses = fit(model)
