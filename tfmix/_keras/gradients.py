@@ -67,11 +67,11 @@ def replaced(
         if tf.executing_eagerly():
             made = [tf.identity(result) for result in results]
         else:
-            inputs = [*results, *tensors, *variables]
+            inputs = [*results, *tensors, *handles(variables)]
             with _named(by_graph, len(results)):
                 made = tf.identity_n(inputs)[: len(results)]
-    handles = [variable.handle for variable in variables]
-    record.record_operation("Tfmix", made, [*tensors, *handles], by_tape)
+    sources = [*tensors, *(variable.handle for variable in variables)]
+    record.record_operation("Tfmix", made, sources, by_tape)
     return made
 
 

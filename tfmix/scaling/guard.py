@@ -126,7 +126,8 @@ class _Guard:
 
         def note(create: Callable, **kwargs: Any) -> Any:
             variable = create(**kwargs)
-            if not kwargs.get("trainable"):
+            is_slot = self._model.optimizer.is_building
+            if not (is_slot or kwargs.get("trainable")):
                 before[id(variable)] = tf.identity(variable)
             return variable
 

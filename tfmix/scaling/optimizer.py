@@ -153,6 +153,8 @@ class LossScaleOptimizer(
         self.given_in_step: set[int] | None = None
         # Whether a file says of its model that it carried no policy.
         self.guarded_alone = False
+        # Whether what is created just now are slots.
+        self.is_building = False
         self._gradient_norm: keras.Variable | None = None
         # Who shares a scale may scale another's losses.
         use = leader.given.in_use if leader else given_gradients.ScaleInUse()
@@ -542,7 +544,9 @@ class LossScaleOptimizer(
         if self.built:
             return
         variables = list(variables)
+        self.is_building = True
         self.inner_optimizer.build(variables)
+        self.is_building = False
         for worker in optimizers.workers(self.inner_optimizer):
             optimizers.mark_wrapped(worker)
         self._overflow_counts = self._counter("overflow_counts", len(variables))
