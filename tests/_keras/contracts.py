@@ -48,6 +48,7 @@ TENSORFLOW_ONLY = {
     "capture",
     "could_possibly_record",
     "pack_tangents",
+    "should_record_backprop",
     "xla_optimization_barrier",
     "xla_reduce",
     "xla_variadic_reduce_v2",
@@ -189,6 +190,7 @@ FUNCTIONS = [
     ("tensorflow.Graph", "_get_control_flow_context", "self"),
     ("tensorflow.__internal__.FuncGraph", "capture", "self tensor"),
     ("tensorflow.python.eager.record", "could_possibly_record", ""),
+    ("tensorflow.python.eager.record", "should_record_backprop", "tensors"),
     ("tensorflow.python.eager.record", "stop_recording", ""),
     (
         "tensorflow.python.eager.record",

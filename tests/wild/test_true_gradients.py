@@ -23,12 +23,19 @@ QUICK = {
     ("sparse_rows", "graph"),
     ("penalty_on_a_gradient_of_weights", "eager"),
     ("loss_times_1e6", "nested"),
+    ("one_tensor_given_twice", "eager"),
+    ("one_tensor_given_twice", "graph"),
+    ("ragged_argument", "graph"),
+    ("complex_argument", "eager"),
+    ("memory_between_calls", "eager"),
+    ("memory_between_calls", "graph"),
 }
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
 # Not around 0, where what adds up to a bias cancels but for its roundings.
 Y = np.random.default_rng(1).normal(3.0, size=(64, 1)).astype("float32")
 FORMS = {}
-GRAD_CAM = "one_output_by_another"
+# Through a `tf.function` float32 has no gradient of these, or tfmix none.
+NOT_NESTED = {"one_output_by_another", "memory_between_calls"}
 
 
 def form(function):
@@ -349,6 +356,91 @@ def an_encoder_that_returns_what_it_draws_from(called):
     return gradients_of_loss(encoder, loss)
 
 
+def given(another, called, make):
+    """Gradients of a model whose result, made something of, `another` takes."""
+    model = network(outputs=8)
+    call = called(model)
+
+    def loss():
+        return tf.reduce_mean((another(make(call(X))) - 2.0) ** 2)
+
+    return gradients_of_loss(model, loss)
+
+
+@form
+def one_tensor_given_twice(called):
+    inputs = [keras.Input((8,)), keras.Input((8,))]
+    hidden = [layers.Dense(16, "tanh")(one) for one in inputs]
+    another = keras.Model(inputs, layers.Dense(1)(ops.add(*hidden)))
+    return given(another, called, lambda h: [h, h])
+
+
+class Pooled(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.last = layers.Dense(1)
+        self.last.build((None, 8))
+        self.built = True
+
+    def call(self, x):
+        return self.last(tf.reduce_sum(x, axis=1))
+
+
+@form
+def ragged_argument(called):
+    def ragged(h):
+        return tf.RaggedTensor.from_row_splits(h, [0, 3, 10, 64])
+
+    return given(Pooled(), called, ragged)
+
+
+class Parts(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.last = layers.Dense(1)
+        self.last.build((None, 16))
+        self.built = True
+
+    def call(self, z):
+        return self.last(tf.concat([tf.math.real(z), tf.math.imag(z)], -1))
+
+
+@form
+def complex_argument(called):
+    return given(Parts(), called, lambda h: tf.complex(h, 0.5 * h))
+
+
+class Memory(keras.Model):
+    """Takes what it has found before, by an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.last = layers.Dense(8, "tanh"), layers.Dense(1)
+        self.cell.build((None, 24))
+        self.last.build((None, 8))
+        self.built = True
+
+    def call(self, x):
+        memory = tf.cast(self.memory, x.dtype)
+        self.memory = self.cell(tf.concat([x, memory], -1))
+        return self.last(self.memory)
+
+
+@form
+def memory_between_calls(called):
+    model, first = Memory(), network(outputs=8)
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            model.memory = first(X)
+            for scale in (0.5, 1.0):
+                loss = tf.reduce_mean((model(scale * X) - Y) ** 2)
+        weights = first.trainable_variables + model.trainable_variables
+        return tape.gradient(loss, weights)
+
+    return gradients
+
+
 def gradients_under(policy, name, mode):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
@@ -369,8 +461,7 @@ def errors(right, found):
 
 def cases():
     for name in FORMS:
-        # Through a `tf.function` float32 has no gradient of Grad-CAM's, either.
-        for mode in MODES[: 3 if name == GRAD_CAM else 4]:
+        for mode in MODES[: 3 if name in NOT_NESTED else 4]:
             marks = [] if (name, mode) in QUICK else [pytest.mark.slow]
             yield pytest.param(name, mode, marks=marks, id=f"{name}-{mode}")
 

@@ -28,6 +28,7 @@ QUICK = {
     ("sharded_over_a_mesh", "jit"),
     ("hessian_times_a_vector", "jit"),
     ("loss_on_a_tangent", "eager"),
+    ("tensor_held_by_a_layer", "jit"),
 }
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
 # Not around 0, where what adds up to a bias cancels but for its roundings.
@@ -439,6 +440,33 @@ def loss_on_a_tangent():
         return 1e-6 * jnp.mean(made**2 + along_x**2)
 
     return jax.grad(loss), weights
+
+
+class Film(keras.Model):
+    """Takes complex numbers, and what scales it by an attribute."""
+
+    by = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.last = layers.Dense(32, "tanh"), layers.Dense(1)
+
+    def call(self, z):
+        hidden = self.hidden(jnp.concatenate([z.real, z.imag], -1))
+        return self.last(hidden * ops.cast(self.by, hidden.dtype))
+
+
+@form
+def tensor_held_by_a_layer():
+    model, first = Film(), network(outputs=32)
+    model(X * (1 + 0.5j))
+
+    def loss(weights):
+        model.by = called(first, weights[4:], X)
+        turned = weights[0].sum() * X * (1 + 0.5j)
+        return jnp.mean((called(model, weights[:4], turned) - Y) ** 2)
+
+    return jax.grad(loss), weights_of(model, first)
 
 
 def gradients_under(policy, name, mode):

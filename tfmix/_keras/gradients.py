@@ -25,6 +25,14 @@ def is_recorded() -> bool:
     return bool(record.could_possibly_record())
 
 
+def reach(tensor: Any) -> bool:
+    """Says whether a gradient asked of what runs now may reach a tensor."""
+    if is_recorded():
+        return bool(record.should_record_backprop([tensor]))
+    graph = None if tf.executing_eagerly() else tensor.graph
+    return graph is tf.compat.v1.get_default_graph()
+
+
 def runs_forward() -> bool:
     """Says whether a `tf.autodiff.ForwardAccumulator` is around the caller."""
     return bool(forwardprop_util.pack_tangents([]).indices)

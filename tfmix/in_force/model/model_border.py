@@ -109,12 +109,16 @@ class _Run:
         self._states = dict(states)
         self._given = list(filter(_is_argument, _arrays(nest)))
         self._mapped = [k for k, v in states.items() if _is_argument(v)]
-        #: The arguments: of the call, as exact as they are known, and what
-        #: stands for variables.
+        #: The arguments: of the call, as exact as they are known, what
+        #: stands for variables, and what layers hold.
         self.values = [
             *map(_copied, map(uncast_inputs.uncast, self._given)),
             *(states[key] for key in self._mapped),
         ]
+        if _TENSORFLOW:
+            known = set(map(id, self.values))
+            held = _held(model, nest)
+            self.values += [x for x in held if id(x) not in known]
         # Of the first run: its results, and the layers that added losses.
         self._outputs: Any = None
         self._added: list[tuple[keras.Layer, Any]] | None = None
@@ -137,7 +141,8 @@ class _Run:
         """
         count = len(self._given)
         args, kwargs = _with_arrays(self._nest, self._given, values[:count])
-        mapped = dict(zip(self._mapped, values[count:], strict=True))
+        stand_ins = values[count : count + len(self._mapped)]
+        mapped = dict(zip(self._mapped, stand_ins, strict=True))
         before = (start or {}) | self._states | mapped
         scope = None
         if start is not None or self._scope is not None or not _TENSORFLOW:
@@ -192,6 +197,23 @@ class _Run:
         return scope
 
 
+def _held(model: keras.Model, nest: Any) -> list:
+    """Lists the tensors that gradients reach beside a call's arguments.
+
+    They hang on a layer, or on an argument of the user's own class.
+    """
+    owners = [*layers.flat_layers(model)]
+    tensors.map_leaves(nest, owners.append)
+    held = [
+        value
+        for owner in owners
+        if not _is_array(owner)
+        for value in getattr(owner, "__dict__", {}).values()
+        if _is_array(value) and _is_float(value) and gradients.reach(value)
+    ]
+    return list({id(value): value for value in held}.values())
+
+
 def _copied(array: Any) -> Any:
     # Tracers of NumPy's arrays, too, which `custom_vjp` refuses under `vmap`.
     # A compiled program has none of these copies.
@@ -217,7 +239,7 @@ def _with_arrays(nest: Any, given: list, values: Iterable) -> Any:
 
 
 def _arrays(nest: Any) -> list:
-    """Lists the dense arrays of a nest, and what is attached to each."""
+    """Lists the arrays of a nest, and what is attached to each."""
     arrays: list = []
 
     def noted(array: Any) -> Any:
@@ -232,6 +254,9 @@ def _rebuilt(nest: Any, function: Callable[[Any], Any]) -> Any:
     """Applies a function to the arrays of a nest and what is attached."""
 
     def of_leaf(leaf: Any) -> Any:
+        if _TENSORFLOW and isinstance(leaf, tf.__internal__.CompositeTensor):
+            # Ragged, or sparse.
+            return tf.nest.map_structure(of_leaf, leaf, expand_composites=True)
         if not _is_array(leaf):
             return leaf
         new = function(leaf)
@@ -260,4 +285,4 @@ def _is_array(value: Any) -> bool:
 
 def _is_float(array: Any) -> bool:
     dtype = keras.backend.standardize_dtype(array.dtype)
-    return bool(keras.backend.is_float_dtype(dtype))
+    return dtype.startswith(("float", "bfloat", "complex"))

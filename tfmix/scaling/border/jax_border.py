@@ -1,5 +1,6 @@
 """A border around a function, under JAX."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -42,8 +43,13 @@ def call(function: Function, values: Sequence) -> Results:
     results, pull, others = jax.vjp(
         _of_floats(function, fixed), *_floats(fixed), has_aux=True
     )
-    saved = pull, power.placing(), values
-    return (*_at_border(function, results, saved), others)
+    results, losses = _known(
+        results,
+        (pull, power.placing(), values),
+        again=lambda saved: call(function, saved[-1])[:2],
+        gradients=functools.partial(_gradients, function),
+    )
+    return results, losses, others
 
 
 def _varying_alike(values: Iterable) -> tuple:
@@ -120,79 +126,84 @@ def _no_tangent(value: Any) -> Any:
     return np.zeros(value.shape, jax.dtypes.float0)
 
 
-def _at_border(function: Function, results: tuple, saved: Any) -> tuple:
-    """Returns a function's results, whose gradients are found at its border."""
-    *_, values = saved
-    if _in_forward_mode(values):
-        return call(function, values)[:2]
+def _known(
+    results: Any, saved: Any, again: Callable, gradients: Callable
+) -> Any:
+    """Returns results, whose gradients a function of one's own finds.
+
+    What they were made of beside `saved`, as what a function closes over, is
+    beyond the border: it gets true gradients that nothing scales.
+
+    Args:
+        results: A nest of arrays.
+        saved: A nest of the arrays that get gradients, and of others.
+        again: Makes the results of it anew, where `jax.jvp` wants them.
+        gradients: Takes `saved` and what enters; returns a gradient, or
+            `None`, for each of `saved`.
+    """
+    if _in_forward_mode(jax.tree.leaves(saved)):
+        return again(saved)
 
     @jax.custom_vjp
-    def known(results: tuple, saved: Any) -> tuple:
+    def known(results: Any, saved: Any) -> Any:
         return results
 
-    def forward(results: tuple, saved: Any) -> tuple:
-        return _at_border(function, results, saved), saved
+    def forward(results: Any, saved: Any) -> tuple:
+        return _known(results, saved, again, gradients), saved
 
-    def backward(saved: Any, upstream: tuple) -> tuple:
-        return None, (None, None, tuple(_gradients(function, saved, upstream)))
+    def backward(saved: Any, upstream: Any) -> tuple:
+        return upstream, gradients(saved, upstream)
 
     known.defvjp(forward, backward)
-    same_results: tuple = known(results, saved)
-    return same_results
+    return known(results, saved)
 
 
-def _gradients(function: Function, saved: Any, upstream: tuple) -> list:
-    """Returns true gradients of values; `None` for those that have none."""
+def _gradients(function: Function, saved: Any, upstream: tuple) -> tuple:
+    """Returns true gradients of what `call` has saved."""
     pull, factor, values = saved
     results, losses = upstream
     by = power.of(results, losses, factor)
     scaled = jax.tree.map(lambda gradient: _times(by, gradient), upstream)
     inside = _pulled(function, pull, values, scaled)
     down, new = 1.0 / by, iter(inside)
-    return [
+    gradients = [
         _times(down, next(new)) if _is_float(value) else None
         for value in values
     ]
+    return None, None, tuple(gradients)
 
 
 def _pulled(
     function: Function, pull: Any, values: tuple, upstream: tuple
 ) -> list:
     """Pulls gradients back, with a border around that, too."""
-    given, structure = jax.tree.flatten((values, upstream))
+    structure = jax.tree.structure((values, upstream))
 
-    def again(*given: Any) -> Results:
+    def pulled(*given: Any) -> Results:
         values, upstream = structure.unflatten(given)
         _, pull, _ = jax.vjp(
             _of_floats(function, values), *_floats(values), has_aux=True
         )
         return list(pull(upstream)), [], None
 
-    if _in_forward_mode(given):
-        return call(again, given)[0]
+    def again(saved: Any) -> list:
+        return call(pulled, jax.tree.leaves(saved))[0]
 
-    @jax.custom_vjp
-    def pulled(pull: Any, values: tuple, upstream: tuple) -> list:
-        return list(pull(upstream))
-
-    def forward(pull: Any, values: tuple, upstream: tuple) -> tuple[list, Any]:
-        gradients = _pulled(function, pull, values, upstream)
-        return gradients, (values, upstream)
-
-    def backward(saved: Any, second: list) -> tuple:
+    def gradients(saved: Any, second: list) -> tuple:
         given = jax.tree.leaves(saved)
 
         def of_floats(*floats: Any) -> list:
-            return call(again, _with_floats(given, floats))[0]
+            return call(pulled, _with_floats(given, floats))[0]
 
         _, pull = jax.vjp(of_floats, *_floats(given))
         new = iter(pull(second))
         leaves = [next(new) if _is_float(leaf) else None for leaf in given]
-        return None, *structure.unflatten(leaves)
+        second_gradients: tuple = structure.unflatten(leaves)
+        return second_gradients
 
-    pulled.defvjp(forward, backward)
-    gradients: list = pulled(pull, values, upstream)
-    return gradients
+    results = list(pull(lax.stop_gradient(upstream)))
+    same_results: list = _known(results, (values, upstream), again, gradients)
+    return same_results
 
 
 def _of_floats(function: Function, values: Sequence) -> Callable:
@@ -216,7 +227,7 @@ def _with_floats(values: Sequence, floats: Sequence) -> list:
 
 
 def _is_float(value: Any) -> bool:
-    return bool(jnp.issubdtype(value.dtype, jnp.floating))
+    return bool(jnp.issubdtype(value.dtype, jnp.inexact))
 
 
 def _times(factor: Any, array: Any) -> Any:

@@ -59,7 +59,7 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Any:
     """
     reaches, total = ops.zeros(()), ops.zeros(())
     for place, gradient in enumerate([*gradients, *losses]):
-        size = ops.abs(ops.cast(gradient, "float32"))
+        size = ops.cast(ops.abs(gradient), "float32")
         if place < len(gradients):
             # There may be no rows.
             reaches = ops.maximum(reaches, ops.max(size, initial=0))

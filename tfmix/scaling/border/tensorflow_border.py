@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -45,7 +45,7 @@ def call(
         What the function returns.
     """
     # Eager ones become part of the graph, of which gradients may be asked.
-    inside = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    inside = _told_apart(map(tf.convert_to_tensor, tensors))
     run, variables = gradients.and_variables(_Run, function, inside)
     tapes = [] if run.tape is None else [run.tape]
     again = functools.partial(_again, again or function, len(inside))
@@ -65,6 +65,18 @@ def call(
         known[id(x)] if id(x) in known else next(rest) for x in run.results[0]
     ]
     return flat, losses
+
+
+def _told_apart(tensors: Iterable) -> list:
+    """Returns the tensors; in place of one that is there already, a copy.
+
+    A tape has one gradient for a tensor, however often it is asked for it.
+    """
+    apart: dict[int, Any] = {}
+    for tensor in tensors:
+        new = tf.identity(tensor) if id(tensor) in apart else tensor
+        apart[id(new)] = new
+    return list(apart.values())
 
 
 def cut(tensor: Any) -> Any:
