@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+import tfmix
 from tests import helpers
 from tfmix.in_force.global_policy import current_policy
 
@@ -273,3 +274,21 @@ def test_raw_features_reach_a_normalization_as_they_are(how, form, policy):
     features = (x - x.mean(axis=0)) / x.std(axis=0)
     kernel, bias = map(keras.ops.convert_to_numpy, model.dense.weights)
     np.testing.assert_allclose(found, features @ kernel + bias, atol=0.05)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("value", [0.1, -999.0, -1e5])
+def test_a_value_that_is_masked_need_not_be_one_of_16_bit(value, policy):
+    with tfmix.policy_scope(policy):
+        model = keras.Sequential(
+            [
+                keras.Input((8, 3)),
+                keras.layers.Masking(value),
+                keras.layers.GlobalAveragePooling1D(),
+            ]
+        )
+    x = np.random.default_rng(0).normal(size=(4, 8, 3)).astype("float32")
+    expected = x[:, :5].mean(axis=1)
+    x[:, 5:] = value
+    found = model.predict(x, verbose=0)
+    np.testing.assert_allclose(found, expected, atol=0.02)

@@ -29,8 +29,9 @@ def reach(tensor: Any) -> bool:
     """Says whether a gradient asked of what runs now may reach a tensor."""
     if is_recorded():
         return bool(record.should_record_backprop([tensor]))
-    graph = None if tf.executing_eagerly() else tensor.graph
-    return graph is tf.compat.v1.get_default_graph()
+    # An eager one has none.
+    graph = getattr(tensor, "graph", None)
+    return graph is not None and graph is tf.compat.v1.get_default_graph()
 
 
 def runs_forward() -> bool:

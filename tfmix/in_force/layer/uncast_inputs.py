@@ -38,8 +38,9 @@ def keep_exact(layer: keras.Layer) -> None:
         # Some of them switch the conversion of their inputs off, and in a graph
         # of TensorFlow all of them do, as in a pipeline of data.
         _look_up(layer, warn=False)
-    elif isinstance(layer, keras.Sequential):
-        # Each of its layers casts what it takes.
+    elif isinstance(layer, keras.Sequential | keras.layers.Masking):
+        # Each of its layers casts what it takes. A value that is masked need
+        # not be one of 16 bit.
         _use_converter(layer, _pass_on)
     elif not layers.is_builtin(layer):
         _use_converter(layer, _remember)
