@@ -284,5 +284,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_float(array: Any) -> bool:
-    dtype = keras.backend.standardize_dtype(array.dtype)
-    return dtype.startswith(("float", "bfloat", "complex"))
+    if _TENSORFLOW:
+        # Keras refuses the dtypes of handles.
+        return bool(array.dtype.is_floating or array.dtype.is_complex)
+    return bool(jax.numpy.issubdtype(array.dtype, jax.numpy.inexact))
