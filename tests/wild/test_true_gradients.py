@@ -29,6 +29,8 @@ QUICK = {
     ("complex_argument", "eager"),
     ("memory_between_calls", "eager"),
     ("memory_between_calls", "graph"),
+    ("forces_by_a_sequential", "jit"),
+    ("forces_by_a_functional", "eager"),
 }
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
 # Not around 0, where what adds up to a bias cancels but for its roundings.
@@ -121,6 +123,46 @@ def summed(factor):
 FORMS["summed_loss"] = summed(1.0)
 FORMS["loss_times_1e_6"] = summed(1e-6)
 FORMS["loss_times_1e6"] = summed(1e6)
+
+
+class Forces(keras.Model):
+    """Energies of positions, and what they lose along these: the forces."""
+
+    def __init__(self, energy):
+        super().__init__()
+        self.energy = energy
+        self.built = True
+
+    def call(self, positions):
+        with tf.GradientTape() as tape:
+            tape.watch(positions)
+            energy = self.energy(positions)
+        return energy, -tape.gradient(energy, positions)
+
+
+def forces_by(energy):
+    def forces_inside_a_call(called):
+        model = Forces(energy())
+        call = called(model)
+
+        def loss():
+            found, forces = call(tf.constant(X))
+            loss = tf.reduce_mean((found - Y) ** 2)
+            return loss + tf.reduce_mean((forces - 0.1) ** 2)
+
+        return gradients_of_loss(model, loss)
+
+    return forces_inside_a_call
+
+
+def functional():
+    inputs = keras.Input((16,))
+    hidden = layers.Dense(32, "tanh")(inputs)
+    return keras.Model(inputs, layers.Dense(1)(hidden + 1.0))
+
+
+FORMS["forces_by_a_sequential"] = forces_by(network)
+FORMS["forces_by_a_functional"] = forces_by(functional)
 
 
 @form

@@ -34,6 +34,28 @@ def reach(tensor: Any) -> bool:
     return graph is not None and graph is tf.compat.v1.get_default_graph()
 
 
+def by_way_of(source: Any, tensor: Any) -> Any:
+    """Returns a float tensor of which gradients by another may be asked, too.
+
+    Args:
+        source: What was made of `tensor` and is as good: a cast. A tape that
+            watches it alone has the gradient by it.
+        tensor: Float tensor. All other tapes have the gradient by it.
+    """
+    if not is_recorded() or runs_forward():
+        return tensor
+    with record.stop_recording():
+        made = tf.identity(tensor)
+
+    def by_source(upstream: Any) -> list:
+        return [tf.cast(upstream, source.dtype)]
+
+    # A tape takes the last one that it has recorded.
+    record.record_operation("Tfmix", [made], [source], by_source)
+    record.record_operation("Tfmix", [made], [tensor], lambda up: [up])
+    return made
+
+
 def runs_forward() -> bool:
     """Says whether a `tf.autodiff.ForwardAccumulator` is around the caller."""
     return bool(forwardprop_util.pack_tangents([]).indices)

@@ -122,13 +122,15 @@ class _Guard:
 
         from tfmix.step import replicas
 
-        before = {id(v.value): tf.identity(v.value) for v in self._watched()}
+        before = {
+            id(v.value): tf.convert_to_tensor(v.value) for v in self._watched()
+        }
 
         def note(create: Callable, **kwargs: Any) -> Any:
             variable = create(**kwargs)
             is_slot = self._model.optimizer.is_building
             if not (is_slot or kwargs.get("trainable")):
-                before[id(variable)] = tf.identity(variable)
+                before[id(variable)] = tf.convert_to_tensor(variable)
             return variable
 
         # A model, or a metric, may be built in its first step.

@@ -103,7 +103,9 @@ def _update_or_restore(
     applied = tf.logical_not(tf.reduce_any(bad))
     norm = update.norm(true)
     used = update.variables + update.inner.variables
-    before = [tf.identity(compilation.held(variable)) for variable in used]
+    before = [
+        tf.convert_to_tensor(compilation.held(variable)) for variable in used
+    ]
     selection = optimizers.Selection(applied, used)
     sparse = any(map(finite.is_sparse, true))
     if sparse and optimizers.divides_gradients(update.inner):

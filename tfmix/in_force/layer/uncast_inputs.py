@@ -16,6 +16,7 @@ from tfmix import _messages
 from tfmix._keras import (
     compilation,
     global_state,
+    gradients,
     layer_policies,
     layers,
 )
@@ -125,7 +126,15 @@ def uncast(x: Any) -> Any:
     original = None
     if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
         original = global_state.note(x, _UNCAST)
-    return x if original is None else original
+    if original is None:
+        return x
+    if keras.backend.backend() != "tensorflow" or not keras.ops.is_tensor(x):
+        return original
+    # A tape inside of `call` may watch what `call` was given, the cast.
+    exact = gradients.by_way_of(x, original)
+    if exact is not original:
+        layers.copy_mask(original, exact)
+    return exact
 
 
 def _behind_cast(x: Any) -> Any:
