@@ -126,3 +126,17 @@ def test_what_begins_infinite_is_no_bad_batch():
     model = keras.Sequential([keras.Input((4,)), Smallest(), layers.Dense(4)])
     step_on_tensorflow(model, "graph")(X)
     assert helpers.to_numpy(model.layers[0].smallest) == np.float16(X.min())
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("mode", MODES)
+def test_states_of_a_stateful_rnn_are_as_they_were(mode):
+    tfmix.set_global_policy("mixed_float16")
+    gru = layers.GRU(3, stateful=True)
+    model = keras.Sequential([keras.Input((2, 4), 16), gru, layers.Dense(4)])
+    step = step_on_tensorflow(model, mode)
+    step(np.stack([X, X], 1))
+    before = helpers.snapshot(gru.states)
+    step(np.full((16, 2, 4), np.nan, "float32"))
+    assert all(map(np.any, before))
+    helpers.assert_unchanged(gru.states, before)

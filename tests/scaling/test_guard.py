@@ -357,3 +357,37 @@ def test_an_average_of_weights_does_not_move_in_a_skipped_step(mode):
     assert models[0].optimizer.skipped_steps == 2
     for ours, theirs in zip(models[0].weights, models[1].weights, strict=True):
         helpers.assert_close(ours, theirs, "float32")
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("mode", MODES)
+def test_states_that_keras_does_not_list_are_as_before(mode):
+    import tensorflow as tf
+
+    class Sums(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.total = tf.Variable(0.0, trainable=False)
+
+        def call(self, inputs):
+            self.total.assign_add(tf.reduce_sum(inputs))
+            return inputs
+
+    gru = keras.layers.GRU(3, stateful=True)
+    model = keras.Sequential(
+        [keras.Input((2, 4), 16), gru, Sums(), keras.layers.Dense(1)]
+    )
+    model.compile(
+        optimizers.LossScaleOptimizer("adam"), loss="mse", **MODES[mode]
+    )
+    guards.guard(model)
+    x, y = data()
+    x = np.stack([x, x], 1)
+    model.fit(x[:32], y[:32], batch_size=16, shuffle=False, verbose=0)
+    states = [*gru.states, model.layers[1].total]
+    before = helpers.snapshot(states)
+    x[3] = np.inf
+    model.fit(x[:16], y[:16], batch_size=16, verbose=0)
+    assert model.optimizer.skipped_steps == 1
+    assert all(map(np.any, before))
+    helpers.assert_unchanged(states, before)

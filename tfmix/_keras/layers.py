@@ -72,6 +72,28 @@ def flat_layers(layer: Any) -> list:
     return list(by_id.values())
 
 
+def unlisted_variables(model: keras.Model) -> list:
+    """Lists the variables on a model's layers that Keras does not know of.
+
+    The states of a stateful RNN, and variables of TensorFlow's own.
+    """
+    if keras.backend.backend() != "tensorflow":
+        # Keras hands them to no step that JAX compiles.
+        return []
+    import tensorflow as tf
+
+    held = tf.train.TrackableView(model).descendants()
+    kinds = keras.optimizers.Optimizer | keras.Metric
+    known = {id(variable) for variable in model.variables}
+    for owner in filter(lambda x: isinstance(x, kinds), held):
+        known.update(map(id, tf.train.TrackableView(owner).descendants()))
+    return [
+        x
+        for x in held
+        if isinstance(x, keras.Variable | tf.Variable) and id(x) not in known
+    ]
+
+
 def called(model: keras.Layer) -> list[keras.Layer]:
     """Returns a model and every layer inside it that can be called."""
     inputs = keras.layers.InputLayer

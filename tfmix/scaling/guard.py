@@ -8,7 +8,8 @@ import keras
 from keras import ops
 
 from tfmix import _arguments
-from tfmix._keras import compilation, model_methods, training
+from tfmix._keras import compilation, layers, model_methods, training
+from tfmix._keras import variables as keras_variables
 from tfmix.scaling import deciding_callbacks, saving, skipped_step_logs
 from tfmix.scaling import optimizer as optimizers
 
@@ -122,9 +123,8 @@ class _Guard:
 
         from tfmix.step import replicas
 
-        before = {
-            id(v.value): tf.convert_to_tensor(v.value) for v in self._watched()
-        }
+        watched = map(compilation.held, self._watched())
+        before = {id(v): tf.convert_to_tensor(v) for v in watched}
 
         def note(create: Callable, **kwargs: Any) -> Any:
             variable = create(**kwargs)
@@ -137,16 +137,19 @@ class _Guard:
         with tf.variable_creator_scope(note):
             logs, stepped = self._run(original, data)
         left = [v for v in self._watched() if id(v) not in stepped]
-        watched = [v for v in left if id(v.value) in before]
-        old = [before[id(v.value)] for v in watched]
         applied = self._model.optimizer.last_step_applied()
-        with replicas.one_replica(watched):
+        pairs = [
+            (keras_variables.local(variable), before[id(variable)])
+            for variable in map(compilation.held, left)
+            if id(variable) in before
+        ]
+        with replicas.one_replica(self._model.metrics_variables):
             # Frozen weights are not written: to put them back, XLA would
             # copy them at every step.
             written = [
-                (variable.value, value)
-                for variable, value in zip(watched, old, strict=True)
-                if compilation.may_be_written(variable.value)
+                (variable, value)
+                for variable, value in pairs
+                if compilation.may_be_written(variable)
             ]
             _put_back(written, applied)
             return self._logs.told(logs, applied)
@@ -187,7 +190,8 @@ class _Guard:
         metrics = training.metrics(self._model)
         reported = (v for metric in metrics for v in metric.variables)
         own = training.weights_of_own_step(self._model)
-        return [*others, *reported, *own]
+        held = filter(_is_float, layers.unlisted_variables(self._model))
+        return [*others, *reported, *own, *held]
 
     def _compile_config(self, original: Callable) -> Any:
         """Notes in a saved model that it was guarded."""

@@ -36,14 +36,15 @@ def kept_finite(
     guarded = model_methods.part(model, model_methods.GUARD) is not None
     if guarded or not training:
         return call(*args, **kwargs)
+    unlisted = layers.unlisted_variables(model)
     variables = [
         variable
-        for variable in model.non_trainable_variables
-        if keras.backend.is_float_dtype(variable.dtype)
+        for variable in [*model.non_trainable_variables, *unlisted]
+        if _is_float(variable)
     ]
     # As they are stored, not as layers in 16 bit read them.
     with layers.autocast(None):
-        before = [_copy(variable.value) for variable in variables]
+        before = [_copy(compilation.held(variable)) for variable in variables]
     outputs = call(*args, **kwargs)
     with layers.autocast(None):
         _restore_if_lost(variables, before)
@@ -59,12 +60,13 @@ def _restore_if_lost(variables: list[keras.Variable], before: list) -> None:
     if not written:
         return
     lost = [
-        ops.reshape(_is_lost(old, variable.value), (-1,))
+        ops.reshape(_is_lost(old, compilation.held(variable)), (-1,))
         for variable, old in written
     ]
     is_bad = ops.any(ops.concatenate(lost))
     for variable, old in written:
-        variable.assign(ops.where(is_bad, old, variable.value))
+        new = compilation.held(variable)
+        variable.assign(ops.where(is_bad, old, new))
 
 
 def _copy(value: Any) -> Any:
@@ -72,8 +74,13 @@ def _copy(value: Any) -> Any:
     return value if keras.backend.backend() == "jax" else ops.copy(value)
 
 
-def _is_written(variable: keras.Variable, old: Any) -> bool:
-    value = variable.value
+def _is_float(variable: Any) -> bool:
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    return bool(keras.backend.is_float_dtype(dtype))
+
+
+def _is_written(variable: Any, old: Any) -> bool:
+    value = compilation.held(variable)
     if keras.backend.backend() == "jax" or global_state.open_scope():
         return value is not old
     return compilation.may_be_written(value)
