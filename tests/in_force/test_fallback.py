@@ -7,7 +7,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers
-from tfmix.in_force.layer import dtype_errors
+from tfmix.in_force.layer import dtype_errors, fallback
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 NAMES = ("mixed_float16", "mixed_bfloat16")
@@ -680,6 +680,36 @@ def test_replicas_fall_back_together():
     assert layer.calls.numpy() == 1.0
 
 
+def by_a_saved_model(x, tmp_path):
+    dense = keras.Sequential(
+        [keras.Input((8,)), layers.Dense(8, dtype="float32")]
+    )
+    dense.export(tmp_path, verbose=False)
+    return layers.TFSMLayer(tmp_path, call_endpoint="serve")(x)
+
+
+def by_a_branch(x, tmp_path):
+    import tensorflow as tf
+
+    class Switches(layers.Layer):
+        def call(self, x):
+            branches = [lambda: x, lambda: tf.ones(tf.shape(x))]
+            return tf.switch_case(tf.constant(1), branches) * x
+
+    return Switches()(x)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("by", [by_a_saved_model, by_a_branch])
+def test_what_takes_float32_alone_has_it(by, tmp_path):
+    with tfmix.policy_scope("mixed_float16"):
+        inputs = keras.Input((8,))
+        model = keras.Model(inputs, by(layers.Dense(8)(inputs), tmp_path))
+    assert fallback.why(model.layers[-1])
+    model.compile("sgd", "mse")
+    assert np.isfinite(model.train_on_batch(X, X))
+
+
 def not_iterable(x):
     (_,) = None
 
@@ -737,6 +767,8 @@ RFFT input must be float32 or float64, got bfloat16
 RFFT requires tf.float32 inputs, got: Tensor("x:0", shape=(8,), dtype=float16)
 Unsupported dtype float16
 `lu` does not accept dtype bfloat16
+Tensor("x:0", dtype=float16) and Tensor("y:0", dtype=float32) have different types
+Can not cast TensorSpec(shape=(8,), dtype=tf.float16) to TensorSpec(dtype=tf.float32)
 """.strip().splitlines()
 UNNAMED = """
 'NoneType' object is not iterable
@@ -744,6 +776,7 @@ unsupported operand type(s) for +: 'NoneType' and <tf.Tensor: dtype=float16>
 can't multiply sequence by non-int of type 'float'
 Incompatible shapes: [4,8] vs. [3,5] [Op:AddV2]
 lax.add requires arguments to have the same dtypes, got float16, int32.
+Tensor("x:0", dtype=float16) has no attribute 'shapes' of Tensor("y:0", dtype=float32)
 """.strip().splitlines()
 
 

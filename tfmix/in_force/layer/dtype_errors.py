@@ -23,7 +23,9 @@ _REFUSED = re.compile(
     re.I,
 )
 _ARGUMENTS = re.compile(r"Arguments received by.*", re.S)
-# What messages say about tensors besides: their dtype alone is then no cause.
+# What messages say about tensors besides: their dtype alone is then no cause,
+# unless it is what differs.
+_DIFFER = re.compile(r"(?:different|same) (?:d?types?|number, type)|not cast")
 _TENSORS = re.compile(r"dtype[=:]\s*\S+|<tf.Tensor[^>]*>|Traced<[^>]*>", re.S)
 
 
@@ -31,7 +33,8 @@ def is_about_dtypes(error: Exception) -> bool:
     """Says whether an error names a 16-bit dtype, and what it clashes with."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     message = _ARGUMENTS.sub("", str(error))
-    said = _TENSORS.sub("", message)
+    differ = _DIFFER.search(message)
+    said = message if differ else _TENSORS.sub("", message)
     clashes = _NARROW.search(message) and _WIDE.search(said)
     refused = _NARROW.search(said) and _REFUSED.search(said)
     return bool(kinds & _KINDS and (clashes or refused))
