@@ -11,6 +11,10 @@ PINS ?=
 # until one has nothing left to do.
 JOBS ?= 2
 SPREAD = -n $(JOBS) --dist worksteal
+# XLA takes longer to optimise small programs than they run. `test-slow` lets it.
+QUICK_XLA = --xla_backend_optimization_level=0
+QUICK_XLA += --xla_llvm_disable_expensive_passes=true
+QUICK = XLA_FLAGS='$(QUICK_XLA)' $(BIN)/python -m pytest -q $(SPREAD) -m "not slow"
 # What `publish-docs` does with the branch: --push.
 PUSH ?=
 # XLA's compilers for accelerators that are not here: tpu, nvidia, or both.
@@ -51,11 +55,11 @@ test: test-tensorflow test-jax test-doctest
 
 test-tensorflow: $(STAMP)
 	@echo "tfmix: tests under TensorFlow"
-	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q $(SPREAD) -m "not slow"
+	@KERAS_BACKEND=tensorflow $(QUICK)
 
 test-jax: $(STAMP)
 	@echo "tfmix: tests under JAX"
-	@KERAS_BACKEND=jax $(BIN)/python -m pytest -q $(SPREAD) -m "not slow"
+	@KERAS_BACKEND=jax $(QUICK)
 
 test-doctest: $(STAMP)
 	@echo "tfmix: the examples in the docstrings"
