@@ -767,8 +767,8 @@ RFFT input must be float32 or float64, got bfloat16
 RFFT requires tf.float32 inputs, got: Tensor("x:0", shape=(8,), dtype=float16)
 Unsupported dtype float16
 `lu` does not accept dtype bfloat16
-Tensor("x:0", dtype=float16) and Tensor("y:0", dtype=float32) have different types
-Can not cast TensorSpec(shape=(8,), dtype=tf.float16) to TensorSpec(dtype=tf.float32)
+Tensor("x", dtype=float16) and Tensor("y", dtype=float32) have different types
+Can not cast TensorSpec(dtype=tf.float16) to TensorSpec(dtype=tf.float32)
 """.strip().splitlines()
 UNNAMED = """
 'NoneType' object is not iterable
@@ -776,7 +776,7 @@ unsupported operand type(s) for +: 'NoneType' and <tf.Tensor: dtype=float16>
 can't multiply sequence by non-int of type 'float'
 Incompatible shapes: [4,8] vs. [3,5] [Op:AddV2]
 lax.add requires arguments to have the same dtypes, got float16, int32.
-Tensor("x:0", dtype=float16) has no attribute 'shapes' of Tensor("y:0", dtype=float32)
+Tensor("x", dtype=float16) has no shape of Tensor("y", dtype=float32)
 """.strip().splitlines()
 
 
