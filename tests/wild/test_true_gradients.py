@@ -29,6 +29,8 @@ QUICK = {
     ("complex_argument", "eager"),
     ("memory_between_calls", "eager"),
     ("memory_between_calls", "graph"),
+    ("scores_left_on_a_layer", "eager"),
+    ("scores_left_on_a_layer", "jit"),
     ("forces_by_a_sequential", "jit"),
     ("forces_by_a_functional", "eager"),
 }
@@ -37,7 +39,11 @@ X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
 Y = np.random.default_rng(1).normal(3.0, size=(64, 1)).astype("float32")
 FORMS = {}
 # Through a `tf.function` float32 has no gradient of these, or tfmix none.
-NOT_NESTED = {"one_output_by_another", "memory_between_calls"}
+NOT_NESTED = {
+    "one_output_by_another",
+    "memory_between_calls",
+    "scores_left_on_a_layer",
+}
 
 
 def form(function):
@@ -123,6 +129,29 @@ def summed(factor):
 FORMS["summed_loss"] = summed(1.0)
 FORMS["loss_times_1e_6"] = summed(1e-6)
 FORMS["loss_times_1e6"] = summed(1e6)
+
+
+class LeavesScores(layers.Layer):
+    """Leaves on itself what a loss takes besides the results."""
+
+    def call(self, x):
+        self.scores = ops.cast(x, "float32")
+        return ops.tanh(x)
+
+
+@form
+def scores_left_on_a_layer(called):
+    scoring = LeavesScores()
+    model = keras.Sequential(
+        [keras.Input((16,)), layers.Dense(32), scoring, layers.Dense(1)]
+    )
+    call = called(model)
+
+    def loss():
+        error = tf.reduce_mean((call(X) - Y) ** 2)
+        return 1e-6 * (error + tf.reduce_mean(scoring.scores**2))
+
+    return gradients_of_loss(model, loss)
 
 
 class Forces(keras.Model):

@@ -29,6 +29,8 @@ QUICK = {
     ("hessian_times_a_vector", "jit"),
     ("loss_on_a_tangent", "eager"),
     ("tensor_held_by_a_layer", "jit"),
+    ("scores_left_on_a_layer", "jit"),
+    ("hessian_of_scores_left_on_a_layer", "eager"),
 }
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
 # Not around 0, where what adds up to a bias cancels but for its roundings.
@@ -80,6 +82,43 @@ def mean_over_many_pixels():
         return jnp.mean((called(model, weights, x) - x) ** 2)
 
     return jax.grad(loss), weights_of(model)
+
+
+class LeavesScores(layers.Layer):
+    """Leaves on itself what a loss takes besides the results."""
+
+    def call(self, x):
+        self.scores = ops.cast(x, "float32")
+        return ops.tanh(x)
+
+
+def loss_of_scores():
+    scoring = LeavesScores()
+    model = keras.Sequential(
+        [keras.Input((16,)), layers.Dense(32), scoring, layers.Dense(1)]
+    )
+
+    def loss(weights):
+        error = jnp.mean(squares(model, weights))
+        return 1e-6 * (error + jnp.mean(scoring.scores**2))
+
+    return loss, weights_of(model)
+
+
+@form
+def scores_left_on_a_layer():
+    loss, weights = loss_of_scores()
+    return jax.grad(loss), weights
+
+
+@form
+def hessian_of_scores_left_on_a_layer():
+    loss, weights = loss_of_scores()
+
+    def of_bias(bias):
+        return loss([weights[0], bias, *weights[2:]])
+
+    return lambda weights: [jax.hessian(of_bias)(weights[1])], weights
 
 
 def of_tokens(use_bias):

@@ -30,6 +30,8 @@ else:
 _ATTACHED = (*global_state.NOTES_OF_KERAS, softmax_logits.LOGITS)
 # Values of variables, by the variables' `id`, as a `keras.StatelessScope` has.
 States = dict[int, Any]
+# By a layer's `id` and a name, its attributes and the array of that name.
+Attributes = dict[tuple[int, str], tuple[dict, Any]]
 
 _left_out: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tfmix_border_left_out", default=False
@@ -119,8 +121,10 @@ class _Run:
             known = set(map(id, self.values))
             held = _held(model, nest)
             self.values += [x for x in held if id(x) not in known]
-        # Of the first run: its results, and the layers that added losses.
+        # Of the first run: its results, what it left on layers, and the layers
+        # that added losses.
         self._outputs: Any = None
+        self._left: Attributes = {}
         self._added: list[tuple[keras.Layer, Any]] | None = None
         #: What else the first run returned.
         self.rest: tuple[list, States] = ([], {})
@@ -136,8 +140,8 @@ class _Run:
                 that is to leave no trace.
 
         Returns:
-            Its float results, the losses it added, and the rest: other
-            results, and what it assigned.
+            Its float results with what it left on layers, the losses it
+            added, and the rest: other results, and what it assigned.
         """
         count = len(self._given)
         args, kwargs = _with_arrays(self._nest, self._given, values[:count])
@@ -151,7 +155,9 @@ class _Run:
             model: Any = self._model()
             call: Any = self._call()
             known = {id(loss) for _, loss in layers.added_losses(model)}
+            attributes = _attributes(model)
             outputs = call(*args, **kwargs)
+            left = _taken_off(model, attributes)
             added = layers.added_losses(model)
         added = [(x, loss) for x, loss in added if id(loss) not in known]
         after = {} if scope is None else scope.state_mapping
@@ -160,10 +166,11 @@ class _Run:
             for key, value in after.items()
             if value is not before.get(key)
         }
-        arrays = _arrays(outputs)
+        arrays = [*_arrays(outputs), *(array for _, array in left.values())]
         rest = [x for x in arrays if not _is_float(x)], updates
         if self._added is None:
-            self._outputs, self._added, self.rest = outputs, added, rest
+            self._outputs, self._left = outputs, left
+            self._added, self.rest = added, rest
         floats = [x for x in arrays if _is_float(x)]
         return floats, [loss for _, loss in added], rest
 
@@ -184,9 +191,16 @@ class _Run:
             if id(variable) in updates:
                 variable.assign(updates[id(variable)])
         new, rest = iter(floats), iter(others)
-        outputs, self._outputs = self._outputs, None
+
+        def of_border(array: Any) -> Any:
+            return next(new if _is_float(array) else rest)
+
+        outputs = _rebuilt(self._outputs, of_border)
+        for (_, name), (attributes, array) in self._left.items():
+            attributes[name] = of_border(array)
+        self._outputs, self._left = None, {}
         self._added, self.rest = [], ([], {})
-        return _rebuilt(outputs, lambda x: next(new if _is_float(x) else rest))
+        return outputs
 
     def _new_scope(self, states: States) -> keras.StatelessScope:
         scope = keras.StatelessScope(
@@ -195,6 +209,35 @@ class _Run:
         )
         scope.state_mapping = dict(states)
         return scope
+
+
+def _attributes(model: keras.Model) -> Attributes:
+    """Returns the arrays that hang on a model's layers."""
+    return {
+        (id(layer), name): (vars(layer), value)
+        for layer in layers.flat_layers(model)
+        for name, value in vars(layer).items()
+        if _is_array(value)
+    }
+
+
+def _taken_off(model: keras.Model, before: Attributes) -> Attributes:
+    """Returns what a call left on layers, such as scores for a loss to come.
+
+    What hung there before hangs there again: a border hands on its own.
+    """
+    left = {
+        place: (attributes, value)
+        for place, (attributes, value) in _attributes(model).items()
+        if value is not before.get(place, (None, None))[1]
+    }
+    for place, (attributes, _) in left.items():
+        _, name = place
+        if place in before:
+            attributes[name] = before[place][1]
+        else:
+            del attributes[name]
+    return left
 
 
 def _held(model: keras.Model, nest: Any) -> list:
