@@ -314,6 +314,7 @@ ATTRIBUTES = [
     ("a Functional", functional, "_inputs", list),
     ("a Functional", functional, "_nodes_by_depth", dict),
     ("a Functional", functional, "_inputs_struct", keras.KerasTensor),
+    ("a Functional", functional, "_outputs_struct", keras.KerasTensor),
     ("a Sequential", sequential, "_functional", keras.Model),
     ("a symbol", lambda: keras.Input((4,)), "_dtype", str),
     ("a symbol", lambda: keras.Input((4,)), "_keras_history", tuple),

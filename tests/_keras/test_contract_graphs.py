@@ -75,25 +75,26 @@ def test_structures_are_known_by_the_call_of_their_class():
     assert functional().operations[-1].name.startswith("dense")
 
 
-def test_a_graph_runs_its_nodes_as_they_are_sorted():
+def test_a_graph_runs_in_parts_by_the_results_they_reach():
     start = keras.Input((4,))
     twice, once = dense(), dense()
     first = twice(start)
     second = twice(once(first))
     model = keras.Model(start, [first, second])
-    seen = []
+    trunk, head = layers.graph_parts(model)
+    (begin,), (middle, end) = model.inputs, model.outputs
+    assert trunk[1:] == ([id(begin)], [id(middle)])
+    assert head[1:] == ([id(middle)], [id(end)])
+    assert [node.operation for node in head[0]] == [once, twice]
+    values = {id(begin): batch(2, 4)}
+    for nodes, _, _ in (trunk, head):
+        for node in nodes:
+            values.update(layers.run_node(node, values, lambda call: call))
+    found = [values[id(begin)], values[id(end)]]
+    assert keras.ops.all(found[1] == model(found[0])[1])
+    packed = layers.packed_results(model, found)
+    assert packed == found
 
-    def change(symbol, value):
-        seen.append(symbol)
-        return value * 0.0 if symbol is first else value
 
-    def run(inputs):
-        call = model._run_through_graph
-        return layers.run_graph(model, call, change, inputs)
-
-    found, _ = run([batch(2, 4)])
-    assert [id(symbol) for symbol in seen if symbol in (first, second)] == [
-        id(first),
-        id(second),
-    ]
-    assert not keras.ops.any(found)
+def test_one_result_is_one_part():
+    assert len(layers.graph_parts(functional())) == 1

@@ -32,6 +32,8 @@ QUICK = {
     ("scores_left_on_a_layer", "eager"),
     ("scores_left_on_a_layer", "jit"),
     ("forces_by_a_sequential", "jit"),
+    ("heads_of_unlike_losses", "eager"),
+    ("heads_of_unlike_losses", "jit"),
     ("forces_by_a_functional", "eager"),
 }
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
@@ -403,6 +405,23 @@ def one_output_by_another(called):
         return [tape.gradient(best, activations)]
 
     return gradients
+
+
+@form
+def heads_of_unlike_losses(called):
+    inputs = keras.Input((16,))
+    trunk = layers.Dense(32, "tanh")(inputs)
+    pixels = layers.Dense(4096)(layers.Dense(16, "tanh")(trunk))
+    number = layers.Dense(1)(layers.Dense(16, "tanh")(trunk))
+    model = keras.Model(inputs, {"number": number, "pixels": pixels})
+    call = called(model)
+
+    def loss():
+        found = call(X)
+        faint = tf.reduce_mean((found["pixels"] - 1.0) ** 2)
+        return tf.reduce_mean((found["number"] - Y) ** 2) + 1e-6 * faint
+
+    return gradients_of_loss(model, loss)
 
 
 @form

@@ -30,6 +30,7 @@ QUICK = {
     ("loss_on_a_tangent", "eager"),
     ("tensor_held_by_a_layer", "jit"),
     ("scores_left_on_a_layer", "jit"),
+    ("heads_of_unlike_losses", "jit"),
     ("hessian_of_scores_left_on_a_layer", "eager"),
 }
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
@@ -82,6 +83,38 @@ def mean_over_many_pixels():
         return jnp.mean((called(model, weights, x) - x) ** 2)
 
     return jax.grad(loss), weights_of(model)
+
+
+def loss_of_heads():
+    inputs = keras.Input((16,))
+    trunk = layers.Dense(32, "tanh")(inputs)
+    pixels = layers.Dense(4096)(layers.Dense(16, "tanh")(trunk))
+    number = layers.Dense(1)(layers.Dense(16, "tanh")(trunk))
+    model = keras.Model(inputs, {"number": number, "pixels": pixels})
+
+    def loss(weights):
+        found = called(model, weights, X)
+        faint = jnp.mean((found["pixels"] - 1.0) ** 2)
+        return jnp.mean((found["number"] - Y) ** 2) + 1e-6 * faint
+
+    return loss, weights_of(model)
+
+
+@form
+def heads_of_unlike_losses():
+    loss, weights = loss_of_heads()
+    return jax.grad(loss), weights
+
+
+@form
+def penalty_on_heads_of_unlike_losses():
+    loss, weights = loss_of_heads()
+
+    def penalty(weights):
+        slopes = jax.grad(loss)(weights)
+        return sum(jnp.sum(slope**2) for slope in slopes)
+
+    return jax.grad(penalty), weights
 
 
 class LeavesScores(layers.Layer):

@@ -1,5 +1,6 @@
 """What Keras's layers hold, and what they are called with."""
 
+import collections
 import contextlib
 import inspect
 import weakref
@@ -29,6 +30,11 @@ def is_structure(layer: Any) -> bool:
     # A subclass with a `call` of its own computes what it likes.
     own = keras.Sequential.call, functional.Functional.call
     return getattr(type(layer), "call", None) in own
+
+
+def is_graph(layer: Any) -> bool:
+    """Says whether a layer is Functional, with no `call` of its own."""
+    return getattr(type(layer), "call", None) is functional.Functional.call
 
 
 def is_builtin(layer: Any) -> bool:
@@ -161,56 +167,55 @@ def maker(tensor: keras.KerasTensor) -> tuple[Any, list]:
     return operation, nodes[node].input_tensors if nodes else []
 
 
-def results_computed_from(model: keras.Layer) -> set[int]:
-    """Returns the places of a graph's results that others are made of."""
-    places = {id(tensor): n for n, tensor in enumerate(results(model))}
-    waiting = list(results(model)) if len(places) > 1 else []
-    sources, seen = set(), set(places)
-    while waiting:
-        for tensor in maker(waiting.pop())[1]:
-            if id(tensor) in places:
-                sources.add(places[id(tensor)])
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                waiting.append(tensor)
-    return sources
+def packed_results(model: keras.Layer, tensors: list) -> Any:
+    """Returns what stands for a Functional model's results in their nest."""
+    return keras.tree.pack_sequence_as(model._outputs_struct, tensors)
 
 
-def run_graph(
+def graph_parts(
     model: keras.Layer,
-    original: Callable,
-    seen: Callable[[keras.KerasTensor, Any], Any],
-    inputs: Any,
-    operation_fn: Callable = lambda operation: operation,
-    **kwargs: Any,
-) -> Any:
-    """Runs a Functional model's graph, what its operations return changed.
+) -> list[tuple[list, list[int], list[int]]]:
+    """Groups the operations of a graph by the results that they reach.
 
-    Args:
-        model: The model.
-        original: Keras's method of the name `RUN_GRAPH`.
-        seen: Takes a symbolic tensor and the tensor in its place; returns what
-            the rest of the graph is to take.
-        inputs: Of the method, as `operation_fn` and `**kwargs` are.
-        operation_fn: Gives an operation what it is called with.
-        **kwargs: Others.
+    Returns:
+        For each group its nodes, in the order that Keras runs them in, and the
+        `id`s of the symbols that it takes from other groups and gives to them
+        or as results. No group takes from one that follows.
     """
-    by_depth = sorted(model._nodes_by_depth.items(), reverse=True)
-    # As the method runs them.
-    nodes = iter([node for _, nodes in by_depth for node in nodes])
+    symbols = results(model)
+    reached: dict[int, set[int]] = collections.defaultdict(set)
+    for place, symbol in enumerate(symbols):
+        reached[id(symbol)].add(place)
+    groups: dict[frozenset[int], list] = collections.defaultdict(list)
+    for _, nodes in sorted(model._nodes_by_depth.items()):
+        for node in reversed([node for node in nodes if not node.is_input]):
+            own = set().union(*(reached[id(x)] for x in node.outputs))
+            groups[frozenset(own)].insert(0, node)
+            for x in node.input_tensors:
+                reached[id(x)] |= own
+    # What reaches fewer results is made of what reaches more.
+    in_order = sorted(groups.items(), key=lambda item: -len(item[0]))
+    parts: list[tuple[list, list[int], list[int]]] = []
+    needed = {id(x) for x in symbols}
+    for _, nodes in reversed(in_order):
+        made = [id(x) for node in nodes for x in node.outputs]
+        taken = [id(x) for node in nodes for x in node.input_tensors]
+        takes = [key for key in dict.fromkeys(taken) if key not in made]
+        gives = [key for key in dict.fromkeys(made) if key in needed]
+        needed.update(takes)
+        parts.insert(0, (nodes, takes, gives))
+    return parts
 
-    def changed(operation: Any) -> Callable:
-        node = next(node for node in nodes if node.operation is operation)
-        call = operation_fn(operation)
 
-        def called(*args: Any, **kwargs: Any) -> Any:
-            made = call(*args, **kwargs)
-            new = map(seen, node.outputs, keras.tree.flatten(made))
-            return keras.tree.pack_sequence_as(made, list(new))
+def run_node(node: Any, values: dict[int, Any], operation_fn: Callable) -> Any:
+    """Runs a node of a graph on what stands for symbols, by their `id`s.
 
-        return called
-
-    return original(inputs, operation_fn=changed, **kwargs)
+    Returns:
+        Pairs of an `id` and what stands for that symbol.
+    """
+    args, kwargs = node.arguments.fill_in(values)
+    made = operation_fn(node.operation)(*args, **kwargs)
+    return zip(map(id, node.outputs), keras.tree.flatten(made), strict=False)
 
 
 def noted_results(layer: keras.Layer) -> list[tuple[int, Any]]:

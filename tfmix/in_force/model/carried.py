@@ -24,7 +24,6 @@ from tfmix.in_force.layer import fallback, uncast_inputs
 from tfmix.in_force.model import (
     averaged_weights,
     compiling,
-    inner_results,
     model_outputs,
     own_methods,
     skip_watch,
@@ -94,10 +93,8 @@ class _Carried:
         is_pure = policy.variable_dtype in _formats.SIXTEEN_BIT
         if is_pure and hasattr(model, training.BEFORE_TRACING):
             self.wrappers[training.BEFORE_TRACING] = self._before_tracing
-        tensorflow = keras.backend.backend() == "tensorflow"
-        if tensorflow and hasattr(model, layers.RUN_GRAPH):
-            through = functools.partial(inner_results.through_graph, model)
-            self.wrappers[layers.RUN_GRAPH] = through
+        if hasattr(model, layers.RUN_GRAPH):
+            self.wrappers[layers.RUN_GRAPH] = self._outputs.graph.run
         if isinstance(model, keras.Sequential):
             self.wrappers["build"] = self._build
 

@@ -10,7 +10,7 @@ import keras
 from tfmix import _context_values, _messages
 from tfmix._keras import global_state, layers, model_methods
 from tfmix.in_force.model import (
-    inner_results,
+    graph_parts,
     model_border,
     unguarded_call,
 )
@@ -51,6 +51,7 @@ class Outputs:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
+        self.graph = graph_parts.Graph(model)
         self._told = False
         # What the model computes by: the same in each call.
         self._call: Callable[..., Any] = model.call
@@ -61,6 +62,8 @@ class Outputs:
             with outputs_as_made():
                 return call(*args, **kwargs)
         self._call = call
+        if self.graph.has_parts:
+            return self._kept_finite(*args, **kwargs)
         compute = self._kept_finite
         return model_border.call_inside(self._model, compute, args, kwargs)
 
@@ -69,11 +72,11 @@ class Outputs:
         return unguarded_call.kept_finite(self._model, compute, *args, **kwargs)
 
     def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
-        run = inner_results.Run(self._model)
-        with outputs_as_made(), run.going_on():
+        results = graph_parts.Results(self._model)
+        with outputs_as_made(), results.noted():
             outputs = self._call(*args, **kwargs)
         self._tell_of_16_bit(outputs)
-        return tensors.map_leaves(outputs, run.wide)
+        return tensors.map_leaves(outputs, results.wide)
 
     def _tell_of_16_bit(self, outputs: Any) -> None:
         if self._told or not getattr(self._model, "compiled", False):

@@ -1,14 +1,12 @@
 """A border around a function, under TensorFlow."""
 
 import contextlib
-import contextvars
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfmix import _context_values
 from tfmix._keras import compilation, gradients
 from tfmix.scaling.border import power
 
@@ -16,10 +14,6 @@ from tfmix.scaling.border import power
 Results = tuple[list, list]
 # A function with a border: of float tensors.
 Function = Callable[..., Results]
-
-_running: contextvars.ContextVar["_Run | None"] = contextvars.ContextVar(
-    "tfmix_running", default=None
-)
 
 
 def call(
@@ -35,8 +29,7 @@ def call(
 
     Args:
         function: Takes tensors; returns results, and losses that were added
-            on the way, whose gradients are often far larger. Where it calls
-            `cut`, one border ends and another begins.
+            on the way, whose gradients are often far larger.
         tensors: Its arguments, float tensors.
         again: What runs the function again, without a trace of its own.
             Defaults to the function.
@@ -47,24 +40,8 @@ def call(
     # Eager ones become part of the graph, of which gradients may be asked.
     inside = _told_apart(map(tf.convert_to_tensor, tensors))
     run, variables = gradients.and_variables(_Run, function, inside)
-    tapes = [] if run.tape is None else [run.tape]
-    again = functools.partial(_again, again or function, len(inside))
-    outside = list(inside)
-    for place, (before, after) in enumerate(run.cuts):
-        part = functools.partial(again, place)
-        border = _Border(part, inside, outside, variables, ([before], []))
-        outside = [*outside, *border.results(tapes)[0]]
-        inside.append(after)
-    part = functools.partial(again, None)
-    border = _Border(part, inside, outside, variables, run.last())
-    results, losses = border.results(tapes)
-    begun, ended = inside[len(tensors) :], outside[len(tensors) :]
-    known = {id(x): y for x, y in zip(begun, ended, strict=True)}
-    rest = iter(results)
-    flat = [
-        known[id(x)] if id(x) in known else next(rest) for x in run.results[0]
-    ]
-    return flat, losses
+    border = _Border(again or function, inside, variables, run.results)
+    return border.results([] if run.tape is None else [run.tape])
 
 
 def _told_apart(tensors: Iterable) -> list:
@@ -79,29 +56,14 @@ def _told_apart(tensors: Iterable) -> list:
     return list(apart.values())
 
 
-def cut(tensor: Any) -> Any:
-    """Ends a border at a tensor inside of it, and begins another.
-
-    For one that the function returns, and makes others of: who asks for
-    gradients of these by that one has them.
-
-    Returns:
-        A tensor of the same values, to go on with and to return. Outside of a
-        border the tensor itself.
-    """
-    run = _running.get()
-    return tensor if run is None else run.cut(tensor)
-
-
 class _Run:
-    """One run of a function: what it returned, and where it was cut."""
+    """One run of a function: what it returned, and what recorded it."""
 
     def __init__(
         self,
         function: Function,
         tensors: Sequence,
         *,
-        begun: Sequence = (),
         taped: bool | None = None,
     ) -> None:
         # Where no tape is around, a gradient can be asked of a graph alone.
@@ -110,41 +72,10 @@ class _Run:
         # graph a persistent one keeps it alive for good.
         eager = tf.executing_eagerly()
         self.tape = tf.GradientTape(persistent=eager) if taped else None
-        #: Of each cut the tensor, and the one to go on with.
-        self.cuts: list[tuple[Any, Any]] = []
-        self._begun = list(begun)
-        with (
-            _context_values.set_to(_running, self),
-            self.tape or contextlib.nullcontext(),
-        ):
-            self._watch([*tensors, *begun])
+        with self.tape or contextlib.nullcontext():
+            if self.tape is not None:
+                self.tape.watch(tensors)
             self.results = function(*tensors)
-
-    def cut(self, tensor: Any) -> Any:
-        place = len(self.cuts)
-        known = place < len(self._begun)
-        after = self._begun[place] if known else tf.stop_gradient(tensor)
-        self._watch([after])
-        self.cuts.append((tensor, after))
-        return after
-
-    def last(self) -> Results:
-        """Returns what was computed from the last cut on."""
-        results, losses = self.results
-        after = {id(tensor) for _, tensor in self.cuts}
-        return [x for x in results if id(x) not in after], losses
-
-    def _watch(self, tensors: list) -> None:
-        if self.tape is not None:
-            self.tape.watch(tensors)
-
-
-def _again(
-    function: Function, count: int, place: int | None, *given: Any
-) -> Results:
-    """Runs a function again, to a cut (`None`: to the end)."""
-    run = _Run(function, given[:count], begun=given[count:], taped=False)
-    return run.last() if place is None else ([run.cuts[place][0]], [])
 
 
 class _Border:
@@ -154,14 +85,11 @@ class _Border:
         self,
         again: Function,
         tensors: Sequence,
-        outside: Sequence,
         variables: Sequence,
         results: Results,
     ) -> None:
         self._again = again
         self._tensors, self._variables = list(tensors), list(variables)
-        # What the tensors are to those who take the results.
-        self._outside = list(outside)
         self._results = results
         self._handles = gradients.handles(variables)
         self._factor = power.placing()
@@ -176,7 +104,7 @@ class _Border:
         of_results, of_losses = self._results
         made = gradients.replaced(
             [*of_results, *of_losses],
-            self._outside,
+            self._tensors,
             self._variables,
             by_tape=functools.partial(self._gradient, tapes),
             # A graph that held a tape would live for good.
@@ -198,7 +126,6 @@ class _Border:
             border = _Border(
                 pull,
                 [*self._tensors, *scaled],
-                [*self._outside, *scaled],
                 self._variables,
                 (values, []),
             )
