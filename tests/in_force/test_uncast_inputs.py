@@ -292,3 +292,18 @@ def test_a_value_that_is_masked_need_not_be_one_of_16_bit(value, policy):
     x[:, 5:] = value
     found = model.predict(x, verbose=0)
     np.testing.assert_allclose(found, expected, atol=0.02)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_lambda_that_falls_back_has_exact_numbers_from_the_first_call(policy):
+    import tensorflow as tf
+
+    def mixes(x):
+        return keras.ops.sin(x * tf.constant(9e4))
+
+    x = np.random.default_rng(0).uniform(size=(8, 4)).astype("float32")
+    tfmix.set_global_policy(policy)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Lambda(mixes)])
+    found = model.predict(x, verbose=0)
+    np.testing.assert_allclose(found, np.sin(x * np.float32(9e4)), atol=0.01)

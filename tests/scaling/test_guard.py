@@ -391,3 +391,86 @@ def test_states_that_keras_does_not_list_are_as_before(mode):
     assert model.optimizer.skipped_steps == 1
     assert all(map(np.any, before))
     helpers.assert_unchanged(states, before)
+
+
+class OwnStep(keras.Model):
+    """A model whose step computes gradients itself (TensorFlow)."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        self.count = self.add_weight((), "zeros", "int32", trainable=False)
+        self.sums = [
+            self.add_weight(weight.shape, "zeros", trainable=False)
+            for weight in self.net.trainable_variables
+        ]
+
+    def call(self, inputs):
+        return self.net(inputs)
+
+    def slopes(self, data):
+        import tensorflow as tf
+
+        inputs, targets, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(inputs, targets, self(inputs))
+        return tape.gradient(loss, self.net.trainable_variables)
+
+
+class LooksForFlatMinima(OwnStep):
+    def train_step(self, data):
+        weights = self.net.trainable_variables
+        slopes = self.slopes(data)
+        for weight, slope in zip(weights, slopes, strict=True):
+            weight.assign_add(0.05 * slope)
+        flat = self.slopes(data)
+        for weight, slope in zip(weights, slopes, strict=True):
+            weight.assign_sub(0.05 * slope)
+        self.optimizer.apply_gradients(zip(flat, weights, strict=True))
+        return {}
+
+
+class Accumulates(OwnStep):
+    def train_step(self, data):
+        import tensorflow as tf
+
+        for total, slope in zip(self.sums, self.slopes(data), strict=True):
+            total.assign_add(slope)
+        self.count.assign_add(1)
+        tf.cond(self.count % 2 == 0, self.apply, lambda: tf.constant(0))
+        return {}
+
+    def apply(self):
+        slopes = [total + 0.0 for total in self.sums]
+        self.optimizer.apply(slopes, self.net.trainable_variables)
+        for total in self.sums:
+            total.assign(keras.ops.zeros_like(total))
+        return 0
+
+
+def compiled(kind, mode):
+    model = kind()
+    wrapped = optimizers.LossScaleOptimizer("sgd", loss_scale=1.0)
+    model.compile(wrapped, loss="mse", **MODES[mode])
+    wrapped.build(model.net.trainable_variables)
+    return guards.guard(model)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_a_step_itself_writes_is_no_nan_for_good(mode, bad):
+    flat, sums = compiled(LooksForFlatMinima, mode), compiled(Accumulates, mode)
+    x, y = data()
+    flat.train_on_batch(x, y)
+    before = helpers.snapshot(flat.trainable_variables)
+    flat.train_on_batch(np.full_like(x, bad), y)
+    helpers.assert_unchanged(flat.trainable_variables, before)
+    assert flat.optimizer.skipped_steps == 1
+    for inputs in (np.full_like(x, bad), x, x, x):
+        before = helpers.snapshot(sums.trainable_variables)
+        sums.train_on_batch(inputs, y)
+    assert sums.optimizer.skipped_steps == 1
+    for old, weight in zip(before, sums.trainable_variables, strict=True):
+        assert np.isfinite(weight).all()
+        assert np.any(old != helpers.to_numpy(weight))

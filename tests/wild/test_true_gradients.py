@@ -31,6 +31,8 @@ QUICK = {
     ("memory_between_calls", "graph"),
     ("scores_left_on_a_layer", "eager"),
     ("scores_left_on_a_layer", "jit"),
+    ("a_variable_as_input", "eager"),
+    ("a_variable_as_input", "graph"),
     ("forces_by_a_sequential", "jit"),
     ("heads_of_unlike_losses", "eager"),
     ("heads_of_unlike_losses", "jit"),
@@ -403,6 +405,32 @@ def one_output_by_another(called):
             activations, scores = call(x)
             best = scores[:, 0]
         return [tape.gradient(best, activations)]
+
+    return gradients
+
+
+class Around(keras.Model):
+    """A model of one's own class around another."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.built = True
+
+    def call(self, x):
+        return self.inner(x)
+
+
+@form
+def a_variable_as_input(called):
+    """Style transfer, a latent that is looked for."""
+    latent, models = tf.Variable(X), (network(), Around(network()))
+    calls = list(map(called, models))
+
+    def gradients():
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [tf.reduce_mean((call(latent) - Y) ** 2) for call in calls]
+        return [tape.gradient(loss, latent) for loss in losses]
 
     return gradients
 

@@ -93,6 +93,11 @@ def local(variable: Any) -> Any:
     return variable._get() if distributed else variable
 
 
+def read(value: Any) -> Any:
+    """Returns what a `tf.Variable` holds, and anything else as it is."""
+    return value.value() if hasattr(value, "read_value") else value
+
+
 def assign_all(variables: Variables, values: Sequence) -> None:
     """Assigns every array, or none (`ValueError`) if one does not fit."""
     if len(values) != len(variables):

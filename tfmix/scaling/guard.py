@@ -213,23 +213,37 @@ def _put_back(written: list, applied: Any) -> None:
 
     def restore() -> Any:
         for variable, old in written:
-            variable.assign(old)
+            variable.assign(_as_before(variable, old))
         return tf.constant(False)
 
     if compilation.by_xla():
         for variable, old in written:
-            variable.assign(tf.where(applied, variable, old))
+            before = _as_before(variable, old)
+            variable.assign(tf.where(applied, variable, before))
     else:
         tf.cond(applied, lambda: tf.constant(True), restore)
 
 
 def _restored(applied: Any, new: list, old: list, only_float: bool) -> list:
     return [
-        ops.where(applied, after, before)
+        ops.where(applied, after, _as_before(after, before))
         if after is not before and (_is_float(after) or not only_float)
         else after
         for after, before in zip(new, old, strict=True)
     ]
+
+
+def _as_before(new: Any, old: Any) -> Any:
+    """Returns old numbers; a new one where the old was not finite.
+
+    Sums of gradients that the step has set to zero are not to be NaN again.
+    """
+    if not _is_float(old):
+        return old
+    was_lost = ops.logical_and(
+        ops.logical_not(ops.isfinite(old)), ops.isfinite(new)
+    )
+    return ops.where(was_lost, new, old)
 
 
 def _is_float(value: Any) -> bool:

@@ -429,7 +429,10 @@ class LossScaleOptimizer(
         if not grads:
             return ops.convert_to_tensor(False)
         variables = self._variables_of(grads, trainable_variables)
-        self._note_given(variables)
+        # Not those that the step has written itself, as a search for flat
+        # minima does, and as nobody knows of eager ones.
+        written = compilation.may_be_written
+        self._note_given(v for v in variables if not written(v))
         unscaled = self.given.are_true(grads, unscaled)
         # In the order of the build, which the counts have as well.
         rows = optimizers.positions(self, variables)
@@ -620,7 +623,7 @@ class LossScaleOptimizer(
         self.given.divided(grads, true)
         return true
 
-    def _note_given(self, variables: Sequence[keras.Variable]) -> None:
+    def _note_given(self, variables: Iterable[keras.Variable]) -> None:
         if self.given_in_step is not None:
             self.given_in_step.update(map(id, variables))
 

@@ -20,6 +20,7 @@ from tfmix._keras import (
     layer_policies,
     layers,
 )
+from tfmix._keras import variables as keras_variables
 from tfmix.in_force.process_wide import tensors
 
 _UNCAST = "_tfmix_uncast"
@@ -43,7 +44,7 @@ def keep_exact(layer: keras.Layer) -> None:
         # Each of its layers casts what it takes. A value that is masked need
         # not be one of 16 bit.
         _use_converter(layer, _pass_on)
-    elif not layers.is_builtin(layer):
+    elif not layers.is_builtin(layer) or names & {"Lambda", "TFSMLayer"}:
         _use_converter(layer, _remember)
 
 
@@ -100,6 +101,7 @@ def _use_converter(layer: keras.Layer, convert: Any) -> None:
 
 
 def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
+    x = keras_variables.read(x)
     tensor = type(policy).convert_input(policy, x, False, dtype)
     converted = type(policy).convert_input(policy, tensor, autocast, dtype)
     if converted is not tensor:

@@ -10,6 +10,7 @@ import keras
 
 from tfmix import _context_values
 from tfmix._keras import compilation, global_state, layers
+from tfmix._keras import variables as keras_variables
 from tfmix.in_force.layer import uncast_inputs
 from tfmix.in_force.model import computing_layers
 from tfmix.in_force.process_wide import softmax_logits, tensors
@@ -104,7 +105,7 @@ class _Run:
         # What JAX has compiled knows it, and the model knows that: no model
         # would be freed.
         self._model, self._call = weakref.ref(model), weakref.WeakMethod(call)
-        self._nest = nest
+        nest = self._nest = tensors.map_leaves(nest, keras_variables.read)
         self._state = layers.call_state()
         self._scope = global_state.open_scope()
         states = {} if self._scope is None else self._scope.state_mapping
