@@ -307,3 +307,17 @@ def test_a_lambda_that_falls_back_has_exact_numbers_from_the_first_call(policy):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Lambda(mixes)])
     found = model.predict(x, verbose=0)
     np.testing.assert_allclose(found, np.sin(x * np.float32(9e4)), atol=0.01)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_spectral_norm_rounds_no_kernel(policy):
+    tfmix.set_global_policy(policy)
+    dense = keras.layers.Dense(16)
+    layer = keras.layers.SpectralNormalization(dense)
+    model = keras.Sequential([keras.Input((8,)), layer])
+    for _ in range(20):
+        model(np.ones((2, 8), "float32"), training=True)
+    kernel = helpers.to_numpy(dense.kernel)
+    assert np.mean(kernel != kernel.astype("float16")) > 0.5
+    assert dense.compute_dtype == policy.removeprefix("mixed_")
+    np.testing.assert_allclose(np.linalg.norm(kernel, 2), 1.0, atol=0.1)

@@ -1,4 +1,4 @@
-"""Exact inputs for the layers that a cast to 16 bit would break.
+"""Exact numbers for the layers that a cast to 16 bit would break.
 
 What is subclassed casts float inputs to 16 bit before its `call`: ids reach an
 `Embedding` rounded (2049 becomes 2048), raw features a `Normalization` without
@@ -26,6 +26,8 @@ from tfmix.in_force.process_wide import tensors
 _UNCAST = "_tfmix_uncast"
 _CALL = "call"
 _CONVERT = "convert_input"
+# Marks a `call` that is put in the place of a layer's own.
+_OURS = "_tfmix_exact"
 # Whole numbers above these are no longer exact: 2 to the significand's bits.
 _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
 
@@ -44,6 +46,8 @@ def keep_exact(layer: keras.Layer) -> None:
         # Each of its layers casts what it takes. A value that is masked need
         # not be one of 16 bit.
         _use_converter(layer, _pass_on)
+    elif "SpectralNormalization" in names:
+        _read_as_stored(layer)
     elif not layers.is_builtin(layer) or names & {"Lambda", "TFSMLayer"}:
         _use_converter(layer, _remember)
 
@@ -86,7 +90,7 @@ def forget_exact(layer: keras.Layer) -> None:
     if _CONVERT in vars(policy):
         layer_policies.set_policy(layer, keras.DTypePolicy(policy.name))
     call = vars(layer).get(_CALL)
-    if getattr(call, "_tfmix_look_up", False):
+    if getattr(call, _OURS, False):
         object.__delattr__(layer, _CALL)
 
 
@@ -166,7 +170,24 @@ def _look_up(layer: keras.Layer, warn: bool) -> None:
             _warn_of_rounded_ids(layer, exact)
         return original(exact, *args, **kwargs)
 
-    vars(call)["_tfmix_look_up"] = True
+    _put_call(layer, call)
+
+
+def _read_as_stored(layer: keras.Layer) -> None:
+    """Lets a layer that writes its weights back read them in float32."""
+    original = layer.call
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # What is inside the layer has a dtype of its own.
+        with layers.autocast(None):
+            return original(*args, **kwargs)
+
+    _put_call(layer, call)
+
+
+def _put_call(layer: keras.Layer, call: Callable) -> None:
+    vars(call)[_OURS] = True
     layer_policies.put(layer, _CALL, call)
 
 
