@@ -151,7 +151,7 @@ class _Guard:
                 for variable, value in pairs
                 if compilation.may_be_written(variable)
             ]
-            _put_back(written, applied)
+            self._put_back(written, applied)
             return self._logs.told(logs, applied)
 
     def _on_jax(self, original: Callable, state: Any, data: Any) -> tuple:
@@ -164,7 +164,10 @@ class _Guard:
         mapping = zip(model.optimizer.variables, slots, strict=True)
         with keras.StatelessScope(state_mapping=mapping):
             applied = model.optimizer.last_step_applied()
-        others = _restored(applied, others, state_before, only_float=True)
+        others = [
+            self._restored(applied, *pair) if _is_float(pair[0]) else pair[0]
+            for pair in zip(others, state_before, strict=True)
+        ]
         left = set(map(id, training.weights_of_own_step(model))) - stepped
         states = zip(
             model.trainable_variables, weights, weights_before, strict=True
@@ -173,7 +176,10 @@ class _Guard:
             ops.where(applied, new, old) if id(variable) in left else new
             for variable, new, old in states
         ]
-        metrics = _restored(applied, metrics, metrics_before, only_float=False)
+        metrics = [
+            self._restored(applied, *pair)
+            for pair in zip(metrics, metrics_before, strict=True)
+        ]
         variables = [
             *(model.trainable_variables + model.non_trainable_variables),
             *(model.optimizer.variables + model.metrics_variables),
@@ -183,6 +189,38 @@ class _Guard:
         with keras.StatelessScope(state_mapping=mapping):
             logs = self._logs.told(logs, applied)
         return logs, (weights, others, slots, metrics)
+
+    def _put_back(self, written: list, applied: Any) -> None:
+        """Gives variables, each with an old value, that if not applied."""
+        import tensorflow as tf
+
+        def restore() -> Any:
+            for variable, old in written:
+                variable.assign(self._as_before(variable, old))
+            return tf.constant(False)
+
+        if compilation.by_xla():
+            for variable, old in written:
+                variable.assign(self._restored(applied, variable, old))
+        else:
+            tf.cond(applied, lambda: tf.constant(True), restore)
+
+    def _restored(self, applied: Any, new: Any, old: Any) -> Any:
+        if new is old:
+            return new
+        return ops.where(applied, new, self._as_before(new, old))
+
+    def _as_before(self, new: Any, old: Any) -> Any:
+        """Returns old numbers; of a user's step new ones for a NaN before it.
+
+        Sums of gradients that the step has set to zero stay so.
+        """
+        if not (_is_float(old) and training.has_own_step(self._model)):
+            return old
+        is_mended = ops.logical_and(
+            ops.logical_not(ops.isfinite(old)), ops.isfinite(new)
+        )
+        return ops.where(is_mended, new, old)
 
     def _watched(self) -> list[keras.Variable]:
         """Returns what a skipped step must not have changed (TensorFlow)."""
@@ -205,45 +243,6 @@ class _Guard:
             guarded = True if carried else saving.GUARDED_ALONE
             config["optimizer"]["config"]["guarded"] = guarded
         return config
-
-
-def _put_back(written: list, applied: Any) -> None:
-    """Gives variables, each with an old value, that if not applied."""
-    import tensorflow as tf
-
-    def restore() -> Any:
-        for variable, old in written:
-            variable.assign(_as_before(variable, old))
-        return tf.constant(False)
-
-    if compilation.by_xla():
-        for variable, old in written:
-            before = _as_before(variable, old)
-            variable.assign(tf.where(applied, variable, before))
-    else:
-        tf.cond(applied, lambda: tf.constant(True), restore)
-
-
-def _restored(applied: Any, new: list, old: list, only_float: bool) -> list:
-    return [
-        ops.where(applied, after, _as_before(after, before))
-        if after is not before and (_is_float(after) or not only_float)
-        else after
-        for after, before in zip(new, old, strict=True)
-    ]
-
-
-def _as_before(new: Any, old: Any) -> Any:
-    """Returns old numbers; a new one where the old was not finite.
-
-    Sums of gradients that the step has set to zero are not to be NaN again.
-    """
-    if not _is_float(old):
-        return old
-    was_lost = ops.logical_and(
-        ops.logical_not(ops.isfinite(old)), ops.isfinite(new)
-    )
-    return ops.where(was_lost, new, old)
 
 
 def _is_float(value: Any) -> bool:

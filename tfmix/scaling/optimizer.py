@@ -429,8 +429,8 @@ class LossScaleOptimizer(
         if not grads:
             return ops.convert_to_tensor(False)
         variables = self._variables_of(grads, trainable_variables)
-        # Not those that the step has written itself, as a search for flat
-        # minima does, and as nobody knows of eager ones.
+        # Not those that the step has written itself, as one that looks for
+        # flat minima does; of an eager step nobody knows.
         written = compilation.may_be_written
         self._note_given(v for v in variables if not written(v))
         unscaled = self.given.are_true(grads, unscaled)

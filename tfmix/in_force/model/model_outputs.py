@@ -63,6 +63,7 @@ class Outputs:
                 return call(*args, **kwargs)
         self._call = call
         if self.graph.has_parts:
+            # Each has a border.
             return self._kept_finite(*args, **kwargs)
         compute = self._kept_finite
         return model_border.call_inside(self._model, compute, args, kwargs)
