@@ -369,6 +369,11 @@ def run_on_shapes(function: Callable, inputs: list) -> Any:
     return backend.compute_output_spec(function, *inputs)
 
 
+def put_mask(tensor: Any, mask: Any) -> None:
+    """Gives a tensor a mask, for the layers that take it."""
+    masking.set_keras_mask(tensor, mask)
+
+
 def copy_mask(source: Any, destination: Any) -> None:
     """Hands the mask of one tensor, if it has one, on to another."""
     mask = masking.get_keras_mask(source)

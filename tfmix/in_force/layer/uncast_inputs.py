@@ -42,10 +42,12 @@ def keep_exact(layer: keras.Layer) -> None:
         # Some of them switch the conversion of their inputs off, and in a graph
         # of TensorFlow all of them do, as in a pipeline of data.
         _look_up(layer, warn=False)
-    elif isinstance(layer, keras.Sequential | keras.layers.Masking):
-        # Each of its layers casts what it takes. A value that is masked need
-        # not be one of 16 bit.
+    elif isinstance(layer, keras.Sequential):
+        # Each of its layers casts what it takes.
         _use_converter(layer, _pass_on)
+    elif isinstance(layer, keras.layers.Masking):
+        _use_converter(layer, _remember)
+        _mask_exactly(layer)
     elif "SpectralNormalization" in names:
         _read_as_stored(layer)
     elif not layers.is_builtin(layer) or names & {"Lambda", "TFSMLayer"}:
@@ -120,7 +122,11 @@ def note_uncast(source: Any, converted: Any, tensor: Any) -> None:
 
 
 def _recover(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
-    return type(policy).convert_input(policy, uncast(x), autocast, dtype)
+    exact = uncast(x)
+    converted = type(policy).convert_input(policy, exact, autocast, dtype)
+    if converted is not exact:
+        layers.copy_mask(exact, converted)
+    return converted
 
 
 def _pass_on(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
@@ -169,6 +175,22 @@ def _look_up(layer: keras.Layer, warn: bool) -> None:
         if warn:
             _warn_of_rounded_ids(layer, exact)
         return original(exact, *args, **kwargs)
+
+    _put_call(layer, call)
+
+
+def _mask_exactly(layer: keras.layers.Masking) -> None:
+    """Lets a layer find a value that need not be one of 16 bit."""
+    original = layer.call
+
+    @functools.wraps(original)
+    def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        exact = uncast(inputs)
+        found = original(exact, *args, **kwargs)
+        result = keras.ops.cast(found, inputs.dtype)
+        # Before 3.15 Keras asks for it later, by the rounded inputs.
+        layers.put_mask(result, layer.compute_mask(exact))
+        return result
 
     _put_call(layer, call)
 
