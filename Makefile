@@ -115,7 +115,7 @@ check: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q tests/test_import_graph.py tests/test_sizes.py
+	@$(BIN)/python -m pytest -q tests/test_import_graph.py
 
 # Prints the tables, keeps them in docs/benchmarks/ and makes docs/benchmarks.md
 # of them: an hour on two cores; ONLY="scale peers" for some, ONLY=--list for

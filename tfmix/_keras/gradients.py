@@ -1,11 +1,14 @@
 """What TensorFlow records of gradients, and what it takes instead."""
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+
+from tfmix._keras import layers
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -23,6 +26,38 @@ Gradient = Callable[..., list]
 def is_recorded() -> bool:
     """Says whether a tape is around what runs now."""
     return bool(record.could_possibly_record())
+
+
+def may_be_asked() -> bool:
+    """Says whether gradients of what runs now may be asked for.
+
+    By a tape around the caller. What a graph holds that was traced without
+    one, outside of training, is TensorFlow's own: it can be exported. Forward
+    accumulators have no gradient of one's own.
+    """
+    if runs_forward():
+        return False
+    is_graph = not tf.executing_eagerly()
+    return is_recorded() or (is_graph and layers.is_training())
+
+
+def unrecorded() -> contextlib.AbstractContextManager[None]:
+    """Hides what runs in a block from all tapes."""
+    hidden: contextlib.AbstractContextManager[None] = record.stop_recording()
+    return hidden
+
+
+def local(tensor: Any) -> Any:
+    """Returns a tensor of the graph that is traced now.
+
+    The gradient of a branch takes nothing from around the branch but by what
+    the branch has captured.
+    """
+    if tf.executing_eagerly():
+        return tensor
+    graph = tf.compat.v1.get_default_graph()
+    is_here = getattr(tensor, "graph", None) is graph
+    return tensor if is_here else tf.identity(tensor)
 
 
 def reach(tensor: Any) -> bool:

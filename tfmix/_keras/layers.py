@@ -15,12 +15,25 @@ from keras.src.backend.common import (
     stateless_scope,
     variables,
 )
+from keras.src.layers.convolutional import base_conv
 from keras.src.models import functional
 from keras.src.trainers import compile_utils
 
 from tfmix._keras import layer_policies, replacements
 
 _CALL_CONTEXT = "current_call_ctx"
+# What casts each variable that a layer reads, and what takes a part of one.
+AUTOCAST: replacements.Place = (variables.AutocastScope, "maybe_cast")
+ITEM: replacements.Place = (variables.Variable, "__getitem__")
+# Where layers add a product of two low-rank matrices to their kernel.
+ADAPTED_KERNELS: tuple[replacements.Place, ...] = tuple(
+    (kind, "kernel")
+    for kind in (
+        keras.layers.Dense,
+        keras.layers.EinsumDense,
+        base_conv.BaseConv,
+    )
+)
 # The method of a Functional model that runs through what it is made of.
 RUN_GRAPH = "_run_through_graph"
 
@@ -295,6 +308,35 @@ def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
 def autocast(dtype: str | None) -> Any:
     """Returns a scope in which variables are read in a dtype."""
     return variables.AutocastScope(dtype)
+
+
+def as_tensor(value: Any) -> Any:
+    """Returns the tensor that a variable of the backend holds."""
+    if keras.backend.backend() != "tensorflow":
+        return value
+    import tensorflow as tf
+
+    return tf.convert_to_tensor(value)
+
+
+def is_quantized(layer: Any) -> bool:
+    """Says whether a layer's kernel is stored in a quantized form."""
+    return getattr(layer, "quantization_mode", None) is not None
+
+
+def adapted_kernel(layer: Any) -> Any:
+    """Returns a layer's kernel with its LoRA matrices, in float32."""
+    with autocast(None):
+        kernel, left, right = (
+            keras.ops.cast(variable, "float32")
+            for variable in (
+                layer._kernel,
+                layer.lora_kernel_a,
+                layer.lora_kernel_b,
+            )
+        )
+    factor = layer.lora_alpha / layer.lora_rank
+    return kernel + factor * keras.ops.matmul(left, right)
 
 
 def call_state() -> tuple[Any, Any, Any]:

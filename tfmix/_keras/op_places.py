@@ -25,6 +25,8 @@ _LINEAR_ALGEBRA = "linalg"
 # `nn`, and Keras 3.12 has a second, unused `norm` in `math`.
 _THEMES = (_LINEAR_ALGEBRA, "numpy", "nn", "math", "image")
 ATTENTION = "dot_product_attention"
+# What `keras.ops.cast` calls.
+CAST: replacements.Place = (getattr(BACKEND_OPS, "core", backend.core), "cast")
 # With dropout, returned scores or more than one attention axis, the attention
 # layers do not call `ops.dot_product_attention` but this method of their own.
 ATTENTION_METHOD = "_compute_attention"

@@ -32,7 +32,7 @@ from tfmix.policy import policy as policies
 
 
 # One call says the whole question: model, device, how it is trained.
-def compile_for(  # noqa: PLR0913
+def compile_for(
     model: keras.Model,
     batch_size: int,
     target: str = "h200",

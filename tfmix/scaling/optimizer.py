@@ -12,6 +12,7 @@ from keras import ops, tree
 from tfmix import _arguments, _errors
 from tfmix._keras import compilation, optimizers
 from tfmix.scaling import given_gradients, rules, saving, settings, stuck
+from tfmix.scaling.border import power
 from tfmix.step import replicas, unscale
 from tfmix.step.state import Settings, State
 from tfmix.variables import inner_attributes
@@ -673,9 +674,10 @@ class LossScaleOptimizer(
             if unscaled and self.reduce_dtype
             else None,
         )
+        is_data = power.blames_data(grads)
         with replicas.one_replica(used, self):
             applied, state = tensorflow_step.step(
-                state, grads, rows, self._settings, unscaled
+                state, grads, rows, self._settings, unscaled, is_data
             )
             self._assign(state)
         return applied
@@ -689,8 +691,9 @@ class LossScaleOptimizer(
         with keras.StatelessScope(state_mapping=mapping):
             state = self._state()
         inner = slots[len(mine) :]
+        is_data = power.blames_data(grads)
         state, weights, inner = jax_step.step(
-            state, grads, weights, inner, self._settings, unscaled
+            state, grads, weights, inner, self._settings, unscaled, is_data
         )
         with keras.StatelessScope(state_mapping=mapping) as scope:
             self._assign(state)

@@ -20,6 +20,7 @@ def step(
     slots: list,
     settings: Settings,
     unscaled: bool,
+    is_data: Any = False,
 ) -> tuple[State, list, list]:
     """Unscales and checks gradients, and applies them or skips the step.
 
@@ -30,6 +31,8 @@ def step(
         slots: What the inner optimizer's variables hold.
         settings: What stays the same.
         unscaled: Whether the gradients are true ones already.
+        is_data: Bool or boolean scalar tensor, whether gradients that are not
+            finite come from data or a loss that are not.
 
     Returns:
         The state after the step, and the new weights and slots.
@@ -43,7 +46,7 @@ def step(
         applied = bool(applied)
     keeps_norm = state.gradient_norm is not None
     norm = unscale.norm(true, variables) if keeps_norm else None
-    state = state.after(settings, applied, bad, norm)
+    state = state.after(settings, applied, bad, norm, is_data)
     if not traced and not applied:
         return state, weights, slots
     used, before = variables + inner.variables, weights + slots

@@ -45,7 +45,12 @@ class State(NamedTuple):
     gradient_norm: Any = None
 
     def after(
-        self, settings: Settings, applied: Any, bad: Any, norm: Any
+        self,
+        settings: Settings,
+        applied: Any,
+        bad: Any,
+        norm: Any,
+        is_data: Any,
     ) -> "State":
         """Returns the state after a step.
 
@@ -54,13 +59,15 @@ class State(NamedTuple):
             applied: Bool or boolean scalar tensor, whether it was applied.
             bad: Boolean vector, the variables with a gradient not finite.
             norm: Float32 scalar, of the true gradients; `None` if not kept.
+            is_data: Bool or boolean scalar tensor, whether the step is not
+                applied because the data or the loss is not finite. No scale
+                helps there, so that the rule does not move.
         """
         scale = settings.rule.update(self.scale, applied)
+        if is_data is not False:
+            scale = _select_all(is_data, self.scale, scale)
         if settings.follows:
-            pairs = zip(self.scale, scale, strict=True)
-            scale = type(self.scale)(
-                *(select(applied, *pair) for pair in pairs)
-            )
+            scale = _select_all(applied, self.scale, scale)
         if norm is not None:
             norm = select(applied, norm, self.gradient_norm)
         return State(
@@ -74,6 +81,11 @@ class State(NamedTuple):
             overflow_counts=self.overflow_counts + ops.cast(bad, "int32"),
             gradient_norm=norm,
         )
+
+
+def _select_all(condition: Any, if_true: Any, if_false: Any) -> Any:
+    pairs = zip(if_true, if_false, strict=True)
+    return type(if_true)(*(select(condition, *pair) for pair in pairs))
 
 
 def select(condition: Any, if_true: Any, if_false: Any) -> Any:

@@ -17,6 +17,7 @@ def step(
     rows: Sequence[int],
     settings: Settings,
     unscaled: bool,
+    is_data: Any = False,
 ) -> tuple[Any, State]:
     """Unscales and checks gradients, and applies them or skips the step.
 
@@ -27,6 +28,8 @@ def step(
         rows: The places of those that the inner optimizer is to be given.
         settings: What stays the same. Its inner optimizer assigns.
         unscaled: Whether the gradients are true ones already.
+        is_data: Bool or boolean scalar tensor, whether gradients that are not
+            finite come from data or a loss that are not.
 
     Returns:
         Boolean scalar tensor, was the step applied?, and the state after it.
@@ -39,7 +42,7 @@ def step(
     # Known in eager mode, where each operation costs.
     known = bool(applied) if tf.executing_eagerly() else applied
     norm = norm if keeps_norm else None
-    return applied, state.after(settings, known, bad, norm)
+    return applied, state.after(settings, known, bad, norm, is_data)
 
 
 class _Update:

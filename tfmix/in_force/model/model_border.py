@@ -61,7 +61,7 @@ def call_inside(
     is_float16 = computing_layers.computes_in(model, "float16")
     if _left_out.get() or not is_float16:
         return call(*args, **kwargs)
-    if _TENSORFLOW and not _has_gradients(model):
+    if _TENSORFLOW and not gradients.may_be_asked():
         return call(*args, **kwargs)
     run = _Run(model, call, (args, kwargs))
     if _TENSORFLOW:
@@ -84,14 +84,6 @@ def call_inside(
             lambda *values: run(values), run.values
         )
     return run.finished(floats, losses, *rest)
-
-
-def _has_gradients(model: keras.Model) -> bool:
-    """Says whether TensorFlow may be asked for gradients that a border has."""
-    if tf.executing_eagerly() and not gradients.is_recorded():
-        return False
-    # Nor forward ones.
-    return not gradients.runs_forward()
 
 
 class _Run:

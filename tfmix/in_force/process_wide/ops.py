@@ -9,10 +9,12 @@ import keras
 
 from tfmix import _formats
 from tfmix._keras import op_places, penalties, replacements
-from tfmix.in_force.process_wide import bare_optimizers, softmax_logits, tensors
-
-if keras.backend.backend() == "jax":
-    from tfmix.in_force.process_wide import bias_gradients
+from tfmix.in_force.process_wide import (
+    bare_optimizers,
+    softmax_logits,
+    tensors,
+    weight_gradients,
+)
 
 # Regularizers, added losses: in force under every 16-bit policy, beside what is
 # named like ops. They are widened at their door, beside a compiled loss.
@@ -40,11 +42,7 @@ def makers(
         in_force = functools.partial(holds, PENALTIES)
         skipping = functools.partial(bare_optimizers.applying, holds=in_force)
         by_place |= dict.fromkeys(bare_optimizers.PLACES, skipping)
-        if keras.backend.backend() == "jax":
-            adding = functools.partial(bias_gradients.adding, holds=in_force)
-            by_place |= dict.fromkeys(
-                op_places.targets(bias_gradients.OP), adding
-            )
+        by_place |= weight_gradients.makers(in_force)
     return by_place
 
 

@@ -11,6 +11,7 @@ from jax import numpy as jnp
 from jax.interpreters import ad
 
 from tfmix.scaling.border import power
+from tfmix.scaling.products import jax_products
 
 # A function with a border: of arrays, two lists of float arrays, and others.
 Results = tuple[list, list, Any]
@@ -35,7 +36,7 @@ def call(function: Function, values: Sequence) -> Results:
         What the function returns.
     """
     # Of NumPy's, JAX makes constants that it does not take back.
-    values = _varying_alike(map(jnp.asarray, values))
+    values = jax_products.varying_alike(map(jnp.asarray, values))
     if _in_forward_mode(values):
         return _pushed(function, values)
     # Who differentiates does so at the border alone.
@@ -50,32 +51,6 @@ def call(function: Function, values: Sequence) -> Results:
         gradients=functools.partial(_gradients, function),
     )
     return results, losses, others
-
-
-def _varying_alike(values: Iterable) -> tuple:
-    """Lets all arrays vary over the mesh axes of `shard_map` that any does.
-
-    JAX then sums the gradients of those that did not, which it leaves to the
-    author of a `custom_vjp`.
-    """
-    by_value = [(value, _varying_axes(value)) for value in values]
-    every = frozenset().union(*(axes for _, axes in by_value))
-    return tuple(
-        value
-        if axes == every
-        else lax.pcast(value, tuple(every - axes), to="varying")
-        for value, axes in by_value
-    )
-
-
-def _varying_axes(value: Any) -> frozenset[str]:
-    kind = jax.typeof(value)
-    # JAX before 0.10 calls it `vma`.
-    axes = getattr(kind, "manual_axis_type", None)
-    varying: frozenset[str] = (
-        getattr(kind, "vma", frozenset()) if axes is None else axes.varying
-    )
-    return varying
 
 
 def _in_forward_mode(values: Iterable) -> bool:
@@ -163,11 +138,11 @@ def _gradients(function: Function, saved: Any, upstream: tuple) -> tuple:
     pull, factor, values = saved
     results, losses = upstream
     by = power.of(results, losses, factor)
-    scaled = jax.tree.map(lambda gradient: _times(by, gradient), upstream)
+    scaled = jax.tree.map(lambda gradient: _times(by.up, gradient), upstream)
     inside = _pulled(function, pull, values, scaled)
-    down, new = 1.0 / by, iter(inside)
+    new = iter(inside)
     gradients = [
-        _times(down, next(new)) if _is_float(value) else None
+        _unscaled(by.down, next(new)) if _is_float(value) else None
         for value in values
     ]
     return None, None, tuple(gradients)
@@ -228,6 +203,14 @@ def _with_floats(values: Sequence, floats: Sequence) -> list:
 
 def _is_float(value: Any) -> bool:
     return bool(jnp.issubdtype(value.dtype, jnp.inexact))
+
+
+def _unscaled(down: Any, array: Any) -> Any:
+    """Divides a gradient; what overflowed inside leaves as infinity, or NaN."""
+    # Infinity, unless `down` is NaN.
+    lost = lax.convert_element_type(down + jnp.inf, array.dtype)
+    lost = lax.broadcast(lost, array.shape)
+    return lax.select(jnp.isfinite(array), _times(down, array), lost)
 
 
 def _times(factor: Any, array: Any) -> Any:

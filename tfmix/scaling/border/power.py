@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras import ops
 
@@ -18,14 +18,33 @@ _BIAS, _MANTISSA = 127, 23
 # 4 bits are left for these, however many pixels or tokens there are.
 _LARGEST_SUM = 2.0**12
 
+# `None` where no rule places gradients.
 _placing: contextvars.ContextVar[Any] = contextvars.ContextVar(
-    "tfmix_placing", default=1.0
+    "tfmix_placing", default=None
 )
+
+
+class Power(NamedTuple):
+    """What gradients are multiplied by inside a border, and outside again.
+
+    Attributes:
+        up: Float32 scalar, a power of two.
+        down: Its reciprocal; NaN if a gradient that enters is not finite.
+    """
+
+    up: Any
+    down: Any
 
 
 def placing() -> Any:
     """Returns where gradients are placed just now: a factor, 1.0 by default."""
-    return _placing.get()
+    factor = _placing.get()
+    return 1.0 if factor is None else factor
+
+
+def is_placed() -> bool:
+    """Says whether a rule places the gradients of what is called just now."""
+    return _placing.get() is not None
 
 
 def placed(factor: Any) -> contextlib.AbstractContextManager[None]:
@@ -38,7 +57,7 @@ def placed(factor: Any) -> contextlib.AbstractContextManager[None]:
     return _context_values.set_to(_placing, factor)
 
 
-def of(gradients: Sequence, losses: Sequence, factor: Any) -> Any:
+def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     """Returns the power of two that brings gradients to order one.
 
     Scaled by it, the largest number of all lies in [1, 2), or lower where
@@ -51,10 +70,10 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Any:
         factor: As for `placed`.
 
     Returns:
-        Float32 scalar; `factor` if all are zero or one is not finite.
+        The power, which is `factor` if all are zero or one is not finite.
 
     Examples:
-        >>> float(of([ops.array([0.0, -3e-6])], [], 1.0)) * 3e-6
+        >>> float(of([ops.array([0.0, -3e-6])], [], 1.0).up) * 3e-6
         1.572864
     """
     reaches, total = ops.zeros(()), ops.zeros(())
@@ -67,8 +86,33 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Any:
     reaches = ops.maximum(reaches, total / _LARGEST_SUM)
     word = bits.bitcast(reaches, "int32")
     exponent = _BIAS - ops.right_shift(word, _MANTISSA)
-    usable = ops.logical_and(reaches > 0, ops.isfinite(reaches))
+    is_finite = ops.isfinite(reaches)
+    usable = ops.logical_and(reaches > 0, is_finite)
     exponent = ops.where(usable, exponent, 0)
     exponent = ops.clip(exponent, -_HIGHEST, _HIGHEST)
     power = ops.left_shift(exponent + _BIAS, _MANTISSA)
-    return bits.bitcast(power, "float32") * factor
+    up = bits.bitcast(power, "float32") * factor
+    return Power(up, ops.where(is_finite, 1.0 / up, float("nan")))
+
+
+def blames_data(gradients: Sequence) -> Any:
+    """Says whether gradients are not finite because what entered was not.
+
+    A border returns NaN for all gradients then. What overflows inside of it
+    leaves as infinity, so that one number of a gradient tells both apart.
+
+    Args:
+        gradients: Gradients of a model with a border; `None` where there is
+            none.
+
+    Returns:
+        Boolean scalar tensor; `False` where no rule places gradients.
+    """
+    values = [getattr(g, "values", g) for g in gradients if g is not None]
+    values = [value for value in values if 0 not in tuple(value.shape)]
+    if not values or not is_placed():
+        return False
+    # The first variable gets gradients from all that comes after it. What
+    # makes the last may be the one head whose loss is not finite.
+    ends = [ops.ravel(value)[:1] for value in (values[0], values[-1])]
+    return ops.any(ops.isnan(ops.concatenate(ends)))

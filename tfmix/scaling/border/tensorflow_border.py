@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -115,7 +116,7 @@ class _Border:
     def _gradient(self, tapes: list, *upstream: Any) -> list:
         count = len(self._results[0])
         by = power.of(upstream[:count], upstream[count:], self._factor)
-        scaled = [_times(by, gradient) for gradient in upstream]
+        scaled = [_times(by.up, gradient) for gradient in upstream]
         inside = self._inside(tapes, scaled)
         kept = [n for n, g in enumerate(inside) if g is not None]
         values = [_values(inside[n]) for n in kept]
@@ -130,9 +131,8 @@ class _Border:
                 (values, []),
             )
             values, _ = border.results([])
-        down = 1.0 / by
         for n, dense in zip(kept, values, strict=True):
-            inside[n] = _as_before(inside[n], _times(down, dense))
+            inside[n] = _as_before(inside[n], _unscaled(by.down, dense))
         return inside
 
     def _inside(self, tapes: list, scaled: Sequence) -> list:
@@ -177,6 +177,14 @@ def _as_before(gradient: Any, values: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return values
+
+
+def _unscaled(down: Any, tensor: Any) -> Any:
+    """Divides a gradient; what overflowed inside leaves as infinity, or NaN."""
+    # Infinity, unless `down` is NaN.
+    lost = tf.cast(down + math.inf, tensor.dtype)
+    is_finite = tf.math.is_finite(tf.math.real(tensor))
+    return tf.where(is_finite, _times(down, tensor), lost)
 
 
 def _times(factor: Any, tensor: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Products and sums whose weight gets its gradient in float32."""

@@ -1,0 +1,137 @@
+"""A product of a tensor and a weight, written with a letter for each axis."""
+
+import dataclasses
+import string
+from collections.abc import Sequence
+
+_UNUSED = string.ascii_letters
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """What an einsum of two factors sums, and what it keeps.
+
+    Args:
+        inputs: The letters of the axes of the tensor.
+        weight: Those of the weight.
+        outputs: Those of the result.
+    """
+
+    inputs: str
+    weight: str
+    outputs: str
+
+    @property
+    def batch(self) -> str:
+        """The letters that both factors and the result have."""
+        return "".join(x for x in self._shared if x in self.outputs)
+
+    @property
+    def summed(self) -> str:
+        """The letters that both factors have, and the result has not."""
+        return "".join(x for x in self._shared if x not in self.outputs)
+
+    @property
+    def free(self) -> str:
+        """The letters that only the tensor and the result have."""
+        return "".join(x for x in self.inputs if x not in self.weight)
+
+    @property
+    def new(self) -> str:
+        """The letters that only the weight and the result have."""
+        return "".join(x for x in self.weight if x not in self.inputs)
+
+    @property
+    def _shared(self) -> str:
+        return "".join(x for x in self.inputs if x in self.weight)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is one product of matrices, or a batch of them."""
+        kept = self.batch + self.free + self.new
+        return bool(
+            self.summed
+            and len(set(self.inputs)) == len(self.inputs)
+            and len(set(self.weight)) == len(self.weight)
+            and sorted(self.outputs) == sorted(kept)
+        )
+
+
+def of_matmul(ranks: Sequence[int], weight_at: int) -> Contraction | None:
+    """Returns what `matmul` sums over, or `None` if ranks make it broadcast.
+
+    Args:
+        ranks: The ranks of both factors.
+        weight_at: Which of them is the weight, 0 or 1.
+    """
+    rank = max(ranks)
+    if 0 in ranks or (ranks[0] != ranks[1] and min(ranks) > 2):
+        return None
+    # A matrix times a stack of matrices repeats over the stack.
+    outer = _UNUSED[: rank - 2] if rank > 2 else ""
+    stacks = [outer if r > 2 else "" for r in ranks]
+    left = stacks[0] + ("Y" if ranks[0] > 1 else "") + "X"
+    right = stacks[1] + "X" + ("Z" if ranks[1] > 1 else "")
+    outputs = outer + left.replace("X", "")[len(stacks[0]) :]
+    outputs += right.replace("X", "")[len(stacks[1]) :]
+    return _in_order((left, right), outputs, weight_at)
+
+
+def of_tensordot(
+    ranks: Sequence[int], axes: int | Sequence, weight_at: int
+) -> Contraction | None:
+    """Returns what `tensordot` sums over.
+
+    Args:
+        ranks: The ranks of both factors.
+        axes: How many axes are summed, or which of each factor.
+        weight_at: Which factor is the weight, 0 or 1.
+    """
+    if isinstance(axes, int):
+        pairs = [
+            (ranks[0] - axes + place, place) for place in range(max(axes, 0))
+        ]
+    else:
+        both = [[x] if isinstance(x, int) else list(x) for x in axes]
+        pairs = list(zip(*both, strict=True))
+    left = list(_UNUSED[: ranks[0]])
+    right = list(_UNUSED[ranks[0] : ranks[0] + ranks[1]])
+    for first, second in pairs:
+        right[second] = left[first]
+    outputs = [x for x in left if x not in right]
+    outputs += [x for x in right if x not in left]
+    return _in_order(
+        ("".join(left), "".join(right)), "".join(outputs), weight_at
+    )
+
+
+def of_einsum(
+    equation: str, ranks: Sequence[int], weight_at: int
+) -> Contraction | None:
+    """Returns what an einsum of two factors sums over.
+
+    Args:
+        equation: As `keras.ops.einsum` takes it.
+        ranks: The ranks of both factors.
+        weight_at: Which of them is the weight, 0 or 1.
+    """
+    equation = equation.replace(" ", "")
+    if equation.count("->") != 1 or equation.count(",") != 1:
+        return None
+    factors, outputs = equation.split("->")
+    sides = factors.split(",")
+    if "..." in sides[weight_at]:
+        return None
+    named = len(sides[1 - weight_at].replace("...", ""))
+    unused = [x for x in _UNUSED if x not in equation]
+    more = "".join(unused[: ranks[1 - weight_at] - named])
+    left, right = (side.replace("...", more) for side in sides)
+    outputs = outputs.replace("...", more)
+    return _in_order((left, right), outputs, weight_at)
+
+
+def _in_order(
+    sides: tuple[str, str], outputs: str, weight_at: int
+) -> Contraction | None:
+    found = Contraction(sides[1 - weight_at], sides[weight_at], outputs)
+    return found if found.is_product else None
