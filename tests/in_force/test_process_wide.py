@@ -16,8 +16,8 @@ from tests import helpers
 from tfmix._keras import op_places, replacements
 from tfmix.variables import sixteen_bit_optimizer
 
-# 43 before weights got their gradients in float32; 21 are for that.
-LIMIT = 66
+# 43 before weights got their gradients in float32; 27 are for that.
+LIMIT = 70
 
 
 def registered():
@@ -86,7 +86,7 @@ def train():
 
 
 @helpers.requires_backend("tensorflow")
-def test_at_most_66_names_of_keras_are_replaced(everything):
+def test_at_most_70_names_of_keras_are_replaced(everything):
     before = snapshot(everything)
     tfmix.set_global_policy("mixed_float16")
     train()

@@ -68,12 +68,6 @@ def for_tpu() -> bool:
     return _platform.get() == "tpu" or "TPU" in strategy
 
 
-def for_cpu() -> bool:
-    """Says whether TensorFlow traces what will run on a CPU."""
-    accelerators = tf.config.list_logical_devices("GPU")
-    return not (_platform.get() or for_tpu() or accelerators)
-
-
 def kept_apart(tensor: Any) -> Any:
     """Returns the tensor, through which XLA does not look."""
     if keras.backend.backend() == "jax":

@@ -25,6 +25,8 @@ _CALL_CONTEXT = "current_call_ctx"
 # What casts each variable that a layer reads, and what takes a part of one.
 AUTOCAST: replacements.Place = (variables.AutocastScope, "maybe_cast")
 ITEM: replacements.Place = (variables.Variable, "__getitem__")
+# What runs through the time steps of a recurrent layer.
+LOOP: replacements.Place = (keras.layers.RNN, "inner_loop")
 # Where layers add a product of two low-rank matrices to their kernel.
 ADAPTED_KERNELS: tuple[replacements.Place, ...] = tuple(
     (kind, "kernel")

@@ -7,6 +7,7 @@ copy knows the float32 values that it was made of, and Keras's operations hand
 the gradient back to these in float32.
 """
 
+import contextvars
 import functools
 import inspect
 import math
@@ -15,7 +16,7 @@ from typing import Any
 
 import keras
 
-from tfmix import _formats
+from tfmix import _context_values, _formats
 from tfmix._keras import global_state, layers, op_places, replacements
 from tfmix.in_force.process_wide import tensors
 from tfmix.scaling.products import contraction
@@ -35,6 +36,10 @@ _WIDE = ("layer_normalization", "rms_normalization")
 _CONVOLUTIONS = ("conv", "depthwise_conv", "conv_transpose")
 # The sum of so few is exact to some units of a 16-bit format's last place.
 _FEW = 64
+
+_in_loop: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfmix_in_loop", default=False
+)
 
 Holds = Callable[[], bool]
 Maker = Callable[[Callable], Callable]
@@ -68,6 +73,7 @@ def makers(holds: Holds) -> dict[replacements.Place, Maker]:
         op_places.CAST: _cast,
         layers.AUTOCAST: _autocast,
         layers.ITEM: _item,
+        layers.LOOP: _loop,
         **dict.fromkeys(layers.ADAPTED_KERNELS, _adapted),
     }
     return {
@@ -126,6 +132,14 @@ def _autocast(original: Callable) -> Callable:
         return copy
 
     return maybe_cast
+
+
+def _loop(original: Callable) -> Callable:
+    def inner_loop(*args: Any, **kwargs: Any) -> Any:
+        with _context_values.set_to(_in_loop, True):
+            return original(*args, **kwargs)
+
+    return inner_loop
 
 
 def _cast(original: Callable) -> Callable:
@@ -301,7 +315,9 @@ def _einsum(original: Callable) -> Callable:
 def _contracted(function: Any, inputs: Any, weight: Any, axes: Any) -> Any:
     if axes is None:
         return None
-    return products.contracted(function, inputs, weight, axes)
+    return products.contracted(
+        function, inputs, weight, axes, in_loop=_in_loop.get()
+    )
 
 
 def _elementwise(original: Callable, bilinear: bool) -> Callable:
@@ -408,5 +424,5 @@ def _pointwise(
         inputs,
         keras.ops.reshape(weight, kernel_shape[-2:]),
         axes,
-        *([used] if any(stride > 1 for stride in strides) else []),
+        **({"used": used} if any(stride > 1 for stride in strides) else {}),
     )

@@ -1,9 +1,10 @@
 """Weight gradients in float32, under TensorFlow.
 
 A function of a 16-bit tensor and a float32 weight rounds the weight inside, and
-hands its gradient back in float32. Inside XLA that is one product of 16-bit
-factors with a float32 result. Outside of XLA no kernel has that form: there the
-factors are widened first.
+hands its gradient back in float32. Inside XLA that is one product of float16
+factors with a float32 result, and as before in bfloat16, which has float32's
+range. Outside of XLA no kernel has that form, and some add up in 16 bit: there
+the factors are widened first.
 """
 
 import functools
@@ -43,7 +44,9 @@ def contracted(
     inputs: Any,
     weight: Any,
     axes: Contraction,
+    *,
     used: Callable[[Any], Any] | None = None,
+    in_loop: bool = False,
 ) -> Any:
     """Computes a product of matrices.
 
@@ -54,6 +57,8 @@ def contracted(
         axes: What `function` sums over.
         used: Returns the part of the inputs that is multiplied. Defaults to
             all.
+        in_loop: Whether it is computed in each step of a loop, where XLA would
+            write the float32 result and read it again in every step.
 
     Returns:
         What `function` returns of the inputs and the rounded weight.
@@ -68,12 +73,17 @@ def contracted(
         return _product(upstream, narrow, to_inputs)
 
     def of_weight(upstream: Any) -> Any:
-        factors = inputs if used is None else used(inputs), upstream
-        # TensorFlow's XLA has no such product of bfloat16 on a CPU.
-        lacking = inputs.dtype == tf.bfloat16 and compilation.for_cpu()
-        if compilation.by_xla() and not lacking:
-            return _wide_product(*factors, to_weight)
-        return _product(*map(_wide, factors), to_weight)
+        factor = inputs if used is None else used(inputs)
+        if not compilation.by_xla():
+            return _product(_wide(factor), _wide(upstream), to_weight)
+        if inputs.dtype != tf.float16:
+            return _wide(_product(factor, upstream, to_weight))
+        if not in_loop:
+            return _wide_product(factor, upstream, to_weight)
+        sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
+        power = _root_of_two(_times([sizes[x] for x in axes.free]))
+        factor = factor * tf.cast(1.0 / power, factor.dtype)
+        return _wide(_product(factor, upstream, to_weight)) * power
 
     return _with_gradients(function, inputs, weight, of_inputs, of_weight)
 
@@ -107,12 +117,12 @@ def convolved(
         if not compilation.by_xla():
             return _of_wide_weight(function, inputs, weight, upstream)
         narrow = tf.cast(weight, inputs.dtype)
-        power = tf.ones(())
-        if inputs.dtype == tf.float16:
-            count = positions(_shape(inputs), _shape(upstream))
-            halves = tf.math.log(tf.cast(count, tf.float32)) / math.log(4.0)
-            power = 2.0 ** tf.math.ceil(tf.maximum(halves, 0.0))
-            upstream = upstream * tf.cast(1.0 / power, upstream.dtype)
+        if inputs.dtype != tf.float16:
+            return _wide(
+                _pulled(lambda w: function(inputs, w), narrow, upstream)
+            )
+        power = _root_of_two(positions(_shape(inputs), _shape(upstream)))
+        upstream = upstream * tf.cast(1.0 / power, upstream.dtype)
         gradient = _pulled(lambda w: function(inputs, w), narrow, upstream)
         return _wide(gradient) * power
 
@@ -144,6 +154,12 @@ def combined(
         return _of_wide_weight(function, inputs, weight, upstream)
 
     return _with_gradients(function, inputs, weight, of_inputs, of_weight)
+
+
+def _root_of_two(count: Any) -> Any:
+    """Returns a power of two of about the square root of a count."""
+    halves = tf.math.log(tf.cast(count, tf.float32)) / math.log(4.0)
+    return 2.0 ** tf.math.ceil(tf.maximum(halves, 0.0))
 
 
 def _with_gradients(
