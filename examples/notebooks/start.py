@@ -7,7 +7,7 @@
 # a minute on a CPU.
 
 # %%
-# %pip install -q "../..[tensorflow,plot,examples]"
+# %pip install -q "../..[plot,examples]"
 
 # %% [markdown]
 # Keras runs on TensorFlow unless `KERAS_BACKEND` says otherwise; for JAX, run
