@@ -1,5 +1,5 @@
-# Needs Python 3.11 or newer and make, nothing else: every target builds `.venv`
-# first when it is missing or older than what it was built from.
+# Needs Python 3.11 or newer and make, nothing else. Every target first installs
+# what it needs into `.venv`, when that is missing or older than setup.cfg.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # The GPU build: make TENSORFLOW='tensorflow[and-cuda]' test
@@ -22,7 +22,10 @@ COMPILERS ?=
 # What `targets` runs with them.
 TARGET_TESTS ?= tests/hardware tests/test_cli.py
 BIN = $(VENV)/bin
+# Files that say what the environment holds: all, or the demo's part of it.
 STAMP = $(VENV)/installed
+LIBRARY = $(VENV)/library
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
 # TensorFlow's start-up lines about oneDNN and CPU flags hide our own output.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
@@ -31,24 +34,33 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 .PHONY: check bench docs publish-docs dist clean targets test-targets
 .DELETE_ON_ERROR:
 
-$(STAMP): setup.cfg .ci/requirements.py
+# The library and what the demo needs. Without .pyc files: Python writes those
+# that it imports, and TensorFlow has 10,000 more.
+$(LIBRARY): setup.cfg .ci/requirements.py
 	@echo "tfmix: [1/3] creating $(VENV) with $(PYTHON)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	@echo "tfmix: [2/3] installing dependencies (first time: 2 to 5 minutes)"
-	@$(BIN)/python .ci/requirements.py '$(TENSORFLOW)' $(COMPILERS) \
-	    > $(VENV)/requirements.txt
+	@echo "tfmix: [2/3] installing $(TENSORFLOW), Keras and scikit-learn"
+	@$(BIN)/python .ci/requirements.py '$(TENSORFLOW)' demo \
+	    > $(VENV)/requirements-demo.txt
 	@printf '%s\n' $(PINS) > $(VENV)/constraints.txt
-	@$(BIN)/python -m pip install --disable-pip-version-check \
-	    --requirement $(VENV)/requirements.txt \
+	@$(INSTALL) --no-compile --requirement $(VENV)/requirements-demo.txt \
 	    --constraint $(VENV)/constraints.txt
 	@echo "tfmix: [3/3] installing tfmix itself, editable"
-	@$(BIN)/python -m pip install --disable-pip-version-check --quiet \
-	    --no-deps --editable .
+	@$(INSTALL) --quiet --no-deps --editable .
+	@touch $@
+
+# What the tests, the checks, the guide and the examples need besides.
+$(STAMP): $(LIBRARY)
+	@echo "tfmix: installing what tests, checks, guide and examples need"
+	@$(BIN)/python .ci/requirements.py '$(TENSORFLOW)' $(COMPILERS) \
+	    > $(VENV)/requirements.txt
+	@$(INSTALL) --requirement $(VENV)/requirements.txt \
+	    --constraint $(VENV)/constraints.txt
 	@touch $@
 
 $(VENV): $(STAMP)
 
-demo: $(STAMP)
+demo: $(LIBRARY)
 	@$(BIN)/python -m tfmix demo
 
 test: test-tensorflow test-jax test-doctest
@@ -105,10 +117,12 @@ test-targets:
 test-matrix: test-oldest
 	@$(MAKE) test VENV=.venv-newest
 
-# The oldest Keras and TensorFlow that setup.cfg allows.
+# The oldest versions that setup.cfg allows; tests/test_packaging.py compares.
+OLDEST = 'absl-py==2.0.*' 'keras==3.12.*' 'numpy==2.0.*' 'rich==13.0.*'
+# A constraint names no extra.
+OLDEST += '$(firstword $(subst [, ,$(TENSORFLOW)))==2.20.*'
 test-oldest:
-	@$(MAKE) test VENV=.venv-oldest \
-	    PINS="'keras==3.12.*' 'tensorflow-cpu==2.20.*'"
+	@$(MAKE) test VENV=.venv-oldest PINS="$(OLDEST)"
 
 check: $(STAMP)
 	@echo "tfmix: ruff, format, types, layout"
@@ -139,8 +153,8 @@ test-wheel-with:
 	@test -x .venv-wheel-$(BACKEND)/bin/python || \
 	    "$(PYTHON)" -m venv .venv-wheel-$(BACKEND)
 	@.venv-wheel-$(BACKEND)/bin/python -m pip install \
-	    --disable-pip-version-check --quiet '$(WITH)' 'keras>=3.12' rich \
-	    hypothesis mypy pytest pytest-xdist
+	    --disable-pip-version-check --quiet '$(WITH)' 'keras>=3.12' \
+	    absl-py numpy rich hypothesis mypy pytest pytest-xdist
 	@.venv-wheel-$(BACKEND)/bin/python -m pip install \
 	    --disable-pip-version-check --quiet --no-deps --force-reinstall \
 	    dist/tfmix-*.whl

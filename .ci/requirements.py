@@ -5,9 +5,11 @@ reason: users get `tensorflow`, but a test machine without a GPU is better off
 with `tensorflow-cpu` (half the size), which no `tensorflow` requirement
 accepts. `make TENSORFLOW="tensorflow[and-cuda]" test` takes the GPU build.
 
-The compilers of accelerators, some gigabytes, are left out unless named.
+With the word `demo` it prints the library's own dependencies and the demo's
+data. Without it, it prints all extras, but the compilers of accelerators, some
+gigabytes, only if they are named.
 
-Usage: python .ci/requirements.py TENSORFLOW [tpu] [nvidia]
+Usage: python .ci/requirements.py TENSORFLOW [demo | [tpu] [nvidia]]
 """
 
 import configparser
@@ -16,17 +18,22 @@ import re
 import sys
 
 COMPILERS = {"tpu", "nvidia"}
+# What `make demo` takes of the extra `examples`.
+DEMO = ["scikit-learn"]
 SETUP_CFG = pathlib.Path(__file__).parent.parent / "setup.cfg"
 
 
-def requirements(tensorflow: str, *compilers: str) -> list[str]:
-    """Returns the dependencies and extras of setup.cfg, one per line."""
+def requirements(tensorflow: str, *words: str) -> list[str]:
+    """Returns the dependencies and the chosen extras, one per line."""
     config = configparser.ConfigParser()
     config.read(SETUP_CFG, encoding="utf-8")
     lines = config["options"]["install_requires"].split()
-    for name, extra in config["options.extras_require"].items():
-        if name not in COMPILERS.difference(compilers):
-            lines += extra.split()
+    if "demo" in words:
+        lines += DEMO
+    else:
+        for name, extra in config["options.extras_require"].items():
+            if name not in COMPILERS.difference(words):
+                lines += extra.split()
     found = [re.sub(r"^tensorflow\b", tensorflow, line) for line in lines]
     return sorted(set(found))
 

@@ -16,6 +16,7 @@ os.environ.setdefault("MPLBACKEND", "agg")
 
 import keras
 import pytest
+from absl import logging
 
 import tfmix
 from tfmix import _messages, _users_code
@@ -115,13 +116,12 @@ def messages(monkeypatch, caplog):
     It comes as a warning of Python's here, which fails a test unless
     `pytest.warns` waits for it.
     """
-    monkeypatch.setattr(_messages.LOGGER, "propagate", True)
-    # What a page of the guide may set.
-    level = _messages.LOGGER.level
+    # A page of the guide may set it.
+    level = logging.get_verbosity()
     monkeypatch.setattr(_messages, "_said_once", set())
     monkeypatch.setattr(_users_code, "warn", warnings.warn)
     yield
-    _messages.LOGGER.setLevel(level)
+    logging.set_verbosity(level)
 
 
 @pytest.fixture

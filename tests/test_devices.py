@@ -117,24 +117,26 @@ def test_tensorflow_gpus_are_read_with_their_details(monkeypatch):
 
 
 def test_auto_says_why_in_one_line_where_it_takes_float32(caplog):
-    caplog.set_level("INFO", "tfmix")
+    caplog.set_level("INFO", "absl")
     names = {devices.auto_policy() for _ in range(2)}
     assert names == {"float32"}
     (one,) = caplog.records
     assert one.levelname == "WARNING"
     assert one.getMessage().startswith(
-        "policy 'auto' is 'float32' here: only C"
+        "tfmix: policy 'auto' is 'float32' here: only C"
     )
 
 
 def test_auto_says_it_of_16_bit_to_who_asks(caplog, monkeypatch):
     suited = "mixed_float16", "a T4"
     monkeypatch.setattr(devices, "suited_policy", lambda found: suited)
-    caplog.set_level("INFO", "tfmix")
+    caplog.set_level("INFO", "absl")
     assert devices.auto_policy() == "mixed_float16"
     (one,) = caplog.records
     assert one.levelname == "INFO"
-    assert one.getMessage() == "policy 'auto' is 'mixed_float16' here: a T4"
+    assert one.getMessage() == (
+        "tfmix: policy 'auto' is 'mixed_float16' here: a T4"
+    )
 
 
 def test_the_list_prints_as_a_table_and_shows_itself_in_a_notebook():

@@ -177,14 +177,48 @@ def test_what_is_said_to_be_the_same_by_default_is():
         assert eval(line) == tfmix.DynamicLossScale(), line
 
 
+def evidence(text):
+    """Maps each question to the files of tests and the tests that it names."""
+    sections = re.split(r"^## (.+)$", text, flags=re.M)[1:]
+    found = {}
+    for question, answer in zip(sections[::2], sections[1::2], strict=True):
+        named = answer.partition("\nTest: ")[2]
+        files = re.findall(r"`(tests/[\w/]+\.py)`", named)
+        found[question] = files, re.findall(r"`(test_\w+)`", named)
+    return found
+
+
+def check_evidence(text):
+    for question, (files, tests) in evidence(text).items():
+        assert files, f"{question!r} names no test"
+        code = "".join((ROOT / one).read_text("utf-8") for one in files)
+        for name in tests:
+            assert f"def {name}(" in code, f"{question!r}: no test {name}"
+
+
+def test_each_answer_of_the_faq_names_a_test_that_is_there():
+    text = (DOCS / "faq.md").read_text(encoding="utf-8")
+    assert len(evidence(text)) == 10
+    check_evidence(text)
+
+
+@pytest.mark.parametrize(
+    "named", ["", "`test_nothing` in `tests/test_docs.py`", "`tests/test_docs`"]
+)
+def test_an_answer_without_a_test_is_found(named):
+    with pytest.raises(AssertionError, match="Why"):
+        check_evidence(f"# FAQ\n\n## Why?\n\nSo.\n\nTest: {named}\n")
+
+
 def test_links_between_pages_lead_somewhere():
     links = [
         (page, target)
-        for page in PAGES
+        for page in (*PAGES, ROOT / "README.md")
         for target in re.findall(
             r"\]\((?!https?:)([^)#\s]+)", page.read_text(encoding="utf-8")
         )
     ]
+    assert {page.name for page, _ in links} >= {"README.md", "faq.md"}
     broken = [link for link in links if not (link[0].parent / link[1]).exists()]
     assert not broken
 

@@ -1,7 +1,6 @@
-"""All that tfmix says comes one way, and one line silences it."""
+"""All messages go to absl's log, and one line silences them."""
 
 import ast
-import logging
 import subprocess
 import sys
 
@@ -12,12 +11,12 @@ from tfmix import _messages
 
 PACKAGE = ROOT / "tfmix"
 PROGRAM = """
-import logging, keras, tfmix
+import keras, tfmix
+from absl import logging
 from tfmix import _users_code
 keras.config.set_dtype_policy("float32")
 {line}
-from absl import logging as absl
-absl.warning("of absl")
+logging.warning("of absl")
 for _ in range(2):
     tfmix.LossScaleOptimizer(keras.optimizers.SGD(loss_scale_factor=2.0))
     exec(compile("_users_code.warn('of a line')", "train.py", "exec"))
@@ -35,25 +34,35 @@ def said_by(line):
     return [one for one in run.stderr.splitlines() if "tfmix" in one]
 
 
-def test_each_message_is_a_line_that_begins_with_the_name_and_can_be_silenced():
+def test_each_message_is_a_line_of_absls_log_with_our_name():
     said = said_by("")
     assert len(said) == 3
-    assert all(one.startswith("tfmix: the fixed loss") for one in said[::2])
-    assert said[1] == "tfmix: of a line (train.py:1)"
-    assert said_by('logging.getLogger("tfmix").setLevel("ERROR")') == []
+    opening = "WARNING:absl:tfmix: the fixed loss"
+    assert all(one.startswith(opening) for one in said[::2])
+    assert said[1] == "WARNING:absl:tfmix: of a line (train.py:1)"
+
+
+def test_absls_verbosity_silences_them():
+    assert said_by('logging.set_verbosity("error")') == []
+
+
+def test_absls_handler_names_the_line_that_warned():
+    (one, *_) = said_by("logging.use_absl_handler()")
+    assert "tfmix: the fixed loss" in one
+    assert "_messages.py" not in one
 
 
 def test_a_block_can_be_kept_silent(caplog):
     with _messages.silenced():
         _messages.warn("not said")
     _messages.warn("said %d", 1)
-    assert caplog.messages == ["said 1"]
+    assert caplog.messages == ["tfmix: said 1"]
 
 
 def test_what_is_true_of_the_next_model_is_said_once(caplog):
     _messages.warn_once("so it is")
     _messages.warn_once("so it is")
-    assert caplog.messages == ["so it is"]
+    assert caplog.messages == ["tfmix: so it is"]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +73,6 @@ def test_there_is_no_other_way(path):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom | ast.Import):
             names = {each.name for each in node.names}
-            assert getattr(node, "module", "") != "absl"
             assert "logging" not in names or path.name == "_messages.py"
         is_call = isinstance(node, ast.Call)
         called = ast.unparse(node.func) if is_call else ""
@@ -75,7 +83,14 @@ def test_there_is_no_other_way(path):
             assert "tfmix: " not in ast.unparse(node)
 
 
-def test_the_logger_is_the_one_that_the_guide_names():
+def test_a_block_inside_a_silent_one_leaves_it_silent(caplog):
+    with _messages.silenced():
+        with _messages.silenced():
+            _messages.warn("not said")
+        _messages.warn("nor this")
+    assert caplog.messages == []
+
+
+def test_the_guide_silences_them_in_the_same_way():
     page = (ROOT / "docs" / "when-it-goes-wrong.md").read_text()
-    assert f'logging.getLogger("{_messages.LOGGER.name}")' in page
-    assert isinstance(_messages.LOGGER, logging.Logger)
+    assert 'logging.set_verbosity("error")' in page

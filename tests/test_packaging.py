@@ -39,20 +39,20 @@ def test_the_install_page_names_every_extra(options):
     assert not [name for name in extras if f"'.[{name}]'" not in page]
 
 
-def test_the_test_environment_has_what_setup_cfg_asks_for(options):
+def requirements(*words):
+    """Returns what the Makefile has pip install."""
     done = subprocess.run(
-        [
-            sys.executable,
-            ".ci/requirements.py",
-            "tensorflow-cpu",
-            "keras==3.12",
-        ],
+        [sys.executable, ".ci/requirements.py", *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    lines = done.stdout.split()
+    return done.stdout.split()
+
+
+def test_the_test_environment_has_what_setup_cfg_asks_for(options):
+    lines = requirements("tensorflow-cpu")
     assert any(line.startswith("tensorflow-cpu>=") for line in lines)
     assert not any(line.startswith("tensorflow>") for line in lines)
     wanted = options["options"]["install_requires"].split()
@@ -65,6 +65,27 @@ def test_the_test_environment_has_what_setup_cfg_asks_for(options):
     assert set(rest) <= set(lines)
 
 
+def test_the_demo_installs_the_library_and_its_data_alone(options):
+    lines = requirements("tensorflow[and-cuda]", "demo")
+    wanted = options["options"]["install_requires"].split()
+    data = "scikit-learn"
+    assert data in options["options.extras_require"]["examples"].split()
+    gpu = [re.sub("^tensorflow", "tensorflow[and-cuda]", w) for w in wanted]
+    assert sorted(lines) == sorted([*gpu, data])
+
+
+def test_the_oldest_versions_allowed_are_those_that_are_tested(options):
+    lowest = options["options"]["install_requires"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    pinned = "\n".join(re.findall(r"^OLDEST \+?= (.*)$", makefile, re.M))
+    tested = dict(re.findall(r"'([^'=]+)==([\d.]+)\.\*'", pinned))
+    # Whichever build of TensorFlow is being tested.
+    named = [name for name in tested if "$(TENSORFLOW)" in name]
+    tested["tensorflow"] = tested.pop(*named)
+    assert dict(re.findall(r"^([\w-]+)>=(.+)$", lowest, re.M)) == tested
+    assert len(tested) == len(lowest.split())
+
+
 def test_all_that_is_imported_is_named(options):
     tops = set()
     for path in (ROOT / "tfmix").rglob("*.py"):
@@ -75,8 +96,9 @@ def test_all_that_is_imported_is_named(options):
                 tops.add(node.module.split(".")[0])
     needed = tops - {"tfmix", *sys.stdlib_module_names}
     named = re.findall(r"^[\w-]+", options["options"]["install_requires"], re.M)
-    backends = {"jax", "tensorflow"}  # extras, imported where one is active
-    assert needed - backends == set(named)
+    packages = {"absl": "absl-py"}
+    # JAX is an extra, which is imported under its own backend.
+    assert {packages.get(top, top) for top in needed - {"jax"}} == set(named)
 
 
 def without(blocked, backend, code):
@@ -108,6 +130,14 @@ print(model.optimizer.skipped_steps)
 def test_who_trains_on_jax_needs_no_tensorflow():
     done = without("tensorflow", "jax", TRAINING)
     assert done.stdout.strip() == "1", done.stderr
+
+
+@helpers.requires_backend("jax")
+def test_training_on_jax_does_not_import_tensorflow():
+    asked = 'print("tensorflow" in sys.modules, "jax" in sys.modules)'
+    # What is blocked here is nothing that anybody asks for.
+    done = without("no_such_module", "jax", TRAINING + asked)
+    assert done.stdout.split() == ["1", "False", "True"], done.stderr
 
 
 def test_without_a_backend_it_says_what_to_install():

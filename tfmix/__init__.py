@@ -1,4 +1,4 @@
-"""Mixed-precision training for Keras 3 that cannot go wrong in silence."""
+"""16-bit training for Keras 3 that reports its own failures."""
 
 from tfmix import cli as _cli
 

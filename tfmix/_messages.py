@@ -1,56 +1,50 @@
-"""The one way in which tfmix says something while a program runs.
+"""tfmix's messages, which go to absl's log and begin with `tfmix:`.
 
-`logging.getLogger("tfmix").setLevel("ERROR")` silences it, and "INFO" lets it
-say more. Each message is a line on stderr that begins with `tfmix:`.
+`absl.logging.set_verbosity("error")` silences them, together with the warnings
+of Keras, and "info" shows more of them.
 """
 
 import contextlib
-import logging
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-
-class _Stderr(logging.Handler):
-    """Writes to what is `sys.stderr` by then: notebooks and tests swap it."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)
-
+from absl import logging
 
 _said_once: set[str] = set()
-LOGGER = logging.getLogger("tfmix")
-if not LOGGER.handlers:
-    _handler = _Stderr()
-    _handler.setFormatter(logging.Formatter("tfmix: %(message)s"))
-    LOGGER.addHandler(_handler)
-    # The root's handlers, which absl puts there, would say it again.
-    LOGGER.propagate = False
-    LOGGER.setLevel(logging.WARNING)
+# Blocks that keep silent at the moment, the outer ones included.
+_silencers: list[object] = []
 
 
 def warn(text: str, *values: Any) -> None:
-    """Says what may be wrong; the values are put into the text with `%`."""
-    LOGGER.warning(text, *values)
+    """Warns; the values are put into the text with `%`."""
+    if not _silencers:
+        logging.warning("tfmix: " + text, *values)
 
 
 def warn_once(text: str) -> None:
-    """Says what is as true of the next model, once in a process."""
+    """Warns of something that holds for every model, once in a process."""
     if text not in _said_once:
         _said_once.add(text)
         warn(text)
 
 
 def info(text: str, *values: Any) -> None:
-    """Says what is well, to who asks for it."""
-    LOGGER.info(text, *values)
+    """Logs something that is no reason to worry."""
+    if not _silencers:
+        logging.info("tfmix: " + text, *values)
 
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Says nothing for a block."""
-    before, LOGGER.disabled = LOGGER.disabled, True
+    """Logs nothing inside a block."""
+    token = object()
+    _silencers.append(token)
     try:
         yield
     finally:
-        LOGGER.disabled = before
+        _silencers.remove(token)
+
+
+# absl names the file and line of the caller where it prints them.
+for _name in ("warn", "warn_once", "info"):
+    logging.get_absl_logger().register_frame_to_skip(__file__, _name)

@@ -32,6 +32,8 @@ def shown(what: str, *, hidden: bool = False) -> Iterator[Say]:
     # In a notebook rich draws with ipywidgets, and warns where they are not.
     has_widgets = importlib.util.find_spec("ipywidgets") is not None
     is_seen = sys.stderr.isatty() or (console.is_jupyter and has_widgets)
+    # Before rich 14.3 a disabled bar still ended with an empty line.
+    console.quiet = hidden or not is_seen
     with rich.progress.Progress(
         rich.progress.SpinnerColumn(),
         rich.progress.TextColumn("{task.description}"),
@@ -39,7 +41,7 @@ def shown(what: str, *, hidden: bool = False) -> Iterator[Say]:
         rich.progress.TimeElapsedColumn(),
         console=console,
         transient=True,
-        disable=hidden or not is_seen,
+        disable=console.quiet,
     ) as bar:
         task = bar.add_task(what, total=None)
 

@@ -17,7 +17,7 @@ def heard() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("tfmix")
+    logger = logging.getLogger("absl")
     logger.addHandler(handler)
     try:
         with warnings.catch_warnings(record=True) as caught:

@@ -6,7 +6,7 @@
 # ships, read byte by byte. It takes a minute on a CPU.
 
 # %%
-# %pip install -q "../..[tensorflow,plot,examples]"
+# %pip install -q "../..[plot,examples]"
 
 # %%
 import math

@@ -6,7 +6,7 @@
 # `compile_for` asks the accelerator's own compiler. Nothing is trained.
 
 # %%
-# %pip install -q "../..[tensorflow,plot,examples]"
+# %pip install -q "../..[plot,examples]"
 
 # %%
 import keras

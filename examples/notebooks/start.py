@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Start: two lines on top
 #
-# tfmix trains Keras 3 models in 16-bit arithmetic that cannot go wrong in
-# silence. This notebook puts a script for scikit-learn's scanned digits into
-# mixed precision, watches it train and looks up what that saves. It takes half
-# a minute on a CPU.
+# tfmix is 16-bit training for Keras 3 that reports its own failures. This
+# notebook puts a script for scikit-learn's scanned digits into mixed
+# precision, watches it train and looks up what that saves. It takes half a
+# minute on a CPU.
 
 # %%
-# %pip install -q "../..[tensorflow,plot,examples]"
+# %pip install -q "../..[plot,examples]"
 
 # %% [markdown]
 # Keras runs on TensorFlow unless `KERAS_BACKEND` says otherwise; for JAX, run

@@ -6,7 +6,7 @@
 # takes it all back. It takes half a minute on a CPU.
 
 # %%
-# %pip install -q "../..[tensorflow,plot,examples]"
+# %pip install -q "../..[plot,examples]"
 
 # %%
 import keras

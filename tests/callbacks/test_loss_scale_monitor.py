@@ -108,7 +108,7 @@ def test_a_warning_begins_on_a_line_of_its_own(capsys, caplog):
         def emit(self, record):
             seen.append(capsys.readouterr().out)
 
-    logger = logging.getLogger("tfmix")
+    logger = logging.getLogger("absl")
     logger.addHandler(handler := Handler())
     try:
         monitor = Monitor(every=1, alarm_after=3)
@@ -194,7 +194,7 @@ def test_an_alarm_rings_once_for_each_standstill(caplog):
 
 
 def test_a_start_that_burns_steps_is_one_line_and_no_warning(caplog):
-    caplog.set_level("INFO", logger="tfmix")
+    caplog.set_level("INFO", logger="absl")
     fit(compiled(), Monitor(every=1), batches(8, bad=range(6)))
     lines = [one for one in caplog.records if "Loss scale" in one.message]
     assert len(lines) == 1

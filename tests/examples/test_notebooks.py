@@ -87,9 +87,7 @@ def test_a_notebook_is_that_of_its_script(script):
 def test_a_notebook_opens_with_its_title_and_what_to_install(script):
     text, install, *_ = cells_of(script.read_text("utf-8"), script.stem)
     assert text["source"][0].startswith("# ")
-    assert install["source"] == [
-        '%pip install -q "../..[tensorflow,plot,examples]"'
-    ]
+    assert install["source"] == ['%pip install -q "../..[plot,examples]"']
 
 
 def test_a_published_notebook_has_its_badge(monkeypatch):
