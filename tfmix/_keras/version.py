@@ -7,10 +7,10 @@ try:
     import keras
 except ModuleNotFoundError as error:
     raise ImportError(
-        "tfmix needs Keras and one of its backends. Received: no module "
-        f"{error.name!r}. Run `pip install 'tfmix[tensorflow]'`, or `pip "
-        "install 'tfmix[jax]'` and set the environment variable KERAS_BACKEND "
-        "to 'jax'."
+        "tfmix needs Keras and its backend, TensorFlow or JAX. Received: no "
+        f"module {error.name!r}. Run `pip install 'keras>=3.12' tensorflow`. "
+        "To train on JAX without TensorFlow, run `pip install 'keras>=3.12' "
+        "jax` and set the environment variable KERAS_BACKEND to 'jax'."
     ) from error
 
 BACKENDS = ("tensorflow", "jax")
