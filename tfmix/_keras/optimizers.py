@@ -27,6 +27,11 @@ def chain(optimizer: Optimizer | None) -> Iterator[Optimizer]:
         optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
+def paths(variables: Sequence) -> list[str]:
+    """Returns the paths of variables, of TensorFlow's own the names."""
+    return [getattr(v, "path", v.name) for v in variables]
+
+
 def with_nested(optimizer: Any) -> Iterator[Optimizer]:
     """Yields an optimizer of Keras's and all that it holds, outermost first."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):

@@ -26,6 +26,11 @@ def train_step() -> contextlib.AbstractContextManager[None]:
     return _context_values.set_to(_scaled_in_step, set())
 
 
+def in_train_step() -> bool:
+    """Says whether a train step of a model is around the caller."""
+    return _scaled_in_step.get() is not None
+
+
 class ScaleInUse:
     """Whether losses are multiplied by a scale, for all who share it."""
 

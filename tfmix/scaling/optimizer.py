@@ -11,7 +11,14 @@ from keras import ops, tree
 
 from tfmix import _arguments, _errors
 from tfmix._keras import compilation, optimizers
-from tfmix.scaling import given_gradients, rules, saving, settings, stuck
+from tfmix.scaling import (
+    given_gradients,
+    rules,
+    saving,
+    settings,
+    standstill,
+    stuck,
+)
 from tfmix.scaling.border import power
 from tfmix.step import replicas, unscale
 from tfmix.step.state import Settings, State
@@ -209,7 +216,7 @@ class LossScaleOptimizer(
         if not self.built:
             return {}
         counts = _host(self._overflow_counts).tolist()
-        paths = [getattr(v, "path", v.name) for v in self._model_variables]
+        paths = optimizers.paths(self._model_variables)
         return dict(zip(paths, counts, strict=True))
 
     @property
@@ -555,6 +562,8 @@ class LossScaleOptimizer(
             optimizers.mark_wrapped(worker)
         self._overflow_counts = self._counter("overflow_counts", len(variables))
         optimizers.remember(self, variables)
+        name = self.inner_optimizer.name
+        self._watch = standstill.Watch(name, optimizers.paths(variables))
         self.built = True
 
     def save_own_variables(self, store: Any) -> None:
@@ -676,10 +685,11 @@ class LossScaleOptimizer(
         )
         is_data = power.blames_data(grads)
         with replicas.one_replica(used, self):
-            applied, state = tensorflow_step.step(
+            applied, after = tensorflow_step.step(
                 state, grads, rows, self._settings, unscaled, is_data
             )
-            self._assign(state)
+            self._warn_if_still(state, after)
+            self._assign(after)
         return applied
 
     def _step_of_jax(
@@ -692,13 +702,23 @@ class LossScaleOptimizer(
             state = self._state()
         inner = slots[len(mine) :]
         is_data = power.blames_data(grads)
-        state, weights, inner = jax_step.step(
+        after, weights, inner = jax_step.step(
             state, grads, weights, inner, self._settings, unscaled, is_data
         )
+        self._warn_if_still(state, after)
         with keras.StatelessScope(state_mapping=mapping) as scope:
-            self._assign(state)
+            self._assign(after)
         own = [scope.get_current_value(variable) for variable in mine]
         return weights, own + inner
+
+    def _warn_if_still(self, before: State, after: State) -> None:
+        """Warns of the eighth skipped step in a row of a user's own loop."""
+        if given_gradients.in_train_step():
+            # The line after the epoch says more.
+            return
+        bad = ops.not_equal(before.overflow_counts, after.overflow_counts)
+        is_eighth = ops.equal(after.consecutive_skips, standstill.AFTER)
+        standstill.call_if(is_eighth, self._watch.warn, bad)
 
     def _create_state(self, rule: rules.LossScale, leader: Any) -> None:
         """Creates variables for what the rule remembers, or uses a leader's."""

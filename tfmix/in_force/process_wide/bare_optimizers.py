@@ -14,8 +14,8 @@ from keras import ops
 from tfmix import _context_values, _messages
 from tfmix._keras import compilation, optimizers
 from tfmix._keras import variables as keras_variables
+from tfmix.scaling import given_gradients, rules, standstill
 from tfmix.scaling import optimizer as scaling
-from tfmix.scaling import rules
 from tfmix.step import finite, replicas
 from tfmix.variables import sixteen_bit_optimizer
 
@@ -27,6 +27,8 @@ PLACES = (
 # The `apply` that skips for an optimizer under TensorFlow, `None` for one that
 # is left alone.
 _SKIPPING = "_tfmix_skipping_apply"
+# What counts the skipped steps of an optimizer under JAX.
+_WATCH = "_tfmix_watch"
 # Whether a skipping `apply` is around the caller. Replicas, each in a thread of
 # its own, take turns.
 _stepping: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -133,9 +135,26 @@ def _on_jax(
         optimizer.build(variables)
     used = optimizer.variables + optimizers.remembered(optimizer)
     before = [variable.value for variable in used]
-    is_finite = finite.all_finite(list(grads))
+    bad = finite.not_finite(list(grads))
+    is_finite = ops.logical_not(ops.any(bad))
+    if not given_gradients.in_train_step():
+        watch = _watch(optimizer, variables)
+        applied = optimizer.iterations.value
+        is_bad = ops.logical_not(is_finite)
+        standstill.call_if(is_bad, watch.skipped, applied, bad)
     original(optimizer, grads, variables)
     for variable, old in zip(used, before, strict=True):
         if variable.value is not old:
             variable.assign(ops.where(is_finite, variable.value, old))
     return optimizer.iterations
+
+
+def _watch(optimizer: Any, variables: Any) -> standstill.Watch:
+    """Returns what counts the skipped steps of an optimizer in a row (JAX)."""
+    watch: standstill.Watch | None = vars(optimizer).get(_WATCH)
+    if watch is None:
+        used = optimizers.remembered(optimizer)
+        paths = optimizers.paths(used if variables is None else variables)
+        watch = standstill.Watch(optimizer.name, paths)
+        object.__setattr__(optimizer, _WATCH, watch)
+    return watch

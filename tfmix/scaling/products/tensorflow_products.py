@@ -19,8 +19,8 @@ from tfmix.scaling.products.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same dtype.
 Function = Callable[[Any, Any], Any]
-# Takes what enters backwards; returns a gradient.
-Gradient = Callable[[Any], Any]
+# Takes what enters backwards, and the 16-bit weight; returns a gradient.
+Gradient = Callable[[Any, Any], Any]
 
 
 def _if_asked(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,18 +66,18 @@ def contracted(
     to_inputs = Contraction(axes.outputs, axes.weight, axes.inputs)
     to_weight = Contraction(axes.inputs, axes.outputs, axes.weight)
 
-    def of_inputs(upstream: Any) -> Any:
-        narrow = tf.cast(weight, inputs.dtype)
-        if used is not None:
+    def of_inputs(upstream: Any, narrow: Any) -> Any:
+        if used is not None or compilation.by_xla():
             return _pulled(lambda x: function(x, narrow), inputs, upstream)
         return _product(upstream, narrow, to_inputs)
 
-    def of_weight(upstream: Any) -> Any:
+    def of_weight(upstream: Any, narrow: Any) -> Any:
         factor = inputs if used is None else used(inputs)
         if not compilation.by_xla():
             return _product(_wide(factor), _wide(upstream), to_weight)
         if inputs.dtype != tf.float16:
-            return _wide(_product(factor, upstream, to_weight))
+            pulled = _pulled(lambda w: function(inputs, w), narrow, upstream)
+            return _wide(pulled)
         if not in_loop:
             return _wide_product(factor, upstream, to_weight)
         sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
@@ -109,14 +109,12 @@ def convolved(
         What `function` returns of the inputs and the rounded weight.
     """
 
-    def of_inputs(upstream: Any) -> Any:
-        narrow = tf.cast(weight, inputs.dtype)
+    def of_inputs(upstream: Any, narrow: Any) -> Any:
         return _pulled(lambda x: function(x, narrow), inputs, upstream)
 
-    def of_weight(upstream: Any) -> Any:
+    def of_weight(upstream: Any, narrow: Any) -> Any:
         if not compilation.by_xla():
             return _of_wide_weight(function, inputs, weight, upstream)
-        narrow = tf.cast(weight, inputs.dtype)
         if inputs.dtype != tf.float16:
             return _wide(
                 _pulled(lambda w: function(inputs, w), narrow, upstream)
@@ -146,11 +144,11 @@ def combined(
     """
     del bilinear
 
-    def of_inputs(upstream: Any) -> Any:
-        narrow = tf.cast(weight, inputs.dtype)
+    def of_inputs(upstream: Any, narrow: Any) -> Any:
         return _pulled(lambda x: function(x, narrow), inputs, upstream)
 
-    def of_weight(upstream: Any) -> Any:
+    def of_weight(upstream: Any, narrow: Any) -> Any:
+        del narrow
         return _of_wide_weight(function, inputs, weight, upstream)
 
     return _with_gradients(function, inputs, weight, of_inputs, of_weight)
@@ -169,11 +167,14 @@ def _with_gradients(
     of_inputs: Gradient,
     of_weight: Gradient,
 ) -> Any:
+    # A loop keeps what its gradient reads in each step: the 16-bit copy.
+    narrow = tf.cast(weight, inputs.dtype)
+
     def both(upstream: Any) -> list:
-        return [of_inputs(upstream), of_weight(upstream)]
+        return [of_inputs(upstream, narrow), of_weight(upstream, narrow)]
 
     with gradients.unrecorded():
-        result = function(inputs, tf.cast(weight, inputs.dtype))
+        result = function(inputs, narrow)
     (result,) = gradients.replaced(
         [result], [inputs, weight], [], by_tape=both, by_graph=both
     )
