@@ -16,7 +16,7 @@ from tests import helpers
 from tfmix._keras import op_places, replacements
 from tfmix.variables import sixteen_bit_optimizer
 
-LIMIT = 45
+LIMIT = 60
 
 
 def registered():
@@ -85,7 +85,7 @@ def train():
 
 
 @helpers.requires_backend("tensorflow")
-def test_at_most_45_names_of_keras_are_replaced(everything):
+def test_at_most_60_names_of_keras_are_replaced(everything):
     before = snapshot(everything)
     tfmix.set_global_policy("mixed_float16")
     train()
@@ -115,7 +115,7 @@ def test_a_replacement_that_is_not_registered_is_found(everything, monkeypatch):
     before = snapshot(everything)
     tfmix.set_global_policy("mixed_float16")
     numpy = op_places.BACKEND_OPS.numpy
-    monkeypatch.setattr(numpy, "subtract", lambda x, y: x)
+    monkeypatch.setattr(numpy, "sin", lambda x: x)
     monkeypatch.setattr(keras.layers.Dense, "tfmix", 1, raising=False)
     found = changed(before, snapshot(everything))
     assert len(set(found) - set(registered())) == 2
