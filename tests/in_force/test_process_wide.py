@@ -30,9 +30,10 @@ def label(owner, attribute):
 
 
 def owners():
-    """Returns every module below `keras`, every class in them, and one of ours.
+    """Returns every module below `keras`, every class in them, and two more.
 
-    tfmix's own wrappers have an `apply` beside that of Keras's optimizers.
+    tfmix's own wrappers have an `apply` beside that of Keras's optimizers, and
+    TensorFlow its `recompute_grad`.
     """
     modules = [
         module
@@ -46,7 +47,8 @@ def owners():
         if inspect.isclass(value) and value.__module__.startswith("keras")
     }
     wrapper = sixteen_bit_optimizer.SixteenBitOptimizer
-    return [*modules, *classes.values(), wrapper]
+    tensorflow = sys.modules["tensorflow"]
+    return [*modules, *classes.values(), wrapper, tensorflow]
 
 
 def snapshot(everything):

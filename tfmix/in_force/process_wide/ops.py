@@ -12,6 +12,7 @@ from tfmix._keras import op_places, penalties, replacements
 from tfmix.in_force.process_wide import (
     bare_optimizers,
     finite_constants,
+    recomputation,
     softmax_logits,
     tensors,
 )
@@ -45,6 +46,7 @@ def makers(
         in_force = functools.partial(holds, PENALTIES)
         skipping = functools.partial(bare_optimizers.applying, holds=in_force)
         by_place |= dict.fromkeys(bare_optimizers.PLACES, skipping)
+        by_place |= dict.fromkeys(recomputation.PLACES, recomputation.alike)
         if keras.backend.backend() == "jax":
             adding = functools.partial(bias_gradients.adding, holds=in_force)
             by_place |= dict.fromkeys(
