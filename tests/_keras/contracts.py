@@ -92,6 +92,8 @@ FUNCTIONS = [
     (f"{COMMON}.variables", "AutocastScope", "dtype"),
     (f"{COMMON}.variables", "get_autocast_scope", ""),
     ("keras.src.backend", "compute_output_spec", "fn *args **kwargs"),
+    ("keras.src.backend.core", "cast", "x dtype"),
+    ("keras.src.backend.core", "convert_to_tensor", "x dtype"),
     (f"{SWAP}.SwapEMAWeights", "_swap_variables", "self"),
     (f"{SWAP}.SwapEMAWeights", "_finalize_ema_values", "self"),
     ("keras.src.models.functional.Functional", "call", "self inputs"),
@@ -203,6 +205,7 @@ FUNCTIONS = [
 # (owner, attribute, its type)
 CONSTANTS = [
     (f"{COMMON}.global_state", "GLOBAL_STATE_TRACKER", threading.local),
+    ("keras.src.backend", "core", types.ModuleType),
     ("keras.src.backend", "ops", types.ModuleType),
     ("keras.src.models.functional", "Functional", type),
     ("keras.src.models.functional.Functional", "operations", property),

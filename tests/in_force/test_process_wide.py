@@ -16,8 +16,9 @@ from tests import helpers
 from tfmix._keras import op_places, replacements
 from tfmix.variables import sixteen_bit_optimizer
 
-# 43 before weights got their gradients in float32; 27 are for that.
-LIMIT = 70
+# 43 before weights got their gradients in float32 (27), constants stayed finite
+# (13) and code ran again alike (1).
+LIMIT = 85
 
 
 def registered():
@@ -31,9 +32,10 @@ def label(owner, attribute):
 
 
 def owners():
-    """Returns every module below `keras`, every class in them, and one of ours.
+    """Returns every module below `keras`, every class in them, and two more.
 
-    tfmix's own wrappers have an `apply` beside that of Keras's optimizers.
+    tfmix's own wrappers have an `apply` beside that of Keras's optimizers, and
+    TensorFlow its `recompute_grad`.
     """
     modules = [
         module
@@ -47,7 +49,8 @@ def owners():
         if inspect.isclass(value) and value.__module__.startswith("keras")
     }
     wrapper = sixteen_bit_optimizer.SixteenBitOptimizer
-    return [*modules, *classes.values(), wrapper]
+    tensorflow = sys.modules["tensorflow"]
+    return [*modules, *classes.values(), wrapper, tensorflow]
 
 
 def snapshot(everything):
@@ -86,7 +89,7 @@ def train():
 
 
 @helpers.requires_backend("tensorflow")
-def test_at_most_70_names_of_keras_are_replaced(everything):
+def test_at_most_85_names_of_keras_are_replaced(everything):
     before = snapshot(everything)
     tfmix.set_global_policy("mixed_float16")
     train()
@@ -116,7 +119,7 @@ def test_a_replacement_that_is_not_registered_is_found(everything, monkeypatch):
     before = snapshot(everything)
     tfmix.set_global_policy("mixed_float16")
     numpy = op_places.BACKEND_OPS.numpy
-    monkeypatch.setattr(numpy, "maximum", lambda x, y: x)
+    monkeypatch.setattr(numpy, "sin", lambda x: x)
     monkeypatch.setattr(keras.layers.Dense, "tfmix", 1, raising=False)
     found = changed(before, snapshot(everything))
     assert len(set(found) - set(registered())) == 2

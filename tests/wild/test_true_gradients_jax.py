@@ -27,6 +27,7 @@ QUICK = {
     ("a_model_rematerialised_in_training", "jit"),
     ("sharded_over_a_mesh", "jit"),
     ("hessian_times_a_vector", "jit"),
+    ("gauss_newton_times_a_vector", "jit"),
     ("loss_on_a_tangent", "eager"),
     ("tensor_held_by_a_layer", "jit"),
     ("scores_left_on_a_layer", "jit"),
@@ -498,6 +499,19 @@ def hessian_by_an_input():
             jax.hessian(loss)(1.0),
             jax.jvp(jax.grad(jax.grad(loss)), (1.0,), (1.0,))[1],
         ]
+
+    return gradients, weights
+
+
+@form
+def gauss_newton_times_a_vector():
+    of, _, weights = classifier()
+
+    def gradients(weights):
+        ones = [jnp.ones_like(weight) for weight in weights]
+        made, push = jax.linearize(jax.jit(of), weights)
+        pull = jax.linear_transpose(push, weights)
+        return pull(1e-6 * push(ones) / made.size)[0]
 
     return gradients, weights
 

@@ -149,16 +149,13 @@ def rematerialize_anew(layer: keras.Layer) -> None:
     original = type(layer).rematerialized_call.__get__(layer)
 
     def rematerialized_call(call: Callable, *args: Any, **kwargs: Any) -> Any:
-        scope = variables.get_autocast_scope()
         # JAX would make arrays of `training` and its like.
         static = {k: v for k, v in kwargs.items() if isinstance(v, bool)}
 
-        # TensorFlow runs it again where the layer's own scope has ended.
-        def in_scope(*args: Any, **kwargs: Any) -> Any:
-            with autocast(getattr(scope, "dtype", None)):
-                return call(*args, **kwargs, **static)
+        def of_static(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs, **static)
 
-        rematerialized = original(in_scope, *args, **kwargs)
+        rematerialized = original(of_static, *args, **kwargs)
 
         def of_arrays(*args: Any, **kwargs: Any) -> Any:
             arrays = {k: v for k, v in kwargs.items() if k not in static}

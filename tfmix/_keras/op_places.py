@@ -19,6 +19,11 @@ from tfmix._keras import replacements
 
 # Since Keras 3.16 they are one level deeper.
 BACKEND_OPS = getattr(backend, "ops", backend)
+# Where numbers become tensors of a dtype by `keras.ops`.
+CONVERSIONS: tuple[replacements.Place, ...] = (
+    (backend.core, "cast"),
+    (backend.core, "convert_to_tensor"),
+)
 # None of it has 16-bit kernels: one stand-in for the whole module serves it.
 _LINEAR_ALGEBRA = "linalg"
 # In the order in which the public ops prefer them: `tanh` is in `numpy` and
@@ -80,6 +85,29 @@ def float32_softmax(layer: keras.Layer) -> Iterator[None]:
             float32 = keras.DTypePolicy("float32")
             replacements.swap(undo, softmax, "_dtype_policy", float32)
         yield
+
+
+def dtype_position(function: Callable) -> int:
+    """Returns where a backend function takes its dtype, if by position."""
+    names = list(inspect.signature(function).parameters)
+    return names.index("dtype") if "dtype" in names else len(names) + 1
+
+
+def wanted_dtype(args: tuple, kwargs: dict, position: int) -> str | None:
+    """Returns the dtype that a call asks for, `None` if it leaves it open."""
+    wanted = kwargs.get("dtype")
+    if len(args) > position:
+        wanted = args[position]
+    return None if wanted is None else keras.backend.standardize_dtype(wanted)
+
+
+def with_float32(
+    args: tuple, kwargs: dict, position: int
+) -> tuple[tuple, dict]:
+    """Returns the arguments of a call that asks for float32 instead."""
+    if len(args) > position:
+        return (*args[:position], "float32", *args[position + 1 :]), kwargs
+    return args, {**kwargs, "dtype": "float32"}
 
 
 def _function(name: str) -> tuple[replacements.Place, ...]:

@@ -212,3 +212,81 @@ def test_the_gradient_of_a_nested_function_can_be_had_once_more():
     exact = in_mode(lambda: plain.gradients(plain_loss), "graph")
     # Exact, though not scaled.
     assert distance(found, exact) < 0.01
+
+
+def loss_of(dtype):
+    """Returns a loss as a function of one matrix of weights."""
+    net = Net(dtype)
+    return lambda first: of_a_mean(net, [first, WEIGHTS[1]]) / FAINT
+
+
+def at_two_points(function):
+    return lambda first: jax.vmap(function)(keras.ops.stack([first, first]))
+
+
+def in_a_loop(loss):
+    def looped(first):
+        def add(total, _):
+            return total + loss(first), None
+
+        return jax.lax.scan(add, 0.0, None, length=2)[0]
+
+    return looped
+
+
+def along(loss, first):
+    return jax.linearize(loss, first)[1](first)
+
+
+# What callers differentiate forwards, by what they make of a loss and a point.
+FORWARDS = {
+    "jvp_of_jit": lambda loss, w: jax.jvp(jax.jit(loss), (w,), (w,))[1],
+    "jvp_of_scan": lambda loss, w: jax.jvp(in_a_loop(loss), (w,), (w,))[1],
+    "jvp_of_checkpoint": lambda loss, w: jax.jvp(
+        jax.checkpoint(loss), (w,), (w,)
+    )[1],
+    "jvp_of_jit_of_grad": lambda loss, w: jax.jvp(
+        jax.jit(jax.grad(loss)), (w,), (w,)
+    )[1],
+    "linearize": along,
+    "linearize_of_jit": lambda loss, w: along(jax.jit(loss), w),
+    "linearize_of_grad": lambda loss, w: along(jax.grad(loss), w),
+    "linearize_of_vmap": lambda loss, w: along(at_two_points(loss), w),
+    "vmap_of_linearize": lambda loss, w: at_two_points(
+        lambda w: along(loss, w)
+    )(w),
+    "grad_of_linearize": lambda loss, w: jax.grad(lambda w: along(loss, w))(w),
+    "linearize_of_linearize": lambda loss, w: along(
+        lambda w: along(loss, w), w
+    ),
+    "transpose_of_linearize": lambda loss, w: jax.linear_transpose(
+        jax.linearize(loss, w)[1], w
+    )(1.0)[0],
+    "vmap_of_the_linear_function": lambda loss, w: jax.vmap(
+        jax.linearize(loss, w)[1]
+    )(keras.ops.stack([w, 2 * w])),
+}
+
+
+@pytest.mark.skipif(not ON_JAX, reason="only JAX has them")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FORWARDS)
+def test_what_jax_differentiates_forwards_is_as_in_float32(name, mode):
+    first = tensor(WEIGHTS[0])
+
+    def by(dtype):
+        return lambda: FORWARDS[name](loss_of(dtype), first)
+
+    found, exact = in_mode(by("float16"), mode), in_mode(by("float32"), mode)
+    assert distance([found], [exact]) < 0.01
+
+
+@pytest.mark.skipif(not ON_JAX, reason="only JAX transposes")
+def test_the_transpose_of_a_linearized_loss_is_scaled():
+    first = tensor(WEIGHTS[0])
+
+    def by(dtype):
+        _, linear = jax.linearize(loss_of(dtype), first)
+        return jax.linear_transpose(linear, first)(FAINT)[0]
+
+    assert distance([by("float16")], [by("float32")]) < 0.005

@@ -24,7 +24,7 @@ from tfmix._keras import (
 )
 from tfmix.float8 import chosen_layers
 from tfmix.in_force.layer import dtype_errors, uncast_inputs, unfit_constants
-from tfmix.in_force.process_wide import tensors
+from tfmix.in_force.process_wide import finite_constants, tensors
 
 # The attribute under which a layer holds its `_State`.
 STATE = "_tfmix_fallback"
@@ -177,6 +177,8 @@ class _State:
         # The policy it fell back to, and the dtype it returns as before.
         self._policy: keras.DTypePolicy | None = None
         self.returns = ""
+        # Its constant is beyond 16 bit: what it makes of it stays finite.
+        self._saturates = False
         # It returns float32, to the code of a layer that fell back.
         self.hands_float32 = False
         # Its constants have not been looked at yet.
@@ -238,11 +240,11 @@ class _State:
         misfit = unfit_constants.unfit(self._layer, dtypes[0])
         if misfit is None:
             return
-        cause, self._remedy = misfit
+        self._remedy, self._saturates = misfit.remedy, misfit.is_infinite
         # In float32 by its user, or by the file it fell back in, while what is
         # inside it is not: that hands float32 on, and there is nothing to tell.
         is_news = self._layer.compute_dtype in _formats.SIXTEEN_BIT
-        self._fall_back(_own_code, cause, contextlib.ExitStack())
+        self._fall_back(_own_code, misfit.cause, contextlib.ExitStack())
         if is_news:
             self._tell()
 
@@ -300,7 +302,8 @@ class _State:
         is_model = isinstance(self._layer, keras.Model)
         if is_model and global_state.is_outermost(self._layer):
             return outputs
-        narrow = functools.partial(tensors.narrow, dtype=self.returns)
+        cast = finite_constants.saturated if self._saturates else tensors.narrow
+        narrow = functools.partial(cast, dtype=self.returns)
         return tensors.map_leaves(outputs, narrow)
 
     def _tell(self) -> None:

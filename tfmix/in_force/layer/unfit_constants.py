@@ -1,6 +1,7 @@
 """Float constants in the code of a layer that its dtype cannot hold."""
 
 import math
+from typing import NamedTuple
 
 import keras
 
@@ -13,13 +14,21 @@ _TELLS_APART = frozenset(("float16", "mixed_float16", "finfo"))
 _ROOT, _WIDE = "rsqrt", "float32"
 
 
-def unfit(layer: keras.Layer, dtype: str) -> tuple[str, str] | None:
+class Misfit(NamedTuple):
+    """A constant that a layer's dtype cannot hold."""
+
+    cause: str  # Where it is, and what is wrong with it.
+    remedy: str  # What to write.
+    is_infinite: bool  # It is too large, not too small.
+
+
+def unfit(layer: keras.Layer, dtype: str) -> Misfit | None:
     """Says where a layer's code holds a constant that a dtype does not.
 
     Returns:
-        Place and cause, and what to write; `None` if every constant fits: is
-        not infinite, and not zero, if it is not in float32. An epsilon in code
-        that takes reciprocal roots fits if their gradient there is finite.
+        The first; `None` if every constant fits: is not infinite, and not
+        zero, if it is not in float32. An epsilon in code that takes reciprocal
+        roots fits if their gradient there is finite.
     """
     limits = _formats.limits(dtype)
     for function in code_constants.functions(layer):
@@ -43,5 +52,9 @@ def unfit(layer: keras.Layer, dtype: str) -> tuple[str, str] | None:
             else:
                 continue
             place = _users_code.line_of(function.__code__.co_filename, line)
-            return f"{place}{cause} in {dtype}.", f"take a constant {fits}"
+            return Misfit(
+                cause=f"{place}{cause} in {dtype}.",
+                remedy=f"take a constant {fits}",
+                is_infinite=size > limits.max,
+            )
     return None

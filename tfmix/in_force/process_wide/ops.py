@@ -11,6 +11,8 @@ from tfmix import _formats
 from tfmix._keras import op_places, penalties, replacements
 from tfmix.in_force.process_wide import (
     bare_optimizers,
+    finite_constants,
+    recomputation,
     softmax_logits,
     tensors,
     weight_gradients,
@@ -42,8 +44,28 @@ def makers(
         in_force = functools.partial(holds, PENALTIES)
         skipping = functools.partial(bare_optimizers.applying, holds=in_force)
         by_place |= dict.fromkeys(bare_optimizers.PLACES, skipping)
+        by_place |= dict.fromkeys(recomputation.PLACES, recomputation.alike)
         by_place |= weight_gradients.makers(in_force)
+        _keep_finite(by_place, in_force)
     return by_place
+
+
+def _keep_finite(by_place: dict, holds: Callable[[], bool]) -> None:
+    """Lets constants stay finite, around what else replaces an op."""
+    places = [
+        place
+        for name in finite_constants.OPS
+        for place in op_places.targets(name)
+    ]
+    for place in (*places, *op_places.CONVERSIONS):
+        inner = by_place.get(place, lambda original: original)
+        by_place[place] = functools.partial(
+            _saturating, inner=inner, holds=holds
+        )
+
+
+def _saturating(original: Any, inner: Callable, holds: Callable) -> Any:
+    return finite_constants.saturating(inner(original), holds)
 
 
 def _rule(original: Any, name: str, holds: Holds) -> Any:
@@ -55,7 +77,7 @@ def _rule(original: Any, name: str, holds: Holds) -> Any:
         return _attention_rule(original, holds)
     static = isinstance(original, staticmethod)
     function = original.__func__ if static else original
-    dtype_at = _dtype_position(function)
+    dtype_at = op_places.dtype_position(function)
     if name in softmax_logits.LOSSES:
         function = softmax_logits.recovering(function)
 
@@ -64,12 +86,12 @@ def _rule(original: Any, name: str, holds: Holds) -> Any:
         if not holds(name):
             return function(*args, **kwargs)
         source = tensors.only_16_bit((args, kwargs))
-        wanted = _wanted_dtype(args, kwargs, dtype_at)
+        wanted = op_places.wanted_dtype(args, kwargs, dtype_at)
         if source is None or wanted not in (None, *_formats.SIXTEEN_BIT):
             return function(*args, **kwargs)
         args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
         if wanted is not None:
-            args, kwargs = _with_float32(args, kwargs, dtype_at)
+            args, kwargs = op_places.with_float32(args, kwargs, dtype_at)
         result = function(*args, **kwargs)
         narrow = functools.partial(tensors.narrow_once, dtype=wanted or source)
         return tensors.map_leaves(result, narrow)
@@ -108,23 +130,3 @@ def _widening(original: Callable, holds: Holds) -> Callable:
         return original(self, *args, **kwargs)
 
     return widened
-
-
-def _dtype_position(function: Callable) -> int:
-    names = list(inspect.signature(function).parameters)
-    return names.index("dtype") if "dtype" in names else len(names) + 1
-
-
-def _wanted_dtype(args: tuple, kwargs: dict, position: int) -> str | None:
-    wanted = kwargs.get("dtype")
-    if len(args) > position:
-        wanted = args[position]
-    return None if wanted is None else keras.backend.standardize_dtype(wanted)
-
-
-def _with_float32(
-    args: tuple, kwargs: dict, position: int
-) -> tuple[tuple, dict]:
-    if len(args) > position:
-        return (*args[:position], "float32", *args[position + 1 :]), kwargs
-    return args, {**kwargs, "dtype": "float32"}

@@ -21,16 +21,23 @@ from tfmix._keras import global_state, layers, op_places, replacements
 from tfmix.in_force.process_wide import tensors
 from tfmix.scaling.products import contraction
 
+products: Any
 if keras.backend.backend() == "tensorflow":
-    from tfmix.scaling.products import tensorflow_products as products
+    from tfmix.scaling.products import tensorflow_products
+
+    products = tensorflow_products
 else:
-    from tfmix.scaling.products import jax_products as products
+    from tfmix.scaling.products import jax_products
+
+    products = jax_products
 
 # On a 16-bit copy of a weight: the float32 tensor that it was cast from.
 SOURCE = "_tfmix_weight"
 # Operations that only move a weight's numbers: their result is a copy, too.
-_MOVE = ("transpose", "reshape", "split", "squeeze", "expand_dims")
-_MOVE += ("moveaxis", "swapaxes")
+_MOVE = (
+    *("transpose", "reshape", "split", "squeeze", "expand_dims"),
+    *("moveaxis", "swapaxes"),
+)
 # Operations that compute in float32 in any case, so that they can take float32.
 _WIDE = ("layer_normalization", "rms_normalization")
 _CONVOLUTIONS = ("conv", "depthwise_conv", "conv_transpose")
@@ -51,7 +58,7 @@ def makers(holds: Holds) -> dict[replacements.Place, Maker]:
     Args:
         holds: Says whether a 16-bit policy is active for the caller.
     """
-    by_name = {
+    by_name: dict[str, Maker] = {
         "matmul": _matmul,
         "dot": _matmul,
         "tensordot": _tensordot,
@@ -64,7 +71,7 @@ def makers(holds: Holds) -> dict[replacements.Place, Maker]:
         **dict.fromkeys(_MOVE, _moving),
         **dict.fromkeys(_WIDE, _wide),
     }
-    places = {
+    places: dict[replacements.Place, Maker] = {
         place: make
         for name, make in by_name.items()
         for place in op_places.targets(name)

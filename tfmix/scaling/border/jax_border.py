@@ -1,15 +1,14 @@
 """A border around a function, under JAX."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax import numpy as jnp
-from jax.interpreters import ad
 
+from tfmix._keras import linear_maps
 from tfmix.scaling.border import power
 from tfmix.scaling.products import jax_products
 
@@ -37,8 +36,6 @@ def call(function: Function, values: Sequence) -> Results:
     """
     # Of NumPy's, JAX makes constants that it does not take back.
     values = jax_products.varying_alike(map(jnp.asarray, values))
-    if _in_forward_mode(values):
-        return _pushed(function, values)
     # Who differentiates does so at the border alone.
     fixed = lax.stop_gradient(values)
     results, pull, others = jax.vjp(
@@ -46,113 +43,104 @@ def call(function: Function, values: Sequence) -> Results:
     )
     results, losses = _known(
         results,
-        (pull, power.placing(), values),
-        again=lambda saved: call(function, saved[-1])[:2],
-        gradients=functools.partial(_gradients, function),
+        (pull, power.placing()),
+        values,
+        function,
+        functools.partial(_gradients, function),
     )
     return results, losses, others
 
 
-def _in_forward_mode(values: Iterable) -> bool:
-    """Says whether `jax.jvp` is at work, which refuses a `custom_vjp`."""
-    # Before 0.7, JAX pulls gradients back with tracers of the same kind.
-    has_own_tracers = getattr(jax.config, "jax_use_direct_linearize", True)
-    return has_own_tracers and any(
-        isinstance(value, ad.JVPTracer) for value in values
-    )
-
-
-def _pushed(function: Function, values: tuple) -> Results:
-    """Calls a function and pushes tangents through it, inside one border."""
-    count = len(values)
-
-    def both(*given: Any) -> Results:
-        values, tangents = given[:count], list(given[count:])
-        kept, pushed, others = jax.jvp(
-            _of_floats(function, values),
-            _floats(values),
-            tangents,
-            has_aux=True,
-        )
-        results, losses = map(jax.tree.leaves, zip(kept, pushed, strict=True))
-        return results, losses, others
-
-    @jax.custom_jvp
-    def known(*values: Any) -> Results:
-        return call(function, values)
-
-    @known.defjvp
-    def _(values: tuple, tangents: tuple) -> tuple[Results, Results]:
-        results, losses, others = call(both, (*values, *_floats(tangents)))
-        half, added = len(results) // 2, len(losses) // 2
-        still = jax.tree.map(_no_tangent, others)
-        return (
-            (results[:half], losses[:added], others),
-            (results[half:], losses[added:], still),
-        )
-
-    same_results: Results = known(*values)
-    return same_results
-
-
-def _no_tangent(value: Any) -> Any:
-    if _is_float(value):
-        return jnp.zeros_like(value)
-    return np.zeros(value.shape, jax.dtypes.float0)
-
-
 def _known(
-    results: Any, saved: Any, again: Callable, gradients: Callable
+    results: Any,
+    kept: Any,
+    values: Sequence,
+    function: Function,
+    gradients: Callable,
 ) -> Any:
     """Returns results, whose gradients a function of one's own finds.
 
-    What they were made of beside `saved`, as what a function closes over, is
+    What they were made of beside `values`, as what a function closes over, is
     beyond the border: it gets true gradients that nothing scales.
 
     Args:
-        results: A nest of arrays.
-        saved: A nest of the arrays that get gradients, and of others.
-        again: Makes the results of it anew, where `jax.jvp` wants them.
-        gradients: Takes `saved` and what enters; returns a gradient, or
-            `None`, for each of `saved`.
+        results: The float arrays that `function` returned: results, losses.
+        kept: A nest of arrays that `gradients` takes.
+        values: The arrays that get gradients, and others.
+        function: What the results were made of `values` by.
+        gradients: Takes `kept`, `values` and what enters; returns a gradient
+            for each float of `values`.
     """
-    if _in_forward_mode(jax.tree.leaves(saved)):
-        return again(saved)
 
-    @jax.custom_vjp
-    def known(results: Any, saved: Any) -> Any:
+    @jax.custom_jvp
+    def known(results: Any, kept: Any, values: Sequence) -> Any:
         return results
 
-    def forward(results: Any, saved: Any) -> tuple:
-        return _known(results, saved, again, gradients), saved
+    @known.defjvp
+    def _(primals: tuple, tangents: tuple) -> tuple:
+        results, kept, values = primals
+        beyond, _, at_border = tangents
+        leaves, nest = jax.tree.flatten(results)
+        saved, structure = jax.tree.flatten((kept, values))
+        count = len(saved)
 
-    def backward(saved: Any, upstream: Any) -> tuple:
-        return upstream, gradients(saved, upstream)
+        def push(*given: Any) -> Results:
+            _, values = structure.unflatten(given[:count])
+            (_, pushed, _) = jax.jvp(
+                _of_floats(function, values),
+                _floats(values),
+                list(given[count:]),
+                has_aux=True,
+            )
+            return (*pushed, None)
 
-    known.defvjp(forward, backward)
-    return known(results, saved)
+        def forward(*given: Any) -> list:
+            return jax.tree.leaves(push(*given))
+
+        def transpose(*given: Any) -> list:
+            kept, values = structure.unflatten(given[:count])
+            upstream = nest.unflatten(given[count:])
+            return gradients(kept, values, upstream)
+
+        def differentiable(*given: Any) -> list:
+            return jax.tree.leaves(call(push, given))
+
+        pushed = linear_maps.apply(
+            forward,
+            transpose,
+            differentiable,
+            saved,
+            [
+                tangent
+                for value, tangent in zip(values, at_border, strict=True)
+                if _is_float(value)
+            ],
+            leaves,
+        )
+        moved = jax.tree.map(lax.add, beyond, nest.unflatten(pushed))
+        # Not `results` themselves, which no second derivative passes through.
+        return known(*primals), moved
+
+    return known(results, kept, values)
 
 
-def _gradients(function: Function, saved: Any, upstream: tuple) -> tuple:
-    """Returns true gradients of what `call` has saved."""
-    pull, factor, values = saved
+def _gradients(
+    function: Function, kept: tuple, values: tuple, upstream: tuple
+) -> list:
+    """Returns true gradients of what `call` was given."""
+    pull, factor = kept
     results, losses = upstream
     by = power.of(results, losses, factor)
     scaled = jax.tree.map(lambda gradient: _times(by.up, gradient), upstream)
     inside = _pulled(function, pull, values, scaled)
-    new = iter(inside)
-    gradients = [
-        _unscaled(by.down, next(new)) if _is_float(value) else None
-        for value in values
-    ]
-    return None, None, tuple(gradients)
+    return [_unscaled(by.down, gradient) for gradient in inside]
 
 
 def _pulled(
     function: Function, pull: Any, values: tuple, upstream: tuple
 ) -> list:
     """Pulls gradients back, with a border around that, too."""
-    structure = jax.tree.structure((values, upstream))
+    given, structure = jax.tree.flatten((values, upstream))
 
     def pulled(*given: Any) -> Results:
         values, upstream = structure.unflatten(given)
@@ -161,23 +149,15 @@ def _pulled(
         )
         return list(pull(upstream)), [], None
 
-    def again(saved: Any) -> list:
-        return call(pulled, jax.tree.leaves(saved))[0]
-
-    def gradients(saved: Any, second: list) -> tuple:
-        given = jax.tree.leaves(saved)
-
+    def gradients(_: Any, given: Sequence, second: tuple) -> list:
         def of_floats(*floats: Any) -> list:
             return call(pulled, _with_floats(given, floats))[0]
 
         _, pull = jax.vjp(of_floats, *_floats(given))
-        new = iter(pull(second))
-        leaves = [next(new) if _is_float(leaf) else None for leaf in given]
-        second_gradients: tuple = structure.unflatten(leaves)
-        return second_gradients
+        return list(pull(second[0]))
 
     results = list(pull(lax.stop_gradient(upstream)))
-    same_results: list = _known(results, (values, upstream), again, gradients)
+    same_results: list = _known((results, []), (), given, pulled, gradients)[0]
     return same_results
 
 
