@@ -1,0 +1,227 @@
+"""A model trained in 16 bit is exported, frozen, reloaded and differentiated.
+
+What is traced for inference holds nothing of tfmix: it is what Keras's own
+policy would trace.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfmix
+from tests import helpers
+
+pytestmark = helpers.requires_backend("tensorflow")
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+    from tensorflow.python.framework.convert_to_constants import (
+        convert_variables_to_constants_v2,
+    )
+
+RNG = np.random.default_rng(0)
+ROWS = RNG.normal(size=(16, 6)).astype("float32")
+STEPS = RNG.normal(size=(16, 5, 6)).astype("float32")
+IMAGES = RNG.normal(size=(4, 8, 8, 3)).astype("float32")
+POLICIES = ("mixed_float16", "mixed_bfloat16", "float16")
+# Of what the reloaded model returns, by the policy.
+WITHIN = {"mixed_float16": 2e-3, "mixed_bfloat16": 2e-2, "float16": 2e-3}
+
+
+class OfWeight(layers.Layer):
+    """Multiplies by a weight, somewhere."""
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    def times(self, x):
+        return ops.matmul(x, self.w)
+
+
+class Branch(OfWeight):
+    def call(self, x):
+        is_positive = tf.reduce_sum(tf.cast(x, tf.float32)) > 0
+        return tf.cond(is_positive, lambda: self.times(x), lambda: x)
+
+
+class Loop(OfWeight):
+    def call(self, x):
+        def step(i, a):
+            return i + 1, self.times(a)
+
+        return tf.while_loop(lambda i, _: i < 2, step, (0, x))[1]
+
+
+class Mapped(OfWeight):
+    def call(self, x):
+        return tf.map_fn(lambda row: self.times(row[None])[0], x)
+
+
+class KerasBranch(OfWeight):
+    def call(self, x):
+        return ops.cond(ops.sum(x) > 0, lambda: self.times(x), lambda: x)
+
+
+class KerasLoop(OfWeight):
+    def call(self, x):
+        def step(i, a):
+            return i + 1, self.times(a)
+
+        return ops.while_loop(lambda i, _: i < 2, step, (0, x))[1]
+
+
+class WithFunction(OfWeight):
+    def build(self, shape):
+        super().build(shape)
+        self.function = tf.function(self.times)
+
+    def call(self, x):
+        return self.function(x)
+
+
+class WithGradient(OfWeight):
+    def call(self, x):
+        @tf.custom_gradient
+        def doubled(x):
+            return tf.tanh(x), lambda upstream: 2 * upstream
+
+        return doubled(self.times(x))
+
+
+def stack(x, *some):
+    def make():
+        made = [layer() for layer in some]
+        return keras.Sequential(
+            [keras.Input(x.shape[1:]), *made, layers.Dense(2)]
+        )
+
+    return make, x
+
+
+def attention():
+    x = keras.Input((5, 6))
+    return keras.Model(
+        x, layers.Dense(2)(layers.MultiHeadAttention(2, 3)(x, x))
+    )
+
+
+def nested():
+    inner = keras.Sequential([layers.Dense(4), layers.Dense(4)])
+    return keras.Sequential([keras.Input((6,)), inner, layers.Dense(2)])
+
+
+KINDS = {
+    "dense": stack(ROWS, lambda: layers.Dense(4)),
+    "lstm": stack(STEPS, lambda: layers.LSTM(4)),
+    "gru": stack(STEPS, lambda: layers.GRU(4)),
+    "bidirectional": stack(STEPS, lambda: layers.Bidirectional(layers.LSTM(4))),
+    "masked": stack(STEPS, layers.Masking, lambda: layers.LSTM(4)),
+    "attention": (attention, STEPS),
+    "time_distributed": stack(
+        STEPS, lambda: layers.TimeDistributed(layers.Dense(3)), layers.Flatten
+    ),
+    "convolution": stack(
+        IMAGES,
+        lambda: layers.Conv2D(4, 3),
+        layers.BatchNormalization,
+        layers.GlobalAveragePooling2D,
+    ),
+    "nested": (nested, ROWS),
+    "branch": stack(ROWS, Branch),
+    "loop": stack(ROWS, Loop),
+    "mapped": stack(ROWS, Mapped),
+    "keras_branch": stack(ROWS, KerasBranch),
+    "keras_loop": stack(ROWS, KerasLoop),
+    "function": stack(ROWS, WithFunction),
+    "gradient": stack(ROWS, WithGradient),
+}
+QUICK = {("lstm", "mixed_float16"), ("branch", "mixed_float16")}
+QUICK |= {("function", "float16"), ("attention", "mixed_bfloat16")}
+
+
+def cases():
+    for kind in KINDS:
+        for policy in POLICIES:
+            marks = [] if (kind, policy) in QUICK else [pytest.mark.slow]
+            yield pytest.param(kind, policy, marks=marks)
+
+
+def of_tfmix(graph):
+    """Lists the operations of a graph whose gradient is tfmix's."""
+    functions = [node for f in graph.library.function for node in f.node_def]
+    return [
+        node.name
+        for node in [*graph.node, *functions]
+        if node.attr["_gradient_op_type"].s.startswith(b"Tfmix")
+    ]
+
+
+def trained(kind, policy):
+    tfmix.set_global_policy(policy)
+    keras.utils.set_random_seed(0)
+    make, x = KINDS[kind]
+    model = make()
+    model.compile("sgd", "mse")
+    model.fit(x, np.zeros((len(x), *model.output_shape[1:])), verbose=0)
+    return model, x
+
+
+@pytest.mark.parametrize(("kind", "policy"), list(cases()))
+def test_a_trained_model_is_deployed(kind, policy, tmp_path):
+    model, x = trained(kind, policy)
+    right, within = model.predict(x, verbose=0), WITHIN[policy]
+
+    model.export(tmp_path / "exported", verbose=False)
+    reloaded = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(reloaded.serve(x), right, atol=within)
+    graph = reloaded.signatures["serve"].graph.as_graph_def()
+    assert of_tfmix(graph) == []
+
+    # Its gradient is what Keras's own policy would have.
+    given = tf.constant(x)
+    with tf.GradientTape() as tape:
+        tape.watch(given)
+        loss = tf.reduce_sum(reloaded.serve(given) ** 2)
+    assert np.isfinite(tape.gradient(loss, given)).all()
+
+    tf.saved_model.save(model, tmp_path / "saved")
+    saved = tf.saved_model.load(tmp_path / "saved")
+    signature = saved.signatures["serving_default"]
+    assert of_tfmix(signature.graph.as_graph_def()) == []
+
+    shape = tf.TensorSpec((None, *x.shape[1:]))
+    function = tf.function(lambda x: model(x)).get_concrete_function(shape)
+    frozen = convert_variables_to_constants_v2(function)
+    (outputs,) = tf.nest.flatten(frozen(given))
+    np.testing.assert_allclose(outputs, right, atol=within)
+    assert of_tfmix(frozen.graph.as_graph_def()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trained_model_becomes_a_lite_model(kind, policy, tmp_path):
+    model, _ = trained(kind, policy)
+    model.export(tmp_path / "exported", verbose=False)
+    converter = tf.lite.TFLiteConverter.from_saved_model(
+        str(tmp_path / "exported")
+    )
+    converter.target_spec.supported_ops = [
+        tf.lite.OpsSet.TFLITE_BUILTINS,
+        tf.lite.OpsSet.SELECT_TF_OPS,
+    ]
+    assert len(converter.convert()) > 0
+
+
+def test_the_search_for_operations_of_tfmix_finds_those_of_training():
+    model, x = trained("dense", "mixed_float16")
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x, training=True))
+        return tape.gradient(loss, model.trainable_variables)
+
+    graph = step.get_concrete_function(tf.constant(x)).graph.as_graph_def()
+    assert of_tfmix(graph)
