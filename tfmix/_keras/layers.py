@@ -23,7 +23,7 @@ from tfmix._keras import layer_policies, replacements
 
 _CALL_CONTEXT = "current_call_ctx"
 # What casts each variable that a layer reads, and what takes a part of one.
-AUTOCAST: replacements.Place = (variables.AutocastScope, "maybe_cast")
+AUTOCAST: replacements.Place = (variables.Variable, "_maybe_autocast")
 ITEM: replacements.Place = (variables.Variable, "__getitem__")
 # What runs through the time steps of a recurrent layer.
 LOOP: replacements.Place = (keras.layers.RNN, "inner_loop")
@@ -307,6 +307,12 @@ def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
 def autocast(dtype: str | None) -> Any:
     """Returns a scope in which variables are read in a dtype."""
     return variables.AutocastScope(dtype)
+
+
+def stored_dtype(variable: keras.Variable) -> str:
+    """Returns the dtype of a variable, whatever layer reads it."""
+    with autocast(None):
+        return str(keras.backend.standardize_dtype(variable.dtype))
 
 
 def as_tensor(value: Any) -> Any:

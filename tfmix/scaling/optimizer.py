@@ -683,7 +683,7 @@ class LossScaleOptimizer(
             if unscaled and self.reduce_dtype
             else None,
         )
-        is_data = power.blames_data(grads)
+        is_data = self._blames_data(grads)
         with replicas.one_replica(used, self):
             applied, after = tensorflow_step.step(
                 state, grads, rows, self._settings, unscaled, is_data
@@ -701,7 +701,7 @@ class LossScaleOptimizer(
         with keras.StatelessScope(state_mapping=mapping):
             state = self._state()
         inner = slots[len(mine) :]
-        is_data = power.blames_data(grads)
+        is_data = self._blames_data(grads)
         after, weights, inner = jax_step.step(
             state, grads, weights, inner, self._settings, unscaled, is_data
         )
@@ -711,10 +711,19 @@ class LossScaleOptimizer(
         own = [scope.get_current_value(variable) for variable in mine]
         return weights, own + inner
 
+    def _blames_data(self, grads: Sequence) -> Any:
+        """Says whether the data is not finite, where a rule has to know."""
+        return False if _is_constant(self.rule) else power.blames_data(grads)
+
     def _warn_if_still(self, before: State, after: State) -> None:
         """Warns of the eighth skipped step in a row of a user's own loop."""
         if given_gradients.in_train_step():
             # The line after the epoch says more.
+            return
+        on_jax = keras.backend.backend() == "jax"
+        if on_jax and compilation.is_symbolic(after.consecutive_skips):
+            # A branch would let a GPU wait for the host in every step, and
+            # `check_health` reads the same counter.
             return
         bad = ops.not_equal(before.overflow_counts, after.overflow_counts)
         is_eighth = ops.equal(after.consecutive_skips, standstill.AFTER)

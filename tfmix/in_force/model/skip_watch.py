@@ -41,6 +41,8 @@ class SkipWatch(keras.callbacks.Callback):
         self._trained, self._later = False, 0.0
         # Skips of the last epochs that applied nothing.
         self._idle = 0
+        # The loss scale at the end of the last epoch that skipped steps.
+        self._scale: float | None = None
         self._told = False
         self._bad_data: skip_causes.BadData | None = None
         self._last_cause = ""
@@ -110,6 +112,11 @@ class SkipWatch(keras.callbacks.Callback):
         if is_lowest or skipped <= _FEW * (applied + skipped) + trials:
             return is_lowest
         if isinstance(rule, rules.FixedLossScale | rules.NoLossScale):
+            return True
+        before, self._scale = self._scale, optimizer.loss_scale
+        first = float(rule.init()[0])
+        if is_dynamic and self._scale >= (before or first):
+            # Bad data moves no scale: nothing was searched for.
             return True
         new = self._later if applied else self._idle
         return bool(bad_data) or new >= _NOT_BY_ACCIDENT

@@ -129,13 +129,14 @@ def _autocast(original: Callable) -> Callable:
     """Returns what casts a variable that a 16-bit layer reads."""
 
     def maybe_cast(self: Any, value: Any) -> Any:
-        if self.dtype not in _formats.SIXTEEN_BIT:
+        if layers.stored_dtype(self) != "float32":
             return original(self, value)
-        if keras.backend.standardize_dtype(value.dtype) != "float32":
-            return original(self, value)
-        value = layers.as_tensor(value)
         copy = original(self, value)
-        global_state.put_note(copy, SOURCE, value)
+        if tensors.is_16_bit(copy):
+            # Read once: as a tensor of which the copy is made.
+            weight = layers.as_tensor(value)
+            copy = copy if weight is value else original(self, weight)
+            global_state.put_note(copy, SOURCE, weight)
         return copy
 
     return maybe_cast
