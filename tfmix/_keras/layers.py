@@ -309,12 +309,6 @@ def autocast(dtype: str | None) -> Any:
     return variables.AutocastScope(dtype)
 
 
-def stored_dtype(variable: keras.Variable) -> str:
-    """Returns the dtype of a variable, whatever layer reads it."""
-    with autocast(None):
-        return str(keras.backend.standardize_dtype(variable.dtype))
-
-
 def as_tensor(value: Any) -> Any:
     """Returns the tensor that a variable of the backend holds."""
     if keras.backend.backend() != "tensorflow":

@@ -17,7 +17,13 @@ from typing import Any
 import keras
 
 from tfmix import _context_values, _formats
-from tfmix._keras import global_state, layers, op_places, replacements
+from tfmix._keras import (
+    global_state,
+    layers,
+    op_places,
+    replacements,
+    variables,
+)
 from tfmix.in_force.process_wide import tensors
 from tfmix.scaling.products import contraction
 
@@ -129,7 +135,7 @@ def _autocast(original: Callable) -> Callable:
     """Returns what casts a variable that a 16-bit layer reads."""
 
     def maybe_cast(self: Any, value: Any) -> Any:
-        if layers.stored_dtype(self) != "float32":
+        if variables.declared_dtype(self) != "float32":
             return original(self, value)
         copy = original(self, value)
         if tensors.is_16_bit(copy):

@@ -113,6 +113,10 @@ def blames_data(gradients: Sequence) -> Any:
     if not values or not is_placed():
         return False
     # The first variable gets gradients from all that comes after it. What
-    # makes the last may be the one head whose loss is not finite.
-    ends = [ops.ravel(value)[:1] for value in (values[0], values[-1])]
-    return ops.any(ops.isnan(ops.concatenate(ends)))
+    # makes the last may be the one head whose loss is not finite. Scalars fuse
+    # with what moves the rule: no kernel more.
+    first, last = (
+        ops.isnan(ops.reshape(ops.ravel(value)[:1], ()))
+        for value in (values[0], values[-1])
+    )
+    return ops.logical_or(first, last)
