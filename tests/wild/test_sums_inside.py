@@ -223,7 +223,7 @@ def test_every_epoch_is_as_in_float32(name, way, policy):
     found, applied = epoch_losses(policy, name, way)
     assert applied == steps == 2 * EPOCHS
     # bfloat16 rounds its inputs to 8 bits, whatever is summed.
-    within = WITHIN if policy == "mixed_float16" else 2 * WITHIN
+    within = WITHIN
     np.testing.assert_allclose(found, right, rtol=within)
 
 
