@@ -93,7 +93,8 @@ def test_a_saved_model_continues_under_any_policy(tmp_path, loading_policy):
     # The model was made without a policy of tfmix's. Under one, its weight
     # gradients are summed in float32.
     for one, other in zip(after.values(), of_loaded.values(), strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-6)
+        error = np.linalg.norm(np.subtract(other, one, dtype="float64"))
+        assert error < 0.1 * np.linalg.norm(one) + 1e-4
     assert resumable.differing(before, after)
 
 
