@@ -39,6 +39,7 @@ def alike(original: Callable) -> Callable:
 
             return original(run)(*args, **kwargs)
 
+        # As `functools.wraps` would; mypy knows no attributes of functions.
         recomputed.__wrapped__ = f  # type: ignore[attr-defined]
         return recomputed
 
