@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import logging
 
-_said_once: set[str] = set()
+_said_once: set[Any] = set()
 # Blocks that keep silent at the moment, the outer ones included.
 _silencers: list[object] = []
 
@@ -21,11 +21,12 @@ def warn(text: str, *values: Any) -> None:
         logging.warning("tfmix: " + text, *values)
 
 
-def warn_once(text: str) -> None:
-    """Warns of something that holds for every model, once in a process."""
-    if text not in _said_once:
-        _said_once.add(text)
-        warn(text)
+def warn_once(text: str, *values: Any, about: Any = None) -> None:
+    """Warns once in a process of what holds for all models, or of one thing."""
+    key = text if about is None else about
+    if key not in _said_once:
+        _said_once.add(key)
+        warn(text, *values)
 
 
 def info(text: str, *values: Any) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import types
 
 import keras
 import pytest
@@ -47,16 +48,32 @@ def test_an_activation_and_a_layer_look_the_function_up_too(monkeypatch):
     assert len(calls) == 2
 
 
-def test_linear_algebra_is_reached_through_the_name_of_its_module(
-    monkeypatch,
+@pytest.mark.parametrize(
+    ("theme", "name", "call"),
+    [
+        ("linalg", "det", lambda: keras.ops.det(keras.ops.eye(2))),
+        ("numpy", "sin", lambda: keras.ops.sin(batch())),
+        ("nn", "gelu", lambda: keras.activations.gelu(batch())),
+        ("math", "erf", lambda: keras.ops.erf(batch())),
+        (
+            "image",
+            "rgb_to_hsv",
+            lambda: keras.ops.image.rgb_to_hsv(keras.ops.ones((2, 2, 3))),
+        ),
+        ("core", "cast", lambda: keras.ops.cast(batch(), "float16")),
+        (
+            "core",
+            "convert_to_tensor",
+            lambda: keras.ops.convert_to_tensor([1.0]),
+        ),
+    ],
+)
+def test_an_op_is_reached_through_the_name_of_its_module(
+    monkeypatch, theme, name, call
 ):
-    class StandIn:
-        @staticmethod
-        def det(a):
-            return "ours"
-
-    monkeypatch.setattr(op_places.BACKEND_OPS, "linalg", StandIn)
-    assert keras.ops.det(keras.ops.eye(2)) == "ours"
+    stand_in = types.SimpleNamespace(**{name: lambda *args, **kwargs: "ours"})
+    monkeypatch.setattr(op_places.targets(name)[0][0], theme, stand_in)
+    assert call() == "ours"
 
 
 @pytest.mark.parametrize("theme", ["linalg", "numpy", "nn", "math", "image"])

@@ -10,7 +10,7 @@ from tests import helpers
 from tests.in_force import test_penalties as penalised
 from tfmix.in_force.global_policy import current_policy
 from tfmix.in_force.model import carried
-from tfmix.in_force.process_wide import active_rules
+from tfmix.in_force.process_wide import interceptor
 from tfmix.policy import policy as policies
 
 SIXTEEN = ("float16", "bfloat16")
@@ -201,7 +201,7 @@ def test_a_model_trains_under_its_policy_outside_of_the_scope(eager):
         model = penalised.penalised_model(eager)
     history = model.fit(x, y, batch_size=8, verbose=0).history
     assert np.isfinite(history["loss"][0])
-    assert not active_rules.installed()
+    assert not interceptor.installed()
 
 
 def test_a_carried_policy_is_taken_off_whole():
@@ -264,7 +264,7 @@ def test_calls_outside_of_the_scope_replace_nothing_anew(monkeypatch):
     model(x)
     refreshed = []
     monkeypatch.setattr(
-        active_rules._replacements,
+        interceptor._replacements,
         "set",
         lambda places: refreshed.append(places),
     )

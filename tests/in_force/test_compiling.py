@@ -443,16 +443,14 @@ def test_the_guard_of_compile_gives_way_to_an_optimizer_that_skips_nothing():
 
 @helpers.requires_backend("tensorflow")
 def test_a_step_runs_under_the_rules_of_the_last_policy_only(monkeypatch):
-    from tfmix.in_force.process_wide import active_rules
+    from tfmix.in_force.process_wide import interceptor
 
     seen = []
     model = make()
     step = type(model).train_step
 
     def spying(self, data):
-        seen.append(
-            {name for name in ("tanh", "sum") if active_rules.holds(name)}
-        )
+        seen.append({"tanh", "sum"} & interceptor.of_caller())
         return step(self, data)
 
     monkeypatch.setattr(type(model), "train_step", spying)

@@ -7,8 +7,7 @@ import keras
 import pytest
 
 from tfmix.in_force.global_policy import current_policy as state
-from tfmix.in_force.global_policy import policy_lookup
-from tfmix.in_force.process_wide import active_rules, ops
+from tfmix.in_force.process_wide import interceptor
 from tfmix.policy import policy as policies
 
 Policy = policies.Policy
@@ -152,7 +151,7 @@ def test_a_global_policy_set_in_a_scope_ends_with_it():
         state.set_global_policy("mixed_bfloat16")
         assert new_layer_policy() == "mixed_bfloat16"
     assert new_layer_policy() == "float32"
-    assert not policy_lookup.are_installed()
+    assert not state.hooks_keras()
 
 
 def test_a_scope_of_one_thread_is_seen_by_threads_without_one():
@@ -182,7 +181,7 @@ def test_scopes_of_threads_that_interleave_restore_their_own():
     left.set()
     thread.join()
     assert seen == {"inside": "mixed_bfloat16", "after": "float32"}
-    assert not policy_lookup.are_installed()
+    assert not state.hooks_keras()
 
 
 def test_a_float32_scope_holds_against_kerass_own_policy():
@@ -196,7 +195,7 @@ def test_float32_holds_against_kerass_own_policy():
     keras.config.set_dtype_policy("mixed_float16")
     state.set_global_policy("mixed_bfloat16")
     state.set_global_policy("float32")
-    assert not policy_lookup.are_installed()
+    assert not state.hooks_keras()
     assert new_layer_policy() == "float32"
 
 
@@ -215,7 +214,7 @@ def test_setting_float32_through_keras_switches_tfmix_off(said):
     state.set_global_policy("mixed_float16")
     keras.config.set_dtype_policy("float32")
     assert new_layer_policy() == "float32"
-    assert not policy_lookup.are_installed()
+    assert not state.hooks_keras()
     assert len(said) == 1
 
 
@@ -233,14 +232,14 @@ def test_before_tfmix_is_asked_the_policy_is_kerass():
 
 def test_rules_come_and_go_with_the_policy():
     policy = Policy("mixed_float16", float32_ops=["tanh"])
-    rules = {"tanh", ops.PENALTIES}
+    rules = {"tanh", interceptor.SIXTEEN_BIT}
     with state.policy_scope(policy):
-        assert active_rules.installed() == rules
-    assert not active_rules.installed()
+        assert interceptor.installed() == rules
+    assert not interceptor.installed()
     state.set_global_policy(policy)
-    assert active_rules.installed() == rules
+    assert interceptor.installed() == rules
     state.set_global_policy("float32")
-    assert not active_rules.installed()
+    assert not interceptor.installed()
 
 
 def test_a_scope_that_cannot_be_entered_leaves_nothing_behind(monkeypatch):
@@ -248,14 +247,14 @@ def test_a_scope_that_cannot_be_entered_leaves_nothing_behind(monkeypatch):
         raise RuntimeError("planted")
 
     with monkeypatch.context() as patched:
-        patched.setattr(policy_lookup, "install", fails)
+        patched.setattr(state, "_hook", fails)
         with (
             pytest.raises(RuntimeError, match="planted"),
             state.policy_scope("mixed_float16"),
         ):
             pass
     assert new_layer_policy() == "float32"
-    assert not active_rules.installed()
+    assert not interceptor.installed()
     with state.policy_scope("mixed_float16"):
         assert new_layer_policy() == "mixed_float16"
     assert new_layer_policy() == "float32"

@@ -7,14 +7,14 @@ from keras import ops as kops
 
 from tests import helpers
 from tfmix._keras import penalties
-from tfmix.in_force.process_wide import active_rules, ops
+from tfmix.in_force.process_wide import interceptor
 
 
 @pytest.fixture(autouse=True)
 def _nothing_in_force_before_or_after():
-    active_rules.install(())
+    interceptor.install(())
     yield
-    active_rules.install(())
+    interceptor.install(())
 
 
 class Penalised(keras.layers.Layer):
@@ -47,7 +47,7 @@ def batch():
 @pytest.mark.parametrize("eager", [True, False])
 def test_penalties_and_a_compiled_loss_add_up_in_float32(eager):
     x, y = batch()
-    active_rules.install([ops.PENALTIES])
+    interceptor.install([interceptor.SIXTEEN_BIT])
     model = penalised_model(eager)
     got = model.fit(x, y, batch_size=8, verbose=0).history["loss"][0]
     reference = penalised_model(eager, dtype="float32")
@@ -59,14 +59,14 @@ def test_penalties_and_a_compiled_loss_add_up_in_float32(eager):
 def test_a_penalty_outside_float16_is_finite_with_the_op_rules():
     if keras.backend.backend() != "tensorflow":
         pytest.skip("JAX arrays cannot carry the float32 value")
-    active_rules.install([ops.PENALTIES, "sum"])
+    interceptor.install([interceptor.SIXTEEN_BIT, "sum"])
     layer = Penalised(dtype="float16")
     layer(np.ones((512, 512)))
     assert float(layer.losses[0]) == 262144.0
 
 
 def test_an_activity_regularizer_of_large_outputs_is_finite():
-    active_rules.install([ops.PENALTIES])
+    interceptor.install([interceptor.SIXTEEN_BIT])
     layer = keras.layers.Activation(
         "linear", activity_regularizer="l2", dtype="float16"
     )
@@ -78,25 +78,25 @@ def test_an_activity_regularizer_of_large_outputs_is_finite():
 
 
 def test_switching_off_restores_every_attribute_by_identity():
-    places = penalties.places()
+    places = penalties.PLACES
 
     def standing():
         return [vars(owner)[attribute] for owner, attribute in places]
 
     before = standing()
     assert len(before) > 3
-    active_rules.install([ops.PENALTIES])
-    active_rules.install([ops.PENALTIES, "sum"])
+    interceptor.install([interceptor.SIXTEEN_BIT])
+    interceptor.install([interceptor.SIXTEEN_BIT, "sum"])
     during = standing()
     assert all(a is not b for a, b in zip(during, before, strict=True))
-    active_rules.install(())
+    interceptor.install(())
     assert all(a is b for a, b in zip(standing(), before, strict=True))
 
 
 def test_a_block_without_them_computes_as_keras_does():
     regularizer = keras.regularizers.L2(1.0)
     large = kops.full((4,), 300.0, "float16")
-    active_rules.install([ops.PENALTIES])
-    with active_rules.block(()):
+    interceptor.install([interceptor.SIXTEEN_BIT])
+    with interceptor.block(()):
         assert np.isinf(float(regularizer(large)))
     assert float(regularizer(large)) == 360000.0

@@ -9,7 +9,7 @@ import keras
 import pytest
 
 from tfmix._keras import replacements, training
-from tfmix.in_force.global_policy import current_policy, policy_lookup
+from tfmix.in_force.global_policy import current_policy
 
 
 def snapshot():
@@ -60,23 +60,23 @@ def test_after_float32_nothing_of_keras_differs():
     assert differences(before, snapshot()), "the comparison sees nothing"
     current_policy.set_global_policy("float32")
     assert not differences(before, snapshot())
-    assert not policy_lookup._replacements.places()
+    assert not current_policy._hooks.places()
 
 
 def test_float32_from_the_start_touches_nothing():
     before = snapshot()
     current_policy.set_global_policy("float32")
     with current_policy.policy_scope("float32"):
-        assert not policy_lookup.are_installed()
+        assert not current_policy.hooks_keras()
     assert not differences(before, snapshot())
 
 
 def test_two_policies_one_after_the_other_hook_once():
     current_policy.set_global_policy("mixed_float16")
-    places = policy_lookup._replacements.places()
+    places = current_policy._hooks.places()
     hooked = keras.Layer.__init__
     current_policy.set_global_policy("mixed_bfloat16")
-    assert policy_lookup._replacements.places() == places
+    assert current_policy._hooks.places() == places
     assert keras.Layer.__init__ is hooked
 
 
@@ -109,10 +109,8 @@ def test_a_keras_without_what_we_hook_is_named_and_left_alone(monkeypatch):
     module = importlib.import_module("keras.src.backend.common.global_state")
     original = module.get_global_attribute
     monkeypatch.delattr(training.TRAINER, "compile")
-    monkeypatch.setattr(
-        policy_lookup, "_replacements", replacements.Replacements()
-    )
+    monkeypatch.setattr(current_policy, "_hooks", replacements.Replacements())
     with pytest.raises(RuntimeError, match="no 'compile'"):
-        policy_lookup.install(lambda: None, lambda policy: None)
+        current_policy._hook()
     assert module.get_global_attribute is original
-    assert not policy_lookup.are_installed()
+    assert not current_policy.hooks_keras()

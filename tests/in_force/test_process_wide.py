@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 
 import tfmix
-from tests import helpers
 from tfmix._keras import op_places, replacements
 from tfmix.variables import sixteen_bit_optimizer
 
-# 43 before weights got their gradients in float32 (27), constants stayed finite
-# (13) and code ran again alike (1).
-LIMIT = 85
+# Five modules of ops, each by a stand-in, and what is not looked up in one.
+LIMIT = 30
 
 
 def registered():
@@ -88,8 +86,7 @@ def train():
     model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
 
 
-@helpers.requires_backend("tensorflow")
-def test_at_most_85_names_of_keras_are_replaced(everything):
+def test_at_most_30_names_of_keras_are_replaced(everything):
     before = snapshot(everything)
     tfmix.set_global_policy("mixed_float16")
     train()
@@ -118,7 +115,7 @@ def test_float32_leaves_nothing_replaced(everything):
 def test_a_replacement_that_is_not_registered_is_found(everything, monkeypatch):
     before = snapshot(everything)
     tfmix.set_global_policy("mixed_float16")
-    numpy = op_places.BACKEND_OPS.numpy
+    numpy = sys.modules[op_places.BACKEND_OPS.numpy.__name__]
     monkeypatch.setattr(numpy, "sin", lambda x: x)
     monkeypatch.setattr(keras.layers.Dense, "tfmix", 1, raising=False)
     found = changed(before, snapshot(everything))

@@ -4,7 +4,9 @@ From the first 16-bit policy of a process, or the first file of a guarded
 model, on: copies and loaded models come about where no policy is active.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 from tfmix._keras import replacements, training
 
@@ -21,7 +23,16 @@ def use(make: Callable[[_Compile], _Compile]) -> None:
 
 def stand_by() -> None:
     """Puts the stand-in in its place, until `stand_down`."""
-    _replacements.set(dict.fromkeys([PLACE], *_makers))
+    _replacements.set({PLACE: _stand_in})
+
+
+def _stand_in(original: _Compile) -> _Compile:
+    @functools.wraps(original)
+    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        (make,) = _makers
+        make(original)(self, *args, **kwargs)
+
+    return compile
 
 
 def stand_down() -> None:

@@ -36,6 +36,17 @@ ADAPTED_KERNELS: tuple[replacements.Place, ...] = tuple(
         base_conv.BaseConv,
     )
 )
+# The base of all preprocessing layers, which has changed its name since 3.12.
+DATA_LAYER: type = keras.layers.Rescaling.__bases__[0]
+_BROKEN_BY_CASTS = (
+    keras.layers.Embedding,
+    DATA_LAYER,
+    keras.Sequential,
+    keras.layers.Masking,
+    keras.layers.SpectralNormalization,
+    keras.layers.Lambda,
+    keras.layers.TFSMLayer,
+)
 # The method of a Functional model that runs through what it is made of.
 RUN_GRAPH = "_run_through_graph"
 
@@ -55,6 +66,14 @@ def is_graph(layer: Any) -> bool:
 def is_builtin(layer: Any) -> bool:
     """Says whether a layer's class is part of Keras."""
     return type(layer).__module__.split(".")[0] == "keras"
+
+
+def takes_casts(layer: Any) -> bool:
+    """Says whether a layer is Keras's, and a cast of its inputs does no harm.
+
+    To the others belong those that run somebody else's code.
+    """
+    return is_builtin(layer) and not isinstance(layer, _BROKEN_BY_CASTS)
 
 
 def own_methods(model: keras.Model) -> list[str]:

@@ -19,52 +19,68 @@ from tfmix._keras import replacements
 
 # Since Keras 3.16 they are one level deeper.
 BACKEND_OPS = getattr(backend, "ops", backend)
-# Where numbers become tensors of a dtype by `keras.ops`.
-CONVERSIONS: tuple[replacements.Place, ...] = (
-    (backend.core, "cast"),
-    (backend.core, "convert_to_tensor"),
-)
-# None of it has 16-bit kernels: one stand-in for the whole module serves it.
-_LINEAR_ALGEBRA = "linalg"
 # In the order in which the public ops prefer them: `tanh` is in `numpy` and
 # `nn`, and Keras 3.12 has a second, unused `norm` in `math`.
-_THEMES = (_LINEAR_ALGEBRA, "numpy", "nn", "math", "image")
+_THEMES = ("linalg", "numpy", "nn", "math", "image")
+# Where numbers become tensors of a dtype by `keras.ops`. Of the rest of that
+# module (loops, branches, variables), nothing is an op with a dtype.
+CONVERSIONS = ("cast", "convert_to_tensor")
+_CORE: replacements.Place = (
+    BACKEND_OPS if hasattr(BACKEND_OPS, "core") else backend,
+    "core",
+)
 ATTENTION = "dot_product_attention"
-# What `keras.ops.cast` calls.
-CAST: replacements.Place = (getattr(BACKEND_OPS, "core", backend.core), "cast")
 # With dropout, returned scores or more than one attention axis, the attention
 # layers do not call `ops.dot_product_attention` but this method of their own.
-ATTENTION_METHOD = "_compute_attention"
+_ATTENTION_METHOD = "_compute_attention"
+ATTENTION_METHODS: tuple[replacements.Place, ...] = tuple(
+    (layer, _ATTENTION_METHOD)
+    for layer in (
+        keras.layers.MultiHeadAttention,
+        keras.layers.GroupQueryAttention,
+    )
+    if _ATTENTION_METHOD in vars(layer)
+)
 
 
 def is_op(name: str) -> bool:
     """Says whether a name is a public op or activation that can be ruled."""
     public = hasattr(keras.ops, name) or hasattr(keras.activations, name)
-    return public and bool(targets(name))
+    return public and name not in CONVERSIONS and bool(targets(name))
 
 
 def op_names() -> list[str]:
     """Returns the sorted names of all ops that can be put under a rule."""
     public = {*dir(keras.ops), *dir(keras.activations)}
-    return sorted(n for n in public if not n.startswith("_") and targets(n))
+    return sorted(n for n in public if not n.startswith("_") and is_op(n))
 
 
 @functools.cache
 def targets(name: str) -> tuple[replacements.Place, ...]:
-    """Finds the functions, or module, to replace for all work of one op."""
-    if name == ATTENTION:
-        methods = _attention_methods()
-        return methods if _has_float32_logits() else methods + _function(name)
-    return _function(name) or _activation_class(name)
+    """Finds what to replace for all work of an op: its module, or a function.
+
+    Keras's backends import their functions from each other, and call what is
+    in the same module past its name in the package: both stay as they are.
+    """
+    if name in CONVERSIONS:
+        return (_CORE,)
+    for theme, module in _modules(BACKEND_OPS):
+        if _defines(module, name):
+            return ((BACKEND_OPS, theme),)
+    for _, module in _modules(ops):
+        if _defines(module, f"_{name}"):
+            return ((module, f"_{name}"),)
+    return _activation_class(name)
 
 
-def stand_in(module: types.ModuleType, rule: Callable) -> types.ModuleType:
-    """Copies a module, with `rule(function, name=name)` for each function."""
+def stand_in(module: types.ModuleType, make: Callable) -> types.ModuleType:
+    """Copies a module, with `make(function, name=name)` for each op."""
     copy = types.ModuleType(module.__name__, module.__doc__)
     vars(copy).update(vars(module))
-    for name, value in vars(module).items():
+    is_core = module.__name__.endswith(".core")
+    for name in CONVERSIONS if is_core else list(vars(module)):
         if not name.startswith("_") and _defines(module, name):
-            setattr(copy, name, rule(value, name=name))
+            setattr(copy, name, make(vars(module)[name], name=name))
     return copy
 
 
@@ -110,24 +126,7 @@ def with_float32(
     return args, {**kwargs, "dtype": "float32"}
 
 
-def _function(name: str) -> tuple[replacements.Place, ...]:
-    for package, function in (BACKEND_OPS, name), (ops, f"_{name}"):
-        for theme, module in _modules(package):
-            if _defines(module, function):
-                linear = function == name and theme == _LINEAR_ALGEBRA
-                return ((package, theme) if linear else (module, function),)
-    return ()
-
-
-def _attention_methods() -> tuple[replacements.Place, ...]:
-    """Returns where the attention layers write attention out."""
-    layers = keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention
-    return tuple(
-        (c, ATTENTION_METHOD) for c in layers if ATTENTION_METHOD in vars(c)
-    )
-
-
-def _has_float32_logits() -> bool:
+def has_float32_logits() -> bool:
     """Says whether the backend makes float32 logits of 16-bit queries."""
     # JAX does on accelerators, where a cast before it would only rule flash
     # attention out; on a CPU it has no such product of float16 and raises.

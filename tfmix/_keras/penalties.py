@@ -9,18 +9,6 @@ import keras
 from tfmix._keras import replacements, training
 
 
-def places() -> list[replacements.Place]:
-    """Lists the methods that take penalties: regularizers, added losses."""
-    regularizers = _own_classes(keras.regularizers.Regularizer, "__call__")
-    return [
-        *((regularizer, "__call__") for regularizer in regularizers),
-        (keras.Layer, "add_loss"),
-        # Losses that were added before tfmix had a say, on their way into
-        # the sum with the compiled loss, where TensorFlow mixes no dtypes.
-        (training.TRAINER, "_aggregate_additional_loss"),
-    ]
-
-
 def _own_classes(base: type[Any], method: str) -> Iterator[type]:
     """Yields Keras's own subclasses that write a method themselves."""
     for subclass in base.__subclasses__():
@@ -28,3 +16,18 @@ def _own_classes(base: type[Any], method: str) -> Iterator[type]:
             if inspect.isfunction(vars(subclass).get(method)):
                 yield subclass
             yield from _own_classes(subclass, method)
+
+
+# The methods that take penalties: regularizers, added losses.
+PLACES: tuple[replacements.Place, ...] = (
+    *(
+        (regularizer, "__call__")
+        for regularizer in _own_classes(
+            keras.regularizers.Regularizer, "__call__"
+        )
+    ),
+    (keras.Layer, "add_loss"),
+    # Losses that were added before tfmix had a say, on their way into the sum
+    # with the compiled loss, where TensorFlow mixes no dtypes.
+    (training.TRAINER, "_aggregate_additional_loss"),
+)

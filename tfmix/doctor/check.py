@@ -31,8 +31,7 @@ from tfmix.in_force.global_policy import current_policy
 from tfmix.in_force.layer import fallback
 from tfmix.in_force.model import carried as carrying
 from tfmix.in_force.model import computing_layers, model_outputs
-from tfmix.in_force.process_wide import active_rules
-from tfmix.in_force.process_wide import ops as op_rules_in_force
+from tfmix.in_force.process_wide import interceptor
 from tfmix.policy import policy as policies
 from tfmix.scaling import rules
 
@@ -226,8 +225,8 @@ def _as_under(
         conditions.enter_context(compilation.nothing_traced())
         conditions.enter_context(model_outputs.outputs_as_made())
         if isinstance(chosen, policies.Policy):
-            names = {*chosen.float32_ops, op_rules_in_force.PENALTIES}
-            conditions.enter_context(active_rules.block(names))
+            names = {*chosen.float32_ops, interceptor.SIXTEEN_BIT}
+            conditions.enter_context(interceptor.block(names))
         if chosen is not None:
             conditions.enter_context(fallback.anew(model))
             before = chosen_layers.reasons(model)

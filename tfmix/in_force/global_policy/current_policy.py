@@ -1,22 +1,29 @@
-"""The policy in force: one for the process, and scopes on top of it."""
+"""The policy in force, as Keras's layers look it up when they are made.
+
+There is one for the process, and scopes on top of it.
+"""
 
 import contextlib
+import functools
+import inspect
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from tfmix import _messages
-from tfmix._keras import compile_method, global_state
+from tfmix._keras import compile_method, global_state, replacements
 from tfmix.devices import is_on_tpu
-from tfmix.in_force.global_policy import policy_lookup
-from tfmix.in_force.layer import fallback
-from tfmix.in_force.process_wide import active_rules, ops
+from tfmix.in_force.global_policy import new_layers
+from tfmix.in_force.model import adopted
+from tfmix.in_force.process_wide import interceptor
 from tfmix.policy import policy as policies
 
 _lock = threading.RLock()
 _local = threading.local()
-_FLOAT32 = policies.Policy("float32")
+_hooks = replacements.Replacements()
+compile_method.use(adopted.adopting)
 # What `set_global_policy` set; `None` before its first call.
 _base: keras.DTypePolicy | None = None
 # The scopes of all threads that are open just now, latest last. Replaced,
@@ -75,7 +82,7 @@ def global_policy() -> keras.DTypePolicy:
         ...     global_policy()
         Policy('mixed_float16')
     """
-    if policy_lookup.are_installed():
+    if hooks_keras():
         policy = _lookup()
         if policy is not None:
             return policy
@@ -165,13 +172,13 @@ class _Scope:
     ) -> None:
         self.policy, self._scopes = policy, scopes
         self._rules = contextlib.ExitStack()
-        self._rules.enter_context(active_rules.block(_rules(policy)))
+        self._rules.enter_context(interceptor.block(_rules(policy)))
         scopes.append(self)
 
     def replace(self, policy: keras.DTypePolicy) -> None:
         self.policy = policy
         self._rules.close()
-        self._rules.enter_context(active_rules.block(_rules(policy)))
+        self._rules.enter_context(interceptor.block(_rules(policy)))
 
     def close(self) -> None:
         self._scopes.remove(self)
@@ -186,8 +193,9 @@ def _own_scopes() -> list[_Scope]:
 
 
 def _lookup() -> keras.DTypePolicy | None:
-    if fallback.makes_float32():
-        return _FLOAT32
+    of_block = policies.of_block.get()
+    if of_block is not None:
+        return of_block
     scopes = _own_scopes()
     if scopes:
         return scopes[-1].policy
@@ -199,12 +207,11 @@ def _rules(policy: keras.DTypePolicy | None) -> frozenset[str]:
     if policy is None or not policies.is_sixteen_bit(policy):
         return frozenset()
     ruled = policies.with_rules(policy)
-    return frozenset({*ruled.float32_ops, ops.PENALTIES})
+    return frozenset({*ruled.float32_ops, interceptor.SIXTEEN_BIT})
 
 
 def _refresh() -> None:
     """Brings Keras in line with the policies in force, under the lock."""
-    fallback.say_anew()
     standing = [scope.policy for scope in _open]
     if _base is not None:
         standing.append(_base)
@@ -212,11 +219,12 @@ def _refresh() -> None:
     if all(policy.name == "float32" for policy in standing):
         # A float32 scope needs the hooks only against a policy of Keras's.
         hooked = bool(_open) and global_state.policy_name() != "float32"
-    active_rules.install(_rules(_open[-1].policy if _open else _base))
+    interceptor.install(_rules(_open[-1].policy if _open else _base))
     if hooked:
-        policy_lookup.install(_lookup, _replaced_by_keras)
+        _hook()
     else:
-        policy_lookup.remove()
+        # But for `compile`.
+        _hooks.set({})
 
 
 def _replaced_by_keras(policy: keras.DTypePolicy) -> None:
@@ -235,3 +243,65 @@ def _replaced_by_keras(policy: keras.DTypePolicy) -> None:
         policy.name,
     )
     set_global_policy(policy)
+
+
+def hooks_keras() -> bool:
+    """Says whether Keras asks tfmix for its policy just now."""
+    return bool(_hooks.places())
+
+
+def _hook() -> None:
+    """Lets Keras ask tfmix; does nothing when it does already."""
+    if hooks_keras():
+        return
+    wanted: dict[replacements.Place, Callable[[Any], Any]] = {
+        global_state.GETTER: _getter,
+        global_state.SETTER: _setter,
+        (keras.Layer, "__init__"): _initializer,
+    }
+    for owner, name in (*wanted, compile_method.PLACE):
+        if name not in vars(owner):
+            raise RuntimeError(
+                f"tfmix does not fit Keras {keras.__version__}: {owner!r} has "
+                f"no {name!r}. Install a Keras it was tested on (3.12 to "
+                "3.15), or a newer tfmix."
+            )
+    _hooks.set(wanted)
+    compile_method.stand_by()
+
+
+def _getter(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def get_global_attribute(name: str, *args: Any, **kwargs: Any) -> Any:
+        # This is called some ten times per layer call, with other names.
+        if name == global_state.POLICY_KEY:
+            policy = _lookup()
+            if policy is not None:
+                return policies.plain(policy)
+        return original(name, *args, **kwargs)
+
+    return get_global_attribute
+
+
+def _setter(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def set_global_attribute(name: str, value: Any) -> None:
+        original(name, value)
+        if name == global_state.POLICY_KEY and value is not None:
+            _replaced_by_keras(value)
+
+    return set_global_attribute
+
+
+def _initializer(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        policy = _lookup()
+        if policy is not None:
+            new_layers.settle(self, kwargs.get("dtype"), policy)
+
+    # Keras makes configurations out of constructors' arguments, by two
+    # readers of signatures, of which one does not look through wrappers.
+    vars(__init__)["__signature__"] = inspect.signature(original)
+    return __init__

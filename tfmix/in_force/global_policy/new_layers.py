@@ -19,9 +19,10 @@ _CHOSEN = "_tfmix_chose_dtype"
 
 def settle(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
     """Gives a layer that was just initialised what the policy says."""
-    uncast_inputs.keep_exact(layer)
+    if not layers.takes_casts(layer):
+        uncast_inputs.keep_exact(layer)
     if dtype is None:
-        layer_policies.put(layer, _CHOSEN, True)
+        vars(layer)[_CHOSEN] = True
         _apply_rules(layer, policy)
     if isinstance(dtype, policies.Policy):
         layer_policies.set_policy(layer, policies.plain(dtype))

@@ -25,30 +25,16 @@ from tfmix._keras import (
 from tfmix.float8 import chosen_layers
 from tfmix.in_force.layer import dtype_errors, uncast_inputs, unfit_constants
 from tfmix.in_force.process_wide import finite_constants, tensors
+from tfmix.policy import policy as policies
 
 # The attribute under which a layer holds its `_State`.
 STATE = "_tfmix_fallback"
 _CALL = "call"
-# What was said of which class since a policy was put in force.
-_said: set[tuple[type, str]] = set()
 # Whether a layer around the caller is being tried in float32.
 _trying: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tfmix_trying_float32", default=False
 )
-# Whether the caller is the code of a layer that fell back.
-_in_float32: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "tfmix_in_float32", default=False
-)
-
-
-def makes_float32() -> bool:
-    """Says whether a layer that is made now is inside one that fell back."""
-    return _in_float32.get()
-
-
-def say_anew() -> None:
-    """Lets each layer's code be named again; once each is enough."""
-    _said.clear()
+_FLOAT32 = policies.Policy("float32")
 
 
 def put_on(layer: keras.Layer) -> None:
@@ -62,7 +48,7 @@ def put_back(layer: keras.Layer, state: Any) -> None:
     """Lets a layer be again as `take_off` found it."""
     if state is None:
         return
-    layer_policies.put(layer, STATE, state)
+    vars(layer)[STATE] = state
     if isinstance(layer, keras.Model):
         model_methods.put(layer, model_methods.FALLBACK, state)
         return
@@ -73,7 +59,7 @@ def put_back(layer: keras.Layer, state: Any) -> None:
         return state.run(original, *args, **kwargs)
 
     state.call = call
-    layer_policies.put(layer, _CALL, call)
+    vars(layer)[_CALL] = call
 
 
 def take_off(layer: keras.Layer) -> Any:
@@ -87,7 +73,7 @@ def take_off(layer: keras.Layer) -> Any:
     if is_model:
         model_methods.take_off(layer, model_methods.FALLBACK)
     elif state.own_call is not None:
-        layer_policies.put(layer, _CALL, state.own_call)
+        vars(layer)[_CALL] = state.own_call
     else:
         vars(layer).pop(_CALL)
     return state
@@ -296,7 +282,8 @@ class _State:
         args, kwargs = tensors.map_leaves((args, kwargs), uncast_inputs.exact)
         with (
             layers.autocast("float32"),
-            _context_values.set_to(_in_float32, True),
+            # Of the layers that it makes, too.
+            _context_values.set_to(policies.of_block, _FLOAT32),
         ):
             outputs = original(*args, **kwargs)
         is_model = isinstance(self._layer, keras.Model)
@@ -307,11 +294,9 @@ class _State:
         return tensors.map_leaves(outputs, narrow)
 
     def _tell(self) -> None:
-        said = type(self._layer), self.why
-        if not self._tells or said in _said:
+        if not self._tells:
             return
-        _said.add(said)
-        _messages.warn(
+        _messages.warn_once(
             "layer %r (%s) computes in float32 from now on, because its "
             "code cannot compute in 16 bit; so do others with that code. %s To "
             "fix it, %s, or compute in float32 there; to keep it so, make the "
@@ -320,6 +305,7 @@ class _State:
             type(self._layer).__name__,
             self.why,
             self._remedy,
+            about=(type(self._layer), self.why),
         )
 
 

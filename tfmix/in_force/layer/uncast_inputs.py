@@ -34,10 +34,9 @@ _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
 
 def keep_exact(layer: keras.Layer) -> None:
     """Lets one layer remember, or look up, what was cast before it."""
-    names = {base.__name__ for base in type(layer).__mro__}
-    if "Embedding" in names:
+    if isinstance(layer, keras.layers.Embedding):
         _look_up(layer, warn=True)
-    elif names & {"DataLayer", "TFDataLayer"}:
+    elif isinstance(layer, layers.DATA_LAYER):
         look_behind_casts(layer)
         # Some of them switch the conversion of their inputs off, and in a graph
         # of TensorFlow all of them do, as in a pipeline of data.
@@ -48,9 +47,9 @@ def keep_exact(layer: keras.Layer) -> None:
     elif isinstance(layer, keras.layers.Masking):
         _use_converter(layer, _remember)
         _mask_exactly(layer)
-    elif "SpectralNormalization" in names:
+    elif isinstance(layer, keras.layers.SpectralNormalization):
         _read_as_stored(layer)
-    elif not layers.is_builtin(layer) or names & {"Lambda", "TFSMLayer"}:
+    elif not layers.takes_casts(layer):
         _use_converter(layer, _remember)
 
 

@@ -29,9 +29,8 @@ from tfmix.in_force.model import (
     skip_watch,
 )
 from tfmix.in_force.process_wide import (
-    active_rules,
     bare_optimizers,
-    ops,
+    interceptor,
     tensors,
 )
 from tfmix.policy import policy as policies
@@ -73,7 +72,7 @@ class _Carried:
         self._level = ruled.level
         # Whose layers have yet to be chosen.
         self._float8 = ruled if ruled.is_float8 else None
-        self._rules = frozenset({*ruled.float32_ops, ops.PENALTIES})
+        self._rules = frozenset({*ruled.float32_ops, interceptor.SIXTEEN_BIT})
         self._outputs = model_outputs.Outputs(model)
         self.wrappers: dict[str, model_methods.Wrapper] = {
             "call": self._call,
@@ -101,8 +100,8 @@ class _Carried:
     def _under_rules(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        active_rules.stand_by(self._rules)
-        with active_rules.block(self._rules):
+        interceptor.stand_by(self._rules)
+        with interceptor.block(self._rules):
             return original(*args, **kwargs)
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

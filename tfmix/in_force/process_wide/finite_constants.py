@@ -20,7 +20,9 @@ from tfmix.in_force.process_wide import tensors
 OPS = (
     "add",
     "array",
+    "cast",
     "clip",
+    "convert_to_tensor",
     "divide",
     "divide_no_nan",
     "full",
@@ -34,14 +36,14 @@ OPS = (
 )
 
 
-def saturating(original: Callable, holds: Callable[[], bool]) -> Callable:
+def saturating(original: Callable) -> Callable:
     """Returns a Keras op that no finite number makes infinite in 16 bit."""
     position = op_places.dtype_position(original)
 
     @functools.wraps(original)
     def op(*args: Any, **kwargs: Any) -> Any:
         # Asked first, as it is rare.
-        if not _is_any_large((*args, *kwargs.values())) or not holds():
+        if not _is_any_large((*args, *kwargs.values())):
             return original(*args, **kwargs)
         wanted = op_places.wanted_dtype(args, kwargs, position)
         dtype = wanted or tensors.only_16_bit((args, kwargs))

@@ -20,7 +20,6 @@ from tfmix import _context_values, _formats
 from tfmix._keras import (
     global_state,
     layers,
-    op_places,
     replacements,
     variables,
 )
@@ -54,60 +53,7 @@ _in_loop: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "tfmix_in_loop", default=False
 )
 
-Holds = Callable[[], bool]
 Maker = Callable[[Callable], Callable]
-
-
-def makers(holds: Holds) -> dict[replacements.Place, Maker]:
-    """Returns what to replace in Keras, and by what.
-
-    Args:
-        holds: Says whether a 16-bit policy is active for the caller.
-    """
-    by_name: dict[str, Maker] = {
-        "matmul": _matmul,
-        "dot": _matmul,
-        "tensordot": _tensordot,
-        "einsum": _einsum,
-        "add": functools.partial(_elementwise, bilinear=False),
-        "subtract": functools.partial(_elementwise, bilinear=False),
-        "multiply": functools.partial(_elementwise, bilinear=True),
-        "take": _take,
-        **dict.fromkeys(_CONVOLUTIONS, _convolution),
-        **dict.fromkeys(_MOVE, _moving),
-        **dict.fromkeys(_WIDE, _wide),
-    }
-    places: dict[replacements.Place, Maker] = {
-        place: make
-        for name, make in by_name.items()
-        for place in op_places.targets(name)
-    }
-    places |= {
-        op_places.CAST: _cast,
-        layers.AUTOCAST: _autocast,
-        layers.ITEM: _item,
-        layers.LOOP: _loop,
-        **dict.fromkeys(layers.ADAPTED_KERNELS, _adapted),
-    }
-    return {
-        place: functools.partial(_guarded, make=make, holds=holds)
-        for place, make in places.items()
-    }
-
-
-def _guarded(original: Any, make: Callable, holds: Holds) -> Any:
-    """Returns what `make` makes where a policy is active, else the original."""
-    if isinstance(original, property):
-        return property(_guarded(original.fget, make, holds))
-    replaced = make(original)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if holds() and not global_state.on_shapes_only():
-            return replaced(*args, **kwargs)
-        return original(*args, **kwargs)
-
-    return call
 
 
 def source(tensor: Any) -> Any:
@@ -440,3 +386,44 @@ def _pointwise(
         axes,
         **({"used": used} if any(stride > 1 for stride in strides) else {}),
     )
+
+
+def _on_tensors(make: Maker) -> Maker:
+    """Returns what makes a stand-in that leaves mere shapes to Keras."""
+
+    def made(original: Callable) -> Callable:
+        replaced = make(original)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            on_shapes = global_state.on_shapes_only()
+            return (original if on_shapes else replaced)(*args, **kwargs)
+
+        return call
+
+    return made
+
+
+_OF_OPS: dict[str, Maker] = {
+    "matmul": _matmul,
+    "dot": _matmul,
+    "tensordot": _tensordot,
+    "einsum": _einsum,
+    "add": functools.partial(_elementwise, bilinear=False),
+    "subtract": functools.partial(_elementwise, bilinear=False),
+    "multiply": functools.partial(_elementwise, bilinear=True),
+    "take": _take,
+    "cast": _cast,
+    **dict.fromkeys(_CONVOLUTIONS, _convolution),
+    **dict.fromkeys(_MOVE, _moving),
+    **dict.fromkeys(_WIDE, _wide),
+}
+_OF_METHODS: dict[replacements.Place, Maker] = {
+    layers.AUTOCAST: _autocast,
+    layers.ITEM: _item,
+    layers.LOOP: _loop,
+    **dict.fromkeys(layers.ADAPTED_KERNELS, _adapted),
+}
+# What makes stand-ins of Keras's ops, by their names, and of its methods.
+OPS = {name: _on_tensors(make) for name, make in _OF_OPS.items()}
+METHODS = {place: _on_tensors(make) for place, make in _OF_METHODS.items()}
