@@ -13,8 +13,6 @@ from tfmix import _messages
 _LIBRARIES = frozenset("keras tensorflow jax jaxlib numpy tfmix".split())
 # How AutoGraph, which runs a copy of the code, names a line of the code itself.
 _CONVERTED = re.compile(r'File "(.+)", line (\d+), in .+  \*$', re.MULTILINE)
-# What was said of which line.
-_said: set[tuple[str, int, str]] = set()
 
 
 def in_library(module: str) -> bool:
@@ -47,9 +45,8 @@ def warn(text: str) -> None:
     while frame and in_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     file, line = ("?", 0) if frame is None else _place(frame)
-    if (file, line, text) not in _said:
-        _said.add((file, line, text))
-        _messages.warn("%s (%s:%d)", text, os.path.basename(file), line)
+    place = os.path.basename(file), line
+    _messages.warn_once("%s (%s:%d)", text, *place, about=(file, line, text))
 
 
 def _place(frame: types.FrameType) -> tuple[str, int]:

@@ -12,7 +12,7 @@ from tests._keras.contracts import (
     sequential,
     tensorflow_only,
 )
-from tfmix._keras import attempts
+from tfmix._keras import attempts, layers
 
 
 def test_a_layer_calls_check_super_called_before_it_casts_or_builds():
@@ -277,3 +277,13 @@ def test_the_marks_of_tensors_are_kept_where_keras_keeps_masks():
     assert marks.get_tensor_attr(tensor + 1, "_tfmix_test") is None
     common("masking").set_keras_mask(tensor, mask)
     assert marks.get_tensor_attr(tensor, "_keras_mask") is mask
+
+
+def test_preprocessing_layers_have_one_base_above_rescaling():
+    assert layers.DATA_LAYER.__name__ in ("DataLayer", "TFDataLayer")
+    for name in (
+        *("Normalization", "Discretization", "CategoryEncoding"),
+        *("RandomFlip", "CenterCrop", "MelSpectrogram"),
+    ):
+        assert issubclass(getattr(keras.layers, name), layers.DATA_LAYER)
+    assert not issubclass(keras.layers.Dense, layers.DATA_LAYER)

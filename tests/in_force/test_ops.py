@@ -1,5 +1,6 @@
 """Op rules: float32 inside, 16 bit outside, and Keras exact when off."""
 
+import sys
 import threading
 
 import keras
@@ -9,6 +10,7 @@ from keras import ops as kops
 
 from tests import helpers
 from tfmix._keras import layers, op_places
+from tfmix.in_force.global_policy.current_policy import policy_scope
 from tfmix.in_force.process_wide import interceptor
 from tfmix.policy import op_rules
 from tfmix.policy.policy import Policy
@@ -340,6 +342,40 @@ def test_the_logits_of_a_softmax_are_still_found():
     interceptor.install(["softmax"])
     y = keras.activations.softmax(x)
     assert y._keras_logits.dtype == x.dtype
+
+
+@pytest.mark.parametrize("name", ["matmul", "multiply", "maximum"])
+def test_a_rule_holds_for_an_op_that_has_stand_ins_of_other_kinds(
+    monkeypatch, name
+):
+    # Weight gradients or finite constants; Keras itself computes in 16 bit.
+    module = sys.modules[op_places.BACKEND_OPS.numpy.__name__]
+    original, seen = getattr(module, name), []
+
+    def spy(x1, x2):
+        seen.append(keras.backend.standardize_dtype(x1.dtype))
+        return original(x1, x2)
+
+    spy.__module__ = module.__name__
+    monkeypatch.setattr(module, name, spy)
+    x = tensor(np.ones((2, 2)), "float16")
+    for names in [name], []:
+        with policy_scope(Policy("mixed_float16", float32_ops=names)):
+            result = getattr(kops, name)(x, x)
+        assert keras.backend.standardize_dtype(result.dtype) == "float16"
+    assert seen == ["float32", "float16"]
+
+
+@pytest.mark.parametrize("name", ["add", "cast", "sum", "where", "exp"])
+def test_one_wrapper_stands_before_keras_own_function(name):
+    ((package, theme),) = op_places.targets(name)
+    original = vars(getattr(package, theme))[name]
+    with policy_scope("mixed_float16"):
+        stand_in = vars(getattr(package, theme))[name]
+        assert stand_in.__wrapped__ is original
+        # What has imported the function itself goes on with it.
+        assert vars(sys.modules[original.__module__])[name] is original
+    assert vars(getattr(package, theme))[name] is original
 
 
 def test_switching_off_restores_every_function_by_identity():
