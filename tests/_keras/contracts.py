@@ -393,7 +393,6 @@ ATTRIBUTES = [
 ELSEWHERE = {
     # `f"_{name}"`, the worker of an op: see the test of `_normalize`.
     "_*",
-    "keras.src.ops._*",
     # A replica's copy of a variable: `test_get_returns_this_replicas_copy`.
     "_get",
     # TensorFlow's variables have none in Keras 3.12: read with a default, see
