@@ -1,8 +1,8 @@
 """Where Keras does the work of each op: the functions behind `keras.ops`.
 
 Keras looks every backend function up (`backend.numpy.sum`) at each call, on
-all routes: replacing the attribute reaches every caller. Ops composed in
-`keras.src.ops` have a private worker there (`_normalize`).
+all routes: a stand-in for the module `backend.numpy` reaches every caller. Ops
+composed in `keras.src.ops` have a private worker there (`_normalize`).
 """
 
 import contextlib
