@@ -19,12 +19,13 @@ import pytest
 from absl import logging
 
 import tfmix
+from tests import sampling
 from tfmix import _messages, _users_code
 
 TENSORFLOW_DEVICES = 4
-# JAX compiles each operation it meets. What a backend changes little is left
-# to `make test-slow` there.
-SLOW_UNDER_JAX = (
+# What a backend changes little. A quick run has these under TensorFlow alone,
+# because JAX compiles each operation it meets.
+TENSORFLOW_IS_ENOUGH = (
     "benchmarks/",
     "callbacks/test_numerics_monitor.py",
     "conversion/test_convert_applications.py",
@@ -64,13 +65,40 @@ def pytest_report_header():
     return f"left out: test files that import {', '.join(MISSING)}"
 
 
-def pytest_collection_modifyitems(items):
-    """Marks as slow what takes long under JAX."""
-    if keras.backend.backend() != "jax":
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run every case of every test, the slow ones too (make test-all)",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves slow tests and most of a cross product to the complete run.
+
+    A test that is named on the command line (`file.py::test_name`) runs with
+    all its cases.
+    """
+    if config.option.all or any("::" in name for name in config.args):
         return
-    for item in items:
-        if any(f"tests/{part}" in item.nodeid for part in SLOW_UNDER_JAX):
-            item.add_marker(pytest.mark.slow)
+    kept = sampling.quick(
+        [item for item in items if not _left_out(item)],
+        last_first=keras.backend.backend() == "jax",
+    )
+    left_out = [item for item in items if item not in kept]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item in kept]
+
+
+def _left_out(item):
+    if item.get_closest_marker("slow"):
+        return True
+    # A case that is skipped here must not stand for one that runs.
+    if any(mark.args[0] for mark in item.iter_markers("skipif")):
+        return True
+    if keras.backend.backend() == "tensorflow":
+        return False
+    return any(f"tests/{part}" in item.nodeid for part in TENSORFLOW_IS_ENOUGH)
 
 
 def pytest_sessionstart(session):
