@@ -27,17 +27,20 @@ TENSORFLOW_DEVICES = 4
 # because JAX compiles each operation it meets.
 TENSORFLOW_IS_ENOUGH = (
     "benchmarks/",
-    "callbacks/test_numerics_monitor.py",
+    "callbacks/",
     "conversion/test_convert_applications.py",
-    "doctor/test_check.py",
-    "doctor/test_float8_products.py",
-    "doctor/test_held_out.py",
-    "doctor/test_suggest.py",
+    "doctor/",
     "examples/",
+    "float8/test_chosen_layers.py",
     "test_cli.py",
+    "test_data.py",
     "test_docs.py",
     "test_import_light.py",
+    "test_messages.py",
+    "test_packaging.py",
     "test_plotting.py",
+    "test_public_api.py",
+    "test_tables.py",
     "test_untrusted_files.py",
     "wild/test_wild.py",
 )
@@ -81,10 +84,8 @@ def pytest_collection_modifyitems(config, items):
     """
     if config.option.all or any("::" in name for name in config.args):
         return
-    kept = sampling.quick(
-        [item for item in items if not _left_out(item)],
-        last_first=keras.backend.backend() == "jax",
-    )
+    mine = ("tensorflow", "jax").index(keras.backend.backend())
+    kept = sampling.quick(items, _left_out, _is_shared, mine)
     left_out = [item for item in items if item not in kept]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item in kept]
@@ -96,7 +97,16 @@ def _left_out(item):
     # A case that is skipped here must not stand for one that runs.
     if any(mark.args[0] for mark in item.iter_markers("skipif")):
         return True
-    if keras.backend.backend() == "tensorflow":
+    return keras.backend.backend() == "jax" and _for_tensorflow(item)
+
+
+def _is_shared(item):
+    return not item.get_closest_marker("skipif") and not _for_tensorflow(item)
+
+
+def _for_tensorflow(item):
+    # A test that is skipped under one backend has no other to run under.
+    if item.get_closest_marker("skipif"):
         return False
     return any(f"tests/{part}" in item.nodeid for part in TENSORFLOW_IS_ENOUGH)
 

@@ -2,17 +2,24 @@
 
 import collections
 
+# A parameter with fewer values has all of them under each backend.
+MANY = 6
 
-def quick(items, last_first=False):
+
+def quick(items, left_out, shared, mine):
     """Chooses from pytest's items what a quick run keeps.
 
     That is every test that is not parametrized, and of a parametrized one a
-    few cases in which every value of every parameter occurs.
+    few cases in which every value of every parameter occurs: all cases if it
+    is marked `every_case`, one if it is marked `one_case`.
 
     Args:
         items: What pytest collected.
-        last_first: Whether to begin with the last case of each test, which
-            chooses other combinations.
+        left_out: Tells of an item whether only the complete run has it.
+        shared: Tells of an item whether the other backend has it as well.
+            The backends then share the values of a long parameter: one tries
+            the first, third and fifth, the other the second and fourth.
+        mine: 0 or 1, this backend's part of shared values.
 
     Returns:
         A set of items.
@@ -22,17 +29,22 @@ def quick(items, last_first=False):
         tests[item.nodeid.partition("[")[0]].append(item)
     kept = set()
     for cases in tests.values():
+        values = [_values(case) for case in cases]
+        theirs = _share(values, 1 - mine) if shared(cases[0]) else set()
+        able = [n for n, case in enumerate(cases) if not left_out(case)]
         if cases[0].get_closest_marker("every_case"):
-            kept.update(cases)
+            kept.update(cases[n] for n in able)
             continue
-        if last_first:
-            cases.reverse()
-        chosen = sample([_values(case) for case in cases])
-        kept.update(cases[n] for n in chosen)
+        # To begin with another case gives other combinations.
+        able = able[mine:] + able[:mine]
+        chosen = sample([values[n] for n in able], theirs)
+        if cases[0].get_closest_marker("one_case"):
+            chosen = chosen[:1]
+        kept.update(cases[able[n]] for n in chosen)
     return kept
 
 
-def sample(cases):
+def sample(cases, needless=frozenset()):
     """Chooses few cases in which every value of every parameter occurs.
 
     The case with the most values that no chosen case has is chosen next, the
@@ -41,17 +53,32 @@ def sample(cases):
 
     Args:
         cases: The values of each case, a set of pairs of parameter and value.
+        needless: Values that need not occur.
 
     Returns:
-        The indices of the chosen cases.
+        The indices of the chosen cases, at least one if there are cases.
     """
-    missing = set().union(*cases)
+    missing = set().union(*cases) - needless
     chosen = []
-    while missing:
+    while missing or (cases and not chosen):
         best = max(range(len(cases)), key=lambda n: len(cases[n] & missing))
         missing -= cases[best]
         chosen.append(best)
     return chosen
+
+
+def _share(cases, part):
+    """Returns every second value of the parameters that have many."""
+    found = collections.defaultdict(dict)
+    for case in cases:
+        for name, value in sorted(case):
+            found[name].setdefault((name, value))
+    return {
+        pair
+        for pairs in found.values()
+        if len(pairs) >= MANY
+        for pair in list(pairs)[part::2]
+    }
 
 
 def _values(item):

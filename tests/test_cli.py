@@ -634,6 +634,7 @@ def test_the_script_reads_its_words_before_keras(words, code, message):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", helpers.quick_are({"script"}, ["script", "-m"]))
 def test_the_shell_shows_nothing_that_tensorflow_says_of_itself(way):
     call = ["-c", f"import {the_script()}; {the_script()}.main()"]

@@ -26,8 +26,10 @@ SLOW = {
     "float8-ema",
     "float8-infinity",
     "float8-layer-frozen",
+    "float8-layer-used-twice",
     "float8-lora",
     "float8-outlier",
+    "float8-small-gradients",
     "fit-steps-per-execution",
     "kill-and-resume",
     "nan-in-one-worker",
@@ -36,6 +38,7 @@ SLOW = {
     "replicas-ema",
     "replicas-float8",
     "start-up-overflow",
+    "targets-of-50-000",
     "terminate-on-nan",
 }
 
@@ -118,7 +121,7 @@ def test_close_knows_the_precision_of_a_variable():
         "float8-small-gradients",
         "clip-hides-infinity",
         "unscaled-for-a-log",
-        "pure-without-masters",
+        pytest.param("pure-without-masters", marks=pytest.mark.slow),
         "policy-map",
         "inner-methods",
     ],

@@ -203,6 +203,7 @@ assert not any(name.split(".")[0] == "tfmix" for name in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_saved_models_predict_the_same_in_plain_keras(tmp_path):
     x = np.random.default_rng(1).normal(size=(8, 4)).astype("float32")
     np.save(tmp_path / "x.npy", x)

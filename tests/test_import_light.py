@@ -94,6 +94,7 @@ def test_import_is_quick_and_adds_nothing_heavy():
     assert not added & set(HEAVY)
 
 
+@pytest.mark.slow
 def test_that_check_fails_on_a_slow_and_heavy_module(heavy_module):
     calls, added = cost_of_import("heavy", heavy_module)
     assert calls > MOST_CALLS

@@ -21,12 +21,14 @@ def test_every_value_occurs_in_as_few_cases_as_the_longest_parameter_has():
     assert frozenset().union(*chosen) == frozenset().union(*cases)
 
 
-def test_a_list_of_one_parameter_is_kept_whole():
-    assert sampling.sample(product("abcde")) == [0, 1, 2, 3, 4]
+def test_a_value_that_is_needless_may_be_missing():
+    cases = product("abcd")
+    assert sampling.sample(cases, cases[1] | cases[2]) == [0, 3]
 
 
-def test_a_test_without_parameters_is_kept():
-    assert sampling.sample([frozenset({("test", "")})]) == [0]
+def test_one_case_is_kept_where_no_value_is_needed():
+    cases = product("ab")
+    assert sampling.sample(cases, cases[0] | cases[1]) == [0]
 
 
 def test_no_case_gives_an_empty_sample():
@@ -38,40 +40,79 @@ class Item:
     """What the sample asks of an item of pytest."""
 
     nodeid: str
+    marker: str = ""
     callspec: types.SimpleNamespace | None = None
-    every_case: bool = False
 
     def get_closest_marker(self, name):
-        return getattr(self, name)
+        return name == self.marker
 
 
-def items(name, every_case=False, **parameters):
+def items(name, marker="", **parameters):
     return [
         Item(
             f"{name}[{case}]",
+            marker,
             types.SimpleNamespace(
                 params=dict(zip(parameters, case, strict=True))
             ),
-            every_case,
         )
         for case in itertools.product(*parameters.values())
     ]
 
 
+def quick(items, left_out=(), shared=False, mine=0):
+    return sampling.quick(
+        items, lambda item: item in left_out, lambda _: shared, mine
+    )
+
+
 def test_each_test_is_sampled_by_itself():
     one, other = items("one", a="xy", b="xy"), items("other", a="xy", b="xy")
-    kept = sampling.quick([*one, *other, Item("plain")])
+    kept = quick([*one, *other, Item("plain")])
     assert len(kept) == 5
     assert {item.nodeid for item in kept} >= {"plain"}
 
 
-def test_the_last_case_first_gives_other_combinations():
-    cases = items("one", a="xyz", b="xyz")
-    first, last = cases[0], cases[-1]
-    assert first in sampling.quick(cases)
-    assert last in sampling.quick(cases, last_first=True)
+def test_a_test_without_parameters_is_kept_under_both_backends():
+    plain = Item("plain")
+    for mine in (0, 1):
+        assert quick([plain], shared=True, mine=mine) == {plain}
 
 
-def test_a_test_marked_every_case_keeps_all():
-    cases = items("one", every_case=True, a="xyz", b="xyz")
-    assert sampling.quick(cases) == set(cases)
+def test_the_backends_share_the_values_of_a_long_parameter():
+    cases = items("one", a="abcdef", b="xy")
+    kept = [quick(cases, shared=True, mine=mine) for mine in (0, 1)]
+    letters = [{item.callspec.params["a"] for item in each} for each in kept]
+    assert letters == [{*"ace"}, {*"bdf"}]
+    for each in kept:
+        assert {item.callspec.params["b"] for item in each} == {"x", "y"}
+
+
+def test_a_short_parameter_has_all_values_under_each_backend():
+    cases = items("one", a="abcde")
+    for mine in (0, 1):
+        assert quick(cases, shared=True, mine=mine) == set(cases)
+
+
+def test_a_test_that_is_not_shared_has_all_values():
+    cases = items("one", a="abcdef")
+    for mine in (0, 1):
+        assert quick(cases, mine=mine) == set(cases)
+
+
+def test_the_backends_try_different_combinations():
+    cases = items("one", a="xy", b="xy")
+    assert quick(cases, mine=0).isdisjoint(quick(cases, mine=1))
+
+
+def test_a_case_that_is_left_out_stands_for_no_value():
+    cases = items("one", a="xy", b="xy")
+    assert quick(cases, left_out=cases[:1]) == {cases[1], cases[2]}
+
+
+def test_a_marker_keeps_every_case_or_one():
+    cases = items("one", marker="every_case", a="xy", b="xy")
+    assert quick(cases) == set(cases)
+    cases = items("one", marker="one_case", a="xy", b="xy")
+    assert quick(cases) == {cases[0]}
+    assert quick(cases, mine=1) == {cases[1]}

@@ -32,6 +32,7 @@ def learns(model):
     return losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "way",
     [

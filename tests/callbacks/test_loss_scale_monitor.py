@@ -229,6 +229,7 @@ def test_numbers_below_one_are_refused(name):
         Monitor(**{name: 2.5})
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("after", [False, True])
 def test_it_can_be_copied_as_tuners_do(after):
     monitor = Monitor()

@@ -120,6 +120,7 @@ def branches(order, dtype="mixed_float16"):
     return model
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "order", [("guilty", "innocent"), ("innocent", "guilty")]
 )
@@ -205,6 +206,7 @@ def test_gradients_are_judged_at_the_lowest_scale_of_the_rule(lowest):
     assert bool(monitor.events) is (lowest == 1.0)
 
 
+@pytest.mark.slow
 def test_zeros_are_no_alarm():
     # As residual networks start: the error of such a layer is 0, and so is
     # every gradient that goes into it.
@@ -224,6 +226,7 @@ def test_zeros_are_no_alarm():
     assert all(row.measures.not_finite == 0 for row in monitor.rows)
 
 
+@pytest.mark.slow
 def test_rows_measure_every_layer_and_weight():
     monitor = Monitor()
     model = healthy(jit_compile=JAX)
@@ -244,6 +247,7 @@ class Counting(Monitor):
         self.steps = (*self.steps, self._tap.step)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("every", "stride", "steps"),
     [(1, 1, range(12)), (4, 1, (0, 4, 8)), (4, 3, (0, 6, 9)), (50, 1, (0,))],
@@ -332,6 +336,7 @@ def test_wrong_arguments_are_refused(every, error):
         Monitor(every=every)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     "how",
     [

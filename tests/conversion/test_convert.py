@@ -133,6 +133,7 @@ def test_a_model_that_was_used_computes_in_16_bit_afterwards(kind, policy):
     assert matmul_dtypes(model) == {"float32"}
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_model_trains_on_and_comes_back(kind):
     model = compiled(kind(), keras.optimizers.Adam(0.01))
@@ -446,6 +447,7 @@ def test_a_copy_is_converted_and_the_source_untouched(kind):
     )
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("policy", ["float16", "bfloat16", *MIXED])
 def test_a_copy_for_inference_only_predicts(policy, tmp_path):
     model = compiled(functional(), "adam")

@@ -173,6 +173,7 @@ def test_an_einsum_that_is_no_product_of_matrices_is_left_out(equation):
     assert chosen_layers._parts(equation) == ("", "", "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -192,6 +193,7 @@ def test_training_ends_where_bfloat16_does(how):
     assert losses["8"] == pytest.approx(losses["16"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_an_ordinary_one(tmp_path):
     model, _ = fitted(policy(), epochs=1)
     model.save(tmp_path / "model.keras")
@@ -229,6 +231,7 @@ def test_a_copy_is_converted_as_well():
     assert reasons(model) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     helpers.quick_are(
@@ -302,6 +305,7 @@ def test_rematerialized_attention_computes_the_same(rules):
         assert np.abs(one - other).mean() < 2e-3
 
 
+@pytest.mark.slow
 @helpers.requires_backend("tensorflow")
 def test_replicas_stay_equal():
     strategy = helpers.mirrored_strategy()

@@ -77,6 +77,7 @@ def test_a_swap_shows_the_averages_and_changes_no_training(case):
         np.testing.assert_allclose(weight, average, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("case", ["masters", "split", "stochastic"])
 def test_evaluate_sees_averages_and_leaves_the_weights(case):
     class Sees(keras.callbacks.Callback):

@@ -295,6 +295,7 @@ class TwoOptimizers(keras.Model):
         return {"loss": sum(losses)}
 
 
+@pytest.mark.one_case
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_fit_tells_of_what_its_optimizers_skipped(jit, said):
@@ -342,6 +343,7 @@ class Around(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.one_case
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("steps_own", [True, False])
 @pytest.mark.parametrize("mode", ["eager", "graph", "jit"])

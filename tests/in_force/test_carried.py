@@ -371,6 +371,7 @@ def test_fit_gives_no_warning_of_numpy(said):
     assert model.optimizer.skipped_steps == 0
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("activations", "line"),
     [

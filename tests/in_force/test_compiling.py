@@ -63,6 +63,7 @@ def test_a_bfloat16_model_gets_the_check_and_no_scale():
     assert guard.is_guarded(model)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_row_of_nan_leaves_a_bfloat16_model_as_it_was(kind):
     current_policy.set_global_policy("mixed_bfloat16")
@@ -102,6 +103,7 @@ def test_one_float16_layer_is_enough_while_a_policy_is_on():
     assert is_wrapped(model)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_model_of_a_scope_is_wrapped_after_it(kind):
     with current_policy.policy_scope("mixed_float16"):
@@ -130,6 +132,7 @@ def made_too_early(caplog):
     return [text for text in caplog.messages if "apply_policy(model" in text]
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
     model = kind()
@@ -308,6 +311,7 @@ def test_a_float32_model_loads_as_it_was_under_a_float16_policy(tmp_path):
     assert int(loaded.optimizer.iterations) == 1
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("copies", [copy.deepcopy, keras.models.clone_model])
 def test_copies_of_a_model_train(copies):
     current_policy.set_global_policy("mixed_float16")
@@ -371,6 +375,7 @@ def small_steps(policy, optimizer):
     return model, model.evaluate(X, Y, verbose=0)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 def test_a_loss_scale_optimizer_of_the_users_gets_the_masters_it_lacks(policy):
     own = scaling.LossScaleOptimizer(keras.optimizers.SGD(3e-3))

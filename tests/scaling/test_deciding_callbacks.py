@@ -35,6 +35,7 @@ def fitted(bad, callback):
     return history.history
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("bad", [0, 2])
 def test_the_best_epoch_is_one_that_was_measured(bad, tmp_path):
     stop = keras.callbacks.EarlyStopping("loss", patience=1)

@@ -66,6 +66,7 @@ def without(array, start, stop):
     return np.concatenate([array[:start], array[stop:]])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize(
     ("mode", "bad"),
     helpers.quick_are(
@@ -111,6 +112,7 @@ def test_terminate_on_nan_lets_a_healthy_run_go_on():
     helpers.assert_all_finite(history.history["loss"])
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("rule", [64.0, rules.NoLossScale()])
 def test_the_guard_works_with_every_rule(rule):
     model = guards.guard(make_model(rule))
@@ -159,6 +161,7 @@ def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
     assert "guarded" not in str(again.get_compile_config())
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("mode", MODES)
 def test_an_epoch_without_an_applied_step_does_not_report_a_loss_of_zero(mode):
     # The loss is finite, the gradients are not: the scale is far too high.
@@ -359,6 +362,7 @@ def test_an_average_of_weights_does_not_move_in_a_skipped_step(mode):
         helpers.assert_close(ours, theirs, "float32")
 
 
+@pytest.mark.one_case
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", MODES)
 def test_states_that_keras_does_not_list_are_as_before(mode):

@@ -43,6 +43,7 @@ def assert_resumes(whole_run, directory, way):
     assert applied + optimizer.skipped_steps == resumable.STEPS
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("way", resumable.ways())
 def test_a_killed_run_resumes_bit_for_bit(whole_run, killed_run, way):
     assert_resumes(whole_run, killed_run, way)
@@ -75,6 +76,7 @@ def after_some_steps(wrap=TFMIX, steps=8):
     return model
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("loading_policy", POLICIES)
 def test_a_saved_model_continues_under_any_policy(tmp_path, loading_policy):
     model = after_some_steps()

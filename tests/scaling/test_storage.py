@@ -201,6 +201,7 @@ def test_a_tensorflow_checkpoint_restores_every_variable(tmp_path):
     assert_equal_state(target, source)
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("frozen_first", [False, True])
 @pytest.mark.parametrize("name", ["mixed_float16", "bfloat16"])
 def test_a_model_loads_after_other_layers_became_trainable(

@@ -191,6 +191,7 @@ def test_the_compiled_step_keeps_no_second_gradient():
     assert used[0] - used[1] < 1.01 * 4 * 512 * 256
 
 
+@pytest.mark.one_case
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
 def test_a_bad_step_leaves_every_bit_of_16_bit_variables(way):
     model = sixteen_bit.variables("bfloat16")

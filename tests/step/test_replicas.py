@@ -179,6 +179,7 @@ def regression(seed):
     return x, (x @ rng.normal(size=(8, 1)) * 100).astype("float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", helpers.quick_are({0}, range(2)))
 def test_the_ordinary_start_up_overflow_does_not_hurt_two_replicas(seed):
     with helpers.mirrored_strategy().scope():
