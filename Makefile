@@ -91,9 +91,9 @@ test-all-jax: $(STAMP)
 	@echo "tfmix: every test under JAX"
 	@KERAS_BACKEND=jax $(COMPLETE)
 
-# Breaks tfmix in ten ways and says whether the quick tests notice each one.
+# Breaks tfmix in a dozen ways and says whether the quick tests notice each one.
 mutations: $(STAMP)
-	@$(BIN)/python -m tests.mutations
+	@XLA_FLAGS='$(QUICK_XLA)' $(BIN)/python -m tests.mutations
 
 # KerasHub, KerasRS, keras-tuner, bayesflow and ONNX, in an environment beside ours
 # that sees ours: half an hour on one core. `pytest --all` there also runs the

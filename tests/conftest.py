@@ -37,6 +37,7 @@ TENSORFLOW_IS_ENOUGH = (
     "test_docs.py",
     "test_import_light.py",
     "test_messages.py",
+    "test_mutations.py",
     "test_packaging.py",
     "test_plotting.py",
     "test_public_api.py",

@@ -30,7 +30,9 @@ def quick(items, left_out, shared, mine):
     kept = set()
     for cases in tests.values():
         values = [_values(case) for case in cases]
-        theirs = _share(values, 1 - mine) if shared(cases[0]) else set()
+        theirs = _share(values, 1 - mine).difference(
+            *(values[n] for n, case in enumerate(cases) if not shared(case))
+        )
         able = [n for n, case in enumerate(cases) if not left_out(case)]
         if cases[0].get_closest_marker("every_case"):
             kept.update(cases[n] for n in able)

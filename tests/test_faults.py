@@ -51,6 +51,8 @@ def one_strategy(monkeypatch):
 
 def row(fault):
     marks = [pytest.mark.slow] if fault.name in SLOW else []
+    if len(fault.backends) == 1:
+        marks.append(helpers.requires_backend(fault.backends[0]))
     return pytest.param(fault, id=fault.name, marks=marks)
 
 
@@ -58,7 +60,7 @@ def system(name):
     return systems.by_name(name)
 
 
-@pytest.mark.parametrize("fault", [row(f) for f in catalogue.on_this_backend()])
+@pytest.mark.parametrize("fault", [row(f) for f in catalogue.FAULTS])
 def test_tfmix_survives(fault):
     outcome = fault.run(system("tfmix"))
     assert outcome.survived, outcome.text

@@ -60,9 +60,12 @@ def items(name, marker="", **parameters):
     ]
 
 
-def quick(items, left_out=(), shared=False, mine=0):
+def quick(items, left_out=(), shared=(), mine=0):
     return sampling.quick(
-        items, lambda item: item in left_out, lambda _: shared, mine
+        items,
+        left_out=lambda item: item in left_out,
+        shared=lambda item: item in shared,
+        mine=mine,
     )
 
 
@@ -76,12 +79,12 @@ def test_each_test_is_sampled_by_itself():
 def test_a_test_without_parameters_is_kept_under_both_backends():
     plain = Item("plain")
     for mine in (0, 1):
-        assert quick([plain], shared=True, mine=mine) == {plain}
+        assert quick([plain], shared=[plain], mine=mine) == {plain}
 
 
 def test_the_backends_share_the_values_of_a_long_parameter():
     cases = items("one", a="abcdef", b="xy")
-    kept = [quick(cases, shared=True, mine=mine) for mine in (0, 1)]
+    kept = [quick(cases, shared=cases, mine=mine) for mine in (0, 1)]
     letters = [{item.callspec.params["a"] for item in each} for each in kept]
     assert letters == [{*"ace"}, {*"bdf"}]
     for each in kept:
@@ -91,13 +94,19 @@ def test_the_backends_share_the_values_of_a_long_parameter():
 def test_a_short_parameter_has_all_values_under_each_backend():
     cases = items("one", a="abcde")
     for mine in (0, 1):
-        assert quick(cases, shared=True, mine=mine) == set(cases)
+        assert quick(cases, shared=cases, mine=mine) == set(cases)
 
 
 def test_a_test_that_is_not_shared_has_all_values():
     cases = items("one", a="abcdef")
     for mine in (0, 1):
         assert quick(cases, mine=mine) == set(cases)
+
+
+def test_a_value_of_a_case_that_is_not_shared_is_kept():
+    cases = items("one", a="abcdef")
+    kept = quick(cases, shared=[one for one in cases if one is not cases[1]])
+    assert kept == {cases[n] for n in (0, 1, 2, 4)}
 
 
 def test_the_backends_try_different_combinations():

@@ -169,7 +169,6 @@ def cases():
             yield pytest.param(name, way, marks=marks)
 
 
-@pytest.mark.one_case
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize(("name", "way"), list(cases()))
 def test_gradients_are_those_of_float32(name, way, policy):
