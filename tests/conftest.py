@@ -23,27 +23,55 @@ from tests import sampling
 from tfmix import _messages, _users_code
 
 TENSORFLOW_DEVICES = 4
-# What a backend changes little. A quick run has these under TensorFlow alone,
-# because JAX compiles each operation it meets.
+# What a backend changes little, or what only one can run: a quick run has these
+# under one backend. Mostly TensorFlow: JAX compiles each operation it meets.
 TENSORFLOW_IS_ENOUGH = (
     "benchmarks/",
     "callbacks/",
     "conversion/test_convert_applications.py",
+    "conversion/test_copying.py",
+    "conversion/test_optimizer_state.py",
+    "conversion/test_orders.py",
+    "conversion/test_replicas_converted.py",
+    "conversion/test_summary.py",
+    "conversion/test_way_back.py",
     "doctor/",
     "examples/",
     "float8/test_chosen_layers.py",
+    "hardware/test_advise.py",
+    "in_force/test_skip_watch.py",
+    "step/test_replicas.py",
     "test_cli.py",
     "test_data.py",
+    "test_demo.py",
     "test_docs.py",
+    "test_float32_head.py",
+    "test_grid.py",
     "test_import_light.py",
     "test_messages.py",
+    "test_multi_worker.py",
     "test_mutations.py",
+    "test_older_files.py",
+    "test_orders.py",
     "test_packaging.py",
     "test_plotting.py",
     "test_public_api.py",
+    "test_quiet.py",
     "test_tables.py",
     "test_untrusted_files.py",
+    "wild/test_true_gradients.py",
     "wild/test_wild.py",
+)
+JAX_IS_ENOUGH = (
+    "hardware/test_float8_programs.py",
+    "in_force/test_recomputation.py",
+    "step/test_replicas_jax.py",
+    "test_orders_found.py",
+    "variables/test_eight_bit.py",
+    "variables/test_low_memory.py",
+    "variables/test_master_state.py",
+    "variables/test_sharded_slots.py",
+    "wild/test_true_gradients_jax.py",
 )
 
 # What a test file may ask for in its first lines, and an environment with an
@@ -98,18 +126,25 @@ def _left_out(item):
     # A case that is skipped here must not stand for one that runs.
     if any(mark.args[0] for mark in item.iter_markers("skipif")):
         return True
-    return keras.backend.backend() == "jax" and _for_tensorflow(item)
+    return _enough_under(item) not in (None, keras.backend.backend())
 
 
 def _is_shared(item):
-    return not item.get_closest_marker("skipif") and not _for_tensorflow(item)
+    return _enough_under(item) is None and not item.get_closest_marker("skipif")
 
 
-def _for_tensorflow(item):
-    # A test that is skipped under one backend has no other to run under.
+def _enough_under(item):
+    """Returns the backend that a quick run has the test under alone."""
     if item.get_closest_marker("skipif"):
-        return False
-    return any(f"tests/{part}" in item.nodeid for part in TENSORFLOW_IS_ENOUGH)
+        # Skipped under one backend, it has no other to run under.
+        return None
+    for backend, parts in (
+        ("tensorflow", TENSORFLOW_IS_ENOUGH),
+        ("jax", JAX_IS_ENOUGH),
+    ):
+        if any(f"tests/{part}" in item.nodeid for part in parts):
+            return backend
+    return None
 
 
 def pytest_sessionstart(session):

@@ -1,6 +1,7 @@
 """Which cases of a parametrized test the quick run keeps."""
 
 import collections
+import zlib
 
 # A parameter with fewer values has all of them under each backend.
 MANY = 6
@@ -11,7 +12,8 @@ def quick(items, left_out, shared, mine):
 
     That is every test that is not parametrized, and of a parametrized one a
     few cases in which every value of every parameter occurs: all cases if it
-    is marked `every_case`, one if it is marked `one_case`.
+    is marked `every_case`, and one, under one of the backends, if it is
+    marked `costly`.
 
     Args:
         items: What pytest collected.
@@ -28,7 +30,7 @@ def quick(items, left_out, shared, mine):
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
     kept = set()
-    for cases in tests.values():
+    for name, cases in tests.items():
         values = [_values(case) for case in cases]
         theirs = _share(values, 1 - mine).difference(
             *(values[n] for n, case in enumerate(cases) if not shared(case))
@@ -40,8 +42,10 @@ def quick(items, left_out, shared, mine):
         # To begin with another case gives other combinations.
         able = able[mine:] + able[:mine]
         chosen = sample([values[n] for n in able], theirs)
-        if cases[0].get_closest_marker("one_case"):
-            chosen = chosen[:1]
+        if cases[0].get_closest_marker("costly"):
+            backend = zlib.crc32(name.encode()) % 2
+            is_theirs = shared(cases[0]) and backend != mine
+            chosen = [] if is_theirs else chosen[:1]
         kept.update(cases[able[n]] for n in chosen)
     return kept
 

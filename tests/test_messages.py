@@ -34,6 +34,7 @@ def said_by(line):
     return [one for one in run.stderr.splitlines() if "tfmix" in one]
 
 
+@pytest.mark.slow
 def test_each_message_is_a_line_of_absls_log_with_our_name():
     said = said_by("")
     assert len(said) == 3

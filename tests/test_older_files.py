@@ -34,7 +34,7 @@ def test_there_are_files_to_read():
 
 
 # The word that goes with a model whose step was guarded.
-@pytest.mark.one_case
+@pytest.mark.costly
 @pytest.mark.parametrize("folder", CASES)
 @pytest.mark.skipif(
     keras.__version__.startswith("3.12."),

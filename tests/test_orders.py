@@ -88,6 +88,7 @@ def leaves_a_method(monkeypatch):
     monkeypatch.setattr(keras.layers.ReLU, "call", keras.layers.Softmax.call)
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize(
     ("fault", "law", "wrap"),

@@ -122,6 +122,14 @@ def test_a_case_that_is_left_out_stands_for_no_value():
 def test_a_marker_keeps_every_case_or_one():
     cases = items("one", marker="every_case", a="xy", b="xy")
     assert quick(cases) == set(cases)
-    cases = items("one", marker="one_case", a="xy", b="xy")
+    cases = items("one", marker="costly", a="xy", b="xy")
     assert quick(cases) == {cases[0]}
     assert quick(cases, mine=1) == {cases[1]}
+
+
+def test_a_costly_test_that_is_shared_runs_under_one_backend():
+    plain = [Item(f"test {n}", marker="costly") for n in range(20)]
+    kept = [quick(plain, shared=plain, mine=mine) for mine in (0, 1)]
+    assert kept[0] | kept[1] == set(plain)
+    assert kept[0].isdisjoint(kept[1])
+    assert all(kept)

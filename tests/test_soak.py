@@ -112,6 +112,7 @@ def run(steps, system=wrapped):
     return run_jax(steps, system)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("steps", STEPS)
 def test_random_faults_leave_no_trace_in_any_step(steps):
     faults, optimizer, finite, applied, scales = run(steps)
@@ -137,6 +138,7 @@ def test_the_soak_breaks_an_optimizer_that_skips_nothing():
     assert not finite.all()
 
 
+@pytest.mark.costly
 def test_each_variable_was_hit_and_each_counted():
     faults, optimizer, *_ = run(1_000)
     everywhere = (faults.variable[faults.bad] == soak.NUM_VARIABLES).sum()

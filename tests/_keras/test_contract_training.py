@@ -114,6 +114,7 @@ def test_models_are_trainers():
     assert {"compile", "fit", "_aggregate_additional_loss"} <= {*vars(trainer)}
 
 
+@pytest.mark.costly
 def test_metrics_of_compile_are_known_before_they_are_built():
     model = with_metrics()
     (given,) = model._compile_metrics._user_metrics

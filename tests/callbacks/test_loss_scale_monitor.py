@@ -229,7 +229,7 @@ def test_numbers_below_one_are_refused(name):
         Monitor(**{name: 2.5})
 
 
-@pytest.mark.one_case
+@pytest.mark.costly
 @pytest.mark.parametrize("after", [False, True])
 def test_it_can_be_copied_as_tuners_do(after):
     monitor = Monitor()
@@ -331,6 +331,7 @@ class Adversaries(keras.Model):
         return {"d_loss": losses[0], "g_loss": losses[1]}
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_several_optimizers_are_shown_together(policy):

@@ -120,7 +120,8 @@ def branches(order, dtype="mixed_float16"):
     return model
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "order", [("guilty", "innocent"), ("innocent", "guilty")]
 )
@@ -149,6 +150,7 @@ def towers():
     return model
 
 
+@pytest.mark.slow
 def test_the_layer_that_reads_a_tensor_is_blamed_not_the_next_one_called():
     monitor = Monitor()
     train(towers(), monitor, batch_size=24)
@@ -178,6 +180,7 @@ def test_a_loss_that_is_never_multiplied_is_still_told_of():
         train(model, Monitor())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("where", ["x", "y"])
 def test_rows_that_are_not_finite_are_the_datas_fault_and_no_layers(
     where, said
@@ -195,6 +198,7 @@ def test_rows_that_are_not_finite_are_the_datas_fault_and_no_layers(
     assert f"step 0: `{where}` holds NaN or infinity in row 3" in said
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("lowest", [1.0, 2.0**-14])
 def test_gradients_are_judged_at_the_lowest_scale_of_the_rule(lowest):
     layers = [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
@@ -247,7 +251,7 @@ class Counting(Monitor):
         self.steps = (*self.steps, self._tap.step)
 
 
-@pytest.mark.one_case
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("every", "stride", "steps"),
     [(1, 1, range(12)), (4, 1, (0, 4, 8)), (4, 3, (0, 6, 9)), (50, 1, (0,))],
@@ -336,7 +340,8 @@ def test_wrong_arguments_are_refused(every, error):
         Monitor(every=every)
 
 
-@pytest.mark.one_case
+@pytest.mark.slow
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "how",
     [

@@ -150,6 +150,7 @@ def everything_about(model):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
 def test_the_model_is_as_it_was(policy):
     model = Nested()

@@ -37,7 +37,7 @@ def batch():
     return x, x[:, :4].copy()
 
 
-@pytest.mark.one_case
+@pytest.mark.costly
 @pytest.mark.parametrize("lora", [None, 2])
 def test_int8_layers_are_judged_in_both_directions(lora):
     model = quantized(lora=lora)
@@ -52,6 +52,7 @@ def test_int8_layers_are_judged_in_both_directions(lora):
     assert [layer.dtype_policy for layer in model.layers] == policies
 
 
+@pytest.mark.slow
 def test_a_fault_of_an_int8_layer_is_found():
     report = check.check(quantized(activation=rounding), *batch(), loss="mse")
     worst = report.rows[0]
@@ -77,6 +78,7 @@ def test_the_monitor_samples_a_model_that_trains_low_ranks(caplog):
     assert {"first", "last"} <= {row.layer for row in monitor.rows}
 
 
+@pytest.mark.slow
 def test_products_of_int8_layers_are_counted():
     rows = advise.advise(quantized(), 8).rows
     assert {row.layer.split("/")[-1] for row in rows} == {"first", "last"}

@@ -123,7 +123,7 @@ def short_runs():
         yield pytest.param(name, constants, expected, id=case, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "constants", "expected"), short_runs())
+@pytest.mark.parametrize(("name", "constants", "expected"), list(short_runs()))
 def test_one_epoch_leaves(name, constants, expected):
     names = namespace(name, EPOCHS=1, **constants)
     assert {how: eval(how, names) for how in expected} == expected

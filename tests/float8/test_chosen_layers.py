@@ -112,6 +112,7 @@ def test_the_first_and_the_last_are_those_of_nested_models():
     assert [name for name, why in found.items() if not why] == list("bcde")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("rules", "chosen"),
     [
@@ -288,6 +289,8 @@ def test_lora_trains_in_float8():
 
 
 # Under TensorFlow Keras itself cannot: `tf.recompute_grad` takes no keywords.
+@pytest.mark.costly
+@pytest.mark.slow
 @helpers.requires_backend("jax")
 @pytest.mark.parametrize("rules", ["mixed_bfloat16", policy()], ids=str)
 def test_rematerialized_attention_computes_the_same(rules):

@@ -77,6 +77,7 @@ OF_TFMIX = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [("masters", mode) for mode in MODES]
@@ -295,7 +296,7 @@ class TwoOptimizers(keras.Model):
         return {"loss": sum(losses)}
 
 
-@pytest.mark.one_case
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_fit_tells_of_what_its_optimizers_skipped(jit, said):
@@ -343,7 +344,7 @@ class Around(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.one_case
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("steps_own", [True, False])
 @pytest.mark.parametrize("mode", ["eager", "graph", "jit"])

@@ -63,7 +63,7 @@ def test_a_bfloat16_model_gets_the_check_and_no_scale():
     assert guard.is_guarded(model)
 
 
-@pytest.mark.one_case
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_row_of_nan_leaves_a_bfloat16_model_as_it_was(kind):
     current_policy.set_global_policy("mixed_bfloat16")
@@ -103,7 +103,7 @@ def test_one_float16_layer_is_enough_while_a_policy_is_on():
     assert is_wrapped(model)
 
 
-@pytest.mark.one_case
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_model_of_a_scope_is_wrapped_after_it(kind):
     with current_policy.policy_scope("mixed_float16"):
@@ -132,7 +132,7 @@ def made_too_early(caplog):
     return [text for text in caplog.messages if "apply_policy(model" in text]
 
 
-@pytest.mark.one_case
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
     model = kind()
@@ -217,6 +217,7 @@ def test_the_users_optimizer_is_the_one_inside():
     assert model.optimizer.inner_optimizer is adam
 
 
+@pytest.mark.costly
 def test_a_fixed_loss_scale_factor_becomes_a_fixed_loss_scale():
     current_policy.set_global_policy("mixed_float16")
     adam = keras.optimizers.Adam(loss_scale_factor=1024.0)
@@ -281,6 +282,7 @@ def test_a_wrong_argument_is_kerass_own_error():
         model.compile("adam", no_such_argument=1)
 
 
+@pytest.mark.costly
 def test_the_wrapped_optimizer_is_what_is_saved(tmp_path):
     with current_policy.policy_scope("mixed_float16"):
         model = make()
@@ -299,6 +301,7 @@ def test_the_wrapped_optimizer_is_what_is_saved(tmp_path):
             np.testing.assert_array_equal(after, before)
 
 
+@pytest.mark.costly
 def test_a_float32_model_loads_as_it_was_under_a_float16_policy(tmp_path):
     model = make()
     model.compile("adam", "mse")
@@ -311,7 +314,7 @@ def test_a_float32_model_loads_as_it_was_under_a_float16_policy(tmp_path):
     assert int(loaded.optimizer.iterations) == 1
 
 
-@pytest.mark.one_case
+@pytest.mark.costly
 @pytest.mark.parametrize("copies", [copy.deepcopy, keras.models.clone_model])
 def test_copies_of_a_model_train(copies):
     current_policy.set_global_policy("mixed_float16")
@@ -347,6 +350,7 @@ def test_a_model_of_a_scope_keeps_its_op_rules_after_it():
     np.testing.assert_array_equal(model.predict(x, verbose=0), result)
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(
     not hasattr(keras.optimizers, "MultiOptimizer"),
     reason="needs keras.optimizers.MultiOptimizer",
@@ -375,7 +379,7 @@ def small_steps(policy, optimizer):
     return model, model.evaluate(X, Y, verbose=0)
 
 
-@pytest.mark.one_case
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 def test_a_loss_scale_optimizer_of_the_users_gets_the_masters_it_lacks(policy):
     own = scaling.LossScaleOptimizer(keras.optimizers.SGD(3e-3))
@@ -411,6 +415,7 @@ def test_what_tfmix_put_on_comes_off_and_what_the_user_did_stays():
     assert own.inner_optimizer is inside
 
 
+@pytest.mark.costly
 def test_an_optimizer_that_only_the_model_understands_is_passed_on():
     class Task(keras.Model):
         """Compiles itself with "auto", as KerasHub's tasks do."""
@@ -469,6 +474,7 @@ def test_a_step_runs_under_the_rules_of_the_last_policy_only(monkeypatch):
     assert seen == [{"tanh"}, {"sum"}]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("auto", [True, False])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_loss_scale_around_another_is_refused(policy, auto):
@@ -482,6 +488,7 @@ def test_a_loss_scale_around_another_is_refused(policy, auto):
     model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
 def test_a_loaded_model_is_guarded_as_before(policy, tmp_path):
     current_policy.set_global_policy("mixed_float16")
@@ -533,6 +540,7 @@ MADE_FROM_ANOTHER = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", MADE_FROM_ANOTHER)
 @pytest.mark.parametrize("source", [converted, scoped])
 def test_what_is_made_of_a_float16_model_is_scaled_and_guarded(
@@ -552,6 +560,7 @@ def test_what_is_made_of_a_float16_model_is_scaled_and_guarded(
     assert guard.is_guarded(model)
 
 
+@pytest.mark.costly
 def test_a_layer_made_outside_falls_back_where_its_code_needs_it(caplog):
     class Holds(keras.layers.Layer):
         def call(self, x):
@@ -575,6 +584,7 @@ def test_float32_leaves_copies_to_keras():
     assert not guard.is_guarded(twin)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
 def test_a_loaded_model_goes_on_bit_for_bit_under_any_policy(policy, tmp_path):
     current_policy.set_global_policy("mixed_float16")
@@ -607,6 +617,7 @@ def test_a_graph_with_a_call_of_its_own_computes():
     assert computing_layers.layers_that_compute(own) == [own, dense]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("policy", "jit", "run"),
     [

@@ -102,6 +102,7 @@ def test_a_layer_that_mixes_dtypes_computes_in_float32(name, caplog):
     assert "x.dtype" in warning
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_model_with_such_a_layer_trains(name, jit):
@@ -216,6 +217,7 @@ class Doubles(Mixes):
         return x * 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [Doubles, Mixes])
 def test_fit_traces_a_model_as_often_as_in_float32(kind):
     counts = []
@@ -485,6 +487,7 @@ def test_an_epsilon_whose_root_has_an_infinite_gradient(make, name, dtype):
     assert layer.compute_dtype == dtype
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_small_inputs_of_a_root_have_finite_gradients(mode):
     with tfmix.policy_scope("mixed_float16"):
@@ -642,6 +645,7 @@ def as_it_is_run():
     return ways
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", as_it_is_run())
 def test_state_is_as_if_only_the_call_in_float32_had_been(way):
     with tfmix.policy_scope("mixed_float16"):

@@ -51,6 +51,7 @@ def bordered(model, x=X, **kwargs):
     return called(model, x, **kwargs), without
 
 
+@pytest.mark.costly
 def test_results_are_the_same_bits():
     found, without = bordered(dense(8, 2))
     np.testing.assert_array_equal(
@@ -95,6 +96,7 @@ def test_nests_and_what_is_no_float_pass():
 
 
 # Keras 3.16 warns of it in float32, too.
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:.*does not support masking")
 def test_masks_and_exact_ids_reach_the_layers():
     # 2049 is 2048 in float16.
@@ -280,6 +282,7 @@ def test_a_plain_graph_around_a_model_does_not_hide_it():
     assert keras.backend.standardize_dtype(result.dtype) == "float32"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_model_that_amplifies_finds_its_place(run_eagerly):
     # Backwards everything grows by 2**18: too much for one in [1, 2).
@@ -299,6 +302,7 @@ def test_a_model_that_amplifies_finds_its_place(run_eagerly):
     assert optimizer.loss_scale == 2.0 ** (15 - optimizer.skipped_steps)
 
 
+@pytest.mark.costly
 def test_a_model_whose_layers_fell_back_is_scaled_as_well():
     class Tiny(keras.layers.Layer):
         def build(self, shape):
@@ -337,6 +341,7 @@ def called_under_a_tape_that_is_not_asked(model):
     called(tf.ones((4, 3)))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "use",
     [

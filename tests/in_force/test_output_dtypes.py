@@ -86,6 +86,7 @@ def test_results_that_others_are_made_of_are_float32(way, name):
         assert all(mask is not None for mask in masks)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "method", ["fit", "evaluate", "train_on_batch", "test_on_batch"]

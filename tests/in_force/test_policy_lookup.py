@@ -49,6 +49,7 @@ def use_everything():
     keras.layers.Softmax()(inputs)
 
 
+@pytest.mark.costly
 def test_after_float32_nothing_of_keras_differs():
     use_everything()
     before = snapshot()

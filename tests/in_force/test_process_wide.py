@@ -106,6 +106,7 @@ def test_the_registry_lists_exactly_what_is_replaced(everything, policy):
     assert registered() == found
 
 
+@pytest.mark.costly
 def test_float32_leaves_nothing_replaced(everything):
     before = snapshot(everything)
     tfmix.set_global_policy("mixed_float16")

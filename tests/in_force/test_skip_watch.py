@@ -121,6 +121,7 @@ def test_it_is_told_of_replicas(said):
     assert said == [ALL_BAD]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("where", ["x", "y", "sample_weight"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_rows_that_are_not_finite_are_named_after_the_first_epoch(

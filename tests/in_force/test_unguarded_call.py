@@ -73,6 +73,7 @@ def step_on_jax(model, mode):
 make_step = step_on_jax if ON_JAX else step_on_tensorflow
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_bad_batch_leaves_statistics_as_they_were(policy, mode):
@@ -90,6 +91,7 @@ def test_a_bad_batch_leaves_statistics_as_they_were(policy, mode):
     assert not any(map(np.array_equal, before, after))
 
 
+@pytest.mark.costly
 def test_statistics_are_those_of_plain_keras():
     found = []
     for policy in ("float32", "mixed_bfloat16"):

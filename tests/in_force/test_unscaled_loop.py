@@ -90,6 +90,7 @@ def after_a_fit(mode, optimizer):
     return model
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fitted", MODES)
 def test_after_a_fit_a_step_without_a_scaled_loss_is_whole(fitted, mode):

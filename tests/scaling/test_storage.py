@@ -126,6 +126,7 @@ def test_a_run_without_loss_scaling_can_go_on_with_it():
 
 
 # Keras says the same of the inner optimizer.
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")
 def test_weights_can_be_loaded_where_there_is_no_state_to_restore(
     tmp_path, said
@@ -201,7 +202,7 @@ def test_a_tensorflow_checkpoint_restores_every_variable(tmp_path):
     assert_equal_state(target, source)
 
 
-@pytest.mark.one_case
+@pytest.mark.costly
 @pytest.mark.parametrize("frozen_first", [False, True])
 @pytest.mark.parametrize("name", ["mixed_float16", "bfloat16"])
 def test_a_model_loads_after_other_layers_became_trainable(

@@ -191,7 +191,7 @@ def test_the_compiled_step_keeps_no_second_gradient():
     assert used[0] - used[1] < 1.01 * 4 * 512 * 256
 
 
-@pytest.mark.one_case
+@pytest.mark.costly
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
 def test_a_bad_step_leaves_every_bit_of_16_bit_variables(way):
     model = sixteen_bit.variables("bfloat16")
@@ -220,6 +220,7 @@ SPARSE = {
 }
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("inner", SPARSE)
 def test_an_embedding_trains_and_skips_as_outside_of_xla(inner):

@@ -186,6 +186,7 @@ def test_bfloat16_slots_take_two_bytes_and_train_alike(name):
     assert len(optimizer.variables) == len({id(v) for v in optimizer.variables})
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", helpers.optimizers_of_a_kind())
 def test_every_optimizer_takes_bfloat16_slots(name):
     old = not hasattr(keras.optimizers, "MultiOptimizer")

@@ -46,6 +46,7 @@ def expected(value, code):
     return found.reshape(value.shape)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", CODES)
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
@@ -84,6 +85,7 @@ def test_what_was_coded_once_keeps_its_bits(code):
     assert big.sum() > 200
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_stochastic_rounding_is_right_in_the_mean(code):
     value = np.full(2**16, 0.3, "float32")

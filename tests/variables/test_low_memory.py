@@ -55,6 +55,7 @@ def coded(optimizer):
     return [v for v in optimizer.variables if v.dtype == "uint8"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", helpers.quick_are(MODES[-1:], MODES))
 @pytest.mark.parametrize("name", MAKERS)
 def test_it_trains_as_with_float32_slots(name, mode):
@@ -81,6 +82,7 @@ QUICK = ("masters", "stochastic")
 WAYS = helpers.quick_are(QUICK, PURE)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", helpers.quick_are(MODES[1:2], MODES[1:]))
 @pytest.mark.parametrize("way", WAYS)
 def test_pure_bfloat16_trains_with_them(way, mode):
@@ -92,6 +94,7 @@ def test_pure_bfloat16_trains_with_them(way, mode):
     np.testing.assert_allclose(losses, expected, rtol=0.1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("make", "dtype", "total"),
     [
@@ -109,6 +112,7 @@ def test_both_moments_of_adam_take_two_bytes_a_weight(make, dtype, total):
     assert size / 512**2 == total + 2 + 2 * 4 / 256
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("policy", "mode"),
     helpers.quick_are(
@@ -171,6 +175,7 @@ def test_replicas_stay_equal_and_train_as_one_device():
         assert len({value.numpy().tobytes() for value in values}) == 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "settings",
     [
@@ -395,6 +400,7 @@ def test_an_empty_variable_is_left_alone():
     assert not coded(optimizer)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("rules", "wide"),
     [
@@ -428,6 +434,7 @@ def test_flat_masters_join_what_has_slots_alike(rules, wide):
         np.testing.assert_allclose(mean, -0.001, rtol=0.01)
 
 
+@pytest.mark.slow
 def test_a_conversion_goes_on_with_them():
     model, twin = model_of(low()), model_of(MAKERS["adam"]())
     for each in (model, twin):

@@ -156,6 +156,7 @@ def fit(model, epochs=1):
     model.fit(x, y, batch_size=32, epochs=epochs, verbose=0, shuffle=False)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "way",
     [
@@ -235,6 +236,7 @@ def test_set_weights_sets_all_state_and_refuses_a_part():
     assert sixteen_bit.bits_of(left) == sixteen_bit.bits_of(right)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", sixteen_bit.EXACT_WAYS)
 def test_float32_weights_go_in_and_come_out_without_loss(way, tmp_path):
     source = small_model("float32")

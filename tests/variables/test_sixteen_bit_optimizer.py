@@ -60,6 +60,7 @@ def test_setting_one_value_takes_over_what_was_assigned_to_another(way):
     np.testing.assert_array_equal(array(optimizer.read_float32(second)), 3.0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", ["split", "kahan"])
 def test_an_assignment_of_one_constant_for_another_is_noticed(way):
     weight = keras.Variable(np.ones(4096), dtype="bfloat16", name="w")

@@ -237,6 +237,7 @@ def assert_finite(state):
     assert all(np.isfinite(one).all() for part in state for one in part)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "mode"), list(cases()))
 def test_a_free_loop_leaves_all_as_it_was(kind, mode):
     tfmix.set_global_policy("mixed_float16")

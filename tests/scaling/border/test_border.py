@@ -130,6 +130,7 @@ def distance(found, exact):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_faint_gradients_are_those_of_float32(loss, mode):
