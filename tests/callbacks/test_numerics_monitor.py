@@ -280,6 +280,7 @@ def test_no_batch_is_lost_or_seen_twice():
     np.testing.assert_array_equal(np.concatenate(seen), expected)
 
 
+@pytest.mark.slow
 def test_the_training_function_is_the_models_own_again():
     model = healthy()
     train(model, Monitor(every=3))

@@ -341,6 +341,7 @@ def called_under_a_tape_that_is_not_asked(model):
     called(tf.ones((4, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.costly
 @pytest.mark.parametrize(
     "use",

@@ -180,6 +180,7 @@ def leaves_of(nest):
     return [*leaves, *(x for each in containers for x in leaves_of(each))]
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("dtype", ["float32", None])
 def test_a_model_of_two_outputs_trains_on_two_replicas(dtype):

@@ -66,6 +66,7 @@ def test_compiled_and_eager_rounding_agree():
         np.testing.assert_array_equal(eager, to_float64(result))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", ["stochastic", "kahan"])
 def test_training_is_the_same_with_and_without_xla(way):
     final = []
@@ -161,6 +162,7 @@ def test_sparse_gradients_update_as_dense_ones_do(way):
     np.testing.assert_array_equal(final[0][3], [0.75, 0.75])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["Adam", "SGD", "Adafactor"])
 def test_bfloat16_slots_take_two_bytes_and_train_alike(name):
     steps = [sixteen_bit.gradients(1)[0]] * 30

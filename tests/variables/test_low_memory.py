@@ -163,6 +163,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
     assert fit(other, 1) == fit(model, 1)
 
 
+@pytest.mark.slow
 @helpers.requires_backend("tensorflow")
 def test_replicas_stay_equal_and_train_as_one_device():
     strategy = helpers.mirrored_strategy()
