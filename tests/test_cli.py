@@ -400,6 +400,7 @@ def converted(capsys, source, target, *words):
     return run(capsys, "convert", str(source), str(target), *words)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("words", [[], ["--inference"]])
 def test_convert_writes_a_model_that_predicts_nearly_the_same(
     capsys, folder, tmp_path, words

@@ -109,6 +109,8 @@ def place(tmp_path, monkeypatch):
 SLOW_PAGES = {
     "adapters-remat-export.md",
     "cast-and-fine-tune.md",
+    "faq.md",
+    "float8.md",
     "gans.md",
     "loss-scaling.md",
     "one-call.md",

@@ -78,6 +78,7 @@ def heavy_module(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_import_under_jax_needs_neither_tensorflow_nor_matplotlib():
     pytest.importorskip("jax")
     assert imports_without("tfmix", HEAVY)

@@ -133,6 +133,7 @@ def test_the_long_soak_reaches_both_bounds():
     assert scales.max() == soak.RULE.max_scale
 
 
+@pytest.mark.costly
 def test_the_soak_breaks_an_optimizer_that_skips_nothing():
     _, _, finite, _, _ = run(100, unprotected)
     assert not finite.all()

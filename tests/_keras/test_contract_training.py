@@ -22,6 +22,7 @@ def data():
     return np.ones((2, 3, 4), "float32"), np.zeros((2, 3, 4), "float32")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("jit", [True, False])
 def test_fit_scales_the_loss_and_then_applies_the_gradients(monkeypatch, jit):
     # TensorFlow's step keeps its state in variables, JAX's hands it on.

@@ -255,6 +255,7 @@ def test_rules_of_the_policy_are_applied(rule):
     assert layer(model, "body").compute_dtype == "float32"
 
 
+@pytest.mark.costly
 def test_a_linear_output_is_float32_too():
     model = keras.Sequential(
         [
@@ -377,6 +378,7 @@ def test_op_rules_go_with_the_model():
     assert report.rows[0].after == "mixed_float16"
 
 
+@pytest.mark.costly
 def test_float_ids_of_a_converted_model_find_their_rows():
     class Ids(keras.Model):
         def __init__(self):
@@ -433,6 +435,7 @@ def test_a_compiled_model_made_pure_trains_on_masters():
     assert {v.dtype for v in layer(model, "body").weights} == {"float16"}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_is_converted_and_the_source_untouched(kind):
     model = compiled(kind())
@@ -579,6 +582,7 @@ def ends_in_a_cast(x):
     return keras.ops.cast(keras.layers.Dense(3, name="head")(x), "float32")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("end", "head"), [(ends_in_ops, "float32"), (ends_in_a_cast, "float16")]
 )

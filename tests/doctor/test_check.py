@@ -108,6 +108,7 @@ def digits(shape, rows=32):
     return x, generator.integers(0, 10, rows)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "policy", slow_on_jax(["mixed_float16", "mixed_bfloat16"])
 )

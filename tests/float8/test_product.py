@@ -148,6 +148,7 @@ def test_a_long_product_is_summed_in_float32(mode):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_float32_factors_give_a_float32_product(mode):
     a = ops.convert_to_tensor(np.float32([[16.0, 1.0]]))
@@ -156,6 +157,7 @@ def test_float32_factors_give_a_float32_product(mode):
     assert helpers.to_numpy(found).tolist() == [[257]]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_comes_through(mode, bad):
@@ -222,6 +224,7 @@ def test_a_batch_may_be_of_any_size(jit):
         )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_a_batch_may_have_no_rows(mode):
     kernel, _ = numbers(np.random.default_rng(1), (16, 32))

@@ -50,6 +50,7 @@ def state(optimizer, weights):
     return [v.numpy().copy() for v in [*weights, *optimizer.variables]]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("mode", MODES)
@@ -100,6 +101,7 @@ def test_so_does_one_of_tfmix_without_a_scaler_around_it(kind, mode, said):
     assert not said
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 def test_it_is_said_that_weights_in_16_bit_need_masters(mode, said):
     tfmix.set_global_policy("bfloat16")
@@ -111,6 +113,7 @@ def test_it_is_said_that_weights_in_16_bit_need_masters(mode, said):
     assert "tfmix.MasterWeightOptimizer(Adam(...))" in text
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 def test_good_steps_are_keras_own(mode):
     found = {}
@@ -135,6 +138,7 @@ def test_in_float32_nothing_is_kept_from_keras():
     assert np.isnan(weights[0].numpy()).all()
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("jit", [False, True])
 def test_keras_own_scaler_stays_keras_own(jit):
@@ -197,6 +201,7 @@ def branches(mode, step):
     return {"cond": compiled(by_cond), "if": compiled(by_if)}
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("kind", ["cond", "if"])
 @pytest.mark.parametrize("mode", ["graph", "jit"])

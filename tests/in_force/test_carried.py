@@ -231,6 +231,7 @@ def test_a_carried_policy_holds_in_a_plain_call():
     assert float(kops.max(model(x))) == 0.0
 
 
+@pytest.mark.costly
 def test_a_method_that_the_user_sets_is_wrapped_and_given_back():
     model = penalised.penalised_model()
     calls = []
@@ -307,6 +308,7 @@ def test_a_16_bit_output_is_told_of_once_in_one_line(said):
     assert said == [line]
 
 
+@pytest.mark.costly
 def test_a_model_that_does_not_say_which_layer_is_last_is_named(said):
     class Own(keras.Model):
         def __init__(self):
@@ -427,6 +429,7 @@ def test_it_is_told_of_only_where_the_loss_sees_it(
     assert (abs(got - 30.0) < 0.1) is (said == [])
 
 
+@pytest.mark.costly
 def test_a_float32_output_is_not_reported(said):
     x, y = penalised.batch()
     with current_policy.policy_scope("mixed_float16"):

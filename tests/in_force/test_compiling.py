@@ -44,6 +44,7 @@ def is_wrapped(model):
     return type(model.optimizer) is scaling.LossScaleOptimizer
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "O1", "O2", "float16"])
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_float16_model_gets_loss_scaling_and_a_guard(policy, kind):
@@ -144,6 +145,7 @@ def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
     assert "tfmix.apply_policy(model, 'mixed_float16')" in told
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_it_is_not_told_of_a_loss_that_needs_no_scale_as_well(kind, caplog):
     model = kind()
@@ -154,6 +156,7 @@ def test_it_is_not_told_of_a_loss_that_needs_no_scale_as_well(kind, caplog):
     assert [told] == made_too_early(caplog)
 
 
+@pytest.mark.costly
 def test_a_float32_model_trains_without_a_word_of_a_scale(caplog):
     current_policy.set_global_policy("mixed_float16")
     model = make(dtype="float32")
@@ -181,6 +184,7 @@ def test_a_float32_model_is_left_alone_under_a_float16_policy():
         assert type(one.optimizer) is keras.optimizers.Adam
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
 def test_auto_scale_loss_off_is_respected_and_saved(policy, tmp_path):
     current_policy.set_global_policy(policy)
@@ -337,6 +341,7 @@ def test_what_a_model_carries_can_be_dropped():
     assert not {"compile", "call", "train_step"} & set(vars(model)) - before
 
 
+@pytest.mark.costly
 def test_a_model_of_a_scope_keeps_its_op_rules_after_it():
     class Norm(keras.layers.Layer):
         def call(self, x):
@@ -441,6 +446,7 @@ def test_an_optimizer_that_only_the_model_understands_is_passed_on():
     model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.costly
 def test_the_guard_of_compile_gives_way_to_an_optimizer_that_skips_nothing():
     with current_policy.policy_scope("mixed_float16"):
         model = make()
@@ -642,6 +648,7 @@ def test_masters_of_a_model_that_fit_builds_start_from_its_weights(
         assert is_bias or np.any(helpers.to_numpy(weight.value))
 
 
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable")
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["frozen", "without weights"])

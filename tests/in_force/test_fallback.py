@@ -153,6 +153,7 @@ def test_an_inner_layer_to_blame_leaves_the_outer_one_in_16_bit():
     assert layer.second.compute_dtype == "float32"
 
 
+@pytest.mark.costly
 def test_lambda_time_distributed_and_nested_models_fall_back():
     def mix(x):
         return strict_add(x, ops.ones(ops.shape(x), "float32"))
@@ -170,6 +171,7 @@ def test_lambda_time_distributed_and_nested_models_fall_back():
     assert nested.layers[0].compute_dtype == "float32"
 
 
+@pytest.mark.costly
 def test_a_cell_that_mixes_dtypes_makes_its_rnn_float32():
     class Cell(layers.Layer):
         state_size = 8
@@ -246,6 +248,7 @@ def test_a_failed_call_leaves_no_loss_behind():
     assert [float(loss) for loss in model.losses] == [3.0]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["", "mixed_float16"])
 def test_it_is_kept_by_saving_and_loading(name, tmp_path):
     with tfmix.policy_scope("mixed_float16"):
@@ -371,6 +374,7 @@ def test_a_constant_that_the_format_cannot_hold(
     assert len(warnings_in(caplog)) == (dtype == "float32")
 
 
+@pytest.mark.costly
 def test_the_warning_names_the_constant_and_its_line(caplog):
     with tfmix.policy_scope("mixed_float16"):
         Masked()(X)
@@ -433,6 +437,7 @@ class MaskedAround(Masked):
         )
 
 
+@pytest.mark.costly
 def test_a_loaded_layer_is_not_blamed_for_what_it_was_kept_from(
     tmp_path, caplog
 ):
@@ -600,6 +605,7 @@ def strict_multiply(x, y):
     return lax.mul(x, lax.broadcast(y, x.shape[:1]))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_made_inside_a_call_in_float32_is_float32(name):
     with tfmix.policy_scope(name):
@@ -705,6 +711,7 @@ def by_a_branch(x, tmp_path):
     return Switches()(x)
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("by", [by_a_saved_model, by_a_branch])
 def test_what_takes_float32_alone_has_it(by, tmp_path):

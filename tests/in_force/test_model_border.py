@@ -156,6 +156,7 @@ def in_a_loop_that_steps(model, x):
     return tf.while_loop(lambda *_: True, add, start, maximum_iterations=3)[1]
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("call", [in_a_branch, in_a_loop, in_a_loop_that_steps])
@@ -176,6 +177,7 @@ def test_gradients_go_through_control_flow(call, jit):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-10)
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", ["eager", "graph", "jit"])
 def test_statistics_are_updated_once_and_losses_added_once(mode):

@@ -167,6 +167,7 @@ def test_layers_that_are_loaded_keep_what_they_were_saved_with():
     assert computes_in(loaded) == "float32"
 
 
+@pytest.mark.costly
 def test_level_one_leaves_only_matmuls_in_16_bit():
     with current_policy.policy_scope("O1"):
         model = keras.Sequential(

@@ -69,6 +69,7 @@ def encoder():
     return keras.Model(start, [first, second, layers.Dense(2)(second)])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", WAYS)
 def test_results_that_others_are_made_of_are_float32(way, name):

@@ -130,6 +130,7 @@ def test_what_begins_infinite_is_no_bad_batch():
     assert helpers.to_numpy(model.layers[0].smallest) == np.float16(X.min())
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", MODES)
 def test_states_of_a_stateful_rnn_are_as_they_were(mode):

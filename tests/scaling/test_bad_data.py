@@ -38,6 +38,7 @@ def test_a_row_of_nan_in_each_epoch_moves_nothing():
     assert optimizer.loss_scale == 2.0**15
 
 
+@pytest.mark.costly
 def test_a_target_of_infinity_moves_nothing():
     tfmix.set_global_policy("mixed_float16")
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])

@@ -469,6 +469,7 @@ def compiled(kind, mode):
     return guards.guard(model)
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

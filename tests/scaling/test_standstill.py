@@ -70,6 +70,7 @@ def test_the_eighth_skip_in_a_row_is_said_once(way, wrap, said):
     assert "all gradients are NaN or infinite" in line
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
 def test_an_applied_step_begins_the_count_anew(way, said):
     run([BAD] * 7 + [GOOD] + [BAD] * 7, way)

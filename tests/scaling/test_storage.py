@@ -58,6 +58,7 @@ def test_own_variables_come_back_bit_for_bit(bad_steps):
     assert target.consecutive_skips == bad_steps
 
 
+@pytest.mark.costly
 def test_set_weights_sets_everything_or_nothing():
     source = trained()
     target = fresh(source)
@@ -77,6 +78,7 @@ def test_set_weights_sets_everything_or_nothing():
         Wrapped("adam").set_weights([])
 
 
+@pytest.mark.costly
 def test_a_state_of_another_optimizer_is_refused_and_changes_nothing():
     store = {}
     trained(Wrapped(keras.optimizers.SGD(0.1))).save_own_variables(store)

@@ -43,6 +43,7 @@ def tensorflow_program(model, optimizer):
     return step.experimental_get_compiler_ir(grads)(stage="optimized_hlo")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("shape", [(256, 128), (4,)])
 def test_the_skip_is_no_branch_and_copies_no_slots(shape):
     model, optimizer = built(shape, 2)
@@ -82,6 +83,7 @@ def test_the_search_for_host_calls_finds_one():
     assert "callback" in program
 
 
+@pytest.mark.costly
 @helpers.requires_backend("jax")
 @pytest.mark.parametrize("bad", [1.0, np.nan, np.inf])
 def test_a_compiled_step_equals_an_eager_one(bad):

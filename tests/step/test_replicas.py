@@ -152,6 +152,7 @@ def test_unscaled_gradients_of_one_bad_replica_make_all_skip():
     assert weight.value.values[1].numpy().tolist() == [-1.5]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", range(10))
 def test_random_fault_schedules_equal_a_single_device_oracle(seed):
     rng = np.random.default_rng(seed)

@@ -34,6 +34,7 @@ def test_the_mean_of_many_roundings_is_the_value(share, sign):
     assert abs(results.mean() - value) < 4 * standard_error
 
 
+@pytest.mark.costly
 def test_what_is_a_bfloat16_already_stays():
     for value in (0.0, -0.0, 1.0, -3.5, float("inf"), float("-inf")):
         assert set(to_float64(rounded(value, count=64))) == {value}
@@ -48,6 +49,7 @@ def test_seed_step_and_stream_decide_and_nothing_else():
     assert (first != to_float64(rounded(value, step=1))).any()
 
 
+@pytest.mark.costly
 def test_compiled_and_eager_rounding_agree():
     value = 1.0 + STEP / 2
     eager = to_float64(rounded(value))
@@ -101,6 +103,7 @@ def test_slots_are_float32(way):
     assert slots == {"float32"}
 
 
+@pytest.mark.costly
 def test_kahan_keeps_what_xla_would_call_zero():
     stored = [keras.Variable(np.ones(8), dtype="bfloat16", name="w")]
     optimizer = sixteen_bit.WAYS["kahan"](keras.optimizers.SGD(2.0**-10))

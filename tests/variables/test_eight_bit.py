@@ -70,6 +70,7 @@ def test_it_is_the_code_written_plainly(name, value):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_what_was_coded_once_keeps_its_bits(code):
     rng = np.random.default_rng(0)
@@ -107,6 +108,7 @@ def test_a_second_moment_that_is_not_0_never_becomes_it():
     assert there_and_back(np.zeros(300), eight_bit.UNSIGNED).max() == 0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_what_is_not_finite_stays_so_in_its_block_alone(bad, code):

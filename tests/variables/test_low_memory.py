@@ -151,6 +151,7 @@ def test_a_file_goes_on_bit_for_bit(tmp_path):
         helpers.assert_same_bits(one, other)
 
 
+@pytest.mark.slow
 @helpers.requires_backend("tensorflow")
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
     import tensorflow as tf
@@ -236,6 +237,7 @@ def test_a_cpu_puts_new_codes_in_the_place_of_the_old_ones():
     assert not re.search(r"= u8\[64,64\]\S* copy\(", text)
 
 
+@pytest.mark.slow
 def test_small_variables_and_embeddings_keep_float32_slots():
     embedding = keras.layers.Embedding(1000, 8)
     embedding.build()
@@ -281,6 +283,7 @@ def test_bad_arguments_are_named(arguments, error, message):
         low_memory.LowMemoryOptimizer("adam", **arguments)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("shapes", [[(64, 64)], [(64, 64), (64,)]])
 def test_slots_of_another_shape_are_refused_by_name(shapes):
     # Rows and columns may have the shape of a bias.
@@ -292,6 +295,7 @@ def test_slots_of_another_shape_are_refused_by_name(shapes):
         optimizer.build(variables)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "slot"), [("ScheduleFreeAdamW", "momentum"), ("Ftrl", "linear")]
 )
@@ -451,6 +455,7 @@ def test_a_conversion_goes_on_with_them():
         helpers.assert_same_bits(variable, old)
 
 
+@pytest.mark.slow
 def test_a_conversion_to_pure_sixteen_bit_changes_nothing():
     model = model_of(low())
     fit(model, 1)

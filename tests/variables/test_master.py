@@ -87,6 +87,7 @@ def test_variables_are_the_rounded_masters(dtype, flat):
     assert sixteen_bit.bits_of(rounded) == sixteen_bit.bits_of(stored)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
 def test_small_updates_add_up(way):
     weight = keras.Variable(np.ones(4096), dtype="bfloat16", name="w")
@@ -173,6 +174,7 @@ def test_what_is_excluded_from_weight_decay_stays_excluded(way, by_name):
     assert float(bias[0]) == 1.0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", ["masters", "split", "kahan"])
 def test_constraints_act_on_the_float32_value(way):
     weight = keras.Variable(np.ones(2), dtype="bfloat16", name="w")

@@ -178,6 +178,7 @@ def test_a_saved_run_goes_on_bit_for_bit(way, tmp_path):
     assert sixteen_bit.bits_of(state[0]) == sixteen_bit.bits_of(state[1])
 
 
+@pytest.mark.costly
 @TENSORFLOW
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
 def test_a_tensorflow_checkpoint_goes_on_bit_for_bit(way, tmp_path):
@@ -297,6 +298,7 @@ def test_a_quantized_model_has_no_float32_weights_to_export(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.costly
 @TENSORFLOW
 @pytest.mark.parametrize(
     ("way", "scaled"),
@@ -360,6 +362,7 @@ def test_gradients_travel_in_the_dtype_of_the_variables(monkeypatch):
     )
 
 
+@pytest.mark.costly
 @TENSORFLOW
 @pytest.mark.parametrize("way", ["masters", "flat", "stochastic"])
 def test_a_nan_on_one_replica_is_skipped_on_all(way):

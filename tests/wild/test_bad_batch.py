@@ -257,6 +257,7 @@ def test_a_free_loop_leaves_all_as_it_was(kind, mode):
     assert_finite(loop.state())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES[:1])
 def test_float32_is_lost_for_good(mode):
     loop = loop_of(autoencoder, mode)
