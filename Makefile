@@ -80,7 +80,7 @@ test-doctest: $(STAMP)
 	@echo "tfmix: the examples in the docstrings"
 	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q --doctest-modules tfmix
 
-# Every case of every test, with XLA's optimizations: an hour on two cores.
+# Every case of every test, with XLA's optimizations: hours on two cores.
 test-all: test-all-tensorflow test-all-jax test-doctest
 
 test-all-tensorflow: $(STAMP)

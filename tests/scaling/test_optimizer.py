@@ -28,7 +28,7 @@ def scaled(grads, scale):
 @pytest.mark.parametrize("name", helpers.optimizer_names())
 def test_good_steps_equal_the_bare_optimizer_and_bad_ones_nothing(name, mode):
     if mode == "xla" and name not in ("Adam", "SGD", "Muon", "Lamb"):
-        pytest.skip("compiled for four optimizers; make test-slow runs all")
+        pytest.skip("compiled for four optimizers; make test-all runs all")
     check_against_bare(name, mode)
 
 
