@@ -121,7 +121,6 @@ def branches(order, dtype="mixed_float16"):
 
 
 @pytest.mark.slow
-@pytest.mark.costly
 @pytest.mark.parametrize(
     "order", [("guilty", "innocent"), ("innocent", "guilty")]
 )
@@ -342,7 +341,6 @@ def test_wrong_arguments_are_refused(every, error):
 
 
 @pytest.mark.slow
-@pytest.mark.costly
 @pytest.mark.parametrize(
     "how",
     [

@@ -113,7 +113,7 @@ def namespace(name, **constants):
 
 
 # The others train for two seconds or more.
-QUICK = {"three_lines", "levels O3", "one_call"}
+QUICK = {"three_lines", "levels O3"}
 
 
 def short_runs():

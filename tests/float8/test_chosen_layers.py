@@ -289,7 +289,6 @@ def test_lora_trains_in_float8():
 
 
 # Under TensorFlow Keras itself cannot: `tf.recompute_grad` takes no keywords.
-@pytest.mark.costly
 @pytest.mark.slow
 @helpers.requires_backend("jax")
 @pytest.mark.parametrize("rules", ["mixed_bfloat16", policy()], ids=str)

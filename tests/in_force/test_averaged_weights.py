@@ -62,7 +62,7 @@ def fitted(case, *callbacks):
     return model, history.history["loss"]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", helpers.quick_are({"masters", "split", "stochastic"}, OPTIMIZERS)
 )

@@ -344,7 +344,6 @@ def called_under_a_tape_that_is_not_asked(model):
 
 
 @pytest.mark.slow
-@pytest.mark.costly
 @pytest.mark.parametrize(
     "use",
     [

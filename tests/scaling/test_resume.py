@@ -43,7 +43,7 @@ def assert_resumes(whole_run, directory, way):
     assert applied + optimizer.skipped_steps == resumable.STEPS
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("way", resumable.ways())
 def test_a_killed_run_resumes_bit_for_bit(whole_run, killed_run, way):
     assert_resumes(whole_run, killed_run, way)

@@ -283,7 +283,6 @@ def test_without_a_bad_step_the_logs_are_those_of_an_unguarded_model(mode):
     assert found == expected
 
 
-@pytest.mark.costly
 @pytest.mark.slow
 @helpers.requires_backend("tensorflow")
 def test_each_replica_knows_its_metrics_results():

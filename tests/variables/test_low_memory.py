@@ -112,7 +112,7 @@ def test_both_moments_of_adam_take_two_bytes_a_weight(make, dtype, total):
     assert size / 512**2 == total + 2 + 2 * 4 / 256
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "mode"),
     helpers.quick_are(
@@ -405,7 +405,7 @@ def test_an_empty_variable_is_left_alone():
     assert not coded(optimizer)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "wide"),
     [

@@ -37,7 +37,7 @@ def test_masters_are_the_inner_optimizers_own_float32_run(name):
             assert sixteen_bit.bits_of(masters) == exact, way
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Adam", "Ftrl"])
 def test_flat_masters_are_exact_op_by_op(name):
     expected = sixteen_bit.variables("float32")
