@@ -11,10 +11,11 @@ PINS ?=
 # until one has nothing left to do.
 JOBS ?= 2
 SPREAD = -n $(JOBS) --dist worksteal
-# XLA takes longer to optimise small programs than they run. `test-slow` lets it.
+# XLA takes longer to optimise small programs than they run. `test-all` lets it.
 QUICK_XLA = --xla_backend_optimization_level=0
 QUICK_XLA += --xla_llvm_disable_expensive_passes=true
-QUICK = XLA_FLAGS='$(QUICK_XLA)' $(BIN)/python -m pytest -q $(SPREAD) -m "not slow"
+QUICK = XLA_FLAGS='$(QUICK_XLA)' $(BIN)/python -m pytest -q $(SPREAD)
+COMPLETE = $(BIN)/python -m pytest -q $(SPREAD) --all
 # What `publish-docs` does with the branch: --push.
 PUSH ?=
 # XLA's compilers for accelerators that are not here: tpu, nvidia, or both.
@@ -29,7 +30,8 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check
 # TensorFlow's start-up lines about oneDNN and CPU flags hide our own output.
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test test-tensorflow test-jax test-doctest test-slow test-matrix
+.PHONY: demo test test-tensorflow test-jax test-doctest
+.PHONY: test-all test-all-tensorflow test-all-jax mutations test-matrix
 .PHONY: test-oldest test-ecosystem test-wheel test-wheel-with notebooks
 .PHONY: check bench docs publish-docs dist clean targets test-targets
 .DELETE_ON_ERROR:
@@ -63,6 +65,7 @@ $(VENV): $(STAMP)
 demo: $(LIBRARY)
 	@$(BIN)/python -m tfmix demo
 
+# A sample of the tests' cases and no slow test: six minutes on two cores.
 test: test-tensorflow test-jax test-doctest
 
 test-tensorflow: $(STAMP)
@@ -77,9 +80,24 @@ test-doctest: $(STAMP)
 	@echo "tfmix: the examples in the docstrings"
 	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q --doctest-modules tfmix
 
+# Every case of every test, with XLA's optimizations: hours on two cores.
+test-all: test-all-tensorflow test-all-jax test-doctest
+
+test-all-tensorflow: $(STAMP)
+	@echo "tfmix: every test under TensorFlow"
+	@KERAS_BACKEND=tensorflow $(COMPLETE)
+
+test-all-jax: $(STAMP)
+	@echo "tfmix: every test under JAX"
+	@KERAS_BACKEND=jax $(COMPLETE)
+
+# Breaks tfmix in eleven ways and says whether the quick tests notice each one.
+mutations: $(STAMP)
+	@XLA_FLAGS='$(QUICK_XLA)' $(BIN)/python -m tests.mutations
+
 # KerasHub, KerasRS, keras-tuner, bayesflow and ONNX, in an environment beside ours
-# that sees ours: half an hour on one core. `pytest -m slow` there runs the heads
-# of the other tasks of KerasHub.
+# that sees ours: half an hour on one core. `pytest --all` there also runs the
+# heads of the other tasks of KerasHub.
 test-ecosystem: $(STAMP)
 	@echo "tfmix: what is built on Keras, in .venv-ecosystem"
 	@test -x .venv-ecosystem/bin/python || \
@@ -91,14 +109,9 @@ test-ecosystem: $(STAMP)
 	    keras-hub keras-rs keras-tuner tensorboard bayesflow \
 	    onnx onnxruntime tf2onnx
 	@KERAS_BACKEND=tensorflow .venv-ecosystem/bin/python -m pytest -q \
-	    -m "not slow" tests/ecosystem
+	    tests/ecosystem
 	@KERAS_BACKEND=jax .venv-ecosystem/bin/python -m pytest -q \
-	    -m "not slow" tests/ecosystem/test_bayesflow.py
-
-test-slow: $(STAMP)
-	@echo "tfmix: the slow tests, under TensorFlow and then under JAX"
-	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q $(SPREAD) -m slow
-	@KERAS_BACKEND=jax $(BIN)/python -m pytest -q $(SPREAD) -m slow
+	    tests/ecosystem/test_bayesflow.py
 
 # What accelerators run, by their own compilers, in an environment of its own: 4
 # GB, so it is no part of the gate but a job beside it.
@@ -110,9 +123,9 @@ targets:
 test-targets:
 	@echo "tfmix: what accelerators run, under TensorFlow and then under JAX"
 	@KERAS_BACKEND=tensorflow JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q \
-	    -m "not slow" $(TARGET_TESTS)
+	    $(TARGET_TESTS)
 	@KERAS_BACKEND=jax JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q \
-	    -m "not slow" $(TARGET_TESTS)
+	    $(TARGET_TESTS)
 
 test-matrix: test-oldest
 	@$(MAKE) test VENV=.venv-newest
@@ -161,8 +174,7 @@ test-wheel-with:
 	@rm -rf build/away-$(BACKEND) && mkdir -p build/away-$(BACKEND)
 	@cp -r tests pyproject.toml build/away-$(BACKEND)
 	@cd build/away-$(BACKEND) && KERAS_BACKEND=$(BACKEND) \
-	    ../../.venv-wheel-$(BACKEND)/bin/python -m pytest -q $(SPREAD) \
-	    -m "not slow"
+	    ../../.venv-wheel-$(BACKEND)/bin/python -m pytest -q $(SPREAD)
 
 # The notebooks, of the scripts beside them.
 notebooks: $(STAMP)

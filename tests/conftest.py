@@ -19,26 +19,63 @@ import pytest
 from absl import logging
 
 import tfmix
+from tests import sampling
 from tfmix import _messages, _users_code
 
 TENSORFLOW_DEVICES = 4
-# JAX compiles each operation it meets. What a backend changes little is left
-# to `make test-slow` there.
-SLOW_UNDER_JAX = (
+# What a backend changes little, or what only one can run: a quick run has these
+# under one backend. Mostly TensorFlow: JAX compiles each operation it meets.
+TENSORFLOW_IS_ENOUGH = (
     "benchmarks/",
-    "callbacks/test_numerics_monitor.py",
+    "callbacks/",
     "conversion/test_convert_applications.py",
-    "doctor/test_check.py",
-    "doctor/test_float8_products.py",
-    "doctor/test_held_out.py",
-    "doctor/test_suggest.py",
+    "conversion/test_copying.py",
+    "conversion/test_optimizer_state.py",
+    "conversion/test_orders.py",
+    "conversion/test_replicas_converted.py",
+    "conversion/test_summary.py",
+    "conversion/test_way_back.py",
+    "doctor/",
+    "ecosystem/test_keras",
+    "ecosystem/test_recipes.py",
+    "ecosystem/test_sixteen_gigabytes.py",
+    "ecosystem/test_tasks.py",
     "examples/",
+    "float8/test_chosen_layers.py",
+    "hardware/test_advise.py",
+    "in_force/test_skip_watch.py",
+    "step/test_replicas.py",
     "test_cli.py",
+    "test_data.py",
+    "test_demo.py",
     "test_docs.py",
+    "test_float32_head.py",
+    "test_grid.py",
     "test_import_light.py",
+    "test_messages.py",
+    "test_multi_worker.py",
+    "test_mutations.py",
+    "test_older_files.py",
+    "test_orders.py",
+    "test_packaging.py",
     "test_plotting.py",
+    "test_public_api.py",
+    "test_quiet.py",
+    "test_tables.py",
     "test_untrusted_files.py",
+    "wild/test_true_gradients.py",
     "wild/test_wild.py",
+)
+JAX_IS_ENOUGH = (
+    "hardware/test_float8_programs.py",
+    "in_force/test_recomputation.py",
+    "step/test_replicas_jax.py",
+    "test_orders_found.py",
+    "variables/test_eight_bit.py",
+    "variables/test_low_memory.py",
+    "variables/test_master_state.py",
+    "variables/test_sharded_slots.py",
+    "wild/test_true_gradients_jax.py",
 )
 
 # What a test file may ask for in its first lines, and an environment with an
@@ -64,13 +101,54 @@ def pytest_report_header():
     return f"left out: test files that import {', '.join(MISSING)}"
 
 
-def pytest_collection_modifyitems(items):
-    """Marks as slow what takes long under JAX."""
-    if keras.backend.backend() != "jax":
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run every case of every test, the slow ones too (make test-all)",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves slow tests and most of a cross product to the complete run.
+
+    A test that is named on the command line (`file.py::test_name`) runs with
+    all its cases.
+    """
+    if config.option.all or any("::" in name for name in config.args):
         return
-    for item in items:
-        if any(f"tests/{part}" in item.nodeid for part in SLOW_UNDER_JAX):
-            item.add_marker(pytest.mark.slow)
+    mine = ("tensorflow", "jax").index(keras.backend.backend())
+    kept = sampling.quick(items, _left_out, _is_shared, mine)
+    left_out = [item for item in items if item not in kept]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item in kept]
+
+
+def _left_out(item):
+    if item.get_closest_marker("slow"):
+        return True
+    # A case that is skipped here must not stand for one that runs.
+    if any(mark.args[0] for mark in item.iter_markers("skipif")):
+        return True
+    return _enough_under(item) not in (None, keras.backend.backend())
+
+
+def _is_shared(item):
+    return _enough_under(item) is None and not item.get_closest_marker("skipif")
+
+
+def _enough_under(item):
+    """Returns the backend that a quick run has the test under alone."""
+    if item.get_closest_marker("skipif"):
+        # Skipped under one backend, it has no other to run under.
+        return None
+    for backend, parts in (
+        ("tensorflow", TENSORFLOW_IS_ENOUGH),
+        ("jax", JAX_IS_ENOUGH),
+    ):
+        if any(f"tests/{part}" in item.nodeid for part in parts):
+            return backend
+    return None
 
 
 def pytest_sessionstart(session):

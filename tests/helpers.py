@@ -47,7 +47,7 @@ def optimizer_names():
 
 
 def quick_are(quick, values):
-    """Returns values as parameters, all others to be run by `make test-slow`.
+    """Returns values as parameters, the others marked as slow.
 
     Values that are tuples are several parameters, as pytest takes them.
     """

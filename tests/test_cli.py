@@ -400,6 +400,7 @@ def converted(capsys, source, target, *words):
     return run(capsys, "convert", str(source), str(target), *words)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("words", [[], ["--inference"]])
 def test_convert_writes_a_model_that_predicts_nearly_the_same(
     capsys, folder, tmp_path, words
@@ -634,6 +635,7 @@ def test_the_script_reads_its_words_before_keras(words, code, message):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", helpers.quick_are({"script"}, ["script", "-m"]))
 def test_the_shell_shows_nothing_that_tensorflow_says_of_itself(way):
     call = ["-c", f"import {the_script()}; {the_script()}.main()"]

@@ -239,6 +239,7 @@ def test_the_plot_is_a_png_file(tmp_path):
 TRAINED = demo.POLICIES if TENSORFLOW else ("mixed_float16",)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", TRAINED)
 def test_one_epoch_learns_under_every_policy(policy):
     train_x, test_x, train_y, test_y = demo.load()

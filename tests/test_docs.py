@@ -105,10 +105,20 @@ def place(tmp_path, monkeypatch):
         monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: strategy)
 
 
+# Those that train for seconds.
+SLOW_PAGES = {
+    "adapters-remat-export.md",
+    "cast-and-fine-tune.md",
+    "faq.md",
+    "float8.md",
+    "gans.md",
+    "loss-scaling.md",
+    "one-call.md",
+}
+
+
 def page_parameter(page):
-    # The recipes' programs are tested under JAX as well.
-    on_jax = keras.backend.backend() == "jax" and page.parent.name == "recipes"
-    slow = on_jax or page.name == "adapters-remat-export.md"
+    slow = page.name in SLOW_PAGES
     marks = pytest.mark.slow if slow else ()
     return pytest.param(page, marks=marks, id=page.name)
 

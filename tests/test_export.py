@@ -136,7 +136,7 @@ KINDS = {
     "function": stack(ROWS, WithFunction),
     "gradient": stack(ROWS, WithGradient),
 }
-QUICK = {("lstm", "mixed_float16"), ("branch", "mixed_float16")}
+QUICK = {("branch", "mixed_float16")}
 QUICK |= {("function", "float16"), ("attention", "mixed_bfloat16")}
 
 
@@ -167,6 +167,7 @@ def trained(kind, policy):
     return model, x
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "policy"), list(cases()))
 def test_a_trained_model_is_deployed(kind, policy, tmp_path):
     model, x = trained(kind, policy)
@@ -214,6 +215,7 @@ def test_a_trained_model_becomes_a_lite_model(kind, policy, tmp_path):
     assert len(converter.convert()) > 0
 
 
+@pytest.mark.costly
 def test_the_search_for_operations_of_tfmix_finds_those_of_training():
     model, x = trained("dense", "mixed_float16")
 

@@ -26,8 +26,10 @@ SLOW = {
     "float8-ema",
     "float8-infinity",
     "float8-layer-frozen",
+    "float8-layer-used-twice",
     "float8-lora",
     "float8-outlier",
+    "float8-small-gradients",
     "fit-steps-per-execution",
     "kill-and-resume",
     "nan-in-one-worker",
@@ -36,6 +38,7 @@ SLOW = {
     "replicas-ema",
     "replicas-float8",
     "start-up-overflow",
+    "targets-of-50-000",
     "terminate-on-nan",
 }
 
@@ -48,6 +51,8 @@ def one_strategy(monkeypatch):
 
 def row(fault):
     marks = [pytest.mark.slow] if fault.name in SLOW else []
+    if len(fault.backends) == 1:
+        marks.append(helpers.requires_backend(fault.backends[0]))
     return pytest.param(fault, id=fault.name, marks=marks)
 
 
@@ -55,7 +60,7 @@ def system(name):
     return systems.by_name(name)
 
 
-@pytest.mark.parametrize("fault", [row(f) for f in catalogue.on_this_backend()])
+@pytest.mark.parametrize("fault", [row(f) for f in catalogue.FAULTS])
 def test_tfmix_survives(fault):
     outcome = fault.run(system("tfmix"))
     assert outcome.survived, outcome.text
@@ -118,7 +123,7 @@ def test_close_knows_the_precision_of_a_variable():
         "float8-small-gradients",
         "clip-hides-infinity",
         "unscaled-for-a-log",
-        "pure-without-masters",
+        pytest.param("pure-without-masters", marks=pytest.mark.slow),
         "policy-map",
         "inner-methods",
     ],

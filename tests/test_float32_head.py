@@ -84,6 +84,7 @@ def test_without_an_activation_the_values_are_only_cast():
     np.testing.assert_array_equal(result, x.astype("float32"))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", SIXTEEN_BIT)
 @pytest.mark.parametrize("gap", [5.0, 12.0, 20.0, 40.0])
 def test_a_confidently_wrong_sample_keeps_its_gradient(policy, gap):
@@ -99,6 +100,7 @@ def test_a_confidently_wrong_sample_keeps_its_gradient(policy, gap):
     np.testing.assert_allclose(gradient, [wrong, -wrong], rtol=sixteen_bit)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
 def test_a_confidently_wrong_sample_is_learnt_from_in_fit(activation):
     with current_policy.policy_scope("mixed_float16"):
@@ -121,6 +123,7 @@ def test_a_confidently_wrong_sample_is_learnt_from_in_fit(activation):
     assert kernel[0, 0] < 40.0
 
 
+@pytest.mark.costly
 @helpers.requires_backend("jax")
 @pytest.mark.parametrize("policy", [*SIXTEEN_BIT, "float32"])
 @pytest.mark.parametrize(
@@ -153,6 +156,7 @@ def plain_output(activation):
     return keras.layers.Activation(activation, dtype="float32")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", SIXTEEN_BIT)
 def test_50000_classes_have_the_loss_and_gradient_of_float32(policy):
     generator = np.random.default_rng(7)
@@ -203,6 +207,7 @@ assert not any(name.split(".")[0] == "tfmix" for name in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_saved_models_predict_the_same_in_plain_keras(tmp_path):
     x = np.random.default_rng(1).normal(size=(8, 4)).astype("float32")
     np.save(tmp_path / "x.npy", x)

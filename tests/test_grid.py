@@ -10,6 +10,7 @@ QUICK, MANY = 6, 2000
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", grid.sample(QUICK), ids=str)
 def test_it_is_as_in_plain_keras_without_the_bad_batch(case):
     assert grid.difference(case) == ""

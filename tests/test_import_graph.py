@@ -137,6 +137,7 @@ def test_imports_have_no_cycle():
     check_no_cycle(graph_of(PACKAGE))
 
 
+@pytest.mark.costly
 def test_imports_point_downwards():
     check_downwards(graph_of(PACKAGE))
 

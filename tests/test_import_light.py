@@ -78,6 +78,7 @@ def heavy_module(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_import_under_jax_needs_neither_tensorflow_nor_matplotlib():
     pytest.importorskip("jax")
     assert imports_without("tfmix", HEAVY)
@@ -94,6 +95,7 @@ def test_import_is_quick_and_adds_nothing_heavy():
     assert not added & set(HEAVY)
 
 
+@pytest.mark.slow
 def test_that_check_fails_on_a_slow_and_heavy_module(heavy_module):
     calls, added = cost_of_import("heavy", heavy_module)
     assert calls > MOST_CALLS

@@ -51,6 +51,7 @@ def measured(name, fmt, kind):
 
 
 # Under JAX a run is mostly compilation: 2 s for each, so fewer of them.
+@pytest.mark.every_case("few of them run under JAX, which shares none")
 @pytest.mark.parametrize(
     ("name", "fmt", "kind"),
     [*FAST, *ALSO_RIGHT]

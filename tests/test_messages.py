@@ -34,6 +34,7 @@ def said_by(line):
     return [one for one in run.stderr.splitlines() if "tfmix" in one]
 
 
+@pytest.mark.slow
 def test_each_message_is_a_line_of_absls_log_with_our_name():
     said = said_by("")
     assert len(said) == 3
@@ -42,10 +43,12 @@ def test_each_message_is_a_line_of_absls_log_with_our_name():
     assert said[1] == "WARNING:absl:tfmix: of a line (train.py:1)"
 
 
+@pytest.mark.slow
 def test_absls_verbosity_silences_them():
     assert said_by('logging.set_verbosity("error")') == []
 
 
+@pytest.mark.slow
 def test_absls_handler_names_the_line_that_warned():
     (one, *_) = said_by("logging.use_absl_handler()")
     assert "tfmix: the fixed loss" in one

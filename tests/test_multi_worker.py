@@ -48,6 +48,7 @@ def result_of(process):
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
+@pytest.mark.slow
 def test_a_nan_on_one_worker_is_skipped_by_both_and_nothing_hangs():
     workers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     processes = [start(index, workers) for index in range(2)]

@@ -34,6 +34,7 @@ def test_there_are_files_to_read():
 
 
 # The word that goes with a model whose step was guarded.
+@pytest.mark.costly
 @pytest.mark.parametrize("folder", CASES)
 @pytest.mark.skipif(
     keras.__version__.startswith("3.12."),
@@ -47,6 +48,7 @@ def test_a_model_is_loaded_and_goes_on(folder):
     helpers.assert_all_finite(model.get_weights())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("folder", CASES)
 def test_weights_and_state_are_loaded_into_a_model(folder):
     model = write.made(folder.name)
@@ -54,6 +56,7 @@ def test_weights_and_state_are_loaded_into_a_model(folder):
     assert_state_is_that_of(folder, model)
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("folder", CASES)
 def test_a_checkpoint_is_restored(folder):
@@ -66,6 +69,7 @@ def test_a_checkpoint_is_restored(folder):
     assert_state_is_that_of(folder, model)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("folder", CASES)
 def test_a_file_that_lacks_a_slot_is_refused(folder, tmp_path):
     broken = shutil.copy(folder / "model.weights.h5", tmp_path)

@@ -24,7 +24,7 @@ def drawn(**how):
     return RANDOM.map(lambda rng: orders.draw(rng, **how))
 
 
-@hypothesis.settings(SETTINGS, max_examples=3)
+@hypothesis.settings(SETTINGS, max_examples=2)
 @hypothesis.given(drawn(modes=["eager"]))
 def test_a_few_orders_break_no_law(order):
     orders.run(order)
@@ -88,6 +88,7 @@ def leaves_a_method(monkeypatch):
     monkeypatch.setattr(keras.layers.ReLU, "call", keras.layers.Softmax.call)
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize(
     ("fault", "law", "wrap"),

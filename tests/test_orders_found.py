@@ -86,11 +86,13 @@ def cases(found):
     return [pytest.param(order, id=name) for name, order in found.items()]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("order", cases(EVERYWHERE))
 def test_an_order_that_broke_a_law(order):
     orders.run(order)
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("order", cases(ON_REPLICAS))
 def test_an_order_that_broke_a_law_on_two_replicas(order):

@@ -132,6 +132,7 @@ def test_who_trains_on_jax_needs_no_tensorflow():
     assert done.stdout.strip() == "1", done.stderr
 
 
+@pytest.mark.slow
 @helpers.requires_backend("jax")
 def test_training_on_jax_does_not_import_tensorflow():
     asked = 'print("tensorflow" in sys.modules, "jax" in sys.modules)'

@@ -124,6 +124,7 @@ def lines_of(program, directory, policy, said, capfd, recwarn):
     return lines
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "program",

@@ -45,6 +45,7 @@ def test_the_first_screen_shows_the_script_and_the_two_commands():
     assert "make test" in commands
 
 
+@pytest.mark.costly
 def test_the_script_runs_and_trains_in_float16():
     names = run_blocks(readme())
     model = names["model"]

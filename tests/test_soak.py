@@ -112,6 +112,7 @@ def run(steps, system=wrapped):
     return run_jax(steps, system)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("steps", STEPS)
 def test_random_faults_leave_no_trace_in_any_step(steps):
     faults, optimizer, finite, applied, scales = run(steps)
@@ -132,11 +133,13 @@ def test_the_long_soak_reaches_both_bounds():
     assert scales.max() == soak.RULE.max_scale
 
 
+@pytest.mark.costly
 def test_the_soak_breaks_an_optimizer_that_skips_nothing():
     _, _, finite, _, _ = run(100, unprotected)
     assert not finite.all()
 
 
+@pytest.mark.costly
 def test_each_variable_was_hit_and_each_counted():
     faults, optimizer, *_ = run(1_000)
     everywhere = (faults.variable[faults.bad] == soak.NUM_VARIABLES).sum()

@@ -32,6 +32,7 @@ def learns(model):
     return losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "way",
     [
@@ -47,6 +48,7 @@ def test_fit_builds_the_optimizer_of_a_partly_16_bit_model(way, jit):
     assert learns(mixed_model(way, jit_compile=jit))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", ["masters", "flat"])
 def test_fit_builds_model_and_optimizer_in_one_trace(way):
     assert learns(mixed_model(way, inputs=False, jit_compile=False))

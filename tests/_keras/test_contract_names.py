@@ -20,6 +20,8 @@ from tests._keras.contracts import (
     skip_unless_here,
 )
 
+pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
+
 
 @pytest.mark.parametrize(
     ("owner", "attribute", "expected"),

@@ -199,6 +199,7 @@ def test_a_layer_run_as_an_earlier_call_is_in_its_mode_and_dtype():
     assert seen == [True, None]
 
 
+@pytest.mark.costly
 @tensorflow_only
 def test_a_custom_gradient_lives_no_longer_than_its_graph():
     import gc

@@ -22,6 +22,7 @@ def data():
     return np.ones((2, 3, 4), "float32"), np.zeros((2, 3, 4), "float32")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("jit", [True, False])
 def test_fit_scales_the_loss_and_then_applies_the_gradients(monkeypatch, jit):
     # TensorFlow's step keeps its state in variables, JAX's hands it on.
@@ -114,6 +115,7 @@ def test_models_are_trainers():
     assert {"compile", "fit", "_aggregate_additional_loss"} <= {*vars(trainer)}
 
 
+@pytest.mark.costly
 def test_metrics_of_compile_are_known_before_they_are_built():
     model = with_metrics()
     (given,) = model._compile_metrics._user_metrics

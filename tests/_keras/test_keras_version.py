@@ -30,6 +30,7 @@ def test_another_backend_is_refused_and_the_two_are_named(backend):
         _host.require_supported("3.15.1", backend)
 
 
+@pytest.mark.costly
 def test_importing_tfmix_on_another_backend_fails_with_that_message():
     pytest.importorskip("scipy", reason="Keras's NumPy backend asks for it")
     done = subprocess.run(

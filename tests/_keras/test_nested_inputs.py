@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 
 from tests import helpers
 from tfmix._keras import layer_policies
@@ -34,6 +35,7 @@ def plain_float32(model, x):
     return other.predict(x, verbose=0)
 
 
+@pytest.mark.costly
 def test_a_model_converted_to_float32_computes_in_float32(tmp_path):
     model = build()
     x = np.random.default_rng(0).normal(size=(6, 8)).astype("float32")

@@ -91,6 +91,7 @@ def test_the_full_sizes_are_those_of_the_models_they_are_named_for():
         assert set(full.sizes) == set(tiny.sizes)
 
 
+@pytest.mark.slow
 def test_a_dry_run_goes_through_one_model(capsys, monkeypatch):
     # The other parts compile for long; a slow test below runs them.
     monkeypatch.setattr(gpu, "VARIANTS", gpu.VARIANTS[:1])

@@ -49,6 +49,7 @@ def test_the_logs_hold_the_norm_of_the_true_gradients(way):
     assert history["gradient_norm"] == pytest.approx([FIRST, FIRST])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
 def test_a_skipped_step_leaves_the_norm_of_the_last_that_was_applied(way):
     # The prediction 3 becomes 3 - 3 * 2 * 3 / 12 = 1.5 in the first step.

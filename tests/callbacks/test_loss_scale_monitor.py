@@ -70,6 +70,7 @@ def test_the_progress_bar_counts_in_whole_numbers(capsys):
     assert f"{history['loss_scale'][0]:.1f}" == "32768.0"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("dtypes", "settings", "line"),
     [
@@ -118,6 +119,7 @@ def test_a_warning_begins_on_a_line_of_its_own(capsys, caplog):
     assert [text[-1:] for text in seen] == ["\n"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("every", "steps"), [(2, [0, 2, 4, 5]), (9, [0, 5])])
 def test_readings_are_made_every_n_steps_and_at_the_end(every, steps):
     monitor = Monitor(every=every)
@@ -229,6 +231,7 @@ def test_numbers_below_one_are_refused(name):
         Monitor(**{name: 2.5})
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("after", [False, True])
 def test_it_can_be_copied_as_tuners_do(after):
     monitor = Monitor()
@@ -330,6 +333,7 @@ class Adversaries(keras.Model):
         return {"d_loss": losses[0], "g_loss": losses[1]}
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_several_optimizers_are_shown_together(policy):

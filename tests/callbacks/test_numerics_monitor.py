@@ -120,6 +120,7 @@ def branches(order, dtype="mixed_float16"):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order", [("guilty", "innocent"), ("innocent", "guilty")]
 )
@@ -148,6 +149,7 @@ def towers():
     return model
 
 
+@pytest.mark.slow
 def test_the_layer_that_reads_a_tensor_is_blamed_not_the_next_one_called():
     monitor = Monitor()
     train(towers(), monitor, batch_size=24)
@@ -177,6 +179,7 @@ def test_a_loss_that_is_never_multiplied_is_still_told_of():
         train(model, Monitor())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("where", ["x", "y"])
 def test_rows_that_are_not_finite_are_the_datas_fault_and_no_layers(
     where, said
@@ -194,6 +197,7 @@ def test_rows_that_are_not_finite_are_the_datas_fault_and_no_layers(
     assert f"step 0: `{where}` holds NaN or infinity in row 3" in said
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("lowest", [1.0, 2.0**-14])
 def test_gradients_are_judged_at_the_lowest_scale_of_the_rule(lowest):
     layers = [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
@@ -205,6 +209,7 @@ def test_gradients_are_judged_at_the_lowest_scale_of_the_rule(lowest):
     assert bool(monitor.events) is (lowest == 1.0)
 
 
+@pytest.mark.slow
 def test_zeros_are_no_alarm():
     # As residual networks start: the error of such a layer is 0, and so is
     # every gradient that goes into it.
@@ -224,6 +229,7 @@ def test_zeros_are_no_alarm():
     assert all(row.measures.not_finite == 0 for row in monitor.rows)
 
 
+@pytest.mark.slow
 def test_rows_measure_every_layer_and_weight():
     monitor = Monitor()
     model = healthy(jit_compile=JAX)
@@ -244,6 +250,7 @@ class Counting(Monitor):
         self.steps = (*self.steps, self._tap.step)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("every", "stride", "steps"),
     [(1, 1, range(12)), (4, 1, (0, 4, 8)), (4, 3, (0, 6, 9)), (50, 1, (0,))],
@@ -272,6 +279,7 @@ def test_no_batch_is_lost_or_seen_twice():
     np.testing.assert_array_equal(np.concatenate(seen), expected)
 
 
+@pytest.mark.slow
 def test_the_training_function_is_the_models_own_again():
     model = healthy()
     train(model, Monitor(every=3))
@@ -332,6 +340,7 @@ def test_wrong_arguments_are_refused(every, error):
         Monitor(every=every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

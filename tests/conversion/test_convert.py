@@ -110,6 +110,7 @@ def matmul_dtypes(model):
     return {names[line.split("[")[0].split(":")[1]] for line in lines}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", MIXED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_was_used_computes_in_16_bit_afterwards(kind, policy):
@@ -133,6 +134,7 @@ def test_a_model_that_was_used_computes_in_16_bit_afterwards(kind, policy):
     assert matmul_dtypes(model) == {"float32"}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_model_trains_on_and_comes_back(kind):
     model = compiled(kind(), keras.optimizers.Adam(0.01))
@@ -253,6 +255,7 @@ def test_rules_of_the_policy_are_applied(rule):
     assert layer(model, "body").compute_dtype == "float32"
 
 
+@pytest.mark.costly
 def test_a_linear_output_is_float32_too():
     model = keras.Sequential(
         [
@@ -346,6 +349,7 @@ def test_a_map_decides_per_layer():
     assert type(layer(mixed, "body").dtype_policy) is keras.DTypePolicy
 
 
+@pytest.mark.costly
 def test_what_attention_and_recurrent_layers_hold_follows_them():
     inputs = keras.Input((4, 6))
     x = keras.layers.MultiHeadAttention(2, 3)(inputs, inputs)
@@ -374,6 +378,7 @@ def test_op_rules_go_with_the_model():
     assert report.rows[0].after == "mixed_float16"
 
 
+@pytest.mark.costly
 def test_float_ids_of_a_converted_model_find_their_rows():
     class Ids(keras.Model):
         def __init__(self):
@@ -396,6 +401,7 @@ def test_float_ids_of_a_converted_model_find_their_rows():
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["float16", "bfloat16"])
 def test_pure_16_bit_casts_the_variables_and_undo_restores_their_bits(policy):
     model = sequential()
@@ -416,6 +422,7 @@ def test_pure_16_bit_casts_the_variables_and_undo_restores_their_bits(policy):
     np.testing.assert_array_equal(predict(model), before)
 
 
+@pytest.mark.costly
 def test_a_compiled_model_made_pure_trains_on_masters():
     model = compiled(functional(), keras.optimizers.Adam(0.01))
     model.fit(X, Y, verbose=0)
@@ -428,6 +435,7 @@ def test_a_compiled_model_made_pure_trains_on_masters():
     assert {v.dtype for v in layer(model, "body").weights} == {"float16"}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_is_converted_and_the_source_untouched(kind):
     model = compiled(kind())
@@ -446,6 +454,7 @@ def test_a_copy_is_converted_and_the_source_untouched(kind):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["float16", "bfloat16", *MIXED])
 def test_a_copy_for_inference_only_predicts(policy, tmp_path):
     model = compiled(functional(), "adam")
@@ -553,6 +562,7 @@ def test_a_copy_takes_lambda_layers_along():
     helpers.assert_close(twin(x), model(x), "bfloat16")
 
 
+@pytest.mark.costly
 def test_a_recurrent_layer_starts_orthogonal_in_pure_bfloat16():
     # Neither backend has a QR decomposition in bfloat16.
     with current_policy.policy_scope("bfloat16"):
@@ -572,6 +582,7 @@ def ends_in_a_cast(x):
     return keras.ops.cast(keras.layers.Dense(3, name="head")(x), "float32")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("end", "head"), [(ends_in_ops, "float32"), (ends_in_a_cast, "float16")]
 )

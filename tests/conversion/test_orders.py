@@ -47,6 +47,7 @@ def assert_float32(model):
     }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way_back", ["undo", "float32"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
 @pytest.mark.parametrize(

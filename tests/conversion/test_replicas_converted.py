@@ -56,6 +56,7 @@ def assert_mirrored(model):
         helpers.assert_same_bits(copies[0].numpy(), copies[1].numpy())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "inside"),
     [

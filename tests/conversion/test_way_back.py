@@ -43,6 +43,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("module", "name", "call"), STAGES, ids=[stage[1] for stage in STAGES]
 )
@@ -215,6 +216,7 @@ def test_a_fixed_factor_is_the_optimizers_own_again():
     assert optimizer.loss_scale_factor == 64.0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("built", [True, False])
 def test_what_is_excluded_from_weight_decay_stays_excluded(built):
     model = small.small_model()

@@ -108,6 +108,7 @@ def digits(shape, rows=32):
     return x, generator.integers(0, 10, rows)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "policy", slow_on_jax(["mixed_float16", "mixed_bfloat16"])
 )
@@ -150,6 +151,7 @@ def everything_about(model):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
 def test_the_model_is_as_it_was(policy):
     model = Nested()

@@ -25,6 +25,7 @@ def note_of(report):
     return note
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_as_it_stands(kind):
     with tfmix.policy_scope("mixed_float16"):

@@ -83,6 +83,7 @@ def test_every_chosen_layer_is_measured_inside_of_attention_too():
     assert all(one.cosine > 0.99 for one in report.float8)
 
 
+@pytest.mark.slow
 def test_a_float32_model_is_measured_under_a_policy_and_stays_as_it_is():
     model = chosen.classifier("float32")
     report = tfmix.check(model, *batch(), loss=LOSS, policy=chosen.policy())
@@ -101,6 +102,7 @@ def test_without_targets_nothing_is_measured():
     assert not tfmix.check(chosen.classifier(), batch()[0]).float8
 
 
+@pytest.mark.slow
 def test_what_an_outlier_flushes_goes_back_to_bfloat16(tmp_path):
     model = chosen.classifier("float32")
     x, y = batch(outlier=True)
@@ -125,6 +127,7 @@ def test_what_an_outlier_flushes_goes_back_to_bfloat16(tmp_path):
     assert eval(line) == suggested
 
 
+@pytest.mark.slow
 def test_a_model_whose_layers_all_fall_out_is_mixed_bfloat16():
     x, y = batch(outlier=True)
     model = chosen.classifier("float32")

@@ -86,6 +86,7 @@ def test_check_of_another_policy_says_nothing():
     assert not report.notes
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "monitor",
     [
@@ -98,6 +99,7 @@ def test_the_monitors_say_it(monitor, caplog):
     assert sum("does not scale the loss" in m for m in caplog.messages) == 1
 
 
+@pytest.mark.slow
 def test_the_numerics_monitor_names_where_gradients_vanish():
     monitor = numerics_monitor.NumericsMonitor()
     build(loss=faint).fit(X, Y, verbose=0, callbacks=[monitor])

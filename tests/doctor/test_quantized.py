@@ -37,6 +37,7 @@ def batch():
     return x, x[:, :4].copy()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("lora", [None, 2])
 def test_int8_layers_are_judged_in_both_directions(lora):
     model = quantized(lora=lora)
@@ -51,12 +52,14 @@ def test_int8_layers_are_judged_in_both_directions(lora):
     assert [layer.dtype_policy for layer in model.layers] == policies
 
 
+@pytest.mark.slow
 def test_a_fault_of_an_int8_layer_is_found():
     report = check.check(quantized(activation=rounding), *batch(), loss="mse")
     worst = report.rows[0]
     assert (worst.layer, worst.verdict) == ("first", "inaccurate"), str(report)
 
 
+@pytest.mark.slow
 def test_int8_layers_of_a_float32_model_are_judged_as_they_stay():
     report = check.check(quantized("float32"), *batch(), loss="mse")
     assert {"first", "last"} <= {row.layer for row in report.rows}
@@ -65,6 +68,7 @@ def test_int8_layers_of_a_float32_model_are_judged_as_they_stay():
     assert "No layer computes" not in str(check.check(quantized(), batch()[0]))
 
 
+@pytest.mark.slow
 def test_the_monitor_samples_a_model_that_trains_low_ranks(caplog):
     model = quantized(lora=2)
     model.compile("sgd", "mse")
@@ -74,6 +78,7 @@ def test_the_monitor_samples_a_model_that_trains_low_ranks(caplog):
     assert {"first", "last"} <= {row.layer for row in monitor.rows}
 
 
+@pytest.mark.slow
 def test_products_of_int8_layers_are_counted():
     rows = advise.advise(quantized(), 8).rows
     assert {row.layer.split("/")[-1] for row in rows} == {"first", "last"}

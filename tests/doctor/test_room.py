@@ -78,6 +78,7 @@ def test_probabilities_are_made_in_float32_by_what_made_them(activation):
     assert [row for row in report.rows if row.advice.startswith(wanted)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("activation", "loss"),
     [

@@ -26,6 +26,7 @@ def trained(model, planted, rate):
     return history.history["loss"][-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

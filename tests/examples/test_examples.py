@@ -112,11 +112,18 @@ def namespace(name, **constants):
     return names
 
 
-@pytest.mark.parametrize(
-    ("name", "constants", "expected"),
-    SHORT,
-    ids=[" ".join([name, *given.values()]) for name, given, _ in SHORT],
-)
+# The others train for two seconds or more.
+QUICK = {"three_lines", "levels O3"}
+
+
+def short_runs():
+    for name, constants, expected in SHORT:
+        case = " ".join([name, *constants.values()])
+        marks = () if case in QUICK else pytest.mark.slow
+        yield pytest.param(name, constants, expected, id=case, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "constants", "expected"), list(short_runs()))
 def test_one_epoch_leaves(name, constants, expected):
     names = namespace(name, EPOCHS=1, **constants)
     assert {how: eval(how, names) for how in expected} == expected

@@ -151,6 +151,7 @@ def test_start():
     assert sum("<table" in output for output in outputs[1:]) == 3
 
 
+@pytest.mark.slow
 def test_hardware_you_do_not_have(capsys):
     _, outputs = run("hardware_you_do_not_have")
     printed = capsys.readouterr().out

@@ -112,6 +112,7 @@ def test_the_first_and_the_last_are_those_of_nested_models():
     assert [name for name, why in found.items() if not why] == list("bcde")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("rules", "chosen"),
     [
@@ -173,6 +174,7 @@ def test_an_einsum_that_is_no_product_of_matrices_is_left_out(equation):
     assert chosen_layers._parts(equation) == ("", "", "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -192,6 +194,7 @@ def test_training_ends_where_bfloat16_does(how):
     assert losses["8"] == pytest.approx(losses["16"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_an_ordinary_one(tmp_path):
     model, _ = fitted(policy(), epochs=1)
     model.save(tmp_path / "model.keras")
@@ -229,6 +232,7 @@ def test_a_copy_is_converted_as_well():
     assert reasons(model) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     helpers.quick_are(
@@ -285,6 +289,7 @@ def test_lora_trains_in_float8():
 
 
 # Under TensorFlow Keras itself cannot: `tf.recompute_grad` takes no keywords.
+@pytest.mark.slow
 @helpers.requires_backend("jax")
 @pytest.mark.parametrize("rules", ["mixed_bfloat16", policy()], ids=str)
 def test_rematerialized_attention_computes_the_same(rules):
@@ -302,6 +307,7 @@ def test_rematerialized_attention_computes_the_same(rules):
         assert np.abs(one - other).mean() < 2e-3
 
 
+@pytest.mark.slow
 @helpers.requires_backend("tensorflow")
 def test_replicas_stay_equal():
     strategy = helpers.mirrored_strategy()

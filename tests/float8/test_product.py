@@ -75,6 +75,7 @@ def numbers(rng, shape, size=1.0):
     return bfloat16(rng.normal(size=shape) * size)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize("size", [1.0, 1e-9, 1e28])
 @pytest.mark.parametrize("transposed", FLIPPED)
@@ -121,6 +122,7 @@ def test_a_factor_takes_the_whole_range_and_never_overflows(to, largest):
     np.testing.assert_allclose(found / scale, exact, 2**-3, 2.0**-126)
 
 
+@pytest.mark.costly
 def test_a_scale_is_that_of_all_rows_however_many():
     # The amax stands in one of the rows that are joined.
     ones = np.ones((2**14, 2))
@@ -132,6 +134,7 @@ def test_a_scale_is_that_of_all_rows_however_many():
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_a_long_product_is_summed_in_float32(mode):
     # Whole numbers, whose sums float32 holds and bfloat16 does not.
@@ -145,6 +148,7 @@ def test_a_long_product_is_summed_in_float32(mode):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_float32_factors_give_a_float32_product(mode):
     a = ops.convert_to_tensor(np.float32([[16.0, 1.0]]))
@@ -153,6 +157,7 @@ def test_float32_factors_give_a_float32_product(mode):
     assert helpers.to_numpy(found).tolist() == [[257]]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_comes_through(mode, bad):
@@ -166,6 +171,7 @@ def test_what_is_not_finite_comes_through(mode, bad):
     assert np.isfinite(helpers.to_numpy(ops.cast(to_b, "float32"))).all()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_a_gradient_of_a_gradient_is_one_of_products(mode):
     # (a b) summed, squared: the second derivative is 2 (sum of b's rows)^2.
@@ -218,6 +224,7 @@ def test_a_batch_may_be_of_any_size(jit):
         )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_a_batch_may_have_no_rows(mode):
     kernel, _ = numbers(np.random.default_rng(1), (16, 32))

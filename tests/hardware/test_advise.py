@@ -299,6 +299,7 @@ def held_by(variables):
     return sum(np.array(variable).nbytes for variable in variables)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", optimizers())
 def test_bytes_of_weights_and_slots_are_those_of_the_variables(way):
     model = wide(way)

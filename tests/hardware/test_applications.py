@@ -1,6 +1,6 @@
 """Models of `keras.applications` and a transformer, compiled whole.
 
-Ten minutes for each backend: `pytest -m slow tests/hardware` in the environment
+Ten minutes for each backend: `pytest --all tests/hardware` in the environment
 of `make targets`.
 """
 

@@ -66,6 +66,7 @@ def returned(text):
     return found
 
 
+@pytest.mark.costly
 @GPUS
 @LIBRARIES
 def test_nine_of_ten_operations_of_a_transformer_are_in_float8(
@@ -97,6 +98,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.costly
 @LIBRARIES
 def test_a_transformer_needs_no_more_memory_than_in_bfloat16(compiled, library):
     needed = {}

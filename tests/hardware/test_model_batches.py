@@ -29,6 +29,7 @@ def kinds(model):
     return keras.tree.map_structure(lambda one: (one.shape, one.dtype), found)
 
 
+@pytest.mark.costly
 def test_each_output_has_the_targets_of_its_own_loss():
     model = two_outputs(lambda outputs: [*outputs.values()])
     model.compile("sgd", loss={"a": CLASSES(), "z": "mse"})

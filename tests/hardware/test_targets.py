@@ -8,6 +8,8 @@ import pytest
 import tfmix
 from tfmix.hardware import targets
 
+pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
+
 # `tfmix.devices` is the public function of that name.
 devices = importlib.import_module("tfmix.devices")
 

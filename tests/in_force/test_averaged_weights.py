@@ -62,6 +62,7 @@ def fitted(case, *callbacks):
     return model, history.history["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", helpers.quick_are({"masters", "split", "stochastic"}, OPTIMIZERS)
 )
@@ -77,6 +78,7 @@ def test_a_swap_shows_the_averages_and_changes_no_training(case):
         np.testing.assert_allclose(weight, average, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", ["masters", "split", "stochastic"])
 def test_evaluate_sees_averages_and_leaves_the_weights(case):
     class Sees(keras.callbacks.Callback):
@@ -98,6 +100,7 @@ def test_evaluate_sees_averages_and_leaves_the_weights(case):
     np.testing.assert_allclose(shown, moved - 1.0, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.costly
 def test_predict_sees_averages():
     # Which Keras's callback does not swap back after.
     model, _ = fitted("masters")
@@ -111,6 +114,7 @@ def test_predict_sees_averages():
     np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.costly
 def test_without_averages_it_is_kerass_own_error():
     with tfmix.policy_scope("bfloat16"):
         model = keras.Sequential([keras.layers.Dense(1)])
@@ -142,6 +146,7 @@ def test_replicas_swap_as_one_device_does_and_trace_it_once(monkeypatch):
     assert traced == []
 
 
+@pytest.mark.costly
 def test_weights_loaded_before_the_first_step_are_told_of_once_by_each(
     tmp_path, caplog
 ):

@@ -50,6 +50,7 @@ def state(optimizer, weights):
     return [v.numpy().copy() for v in [*weights, *optimizer.variables]]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("mode", MODES)
@@ -77,6 +78,7 @@ OF_TFMIX = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [("masters", mode) for mode in MODES]
@@ -99,6 +101,7 @@ def test_so_does_one_of_tfmix_without_a_scaler_around_it(kind, mode, said):
     assert not said
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 def test_it_is_said_that_weights_in_16_bit_need_masters(mode, said):
     tfmix.set_global_policy("bfloat16")
@@ -110,6 +113,7 @@ def test_it_is_said_that_weights_in_16_bit_need_masters(mode, said):
     assert "tfmix.MasterWeightOptimizer(Adam(...))" in text
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 def test_good_steps_are_keras_own(mode):
     found = {}
@@ -134,6 +138,7 @@ def test_in_float32_nothing_is_kept_from_keras():
     assert np.isnan(weights[0].numpy()).all()
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("jit", [False, True])
 def test_keras_own_scaler_stays_keras_own(jit):
@@ -196,6 +201,7 @@ def branches(mode, step):
     return {"cond": compiled(by_cond), "if": compiled(by_if)}
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("kind", ["cond", "if"])
 @pytest.mark.parametrize("mode", ["graph", "jit"])
@@ -295,6 +301,7 @@ class TwoOptimizers(keras.Model):
         return {"loss": sum(losses)}
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_fit_tells_of_what_its_optimizers_skipped(jit, said):
@@ -342,6 +349,7 @@ class Around(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("steps_own", [True, False])
 @pytest.mark.parametrize("mode", ["eager", "graph", "jit"])

@@ -24,6 +24,7 @@ def of_bias(jit):
     return np.asarray(gradient(ops.zeros((512,), "float16"), SHARES))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_a_bias_gets_the_sum_of_all_rows(jit):
     tfmix.set_global_policy("mixed_float16")

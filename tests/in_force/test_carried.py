@@ -118,6 +118,7 @@ def test_an_error_of_300_is_not_infinite_in_fit(mode):
     assert results == [90000.0, 90000.0]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16", "O3"])
 def test_the_outermost_call_returns_float32_and_an_inner_one_16_bit(policy):
     seen = []
@@ -194,6 +195,7 @@ def test_the_mask_of_a_models_output_is_kept():
     assert outputs._keras_mask.numpy().tolist() == [[True, False, True]]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_model_trains_under_its_policy_outside_of_the_scope(eager):
     x, y = penalised.batch()
@@ -216,6 +218,7 @@ def test_a_carried_policy_is_taken_off_whole():
     assert not {"call", "train_step", "compile"} & (set(vars(model)) - before)
 
 
+@pytest.mark.costly
 def test_a_carried_policy_holds_in_a_plain_call():
     inputs = keras.Input((1024,), dtype="float16")
     model = keras.Model(inputs, kops.normalize(inputs))
@@ -228,6 +231,7 @@ def test_a_carried_policy_holds_in_a_plain_call():
     assert float(kops.max(model(x))) == 0.0
 
 
+@pytest.mark.costly
 def test_a_method_that_the_user_sets_is_wrapped_and_given_back():
     model = penalised.penalised_model()
     calls = []
@@ -289,6 +293,7 @@ def test_a_carrying_model_saves_and_loads(tmp_path):
     )
 
 
+@pytest.mark.costly
 def test_a_16_bit_output_is_told_of_once_in_one_line(said):
     x, y = penalised.batch()
     with current_policy.policy_scope("mixed_float16"):
@@ -303,6 +308,7 @@ def test_a_16_bit_output_is_told_of_once_in_one_line(said):
     assert said == [line]
 
 
+@pytest.mark.costly
 def test_a_model_that_does_not_say_which_layer_is_last_is_named(said):
     class Own(keras.Model):
         def __init__(self):
@@ -340,6 +346,7 @@ def two_heads():
     return keras.Model(inputs, {"price": wide, "kind": narrow})
 
 
+@pytest.mark.costly
 def test_of_a_dict_of_outputs_the_one_in_16_bit_is_named(said):
     with current_policy.policy_scope("mixed_float16"):
         model = two_heads()
@@ -360,6 +367,7 @@ def test_losses_that_do_not_fit_are_keras_own_to_refuse():
         model.fit(x, y, verbose=0)
 
 
+@pytest.mark.costly
 @pytest.mark.filterwarnings("error::DeprecationWarning")
 def test_fit_gives_no_warning_of_numpy(said):
     with current_policy.policy_scope("mixed_float16"):
@@ -371,6 +379,7 @@ def test_fit_gives_no_warning_of_numpy(said):
     assert model.optimizer.skipped_steps == 0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("activations", "line"),
     [
@@ -420,6 +429,7 @@ def test_it_is_told_of_only_where_the_loss_sees_it(
     assert (abs(got - 30.0) < 0.1) is (said == [])
 
 
+@pytest.mark.costly
 def test_a_float32_output_is_not_reported(said):
     x, y = penalised.batch()
     with current_policy.policy_scope("mixed_float16"):

@@ -44,6 +44,7 @@ def is_wrapped(model):
     return type(model.optimizer) is scaling.LossScaleOptimizer
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "O1", "O2", "float16"])
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_float16_model_gets_loss_scaling_and_a_guard(policy, kind):
@@ -63,6 +64,7 @@ def test_a_bfloat16_model_gets_the_check_and_no_scale():
     assert guard.is_guarded(model)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_row_of_nan_leaves_a_bfloat16_model_as_it_was(kind):
     current_policy.set_global_policy("mixed_bfloat16")
@@ -102,6 +104,7 @@ def test_one_float16_layer_is_enough_while_a_policy_is_on():
     assert is_wrapped(model)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_model_of_a_scope_is_wrapped_after_it(kind):
     with current_policy.policy_scope("mixed_float16"):
@@ -130,6 +133,7 @@ def made_too_early(caplog):
     return [text for text in caplog.messages if "apply_policy(model" in text]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
     model = kind()
@@ -141,6 +145,7 @@ def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
     assert "tfmix.apply_policy(model, 'mixed_float16')" in told
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [make, Subclassed])
 def test_it_is_not_told_of_a_loss_that_needs_no_scale_as_well(kind, caplog):
     model = kind()
@@ -151,6 +156,7 @@ def test_it_is_not_told_of_a_loss_that_needs_no_scale_as_well(kind, caplog):
     assert [told] == made_too_early(caplog)
 
 
+@pytest.mark.costly
 def test_a_float32_model_trains_without_a_word_of_a_scale(caplog):
     current_policy.set_global_policy("mixed_float16")
     model = make(dtype="float32")
@@ -178,6 +184,7 @@ def test_a_float32_model_is_left_alone_under_a_float16_policy():
         assert type(one.optimizer) is keras.optimizers.Adam
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
 def test_auto_scale_loss_off_is_respected_and_saved(policy, tmp_path):
     current_policy.set_global_policy(policy)
@@ -214,6 +221,7 @@ def test_the_users_optimizer_is_the_one_inside():
     assert model.optimizer.inner_optimizer is adam
 
 
+@pytest.mark.costly
 def test_a_fixed_loss_scale_factor_becomes_a_fixed_loss_scale():
     current_policy.set_global_policy("mixed_float16")
     adam = keras.optimizers.Adam(loss_scale_factor=1024.0)
@@ -278,6 +286,7 @@ def test_a_wrong_argument_is_kerass_own_error():
         model.compile("adam", no_such_argument=1)
 
 
+@pytest.mark.costly
 def test_the_wrapped_optimizer_is_what_is_saved(tmp_path):
     with current_policy.policy_scope("mixed_float16"):
         model = make()
@@ -296,6 +305,7 @@ def test_the_wrapped_optimizer_is_what_is_saved(tmp_path):
             np.testing.assert_array_equal(after, before)
 
 
+@pytest.mark.costly
 def test_a_float32_model_loads_as_it_was_under_a_float16_policy(tmp_path):
     model = make()
     model.compile("adam", "mse")
@@ -308,6 +318,7 @@ def test_a_float32_model_loads_as_it_was_under_a_float16_policy(tmp_path):
     assert int(loaded.optimizer.iterations) == 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("copies", [copy.deepcopy, keras.models.clone_model])
 def test_copies_of_a_model_train(copies):
     current_policy.set_global_policy("mixed_float16")
@@ -330,6 +341,7 @@ def test_what_a_model_carries_can_be_dropped():
     assert not {"compile", "call", "train_step"} & set(vars(model)) - before
 
 
+@pytest.mark.costly
 def test_a_model_of_a_scope_keeps_its_op_rules_after_it():
     class Norm(keras.layers.Layer):
         def call(self, x):
@@ -343,6 +355,7 @@ def test_a_model_of_a_scope_keeps_its_op_rules_after_it():
     np.testing.assert_array_equal(model.predict(x, verbose=0), result)
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(
     not hasattr(keras.optimizers, "MultiOptimizer"),
     reason="needs keras.optimizers.MultiOptimizer",
@@ -371,6 +384,7 @@ def small_steps(policy, optimizer):
     return model, model.evaluate(X, Y, verbose=0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 def test_a_loss_scale_optimizer_of_the_users_gets_the_masters_it_lacks(policy):
     own = scaling.LossScaleOptimizer(keras.optimizers.SGD(3e-3))
@@ -406,6 +420,7 @@ def test_what_tfmix_put_on_comes_off_and_what_the_user_did_stays():
     assert own.inner_optimizer is inside
 
 
+@pytest.mark.costly
 def test_an_optimizer_that_only_the_model_understands_is_passed_on():
     class Task(keras.Model):
         """Compiles itself with "auto", as KerasHub's tasks do."""
@@ -431,6 +446,7 @@ def test_an_optimizer_that_only_the_model_understands_is_passed_on():
     model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.costly
 def test_the_guard_of_compile_gives_way_to_an_optimizer_that_skips_nothing():
     with current_policy.policy_scope("mixed_float16"):
         model = make()
@@ -462,6 +478,7 @@ def test_a_step_runs_under_the_rules_of_the_last_policy_only(monkeypatch):
     assert seen == [{"tanh"}, {"sum"}]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("auto", [True, False])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_loss_scale_around_another_is_refused(policy, auto):
@@ -475,6 +492,7 @@ def test_a_loss_scale_around_another_is_refused(policy, auto):
     model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
 def test_a_loaded_model_is_guarded_as_before(policy, tmp_path):
     current_policy.set_global_policy("mixed_float16")
@@ -526,6 +544,7 @@ MADE_FROM_ANOTHER = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", MADE_FROM_ANOTHER)
 @pytest.mark.parametrize("source", [converted, scoped])
 def test_what_is_made_of_a_float16_model_is_scaled_and_guarded(
@@ -545,6 +564,7 @@ def test_what_is_made_of_a_float16_model_is_scaled_and_guarded(
     assert guard.is_guarded(model)
 
 
+@pytest.mark.costly
 def test_a_layer_made_outside_falls_back_where_its_code_needs_it(caplog):
     class Holds(keras.layers.Layer):
         def call(self, x):
@@ -568,6 +588,7 @@ def test_float32_leaves_copies_to_keras():
     assert not guard.is_guarded(twin)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
 def test_a_loaded_model_goes_on_bit_for_bit_under_any_policy(policy, tmp_path):
     current_policy.set_global_policy("mixed_float16")
@@ -600,6 +621,7 @@ def test_a_graph_with_a_call_of_its_own_computes():
     assert computing_layers.layers_that_compute(own) == [own, dense]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("policy", "jit", "run"),
     [
@@ -624,6 +646,7 @@ def test_masters_of_a_model_that_fit_builds_start_from_its_weights(
         assert is_bias or np.any(helpers.to_numpy(weight.value))
 
 
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable")
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["frozen", "without weights"])

@@ -66,6 +66,7 @@ def test_a_sublayer_made_in_build_in_a_thread_has_it_too():
     assert in_thread(make) == ("float16", "float16")
 
 
+@pytest.mark.costly
 def test_the_policy_survives_clear_session():
     state.set_global_policy("mixed_float16")
     keras.utils.clear_session()

@@ -102,6 +102,7 @@ def test_a_layer_that_mixes_dtypes_computes_in_float32(name, caplog):
     assert "x.dtype" in warning
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_model_with_such_a_layer_trains(name, jit):
@@ -152,6 +153,7 @@ def test_an_inner_layer_to_blame_leaves_the_outer_one_in_16_bit():
     assert layer.second.compute_dtype == "float32"
 
 
+@pytest.mark.costly
 def test_lambda_time_distributed_and_nested_models_fall_back():
     def mix(x):
         return strict_add(x, ops.ones(ops.shape(x), "float32"))
@@ -169,6 +171,7 @@ def test_lambda_time_distributed_and_nested_models_fall_back():
     assert nested.layers[0].compute_dtype == "float32"
 
 
+@pytest.mark.costly
 def test_a_cell_that_mixes_dtypes_makes_its_rnn_float32():
     class Cell(layers.Layer):
         state_size = 8
@@ -216,6 +219,7 @@ class Doubles(Mixes):
         return x * 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", [Doubles, Mixes])
 def test_fit_traces_a_model_as_often_as_in_float32(kind):
     counts = []
@@ -244,6 +248,7 @@ def test_a_failed_call_leaves_no_loss_behind():
     assert [float(loss) for loss in model.losses] == [3.0]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["", "mixed_float16"])
 def test_it_is_kept_by_saving_and_loading(name, tmp_path):
     with tfmix.policy_scope("mixed_float16"):
@@ -369,6 +374,7 @@ def test_a_constant_that_the_format_cannot_hold(
     assert len(warnings_in(caplog)) == (dtype == "float32")
 
 
+@pytest.mark.costly
 def test_the_warning_names_the_constant_and_its_line(caplog):
     with tfmix.policy_scope("mixed_float16"):
         Masked()(X)
@@ -431,6 +437,7 @@ class MaskedAround(Masked):
         )
 
 
+@pytest.mark.costly
 def test_a_loaded_layer_is_not_blamed_for_what_it_was_kept_from(
     tmp_path, caplog
 ):
@@ -485,6 +492,7 @@ def test_an_epsilon_whose_root_has_an_infinite_gradient(make, name, dtype):
     assert layer.compute_dtype == dtype
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_small_inputs_of_a_root_have_finite_gradients(mode):
     with tfmix.policy_scope("mixed_float16"):
@@ -597,6 +605,7 @@ def strict_multiply(x, y):
     return lax.mul(x, lax.broadcast(y, x.shape[:1]))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_made_inside_a_call_in_float32_is_float32(name):
     with tfmix.policy_scope(name):
@@ -642,6 +651,7 @@ def as_it_is_run():
     return ways
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", as_it_is_run())
 def test_state_is_as_if_only_the_call_in_float32_had_been(way):
     with tfmix.policy_scope("mixed_float16"):
@@ -701,6 +711,7 @@ def by_a_branch(x, tmp_path):
     return Switches()(x)
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("by", [by_a_saved_model, by_a_branch])
 def test_what_takes_float32_alone_has_it(by, tmp_path):

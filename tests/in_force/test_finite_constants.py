@@ -158,6 +158,7 @@ def trained(policy, name, mode):
     return history.history["loss"], ops.convert_to_numpy(weights)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_of_a_billion_trains_as_in_float32(name, mode):

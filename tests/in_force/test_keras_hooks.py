@@ -49,6 +49,7 @@ def use_everything():
     keras.layers.Softmax()(inputs)
 
 
+@pytest.mark.costly
 def test_after_float32_nothing_of_keras_differs():
     use_everything()
     before = snapshot()
@@ -80,6 +81,7 @@ def test_two_policies_one_after_the_other_hook_once():
     assert keras.Layer.__init__ is hooked
 
 
+@pytest.mark.costly
 def test_the_layer_constructor_reads_as_before():
     before = keras.Layer.__init__
     arguments = inspect.getfullargspec(before)

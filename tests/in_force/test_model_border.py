@@ -51,6 +51,7 @@ def bordered(model, x=X, **kwargs):
     return called(model, x, **kwargs), without
 
 
+@pytest.mark.costly
 def test_results_are_the_same_bits():
     found, without = bordered(dense(8, 2))
     np.testing.assert_array_equal(
@@ -95,6 +96,7 @@ def test_nests_and_what_is_no_float_pass():
 
 
 # Keras 3.16 warns of it in float32, too.
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:.*does not support masking")
 def test_masks_and_exact_ids_reach_the_layers():
     # 2049 is 2048 in float16.
@@ -154,6 +156,7 @@ def in_a_loop_that_steps(model, x):
     return tf.while_loop(lambda *_: True, add, start, maximum_iterations=3)[1]
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("call", [in_a_branch, in_a_loop, in_a_loop_that_steps])
@@ -174,6 +177,7 @@ def test_gradients_go_through_control_flow(call, jit):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-10)
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", ["eager", "graph", "jit"])
 def test_statistics_are_updated_once_and_losses_added_once(mode):
@@ -280,6 +284,7 @@ def test_a_plain_graph_around_a_model_does_not_hide_it():
     assert keras.backend.standardize_dtype(result.dtype) == "float32"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_model_that_amplifies_finds_its_place(run_eagerly):
     # Backwards everything grows by 2**18: too much for one in [1, 2).
@@ -299,6 +304,7 @@ def test_a_model_that_amplifies_finds_its_place(run_eagerly):
     assert optimizer.loss_scale == 2.0 ** (15 - optimizer.skipped_steps)
 
 
+@pytest.mark.costly
 def test_a_model_whose_layers_fell_back_is_scaled_as_well():
     class Tiny(keras.layers.Layer):
         def build(self, shape):
@@ -337,6 +343,7 @@ def called_under_a_tape_that_is_not_asked(model):
     called(tf.ones((4, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "use",
     [

@@ -100,6 +100,7 @@ def test_a_rule_by_path_sees_the_inputs_uncast_at_the_first_call():
     assert float(result[0, 0]) == 70000.0
 
 
+@pytest.mark.costly
 def test_what_a_ruled_layer_holds_is_float32_too():
     policy = Policy("float16", float32_layers=["LSTM", "Bidirectional"])
     with current_policy.policy_scope(policy):
@@ -144,6 +145,7 @@ def test_a_users_composite_under_a_rule_is_float32_inside():
     assert computes_in(block.own) == "bfloat16"
 
 
+@pytest.mark.costly
 def test_what_attention_holds_follows_it_and_uses_the_op_rules():
     with current_policy.policy_scope("mixed_float16"):
         layer = keras.layers.MultiHeadAttention(2, 4)
@@ -165,6 +167,7 @@ def test_layers_that_are_loaded_keep_what_they_were_saved_with():
     assert computes_in(loaded) == "float32"
 
 
+@pytest.mark.costly
 def test_level_one_leaves_only_matmuls_in_16_bit():
     with current_policy.policy_scope("O1"):
         model = keras.Sequential(

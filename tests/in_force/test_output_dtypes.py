@@ -69,6 +69,7 @@ def encoder():
     return keras.Model(start, [first, second, layers.Dense(2)(second)])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", WAYS)
 def test_results_that_others_are_made_of_are_float32(way, name):
@@ -86,6 +87,7 @@ def test_results_that_others_are_made_of_are_float32(way, name):
         assert all(mask is not None for mask in masks)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "method", ["fit", "evaluate", "train_on_batch", "test_on_batch"]
@@ -179,6 +181,7 @@ def leaves_of(nest):
     return [*leaves, *(x for each in containers for x in leaves_of(each))]
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("dtype", ["float32", None])
 def test_a_model_of_two_outputs_trains_on_two_replicas(dtype):

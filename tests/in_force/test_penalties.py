@@ -44,6 +44,7 @@ def batch():
     return x, rng.normal(size=(8, 3)).astype("float32")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("eager", [True, False])
 def test_penalties_and_a_compiled_loss_add_up_in_float32(eager):
     x, y = batch()

@@ -94,6 +94,7 @@ def test_at_most_30_names_of_keras_are_replaced(everything):
     assert len(found) <= LIMIT, "\n".join([str(len(found)), *found])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16", "O1"])
 def test_the_registry_lists_exactly_what_is_replaced(everything, policy):
     before = snapshot(everything)
@@ -103,6 +104,7 @@ def test_the_registry_lists_exactly_what_is_replaced(everything, policy):
     assert registered() == found
 
 
+@pytest.mark.costly
 def test_float32_leaves_nothing_replaced(everything):
     before = snapshot(everything)
     tfmix.set_global_policy("mixed_float16")
@@ -112,6 +114,7 @@ def test_float32_leaves_nothing_replaced(everything):
     assert registered() == []
 
 
+@pytest.mark.costly
 def test_a_replacement_that_is_not_registered_is_found(everything, monkeypatch):
     before = snapshot(everything)
     tfmix.set_global_policy("mixed_float16")

@@ -117,6 +117,7 @@ def check_as_in_float32(make, mode, policy):
     assert exact[-1] < exact[0] / 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OWN)
@@ -124,6 +125,7 @@ def test_a_layer_that_recomputes_trains_as_in_float32(name, mode, policy):
     check_as_in_float32(OWN[name], mode, policy)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scope", SCOPES)
@@ -143,6 +145,7 @@ def test_a_layer_of_a_scope_trains_as_in_float32(kind, scope, mode, policy):
     check_as_in_float32(make, mode, policy)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 def test_so_does_a_model_that_carries_its_policy(mode):
     exact = losses(model_of(ByAnOpUnderARule), mode)

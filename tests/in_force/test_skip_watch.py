@@ -53,6 +53,7 @@ def model(said):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", helpers.quick_are({"xla"}, ["eager", "graph", "xla"])
 )
@@ -113,6 +114,7 @@ def test_a_float16_head_that_targets_do_not_fit_is_named(said):
     assert text.endswith('float16 ends at 65504); give it `dtype="float32"`')
 
 
+@pytest.mark.slow
 @helpers.requires_backend("tensorflow")
 def test_it_is_told_of_replicas(said):
     with helpers.mirrored_strategy().scope():
@@ -121,6 +123,7 @@ def test_it_is_told_of_replicas(said):
     assert said == [ALL_BAD]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("where", ["x", "y", "sample_weight"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_rows_that_are_not_finite_are_named_after_the_first_epoch(
@@ -260,6 +263,7 @@ def test_a_list_of_callbacks_that_was_given_stays_as_it_is(model):
     assert len(given) == 1
 
 
+@pytest.mark.slow
 def test_a_fit_of_the_models_own_is_watched_as_well(said):
     class Own(keras.Sequential):
         def fit(self, x, y, **settings):
@@ -291,6 +295,7 @@ def test_a_monitor_says_it_instead(said):
     assert "`x` reaches 1e+05" in text
 
 
+@pytest.mark.slow
 def test_a_monitor_that_stops_the_run_says_the_cause_first(said):
     model = compiled(initial_scale=2.0)
     monitor = loss_scale_monitor.LossScaleMonitor(max_consecutive_skips=8)
@@ -348,6 +353,7 @@ class Several(keras.Model):
         return {"d_loss": loss}
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("how", ["graph", "xla"])
 def test_all_optimizers_that_a_model_steps_are_counted(said, how):

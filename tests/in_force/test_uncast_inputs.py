@@ -152,6 +152,7 @@ def test_discretization_sees_values_beside_its_boundaries():
 
 
 # Keras 3.16 says so of recurrent layers.
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:.*does not support masking")
 def test_a_mask_survives():
     class Outer(keras.layers.Layer):
@@ -170,6 +171,7 @@ def test_a_mask_survives():
         assert outer(masked).shape == (1, 1)
 
 
+@pytest.mark.costly
 def test_integer_ids_and_their_gradient_are_as_ever():
     with current_policy.policy_scope("mixed_float16"):
         model = keras.Sequential(
@@ -309,6 +311,7 @@ def test_a_lambda_that_falls_back_has_exact_numbers_from_the_first_call(policy):
     np.testing.assert_allclose(found, np.sin(x * np.float32(9e4)), atol=0.01)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_spectral_norm_rounds_no_kernel(policy):
     tfmix.set_global_policy(policy)

@@ -73,6 +73,7 @@ def step_on_jax(model, mode):
 make_step = step_on_jax if ON_JAX else step_on_tensorflow
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_bad_batch_leaves_statistics_as_they_were(policy, mode):
@@ -90,6 +91,7 @@ def test_a_bad_batch_leaves_statistics_as_they_were(policy, mode):
     assert not any(map(np.array_equal, before, after))
 
 
+@pytest.mark.costly
 def test_statistics_are_those_of_plain_keras():
     found = []
     for policy in ("float32", "mixed_bfloat16"):
@@ -128,6 +130,7 @@ def test_what_begins_infinite_is_no_bad_batch():
     assert helpers.to_numpy(model.layers[0].smallest) == np.float16(X.min())
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", MODES)
 def test_states_of_a_stateful_rnn_are_as_they_were(mode):

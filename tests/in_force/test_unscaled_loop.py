@@ -25,6 +25,7 @@ def saved_and_loaded(path):
 
 
 # No file keeps a guard.
+@pytest.mark.costly
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_step_without_a_scaled_loss_is_whole(loaded, tmp_path):
     # As a `train_step` does that was written for float32.
@@ -90,6 +91,7 @@ def after_a_fit(mode, optimizer):
     return model
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fitted", MODES)
 def test_after_a_fit_a_step_without_a_scaled_loss_is_whole(fitted, mode):
@@ -108,6 +110,7 @@ def test_after_a_fit_a_step_without_a_scaled_loss_is_whole(fitted, mode):
     assert np.any(model.get_weights()[0] != before[0] - 2)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 def test_after_a_fit_a_scaler_of_the_users_own_warns(mode):
     scaler = tfmix.LossScaleOptimizer(keras.optimizers.SGD(1.0))

@@ -169,6 +169,7 @@ def cases():
             yield pytest.param(name, way, marks=marks)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize(("name", "way"), list(cases()))
 def test_gradients_are_those_of_float32(name, way, policy):
@@ -297,6 +298,7 @@ def test_products_have_every_derivative():
     close(jax.grad(rematerialised, 1)(x, w), expected(wide, w))
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_penalty_on_a_gradient_has_its_gradient(jit):

@@ -121,6 +121,7 @@ def test_max_pooling_of_volumes_is_float32_where_no_kernel_is(
         assert keras.layers.MaxPooling3D().compute_dtype == "bfloat16"
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 def test_max_pooling_of_volumes_trains_on_a_cpu():
     with tfmix.policy_scope("mixed_float16"):

@@ -69,6 +69,7 @@ def test_no_other_name_is_made_up():
         _ = tfmix.policy.rulez
 
 
+@pytest.mark.costly
 def test_a_recurrent_layer_starts_in_pure_bfloat16():
     with tfmix.policy_scope("bfloat16"):
         layer = keras.layers.LSTM(4)

@@ -12,6 +12,8 @@ import tfmix
 from tfmix.policy import layer_rules, names
 from tfmix.policy import policy as policies
 
+pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
+
 Policy = policies.Policy
 
 UNUSUAL = {

@@ -29,6 +29,7 @@ def trained(kernel, x, epochs=1):
     return model.optimizer
 
 
+@pytest.mark.costly
 def test_a_row_of_nan_in_each_epoch_moves_nothing():
     x = RNG.normal(size=(16, 4)).astype("float32")
     x[3, 1] = np.nan
@@ -37,6 +38,7 @@ def test_a_row_of_nan_in_each_epoch_moves_nothing():
     assert optimizer.loss_scale == 2.0**15
 
 
+@pytest.mark.costly
 def test_a_target_of_infinity_moves_nothing():
     tfmix.set_global_policy("mixed_float16")
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
@@ -48,6 +50,7 @@ def test_a_target_of_infinity_moves_nothing():
     assert model.optimizer.loss_scale == 2.0**15
 
 
+@pytest.mark.costly
 def test_an_overflow_inside_lowers_the_placement():
     # Tiny numbers go forward; what comes back grows by 60,000 in each layer.
     x = np.full((8, 4), 1e-6, "float32")

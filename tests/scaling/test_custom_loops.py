@@ -132,6 +132,7 @@ def test_a_shared_scale_is_said_to_be_lost_by_a_config_and_shared_again(said):
     assert float(shared.learning_rate) == 0.25
 
 
+@pytest.mark.costly
 def test_the_state_of_a_shared_scale_is_loaded_into_an_own_one(tmp_path, said):
     one = Wrapped("sgd", initial_scale=16.0)
     two = Wrapped("sgd", loss_scale=one)

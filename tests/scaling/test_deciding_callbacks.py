@@ -35,6 +35,7 @@ def fitted(bad, callback):
     return history.history
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("bad", [0, 2])
 def test_the_best_epoch_is_one_that_was_measured(bad, tmp_path):
     stop = keras.callbacks.EarlyStopping("loss", patience=1)
@@ -51,6 +52,7 @@ def test_the_best_epoch_is_one_that_was_measured(bad, tmp_path):
     assert not any("nan" in path.name for path in tmp_path.iterdir())
 
 
+@pytest.mark.costly
 def test_a_skipped_epoch_is_no_plateau():
     plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=1)
     rates = fitted([0, 2], plateau)["learning_rate"]

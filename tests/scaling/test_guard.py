@@ -66,6 +66,7 @@ def without(array, start, stop):
     return np.concatenate([array[:start], array[stop:]])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("mode", "bad"),
     helpers.quick_are(
@@ -91,6 +92,7 @@ def test_a_bad_batch_is_as_if_it_had_not_been_there(mode, bad):
     assert guarded.optimizer.skipped_steps == 2
 
 
+@pytest.mark.costly
 def test_without_the_guard_the_same_batch_poisons_the_model():
     model = make_model()
     model.fit(*data(bad_row=20), batch_size=16, verbose=0, shuffle=False)
@@ -98,6 +100,7 @@ def test_without_the_guard_the_same_batch_poisons_the_model():
         helpers.assert_all_finite(model.non_trainable_variables)
 
 
+@pytest.mark.costly
 def test_terminate_on_nan_lets_a_healthy_run_go_on():
     model = guards.guard(make_model())
     history = model.fit(
@@ -111,6 +114,7 @@ def test_terminate_on_nan_lets_a_healthy_run_go_on():
     helpers.assert_all_finite(history.history["loss"])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("rule", [64.0, rules.NoLossScale()])
 def test_the_guard_works_with_every_rule(rule):
     model = guards.guard(make_model(rule))
@@ -119,6 +123,7 @@ def test_the_guard_works_with_every_rule(rule):
     assert model.optimizer.skipped_steps == 1
 
 
+@pytest.mark.costly
 def test_guarding_twice_and_compiling_again_change_nothing():
     model = make_model()
     assert not guards.is_guarded(model)
@@ -132,6 +137,7 @@ def test_guarding_twice_and_compiling_again_change_nothing():
     )
 
 
+@pytest.mark.costly
 def test_a_model_that_was_trained_before_is_compiled_anew():
     model = make_model()
     model.fit(*data(), batch_size=16, verbose=0)
@@ -141,6 +147,7 @@ def test_a_model_that_was_trained_before_is_compiled_anew():
     )
 
 
+@pytest.mark.costly
 def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
     model = guards.guard(make_model())
     x, y = data()
@@ -159,6 +166,7 @@ def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
     assert "guarded" not in str(again.get_compile_config())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 def test_an_epoch_without_an_applied_step_does_not_report_a_loss_of_zero(mode):
     # The loss is finite, the gradients are not: the scale is far too high.
@@ -175,6 +183,7 @@ def test_an_epoch_without_an_applied_step_does_not_report_a_loss_of_zero(mode):
     assert history["mae"][0] > 1.0
 
 
+@pytest.mark.costly
 def test_a_stuck_run_does_not_hide_that_its_loss_is_not_finite():
     model = guards.guard(make_model())
     x, y = data()
@@ -185,6 +194,7 @@ def test_a_stuck_run_does_not_hide_that_its_loss_is_not_finite():
     assert model.optimizer.skipped_steps == 3
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 def test_a_train_step_of_the_users_own_is_guarded_and_keeps_its_logs():
     import tensorflow as tf
@@ -231,6 +241,7 @@ def test_a_model_that_cannot_skip_is_refused_with_what_to_write():
         late.fit(*data(), verbose=0)
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", ["graph", "xla"])
 def test_frozen_weights_are_left_alone_and_a_teacher_is_put_back(
@@ -338,6 +349,7 @@ class Averaging(keras.Model):
             return {"mse": loss}, state
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 def test_an_average_of_weights_does_not_move_in_a_skipped_step(mode):
     models = []
@@ -359,6 +371,7 @@ def test_an_average_of_weights_does_not_move_in_a_skipped_step(mode):
         helpers.assert_close(ours, theirs, "float32")
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", MODES)
 def test_states_that_keras_does_not_list_are_as_before(mode):
@@ -456,6 +469,7 @@ def compiled(kind, mode):
     return guards.guard(model)
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -23,11 +23,12 @@ def scaled(grads, scale):
     return [gradient * np.float32(scale) for gradient in grads]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize("name", helpers.optimizer_names())
 def test_good_steps_equal_the_bare_optimizer_and_bad_ones_nothing(name, mode):
     if mode == "xla" and name not in ("Adam", "SGD", "Muon", "Lamb"):
-        pytest.skip("compiled for four optimizers; make test-slow runs all")
+        pytest.skip("compiled for four optimizers; make test-all runs all")
     check_against_bare(name, mode)
 
 
@@ -125,6 +126,7 @@ def test_clipping_acts_on_true_gradients():
     helpers.assert_close(weight, np.asarray([-0.6, -0.8]), "float32")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_a_bad_micro_batch_is_dropped_alone_at_every_index(mode):
     for bad_index in range(3):

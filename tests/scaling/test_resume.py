@@ -43,6 +43,7 @@ def assert_resumes(whole_run, directory, way):
     assert applied + optimizer.skipped_steps == resumable.STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", resumable.ways())
 def test_a_killed_run_resumes_bit_for_bit(whole_run, killed_run, way):
     assert_resumes(whole_run, killed_run, way)
@@ -58,6 +59,7 @@ def test_a_run_resumes_wherever_it_was_killed(whole_run, tmp_path, step):
         assert_resumes(whole_run, directory, way)
 
 
+@pytest.mark.costly
 def test_the_comparison_sees_one_lost_counter(whole_run):
     model = resumable.train(resumable.build(TFMIX))
     assert not resumable.differing(whole_run, resumable.state(model))
@@ -75,6 +77,7 @@ def after_some_steps(wrap=TFMIX, steps=8):
     return model
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("loading_policy", POLICIES)
 def test_a_saved_model_continues_under_any_policy(tmp_path, loading_policy):
     model = after_some_steps()
@@ -98,6 +101,7 @@ def test_a_saved_model_continues_under_any_policy(tmp_path, loading_policy):
     assert resumable.differing(before, after)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("saving_policy", "loading_policy"),
     [
@@ -141,6 +145,7 @@ def assert_holds_keras_state(model, saved):
         helpers.assert_same_bits(mine, keras_own)
 
 
+@pytest.mark.costly
 def test_weights_that_keras_saved_load(tmp_path):
     saved = keras_run()
     saved.save_weights(tmp_path / "a.weights.h5")

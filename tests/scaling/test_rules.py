@@ -14,6 +14,8 @@ from keras import ops
 
 from tfmix.scaling import rules
 
+pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
+
 UNUSUAL = {
     "initial_scale": 512.0,
     "growth_factor": 4.0,

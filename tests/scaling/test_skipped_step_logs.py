@@ -86,6 +86,7 @@ def epochs(model, *bad_epochs, count=4, **arguments):
     return history
 
 
+@pytest.mark.costly
 @EACH_MODE
 def test_an_epoch_without_a_finite_batch_has_no_loss(mode):
     losses = epochs(make(metrics=["mae"], **MODES[mode]), 1)
@@ -94,6 +95,7 @@ def test_an_epoch_without_a_finite_batch_has_no_loss(mode):
     helpers.assert_close([losses[0], *losses[2:]], expected, "float32")
 
 
+@pytest.mark.costly
 @EACH_MODE
 def test_a_batch_of_nan_trains_and_reports_nothing(mode):
     model = make(metrics=["mae"], **MODES[mode])
@@ -103,6 +105,7 @@ def test_a_batch_of_nan_trains_and_reports_nothing(mode):
     assert np.all(np.isfinite(model.train_on_batch(*batches(1))))
 
 
+@pytest.mark.costly
 def test_callbacks_decide_as_if_the_epoch_had_not_been_there(tmp_path):
     class Batches(keras.utils.PyDataset):
         epoch = 0
@@ -135,6 +138,7 @@ def test_callbacks_decide_as_if_the_epoch_had_not_been_there(tmp_path):
     assert history["learning_rate"][-1] == np.float32(0.01)
 
 
+@pytest.mark.costly
 @EACH_MODE
 @pytest.mark.parametrize("bad", [0, 1, 3])
 def test_terminate_on_nan_passes_a_bad_batch_wherever_it_is(bad, mode):
@@ -167,6 +171,7 @@ def own_step_on_tensorflow():
     return Own
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @EACH_MODE
 def test_a_loss_of_the_users_own_is_left_alone(mode):
@@ -186,6 +191,7 @@ def test_a_loss_of_the_users_own_is_left_alone(mode):
     helpers.assert_close(logs[1]["mean"], running[0], "float32")
 
 
+@pytest.mark.costly
 @EACH_MODE
 @pytest.mark.parametrize("bad", [[0], [0, 1], [2]])
 def test_a_metric_that_starts_high_is_as_without_the_bad_batch(bad, mode):
@@ -223,6 +229,7 @@ class FirstWithoutVariables(keras.Model):
         return [vars(self)["_seventh"], *super().metrics]
 
 
+@pytest.mark.costly
 @EACH_MODE
 @pytest.mark.parametrize("kind", [Nested, FirstWithoutVariables])
 def test_what_a_model_reports_of_its_own(kind, mode):
@@ -234,6 +241,7 @@ def test_what_a_model_reports_of_its_own(kind, mode):
         helpers.assert_close(history[key], values, "float32")
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @EACH_MODE
 def test_a_first_step_that_builds_the_model_leaves_no_trace(mode):
@@ -255,6 +263,7 @@ def test_a_first_step_that_builds_the_model_leaves_no_trace(mode):
         helpers.assert_close(ours, theirs, "float32")
 
 
+@pytest.mark.costly
 @EACH_MODE
 def test_without_a_bad_step_the_logs_are_those_of_an_unguarded_model(mode):
     guarded = make(metrics=["mae", grid.Lowest()], **MODES[mode])
@@ -274,6 +283,7 @@ def test_without_a_bad_step_the_logs_are_those_of_an_unguarded_model(mode):
     assert found == expected
 
 
+@pytest.mark.slow
 @helpers.requires_backend("tensorflow")
 def test_each_replica_knows_its_metrics_results():
     class Adds(keras.Model):

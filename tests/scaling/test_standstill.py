@@ -54,6 +54,7 @@ def wrapped(optimizer):
     return tfmix.LossScaleOptimizer(optimizer, loss_scale=tfmix.NoLossScale())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "wrap", [lambda x: x, wrapped], ids=["bare", "wrapped"]
@@ -69,6 +70,7 @@ def test_the_eighth_skip_in_a_row_is_said_once(way, wrap, said):
     assert "all gradients are NaN or infinite" in line
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
 def test_an_applied_step_begins_the_count_anew(way, said):
     run([BAD] * 7 + [GOOD] + [BAD] * 7, way)
@@ -83,6 +85,7 @@ def test_the_variable_nearest_the_output_is_named(said):
     assert "'b/kernel'" in line
 
 
+@pytest.mark.costly
 def test_fit_leaves_it_to_the_line_after_the_epoch(said):
     tfmix.set_global_policy("mixed_float16")
     model = keras.Sequential([keras.layers.Dense(1, dtype="float32")])

@@ -58,6 +58,7 @@ def test_own_variables_come_back_bit_for_bit(bad_steps):
     assert target.consecutive_skips == bad_steps
 
 
+@pytest.mark.costly
 def test_set_weights_sets_everything_or_nothing():
     source = trained()
     target = fresh(source)
@@ -77,6 +78,7 @@ def test_set_weights_sets_everything_or_nothing():
         Wrapped("adam").set_weights([])
 
 
+@pytest.mark.costly
 def test_a_state_of_another_optimizer_is_refused_and_changes_nothing():
     store = {}
     trained(Wrapped(keras.optimizers.SGD(0.1))).save_own_variables(store)
@@ -126,6 +128,7 @@ def test_a_run_without_loss_scaling_can_go_on_with_it():
 
 
 # Keras says the same of the inner optimizer.
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")
 def test_weights_can_be_loaded_where_there_is_no_state_to_restore(
     tmp_path, said
@@ -201,6 +204,7 @@ def test_a_tensorflow_checkpoint_restores_every_variable(tmp_path):
     assert_equal_state(target, source)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("frozen_first", [False, True])
 @pytest.mark.parametrize("name", ["mixed_float16", "bfloat16"])
 def test_a_model_loads_after_other_layers_became_trainable(

@@ -32,6 +32,7 @@ def compiled(inner):
     return model
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("inner", INNER)
 # Keras says so of every optimizer that was saved before it was built.
 @pytest.mark.filterwarnings("ignore:Skipping variable loading:UserWarning")

@@ -43,6 +43,7 @@ def tensorflow_program(model, optimizer):
     return step.experimental_get_compiler_ir(grads)(stage="optimized_hlo")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("shape", [(256, 128), (4,)])
 def test_the_skip_is_no_branch_and_copies_no_slots(shape):
     model, optimizer = built(shape, 2)
@@ -82,6 +83,7 @@ def test_the_search_for_host_calls_finds_one():
     assert "callback" in program
 
 
+@pytest.mark.costly
 @helpers.requires_backend("jax")
 @pytest.mark.parametrize("bad", [1.0, np.nan, np.inf])
 def test_a_compiled_step_equals_an_eager_one(bad):
@@ -191,6 +193,7 @@ def test_the_compiled_step_keeps_no_second_gradient():
     assert used[0] - used[1] < 1.01 * 4 * 512 * 256
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
 def test_a_bad_step_leaves_every_bit_of_16_bit_variables(way):
     model = sixteen_bit.variables("bfloat16")
@@ -219,6 +222,7 @@ SPARSE = {
 }
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("inner", SPARSE)
 def test_an_embedding_trains_and_skips_as_outside_of_xla(inner):

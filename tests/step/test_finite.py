@@ -46,6 +46,7 @@ def test_the_bad_one_of_some_large_ones_is_told(shape, dtype, bad):
     assert ops.convert_to_numpy(told).tolist() == [False, True, False]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_largest_finite_numbers_are_finite(dtype):
     largest = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
@@ -113,6 +114,7 @@ def test_rows_that_overflow_only_when_summed_are_caught(
     assert bool(check(values, tf.constant(rows))) is expected
 
 
+@pytest.mark.costly
 @helpers.requires_backend("jax")
 def test_a_check_may_stand_inside_of_jaxs_transformations():
     import jax

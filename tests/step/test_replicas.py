@@ -152,6 +152,7 @@ def test_unscaled_gradients_of_one_bad_replica_make_all_skip():
     assert weight.value.values[1].numpy().tolist() == [-1.5]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("seed", range(10))
 def test_random_fault_schedules_equal_a_single_device_oracle(seed):
     rng = np.random.default_rng(seed)
@@ -179,6 +180,7 @@ def regression(seed):
     return x, (x @ rng.normal(size=(8, 1)) * 100).astype("float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", helpers.quick_are({0}, range(2)))
 def test_the_ordinary_start_up_overflow_does_not_hurt_two_replicas(seed):
     with helpers.mirrored_strategy().scope():

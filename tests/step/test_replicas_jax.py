@@ -58,6 +58,7 @@ def trained(x, y, **inner):
     return model, history
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "inner", [{}, {"global_clipnorm": 0.5}, {"gradient_accumulation_steps": 2}]
 )

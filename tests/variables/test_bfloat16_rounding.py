@@ -34,6 +34,7 @@ def test_the_mean_of_many_roundings_is_the_value(share, sign):
     assert abs(results.mean() - value) < 4 * standard_error
 
 
+@pytest.mark.costly
 def test_what_is_a_bfloat16_already_stays():
     for value in (0.0, -0.0, 1.0, -3.5, float("inf"), float("-inf")):
         assert set(to_float64(rounded(value, count=64))) == {value}
@@ -48,6 +49,7 @@ def test_seed_step_and_stream_decide_and_nothing_else():
     assert (first != to_float64(rounded(value, step=1))).any()
 
 
+@pytest.mark.costly
 def test_compiled_and_eager_rounding_agree():
     value = 1.0 + STEP / 2
     eager = to_float64(rounded(value))
@@ -66,6 +68,7 @@ def test_compiled_and_eager_rounding_agree():
         np.testing.assert_array_equal(eager, to_float64(result))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", ["stochastic", "kahan"])
 def test_training_is_the_same_with_and_without_xla(way):
     final = []
@@ -100,6 +103,7 @@ def test_slots_are_float32(way):
     assert slots == {"float32"}
 
 
+@pytest.mark.costly
 def test_kahan_keeps_what_xla_would_call_zero():
     stored = [keras.Variable(np.ones(8), dtype="bfloat16", name="w")]
     optimizer = sixteen_bit.WAYS["kahan"](keras.optimizers.SGD(2.0**-10))
@@ -161,6 +165,7 @@ def test_sparse_gradients_update_as_dense_ones_do(way):
     np.testing.assert_array_equal(final[0][3], [0.75, 0.75])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["Adam", "SGD", "Adafactor"])
 def test_bfloat16_slots_take_two_bytes_and_train_alike(name):
     steps = [sixteen_bit.gradients(1)[0]] * 30
@@ -186,6 +191,7 @@ def test_bfloat16_slots_take_two_bytes_and_train_alike(name):
     assert len(optimizer.variables) == len({id(v) for v in optimizer.variables})
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", helpers.optimizers_of_a_kind())
 def test_every_optimizer_takes_bfloat16_slots(name):
     old = not hasattr(keras.optimizers, "MultiOptimizer")

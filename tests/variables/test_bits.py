@@ -20,6 +20,7 @@ def round_trip(word):
     return ops.convert_to_numpy(joined).view("uint32")
 
 
+@pytest.mark.costly
 @hypothesis.given(strategies.integers(0, 2**32 - 1))
 @hypothesis.settings(max_examples=200, deadline=None)
 def test_every_number_is_its_two_halves(word):
@@ -28,6 +29,7 @@ def test_every_number_is_its_two_halves(word):
         assert round_trip(words(word))[0] == word
 
 
+@pytest.mark.costly
 def test_ties_limits_and_signed_zeros_are_exact():
     tie_at_even, tie_at_odd = 0x3F808000, 0x3F818000
     largest, infinite, minus_zero = 0x7F7FFFFF, 0x7F800000, 0x80000000
@@ -42,6 +44,7 @@ def test_a_nan_stays_a_nan_in_the_upper_half(nan):
     assert np.isnan(ops.convert_to_numpy(ops.cast(upper, "float32"))[0])
 
 
+@pytest.mark.costly
 def test_the_upper_half_is_the_nearest_bfloat16():
     random = np.random.default_rng(0)
     value = ops.convert_to_tensor(random.normal(size=999).astype("float32"))
@@ -53,6 +56,7 @@ def test_the_upper_half_is_the_nearest_bfloat16():
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_fingerprint_tells_a_changed_element_and_a_swap(dtype):
     first = np.arange(1.0, 7.0).reshape(2, 3)
@@ -69,6 +73,7 @@ def test_a_fingerprint_tells_a_changed_element_and_a_swap(dtype):
     assert fingerprint(first) != fingerprint(swapped)
 
 
+@pytest.mark.costly
 def test_fingerprints_of_many_compiled_are_those_of_each():
     random = np.random.default_rng(0)
     shapes = [(), (3,), (2, 3), (3,), (0, 2), *[(5, 1)] * 9, (2, 3)]

@@ -46,6 +46,7 @@ def expected(value, code):
     return found.reshape(value.shape)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", CODES)
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
@@ -69,6 +70,7 @@ def test_it_is_the_code_written_plainly(name, value):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_what_was_coded_once_keeps_its_bits(code):
     rng = np.random.default_rng(0)
@@ -84,6 +86,7 @@ def test_what_was_coded_once_keeps_its_bits(code):
     assert big.sum() > 200
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_stochastic_rounding_is_right_in_the_mean(code):
     value = np.full(2**16, 0.3, "float32")
@@ -105,6 +108,7 @@ def test_a_second_moment_that_is_not_0_never_becomes_it():
     assert there_and_back(np.zeros(300), eight_bit.UNSIGNED).max() == 0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_what_is_not_finite_stays_so_in_its_block_alone(bad, code):

@@ -55,6 +55,7 @@ def coded(optimizer):
     return [v for v in optimizer.variables if v.dtype == "uint8"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", helpers.quick_are(MODES[-1:], MODES))
 @pytest.mark.parametrize("name", MAKERS)
 def test_it_trains_as_with_float32_slots(name, mode):
@@ -81,6 +82,7 @@ QUICK = ("masters", "stochastic")
 WAYS = helpers.quick_are(QUICK, PURE)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", helpers.quick_are(MODES[1:2], MODES[1:]))
 @pytest.mark.parametrize("way", WAYS)
 def test_pure_bfloat16_trains_with_them(way, mode):
@@ -92,6 +94,7 @@ def test_pure_bfloat16_trains_with_them(way, mode):
     np.testing.assert_allclose(losses, expected, rtol=0.1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("make", "dtype", "total"),
     [
@@ -109,6 +112,7 @@ def test_both_moments_of_adam_take_two_bytes_a_weight(make, dtype, total):
     assert size / 512**2 == total + 2 + 2 * 4 / 256
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "mode"),
     helpers.quick_are(
@@ -147,6 +151,7 @@ def test_a_file_goes_on_bit_for_bit(tmp_path):
         helpers.assert_same_bits(one, other)
 
 
+@pytest.mark.slow
 @helpers.requires_backend("tensorflow")
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
     import tensorflow as tf
@@ -159,6 +164,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
     assert fit(other, 1) == fit(model, 1)
 
 
+@pytest.mark.slow
 @helpers.requires_backend("tensorflow")
 def test_replicas_stay_equal_and_train_as_one_device():
     strategy = helpers.mirrored_strategy()
@@ -171,6 +177,7 @@ def test_replicas_stay_equal_and_train_as_one_device():
         assert len({value.numpy().tobytes() for value in values}) == 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "settings",
     [
@@ -230,6 +237,7 @@ def test_a_cpu_puts_new_codes_in_the_place_of_the_old_ones():
     assert not re.search(r"= u8\[64,64\]\S* copy\(", text)
 
 
+@pytest.mark.slow
 def test_small_variables_and_embeddings_keep_float32_slots():
     embedding = keras.layers.Embedding(1000, 8)
     embedding.build()
@@ -275,6 +283,7 @@ def test_bad_arguments_are_named(arguments, error, message):
         low_memory.LowMemoryOptimizer("adam", **arguments)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("shapes", [[(64, 64)], [(64, 64), (64,)]])
 def test_slots_of_another_shape_are_refused_by_name(shapes):
     # Rows and columns may have the shape of a bias.
@@ -286,6 +295,7 @@ def test_slots_of_another_shape_are_refused_by_name(shapes):
         optimizer.build(variables)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "slot"), [("ScheduleFreeAdamW", "momentum"), ("Ftrl", "linear")]
 )
@@ -395,6 +405,7 @@ def test_an_empty_variable_is_left_alone():
     assert not coded(optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "wide"),
     [
@@ -428,6 +439,7 @@ def test_flat_masters_join_what_has_slots_alike(rules, wide):
         np.testing.assert_allclose(mean, -0.001, rtol=0.01)
 
 
+@pytest.mark.slow
 def test_a_conversion_goes_on_with_them():
     model, twin = model_of(low()), model_of(MAKERS["adam"]())
     for each in (model, twin):
@@ -443,6 +455,7 @@ def test_a_conversion_goes_on_with_them():
         helpers.assert_same_bits(variable, old)
 
 
+@pytest.mark.slow
 def test_a_conversion_to_pure_sixteen_bit_changes_nothing():
     model = model_of(low())
     fit(model, 1)

@@ -12,6 +12,7 @@ from tfmix.variables import flat, master
 JAX = keras.backend.backend() == "jax"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", helpers.optimizers_of_a_kind())
 def test_masters_are_the_inner_optimizers_own_float32_run(name):
     old = not hasattr(keras.optimizers, "MultiOptimizer")
@@ -36,6 +37,7 @@ def test_masters_are_the_inner_optimizers_own_float32_run(name):
             assert sixteen_bit.bits_of(masters) == exact, way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Adam", "Ftrl"])
 def test_flat_masters_are_exact_op_by_op(name):
     expected = sixteen_bit.variables("float32")
@@ -74,6 +76,7 @@ INEXACT_UNDER_JIT = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("flat", [False, True])
 def test_variables_are_the_rounded_masters(dtype, flat):
@@ -84,6 +87,7 @@ def test_variables_are_the_rounded_masters(dtype, flat):
     assert sixteen_bit.bits_of(rounded) == sixteen_bit.bits_of(stored)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
 def test_small_updates_add_up(way):
     weight = keras.Variable(np.ones(4096), dtype="bfloat16", name="w")
@@ -97,6 +101,7 @@ def test_small_updates_add_up(way):
     assert mean == pytest.approx(0.875, abs=2e-3)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
 def test_weights_assigned_later_are_taken_over(way):
     steps = sixteen_bit.gradients(3)
@@ -169,6 +174,7 @@ def test_what_is_excluded_from_weight_decay_stays_excluded(way, by_name):
     assert float(bias[0]) == 1.0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", ["masters", "split", "kahan"])
 def test_constraints_act_on_the_float32_value(way):
     weight = keras.Variable(np.ones(2), dtype="bfloat16", name="w")
@@ -180,6 +186,7 @@ def test_constraints_act_on_the_float32_value(way):
     np.testing.assert_array_equal(value, [0.0, 0.5])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", sixteen_bit.EXACT_WAYS)
 @pytest.mark.parametrize(
     "settings",
@@ -239,6 +246,7 @@ def test_attributes_reach_the_inner_optimizer_both_ways():
         _ = optimizer.no_such_thing
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
 def test_a_skipped_step_moves_nothing(way):
     stored = sixteen_bit.variables("bfloat16")

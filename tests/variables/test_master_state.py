@@ -156,6 +156,7 @@ def fit(model, epochs=1):
     model.fit(x, y, batch_size=32, epochs=epochs, verbose=0, shuffle=False)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "way",
     [
@@ -177,6 +178,7 @@ def test_a_saved_run_goes_on_bit_for_bit(way, tmp_path):
     assert sixteen_bit.bits_of(state[0]) == sixteen_bit.bits_of(state[1])
 
 
+@pytest.mark.costly
 @TENSORFLOW
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
 def test_a_tensorflow_checkpoint_goes_on_bit_for_bit(way, tmp_path):
@@ -235,6 +237,7 @@ def test_set_weights_sets_all_state_and_refuses_a_part():
     assert sixteen_bit.bits_of(left) == sixteen_bit.bits_of(right)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", sixteen_bit.EXACT_WAYS)
 def test_float32_weights_go_in_and_come_out_without_loss(way, tmp_path):
     source = small_model("float32")
@@ -295,6 +298,7 @@ def test_a_quantized_model_has_no_float32_weights_to_export(tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.costly
 @TENSORFLOW
 @pytest.mark.parametrize(
     ("way", "scaled"),
@@ -358,6 +362,7 @@ def test_gradients_travel_in_the_dtype_of_the_variables(monkeypatch):
     )
 
 
+@pytest.mark.costly
 @TENSORFLOW
 @pytest.mark.parametrize("way", ["masters", "flat", "stochastic"])
 def test_a_nan_on_one_replica_is_skipped_on_all(way):

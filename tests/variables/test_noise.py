@@ -43,6 +43,7 @@ def test_any_row_of_steps_is_more_even_than_random_numbers():
     assert gaps.min() > 0.005
 
 
+@pytest.mark.costly
 def test_sums_of_rounded_numbers_stray_by_about_one_rounding():
     # Each step adds a hundredth of the spacing to what is stored in ones.
     stored = np.zeros(1000)

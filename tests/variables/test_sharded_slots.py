@@ -67,6 +67,7 @@ def fit(model, epochs=4):
     return history.history["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", helpers.quick_are({"masters"}, WAYS))
 def test_a_sharded_model_trains_as_on_one_device(sharded, way):
     model = model_of(way)
@@ -92,6 +93,7 @@ def test_a_skipped_step_changes_no_byte_on_any_device(sharded):
     assert model.optimizer.skipped_steps == 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("shape", "spec"),
     [

@@ -60,6 +60,7 @@ def test_setting_one_value_takes_over_what_was_assigned_to_another(way):
     np.testing.assert_array_equal(array(optimizer.read_float32(second)), 3.0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", ["split", "kahan"])
 def test_an_assignment_of_one_constant_for_another_is_noticed(way):
     weight = keras.Variable(np.ones(4096), dtype="bfloat16", name="w")
@@ -70,6 +71,7 @@ def test_an_assignment_of_one_constant_for_another_is_noticed(way):
     np.testing.assert_array_equal(array(optimizer.read_float32(weight)), 4.0)
 
 
+@pytest.mark.costly
 def test_what_split_left_means_nothing_to_kahan():
     sgd = keras.optimizers.SGD
     stored, optimizer = built("split", sgd(2.0**-12))
@@ -81,6 +83,7 @@ def test_what_split_left_means_nothing_to_kahan():
     np.testing.assert_allclose(value, 1.0, atol=2.0**-8)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
 def test_set_weights_changes_nothing_if_one_array_does_not_fit(way):
     stored, optimizer = built(way, keras.optimizers.Adam())
@@ -222,6 +225,7 @@ def test_settings_read_and_set_through_two_wrappers():
     assert optimizer.inner_optimizer.weight_decay == 0.25
 
 
+@pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize(
     "wrap",

@@ -237,6 +237,7 @@ def assert_finite(state):
     assert all(np.isfinite(one).all() for part in state for one in part)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "mode"), list(cases()))
 def test_a_free_loop_leaves_all_as_it_was(kind, mode):
     tfmix.set_global_policy("mixed_float16")
@@ -256,6 +257,7 @@ def test_a_free_loop_leaves_all_as_it_was(kind, mode):
     assert_finite(loop.state())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES[:1])
 def test_float32_is_lost_for_good(mode):
     loop = loop_of(autoencoder, mode)

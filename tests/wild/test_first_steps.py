@@ -70,6 +70,7 @@ def regression(policy, targets):
     return history.history["loss"][-1], skipped
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("targets", [5e4, 5.0])
 def test_a_regression_of_any_size_trains_from_its_first_step(targets):
     right, _ = regression("float32", targets)

@@ -217,6 +217,7 @@ def cases():
                 yield pytest.param(name, way, policy, marks=marks)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "way", "policy"), list(cases()))
 def test_every_epoch_is_as_in_float32(name, way, policy):
     right, steps = epoch_losses("float32", name, way)
@@ -234,6 +235,7 @@ def test_a_loop_that_loses_a_step_differs():
         np.testing.assert_allclose(lost, right, rtol=WITHIN)
 
 
+@pytest.mark.costly
 @helpers.requires_backend("jax")
 def test_the_gradients_of_raw_pixels_are_those_of_float32():
     import jax

@@ -108,6 +108,7 @@ def skip_unless_it_can_run(script):
         pytest.skip("needs scikit-learn's data")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("script", QUICK)
 def test_it_trains_with_one_line(script, monkeypatch):
     check(script, "mixed_float16", False, monkeypatch)

@@ -130,6 +130,7 @@ def distance(found, exact):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_faint_gradients_are_those_of_float32(loss, mode):
@@ -139,6 +140,7 @@ def test_faint_gradients_are_those_of_float32(loss, mode):
     assert distance(found, exact) < 0.005
 
 
+@pytest.mark.costly
 def test_without_a_border_they_are_not():
     bare, plain = Net("float16"), Net("float32")
     bare.__class__ = type(
@@ -148,6 +150,7 @@ def test_without_a_border_they_are_not():
     assert distance(found, exact) > 0.1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("factor", [2.0**-60, 2.0**15, 2.0**60])
 def test_it_gives_back_every_factor_from_outside(factor, mode):
@@ -268,6 +271,7 @@ FORWARDS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.skipif(not ON_JAX, reason="only JAX has them")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FORWARDS)

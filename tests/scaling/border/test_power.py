@@ -9,6 +9,8 @@ import pytest
 from tests import helpers
 from tfmix.scaling.border import power
 
+pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
+
 
 def of(*gradients, losses=(), factor=1.0):
     tensors = [keras.ops.convert_to_tensor(each) for each in gradients]

@@ -5,6 +5,8 @@ import pytest
 
 from tfmix.scaling.products import contraction
 
+pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
+
 RNG = np.random.default_rng(0)
 
 

@@ -1,0 +1,1 @@
+"""Deliberate faults in tfmix, each of which the quick tests must notice."""

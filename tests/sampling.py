@@ -1,0 +1,96 @@
+"""Which cases of a parametrized test the quick run keeps."""
+
+import collections
+import zlib
+
+# A parameter with fewer values has all of them under each backend.
+MANY = 6
+
+
+def quick(items, left_out, shared, mine):
+    """Chooses from pytest's items what a quick run keeps.
+
+    That is every test that is not parametrized, and of a parametrized one a
+    few cases in which every value of every parameter occurs: all cases if it
+    is marked `every_case`, and one, under one of the backends, if it is
+    marked `costly`.
+
+    Args:
+        items: What pytest collected.
+        left_out: Tells of an item whether only the complete run has it.
+        shared: Tells of an item whether the other backend has it as well.
+            The backends then share the values of a long parameter: one tries
+            the first, third and fifth, the other the second and fourth.
+        mine: 0 or 1, this backend's part of shared values.
+
+    Returns:
+        A set of items.
+    """
+    tests = collections.defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    kept = set()
+    for name, cases in tests.items():
+        values = [_values(case) for case in cases]
+        theirs = _share(values, 1 - mine).difference(
+            *(values[n] for n, case in enumerate(cases) if not shared(case))
+        )
+        able = [n for n, case in enumerate(cases) if not left_out(case)]
+        if cases[0].get_closest_marker("every_case"):
+            kept.update(cases[n] for n in able)
+            continue
+        # To begin with another case gives other combinations.
+        able = able[mine:] + able[:mine]
+        chosen = sample([values[n] for n in able], theirs)
+        if cases[0].get_closest_marker("costly"):
+            backend = zlib.crc32(name.encode()) % 2
+            is_theirs = shared(cases[0]) and backend != mine
+            chosen = [] if is_theirs else chosen[:1]
+        kept.update(cases[able[n]] for n in chosen)
+    return kept
+
+
+def sample(cases, needless=frozenset()):
+    """Chooses few cases in which every value of every parameter occurs.
+
+    The case with the most values that no chosen case has is chosen next, the
+    first of them if there are several. A full product of 2, 3 and 4 values
+    has 24 cases, of which 4 are chosen.
+
+    Args:
+        cases: The values of each case, a set of pairs of parameter and value.
+        needless: Values that need not occur.
+
+    Returns:
+        The indices of the chosen cases, at least one if there are cases.
+    """
+    missing = set().union(*cases) - needless
+    chosen = []
+    while missing or (cases and not chosen):
+        best = max(range(len(cases)), key=lambda n: len(cases[n] & missing))
+        missing -= cases[best]
+        chosen.append(best)
+    return chosen
+
+
+def _share(cases, part):
+    """Returns every second value of the parameters that have many."""
+    found = collections.defaultdict(dict)
+    for case in cases:
+        for name, value in sorted(case):
+            found[name].setdefault((name, value))
+    return {
+        pair
+        for pairs in found.values()
+        if len(pairs) >= MANY
+        for pair in list(pairs)[part::2]
+    }
+
+
+def _values(item):
+    """Pairs each parameter with its value; without parameters, one pair."""
+    case = getattr(item, "callspec", None)
+    if case is None:
+        return {("test", item.nodeid)}
+    # Values of any type: their text tells them apart within one process.
+    return {(name, repr(value)) for name, value in case.params.items()}

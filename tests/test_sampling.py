@@ -1,0 +1,135 @@
+"""Which cases of a parametrized test the quick run keeps."""
+
+import dataclasses
+import itertools
+import types
+
+from tests import sampling
+
+
+def product(*parameters):
+    return [
+        frozenset(enumerate(values))
+        for values in itertools.product(*parameters)
+    ]
+
+
+def test_every_value_occurs_in_as_few_cases_as_the_longest_parameter_has():
+    cases = product("ab", "cde", "fghi")
+    chosen = [cases[n] for n in sampling.sample(cases)]
+    assert len(chosen) == 4
+    assert frozenset().union(*chosen) == frozenset().union(*cases)
+
+
+def test_a_value_that_is_needless_may_be_missing():
+    cases = product("abcd")
+    assert sampling.sample(cases, cases[1] | cases[2]) == [0, 3]
+
+
+def test_one_case_is_kept_where_no_value_is_needed():
+    cases = product("ab")
+    assert sampling.sample(cases, cases[0] | cases[1]) == [0]
+
+
+def test_no_case_gives_an_empty_sample():
+    assert sampling.sample([]) == []
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Item:
+    """What the sample asks of an item of pytest."""
+
+    nodeid: str
+    marker: str = ""
+    callspec: types.SimpleNamespace | None = None
+
+    def get_closest_marker(self, name):
+        return name == self.marker
+
+
+def items(name, marker="", **parameters):
+    return [
+        Item(
+            f"{name}[{case}]",
+            marker,
+            types.SimpleNamespace(
+                params=dict(zip(parameters, case, strict=True))
+            ),
+        )
+        for case in itertools.product(*parameters.values())
+    ]
+
+
+def quick(items, left_out=(), shared=(), mine=0):
+    return sampling.quick(
+        items,
+        left_out=lambda item: item in left_out,
+        shared=lambda item: item in shared,
+        mine=mine,
+    )
+
+
+def test_each_test_is_sampled_by_itself():
+    one, other = items("one", a="xy", b="xy"), items("other", a="xy", b="xy")
+    kept = quick([*one, *other, Item("plain")])
+    assert len(kept) == 5
+    assert {item.nodeid for item in kept} >= {"plain"}
+
+
+def test_a_test_without_parameters_is_kept_under_both_backends():
+    plain = Item("plain")
+    for mine in (0, 1):
+        assert quick([plain], shared=[plain], mine=mine) == {plain}
+
+
+def test_the_backends_share_the_values_of_a_long_parameter():
+    cases = items("one", a="abcdef", b="xy")
+    kept = [quick(cases, shared=cases, mine=mine) for mine in (0, 1)]
+    letters = [{item.callspec.params["a"] for item in each} for each in kept]
+    assert letters == [{*"ace"}, {*"bdf"}]
+    for each in kept:
+        assert {item.callspec.params["b"] for item in each} == {"x", "y"}
+
+
+def test_a_short_parameter_has_all_values_under_each_backend():
+    cases = items("one", a="abcde")
+    for mine in (0, 1):
+        assert quick(cases, shared=cases, mine=mine) == set(cases)
+
+
+def test_a_test_that_is_not_shared_has_all_values():
+    cases = items("one", a="abcdef")
+    for mine in (0, 1):
+        assert quick(cases, mine=mine) == set(cases)
+
+
+def test_a_value_of_a_case_that_is_not_shared_is_kept():
+    cases = items("one", a="abcdef")
+    kept = quick(cases, shared=[one for one in cases if one is not cases[1]])
+    assert kept == {cases[n] for n in (0, 1, 2, 4)}
+
+
+def test_the_backends_try_different_combinations():
+    cases = items("one", a="xy", b="xy")
+    assert quick(cases, mine=0).isdisjoint(quick(cases, mine=1))
+
+
+def test_a_case_that_is_left_out_stands_for_no_value():
+    cases = items("one", a="xy", b="xy")
+    assert quick(cases, left_out=cases[:1]) == {cases[1], cases[2]}
+
+
+def test_a_marker_keeps_every_case_or_one():
+    cases = items("one", marker="every_case", a="xy", b="xy")
+    assert quick(cases) == set(cases)
+    cases = items("one", marker="costly", a="xy", b="xy")
+    assert quick(cases) == {cases[0]}
+    assert quick(cases, mine=1) == {cases[1]}
+
+
+def test_a_costly_test_that_is_shared_runs_under_one_backend():
+    plain = [Item(f"test {n}", marker="costly") for n in range(20)]
+    kept = [quick(plain, shared=plain, mine=mine) for mine in (0, 1)]
+    assert kept[0] | kept[1] == set(plain)
+    assert kept[0].isdisjoint(kept[1])
+    assert all(kept)
