@@ -103,7 +103,11 @@ BENCHMARKS = (
             Quote(
                 TENSORFLOW,
                 "Survived",
-                {"library": "library", "faults": "faults", "survived": "survived"},
+                {
+                    "library": "library",
+                    "faults": "faults",
+                    "survived": "survived",
+                },
             ),
         ),
         minutes=8,
@@ -163,7 +167,10 @@ BENCHMARKS = (
         (TENSORFLOW, JAX),
         (
             Quote(
-                TENSORFLOW, "Overhead: xla", _STEP, title="TensorFlow, under XLA"
+                TENSORFLOW,
+                "Overhead: xla",
+                _STEP,
+                title="TensorFlow, under XLA",
             ),
             Quote(JAX, "Overhead: jax", _STEP, title="JAX"),
         ),
