@@ -145,7 +145,7 @@ check: $(STAMP)
 	@$(BIN)/python -m pytest -q tests/test_import_graph.py
 
 # Prints the tables, keeps them in docs/benchmarks/ and makes docs/benchmarks.md
-# of them: an hour on two cores; ONLY="scale peers" for some, ONLY=--list for
+# of them: an hour on two cores; ONLY="gpu faults" for some, ONLY=--list for
 # their names. Each also runs alone: python -m benchmarks.NAME
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks --save=docs $(ONLY)

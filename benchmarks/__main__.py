@@ -78,7 +78,7 @@ def _list(as_json: bool) -> int:
         print(json.dumps(names))
         return 0
     for each in catalogue.BENCHMARKS:
-        backends = " and ".join(each.backends) or "own processes"
+        backends = " and ".join(each.backends)
         print(f"{each.name:14} {each.title} ({backends})")
     return 0
 

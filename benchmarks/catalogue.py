@@ -2,8 +2,28 @@
 
 import dataclasses
 import os
+from collections.abc import Mapping, Sequence
 
 TENSORFLOW, JAX = "tensorflow", "jax"
+
+
+@dataclasses.dataclass(frozen=True)
+class Quote:
+    """A table of the page: some columns and rows of a table of a record.
+
+    Attributes:
+        backend: The backend of the record.
+        table: The title of the table in the record.
+        columns: Column names to the headings on the page, in order.
+        where: Column names to the values that a row must have to be quoted.
+        title: The title on the page; the table's own if empty.
+    """
+
+    backend: str
+    table: str
+    columns: Mapping[str, str]
+    where: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    title: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,8 +34,8 @@ class Benchmark:
         name: The module's name.
         title: The heading on the page.
         about: What is measured and how to read it, as Markdown.
-        backends: Keras backends it is run under; empty where it starts
-            processes of its own for each.
+        backends: Keras backends it is run under.
+        quotes: The tables that the page shows; `None` for all.
         minutes: What it takes on two cores, roughly, per backend.
         missing: What the page says while there is no result.
     """
@@ -23,133 +43,241 @@ class Benchmark:
     name: str
     title: str
     about: str
-    backends: tuple[str, ...] = ()
+    backends: tuple[str, ...]
+    quotes: tuple[Quote, ...] | None = ()
     minutes: float = 1.0
     missing: str = "Not measured yet."
 
 
+_STEP = {"model": "model", "system": "optimizer", "ms": "ms", "ratio": "ratio"}
+_COMPILED = {
+    "optimizer": "optimizer",
+    "kernels": "kernels",
+    "copies": "copies",
+    "conditionals": "conditionals",
+    "GB moved": "GB moved",
+}
+_STATE = {
+    "optimizer": "optimizer",
+    "slots in float32": "state in float32",
+    "in 8 bits": "state in 8 bits",
+}
+
 BENCHMARKS = (
     Benchmark(
-        "overhead",
-        "What loss scaling adds to an optimizer step",
-        "The bare optimizer, Keras's scaler and tfmix's in turns: steps on "
-        "variables only, time to the first step, sparse gradients, memory.",
+        "gpu",
+        "On a GPU",
+        "Whole training steps with `model.fit`. Keras means Keras's own "
+        "policy of the same name, for float8 `quantize`.",
+        (JAX, TENSORFLOW),
+        None,
+        minutes=20,
+        missing="No GPU has been measured yet: run `python -m benchmarks.gpu "
+        "--save` on a machine that has one.",
+    ),
+    Benchmark(
+        "wild",
+        "Scripts with one changed line",
+        "The scripts of `tests/wild` are written as people write them: "
+        "examples of Keras, research code, layers with fixed dtypes. Only the "
+        "policy is added. Their final losses are compared with float32 in the "
+        "tests.",
         (TENSORFLOW, JAX),
-        minutes=10,
-    ),
-    Benchmark(
-        "scale",
-        "Cost as the model and the replicas grow",
-        "SGD, the cheapest optimizer there is, so that a ratio is the worst "
-        "case; milliseconds are the scaler's own. What follows for thousands "
-        "of replicas is in [How it works](how-it-works.md#at-scale).",
-        (TENSORFLOW,),
-        minutes=5,
-    ),
-    Benchmark(
-        "peers",
-        "Next to other libraries",
-        "The same Adam step in processes that take turns. Overhead is what a "
-        "scaler adds to the bare optimizer *of its own stack*: stacks differ "
-        "in how fast Adam itself is.",
-        minutes=4,
-    ),
-    Benchmark(
-        "sparse_memory",
-        "Sparse gradients",
-        "Plain SGD on an embedding table: Keras's check makes the gradient "
-        "dense, tfmix's does not.",
-        (TENSORFLOW,),
-        minutes=2,
-    ),
-    Benchmark(
-        "monitors",
-        "What the monitors cost",
-        "`fit` with the callback over `fit` without it.",
-        (TENSORFLOW, JAX),
+        (
+            Quote(
+                TENSORFLOW,
+                "Scripts with one line on top, mixed_float16",
+                {"library": "library", "scripts": "scripts", "train": "train"},
+            ),
+        ),
         minutes=3,
     ),
     Benchmark(
-        "master",
-        "Pure 16 bit",
-        "What each way to keep the bits that 16-bit variables lose costs and "
-        "gives. Explained in [Pure 16 bit](pure-16-bit.md).",
-        (TENSORFLOW,),
-        minutes=10,
+        "faults",
+        "Faults",
+        "Each case provokes one fault: a NaN on one replica, a loss scale of "
+        "0, a killed process, and so on. A run survives if its weights, "
+        "statistics and loss scale are what the next good step needs.",
+        (TENSORFLOW, JAX),
+        (
+            Quote(
+                TENSORFLOW,
+                "Survived",
+                {
+                    "library": "library",
+                    "faults": "faults",
+                    "survived": "survived",
+                },
+            ),
+        ),
+        minutes=8,
     ),
     Benchmark(
         "low_memory",
         "Optimizer state in 8 bits",
-        "The same training with an optimizer's state in float32 and, all of "
-        "them, in 8 bits. Noise is the deviation of the seeds in float32. "
-        "Explained in [Pure 16 bit](pure-16-bit.md#optimizer-state-in-8-bits).",
-        (JAX,),
+        "The same training with the optimizer state in float32 and in 8 bits; "
+        "mean and standard deviation of five seeds. More in "
+        "[Memory](memory.md#optimizer-state-in-8-bits).",
+        (JAX, TENSORFLOW),
+        (
+            Quote(JAX, "Digits, accuracy in %", _STATE),
+            Quote(JAX, "Language of a text, accuracy in %", _STATE),
+            Quote(
+                JAX,
+                "Adam's steps under XLA on this CPU",
+                {
+                    "model": "model",
+                    "timed": "timed",
+                    "bare, ms": "float32, ms",
+                    "8 bits, ms": "8 bits, ms",
+                    "ratio": "ratio",
+                },
+                title="Adam under XLA on two CPU cores",
+            ),
+        ),
         minutes=30,
     ),
     Benchmark(
-        "faults",
-        "What a fault does to a run",
-        "Faults provoked on purpose. A run survives when its weights, its "
-        "statistics and its scale are what the next good step needs.",
-        (TENSORFLOW, JAX),
-        minutes=8,
-    ),
-    Benchmark(
-        "wild",
-        "Scripts with one line on top",
-        "The scripts of `tests/wild`, written as people write them, after the "
-        "one line of each library. That their losses end where float32's do "
-        "is tested there.",
-        (TENSORFLOW, JAX),
-        minutes=3,
-    ),
-    Benchmark(
-        "layers",
-        "Every layer in 16 bit",
-        "Largest error against float32, forward and backward, in units of "
-        "the format's epsilon. Only what is out of line is listed; what stays "
-        "so under tfmix, and why, is in "
-        "[What stays float32](what-stays-float32.md).",
-        (TENSORFLOW, JAX),
+        "master",
+        "16-bit weights",
+        "Ways to keep the bits that 16-bit variables lose; mean and standard "
+        "deviation of five seeds. More in [Memory](memory.md#16-bit-weights).",
+        (TENSORFLOW,),
+        (
+            Quote(
+                TENSORFLOW,
+                "digits: 20 epochs, 5 seeds",
+                {
+                    "variant": "variant",
+                    "score": "accuracy in %",
+                    "bytes per parameter": "bytes a weight",
+                    "with slots": "with Adam's state",
+                },
+                title="Digits",
+            ),
+        ),
         minutes=10,
     ),
     Benchmark(
-        "compiled",
-        "What accelerators run",
-        "Programs of XLA's own compilers, for accelerators that were not "
-        "there: nothing is timed. Kernels are launches, bytes what they read "
-        "and write. An optimizer's step is given gradients in bfloat16 and "
-        "casts them, as a mixed-precision backward pass does. GB accessed is "
-        "a TPU's compiler's own count, which includes what stays on the chip. "
-        "What that tells and what not is in "
-        "[On hardware you do not have](hardware-you-do-not-have.md).",
+        "overhead",
+        "The optimizer step on a CPU",
+        "Adam alone, Adam in Keras's `LossScaleOptimizer` and in tfmix's. The "
+        "step updates variables and does nothing else, so this is the largest "
+        "share that loss scaling can have.",
         (TENSORFLOW, JAX),
+        (
+            Quote(
+                TENSORFLOW,
+                "Overhead: xla",
+                _STEP,
+                title="TensorFlow, under XLA",
+            ),
+            Quote(JAX, "Overhead: jax", _STEP, title="JAX"),
+        ),
+        minutes=10,
+    ),
+    Benchmark(
+        "sparse_memory",
+        "Sparse gradients",
+        "Keras's check for infinity makes the gradient of an embedding dense. "
+        "tfmix keeps it sparse.",
+        (TENSORFLOW,),
+        (
+            Quote(
+                TENSORFLOW,
+                "SGD on 1024 rows of a 1,000,000 x 64 table",
+                {
+                    "optimizer": "optimizer",
+                    "ms (median)": "ms",
+                    "peak memory, MB": "peak memory, MB",
+                },
+            ),
+        ),
+        minutes=2,
+    ),
+    Benchmark(
+        "monitors",
+        "Monitors",
+        "The time of `fit` with a callback over the time without it.",
+        (TENSORFLOW, JAX),
+        (
+            Quote(
+                TENSORFLOW,
+                "Dense network, batch 128, width 512, mixed_float16",
+                {
+                    "callback": "callback",
+                    "ratio (median)": "ratio",
+                    "quartiles": "quartiles",
+                },
+                {"mode": ["XLA"]},
+            ),
+        ),
+        minutes=3,
+    ),
+    Benchmark(
+        "compiled",
+        "Compiled for an H200",
+        "XLA's own compiler for the GPU made these steps; nothing was timed. "
+        "[On hardware you do not have](hardware-you-do-not-have.md) explains "
+        "how.",
+        (TENSORFLOW, JAX),
+        (
+            Quote(
+                JAX,
+                "One Adam step, compiled for h200",
+                _COMPILED,
+                {"model": ["200 x 256 x 256"]},
+                "One Adam step on 200 variables of 256 x 256",
+            ),
+            Quote(
+                JAX,
+                "A transformer's training step, 4 blocks, for h200",
+                {
+                    "policy": "policy",
+                    **_COMPILED,
+                    "peak, MB": "peak, MB",
+                    "in 16 bit": "in 16 bit",
+                },
+                {"policy": ["float32", "mixed_float16"]},
+                "A training step of a transformer with four blocks",
+            ),
+        ),
         minutes=30,
         missing="Not compiled yet: `make targets`, then `python -m "
         "benchmarks.compiled --save` with `.venv-targets/bin/python`.",
     ),
     Benchmark(
         "float8",
-        "float8 and its scales",
-        "A step of the transformer with the scales of tfmix and with those "
-        "that are known before, as an H200's compiler makes it. Explained in "
+        "Scales in float8",
+        "A training step of two transformer blocks, compiled for an H200, by "
+        "where the scale of each tensor comes from. More in "
         "[float8](float8.md).",
-        (TENSORFLOW, JAX),
+        (JAX, TENSORFLOW),
+        (
+            Quote(
+                JAX,
+                "Two blocks of width 2048, for h200",
+                {
+                    "products": "products",
+                    "in float8": "in float8",
+                    "kernels": "kernels",
+                    "GB moved": "GB moved",
+                },
+                title="Blocks of width 2048",
+            ),
+        ),
         minutes=4,
         missing="Not compiled yet: `make targets`, then `python -m "
         "benchmarks.float8 --save` with `.venv-targets/bin/python`.",
     ),
     Benchmark(
-        "gpu",
-        "On a GPU",
-        "Whole training steps with `fit`. The share is of the 16-bit matrix "
-        "product rate measured on the same device in the same run.",
-        (JAX, TENSORFLOW),
-        minutes=20,
-        missing="None has been measured yet: no GPU was at hand when the "
-        "other tables were. `KERAS_BACKEND=jax python -m benchmarks.gpu "
-        "--save` on a machine with one fills this section; without one it "
-        "keeps the last table, with its date and machine.",
+        "layers",
+        "Every layer and op",
+        "Errors of every layer and op of Keras in 16 bit, forward and "
+        "backward, against float32. [What stays "
+        "float32](what-stays-float32.md#how-it-was-measured) has the counts.",
+        (TENSORFLOW, JAX),
+        minutes=10,
     ),
 )
 
@@ -176,6 +304,4 @@ def commands(name: str) -> list[tuple[str, dict[str, str]]]:
     chosen = os.environ.get("KERAS_BACKEND")
     if chosen in backends:
         backends = (chosen,)
-    if not backends:
-        return [("", {})]
     return [(backend, {"KERAS_BACKEND": backend}) for backend in backends]

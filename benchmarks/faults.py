@@ -220,9 +220,28 @@ def main(arguments: list[str] | None = None) -> int:
         Console(width=None if sys.stdout.isatty() else 120).print(
             table(faults, columns, outcomes)
         )
-    kept = run.record([plain_table(faults, columns, outcomes)])
+    tables = [
+        plain_table(faults, columns, outcomes),
+        survived_table(columns, outcomes),
+    ]
+    kept = run.record(tables)
     results.publish(kept, options, shown=False)
     return _summary(columns, outcomes, report)
+
+
+def survived_table(
+    columns: Sequence[systems.System],
+    outcomes: dict[tuple[str, str], Outcome],
+) -> results.Table:
+    """Returns how many faults each system survives."""
+    rows = []
+    for system in columns:
+        own = [o for (_, name), o in outcomes.items() if name == system.name]
+        survived = sum(outcome.survived for outcome in own)
+        rows.append(
+            {"library": system.name, "faults": len(own), "survived": survived}
+        )
+    return results.Table("Survived", rows)
 
 
 def _summary(

@@ -11,30 +11,13 @@ _INTRODUCTION = """\
 
 <!-- Made by `make bench`; what is written here by hand is lost. -->
 
-You need none of this to train; it is what the guide's claims rest on:
+The figures that users ask for. `make bench` measures all of them again, `make
+bench ONLY="gpu faults"` some. The records, with every row that is not shown
+here, are JSON files in `docs/benchmarks/`.
 
-- what loss scaling costs [a
-  step](#what-loss-scaling-adds-to-an-optimizer-step), and a model [as it
-  grows](#cost-as-the-model-and-the-replicas-grow);
-- what [the monitors](#what-the-monitors-cost) cost;
-- what a bad batch or a lost worker [does to a
-  run](#what-a-fault-does-to-a-run), and whether [a
-  script](#scripts-with-one-line-on-top) trains with one line on top;
-- what [each layer and op](#every-layer-in-16-bit) loses in 16 bit;
-- what [16-bit weights](#pure-16-bit) and [8-bit optimizer
-  state](#optimizer-state-in-8-bits) save;
-- what [accelerators](#what-accelerators-run) would run, and [a
-  GPU](#on-a-gpu) did.
-
-`make bench` measures every table of this page and makes the page anew; `make
-bench ONLY="scale peers"` some of them. Each section keeps its last result
-until it is measured again, so dates and machines may differ between sections:
-each names its own. The same figures, as JSON, lie in `docs/benchmarks/`.
-
-A cell such as 1.06 (1.02 to 1.11) is a median with the smallest and the
-largest run, or with the quartiles where a section's last line says so. A ratio
-is taken between runs that took turns, so that a slow moment of the machine
-hits both; on two cores, trust no difference below 0.05.
+A cell such as 1.06 (1.02 to 1.11) is the median with the smallest and the
+largest run. Runs that are compared took turns, so a slow moment of the machine
+hits both. On two CPU cores, do not trust a difference below 5 %.
 """
 # Three digits: no timing here is better than a percent.
 _DIGITS = 3
@@ -112,20 +95,21 @@ def section(
     lines = [f"## {benchmark.title}", "", benchmark.about, ""]
     if not records:
         lines += [benchmark.missing, ""]
-    backends = list(benchmark.backends)
 
     def order(record: dict[str, Any]) -> int:
-        backend = record["backend"]
-        return backends.index(backend) if backend in backends else 0
+        return benchmark.backends.index(record["backend"])
 
     for record in sorted(records, key=order):
-        lines += _lines(record)
+        lines += _lines(record, benchmark.quotes)
     return "\n".join(lines)
 
 
-def _lines(record: dict[str, Any]) -> Iterator[str]:
+def _lines(
+    record: dict[str, Any], quotes: Sequence[catalogue.Quote] | None
+) -> Iterator[str]:
     """Yields the lines of one record: tables, then what they were."""
-    for table in record["tables"]:
+    tables = [*_quoted(record, quotes)]
+    for table in tables:
         yield f"**{_escaped(table['title'])}**"
         yield ""
         yield from _table(table["rows"])
@@ -133,8 +117,29 @@ def _lines(record: dict[str, Any]) -> Iterator[str]:
         if table["note"]:
             yield _escaped(table["note"])
             yield ""
-    yield _provenance(record)
-    yield ""
+    if tables:
+        yield _provenance(record)
+        yield ""
+
+
+def _quoted(
+    record: dict[str, Any], quotes: Sequence[catalogue.Quote] | None
+) -> Iterator[dict[str, Any]]:
+    """Yields the tables of a record that the page shows."""
+    if quotes is None:
+        yield from record["tables"]
+        return
+    tables = {table["title"]: table for table in record["tables"]}
+    for quote in quotes:
+        if quote.backend != record["backend"] or quote.table not in tables:
+            continue
+        table = tables[quote.table]
+        rows = [
+            {new: row[old] for old, new in quote.columns.items()}
+            for row in table["rows"]
+            if all(row[name] in some for name, some in quote.where.items())
+        ]
+        yield {**table, "title": quote.title or quote.table, "rows": rows}
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -166,16 +171,14 @@ def _escaped(text: str) -> str:
 
 
 def _provenance(record: dict[str, Any]) -> str:
+    """Returns one line: when, how and on what a record was measured."""
     machine, versions = record["machine"], record["versions"]
-    what = ", ".join(f"{name} {value}" for name, value in versions.items())
-    parts = [
-        f"{record['date']}, {record['seconds']} s, `{record['command']}`",
-        f"{machine['cpu']}, {machine['cores']} cores, "
-        f"{machine['memory_gb']} GB, {machine['system']}"
-        + (f", {machine['gpu']}" if machine.get("gpu") else ""),
-        what,
-        f"load average {record['load']} at the start",
-    ]
-    if record["how"]:
-        parts.append(_escaped(record["how"]))
-    return f"<small>{'; '.join(parts)}</small>"
+    what = ", ".join(
+        f"{name} {versions[name]}"
+        for name in ("keras", "tensorflow", "tensorflow-cpu", "jax")
+        if name in versions
+    )
+    on = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
+    command = f"`{record['command']}`" if record["command"] else ""
+    parts = [record["date"][:10], command, on, what, _escaped(record["how"])]
+    return f"<small>{'; '.join(filter(None, parts))}</small>"

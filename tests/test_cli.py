@@ -486,16 +486,16 @@ def test_bench_lists_what_can_be_run(capsys):
     pytest.importorskip("benchmarks")
     code, out, _ = run(capsys, "bench", "--list")
     assert code == cli.OK
-    assert {"overhead", "peers", "gpu"} <= set(out.split())
+    assert {"overhead", "faults", "gpu"} <= set(out.split())
     code, out, _ = run(capsys, "bench", "--list", "--json")
     assert "overhead" in json.loads(out)
 
 
 def test_bench_names_the_benchmarks_when_there_is_none_of_a_name(capsys):
     pytest.importorskip("benchmarks")
-    code, out, err = run(capsys, "bench", "nothing", "peers")
+    code, out, err = run(capsys, "bench", "nothing", "faults")
     assert (code, out) == (cli.BAD_INPUT, "")
-    assert "Received: ['nothing']. There are: overhead" in err
+    assert "Received: ['nothing']. There are: gpu" in err
 
 
 def test_bench_away_from_a_checkout_says_where_to_run_it(
@@ -517,17 +517,17 @@ def test_bench_passes_on_what_became_of_the_runs(
 
     def started(root, words, captured=True):
         asked.append(words)
-        out = '["peers"]' if "--list" in words else '[{"name": "peers"}]'
+        out = '["faults"]' if "--list" in words else '[{"name": "faults"}]'
         return subprocess.CompletedProcess([], returncode, out)
 
     monkeypatch.setattr(commands, "_benchmarks", started)
-    code, out, _ = run(capsys, "bench", "peers", "--json")
+    code, out, _ = run(capsys, "bench", "faults", "--json")
     assert code == returncode
-    assert json.loads(out) == [{"name": "peers"}]
-    assert asked[-1] == ["peers", "--json"]
-    code, out, _ = run(capsys, "bench", "peers")
+    assert json.loads(out) == [{"name": "faults"}]
+    assert asked[-1] == ["faults", "--json"]
+    code, out, _ = run(capsys, "bench", "faults")
     assert code == returncode
-    assert "peers" in out
+    assert "faults" in out
 
 
 def in_a_shell(folder, *words):

@@ -147,40 +147,51 @@ def test_blocks_of_the_other_backend_are_passed_over():
     assert run_page(text)["seen"] == 1
 
 
-def tables(text):
-    """Returns each table line of a page whose third cell holds code."""
-    rows = re.findall(r"^\|(.*)\|$", text, re.M)
-    cells = [[cell.strip() for cell in row.split("|")] for row in rows]
-    return [
-        row[2].strip("`")
-        for row in cells
-        if len(row) == 4 and row[2].startswith("`")
-    ]
+# What you wrote, what you write, a remark or none.
+OPTION = re.compile(r"^\| [^|]+ \| `([^|]+)` \| (?:[^|]+ )?\|$")
+COMING_FROM = "\n".join(
+    page.read_text(encoding="utf-8")
+    for page in sorted((DOCS / "coming-from").glob("*.md"))
+)
 
 
-COMING_FROM = (DOCS / "coming-from.md").read_text(encoding="utf-8")
+def options(text):
+    """Returns the rows of a page's table of options."""
+    rows = re.findall(r"^\|.*$", text, re.M)
+    return [row for row in rows if not row.startswith(("| you wrote", "|---"))]
+
+
+def line_to_write(row):
+    """Returns the second cell of an option's row, which is code."""
+    found = OPTION.match(row)
+    assert found, row
+    return found[1]
 
 
 @pytest.mark.parametrize(
-    "line", sorted(set(tables(COMING_FROM))), ids=lambda line: line[:60]
+    "line",
+    sorted({line_to_write(row) for row in options(COMING_FROM)}),
+    ids=lambda line: line[:60],
 )
 def test_a_line_for_those_who_come_from_elsewhere_runs(line, place):
-    exec(compile(line, "coming-from.md", "exec"), start(line))
+    exec(compile(line, "coming-from", "exec"), start(line))
 
 
-def test_every_option_of_the_tables_has_its_line():
-    rows = re.findall(r"^\| .*\|$", COMING_FROM, re.M)
-    options = [row for row in rows if " | tfmix | to know |" not in row]
-    # The others say that there is nothing to be set, and why.
-    bare = [row for row in options if " | | nothing to set" in row]
-    assert len(tables(COMING_FROM)) + len(bare) == len(options) > 150
-    assert len(bare) < len(options) / 10
+def test_every_library_has_its_page_of_options():
+    pages = [*(DOCS / "coming-from").glob("*.md")]
+    assert len(pages) == 7
+    for page in pages:
+        assert len(options(page.read_text(encoding="utf-8"))) > 10, page
+
+
+def test_a_row_without_code_to_write_is_found():
+    with pytest.raises(AssertionError, match="nothing"):
+        line_to_write("| `old` | nothing | |")
 
 
 def test_what_is_said_to_be_the_same_by_default_is():
     rows = re.findall(
-        r"`(tfmix\.DynamicLossScale\(.*?\))` \| the (?:same|defaults) \|",
-        COMING_FROM,
+        r"`(tfmix\.DynamicLossScale\(.*?\))` \| the same defaults", COMING_FROM
     )
     assert len(rows) > 4
     for line in rows:
@@ -252,3 +263,32 @@ def test_make_docs_counts_warnings():
     makefile = (DOCS.parent / "Makefile").read_text(encoding="utf-8")
     # Under `--quiet` mkdocs has none to count, and `--strict` is idle.
     assert re.search(r"mkdocs build --strict$", makefile, re.M)
+
+
+REMAT = {
+    "activations": {"tensorflow": True, "jax": True},
+    "full": {"tensorflow": False, "jax": True},
+    "larger_than": {"tensorflow": False, "jax": False},
+    "list_of_layers": {"tensorflow": True, "jax": True},
+}
+
+
+@pytest.mark.parametrize("mode", REMAT)
+def test_the_guide_says_which_modes_of_remat_scope_train(mode):
+    settings = {"output_size_threshold": 16, "layer_names": ["first"]}
+    inputs = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")
+    with tfmix.policy_scope("mixed_bfloat16"):
+        with keras.RematScope(mode=mode, **settings):
+            model = keras.Sequential(
+                [
+                    keras.Input((8,)),
+                    keras.layers.Dense(64, activation="gelu", name="first"),
+                    keras.layers.Dense(4),
+                ]
+            )
+    model.compile("sgd", "mse", jit_compile=False)
+    if REMAT[mode][keras.backend.backend()]:
+        model.fit(inputs, np.ones((32, 4)), verbose=0)
+    else:
+        with pytest.raises((TypeError, ValueError)):
+            model.fit(inputs, np.ones((32, 4)), verbose=0)

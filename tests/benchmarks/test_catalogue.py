@@ -13,7 +13,7 @@ from benchmarks import catalogue, page, results
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def record(name="peers", backend="", rows=None, **changes):
+def record(name="gpu", backend="jax", rows=None, **changes):
     """A record as a benchmark makes it, of one table."""
     run = results.Run(name, ["--runs", "3", "--save=/x"], backend, "seed 7")
     rows = [{"who": "bare", "ms": 1.5}] if rows is None else rows
@@ -56,7 +56,7 @@ def test_a_spread_is_the_median_with_the_extremes():
 def test_a_record_says_how_to_repeat_it():
     made = record(backend="jax")
     assert made["command"] == (
-        "KERAS_BACKEND=jax python -m benchmarks.peers --runs 3"
+        "KERAS_BACKEND=jax python -m benchmarks.gpu --runs 3"
     )
     assert made["how"] == "seed 7"
     assert made["machine"]["cores"] >= 1
@@ -69,7 +69,7 @@ def test_a_page_has_the_tables_and_where_they_were_measured():
     text = page.render([record(date="2026-01-02 03:04 UTC", seconds=5)])
     assert "| who | ms |\n| --- | --: |\n| bare | 1.50 |" in text
     assert "A note." in text
-    assert "2026-01-02 03:04 UTC, 5 s, `python -m benchmarks.peers" in text
+    assert "2026-01-02; `KERAS_BACKEND=jax python -m benchmarks.gpu" in text
     assert "seed 7" in text
 
 
@@ -77,8 +77,8 @@ def test_a_page_has_a_section_for_each_benchmark_measured_or_not():
     text = page.render([])
     for benchmark in catalogue.BENCHMARKS:
         assert f"\n## {benchmark.title}\n" in text
-        assert benchmark.missing in text
-    assert "no GPU was at hand" in text
+    assert catalogue.BENCHMARKS[-1].missing in text
+    assert "No GPU has been measured yet" in text
 
 
 def test_a_measured_section_no_longer_says_that_nothing_was_measured():
@@ -89,12 +89,41 @@ def test_a_measured_section_no_longer_says_that_nothing_was_measured():
 
 
 def test_backends_come_in_the_order_of_the_catalogue():
-    text = page.render(
-        [record("overhead", "jax"), record("overhead", "tensorflow")]
+    text = page.render([record("gpu", "tensorflow"), record("gpu", "jax")])
+    assert text.index("KERAS_BACKEND=jax") < text.index(
+        "KERAS_BACKEND=tensorflow python -m benchmarks.gpu"
     )
-    assert text.index("KERAS_BACKEND=tensorflow") < text.index(
-        "KERAS_BACKEND=jax python -m benchmarks.overhead"
+
+
+def test_a_quote_shows_its_columns_and_rows_alone():
+    rows = [
+        {
+            "mode": mode,
+            "callback": "none",
+            "ratio (median)": ratio,
+            "quartiles": "",
+        }
+        for mode, ratio in (("graph", 1.5), ("XLA", 2.5))
+    ]
+    made = record("monitors", "tensorflow", rows)
+    made["tables"][0]["title"] = (
+        "Dense network, batch 128, width 512, mixed_float16"
     )
+    text = page.render([made])
+    assert "| callback | ratio | quartiles |" in text
+    assert "| none | 2.50 |  |" in text
+    assert "1.50" not in text
+
+
+def test_each_quote_names_what_its_record_has():
+    kept = {(one["name"], one["backend"]): one for one in results.saved()}
+    for benchmark in catalogue.BENCHMARKS:
+        for quote in benchmark.quotes or ():
+            record_ = kept[benchmark.name, quote.backend]
+            (table,) = [
+                one for one in record_["tables"] if one["title"] == quote.table
+            ]
+            assert {*quote.columns, *quote.where} <= set(table["rows"][0])
 
 
 def test_text_cannot_break_out_of_its_cell():
@@ -122,13 +151,12 @@ def test_a_result_is_kept_until_the_same_one_is_measured_again(tmp_path):
     results.save(
         record("overhead", "tensorflow", date="the second day"), tmp_path
     )
-    results.save(record("peers", date="the third day"), tmp_path)
+    results.save(record("gpu", date="the third day"), tmp_path)
     results.save(record("overhead", "jax", date="the fourth day"), tmp_path)
     dates = {each["date"] for each in results.saved(tmp_path)}
     assert dates == {"the second day", "the third day", "the fourth day"}
     text = (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
-    assert "the first day" not in text
-    assert all(f"<small>{date}," in text for date in dates)
+    assert "<small>the third ;" in text
 
 
 def test_parts_of_a_benchmark_are_kept_apart(tmp_path):
@@ -140,17 +168,17 @@ def test_parts_of_a_benchmark_are_kept_apart(tmp_path):
 
 
 def test_publish_prints_a_table_or_json_and_saves_if_asked(tmp_path, capsys):
-    parser = results.parser("peers", "Doc.")
+    parser = results.parser("gpu", "Doc.")
     results.publish(record(), parser.parse_args([]))
     assert "bare" in capsys.readouterr().out
     options = parser.parse_args(["--json", f"--save={tmp_path}"])
     results.publish(record(), options)
-    assert json.loads(capsys.readouterr().out)["name"] == "peers"
-    assert (tmp_path / "benchmarks" / "peers.json").exists()
+    assert json.loads(capsys.readouterr().out)["name"] == "gpu"
+    assert (tmp_path / "benchmarks" / "gpu-jax.json").exists()
 
 
 def test_save_means_the_guide_unless_told_otherwise():
-    parser = results.parser("peers", "Doc.")
+    parser = results.parser("gpu", "Doc.")
     assert parser.parse_args([]).save is None
     assert parser.parse_args(["--save"]).save == ROOT / "docs"
 
@@ -178,7 +206,7 @@ def test_each_module_that_runs_alone_is_in_the_catalogue_or_a_worker():
         for other, text in texts.items()
         if other != name and f'"benchmarks.{name}"' in text
     }
-    assert "peers_jax" in workers
+    assert "gpu_worker" in workers
     assert runnable - workers == known
 
 
@@ -186,9 +214,7 @@ def test_a_name_that_is_no_benchmark_is_answered_with_the_names(capsys):
     with pytest.raises(SystemExit) as stopped:
         runner.main(["nothing"])
     assert stopped.value.code == 2
-    assert "no benchmark 'nothing'. There are: overhead" in (
-        capsys.readouterr().err
-    )
+    assert "no benchmark 'nothing'. There are: gpu" in (capsys.readouterr().err)
     with pytest.raises(ValueError, match="no benchmark 'nothing'"):
         catalogue.by_name("nothing")
 
@@ -199,7 +225,6 @@ def test_a_backend_that_is_set_is_the_only_one(monkeypatch):
     assert backends == ["tensorflow", "jax"]
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     assert catalogue.commands("overhead") == [("jax", {"KERAS_BACKEND": "jax"})]
-    assert catalogue.commands("peers") == [("", {})]
 
 
 class Finished:
@@ -216,12 +241,13 @@ def test_a_benchmark_that_fails_is_named_and_the_others_still_run(
 
     def start(command, **_):
         ran.append(command[2])
-        return Finished(1 if command[2].endswith("peers") else 0)
+        return Finished(1 if command[2].endswith("gpu") else 0)
 
     monkeypatch.setattr(runner.subprocess, "run", start)
-    assert runner.main(["peers", "scale"]) == 1
-    assert ran == ["benchmarks.peers", "benchmarks.scale"]
-    assert "failed: peers (exit code 1)" in capsys.readouterr().err
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    assert runner.main(["gpu", "faults"]) == 1
+    assert ran == ["benchmarks.gpu", "benchmarks.faults"]
+    assert "failed: gpu tensorflow (exit code 1)" in capsys.readouterr().err
 
 
 def test_the_page_in_the_guide_is_the_one_its_records_make():
