@@ -64,9 +64,11 @@ if keras.backend.backend() == "jax":
 else:
     import tensorflow as tf
 
-    pairs = tf.data.Dataset.from_tensor_slices((x, y))
+    pairs = tf.data.Dataset.from_tensor_slices(
+        (x.astype(POLICY), y.astype(POLICY))
+    )
     pairs = pairs.shuffle(384, seed=SEED).batch(192)
-    data = {"x": tfmix.data.cast(pairs, POLICY), "shuffle": False}
+    data = {"x": pairs, "shuffle": False}
 masters = tfmix.MasterWeightOptimizer(keras.optimizers.Adam(0.01))
 model.compile(tfmix.LossScaleOptimizer(masters, loss_scale=SCALE), loss="mse")
 model.fit(**data, epochs=EPOCHS, verbose=2)

@@ -82,7 +82,7 @@ def requires_backend(name):
 
 def takes_scaled_gradients(optimizer):
     """Lets a test make scaled gradients by itself, without a loss."""
-    optimizer.given.in_use.in_loops = True
+    optimizer._has_scaled = True
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def test_elsewhere_nothing_is_shown(monkeypatch):
     assert not lines_shown(monkeypatch, Terminal(), hidden=True)
 
 
-@pytest.mark.parametrize("what", ["check", "calibrate", "convert"])
+@pytest.mark.parametrize("what", ["check", "convert"])
 def test_what_may_take_long_says_so(what, monkeypatch):
     keras.config.set_dtype_policy("mixed_float16")
     layers = [keras.layers.Dense(4), tfmix.float32_output()]
@@ -55,9 +55,7 @@ def test_what_may_take_long_says_so(what, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     if what == "check":
         tfmix.check(model, x)
-    elif what == "calibrate":
-        tfmix.calibrate_loss_scale(model, x, x, loss="mse")
     else:
         tfmix.convert_model(model, "bfloat16")
-    expected = {"check": "Checking", "calibrate": "batch 1 of at most 32"}
-    assert expected.get(what, "Converting") in terminal.getvalue()
+    expected = "Checking" if what == "check" else "Converting"
+    assert expected in terminal.getvalue()

@@ -80,5 +80,5 @@ def test_without_the_marker_of_types_nothing_is_known(installed):
 def test_the_program_uses_every_public_name():
     text = USER.read_text(encoding="utf-8")
     used = [name for name in tfmix.__all__ if f"tfmix.{name}" in text]
-    modules = {"callbacks", "data", "plotting"}
+    modules = {"callbacks"}
     assert set(used) | modules == set(tfmix.__all__)

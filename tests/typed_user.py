@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 import tfmix
-from tfmix import callbacks, data, plotting
+from tfmix import callbacks
 
 
 def train(model: keras.Model, x: np.ndarray, y: np.ndarray) -> int:
@@ -51,10 +51,9 @@ def look(model: keras.Model, x: np.ndarray, y: np.ndarray) -> str:
         assert_type(row.headroom_bits, float)
     assert_type(report.suggested_policy(), tfmix.Policy)
     report.to_html(Path("report.html"))
-    plotting.headroom(report, "headroom.png")
+    report.plot("headroom.png")
     advice = tfmix.advise(model, 32, x=x)
     assert_type(advice.share_16bit, float)
-    assert_type(tfmix.calibrate_loss_scale(model, x, y, loss="mse"), float)
     assert_type(tfmix.environment().replaced, tuple[str, ...])
     names = [device.name for device in tfmix.devices()]
     assert_type(names, list[str])
@@ -77,7 +76,7 @@ def convert(model: keras.Model, dataset: Any) -> tuple[Any, ...]:
     tfmix.load_float32(model, weights)
     finite = tfmix.all_finite(weights)
     head = tfmix.float32_output("softmax", name="probabilities")
-    return finite, head, data.cast(dataset, "float16")
+    return finite, head
 
 
 def optimizers() -> list[keras.optimizers.Optimizer]:

@@ -9,15 +9,12 @@ version.require_supported()
 version.require_private_names()
 
 from tfmix import callbacks as callbacks
-from tfmix import data as data
-from tfmix import plotting as plotting
 from tfmix._errors import LossScaleError as LossScaleError
 from tfmix.conversion.convert import apply_policy as apply_policy
 from tfmix.conversion.convert import convert_model as convert_model
 from tfmix.conversion.convert import prepare as prepare
 from tfmix.conversion.summary import summary as summary
 from tfmix.devices import devices as devices
-from tfmix.doctor.calibrate import calibrate_loss_scale as calibrate_loss_scale
 from tfmix.doctor.check import check as check
 from tfmix.doctor.environment import environment as environment
 from tfmix.float32_head import float32_output as float32_output
@@ -78,12 +75,10 @@ __all__ = [
     "advise",
     "all_finite",
     "apply_policy",
-    "calibrate_loss_scale",
     "callbacks",
     "check",
     "compile_for",
     "convert_model",
-    "data",
     "default_float32_layers",
     "default_float32_ops",
     "devices",
@@ -93,7 +88,6 @@ __all__ = [
     "global_policy",
     "guard",
     "load_float32",
-    "plotting",
     "policy_scope",
     "prepare",
     "set_global_policy",

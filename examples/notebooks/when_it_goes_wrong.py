@@ -153,7 +153,7 @@ train_x[7, 3] = spoilt
 print(f"{accuracy:.1%}, {model.optimizer.skipped_steps} steps skipped")
 
 # %%
-tfmix.plotting.loss_scale_timeline(monitor.timeline)
+monitor.plot()
 
 # %% [markdown]
 # A run in which every step is skipped ends with a `LossScaleError` that names

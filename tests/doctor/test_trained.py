@@ -6,7 +6,7 @@ import pytest
 
 from tests import numerics_trainable as trainable
 from tfmix.conversion import convert, planned_policies
-from tfmix.doctor import calibrate, check
+from tfmix.doctor import check
 from tfmix.scaling import optimizer as scaling
 
 STEPS = 40
@@ -56,14 +56,6 @@ def in_float32(case, weights):
     return found
 
 
-def calibrated(case):
-    """Returns the scale to start with: the default, or less if need be."""
-    largest = calibrate.calibrate_loss_scale(
-        case.model, case.x, case.y, loss=case.loss, batch_size=len(case.x)
-    )
-    return min(largest, 2.0**15)
-
-
 def nudged(weights):
     """Returns weights that are off by as much as float16 rounds."""
     generator = np.random.default_rng(0)
@@ -89,6 +81,6 @@ def test_the_suggestion_trains_to_the_loss_of_float32(kind, seed):
     report = check.check(case.model, case.x, case.y, loss=case.loss)
     assert report.rows[0].layer == case.layer
     convert.apply_policy(case.model, report.suggested_policy(progress=False))
-    found = losses(case, calibrated(case))
+    found = losses(case, 2.0**15)
     assert case.model.optimizer.skipped_steps == 0
     assert found[-1] == pytest.approx(exact[-1], rel=CLOSE)

@@ -30,8 +30,8 @@ from tests.orders.models import (
 from tests.orders.order import OPTIMIZERS, REFUSES, SIXTEEN, TENSORFLOW, WRAPS
 
 # Those that change neither the model nor what is in force for it.
-LOOKING = ("check", "calibrate", "scale_monitor", "numerics_monitor")
-PASSIVE = ("guard", "check", "calibrate", "file", "weights")
+LOOKING = ("check", "scale_monitor", "numerics_monitor")
+PASSIVE = ("guard", "check", "file", "weights")
 # Of one step's update, in float16 and bfloat16 arithmetic against float32.
 UPDATE_ERROR = 0.3
 LOSS_ERROR = 0.05
@@ -256,14 +256,6 @@ class Machine:
         wrong = [r for r in report.rows if r.verdict in ("overflow",)]
         law("s", not wrong, f"the check finds {wrong}")
 
-    def _calibrate(self):
-        before = state_of(self.model)
-        scale = tfmix.calibrate_loss_scale(
-            self.model, small_data().x, small_data().y
-        )
-        law("s", *same_state(before, state_of(self.model), "calibrating"))
-        law("s", 1 <= scale <= 2**24, f"calibrated a scale of {scale}")
-
     def _scale_monitor(self):
         self._fit(tfmix.callbacks.LossScaleMonitor(every=1))
 
@@ -295,8 +287,8 @@ class Machine:
             self._phase(lambda: loop(self), 1, "loop")
 
     def _forget(self):
-        # What a user put on divides all the same, and warns.
-        if not is_scaled(self.model) or self.model.optimizer.unasked:
+        # Where the model scales no gradients they are divided, with a warning.
+        if not is_scaled(self.model) or self.carries:
             loop = tensorflow_loop if TENSORFLOW else jax_loop
             self._phase(lambda: loop(self, scales=False), 1, "forget")
 

@@ -57,7 +57,7 @@ STEPS = (
     *(f"global:{policy}" for policy in ("float32", "float32", *POLICIES[:4])),
     *(f"scope:{policy}" for policy in ("float32", *POLICIES[:3])),
     *["guard"] * 2,
-    *["check", "calibrate", "scale_monitor", "numerics_monitor"],
+    *["check", "scale_monitor", "numerics_monitor"],
     *["log"] * 2,
     *["forget"] * 2,
 )

@@ -93,60 +93,6 @@ def test_the_step_of_one_optimizer_does_not_decide_for_another():
     assert float(w.numpy()[0]) < 1.0
 
 
-def test_two_optimizers_can_share_a_scale_and_still_skip_alone():
-    one = Wrapped("sgd", initial_scale=16.0, dynamic_growth_steps=2)
-    two = Wrapped("sgd", loss_scale=one)
-    v, w = (keras.Variable(np.ones(1, "float32")) for _ in range(2))
-    for wrapped, variable in ((one, v), (two, w)):
-        wrapped.build([variable])
-        helpers.takes_scaled_gradients(wrapped)
-
-    def both(first, second):
-        one.apply([array(first)], [v])
-        two.apply([array(second)], [w])
-        assert one.loss_scale == two.loss_scale
-        return one.loss_scale
-
-    assert [both(1.0, 1.0), both(1.0, 1.0)] == [16.0, 32.0]
-    assert both(1.0, np.nan) == 16.0
-    assert (one.skipped_steps, two.skipped_steps) == (0, 1)
-    assert both(np.inf, 1.0) == 8.0
-    assert (one.skipped_steps, two.skipped_steps) == (1, 1)
-
-
-def test_a_shared_scale_is_said_to_be_lost_by_a_config_and_shared_again(said):
-    one = Wrapped("sgd", initial_scale=16.0, name="critic_optimizer")
-    two = Wrapped(keras.optimizers.SGD(0.25), loss_scale=one, name="second")
-    assert Wrapped.from_config(one.get_config()).rule == one.rule
-    again = keras.optimizers.deserialize(keras.optimizers.serialize(two))
-    (message,) = said
-    assert "loss_scale=other" in message
-    assert "'second' shared the loss scale of 'critic_optimizer'" in message
-    assert again.rule == two.rule
-    again.loss_scale = 64.0
-    assert (one.loss_scale, again.loss_scale) == (16.0, 64.0)
-    # What the warning says to write.
-    shared = Wrapped(again.inner_optimizer, loss_scale=one)
-    one.loss_scale = 32.0
-    assert shared.loss_scale == 32.0
-    assert float(shared.learning_rate) == 0.25
-
-
-@pytest.mark.costly
-def test_the_state_of_a_shared_scale_is_loaded_into_an_own_one(tmp_path, said):
-    one = Wrapped("sgd", initial_scale=16.0)
-    two = Wrapped("sgd", loss_scale=one)
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(two, loss="mse")
-    model.fit(np.ones((4, 2)), np.full((4, 1), np.inf), verbose=0)
-    assert one.loss_scale == 8.0
-    model.save(path := tmp_path / "model.keras")
-    loaded = keras.saving.load_model(path)
-    assert "shared the loss scale of" in said[0]
-    assert loaded.optimizer.loss_scale == 8.0
-    assert loaded.optimizer.skipped_steps == 1
-
-
 def test_gradients_added_up_by_the_user_are_checked_as_a_whole():
     wrapped = Wrapped(keras.optimizers.SGD(1.0), loss_scale=4.0)
     w = keras.Variable(np.zeros(1, "float32"))

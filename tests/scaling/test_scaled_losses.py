@@ -83,16 +83,6 @@ def test_losses_may_be_scaled_many_times_before_they_are_applied():
     assert one.numpy() == -6.0
 
 
-def test_a_loss_scaled_by_the_optimizer_that_shares_its_scale_counts():
-    first, second = weight(), weight()
-    leader = scaler(first)
-    follower = scaler(second, loss_scale=leader)
-    scaled = leader.scale_loss(array(2.0))
-    leader.apply([scaled], [first])
-    follower.apply([scaled + 0.0], [second])
-    assert first.numpy() == second.numpy() == -2.0
-
-
 @helpers.requires_backend("tensorflow")
 def test_a_step_that_accumulates_in_a_branch_is_of_the_loss_around_it():
     import tensorflow as tf

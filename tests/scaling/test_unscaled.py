@@ -1,7 +1,5 @@
 """What a step does follows from its arguments alone, in any split."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
@@ -152,8 +150,6 @@ def test_the_infinities_of_sparse_gradients_come_back_as_nan():
     (true,) = wrapped.unscale_gradients([scaled])
     assert true.values.dtype == tf.float32
     assert str(true.values.numpy().ravel().tolist()) == "[2.0, nan]"
-    with pytest.raises(ValueError, match="unscaled=True"):
-        wrapped.apply([true], [keras.Variable(np.zeros((3, 1), "float32"))])
 
 
 def scaled_step():
@@ -161,79 +157,6 @@ def scaled_step():
     wrapped = Wrapped(keras.optimizers.SGD(1.0), loss_scale=8.0)
     wrapped.build([weight])
     return wrapped, weight, [wrapped.scale_loss(array(2.0))]
-
-
-def under_each_mode(function):
-    """Runs a function eagerly and while it is compiled."""
-    if ON_JAX:
-        import jax
-
-        jax.jit(function)()
-    else:
-        import tensorflow as tf
-
-        tf.function(function, autograph=False)()
-    function()
-
-
-def test_unscaling_twice_is_refused():
-    wrapped, _, _ = scaled_step()
-
-    def run():
-        grads = [wrapped.scale_loss(array(2.0))]
-        true = wrapped.unscale_gradients([*grads, None])
-        with pytest.raises(ValueError, match="divided by the loss scale alre"):
-            wrapped.unscale_gradients(true)
-        with pytest.raises(ValueError, match="divided by the loss scale alre"):
-            wrapped.get_unscaled_gradients(true)
-
-    under_each_mode(run)
-
-
-def test_scaling_twice_is_refused():
-    wrapped = Wrapped("sgd", loss_scale=8.0)
-
-    def run():
-        losses = wrapped.scale_loss({"a": 1.0, "b": [2.0]})
-        for again in (losses, losses["b"], losses["a"]):
-            with pytest.raises(ValueError, match="scaled already"):
-                wrapped.scale_loss(again)
-        with pytest.raises(ValueError, match="scaled already"):
-            wrapped.get_scaled_loss(losses)
-        wrapped.scale_loss(losses["a"] / 8.0)
-
-    under_each_mode(run)
-
-
-def test_true_gradients_must_be_said_to_be_true():
-    wrapped, weight, grads = scaled_step()
-    true = wrapped.unscale_gradients(grads)
-    with pytest.raises(ValueError, match="unscaled=True"):
-        wrapped.apply(true, [weight])
-    with pytest.raises(ValueError, match="still scaled"):
-        wrapped.apply(grads, [weight], unscaled=True)
-    assert float(weight.numpy()[0]) == 0.0
-    assert bool(wrapped.apply(true, [weight], unscaled=True))
-    assert bool(wrapped.apply(grads, [weight]))
-    assert float(weight.numpy()[0]) == -4.0
-
-
-def test_clipped_gradients_that_are_divided_again_are_warned_of():
-    wrapped, weight, grads = scaled_step()
-
-    def run():
-        helpers.takes_scaled_gradients(wrapped)
-        true = wrapped.unscale_gradients(grads)
-        clipped = ops.clip(true[0], -1.0, 1.0)
-        if not ON_JAX:
-            with pytest.warns(UserWarning, match="unscaled=True"):
-                wrapped.apply([clipped], [weight])
-            return
-        state = [variable.value for variable in wrapped.variables]
-        with pytest.warns(UserWarning, match="unscaled=True"):
-            wrapped.stateless_apply(state, [clipped], [weight.value])
-
-    under_each_mode(run)
 
 
 def test_gradients_looked_at_or_of_another_step_are_not_warned_of():
@@ -262,25 +185,6 @@ def test_a_value_that_overwrites_its_variable_is_neither_scaled_nor_true():
     wrapped.apply(true, [weight, amax], unscaled=True)
     assert float(weight.numpy()[0]) == -4.0
     assert float(amax.numpy()[0]) == 3.0
-
-
-def test_unscaling_a_loss_that_was_never_scaled_is_said_once():
-    wrapped = Wrapped("sgd")
-    weight = keras.Variable(np.zeros(1, "float32"))
-    with pytest.warns(UserWarning, match="not multiplied"):
-        true = wrapped.unscale_gradients([array(2.0)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        wrapped.apply(true, [weight], unscaled=True)
-
-
-def test_asking_for_the_scale_is_not_scaling_the_loss():
-    wrapped = Wrapped("sgd", initial_scale=64.0)
-    scale = wrapped.current_scale()
-    assert float(scale) == 64.0
-    assert keras.backend.standardize_dtype(scale.dtype) == "float32"
-    with pytest.warns(UserWarning, match="not multiplied"):
-        wrapped.apply([array(2.0)], [keras.Variable(np.zeros(1, "float32"))])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -348,35 +252,6 @@ class TestOldNames:
             # The gradient is twice the weight, which the step sets to zero.
             model.fit(np.ones((4, 1)), np.zeros((4, 1)), verbose=0)
             assert float(weight.numpy()[0, 0]) == 0.0
-
-    def test_scaled_steps_and_then_old_unscaling_cannot_be_told_apart(self):
-        wrapped, weight, grads = scaled_step()
-        wrapped.apply_gradients([(grads[0], weight)])
-        with pytest.raises(ValueError, match="unscale_gradients.*unscaled=T"):
-            wrapped.get_unscaled_gradients([array(16.0)])
-        true = wrapped.unscale_gradients([wrapped.scale_loss(array(2.0))])
-        wrapped.apply(true, [weight], unscaled=True)
-        assert float(weight.numpy()[0]) == -4.0
-
-    def test_new_unscaling_and_then_apply_gradients_is_told_or_refused(self):
-        wrapped, weight, grads = scaled_step()
-        true = wrapped.unscale_gradients(grads)
-        with pytest.raises(ValueError, match="cannot tell.*unscaled=True"):
-            wrapped.apply_gradients([(ops.minimum(true[0], 1.0), weight)])
-        wrapped.apply_gradients([(true[0], weight)])
-        assert float(weight.numpy()[0]) == -2.0
-        wrapped.apply_gradients([(grads[0], weight)])
-        assert float(weight.numpy()[0]) == -4.0
-        gradient = wrapped.scale_loss(array(3.0))
-        wrapped.apply_gradients([(gradient, weight)])
-        assert float(weight.numpy()[0]) == -7.0
-
-    def test_scaled_gradients_after_old_unscaling_are_refused(self):
-        wrapped, weight, grads = scaled_step()
-        wrapped.get_unscaled_gradients(grads)
-        with pytest.raises(ValueError, match="still scaled"):
-            wrapped.apply_gradients([(grads[0], weight)])
-        assert float(weight.numpy()[0]) == 0.0
 
     @helpers.requires_backend("tensorflow")
     @pytest.mark.parametrize("compiled", [False, True])

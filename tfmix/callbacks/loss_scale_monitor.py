@@ -72,7 +72,7 @@ class LossScaleMonitor(skip_watch.SkipWatch):
             `None`, no files.
 
     Attributes:
-        timeline: List of `Reading`, for `tfmix.plotting.loss_scale_timeline`.
+        timeline: List of `Reading`, which `plot` draws.
             Their steps are the optimizer's, which a resumed run goes on with;
             the first is made before the first step.
 
@@ -136,6 +136,23 @@ class LossScaleMonitor(skip_watch.SkipWatch):
         # Keras adds to it from a pool of threads, not always in order.
         self._batches: collections.deque[int] = collections.deque(maxlen=1024)
         self._writer: Any = None
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draws the loss scale over the steps, and where steps were skipped.
+
+        Args:
+            path: Where to write a picture. Defaults to `None`: nowhere.
+
+        Returns:
+            The `matplotlib.figure.Figure`.
+
+        Raises:
+            ImportError: If matplotlib is missing.
+            ValueError: If the monitor has been through no `fit`.
+        """
+        from tfmix import plotting
+
+        return plotting.loss_scale_timeline(self.timeline, path)
 
     def set_model(self, model: keras.Model) -> None:
         """Lets the steps keep the norm, before `fit` makes its function."""

@@ -253,8 +253,7 @@ class Sampler:
     def _scale(self, override: Any) -> Any:
         optimizer = self._model.optimizer
         if isinstance(optimizer, scaling.LossScaleOptimizer):
-            # `scale_loss` would note that the loss was multiplied.
-            current = optimizer.current_scale()
+            current = optimizer.rule_scale()
         else:
             current = optimizer.scale_loss(ops.ones((), "float32"))
         return ops.where(override > 0, override, ops.cast(current, "float32"))

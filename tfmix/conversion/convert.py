@@ -27,7 +27,7 @@ from tfmix.in_force.global_policy import current_policy
 from tfmix.in_force.layer import fallback
 from tfmix.in_force.model import carried, computing_layers, suited_optimizer
 from tfmix.policy import policy as policies
-from tfmix.scaling import guard
+from tfmix.scaling import guard, self_scaled
 from tfmix.scaling import optimizer as scaling
 from tfmix.variables import sixteen_bit_optimizer
 
@@ -256,6 +256,10 @@ def _converted(
         check = layer_changes.stand(steps, way_back)
         methods = model_methods.by_role(model)
         way_back.callback(model_methods.restore, model, methods)
+        scaled = model_methods.RULES in methods
+        way_back.callback(
+            self_scaled.add if scaled else self_scaled.discard, model
+        )
         layer_changes.set_dtypes(steps, way_back)
         for know_again in known:
             know_again()
@@ -472,3 +476,6 @@ def _inside(optimizer: keras.optimizers.Optimizer | None) -> layer_changes.Undo:
 def _adopt(model: keras.Model, optimizer: Any) -> None:
     if optimizer is not None:
         compile_config.adopt_optimizer(model, optimizer)
+    for part in optimizers.chain(optimizer):
+        if isinstance(part, scaling.LossScaleOptimizer):
+            part.decide_anew()

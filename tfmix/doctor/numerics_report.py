@@ -104,7 +104,7 @@ class NumericsReport(_tables.Printed):
         return suggest.fewest_layers(self, progress)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draws the headroom of each layer, as `tfmix.plotting.headroom`."""
+        """Draws the headroom of each layer."""
         from tfmix import plotting
 
         return plotting.headroom(self, path)

@@ -9,12 +9,12 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix import _arguments, _errors
+from tfmix import _arguments, _errors, _users_code
 from tfmix._keras import compilation, optimizers
 from tfmix.scaling import (
-    given_gradients,
     rules,
     saving,
+    self_scaled,
     settings,
     standstill,
     stuck,
@@ -47,10 +47,11 @@ class LossScaleOptimizer(
     average changes on any replica, and the loss scale reacts.
 
     A Keras model under a tfmix policy needs no scaled loss: its gradients are
-    scaled inside it, and true outside. There the loss scale says where in
-    float16 they are placed, by its ratio to its first value, and a train step
-    of the model's may leave out `scale_loss`: `apply` then takes its gradients
-    as they are.
+    scaled inside it, and true outside. An optimizer of such a model's
+    variables multiplies and divides by 1, so that `scale_loss` and
+    `unscale_gradients` may be called or left out. In `fit` the loss scale
+    then says where in float16 the gradients are placed, by its ratio to its
+    first value.
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, or the name of one
@@ -60,12 +61,9 @@ class LossScaleOptimizer(
             Defaults to `2.0**15`.
         dynamic_growth_steps: Integer, finite steps before the dynamic scale
             doubles. Defaults to `2000`.
-        loss_scale: `"dynamic"`, a positive number for a fixed scale, a
-            `tfmix.LossScale` object, which then holds all settings, or a
-            `LossScaleOptimizer` whose scale this one is to share: either
-            lowers it, and the other one's steps let it grow. A file does not
-            keep the sharing; loading it says how to share again. Defaults to
-            `"dynamic"`.
+        loss_scale: `"dynamic"`, a positive number for a fixed scale, or a
+            `tfmix.LossScale` object, which then holds all settings. Defaults
+            to `"dynamic"`.
         reduce_dtype: `"float16"` or `"bfloat16"`, in which the gradients are
             summed over the replicas of a `tf.distribute` strategy: half the
             bytes of float32. They are checked after the sum, so that one
@@ -99,9 +97,9 @@ class LossScaleOptimizer(
         >>> optimizer.loss_scale, optimizer.skipped_steps
         (32768.0, 0)
 
-    In a loop of your own this optimizer takes gradients of the scaled loss.
-    (A Keras optimizer that nobody wrapped takes those of the loss, and skips
-    as well while a 16-bit policy is set.) Give them to `apply` as they are:
+    For layers that no model under a tfmix policy holds, the contract is
+    Keras's: `apply` takes gradients of the scaled loss, as they are. For such
+    a model the same loop is right with `scale_loss` or without:
 
         with tf.GradientTape() as tape:
             loss = compute_loss()
@@ -119,7 +117,6 @@ class LossScaleOptimizer(
     """
 
     built: bool
-    given: given_gradients.GivenGradients
 
     def __init__(
         self,
@@ -140,9 +137,6 @@ class LossScaleOptimizer(
                 "optimizer; that applies steps that are not finite.)"
             )
         settings.refuse_misspelt(kwargs)
-        leader = None
-        if isinstance(loss_scale, LossScaleOptimizer):
-            leader, loss_scale = loss_scale, loss_scale.rule
         rule = settings.loss_scale_rule(
             loss_scale, initial_scale, dynamic_growth_steps
         )
@@ -164,27 +158,22 @@ class LossScaleOptimizer(
         # Whether what is created just now are slots.
         self.is_building = False
         self._gradient_norm: keras.Variable | None = None
-        # Who shares a scale may scale another's losses.
-        use = leader.given.in_use if leader else given_gradients.ScaleInUse()
-        is_one = _is_constant(rule) and rule.lowest_scale == 1.0
-        self.given = given_gradients.GivenGradients(use, is_one)
-        self._create_state(rule, leader)
-
-    @property
-    def unasked(self) -> bool:
-        """Whether `compile` put it on, so that a loop may not know of it."""
-        return self.given.unasked
-
-    @unasked.setter
-    def unasked(self, value: bool) -> None:
-        self.given.unasked = value
+        # Whether losses are multiplied and gradients divided by the scale, not
+        # by 1: what `_is_scaling` has decided.
+        self._scales: bool | None = None
+        # Whether any loss was scaled; and in the train step around, if any.
+        self._has_scaled = False
+        self._scaled_in_step: bool | None = None
+        # Whether `apply_gradients` is given true gradients, as in tf.keras.
+        self._next_are_true = False
+        self._create_state(rule)
 
     @property
     def loss_scale(self) -> Any:
         """The current scale: a float, or a tensor in a compiled function."""
         variables = self._scale_variables()
         if not all(map(_has_value_here, variables)):
-            return self.current_scale()
+            return self.rule_scale()
         # NumPy cannot read a mirrored value inside a strategy's scope.
         state = self._state_type(*map(_host, variables))
         return float(self.rule.current(state))
@@ -309,26 +298,25 @@ class LossScaleOptimizer(
 
         Returns:
             The scaled loss, of the same structure; float32 where it was
-            16-bit, since a float16 loss would overflow at once.
+            16-bit, since a float16 loss would overflow at once. The loss
+            itself where the model scales its gradients.
 
         Raises:
-            ValueError: If the loss was scaled already, or if `jax.jit` would
-                make a constant of the scale.
+            ValueError: If `jax.jit` would make a constant of the scale.
 
         Examples:
             >>> optimizer = LossScaleOptimizer("sgd", loss_scale=8.0)
             >>> float(optimizer.scale_loss(0.5))
             4.0
         """
-        self.given.begin()
-        return self._scaled(loss)
+        self._next_are_true = False
+        return self.get_scaled_loss(loss)
 
     @compilation.untouched
     def current_scale(self) -> Any:
-        """Returns the scale as a float32 scalar tensor, not copied to host.
+        """Returns what `scale_loss` multiplies by: a float32 scalar tensor.
 
-        A train step that asks for it is taken to multiply its loss by it,
-        unless `compile` has put this optimizer on by itself.
+        Not copied to the host; 1 where the model scales its gradients.
 
         Raises:
             ValueError: If `jax.jit` would make a constant of it.
@@ -337,11 +325,17 @@ class LossScaleOptimizer(
             >>> float(LossScaleOptimizer("sgd", 64.0).current_scale())
             64.0
         """
-        if not self.unasked:
-            self.given.in_use.note_in_step()
-        return self._scale_here()
+        if not self._is_scaling():
+            return ops.ones((), "float32")
+        self._note_scaled()
+        return self.rule_scale()
 
-    def _scale_here(self) -> Any:
+    def rule_scale(self) -> Any:
+        """Returns the rule's scale: a float32 scalar, not copied to the host.
+
+        Raises:
+            ValueError: If `jax.jit` would make a constant of it.
+        """
         if not _is_constant(self.rule) and any(
             map(compilation.becomes_constant, self._scale_variables())
         ):
@@ -370,7 +364,8 @@ class LossScaleOptimizer(
     def unscale_gradients(self, grads: Sequence) -> list:
         """Divides gradients by the loss scale, for clipping or logging.
 
-        To apply them, write `apply(grads, variables, unscaled=True)`. What is
+        To apply them, write `apply(grads, variables, unscaled=True)`; for a
+        model that scales its gradients these are true already. What is
         not finite comes back as NaN, an infinity too, so that clipping by
         value cannot hide it. Under a `tf.distribute` strategy these are this
         replica's gradients; to clip the sum over all replicas, give
@@ -383,8 +378,7 @@ class LossScaleOptimizer(
             A list of the true gradients, float32 where they were 16-bit.
 
         Raises:
-            ValueError: If one was divided already, or if `jax.jit` would make
-                a constant of the scale.
+            ValueError: If `jax.jit` would make a constant of the scale.
 
         Examples:
             >>> optimizer = LossScaleOptimizer("sgd", loss_scale=8.0)
@@ -393,7 +387,16 @@ class LossScaleOptimizer(
             >>> float(true[0][0])
             2.0
         """
-        return self._unscaled(grads, by_old_name=False)
+        grads = list(grads)
+        variables: list = self._model_variables
+        if len(variables) != len(grads):
+            variables = [None] * len(grads)
+        scale = self.rule_scale() if self._are_scaled() else None
+        true = unscale.true_gradients(grads, variables, scale)
+        return [
+            after if after is before else unscale.without_infinities(after)
+            for before, after in zip(grads, true, strict=True)
+        ]
 
     @compilation.untouched
     def apply(
@@ -412,15 +415,16 @@ class LossScaleOptimizer(
                 optimizer was built with; on the first call they build it.
             unscaled: Bool, whether the gradients are divided by the loss
                 scale already, as by `unscale_gradients`. Defaults to `False`:
-                the step divides them, where that costs least.
+                the step divides them, where that costs least. Where the model
+                scales its gradients both are the same.
 
         Returns:
             Boolean scalar tensor, not copied to host: was the step applied?
 
         Raises:
             ValueError: If there is no gradient at all, a variable is unknown,
-                `unscaled` is surely wrong, or the call stands outside of
-                `strategy.run` or inside `jax.jit`.
+                or the call stands outside of `strategy.run` or inside
+                `jax.jit`.
 
         Examples:
             >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0)
@@ -441,7 +445,7 @@ class LossScaleOptimizer(
         # flat minima does; of an eager step nobody knows.
         written = compilation.may_be_written
         self._note_given(v for v in variables if not written(v))
-        unscaled = self.given.are_true(grads, unscaled)
+        unscaled = unscaled or not self._are_scaled(told=True)
         # In the order of the build, which the counts have as well.
         rows = optimizers.positions(self, variables)
         by_row: list = [None] * len(self._model_variables)
@@ -483,8 +487,8 @@ class LossScaleOptimizer(
             The new values of the model's variables and of the optimizer's.
 
         Raises:
-            ValueError: If the optimizer is not built, the counts differ,
-                `unscaled` is surely wrong, or the backend is TensorFlow.
+            ValueError: If the optimizer is not built, the counts differ, or
+                the backend is TensorFlow.
         """
         if keras.backend.backend() != "jax":
             raise ValueError(
@@ -499,7 +503,7 @@ class LossScaleOptimizer(
             )
         grads = list(grads)
         self._note_given(self._model_variables)
-        unscaled = self.given.are_true(grads, unscaled)
+        unscaled = unscaled or not self._are_scaled(told=True)
         slots, values = list(optimizer_variables), list(trainable_variables)
         return self._step_of_jax(grads, values, slots, unscaled)
 
@@ -509,6 +513,7 @@ class LossScaleOptimizer(
 
         As in Keras the gradients are scaled ones; as in tf.keras they are
         true ones if `get_unscaled_gradients` was called since `scale_loss`.
+        Where the model scales its gradients both are the same.
 
         Args:
             grads_and_vars: Pairs of a gradient and a variable.
@@ -516,21 +521,25 @@ class LossScaleOptimizer(
         Returns:
             The inner optimizer's count of iterations, as Keras does.
 
-        Raises:
-            ValueError: If `unscale_gradients` was called since `scale_loss`,
-                and it cannot be told which gradients these are.
         """
         pairs = list(grads_and_vars)
-        grads = [pair[0] for pair in pairs]
-        in_guarded_step = self.given_in_step is not None
-        unscaled = self.given.of_old_name(grads, in_guarded_step)
-        self.apply(grads, [pair[1] for pair in pairs], unscaled=unscaled)
+        grads, variables = [pair[0] for pair in pairs], [p[1] for p in pairs]
+        self.apply(grads, variables, unscaled=self._next_are_true)
         return self.iterations
 
     @compilation.untouched
     def get_scaled_loss(self, loss: Any) -> Any:
         """Does what `scale_loss` does, by its old tf.keras name."""
-        return self._scaled(loss)
+        if not self._is_scaling():
+            return loss
+        self._note_scaled()
+        scale = self.rule_scale()
+
+        def scaled(value: Any) -> Any:
+            value = unscale.to_float32(ops.convert_to_tensor(value))
+            return ops.multiply(value, ops.cast(scale, value.dtype))
+
+        return tree.map_structure(scaled, loss)
 
     @compilation.untouched
     def get_unscaled_gradients(self, grads: Sequence) -> list:
@@ -538,12 +547,9 @@ class LossScaleOptimizer(
 
         `apply_gradients` then takes true gradients until `scale_loss` is
         called again. Arguments and result are those of `unscale_gradients`.
-
-        Raises:
-            ValueError: If `apply_gradients` was given scaled gradients in a
-                loop before: a compiled step would go on dividing.
         """
-        return self._unscaled(grads, by_old_name=True)
+        self._next_are_true = True
+        return self.unscale_gradients(grads)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Creates the slots and counts for a model's trainable variables.
@@ -605,33 +611,57 @@ class LossScaleOptimizer(
         """Returns a boolean scalar tensor; nothing is copied to the host."""
         return ops.equal(self._consecutive_skips.value, 0)
 
-    def _scaled(self, loss: Any) -> Any:
-        scale = self._scale_here()
-        self.given.scaling(loss)
+    def _is_scaling(self) -> bool:
+        """Says whether a loss is multiplied by the scale, or by 1."""
+        if self._scales is None:
+            # For good: what is compiled now has to agree with what is compiled
+            # later. The variables of a loss that is scaled before the build
+            # are not known; to multiply and divide is right for any.
+            variables = self._model_variables
+            self._scales = not (self.built and self_scaled.hold(variables))
+        return self._scales
 
-        def scaled(value: Any) -> Any:
-            value = unscale.to_float32(ops.convert_to_tensor(value))
-            value = ops.multiply(value, ops.cast(scale, value.dtype))
-            self.given.scaled(value)
-            return value
+    def decide_anew(self) -> None:
+        """Forgets whether it scales: its model computes otherwise now."""
+        self._scales = None
 
-        return tree.map_structure(scaled, loss)
+    def _note_scaled(self) -> None:
+        self._has_scaled = True
+        if self._scaled_in_step is not None:
+            self._scaled_in_step = True
 
-    def _unscaled(self, grads: Sequence, *, by_old_name: bool) -> list:
-        grads = list(grads)
-        self.given.dividing(grads, by_old_name=by_old_name)
-        variables: list = self._model_variables
-        if len(variables) != len(grads):
-            variables = [None] * len(grads)
-        nobody_scales = self.given.nobody_scales()
-        scale = None if nobody_scales else self._scale_here()
-        true = unscale.true_gradients(grads, variables, scale)
-        true = [
-            after if after is before else unscale.without_infinities(after)
-            for before, after in zip(grads, true, strict=True)
-        ]
-        self.given.divided(grads, true)
-        return true
+    def _are_scaled(self, told: bool = False) -> bool:
+        """Says whether gradients are those of a scaled loss.
+
+        Args:
+            told: Whether to warn if no loss was ever scaled.
+        """
+        if not self._is_scaling() or self._scaled_in_step is False:
+            return False
+        is_one = _is_constant(self.rule) and self.rule.lowest_scale == 1.0
+        if told and not (self._has_scaled or is_one):
+            self._has_scaled = True
+            _users_code.warn(
+                "The gradients are divided by the loss scale, but the loss was "
+                "not multiplied by it, so every update is too small by that "
+                "factor. Take the gradients of the scaled loss: `scaled = "
+                "optimizer.scale_loss(loss)` inside the tape, then "
+                "`tape.gradient(scaled, ...)`; or call the layers in a Keras "
+                "model under a tfmix policy, whose gradients need no scaling."
+            )
+        return True
+
+    @contextlib.contextmanager
+    def train_step(self) -> Iterator[None]:
+        """Takes the gradients of a model's own step as the step makes them.
+
+        They are of the scaled loss if it was scaled in the block.
+        """
+        before, self._scaled_in_step = self._scaled_in_step, False
+        try:
+            yield
+        finally:
+            self._scaled_in_step = before
 
     def _note_given(self, variables: Iterable[keras.Variable]) -> None:
         if self.given_in_step is not None:
@@ -717,7 +747,7 @@ class LossScaleOptimizer(
 
     def _warn_if_still(self, before: State, after: State) -> None:
         """Warns of the eighth skipped step in a row of a user's own loop."""
-        if given_gradients.in_train_step():
+        if power.is_placed():
             # The line after the epoch says more.
             return
         on_jax = keras.backend.backend() == "jax"
@@ -729,27 +759,23 @@ class LossScaleOptimizer(
         is_eighth = ops.equal(after.consecutive_skips, standstill.AFTER)
         standstill.call_if(is_eighth, self._watch.warn, bad)
 
-    def _create_state(self, rule: rules.LossScale, leader: Any) -> None:
-        """Creates variables for what the rule remembers, or uses a leader's."""
+    def _create_state(self, rule: rules.LossScale) -> None:
+        """Creates variables for what the rule remembers."""
         # From the start: a function compiled before the first step reads it.
         self.rule = rule
-        self.leader_name = leader.name if leader else None
         initial = rule.init()
         self._state_type = type(initial)
         # Keras's order, so that its files can be read by position.
         fields = sorted(initial._fields, key=lambda name: name != "good_steps")
         for field in fields:
-            if leader is None:
-                value = getattr(initial, field)
-                whole = isinstance(value, numbers.Integral)
-                variable = self.add_variable(
-                    shape=np.shape(value),
-                    dtype="int" if whole else "float32",
-                    initializer=keras.initializers.Constant(value),
-                    name=_KERAS_NAMES.get(field, field),
-                )
-            else:
-                variable = vars(leader)[_attribute(field)]
+            value = getattr(initial, field)
+            whole = isinstance(value, numbers.Integral)
+            variable = self.add_variable(
+                shape=np.shape(value),
+                dtype="int" if whole else "float32",
+                initializer=keras.initializers.Constant(value),
+                name=_KERAS_NAMES.get(field, field),
+            )
             # Keras tracks what is assigned, and what it has made only once.
             setattr(self, _attribute(field), variable)
         self._skipped_steps = self._counter("skipped_steps")
@@ -760,9 +786,8 @@ class LossScaleOptimizer(
 
     @property
     def _settings(self) -> Settings:
-        follows = self.leader_name is not None
         inner, variables = self.inner_optimizer, self._model_variables
-        return Settings(self.rule, inner, variables, follows)
+        return Settings(self.rule, inner, variables)
 
     @property
     def _model_variables(self) -> list[keras.Variable]:
@@ -826,7 +851,7 @@ def guarded_step(optimizer: LossScaleOptimizer) -> Iterator[set[int]]:
     """
     optimizer.given_in_step = set()
     try:
-        with given_gradients.train_step():
+        with optimizer.train_step():
             yield optimizer.given_in_step
     finally:
         optimizer.given_in_step = None

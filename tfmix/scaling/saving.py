@@ -101,10 +101,6 @@ def config(optimizer: Any) -> dict:
         arguments["loss_scale"] = serialize(optimizer.rule)
     if optimizer.reduce_dtype is not None:
         arguments["reduce_dtype"] = optimizer.reduce_dtype
-    if optimizer.leader_name is not None:
-        arguments["shared_scale_of"] = optimizer.leader_name
-    if optimizer.unasked:
-        arguments["unasked"] = True
     return arguments
 
 
@@ -127,21 +123,8 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
     if guarded:
         # The model is compiled with it next, and guarded by that.
         compile_method.stand_by()
-    leader_name = arguments.pop("shared_scale_of", None)
-    unasked = arguments.pop("unasked", False)
     optimizer = kind(**arguments)
-    optimizer.unasked = unasked
     optimizer.guarded_alone = guarded == GUARDED_ALONE
-    if leader_name is not None:
-        _messages.warn(
-            "the optimizer %r shared the loss scale of %r and has one of "
-            "its own now. To share it again, write "
-            "tfmix.LossScaleOptimizer(optimizer.inner_optimizer, "
-            "loss_scale=other), where `other` is %r.",
-            optimizer.name,
-            leader_name,
-            leader_name,
-        )
     return optimizer
 
 

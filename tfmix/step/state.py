@@ -15,14 +15,11 @@ class Settings(NamedTuple):
         rule: The rule of the loss scale, a `tfmix.LossScale`.
         inner: The optimizer that updates.
         variables: The model's variables that it was built with.
-        follows: Bool, whether the scale is another optimizer's: this one
-            lowers it as well, and leaves its growth to that one.
     """
 
     rule: Any
     inner: keras.optimizers.Optimizer
     variables: list[keras.Variable]
-    follows: bool = False
 
 
 class State(NamedTuple):
@@ -66,8 +63,6 @@ class State(NamedTuple):
         scale = settings.rule.update(self.scale, applied)
         if is_data is not False:
             scale = _select_all(is_data, self.scale, scale)
-        if settings.follows:
-            scale = _select_all(applied, self.scale, scale)
         if norm is not None:
             norm = select(applied, norm, self.gradient_norm)
         return State(

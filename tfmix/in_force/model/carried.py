@@ -3,6 +3,7 @@
 So the policy lasts when the scope that the model was made in has ended.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -34,8 +35,8 @@ from tfmix.in_force.process_wide import (
     tensors,
 )
 from tfmix.policy import policy as policies
-from tfmix.scaling import given_gradients
 from tfmix.scaling import optimizer as scaling
+from tfmix.scaling import self_scaled
 from tfmix.scaling.border import power
 
 
@@ -48,8 +49,10 @@ def carry(model: keras.Model, policy: keras.DTypePolicy) -> None:
         uncast_inputs.begin_exact(model)
         carried = _Carried(model, policy)
         model_methods.put(model, model_methods.RULES, carried)
+        self_scaled.add(model)
     else:
         model_methods.take_off(model, model_methods.RULES)
+        self_scaled.discard(model)
 
 
 def carried_policy(model: keras.Model) -> keras.DTypePolicy | None:
@@ -112,7 +115,11 @@ class _Carried:
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Lets a step of the user's own see true gradients only."""
-        with given_gradients.train_step(), power.placed(self._placing(args)):
+        optimizer = getattr(self._model, "optimizer", None)
+        step: Any = contextlib.nullcontext()
+        if isinstance(optimizer, scaling.LossScaleOptimizer):
+            step = optimizer.train_step()
+        with step, power.placed(self._placing(args)):
             return self._under_rules(original, *args, **kwargs)
 
     def _placing(self, args: tuple) -> Any:

@@ -57,9 +57,7 @@ def suited(
     elif not float16 or level == "O3":
         # The check for non-finite gradients stays.
         rule = rules.NoLossScale()
-    scaler = scaling.LossScaleOptimizer(optimizer, loss_scale=rule)
-    scaler.unasked = True
-    return _automatic(scaler)
+    return _automatic(scaling.LossScaleOptimizer(optimizer, loss_scale=rule))
 
 
 def without_automatic(

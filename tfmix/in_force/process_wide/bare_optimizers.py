@@ -14,8 +14,9 @@ from keras import ops
 from tfmix import _context_values, _messages
 from tfmix._keras import compilation, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.scaling import given_gradients, rules, standstill
 from tfmix.scaling import optimizer as scaling
+from tfmix.scaling import rules, standstill
+from tfmix.scaling.border import power
 from tfmix.step import finite, replicas
 from tfmix.variables import sixteen_bit_optimizer
 
@@ -137,7 +138,7 @@ def _on_jax(
     before = [variable.value for variable in used]
     bad = finite.not_finite(list(grads))
     is_finite = ops.logical_not(ops.any(bad))
-    if not given_gradients.in_train_step():
+    if not power.is_placed():
         watch = _watch(optimizer, variables)
         applied = optimizer.iterations.value
         is_bad = ops.logical_not(is_finite)
