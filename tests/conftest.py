@@ -46,7 +46,6 @@ TENSORFLOW_IS_ENOUGH = (
     "in_force/test_skip_watch.py",
     "step/test_replicas.py",
     "test_cli.py",
-    "test_data.py",
     "test_demo.py",
     "test_docs.py",
     "test_float32_head.py",

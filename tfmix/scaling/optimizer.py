@@ -646,8 +646,9 @@ class LossScaleOptimizer(
                 "not multiplied by it, so every update is too small by that "
                 "factor. Take the gradients of the scaled loss: `scaled = "
                 "optimizer.scale_loss(loss)` inside the tape, then "
-                "`tape.gradient(scaled, ...)`; or call the layers in a Keras "
-                "model under a tfmix policy, whose gradients need no scaling."
+                "`tape.gradient(scaled, ...)`; or, if the gradients are those "
+                "of the loss, write optimizer.apply(grads, variables, "
+                "unscaled=True)."
             )
         return True
 
