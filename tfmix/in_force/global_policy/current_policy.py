@@ -123,6 +123,7 @@ class policy_scope(contextlib.ContextDecorator):
                 self._leave()
                 with contextlib.suppress(Exception):
                     _refresh()
+                _end_scope(failed=True)
                 raise
         return self._policy
 
@@ -130,6 +131,7 @@ class policy_scope(contextlib.ContextDecorator):
         with _lock:
             self._leave()
             _refresh()
+            _end_scope(failed=raised[0] is not None)
 
     def _leave(self) -> None:
         global _open
@@ -217,6 +219,11 @@ def _refresh() -> None:
         policy_lookup.install(_lookup, _replaced_by_keras)
     else:
         policy_lookup.remove()
+
+
+def _end_scope(*, failed: bool) -> None:
+    in_force = policy_lookup.are_installed()
+    compile_method.end_scope(failed=failed, in_force=in_force)
 
 
 def _replaced_by_keras(policy: keras.DTypePolicy) -> None:

@@ -41,7 +41,7 @@ def install(lookup: Lookup, replaced: Replaced) -> None:
                 "3.15), or a newer tfmix."
             )
     _replacements.set(wanted)
-    compile_method.stand_by()
+    compile_method.stand_by(lasts=False)
 
 
 def remove() -> None:
