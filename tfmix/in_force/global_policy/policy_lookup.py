@@ -9,14 +9,14 @@ import keras
 
 from tfmix._keras import compile_method, global_state, replacements
 from tfmix.in_force.global_policy import new_layers
-from tfmix.in_force.model import adopted
+from tfmix.in_force.model import mixed_model
 from tfmix.policy import policy as policies
 
 Lookup = Callable[[], keras.DTypePolicy | None]
 Replaced = Callable[[keras.DTypePolicy], None]
 
 _replacements = replacements.Replacements()
-compile_method.use(adopted.adopting)
+compile_method.use(mixed_model.compiling)
 
 
 def are_installed() -> bool:
