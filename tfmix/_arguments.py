@@ -1,6 +1,7 @@
-"""Checks of arguments, with errors that say what is allowed."""
+"""Arguments: by name, and checked, with errors that say what is allowed."""
 
 import difflib
+import inspect
 import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -71,3 +72,33 @@ def did_you_mean(
     letters = sorted(str(name))
     close.sort(key=lambda word: sorted(word) != letters)
     return f" Did you mean {meant[close[0]]!r}?" if close else ""
+
+
+def of_call(
+    bound: inspect.BoundArguments, name: str, default: Any = None
+) -> Any:
+    """Returns what an argument was given or, if declared, is by default.
+
+    Also of a method that takes `**kwargs`.
+    """
+    if name in bound.signature.parameters:
+        declared = bound.signature.parameters[name].default
+        if declared is not inspect.Parameter.empty:
+            default = declared
+        return bound.arguments.get(name, default)
+    return _extra(bound).get(name, default)
+
+
+def put_in_call(bound: inspect.BoundArguments, name: str, value: Any) -> None:
+    """Sets an argument, if the method takes one of that name."""
+    declared = name in bound.signature.parameters
+    (bound.arguments if declared else _extra(bound))[name] = value
+
+
+def _extra(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Returns what went into the `**kwargs` of an overridden method."""
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            extra: dict[str, Any] = bound.arguments.setdefault(name, {})
+            return extra
+    return {}

@@ -12,7 +12,7 @@ from tfmix._keras import (
     variables,
 )
 from tfmix.conversion import convert, layer_changes, optimizer_state
-from tfmix.in_force.model import carried, suited_optimizer
+from tfmix.in_force.model import mixed_model, suited_optimizer
 from tfmix.scaling import guard, rules
 from tfmix.scaling import optimizer as scaling
 from tfmix.variables import master
@@ -34,7 +34,7 @@ STAGES = [
     (layer_policies, "set_policy", 2),
     (variables, "cast_in_place", 2),
     (layer_changes, "_set_spec", 2),
-    (carried, "carry", 1),
+    (mixed_model, "set_policy", 1),
     (suited_optimizer, "suited", 1),
     (compile_config, "adopt_optimizer", 1),
     (optimizer_state, "give", 1),

@@ -9,7 +9,7 @@ import tfmix
 from tests import helpers
 from tests.in_force import test_penalties as penalised
 from tfmix.in_force.global_policy import current_policy
-from tfmix.in_force.model import carried
+from tfmix.in_force.model import mixed_model
 from tfmix.in_force.process_wide import interceptor
 from tfmix.policy import policy as policies
 
@@ -211,10 +211,10 @@ def test_a_carried_policy_is_taken_off_whole():
     model = penalised.penalised_model()
     before = set(vars(model))
     policy = policies.Policy("mixed_float16", float32_ops=["normalize"])
-    carried.carry(model, policy)
-    assert carried.carried_policy(model) is policy
-    carried.carry(model, keras.DTypePolicy("float32"))
-    assert carried.carried_policy(model) is None
+    mixed_model.set_policy(model, policy)
+    assert mixed_model.policy_of(model) is policy
+    mixed_model.set_policy(model, keras.DTypePolicy("float32"))
+    assert mixed_model.policy_of(model) is None
     assert not {"call", "train_step", "compile"} & (set(vars(model)) - before)
 
 
@@ -225,9 +225,9 @@ def test_a_carried_policy_holds_in_a_plain_call():
     x = np.full((1, 1024), 10.0, "float16")
     assert float(kops.max(model(x))) == 0.0
     policy = policies.Policy("mixed_float16", float32_ops=["normalize"])
-    carried.carry(model, policy)
+    mixed_model.set_policy(model, policy)
     assert float(kops.max(model(x))) == 0.03125
-    carried.carry(model, keras.DTypePolicy("float32"))
+    mixed_model.set_policy(model, keras.DTypePolicy("float32"))
     assert float(kops.max(model(x))) == 0.0
 
 
@@ -241,23 +241,23 @@ def test_a_method_that_the_user_sets_is_wrapped_and_given_back():
         return type(model).train_step(model, *args)
 
     object.__setattr__(model, "train_step", theirs)
-    carried.carry(model, policies.Policy("mixed_float16"))
+    mixed_model.set_policy(model, policies.Policy("mixed_float16"))
     assert vars(model)["train_step"] is not theirs
     model.fit(*penalised.batch(), verbose=0)
     assert calls
-    carried.carry(model, policies.Policy("float32"))
+    mixed_model.set_policy(model, policies.Policy("float32"))
     assert vars(model)["train_step"] is theirs
 
 
 def test_a_method_set_on_top_is_left_alone():
     model = penalised.penalised_model()
-    carried.carry(model, policies.Policy("mixed_float16"))
+    mixed_model.set_policy(model, policies.Policy("mixed_float16"))
 
     def theirs(data):
         raise NotImplementedError
 
     object.__setattr__(model, "train_step", theirs)
-    carried.carry(model, policies.Policy("float32"))
+    mixed_model.set_policy(model, policies.Policy("float32"))
     assert vars(model)["train_step"] is theirs
 
 

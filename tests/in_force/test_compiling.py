@@ -10,7 +10,11 @@ import pytest
 from tests import helpers
 from tfmix.conversion import convert
 from tfmix.in_force.global_policy import current_policy
-from tfmix.in_force.model import carried, computing_layers, suited_optimizer
+from tfmix.in_force.model import (
+    computing_layers,
+    mixed_model,
+    suited_optimizer,
+)
 from tfmix.policy import policy as policies
 from tfmix.scaling import guard, rules
 from tfmix.scaling import optimizer as scaling
@@ -197,6 +201,18 @@ def test_auto_scale_loss_off_is_respected_and_saved(policy, tmp_path):
     assert type(loaded.optimizer) is keras.optimizers.SGD
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
+def test_what_the_user_did_not_say_of_the_scale_is_not_saved(policy):
+    with current_policy.policy_scope(policy):
+        models = [make(), keras.models.clone_model(make())]
+    current_policy.set_global_policy("mixed_float16")
+    for model in models:
+        for _ in range(2):
+            model.compile("sgd", "mse")
+            assert is_wrapped(model)
+            assert model.get_compile_config()["auto_scale_loss"] is True
+
+
 def test_the_users_own_loss_scale_optimizer_stays(caplog):
     current_policy.set_global_policy("mixed_float16")
     own = scaling.LossScaleOptimizer("adam", loss_scale=8.0)
@@ -335,9 +351,9 @@ def test_what_a_model_carries_can_be_dropped():
     with current_policy.policy_scope("mixed_float16"):
         model = make()
     before = set(vars(make()))
-    assert carried.carried_policy(model).name == "mixed_float16"
-    carried.carry(model, keras.DTypePolicy("float32"))
-    assert carried.carried_policy(model) is None
+    assert mixed_model.policy_of(model).name == "mixed_float16"
+    mixed_model.set_policy(model, keras.DTypePolicy("float32"))
+    assert mixed_model.policy_of(model) is None
     assert not {"compile", "call", "train_step"} & set(vars(model)) - before
 
 
@@ -472,7 +488,7 @@ def test_a_step_runs_under_the_rules_of_the_last_policy_only(monkeypatch):
     monkeypatch.setattr(type(model), "train_step", spying)
     for name in ("tanh", "sum"):
         policy = policies.Policy("mixed_float16", float32_ops=[name])
-        carried.carry(model, policy)
+        mixed_model.set_policy(model, policy)
         model.compile("sgd", "mse", run_eagerly=True)
         model.train_on_batch(X, Y)
     assert seen == [{"tanh"}, {"sum"}]

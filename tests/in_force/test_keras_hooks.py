@@ -116,3 +116,19 @@ def test_a_keras_without_what_we_hook_is_named_and_left_alone(monkeypatch):
         current_policy._hook()
     assert module.get_global_attribute is original
     assert not current_policy.hooks_keras()
+
+
+def test_a_scope_that_ends_in_an_error_leaves_nothing(monkeypatch):
+    original = vars(training.TRAINER)["compile"]
+    with pytest.raises(KeyError), current_policy.policy_scope("O2"):
+        raise KeyError
+    assert vars(training.TRAINER)["compile"] is original
+    with monkeypatch.context() as patch:
+        patch.setattr(current_policy, "_hook", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            current_policy.policy_scope("O2").__enter__()
+    assert vars(training.TRAINER)["compile"] is original
+    # What was made is compiled later.
+    with pytest.raises(AttributeError), current_policy.policy_scope("O2"):
+        keras.Sequential([keras.layers.Dense(2)]).no_such_method()
+    assert vars(training.TRAINER)["compile"] is not original

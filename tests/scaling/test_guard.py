@@ -166,6 +166,16 @@ def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
     assert "guarded" not in str(again.get_compile_config())
 
 
+def test_that_a_model_is_guarded_is_no_fact_about_its_optimizer():
+    model = guards.guard(make_model())
+    saved = model.get_compile_config()
+    assert saved["guarded"]["config"] == {"alone": True}
+    assert "guarded" not in str(saved["optimizer"])
+    again = make_model()
+    again.compile_from_config(saved)
+    assert guards.is_guarded(again)
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 def test_an_epoch_without_an_applied_step_does_not_report_a_loss_of_zero(mode):

@@ -14,6 +14,8 @@ PLACE: replacements.Place = (training.TRAINER, "compile")
 _Compile = Callable[..., None]
 _replacements = replacements.Replacements()
 _makers: list[Callable[[_Compile], _Compile]] = []
+# Whether it outlasts the policies in force, for what was made under them.
+_lasts = False
 
 
 def use(make: Callable[[_Compile], _Compile]) -> None:
@@ -21,8 +23,13 @@ def use(make: Callable[[_Compile], _Compile]) -> None:
     _makers[:] = [make]
 
 
-def stand_by() -> None:
-    """Puts the stand-in in its place, until `stand_down`."""
+def stand_by(*, lasts: bool = True) -> None:
+    """Puts the stand-in in its place, until `stand_down`.
+
+    One that need not last goes with a scope that ends in an error, too.
+    """
+    global _lasts
+    _lasts = _lasts or lasts
     _replacements.set({PLACE: _stand_in})
 
 
@@ -37,4 +44,20 @@ def _stand_in(original: _Compile) -> _Compile:
 
 def stand_down() -> None:
     """Gives Keras its own method back."""
+    global _lasts
+    _lasts = False
     _replacements.set({})
+
+
+def end_scope(*, failed: bool, in_force: bool) -> None:
+    """Keeps the stand-in for what a scope has made, if that did not fail.
+
+    Args:
+        failed: Whether an error ended the scope.
+        in_force: Whether a policy is in force after it.
+    """
+    global _lasts
+    if _replacements.places() and not failed:
+        _lasts = True
+    elif not (_lasts or in_force):
+        stand_down()

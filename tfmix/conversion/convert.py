@@ -25,7 +25,11 @@ from tfmix.conversion import (
 from tfmix.float8 import chosen_layers
 from tfmix.in_force.global_policy import current_policy
 from tfmix.in_force.layer import fallback
-from tfmix.in_force.model import carried, computing_layers, suited_optimizer
+from tfmix.in_force.model import (
+    computing_layers,
+    mixed_model,
+    suited_optimizer,
+)
 from tfmix.policy import policy as policies
 from tfmix.scaling import guard, self_scaled
 from tfmix.scaling import optimizer as scaling
@@ -265,7 +269,7 @@ def _converted(
             know_again()
         chosen = chosen_layers.reasons(model)
         way_back.callback(chosen_layers.restore, model, chosen)
-        carried.carry(model, policy)
+        mixed_model.set_policy(model, policy)
         installed = _suit_optimizer(model, policy, state_before, given)
         if isinstance(installed, scaling.LossScaleOptimizer):
             guard.put_on(model)
@@ -301,7 +305,7 @@ def _take_back(
         optimizer_state.give(model, trained)
     else:
         # The user has compiled anew since, and goes on with this optimizer.
-        carries = carried.carried_policy(model) or model.dtype_policy
+        carries = mixed_model.policy_of(model) or model.dtype_policy
         _suit_optimizer(model, carries, trained)
 
 

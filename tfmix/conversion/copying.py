@@ -10,7 +10,7 @@ import keras
 from tfmix import _messages
 from tfmix._keras import layer_policies, layers, loading
 from tfmix.in_force.global_policy import current_policy
-from tfmix.in_force.model import carried
+from tfmix.in_force.model import mixed_model
 
 # Of Keras's message: enough for its first sentence and a path.
 _LONGEST = 300
@@ -19,7 +19,7 @@ _LONGEST = 300
 def copied(model: keras.Model) -> keras.Model:
     """Copies a model through Keras's own saving, optimizer included."""
     # What the model's own code makes without a dtype gets the source's.
-    before = carried.carried_policy(model) or model.dtype_policy
+    before = mixed_model.policy_of(model) or model.dtype_policy
     try:
         # As pickle does it, which Keras supports: save, then load.
         load, saved, *_ = model.__reduce__()

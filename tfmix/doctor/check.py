@@ -29,8 +29,7 @@ from tfmix.doctor import (
 from tfmix.float8 import chosen_layers
 from tfmix.in_force.global_policy import current_policy
 from tfmix.in_force.layer import fallback
-from tfmix.in_force.model import carried as carrying
-from tfmix.in_force.model import computing_layers, model_outputs
+from tfmix.in_force.model import computing_layers, mixed_model, model_outputs
 from tfmix.in_force.process_wide import interceptor
 from tfmix.policy import policy as policies
 from tfmix.scaling import rules
@@ -138,7 +137,7 @@ def _run(
     batch = given.without({row for rows in bad_rows.values() for row in rows})
     with _as_under(chosen, batch.model, sixteen):
         highest = latent.LOWEST_SCALE if warning else _LOSS_SCALE
-        carried = carrying.carried_policy(batch.model)
+        carried = mixed_model.policy_of(batch.model)
         # What is tried out is made, or converted, under the policy.
         carries = chosen is not None or carried is not None
         findings, judge = passes.find(
@@ -246,7 +245,7 @@ def _policy(
     sixteen = planned_policies.sixteen_bit_layers(model)
     now = {layer.compute_dtype for layer in sixteen}
     if policy is None:
-        carried = carrying.carried_policy(model)
+        carried = mixed_model.policy_of(model)
         name = f"mixed_{min(now)}" if now else "mixed_float16"
         base = policies.with_rules(carried or keras.DTypePolicy(name))
         return (None if now else base), base

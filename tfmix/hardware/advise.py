@@ -13,7 +13,7 @@ from tfmix import _arguments, _formats, _tables
 from tfmix._keras import layers as host
 from tfmix.float8 import chosen_layers
 from tfmix.hardware import model_batches, targets, training_memory
-from tfmix.in_force.model import carried
+from tfmix.in_force.model import mixed_model
 from tfmix.policy import policy as policies
 
 Shape = tuple[int, ...]
@@ -209,7 +209,7 @@ def advise(
     inputs = model_batches.inputs(model, size, x, input_shape)
     if not host.is_built(model):
         model(*inputs)
-    policy = carried.carried_policy(model)
+    policy = mixed_model.policy_of(model)
     if policy is not None and policies.with_rules(policy).is_float8:
         # Else its first call does so.
         chosen_layers.choose(model, policies.with_rules(policy))

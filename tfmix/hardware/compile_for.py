@@ -27,7 +27,11 @@ from tfmix.hardware import (
     training_memory,
 )
 from tfmix.in_force.global_policy import current_policy
-from tfmix.in_force.model import carried, computing_layers, suited_optimizer
+from tfmix.in_force.model import (
+    computing_layers,
+    mixed_model,
+    suited_optimizer,
+)
 from tfmix.policy import policy as policies
 
 
@@ -177,7 +181,7 @@ def _compilable(
     """Returns a copy of the model, compiled as it is to be trained."""
     if policy is None:
         twin = copying.copied(model)
-        policy = carried.carried_policy(twin)
+        policy = mixed_model.policy_of(twin)
     else:
         twin = convert.convert_model(model, policy)
     own = getattr(twin, "optimizer", None)

@@ -1,6 +1,5 @@
 """A train step that leaves no trace when it is skipped."""
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,9 +7,15 @@ import keras
 from keras import ops
 
 from tfmix import _arguments
-from tfmix._keras import compilation, layers, model_methods, training
+from tfmix._keras import (
+    compilation,
+    compile_method,
+    layers,
+    model_methods,
+    training,
+)
 from tfmix._keras import variables as keras_variables
-from tfmix.scaling import deciding_callbacks, saving, skipped_step_logs
+from tfmix.scaling import deciding_callbacks, skipped_step_logs
 from tfmix.scaling import optimizer as optimizers
 
 
@@ -87,6 +92,30 @@ def _check_optimizer(model: keras.Model) -> None:
             "bfloat16 model, with tfmix.LossScaleOptimizer(optimizer, "
             "loss_scale=tfmix.NoLossScale())."
         )
+
+
+@keras.saving.register_keras_serializable("tfmix")
+class Guarded:
+    """Says in a model's file that it was guarded; `compile` gets it of there.
+
+    Args:
+        alone: Boolean, whether the model has no record of a policy: it is to
+            compute as it did. Defaults to `False`.
+    """
+
+    def __init__(self, alone: bool = False) -> None:
+        self.alone = alone
+
+    def get_config(self) -> dict[str, bool]:
+        """Returns the arguments that make it."""
+        return {"alone": self.alone}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, bool]) -> "Guarded":
+        """Makes it of a file, whose model is compiled with it next."""
+        # Keras's own `compile` does not know it.
+        compile_method.stand_by()
+        return cls(**config)
 
 
 class _Guard:
@@ -233,16 +262,15 @@ class _Guard:
 
     def _compile_config(self, original: Callable) -> Any:
         """Notes in a saved model that it was guarded."""
-        # `LossScaleOptimizer.from_config` reads it, for `compile` to guard.
         config = original()
         optimizer = (config or {}).get("optimizer")
         name = isinstance(optimizer, dict) and optimizer["class_name"]
-        if name == "LossScaleOptimizer":
-            config = copy.deepcopy(config)
-            carried = model_methods.part(self._model, model_methods.RULES)
-            guarded = True if carried else saving.GUARDED_ALONE
-            config["optimizer"]["config"]["guarded"] = guarded
-        return config
+        if name != "LossScaleOptimizer":
+            return config
+        record = model_methods.part(self._model, model_methods.RULES)
+        guarded = Guarded(alone=record is None)
+        saved = keras.saving.serialize_keras_object(guarded)
+        return {**config, "guarded": saved}
 
 
 def _is_float(value: Any) -> bool:

@@ -153,8 +153,6 @@ class LossScaleOptimizer(
         self.reduce_dtype = reduce_dtype
         # The ids of variables that were given to `apply` in a guarded step.
         self.given_in_step: set[int] | None = None
-        # Whether a file says of its model that it carried no policy.
-        self.guarded_alone = False
         # Whether what is created just now are slots.
         self.is_building = False
         self._gradient_norm: keras.Variable | None = None

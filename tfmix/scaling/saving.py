@@ -8,13 +8,9 @@ import keras
 import numpy as np
 
 from tfmix import _messages
-from tfmix._keras import compile_method
 from tfmix._keras import variables as keras_variables
 from tfmix.scaling import rules, settings
 
-# In a config, of a guarded model that carried no policy: it is to compute as it
-# did. `True` of one that did, and of all in older files.
-GUARDED_ALONE = "alone"
 # Keys of a saved state: own variables by name, the inner ones by position.
 _OWN, _INNER = "own_", "inner_"
 # Keras's class stores its variables by position: these four, then the inner
@@ -119,12 +115,9 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
                 arguments[key], custom_objects=custom_objects
             )
     settings.drop_unsupported(arguments)
-    guarded = arguments.pop("guarded", False)
-    if guarded:
-        # The model is compiled with it next, and guarded by that.
-        compile_method.stand_by()
+    # Of its model, in older files.
+    arguments.pop("guarded", None)
     optimizer = kind(**arguments)
-    optimizer.guarded_alone = guarded == GUARDED_ALONE
     return optimizer
 
 

@@ -16,14 +16,14 @@ from tfmix import _messages
 from tfmix._keras import compile_method, global_state, replacements
 from tfmix.devices import is_on_tpu
 from tfmix.in_force.global_policy import new_layers
-from tfmix.in_force.model import adopted
+from tfmix.in_force.model import mixed_model
 from tfmix.in_force.process_wide import interceptor
 from tfmix.policy import policy as policies
 
 _lock = threading.RLock()
 _local = threading.local()
 _hooks = replacements.Replacements()
-compile_method.use(adopted.adopting)
+compile_method.use(mixed_model.compiling)
 # What `set_global_policy` set; `None` before its first call.
 _base: keras.DTypePolicy | None = None
 # The scopes of all threads that are open just now, latest last. Replaced,
@@ -130,6 +130,7 @@ class policy_scope(contextlib.ContextDecorator):
                 self._leave()
                 with contextlib.suppress(Exception):
                     _refresh()
+                _end_scope(failed=True)
                 raise
         return self._policy
 
@@ -137,6 +138,7 @@ class policy_scope(contextlib.ContextDecorator):
         with _lock:
             self._leave()
             _refresh()
+            _end_scope(failed=raised[0] is not None)
 
     def _leave(self) -> None:
         global _open
@@ -227,6 +229,11 @@ def _refresh() -> None:
         _hooks.set({})
 
 
+def _end_scope(*, failed: bool) -> None:
+    in_force = hooks_keras()
+    compile_method.end_scope(failed=failed, in_force=in_force)
+
+
 def _replaced_by_keras(policy: keras.DTypePolicy) -> None:
     """Follows a `keras.config.set_dtype_policy` made while tfmix is on."""
     before = _lookup()
@@ -267,7 +274,7 @@ def _hook() -> None:
                 "3.15), or a newer tfmix."
             )
     _hooks.set(wanted)
-    compile_method.stand_by()
+    compile_method.stand_by(lasts=False)
 
 
 def _getter(original: Callable) -> Callable:

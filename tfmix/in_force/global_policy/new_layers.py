@@ -9,7 +9,7 @@ import keras
 from tfmix import _formats
 from tfmix._keras import layer_policies, layers
 from tfmix.in_force.layer import fallback, uncast_inputs
-from tfmix.in_force.model import carried
+from tfmix.in_force.model import mixed_model
 from tfmix.policy import layer_rules
 from tfmix.policy import policy as policies
 
@@ -27,7 +27,7 @@ def settle(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
     if isinstance(dtype, policies.Policy):
         layer_policies.set_policy(layer, policies.plain(dtype))
     if isinstance(layer, keras.Model):
-        carried.carry(layer, policy)
+        mixed_model.set_policy(layer, policy)
     if policies.is_sixteen_bit(policy) and fallback.can_have(layer):
         fallback.put_on(layer)
 

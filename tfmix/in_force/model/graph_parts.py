@@ -7,22 +7,15 @@ made of, as the mean beside a sample or feature maps beside a prediction, ends
 a part: who asks for gradients by it has them.
 """
 
-import contextlib
-import contextvars
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from tfmix import _context_values
 from tfmix._keras import global_state, layers
 from tfmix.in_force.model import model_border
 from tfmix.in_force.process_wide import tensors
-
-_results: contextvars.ContextVar["Results | None"] = contextvars.ContextVar(
-    "tfmix_results_of_parts", default=None
-)
 
 
 class Results:
@@ -31,10 +24,6 @@ class Results:
     def __init__(self, model: keras.Model) -> None:
         self.model = model
         self._pairs: list[tuple[Any, Any]] = []
-
-    def noted(self) -> contextlib.AbstractContextManager[None]:
-        """Lets the model's graph run in parts, in a block."""
-        return _context_values.set_to(_results, self)
 
     def as_made(self, outside: Any, dtype: str) -> Any:
         """Returns a result of a part in the dtype that it was made in."""
@@ -75,10 +64,9 @@ class Graph:
         **kwargs: Any,
     ) -> Any:
         """Runs through the graph; `original` is Keras's method that does."""
-        model, results = self._model, _results.get()
+        model, results = self._model, model_border.around()
         # A model inside of another has no results of its own to hand on.
-        is_outermost = results is not None and results.model is model
-        if results is None or not (is_outermost and self.has_parts):
+        if not isinstance(results, Results) or results.model is not model:
             return original(inputs, operation_fn=operation_fn, **kwargs)
         given = keras.tree.flatten(inputs)
         # By the `id` of a symbol, what stands for it and the dtype it was made

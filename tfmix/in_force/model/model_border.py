@@ -34,14 +34,27 @@ States = dict[int, Any]
 # By a layer's `id` and a name, its attributes and the array of that name.
 Attributes = dict[tuple[int, str], tuple[dict, Any]]
 
-_left_out: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "tfmix_border_left_out", default=False
+# What models are called inside of: nothing, what takes their results `AS_MADE`,
+# or what takes those of a graph's parts. And whether without a border.
+AS_MADE = "as made"
+_around: contextvars.ContextVar[tuple[Any, bool]] = contextvars.ContextVar(
+    "tfmix_around_model", default=(None, False)
 )
+
+
+def inside(what: Any) -> contextlib.AbstractContextManager[None]:
+    """Calls models as parts of something, in a block."""
+    return _context_values.set_to(_around, (what, _around.get()[1]))
+
+
+def around() -> Any:
+    """Returns what models are called inside of, `None` if of nothing."""
+    return _around.get()[0]
 
 
 def left_out() -> contextlib.AbstractContextManager[None]:
     """Calls models without a border, to see what gradients are inside one."""
-    return _context_values.set_to(_left_out, True)
+    return _context_values.set_to(_around, (around(), True))
 
 
 def call_inside(
@@ -59,7 +72,7 @@ def call_inside(
         What `call` returns, as tensors of the same values.
     """
     is_float16 = computing_layers.computes_in(model, "float16")
-    if _left_out.get() or not is_float16:
+    if _around.get()[1] or not is_float16:
         return call(*args, **kwargs)
     if _TENSORFLOW and not gradients.may_be_asked():
         return call(*args, **kwargs)

@@ -1,13 +1,13 @@
 """Numbers leave a model as float32: the results of its outermost call."""
 
 import contextlib
-import contextvars
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from tfmix import _context_values, _messages
+from tfmix import _messages
 from tfmix._keras import global_state, layers, model_methods
 from tfmix.in_force.model import (
     graph_parts,
@@ -23,14 +23,11 @@ _THROUGH: dict[str, tuple[str, ...]] = {
     "sigmoid": ("binary_crossentropy",),
 }
 _HOLDS = {"float16": "3 digits, up to 65504", "bfloat16": "2 digits"}
-_as_made: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "tfmix_outputs_as_made", default=False
-)
 
 
 def outputs_as_made() -> contextlib.AbstractContextManager[None]:
     """Lets models return what their last layers make, for the doctor."""
-    return _context_values.set_to(_as_made, True)
+    return model_border.inside(model_border.AS_MADE)
 
 
 def is_outermost(model: keras.Model) -> bool:
@@ -38,7 +35,7 @@ def is_outermost(model: keras.Model) -> bool:
 
     With real tensors, and called by no layer but a graph that only passes on.
     """
-    if _as_made.get() or global_state.on_shapes_only():
+    if model_border.around() is not None or global_state.on_shapes_only():
         return False
     entry = global_state.entry_layer()
     if entry is None or entry is model:
@@ -56,13 +53,19 @@ class Outputs:
         # What the model computes by: the same in each call.
         self._call: Callable[..., Any] = model.call
 
+    @functools.cached_property
+    def has_parts(self) -> bool:
+        """Says whether the model is a graph whose parts have own borders."""
+        several = len(layers.results(self._model)) > 1
+        return several and self.graph.has_parts
+
     def of(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
         """Calls; returns float32 if the call is the outermost, else as made."""
         if not is_outermost(self._model):
             with outputs_as_made():
                 return call(*args, **kwargs)
         self._call = call
-        if self.graph.has_parts:
+        if self.has_parts:
             # Each has a border.
             return self._kept_finite(*args, **kwargs)
         compute = self._kept_finite
@@ -73,11 +76,15 @@ class Outputs:
         return unguarded_call.kept_finite(self._model, compute, *args, **kwargs)
 
     def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
-        results = graph_parts.Results(self._model)
-        with outputs_as_made(), results.noted():
+        inside: Any = model_border.AS_MADE
+        wide: Callable[[Any], Any] = tensors.wide
+        if self.has_parts:
+            inside = graph_parts.Results(self._model)
+            wide = inside.wide
+        with model_border.inside(inside):
             outputs = self._call(*args, **kwargs)
         self._tell_of_16_bit(outputs)
-        return tensors.map_leaves(outputs, results.wide)
+        return tensors.map_leaves(outputs, wide)
 
     def _tell_of_16_bit(self, outputs: Any) -> None:
         if self._told or not getattr(self._model, "compiled", False):

@@ -11,8 +11,16 @@ from tfmix._keras import global_state, layers, optimizers, training
 from tfmix.in_force.layer import dtype_errors, fallback
 from tfmix.in_force.process_wide import bare_optimizers
 
-# Marks what stands in for a `train_function` until its first step.
-_FIRST = "_tfmix_first"
+
+class _First:
+    """Stands in for a `train_function` until its first step."""
+
+    def __init__(self, function: Callable, step: Callable) -> None:
+        functools.update_wrapper(self, function)
+        self._step = step
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._step(*arguments)
 
 
 def traced(
@@ -30,7 +38,7 @@ def traced(
             optimizers.mark_wrapped(optimizer, False)
     original(*args, **kwargs)
     function = model.train_function
-    if not training.has_own_step(model) or hasattr(function, _FIRST):
+    if not training.has_own_step(model) or isinstance(function, _First):
         return function
 
     def trace_anew(*arguments: Any) -> Any:
@@ -38,8 +46,7 @@ def traced(
         original(force=True)
         return model.train_function(*arguments)
 
-    @functools.wraps(function)
-    def first(*arguments: Any) -> Any:
+    def step(*arguments: Any) -> Any:
         built = layers.is_built(model)
         arguments = training.for_two_calls(model, arguments)
         try:
@@ -54,7 +61,7 @@ def traced(
             model.train_function = function
         return logs
 
-    vars(first)[_FIRST] = model.train_function = first
+    first = model.train_function = _First(function, step)
     return first
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import keras
 from keras import tree
 
-from tfmix import _bar_output
+from tfmix import _arguments, _bar_output
 from tfmix._keras import compilation
-from tfmix.in_force.model import bound_arguments, skip_causes
+from tfmix.in_force.model import skip_causes
 from tfmix.in_force.process_wide import bare_optimizers
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
@@ -220,20 +220,20 @@ def fit(
     except TypeError:
         # Not our error to raise: Python's own says it better.
         return original(*args, **kwargs)
-    given = bound_arguments.get(bound, "callbacks")
+    given = _arguments.of_call(bound, "callbacks")
     is_list = isinstance(given, keras.callbacks.CallbackList)
     callbacks = given.callbacks if is_list else tree.flatten(given or [])
     watches = [
         callback for callback in callbacks if isinstance(callback, SkipWatch)
     ]
     watch = watches[0] if watches else SkipWatch()
-    data = {name: bound_arguments.get(bound, name) for name in _DATA}
+    data = {name: _arguments.of_call(bound, name) for name in _DATA}
     watch.data = skip_causes.arrays(data)
-    watch.batch_size = bound_arguments.get(bound, "batch_size")
+    watch.batch_size = _arguments.of_call(bound, "batch_size")
     if watches:
         return original(*args, **kwargs)
     if not is_list:
-        bound_arguments.put(bound, "callbacks", [*callbacks, watch])
+        _arguments.put_in_call(bound, "callbacks", [*callbacks, watch])
         return original(*bound.args, **bound.kwargs)
     # Keras takes such a list as it is, the model and parameters in it.
     watch.set_model(model)

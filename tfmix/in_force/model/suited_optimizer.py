@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from tfmix import _messages
+from tfmix._keras import optimizers
 from tfmix.in_force.model import computing_layers
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
@@ -58,6 +59,25 @@ def suited(
         # The check for non-finite gradients stays.
         rule = rules.NoLossScale()
     return _automatic(scaling.LossScaleOptimizer(optimizer, loss_scale=rule))
+
+
+def refuse_two_scales(given: Any) -> None:
+    """Raises an error if a loss scale is inside another."""
+    if not isinstance(given, keras.optimizers.Optimizer):
+        return
+    scalers = [
+        optimizer
+        for optimizer in optimizers.chain(given)
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    ]
+    if len(scalers) > 1:
+        raise ValueError(
+            "`optimizer` holds two loss scales, one inside the other: the "
+            "gradients are divided by both, the loss is multiplied by the "
+            f"outer one alone. Received: optimizer={given!r} around "
+            f"{scalers[1]!r}. Take off the outer one: "
+            "`compile(optimizer.inner_optimizer, ...)`."
+        )
 
 
 def without_automatic(
