@@ -237,3 +237,54 @@ def test_an_optimizer_decides_anew_when_its_model_is_converted():
     assert float(model.optimizer.scale_loss(1.0)) == 1.0
     report.undo()
     assert float(model.optimizer.scale_loss(1.0)) == 2.0**15
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_variable_that_two_networks_share_is_given_both_gradients(
+    kind, mode, wrapped
+):
+    # An actor and a critic on one trunk, whose lists of variables are joined.
+    if ON_JAX and mode == "jit":
+        pytest.skip("`stateless_apply` takes one gradient for each variable")
+
+    def trained(wrap):
+        trunk, head = (keras.Variable(np.ones(3, "float32")) for _ in "ab")
+        optimizer = getattr(keras.optimizers, kind)(0.1)
+        if wrap:
+            optimizer = tfmix.LossScaleOptimizer(optimizer, loss_scale=8.0)
+
+        def step():
+            values = np.float32([[1, 2, 3], [0.5, 0.5, 0.5], [-3, 0.1, 2]])
+            grads = [keras.ops.convert_to_tensor(value) for value in values]
+            variables = [trunk, head, trunk]
+            if wrap:
+                grads = [optimizer.scale_loss(gradient) for gradient in grads]
+            optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+        if mode != "eager":
+            import tensorflow as tf
+
+            optimizer.build([trunk, head])
+            step = tf.function(step, jit_compile=mode == "xla")
+        for _ in range(3):
+            step()
+        return np.array(trunk)
+
+    expected = trained(False)
+    tfmix.set_global_policy("mixed_float16")
+    np.testing.assert_allclose(trained(wrapped), expected, rtol=1e-6)
+
+
+def test_a_bad_gradient_of_a_shared_variable_skips_the_step_and_is_counted():
+    trunk, head = (keras.Variable(np.ones(3, "float32")) for _ in "ab")
+    optimizer = tfmix.LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0)
+    optimizer.scale_loss(1.0)
+    good = keras.ops.ones((3,))
+    bad = keras.ops.convert_to_tensor(np.float32([1, np.nan, 1]))
+    pairs = [(good, trunk), (good, head), (bad, trunk)]
+    optimizer.apply_gradients(pairs)
+    assert np.all(np.array(trunk) == 1.0)
+    assert np.all(np.array(head) == 1.0)
+    assert list(optimizer.overflow_counts.values()) == [1, 0]

@@ -444,13 +444,23 @@ class LossScaleOptimizer(
         written = compilation.may_be_written
         self._note_given(v for v in variables if not written(v))
         unscaled = unscaled or not self._are_scaled(told=True)
-        # In the order of the build, which the counts have as well.
-        rows = optimizers.positions(self, variables)
+        # In the order of the build, which the counts have as well. A trunk that
+        # two networks share is given a gradient by each: the second follows.
         by_row: list = [None] * len(self._model_variables)
+        places: list[int] = []
+        repeated: list[int] = []
+        rows = optimizers.positions(self, variables)
         for row, gradient in zip(rows, grads, strict=True):
-            by_row[row] = gradient
+            if row in places:
+                places.append(len(by_row))
+                by_row.append(gradient)
+                repeated.append(row)
+            else:
+                places.append(row)
+                by_row[row] = gradient
+        settings = self._settings(repeated)
         if keras.backend.backend() == "tensorflow":
-            return self._step_of_tensorflow(by_row, rows, unscaled)
+            return self._step_of_tensorflow(by_row, places, settings, unscaled)
         if compilation.becomes_constant(self._skipped_steps):
             raise ValueError(
                 "`apply` cannot assign variables inside a function that JAX "
@@ -459,7 +469,7 @@ class LossScaleOptimizer(
             )
         used = self._model_variables, self.variables
         weights, slots = ([v.value for v in group] for group in used)
-        values = self._step_of_jax(by_row, weights, slots, unscaled)
+        values = self._step_of_jax(by_row, weights, slots, settings, unscaled)
         for variables, after in zip(used, values, strict=True):
             for variable, value in zip(variables, after, strict=True):
                 variable.assign(value)
@@ -503,7 +513,9 @@ class LossScaleOptimizer(
         self._note_given(self._model_variables)
         unscaled = unscaled or not self._are_scaled(told=True)
         slots, values = list(optimizer_variables), list(trainable_variables)
-        return self._step_of_jax(grads, values, slots, unscaled)
+        return self._step_of_jax(
+            grads, values, slots, self._settings(), unscaled
+        )
 
     @compilation.untouched
     def apply_gradients(self, grads_and_vars: Iterable) -> Any:
@@ -558,7 +570,7 @@ class LossScaleOptimizer(
         """
         if self.built:
             return
-        variables = list(variables)
+        variables = list({id(v): v for v in variables}.values())
         self.is_building = True
         self.inner_optimizer.build(variables)
         self.is_building = False
@@ -612,9 +624,12 @@ class LossScaleOptimizer(
     def _is_scaling(self) -> bool:
         """Says whether a loss is multiplied by the scale, or by 1."""
         if self._scales is None:
+            # The variables of a loss that is scaled before the build are not
+            # known; to multiply and divide is right for any.
+            if not self.built and self._scaled_in_step is not None:
+                return True
             # For good: what is compiled now has to agree with what is compiled
-            # later. The variables of a loss that is scaled before the build
-            # are not known; to multiply and divide is right for any.
+            # later.
             variables = self._model_variables
             self._scales = not (self.built and self_scaled.hold(variables))
         return self._scales
@@ -634,7 +649,9 @@ class LossScaleOptimizer(
         Args:
             told: Whether to warn if no loss was ever scaled.
         """
-        if not self._is_scaling() or self._scaled_in_step is False:
+        if self._scaled_in_step is not None:
+            return self._scaled_in_step
+        if not self._is_scaling():
             return False
         is_one = _is_constant(self.rule) and self.rule.lowest_scale == 1.0
         if told and not (self._has_scaled or is_one):
@@ -696,16 +713,16 @@ class LossScaleOptimizer(
         return variables
 
     def _step_of_tensorflow(
-        self, grads: list, rows: list[int], unscaled: bool
+        self, grads: list, rows: list[int], settings: Settings, unscaled: bool
     ) -> Any:
-        """Steps; `grads` are by variables of the build, `rows` those given."""
+        """Steps; `grads` are by the settings' variables, `rows` those given."""
         replicas.check_replica_context()
         used = self.variables + self._model_variables
         with replicas.one_replica(used):
             state = self._state()
         grads = replicas.sum_gradients(
             grads,
-            self._model_variables,
+            settings.variables,
             self.reduce_dtype,
             # In 16 bit true gradients may be too small to be summed.
             self.rule.current(state.scale)
@@ -715,14 +732,19 @@ class LossScaleOptimizer(
         is_data = self._blames_data(grads)
         with replicas.one_replica(used, self):
             applied, after = tensorflow_step.step(
-                state, grads, rows, self._settings, unscaled, is_data
+                state, grads, rows, settings, unscaled, is_data
             )
             self._warn_if_still(state, after)
             self._assign(after)
         return applied
 
     def _step_of_jax(
-        self, grads: list, weights: list, slots: list, unscaled: bool
+        self,
+        grads: list,
+        weights: list,
+        slots: list,
+        settings: Settings,
+        unscaled: bool,
     ) -> tuple[list, list]:
         """Steps from values to values: the model's, and `self.variables`."""
         mine = optimizers.own_variables(self)
@@ -732,7 +754,7 @@ class LossScaleOptimizer(
         inner = slots[len(mine) :]
         is_data = self._blames_data(grads)
         after, weights, inner = jax_step.step(
-            state, grads, weights, inner, self._settings, unscaled, is_data
+            state, grads, weights, inner, settings, unscaled, is_data
         )
         self._warn_if_still(state, after)
         with keras.StatelessScope(state_mapping=mapping) as scope:
@@ -783,10 +805,12 @@ class LossScaleOptimizer(
     def _counter(self, name: str, *shape: int) -> keras.Variable:
         return self.add_variable(shape, "zeros", "int32", name=name)
 
-    @property
-    def _settings(self) -> Settings:
-        inner, variables = self.inner_optimizer, self._model_variables
-        return Settings(self.rule, inner, variables)
+    def _settings(self, repeated: Sequence[int] = ()) -> Settings:
+        variables = self._model_variables
+        variables += [variables[row] for row in repeated]
+        return Settings(
+            self.rule, self.inner_optimizer, variables, tuple(repeated)
+        )
 
     @property
     def _model_variables(self) -> list[keras.Variable]:

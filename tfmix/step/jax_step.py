@@ -26,8 +26,9 @@ def step(
 
     Args:
         state: From before the step.
-        grads: A gradient, or `None`, for each variable of the build.
-        weights: What these variables hold; they themselves are not read.
+        grads: A gradient, or `None`, for each variable of the settings.
+        weights: What the variables of the build hold; they themselves are not
+            read.
         slots: What the inner optimizer's variables hold.
         settings: What stays the same.
         unscaled: Whether the gradients are true ones already.
@@ -49,15 +50,22 @@ def step(
     state = state.after(settings, applied, bad, norm, is_data)
     if not traced and not applied:
         return state, weights, slots
-    used, before = variables + inner.variables, weights + slots
+    built = variables[: len(weights)]
+    used, before = built + inner.variables, weights + slots
     with keras.StatelessScope(state_mapping=zip(used, before, strict=True)):
         selection = optimizers.Selection(applied, used)
     with selection.of(inner) if traced else contextlib.nullcontext():
-        new = inner.stateless_apply(slots, true, weights)
-    after = [*new[0], *new[1]]
+        if settings.repeated:
+            mapping = zip(used, before, strict=True)
+            with keras.StatelessScope(state_mapping=mapping) as scope:
+                inner.apply(true, variables)
+            after = [scope.get_current_value(variable) for variable in used]
+        else:
+            new = inner.stateless_apply(slots, true, weights)
+            after = [*new[0], *new[1]]
     if traced:
         after = _selected(applied, selection, used, before, after)
-    count = len(variables)
+    count = len(weights)
     return state, after[:count], after[count:]
 
 

@@ -14,12 +14,15 @@ class Settings(NamedTuple):
     Attributes:
         rule: The rule of the loss scale, a `tfmix.LossScale`.
         inner: The optimizer that updates.
-        variables: The model's variables that it was built with.
+        variables: The model's variables that it was built with, and after
+            them again those that are given a second gradient.
+        repeated: The places of the latter among the former.
     """
 
     rule: Any
     inner: keras.optimizers.Optimizer
     variables: list[keras.Variable]
+    repeated: tuple[int, ...] = ()
 
 
 class State(NamedTuple):
@@ -60,6 +63,7 @@ class State(NamedTuple):
                 applied because the data or the loss is not finite. No scale
                 helps there, so that the rule does not move.
         """
+        bad = _by_variable(bad, settings)
         scale = settings.rule.update(self.scale, applied)
         if is_data is not False:
             scale = _select_all(is_data, self.scale, scale)
@@ -76,6 +80,19 @@ class State(NamedTuple):
             overflow_counts=self.overflow_counts + ops.cast(bad, "int32"),
             gradient_norm=norm,
         )
+
+
+def _by_variable(bad: Any, settings: Settings) -> Any:
+    """Joins the flags of all gradients that a variable is given."""
+    if not settings.repeated:
+        return bad
+    count = len(settings.variables) - len(settings.repeated)
+    own = bad[:count]
+    for place, row in enumerate(settings.repeated):
+        is_row = np.arange(count) == row
+        again = ops.logical_and(is_row, bad[count + place])
+        own = ops.logical_or(own, again)
+    return own
 
 
 def _select_all(condition: Any, if_true: Any, if_false: Any) -> Any:

@@ -24,7 +24,7 @@ def step(
     Args:
         state: From before the step.
         grads: A gradient, summed over the replicas, or `None`, for each
-            variable of the build.
+            variable of the settings.
         rows: The places of those that the inner optimizer is to be given.
         settings: What stays the same. Its inner optimizer assigns.
         unscaled: Whether the gradients are true ones already.
