@@ -12,6 +12,7 @@ from tfmix.callbacks import loss_scale_monitor
 from tfmix.in_force.global_policy import current_policy
 from tfmix.in_force.model import model_border
 from tfmix.scaling import optimizer as scaling
+from tfmix.scaling import self_scaled
 
 ALL_BAD = (
     "16 of 16 steps of epoch 1 were skipped at a loss scale of 4: `x` reaches "
@@ -194,6 +195,13 @@ def test_an_epoch_of_bad_rows_alone_is_told_of(said):
     assert len(said) == 1
 
 
+@pytest.fixture
+def scaled_outside(monkeypatch):
+    """Multiplies the loss by the scale, as where no model scales inside."""
+    monkeypatch.setattr(self_scaled, "hold", lambda variables: False)
+
+
+@pytest.mark.usefixtures("scaled_outside")
 def test_what_a_search_may_cost_later_on_is_not_told_of(said):
     # A gradient beyond the scale's reach, as of weights that have grown.
     model = compiled(initial_scale=2.0**15)
@@ -229,6 +237,7 @@ def test_one_bad_row_of_many_is_told_of_once(said, policy):
     assert "`x` holds NaN or infinity in 1 of 60 rows (7)" in text
 
 
+@pytest.mark.usefixtures("scaled_outside")
 def test_trials_of_a_scale_that_grows_fast_are_not_told_of(said):
     model = compiled(initial_scale=2.0**15, dynamic_growth_steps=2)
     data = batches(64)
