@@ -42,10 +42,11 @@ def _quotient(scale: Any) -> Callable[[Any], Any]:
     """Returns what divides a tensor by a scale."""
     if scale is None:
         return lambda tensor: tensor
+    # The reciprocal of a constant beyond 2^126 would be folded to zero.
+    apart = compilation.kept_apart(scale)
     if compilation.by_xla():
-        # The reciprocal of a constant beyond 2^126 would be folded to zero.
-        return _by_reciprocal(compilation.kept_apart(scale))
-    return functools.partial(_divided, scale)
+        return _by_reciprocal(apart)
+    return functools.partial(_divided, apart)
 
 
 def _divided(scale: Any, tensor: Any) -> Any:
