@@ -180,7 +180,8 @@ class _Guard:
             model.optimizer.variables,
             model.metrics_variables,
         )
-        mapping, before = [], {}
+        mapping: list = []
+        before: dict[int, Any] = {}
         for group, new, old in zip(groups, after, state, strict=True):
             mapping += zip(group, new, strict=True)
             before |= zip(map(id, group), old, strict=True)

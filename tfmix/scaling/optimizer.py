@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix import _arguments, _errors, _users_code
+from tfmix import _arguments, _users_code
 from tfmix._keras import compilation, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.scaling import (
@@ -269,19 +269,7 @@ class LossScaleOptimizer(
                 whose gradients were not finite and says what to change.
         """
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
-        skips, rule = self.consecutive_skips, self.rule
-        is_dynamic = isinstance(rule, rules.DynamicLossScale)
-        floor = rule.lowest_scale if is_dynamic else 0.0
-        # One at the floor is a bad batch; another in a row no scale can save.
-        if skips > 1 and self.loss_scale <= floor:
-            where = f"The loss scale has reached its floor, {floor:g}"
-        elif skips >= limit:
-            where = f"The loss scale is {self.loss_scale:g}"
-        else:
-            return
-        raise _errors.LossScaleError(
-            stuck.message(where, skips, self.overflow_counts)
-        )
+        stuck.check(self, limit)
 
     @compilation.untouched
     def scale_loss(self, loss: Any) -> Any:

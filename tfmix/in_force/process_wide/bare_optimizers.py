@@ -4,9 +4,10 @@ In loops without `compile`, and in models with several optimizers.
 """
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -38,18 +39,22 @@ class Skips:
 
     rule = rules.NoLossScale()
     loss_scale = 1.0
+    gradient_norm = math.nan
 
     def __init__(self, optimizer: Any, variables: Sequence) -> None:
         self.iterations = optimizer.iterations
         self._paths = optimizers.paths(variables)
         self._watch = standstill.Watch(optimizer.name, self._paths)
-        # Steps, then those in which each variable's gradient was not finite.
-        count = 1 + len(variables)
-        self._counts = (
+        # All skipped steps, those in a row, and those in which the gradient of
+        # each variable was not finite.
+        count = 2 + len(variables)
+        self._counts: Any = (
             keras.Variable(np.zeros(count), "zeros", "int32", trainable=False)
             if _ON_TENSORFLOW
             else np.zeros(count, "int32")
         )
+        # Steps applied before the last skipped one (JAX).
+        self._applied = -1
 
     @property
     def skipped_steps(self) -> int:
@@ -57,9 +62,19 @@ class Skips:
         return int(self._host_counts()[0])
 
     @property
+    def consecutive_skips(self) -> int:
+        """Steps not applied since the last that was."""
+        in_a_row = int(self._host_counts()[1])
+        if _ON_TENSORFLOW:
+            return in_a_row
+        # On the host nothing is heard of steps that are applied.
+        applied = int(compilation.host_value(self.iterations))
+        return in_a_row if applied == self._applied else 0
+
+    @property
     def overflow_counts(self) -> dict[str, int]:
         """Skipped steps per variable, by its path."""
-        counts = self._host_counts()[1:].tolist()
+        counts = self._host_counts()[2:].tolist()
         return dict(zip(self._paths, counts, strict=True))
 
     @property
@@ -71,8 +86,12 @@ class Skips:
         """Counts a step if it was skipped; in a loop, warns of eight."""
         is_bad = ops.logical_not(applied)
         if _ON_TENSORFLOW:
-            flags = ops.concatenate([ops.reshape(is_bad, (1,)), bad])
-            self._counts.assign_add(ops.cast(flags, "int32"))
+            one = ops.reshape(is_bad, (1,))
+            flags = ops.cast(ops.concatenate([one, one, bad]), "int32")
+            counts = ops.add(self._counts, flags)
+            in_a_row = np.arange(len(self._paths) + 2) == 1
+            ended = ops.logical_and(in_a_row, ops.logical_not(is_bad))
+            self._counts.assign(ops.where(ended, 0, counts))
         # In `fit` the line after the epoch says more.
         in_fit = power.is_placed()
         if not (in_fit and _ON_TENSORFLOW):
@@ -81,7 +100,9 @@ class Skips:
 
     def _count(self, applied: Any, bad: Any) -> None:
         if not _ON_TENSORFLOW:
-            self._counts += np.concatenate([[True], bad])
+            self._counts[1] *= self._applied == int(applied)
+            self._counts += np.concatenate([[True, True], bad])
+            self._applied = int(applied)
 
     def _count_and_watch(self, applied: Any, bad: Any) -> None:
         self._count(applied, bad)
@@ -92,6 +113,8 @@ class Skips:
         return compilation.host_value(self._counts)
 
 
+# What counts the skipped steps of an optimizer.
+Skipper: TypeAlias = scaling.LossScaleOptimizer | Skips
 _skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
 _left_alone: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -194,7 +217,7 @@ def held_beside(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     ]
 
 
-def skippers(model: keras.Model) -> list[scaling.LossScaleOptimizer | Skips]:
+def skippers(model: keras.Model) -> list[Skipper]:
     """Lists what counts the skips of the optimizers that a model holds."""
     held = [
         value
