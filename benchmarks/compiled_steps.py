@@ -136,7 +136,8 @@ def _by_tensorflow(optimizer: Any, variables: list, device: Any) -> Any:
     @tf.function(jit_compile=True, autograph=False)
     def step(*narrow: Any) -> None:
         _say_scaled(optimizer)
-        optimizer.apply(_cast(narrow, variables), variables)
+        with power.placed(1.0):
+            optimizer.apply(_cast(narrow, variables), variables)
 
     given = [tf.TensorSpec(one.shape, tf.bfloat16) for one in variables]
     return compilers.compile_tensorflow(step, given, device)

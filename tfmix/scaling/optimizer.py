@@ -713,8 +713,12 @@ class LossScaleOptimizer(
                     [keras_variables.local(variables[n]) for n in places],
                 )
 
+            checked = unscale.narrow_if_dense(grads, true)
+            if scale is not None and rule.may_enlarge:
+                checked = true
+            updated = self._model_variables + settings.inner.variables
             applied, bad = apply_if_finite.apply_if_finite(
-                true, update, self._model_variables + settings.inner.variables
+                checked, update, updated
             )
             norm = None
             if self._gradient_norm is not None:

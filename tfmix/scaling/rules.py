@@ -59,6 +59,14 @@ class LossScale(abc.ABC):
         """A bound that no scale is below."""
         return 0.0
 
+    @property
+    def may_enlarge(self) -> bool:
+        """Whether a division by the scale may make an infinity.
+
+        Else gradients can be checked as they come, before they are divided.
+        """
+        return self.lowest_scale < 1.0
+
     @abc.abstractmethod
     def init(self) -> Any:
         """Returns the state before the first step, as NumPy scalars."""

@@ -35,7 +35,7 @@ def apply_if_finite(
     """Runs an update if all gradients are finite; else nothing changes.
 
     Args:
-        grads: True gradients, dense or sparse; `None` where there is none.
+        grads: Gradients, dense or sparse; `None` where there is none.
         update: Assigns to the variables. Under XLA and JAX it runs in any case.
         variables: All that it may assign to.
 

@@ -38,6 +38,18 @@ def true_gradients(grads: Sequence, variables: Sequence, scale: Any) -> list:
     ]
 
 
+def narrow_if_dense(grads: Sequence, true: Sequence) -> list:
+    """Returns gradients as they came, sparse ones as they are when true.
+
+    To check these reads fewer bytes; the rows of sparse ones are added up, in
+    float32.
+    """
+    return [
+        wide if finite.is_sparse(gradient) else gradient
+        for gradient, wide in zip(grads, true, strict=True)
+    ]
+
+
 def _quotient(scale: Any) -> Callable[[Any], Any]:
     """Returns what divides a tensor by a scale."""
     if scale is None:

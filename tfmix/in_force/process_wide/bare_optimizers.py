@@ -159,7 +159,8 @@ def _apply(
         def update() -> None:
             original(optimizer, true, local if given else None)
 
-        applied, bad = apply_if_finite.apply_if_finite(true, update, used)
+        checked = unscale.narrow_if_dense(grads, true)
+        applied, bad = apply_if_finite.apply_if_finite(checked, update, used)
         skips.count(applied, _by_variable(optimizer, these, bad))
 
 
