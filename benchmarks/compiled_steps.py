@@ -15,6 +15,7 @@ from tfmix.hardware import (
     lowering,
     targets,
 )
+from tfmix.scaling.border import power
 
 FEW_LARGE = [(2048, 2048)] * 6
 MANY_SMALL = [(256, 256)] * 200
@@ -75,7 +76,9 @@ def _by_jax(optimizer: Any, variables: list, device: Any) -> Any:
         with keras.StatelessScope(zip(optimizer.variables, held, strict=True)):
             _say_scaled(optimizer)
         gradients = _cast(narrow, variables)
-        return optimizer.stateless_apply(held, gradients, trained)
+        # As `fit` does: a loop of one's own has a branch that warns.
+        with power.placed(1.0):
+            return optimizer.stateless_apply(held, gradients, trained)
 
     # What goes in lies in the order of what comes out: JAX writes one over
     # the other in that order, and copies where it does not fit.
@@ -133,7 +136,8 @@ def _by_tensorflow(optimizer: Any, variables: list, device: Any) -> Any:
     @tf.function(jit_compile=True, autograph=False)
     def step(*narrow: Any) -> None:
         _say_scaled(optimizer)
-        optimizer.apply(_cast(narrow, variables), variables)
+        with power.placed(1.0):
+            optimizer.apply(_cast(narrow, variables), variables)
 
     given = [tf.TensorSpec(one.shape, tf.bfloat16) for one in variables]
     return compilers.compile_tensorflow(step, given, device)

@@ -10,10 +10,7 @@ from benchmarks import compiled_steps
 from tests import helpers
 from tfmix._keras import compilation
 from tfmix.hardware import compiled_text, compilers, targets
-from tfmix.step import finite
-
-if keras.backend.backend() == "jax":
-    from tfmix.step import jax_step
+from tfmix.step import apply_if_finite, finite
 
 FEW, MANY = compiled_steps.FEW_LARGE, compiled_steps.MANY_SMALL
 
@@ -123,13 +120,14 @@ def test_sparse_gradients_are_checked_without_a_loop():
     assert found["tfmix"].kernels <= found["bare"].kernels + 20
 
 
-def test_the_variant_of_a_cpu_is_caught(monkeypatch):
+def test_a_check_of_each_gradient_alone_is_caught(monkeypatch):
     if keras.backend.backend() == "tensorflow":
         monkeypatch.setattr(compilation, "by_xla", lambda: False)
     else:
-        name = "_not_finite_of_a_shape"
-        monkeypatch.setattr(finite, name, finite._by_products)
+        monkeypatch.setattr(
+            finite, "_not_finite_of_a_shape", finite.VARIANTS["several"]
+        )
         # JAX may have traced the other.
-        monkeypatch.setattr(jax_step, "_not_finite", finite.not_finite)
+        monkeypatch.setattr(apply_if_finite, "_not_finite", finite.not_finite)
     with pytest.raises(AssertionError, match="too many kernels"):
         check(*compiled(FEW, "h200"), 7 + 10)

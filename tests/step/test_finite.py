@@ -153,7 +153,7 @@ def test_each_variant_tells_all_tensors_apart(variant, bad, monkeypatch):
 def test_tensorflow_compiles_for_a_tpu_what_it_is_told_to(monkeypatch):
     import tensorflow as tf
 
-    names = ("cpu", "tpu", "several", "default")
+    names = ("tpu", "several", "default")
     chosen = compilation.by_target(*[lambda name=name: name for name in names])
     assert chosen() == "default"
     with compilation.compiled_for("tpu"):

@@ -69,9 +69,11 @@ def for_tpu() -> bool:
 
 
 def kept_apart(tensor: Any) -> Any:
-    """Returns the tensor, through which XLA does not look."""
+    """Returns the tensor, through which no compiler looks."""
     if keras.backend.backend() == "jax":
         return jax.lax.optimization_barrier(tensor)
+    if not by_xla():
+        return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=())
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
     return gen_xla_ops.xla_optimization_barrier([tensor])[0]
@@ -193,12 +195,12 @@ def _stablehlo_type(shape: Sequence, dtype: str) -> str:
 
 
 def by_target(
-    cpu: Callable, tpu: Callable, several: Callable, default: Callable
+    tpu: Callable, several: Callable, default: Callable
 ) -> Callable[..., Any]:
     """Returns a function of tensors that XLA compiles as its target wants it.
 
-    All compute the same: for a CPU, for a TPU, for several devices that share
-    the tensors, for any other target. That of the host says nothing.
+    All compute the same: for a TPU, for several devices that share the tensors,
+    for any other target. That of the host says nothing.
     TensorFlow knows no target but a TPU, and shares no tensors.
     """
     if keras.backend.backend() == "tensorflow":
@@ -225,7 +227,6 @@ def by_target(
     primitive.def_abstract_eval(abstract)
     primitive.def_impl(jax.jit(default))
     mlir.register_lowering(primitive, rule(default))
-    mlir.register_lowering(primitive, rule(cpu), platform="cpu")
     mlir.register_lowering(primitive, rule(tpu), platform="tpu")
     batching.primitive_batchers[primitive] = batched
     # What is said of numbers has no gradient.
@@ -313,23 +314,23 @@ def held(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def read(variable: Any) -> Any:
+    """Returns what a variable holds now, as a tensor that stays as it is."""
+    value = held(variable)
+    return tf.convert_to_tensor(value) if hasattr(value, "handle") else value
+
+
+def wait_for_callbacks() -> None:
+    """Waits until what compiled steps call on the host has been called."""
+    if keras.backend.backend() == "jax":
+        jax.effects_barrier()
+
+
 def is_symbolic(tensor: Any) -> bool:
     """Says whether a tensor's value is not known yet."""
     if keras.backend.backend() == "tensorflow":
         return bool(tf.is_symbolic_tensor(tensor))
     return isinstance(tensor, jax.core.Tracer)
-
-
-def mark(variable: Any) -> Any:
-    """Returns what changes whenever the function traced now writes a variable.
-
-    Under JAX its value, under TensorFlow the operations that may write it.
-    """
-    if keras.backend.backend() == "jax":
-        return variable.value
-    graph = tf.compat.v1.get_default_graph()
-    users = graph.capture(held(variable).handle).consumers()
-    return frozenset(user.name for user in users if user.type not in _READS)
 
 
 def cast_from(tensor: Any) -> Any:
@@ -347,7 +348,8 @@ def may_be_written(variable: Any) -> bool:
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or not hasattr(graph, "capture"):
         return True
-    return bool(mark(variable))
+    users = graph.capture(held(variable).handle).consumers()
+    return any(user.type not in _READS for user in users)
 
 
 @contextlib.contextmanager

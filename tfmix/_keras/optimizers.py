@@ -1,14 +1,13 @@
 """The parts of Keras's optimizers that tfmix reaches into."""
 
 import contextlib
-import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import keras
 
-from tfmix._keras import compilation, replacements
+from tfmix._keras import replacements
 
 Optimizer: TypeAlias = keras.optimizers.Optimizer
 # Where every optimizer but a wrapper applies its gradients.
@@ -16,8 +15,6 @@ APPLY: replacements.Place = (
     next(c for c in keras.optimizers.Optimizer.__mro__ if "apply" in vars(c)),
     "apply",
 )
-
-_WRAPPED = "_tfmix_wrapped"
 
 
 def chain(optimizer: Optimizer | None) -> Iterator[Optimizer]:
@@ -51,29 +48,9 @@ def unwrapped(optimizer: Any) -> list[Optimizer]:
     ]
 
 
-def is_wrapped(optimizer: Optimizer) -> bool:
-    """Says whether a wrapper of tfmix's decides when an optimizer steps."""
-    return bool(vars(optimizer).get(_WRAPPED))
-
-
-def mark_wrapped(optimizer: Optimizer, wrapped: bool = True) -> None:
-    """Notes on an optimizer whether a wrapper of tfmix's is around it."""
-    # Not by `setattr`, which tracks.
-    vars(optimizer)[_WRAPPED] = wrapped
-
-
 def workers(optimizer: Optimizer) -> list[Optimizer]:
     """Returns the optimizers of a `MultiOptimizer`, or the one given."""
     return getattr(optimizer, "optimizers", [optimizer])
-
-
-def divides_gradients(optimizer: Optimizer) -> bool:
-    """Says whether an update divides a gradient by a tensor of its shape.
-
-    Keras divides a sparse one in a branch of a conditional.
-    """
-    kinds = keras.optimizers.RMSprop, keras.optimizers.Adadelta
-    return any(isinstance(part, kinds) for part in with_nested(optimizer))
 
 
 def key(variable: Any) -> Any:
@@ -134,78 +111,6 @@ def alone(optimizer: Optimizer | None, strategy: Any = None) -> Iterator[None]:
             for name, value in replaced.items():
                 replacements.swap(undo, part, name, value)
         yield
-
-
-class Selection:
-    """Lets an optimizer assign new values or keep the old, by a condition.
-
-    Each is selected where the optimizer assigns it, so that what it computes
-    from it next reads what was selected. Selected at the end alone, old and
-    new are needed at once, and XLA copies slots on a CPU.
-
-    Args:
-        condition: Boolean scalar tensor.
-        variables: The variables that the optimizer may change.
-    """
-
-    def __init__(self, condition: Any, variables: Sequence) -> None:
-        self._condition = condition
-        # How each stands as long as nobody else has written it.
-        self._marks = {_place(v): compilation.mark(v) for v in variables}
-
-    def is_made(self, variable: Any) -> bool:
-        """Says whether all that was assigned to a variable was selected."""
-        # A view is not known: what it stores in is, and is restored.
-        mark = self._marks.get(_place(variable))
-        if mark is None:
-            return False
-        return bool(_is_same(mark, compilation.mark(variable)))
-
-    @contextlib.contextmanager
-    def of(self, optimizer: Optimizer) -> Iterator[None]:
-        """Selects what an optimizer, and all in it, assigns in a block."""
-        operations = {
-            "assign_add": keras.ops.add,
-            "assign_sub": keras.ops.subtract,
-            "assign": lambda old, new: new,
-        }
-        with contextlib.ExitStack() as undo:
-            for part in with_nested(optimizer):
-                for name, operation in operations.items():
-                    assign = self._selecting(part, name, operation)
-                    replacements.swap(undo, part, name, assign)
-            yield
-
-    def _selecting(
-        self, optimizer: Optimizer, name: str, operation: Callable
-    ) -> Callable:
-        original, assign = getattr(optimizer, name), optimizer.assign
-
-        def selecting(variable: Any, value: Any) -> None:
-            if not self.is_made(variable):
-                original(variable, value)
-                return
-            if hasattr(value, "dense_shape"):
-                # A sparse one has no rows when nothing is to change.
-                original(variable, value)
-            else:
-                old = keras.ops.convert_to_tensor(variable)
-                new = operation(old, keras.ops.cast(value, old.dtype))
-                assign(variable, keras.ops.where(self._condition, new, old))
-            self._marks[_place(variable)] = compilation.mark(variable)
-
-        return selecting
-
-
-_TENSORFLOW = keras.backend.backend() == "tensorflow"
-_is_same = operator.eq if _TENSORFLOW else operator.is_
-
-
-def _place(variable: Any) -> int:
-    """Returns what tells a variable, or the `tf.Variable` in it, apart."""
-    return id(
-        getattr(variable, "_value", variable) if _TENSORFLOW else variable
-    )
 
 
 def strategy_of(optimizer: Optimizer) -> Any:

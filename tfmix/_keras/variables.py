@@ -97,6 +97,8 @@ def local_copies(these: Iterable[keras.Variable]) -> Iterator[None]:
 
 def local(variable: Any) -> Any:
     """Returns this replica's copy of a `tf.Variable`, or the variable."""
+    if keras.backend.backend() != "tensorflow":
+        return variable
     import tensorflow as tf
 
     distributed = isinstance(variable, tf.distribute.DistributedValues)

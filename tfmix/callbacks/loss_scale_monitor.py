@@ -14,7 +14,7 @@ from tfmix._keras import variables
 from tfmix.doctor import missing_scaler
 from tfmix.in_force.model import computing_layers, skip_watch
 from tfmix.scaling import optimizer as scaling
-from tfmix.scaling import rules
+from tfmix.scaling import rules, stuck
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,11 +242,11 @@ class LossScaleMonitor(skip_watch.SkipWatch):
         self._log_standstill(reading)
         try:
             for optimizer in self._optimizers():
-                optimizer.check_health(self.max_consecutive_skips)
+                stuck.check(optimizer, self.max_consecutive_skips)
         except _errors.LossScaleError as error:
-            stuck, _, advice = str(error).partition("\n")
+            where, _, advice = str(error).partition("\n")
             cause = f"The likeliest cause, as measured: {self._why(reading)}."
-            text = "\n".join([stuck, cause, advice])
+            text = "\n".join([where, cause, advice])
             raise _errors.LossScaleError(text) from None
 
     def _note(self, reading: Reading) -> None:

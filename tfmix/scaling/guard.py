@@ -1,10 +1,11 @@
 """A train step that leaves no trace when it is skipped."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
-from keras import ops
+from keras import ops, tree
 
 from tfmix import _arguments
 from tfmix._keras import (
@@ -15,8 +16,8 @@ from tfmix._keras import (
     training,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.scaling import deciding_callbacks, skipped_step_logs
 from tfmix.scaling import optimizer as optimizers
+from tfmix.step import apply_if_finite, finite
 
 
 def guard(model: keras.Model) -> keras.Model:
@@ -124,26 +125,16 @@ class _Guard:
     def __init__(self, model: keras.Model, asked_for: bool) -> None:
         self._model = model
         self.asked_for = asked_for
-        logs = self._logs = skipped_step_logs.StepLogs(model)
         tensorflow = keras.backend.backend() == "tensorflow"
         self.wrappers: Mapping[str, model_methods.Wrapper] = {
             "train_step": self._on_tensorflow if tensorflow else self._on_jax,
-            "fit": deciding_callbacks.fit(model),
-            "reset_metrics": logs.reset_metrics,
-            "get_metrics_result": logs.metrics_result,
+            "get_metrics_result": self._metrics_result,
             "get_compile_config": self._compile_config,
         }
 
     @property
     def _gives_way(self) -> bool:
         return not self.asked_for and not _skips(self._model)
-
-    def _run(self, original: Callable, *args: Any) -> tuple[Any, set[int]]:
-        """Steps; returns the result, and the `id`s of what was optimized."""
-        _check_optimizer(self._model)
-        guarded = optimizers.guarded_step(self._model.optimizer)
-        with guarded as stepped, self._logs.noted():
-            return original(*args), stepped
 
     def _on_tensorflow(self, original: Callable, data: Any) -> Any:
         if self._gives_way:
@@ -152,104 +143,119 @@ class _Guard:
 
         from tfmix.step import replicas
 
-        watched = map(compilation.held, self._watched())
-        before = {id(v): tf.convert_to_tensor(v) for v in watched}
+        before = {
+            id(variable): compilation.read(variable)
+            for variable in map(compilation.held, self._watched())
+        }
 
         def note(create: Callable, **kwargs: Any) -> Any:
             variable = create(**kwargs)
             is_slot = self._model.optimizer.is_building
             if not (is_slot or kwargs.get("trainable")):
-                before[id(variable)] = tf.convert_to_tensor(variable)
+                before[id(variable)] = compilation.read(variable)
             return variable
 
         # A model, or a metric, may be built in its first step.
         with tf.variable_creator_scope(note):
             logs, stepped = self._run(original, data)
-        left = [v for v in self._watched() if id(v) not in stepped]
-        applied = self._model.optimizer.last_step_applied()
         pairs = [
             (keras_variables.local(variable), before[id(variable)])
-            for variable in map(compilation.held, left)
+            for variable in map(
+                compilation.held,
+                [v for v in self._watched() if id(v) not in stepped],
+            )
             if id(variable) in before
         ]
         with replicas.one_replica(self._model.metrics_variables):
-            # Frozen weights are not written: to put them back, XLA would
-            # copy them at every step.
-            written = [
-                (variable, value)
-                for variable, value in pairs
-                if compilation.may_be_written(variable)
-            ]
-            self._put_back(written, applied)
-            return self._logs.told(logs, applied)
+            return self._put_back(pairs, logs)
 
     def _on_jax(self, original: Callable, state: Any, data: Any) -> tuple:
         if self._gives_way:
             return tuple(original(state, data))
         model = self._model
-        weights_before, state_before, _, metrics_before = state
-        result, stepped = self._run(original, state, data)
-        logs, (weights, others, slots, metrics) = result
-        mapping = zip(model.optimizer.variables, slots, strict=True)
-        with keras.StatelessScope(state_mapping=mapping):
-            applied = model.optimizer.last_step_applied()
-        others = [
-            self._restored(applied, *pair) if _is_float(pair[0]) else pair[0]
-            for pair in zip(others, state_before, strict=True)
-        ]
-        left = set(map(id, training.weights_of_own_step(model))) - stepped
-        states = zip(
-            model.trainable_variables, weights, weights_before, strict=True
+        (logs, after), stepped = self._run(original, state, data)
+        groups = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
         )
-        weights = [
-            ops.where(applied, new, old) if id(variable) in left else new
-            for variable, new, old in states
+        mapping: list = []
+        before: dict[int, Any] = {}
+        for group, new, old in zip(groups, after, state, strict=True):
+            mapping += zip(group, new, strict=True)
+            before |= zip(map(id, group), old, strict=True)
+        pairs = [
+            (variable, before[id(variable)])
+            for variable in self._watched()
+            if id(variable) in before and id(variable) not in stepped
         ]
-        metrics = [
-            self._restored(applied, *pair)
-            for pair in zip(metrics, metrics_before, strict=True)
-        ]
-        variables = [
-            *(model.trainable_variables + model.non_trainable_variables),
-            *(model.optimizer.variables + model.metrics_variables),
-        ]
-        values = [*weights, *others, *slots, *metrics]
-        mapping = zip(variables, values, strict=True)
-        with keras.StatelessScope(state_mapping=mapping):
-            logs = self._logs.told(logs, applied)
-        return logs, (weights, others, slots, metrics)
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            logs = self._put_back(pairs, logs)
+        value = scope.get_current_value
+        return logs, tuple([*map(value, group)] for group in groups)
 
-    def _put_back(self, written: list, applied: Any) -> None:
-        """Gives variables, each with an old value, that if not applied."""
-        import tensorflow as tf
+    def _run(self, original: Callable, *args: Any) -> tuple[Any, set[int]]:
+        """Steps; returns the result, and the `id`s of what was optimized."""
+        _check_optimizer(self._model)
+        with optimizers.guarded_step(self._model.optimizer) as stepped:
+            return original(*args), stepped
 
-        def restore() -> Any:
-            for variable, old in written:
-                variable.assign(self._as_before(variable, old))
-            return tf.constant(False)
+    def _put_back(self, pairs: list, logs: Any) -> Any:
+        """Takes a skipped step back; returns what a step then reports.
 
-        if compilation.by_xla():
-            for variable, old in written:
-                variable.assign(self._restored(applied, variable, old))
-        else:
-            tf.cond(applied, lambda: tf.constant(True), restore)
-
-    def _restored(self, applied: Any, new: Any, old: Any) -> Any:
-        if new is old:
-            return new
-        return ops.where(applied, new, self._as_before(new, old))
-
-    def _as_before(self, new: Any, old: Any) -> Any:
-        """Returns old numbers; of a user's step new ones for a NaN before it.
-
-        Sums of gradients that the step has set to zero stay so.
+        Args:
+            pairs: Variables, each with what it held before the step.
+            logs: What the step returned, of any structure.
         """
-        if not (_is_float(old) and training.has_own_step(self._model)):
-            return old
-        is_mended = ops.logical_and(
-            ops.logical_not(ops.isfinite(old)), ops.isfinite(new)
+        applied = self._model.optimizer.last_step_applied()
+        written = apply_if_finite.written(pairs)
+        if training.has_own_step(self._model):
+            written = [(v, _mended(v, old)) for v, old in written]
+        apply_if_finite.put_back(applied, written)
+        results = self._model.get_metrics_result()
+        if not (isinstance(logs, dict) and isinstance(results, dict)):
+            return logs
+        own = {name: logs[name] for name in logs if name in results}
+        without = {name: results[name] for name in own}
+        return logs | tree.map_structure(
+            functools.partial(self._reported, applied, finite.all_finite(own)),
+            own,
+            without,
         )
-        return ops.where(is_mended, new, old)
+
+    def _reported(self, applied: Any, fine: Any, own: Any, without: Any) -> Any:
+        """Returns what a metric reports: without a skipped step, if it can.
+
+        Where no step was applied since the reset, the skipped batch's own
+        result, or NaN if one of these is not finite.
+        """
+        if keras.backend.is_float_dtype(own.dtype):
+            own = ops.where(ops.logical_or(applied, fine), own, float("nan"))
+        stays = ops.logical_or(applied, ops.logical_not(self._is_measured()))
+        return ops.where(stays, own, without)
+
+    def _metrics_result(self, original: Callable) -> Any:
+        """Hides metrics that skipped steps left empty from the end of an epoch.
+
+        Keras then takes the last step's logs, as it does for other keys.
+        """
+        results = original()
+        if self._gives_way or not results:
+            return results
+        empty = ops.logical_not(self._is_measured())
+        return {} if not compilation.is_symbolic(empty) and empty else results
+
+    def _is_measured(self) -> Any:
+        """Boolean scalar: has a mean among the metrics seen any batch?"""
+        counts = [
+            metric.count
+            for metric in training.metrics(self._model)
+            if isinstance(metric, keras.metrics.Mean)
+        ]
+        if not counts:
+            return ops.convert_to_tensor(True)
+        return ops.any(ops.stack([ops.not_equal(c, 0) for c in counts]))
 
     def _watched(self) -> list[keras.Variable]:
         """Returns what a skipped step must not have changed (TensorFlow)."""
@@ -271,6 +277,20 @@ class _Guard:
         guarded = Guarded(alone=record is None)
         saved = keras.saving.serialize_keras_object(guarded)
         return {**config, "guarded": saved}
+
+
+def _mended(variable: Any, old: Any) -> Any:
+    """Returns old numbers, new ones for a NaN that a user's own step mended.
+
+    Sums of gradients that the step has set to zero stay so.
+    """
+    if not _is_float(old):
+        return old
+    new = compilation.read(variable)
+    is_mended = ops.logical_and(
+        ops.logical_not(ops.isfinite(old)), ops.isfinite(new)
+    )
+    return ops.where(is_mended, new, old)
 
 
 def _is_float(value: Any) -> bool:

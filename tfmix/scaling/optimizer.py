@@ -9,8 +9,9 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix import _arguments, _errors, _users_code
+from tfmix import _arguments, _users_code
 from tfmix._keras import compilation, optimizers
+from tfmix._keras import variables as keras_variables
 from tfmix.scaling import (
     rules,
     saving,
@@ -20,14 +21,9 @@ from tfmix.scaling import (
     stuck,
 )
 from tfmix.scaling.border import power
-from tfmix.step import replicas, unscale
+from tfmix.step import apply_if_finite, replicas, unscale
 from tfmix.step.state import Settings, State
 from tfmix.variables import inner_attributes
-
-if keras.backend.backend() == "tensorflow":
-    from tfmix.step import tensorflow_step
-else:
-    from tfmix.step import jax_step
 
 # How the variables of a loss scale's state are called in Keras's own class,
 # so that a checkpoint written by either can be read by tfmix.
@@ -273,19 +269,7 @@ class LossScaleOptimizer(
                 whose gradients were not finite and says what to change.
         """
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
-        skips, rule = self.consecutive_skips, self.rule
-        is_dynamic = isinstance(rule, rules.DynamicLossScale)
-        floor = rule.lowest_scale if is_dynamic else 0.0
-        # One at the floor is a bad batch; another in a row no scale can save.
-        if skips > 1 and self.loss_scale <= floor:
-            where = f"The loss scale has reached its floor, {floor:g}"
-        elif skips >= limit:
-            where = f"The loss scale is {self.loss_scale:g}"
-        else:
-            return
-        raise _errors.LossScaleError(
-            stuck.message(where, skips, self.overflow_counts)
-        )
+        stuck.check(self, limit)
 
     @compilation.untouched
     def scale_loss(self, loss: Any) -> Any:
@@ -439,10 +423,8 @@ class LossScaleOptimizer(
         if not grads:
             return ops.convert_to_tensor(False)
         variables = self._variables_of(grads, trainable_variables)
-        # Not those that the step has written itself, as one that looks for
-        # flat minima does; of an eager step nobody knows.
-        written = compilation.may_be_written
-        self._note_given(v for v in variables if not written(v))
+        if self.given_in_step is not None:
+            self.given_in_step |= {id(v) for v in variables if not _is_past(v)}
         unscaled = unscaled or not self._are_scaled(told=True)
         # In the order of the build, which the counts have as well. A trunk that
         # two networks share is given a gradient by each: the second follows.
@@ -458,22 +440,13 @@ class LossScaleOptimizer(
             else:
                 places.append(row)
                 by_row[row] = gradient
-        settings = self._settings(repeated)
-        if keras.backend.backend() == "tensorflow":
-            return self._step_of_tensorflow(by_row, places, settings, unscaled)
         if compilation.becomes_constant(self._skipped_steps):
             raise ValueError(
                 "`apply` cannot assign variables inside a function that JAX "
                 "compiles. Write `optimizer.stateless_apply("
                 "optimizer_variables, grads, trainable_variables)` there."
             )
-        used = self._model_variables, self.variables
-        weights, slots = ([v.value for v in group] for group in used)
-        values = self._step_of_jax(by_row, weights, slots, settings, unscaled)
-        for variables, after in zip(used, values, strict=True):
-            for variable, value in zip(variables, after, strict=True):
-                variable.assign(value)
-        return self.last_step_applied()
+        return self._step(by_row, places, self._settings(repeated), unscaled)
 
     def stateless_apply(
         self,
@@ -509,13 +482,20 @@ class LossScaleOptimizer(
                 "`stateless_apply` needs a built optimizer. Call "
                 "`optimizer.build(model.trainable_variables)` first."
             )
-        grads = list(grads)
-        self._note_given(self._model_variables)
-        unscaled = unscaled or not self._are_scaled(told=True)
-        slots, values = list(optimizer_variables), list(trainable_variables)
-        return self._step_of_jax(
-            grads, values, slots, self._settings(), unscaled
+        used = self._model_variables, self.variables
+        given = list(trainable_variables), list(optimizer_variables)
+        mapping = [
+            pair
+            for pairs in zip(used, given, strict=True)
+            for pair in zip(*pairs, strict=True)
+        ]
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            self.apply(grads, unscaled=unscaled)
+        weights, slots = (
+            [scope.get_current_value(variable) for variable in variables]
+            for variables in used
         )
+        return weights, slots
 
     @compilation.untouched
     def apply_gradients(self, grads_and_vars: Iterable) -> Any:
@@ -574,8 +554,6 @@ class LossScaleOptimizer(
         self.is_building = True
         self.inner_optimizer.build(variables)
         self.is_building = False
-        for worker in optimizers.workers(self.inner_optimizer):
-            optimizers.mark_wrapped(worker)
         self._overflow_counts = self._counter("overflow_counts", len(variables))
         optimizers.remember(self, variables)
         name = self.inner_optimizer.name
@@ -679,10 +657,6 @@ class LossScaleOptimizer(
         finally:
             self._scaled_in_step = before
 
-    def _note_given(self, variables: Iterable[keras.Variable]) -> None:
-        if self.given_in_step is not None:
-            self.given_in_step.update(map(id, variables))
-
     def _variables_of(self, grads: list, trainable_variables: Any) -> list:
         """Returns the gradients' variables; builds the optimizer on them."""
         if trainable_variables is not None:
@@ -712,55 +686,47 @@ class LossScaleOptimizer(
             )
         return variables
 
-    def _step_of_tensorflow(
-        self, grads: list, rows: list[int], settings: Settings, unscaled: bool
+    def _step(
+        self, grads: list, places: list[int], settings: Settings, unscaled: bool
     ) -> Any:
-        """Steps; `grads` are by the settings' variables, `rows` those given."""
-        replicas.check_replica_context()
+        """Steps; `grads` are by the settings' variables, `places` the given."""
+        variables, rule = settings.variables, settings.rule
         used = self.variables + self._model_variables
+        if keras.backend.backend() == "tensorflow":
+            replicas.check_replica_context()
         with replicas.one_replica(used):
             state = self._state()
+        # In 16 bit true gradients may be too small to be summed.
+        current = rule.current(state.scale)
+        factor = current if unscaled and self.reduce_dtype else None
         grads = replicas.sum_gradients(
-            grads,
-            settings.variables,
-            self.reduce_dtype,
-            # In 16 bit true gradients may be too small to be summed.
-            self.rule.current(state.scale)
-            if unscaled and self.reduce_dtype
-            else None,
+            grads, variables, self.reduce_dtype, factor
         )
         is_data = self._blames_data(grads)
+        scale = None if unscaled else current
         with replicas.one_replica(used, self):
-            applied, after = tensorflow_step.step(
-                state, grads, rows, settings, unscaled, is_data
+            true = unscale.true_gradients(grads, variables, scale)
+
+            def update() -> None:
+                self.inner_optimizer.apply(
+                    [true[n] for n in places],
+                    [keras_variables.local(variables[n]) for n in places],
+                )
+
+            checked = unscale.narrow_if_dense(grads, true)
+            if scale is not None and rule.may_enlarge:
+                checked = true
+            updated = self._model_variables + settings.inner.variables
+            applied, bad = apply_if_finite.apply_if_finite(
+                checked, update, updated
             )
+            norm = None
+            if self._gradient_norm is not None:
+                norm = unscale.norm(true, variables)
+            after = state.after(settings, applied, bad, norm, is_data)
             self._warn_if_still(state, after)
             self._assign(after)
-        return applied
-
-    def _step_of_jax(
-        self,
-        grads: list,
-        weights: list,
-        slots: list,
-        settings: Settings,
-        unscaled: bool,
-    ) -> tuple[list, list]:
-        """Steps from values to values: the model's, and `self.variables`."""
-        mine = optimizers.own_variables(self)
-        mapping = list(zip(self.variables, slots, strict=True))
-        with keras.StatelessScope(state_mapping=mapping):
-            state = self._state()
-        inner = slots[len(mine) :]
-        is_data = self._blames_data(grads)
-        after, weights, inner = jax_step.step(
-            state, grads, weights, inner, settings, unscaled, is_data
-        )
-        self._warn_if_still(state, after)
-        with keras.StatelessScope(state_mapping=mapping) as scope:
-            self._assign(after)
-        own = [scope.get_current_value(variable) for variable in mine]
-        return weights, own + inner
+        return ops.convert_to_tensor(applied)
 
     def _blames_data(self, grads: Sequence) -> Any:
         """Says whether the data is not finite, where a rule has to know."""
@@ -770,11 +736,6 @@ class LossScaleOptimizer(
         """Warns of the eighth skipped step in a row of a user's own loop."""
         if power.is_placed():
             # The line after the epoch says more.
-            return
-        on_jax = keras.backend.backend() == "jax"
-        if on_jax and compilation.is_symbolic(after.consecutive_skips):
-            # A branch would let a GPU wait for the host in every step, and
-            # `check_health` reads the same counter.
             return
         bad = ops.not_equal(before.overflow_counts, after.overflow_counts)
         is_eighth = ops.equal(after.consecutive_skips, standstill.AFTER)
@@ -878,6 +839,16 @@ def guarded_step(optimizer: LossScaleOptimizer) -> Iterator[set[int]]:
             yield optimizer.given_in_step
     finally:
         optimizer.given_in_step = None
+
+
+def _is_past(variable: Any) -> bool:
+    """Says whether the step around has written a variable itself by now.
+
+    As one does that looks for flat minima; of an eager step nobody knows, nor
+    under JAX.
+    """
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    return on_tensorflow and compilation.may_be_written(variable)
 
 
 def _is_constant(rule: rules.LossScale) -> bool:

@@ -1,23 +1,39 @@
 """What is said of a run whose steps are all skipped."""
 
 from collections.abc import Mapping
+from typing import Any
+
+from tfmix import _errors
+from tfmix.scaling import rules
 
 _MOST_NAMED = 5
 
 
-def message(where: str, skips: int, counts: Mapping[str, int]) -> str:
-    """Returns what happened, to which variables, and what to change.
+def check(optimizer: Any, limit: int) -> None:
+    """Raises if an optimizer's training is stuck.
 
     Args:
-        where: String, a sentence's beginning: where the loss scale is.
-        skips: Integer, steps skipped in a row.
-        counts: Skipped steps in which each variable's gradient was not finite,
-            by the variable's path, in the order of the model.
+        optimizer: What counts skipped steps, with a rule and a loss scale.
+        limit: Steps skipped in a row that are too many at any scale.
+
+    Raises:
+        LossScaleError: If it is. It names the variables whose gradients were
+            not finite and says what to change.
     """
-    return (
+    skips, rule = optimizer.consecutive_skips, optimizer.rule
+    is_dynamic = isinstance(rule, rules.DynamicLossScale)
+    floor = rule.lowest_scale if is_dynamic else 0.0
+    # One at the floor is a bad batch; another in a row no scale can save.
+    if skips > 1 and optimizer.loss_scale <= floor:
+        where = f"The loss scale has reached its floor, {floor:g}"
+    elif skips >= limit:
+        where = f"The loss scale is {optimizer.loss_scale:g}"
+    else:
+        return
+    raise _errors.LossScaleError(
         f"{where}, and the last {skips} step(s) were skipped: their "
         "gradients were not finite. No update is being applied.\n"
-        f"{_named(counts)}\n{_ADVICE}"
+        f"{_named(optimizer.overflow_counts)}\n{_ADVICE}"
     )
 
 

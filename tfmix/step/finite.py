@@ -163,21 +163,6 @@ def _any_bits_one_by_one(words: Sequence) -> Any:
     return ops.stack([compilation.any_bits(word, axes) for word in words])
 
 
-def _by_products(*tensors: Any) -> Any:
-    # Products of a matrix are what XLA computes fastest on a CPU. A finite
-    # number times zero is zero, any other NaN.
-    shape = tensors[0].shape
-    narrow = {_dtype(tensor) for tensor in tensors} - {"float32", "float64"}
-    if narrow or len(shape) < 2 or math.prod(shape) <= _LARGE:
-        return _by_words(_any_bits_at_once, *tensors)
-    matrices = [ops.reshape(tensor, (shape[0], -1)) for tensor in tensors]
-    # Its own row, since XLA knows the result of a constant.
-    sums = [
-        ops.matmul(matrix, ops.multiply(matrix[0], 0)) for matrix in matrices
-    ]
-    return ops.any(ops.not_equal(ops.stack(sums), 0), axis=1)
-
-
 def _by_flags(*tensors: Any) -> Any:
     # Devices exchange booleans, but no words joined by "or".
     flags = [
@@ -187,7 +172,6 @@ def _by_flags(*tensors: Any) -> Any:
 
 
 VARIANTS: dict[str, Callable] = {
-    "cpu": _by_products,
     "tpu": functools.partial(
         _by_words, _any_bits_one_by_one, together=_TOGETHER_ON_TPU
     ),

@@ -146,7 +146,7 @@ def _largest(rows: Any) -> Any:
 def single(
     optimizer: optimizers.Optimizer,
 ) -> contextlib.AbstractContextManager:
-    """Does what `one_replica` does, for a built wrapper, on any backend."""
+    """Does what `one_replica` does, for an optimizer that is built."""
     if not _in_replica_of_many():
         return contextlib.nullcontext()
     variables = optimizer.variables + optimizers.remembered(optimizer)
@@ -158,6 +158,9 @@ def one_replica(
     these: Iterable, optimizer: optimizers.Optimizer | None = None
 ) -> Iterator[None]:
     """Lets variables stand for this replica's copies, with no strategy."""
+    if keras.backend.backend() != "tensorflow":
+        yield
+        return
     # A TPU's step is traced once for all replicas: there are no local copies
     # to show, and no merge calls either.
     if not tf.distribute.has_strategy() or compilation.for_tpu():

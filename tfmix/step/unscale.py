@@ -38,14 +38,27 @@ def true_gradients(grads: Sequence, variables: Sequence, scale: Any) -> list:
     ]
 
 
+def narrow_if_dense(grads: Sequence, true: Sequence) -> list:
+    """Returns gradients as they came, sparse ones as they are when true.
+
+    To check these reads fewer bytes; the rows of sparse ones are added up, in
+    float32.
+    """
+    return [
+        wide if finite.is_sparse(gradient) else gradient
+        for gradient, wide in zip(grads, true, strict=True)
+    ]
+
+
 def _quotient(scale: Any) -> Callable[[Any], Any]:
     """Returns what divides a tensor by a scale."""
     if scale is None:
         return lambda tensor: tensor
+    # The reciprocal of a constant beyond 2^126 would be folded to zero.
+    apart = compilation.kept_apart(scale)
     if compilation.by_xla():
-        # The reciprocal of a constant beyond 2^126 would be folded to zero.
-        return _by_reciprocal(compilation.kept_apart(scale))
-    return functools.partial(_divided, scale)
+        return _by_reciprocal(apart)
+    return functools.partial(_divided, apart)
 
 
 def _divided(scale: Any, tensor: Any) -> Any:

@@ -84,8 +84,6 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets on the inner optimizer what only that one has."""
-        if name == "inner_optimizer":
-            optimizers.mark_wrapped(value)
         inner = vars(self).get("inner_optimizer")
         private = name.startswith("_")
         mine = private or name in vars(self) or hasattr(type(self), name)

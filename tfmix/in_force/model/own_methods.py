@@ -7,9 +7,8 @@ from typing import Any
 import keras
 
 from tfmix import _users_code
-from tfmix._keras import global_state, layers, optimizers, training
+from tfmix._keras import global_state, layers, training
 from tfmix.in_force.layer import dtype_errors, fallback
-from tfmix.in_force.process_wide import bare_optimizers
 
 
 class _First:
@@ -32,10 +31,6 @@ def traced(
     user's own mixes dtypes in its first step, that is traced anew on layers
     that hand float32 on to it.
     """
-    if training.has_own_step(model):
-        for optimizer in bare_optimizers.held_beside(model):
-            # It may be stepped by itself, and so skips by itself.
-            optimizers.mark_wrapped(optimizer, False)
     original(*args, **kwargs)
     function = model.train_function
     if not training.has_own_step(model) or isinstance(function, _First):

@@ -12,7 +12,6 @@ from tfmix import _arguments, _bar_output
 from tfmix._keras import compilation
 from tfmix.in_force.model import skip_causes
 from tfmix.in_force.process_wide import bare_optimizers
-from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules
 
 # A scale that is too high costs the first steps of a run, and a few later on:
@@ -87,7 +86,7 @@ class SkipWatch(keras.callbacks.Callback):
         applied, skipped = zip(*map(steps, optimizers), strict=True)
         return sum(applied), sum(skipped)
 
-    def _optimizers(self) -> list[scaling.LossScaleOptimizer]:
+    def _optimizers(self) -> list[bare_optimizers.Skipper]:
         """Lists what skips steps: a model may have several of its own."""
         every = bare_optimizers.skippers(self.model)
         # Beside a model's own, the one that `compile` made may have no use.
@@ -191,7 +190,7 @@ class SkipWatch(keras.callbacks.Callback):
         )
 
 
-def steps(optimizer: scaling.LossScaleOptimizer) -> tuple[int, int]:
+def steps(optimizer: bare_optimizers.Skipper) -> tuple[int, int]:
     """Returns how many steps were applied, and skipped."""
     applied = compilation.host_value(optimizer.iterations)
     return int(applied), optimizer.skipped_steps

@@ -11,7 +11,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import compilation, global_state, layers, model_methods
+from tfmix._keras import compilation, layers, model_methods
+from tfmix.step import apply_if_finite
 
 
 def kept_finite(
@@ -44,7 +45,7 @@ def kept_finite(
     ]
     # As they are stored, not as layers in 16 bit read them.
     with layers.autocast(None):
-        before = [_copy(compilation.held(variable)) for variable in variables]
+        before = [compilation.read(variable) for variable in variables]
     outputs = call(*args, **kwargs)
     with layers.autocast(None):
         _restore_if_lost(variables, before)
@@ -52,38 +53,20 @@ def kept_finite(
 
 
 def _restore_if_lost(variables: list[keras.Variable], before: list) -> None:
-    written = [
-        (variable, old)
-        for variable, old in zip(variables, before, strict=True)
-        if _is_written(variable, old)
-    ]
+    written = apply_if_finite.written(zip(variables, before, strict=True))
     if not written:
         return
     lost = [
-        ops.reshape(_is_lost(old, compilation.held(variable)), (-1,))
+        ops.reshape(_is_lost(old, compilation.read(variable)), (-1,))
         for variable, old in written
     ]
     is_bad = ops.any(ops.concatenate(lost))
-    for variable, old in written:
-        new = compilation.held(variable)
-        variable.assign(ops.where(is_bad, old, new))
-
-
-def _copy(value: Any) -> Any:
-    # JAX's arrays do not change.
-    return value if keras.backend.backend() == "jax" else ops.copy(value)
+    apply_if_finite.put_back(ops.logical_not(is_bad), written)
 
 
 def _is_float(variable: Any) -> bool:
     dtype = keras.backend.standardize_dtype(variable.dtype)
     return bool(keras.backend.is_float_dtype(dtype))
-
-
-def _is_written(variable: Any, old: Any) -> bool:
-    value = compilation.held(variable)
-    if keras.backend.backend() == "jax" or global_state.open_scope():
-        return value is not old
-    return compilation.may_be_written(value)
 
 
 def _is_lost(old: Any, new: Any) -> Any:

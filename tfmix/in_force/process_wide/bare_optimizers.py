@@ -3,21 +3,23 @@
 In loops without `compile`, and in models with several optimizers.
 """
 
-import contextvars
 import functools
+import math
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 from keras import ops
 
-from tfmix import _context_values, _messages
+from tfmix import _messages
 from tfmix._keras import compilation, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.scaling import optimizer as scaling
 from tfmix.scaling import rules, standstill
 from tfmix.scaling.border import power
-from tfmix.step import finite, replicas
+from tfmix.step import apply_if_finite, replicas, unscale
 from tfmix.variables import sixteen_bit_optimizer
 
 # Where gradients are applied that no scaler has looked at.
@@ -25,36 +27,158 @@ PLACES = (
     optimizers.APPLY,
     (sixteen_bit_optimizer.SixteenBitOptimizer, "apply"),
 )
-# The `apply` that skips for an optimizer under TensorFlow, `None` for one that
-# is left alone.
-_SKIPPING = "_tfmix_skipping_apply"
-# What counts the skipped steps of an optimizer under JAX.
-_WATCH = "_tfmix_watch"
-# Whether a skipping `apply` is around the caller. Replicas, each in a thread of
-# its own, take turns.
-_stepping: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "tfmix_stepping", default=False
-)
+_ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+
+
+class Skips:
+    """The skipped steps of one optimizer, as far as `LossScaleOptimizer` has.
+
+    TensorFlow counts them on the device, JAX on the host: a function that JAX
+    compiles has no place for variables that it is not given.
+    """
+
+    rule = rules.NoLossScale()
+    loss_scale = 1.0
+    gradient_norm = math.nan
+
+    def __init__(self, optimizer: Any, variables: Sequence) -> None:
+        self.iterations = optimizer.iterations
+        self._paths = optimizers.paths(variables)
+        self._watch = standstill.Watch(optimizer.name, self._paths)
+        # All skipped steps, those in a row, and those in which the gradient of
+        # each variable was not finite.
+        count = 2 + len(variables)
+        self._counts: Any = (
+            keras.Variable(np.zeros(count), "zeros", "int32", trainable=False)
+            if _ON_TENSORFLOW
+            else np.zeros(count, "int32")
+        )
+        # Steps applied before the last skipped one (JAX).
+        self._applied = -1
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps not applied so far."""
+        return int(self._host_counts()[0])
+
+    @property
+    def consecutive_skips(self) -> int:
+        """Steps not applied since the last that was."""
+        in_a_row = int(self._host_counts()[1])
+        if _ON_TENSORFLOW:
+            return in_a_row
+        # On the host nothing is heard of steps that are applied.
+        applied = int(compilation.host_value(self.iterations))
+        return in_a_row if applied == self._applied else 0
+
+    @property
+    def overflow_counts(self) -> dict[str, int]:
+        """Skipped steps per variable, by its path."""
+        counts = self._host_counts()[2:].tolist()
+        return dict(zip(self._paths, counts, strict=True))
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """What it counts with on the device."""
+        return [self._counts] if _ON_TENSORFLOW else []
+
+    def count(self, applied: Any, bad: Any) -> None:
+        """Counts a step if it was skipped; in a loop, warns of eight."""
+        is_bad = ops.logical_not(applied)
+        if _ON_TENSORFLOW:
+            one = ops.reshape(is_bad, (1,))
+            flags = ops.cast(ops.concatenate([one, one, bad]), "int32")
+            counts = ops.add(self._counts, flags)
+            in_a_row = np.arange(len(self._paths) + 2) == 1
+            ended = ops.logical_and(in_a_row, ops.logical_not(is_bad))
+            self._counts.assign(ops.where(ended, 0, counts))
+        # In `fit` the line after the epoch says more.
+        in_fit = power.is_placed()
+        if not (in_fit and _ON_TENSORFLOW):
+            note = self._count if in_fit else self._count_and_watch
+            standstill.call_if(is_bad, note, self.iterations.value, bad)
+
+    def _count(self, applied: Any, bad: Any) -> None:
+        if not _ON_TENSORFLOW:
+            self._counts[1] *= self._applied == int(applied)
+            self._counts += np.concatenate([[True, True], bad])
+            self._applied = int(applied)
+
+    def _count_and_watch(self, applied: Any, bad: Any) -> None:
+        self._count(applied, bad)
+        self._watch.skipped(applied, bad)
+
+    def _host_counts(self) -> np.ndarray:
+        compilation.wait_for_callbacks()
+        return compilation.host_value(self._counts)
+
+
+# What counts the skipped steps of an optimizer.
+Skipper: TypeAlias = scaling.LossScaleOptimizer | Skips
+_skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
+_left_alone: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def applying(original: Callable, holds: Callable[[], bool]) -> Callable:
     """Returns what stands in for an `apply` of `PLACES`."""
-    on_tensorflow = keras.backend.backend() == "tensorflow"
-    skipping = _on_tensorflow if on_tensorflow else _on_jax
 
     @functools.wraps(original)
     def apply(
         self: Any, grads: Sequence, trainable_variables: Any = None
     ) -> Any:
-        alone = not self.loss_scale_factor and not optimizers.is_wrapped(self)
-        alone = alone and not _stepping.get()
-        is_mine = alone and vars(self).get(_SKIPPING, original)
-        if len(grads) and is_mine and holds():
-            _tell_of_lost_updates(self, trainable_variables)
-            return skipping(self, original, grads, trainable_variables)
-        return original(self, grads, trainable_variables)
+        is_mine = not (
+            apply_if_finite.is_chosen()
+            or self.loss_scale_factor
+            or self in _left_alone
+        )
+        if not (len(grads) and is_mine and holds()):
+            return original(self, grads, trainable_variables)
+        _tell_of_lost_updates(self, trainable_variables)
+        _apply(self, original, list(grads), trainable_variables)
+        return self.iterations
 
     return apply
+
+
+def _apply(
+    optimizer: Any, original: Callable, grads: list, variables: Any
+) -> None:
+    if optimizer not in _skips:
+        known = optimizers.remembered(optimizer) if optimizer.built else None
+        build = functools.partial(_build, optimizer, list(known or variables))
+        replicas.once_for_all(build)
+    given = variables is not None
+    these = list(variables if given else optimizers.remembered(optimizer))
+    grads = replicas.sum_gradients(grads, these)
+    skips = _skips[optimizer]
+    used = [*optimizer.variables, *optimizers.remembered(optimizer)]
+    with replicas.one_replica([*used, *skips.variables], optimizer):
+        true = unscale.true_gradients(grads, these, None)
+        local = [*map(keras_variables.local, these)]
+
+        def update() -> None:
+            original(optimizer, true, local if given else None)
+
+        checked = unscale.narrow_if_dense(grads, true)
+        applied, bad = apply_if_finite.apply_if_finite(checked, update, used)
+        skips.count(applied, _by_variable(optimizer, these, bad))
+
+
+def _build(optimizer: Any, variables: Sequence) -> None:
+    with compilation.outside_of_tracing(variables):
+        if not optimizer.built:
+            optimizer.build(variables)
+        _skips[optimizer] = Skips(optimizer, variables)
+
+
+def _by_variable(optimizer: Any, these: Sequence, bad: Any) -> Any:
+    """Returns the flags of gradients by the variables of the build."""
+    rows = optimizers.positions(optimizer, these)
+    count = len(optimizers.remembered(optimizer))
+    if rows == list(range(count)):
+        return bad
+    is_row = np.equal.outer(np.arange(count), rows)
+    return ops.any(ops.logical_and(is_row, bad), axis=1)
 
 
 def _tell_of_lost_updates(optimizer: Any, variables: Any) -> None:
@@ -76,7 +200,7 @@ def _tell_of_lost_updates(optimizer: Any, variables: Any) -> None:
 def leave_alone(optimizer: keras.optimizers.Optimizer | None) -> None:
     """Lets an optimizer be Keras's own: its model is not in 16 bit."""
     if optimizer is not None:
-        object.__setattr__(optimizer, _SKIPPING, None)
+        _left_alone.add(optimizer)
 
 
 def held_beside(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -94,68 +218,12 @@ def held_beside(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     ]
 
 
-def skippers(model: keras.Model) -> list[scaling.LossScaleOptimizer]:
-    """Lists what counts the skips of the optimizers that a model holds.
-
-    Under JAX nothing counts those of a bare one.
-    """
-    held = [x for x in vars(model).values() if hasattr(x, "__dict__")]
-    bare = [vars(x).get(_SKIPPING) for x in held]
-    return [
-        *scaling.scalers(model),
-        *(apply.__self__ for apply in bare if apply is not None),
+def skippers(model: keras.Model) -> list[Skipper]:
+    """Lists what counts the skips of the optimizers that a model holds."""
+    held = [
+        value
+        for value in vars(model).values()
+        if isinstance(value, keras.optimizers.Optimizer)
     ]
-
-
-def _on_tensorflow(
-    optimizer: Any, original: Callable, grads: Sequence, variables: Any
-) -> Any:
-    if _SKIPPING not in vars(optimizer):
-        known = optimizers.remembered(optimizer) if optimizer.built else None
-        build = functools.partial(_build, optimizer, list(known or variables))
-        replicas.once_for_all(build)
-    with _context_values.set_to(_stepping, True):
-        vars(optimizer)[_SKIPPING](grads, variables)
-    return optimizer.iterations
-
-
-def _build(optimizer: Any, variables: Sequence) -> None:
-    with compilation.outside_of_tracing(variables):
-        skipper = scaling.LossScaleOptimizer(
-            optimizer, loss_scale=rules.NoLossScale()
-        )
-        skipper.build(variables)
-    optimizers.mark_wrapped(optimizer, False)
-    object.__setattr__(optimizer, _SKIPPING, skipper.apply)
-
-
-def _on_jax(
-    optimizer: Any, original: Callable, grads: Sequence, variables: Any
-) -> Any:
-    if not optimizer.built and variables is not None:
-        optimizer.build(variables)
-    used = optimizer.variables + optimizers.remembered(optimizer)
-    before = [variable.value for variable in used]
-    bad = finite.not_finite(list(grads))
-    is_finite = ops.logical_not(ops.any(bad))
-    if not power.is_placed():
-        watch = _watch(optimizer, variables)
-        applied = optimizer.iterations.value
-        is_bad = ops.logical_not(is_finite)
-        standstill.call_if(is_bad, watch.skipped, applied, bad)
-    original(optimizer, grads, variables)
-    for variable, old in zip(used, before, strict=True):
-        if variable.value is not old:
-            variable.assign(ops.where(is_finite, variable.value, old))
-    return optimizer.iterations
-
-
-def _watch(optimizer: Any, variables: Any) -> standstill.Watch:
-    """Returns what counts the skipped steps of an optimizer in a row (JAX)."""
-    watch: standstill.Watch | None = vars(optimizer).get(_WATCH)
-    if watch is None:
-        used = optimizers.remembered(optimizer)
-        paths = optimizers.paths(used if variables is None else variables)
-        watch = standstill.Watch(optimizer.name, paths)
-        object.__setattr__(optimizer, _WATCH, watch)
-    return watch
+    bare = [_skips[x] for x in held if x in _skips]
+    return [*scaling.scalers(model), *bare]

@@ -114,9 +114,10 @@ def blames_data(gradients: Sequence) -> Any:
         return False
     # The first variable gets gradients from all that comes after it. What
     # makes the last may be the one head whose loss is not finite. Scalars fuse
-    # with what moves the rule: no kernel more.
+    # with what moves the rule: no kernel more. Made flat first, a TPU would
+    # copy the whole gradient.
     first, last = (
-        ops.isnan(ops.reshape(ops.ravel(value)[:1], ()))
+        ops.isnan(ops.reshape(value[(slice(1),) * len(value.shape)], ()))
         for value in (values[0], values[-1])
     )
     return ops.logical_or(first, last)
