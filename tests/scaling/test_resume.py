@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+import tfmix
 from benchmarks.fault_cases import resumable, saved_state, systems
 from tests import helpers
 
