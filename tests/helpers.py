@@ -162,5 +162,10 @@ def assert_all_finite(values):
         assert not bad, f"{name} has {bad} entries that are not finite"
 
 
+def notebook_html(report):
+    """Returns the HTML that a notebook shows of a report."""
+    return report._repr_mimebundle_([], [])["text/html"]
+
+
 def _bytes(array):
     return np.frombuffer(array.tobytes(), dtype="uint8")
