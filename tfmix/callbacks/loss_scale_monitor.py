@@ -130,8 +130,14 @@ class LossScaleMonitor(skip_watch.SkipWatch):
 
         Raises:
             ImportError: If matplotlib is missing.
-            ValueError: If the monitor has been through no `fit`.
+            ValueError: If the monitor has been in no `fit`.
         """
+        if not self.timeline:
+            raise ValueError(
+                "There is nothing to draw yet: this monitor was in no `fit` "
+                "with a tfmix.LossScaleOptimizer. Received: timeline=[]. Call "
+                "model.fit(..., callbacks=[monitor]), then monitor.plot()."
+            )
         from tfmix import plotting
 
         return plotting.loss_scale_timeline(self.timeline, path)
