@@ -117,7 +117,10 @@ def _outputs(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
         found.append(stream | {"text": text.splitlines(keepends=True)})
     if value is not None:
         data = {"text/plain": repr(value).splitlines(keepends=True)}
-        if hasattr(value, "_repr_html_"):
+        if hasattr(value, "_repr_mimebundle_"):
+            page = value._repr_mimebundle_([], [])["text/html"]
+            data["text/html"] = page.splitlines(keepends=True)
+        elif hasattr(value, "_repr_html_"):
             page = value._repr_html_()
             data["text/html"] = page.splitlines(keepends=True)
         shown = {"output_type": "display_data", "metadata": {}}

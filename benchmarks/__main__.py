@@ -1,18 +1,19 @@
 """Runs benchmarks one after the other, each in a process of its own.
 
-    python -m benchmarks [NAME ...] [--save] [--json] [--list] [--page]
+    python -m benchmarks [NAME ...] [--save=docs] [--json] [--list] [--page]
 
 Without names it runs all, under each backend they are for; `KERAS_BACKEND`
-picks one backend. `make bench` is `python -m benchmarks --save`.
+picks one backend. `make bench` is `python -m benchmarks --save=docs`.
 """
 
-import argparse
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+
+from absl import app, flags, logging
 
 from benchmarks import catalogue, results
 
@@ -37,7 +38,7 @@ def run(name: str, folder: pathlib.Path | None, quiet: bool) -> list[str]:
             command.append(f"--save={folder}")
         minutes = catalogue.by_name(name).minutes
         title = " ".join(filter(None, [name, backend]))
-        print(f"tfmix: {title}, about {minutes:g} min", file=sys.stderr)
+        logging.info("%s, about %g min", title, minutes)
         result = subprocess.run(
             command,
             cwd=_ROOT,
@@ -50,25 +51,38 @@ def run(name: str, folder: pathlib.Path | None, quiet: bool) -> list[str]:
     return failed
 
 
+FLAGS = results.flag_values()
+flags.DEFINE_bool("list", False, "print the names", flag_values=FLAGS)
+flags.DEFINE_bool("page", False, "only make the page anew", flag_values=FLAGS)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs what is asked for; 1 if a benchmark failed."""
-    options = _parse(arguments)
-    if options.list:
-        return _list(options.json)
-    if options.page:
+    words = sys.argv[1:] if arguments is None else arguments
+    chosen = results.parse(FLAGS, words)
+    known = [each.name for each in catalogue.BENCHMARKS]
+    for name in chosen:
+        if name not in known:
+            raise app.UsageError(
+                f"there is no benchmark {name!r}. There are: {', '.join(known)}"
+            )
+    if FLAGS.list:
+        return _list(FLAGS.json)
+    if FLAGS.page:
         print(results.write_page())
         return 0
-    names = options.names or [each.name for each in catalogue.BENCHMARKS]
+    names = chosen or known
+    save = pathlib.Path(FLAGS.save) if FLAGS.save else None
     with tempfile.TemporaryDirectory() as made:
-        folder = pathlib.Path(made) if options.json else options.save
-        failed = [f for n in names for f in run(n, folder, options.json)]
-        if options.json:
+        folder = pathlib.Path(made) if FLAGS.json else save
+        failed = [f for n in names for f in run(n, folder, FLAGS.json)]
+        if FLAGS.json:
             print(json.dumps(results.saved(folder), indent=1))
-            if options.save:
+            if save:
                 for record in results.saved(folder):
-                    results.save(record, options.save)
+                    results.save(record, save)
     for each in failed:
-        print(f"tfmix: failed: {each}", file=sys.stderr)
+        logging.error("failed: %s", each)
     return int(bool(failed))
 
 
@@ -83,26 +97,5 @@ def _list(as_json: bool) -> int:
     return 0
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__.splitlines()[0]
-    )
-    known = [each.name for each in catalogue.BENCHMARKS]
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--list", action="store_true", help="print the names")
-    parser.add_argument(
-        "--page", action="store_true", help="only make the page anew"
-    )
-    results.add_save(parser)
-    options = parser.parse_args(arguments)
-    for name in options.names:
-        if name not in known:
-            parser.error(
-                f"there is no benchmark {name!r}. There are: {', '.join(known)}"
-            )
-    return options
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    results.start(main, FLAGS)

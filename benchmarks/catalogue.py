@@ -73,7 +73,7 @@ BENCHMARKS = (
         None,
         minutes=20,
         missing="No GPU has been measured yet: run `python -m benchmarks.gpu "
-        "--save` on a machine that has one.",
+        "--save=docs` on a machine that has one.",
     ),
     Benchmark(
         "wild",
@@ -244,7 +244,7 @@ BENCHMARKS = (
         ),
         minutes=30,
         missing="Not compiled yet: `make targets`, then `python -m "
-        "benchmarks.compiled --save` with `.venv-targets/bin/python`.",
+        "benchmarks.compiled --save=docs` with `.venv-targets/bin/python`.",
     ),
     Benchmark(
         "float8",
@@ -268,7 +268,7 @@ BENCHMARKS = (
         ),
         minutes=4,
         missing="Not compiled yet: `make targets`, then `python -m "
-        "benchmarks.float8 --save` with `.venv-targets/bin/python`.",
+        "benchmarks.float8 --save=docs` with `.venv-targets/bin/python`.",
     ),
     Benchmark(
         "layers",

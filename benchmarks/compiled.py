@@ -1,6 +1,6 @@
 """What a step becomes on accelerators that are not here.
 
-python -m benchmarks.compiled [--part NAME ...] [--json] [--save]
+python -m benchmarks.compiled [--part=NAME,...] [--json] [--save=docs]
 
 XLA's own compilers for GPUs and TPUs run here without a device (the extras
 `[nvidia]` and `[tpu]`, or `make targets`): nothing is timed, all is counted in
@@ -169,12 +169,14 @@ def compilers_there(*names: str) -> bool:
     return not lacking
 
 
+FLAGS = results.flag_values()
+results.add_names(FLAGS, "part", PARTS, PARTS, "what to compile")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Parses, compiles, prints."""
     words = sys.argv[1:] if arguments is None else arguments
-    parser = results.parser("compiled", __doc__)
-    parser.add_argument("--part", nargs="*", choices=PARTS, default=list(PARTS))
-    options = parser.parse_args(words)
+    results.parse(FLAGS, words)
     if not compilers_there("h200", "v5e"):
         return 0
     run = results.Run("compiled", words, keras.backend.backend())
@@ -182,11 +184,11 @@ def main(arguments: list[str] | None = None) -> int:
     with futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as pool:
-        made = pool.map(_table, options.part)
-        found = results.track(made, "parts", len(options.part))
-        results.publish(run.record(list(found)), options)
+        made = pool.map(_table, FLAGS.part)
+        found = results.track(made, "parts", len(FLAGS.part))
+        results.publish(run.record(list(found)), FLAGS)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    results.start(main, FLAGS)

@@ -1,7 +1,7 @@
 """What a fault does to a run under Keras's loss scaler and under tfmix's.
 
-python -m benchmarks.faults [--only NAME ...] [--systems NAME ...] [--json]
-                             [--save]
+python -m benchmarks.faults [--only=NAME,...] [--systems=NAME,...] [--json]
+                             [--save=docs]
 
 `--systems masters flat split stochastic kahan` shows pure 16-bit variables,
 `--systems low stochastic8` slots in 8 bits.
@@ -12,7 +12,6 @@ in child processes, so one that hangs or kills its process costs one row.
 The exit status is 1 if any system but Keras's does not survive a row.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
+from absl import flags, logging
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -186,35 +186,32 @@ def plain_table(
     return results.Table(f"{len(faults)} faults", rows)
 
 
+FLAGS = results.flag_values()
+results.add_names(
+    FLAGS,
+    "systems",
+    systems.ALL,
+    [each.name for each in systems.SYSTEMS],
+    "what to compare",
+)
+flags.DEFINE_list("only", [], "names of faults", flag_values=FLAGS)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Parses, runs, prints; returns the exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     run = results.Run("faults", words, keras.backend.backend())
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults")
-    parser.add_argument("--only", nargs="+", metavar="NAME", default=[])
-    names = [each.name for each in systems.SYSTEMS]
-    parser.add_argument(
-        "--systems",
-        nargs="+",
-        default=names,
-        choices=list(systems.ALL),
-    )
-    parser.add_argument("--json", action="store_true")
-    results.add_save(parser)
-    options = parser.parse_args(words)
-    try:
-        faults = [catalogue.by_name(name) for name in options.only]
-    except ValueError as error:
-        parser.error(str(error))
+    results.parse(FLAGS, words)
+    faults = [catalogue.by_name(name) for name in FLAGS.only]
     faults = faults or catalogue.on_this_backend()
     start = time.monotonic()
 
     def report(line: str) -> None:
-        print(f"[{time.monotonic() - start:4.0f} s] {line}", file=sys.stderr)
+        logging.info("[%4.0f s] %s", time.monotonic() - start, line)
 
-    columns = [systems.by_name(name) for name in options.systems]
+    columns = [systems.by_name(name) for name in FLAGS.systems]
     outcomes = run_all(faults, columns, report)
-    if options.json:
+    if FLAGS.json:
         print(as_json(faults, columns, outcomes))
     else:
         Console(width=None if sys.stdout.isatty() else 120).print(
@@ -225,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
         survived_table(columns, outcomes),
     ]
     kept = run.record(tables)
-    results.publish(kept, options, shown=False)
+    results.publish(kept, FLAGS, shown=False)
     return _summary(columns, outcomes, report)
 
 
@@ -264,4 +261,4 @@ def _summary(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    results.start(main, FLAGS)

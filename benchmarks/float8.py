@@ -1,6 +1,6 @@
 """What float8's scales cost in the program of an H200.
 
-python -m benchmarks.float8 [--json] [--save]
+python -m benchmarks.float8 [--json] [--save=docs]
 
 A transformer's training step, by XLA's own compiler (the extra `[nvidia]`, or
 `make targets`); nothing is timed. tfmix scales each tensor by its own largest
@@ -95,17 +95,20 @@ def table(width: int) -> results.Table:
     return results.Table(f"Two blocks of width {width}, for h200", rows)
 
 
+FLAGS = results.flag_values()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Parses, compiles, prints."""
     words = sys.argv[1:] if arguments is None else arguments
-    options = results.parser("float8", __doc__).parse_args(words)
+    results.parse(FLAGS, words)
     if not compiled.compilers_there("h200"):
         return 0
     run = results.Run("float8", words, keras.backend.backend())
     tables = [table(width) for width in results.track(WIDTHS, "widths")]
-    results.publish(run.record(tables), options)
+    results.publish(run.record(tables), FLAGS)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    results.start(main, FLAGS)

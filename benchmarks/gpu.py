@@ -1,7 +1,7 @@
 """Mixed precision on a GPU: speed, memory, and what tfmix's parts cost there.
 
-    python -m benchmarks.gpu [--models NAME ...] [--precisions NAME ...]
-        [--runs 9] [--steps 50] [--dry-run] [--json] [--save]
+    python -m benchmarks.gpu [--models=NAME,...] [--precisions=NAME,...]
+        [--runs 9] [--steps 50] [--dry_run] [--json] [--save=docs]
 
 ResNet-50, a transformer encoder of 12 layers, an LSTM and a head over 50,304
 words, trained by `fit` in float32 without and with TF32, under both mixed
@@ -10,17 +10,18 @@ Each precision has a process, and they take turns on the GPU. Under JAX the
 transformer is written by hand as well, as the best that can be had.
 
 Without a GPU nothing is measured and what was measured before is kept.
-`--dry-run` goes through all of it in this process, with tiny models on
+`--dry_run` goes through all of it in this process, with tiny models on
 whatever there is; its figures mean nothing and are never saved.
 """
 
-import argparse
 import contextlib
 import functools
 import os
 import sys
 from collections.abc import Mapping
 from typing import Any
+
+from absl import flags
 
 from benchmarks import pairs, results, turns
 
@@ -120,16 +121,14 @@ def parts_table(
     return results.Table(title, rows, note)
 
 
-def tables_of(
-    model: str, workers: Workers, options: argparse.Namespace
-) -> list[results.Table]:
+def tables_of(model: str, workers: Workers) -> list[results.Table]:
     """Measures one model; returns its tables."""
     from benchmarks import gpu_models
 
-    runs, steps = options.runs, options.steps
+    runs, steps = FLAGS.runs, FLAGS.steps
     rate = workers[BASE].ask(what="matmul")
     seconds = speeds(workers, runs, steps)
-    task = gpu_models.task(model, options.dry_run)
+    task = gpu_models.task(model, FLAGS.dry_run)
     units = task.unit, task.per_row * task.batch_size
     title = f"{model}, batch {task.batch_size}"
     first = precision_table(title, workers, seconds, units, rate)
@@ -170,62 +169,54 @@ def found_gpu() -> str | None:
         return worker.ask()
 
 
+FLAGS = results.flag_values()
+results.add_names(FLAGS, "models", MODELS, MODELS, "which models")
+_EVERY = (*PRECISIONS, HAND_WRITTEN)
+results.add_names(
+    FLAGS, "precisions", _EVERY, _EVERY, f"{BASE} is always measured"
+)
+flags.DEFINE_integer("runs", 9, "turns", lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_integer("steps", 50, "of a turn", lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_bool("dry_run", False, "tiny models, no GPU", flag_values=FLAGS)
+flags.register_multi_flags_validator(
+    ["dry_run", "save"],
+    lambda asked: not (asked["dry_run"] and asked["save"]),
+    "--dry_run measures nothing that could be saved",
+    flag_values=FLAGS,
+)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measures, prints and, if asked, keeps a result per model."""
     words = sys.argv[1:] if arguments is None else arguments
-    options = _parse(words)
+    results.parse(FLAGS, words)
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
-    gpu = "dry run, no figures" if options.dry_run else found_gpu()
+    gpu = "dry run, no figures" if FLAGS.dry_run else found_gpu()
     if gpu is None:
         print(
             f"No GPU under {backend}: nothing is measured, the last result is "
-            "kept. `--dry-run` tries the script without one."
+            "kept. `--dry_run` tries the script without one."
         )
         return 0
     how = (
-        f"seed 0; median and extremes of {options.runs} turns of "
-        f"{options.steps} steps"
+        f"seed 0; median and extremes of {FLAGS.runs} turns of "
+        f"{FLAGS.steps} steps"
     )
-    for model in options.models:
+    for model in results.track(FLAGS.models, "models"):
         run = results.Run(f"gpu/{model}", words, backend, how)
-        chosen = {BASE, *options.precisions}
+        chosen = {BASE, *FLAGS.precisions}
         names = [n for n in names_of(model, backend) if n in chosen]
         with contextlib.ExitStack() as stop:
             workers = (
                 sessions(model, names)
-                if options.dry_run
+                if FLAGS.dry_run
                 else started(model, names, stop)
             )
-            record = run.record(tables_of(model, workers, options))
+            record = run.record(tables_of(model, workers))
         record["machine"]["gpu"] = gpu
-        results.publish(record, options)
+        results.publish(record, FLAGS)
     return 0
 
 
-def _parse(words: list[str]) -> argparse.Namespace:
-    parser = results.parser("gpu", __doc__)
-    parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME"
-    )
-    every = (*PRECISIONS, HAND_WRITTEN)
-    parser.add_argument(
-        "--precisions",
-        nargs="+",
-        choices=every,
-        default=every,
-        metavar="NAME",
-        help=f"{BASE} is always measured (default: all)",
-    )
-    parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--dry-run", action="store_true")
-    options = parser.parse_args(words)
-    if options.dry_run and options.save:
-        parser.error("--dry-run measures nothing that could be saved")
-    if min(options.runs, options.steps) < 1:
-        parser.error("--runs and --steps must be at least 1")
-    return options
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    results.start(main, FLAGS)

@@ -6,7 +6,6 @@ for single ops (`--part layers` or `--part ops` for one of the two). `--json
 PATH` writes all results on layers, `--save` what is printed into docs/.
 """
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -18,6 +17,7 @@ import rich.box
 import rich.console
 import rich.progress
 import rich.table
+from absl import flags
 
 from benchmarks import (
     layer_deviation,
@@ -175,48 +175,76 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
+FLAGS = flags.FlagValues()
+results.add_save(FLAGS)
+results.add_names(
+    FLAGS,
+    "only",
+    recipes(),
+    [],
+    "layers as printed, activations as `activations.relu`",
+)
+_FORMATS = sorted(layer_deviation.BOUNDS)
+results.add_names(FLAGS, "format", _FORMATS, _FORMATS, "16-bit formats")
+_PARTS = ("layers", "ops")
+results.add_names(FLAGS, "part", _PARTS, _PARTS, "what to measure")
+flags.DEFINE_string("json", None, "write all results here", flag_values=FLAGS)
+flags.DEFINE_bool(
+    "resume",
+    False,
+    "go on where the run that wrote --json was cut short",
+    flag_values=FLAGS,
+)
+flags.register_multi_flags_validator(
+    ["resume", "json"],
+    lambda asked: asked["json"] or not asked["resume"],
+    "--resume needs --json=PATH, the rows of the run before",
+    flag_values=FLAGS,
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the sweep; exit code 1 if tfmix has an unexplained row."""
     words = sys.argv[1:] if arguments is None else arguments
-    options = _parse(words)
-    code = _sweep_layers(words, options) if "layers" in options.part else 0
-    if "ops" in options.part and not options.only:
-        _measure_ops(words, options)
+    results.parse(FLAGS, words)
+    code = _sweep_layers(words) if "layers" in FLAGS.part else 0
+    if "ops" in FLAGS.part and not FLAGS.only:
+        _measure_ops(words)
     return code
 
 
-def _measure_ops(words: Sequence[str], options: argparse.Namespace) -> None:
+def _measure_ops(words: Sequence[str]) -> None:
     run = results.Run("layers/ops", words, keras.backend.backend(), "seed 11")
     rows = list(layer_ops.measure(results.track(layer_ops.CASES, "ops")))
     record = run.record([layer_ops.table(rows)])
     results.show(record)
-    results.publish(record, options, shown=False)
+    results.publish(record, FLAGS, shown=False)
 
 
-def _sweep_layers(words: Sequence[str], options: argparse.Namespace) -> int:
-    rows = _kept(options.json) if options.resume else []
+def _sweep_layers(words: Sequence[str]) -> int:
+    rows = _kept(FLAGS.json) if FLAGS.resume else []
     how = f"seed 11; {len(rows)} rows kept from a run before" if rows else ""
     run = results.Run(
         "layers", words, keras.backend.backend(), how or "seed 11"
     )
     done = {row.name for row in rows}
-    names = [n for n in options.only or recipes() if n not in done]
+    names = [n for n in FLAGS.only or recipes() if n not in done]
     console = rich.console.Console()
     with rich.progress.Progress(console=console, transient=True) as progress:
         kinds = list(layer_measure.KINDS)
-        total = len(names) * len(options.format) * len(kinds)
+        total = len(names) * len(FLAGS.format) * len(kinds)
         task = progress.add_task("layers", total=total)
-        for row in sweep(names, options.format, kinds):
+        for row in sweep(names, FLAGS.format, kinds):
             rows.append(row)
             progress.update(task, advance=1, description=row.name)
-            if options.json:
+            if FLAGS.json:
                 # After each: what a sweep that is cut short found is kept.
                 found = [dataclasses.asdict(row) for row in rows]
-                Path(options.json).write_text(json.dumps(found, indent=1))
+                Path(FLAGS.json).write_text(json.dumps(found, indent=1))
     rows.sort(key=lambda row: list(recipes()).index(row.name))
     console.print(table(rows))
     console.print(summary(rows))
-    results.publish(run.record([plain_table(rows)]), options, shown=False)
+    results.publish(run.record([plain_table(rows)]), FLAGS, shown=False)
     return int(any(row.is_unexplained for row in rows))
 
 
@@ -238,41 +266,5 @@ def _kept(path: str) -> list[Row]:
     return [row for row in rows if row.name != rows[-1].name]
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    known = recipes()
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=sorted(known),
-        metavar="LAYER",
-        help="names as printed, activations as `activations.relu`",
-    )
-    parser.add_argument(
-        "--format",
-        nargs="+",
-        choices=sorted(layer_deviation.BOUNDS),
-        default=sorted(layer_deviation.BOUNDS),
-    )
-    parser.add_argument(
-        "--part",
-        nargs="+",
-        choices=("layers", "ops"),
-        default=("layers", "ops"),
-        help="what to measure; both unless it is given",
-    )
-    parser.add_argument("--json", metavar="PATH", help="write all results")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on where the run that wrote --json was cut short",
-    )
-    results.add_save(parser)
-    options = parser.parse_args(arguments)
-    if options.resume and not options.json:
-        parser.error("--resume needs --json PATH, the rows of the run before")
-    return options
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    results.start(main, FLAGS)

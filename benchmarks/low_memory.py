@@ -20,6 +20,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from absl import flags, logging
 from keras import ops
 
 from benchmarks import languages, master, overhead_steps, results
@@ -331,35 +332,38 @@ def measure_time(runs: int = 40) -> results.Table:
     return results.Table("Adam's steps under XLA on this CPU", rows)
 
 
+FLAGS = results.flag_values()
+_PARTS = ("digits", "sunspots", "transformer", "hard", "time")
+flags.DEFINE_integer("seeds", 5, "runs of each task", flag_values=FLAGS)
+flags.DEFINE_integer("steps", STEPS, "of the hard task", flag_values=FLAGS)
+results.add_names(FLAGS, "part", _PARTS, _PARTS, "what to measure")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs what the command line asks for."""
     words = sys.argv[1:] if arguments is None else arguments
-    parser = results.parser("low_memory", __doc__)
-    parts = ["digits", "sunspots", "transformer", "hard", "time"]
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--part", nargs="*", choices=parts, default=parts)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    options = parser.parse_args(words)
+    results.parse(FLAGS, words)
     run = results.Run(
         "low_memory",
         words,
         keras.backend.backend(),
-        f"seeds 0 to {options.seeds - 1}; mean and standard deviation",
+        f"seeds 0 to {FLAGS.seeds - 1}; mean and standard deviation",
     )
     tables, curves = [], {}
     for name, task in tasks().items():
-        if name in options.part:
-            table, curves[task.title] = measure(task, options.seeds)
+        if name in FLAGS.part:
+            table, curves[task.title] = measure(task, FLAGS.seeds)
             tables.append(table)
-    if "hard" in options.part:
-        tables.append(measure_hard(options.seeds, options.steps))
-    if "time" in options.part:
+    if "hard" in FLAGS.part:
+        tables.append(measure_hard(FLAGS.seeds, FLAGS.steps))
+    if "time" in FLAGS.part:
         tables.append(measure_time())
-    if options.save and curves:
-        print(f"picture: {draw(curves, options.save)}", file=sys.stderr)
-    results.publish(run.record(tables), options)
+    if FLAGS.save and curves:
+        picture = draw(curves, pathlib.Path(FLAGS.save))
+        logging.info("picture: %s", picture)
+    results.publish(run.record(tables), FLAGS)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    results.start(main, FLAGS)

@@ -18,6 +18,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from absl import flags
 from keras import ops
 
 from benchmarks import pairs, results
@@ -255,30 +256,34 @@ def run_steps(
     return results.Table(title, rows)
 
 
+FLAGS = results.flag_values()
+flags.DEFINE_integer("seeds", 5, "runs of each task", flag_values=FLAGS)
+flags.DEFINE_bool("steps", False, "only time steps", flag_values=FLAGS)
+flags.DEFINE_enum(
+    "task", None, ["digits", "sunspots"], "one task", flag_values=FLAGS
+)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs what the command line asks for."""
     words = sys.argv[1:] if arguments is None else arguments
-    parser = results.parser("master", __doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", action="store_true")
-    parser.add_argument("--task", choices=["digits", "sunspots"])
-    options = parser.parse_args(words)
+    results.parse(FLAGS, words)
     run = results.Run(
         "master",
         words,
         keras.backend.backend(),
-        f"seeds 0 to {options.seeds - 1}; score: mean and standard deviation",
+        f"seeds 0 to {FLAGS.seeds - 1}; score: mean and standard deviation",
     )
-    chosen = [] if options.steps else [digits, sunspots]
+    chosen = [] if FLAGS.steps else [digits, sunspots]
     tables = [
-        run_task(task(), options.seeds)
-        for task in chosen
-        if options.task in (None, task.__name__)
+        run_task(task(), FLAGS.seeds)
+        for task in results.track(chosen, "tasks")
+        if FLAGS.task in (None, task.__name__)
     ]
     if keras.backend.backend() == "tensorflow":
         tables.append(run_steps())
-    results.publish(run.record(tables), options)
+    results.publish(run.record(tables), FLAGS)
 
 
 if __name__ == "__main__":
-    main()
+    results.start(main, FLAGS)

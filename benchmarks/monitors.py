@@ -13,6 +13,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
+from absl import flags
 
 from benchmarks import pairs, results
 from tfmix import callbacks
@@ -113,27 +114,29 @@ def rows_of(
     return rows
 
 
+FLAGS = results.flag_values()
+# As many as lie between two samples.
+flags.DEFINE_integer("steps", 100, "steps of a turn", flag_values=FLAGS)
+flags.DEFINE_integer("rounds", 15, "turns of each callback", flag_values=FLAGS)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints and, if asked, keeps the table."""
     words = sys.argv[1:] if arguments is None else arguments
-    parser = results.parser("monitors", __doc__)
-    # As many as lie between two samples.
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args(words)
+    results.parse(FLAGS, words)
     run = results.Run(
         "monitors",
         words,
         keras.backend.backend(),
-        f"seed 0; {options.rounds} rounds of {options.steps} steps in turns",
+        f"seed 0; {FLAGS.rounds} rounds of {FLAGS.steps} steps in turns",
     )
     rows = []
-    for mode, jit_compile in modes().items():
-        rows += rows_of(mode, jit_compile, options.steps, options.rounds)
+    for mode, jit_compile in results.track(modes().items(), "modes"):
+        rows += rows_of(mode, jit_compile, FLAGS.steps, FLAGS.rounds)
     title = f"Dense network, batch {BATCH}, width {WIDTH}, mixed_float16"
     table = results.Table(title, rows)
-    results.publish(run.record([table]), options)
+    results.publish(run.record([table]), FLAGS)
 
 
 if __name__ == "__main__":
-    main()
+    results.start(main, FLAGS)

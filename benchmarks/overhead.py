@@ -1,7 +1,7 @@
 """What loss scaling adds to a step: time, first step, memory.
 
     python -m benchmarks.overhead [--only SECTION,...] [--runs 60]
-                                  [--keras-compile] [--json] [--save]
+                                  [--keras_compile] [--json] [--save=docs]
 
 The bare optimizer, Keras's scaler and tfmix's take turns in one process; a
 ratio or an overhead is taken within a turn, so that a slow moment of the
@@ -25,6 +25,8 @@ import os
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+from absl import flags
 
 from benchmarks import pairs, results, turns
 
@@ -137,28 +139,35 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[results.Table]:
     return made
 
 
+FLAGS = results.flag_values()
+flags.DEFINE_integer("runs", 60, "turns of each system", flag_values=FLAGS)
+# `python -m benchmarks` starts this once for each backend.
+results.add_names(
+    FLAGS,
+    "only",
+    SECTIONS,
+    {"jax": _JAX, "tensorflow": _TENSORFLOW}.get(
+        os.environ.get("KERAS_BACKEND", ""), SECTIONS
+    ),
+    "sections",
+)
+flags.DEFINE_bool(
+    "keras_compile", False, "compile as Keras does", flag_values=FLAGS
+)
+
+
 def main() -> None:
     """Measures, prints and, if asked, keeps the tables."""
-    parser = results.parser("overhead", __doc__)
-    # `python -m benchmarks` starts this once for each backend.
+    results.parse(FLAGS, sys.argv[1:])
     backend = os.environ.get("KERAS_BACKEND", "")
-    known = {"jax": _JAX, "tensorflow": _TENSORFLOW}
-    default = ",".join(known.get(backend, SECTIONS))
-    parser.add_argument("--runs", type=int, default=60)
-    parser.add_argument("--only", default=default, help="sections, with commas")
-    parser.add_argument("--keras-compile", action="store_true")
-    options = parser.parse_args()
-    sections = options.only.split(",")
-    if not set(sections) <= set(SECTIONS):
-        parser.error(f"--only takes {', '.join(SECTIONS)}, with commas")
     how = (
-        f"median and quartiles of {options.runs} turns; of compile (3 runs) "
+        f"median and quartiles of {FLAGS.runs} turns; of compile (3 runs) "
         "and memory (5 and 3) the extremes"
     )
     run = results.Run("overhead", sys.argv[1:], backend, how)
-    rows = measure(sections, options.runs, options.keras_compile)
-    results.publish(run.record(tables(rows)), options)
+    rows = measure(FLAGS.only, FLAGS.runs, FLAGS.keras_compile)
+    results.publish(run.record(tables(rows)), FLAGS)
 
 
 if __name__ == "__main__":
-    main()
+    results.start(main, FLAGS)

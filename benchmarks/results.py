@@ -4,14 +4,13 @@ A benchmark builds `Table`s and hands them to `publish`. Every cell is text, a
 number, or `spread(values)`; screen, page and JSON are made from the same rows.
 """
 
-import argparse
 import dataclasses
 import datetime
 import json
 import pathlib
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import rich.console
 import rich.markup
 import rich.progress
 import rich.table
+from absl import app, flags, logging
 
 from benchmarks import machine, page
 
@@ -109,50 +109,81 @@ def spread(
     }
 
 
-def parser(name: str, doc: str) -> argparse.ArgumentParser:
-    """Returns a parser with the options that every benchmark has."""
-    made = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}", description=doc.splitlines()[0]
+def flag_values() -> flags.FlagValues:
+    """Returns the flags that every benchmark has, to define others beside."""
+    asked = flags.FlagValues()
+    flags.DEFINE_bool(
+        "json", False, "print JSON instead of tables", flag_values=asked
     )
-    made.add_argument(
-        "--json", action="store_true", help="print JSON instead of tables"
-    )
-    add_save(made)
-    return made
+    add_save(asked)
+    return asked
 
 
-def add_save(parser: argparse.ArgumentParser) -> None:
-    """Adds the option `--save`, the path of the guide or `None`."""
-    parser.add_argument(
-        "--save",
-        type=pathlib.Path,
-        nargs="?",
-        const=DOCS,
-        metavar="DOCS",
-        help="write the result and its page into docs/, or another folder",
+def add_save(asked: flags.FlagValues) -> None:
+    """Adds the flag `--save`, the path of the guide or `None`."""
+    flags.DEFINE_string(
+        "save",
+        None,
+        "write the result and its page into this folder: docs, or another",
+        flag_values=asked,
     )
+
+
+def add_names(
+    asked: flags.FlagValues,
+    name: str,
+    choices: Iterable[str],
+    default: Iterable[str],
+    text: str,
+) -> None:
+    """Adds a flag that takes some of the `choices`, with commas between."""
+    known = list(choices)
+    flags.DEFINE_list(name, list(default), text, flag_values=asked)
+    flags.register_validator(
+        name,
+        lambda names: set(names) <= set(known),
+        f"takes some of these, with commas between: {', '.join(known)}",
+        flag_values=asked,
+    )
+
+
+def parse(asked: flags.FlagValues, words: Sequence[str]) -> list[str]:
+    """Reads the words into the flags; returns those that are no flags."""
+    for name in asked:
+        asked[name].unparse()
+    # absl's own, `--verbosity` for example, `start` has read.
+    _, *names = asked(["benchmarks", *words], known_only=True)
+    return [name for name in names if not name.startswith("-")]
+
+
+def start(main: Callable[[], Any], asked: flags.FlagValues) -> None:
+    """Runs a benchmark: absl refuses wrong flags, and answers `--help`."""
+    flags.FLAGS.append_flag_values(asked)
+    # Its messages say what goes on.
+    flags.FLAGS.set_default("verbosity", 0)
+    app.run(lambda _: main())
 
 
 def publish(
     record: dict[str, Any],
-    options: argparse.Namespace,
+    asked: flags.FlagValues,
     shown: bool = True,
 ) -> None:
     """Prints a record and, if asked for, keeps it.
 
     Args:
         record: As `Run.record` returns it.
-        options: With `json` and `save`, as `parser` makes them.
+        asked: With `json` and `save`, as `flag_values` makes them.
         shown: Whether to print at all; not where the benchmark has printed
             tables of its own.
     """
-    if shown and options.json:
+    if shown and asked.json:
         print(json.dumps(record, indent=1))
     elif shown:
         show(record)
-    if options.save:
-        path = save(record, options.save)
-        print(f"saved: {path}", file=sys.stderr)
+    if asked.save:
+        path = save(record, pathlib.Path(asked.save))
+        logging.info("saved: %s", path)
 
 
 def track(

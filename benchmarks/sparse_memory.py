@@ -1,6 +1,6 @@
 """What loss scaling costs on a sparse gradient: time and peak memory.
 
-python -m benchmarks.sparse_memory [--json] [--save]
+python -m benchmarks.sparse_memory [--json] [--save=docs]
 
 A table of 1,000,000 x 64 floats, 1,024 ids a batch, SGD and Adagrad. The bare
 optimizer, Keras's scaler and tfmix's take the same steps.
@@ -14,7 +14,6 @@ making of the table would hide the steps; and a table of 1,000 rows takes the
 same steps before that, so that what tracing and compiling need is there.
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -22,6 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from absl import flags
 
 from benchmarks import pairs, resident, results, turns
 
@@ -102,7 +103,7 @@ def _row(way: str, pair: dict[str, list[float]], inner: str) -> dict[str, Any]:
         "quartiles_ms": [low, high],
         "ratio": median / statistics.median(pair["bare"]),
         "peak_mb": turns.answer_of(
-            "benchmarks.sparse_memory", "--peak", way, inner
+            "benchmarks.sparse_memory", "--peak", f"{way},{inner}"
         ),
     }
 
@@ -124,20 +125,25 @@ def table(inner: str, rows: list[dict[str, Any]]) -> results.Table:
     return results.Table(title, shown, note)
 
 
+FLAGS = results.flag_values()
+flags.DEFINE_list(
+    "peak", [], "the part of a process of its own", flag_values=FLAGS
+)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Parses, measures, prints; 1 if tfmix costs more than it may."""
     words = sys.argv[1:] if arguments is None else arguments
-    parser = results.parser("sparse_memory", __doc__)
-    parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args(words)
-    if options.peak:
-        turns.answer(peak_mb(*options.peak))
+    results.parse(FLAGS, words)
+    if FLAGS.peak:
+        turns.answer(peak_mb(*FLAGS.peak))
         return 0
     how = "seeds 1 and 2; peak of the resident set in a process of its own"
     run = results.Run("sparse_memory", words, "tensorflow", how)
-    found = {inner: rows(inner) for inner in TIMED}
+    tracked = results.track(TIMED, "optimizers")
+    found = {inner: rows(inner) for inner in tracked}
     shown = [table(inner, rows) for inner, rows in found.items()]
-    results.publish(run.record(shown), options)
+    results.publish(run.record(shown), FLAGS)
     return int(any(_is_too_much(rows) for rows in found.values()))
 
 
@@ -147,4 +153,4 @@ def _is_too_much(rows: list[dict[str, Any]]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    results.start(main, FLAGS)

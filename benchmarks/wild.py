@@ -1,13 +1,12 @@
 """Scripts as people write them, with one line on top: which of them train?
 
-python -m benchmarks.wild [--policy mixed_float16] [--json] [--save]
+python -m benchmarks.wild [--policy mixed_float16] [--json] [--save=docs]
 
 Each script of `tests/wild`, in graph mode, after `set_dtype_policy` of Keras
 and after `tfmix.set_global_policy`, each library in a process of its own. It
 trains if it ends and all of its losses are finite.
 """
 
-import argparse
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
+from absl import flags
 
 from benchmarks import results
 
@@ -72,7 +72,10 @@ def all_of(library: str, policy: str) -> dict[str, str]:
 
 def tables(policy: str) -> list[results.Table]:
     """Returns how many scripts train, and how the others end."""
-    found = {library: all_of(library, policy) for library in LIBRARIES}
+    found = {
+        library: all_of(library, policy)
+        for library in results.track(LIBRARIES, "libraries")
+    }
     counts: list[dict[str, Any]] = [
         {
             "library": library,
@@ -93,26 +96,32 @@ def tables(policy: str) -> list[results.Table]:
     ]
 
 
+FLAGS = results.flag_values()
+flags.DEFINE_string(
+    "policy", "mixed_float16", "of every script", flag_values=FLAGS
+)
+flags.DEFINE_string(
+    "child", None, "the part of a process of its own", flag_values=FLAGS
+)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Parses, runs, prints; 1 if a script does not train under tfmix."""
     words = sys.argv[1:] if arguments is None else arguments
-    parser = results.parser("wild", __doc__)
-    parser.add_argument("--policy", default="mixed_float16")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args(words)
-    if options.child:
+    results.parse(FLAGS, words)
+    if FLAGS.child:
         ends = {
-            script: outcome(script, options.child, options.policy)
+            script: outcome(script, FLAGS.child, FLAGS.policy)
             for script in scripts()
         }
         print(json.dumps(ends))
         return 0
     run = results.Run("wild", words, keras.backend.backend(), "seed 1")
-    made = tables(options.policy)
-    results.publish(run.record(made), options)
+    made = tables(FLAGS.policy)
+    results.publish(run.record(made), FLAGS)
     counts = made[0].rows[-1]
     return int(counts["train"] != counts["scripts"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    results.start(main, FLAGS)

@@ -658,3 +658,18 @@ def test_the_script_runs_a_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tfmix", "devices", "--json"])
     assert importlib.import_module(the_script()).main() == cli.OK
     assert "auto" in json.loads(capsys.readouterr().out)
+
+
+def test_a_terminal_shows_that_the_backend_is_loading(tmp_path):
+    pty = pytest.importorskip("pty", reason="a terminal, which Windows lacks")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "tfmix", "devices", "--json"]
+    environment = {**os.environ, "TERM": "xterm"}
+    subprocess.run(
+        command,
+        check=True,
+        env=environment,
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+    )
+    assert b"Loading Keras" in os.read(ours, 4096)

@@ -292,3 +292,15 @@ def test_the_guide_says_which_modes_of_remat_scope_train(mode):
     else:
         with pytest.raises((TypeError, ValueError)):
             model.fit(inputs, np.ones((32, 4)), verbose=0)
+
+
+def test_each_answer_of_the_faq_names_a_test_that_there_is():
+    answers = (DOCS / "faq.md").read_text("utf-8").split("\n## ")[1:]
+    assert len(answers) == 10
+    for answer in answers:
+        _, said = answer.split("\nTest: ")
+        paths = re.findall(r"`(tests/[\w/]+\.py)`", said)
+        texts = [(ROOT / path).read_text("utf-8") for path in paths]
+        assert texts
+        for name in re.findall(r"`(test_\w+)`", said):
+            assert any(f"def {name}(" in text for text in texts), name

@@ -22,7 +22,6 @@ LAYERS = (
         "_formats",
         "_h200",
         "_messages",
-        "_page_frame",
         "_progress",
         "_tables",
     ),

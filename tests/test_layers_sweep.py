@@ -212,14 +212,14 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path, capsys):
     path = tmp_path / "rows.json"
     names = ["activations.linear", "activations.relu"]
     given = ["--format", "float16", "--json", str(path)]
-    layers.main(["--only", *names, *given])
+    layers.main(["--only", ",".join(names), *given])
     rows = json.loads(path.read_text())
     assert len(rows) == 6
     # The first is kept, whatever it says; the second was cut short.
     rows[0]["tfmix"]["epsilons"] = 0.125
     path.write_text(json.dumps(rows[:4]))
     capsys.readouterr()
-    assert layers.main(["--only", *names, *given, "--resume"]) == 0
+    assert layers.main(["--only", ",".join(names), *given, "--resume"]) == 0
     again = json.loads(path.read_text())
     assert [row["name"] for row in again] == [row["name"] for row in rows]
     assert again[0]["tfmix"]["epsilons"] == 0.125

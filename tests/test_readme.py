@@ -6,7 +6,6 @@ import keras
 import numpy as np
 import pytest
 
-from tests import helpers
 from tests.tree import ROOT
 
 FIRST_SCREEN = 30  # lines
@@ -54,19 +53,6 @@ def test_the_script_runs_and_trains_in_float16():
     )
     assert model.layers[-1].compute_dtype == "float32"
     assert int(model.optimizer.iterations) + model.optimizer.skipped_steps == 2
-
-
-@helpers.requires_backend("tensorflow")
-def test_the_loop_clips_true_gradients():
-    names = run_blocks(readme())
-    optimizer = names["optimizer"]
-    assert int(optimizer.iterations) == 1
-    # Of scaled ones the norm would be about 2**15.
-    x, y = names["x"], names["y"]
-    assert 0 < float(names["step"](x, y)) < 10
-    (loop,) = [b for b in blocks(readme(), "python") if "tape" in b]
-    order = ["scale_loss", "unscale_gradients", "clip_by", "unscaled=True"]
-    assert sorted(order, key=loop.index) == order
 
 
 def test_a_script_that_fails_is_found():

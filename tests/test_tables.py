@@ -1,10 +1,12 @@
 """Tables on terminals of any width: numbers whole, long names shortened."""
 
+import dataclasses
 import io
 
 import pytest
 from rich import console
 
+from tests import helpers
 from tfmix import _tables
 
 LONG = "model/encoder/block_11/attention/query_projection"
@@ -58,14 +60,18 @@ def test_html_scrolls_where_it_does_not_fit():
         def tables(self):
             return [TABLE]
 
-    page = Report()._repr_html_()
-    assert page.startswith('<div class="tfmix" style="overflow-x: auto">')
-    assert "text-align: left" in page
+    page = helpers.notebook_html(Report())
+    assert "overflow-x:auto" in page
+    assert "A title" in page
+
+
+def test_a_page_is_one_file_in_colour(tmp_path):
+    path = tmp_path / "page.html"
+    table = dataclasses.replace(TABLE, verdicts=["overflow", "ok"])
+    _tables.write_page(path, "my_model", [table], "data:image/png;base64,AA")
+    page = path.read_text(encoding="utf-8")
+    assert "Model my_model, " in page
     assert LONG in page
-
-
-def test_html_shows_the_names_of_a_note_as_code():
-    table = _tables.Table(("layer",), [("a",)], notes=["`rows` < `all`", "1`"])
-    page = table.html()
-    assert "<p><code>rows</code> &lt; <code>all</code></p>" in page
-    assert "<p>1`</p>" in page
+    assert ".r1 {" in page
+    assert page.count("<pre") == 1
+    assert page.count("<img ") == 1

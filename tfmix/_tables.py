@@ -2,14 +2,17 @@
 
 import abc
 import dataclasses
-import html
+import datetime
 import io
-import re
+import os
 import shutil
+import sys
 from collections.abc import Sequence
 
+import keras
 import rich.box
 import rich.console
+import rich.jupyter
 import rich.markup
 import rich.table
 import rich.text
@@ -24,6 +27,16 @@ _STYLES = {
     "underflow": "yellow",
     "inaccurate": "yellow",
 }
+# Columns of a page, and what stands around that which rich draws on it.
+_PAGE_WIDTH = 140
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>tfmix</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>{stylesheet}
+body {{ color: {foreground}; background: {background}; }}
+pre {{ overflow-x: auto; line-height: 1.4; }}
+img {{ max-width: 100%; }}</style></head><body><pre>{code}</pre>
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +57,10 @@ class Table:
         options: rich.console.ConsoleOptions,
     ) -> rich.console.RenderResult:
         if self.title:
-            yield rich.markup.escape(self.title)
+            yield rich.text.Text(self.title, style="bold")
         yield self._drawn(options.max_width)
         yield ""
-        yield from map(rich.markup.escape, self.notes)
+        yield from map(rich.text.Text, self.notes)
         for line in self.code:
             yield rich.text.Text(line, overflow="fold")
 
@@ -63,7 +76,11 @@ class Table:
             # The lines of sentences are broken; numbers, shapes and what is
             # short stay whole.
             is_text = max(map(len, [*cells, ""])) > _WHOLE
-            drawn.add_column(head, no_wrap=not is_text, overflow="fold")
+            drawn.add_column(
+                rich.markup.escape(head),
+                no_wrap=not is_text,
+                overflow="fold",
+            )
         others = sum(map(_least_width, columns[1:]))
         names = width - others - _GAP * len(columns)
         for index, (name, *row) in enumerate(self.rows):
@@ -73,39 +90,8 @@ class Table:
             drawn.add_row(*map(rich.markup.escape, cells), style=style)
         return drawn
 
-    def html(self) -> str:
-        """Returns an HTML table; a row's verdict is its class."""
-        rows = "\n".join(
-            f'<tr class="{self._verdict(index)}">{self._cells(row)}</tr>'
-            for index, row in enumerate(self.rows)
-        )
-        heads = "".join(f"<th>{html.escape(head)}</th>" for head in self.heads)
-        title = f"<p>{html.escape(self.title)}</p>\n" if self.title else ""
-        notes = "".join(f"\n<p>{_with_code(note)}</p>" for note in self.notes)
-        code = html.escape("\n".join(self.code))
-        return (
-            f"{title}<table><thead><tr>{heads}</tr></thead>"
-            f"\n<tbody>{rows}</tbody></table>{notes}"
-            + (
-                "\n<pre style='white-space: pre-wrap'><code>"
-                f"{code}</code></pre>" * bool(code)
-            )
-        )
-
-    def _cells(self, row: Sequence[str]) -> str:
-        # On a narrow screen a page shows the labels in place of the heads.
-        return "".join(
-            f'<td data-label="{html.escape(head)}">{html.escape(cell)}</td>'
-            for head, cell in zip(self.heads, row, strict=True)
-        )
-
     def _verdict(self, index: int) -> str:
         return self.verdicts[index] if self.verdicts else ""
-
-
-def _with_code(note: str) -> str:
-    """Returns a note as HTML, with its names in backticks as code."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(note))
 
 
 def _least_width(column: Sequence[str]) -> int:
@@ -123,7 +109,7 @@ def _shortened(name: str, width: int) -> str:
     return f"{name[: width - end - 1]}…{name[-end:]}"
 
 
-class Printed(abc.ABC):
+class Printed(abc.ABC, rich.jupyter.JupyterMixin):
     """Prints the tables of a subclass: `str`, rich and notebook form."""
 
     @abc.abstractmethod
@@ -142,12 +128,41 @@ class Printed(abc.ABC):
         )
         return out.getvalue()
 
-    def _repr_html_(self) -> str:
-        tables = "\n".join(table.html() for table in self.tables())
-        # Jupyter moves the cells of a table to the right, names as well.
-        return (
-            '<div class="tfmix" style="overflow-x: auto">'
-            "<style>div.tfmix :is(th, td) { text-align: left !important; }"
-            "</style>"
-            f"{tables}</div>"
-        )
+
+def write_page(
+    path: str | os.PathLike[str],
+    model_name: str,
+    tables: Sequence[Table],
+    picture: str = "",
+) -> None:
+    """Writes tables as one HTML page that says what made it, and when.
+
+    Args:
+        path: The file.
+        model_name: The name of the model that the tables are about.
+        tables: What the page shows.
+        picture: A picture below the tables, as a `data:` address, or "".
+    """
+    console = rich.console.Console(
+        record=True, file=io.StringIO(), width=_PAGE_WIDTH
+    )
+    console.print(rich.text.Text(f"Model {model_name}, {_made_with()}."))
+    for table in tables:
+        console.print()
+        console.print(table)
+    image = f'<img alt="Headroom of each layer" src="{picture}">'
+    console.save_html(
+        os.fspath(path), code_format=_PAGE + image * bool(picture)
+    )
+
+
+def _made_with() -> str:
+    """Says when, and by which versions, something is made."""
+    now = datetime.datetime.now().astimezone()
+    tfmix = vars(sys.modules["tfmix"])["__version__"]
+    backend = keras.backend.backend()
+    version = vars(sys.modules[backend])["__version__"]
+    return (
+        f"{now:%Y-%m-%d %H:%M %Z}, tfmix {tfmix}, Keras {keras.__version__} "
+        f"on {backend} {version}"
+    )

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if options.name == "compile":  # which runs nothing on a GPU or a TPU
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with startup_log_held_back():
+    with _loading(), startup_log_held_back():
         from rich import console
 
         from tfmix import commands
@@ -75,6 +75,19 @@ def _run(options: argparse.Namespace) -> int:
         width = None if is_known else 160
         console.Console(width=width).print(outcome.text, crop=False)
     return OK if outcome.healthy else UNHEALTHY
+
+
+@contextlib.contextmanager
+def _loading() -> Iterator[None]:
+    """Shows on a terminal that TensorFlow or JAX is loaded, for seconds."""
+    from rich import console
+
+    # Apart from the log that is held back.
+    with os.fdopen(os.dup(2), "w") as stderr:
+        terminal = console.Console(file=stderr)
+        terminal.quiet = not stderr.isatty()
+        with terminal.status("Loading Keras and its backend"):
+            yield
 
 
 @contextlib.contextmanager

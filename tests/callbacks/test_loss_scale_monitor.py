@@ -270,35 +270,16 @@ def test_a_resumed_run_goes_on_with_the_optimizers_steps(tmp_path):
     assert [reading.step for reading in resumed.timeline] == [10, 15]
 
 
-@helpers.requires_backend("tensorflow")
-def test_tensorboard_files_hold_one_point_per_reading(tmp_path):
-    import tensorflow as tf
-
-    monitor = Monitor(every=2, log_dir=tmp_path)
-    fit(compiled(), monitor, batches(4, bad=[0]))
-    (file,) = tmp_path.iterdir()
-    records = tf.data.TFRecordDataset(str(file)).as_numpy_iterator()
-    found = {
-        (event.step, value.tag): float(tf.make_ndarray(value.tensor))
-        for event in map(tf.compat.v1.Event.FromString, records)
-        for value in event.summary.value
-        if value.tag == "loss_scale"
-    }
-    assert found == {
-        (reading.step, "loss_scale"): reading.loss_scale
-        for reading in monitor.timeline
-    }
-
-
-@helpers.requires_backend("jax")
-def test_tensorboard_files_are_refused_where_nothing_writes_them(tmp_path):
-    with pytest.raises(ValueError, match="'jax'"):
-        Monitor(log_dir=str(tmp_path))
-
-
-def test_a_log_dir_that_is_no_path_is_refused():
-    with pytest.raises(TypeError, match="log_dir=3"):
-        Monitor(log_dir=3)
+def test_keras_writes_the_curves_for_tensorboard(tmp_path):
+    monitor = Monitor(every=2)
+    writer = helpers.tensorboard(tmp_path, update_freq=1)
+    data = batches(4, bad=[0])
+    history = fit(compiled(), monitor, data, callbacks=[writer], epochs=2)
+    found = helpers.curves(tmp_path / "train")
+    for name in ("loss_scale", "skipped_steps", "applied_steps"):
+        assert list(found[f"epoch_{name}"].values()) == history[name]
+    # Between the epochs' ends, too.
+    assert found["batch_loss_scale"][3] == 2.0**14
 
 
 class Adversaries(keras.Model):
@@ -366,3 +347,8 @@ def test_a_run_is_stopped_where_one_of_several_optimizers_is_stuck():
     data = {"x": x, "y": np.zeros(8), "batch_size": 1}
     with pytest.raises(_errors.LossScaleError):
         fit(model, Monitor(every=1, max_consecutive_skips=5), data)
+
+
+def test_a_plot_before_any_fit_says_what_to_call():
+    with pytest.raises(ValueError, match=r"timeline=\[\].*model\.fit"):
+        Monitor().plot()

@@ -29,6 +29,23 @@ def first_event(kind, jit_compile, seed=1):
     return planted, (event.step, event.layer, event.phase)
 
 
+def test_keras_writes_the_curves_for_tensorboard(tmp_path):
+    keras.utils.set_random_seed(0)
+    tfmix.set_global_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+    model.compile("sgd", "mse")
+    x = np.ones((8, 4), "float32")
+    monitor, writer = Monitor(every=1), helpers.tensorboard(tmp_path)
+    history = model.fit(
+        x, x, epochs=2, verbose=0, callbacks=[monitor, writer]
+    ).history
+    found = helpers.curves(tmp_path / "train")
+    assert list(found["epoch_numerics_events"].values()) == [0, 0]
+    assert [*found["epoch_headroom_bits"].values()] == history["headroom_bits"]
+    # Numbers around 1, of a format that ends at 2**16.
+    assert all(12 <= bits <= 18 for bits in history["headroom_bits"])
+
+
 JAX = keras.backend.backend() == "jax"
 # The others take longer to trace, and under JAX each operation compiled alone
 # takes longer than the whole step.
@@ -89,7 +106,10 @@ def test_a_healthy_run_raises_no_alarm_and_is_not_changed(jit_compile):
     plain, watched = healthy(jit_compile), healthy(jit_compile)
     monitor = Monitor(every=2)
     expected = train(plain, epochs=2).history
-    assert train(watched, monitor, epochs=2).history == expected
+    history = train(watched, monitor, epochs=2).history
+    assert history.pop("numerics_events") == [0, 0]
+    assert min(history.pop("headroom_bits")) > 0
+    assert history == expected
     assert monitor.events == []
     for left, right in zip(plain.variables, watched.variables, strict=True):
         np.testing.assert_array_equal(np.array(left), np.array(right))

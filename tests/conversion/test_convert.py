@@ -218,7 +218,7 @@ def test_the_report_prints_in_every_form():
     text = str(report)
     assert "2 layers under mixed_float16: 1 changed, 1 in float32" in text
     assert "softmax head" in text
-    assert "body" in report._repr_html_()
+    assert "body" in helpers.notebook_html(report)
     shown = io.StringIO()
     console.Console(width=120, file=shown).print(report)
     assert "body" in shown.getvalue()

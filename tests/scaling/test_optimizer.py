@@ -395,3 +395,10 @@ def test_apply_says_whether_the_step_was_applied():
     assert bool(wrapped.apply([g * np.inf for g in grads], ours)) is False
     iterations = wrapped.apply_gradients(zip(grads, ours, strict=True))
     assert int(iterations) == 2
+
+
+def test_a_scale_is_not_shared_between_optimizers():
+    other = optimizers.LossScaleOptimizer("sgd")
+    message = "do not share a loss scale any more.*loss_scale=<.*Leave"
+    with pytest.raises(TypeError, match=message):
+        optimizers.LossScaleOptimizer("adam", loss_scale=other)

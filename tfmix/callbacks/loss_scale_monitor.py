@@ -49,8 +49,9 @@ class LossScaleMonitor(skip_watch.SkipWatch):
     start says what the run computes in; the progress bar and the epoch's
     logs, hence `History`, gain `loss_scale` and `skipped_steps`, the logs
     `applied_steps` as well. A run in which no step is applied any more is
-    stopped with the diagnosis. Put it before `keras.callbacks.CSVLogger` in
-    the list of callbacks: Keras calls them in that order.
+    stopped with the diagnosis. Put it before `keras.callbacks.TensorBoard` and
+    `CSVLogger` in the list of callbacks, which then write these numbers: Keras
+    calls them in that order.
 
     Args:
         every: Integer, steps between two readings. A reading copies a few
@@ -68,8 +69,6 @@ class LossScaleMonitor(skip_watch.SkipWatch):
             logs of an epoch before the first such step. Each step then reads
             its gradients once more, in later calls of `fit`, too, until the
             model is compiled anew. Defaults to `False`.
-        log_dir: Path of a directory for TensorBoard files. Defaults to
-            `None`, no files.
 
     Attributes:
         timeline: List of `Reading`, which `plot` draws.
@@ -77,12 +76,10 @@ class LossScaleMonitor(skip_watch.SkipWatch):
             the first is made before the first step.
 
     Raises:
-        TypeError: If a number is not an integer, `gradient_norm` not a bool,
-            or `log_dir` not a path; in `fit`, if the optimizer is Keras's own
-            loss scaler.
-        ValueError: If a number is below 1, or `log_dir` is given on a backend
-            other than TensorFlow; in `fit`, if `gradient_norm` is asked for
-            and the optimizer accumulates gradients.
+        TypeError: If a number is not an integer, or `gradient_norm` not a
+            bool; in `fit`, if the optimizer is Keras's own loss scaler.
+        ValueError: If a number is below 1; in `fit`, if `gradient_norm` is
+            asked for and the optimizer accumulates gradients.
         tfmix.LossScaleError: In `fit`, when the run is stuck.
 
     Examples:
@@ -101,21 +98,8 @@ class LossScaleMonitor(skip_watch.SkipWatch):
         max_consecutive_skips: int = 50,
         alarm_after: int | None = None,
         gradient_norm: bool = False,
-        log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(log_dir, str | os.PathLike | None):
-            raise TypeError(
-                "`log_dir` must be the path of a directory, or None. "
-                f"Received: log_dir={log_dir!r}."
-            )
-        if log_dir is not None and keras.backend.backend() != "tensorflow":
-            raise ValueError(
-                "`log_dir` needs Keras's TensorFlow backend, which writes the "
-                f"TensorBoard files. Received: log_dir={log_dir!r} on the "
-                f"{keras.backend.backend()!r} backend. Leave `log_dir` out and "
-                "use keras.callbacks.CSVLogger, or the monitor's `timeline`."
-            )
         self.every = _arguments.count("every", every, example=100)
         self.max_consecutive_skips = _arguments.count(
             "max_consecutive_skips", max_consecutive_skips
@@ -128,14 +112,12 @@ class LossScaleMonitor(skip_watch.SkipWatch):
                 f"Received: gradient_norm={gradient_norm!r}."
             )
         self.gradient_norm = gradient_norm
-        self.log_dir = log_dir
         self.timeline: list[Reading] = []
         self._step = self._next_reading = self._epoch_start = 0
         self._has_scale = self._started = self._rung = False
         self._shown: dict[str, float] = {}
         # Keras adds to it from a pool of threads, not always in order.
         self._batches: collections.deque[int] = collections.deque(maxlen=1024)
-        self._writer: Any = None
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws the loss scale over the steps, and where steps were skipped.
@@ -148,8 +130,14 @@ class LossScaleMonitor(skip_watch.SkipWatch):
 
         Raises:
             ImportError: If matplotlib is missing.
-            ValueError: If the monitor has been through no `fit`.
+            ValueError: If the monitor has been in no `fit`.
         """
+        if not self.timeline:
+            raise ValueError(
+                "There is nothing to draw yet: this monitor was in no `fit` "
+                "with a tfmix.LossScaleOptimizer. Received: timeline=[]. Call "
+                "model.fit(..., callbacks=[monitor]), then monitor.plot()."
+            )
         from tfmix import plotting
 
         return plotting.loss_scale_timeline(self.timeline, path)
@@ -167,16 +155,11 @@ class LossScaleMonitor(skip_watch.SkipWatch):
                 model.train_function = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Finds the optimizer, and opens the TensorBoard file."""
+        """Finds the optimizer, and prints what the run computes in."""
         super().on_train_begin(logs)
         self._has_scale, self._started = _has_scale(self.model), False
         if self._has_scale and (self.params or {}).get("verbose"):
             print(_opening(self.model), flush=True)
-        if self._has_scale and self.log_dir is not None:
-            import tensorflow as tf
-
-            path = os.fspath(self.log_dir)
-            self._writer = tf.summary.create_file_writer(path)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts to count the batches of an epoch."""
@@ -216,12 +199,6 @@ class LossScaleMonitor(skip_watch.SkipWatch):
                 logs.update(self._shown)
         super().on_epoch_end(epoch, logs)
 
-    def on_train_end(self, logs: Any = None) -> None:
-        """Closes the TensorBoard file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
     def _start(self) -> None:
         made = [sum(skip_watch.steps(x)) for x in self._optimizers()]
         # A critic makes several steps in one of the model's.
@@ -258,8 +235,6 @@ class LossScaleMonitor(skip_watch.SkipWatch):
         norm = reading.gradient_norm
         if norm is not None and not math.isnan(norm):
             self._shown["gradient_norm"] = _bar_output.Shown(norm)
-        if self._writer is not None:
-            _write(self._writer, reading.step, self._shown)
 
     def _reading(self) -> Reading:
         # Asking for `self.model` is what brings the variables up to date on
@@ -361,18 +336,3 @@ def _has_scale(model: keras.Model) -> bool:
     )
     _messages.warn(text.rstrip())
     return False
-
-
-def _write(writer: Any, step: int, numbers: dict[str, float]) -> None:
-    """Adds one point to the curve of each name, without TensorBoard's code."""
-    import tensorflow as tf
-
-    # `tf.summary.scalar` is part of the TensorBoard package; this call is
-    # TensorFlow's own and marks the numbers for the same plugin.
-    metadata = tf.compat.v1.SummaryMetadata()
-    metadata.plugin_data.plugin_name = "scalars"
-    with writer.as_default():
-        for name, number in numbers.items():
-            value = tf.constant(number, tf.float32)
-            tf.summary.write(name, value, step=step, metadata=metadata)
-    writer.flush()

@@ -38,6 +38,12 @@ class NumericsMonitor(keras.callbacks.Callback):
     A gradient that overflows under the current loss scale is no event if it
     does not at a scale of 1: that is how dynamic scaling finds its scale.
 
+    The epoch's logs gain `numerics_events`, how many faults were found so far,
+    and `headroom_bits`, how often the largest number that a 16-bit layer
+    returned in the last sample can be doubled before it overflows. Put the
+    monitor before `keras.callbacks.TensorBoard` in the list of callbacks, which
+    then writes both.
+
     Under `"mixed_float8"` the products of the layers that were chosen are
     measured on the same batch, against the same in float32.
 
@@ -70,6 +76,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self.events: list[Event] = []
         self.rows: list[TensorRanges] = []
         self.products: list[float8_products.Float8Product] = []
+        self._headroom: float | None = None
         self._step = 0
         self._tap: Tap | None = None
         self._model_of: Any = None
@@ -95,6 +102,12 @@ class NumericsMonitor(keras.callbacks.Callback):
             self._step = self._tap.step
             training.model_in_step(self).train_function = self._tap.original
             self._tap = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Puts what the samples show into the epoch's logs."""
+        if logs is not None and self._headroom is not None:
+            logs["headroom_bits"] = self._headroom
+            logs["numerics_events"] = float(len(self.events))
 
     def _prepare(self, model: Any, batch: Any) -> None:
         if not layers.is_built(model):
@@ -132,6 +145,14 @@ class NumericsMonitor(keras.callbacks.Callback):
 
     def _read(self, sample: sampler.Sample, state: Any, batch: Any) -> None:
         self.rows = self._reader.rows(sample)
+        self._headroom = min(
+            (
+                row.measures.headroom_bits
+                for call, row in zip(sample.calls, self.rows, strict=False)
+                if call.dtype in _formats.SIXTEEN_BIT
+            ),
+            default=math.nan,
+        )
         x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
         bad_rows = batches.Batch(self._model_of, x, y, None).bad_rows()
         for name, rows in bad_rows.items():

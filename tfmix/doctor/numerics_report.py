@@ -2,7 +2,6 @@
 
 import base64
 import dataclasses
-import html
 import io
 import json
 import math
@@ -11,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tfmix import _formats, _page_frame, _tables
+from tfmix import _formats, _tables
 from tfmix.doctor import float8_products, probe, suggest, verdicts
 from tfmix.policy import names
 from tfmix.policy import policy as policies
@@ -112,12 +111,18 @@ class NumericsReport(_tables.Printed):
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes to `path` one page with table and figure, all in one file."""
         try:
-            picture = _picture(self.plot(), self.title)
+            picture = _picture(self.plot())
         except ImportError:
             # The table says all that the picture shows.
             picture = ""
-        body = _body(self, picture)
-        _page_frame.write(path, self.title, self.model_name, body)
+        # The worst rows and what to write come first, then every row.
+        rows, *float8 = dataclasses.replace(self, verbose=True).tables()
+        worst = dataclasses.replace(
+            self.tables()[0], notes=self.notes, code=rows.code
+        )
+        rows = dataclasses.replace(rows, title="All rows", notes=(), code=())
+        tables = [worst, *float8, rows]
+        _tables.write_page(path, self.model_name, tables, picture)
 
     def to_json(self) -> str:
         """Returns the report as JSON; infinities and NaN become null."""
@@ -265,38 +270,9 @@ def _plain(
     return values
 
 
-def _body(report: NumericsReport, picture: str) -> str:
-    """Returns what a report's page shows below the head."""
-    table = _tables.Table(
-        (*_HEADS, "what to write"),
-        [(*_cells(row), row.advice) for row in report.rows],
-        verdicts=[row.verdict for row in report.rows],
-    )
-    notes = "".join(
-        f'<p class="note">{html.escape(note)}</p>\n' for note in report.notes
-    )
-    summary = ""
-    if report.faults:
-        first = report.faults[0]
-        summary = (
-            f"<p><b>First: {html.escape(first.layer)}</b>, {first.phase}, "
-            f"{first.verdict}: <code>{html.escape(first.advice)}</code></p>\n"
-        )
-    return (
-        f"<p>Gradients were judged under a loss scale of "
-        f"{report.loss_scale:g}. Each layer was judged by itself, on the "
-        f"inputs it has in float32.</p>\n"
-        f"{summary}{notes}{picture}"
-        f'<div class="advised">{table.html()}</div>'
-        + (float8_products.table(report.float8).html() * bool(report.float8))
-    )
-
-
-def _picture(figure: Any, title: str) -> str:
+def _picture(figure: Any) -> str:
+    """Returns a figure as an address that holds all of it."""
     written = io.BytesIO()
     figure.savefig(written, format="png", dpi=110)
     data = base64.b64encode(written.getvalue()).decode("ascii")
-    source = f"data:image/png;base64,{data}"
-    said = html.escape(f"Bits between each layer and overflow; {title}")
-    image = f'<img alt="{said}" src="{source}">'
-    return f'<p class="wide">{image}</p>\n'
+    return f"data:image/png;base64,{data}"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tfmix import _page_frame, _tables
+from tfmix import _tables
 from tfmix.hardware import training_memory
 
 # The costliest products are shown, all are in `rows`, JSON and HTML.
@@ -156,12 +156,8 @@ class CompiledStep(_tables.Printed):
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one page with all products to `path`."""
-        tables = [
-            _summary({self.policy: self}),
-            self._products(len(self.rows)),
-        ]
-        body = "\n".join(table.html() for table in tables)
-        _page_frame.write(path, self.title, self.model, body)
+        products = self._products(len(self.rows))
+        _tables.write_page(path, self.model, [products, self.tables()[1]])
 
     def _products(self, most: int) -> _tables.Table:
         heads = ("layer", "phase", "(m, k, n)", "dtype", "kernel", "GFLOP")
@@ -249,11 +245,8 @@ class CompiledSteps(_tables.Printed, Mapping[str, CompiledStep]):
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one page with all policies and their products to `path`."""
         steps = list(self.steps.values())
-        tables = self.tables()
-        tables += [step._products(len(step.rows)) for step in steps]
-        title = f"{' and '.join(self.steps)} on {steps[0].target}"
-        body = "\n".join(table.html() for table in tables)
-        _page_frame.write(path, title, steps[0].model, body)
+        products = [step._products(len(step.rows)) for step in steps]
+        _tables.write_page(path, steps[0].model, [*self.tables(), *products])
 
 
 def _summary(steps: Mapping[str, CompiledStep], *notes: str) -> _tables.Table:

@@ -29,6 +29,7 @@ from tfmix.float8 import chosen_layers
 from tfmix.in_force.layer import fallback, uncast_inputs
 from tfmix.in_force.model import (
     computing_layers,
+    first_step,
     model_outputs,
     own_methods,
     skip_watch,
@@ -101,6 +102,7 @@ class _MixedModel:
             "call": self._call,
             "compile": self._compile,
             "fit": self._fit,
+            "make_train_function": self._make_train_function,
             "train_step": self._train_step,
             "test_step": self._under_rules,
             # They get 16 bit from layers that a step calls, and as symbols.
@@ -118,9 +120,6 @@ class _MixedModel:
             wrappers[training.BUILD] = self._under_rules
         if is_pure and hasattr(model, training.BEFORE_TRACING):
             wrappers[training.BEFORE_TRACING] = self._before_tracing
-        if training.has_own_step(model):
-            traced = functools.partial(own_methods.traced, model)
-            wrappers["make_train_function"] = traced
         own = layers.own_methods(model)
         return {**wrappers, **dict.fromkeys(own, own_methods.explained)}
 
@@ -170,6 +169,16 @@ class _MixedModel:
             fit = functools.partial(self._swapped, original)
             fit = functools.wraps(original)(fit)
         return skip_watch.fit(self._model, fit, *args, **kwargs)
+
+    def _make_train_function(
+        self, original: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
+        make = functools.partial(
+            first_step.watched, self._model, self._float8 is not None, original
+        )
+        if training.has_own_step(self._model):
+            make = functools.partial(own_methods.traced, self._model, make)
+        return make(*args, **kwargs)
 
     def _averages(self) -> bool:
         """Says whether the optimizer averages the weights it updates."""
