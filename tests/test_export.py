@@ -4,13 +4,16 @@ What is traced for inference holds nothing of tfmix: it is what Keras's own
 policy would trace.
 """
 
+import re
+
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
 
 import tfmix
-from tests import helpers
+from tests import helpers, test_docs
+from tests.tree import ROOT
 
 pytestmark = helpers.requires_backend("tensorflow")
 
@@ -227,3 +230,97 @@ def test_the_search_for_operations_of_tfmix_finds_those_of_training():
 
     graph = step.get_concrete_function(tf.constant(x)).graph.as_graph_def()
     assert of_tfmix(graph)
+
+
+PAGE = ROOT / "docs" / "recipes" / "deployment.md"
+ROW = re.compile(r"^\| ([^|]+) \| `([^`|]+)` \| (\d+) \| ([^|]+) \|$", re.M)
+TABLE = ROW.findall(PAGE.read_text(encoding="utf-8"))
+NEEDS = {"ONNX": "onnxruntime tf2onnx", "Core ML": "coremltools"}
+
+
+def lite(file):
+    interpreter = tf.lite.Interpreter(str(file))
+    (entry,) = interpreter.get_input_details()
+
+    def run(x):
+        interpreter.resize_tensor_input(entry["index"], x.shape)
+        # Needs no Flex ops: none are linked.
+        interpreter.allocate_tensors()
+        interpreter.set_tensor(entry["index"], x)
+        interpreter.invoke()
+        (result,) = interpreter.get_output_details()
+        return interpreter.get_tensor(result["index"])
+
+    return run
+
+
+def onnx(file):
+    session = pytest.importorskip("onnxruntime").InferenceSession(str(file))
+    (entry,) = session.get_inputs()
+    return lambda x: session.run(None, {entry.name: x})[0]
+
+
+def frozen(file):
+    graph = tf.compat.v1.GraphDef.FromString(file.read_bytes())
+    assert of_tfmix(graph) == []
+    # The last operation is the output.
+    first, last = "x:0", f"{graph.node[-1].name}:0"
+
+    def run(x):
+        with tf.Graph().as_default() as place:
+            tf.import_graph_def(graph, name="")
+            with tf.compat.v1.Session(graph=place) as session:
+                return session.run(last, {first: x})
+
+    return run
+
+
+def saved(file):
+    reloaded = tf.saved_model.load(file)
+    return lambda x: reloaded.serve(x)
+
+
+def kept(file):
+    return keras.models.load_model(file, compile=False)
+
+
+RUN = {".tflite": lite, ".onnx": onnx, ".pb": frozen, ".keras": kept}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The names of the page once its blocks have run, and a trained model."""
+    text = PAGE.read_text(encoding="utf-8")
+    keras.utils.set_random_seed(0)
+    names = test_docs.run_page(text, str(PAGE))
+    names["right"] = names["trained"].predict(names["x"], verbose=0)
+    for model in ("whole", "half"):
+        names[model](names["x"])
+    return names
+
+
+def test_the_table_of_deployment_is_found():
+    assert len(TABLE) == 12
+
+
+# Keras's, of layers that have no weights to quantize.
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.every_case
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0])
+def test_a_line_of_the_table_is_as_it_says(row, page, tmp_path, monkeypatch):
+    target, line, kilobytes, within = row
+    for package in NEEDS.get(target.split(",")[0], "").split():
+        page[package] = pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    exec(line, page)
+    name = re.findall(r'"([\w.]+)"', line.replace('"int8"', ""))
+    (file,) = [tmp_path / x for x in name if (tmp_path / x).exists()]
+    files = [x for x in file.rglob("*") if x.is_file()] or [file]
+    size = sum(x.stat().st_size for x in files) / 1000
+    assert size == pytest.approx(int(kilobytes), rel=0.05)
+    if within != "not run":
+        found = RUN.get(file.suffix, saved)(file)(page["x"])
+        assert found.dtype == "float32"
+        np.testing.assert_allclose(found, page["right"], atol=float(within))

@@ -191,6 +191,16 @@ FUNCTIONS = [
         "_GradientsHelper",
         "ys xs grad_ys",
     ),
+    (
+        "tensorflow.python.ops.custom_gradient",
+        "_eager_mode_decorator",
+        "f args kwargs",
+    ),
+    (
+        "tensorflow.python.ops.custom_gradient",
+        "_graph_mode_decorator",
+        "f args kwargs",
+    ),
     ("tensorflow.Graph", "_get_control_flow_context", "self"),
     ("tensorflow.__internal__.FuncGraph", "capture", "self tensor"),
     ("tensorflow.python.eager.record", "could_possibly_record", ""),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests import helpers
+from tfmix._keras import layers
 from tfmix.conversion import convert
 from tfmix.in_force.global_policy import current_policy
 from tfmix.policy import policy as policies
@@ -160,6 +161,51 @@ def test_a_compiled_model_trains_on_and_comes_back(kind):
         np.testing.assert_array_equal(now, then)
     model.fit(X, Y, verbose=0)
     assert int(adam.iterations) == 3
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("way", ["apply_policy", "convert_model"])
+@pytest.mark.filterwarnings("ignore:.* does not have a .quantize. method")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixed_model_is_quantized_once_it_is_float32(kind, way):
+    with current_policy.policy_scope("mixed_float16"):
+        model = compiled(kind())
+    model.fit(X, Y, verbose=0)
+    if way == "apply_policy":
+        convert.apply_policy(model, "float32")
+    else:
+        model = convert.convert_model(model, "float32")
+    policies = {x.dtype_policy.name for x in model._flatten_layers()}
+    assert policies == {"float32"}
+    before = predict(model)
+    model.quantize("int8")
+    assert layer(model, "body").kernel.dtype == "int8"
+    np.testing.assert_allclose(predict(model), before, atol=0.05)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_get_the_policy_of_a_conversion_and_come_back(kind):
+    model = kind()
+    report = convert.apply_policy(model, "mixed_bfloat16")
+    inputs = [x for x in model._flatten_layers() if layers.is_input(x)]
+    assert all(x.dtype_policy.name == "mixed_bfloat16" for x in inputs)
+    # What they pass on is not cast: a layer casts what it takes.
+    assert all(x.dtype == "float32" for x in inputs)
+    report.undo()
+    assert all(x.dtype_policy.name == "float32" for x in inputs)
+
+
+@pytest.mark.filterwarnings("ignore:.* does not have a .quantize. method")
+def test_a_conversion_is_not_undone_over_a_quantization():
+    with current_policy.policy_scope("mixed_float16"):
+        model = functional()
+    report = convert.apply_policy(model, "float32")
+    model.quantize("int8")
+    before = predict(model)
+    with pytest.raises(RuntimeError, match="'body' was quantized after"):
+        report.undo()
+    np.testing.assert_array_equal(predict(model), before)
 
 
 def test_undo_leaves_nothing_of_tfmix_on_the_model():

@@ -33,7 +33,7 @@ def owners():
     """Returns every module below `keras`, every class in them, and two more.
 
     tfmix's own wrappers have an `apply` beside that of Keras's optimizers, and
-    TensorFlow its `recompute_grad`.
+    TensorFlow has a module for custom gradients.
     """
     modules = [
         module
@@ -47,8 +47,8 @@ def owners():
         if inspect.isclass(value) and value.__module__.startswith("keras")
     }
     wrapper = sixteen_bit_optimizer.SixteenBitOptimizer
-    tensorflow = sys.modules["tensorflow"]
-    return [*modules, *classes.values(), wrapper, tensorflow]
+    gradients = sys.modules["tensorflow.python.ops.custom_gradient"]
+    return [*modules, *classes.values(), wrapper, gradients]
 
 
 def snapshot(everything):

@@ -6,9 +6,10 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from tests import helpers
 
 ON_JAX = keras.backend.backend() == "jax"
+if not ON_JAX:
+    from tensorflow import recompute_grad as IMPORTED_BEFORE
 MODES = ["eager", "jit"] if ON_JAX else ["eager", "graph", "jit"]
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 8)).astype("float32")
@@ -55,6 +56,45 @@ class ByALayerInside(Recomputes):
         return keras.remat(lambda t: self.inner(ops.matmul(t, self.w)))(x)
 
 
+class ByAFunctionImportedBefore(Recomputes):
+    def call(self, x):
+        return IMPORTED_BEFORE(lambda t: t @ self.w)(x)
+
+
+class ByATapeInItsGradient(Recomputes):
+    """Does by hand what `tf.recompute_grad` does."""
+
+    def call(self, x):
+        import tensorflow as tf
+
+        @tf.custom_gradient
+        def product(x):
+            def gradient(upstream, variables=()):
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    again = x @ self.w
+                found = tape.gradient(again, [x, *variables], upstream)
+                return found[0], found[1:]
+
+            return x @ self.w, gradient
+
+        return product(x)
+
+
+class ByAWeightInItsGradient(Recomputes):
+    def call(self, x):
+        @ops.custom_gradient
+        def identity(x):
+            def gradient(*results, upstream=None):
+                # Keras's backends call it differently.
+                upstream = results[0] if upstream is None else upstream
+                return upstream + ops.matmul(upstream, 0 * self.w)
+
+            return x + 0, gradient
+
+        return identity(ops.matmul(x, self.w))
+
+
 class Residual(layers.Layer):
     def build(self, shape):
         self.dense, self.norm = layers.Dense(8), layers.LayerNormalization()
@@ -72,7 +112,9 @@ OWN = {
         ByWhatBuildMade,
         ByAnOpUnderARule,
         ByALayerInside,
-        *([] if ON_JAX else [ByTensorFlow]),
+        ByAWeightInItsGradient,
+        *([] if ON_JAX else [ByTensorFlow, ByAFunctionImportedBefore]),
+        *([] if ON_JAX else [ByATapeInItsGradient]),
     )
 }
 SCOPES = {
@@ -152,11 +194,3 @@ def test_so_does_a_model_that_carries_its_policy(mode):
     with tfmix.policy_scope("mixed_float16"):
         model = model_of(ByAnOpUnderARule)
     np.testing.assert_allclose(losses(model, mode), exact, rtol=0.005)
-
-
-@helpers.requires_backend("tensorflow")
-def test_the_wrapped_function_can_be_had():
-    import tensorflow as tf
-
-    tfmix.set_global_policy("mixed_float16")
-    assert tf.recompute_grad(ops.square).__wrapped__ is ops.square

@@ -8,12 +8,19 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import layers
+from tfmix._keras import layers, replacements
 
+# What records the gradient that a user's function returns.
+CUSTOM: tuple[replacements.Place, ...] = ()
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
     from tensorflow.python.eager import forwardprop_util, record
-    from tensorflow.python.ops import gradients_util
+    from tensorflow.python.ops import custom_gradient, gradients_util
+
+    CUSTOM = (
+        (custom_gradient, "_eager_mode_decorator"),
+        (custom_gradient, "_graph_mode_decorator"),
+    )
 
 # Of a graph, the gradients of one's own in it, by name.
 _OF_GRAPH = "_tfmix_gradients"

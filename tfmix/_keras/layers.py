@@ -63,6 +63,11 @@ def is_graph(layer: Any) -> bool:
     return getattr(type(layer), "call", None) is functional.Functional.call
 
 
+def is_input(layer: Any) -> bool:
+    """Says whether a layer is the `Input` of a graph or Sequential."""
+    return isinstance(layer, keras.layers.InputLayer)
+
+
 def is_builtin(layer: Any) -> bool:
     """Says whether a layer's class is part of Keras."""
     return type(layer).__module__.split(".")[0] == "keras"
@@ -136,8 +141,7 @@ def unlisted_variables(model: keras.Model) -> list:
 
 def called(model: keras.Layer) -> list[keras.Layer]:
     """Returns a model and every layer inside it that can be called."""
-    inputs = keras.layers.InputLayer
-    return [x for x in flat_layers(model) if not isinstance(x, inputs)]
+    return [x for x in flat_layers(model) if not is_input(x)]
 
 
 def is_built(model: keras.Layer) -> bool:

@@ -101,7 +101,7 @@ class ConversionReport(_tables.Printed):
 
         Raises:
             RuntimeError: If it has been called before, or the model, or a
-                part of it, was converted again since.
+                part of it, was converted again or quantized since.
         """
         if self._undo is None:
             raise RuntimeError(

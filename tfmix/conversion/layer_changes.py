@@ -37,8 +37,10 @@ def set_dtypes(
         _cast_variables(step.layer, before, way_back)
         way_back.callback(layer_policies.widen_inputs(step.layer))
     for step in reversed(steps):
-        # Inner layers first: a nested model returns what they return.
-        _set_spec(step.layer, way_back)
+        # Inner layers first: a nested model returns what they return. The
+        # caller decides what an input returns.
+        if not layers.is_input(step.layer):
+            _set_spec(step.layer, way_back)
 
 
 def stand(
@@ -58,6 +60,15 @@ def stand(
                 "conversion. Undo the later one first, or call "
                 "`apply_policy(model, 'float32')`."
             )
+        for step in steps:
+            now = step.layer.quantization_mode
+            if now is not None and step.policy.quantization_mode is None:
+                raise RuntimeError(
+                    f"Layer {step.layer.name!r} was quantized after this "
+                    f"conversion, with mode={now!r}, which rounds its weights "
+                    "for good. Convert and quantize a copy instead: "
+                    "`convert_model(model, 'float32').quantize('int8')`."
+                )
 
     return check
 
@@ -96,7 +107,7 @@ def _set_policy(
     vars(layer).pop(layer_policies.FIRST_CALLED, None)
     uncast_inputs.forget_exact(layer)
     layer_policies.set_policy(layer, policy)
-    if among_16_bit:
+    if among_16_bit and not layers.is_input(layer):
         uncast_inputs.keep_exact(layer)
         if policy.compute_dtype == "float32":
             uncast_inputs.look_behind_casts(layer)

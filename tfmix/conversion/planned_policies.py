@@ -26,7 +26,7 @@ Plan = dict[keras.Layer, keras.DTypePolicy]
 class Step:
     """The plain policy one layer gets, and why.
 
-    A report does not show models that only pass tensors on.
+    A report does not show inputs and models that only pass tensors on.
     """
 
     layer: keras.Layer
@@ -124,8 +124,6 @@ class _Planner:
         if id(layer) in self._seen:
             return
         self._seen.add(id(layer))
-        if isinstance(layer, keras.layers.InputLayer):
-            return
         step = self._decide(layer, inherited)
         self.steps.append(step)
         passed_on = self._passed_on(layer, step, inherited)
@@ -133,6 +131,10 @@ class _Planner:
             self._visit(inner, passed_on)
 
     def _decide(self, layer: keras.Layer, inherited: Step | None) -> Step:
+        if layers.is_input(layer):
+            # It computes nothing, but Keras refuses int8 for its dtype too.
+            policy = inherited.policy if inherited else self._target(layer)
+            return Step(layer, policy, "", shown=False)
         if layers.is_structure(layer):
             why = self._ruled(layer)
             target = (

@@ -166,7 +166,7 @@ def dtype(tensor: Any) -> str:
 def _visit(
     operation: Any, inside: tuple[str, ...], by_id: dict[int, Target]
 ) -> None:
-    if id(operation) in by_id or isinstance(operation, keras.layers.InputLayer):
+    if id(operation) in by_id or host.is_input(operation):
         return
     is_layer = isinstance(operation, keras.Layer)
     inner = host.inner_operations(operation) if is_layer else []

@@ -70,7 +70,7 @@ def built_exact(
     """
     first = layers.own_layers(model)[:1]
     build(*args, **kwargs)
-    if not isinstance(first[0], keras.layers.InputLayer):
+    if not layers.is_input(first[0]):
         layer_policies.widen_inputs(model)
 
 

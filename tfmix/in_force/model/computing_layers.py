@@ -15,9 +15,8 @@ def layers_that_compute(model: keras.Layer) -> list[keras.Layer]:
     """
     return [
         layer
-        for layer in layers.flat_layers(model)
-        if not isinstance(layer, keras.layers.InputLayer)
-        and not layers.is_structure(layer)
+        for layer in layers.called(model)
+        if not layers.is_structure(layer)
     ]
 
 

@@ -1,46 +1,54 @@
-"""Code that TensorFlow runs again for a gradient runs as it did before.
+"""Code that runs in the backward pass under TensorFlow is cast as before.
 
-`tf.recompute_grad` (`keras.remat`, `keras.RematScope`) runs a function once
-more in the backward pass. The call of the layer around it is over by then:
-its variables would be read in float32, and no rule would be in force.
+The gradient of a `tf.custom_gradient` is the user's code, which runs after the
+layer's call is over: its variables would be read in float32, and no rule would
+be in force. `tf.recompute_grad` (`keras.remat`, `keras.RematScope`) is one that
+runs the layer's own code once more.
 """
 
 import contextvars
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
-import keras
+from tfmix._keras import gradients, layers
 
-from tfmix._keras import layers, replacements
-
-PLACES: tuple[replacements.Place, ...] = ()
-if keras.backend.backend() == "tensorflow":
-    import tensorflow as tf
-
-    PLACES = ((tf, "recompute_grad"),)
+PLACES = gradients.CUSTOM
 
 
 def alike(original: Callable) -> Callable:
-    """Returns a `tf.recompute_grad` whose second run is as the first."""
+    """Returns what records a custom gradient, which runs as its function did.
+
+    Args:
+        original: TensorFlow's, which calls a function of the user's that
+            returns a result and the function of its gradient.
+    """
 
     @functools.wraps(original)
-    def recompute_grad(f: Callable) -> Callable:
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
-            state, context = layers.call_state(), contextvars.copy_context()
+    def record(f: Callable, args: Any, kwargs: Any) -> Any:
+        @functools.wraps(f)
+        def function(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:
+            result, gradient = f(*args, **kwargs)
+            return result, _as_now(gradient)
 
-            def as_first(*args: Any, **kwargs: Any) -> Any:
-                with layers.as_called(state):
-                    return f(*args, **kwargs)
+        return original(function, args, kwargs)
 
-            def run(*args: Any, **kwargs: Any) -> Any:
-                # No context is entered twice at a time, as in a second order.
-                return context.copy().run(as_first, *args, **kwargs)
+    return record
 
-            return original(run)(*args, **kwargs)
 
-        # As `functools.wraps` would; mypy knows no attributes of functions.
-        recomputed.__wrapped__ = f  # type: ignore[attr-defined]
-        return recomputed
+def _as_now(gradient: Callable) -> Callable:
+    """Returns a function that runs as a part of the call that runs now."""
+    state, context = layers.call_state(), contextvars.copy_context()
 
-    return recompute_grad
+    def as_called(*args: Any, **kwargs: Any) -> Any:
+        with layers.as_called(state):
+            return gradient(*args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # No context is entered twice at a time, as in a second order.
+        return context.copy().run(as_called, *args, **kwargs)
+
+    # TensorFlow looks for an argument `variables`.
+    run.__signature__ = inspect.signature(gradient)  # type: ignore[attr-defined]
+    return run
