@@ -342,6 +342,11 @@ def is_quantized(layer: Any) -> bool:
     return getattr(layer, "quantization_mode", None) is not None
 
 
+def kernel_of(layer: Any) -> keras.Variable | None:
+    """Returns the variable behind a layer's kernel, if it is built."""
+    return getattr(layer, "_kernel", None)
+
+
 def adapted_kernel(layer: Any) -> Any:
     """Returns a layer's kernel with its LoRA matrices, in float32."""
     with autocast(None):
