@@ -27,6 +27,8 @@ AUTOCAST: replacements.Place = (variables.Variable, "_maybe_autocast")
 ITEM: replacements.Place = (variables.Variable, "__getitem__")
 # What runs through the time steps of a recurrent layer.
 LOOP: replacements.Place = (keras.layers.RNN, "inner_loop")
+# What multiplies by a weight with an operator of the backend.
+PRELU: replacements.Place = (keras.layers.PReLU, "call")
 # Where layers add a product of two low-rank matrices to their kernel.
 ADAPTED_KERNELS: tuple[replacements.Place, ...] = tuple(
     (kind, "kernel")

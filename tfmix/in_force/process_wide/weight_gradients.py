@@ -40,12 +40,12 @@ else:
 SOURCE = "_tfmix_weight"
 # And what was chosen to multiply by the variable.
 _CHOSEN = "_tfmix_chosen_product"
-# Operations on one tensor: of a weight's copy, their result is a copy, too.
+# Operations on one argument: of weights alone, their result is a copy, too.
 _ALONE = (
     *("transpose", "reshape", "split", "squeeze", "expand_dims"),
     *("moveaxis", "swapaxes", "broadcast_to", "tile", "repeat", "flip"),
-    *("negative", "abs", "absolute", "square", "sqrt", "exp", "log", "clip"),
-    *("relu", "sigmoid", "tanh", "softplus", "softmax"),
+    *("concatenate", "stack", "negative", "abs", "absolute", "clip"),
+    *("relu", "sigmoid", "tanh"),
 )
 # Operations that compute in float32 in any case, so that they can take float32.
 _WIDE = ("layer_normalization", "rms_normalization")
@@ -138,6 +138,19 @@ def _adapted(original: Callable) -> Callable:
     return kernel
 
 
+def _prelu(original: Callable) -> Callable:
+    """PReLU multiplies tensors, by an operator that is not Keras's."""
+    del original
+
+    def call(self: Any, inputs: Any) -> Any:
+        ops = keras.ops
+        slope = ops.negative(self.alpha)
+        below = ops.multiply(slope, ops.relu(ops.negative(inputs)))
+        return ops.add(ops.relu(inputs), below)
+
+    return call
+
+
 def _item(original: Callable) -> Callable:
     def item(self: Any, index: Any) -> Any:
         copy = self.value
@@ -151,12 +164,14 @@ def _item(original: Callable) -> Callable:
 
 def _alone(original: Callable) -> Callable:
     def alone(x: Any, *args: Any, **kwargs: Any) -> Any:
-        x = _read(x)
-        weight = source(x)
-        if weight is None:
-            return original(x, *args, **kwargs)
-        result = original(weight, *args, **kwargs)
-        copy = functools.partial(_copy, dtype=x.dtype)
+        several = isinstance(x, list | tuple)
+        copies = [_read(one) for one in (x if several else [x])]
+        weights = [source(one) for one in copies]
+        if not weights or any(weight is None for weight in weights):
+            return original(x if several else copies[0], *args, **kwargs)
+        exact = weights if several else weights[0]
+        result = original(exact, *args, **kwargs)
+        copy = functools.partial(_copy, dtype=copies[0].dtype)
         return tensors.map_leaves(result, copy)
 
     return alone
@@ -466,6 +481,7 @@ _OF_OPS: dict[str, Maker] = {
 _OF_METHODS: dict[replacements.Place, Maker] = {
     layers.AUTOCAST: _autocast,
     layers.ITEM: _item,
+    layers.PRELU: _prelu,
     layers.LOOP: _loop,
     **dict.fromkeys(layers.ADAPTED_KERNELS, _adapted),
 }
