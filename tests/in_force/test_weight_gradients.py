@@ -8,6 +8,7 @@ from keras import layers, ops
 import tfmix
 from tests import helpers
 from tfmix.in_force.process_wide import weight_gradients
+from tfmix.scaling.products import chosen
 
 ON_JAX = keras.backend.backend() == "jax"
 WAYS = ("eager", "jit") if ON_JAX else ("eager", "graph", "jit")
@@ -221,6 +222,34 @@ def test_a_sum_beyond_float16_stays_finite():
     np.testing.assert_array_equal(found, 102_400)
 
 
+class Alone(layers.Layer):
+    """Computes with its weight before it multiplies by it."""
+
+    def build(self, shape):
+        self.w = self.add_weight(shape=(shape[-1], 4))
+
+    def call(self, x):
+        w = ops.concatenate([-self.w * 2, ops.abs(self.w)], axis=-1)
+        return ops.matmul(x, w)
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (lambda: layers.SeparableConv2D(8, 3), 100 + normal(4, 32, 32, 4)),
+        (lambda: layers.SeparableConv1D(8, 3), 100 + normal(4, 1024, 4)),
+        (lambda: layers.PReLU(shared_axes=[1]), -100 + normal(4, 1024, 4)),
+        (Alone, 100 + normal(4096, 8)),
+    ],
+)
+def test_a_sum_beyond_float16_is_that_of_float32(make, x, monkeypatch):
+    monkeypatch.setitem(MODELS, "large", (stack(make), x))
+    right, weights = gradients("float32", "large", "jit")
+    found, _ = gradients("mixed_float16", "large", "jit", weights)
+    for a, b in zip(right, found, strict=True):
+        assert np.linalg.norm(a - b) < 0.01 * np.linalg.norm(a)
+
+
 def test_a_sum_keeps_the_digits_of_float32():
     # 4096 + 1 has more digits than float16.
     x = np.ones((4097, 1), "float32")
@@ -247,6 +276,39 @@ def test_a_copy_knows_its_weight_in_a_layer_alone():
     assert keras.backend.standardize_dtype(dtype) == "float16"
     np.testing.assert_array_equal(weight, layer.w)
     assert weight_gradients.source(layer.w.value) is None
+
+
+def test_what_was_chosen_for_a_weight_multiplies_by_it():
+    tfmix.set_global_policy("mixed_float16")
+    asked = []
+
+    def multiply(inputs, weight, axes):
+        asked.append((weight.dtype, axes.inputs, axes.weight, axes.outputs))
+        return None if axes.batch else ops.einsum("ab,bc->ac", inputs, inputs)
+
+    class Products(layers.Layer):
+        def build(self, _):
+            self.w = self.add_weight(shape=(3, 3))
+
+        def call(self, x):
+            return [
+                ops.matmul(x, self.w),
+                ops.einsum("ij,jk->ik", x, self.w),
+                ops.tensordot(x, self.w, 1),
+            ]
+
+    layer = Products()
+    x = ops.cast(RNG.integers(-3, 4, (3, 3)), "float16")
+    before = layer(x)
+    chosen.choose(layer.w, multiply)
+    for found in layer(x):
+        np.testing.assert_array_equal(found, ops.matmul(x, x))
+    assert [x[1:] for x in asked][1] == ("ij", "jk", "ik")
+    dtypes = {keras.backend.standardize_dtype(x[0]) for x in asked}
+    assert dtypes == {"float32"}
+    chosen.choose(layer.w, None)
+    for one, other in zip(layer(x), before, strict=True):
+        helpers.assert_same_bits(one, other)
 
 
 @helpers.requires_backend("jax")

@@ -27,6 +27,8 @@ AUTOCAST: replacements.Place = (variables.Variable, "_maybe_autocast")
 ITEM: replacements.Place = (variables.Variable, "__getitem__")
 # What runs through the time steps of a recurrent layer.
 LOOP: replacements.Place = (keras.layers.RNN, "inner_loop")
+# What multiplies by a weight with an operator of the backend.
+PRELU: replacements.Place = (keras.layers.PReLU, "call")
 # Where layers add a product of two low-rank matrices to their kernel.
 ADAPTED_KERNELS: tuple[replacements.Place, ...] = tuple(
     (kind, "kernel")
@@ -344,6 +346,11 @@ def as_tensor(value: Any) -> Any:
 def is_quantized(layer: Any) -> bool:
     """Says whether a layer's kernel is stored in a quantized form."""
     return getattr(layer, "quantization_mode", None) is not None
+
+
+def kernel_of(layer: Any) -> keras.Variable | None:
+    """Returns the variable behind a layer's kernel, if it is built."""
+    return getattr(layer, "_kernel", None)
 
 
 def adapted_kernel(layer: Any) -> Any:

@@ -1,8 +1,7 @@
-"""The layers of a model that multiply in float8, and how they call it."""
+"""The layers of a model whose weights are multiplied by in float8."""
 
 import math
-import string
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -13,6 +12,8 @@ from tfmix._keras import layer_policies, layers, variables
 from tfmix.float8 import product
 from tfmix.policy import layer_rules
 from tfmix.policy import policy as policies
+from tfmix.scaling.products import chosen as chosen_products
+from tfmix.scaling.products import contraction
 
 # On a layer that was looked at: why it is left out, "" if it is chosen.
 _REASON = "_tfmix_no_float8"
@@ -45,8 +46,7 @@ def choose(
     for layer in built:
         # What a model inside has chosen by itself stands.
         if why_not(layer) is None:
-            reason = _why_not(layer, policy, layer in ends)
-            layer_policies.put(layer, _REASON, reason)
+            _note(layer, _why_not(layer, policy, layer in ends))
     return chosen(model)
 
 
@@ -67,9 +67,14 @@ def reasons(model: keras.Model) -> dict[keras.Layer, str]:
 def restore(model: keras.Model, before: Mapping[keras.Layer, str]) -> None:
     """Chooses the layers again that `reasons` told of, and no others."""
     for layer in layers.flat_layers(model):
-        vars(layer).pop(_REASON, None)
-        if layer in before:
-            layer_policies.put(layer, _REASON, before[layer])
+        if layer in before or why_not(layer) is not None:
+            _note(layer, before.get(layer))
+
+
+def _note(layer: keras.Layer, reason: str | None) -> None:
+    layer_policies.put(layer, _REASON, reason)
+    multiply = product.contracted if reason == "" else None
+    chosen_products.choose(layers.kernel_of(layer), multiply)
 
 
 def why_not(layer: keras.Layer) -> str | None:
@@ -81,45 +86,9 @@ def why_not(layer: keras.Layer) -> str | None:
     return reason
 
 
-def call_of(layer: keras.Layer, original: Callable) -> Callable:
-    """Returns what computes a layer's result: in float8, if it is chosen."""
-    # Somebody may have given it another policy since.
-    if why_not(layer) != "" or layer.compute_dtype != "bfloat16":
-        return original
-
-    def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        equation = _equation(layer, len(inputs.shape))
-        outputs = einsum(
-            equation,
-            ops.cast(inputs, layer.compute_dtype),
-            ops.cast(layer.kernel, layer.compute_dtype),
-        )
-        if layer.bias is not None:
-            outputs = ops.add(outputs, layer.bias)
-        if layer.activation is not None:
-            outputs = layer.activation(outputs)
-        return outputs
-
-    return call
-
-
-def einsum(equation: str, inputs: Any, kernel: Any) -> Any:
-    """Computes an einsum that is one matrix product, in float8."""
-    free, _, new, outputs = _parts(equation)
-    left, right = equation.split("->")[0].split(",")
-    sizes = {letter: kernel.shape[i] for i, letter in enumerate(right)}
-    shape = ops.shape(inputs)
-    sizes |= {letter: shape[left.index(letter)] for letter in free}
-    result = product.product(*_factors(equation, inputs, kernel))
-    result = ops.reshape(result, [sizes[letter] for letter in free + new])
-    return ops.transpose(
-        result, [(free + new).index(letter) for letter in outputs]
-    )
-
-
 def exact(layer: keras.Layer, inputs: Any, kernel: Any) -> Any:
     """Computes a layer's product as its inputs' dtype does."""
-    return ops.einsum(_equation(layer, len(inputs.shape)), inputs, kernel)
+    return ops.einsum(_equation(layer), inputs, kernel)
 
 
 def matrices(
@@ -130,53 +99,23 @@ def matrices(
     The last is the gradient of the product, which is that of the layer's
     outputs before bias and activation.
     """
-    equation = _equation(layer, len(inputs.shape))
-    free, _, new, outputs = _parts(equation)
-    width = math.prod(gradient.shape[outputs.index(letter)] for letter in new)
-    gradient = _matrix(gradient, outputs, free + new, width)
-    return *_factors(equation, inputs, kernel), gradient
+    axes = _axes(layer, len(inputs.shape))
+    made = product.matrix(gradient, axes.outputs, axes.free, axes.new)
+    return *product.factors(inputs, kernel, axes), made
 
 
-def _factors(equation: str, inputs: Any, kernel: Any) -> tuple[Any, Any]:
-    free, summed, new, _ = _parts(equation)
-    left, right = equation.split("->")[0].split(",")
-    width = math.prod(kernel.shape[right.index(letter)] for letter in new)
-    depth = math.prod(kernel.shape[right.index(letter)] for letter in summed)
-    return (
-        _matrix(inputs, left, free + summed, depth),
-        _matrix(kernel, right, summed + new, width),
-    )
+def _axes(layer: keras.Layer, rank: int | None = None) -> Any:
+    """Returns what a layer sums over, `None` if it is not one product."""
+    equation = _equation(layer)
+    if rank is None:
+        rank = len(equation.split(",")[0].replace("...", ".").replace(" ", ""))
+    ranks = rank, len(layer.kernel.shape)
+    axes = contraction.of_einsum(equation, ranks, weight_at=1)
+    return None if axes is None or axes.batch else axes
 
 
-def _matrix(tensor: Any, letters: str, order: str, width: int) -> Any:
-    tensor = ops.transpose(tensor, [letters.index(letter) for letter in order])
-    return ops.reshape(tensor, (-1, width))
-
-
-def _parts(equation: str) -> tuple[str, str, str, str]:
-    """Returns the letters that go through, are summed, are new; the result's.
-
-    All empty if the equation is no product of two matrices.
-    """
-    factors, outputs = equation.split("->")
-    left, right = factors.split(",")
-    free = "".join(letter for letter in left if letter not in right)
-    summed = "".join(letter for letter in right if letter in left)
-    new = "".join(letter for letter in right if letter not in left)
-    every = left + new
-    is_product = len(set(every)) == len(every) and len(set(right)) == len(right)
-    if not (is_product and summed and sorted(outputs) == sorted(free + new)):
-        return "", "", "", ""
-    return free, summed, new, outputs
-
-
-def _equation(layer: keras.Layer, rank: int | None = None) -> str:
-    """Returns what a layer computes, with a letter for each of its axes."""
-    equation = getattr(layer, "equation", "...x,xy->...y").replace(" ", "")
-    named = len(equation.split(",")[0].replace("...", ""))
-    unused = sorted(set(string.ascii_letters) - set(equation))
-    more = 1 if rank is None else rank - named
-    return equation.replace("...", "".join(unused[:more]))
+def _equation(layer: keras.Layer) -> str:
+    return getattr(layer, "equation", "...x,xy->...y")
 
 
 def _ends(every: list[keras.Layer]) -> list[keras.Layer]:
@@ -204,13 +143,12 @@ def _why_not(layer: keras.Layer, policy: policies.Policy, is_end: bool) -> str:
             for item in wanted
         ):
             return "not in float8_layers"
-    _, summed, new, _ = _parts(equation := _equation(layer))
-    if not summed:
+    axes = _axes(layer)
+    if axes is None:
         return "no product of two matrices"
-    right = equation.split("->")[0].split(",")[1]
-    sizes = dict(zip(right, layer.kernel.shape, strict=True))
-    depth = math.prod(sizes[letter] for letter in summed)
-    width = math.prod(sizes[letter] for letter in new)
+    sizes = dict(zip(axes.weight, layer.kernel.shape, strict=True))
+    depth = math.prod(sizes[letter] for letter in axes.summed)
+    width = math.prod(sizes[letter] for letter in axes.new)
     if depth % _MULTIPLE or width % _MULTIPLE:
         return f"{depth} x {width} are no multiples of {_MULTIPLE}"
     if wanted is None and is_end:

@@ -9,12 +9,15 @@ reaches further, for gradients.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 from keras import ops
 
 from tfmix._keras import compilation
+from tfmix.scaling.products.contraction import Contraction
 from tfmix.variables import bits
 
 
@@ -34,6 +37,43 @@ _BIAS, _MANTISSA, _HIGHEST = 127, 23, 126
 _ONE = 1 << _MANTISSA
 # XLA reduces fewer than 16384 numbers in one kernel of a GPU, more in two.
 _ROWS = 8192
+
+
+def contracted(inputs: Any, weight: Any, axes: Contraction) -> Any:
+    """Multiplies a bfloat16 tensor by a weight, both rounded to float8.
+
+    Returns:
+        The product; `None` for another dtype, or a batch of products.
+    """
+    dtype = keras.backend.standardize_dtype(inputs.dtype)
+    if dtype != "bfloat16" or axes.batch:
+        return None
+    result = product(*factors(inputs, ops.cast(weight, dtype), axes))
+    sizes = dict(zip(axes.inputs, ops.shape(inputs), strict=True))
+    sizes |= dict(zip(axes.weight, weight.shape, strict=True))
+    order = axes.free + axes.new
+    result = ops.reshape(result, [sizes[letter] for letter in order])
+    return ops.transpose(result, [order.index(x) for x in axes.outputs])
+
+
+def factors(inputs: Any, weight: Any, axes: Contraction) -> tuple[Any, Any]:
+    """Returns both factors as matrices (m, k) and (k, n)."""
+    # In the order in which the weight lies in memory.
+    summed = [x for x in axes.weight if x in axes.summed]
+    return (
+        matrix(inputs, axes.inputs, axes.free, summed),
+        matrix(weight, axes.weight, summed, axes.new),
+    )
+
+
+def matrix(
+    tensor: Any, letters: str, rows: Sequence[str], columns: Sequence[str]
+) -> Any:
+    """Returns a tensor, which has a letter for each axis, as a matrix."""
+    order = [letters.index(letter) for letter in (*rows, *columns)]
+    tensor = ops.transpose(tensor, order)
+    width = math.prod(tensor.shape[len(rows) :])
+    return ops.reshape(tensor, (-1, width))
 
 
 def product(

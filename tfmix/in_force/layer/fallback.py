@@ -22,7 +22,6 @@ from tfmix._keras import (
     model_methods,
     replacements,
 )
-from tfmix.float8 import chosen_layers
 from tfmix.in_force.layer import dtype_errors, uncast_inputs, unfit_constants
 from tfmix.in_force.process_wide import finite_constants, tensors
 from tfmix.policy import policy as policies
@@ -205,9 +204,8 @@ class _State:
         if self.is_float32():
             return self._in_float32(original, args, kwargs)
         restore = attempts.noted(self._layer, is_new)
-        call = chosen_layers.call_of(self._layer, original)
         try:
-            return call(*args, **kwargs)
+            return original(*args, **kwargs)
         except Exception as error:
             restore()
             in_float32 = functools.partial(

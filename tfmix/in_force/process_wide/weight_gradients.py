@@ -24,7 +24,7 @@ from tfmix._keras import (
     variables,
 )
 from tfmix.in_force.process_wide import tensors
-from tfmix.scaling.products import contraction
+from tfmix.scaling.products import chosen, contraction
 
 products: Any
 if keras.backend.backend() == "tensorflow":
@@ -38,10 +38,14 @@ else:
 
 # On a 16-bit copy of a weight: the float32 tensor that it was cast from.
 SOURCE = "_tfmix_weight"
-# Operations that only move a weight's numbers: their result is a copy, too.
-_MOVE = (
+# And what was chosen to multiply by the variable.
+_CHOSEN = "_tfmix_chosen_product"
+# Operations on one argument: of weights alone, their result is a copy, too.
+_ALONE = (
     *("transpose", "reshape", "split", "squeeze", "expand_dims"),
-    *("moveaxis", "swapaxes"),
+    *("moveaxis", "swapaxes", "broadcast_to", "tile", "repeat", "flip"),
+    *("concatenate", "stack", "negative", "abs", "absolute", "clip"),
+    *("relu", "sigmoid", "tanh"),
 )
 # Operations that compute in float32 in any case, so that they can take float32.
 _WIDE = ("layer_normalization", "rms_normalization")
@@ -89,6 +93,7 @@ def _autocast(original: Callable) -> Callable:
             weight = layers.as_tensor(value)
             copy = copy if weight is value else original(self, weight)
             global_state.put_note(copy, SOURCE, weight)
+            global_state.put_note(copy, _CHOSEN, chosen.of(self))
         return copy
 
     return maybe_cast
@@ -126,9 +131,24 @@ def _adapted(original: Callable) -> Callable:
         narrow = self.compute_dtype in _formats.SIXTEEN_BIT
         if not narrow or not self.lora_enabled or layers.is_quantized(self):
             return original(self)
-        return _copy(layers.adapted_kernel(self), self.compute_dtype)
+        copy = _copy(layers.adapted_kernel(self), self.compute_dtype)
+        global_state.put_note(copy, _CHOSEN, chosen.of(layers.kernel_of(self)))
+        return copy
 
     return kernel
+
+
+def _prelu(original: Callable) -> Callable:
+    """PReLU multiplies tensors, by an operator that is not Keras's."""
+    del original
+
+    def call(self: Any, inputs: Any) -> Any:
+        ops = keras.ops
+        slope = ops.negative(self.alpha)
+        below = ops.multiply(slope, ops.relu(ops.negative(inputs)))
+        return ops.add(ops.relu(inputs), below)
+
+    return call
 
 
 def _item(original: Callable) -> Callable:
@@ -142,17 +162,19 @@ def _item(original: Callable) -> Callable:
     return item
 
 
-def _moving(original: Callable) -> Callable:
-    def move(x: Any, *args: Any, **kwargs: Any) -> Any:
-        x = _read(x)
-        weight = source(x)
-        if weight is None:
-            return original(x, *args, **kwargs)
-        moved = original(weight, *args, **kwargs)
-        copy = functools.partial(_copy, dtype=x.dtype)
-        return tensors.map_leaves(moved, copy)
+def _alone(original: Callable) -> Callable:
+    def alone(x: Any, *args: Any, **kwargs: Any) -> Any:
+        several = isinstance(x, list | tuple)
+        copies = [_read(one) for one in (x if several else [x])]
+        weights = [source(one) for one in copies]
+        if not weights or any(weight is None for weight in weights):
+            return original(x if several else copies[0], *args, **kwargs)
+        exact = weights if several else weights[0]
+        result = original(exact, *args, **kwargs)
+        copy = functools.partial(_copy, dtype=copies[0].dtype)
+        return tensors.map_leaves(result, copy)
 
-    return move
+    return alone
 
 
 def _wide(original: Callable) -> Callable:
@@ -221,17 +243,43 @@ def _by_weight(original: Callable, compute: Callable, x1: Any, x2: Any) -> Any:
     return original(x1, x2) if result is None else result
 
 
-def _matmul(original: Callable) -> Callable:
+def _multiplied(original: Callable, sums: Callable, x1: Any, x2: Any) -> Any:
+    """Multiplies two factors; by a weight, as was chosen for it.
+
+    Args:
+        original: What computes it, of both factors.
+        sums: Takes the shapes of both factors and the weight's place; returns
+            what is summed over.
+        x1: The first factor.
+        x2: The second.
+    """
+    x1, x2 = _read(x1), _read(x2)
+
     def compute(function: Any, inputs: Any, weight: Any, place: int) -> Any:
         shapes = [weight.shape, weight.shape]
         shapes[1 - place] = inputs.shape
+        axes = sums(shapes, place)
+        if axes is None:
+            return None
+        own = global_state.note((x1, x2)[place], _CHOSEN)
+        result = own and own(inputs, weight, axes)
+        if result is not None:
+            return result
+        return products.contracted(
+            function, inputs, weight, axes, in_loop=_in_loop.get()
+        )
+
+    return _by_weight(original, compute, x1, x2)
+
+
+def _matmul(original: Callable) -> Callable:
+    def sums(shapes: list, place: int) -> Any:
         if not _has_same_stack(*shapes):
             return None
-        axes = contraction.of_matmul(list(map(len, shapes)), place)
-        return _contracted(function, inputs, weight, axes)
+        return contraction.of_matmul(list(map(len, shapes)), place)
 
     def matmul(x1: Any, x2: Any) -> Any:
-        return _by_weight(original, compute, x1, x2)
+        return _multiplied(original, sums, x1, x2)
 
     return matmul
 
@@ -244,40 +292,47 @@ def _has_same_stack(first: Any, second: Any) -> bool:
 
 def _tensordot(original: Callable) -> Callable:
     def tensordot(x1: Any, x2: Any, axes: Any = 2) -> Any:
-        def compute(function: Any, inputs: Any, weight: Any, place: int) -> Any:
-            ranks = [len(weight.shape), len(weight.shape)]
-            ranks[1 - place] = len(inputs.shape)
-            found = contraction.of_tensordot(ranks, axes, place)
-            return _contracted(function, inputs, weight, found)
+        def sums(shapes: list, place: int) -> Any:
+            return contraction.of_tensordot(list(map(len, shapes)), axes, place)
 
         function = functools.partial(original, axes=axes)
-        return _by_weight(function, compute, x1, x2)
+        return _multiplied(function, sums, x1, x2)
 
     return tensordot
 
 
 def _einsum(original: Callable) -> Callable:
     def einsum(subscripts: str, *operands: Any, **kwargs: Any) -> Any:
-        def compute(function: Any, inputs: Any, weight: Any, place: int) -> Any:
-            ranks = [len(weight.shape), len(weight.shape)]
-            ranks[1 - place] = len(inputs.shape)
-            axes = contraction.of_einsum(subscripts, ranks, place)
-            return _contracted(function, inputs, weight, axes)
+        def sums(shapes: list, place: int) -> Any:
+            ranks = list(map(len, shapes))
+            return contraction.of_einsum(subscripts, ranks, place)
 
         function = functools.partial(original, subscripts, **kwargs)
         if len(operands) != 2:
             return function(*operands)
-        return _by_weight(function, compute, *operands)
+        return _multiplied(function, sums, *operands)
 
     return einsum
 
 
-def _contracted(function: Any, inputs: Any, weight: Any, axes: Any) -> Any:
-    if axes is None:
-        return None
-    return products.contracted(
-        function, inputs, weight, axes, in_loop=_in_loop.get()
-    )
+def _separable(original: Callable) -> Callable:
+    """A separable convolution is two."""
+    signature = inspect.signature(original)
+
+    def separable(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        kernel = _read(given.pop("depthwise_kernel"))
+        pointwise = _read(given.pop("pointwise_kernel"))
+        if source(kernel) is None and source(pointwise) is None:
+            return original(*args, **kwargs)
+        inner = keras.ops.depthwise_conv(kernel=kernel, **given)
+        return keras.ops.conv(
+            inner, pointwise, data_format=given["data_format"]
+        )
+
+    return separable
 
 
 def _elementwise(original: Callable, bilinear: bool) -> Callable:
@@ -287,6 +342,10 @@ def _elementwise(original: Callable, bilinear: bool) -> Callable:
 
     def elementwise(x1: Any, x2: Any) -> Any:
         x1, x2 = _read(x1), _read(x2)
+        if isinstance(x2, int | float):
+            return _alone(lambda x: original(x, x2))(x1)
+        if isinstance(x1, int | float):
+            return _alone(lambda x: original(x1, x))(x2)
         place = None if bilinear else _often_repeated(x1, x2)
         if place is None:
             return _by_weight(original, compute, x1, x2)
@@ -415,12 +474,14 @@ _OF_OPS: dict[str, Maker] = {
     "take": _take,
     "cast": _cast,
     **dict.fromkeys(_CONVOLUTIONS, _convolution),
-    **dict.fromkeys(_MOVE, _moving),
+    "separable_conv": _separable,
+    **dict.fromkeys(_ALONE, _alone),
     **dict.fromkeys(_WIDE, _wide),
 }
 _OF_METHODS: dict[replacements.Place, Maker] = {
     layers.AUTOCAST: _autocast,
     layers.ITEM: _item,
+    layers.PRELU: _prelu,
     layers.LOOP: _loop,
     **dict.fromkeys(layers.ADAPTED_KERNELS, _adapted),
 }
