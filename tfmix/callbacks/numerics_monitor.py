@@ -16,7 +16,6 @@ from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import (
     float8_products,
-    latent,
     missing_scaler,
     probe,
     ranges,
@@ -424,7 +423,7 @@ class Reader:
 
     def _own_fault(self, call: sampler.Call, row: Any) -> str:
         measured = ranges.from_vector(row[: len(ranges.COLUMNS)], self.limits)
-        error, broken, head = row[len(ranges.COLUMNS) :]
+        error, broken = row[len(ranges.COLUMNS) :]
         if broken:
             return verdicts.OK
         gap = ranges.Gap(
@@ -437,12 +436,7 @@ class Reader:
             subnormal=measured.subnormal,
             headroom_bits=measured.headroom_bits,
         )
-        verdict = verdicts.of_output(gap, self.limits)
-        low = measured.subnormal + measured.zero > latent.LOW_SHARE
-        sixteen = call.dtype in _formats.SIXTEEN_BIT
-        if verdict == verdicts.OK and head and sixteen and low:
-            return verdicts.UNDERFLOW
-        return verdict
+        return verdicts.of_output(gap, self.limits)
 
 
 def _not_finite(row: Any) -> bool:

@@ -18,7 +18,6 @@ from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import (
     float8_products,
-    latent,
     missing_scaler,
     numerics_report,
     passes,
@@ -136,7 +135,7 @@ def _run(
     bad_rows = given.bad_rows()
     batch = given.without({row for rows in bad_rows.values() for row in rows})
     with _as_under(chosen, batch.model, sixteen):
-        highest = latent.LOWEST_SCALE if warning else _LOSS_SCALE
+        highest = passes.LOWEST_SCALE if warning else _LOSS_SCALE
         carried = mixed_model.policy_of(batch.model)
         # What is tried out is made, or converted, under the policy.
         carries = chosen is not None or carried is not None
@@ -295,7 +294,6 @@ def _rows(
                 gap.broken and finding.verdict != verdicts.OK,
                 dtypes.get(finding.layer, ""),
                 verdicts.bound(finding, limits),
-                finding.latent and finding.verdict != verdicts.OK,
             )
         )
     return result

@@ -209,17 +209,10 @@ def _cells(row: verdicts.LayerVerdict) -> tuple[str, ...]:
         row.layer,
         row.dtype,
         row.phase,
-        f"may {_MAY[row.verdict]}" if row.latent else row.verdict,
+        row.verdict,
         _error(row),
         _headroom(row.headroom_bits),
     )
-
-
-_MAY = {
-    verdicts.OVERFLOW: "overflow",
-    verdicts.UNDERFLOW: "underflow",
-    verdicts.INACCURATE: "be inaccurate",
-}
 
 
 def _headroom(bits: float) -> str:
@@ -229,7 +222,7 @@ def _headroom(bits: float) -> str:
 def _error(row: verdicts.LayerVerdict) -> str:
     """Returns the error beside its bound; of data and NaN there is none."""
     is_fine = row.relative_error <= row.bound
-    is_overflow = row.verdict == verdicts.OVERFLOW and not row.latent
+    is_overflow = row.verdict == verdicts.OVERFLOW
     if not math.isfinite(row.relative_error) or (is_overflow and is_fine):
         return ""
     return f"{row.relative_error:.2g} of {row.bound:g}"

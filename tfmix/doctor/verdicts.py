@@ -53,8 +53,6 @@ class Finding:
     # Whether what the layer was given does not fit into 16 bits, so that the
     # fault may come from elsewhere.
     given: bool = False
-    # Whether the layer's making shows the fault, and this batch does not.
-    latent: bool = False
     note: str = ""  # what was seen, in words
     is_own: bool = True  # whether the loss is a function of the user's
     # Whether most of the gradient it was given is below the normal range.
@@ -71,11 +69,10 @@ class Finding:
         )
 
     @property
-    def rank(self) -> tuple[bool, bool, bool, bool, int, int]:
+    def rank(self) -> tuple[bool, bool, bool, int, int]:
         """Sorts the most severe first, and a fault before what it causes."""
         return (
             self.verdict == OK,
-            self.latent,
             self.verdict in (UNDERFLOW, INACCURATE),
             self.given,
             (FORWARD, WEIGHTS, BACKWARD).index(self.phase),
@@ -226,8 +223,6 @@ class LayerVerdict:
         broken: Whether it is at fault, and not finite in float32 either.
         dtype: The dtype that the layer computes in; `""` for data.
         bound: The relative error from which on it is at fault.
-        latent: Whether the layer's making shows the fault, and this batch
-            does not.
     """
 
     layer: str
@@ -240,4 +235,3 @@ class LayerVerdict:
     broken: bool = False
     dtype: str = ""
     bound: float = math.inf
-    latent: bool = False

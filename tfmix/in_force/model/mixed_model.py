@@ -121,8 +121,7 @@ class _MixedModel:
         if training.has_own_step(model):
             traced = functools.partial(own_methods.traced, model)
             wrappers["make_train_function"] = traced
-        own = layers.own_methods(model)
-        return {**wrappers, **dict.fromkeys(own, own_methods.explained)}
+        return wrappers
 
     def _under_rules(
         self, original: Callable, *args: Any, **kwargs: Any
