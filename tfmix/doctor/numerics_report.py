@@ -86,10 +86,10 @@ class NumericsReport(_tables.Printed):
         return f"{_name(self.policy)} against float32: {state}"
 
     def suggested_policy(self, *, progress: bool = True) -> policies.Policy:
-        """Searches the fewest float32 layers that make the model healthy.
+        """Puts the layers at fault in float32 until the model is healthy.
 
-        Each candidate is checked on the same batch: it takes as long as a
-        few checks. A warning says so if nothing is left in 16 bit.
+        Each policy is checked on the same batch: it takes as long as a few
+        checks. A warning says so if nothing is left in 16 bit.
 
         Args:
             progress: Boolean, whether to show the search. Defaults to `True`.
@@ -101,7 +101,7 @@ class NumericsReport(_tables.Printed):
         Raises:
             ValueError: If the model is not finite in float32 either.
         """
-        return suggest.fewest_layers(self, progress)
+        return suggest.float32_layers(self, progress)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws the headroom of each layer."""
@@ -191,7 +191,7 @@ class NumericsReport(_tables.Printed):
         more = f"{more if faulty else f'{count} more rows'} ok: "
         said = f"{more}`report.rows` and `report.to_html(path)` have all."
         if faulty:
-            said += " `report.suggested_policy()` seeks the fewest to change."
+            said += " `report.suggested_policy()` says which to change."
         return said
 
 

@@ -66,9 +66,7 @@ def find(
     while judge.scale > lowest and _overflows_backward(findings):
         judge = judge.lower()
         findings = _judged(judge, carries, show)
-    if batch.loss is not None and _overflows_backward(findings):
-        findings = _blamed(findings, limits)
-    findings = _attributed(_traced_back(findings), targets)
+    findings = _attributed(findings, targets)
     worst: dict[tuple[str, str], verdicts.Finding] = {}
     for finding in sorted(findings, key=lambda finding: finding.rank):
         worst.setdefault((finding.layer, finding.phase), finding)
@@ -252,32 +250,6 @@ def _overflows_backward(findings: _Findings) -> bool:
     )
 
 
-def _blamed(
-    findings: Sequence[verdicts.Finding], limits: _formats.Format
-) -> list[verdicts.Finding]:
-    """Blames a loss out of range for gradients no loss scale brings back.
-
-    A sum over pixels is fine in float32, and so is the gradient of each pixel;
-    those of the weights overflow.
-    """
-    forward = [
-        finding for finding in findings if finding.phase != verdicts.BACKWARD
-    ]
-    (loss,) = (finding for finding in forward if finding.layer == verdicts.LOSS)
-    faulty = any(finding.verdict != verdicts.OK for finding in forward)
-    if faulty or loss.gap.headroom_bits >= 0:
-        return list(findings)
-    note = (
-        f"the loss is {loss.gap.largest:.3g}, and gradients overflow at a loss "
-        f"scale of {LOWEST_SCALE:g}: take means, not sums, and "
-        "standardise targets"
-    )
-    guilty = dataclasses.replace(
-        loss, phase=verdicts.BACKWARD, verdict=verdicts.OVERFLOW, note=note
-    )
-    return [*findings, guilty]
-
-
 def _attributed(
     findings: list[verdicts.Finding], targets: list[probe.Target]
 ) -> list[verdicts.Finding]:
@@ -295,25 +267,3 @@ def _attributed(
         else finding
         for finding in findings
     ]
-
-
-def _traced_back(
-    findings: Sequence[verdicts.Finding],
-) -> list[verdicts.Finding]:
-    """Blames gradients that underflow on the layer that made them small."""
-    result = list(findings)
-    for index, victim in enumerate(findings):
-        if not victim.was_low or victim.verdict != verdicts.UNDERFLOW:
-            continue
-        result[index] = dataclasses.replace(victim, given=True)
-        makers = [
-            (finding.order, place)
-            for place, finding in enumerate(findings)
-            if finding.opens_underflow and finding.order > victim.order
-        ]
-        if makers:
-            place = min(makers)[1]
-            result[place] = dataclasses.replace(
-                findings[place], verdict=verdicts.UNDERFLOW
-            )
-    return result

@@ -29,8 +29,6 @@ _SAME_DIRECTION = {"float16": 0.95, "bfloat16": 0.8}
 
 # Most of a tensor below the normal range is underflow, whatever else it is.
 _MOST = 0.5
-# An error above this is more than that of numbers rounded to full precision.
-_ROUNDING = 0.01
 # Below the normal range every layer further down loses more digits.
 _LOW_TOLERANCE = 0.05
 
@@ -55,18 +53,6 @@ class Finding:
     given: bool = False
     note: str = ""  # what was seen, in words
     is_own: bool = True  # whether the loss is a function of the user's
-    # Whether most of the gradient it was given is below the normal range.
-    was_low: bool = False
-
-    @property
-    def opens_underflow(self) -> bool:
-        """Whether it turns a gradient in range into one mostly below it."""
-        return (
-            self.phase == BACKWARD
-            and _is_low(self.gap)
-            and not self.was_low
-            and self.gap.relative_error > _ROUNDING
-        )
 
     @property
     def rank(self) -> tuple[bool, bool, bool, int, int]:
@@ -132,16 +118,13 @@ def backward(
     """
     if gaps.incoming is None or gaps.weights is None or gaps.inputs is None:
         return None
-    worst, was_low, given = gaps.incoming, True, True
+    worst, given = gaps.incoming, True
     if of_gradient(worst, limits) == OK:
-        was_low = _is_low(worst)
         known = [gaps.weights, *([gaps.inputs] if reaches_weights else [])]
         worst = max(known, key=_badness)
         given = of_output(gaps.arguments, limits) != OK
     verdict = of_gradient(worst, limits)
-    return Finding(
-        layer, BACKWARD, verdict, worst, order, given, was_low=was_low
-    )
+    return Finding(layer, BACKWARD, verdict, worst, order, given)
 
 
 def _badness(gap: ranges.Gap) -> tuple[float, float]:
