@@ -4,10 +4,9 @@ import keras
 
 from tfmix._keras import replacements
 
-OPERATORS = tuple(
-    f"__{side}{name}__"
-    for name in ("add", "sub", "mul", "truediv")
-    for side in ("", "r")
+OPERATORS = (
+    *("__add__", "__radd__", "__sub__", "__rsub__"),
+    *("__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
 )
 
 if keras.backend.backend() == "tensorflow":
@@ -21,9 +20,9 @@ if keras.backend.backend() == "tensorflow":
     )
 elif keras.backend.backend() == "jax":
     import jax
-    from jax._src import array
+    from jax._src.array import ArrayImpl
 
-    _TENSORS = (array.ArrayImpl, jax.core.Tracer)
+    _TENSORS = (ArrayImpl, jax.core.Tracer)
     _FUNCTIONS = ((jax.numpy, "where"),)
 else:
     _TENSORS, _FUNCTIONS = (), ()
