@@ -9,11 +9,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfmix import _arguments, _bar_output, _formats, _messages
+from tfmix import _arguments, _bad_rows, _bar_output, _formats, _messages
 from tfmix._keras import layers, training
 from tfmix.callbacks import sampler
 from tfmix.conversion import planned_policies
-from tfmix.doctor import batch as batches
 from tfmix.doctor import (
     float8_products,
     missing_scaler,
@@ -132,15 +131,15 @@ class NumericsMonitor(keras.callbacks.Callback):
     def _read(self, sample: sampler.Sample, state: Any, batch: Any) -> None:
         self.rows = self._reader.rows(sample)
         x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        bad_rows = batches.Batch(self._model_of, x, y, None).bad_rows()
-        for name, rows in bad_rows.items():
+        bad_rows = _bad_rows.find({"x": x, "y": y})
+        for bad in bad_rows:
             # No layer is at fault.
-            where = f"holds NaN or infinity in {batches.shown(rows)}"
-            self._add(name, verdicts.FORWARD, verdicts.NOT_FINITE, where)
+            forward, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
+            self._add(bad.name, forward, verdict, bad.text)
         if bad_rows:
             pass
-        elif forward := self._reader.forward(sample):
-            layer, verdict = forward
+        elif fault := self._reader.forward(sample):
+            layer, verdict = fault
             self._add(layer, verdicts.FORWARD, verdict)
         elif overflowing := self._reader.overflow(sample):
             lowest = self._lowest_scale()
@@ -185,7 +184,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         return (rule and rule.lowest_scale) or 1.0
 
     def _add(
-        self, layer: str, phase: str, verdict: str, where: str = ""
+        self, layer: str, phase: str, verdict: str, text: str = ""
     ) -> None:
         step = self._tap.step if self._tap else self._step
         event = Event(step, layer, phase, verdict)
@@ -196,9 +195,8 @@ class NumericsMonitor(keras.callbacks.Callback):
                 self,
                 "step %d: %s",
                 step,
-                f"`{layer}` {where}"
-                if where
-                else f"{verdict} in the {passed} of layer {layer!r}; "
+                text
+                or f"{verdict} in the {passed} of layer {layer!r}; "
                 "tfmix.check(model, x, y) says what to write",
             )
         self.events.append(event)

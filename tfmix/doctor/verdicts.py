@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from tfmix import _formats
+from tfmix import _bad_rows, _formats
 from tfmix.doctor import ranges, runs
 
 OK = "ok"
@@ -175,8 +175,7 @@ def _why(finding: Finding, limits: _formats.Format) -> str:
     if gap.broken:
         return f"{what} is not finite in float32 either: fix that first"
     if gap.headroom_bits < 0 and gap.lost:
-        ends = f"{name} ends at {limits.max:g}"
-        return f"{what} reaches {gap.largest:.3g}; {ends}"
+        return _bad_rows.beyond(what, gap.largest, name, limits.max)
     if gap.lost:
         return f"{name} overflows inside it; {what} is fine in float32"
     if finding.verdict == UNDERFLOW:
