@@ -164,22 +164,6 @@ def large_offset_variance(rng):
     return Planted(model, x, y, "mse", "variance")
 
 
-def softmax_of_many_classes(rng):
-    depth = int(rng.integers(0, 4))
-    hidden = [keras.layers.Dense(WIDTH, "tanh") for _ in range(depth)]
-    model = keras.Sequential(
-        [
-            keras.Input((WIDTH,)),
-            *hidden,
-            keras.layers.Dense(50_000, activation="softmax", name="classes"),
-        ]
-    )
-    x = rng.normal(size=(ROWS, WIDTH)).astype("float32")
-    y = rng.integers(0, 50_000, ROWS)
-    loss = "sparse_categorical_crossentropy"
-    return Planted(model, x, y, loss, "classes")
-
-
 def loss_over_pixels(rng):
     depth = int(rng.integers(1, 4))
     hidden = [
@@ -243,7 +227,6 @@ KINDS = {
         activation_overflow,
         unscaled_attention,
         large_offset_variance,
-        softmax_of_many_classes,
         loss_over_pixels,
         faint_gradients,
         tiny_epsilon,

@@ -129,27 +129,6 @@ def variance_of_an_offset(rng):
     return regression(rng, (WIDTH,), [held_out.Offset(offset), norm])
 
 
-def softmax_of_50_000(rng):
-    form = rng.choice(["activation", "by hand", "dense"])
-    inputs = hidden = keras.Input((WIDTH,))
-    for _ in range(int(rng.integers(1, 4))):
-        hidden = around(hidden, dense())
-    if form == "dense":
-        outputs = keras.layers.Dense(50_000, "softmax", name="planted")(hidden)
-    else:
-        logits = keras.layers.Dense(50_000)(hidden)
-        last = (
-            held_out.Probabilities(name="planted")
-            if form == "by hand"
-            else keras.layers.Activation("softmax", name="planted")
-        )
-        outputs = last(logits)
-    x = rng.normal(size=(ROWS, WIDTH)).astype("float32")
-    y = rng.integers(0, 50_000, ROWS)
-    loss = "sparse_categorical_crossentropy"
-    return Case(keras.Model(inputs, outputs), x, y, loss, "planted", rate=0.01)
-
-
 def loss_over_pixels(rng):
     form = rng.choice(["squares", "absolute", "per row"])
     side = 64

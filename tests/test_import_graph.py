@@ -15,6 +15,7 @@ PACKAGE = ROOT / "tfmix"
 LAYERS = (
     (
         "_arguments",
+        "_bad_rows",
         "_bar_output",
         "_context_values",
         "_errors",

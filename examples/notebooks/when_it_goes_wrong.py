@@ -109,7 +109,7 @@ ops.convert_to_numpy(model.get_layer("normalized")(train_x[:4]))[:, :6]
 # %% [markdown]
 # ## Mend it
 #
-# `suggested_policy` searches for the fewest layers that have to stay in
+# `suggested_policy` puts the layers at fault in
 # float32. It measures each candidate, so it takes as long as a few checks.
 
 # %%

@@ -226,6 +226,7 @@ CONSTANTS = [
     ("keras.src.models.functional.Functional", "operations", property),
     ("keras.src.trainers.trainer", "BaseTrainer", type),
     ("keras.src.trainers.trainer", "Trainer", type),
+    ("jax._src.array", "ArrayImpl", type),
     ("tensorflow.python.eager.record", "VariableWatcher", type),
     (FUNCTION, "Function", type),
     (f"{FUNCTION}.Function", "_run_functions_eagerly", property),

@@ -233,8 +233,6 @@ NOT_PRIVATE = {
     "_fields": "a named tuple's",
     "_replace": "a named tuple's",
     "_getframe": "Python's",
-    "_epsilon": "what users call a constant of a layer",
-    "_eps": "the same",
     "_*": "part of a name that tfmix gives",
     "_float32_slots": "the same",
     "_loss_scale_*": "the same",

@@ -214,7 +214,7 @@ def test_rows_that_are_not_finite_are_the_datas_fault_and_no_layers(
     )
     (event,) = monitor.events
     assert (event.layer, event.verdict) == (where, "not_finite")
-    assert f"step 0: `{where}` holds NaN or infinity in row 3" in said
+    assert f"step 0: `{where}` holds NaN or infinity in 1 of 8 rows (3)" in said
 
 
 @pytest.mark.costly

@@ -413,7 +413,7 @@ def test_data_that_is_not_finite_is_named_once_with_its_rows(name):
     report = check.check(small(), x, y, loss="mse")
     (fault,) = report.faults
     assert (fault.layer, fault.verdict) == (name, "not_finite")
-    assert f"{name} holds NaN or infinity in rows 2, 5" in fault.advice
+    assert f"`{name}` holds NaN or infinity in 2 of 8 rows" in fault.advice
     assert fault.broken
     with pytest.raises(ValueError, match=f"first at '{name}'"):
         report.suggested_policy(progress=False)
@@ -562,7 +562,7 @@ def test_what_is_said_of_a_size_is_the_size():
     model = headed(keras.layers.Dense(4, name="first"))
     report = check.check(model, x, x[:, :1] * 4e5, loss="mse")
     texts = [row.advice for row in report.faults if "reaches" in row.advice]
-    sizes = [float(re.search(r"reaches (\S+);", one)[1]) for one in texts]
+    sizes = [float(re.search(r"reaches (\S+) and", one)[1]) for one in texts]
     # Not where the format ends.
     assert min(sizes) > 7e4
 

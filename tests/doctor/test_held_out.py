@@ -259,28 +259,6 @@ class Probabilities(keras.layers.Layer):
         return raised / ops.sum(raised, -1, keepdims=True)
 
 
-def softmax_of_50_000(rng):
-    form = rng.choice(["layer", "activation", "by hand", "dense"])
-    made = {
-        "layer": lambda: keras.layers.Softmax(name="planted", dtype="float16"),
-        "activation": lambda: keras.layers.Activation(
-            "softmax", name="planted"
-        ),
-        "by hand": lambda: Probabilities(name="planted"),
-    }
-    if form == "dense":
-        last = [keras.layers.Dense(50_000, "softmax", name="planted")]
-    else:
-        last = [keras.layers.Dense(50_000), made[form]()]
-    depth = int(rng.integers(0, 4))
-    hidden = [keras.layers.Dense(WIDTH, "gelu") for _ in range(depth)]
-    x = rng.normal(size=(ROWS, WIDTH)).astype("float32")
-    y = rng.integers(0, 50_000, ROWS)
-    model = assembled(rng, (WIDTH,), [*hidden, *last])
-    loss = "sparse_categorical_crossentropy"
-    return Case(model, x, y, loss, "planted")
-
-
 def loss_over_pixels(rng):
     form = rng.choice(["squares", "absolute", "per row"])
     side = int(rng.choice([96, 128]))
@@ -357,8 +335,8 @@ def epsilon_of_1e_8(rng):
     planted = [keras.layers.ReLU(), Guarded(form, name="planted")]
     parts = spread(rng, 5, lambda: keras.layers.Dense(WIDTH, "tanh"), planted)
     case = regression(rng, (WIDTH,), parts, "planted")
-    if rng.integers(2):
-        case.x[2] = 0.0
+    # A row that meets it: code that this batch does not trip over is no fault.
+    case.x[2] = 0.0
     return case
 
 
@@ -396,7 +374,6 @@ KINDS = {
         activation_overflow,
         attention_without_scaling,
         variance_of_an_offset,
-        softmax_of_50_000,
         loss_over_pixels,
         vanishing_gradient,
         epsilon_of_1e_8,

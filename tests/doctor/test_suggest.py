@@ -9,7 +9,7 @@ import pytest
 from tests import numerics_faults
 from tfmix import float32_head
 from tfmix.conversion import convert, planned_policies
-from tfmix.doctor import check, suggest
+from tfmix.doctor import check
 from tfmix.scaling import optimizer as scaling
 
 # Sums over pixels need a step that is as much smaller.
@@ -55,30 +55,6 @@ def test_the_suggested_policy_trains_to_the_loss_of_float32(kind):
     convert.apply_policy(model, policy)
     found = trained(model, planted, rate)
     assert found == pytest.approx(expected, rel=0.01)
-
-
-def test_no_layer_of_the_suggestion_can_be_left_out():
-    planted = numerics_faults.plant("faint_gradients", 4)
-    report = check.check(planted.model, planted.x, planted.y, loss=planted.loss)
-    policy = report.suggested_policy(progress=False)
-    base = report.policy.float32_layers
-    added = [name for name in policy.float32_layers if name not in base]
-    assert added
-    for name in added:
-        fewer = suggest.with_layers(
-            report, [one for one in added if one != name]
-        )
-        assert not report.again(fewer).healthy, name
-
-
-@pytest.mark.parametrize("needed", [("c",), ("a", "d"), (), tuple("abcde")])
-def test_the_search_keeps_what_is_needed_and_no_more(needed):
-    names = tuple("abcde")
-
-    def healthy(chosen):
-        return set(needed) <= set(chosen)
-
-    assert suggest.fewest(names, healthy) == needed
 
 
 def test_a_candidate_that_cannot_run_does_not_stop_the_search():

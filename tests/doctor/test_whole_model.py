@@ -6,9 +6,8 @@ import pytest
 from keras import ops
 
 from tfmix import _formats
-from tfmix.callbacks import numerics_monitor, sampler
-from tfmix.doctor import check, latent
-from tfmix.scaling import optimizer as scaling
+from tfmix.callbacks import sampler
+from tfmix.doctor import check
 
 
 def over_pixels(y_true, y_pred):
@@ -36,46 +35,6 @@ def test_a_sum_that_keras_makes_in_float32_is_named_before_its_gradients():
     found = (first.layer, first.phase, first.verdict)
     assert found == ("loss", "backward", "overflow")
     assert "keras.ops.mean" in first.advice
-
-
-def test_probabilities_are_known_by_their_values():
-    logits = np.random.default_rng(0).normal(size=(4, 3, 1000))
-    right = ops.cast(ops.softmax(logits), "float16")
-    assert float(latent.looks_like_probabilities(right)) == 1.0
-    for wrong in (right * 0.9, right - 0.001, right[..., :1], ops.ones(3)):
-        assert float(latent.looks_like_probabilities(wrong)) == 0.0
-
-
-class Classifier(keras.Model):
-    """Computes its softmax itself, as no layer."""
-
-    def __init__(self, **settings):
-        super().__init__(**settings)
-        self.logits = keras.layers.Dense(50_000)
-
-    def call(self, inputs):
-        return ops.softmax(self.logits(inputs))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["layer", "model"])
-def test_the_monitor_names_a_softmax_of_many_classes(form):
-    keras.config.set_dtype_policy("mixed_float16")
-    model = Classifier(name="classes")
-    if form == "layer":
-        last = keras.layers.Softmax(name="classes", dtype="mixed_float16")
-        parts = [keras.Input((8,)), keras.layers.Dense(50_000), last]
-        model = keras.Sequential(parts)
-    optimizer = scaling.LossScaleOptimizer(keras.optimizers.SGD(1e-6))
-    loss = "sparse_categorical_crossentropy"
-    model.compile(optimizer, loss, jit_compile=True)
-    monitor = numerics_monitor.NumericsMonitor(every=1)
-    generator = np.random.default_rng(0)
-    x, y = generator.normal(size=(8, 8)), generator.integers(0, 50_000, 8)
-    model.fit(x, y, verbose=0, callbacks=[monitor])
-    event = monitor.events[0]
-    found = (event.step, event.layer, event.phase, event.verdict)
-    assert found == (0, "classes", "forward", "underflow")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -446,29 +446,3 @@ def test_an_explicit_dtype_of_a_loss_is_obeyed():
     loss = keras.losses.MeanSquaredError(dtype="float64")
     result = loss(np.zeros((1, 3)), model(np.full((1, 3), 300.0)))
     assert keras.backend.standardize_dtype(result.dtype) == "float64"
-
-
-@helpers.requires_backend("tensorflow")
-def test_a_method_of_the_users_that_mixes_dtypes_is_told_what_to_write():
-    class Encoder(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(4)
-            self.token = self.add_weight(shape=(4,), name="token")
-
-        def encode(self, x):
-            return self.dense(x) + self.token
-
-        def fails(self):
-            raise ValueError("of its own")
-
-    with current_policy.policy_scope("mixed_bfloat16"):
-        model = Encoder()
-    with pytest.raises(Exception, match="cannot compute") as raised:
-        model.encode(np.ones((2, 3), "float32"))
-    (note,) = raised.value.__notes__
-    assert "`return self.dense(x) + self.token`" in note
-    assert "keras.ops.cast(weight, x.dtype)" in note
-    with pytest.raises(ValueError, match="own") as raised:
-        model.fails()
-    assert not hasattr(raised.value, "__notes__")

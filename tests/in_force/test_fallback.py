@@ -7,7 +7,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers
-from tfmix.in_force.layer import dtype_errors, fallback
+from tfmix.in_force.layer import fallback
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 NAMES = ("mixed_float16", "mixed_bfloat16")
@@ -318,19 +318,35 @@ def test_an_error_in_float32_too_comes_through_once():
     assert layer.compute_dtype == "float16"
 
 
-def test_an_error_that_is_not_about_dtypes_is_not_tried_again():
+def test_of_two_errors_the_first_is_raised():
     class Wrong(layers.Layer):
         calls = 0
 
         def call(self, x):
             self.calls += 1
-            raise ValueError("no")
+            raise ValueError(f"in run {self.calls}")
 
     with tfmix.policy_scope("mixed_float16"):
         layer = Wrong()
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(ValueError, match="in run 1"):
         layer(X)
-    assert layer.calls == 1
+    assert layer.calls == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("error", [RuntimeError, KeyError, AttributeError])
+def test_what_an_error_says_does_not_matter(name, error):
+    class Refuses(layers.Layer):
+        def call(self, x):
+            if dtype_of(x) != "float32":
+                raise error("no, thanks")
+            return x + 1.0
+
+    with tfmix.policy_scope(name):
+        layer = Refuses()
+    outputs = layer(X)
+    assert layer.compute_dtype == "float32"
+    assert dtype_of(outputs) == name[6:]
 
 
 class Epsilon(layers.Layer):
@@ -353,34 +369,15 @@ class ByDtype(layers.Layer):
         return x + (1.0 - ops.ones_like(x)) * mask
 
 
-@pytest.mark.parametrize(
-    ("layer_class", "name", "dtype"),
-    [
-        (Epsilon, "mixed_float16", "float32"),
-        (Epsilon, "mixed_bfloat16", "bfloat16"),
-        (Masked, "mixed_float16", "float32"),
-        (Masked, "mixed_bfloat16", "bfloat16"),
-        (ByDtype, "mixed_float16", "float16"),
-    ],
-)
-def test_a_constant_that_the_format_cannot_hold(
-    layer_class, name, dtype, caplog
-):
+@pytest.mark.parametrize("layer_class", [Epsilon, Masked, ByDtype])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_constant_that_the_format_cannot_hold(layer_class, name, caplog):
     with tfmix.policy_scope(name):
         layer = layer_class()
-    outputs = ops.cast(layer(np.zeros((2, 3), "float32")), "float32")
-    assert layer.compute_dtype == dtype
+        outputs = ops.cast(layer(np.zeros((2, 3), "float32")), "float32")
+    assert layer.compute_dtype == name[6:]
     assert np.all(np.isfinite(outputs))
-    assert len(warnings_in(caplog)) == (dtype == "float32")
-
-
-@pytest.mark.costly
-def test_the_warning_names_the_constant_and_its_line(caplog):
-    with tfmix.policy_scope("mixed_float16"):
-        Masked()(X)
-    (warning,) = warnings_in(caplog)
-    assert "-1000000000.0 is infinite in float16" in warning
-    assert "return x + (1.0 - ops.ones_like(x)) * -1e9" in warning
+    assert not warnings_in(caplog)
 
 
 @helpers.requires_backend("tensorflow")
@@ -402,26 +399,9 @@ def test_the_warning_names_the_line_that_autograph_copied(caplog):
     assert "`return x + tf.ones(tf.shape(x))`: TypeError: Input" in warning
 
 
-@pytest.mark.parametrize(
-    ("layer_class", "remedy"),
-    [
-        (Masked, "take a constant within +-65504, such as -3e+04, or"),
-        (Epsilon, "take a constant of 6e-08 or more, or"),
-        (Mixes, "write `x.dtype` where that code makes a tensor"),
-    ],
-)
-def test_the_warning_says_what_mends_the_cause(layer_class, remedy, caplog):
-    with tfmix.policy_scope("mixed_float16"):
-        layer_class()(X)
-    (warning,) = warnings_in(caplog)
-    assert f"To fix it, {remedy}" in warning
-    # In `x.dtype` the constant is no smaller.
-    assert ("x.dtype" in warning) == (layer_class is Mixes)
-
-
 @keras.saving.register_keras_serializable("fallback")
-class MaskedAround(Masked):
-    """Its own code meets what a layer inside it returns."""
+class MixesAround(layers.Layer):
+    """Masks by -1e9, in float32, what a layer inside it returns."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -432,28 +412,27 @@ class MaskedAround(Masked):
 
     def call(self, x):
         scores = self.dense(x)
-        return strict_add(
-            x, scores + ops.cast(scores < 0.0, scores.dtype) * -1e9
-        )
+        mask = ops.cast(ops.ones(ops.shape(x)) > 0.0, "float32")
+        masked = strict_add(scores, mask * -1e9)
+        return strict_add(x, ops.softmax(masked))
 
 
 @pytest.mark.costly
-def test_a_loaded_layer_is_not_blamed_for_what_it_was_kept_from(
-    tmp_path, caplog
-):
-    tfmix.set_global_policy("mixed_float16")
-    model = functional(MaskedAround())
-    (warning,) = warnings_in(caplog)
-    assert "-1000000000.0 is infinite" in warning
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loaded_layer_computes_as_before_it_was_saved(name, tmp_path, caplog):
+    tfmix.set_global_policy(name)
+    model = functional(MixesAround())
+    expected = model.predict(X, verbose=0)
+    assert len(warnings_in(caplog)) == 1
     model.save(tmp_path / "model.keras")
     caplog.clear()
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert loaded.layers[0].dtype_policy.name == "float32"
-    # No score is negative: none is masked.
-    x = np.abs(X)
-    np.testing.assert_array_equal(
-        loaded.predict(x, verbose=0), model.predict(x, verbose=0)
-    )
+    assert loaded.layers[0].dense.compute_dtype == name[6:]
+    found = loaded.predict(X, verbose=0)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
+    # The layer inside hands float32 on from the start.
     assert not warnings_in(caplog)
 
 
@@ -467,29 +446,6 @@ class Root(layers.Layer):
     def call(self, x):
         square = ops.mean(ops.square(x), axis=-1, keepdims=True)
         return x * ops.rsqrt(square + self.epsilon)
-
-
-class WideRoot(Root):
-    def call(self, x):
-        wide = ops.cast(x, "float32")
-        square = ops.mean(ops.square(wide), axis=-1, keepdims=True)
-        return ops.cast(wide * ops.rsqrt(square + self.epsilon), x.dtype)
-
-
-@pytest.mark.parametrize(
-    ("make", "name", "dtype"),
-    [
-        (Root, "mixed_float16", "float32"),
-        (lambda: Root(1e-2), "mixed_float16", "float16"),
-        (Root, "mixed_bfloat16", "bfloat16"),
-        (WideRoot, "mixed_float16", "float16"),
-    ],
-)
-def test_an_epsilon_whose_root_has_an_infinite_gradient(make, name, dtype):
-    with tfmix.policy_scope(name):
-        layer = make()
-    layer(X)
-    assert layer.compute_dtype == dtype
 
 
 @pytest.mark.costly
@@ -510,7 +466,7 @@ def test_small_inputs_of_a_root_have_finite_gradients(mode):
 def test_layers_of_one_code_are_named_once(caplog):
     for _ in range(2):
         tfmix.set_global_policy("mixed_float16")
-        for made in (Masked(name="a"), Masked(name="b"), Mixes()):
+        for made in (Mixes(name="a"), Mixes(name="b"), Block()):
             made(X)
             assert made.compute_dtype == "float32"
         found = [w for w in warnings_in(caplog) if "layer '" in w]
@@ -727,12 +683,6 @@ def not_iterable(x):
     (_,) = None
 
 
-def wrong_only_at_first(x):
-    if Raises.runs == 1:
-        raise TypeError("this type is float, and only wrong today")
-    return x
-
-
 def mixes_with_integers(x):
     raise TypeError("AddV2 takes float16 with float16, not int32")
 
@@ -751,11 +701,9 @@ class Raises(layers.Layer):
         return self.error(x)
 
 
-@pytest.mark.parametrize(
-    "error", [not_iterable, wrong_only_at_first, mixes_with_integers]
-)
+@pytest.mark.parametrize("error", [not_iterable, mixes_with_integers])
 @pytest.mark.parametrize("depth", [0, 10])
-def test_an_error_that_names_no_clash_of_floats_runs_once(error, depth):
+def test_code_that_fails_runs_once_more_however_deep_it_is(error, depth):
     with tfmix.policy_scope("mixed_float16"):
         layer = Raises(error)
         for _ in range(depth):
@@ -765,35 +713,5 @@ def test_an_error_that_names_no_clash_of_floats_runs_once(error, depth):
     Raises.runs = 0
     with pytest.raises(TypeError):
         layer(X)
-    assert Raises.runs == 1
+    assert Raises.runs == 2
     assert layer.compute_dtype == "float16"
-
-
-NAMED = """
-Input 'b' of 'MatMul' Op has type float32 that does not match type float16 of
-cannot compute AddV2 as input #1 was expected to be a half tensor but is a float
-Tensor conversion requested dtype bfloat16 for Tensor with dtype float32: <tf.T
-Value for attr 'T' of half is not in the list of allowed values: float, double
-Could not find device for node: Op[T=DT_HALF] All kernels: T in [DT_FLOAT]
-lax.add requires arguments to have the same dtypes, got float32, float16.
-RFFT input must be float32 or float64, got bfloat16
-RFFT requires tf.float32 inputs, got: Tensor("x:0", shape=(8,), dtype=float16)
-Unsupported dtype float16
-`lu` does not accept dtype bfloat16
-Tensor("x", dtype=float16) and Tensor("y", dtype=float32) have different types
-Can not cast TensorSpec(dtype=tf.float16) to TensorSpec(dtype=tf.float32)
-""".strip().splitlines()
-UNNAMED = """
-'NoneType' object is not iterable
-unsupported operand type(s) for +: 'NoneType' and <tf.Tensor: dtype=float16>
-can't multiply sequence by non-int of type 'float'
-Incompatible shapes: [4,8] vs. [3,5] [Op:AddV2]
-lax.add requires arguments to have the same dtypes, got float16, int32.
-Tensor("x", dtype=float16) has no shape of Tensor("y", dtype=float32)
-""".strip().splitlines()
-
-
-@pytest.mark.parametrize("message", [*NAMED, *UNNAMED])
-def test_only_messages_that_name_both_sides_are_tried_again(message):
-    found = dtype_errors.is_about_dtypes(TypeError(message))
-    assert found == (message in NAMED)

@@ -1,5 +1,7 @@
 """A finite constant that a Keras op meets stays finite in 16 bit."""
 
+import importlib
+
 import keras
 import numpy as np
 import pytest
@@ -10,6 +12,16 @@ import tfmix
 ON_JAX = keras.backend.backend() == "jax"
 MODES = ["eager", "jit"] if ON_JAX else ["eager", "graph", "jit"]
 HALF = np.array([1.0, 0.0, -2.0, 60000.0], "float16")
+TINY = 2.0**-14
+
+
+def raw():
+    """Returns TensorFlow, or `jax.numpy`, as users import it."""
+    if ON_JAX:
+        return importlib.import_module("jax.numpy")
+    return importlib.import_module("tensorflow")
+
+
 # What is given to an op beside float16 numbers, and what it returns for these.
 MEETINGS = {
     "a_product": (lambda x: ops.multiply(x, -1e9), [-32752, 0, 32752, -32752]),
@@ -40,6 +52,19 @@ MEETINGS = {
         [-32752] * 4,
     ),
     "infinity": (lambda x: ops.add(x, -float("inf")), [-np.inf] * 4),
+    "an_operator": (lambda x: x * -1e9, [-32752, 0, 32752, -32752]),
+    "an_operator_from_the_right": (lambda x: -1e9 + x, [-32752] * 4),
+    "a_difference_from_the_right": (lambda x: 1e9 - x, [32752] * 4),
+    "an_operator_that_fits": (lambda x: x / 1e5, HALF.astype("f4") / 1e5),
+    "an_operator_with_numpy": (lambda x: x - np.int64(10**9), [-32752] * 4),
+    "raw_where": (lambda x: raw().where(x > 1, x, -1e9), [-32752] * 3 + [6e4]),
+    "an_epsilon": (lambda x: ops.add(x, 1e-9), [1, TINY, -2, 60000]),
+    "a_product_that_is_zero": (lambda x: x * 1e-9, [0, 0, 0, 6e-5]),
+    "an_operator_with_an_epsilon": (lambda x: 1e-9 + x, [1, TINY, -2, 60000]),
+    "a_maximum_with_an_epsilon": (
+        lambda x: ops.maximum(x, 1e-9),
+        [1, TINY, TINY, 60000],
+    ),
 }
 
 
@@ -72,6 +97,28 @@ def test_a_product_that_float16_holds_is_exact():
     assert float(ops.multiply(x, 2.0**20)[0]) == 2.0**10
 
 
+@pytest.mark.skipif(ON_JAX, reason="names functions of TensorFlow")
+def test_what_tensorflow_makes_of_a_constant_is_finite():
+    import tensorflow as tf
+
+    tfmix.set_global_policy("mixed_float16")
+    for make in (tf.cast, tf.constant):
+        assert float(make(-1e9, tf.float16)) == -32752.0
+    assert float(tf.ones((), tf.float16) * np.float64(-1e9)) == -32752.0
+
+
+@pytest.mark.skipif(ON_JAX, reason="runs a tape of TensorFlow")
+def test_an_epsilon_has_the_gradient_of_a_sum():
+    import tensorflow as tf
+
+    tfmix.set_global_policy("mixed_float16")
+    x = tf.constant([0.0, 1.0], tf.float16)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = x + 1e-9
+    np.testing.assert_array_equal(tape.gradient(y, x), [1.0, 1.0])
+
+
 def test_infinite_and_missing_numbers_stay_so():
     tfmix.set_global_policy("mixed_float16")
     x = ops.convert_to_tensor(np.float16([np.inf, -np.inf, np.nan]))
@@ -96,8 +143,9 @@ def test_float32_alone_stays_as_it_is():
 def test_switched_off_it_is_infinite_as_in_keras():
     tfmix.set_global_policy("mixed_float16")
     tfmix.set_global_policy("float32")
-    found = ops.multiply(ops.convert_to_tensor(HALF), -1e9)
-    assert np.isneginf(ops.convert_to_numpy(found)[0])
+    x = ops.convert_to_tensor(HALF)
+    for found in (ops.multiply(x, -1e9), x * -1e9):
+        assert np.isneginf(ops.convert_to_numpy(found)[0])
 
 
 @keras.saving.register_keras_serializable("tests")

@@ -12,7 +12,7 @@ X = np.ones((4, 8), "float32")
 
 
 def wrong_shape(x):
-    return x + ops.ones((3, 5))
+    return x + ops.ones((3, 5), x.dtype)
 
 
 def wrong_matmul(x):

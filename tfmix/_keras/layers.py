@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -81,17 +80,6 @@ def takes_casts(layer: Any) -> bool:
     To the others belong those that run somebody else's code.
     """
     return is_builtin(layer) and not isinstance(layer, _BROKEN_BY_CASTS)
-
-
-def own_methods(model: keras.Model) -> list[str]:
-    """Lists the methods of a model's class that no model of Keras's has."""
-    return [
-        name
-        for kind in type(model).__mro__
-        if kind.__module__.split(".")[0] not in ("keras", "builtins")
-        for name, value in vars(kind).items()
-        if inspect.isfunction(value) and not hasattr(keras.Model, name)
-    ]
 
 
 def inner_operations(layer: Any) -> list:

@@ -9,14 +9,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfmix import _arguments, _bar_output, _formats, _messages
+from tfmix import _arguments, _bad_rows, _bar_output, _formats, _messages
 from tfmix._keras import layers, training
 from tfmix.callbacks import sampler
 from tfmix.conversion import planned_policies
-from tfmix.doctor import batch as batches
 from tfmix.doctor import (
     float8_products,
-    latent,
     missing_scaler,
     probe,
     ranges,
@@ -154,15 +152,15 @@ class NumericsMonitor(keras.callbacks.Callback):
             default=math.nan,
         )
         x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        bad_rows = batches.Batch(self._model_of, x, y, None).bad_rows()
-        for name, rows in bad_rows.items():
+        bad_rows = _bad_rows.find({"x": x, "y": y})
+        for bad in bad_rows:
             # No layer is at fault.
-            where = f"holds NaN or infinity in {batches.shown(rows)}"
-            self._add(name, verdicts.FORWARD, verdicts.NOT_FINITE, where)
+            forward, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
+            self._add(bad.name, forward, verdict, bad.text)
         if bad_rows:
             pass
-        elif forward := self._reader.forward(sample):
-            layer, verdict = forward
+        elif fault := self._reader.forward(sample):
+            layer, verdict = fault
             self._add(layer, verdicts.FORWARD, verdict)
         elif overflowing := self._reader.overflow(sample):
             lowest = self._lowest_scale()
@@ -207,7 +205,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         return (rule and rule.lowest_scale) or 1.0
 
     def _add(
-        self, layer: str, phase: str, verdict: str, where: str = ""
+        self, layer: str, phase: str, verdict: str, text: str = ""
     ) -> None:
         step = self._tap.step if self._tap else self._step
         event = Event(step, layer, phase, verdict)
@@ -218,9 +216,8 @@ class NumericsMonitor(keras.callbacks.Callback):
                 self,
                 "step %d: %s",
                 step,
-                f"`{layer}` {where}"
-                if where
-                else f"{verdict} in the {passed} of layer {layer!r}; "
+                text
+                or f"{verdict} in the {passed} of layer {layer!r}; "
                 "tfmix.check(model, x, y) says what to write",
             )
         self.events.append(event)
@@ -445,7 +442,7 @@ class Reader:
 
     def _own_fault(self, call: sampler.Call, row: Any) -> str:
         measured = ranges.from_vector(row[: len(ranges.COLUMNS)], self.limits)
-        error, broken, head = row[len(ranges.COLUMNS) :]
+        error, broken = row[len(ranges.COLUMNS) :]
         if broken:
             return verdicts.OK
         gap = ranges.Gap(
@@ -458,12 +455,7 @@ class Reader:
             subnormal=measured.subnormal,
             headroom_bits=measured.headroom_bits,
         )
-        verdict = verdicts.of_output(gap, self.limits)
-        low = measured.subnormal + measured.zero > latent.LOW_SHARE
-        sixteen = call.dtype in _formats.SIXTEEN_BIT
-        if verdict == verdicts.OK and head and sixteen and low:
-            return verdicts.UNDERFLOW
-        return verdict
+        return verdicts.of_output(gap, self.limits)
 
 
 def _not_finite(row: Any) -> bool:

@@ -15,7 +15,6 @@ from tfmix.conversion import planned_policies
 from tfmix.doctor import (
     differentiation,
     float8_products,
-    latent,
     probe,
     programs,
     ranges,
@@ -23,8 +22,8 @@ from tfmix.doctor import (
 from tfmix.in_force.model import model_outputs
 from tfmix.scaling import optimizer as scaling
 
-# A forward row holds `ranges.COLUMNS`, the relative error, whether float32 is
-# not finite either, and whether these are the model's probabilities.
+# A forward row holds `ranges.COLUMNS`, the relative error, and whether float32
+# is not finite either.
 _WIDTH = len(ranges.COLUMNS)
 # Rows kept for gradients of calls: enough for layers that are shared.
 _CALLS_PER_LAYER = 4
@@ -91,10 +90,8 @@ class _Trace:
     def forget_tensors(self) -> None:
         """No tensor may outlive the traced function."""
         self.rows: list[Any] = []
-        # Index of the call that made a tensor, and of the inner one where an
-        # outer layer hands its output on; kept alive, so ids stay unique.
+        # Index of the call that made a tensor; kept alive, so ids stay unique.
         self.made: dict[int, int] = {}
-        self.made_first: dict[int, int] = {}
         self.alive: list[Any] = []
 
     def add(self, call: probe.Call, row: Any, output: Any, sent: Any) -> None:
@@ -105,8 +102,7 @@ class _Trace:
         known = all(id(leaf) in self.made for leaf in call.tensors)
         known = known and call.target.whole
         self.calls.append(Call(call.key[0], probe.dtype(output), known))
-        first = self.made_first.get(id(output), index)
-        self.made[id(sent)], self.made_first[id(sent)] = index, first
+        self.made[id(sent)] = index
         self.alive += [sent, call.tensors]
 
     def use(self, tensor: Any, target: int) -> int | None:
@@ -199,11 +195,6 @@ class Sampler:
             outputs = _outputs(self._model, data)
         for leaf in tree.flatten(outputs):
             trace.use(leaf, LOSS)
-            # The inner layer's, where an outer one hands its output on.
-            maker = trace.made_first.get(id(leaf))
-            if maker is not None:
-                head = latent.looks_like_probabilities(ops.stop_gradient(leaf))
-                trace.rows[maker] = ops.append(trace.rows[maker][:-1], head)
         loss = _loss(self._model, data, outputs)
         rows = trace.rows
         trace.forget_tensors()
@@ -236,7 +227,7 @@ class Sampler:
         dtypes.update(map(probe.dtype, call.tensors))
         sixteen = dtypes.intersection(_formats.SIXTEEN_BIT)
         if self._planned is not None or not sixteen:
-            return ops.concatenate([measured, ops.zeros((3,))])
+            return ops.concatenate([measured, ops.zeros((2,))])
         operation, limits = call.target.operation, self._limits
         exact = [
             unrounded(ops.stop_gradient(leaf), operation, limits)
@@ -248,7 +239,7 @@ class Sampler:
         # The weights were read again: no gradient may come from there, as
         # that of a square root at an error of 0 would be NaN.
         error = _error(leaves[0], ops.stop_gradient(right[0]))
-        return ops.concatenate([measured, error, ops.zeros((1,))])
+        return ops.concatenate([measured, error])
 
     def _scale(self, override: Any) -> Any:
         optimizer = self._model.optimizer

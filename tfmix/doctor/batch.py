@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix import _arguments
+from tfmix import _arguments, _bad_rows
 from tfmix._keras import layers
 from tfmix.doctor import probe, programs
 
@@ -60,20 +60,9 @@ class Batch:
         value = self.loss(self.y, probe.replaced(template, outputs))
         return ops.mean(value) if len(value.shape) else value
 
-    def bad_rows(self) -> dict[str, list[int]]:
+    def bad_rows(self) -> list[_bad_rows.BadRows]:
         """Finds the rows of `x` and `y` that hold NaN or infinity."""
-        bad_rows = {}
-        for name, nest in (("x", self.x), ("y", self.y)):
-            bad: set[int] = set()
-            for leaf in probe.floats(nest):
-                if len(leaf.shape):
-                    # On the host: a device compiles this for each shape.
-                    fine = np.isfinite(ops.convert_to_numpy(leaf))
-                    of_rows = fine.reshape(len(fine), -1).all(axis=1)
-                    bad.update(np.flatnonzero(~of_rows))
-            if bad:
-                bad_rows[name] = sorted(map(int, bad))
-        return bad_rows
+        return _bad_rows.find({"x": self.x, "y": self.y})
 
     def without(self, rows: Collection[int]) -> "Batch":
         """Leaves out some rows, if others remain and the model allows it."""
@@ -119,13 +108,6 @@ def prepare(
         # As `fit` would; the variables have to be there before the scopes.
         model(x)
     return batch
-
-
-def shown(rows: Sequence[int]) -> str:
-    """Returns the numbers of some rows as text, the first ten of many."""
-    more = ", ..." if len(rows) > 10 else ""
-    noun = "row" if len(rows) == 1 else "rows"
-    return f"{noun} {', '.join(map(str, rows[:10]))}{more}"
 
 
 def is_dataset(x: Any) -> bool:

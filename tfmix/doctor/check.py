@@ -3,22 +3,20 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
-from tfmix import _formats, _messages, _progress
+from tfmix import _bad_rows, _formats, _messages, _progress
 from tfmix._keras import compilation, layers
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
 from tfmix.doctor import (
     float8_products,
-    latent,
     missing_scaler,
     numerics_report,
     passes,
@@ -134,9 +132,9 @@ def _run(
     limits = _formats.limits(base.compute_dtype)
     sixteen = planned_policies.sixteen_bit(given.model, chosen)
     bad_rows = given.bad_rows()
-    batch = given.without({row for rows in bad_rows.values() for row in rows})
+    batch = given.without({row for bad in bad_rows for row in bad.rows})
     with _as_under(chosen, batch.model, sixteen):
-        highest = latent.LOWEST_SCALE if warning else _LOSS_SCALE
+        highest = passes.LOWEST_SCALE if warning else _LOSS_SCALE
         carried = mixed_model.policy_of(batch.model)
         # What is tried out is made, or converted, under the policy.
         carries = chosen is not None or carried is not None
@@ -144,7 +142,7 @@ def _run(
             batch, sixteen, limits, highest, carries, show
         )
         float8 = _float8(batch)
-    bad = [*itertools.starmap(_bad_data, bad_rows.items())]
+    bad = [*map(_bad_data, bad_rows)]
     bad += _bad_weights(batch.model)
     if bad:
         # Where no row is fine, all that is not finite is so because of them.
@@ -295,20 +293,18 @@ def _rows(
                 gap.broken and finding.verdict != verdicts.OK,
                 dtypes.get(finding.layer, ""),
                 verdicts.bound(finding, limits),
-                finding.latent and finding.verdict != verdicts.OK,
             )
         )
     return result
 
 
-def _bad_data(name: str, rows: Sequence[int]) -> verdicts.LayerVerdict:
+def _bad_data(bad: _bad_rows.BadRows) -> verdicts.LayerVerdict:
     """Returns the row of the report for `x` or `y` with NaN or infinity."""
-    where = f"{name} holds NaN or infinity in {batches.shown(rows)}"
-    positions = f"numpy.argwhere(~numpy.isfinite({name}))"
-    advice = f"{positions}  # {where}: fix that first"
+    positions = f"numpy.argwhere(~numpy.isfinite({bad.name}))"
+    advice = f"{positions}  # {bad.text}: fix that first"
     phase, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
     return verdicts.LayerVerdict(
-        name, phase, verdict, math.inf, -math.inf, advice, broken=True
+        bad.name, phase, verdict, math.inf, -math.inf, advice, broken=True
     )
 
 

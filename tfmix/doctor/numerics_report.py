@@ -85,10 +85,10 @@ class NumericsReport(_tables.Printed):
         return f"{_name(self.policy)} against float32: {state}"
 
     def suggested_policy(self, *, progress: bool = True) -> policies.Policy:
-        """Searches the fewest float32 layers that make the model healthy.
+        """Puts the layers at fault in float32 until the model is healthy.
 
-        Each candidate is checked on the same batch: it takes as long as a
-        few checks. A warning says so if nothing is left in 16 bit.
+        Each policy is checked on the same batch: it takes as long as a few
+        checks. A warning says so if nothing is left in 16 bit.
 
         Args:
             progress: Boolean, whether to show the search. Defaults to `True`.
@@ -100,7 +100,7 @@ class NumericsReport(_tables.Printed):
         Raises:
             ValueError: If the model is not finite in float32 either.
         """
-        return suggest.fewest_layers(self, progress)
+        return suggest.float32_layers(self, progress)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws the headroom of each layer."""
@@ -196,7 +196,7 @@ class NumericsReport(_tables.Printed):
         more = f"{more if faulty else f'{count} more rows'} ok: "
         said = f"{more}`report.rows` and `report.to_html(path)` have all."
         if faulty:
-            said += " `report.suggested_policy()` seeks the fewest to change."
+            said += " `report.suggested_policy()` says which to change."
         return said
 
 
@@ -214,17 +214,10 @@ def _cells(row: verdicts.LayerVerdict) -> tuple[str, ...]:
         row.layer,
         row.dtype,
         row.phase,
-        f"may {_MAY[row.verdict]}" if row.latent else row.verdict,
+        row.verdict,
         _error(row),
         _headroom(row.headroom_bits),
     )
-
-
-_MAY = {
-    verdicts.OVERFLOW: "overflow",
-    verdicts.UNDERFLOW: "underflow",
-    verdicts.INACCURATE: "be inaccurate",
-}
 
 
 def _headroom(bits: float) -> str:
@@ -234,7 +227,7 @@ def _headroom(bits: float) -> str:
 def _error(row: verdicts.LayerVerdict) -> str:
     """Returns the error beside its bound; of data and NaN there is none."""
     is_fine = row.relative_error <= row.bound
-    is_overflow = row.verdict == verdicts.OVERFLOW and not row.latent
+    is_overflow = row.verdict == verdicts.OVERFLOW
     if not math.isfinite(row.relative_error) or (is_overflow and is_fine):
         return ""
     return f"{row.relative_error:.2g} of {row.bound:g}"

@@ -12,13 +12,16 @@ import numpy as np
 from keras import ops
 
 from tfmix import _formats
+from tfmix._keras import variables
 from tfmix.conversion import planned_policies
 from tfmix.doctor import batch as batches
-from tfmix.doctor import differentiation, latent, probe, ranges, runs, verdicts
+from tfmix.doctor import differentiation, probe, ranges, runs, verdicts
 from tfmix.in_force.model import computing_layers
 from tfmix.in_force.process_wide import tensors
+from tfmix.scaling import rules
 
 _Findings = list[verdicts.Finding]
+LOWEST_SCALE = rules.DynamicLossScale().lowest_scale
 # What scales gradients inside a model knows no lowest; this is beyond use.
 _LOWEST_INSIDE = 2.0**-40
 
@@ -51,7 +54,7 @@ def find(
     is_inside = carries and not (
         computing_layers.has_sixteen_bit_variables(batch.model)
     )
-    lowest = _LOWEST_INSIDE if is_inside else latent.LOWEST_SCALE
+    lowest = _LOWEST_INSIDE if is_inside else LOWEST_SCALE
     truth, scale = None, 1.0
     if batch.loss is not None:
         truth = runs.truth(batch, targets, run.signatures)
@@ -63,9 +66,7 @@ def find(
     while judge.scale > lowest and _overflows_backward(findings):
         judge = judge.lower()
         findings = _judged(judge, carries, show)
-    if batch.loss is not None and _overflows_backward(findings):
-        findings = _blamed(findings, limits)
-    findings = _attributed(_traced_back(findings), targets)
+    findings = _attributed(findings, targets)
     worst: dict[tuple[str, str], verdicts.Finding] = {}
     for finding in sorted(findings, key=lambda finding: finding.rank):
         worst.setdefault((finding.layer, finding.phase), finding)
@@ -128,7 +129,7 @@ def _judged(
             outputs = batch.outputs(batch.weights())
         with keras.StatelessScope():
             findings += read_last()
-    findings += latent.weights(judge.targets, judge.run.planned, judge.limits)
+    findings += _of_weights(judge.targets, judge.run.planned, judge.limits)
     if batch.loss is not None:
         findings += _of_loss(judge, outputs, order + 1, carries)
     return findings
@@ -151,16 +152,6 @@ def _of_call(
         findings.append(
             verdicts.backward(name, order, gaps, limits, reaches_weights)
         )
-        planned = [
-            planned_policies.dtype(judge.run.planned, layer)
-            for layer in call.target.layers
-        ]
-        dtypes = [*planned, *judge.run.signatures[call.key].arguments]
-        backward = [gaps.weights, gaps.inputs if reaches_weights else None]
-        findings += _tight(judge, name, order, backward, dtypes)
-    if verdict == verdicts.OK:
-        for look in (latent.probabilities, latent.vanishing_constant):
-            findings.append(look(judge, call, order, gaps.outputs))
     return list(filter(None, findings))
 
 
@@ -206,22 +197,42 @@ def _of_loss(
     return [
         finding(verdicts.FORWARD, verdict, forward, note=note),
         finding(verdicts.BACKWARD, back, backward),
-        *_tight(judge, verdicts.LOSS, order, [backward], dtypes),
     ]
 
 
-def _tight(
-    judge: runs.Judge,
-    name: str,
-    order: int,
-    gaps: list[ranges.Gap | None],
-    dtypes: Sequence[str],
-) -> _Findings:
-    """Finds gradients that have no room left at the lowest scale."""
-    if judge.truth is None or judge.scale > judge.lowest_scale:
+def _of_weights(
+    targets: Sequence[probe.Target],
+    planned: planned_policies.Plan,
+    limits: _formats.Format,
+) -> list[verdicts.Finding]:
+    """Judges all weights that are read in 16 bit, used in the batch or not."""
+    result = []
+    for order, target in enumerate(targets):
+        if values := _cast_weights(target, planned):
+            # On the host: a device compiles a cast for each shape.
+            with np.errstate(over="ignore"):
+                near = [value.astype(limits.name) for value in values]
+            gap = ranges.gap(near, values, limits)
+            verdict = verdicts.of_output(gap, limits)
+            fields = (target.name, verdicts.WEIGHTS, verdict, gap, order)
+            result.append(verdicts.Finding(*fields))
+    return result
+
+
+def _cast_weights(
+    target: probe.Target, planned: planned_policies.Plan
+) -> list[Any]:
+    if not isinstance(target.operation, keras.Layer):
         return []
-    finding = latent.no_room(name, order, gaps, dtypes)
-    return [] if finding is None else [finding]
+    # Layers without autocast, such as the normalisations, cast by themselves
+    # where they need float32; an embedding casts what it looked up.
+    return [
+        ops.convert_to_numpy(variable.value)
+        for layer in (target.layers if target.whole else [target.operation])
+        if planned_policies.dtype(planned, layer) in _formats.SIXTEEN_BIT
+        and (layer.autocast or isinstance(layer, keras.layers.Embedding))
+        for variable in variables.own_trainable(layer)
+    ]
 
 
 def _overflows_backward(findings: _Findings) -> bool:
@@ -237,32 +248,6 @@ def _overflows_backward(findings: _Findings) -> bool:
         for finding in findings
         if finding.layer not in bad_forward
     )
-
-
-def _blamed(
-    findings: Sequence[verdicts.Finding], limits: _formats.Format
-) -> list[verdicts.Finding]:
-    """Blames a loss out of range for gradients no loss scale brings back.
-
-    A sum over pixels is fine in float32, and so is the gradient of each pixel;
-    those of the weights overflow.
-    """
-    forward = [
-        finding for finding in findings if finding.phase != verdicts.BACKWARD
-    ]
-    (loss,) = (finding for finding in forward if finding.layer == verdicts.LOSS)
-    faulty = any(finding.verdict != verdicts.OK for finding in forward)
-    if faulty or loss.gap.headroom_bits >= 0:
-        return list(findings)
-    note = (
-        f"the loss is {loss.gap.largest:.3g}, and gradients overflow at a loss "
-        f"scale of {latent.LOWEST_SCALE:g}: take means, not sums, and "
-        "standardise targets"
-    )
-    guilty = dataclasses.replace(
-        loss, phase=verdicts.BACKWARD, verdict=verdicts.OVERFLOW, note=note
-    )
-    return [*findings, guilty]
 
 
 def _attributed(
@@ -282,25 +267,3 @@ def _attributed(
         else finding
         for finding in findings
     ]
-
-
-def _traced_back(
-    findings: Sequence[verdicts.Finding],
-) -> list[verdicts.Finding]:
-    """Blames gradients that underflow on the layer that made them small."""
-    result = list(findings)
-    for index, victim in enumerate(findings):
-        if not victim.was_low or victim.verdict != verdicts.UNDERFLOW:
-            continue
-        result[index] = dataclasses.replace(victim, given=True)
-        makers = [
-            (finding.order, place)
-            for place, finding in enumerate(findings)
-            if finding.opens_underflow and finding.order > victim.order
-        ]
-        if makers:
-            place = min(makers)[1]
-            result[place] = dataclasses.replace(
-                findings[place], verdict=verdicts.UNDERFLOW
-            )
-    return result

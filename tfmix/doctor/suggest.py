@@ -1,4 +1,4 @@
-"""The policy that fixes a model: the fewest layers in float32."""
+"""The policy that fixes a model: the layers at fault in float32."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -8,8 +8,6 @@ from tfmix import _messages, _progress
 from tfmix.doctor import float8_products, probe, verdicts
 from tfmix.policy import names as policy_names
 from tfmix.policy import policy as policies
-
-Names = tuple[str, ...]
 
 
 class Checked(Protocol):
@@ -44,7 +42,7 @@ class Checked(Protocol):
         """Checks the same model and batch under another policy."""
 
 
-def fewest_layers(report: Checked, progress: bool) -> policies.Policy:
+def float32_layers(report: Checked, progress: bool) -> policies.Policy:
     """Does the work of `NumericsReport.suggested_policy`."""
     if not all(product.is_fine for product in report.float8):
         # Each was judged by itself: the others stay as they are.
@@ -57,20 +55,9 @@ def fewest_layers(report: Checked, progress: bool) -> policies.Policy:
             f"float32 either, first at {broken[0]!r}. Look for NaN or "
             "infinity in the data and the weights."
         )
-    searching = "Searching the fewest float32 layers"
+    searching = "Searching float32 layers"
     with _progress.shown(searching, hidden=not progress) as say:
-
-        def healthy(names: Names) -> bool:
-            say(f"{searching}: trying {len(names)}")
-            tried = _tried(report, names)
-            return tried is not None and tried.healthy
-
-        # Layers at fault become float32 until none is, then halves,
-        # quarters and single layers are taken out again. What holds the
-        # most is tried first, to be left out.
-        names = _enough(report, lambda: say(f"{searching}: trying more"))
-        names.sort(key=lambda name: -len(_with_inner(report, name)))
-        needed = fewest(tuple(names), healthy)
+        needed = _enough(report, lambda: say(f"{searching}: trying more"))
     tried = _tried(report, needed)
     if tried is not None and not tried.sixteen_bit_layers:
         is_float16 = report.policy.compute_dtype == "float16"
@@ -116,26 +103,6 @@ def _without_faulty_float8(report: Checked) -> policies.Policy:
     )
 
 
-def fewest(names: Names, healthy: Callable[[Names], bool]) -> Names:
-    """Takes names out, in large pieces first, while `healthy` holds.
-
-    Examples:
-        >>> fewest(("a", "b", "c", "d"), lambda names: "c" in names)
-        ('c',)
-    """
-    size = len(names)
-    while size >= 1:
-        start = 0
-        while start < len(names):
-            rest = names[:start] + names[start + size :]
-            if healthy(rest):
-                names = rest
-            else:
-                start += size
-        size //= 2
-    return names
-
-
 def _tried(report: Checked, names: Iterable[str]) -> Checked | None:
     """Checks with more layers in float32; None if the model fails to run."""
     try:
@@ -149,7 +116,8 @@ def _tried(report: Checked, names: Iterable[str]) -> Checked | None:
 def _enough(report: Checked, step: Callable[[], None]) -> list[str]:
     """Adds what is at fault until nothing is."""
     names: dict[str, None] = {}
-    current: Checked | None = report
+    # A model that stands without the policy may be fine under it.
+    current = _tried(report, names)
     while current is None or not current.healthy:
         step()
         before = len(names)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from tfmix import _formats
+from tfmix import _bad_rows, _formats
 from tfmix.doctor import ranges, runs
 
 OK = "ok"
@@ -29,8 +29,6 @@ _SAME_DIRECTION = {"float16": 0.95, "bfloat16": 0.8}
 
 # Most of a tensor below the normal range is underflow, whatever else it is.
 _MOST = 0.5
-# An error above this is more than that of numbers rounded to full precision.
-_ROUNDING = 0.01
 # Below the normal range every layer further down loses more digits.
 _LOW_TOLERANCE = 0.05
 
@@ -53,29 +51,14 @@ class Finding:
     # Whether what the layer was given does not fit into 16 bits, so that the
     # fault may come from elsewhere.
     given: bool = False
-    # Whether the layer's making shows the fault, and this batch does not.
-    latent: bool = False
     note: str = ""  # what was seen, in words
     is_own: bool = True  # whether the loss is a function of the user's
-    # Whether most of the gradient it was given is below the normal range.
-    was_low: bool = False
 
     @property
-    def opens_underflow(self) -> bool:
-        """Whether it turns a gradient in range into one mostly below it."""
-        return (
-            self.phase == BACKWARD
-            and _is_low(self.gap)
-            and not self.was_low
-            and self.gap.relative_error > _ROUNDING
-        )
-
-    @property
-    def rank(self) -> tuple[bool, bool, bool, bool, int, int]:
+    def rank(self) -> tuple[bool, bool, bool, int, int]:
         """Sorts the most severe first, and a fault before what it causes."""
         return (
             self.verdict == OK,
-            self.latent,
             self.verdict in (UNDERFLOW, INACCURATE),
             self.given,
             (FORWARD, WEIGHTS, BACKWARD).index(self.phase),
@@ -135,16 +118,13 @@ def backward(
     """
     if gaps.incoming is None or gaps.weights is None or gaps.inputs is None:
         return None
-    worst, was_low, given = gaps.incoming, True, True
+    worst, given = gaps.incoming, True
     if of_gradient(worst, limits) == OK:
-        was_low = _is_low(worst)
         known = [gaps.weights, *([gaps.inputs] if reaches_weights else [])]
         worst = max(known, key=_badness)
         given = of_output(gaps.arguments, limits) != OK
     verdict = of_gradient(worst, limits)
-    return Finding(
-        layer, BACKWARD, verdict, worst, order, given, was_low=was_low
-    )
+    return Finding(layer, BACKWARD, verdict, worst, order, given)
 
 
 def _badness(gap: ranges.Gap) -> tuple[float, float]:
@@ -195,8 +175,7 @@ def _why(finding: Finding, limits: _formats.Format) -> str:
     if gap.broken:
         return f"{what} is not finite in float32 either: fix that first"
     if gap.headroom_bits < 0 and gap.lost:
-        ends = f"{name} ends at {limits.max:g}"
-        return f"{what} reaches {gap.largest:.3g}; {ends}"
+        return _bad_rows.beyond(what, gap.largest, name, limits.max)
     if gap.lost:
         return f"{name} overflows inside it; {what} is fine in float32"
     if finding.verdict == UNDERFLOW:
@@ -226,8 +205,6 @@ class LayerVerdict:
         broken: Whether it is at fault, and not finite in float32 either.
         dtype: The dtype that the layer computes in; `""` for data.
         bound: The relative error from which on it is at fault.
-        latent: Whether the layer's making shows the fault, and this batch
-            does not.
     """
 
     layer: str
@@ -240,4 +217,3 @@ class LayerVerdict:
     broken: bool = False
     dtype: str = ""
     bound: float = math.inf
-    latent: bool = False

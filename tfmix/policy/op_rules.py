@@ -28,6 +28,8 @@ DEFAULT_FLOAT32_OPS: tuple[str, ...] = (
     # the kink at 6.
     *("softplus", "squareplus", "tanh", "sigmoid", "softsign", "selu"),
     *("hard_sigmoid", "sparse_sigmoid", "hard_silu"),
+    # The cube of its result, in its gradient, overflows below 6e-4.
+    "rsqrt",
     # No 16-bit kernels. The orthogonal start of every recurrent layer is a
     # `qr`; one replacement serves all of `backend.linalg`.
     *("cholesky", "det", "eigh", "inv", "lstsq", "qr", "slogdet", "solve"),

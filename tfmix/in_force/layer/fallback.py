@@ -1,13 +1,13 @@
-"""A layer that cannot compute in 16 bit computes in float32 instead.
+"""A layer whose code fails in 16 bit is run once more, in float32.
 
 Its own code then sees float32 alone. The layers inside it stay in 16 bit and
-hand float32 on to it, so that their products stay fast; only where that does
-not help, everything inside it is float32, too.
+hand float32 on to it, so that their products stay fast. If it fails as well,
+the first error is raised.
 """
 
 import contextlib
-import contextvars
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,17 +22,15 @@ from tfmix._keras import (
     model_methods,
     replacements,
 )
-from tfmix.in_force.layer import dtype_errors, uncast_inputs, unfit_constants
+from tfmix.in_force.layer import uncast_inputs
 from tfmix.in_force.process_wide import finite_constants, tensors
 from tfmix.policy import policy as policies
 
 # The attribute under which a layer holds its `_State`.
 STATE = "_tfmix_fallback"
 _CALL = "call"
-# Whether a layer around the caller is being tried in float32.
-_trying: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "tfmix_trying_float32", default=False
-)
+# Marks an error that float32 did not fix: no layer further out tries again.
+_FINAL = "_tfmix_final"
 _FLOAT32 = policies.Policy("float32")
 
 
@@ -120,13 +118,12 @@ def mended_step(
 
     Raises the error as it was if that does not fix it.
     """
-    if not dtype_errors.is_about_dtypes(error):
+    if _is_final(error):
         raise error
     with contextlib.ExitStack() as undo:
         _own_code(model, undo)
         try:
-            with _context_values.set_to(_trying, True):
-                logs = trace()
+            logs = trace()
         except Exception:
             raise error from None
         undo.pop_all()
@@ -134,7 +131,7 @@ def mended_step(
         "the layers that the `train_step` of %r calls hand float32 on "
         "to it from now on, because its code cannot compute in 16 bit. %s",
         model.name,
-        dtype_errors.cause(error),
+        _cause(error),
     )
     return logs
 
@@ -155,23 +152,15 @@ class _State:
         self._layer = layer
         self._tells = tells
         self.why = ""
-        # What to write for a clash of dtypes; else what its constant asks for.
-        self._remedy = (
-            "write `x.dtype` where that code makes a tensor or a constant"
-        )
         # The policy it fell back to, and the dtype it returns as before.
         self._policy: keras.DTypePolicy | None = None
         self.returns = ""
-        # Its constant is beyond 16 bit: what it makes of it stays finite.
-        self._saturates = False
         # It returns float32, to the code of a layer that fell back.
         self.hands_float32 = False
-        # Its constants have not been looked at yet.
+        # It has not been called yet.
         self._new = True
         # In which modes its call has run through without an error.
         self._proven: set[bool] = set()
-        # Where an error was raised that float32 did not fix.
-        self._given_up: set[tuple[type, str]] = set()
         # What stands as the layer's `call`, and what had stood there before.
         self.call: Callable | None = None
         self.own_call: Callable | None = None
@@ -185,7 +174,7 @@ class _State:
     def run(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if self._new:
             self._new = False
-            self._look_at_constants()
+            self._ask_for_float32()
         mode = kwargs.get("training") is True
         is_new = mode not in self._proven and not self.is_float32()
         if is_new and attempts.would_last(self._layer):
@@ -200,7 +189,7 @@ class _State:
     def _run(
         self, original: Callable, args: Any, kwargs: Any, is_new: bool = True
     ) -> Any:
-        """Calls; in float32 if dtypes clash, as if it had not been tried."""
+        """Calls; once more in float32 if that fails, as if never tried."""
         if self.is_float32():
             return self._in_float32(original, args, kwargs)
         restore = attempts.noted(self._layer, is_new)
@@ -208,71 +197,36 @@ class _State:
             return original(*args, **kwargs)
         except Exception as error:
             restore()
-            in_float32 = functools.partial(
-                self._in_float32, original, args, kwargs
-            )
-            fixed = self._fixed(error, in_float32, restore)
-            if fixed is None:
+            if _is_final(error) or not _may_change(self._layer):
                 raise
-            return fixed[0]
-
-    def _look_at_constants(self) -> None:
-        inside = [x.compute_dtype for x in layers.flat_layers(self._layer)]
-        dtypes = [dtype for dtype in inside if dtype in _formats.SIXTEEN_BIT]
-        if not dtypes:
-            return
-        misfit = unfit_constants.unfit(self._layer, dtypes[0])
-        if misfit is None:
-            return
-        self._remedy, self._saturates = misfit.remedy, misfit.is_infinite
-        # In float32 by its user, or by the file it fell back in, while what is
-        # inside it is not: that hands float32 on, and there is nothing to tell.
-        is_news = self._layer.compute_dtype in _formats.SIXTEEN_BIT
-        self._fall_back(_own_code, misfit.cause, contextlib.ExitStack())
-        if is_news:
-            self._tell()
-
-    def _fixed(
-        self, error: Exception, call: Callable, restore: Callable
-    ) -> tuple[Any] | None:
-        """Returns, in a tuple, what `call` returns in float32, if it does."""
-        if not (
-            dtype_errors.is_about_dtypes(error) and _may_change(self._layer)
-        ):
-            return None
-        place = type(error), _users_code.users_line(error)
-        if _trying.get() and place in self._given_up:
-            return None
-        cause = dtype_errors.cause(error)
-        in_float32 = error
-        for change in (_own_code, _everything):
             with contextlib.ExitStack() as undo:
-                self._fall_back(change, cause, undo)
+                self._fall_back(_cause(error), undo)
                 try:
-                    with _context_values.set_to(_trying, True):
-                        outputs = call()
-                except Exception as failed:
+                    outputs = self._in_float32(original, args, kwargs)
+                except Exception:
                     restore()
-                    in_float32 = failed
-                    continue
+                    vars(error)[_FINAL] = True
+                    raise error from None
                 undo.pop_all()
-                self._tell()
-                return (outputs,)
-        self._given_up.add(place)
-        if not dtype_errors.is_about_dtypes(in_float32):
-            # Mixed dtypes hid it: in float32 this is the only error.
-            raise in_float32 from None
-        return None
+            self._tell()
+            return outputs
 
-    def _fall_back(
-        self,
-        change: Callable[[keras.Layer, contextlib.ExitStack], None],
-        cause: str,
-        undo: contextlib.ExitStack,
-    ) -> None:
-        """Makes the layer, and what `change` says of those in it, float32."""
+    def _ask_for_float32(self) -> None:
+        """Lets what is inside a float32 layer of the user's hand float32 on.
+
+        So its code computes as it did before it was saved, if it fell back.
+        """
+        layer = self._layer
+        theirs = not _users_code.in_library(type(layer).__module__)
+        if layer.compute_dtype == "float32" and theirs and _may_change(layer):
+            for inner in layers.own_layers(layer):
+                put_on(inner)
+                vars(inner)[STATE].hands_float32 = True
+
+    def _fall_back(self, cause: str, undo: contextlib.ExitStack) -> None:
+        """Makes the layer float32, and lets what is inside hand float32 on."""
         self.why, self.returns = cause, self._layer.compute_dtype
-        change(self._layer, undo)
+        _own_code(self._layer, undo)
         _make_float32(self._layer, undo)
         self._policy = layer_policies.own(self._layer)
 
@@ -287,8 +241,7 @@ class _State:
         is_model = isinstance(self._layer, keras.Model)
         if is_model and global_state.is_outermost(self._layer):
             return outputs
-        cast = finite_constants.saturated if self._saturates else tensors.narrow
-        narrow = functools.partial(cast, dtype=self.returns)
+        narrow = functools.partial(finite_constants.finite, dtype=self.returns)
         return tensors.map_leaves(outputs, narrow)
 
     def _tell(self) -> None:
@@ -297,19 +250,45 @@ class _State:
         _messages.warn_once(
             "layer %r (%s) computes in float32 from now on, because its "
             "code cannot compute in 16 bit; so do others with that code. %s To "
-            "fix it, %s, or compute in float32 there; to keep it so, make the "
+            "fix it, write `x.dtype` where that code makes a tensor or a "
+            "constant, or compute in float32 there; to keep it so, make the "
             'layer with dtype="float32".',
             self._layer.name,
             type(self._layer).__name__,
             self.why,
-            self._remedy,
             about=(type(self._layer), self.why),
         )
+
+
+def _is_final(error: BaseException | None) -> bool:
+    """Says whether float32 has been tried; Keras raises errors anew."""
+    while error is not None:
+        if vars(error).get(_FINAL):
+            return True
+        error = error.__context__
+    return False
+
+
+def _cause(error: Exception) -> str:
+    """Returns what an error says first, and where."""
+    text = re.sub(r"\x1b\[\d+m|Exception encountered .*", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    kind = f"{type(error).__name__}: "
+    # AutoGraph says where before it says what.
+    first = [line for line in lines if line.startswith(kind)] or lines or [""]
+    said = first[0].removeprefix(kind).rstrip(".")
+    return f"{_users_code.users_line(error)}{kind}{said}."
 
 
 def _own_code(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
     """Lets the layers inside one hand float32 on to its own code."""
     for inner in layers.own_layers(layer):
+        if _is_cell(inner):
+            # It shares its states with the loop around it.
+            for part in layers.flat_layers(inner):
+                if part.compute_dtype in _formats.SIXTEEN_BIT:
+                    _make_float32(part, undo)
+            continue
         put_on(inner)
         replacements.swap(undo, vars(inner)[STATE], "hands_float32", True)
     for inner in layers.flat_layers(layer)[1:]:
@@ -318,24 +297,20 @@ def _own_code(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
         layer_policies.save_as_float32(inner)
 
 
-def _everything(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
-    for inner in layers.flat_layers(layer)[1:]:
-        if inner.compute_dtype in _formats.SIXTEEN_BIT:
-            _make_float32(inner, undo)
-
-
 def _make_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
     undo.callback(layer_policies.set_policy, layer, layer_policies.own(layer))
     uncast_inputs.make_float32(layer)
 
 
+def _is_cell(layer: keras.Layer) -> bool:
+    return hasattr(layer, "state_size") and not isinstance(
+        layer, keras.layers.RNN
+    )
+
+
 def _may_change(layer: keras.Layer) -> bool:
     """Says whether anything of a layer is in 16 bit, and is its own affair."""
-    # A cell shares its states with the loop around it.
-    is_cell = hasattr(layer, "state_size")
-    if is_cell and not isinstance(layer, keras.layers.RNN):
-        return False
-    return any(
+    return not _is_cell(layer) and any(
         inner.compute_dtype in _formats.SIXTEEN_BIT
         for inner in layers.flat_layers(layer)
     )

@@ -120,8 +120,7 @@ class _MixedModel:
             wrappers[training.BUILD] = self._under_rules
         if is_pure and hasattr(model, training.BEFORE_TRACING):
             wrappers[training.BEFORE_TRACING] = self._before_tracing
-        own = layers.own_methods(model)
-        return {**wrappers, **dict.fromkeys(own, own_methods.explained)}
+        return wrappers
 
     def _under_rules(
         self, original: Callable, *args: Any, **kwargs: Any

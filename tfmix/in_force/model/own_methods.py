@@ -1,4 +1,4 @@
-"""A model's methods that its user wrote, where they mix dtypes."""
+"""A `train_step` that its user wrote, where it mixes dtypes."""
 
 import functools
 from collections.abc import Callable
@@ -6,9 +6,8 @@ from typing import Any
 
 import keras
 
-from tfmix import _users_code
-from tfmix._keras import global_state, layers, training
-from tfmix.in_force.layer import dtype_errors, fallback
+from tfmix._keras import layers, training
+from tfmix.in_force.layer import fallback
 
 
 class _First:
@@ -28,8 +27,8 @@ def traced(
     """Makes a train function, whose `train_step` may be traced a second time.
 
     `original` is the model's `make_train_function`. If a `train_step` of the
-    user's own mixes dtypes in its first step, that is traced anew on layers
-    that hand float32 on to it.
+    user's own fails in its first step, that is traced anew on layers that
+    hand float32 on to it.
     """
     original(*args, **kwargs)
     function = model.train_function
@@ -58,20 +57,3 @@ def traced(
 
     first = model.train_function = _First(function, step)
     return first
-
-
-def explained(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Says what to write where a method besides `call` mixes dtypes."""
-    try:
-        return original(*args, **kwargs)
-    except Exception as error:
-        is_new = not getattr(error, "__notes__", None)
-        outside = is_new and global_state.entry_layer() is None
-        if outside and dtype_errors.is_about_dtypes(error):
-            error.add_note(
-                f"tfmix: {_users_code.users_line(error)}outside of "
-                "`call` layers return 16 bit and weights are float32. "
-                "Write keras.ops.cast(weight, x.dtype) there, or "
-                "keras.ops.cast(x, 'float32') for the layer's result."
-            )
-        raise

@@ -9,12 +9,10 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix import _formats
+from tfmix import _bad_rows, _formats
 from tfmix._keras import layers
 from tfmix.in_force.model import computing_layers
 
-# Values looked at in one go, and rows named.
-_BLOCK, _MOST_NAMED = 2**20, 3
 # Rows that are run where `fit` was not told how many make a batch.
 _ROWS = 32
 
@@ -40,19 +38,10 @@ class BadData(NamedTuple):
 
 def bad_data(data: Mapping[str, Any]) -> BadData:
     """Finds the rows of the arrays given to `fit` that are not finite."""
-    said, every = "", set()
-    for name, nest in data.items():
-        for leaf in tree.flatten(nest):
-            rows = _bad_rows(leaf)
-            every.update(rows)
-            if rows and not said:
-                named = ", ".join(map(str, rows[:_MOST_NAMED]))
-                more = ", ..." if len(rows) > _MOST_NAMED else ""
-                said = (
-                    f"`{name}` holds NaN or infinity in {len(rows)} of "
-                    f"{len(leaf)} rows ({named}{more}); drop or fix them"
-                )
-    return BadData(frozenset(every), said)
+    found = _bad_rows.find(data)
+    rows = frozenset(row for each in found for row in each.rows)
+    text = f"{found[0].text}; drop or fix them" if found else ""
+    return BadData(rows, text)
 
 
 def without(
@@ -126,8 +115,8 @@ def _of_layer(bad: _Bad, data: Mapping[str, Any], largest: float) -> Cause:
     if reached > largest and not bad.is_given_finite:
         return Cause(
             "x",
-            f"`x` reaches {reached:.3g} and float16 ends at {largest:g}; "
-            "scale it, or use 'mixed_bfloat16'",
+            _bad_rows.beyond("`x`", reached, "float16", largest)
+            + "; scale it, or use 'mixed_bfloat16'",
         )
     where = ""
     if targets > largest:
@@ -152,40 +141,19 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) or ops.is_tensor(leaf)
 
 
-def _bad_rows(leaf: Any) -> list[int]:
-    rows: list[int] = []
-    for start, block in _blocks(leaf):
-        if not (fine := np.isfinite(block)).all():
-            rows += (start + np.flatnonzero(~fine.all(axis=1))).tolist()
-    return rows
-
-
 def _largest(nest: Any) -> float:
     tops = [
         float(np.abs(block).max(initial=0.0, where=np.isfinite(block)))
         for leaf in tree.flatten(nest)
-        for _, block in (_blocks(leaf) if leaf is not None else ())
+        for _, block in _bad_rows.blocks(leaf)
     ]
     return max(tops, default=0.0)
-
-
-def _blocks(leaf: Any) -> Any:
-    """Yields some rows at a time of an array of floats, as a table."""
-    dtype = keras.backend.standardize_dtype(leaf.dtype)
-    if not keras.backend.is_float_dtype(dtype) or not len(leaf.shape):
-        return
-    rows = max(_BLOCK // max(math.prod(leaf.shape[1:]), 1), 1)
-    for start in range(0, leaf.shape[0], rows):
-        block = np.asarray(leaf[start : start + rows]).astype(
-            "float32", copy=False
-        )
-        yield start, block.reshape(len(block), -1)
 
 
 def _worst_rows(data: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Returns a batch of those rows of `x` that hold the largest values."""
     first, *_ = tree.flatten(data["x"])
-    tops = [np.abs(block).max(axis=1) for _, block in _blocks(first)]
+    tops = [np.abs(block).max(axis=1) for _, block in _bad_rows.blocks(first)]
     order = np.argsort(-np.concatenate(tops), kind="stable") if tops else None
     rows = np.arange(first.shape[0]) if order is None else order
     kept = np.sort(rows[:count])

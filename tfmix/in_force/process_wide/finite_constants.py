@@ -1,7 +1,8 @@
-"""A finite constant that 16-bit tensors meet in a Keras op stays finite.
+"""A constant that 16-bit tensors meet stays finite, and does not turn zero.
 
-`scores + (1 - mask) * -1e9` is infinity times 0 in float16. An op that is
-given such a number computes in float32, and what it returns saturates.
+`scores + (1 - mask) * -1e9` is infinity times 0 in float16, and
+`x / (x + 1e-9)` is 0 divided by 0. An op or an operator that is given such a
+number computes in float32, and what it returns is fitted into 16 bit.
 """
 
 import functools
@@ -13,7 +14,7 @@ import keras
 import numpy as np
 
 from tfmix import _formats
-from tfmix._keras import op_places
+from tfmix._keras import op_places, scalars
 from tfmix.in_force.process_wide import tensors
 
 # The ops that a number is given to beside a tensor, or beside a dtype.
@@ -36,33 +37,52 @@ OPS = (
 )
 
 
-def saturating(original: Callable) -> Callable:
-    """Returns a Keras op that no finite number makes infinite in 16 bit."""
+# Where a number that would be zero guards against zero. A product that rounds
+# to zero is right.
+_GUARDS = frozenset(
+    ("add", "maximum", "minimum", "subtract")
+    + ("__add__", "__radd__", "__sub__", "__rsub__")
+)
+
+
+def fitting(original: Callable, name: str) -> Callable:
+    """Returns an op that no number makes infinite, or zero, in 16 bit."""
     position = op_places.dtype_position(original)
 
     @functools.wraps(original)
     def op(*args: Any, **kwargs: Any) -> Any:
         # Asked first, as it is rare.
-        if not _is_any_large((*args, *kwargs.values())):
+        if not _is_any_unfit((*args, *kwargs.values())):
             return original(*args, **kwargs)
+        if name in scalars.CAST_NUMBERS:
+            args = tuple(map(_plain, args))
         wanted = op_places.wanted_dtype(args, kwargs, position)
         dtype = wanted or tensors.only_16_bit((args, kwargs))
-        if dtype not in _formats.SIXTEEN_BIT or not _is_any_large(
-            (*args, *kwargs.values()), _formats.limits(dtype).max
+        if dtype not in _formats.SIXTEEN_BIT or not _is_any_unfit(
+            (*args, *kwargs.values()), _formats.limits(dtype)
         ):
             return original(*args, **kwargs)
         args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
         if wanted is not None:
             args, kwargs = op_places.with_float32(args, kwargs, position)
-        return saturated(original(*args, **kwargs), str(dtype))
+        result = original(*args, **kwargs)
+        if name in _GUARDS:
+            result = _not_zero(result, str(dtype))
+        return finite(result, str(dtype))
 
     return op
 
 
-def _is_any_large(values: Any, limit: float = _formats.FLOAT16.max) -> bool:
-    """Says whether a finite number among some values is beyond a limit."""
+def _is_any_unfit(
+    values: Any, limits: _formats.Format = _formats.FLOAT16
+) -> bool:
+    """Says whether some number would be infinite, or zero, in a format."""
     return any(
-        limit < abs(value) < math.inf for value in values if _is_number(value)
+        limits.max < abs(value) < math.inf
+        # The half is where rounding to nearest turns.
+        or 0 < abs(value) <= limits.smallest / 2
+        for value in values
+        if _is_number(value)
     )
 
 
@@ -72,7 +92,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating)
 
 
-def saturated(value: Any, dtype: str) -> Any:
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def finite(value: Any, dtype: str) -> Any:
     """Casts a float32 tensor; finite numbers stay finite.
 
     What is beyond the format becomes half of its largest value: a score may
@@ -86,3 +110,17 @@ def saturated(value: Any, dtype: str) -> Any:
     )
     within = keras.ops.where(beyond, keras.ops.sign(value) * (limit / 2), value)
     return keras.ops.cast(within, dtype)
+
+
+def _not_zero(value: Any, dtype: str) -> Any:
+    """Moves what a cast would round to zero to the smallest normal number.
+
+    Below that, some processors read zeros. The gradient is that of the cast.
+    """
+    if tensors.float_dtype(value) != "float32":
+        return value
+    ops, limits = keras.ops, _formats.limits(dtype)
+    size = ops.abs(value)
+    lost = ops.logical_and(size > 0, size <= limits.smallest / 2)
+    moved = ops.where(lost, ops.sign(value) * limits.tiny - value, 0.0)
+    return value + ops.stop_gradient(moved)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import keras
 
 from tfmix import _context_values
-from tfmix._keras import op_places, penalties, replacements
+from tfmix._keras import op_places, penalties, replacements, scalars
 from tfmix.in_force.process_wide import (
     bare_optimizers,
     finite_constants,
@@ -52,7 +52,8 @@ def rows_of_op(name: str) -> list[Row]:
     if name != op_places.ATTENTION or not op_places.has_float32_logits():
         rows.append(Row(name, float32_ops.in_float32))
     if name in finite_constants.OPS:
-        rows.append(Row(SIXTEEN_BIT, finite_constants.saturating))
+        fit = functools.partial(finite_constants.fitting, name=name)
+        rows.append(Row(SIXTEEN_BIT, fit))
     return rows
 
 
@@ -72,6 +73,12 @@ def _skipping(original: Callable) -> Callable:
 # What is not an op.
 _METHODS: dict[replacements.Place, Row] = {
     **dict.fromkeys(penalties.PLACES, Row(SIXTEEN_BIT, float32_ops.widened)),
+    **{
+        (owner, name): Row(
+            SIXTEEN_BIT, functools.partial(finite_constants.fitting, name=name)
+        )
+        for owner, name in scalars.PLACES
+    },
     **dict.fromkeys(bare_optimizers.PLACES, Row(SIXTEEN_BIT, _skipping)),
     **dict.fromkeys(recomputation.PLACES, Row(_ALWAYS, recomputation.alike)),
     **{

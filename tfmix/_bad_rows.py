@@ -1,0 +1,69 @@
+"""Rows of data that are not finite, found and told of in one way."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+# Values looked at in one go, and rows named.
+_BLOCK, _MOST_NAMED = 2**20, 3
+
+
+class BadRows(NamedTuple):
+    """The rows of one argument that are not finite."""
+
+    name: str
+    rows: tuple[int, ...]
+    total: int  # of all its rows
+
+    @property
+    def text(self) -> str:
+        """What is said of them."""
+        named = ", ".join(map(str, self.rows[:_MOST_NAMED]))
+        more = ", ..." if len(self.rows) > _MOST_NAMED else ""
+        return (
+            f"`{self.name}` holds NaN or infinity in {len(self.rows)} of "
+            f"{self.total} rows ({named}{more})"
+        )
+
+
+def find(data: Mapping[str, Any]) -> list[BadRows]:
+    """Finds the rows of some arguments, nests of arrays, on the host."""
+    found = []
+    for name, nest in data.items():
+        rows: set[int] = set()
+        count = 0
+        for leaf in tree.flatten(nest):
+            for start, block in blocks(leaf):
+                if not (fine := np.isfinite(block)).all():
+                    bad = start + np.flatnonzero(~fine.all(axis=1))
+                    rows.update(bad.tolist())
+                    count = len(leaf)
+        if rows:
+            found.append(BadRows(name, tuple(sorted(rows)), count))
+    return found
+
+
+def blocks(leaf: Any) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields some rows at a time of an array of floats, as a table."""
+    # A sparse tensor of TensorFlow has no rows to take out.
+    is_array = isinstance(leaf, np.ndarray) or ops.is_tensor(leaf)
+    if not (is_array and hasattr(leaf, "__getitem__")):
+        return
+    dtype = keras.backend.standardize_dtype(leaf.dtype)
+    if not keras.backend.is_float_dtype(dtype) or not len(leaf.shape):
+        return
+    rows = max(_BLOCK // max(math.prod(leaf.shape[1:]), 1), 1)
+    for start in range(0, leaf.shape[0], rows):
+        block = np.asarray(leaf[start : start + rows]).astype(
+            "float32", copy=False
+        )
+        yield start, block.reshape(len(block), -1)
+
+
+def beyond(what: str, largest: float, name: str, end: float) -> str:
+    """Says that something is too large for a format."""
+    return f"{what} reaches {largest:.3g} and {name} ends at {end:g}"

@@ -1,0 +1,35 @@
+"""Where a number meets a tensor past Keras: operators, and a few functions."""
+
+import keras
+
+from tfmix._keras import replacements
+
+OPERATORS = (
+    *("__add__", "__radd__", "__sub__", "__rsub__"),
+    *("__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
+)
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+    _TENSORS: tuple[type, ...] = (tf.Tensor,)
+    _FUNCTIONS: tuple[replacements.Place, ...] = (
+        (tf, "where"),
+        (tf, "constant"),
+        (tf, "cast"),
+    )
+elif keras.backend.backend() == "jax":
+    import jax
+    from jax._src.array import ArrayImpl
+
+    _TENSORS = (ArrayImpl, jax.core.Tracer)
+    _FUNCTIONS = ((jax.numpy, "where"),)
+else:
+    _TENSORS, _FUNCTIONS = (), ()
+
+# Those that give a number of NumPy's the dtype of the tensor beside it.
+CAST_NUMBERS = OPERATORS if keras.backend.backend() == "tensorflow" else ()
+PLACES: tuple[replacements.Place, ...] = (
+    *((tensor, name) for tensor in _TENSORS for name in OPERATORS),
+    *_FUNCTIONS,
+)
