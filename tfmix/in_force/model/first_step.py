@@ -33,7 +33,14 @@ def watched(
     if function is before:
         return function
 
+    is_done = False
+
     def first(*arguments: Any) -> Any:
+        nonlocal is_done
+        if is_done:
+            # A callback has kept it.
+            return function(*arguments)
+        is_done = True
         with _explained(model, is_float8):
             logs = function(*arguments)
         # A callback may have put something in front of it.
