@@ -31,7 +31,9 @@ def test_the_default_list_is_what_the_measurement_on_record_justifies():
     # No layer calls these; see `DEFAULT_FLOAT32_OPS`.
     called = {name for name in worth if not name.startswith("nan")}
     justified = {name for name in called - {"exp2", "psnr"} if worth[name]}
-    assert set(op_rules.DEFAULT_FLOAT32_OPS) == justified
+    # The record has results. This one is there for its gradient, which is
+    # infinite in float16 below 6e-4.
+    assert set(op_rules.DEFAULT_FLOAT32_OPS) == justified | {"rsqrt"}
 
 
 def test_every_default_op_is_in_the_guide():
