@@ -62,10 +62,11 @@ def contracted(
     if inputs.dtype != jnp.float16:
         return function(inputs, weight.astype(inputs.dtype))
 
+    if not in_loop:
+        return _mixed(used(inputs), weight, axes)
+
     def linear(inputs: Any, weight: Any, tangent: Any, result: Any) -> Any:
         del weight
-        if not in_loop:
-            return _mixed(used(inputs), tangent, axes)
         sizes = dict(zip(axes.outputs, result.shape, strict=True))
         power = root_of_two(math.prod(sizes[x] for x in axes.free))
         narrow = (tangent * power).astype(inputs.dtype)
@@ -124,6 +125,12 @@ def combined(
     Returns:
         What `function` returns of the inputs and the rounded weight.
     """
+    if not bilinear:
+        # Repeated in float32, rounded, and added: backwards, the sum of the
+        # rounded values is one of float32 numbers.
+        shape = jnp.broadcast_shapes(inputs.shape, weight.shape)
+        whole = jnp.broadcast_to(weight, shape)
+        return function(inputs, whole.astype(inputs.dtype))
 
     def linear(inputs: Any, weight: Any, tangent: Any, result: Any) -> Any:
         del result
@@ -133,7 +140,7 @@ def combined(
         )
         return change.astype(inputs.dtype)
 
-    return _with_gradient(function, linear, inputs, weight, bilinear=bilinear)
+    return _with_gradient(function, linear, inputs, weight)
 
 
 def _with_gradient(
@@ -141,8 +148,6 @@ def _with_gradient(
     linear: Linear,
     inputs: Any,
     weight: Any,
-    *,
-    bilinear: bool = True,
 ) -> Any:
     @jax.custom_jvp
     def result(inputs: Any, weight: Any) -> Any:
@@ -155,15 +160,7 @@ def _with_gradient(
         value = result(inputs, weight)
         changes = []
         if not isinstance(of_inputs, SymbolicZero):
-            if bilinear:
-                changes.append(result(of_inputs, weight))
-            else:
-                narrow = weight.astype(inputs.dtype)
-                changes.append(
-                    jax.jvp(
-                        lambda x: function(x, narrow), (inputs,), (of_inputs,)
-                    )[1]
-                )
+            changes.append(result(of_inputs, weight))
         if not isinstance(of_weight, SymbolicZero):
             changes.append(linear(inputs, weight, of_weight, value))
         if not changes:
