@@ -229,7 +229,7 @@ class Alone(layers.Layer):
         self.w = self.add_weight(shape=(shape[-1], 4))
 
     def call(self, x):
-        w = ops.concatenate([-self.w * 2, ops.abs(self.w)], axis=-1)
+        w = ops.concatenate([self.w * 2, ops.abs(self.w)], axis=-1)
         return ops.matmul(x, w)
 
 
