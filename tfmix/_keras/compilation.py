@@ -320,6 +320,14 @@ def read(variable: Any) -> Any:
     return tf.convert_to_tensor(value) if hasattr(value, "handle") else value
 
 
+def selected(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """Returns one of two tensors of one shape and dtype, by a scalar (XLA)."""
+    if keras.backend.backend() == "jax":
+        # `where` is a program of its own in each place, with broadcasts.
+        return jax.lax.select(condition, if_true, if_false)
+    return tf.where(condition, if_true, if_false)
+
+
 def wait_for_callbacks() -> None:
     """Waits until what compiled steps call on the host has been called."""
     if keras.backend.backend() == "jax":

@@ -78,7 +78,7 @@ def put_back(applied: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
     elif compilation.by_xla():
         for variable, old in these:
             new = compilation.read(variable)
-            variable.assign(ops.where(applied, new, old))
+            variable.assign(compilation.selected(applied, new, old))
     elif these:
         tf.cond(applied, _then(None), _then(restore))
 
