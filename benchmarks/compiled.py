@@ -21,7 +21,8 @@ import keras
 
 import tfmix
 from benchmarks import compiled_steps, results
-from tfmix.hardware import compilers, targets
+from tfmix.hardware import compilers
+from tfmix.hardware import target as targets
 
 MODELS = {
     "6 x 2048 x 2048": compiled_steps.FEW_LARGE,
@@ -50,12 +51,18 @@ def pure() -> results.Table:
     adam = keras.optimizers.Adam
     ways: dict[str, Callable[[], Any]] = {
         "bare": adam,
-        "masters": lambda: tfmix.MasterWeightOptimizer(adam()),
-        "split": lambda: tfmix.MasterWeightOptimizer(adam(), split=True),
-        "stochastic": lambda: tfmix.BFloat16Optimizer(adam(), seed=1),
-        "Kahan": lambda: tfmix.BFloat16Optimizer(adam(), rounding="kahan"),
+        "masters": lambda: tfmix.optimizers.MasterWeightOptimizer(adam()),
+        "split": lambda: tfmix.optimizers.MasterWeightOptimizer(
+            adam(), split=True
+        ),
+        "stochastic": lambda: tfmix.optimizers.BFloat16Optimizer(
+            adam(), seed=1
+        ),
+        "Kahan": lambda: tfmix.optimizers.BFloat16Optimizer(
+            adam(), rounding="kahan"
+        ),
         "masters in tfmix": lambda: tfmix.LossScaleOptimizer(
-            tfmix.MasterWeightOptimizer(adam())
+            tfmix.optimizers.MasterWeightOptimizer(adam())
         ),
     }
     rows: Rows = []

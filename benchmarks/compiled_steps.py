@@ -7,15 +7,15 @@ import keras
 
 import tfmix
 from benchmarks import gpu_models
+from tfmix.gradient_scaling import power
 from tfmix.hardware import (
-    compile_for,
     compiled_step,
     compiled_text,
     compilers,
+    compiling,
     lowering,
-    targets,
 )
-from tfmix.scaling.border import power
+from tfmix.hardware import target as targets
 
 FEW_LARGE = [(2048, 2048)] * 6
 MANY_SMALL = [(256, 256)] * 200
@@ -127,7 +127,7 @@ def transformer(
     made = lowering.compile_training_step(
         model, rows, compilers.devices(found, devices)
     )
-    return compile_for.record(made, model, found, devices, rows, policy)
+    return compiling.record(made, model, found, devices, rows, policy)
 
 
 def _by_tensorflow(optimizer: Any, variables: list, device: Any) -> Any:

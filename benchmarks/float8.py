@@ -66,7 +66,7 @@ def step(
     with tfmix.policy_scope(policy):
         model = gpu_models.transformer(width=width, heads=width // 64, **SHAPE)
     with mock.patch.object(product, "rounded", rounded):
-        return tfmix.compile_for(
+        return tfmix.hardware.compile_for(
             model,
             ROWS,
             target="h200",

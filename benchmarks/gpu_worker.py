@@ -16,7 +16,7 @@ import keras
 
 import tfmix
 from benchmarks import gpu_models, turns
-from tfmix.devices import devices
+from tfmix.policy.devices import devices
 
 # Name: the policy, and what goes around Adam.
 PRECISIONS = {
@@ -24,7 +24,7 @@ PRECISIONS = {
     "float32, TF32": ("float32", None),
     "mixed_float16": ("mixed_float16", tfmix.LossScaleOptimizer),
     "mixed_bfloat16": ("mixed_bfloat16", None),
-    "bfloat16, masters": ("bfloat16", tfmix.MasterWeightOptimizer),
+    "bfloat16, masters": ("bfloat16", tfmix.optimizers.MasterWeightOptimizer),
 }
 # What is measured against mixed_float16 as it is.
 VARIANTS = ("no loss scaling", "LossScaleMonitor", "NumericsMonitor")
@@ -118,7 +118,7 @@ class Session:
 
     def _flops(self) -> int:
         # The backward pass multiplies twice where the forward pass does once.
-        rows = tfmix.advise(self._model, self._task.batch_size).rows
+        rows = tfmix.hardware.advise(self._model, self._task.batch_size).rows
         return 3 * sum(row.flops for row in rows)
 
 

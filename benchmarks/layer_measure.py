@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks import layer_deviation, layer_weights
 from benchmarks.layer_recipe import Recipe
-from tfmix.in_force.global_policy import current_policy as state
+from tfmix.autocast import global_policy as state
 
 # Inputs to outputs and the gradients of inputs and of variables.
 Gradients = Callable[[Any], tuple[Any, Any, Any]]

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.layers --part ops` runs every candidate on 16-bit input
 twice, by Keras alone and under an op rule, and compares outputs and gradients
-with float32. `tfmix.policy.op_rules` lists an op only if that shows a gain.
+with float32. `tfmix.policy.float32_ops` lists an op only if that shows a gain.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ import keras
 import numpy as np
 
 from benchmarks import layer_deviation, layer_measure, results
-from tfmix.in_force.global_policy import current_policy
-from tfmix.policy import op_rules
+from tfmix.autocast import global_policy
+from tfmix.policy import float32_ops
 from tfmix.policy import policy as policies
 
 # How many times smaller a rule must make the error. Rounding the result leaves
@@ -269,7 +269,7 @@ def _measure_one(name: str, op: Any, mode: str, fmt: str) -> Iterator[Row]:
         reference = _run(wide, inputs, "float32")
         sides = []
         for function, policy in ((narrow, alone), (inside, ruled)):
-            with current_policy.policy_scope(policy):
+            with global_policy.policy_scope(policy):
                 sides.append(_deviation(function, inputs, fmt, reference))
         yield Row(name, mode, fmt, kind, *sides)
 
@@ -328,7 +328,7 @@ def table(rows: Iterable[Row]) -> results.Table:
             "with a rule": str(row.ruled),
             "effect": row.effect,
             "worth it": row.is_worth_it,
-            "on the list": row.name in op_rules.DEFAULT_FLOAT32_OPS,
+            "on the list": row.name in float32_ops.DEFAULT_FLOAT32_OPS,
         }
         for row in sorted(best.values(), key=_weight, reverse=True)
     ]

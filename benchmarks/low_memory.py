@@ -24,7 +24,7 @@ from absl import flags, logging
 from keras import ops
 
 from benchmarks import languages, master, overhead_steps, results
-from tfmix.variables import low_memory
+from tfmix.optimizers import low_memory
 
 OPTIMIZERS: dict[str, Callable[[float], Any]] = {
     "Adam": keras.optimizers.Adam,

@@ -22,7 +22,7 @@ from absl import flags
 from keras import ops
 
 from benchmarks import pairs, results
-from tfmix.variables import bfloat16_rounding, low_memory, master
+from tfmix.optimizers import bfloat16_optimizer, low_memory, master_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,19 +106,19 @@ VARIANTS: dict[str, tuple[str, Callable]] = {
     "float32": ("float32", lambda adam: adam),
     "mixed": ("mixed_bfloat16", lambda adam: adam),
     "pure, no masters": ("bfloat16", lambda adam: adam),
-    "masters": ("bfloat16", master.MasterWeightOptimizer),
+    "masters": ("bfloat16", master_weights.MasterWeightOptimizer),
     "flat masters": (
         "bfloat16",
-        lambda adam: master.MasterWeightOptimizer(adam, flat=True),
+        lambda adam: master_weights.MasterWeightOptimizer(adam, flat=True),
     ),
     "split": (
         "bfloat16",
-        lambda adam: master.MasterWeightOptimizer(adam, split=True),
+        lambda adam: master_weights.MasterWeightOptimizer(adam, split=True),
     ),
-    "stochastic": ("bfloat16", bfloat16_rounding.BFloat16Optimizer),
+    "stochastic": ("bfloat16", bfloat16_optimizer.BFloat16Optimizer),
     "kahan": (
         "bfloat16",
-        lambda adam: bfloat16_rounding.BFloat16Optimizer(
+        lambda adam: bfloat16_optimizer.BFloat16Optimizer(
             adam, rounding="kahan"
         ),
     ),
@@ -129,7 +129,7 @@ VARIANTS: dict[str, tuple[str, Callable]] = {
     ),
     "stochastic, 8-bit slots": (
         "bfloat16",
-        lambda adam: bfloat16_rounding.BFloat16Optimizer(
+        lambda adam: bfloat16_optimizer.BFloat16Optimizer(
             adam, slot_dtype=[("", "int8")]
         ),
     ),
@@ -226,7 +226,9 @@ def optimizer_step(flat: bool, layers: int) -> Callable[[], Any]:
         for shape in shapes
     ]
     grads = [tf.cast(random.normal(size=shape), "bfloat16") for shape in shapes]
-    optimizer = master.MasterWeightOptimizer(keras.optimizers.Adam(), flat=flat)
+    optimizer = master_weights.MasterWeightOptimizer(
+        keras.optimizers.Adam(), flat=flat
+    )
     optimizer.build(variables)
 
     @tf.function(jit_compile=False)

@@ -17,7 +17,7 @@ from absl import flags
 
 from benchmarks import pairs, results
 from tfmix import callbacks
-from tfmix.scaling import optimizer as scaling
+from tfmix.loss_scaling import optimizer as scaling
 
 BATCH = 128
 WIDTH = 512

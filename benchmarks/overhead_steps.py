@@ -20,7 +20,7 @@ import numpy as np
 
 import tfmix
 from benchmarks import pairs, resident, results, turns
-from tfmix.in_force.layer import fallback
+from tfmix.autocast import own_code
 
 # Layers, width, steps in a turn: a tenth of a second, since the memory of a
 # shared machine is fast and slow for seconds each.
@@ -44,7 +44,7 @@ SYSTEMS = {
     "tfmix": tfmix.LossScaleOptimizer,
 }
 # Timed by `benchmarks.low_memory`, beside the first.
-WAYS = SYSTEMS | {"8 bits": tfmix.LowMemoryOptimizer}
+WAYS = SYSTEMS | {"8 bits": tfmix.optimizers.LowMemoryOptimizer}
 Step = Callable[[], Any]
 
 
@@ -310,14 +310,14 @@ def trace_step(make: Callable[[], keras.Model], falls_back: bool) -> Step:
 
     def step() -> None:
         keras.backend.clear_session()
-        before = fallback.can_have
+        before = own_code.can_have
         if not falls_back:
-            fallback.can_have = lambda layer: False
+            own_code.can_have = lambda layer: False
         try:
             with tfmix.policy_scope("mixed_bfloat16"):
                 model = make()
         finally:
-            fallback.can_have = before
+            own_code.can_have = before
         data = np.ones((8, *model.input_shape[1:]), "float32")
         if keras.backend.backend() == "jax":
             _trace_in_jax(model, data)

@@ -69,7 +69,7 @@ else:
     )
     pairs = pairs.shuffle(384, seed=SEED).batch(192)
     data = {"x": pairs, "shuffle": False}
-masters = tfmix.MasterWeightOptimizer(keras.optimizers.Adam(0.01))
+masters = tfmix.optimizers.MasterWeightOptimizer(keras.optimizers.Adam(0.01))
 model.compile(tfmix.LossScaleOptimizer(masters, loss_scale=SCALE), loss="mse")
 model.fit(**data, epochs=EPOCHS, verbose=2)
 

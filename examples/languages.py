@@ -80,4 +80,4 @@ model.fit(x[700:], y[700:], batch_size=64, epochs=EPOCHS, verbose=2)
 
 _, accuracy = model.evaluate(x[:700], y[:700], verbose=0)
 print(f"{accuracy:.1%} right")
-print(tfmix.advise(model, batch_size=64))  # products and memory
+print(tfmix.hardware.advise(model, batch_size=64))  # products and memory

@@ -26,12 +26,12 @@ train_x, test_x, train_y, test_y = model_selection.train_test_split(
 )
 
 
-class GivenLossScale(tfmix.LossScale):
+class GivenLossScale(tfmix.loss_scaling.LossScale):
     """A scale that stays what it was set to; bad steps are still skipped."""
 
     def init(self):
         """Returns the state before the first step."""
-        return tfmix.LossScaleState(np.float32(1024.0))
+        return tfmix.loss_scaling.LossScaleState(np.float32(1024.0))
 
     def update(self, state, finite):
         """Returns the state as it is."""

@@ -53,4 +53,4 @@ found = keras.ops.convert_to_numpy(model(test_x))
 accuracy = float(np.mean(found.argmax(axis=1) == test_y))
 devices = len(model.layers[0].kernel.value.sharding.device_set)
 print(f"{accuracy:.1%} right, on {devices} device(s)")
-print(tfmix.advise(model, BATCH_SIZE))  # every product fits the tiles
+print(tfmix.hardware.advise(model, BATCH_SIZE))  # every product fits the tiles

@@ -4,23 +4,27 @@ import keras
 import numpy as np
 from keras import ops
 
-from tfmix.variables import bfloat16_rounding, master
+from tfmix.optimizers import bfloat16_optimizer, master_weights
 
 # Odd sizes, which leave SIMD registers partly filled, and a whole one.
 SHAPES = [(7, 5), (5,), (33, 17), (16, 3)]
 
 # Every way to keep the bits that bfloat16 lacks.
 WAYS = {
-    "masters": master.MasterWeightOptimizer,
-    "flat": lambda inner: master.MasterWeightOptimizer(inner, flat=True),
-    "split": lambda inner: master.MasterWeightOptimizer(inner, split=True),
-    "kahan": lambda inner: bfloat16_rounding.BFloat16Optimizer(
+    "masters": master_weights.MasterWeightOptimizer,
+    "flat": lambda inner: master_weights.MasterWeightOptimizer(
+        inner, flat=True
+    ),
+    "split": lambda inner: master_weights.MasterWeightOptimizer(
+        inner, split=True
+    ),
+    "kahan": lambda inner: bfloat16_optimizer.BFloat16Optimizer(
         inner, rounding="kahan"
     ),
-    "stochastic": lambda inner: bfloat16_rounding.BFloat16Optimizer(
+    "stochastic": lambda inner: bfloat16_optimizer.BFloat16Optimizer(
         inner, seed=7
     ),
-    "narrow": lambda inner: bfloat16_rounding.BFloat16Optimizer(
+    "narrow": lambda inner: bfloat16_optimizer.BFloat16Optimizer(
         inner, seed=7, slot_dtype="bfloat16"
     ),
 }

@@ -5,7 +5,7 @@ import dataclasses
 import keras
 import numpy as np
 
-from tfmix.scaling import rules
+from tfmix.loss_scaling import rules
 
 RULE = rules.DynamicLossScale(
     initial_scale=2.0**8, growth_steps=15, min_scale=2.0**5, max_scale=2.0**11

@@ -17,7 +17,8 @@ import pytest
 import tfmix
 from tests import helpers
 from tfmix import cli, commands
-from tfmix.hardware import compilers, targets
+from tfmix.hardware import compilers
+from tfmix.hardware import target as targets
 
 COMMANDS = [
     *("advise", "bench", "check", "compile", "convert", "demo", "devices"),

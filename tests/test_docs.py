@@ -17,7 +17,7 @@ BACKENDS = ("tensorflow", "jax")
 # the block before, and made a file of weights.
 MEANWHILE = {
     "load_float32(model": """
-from tfmix import export_float32
+from tfmix.optimizers import export_float32
 from tests.tree import ROOT
 model.built or model.build((None, 8))
 export_float32(model, "float32.weights.h5")

@@ -11,42 +11,34 @@ from tests.tree import ROOT
 PACKAGE = ROOT / "tfmix"
 
 # From the bottom up. A name stands for itself and what is below it; the most
-# specific one counts, so `step` is lower than `scaling`.
+# specific one counts.
 LAYERS = (
     (
         "_arguments",
         "_bad_rows",
-        "_bar_output",
-        "_context_values",
-        "_errors",
-        "_users_code",
         "_formats",
-        "_h200",
         "_messages",
         "_progress",
         "_tables",
+        "_users_code",
     ),
-    ("_keras", "devices"),
+    ("_keras",),
     ("policy",),
-    ("step",),
-    ("variables",),
-    ("scaling",),
+    ("gradient_scaling", "loss_scaling"),
+    ("optimizers",),
     ("float8",),
-    ("in_force", "in_force.process_wide"),
-    ("in_force.layer",),
-    ("in_force.model",),
-    ("in_force.global_policy",),
-    ("conversion", "data", "float32_head"),
-    ("doctor", "hardware", "plotting"),
-    ("callbacks", "demo"),
+    ("autocast",),
+    ("conversion",),
+    ("diagnostics", "hardware"),
+    ("callbacks",),
+    ("demo",),
     ("commands",),
     ("cli",),
     ("__init__", "__main__"),
 )
-# The public function `tfmix.devices` hides the module of the same name once
-# `import tfmix` is through, so a late `from tfmix import devices` would get the
-# one or the other by chance.
-HIDDEN = {"devices"}
+# A public function of a module's name hides it once `import tfmix` is through:
+# a late import would get the one or the other by chance.
+HIDDEN: set[str] = set()
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 
@@ -146,25 +138,36 @@ def test_the_names_that_hide_their_module_are_known():
     import tfmix
 
     functions = {
-        name
-        for name in tfmix.__all__
-        if not inspect.ismodule(getattr(tfmix, name))
+        name: value
+        for module in (tfmix, tfmix.callbacks, tfmix.hardware, tfmix.optimizers)
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
     }
-    assert functions & set(modules(PACKAGE)) == HIDDEN
+    hidden = {
+        name
+        for name in functions
+        for module in ("", "callbacks.", "hardware.", "optimizers.")
+        if f"{module}{name}" in modules(PACKAGE)
+    }
+    assert hidden == HIDDEN
 
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
     """A package with our layout, to inject faults into."""
-    for name in ("policy", "scaling"):
+    for name in ("_keras", "policy", "loss_scaling"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text('"""Empty."""\n')
     (tmp_path / "_formats.py").write_text("import math\n")
-    (tmp_path / "devices.py").write_text("from tfmix import _formats\n")
-    (tmp_path / "policy" / "policy.py").write_text(
-        "from tfmix.devices import devices\n"
+    (tmp_path / "_keras" / "devices.py").write_text(
+        "from tfmix import _formats\n"
     )
-    (tmp_path / "scaling" / "guard.py").write_text("import tfmix._formats\n")
+    (tmp_path / "policy" / "policy.py").write_text(
+        "from tfmix._keras.devices import f\n"
+    )
+    (tmp_path / "loss_scaling" / "guard.py").write_text(
+        "import tfmix._formats\n"
+    )
     (tmp_path / "__init__.py").write_text("from tfmix import policy\n")
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
     return tmp_path
@@ -174,24 +177,26 @@ def test_the_copied_layout_passes(copied):
     graph = graph_of(copied)
     check_no_cycle(graph)
     check_downwards(graph)
-    assert graph["policy.policy"] == {"devices"}
-    assert graph["scaling.guard"] == {"_formats"}
+    assert graph["policy.policy"] == {"_keras.devices"}
+    assert graph["loss_scaling.guard"] == {"_formats"}
 
 
 def test_an_injected_cycle_is_found(copied):
-    (copied / "scaling" / "guard.py").write_text(
+    (copied / "loss_scaling" / "guard.py").write_text(
         "from tfmix.policy import policy\n"
     )
     (copied / "policy" / "policy.py").write_text(
-        "def late():\n    from tfmix.scaling import guard\n"
+        "def late():\n    from tfmix.loss_scaling import guard\n"
     )
     with pytest.raises(graphlib.CycleError, match="policy.policy"):
         check_no_cycle(graph_of(copied))
 
 
 def test_an_injected_upward_arrow_is_found(copied):
-    (copied / "devices.py").write_text("from tfmix.policy.policy import f\n")
-    with pytest.raises(AssertionError, match="devices -> policy.policy"):
+    (copied / "_keras" / "devices.py").write_text(
+        "from tfmix.policy.policy import f\n"
+    )
+    with pytest.raises(AssertionError, match="_keras.devices -> policy.policy"):
         check_downwards(graph_of(copied))
 
 
@@ -204,11 +209,10 @@ def test_an_injected_upward_arrow_is_found(copied):
         ("from tfmix.policy import Policy", "imports the package"),
         ("from . import policy", "relative import"),
         ("import tfmix.nothing", "no module of tfmix"),
-        ("from tfmix import devices", "from tfmix.devices import"),
     ],
 )
 def test_imports_that_hide_their_module_are_found(copied, line, message):
-    (copied / "scaling" / "guard.py").write_text(f"{line}\n")
+    (copied / "loss_scaling" / "guard.py").write_text(f"{line}\n")
     with pytest.raises(AssertionError, match=message):
         graph_of(copied)
 

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tfmix.scaling import optimizer
+from tfmix.loss_scaling import optimizer
 
 _MODULE = "keras.src.optimizers.loss_scale_optimizer_test"
 

@@ -16,7 +16,7 @@ from benchmarks import (
     layer_sensitivity,
     layers,
 )
-from tfmix.policy import layer_rules
+from tfmix.policy import float32_layers
 
 DOCS = Path(__file__).parents[1] / "docs" / "what-stays-float32.md"
 # Layers and activations that Keras itself gets wrong, one of each sort.
@@ -120,7 +120,7 @@ def test_every_default_layer_rule_is_in_the_docs():
     text = DOCS.read_text()
     missing = [
         rule.layer_class
-        for rule in layer_rules.DEFAULT_LAYER_RULES
+        for rule in float32_layers.DEFAULT_LAYER_RULES
         # The bases of preprocessing layers have no names a user would know.
         if not rule.layer_class.endswith("DataLayer")
         and f"`{rule.layer_class}`" not in text

@@ -19,7 +19,7 @@ def test_a_fault_changes_one_place_and_names_tests(fault, tmp_path):
 
 
 def test_a_text_that_is_not_there_is_refused(tmp_path):
-    (tmp_path / "tfmix" / "scaling").mkdir(parents=True)
+    (tmp_path / catalogue.faults()[0].folder).mkdir(parents=True)
     with pytest.raises(ValueError, match="occurs 0 times"):
         catalogue.faults()[0].apply(tmp_path)
 

@@ -58,8 +58,8 @@ def test_wrong_uses_are_found(installed):
     wrong = """
 import tfmix
 tfmix.DynamicLossScale("large")
-tfmix.advise(None, 32).share
-text: str = tfmix.devices()[0].compute_capability
+tfmix.hardware.advise(None, 32).share
+text: str = tfmix.hardware.devices()[0].compute_capability
 """
     done = checked(installed, wrong)
     for line, code in [(3, "arg-type"), (4, "attr-defined"), (5, "assignment")]:
@@ -80,5 +80,5 @@ def test_without_the_marker_of_types_nothing_is_known(installed):
 def test_the_program_uses_every_public_name():
     text = USER.read_text(encoding="utf-8")
     used = [name for name in tfmix.__all__ if f"tfmix.{name}" in text]
-    modules = {"callbacks"}
+    modules = {"callbacks", "hardware", "optimizers"}
     assert set(used) | modules == set(tfmix.__all__)

@@ -7,11 +7,12 @@ import keras
 import numpy as np
 import pytest
 
-from tests import helpers, numerics_faults
+from tests import helpers
+from tests.diagnostics import numerics_faults
 from tests.hardware import test_step_page
 from tfmix import _tables, cli
 from tfmix.conversion import summary
-from tfmix.doctor import check
+from tfmix.diagnostics import check
 
 # Quotes end an attribute, brackets begin a tag of HTML or of rich.
 HOSTILE = "a\"b'c<img src=x onerror=alert(1)>&amp;[red]"

@@ -19,8 +19,10 @@ def train(model: keras.Model, x: np.ndarray, y: np.ndarray) -> int:
     tfmix.set_global_policy("mixed_float16")
     policy = tfmix.Policy(
         "mixed_float16",
-        float32_layers=tfmix.default_float32_layers(add=["head", "enc/.*"]),
-        float32_ops=tfmix.default_float32_ops(remove=["tanh"]),
+        float32_layers=tfmix.Policy.default_float32_layers(
+            add=["head", "enc/.*"]
+        ),
+        float32_ops=tfmix.Policy.default_float32_ops(remove=["tanh"]),
     )
     assert_type(policy.float32_ops, list[str])
     rule = tfmix.DynamicLossScale(1024.0, growth_steps=100)
@@ -34,10 +36,10 @@ def train(model: keras.Model, x: np.ndarray, y: np.ndarray) -> int:
     return optimizer.skipped_steps
 
 
-class Halving(tfmix.LossScale):
+class Halving(tfmix.loss_scaling.LossScale):
     """A rule of a user's own."""
 
-    def init(self) -> tfmix.LossScaleState:
+    def init(self) -> tfmix.loss_scaling.LossScaleState:
         """Starts where another rule does."""
         return tfmix.FixedLossScale(8.0).init()
 
@@ -52,13 +54,12 @@ def look(model: keras.Model, x: np.ndarray, y: np.ndarray) -> str:
     assert_type(report.suggested_policy(), tfmix.Policy)
     report.to_html(Path("report.html"))
     report.plot("headroom.png")
-    advice = tfmix.advise(model, 32, x=x)
+    advice = tfmix.hardware.advise(model, 32, x=x)
     assert_type(advice.share_16bit, float)
-    assert_type(tfmix.environment().replaced, tuple[str, ...])
-    names = [device.name for device in tfmix.devices()]
+    names = [device.name for device in tfmix.hardware.devices()]
     assert_type(names, list[str])
-    target = tfmix.targets()[0]
-    step = tfmix.compile_for(model, 32, target=target.name)
+    target = tfmix.hardware.targets()[0]
+    step = tfmix.hardware.compile_for(model, 32, target=target.name)
     print(tfmix.summary(model), step)
     return report.to_json()
 
@@ -71,9 +72,9 @@ def convert(model: keras.Model, dataset: Any) -> tuple[Any, ...]:
     prepared = tfmix.prepare(model, "sgd", level="O2")
     twin = tfmix.convert_model(prepared.model, tfmix.Policy("bfloat16"))
     tfmix.guard(twin)
-    weights = tfmix.export_float32(model, "model.weights.h5")
+    weights = tfmix.optimizers.export_float32(model, "model.weights.h5")
     assert_type(weights, list[np.ndarray])
-    tfmix.load_float32(model, weights)
+    tfmix.optimizers.load_float32(model, weights)
     finite = tfmix.all_finite(weights)
     head = tfmix.float32_output("softmax", name="probabilities")
     return finite, head
@@ -86,9 +87,9 @@ def optimizers() -> list[keras.optimizers.Optimizer]:
         return [
             tfmix.LossScaleOptimizer(inner, loss_scale=tfmix.NoLossScale()),
             tfmix.LossScaleOptimizer(inner, loss_scale=8.0),
-            tfmix.MasterWeightOptimizer(inner, flat=True),
-            tfmix.BFloat16Optimizer(inner, rounding="kahan"),
-            tfmix.LowMemoryOptimizer(inner, slot_dtype="int8"),
+            tfmix.optimizers.MasterWeightOptimizer(inner, flat=True),
+            tfmix.optimizers.BFloat16Optimizer(inner, rounding="kahan"),
+            tfmix.optimizers.LowMemoryOptimizer(inner, slot_dtype="int8"),
         ]
     except tfmix.LossScaleError as error:
         raise SystemExit(str(error)) from error

@@ -9,49 +9,33 @@ version.require_supported()
 version.require_private_names()
 
 from tfmix import callbacks as callbacks
-from tfmix._errors import LossScaleError as LossScaleError
+from tfmix import hardware as hardware
+from tfmix import optimizers as optimizers
+from tfmix.autocast import model as _model
+from tfmix.autocast.float32_output import float32_output as float32_output
+from tfmix.autocast.global_policy import global_policy as global_policy
+from tfmix.autocast.global_policy import policy_scope as policy_scope
+from tfmix.autocast.global_policy import (
+    set_global_policy as set_global_policy,
+)
 from tfmix.conversion.convert import apply_policy as apply_policy
 from tfmix.conversion.convert import convert_model as convert_model
 from tfmix.conversion.convert import prepare as prepare
 from tfmix.conversion.summary import summary as summary
-from tfmix.devices import devices as devices
-from tfmix.doctor.check import check as check
-from tfmix.doctor.environment import environment as environment
-from tfmix.float32_head import float32_output as float32_output
-from tfmix.hardware.advise import advise as advise
-from tfmix.hardware.compile_for import compile_for as compile_for
-from tfmix.hardware.targets import targets as targets
-from tfmix.in_force.global_policy.current_policy import (
-    global_policy as global_policy,
+from tfmix.diagnostics import skip_report as _skip_report
+from tfmix.diagnostics.check import check as check
+from tfmix.loss_scaling.all_finite import all_finite as all_finite
+from tfmix.loss_scaling.errors import LossScaleError as LossScaleError
+from tfmix.loss_scaling.optimizer import (
+    LossScaleOptimizer as LossScaleOptimizer,
 )
-from tfmix.in_force.global_policy.current_policy import (
-    policy_scope as policy_scope,
-)
-from tfmix.in_force.global_policy.current_policy import (
-    set_global_policy as set_global_policy,
-)
-from tfmix.policy.layer_rules import (
-    default_float32_layers as default_float32_layers,
-)
-from tfmix.policy.op_rules import default_float32_ops as default_float32_ops
+from tfmix.loss_scaling.rules import DynamicLossScale as DynamicLossScale
+from tfmix.loss_scaling.rules import FixedLossScale as FixedLossScale
+from tfmix.loss_scaling.rules import NoLossScale as NoLossScale
+from tfmix.loss_scaling.train_step_guard import guard as guard
 from tfmix.policy.policy import Policy as Policy
-from tfmix.scaling.guard import guard as guard
-from tfmix.scaling.optimizer import LossScaleOptimizer as LossScaleOptimizer
-from tfmix.scaling.rules import DynamicLossScale as DynamicLossScale
-from tfmix.scaling.rules import FixedLossScale as FixedLossScale
-from tfmix.scaling.rules import LossScale as LossScale
-from tfmix.scaling.rules import LossScaleState as LossScaleState
-from tfmix.scaling.rules import NoLossScale as NoLossScale
-from tfmix.step.finite import all_finite as all_finite
-from tfmix.variables.bfloat16_rounding import (
-    BFloat16Optimizer as BFloat16Optimizer,
-)
-from tfmix.variables.float32_weights import export_float32 as export_float32
-from tfmix.variables.float32_weights import load_float32 as load_float32
-from tfmix.variables.low_memory import LowMemoryOptimizer as LowMemoryOptimizer
-from tfmix.variables.master import (
-    MasterWeightOptimizer as MasterWeightOptimizer,
-)
+
+_model.report_skips(_skip_report.fit)
 
 __version__ = "0.2.0"
 
@@ -61,36 +45,24 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    "BFloat16Optimizer",
     "DynamicLossScale",
     "FixedLossScale",
-    "LossScale",
     "LossScaleError",
     "LossScaleOptimizer",
-    "LossScaleState",
-    "LowMemoryOptimizer",
-    "MasterWeightOptimizer",
     "NoLossScale",
     "Policy",
-    "advise",
     "all_finite",
     "apply_policy",
     "callbacks",
     "check",
-    "compile_for",
     "convert_model",
-    "default_float32_layers",
-    "default_float32_ops",
-    "devices",
-    "environment",
-    "export_float32",
     "float32_output",
     "global_policy",
     "guard",
-    "load_float32",
+    "hardware",
+    "optimizers",
     "policy_scope",
     "prepare",
     "set_global_policy",
     "summary",
-    "targets",
 ]

@@ -199,7 +199,8 @@ _COMPILE: _Options = {
     **_MODEL,
     "--target": {
         "default": "h200",
-        "help": "v100 to b200, v4 to v6e: `tfmix.targets()` (default: h200)",
+        "help": "v100 to b200, v4 to v6e: `tfmix.hardware.targets()` (default: "
+        "h200)",
     },
     "--batch-size": _ROWS,
     "--devices": {

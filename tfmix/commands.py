@@ -17,9 +17,10 @@ from rich import console, markup, text
 
 from tfmix import _messages, demo
 from tfmix.conversion import convert
-from tfmix.devices import devices, suited_policy
-from tfmix.doctor import check, environment
-from tfmix.hardware import advise, compile_for
+from tfmix.diagnostics import check, environment
+from tfmix.hardware import advice as advise
+from tfmix.hardware import compiling
+from tfmix.policy.devices import devices, suited_policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,7 @@ def run_compile(options: argparse.Namespace) -> Outcome:
         _check_folder(options.html)
     policies = options.policy and re.split(r",\s*", options.policy)
     model = _loaded(options.model)
-    step = compile_for.compile_for(
+    step = compiling.compile_for(
         model,
         options.batch_size,
         target=options.target,

@@ -19,11 +19,10 @@ import keras
 import numpy as np
 from rich import box, console, progress, table
 
-from tfmix import float32_head
-from tfmix.devices import devices
-from tfmix.in_force.global_policy import current_policy
-from tfmix.scaling import optimizer as scaling
-from tfmix.scaling import rules
+from tfmix.autocast import float32_output, global_policy
+from tfmix.loss_scaling import optimizer as scaling
+from tfmix.loss_scaling import rules
+from tfmix.policy.devices import devices
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 BATCH_SIZE, EPOCHS, SEEDS = 64, 8, 2
@@ -294,7 +293,7 @@ def build_model() -> keras.Model:
             layers.Dense(64, activation="relu"),
             layers.Dropout(0.25),
             layers.Dense(10),
-            float32_head.float32_output("softmax"),
+            float32_output.float32_output("softmax"),
         ]
     )
 
@@ -312,7 +311,7 @@ def train(
     steps = len(train_x) // BATCH_SIZE
     train_x, train_y = (part[: steps * BATCH_SIZE] for part in data[::2])
     keras.utils.set_random_seed(seed)
-    with current_policy.policy_scope(policy):
+    with global_policy.policy_scope(policy):
         model = build_model()
         decay = keras.optimizers.schedules.CosineDecay(0.003, epochs * steps)
         optimizer = scaling.LossScaleOptimizer(

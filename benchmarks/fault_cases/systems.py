@@ -234,15 +234,15 @@ class Kept(Tfmix):
 
 
 def _masters(**how: bool) -> Callable[[Any], Any]:
-    return lambda inner: tfmix.MasterWeightOptimizer(inner, **how)
+    return lambda inner: tfmix.optimizers.MasterWeightOptimizer(inner, **how)
 
 
 def _rounded(**how: Any) -> Callable[[Any], Any]:
-    return lambda inner: tfmix.BFloat16Optimizer(inner, **how)
+    return lambda inner: tfmix.optimizers.BFloat16Optimizer(inner, **how)
 
 
 def _low(inner: Any) -> Any:
-    return tfmix.LowMemoryOptimizer(inner, **_INT8)
+    return tfmix.optimizers.LowMemoryOptimizer(inner, **_INT8)
 
 
 # Also the slots of the small variables that the faults meet.

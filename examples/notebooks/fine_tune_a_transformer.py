@@ -160,7 +160,7 @@ print(
 # weigh half of what they do in float32.
 
 # %%
-tfmix.advise(model, batch_size=64)
+tfmix.hardware.advise(model, batch_size=64)
 
 # %% [markdown]
 # ## Keep it

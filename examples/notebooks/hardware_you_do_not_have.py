@@ -19,7 +19,7 @@ import tfmix
 # Each with its memory, and the rates that its maker publishes:
 
 # %%
-tfmix.targets()
+tfmix.hardware.targets()
 
 # %% [markdown]
 # ## A transformer
@@ -60,7 +60,7 @@ f"{model.count_params():,} weights"
 # hold less; below it stands the first way in 16 bit that fits the target.
 
 # %%
-tfmix.advise(model, batch_size=32, target="v100")
+tfmix.hardware.advise(model, batch_size=32, target="v100")
 
 # %% [markdown]
 # Here everything fits. More rows take more memory, and the way to train decides
@@ -69,7 +69,7 @@ tfmix.advise(model, batch_size=32, target="v100")
 # %%
 print("rows  float32  mixed_float16  on a V100, of 16 GB")
 for rows in (512, 1024, 2048, 4096):
-    advice = tfmix.advise(model, rows, target="v100")
+    advice = tfmix.hardware.advise(model, rows, target="v100")
     whole, half = (
         advice.memory[policy].total / 2**30
         for policy in ("float32", "mixed_float16")
@@ -90,7 +90,9 @@ for rows in (512, 1024, 2048, 4096):
 # %%
 def compiled(target, policy):
     try:
-        return tfmix.compile_for(model, 32, target=target, policy=policy)
+        return tfmix.hardware.compile_for(
+            model, 32, target=target, policy=policy
+        )
     except ImportError as error:
         print(error)
 
@@ -106,7 +108,7 @@ compiled("h200", "mixed_bfloat16")
 
 # %%
 try:
-    tfmix.compile_for(model, 32, target="v5e", policy="mixed_float16")
+    tfmix.hardware.compile_for(model, 32, target="v5e", policy="mixed_float16")
 except ValueError as error:
     print(error)
 

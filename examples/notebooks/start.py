@@ -113,7 +113,7 @@ tfmix.check(model, train_x[:64], train_y[:64])
 # or with large batches, what the layers return is.
 
 # %%
-advice = tfmix.advise(model, batch_size=64)
+advice = tfmix.hardware.advise(model, batch_size=64)
 advice
 
 # %% [markdown]

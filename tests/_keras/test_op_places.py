@@ -9,13 +9,13 @@ import pytest
 import tfmix
 from tests import helpers
 from tfmix._keras import op_places
-from tfmix.policy import op_rules
+from tfmix.policy import float32_ops
 
 TRIANGLE = np.tril(np.ones((3, 3))).astype("float16")
 
 
 def test_the_default_list_replaces_modules_and_one_function():
-    names = op_rules.DEFAULT_FLOAT32_OPS
+    names = float32_ops.DEFAULT_FLOAT32_OPS
     places = {place for name in names for place in op_places.targets(name)}
     found = sorted(attribute for _, attribute in places)
     assert found == ["_normalize", "linalg", "math", "nn", "numpy"]

@@ -10,7 +10,7 @@ from tfmix._keras import optimizers
 
 def test_a_chain_goes_from_the_outermost_inwards():
     adam = keras.optimizers.Adam()
-    masters = tfmix.MasterWeightOptimizer(adam)
+    masters = tfmix.optimizers.MasterWeightOptimizer(adam)
     outer = tfmix.LossScaleOptimizer(masters)
     assert list(optimizers.chain(outer)) == [outer, masters, adam]
     assert list(optimizers.chain(None)) == []

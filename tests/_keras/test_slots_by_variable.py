@@ -6,7 +6,7 @@ import pytest
 
 from tests import helpers
 from tfmix._keras import optimizers, slots_by_variable
-from tfmix.variables import bfloat16_rounding
+from tfmix.optimizers import bfloat16_optimizer
 
 
 def variables(dtype="float32"):
@@ -38,7 +38,7 @@ def test_every_slot_is_found_and_belongs_to_its_variable(name):
 
 def test_views_in_bfloat16_are_slots_too():
     inner = keras.optimizers.Adam()
-    optimizer = bfloat16_rounding.BFloat16Optimizer(
+    optimizer = bfloat16_optimizer.BFloat16Optimizer(
         inner, slot_dtype="bfloat16"
     )
     optimizer.build(variables("bfloat16"))

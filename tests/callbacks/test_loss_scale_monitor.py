@@ -10,10 +10,9 @@ import pytest
 
 import tfmix
 from tests import helpers
-from tfmix import _errors
 from tfmix.callbacks import loss_scale_monitor
-from tfmix.scaling import optimizer as scaling
-from tfmix.scaling import rules
+from tfmix.loss_scaling import errors, rules
+from tfmix.loss_scaling import optimizer as scaling
 
 Monitor = loss_scale_monitor.LossScaleMonitor
 
@@ -174,7 +173,7 @@ def test_keras_keeps_its_asynchronous_dispatch():
 def test_a_stuck_run_is_stopped_with_the_variable_named():
     model = compiled(loss_scale=rules.FixedLossScale(8.0))
     monitor = Monitor(every=1, max_consecutive_skips=5)
-    with pytest.raises(_errors.LossScaleError, match="kernel"):
+    with pytest.raises(errors.LossScaleError, match="kernel"):
         fit(model, monitor, batches(40, bad=range(40)))
     assert monitor.timeline[-1].consecutive_skips == 5
 
@@ -345,7 +344,7 @@ def test_a_run_is_stopped_where_one_of_several_optimizers_is_stuck():
     model = Adversaries()
     model.compile()
     data = {"x": x, "y": np.zeros(8), "batch_size": 1}
-    with pytest.raises(_errors.LossScaleError):
+    with pytest.raises(errors.LossScaleError):
         fit(model, Monitor(every=1, max_consecutive_skips=5), data)
 
 

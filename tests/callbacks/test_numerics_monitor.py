@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 import tfmix
-from tests import helpers, numerics_faults
+from tests import helpers
+from tests.diagnostics import numerics_faults
 from tfmix.callbacks import numerics_monitor
-from tfmix.scaling import optimizer as scaling
+from tfmix.loss_scaling import optimizer as scaling
 
 Monitor = numerics_monitor.NumericsMonitor
 

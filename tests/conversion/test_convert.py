@@ -8,12 +8,12 @@ import pytest
 
 from tests import helpers
 from tfmix._keras import layers
+from tfmix.autocast import global_policy
 from tfmix.conversion import convert
-from tfmix.in_force.global_policy import current_policy
+from tfmix.loss_scaling import optimizer as scaling
+from tfmix.loss_scaling import rules, train_step_guard
+from tfmix.optimizers import master_weights
 from tfmix.policy import policy as policies
-from tfmix.scaling import guard, rules
-from tfmix.scaling import optimizer as scaling
-from tfmix.variables import master
 
 MIXED = ["mixed_float16", "mixed_bfloat16"]
 X = np.random.default_rng(5).normal(size=(8, 6)).astype("float32")
@@ -144,7 +144,7 @@ def test_a_compiled_model_trains_on_and_comes_back(kind):
     report = convert.apply_policy(model, "mixed_float16")
     assert type(model.optimizer) is scaling.LossScaleOptimizer
     assert model.optimizer.inner_optimizer is adam
-    assert guard.is_guarded(model)
+    assert train_step_guard.is_guarded(model)
     before = model.get_weights()
     model.optimizer.loss_scale = 128.0
     model.fit(X, Y, verbose=0)
@@ -156,7 +156,7 @@ def test_a_compiled_model_trains_on_and_comes_back(kind):
     trained = model.get_weights()
     report.undo()
     assert model.optimizer is adam
-    assert not guard.is_guarded(model)
+    assert not train_step_guard.is_guarded(model)
     for now, then in zip(model.get_weights(), trained, strict=True):
         np.testing.assert_array_equal(now, then)
     model.fit(X, Y, verbose=0)
@@ -168,7 +168,7 @@ def test_a_compiled_model_trains_on_and_comes_back(kind):
 @pytest.mark.filterwarnings("ignore:.* does not have a .quantize. method")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mixed_model_is_quantized_once_it_is_float32(kind, way):
-    with current_policy.policy_scope("mixed_float16"):
+    with global_policy.policy_scope("mixed_float16"):
         model = compiled(kind())
     model.fit(X, Y, verbose=0)
     if way == "apply_policy":
@@ -198,7 +198,7 @@ def test_inputs_get_the_policy_of_a_conversion_and_come_back(kind):
 
 @pytest.mark.filterwarnings("ignore:.* does not have a .quantize. method")
 def test_a_conversion_is_not_undone_over_a_quantization():
-    with current_policy.policy_scope("mixed_float16"):
+    with global_policy.policy_scope("mixed_float16"):
         model = functional()
     report = convert.apply_policy(model, "float32")
     model.quantize("int8")
@@ -237,7 +237,7 @@ def test_a_converted_model_that_is_compiled_later_is_wrapped():
     convert.apply_policy(model, "mixed_float16")
     compiled(model, "adam")
     assert type(model.optimizer) is scaling.LossScaleOptimizer
-    assert guard.is_guarded(model)
+    assert train_step_guard.is_guarded(model)
 
 
 def test_the_report_has_one_row_per_layer_and_says_why():
@@ -353,7 +353,7 @@ def test_back_to_float32_by_policy():
 
 
 def test_a_float32_layer_in_a_mixed_model_was_chosen_and_stays():
-    with current_policy.policy_scope("mixed_bfloat16"):
+    with global_policy.policy_scope("mixed_bfloat16"):
         model = keras.Sequential(
             [
                 keras.Input((6,)),
@@ -474,7 +474,7 @@ def test_a_compiled_model_made_pure_trains_on_masters():
     model.fit(X, Y, verbose=0)
     convert.apply_policy(model, "float16")
     inner = model.optimizer.inner_optimizer
-    assert type(inner) is master.MasterWeightOptimizer
+    assert type(inner) is master_weights.MasterWeightOptimizer
     model.optimizer.loss_scale = 128.0
     model.fit(X, Y, verbose=0)
     assert model.optimizer.skipped_steps == 0
@@ -556,7 +556,7 @@ def test_prepare_does_it_all(level, dtype, rule):
         assert type(optimizer.rule) is rule
     model.compile(optimizer, "sparse_categorical_crossentropy")
     assert model.optimizer is optimizer
-    assert guard.is_guarded(model) == scaled
+    assert train_step_guard.is_guarded(model) == scaled
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -611,7 +611,7 @@ def test_a_copy_takes_lambda_layers_along():
 @pytest.mark.costly
 def test_a_recurrent_layer_starts_orthogonal_in_pure_bfloat16():
     # Neither backend has a QR decomposition in bfloat16.
-    with current_policy.policy_scope("bfloat16"):
+    with global_policy.policy_scope("bfloat16"):
         layer = keras.layers.LSTM(4)
         layer.build((None, 3, 2))
     kernel = helpers.to_numpy(layer.cell.recurrent_kernel)

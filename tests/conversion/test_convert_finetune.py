@@ -10,7 +10,7 @@ import pytest
 
 from tests import quick_compile
 from tfmix.conversion import convert
-from tfmix.scaling import optimizer as scaling
+from tfmix.loss_scaling import optimizer as scaling
 
 LOAD_IN_PLAIN_KERAS = """
 import sys, numpy as np, keras

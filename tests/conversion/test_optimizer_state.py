@@ -102,7 +102,7 @@ def test_flat_masters_take_over_and_hand_back():
     state = optimizer_state.take(model)
     before = state_of(model)
     fresh = keras.optimizers.Adam.from_config(model.optimizer.get_config())
-    flat = tfmix.MasterWeightOptimizer(fresh, flat=True)
+    flat = tfmix.optimizers.MasterWeightOptimizer(fresh, flat=True)
     optimizer = tfmix.LossScaleOptimizer(flat)
     report = tfmix.prepare(model, optimizer, "float16").report
     optimizer_state.give(model, state)

@@ -11,11 +11,12 @@ from tfmix._keras import (
     layer_policies,
     variables,
 )
+from tfmix.autocast import compile_optimizer
+from tfmix.autocast import model as mixed_model
 from tfmix.conversion import convert, layer_changes, optimizer_state
-from tfmix.in_force.model import mixed_model, suited_optimizer
-from tfmix.scaling import guard, rules
-from tfmix.scaling import optimizer as scaling
-from tfmix.variables import master
+from tfmix.loss_scaling import optimizer as scaling
+from tfmix.loss_scaling import rules, train_step_guard
+from tfmix.optimizers import master_weights
 
 
 def adam():
@@ -35,10 +36,10 @@ STAGES = [
     (variables, "cast_in_place", 2),
     (layer_changes, "_set_spec", 2),
     (mixed_model, "set_policy", 1),
-    (suited_optimizer, "suited", 1),
+    (compile_optimizer, "suited", 1),
     (compile_config, "adopt_optimizer", 1),
     (optimizer_state, "give", 1),
-    (guard, "put_on", 1),
+    (train_step_guard, "put_on", 1),
     (layer_changes, "forget_compiled", 1),
 ]
 
@@ -163,7 +164,7 @@ def test_mixed_and_then_pure_trains_on_masters():
     small.losses(model)
     convert.apply_policy(model, "float16")
     inner = model.optimizer.inner_optimizer
-    assert type(inner) is master.MasterWeightOptimizer
+    assert type(inner) is master_weights.MasterWeightOptimizer
     small.losses(model)
     assert int(model.optimizer.iterations) == 4
 

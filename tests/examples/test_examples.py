@@ -74,7 +74,9 @@ SHORT = [
             "{v.dtype for v in served.weights}": {"float16"},
             "str(getattr(data['x'], 'dtype', None) or "
             "data['x'].element_spec[0].dtype.name)": "float16",
-            "all(row.aligned for row in tfmix.advise(model, 192).rows)": True,
+            "{row.aligned for row in tfmix.hardware.advise(model, 192).rows}": {
+                True
+            },
         },
     ),
 ]

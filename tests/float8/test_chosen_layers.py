@@ -8,7 +8,7 @@ from keras import layers, ops
 import tfmix
 from tests import helpers
 from tfmix.float8 import chosen_layers, product
-from tfmix.scaling.products import contraction
+from tfmix.gradient_scaling import contraction
 
 datasets = pytest.importorskip("sklearn.datasets")
 ALL = ("Dense", "EinsumDense")
@@ -259,7 +259,7 @@ def test_masters_leave_its_float32_variables_to_the_inner_optimizer():
         fitted(policy(), epochs=2, optimizer=optimizer)[1]
         for optimizer in (
             keras.optimizers.Adam(3e-3),
-            tfmix.MasterWeightOptimizer(keras.optimizers.Adam(3e-3)),
+            tfmix.optimizers.MasterWeightOptimizer(keras.optimizers.Adam(3e-3)),
         )
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

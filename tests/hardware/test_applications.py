@@ -10,7 +10,8 @@ import pytest
 import tfmix
 from benchmarks import compiled_steps, gpu_models
 from tests import helpers
-from tfmix.hardware import compilers, targets
+from tfmix.hardware import compilers
+from tfmix.hardware import target as targets
 
 ON_JAX = keras.backend.backend() == "jax"
 APPLICATIONS = (
@@ -47,7 +48,7 @@ def test_a_whole_model_compiles(name, target, rows, devices, monkeypatch):
 
     monkeypatch.setattr(compilers, "_record", record)
     model = model_of(name)
-    step = tfmix.compile_for(
+    step = tfmix.hardware.compile_for(
         model,
         rows,
         target,
@@ -70,7 +71,7 @@ def test_a_whole_model_compiles(name, target, rows, devices, monkeypatch):
     assert all(step.float32_layers), "a product in float32 without a layer"
     # Forward and both gradients, of the first layer one; `advise` counts no
     # depthwise convolutions.
-    forward = sum(row.flops for row in tfmix.advise(model, rows).rows)
+    forward = sum(row.flops for row in tfmix.hardware.advise(model, rows).rows)
     assert 2.5 <= step.flops * devices / forward <= 3.4
 
 

@@ -10,7 +10,7 @@ from keras import layers, ops
 import tfmix
 from tests import helpers
 from tfmix.float8 import product
-from tfmix.hardware import compiled_text, compilers, targets
+from tfmix.hardware import compiled_text, compilers, target
 
 WIDTH, ROWS, LENGTH, WORDS = 1024, 32, 256, 1008
 # A GPU times both kinds of products and takes the faster one.
@@ -29,12 +29,12 @@ def compiled(monkeypatch):
         return record(text, *args)
 
     def compile_for(model, rows, name, library, **how):
-        if lacking := compilers.missing(targets.find(name)):
+        if lacking := compilers.missing(target.find(name)):
             pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
         options = compilers._NO_TRITON if library == "cuBLAS" else {}
         monkeypatch.setattr(compilers, "_record", recorded)
         monkeypatch.setattr(compilers, "_OPTIONS", options)
-        step = tfmix.compile_for(model, rows, target=name, **how)
+        step = tfmix.hardware.compile_for(model, rows, target=name, **how)
         assert {row.kernel for row in step.rows} == {library}
         return step, texts[-1]
 
@@ -145,7 +145,7 @@ def test_a_step_of_two_products_takes_few_kernels(
     """Forward, a squared error, backward and the update: no optimizer."""
     import jax
 
-    if lacking := compilers.missing(targets.find(name)):
+    if lacking := compilers.missing(target.find(name)):
         pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
     options = compilers._NO_TRITON if library == "cuBLAS" else {}
     monkeypatch.setattr(compilers, "_OPTIONS", options)
@@ -161,7 +161,7 @@ def test_a_step_of_two_products_takes_few_kernels(
         pairs = zip(weights, gradients, strict=True)
         return [weight - 0.01 * gradient for weight, gradient in pairs]
 
-    (device,) = compilers.devices(targets.find(name), 1)
+    (device,) = compilers.devices(target.find(name), 1)
     sharding = jax.sharding.SingleDeviceSharding(device)
 
     def matrix(rows):

@@ -9,22 +9,25 @@ import tfmix
 from benchmarks import compiled_steps
 from tests import helpers
 from tfmix._keras import compilation
-from tfmix.hardware import compiled_text, compilers, targets
-from tfmix.step import apply_if_finite, finite
+from tfmix.hardware import compiled_text, compilers
+from tfmix.hardware import target as targets
+from tfmix.loss_scaling import all_finite, apply_if_finite
 
 FEW, MANY = compiled_steps.FEW_LARGE, compiled_steps.MANY_SMALL
 
 
 WRAPPERS = compiled_steps.WRAPPERS | {
     "split": lambda optimizer: tfmix.LossScaleOptimizer(
-        tfmix.MasterWeightOptimizer(optimizer, split=True)
+        tfmix.optimizers.MasterWeightOptimizer(optimizer, split=True)
     ),
     "Kahan": lambda optimizer: tfmix.LossScaleOptimizer(
-        tfmix.BFloat16Optimizer(optimizer, rounding="kahan")
+        tfmix.optimizers.BFloat16Optimizer(optimizer, rounding="kahan")
     ),
-    "8 bits": lambda optimizer: tfmix.LowMemoryOptimizer(optimizer, seed=1),
+    "8 bits": lambda optimizer: tfmix.optimizers.LowMemoryOptimizer(
+        optimizer, seed=1
+    ),
     "8 bits, scaled": lambda optimizer: tfmix.LossScaleOptimizer(
-        tfmix.LowMemoryOptimizer(optimizer, seed=1)
+        tfmix.optimizers.LowMemoryOptimizer(optimizer, seed=1)
     ),
 }
 
@@ -125,9 +128,11 @@ def test_a_check_of_each_gradient_alone_is_caught(monkeypatch):
         monkeypatch.setattr(compilation, "by_xla", lambda: False)
     else:
         monkeypatch.setattr(
-            finite, "_not_finite_of_a_shape", finite.VARIANTS["several"]
+            all_finite, "_not_finite_of_a_shape", all_finite.VARIANTS["several"]
         )
         # JAX may have traced the other.
-        monkeypatch.setattr(apply_if_finite, "_not_finite", finite.not_finite)
+        monkeypatch.setattr(
+            apply_if_finite, "_not_finite", all_finite.not_finite
+        )
     with pytest.raises(AssertionError, match="too many kernels"):
         check(*compiled(FEW, "h200"), 7 + 10)

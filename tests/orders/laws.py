@@ -71,7 +71,7 @@ def is_scaled(model):
 def state_of(model):
     """Copies a model's weights and its optimizer's variables."""
     found = [*model.weights, *model.optimizer.variables]
-    values = [*tfmix.export_float32(model), *helpers.snapshot(found)]
+    values = [*tfmix.optimizers.export_float32(model), *helpers.snapshot(found)]
     names = [v.path for v in model.weights] + [v.path for v in found]
     pairs = zip(names, values, strict=True)
     return [(n.split("/")[-1], v.tobytes()) for n, v in pairs]

@@ -67,7 +67,7 @@ class Machine:
         # What a model is used under if it does not carry a policy itself.
         self.home = order.made
         self.carries = True
-        self.last = tfmix.export_float32(self.model)
+        self.last = tfmix.optimizers.export_float32(self.model)
 
     def run(self):
         """Runs the whole order; raises at the first law broken."""
@@ -193,7 +193,7 @@ class Machine:
         path = self.folder / "model.weights.h5"
         self.model.save_weights(path)
         before, slots = state_of(self.model), self.baseline.slots
-        weights = tfmix.export_float32(self.model)
+        weights = tfmix.optimizers.export_float32(self.model)
         self._train(1)
         with self._scope():
             self.model.load_weights(path)
@@ -331,10 +331,12 @@ class Machine:
     def _phase(self, step, steps, where):
         """Trains, and compares with the baseline."""
         rounds = any(getattr(o, "seed", None) for o in chain_of(self.model))
-        before = self.baseline.weights = tfmix.export_float32(self.model)
+        before = self.baseline.weights = tfmix.optimizers.export_float32(
+            self.model
+        )
         loss = self._train(steps, step)
         expected, expected_loss = self.baseline.train(steps)
-        after = self.last = tfmix.export_float32(self.model)
+        after = self.last = tfmix.optimizers.export_float32(self.model)
         if loss is not None:
             error = abs(loss - expected_loss) / expected_loss
             bound = LOSS_ERROR * (1 + rounds)
@@ -407,7 +409,7 @@ class Machine:
 
     def _check_weights(self, step):
         """No step but training moves a weight; a cast may round it."""
-        now = tfmix.export_float32(self.model)
+        now = tfmix.optimizers.export_float32(self.model)
         for variable, old, new in zip(
             self.model.weights, self.last, now, strict=True
         ):

@@ -19,13 +19,21 @@ EIGHT_BITS = {"slot_dtype": [("", "int8")], "seed": 3}
 WRAPS = {
     "bare": None,
     "scaled": None,
-    "masters": tfmix.MasterWeightOptimizer,
-    "flat": functools.partial(tfmix.MasterWeightOptimizer, flat=True),
-    "split": functools.partial(tfmix.MasterWeightOptimizer, split=True),
-    "kahan": functools.partial(tfmix.BFloat16Optimizer, rounding="kahan"),
-    "stochastic": functools.partial(tfmix.BFloat16Optimizer, seed=3),
-    "low": functools.partial(tfmix.LowMemoryOptimizer, **EIGHT_BITS),
-    "masters8": functools.partial(tfmix.MasterWeightOptimizer, **EIGHT_BITS),
+    "masters": tfmix.optimizers.MasterWeightOptimizer,
+    "flat": functools.partial(
+        tfmix.optimizers.MasterWeightOptimizer, flat=True
+    ),
+    "split": functools.partial(
+        tfmix.optimizers.MasterWeightOptimizer, split=True
+    ),
+    "kahan": functools.partial(
+        tfmix.optimizers.BFloat16Optimizer, rounding="kahan"
+    ),
+    "stochastic": functools.partial(tfmix.optimizers.BFloat16Optimizer, seed=3),
+    "low": functools.partial(tfmix.optimizers.LowMemoryOptimizer, **EIGHT_BITS),
+    "masters8": functools.partial(
+        tfmix.optimizers.MasterWeightOptimizer, **EIGHT_BITS
+    ),
 }
 # The dtypes of variables that those refuse.
 REFUSES = {

@@ -1,7 +1,7 @@
 """The table of levels in the documentation is the one in the code."""
 
 from tests.tree import ROOT
-from tfmix.policy import layer_rules
+from tfmix.policy import float32_layers
 
 PAGE = ROOT / "docs" / "levels.md"
 
@@ -13,12 +13,12 @@ def table():
 
 
 def test_every_level_has_a_row():
-    assert set(table()) == set(layer_rules.LEVELS)
+    assert set(table()) == set(float32_layers.LEVELS)
 
 
 def test_rows_say_what_the_levels_do():
     for name, cells in table().items():
-        level = layer_rules.LEVELS[name]
+        level = float32_layers.LEVELS[name]
         assert cells[1].startswith(f"`{level.policy}`")
         statistics = "float16" if name == "O3" else "float32"
         assert cells[3] == statistics
@@ -31,7 +31,9 @@ def test_rows_say_what_the_levels_do():
 def test_level_one_names_its_white_list_and_level_two_its_black_list():
     rows = table()
     for name in ("Dense", "EinsumDense", "MultiHeadAttention", "PReLU"):
-        assert name in layer_rules.MATMUL_LAYERS
+        assert name in float32_layers.MATMUL_LAYERS
         assert f"`{name}`" in rows["O1"][2]
     assert "`LayerNormalization`" in rows["O2"][2]
-    assert layer_rules.LAYER_NORMALIZATION in layer_rules.LEVELS["O2"].rules
+    assert (
+        float32_layers.LAYER_NORMALIZATION in float32_layers.LEVELS["O2"].rules
+    )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tfmix
-from tfmix.policy import layer_rules, names
+from tfmix.policy import float32_layers, names
 from tfmix.policy import policy as policies
 
 pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
@@ -155,28 +155,33 @@ def test_the_representation_can_be_run():
     ("settings", "shown"),
     [
         (
-            {"float32_layers": tfmix.default_float32_layers(add=["head"])},
-            "float32_layers=tfmix.default_float32_layers(add=['head'])",
+            {
+                "float32_layers": tfmix.Policy.default_float32_layers(
+                    add=["head"]
+                )
+            },
+            "float32_layers=tfmix.Policy.default_float32_layers(add=['head'])",
         ),
         (
-            {"float32_ops": tfmix.default_float32_ops(remove=["sum"])},
-            "float32_ops=tfmix.default_float32_ops(remove=['sum'])",
+            {"float32_ops": tfmix.Policy.default_float32_ops(remove=["sum"])},
+            "float32_ops=tfmix.Policy.default_float32_ops(remove=['sum'])",
         ),
         (
             {
-                "float32_layers": tfmix.default_float32_layers(
+                "float32_layers": tfmix.Policy.default_float32_layers(
                     add=["a", "b"], remove=["Softmax", "Average"]
                 )
             },
-            "float32_layers=tfmix.default_float32_layers(add=['a', 'b'], "
+            "float32_layers=tfmix.Policy.default_float32_layers(add=['a', "
+            "'b'], "
             "remove=['Softmax', 'Average'])",
         ),
         ({"float32_layers": ["head"]}, "float32_layers=['head']"),
         ({"float32_ops": []}, "float32_ops=[]"),
         # Not the order of the default list.
         (
-            {"float32_layers": ["a", *tfmix.default_float32_layers()]},
-            f"float32_layers={['a', *tfmix.default_float32_layers()]!r}",
+            {"float32_layers": ["a", *tfmix.Policy.default_float32_layers()]},
+            f"float32_layers={['a', *tfmix.Policy.default_float32_layers()]!r}",
         ),
     ],
 )
@@ -262,7 +267,7 @@ def test_a_map_is_16_bit_when_any_entry_is():
 
 
 def test_every_level_of_the_table_is_a_name():
-    assert set(layer_rules.LEVELS) <= set(names.NAMES)
+    assert set(float32_layers.LEVELS) <= set(names.NAMES)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import tfmix
-from tfmix.in_force.process_wide import bare_optimizers
-from tfmix.step import finite
+from tfmix.autocast import bare_optimizers
+from tfmix.loss_scaling import all_finite as finite
 
 HERE = pathlib.Path(__file__).parent
 SCRIPTS = sorted(

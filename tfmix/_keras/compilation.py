@@ -13,8 +13,7 @@ import keras
 import numpy as np
 from keras.src.backend.common import stateless_scope
 
-from tfmix import _context_values
-from tfmix._keras import replacements
+from tfmix._keras import context_values, replacements
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -59,7 +58,7 @@ def by_xla() -> bool:
 
 def compiled_for(platform: str) -> contextlib.AbstractContextManager[None]:
     """Tells TensorFlow what it traces for in a block: "tpu", "cuda"."""
-    return _context_values.set_to(_platform, platform)
+    return context_values.set_to(_platform, platform)
 
 
 def for_tpu() -> bool:

@@ -65,6 +65,8 @@ def open_scope() -> keras.StatelessScope | None:
 
 # What Keras notes on a tensor, for the losses and metrics that take it.
 NOTES_OF_KERAS = ("_keras_mask", "_keras_logits")
+# What tfmix attaches to a tensor beside: the logits of probabilities.
+LOGITS = "_tfmix_logits"
 
 
 def note(tensor: Any, name: str) -> Any:

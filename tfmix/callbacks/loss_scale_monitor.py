@@ -9,12 +9,12 @@ from typing import Any
 
 import keras
 
-from tfmix import _arguments, _bar_output, _errors, _formats, _messages
+from tfmix import _arguments, _formats, _messages
 from tfmix._keras import variables
-from tfmix.doctor import missing_scaler
-from tfmix.in_force.model import computing_layers, skip_watch
-from tfmix.scaling import optimizer as scaling
-from tfmix.scaling import rules, stuck
+from tfmix.autocast import computing_layers
+from tfmix.diagnostics import missing_scaler, progress_bar, skip_report
+from tfmix.loss_scaling import errors, rules, stuck
+from tfmix.loss_scaling import optimizer as scaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Reading:
     gradient_norm: float | None = None
 
 
-class LossScaleMonitor(skip_watch.SkipWatch):
+class LossScaleMonitor(skip_report.SkipWatch):
     """Puts loss scale and skipped steps where the loss is shown.
 
     Add it to every `fit` with a `tfmix.LossScaleOptimizer`, or several of
@@ -138,7 +138,7 @@ class LossScaleMonitor(skip_watch.SkipWatch):
                 "with a tfmix.LossScaleOptimizer. Received: timeline=[]. Call "
                 "model.fit(..., callbacks=[monitor]), then monitor.plot()."
             )
-        from tfmix import plotting
+        from tfmix.diagnostics import plotting
 
         return plotting.loss_scale_timeline(self.timeline, path)
 
@@ -200,7 +200,7 @@ class LossScaleMonitor(skip_watch.SkipWatch):
         super().on_epoch_end(epoch, logs)
 
     def _start(self) -> None:
-        made = [sum(skip_watch.steps(x)) for x in self._optimizers()]
+        made = [sum(skip_report.steps(x)) for x in self._optimizers()]
         # A critic makes several steps in one of the model's.
         self._step = max(self._step, min(made))
         start = self._reading()
@@ -220,27 +220,27 @@ class LossScaleMonitor(skip_watch.SkipWatch):
         try:
             for optimizer in self._optimizers():
                 stuck.check(optimizer, self.max_consecutive_skips)
-        except _errors.LossScaleError as error:
+        except errors.LossScaleError as error:
             where, _, advice = str(error).partition("\n")
             cause = f"The likeliest cause, as measured: {self._why(reading)}."
             text = "\n".join([where, cause, advice])
-            raise _errors.LossScaleError(text) from None
+            raise errors.LossScaleError(text) from None
 
     def _note(self, reading: Reading) -> None:
         self.timeline.append(reading)
         self._shown = {
-            name: _bar_output.Shown(getattr(reading, name))
+            name: progress_bar.Shown(getattr(reading, name))
             for name in ("loss_scale", "applied_steps", "skipped_steps")
         }
         norm = reading.gradient_norm
         if norm is not None and not math.isnan(norm):
-            self._shown["gradient_norm"] = _bar_output.Shown(norm)
+            self._shown["gradient_norm"] = progress_bar.Shown(norm)
 
     def _reading(self) -> Reading:
         # Asking for `self.model` is what brings the variables up to date on
         # JAX, where `fit` keeps them to itself during an epoch.
         optimizers = self._optimizers()
-        applied, skipped = zip(*map(skip_watch.steps, optimizers), strict=True)
+        applied, skipped = zip(*map(skip_report.steps, optimizers), strict=True)
         norm = None
         if self.gradient_norm:
             every = [optimizer.gradient_norm for optimizer in optimizers]
@@ -279,7 +279,7 @@ class LossScaleMonitor(skip_watch.SkipWatch):
         waited = now.step - self._last_progress.step
         if waited >= self.alarm_after and not self._rung:
             self._rung = self._told = True
-            _bar_output.warn(
+            progress_bar.warn(
                 self,
                 "no update was applied in the last %d steps, at a loss scale "
                 "of %g: %s",

@@ -9,14 +9,15 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfmix import _arguments, _bad_rows, _bar_output, _formats, _messages
+from tfmix import _arguments, _bad_rows, _formats, _messages
 from tfmix._keras import layers, training
 from tfmix.callbacks import sampler
 from tfmix.conversion import planned_policies
-from tfmix.doctor import (
+from tfmix.diagnostics import (
     float8_products,
     missing_scaler,
     probe,
+    progress_bar,
     ranges,
     verdicts,
 )
@@ -212,7 +213,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         known = {dataclasses.replace(old, step=step) for old in self.events}
         if event not in known:
             passed = f"{phase} pass" if phase.endswith("ward") else phase
-            _bar_output.warn(
+            progress_bar.warn(
                 self,
                 "step %d: %s",
                 step,

@@ -11,16 +11,16 @@ from keras import ops, tree
 
 from tfmix import _formats
 from tfmix._keras import layers as host
+from tfmix.autocast import model_outputs
 from tfmix.conversion import planned_policies
-from tfmix.doctor import (
+from tfmix.diagnostics import (
     differentiation,
     float8_products,
     probe,
     programs,
     ranges,
 )
-from tfmix.in_force.model import model_outputs
-from tfmix.scaling import optimizer as scaling
+from tfmix.loss_scaling import optimizer as scaling
 
 # A forward row holds `ranges.COLUMNS`, the relative error, and whether float32
 # is not finite either.

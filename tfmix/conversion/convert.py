@@ -16,6 +16,13 @@ from tfmix._keras import (
     slots_by_variable,
     variables,
 )
+from tfmix.autocast import (
+    compile_optimizer,
+    computing_layers,
+    global_policy,
+    own_code,
+)
+from tfmix.autocast import model as mixed_model
 from tfmix.conversion import (
     copying,
     layer_changes,
@@ -23,17 +30,10 @@ from tfmix.conversion import (
     planned_policies,
 )
 from tfmix.float8 import chosen_layers
-from tfmix.in_force.global_policy import current_policy
-from tfmix.in_force.layer import fallback
-from tfmix.in_force.model import (
-    computing_layers,
-    mixed_model,
-    suited_optimizer,
-)
+from tfmix.loss_scaling import optimizer as scaling
+from tfmix.loss_scaling import self_scaled, train_step_guard
+from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.policy import policy as policies
-from tfmix.scaling import guard, self_scaled
-from tfmix.scaling import optimizer as scaling
-from tfmix.variables import sixteen_bit_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ConversionReport(_tables.Printed):
     @property
     def rows(self) -> tuple[Row, ...]:
         """One row per layer."""
-        reasons = [fallback.why(layer) for layer in self._layers]
+        reasons = [own_code.why(layer) for layer in self._layers]
         reasons += [""] * (len(self._rows) - len(reasons))
         return tuple(
             dataclasses.replace(row, after="float32", why=why) if why else row
@@ -196,7 +196,7 @@ def apply_policy(
         >>> model.layers[0].compute_dtype
         'float32'
     """
-    accepted = current_policy.accept(policy)
+    accepted = global_policy.accept(policy)
     _arguments.model(model)
     return _convert(model, accepted)[0]
 
@@ -272,10 +272,10 @@ def _converted(
         mixed_model.set_policy(model, policy)
         installed = _suit_optimizer(model, policy, state_before, given)
         if isinstance(installed, scaling.LossScaleOptimizer):
-            guard.put_on(model)
-        elif installed is not before and guard.is_guarded(model):
+            train_step_guard.put_on(model)
+        elif installed is not before and train_step_guard.is_guarded(model):
             # What could skip a step was tfmix's own, and is gone.
-            guard.put_on(model, asked_for=False)
+            train_step_guard.put_on(model, asked_for=False)
         layer_changes.forget_compiled(model)
         failed.pop_all()
         undone = way_back.pop_all()
@@ -346,7 +346,7 @@ def convert_model(
         >>> model.layers[0].compute_dtype
         'float32'
     """
-    accepted = current_policy.accept(policy)
+    accepted = global_policy.accept(policy)
     _arguments.model(model)
     with _progress.shown(f"Converting {model.name} to {accepted.name}"):
         twin = copying.copied(model)
@@ -401,7 +401,7 @@ def prepare(
                 f"level={level!r}. Give it to the Policy instead."
             )
         level = policies.Policy(level, keep_batchnorm_fp32=keep_batchnorm_fp32)
-    accepted = current_policy.accept(level)
+    accepted = global_policy.accept(level)
     _arguments.model(model)
     instance = keras.optimizers.get(optimizer)
     report, instance = _convert(model, accepted, instance)
@@ -418,14 +418,14 @@ def _suit_optimizer(
     level = policies.with_rules(policy).level
     optimizer = optimizer_state.optimizer_of(model)
     if given is not None:
-        suited = suited_optimizer.suited(given, model, level)
+        suited = compile_optimizer.suited(given, model, level)
         if optimizer is not None:
             _adopt(model, suited)
         return suited
     if optimizer is None:
         return None
     bare, anew = _bare(optimizer, model, state)
-    suited = suited_optimizer.suited(bare, model, level)
+    suited = compile_optimizer.suited(bare, model, level)
     if (
         not anew
         and isinstance(suited, scaling.LossScaleOptimizer)
@@ -451,7 +451,7 @@ def _bare(
     on_masters = sixteen_bit_optimizer.owner(optimizer) is not None
     if pure and on_masters and not cast:
         return optimizer, False
-    bare = suited_optimizer.without_automatic(optimizer)
+    bare = compile_optimizer.without_automatic(optimizer)
     # Masters, and slots of another dtype, want one that is not built. One
     # whose masters go has float32 slots already.
     masters_go = on_masters and sixteen_bit_optimizer.owner(bare) is None

@@ -9,8 +9,8 @@ import keras
 
 from tfmix import _messages
 from tfmix._keras import layer_policies, layers, loading
-from tfmix.in_force.global_policy import current_policy
-from tfmix.in_force.model import mixed_model
+from tfmix.autocast import global_policy
+from tfmix.autocast import model as mixed_model
 
 # Of Keras's message: enough for its first sentence and a path.
 _LONGEST = 300
@@ -23,7 +23,7 @@ def copied(model: keras.Model) -> keras.Model:
     try:
         # As pickle does it, which Keras supports: save, then load.
         load, saved, *_ = model.__reduce__()
-        with current_policy.policy_scope(before), _unwarned(model):
+        with global_policy.policy_scope(before), _unwarned(model):
             twin = load(*saved)
         _copy_adapters(twin, model)
         _check_weights(twin, model)

@@ -11,8 +11,8 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import layer_policies, layers, variables
+from tfmix.autocast import exact_inputs, own_code
 from tfmix.conversion import planned_policies
-from tfmix.in_force.layer import fallback, uncast_inputs
 
 Undo = Callable[[], None]
 
@@ -91,28 +91,28 @@ def _set_policy(
     # A model's `call` stays; its methods have an owner of their own.
     names = [layer_policies.FIRST_CALLED]
     names += [] if isinstance(layer, keras.Model) else ["call"]
-    fallen = fallback.take_off(layer)
+    fallen = own_code.take_off(layer)
     own = {name: vars(layer)[name] for name in names if name in vars(layer)}
 
     def restore() -> None:
-        fallback.take_off(layer)
-        uncast_inputs.forget_exact(layer)
+        own_code.take_off(layer)
+        exact_inputs.forget_exact(layer)
         layer_policies.set_policy(layer, before)
         for name, value in own.items():
             layer_policies.put(layer, name, value)
-        fallback.put_back(layer, fallen)
+        own_code.put_back(layer, fallen)
 
     way_back.callback(restore)
     # Rules of the policy it was made under must not come back later.
     vars(layer).pop(layer_policies.FIRST_CALLED, None)
-    uncast_inputs.forget_exact(layer)
+    exact_inputs.forget_exact(layer)
     layer_policies.set_policy(layer, policy)
     if among_16_bit and not layers.is_input(layer):
-        uncast_inputs.keep_exact(layer)
+        exact_inputs.keep_exact(layer)
         if policy.compute_dtype == "float32":
-            uncast_inputs.look_behind_casts(layer)
-        if fallback.can_have(layer):
-            fallback.put_on(layer)
+            exact_inputs.look_behind_casts(layer)
+        if own_code.can_have(layer):
+            own_code.put_on(layer)
 
 
 def _cast_variables(

@@ -14,7 +14,7 @@ from keras import ops
 from tfmix import _messages
 from tfmix._keras import optimizers, slots_by_variable
 from tfmix._keras import variables as variables_of
-from tfmix.variables import sixteen_bit_optimizer
+from tfmix.optimizers import sixteen_bit_optimizer
 
 # Which of the optimizers that update, its attribute, which model variable.
 Key = tuple[int, str, int]

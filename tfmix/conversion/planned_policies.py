@@ -7,10 +7,8 @@ import keras
 
 from tfmix import _formats
 from tfmix._keras import layer_policies, layers
-from tfmix.in_force.global_policy import new_layers
-from tfmix.in_force.layer import fallback
-from tfmix.in_force.model import computing_layers
-from tfmix.policy import layer_rules
+from tfmix.autocast import computing_layers, new_layers, own_code
+from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
 # Layers of Keras's that hold layers of the user's: those are decided on
@@ -97,7 +95,7 @@ def unused_rules(
         for argument, item in written
         if item not in known
         and not any(
-            layer_rules.matches(
+            float32_layers.matches(
                 item, type(x), x.name, layer_policies.path_of(x)
             )
             for x in layers.flat_layers(model)
@@ -174,7 +172,7 @@ class _Planner:
         dtypes = (layer.compute_dtype, layer.variable_dtype)
         if any(dtype not in _formats.FORMATS for dtype in dtypes):
             return _OWN
-        chosen = new_layers.is_chosen(layer) or fallback.why(layer)
+        chosen = new_layers.is_chosen(layer) or own_code.why(layer)
         deliberate = self._mixed_before and not chosen
         if deliberate and current.name == "float32" and not self._is_float32:
             return _OWN
@@ -194,7 +192,7 @@ class _Planner:
         return "the model's output" if id(layer) in self._heads else None
 
     def _fell_back(self, layer: keras.Layer) -> str:
-        return "" if self._is_float32 else fallback.why(layer)
+        return "" if self._is_float32 else own_code.why(layer)
 
     def _ruled(self, layer: keras.Layer) -> str | None:
         path = layer_policies.path_of(layer)

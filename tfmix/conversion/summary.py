@@ -6,9 +6,8 @@ import keras
 
 from tfmix import _arguments, _formats, _tables
 from tfmix._keras import layer_policies, layers
+from tfmix.autocast import computing_layers, own_code
 from tfmix.conversion import planned_policies
-from tfmix.in_force.layer import fallback
-from tfmix.in_force.model import computing_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +87,7 @@ def summary(model: keras.Model) -> ModelSummary:
     computing = {*map(id, computing_layers.layers_that_compute(model))}
     every = layers.flat_layers(model)
     listed = [layer for layer in every if id(layer) in computing]
-    return ModelSummary(tuple(map(_row, listed)), tuple(fallback.notes(model)))
+    return ModelSummary(tuple(map(_row, listed)), tuple(own_code.notes(model)))
 
 
 def _row(layer: keras.Layer) -> LayerDtypes:

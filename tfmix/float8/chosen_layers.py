@@ -7,13 +7,12 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix import _h200
 from tfmix._keras import layer_policies, layers, variables
-from tfmix.float8 import product
-from tfmix.policy import layer_rules
+from tfmix.float8 import h200, product
+from tfmix.gradient_scaling import contraction
+from tfmix.gradient_scaling import product_hook as chosen_products
+from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
-from tfmix.scaling.products import chosen as chosen_products
-from tfmix.scaling.products import contraction
 
 # On a layer that was looked at: why it is left out, "" if it is chosen.
 _REASON = "_tfmix_no_float8"
@@ -25,8 +24,8 @@ CAST_BYTES = 2 + 2 + 1
 # Three products of (m, k, n) take an H200 6 m k n operations, half as long in
 # float8; their factors' bytes are CAST_BYTES (mk + kn + mn). So it pays where
 # 1/m + 1/k + 1/n is less than this, 1/344; m, the batch, is large.
-_SAVED = 1 / _h200.SIXTEEN_BIT - 1 / _h200.FLOAT8
-_PAYS = 6 * _SAVED * _h200.BANDWIDTH / CAST_BYTES
+_SAVED = 1 / h200.SIXTEEN_BIT - 1 / h200.FLOAT8
+_PAYS = 6 * _SAVED * h200.BANDWIDTH / CAST_BYTES
 
 
 def choose(
@@ -139,7 +138,7 @@ def _why_not(layer: keras.Layer, policy: policies.Policy, is_end: bool) -> str:
     if wanted is not None:
         path = layer_policies.path_of(layer)
         if not any(
-            layer_rules.matches(item, type(layer), layer.name, path)
+            float32_layers.matches(item, type(layer), layer.name, path)
             for item in wanted
         ):
             return "not in float8_layers"

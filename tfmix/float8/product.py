@@ -17,8 +17,8 @@ import keras
 from keras import ops
 
 from tfmix._keras import compilation
-from tfmix.scaling.products.contraction import Contraction
-from tfmix.variables import bits
+from tfmix.gradient_scaling import bits
+from tfmix.gradient_scaling.contraction import Contraction
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,1 +1,8 @@
-"""What an accelerator makes of a model."""
+"""What a device can do, and what a step needs on it."""
+
+from tfmix.hardware.advice import advise
+from tfmix.hardware.compiling import compile_for
+from tfmix.hardware.target import targets
+from tfmix.policy.devices import devices
+
+__all__ = ["advise", "compile_for", "devices", "targets"]

@@ -227,7 +227,8 @@ class CompiledSteps(_tables.Printed, Mapping[str, CompiledStep]):
         }
         if not peaks:
             return (
-                "None fits: take a smaller batch, or see `tfmix.advise(model, "
+                "None fits: take a smaller batch, or see "
+                "`tfmix.hardware.advise(model, "
                 "batch_size, target=...)` for optimizers that hold less."
             )
         least = min(peaks, key=lambda name: peaks[name])

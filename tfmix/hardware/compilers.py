@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 from tfmix._keras import compilation
-from tfmix.hardware import targets
+from tfmix.hardware import target as targets
 
 _CUDA = "jax_plugins.xla_cuda12"
 # The wheels that each extra of setup.cfg brings, by the module they hold.

@@ -8,7 +8,7 @@ import numpy as np
 from keras import tree
 
 from tfmix._keras import layers as host
-from tfmix.doctor import batch as batches
+from tfmix.diagnostics import batch as batches
 
 # Choices of dtypes for the inputs of a model, each traced once.
 _MOST_TRIED = 64
@@ -44,7 +44,8 @@ def inputs(
     if not symbols:
         raise ValueError(
             "The model's input shapes are not known. Received: "
-            f"model={model!r}. Call it once on a batch; `tfmix.advise` also "
+            f"model={model!r}. Call it once on a batch; "
+            f"`tfmix.hardware.advise` also "
             "takes `x`, a batch of inputs, or `input_shape`, that of one row."
         )
     symbols = tree.map_structure(lambda leaf: _fixed(leaf, batch_size), symbols)
@@ -153,7 +154,7 @@ def _fixed(tensor: Any, batch_size: int) -> Any:
             "Every dimension of an input besides the first must be known, to "
             f"count products. Received: an input of shape {tensor.shape!r}. "
             "Build the model for one length, such as keras.Input((128,)); "
-            "`tfmix.advise` also takes `x`, a batch of inputs, or "
+            "`tfmix.hardware.advise` also takes `x`, a batch of inputs, or "
             f"input_shape={example!r}."
         )
     return keras.KerasTensor(shape, tensor.dtype)

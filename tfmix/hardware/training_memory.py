@@ -9,18 +9,14 @@ from typing import Any
 import keras
 
 from tfmix._keras import optimizers
-from tfmix.hardware import targets
-from tfmix.variables import (
-    eight_bit,
-    eight_bit_slots,
-    sixteen_bit_optimizer,
-)
+from tfmix.hardware import target as targets
+from tfmix.optimizers import eight_bit, eight_bit_slots, sixteen_bit_optimizer
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 _ADAMS = 2  # moments of a weight, where the model has no optimizer yet
-_MASTERS = "tfmix.MasterWeightOptimizer(optimizer{})"
-_LOW = "tfmix.LowMemoryOptimizer(optimizer)"
-_STOCHASTIC = "tfmix.BFloat16Optimizer(optimizer{})"
+_MASTERS = "tfmix.optimizers.MasterWeightOptimizer(optimizer{})"
+_LOW = "tfmix.optimizers.LowMemoryOptimizer(optimizer)"
+_STOCHASTIC = "tfmix.optimizers.BFloat16Optimizer(optimizer{})"
 _INT8 = ', slot_dtype="int8"'
 
 

@@ -1,7 +1,7 @@
 """The names a policy may have, and what people write instead of them."""
 
 from tfmix import _arguments, _formats
-from tfmix.policy import layer_rules
+from tfmix.policy import float32_layers
 
 DTYPE_NAMES = (
     "float32",
@@ -12,7 +12,7 @@ DTYPE_NAMES = (
 )
 # bfloat16, but for the matrix products of some layers.
 FLOAT8 = "mixed_float8"
-NAMES = (*DTYPE_NAMES, FLOAT8, "auto", *layer_rules.LEVELS)
+NAMES = (*DTYPE_NAMES, FLOAT8, "auto", *float32_layers.LEVELS)
 
 # What people write who come from other libraries.
 _ALIASES = {
@@ -61,5 +61,5 @@ def _hint(name: str) -> str:
     known = {own: own for own in (*DTYPE_NAMES, FLOAT8, "auto")} | _ALIASES
     # One letter is enough to make "bool" look like "O3".
     if key.startswith("o") and len(key) <= 3:
-        known = {level.lower(): level for level in layer_rules.LEVELS}
+        known = {level.lower(): level for level in float32_layers.LEVELS}
     return _arguments.did_you_mean(key, known, cutoff=0.5)

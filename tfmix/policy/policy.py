@@ -8,10 +8,10 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-
-# Not the module: `tfmix.devices` is the public function of that name.
-from tfmix.devices import auto_policy, is_on_tensorflows_cpu
-from tfmix.policy import layer_rules, names, op_rules
+from tfmix.policy import float32_layers as layer_rules
+from tfmix.policy import float32_ops as op_rules
+from tfmix.policy import names
+from tfmix.policy.devices import auto_policy, is_on_tensorflows_cpu
 
 _SETTINGS = (
     "float32_layers",
@@ -37,11 +37,11 @@ class Policy(keras.DTypePolicy):
         float32_layers: List of layers kept in float32, the whole list: layer
             classes, class names, or regular expressions matched whole against
             a layer's name or path. Defaults to what was measured to break;
-            `tfmix.default_float32_layers(add=[...])` extends it.
+            `tfmix.Policy.default_float32_layers(add=[...])` extends it.
         float32_ops: List of `keras.ops` computed in float32, the whole list.
             Defaults to those that were measured to be wrong, infinite or
-            missing in 16 bit; `tfmix.default_float32_ops(add=[...])` extends
-            it.
+            missing in 16 bit; `tfmix.Policy.default_float32_ops(add=[...])`
+            extends it.
         keep_batchnorm_fp32: Boolean, whether `BatchNormalization` computes
             and answers in float32. Defaults to the level's choice. Without a
             level, to `True` for the pure 16-bit policies, whose moving
@@ -67,6 +67,9 @@ class Policy(keras.DTypePolicy):
         >>> policy.float32_layers
         ['head']
     """
+
+    default_float32_layers = staticmethod(layer_rules.default_float32_layers)
+    default_float32_ops = staticmethod(op_rules.default_float32_ops)
 
     def __init__(
         self,
@@ -313,7 +316,7 @@ def _shown(field: str, value: Any) -> str:
         ]
         few = len(added) + len(removed) < len(value)
         if few and value == make(**changes):
-            return f"tfmix.{make.__name__}({', '.join(parts)})"
+            return f"tfmix.Policy.{make.__name__}({', '.join(parts)})"
     return repr(value)
 
 

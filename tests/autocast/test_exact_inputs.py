@@ -1,0 +1,326 @@
+"""Ids and raw features reach the layer that needs them uncast."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers
+from tfmix.autocast import global_policy
+
+IDS = np.array([[2049.0, 4097.0, 9999.0, 59999.0]], "float32")
+ROWS = 60_000
+
+
+class Embedder(keras.Model):
+    def __init__(self, take=lambda x: x):
+        super().__init__()
+        self.take = take
+        self.embedding = keras.layers.Embedding(ROWS, 1)
+
+    def call(self, x):
+        return self.embedding(self.take(x))
+
+
+class TokenLayer(keras.layers.Layer):
+    """As in Keras's own example of text classification."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = keras.layers.Embedding(ROWS, 1)
+        self.positions = keras.layers.Embedding(4, 1)
+
+    def call(self, x):
+        return self.tokens(x) + self.positions(keras.ops.arange(4)) * 0
+
+
+def number_rows(embedding):
+    """Makes the row's value tell the row, in steps float16 can hold."""
+    embedding.build((None, 4))
+    embedding.set_weights([np.arange(ROWS)[:, None] % 2048])
+
+
+def rows(result):
+    return keras.ops.convert_to_numpy(result)[..., 0].astype("float32")
+
+
+@pytest.mark.parametrize("run", ["__call__", "predict"])
+def test_float_ids_of_a_subclassed_model_find_their_rows(run, said):
+    with global_policy.policy_scope("mixed_float16"):
+        model = Embedder()
+    number_rows(model.embedding)
+    result = model(IDS) if run == "__call__" else model.predict(IDS, verbose=0)
+    np.testing.assert_array_equal(rows(result), IDS % 2048)
+    # The embedding answers in 16 bit, the outermost model in float32.
+    assert model.embedding.compute_dtype == "float16"
+    assert keras.backend.standardize_dtype(result.dtype) == "float32"
+    assert not said
+
+
+def test_float_ids_of_a_users_layer_find_their_rows(said):
+    with global_policy.policy_scope("mixed_float16"):
+        layer = TokenLayer()
+        inputs = keras.Input((4,))
+        model = keras.Model(inputs, layer(inputs))
+    number_rows(layer.tokens)
+    result = model.predict(IDS, verbose=0)
+    np.testing.assert_array_equal(rows(result), IDS % 2048)
+    assert not said
+
+
+def test_ids_two_layers_down_find_their_rows():
+    class Outer(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = TokenLayer()
+
+        def call(self, x):
+            return self.inner(x)
+
+    with global_policy.policy_scope("mixed_float16"):
+        model = Outer()
+    number_rows(model.inner.tokens)
+    np.testing.assert_array_equal(rows(model(IDS)), IDS % 2048)
+
+
+def test_ids_that_were_changed_after_the_cast_are_reported(said):
+    with global_policy.policy_scope("mixed_float16"):
+        model = Embedder(take=lambda x: x[:, :2])
+    model(IDS)
+    assert said
+    assert "2048" in said[0]
+    assert "int32" in said[0]
+
+
+def test_few_rows_are_no_reason_to_warn(said):
+    class Small(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.embedding = keras.layers.Embedding(2048, 1)
+
+        def call(self, x):
+            return self.embedding(x[:, :2])
+
+    with global_policy.policy_scope("mixed_float16"):
+        Small()(np.ones((1, 4), "float32"))
+    assert not said
+
+
+@pytest.mark.parametrize("kind", ["subclassed", "functional"])
+def test_raw_features_reach_normalization_with_all_digits(kind):
+    # Unix seconds: 1.7e9, one second apart, in a format that ends at 65504.
+    raw = (1.7e9 + 128.0 * np.arange(4.0)[:, None]).astype("float32")
+    mean, variance = float(raw.mean()), float(raw.var())
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.normalize = keras.layers.Normalization(
+                mean=mean, variance=variance
+            )
+            # Keras cannot build this one while it infers shapes.
+            self.normalize.build((None, 1))
+
+        def call(self, x):
+            return self.normalize(x)
+
+    with global_policy.policy_scope("mixed_float16"):
+        model = Model()
+        if kind == "functional":
+            inputs = keras.Input((1,))
+            model = keras.Model(inputs, model(inputs))
+    result = keras.ops.convert_to_numpy(model(raw))
+    expected = (raw - mean) / np.sqrt(variance)
+    np.testing.assert_allclose(
+        result, expected, rtol=helpers.TOLERANCES["float32"]
+    )
+
+
+def test_discretization_sees_values_beside_its_boundaries():
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.bin = keras.layers.Discretization([4096.5])
+
+        def call(self, x):
+            return self.bin(x)
+
+    with global_policy.policy_scope("mixed_float16"):
+        model = Model()
+    result = model(np.array([[4096.0], [4097.0]], "float32"))
+    assert keras.ops.convert_to_numpy(result).ravel().tolist() == [0, 1]
+
+
+# Keras 3.16 says so of recurrent layers.
+@pytest.mark.costly
+@pytest.mark.filterwarnings("ignore:.*does not support masking")
+def test_a_mask_survives():
+    class Outer(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.supports_masking = True
+            self.lstm = keras.layers.LSTM(1)
+
+        def call(self, x, mask=None):
+            assert mask is not None
+            return self.lstm(x, mask=mask)
+
+    with global_policy.policy_scope("mixed_float16"):
+        outer = Outer()
+        masked = keras.layers.Masking(dtype="float32")(np.ones((1, 3, 2)))
+        assert outer(masked).shape == (1, 1)
+
+
+@pytest.mark.costly
+def test_integer_ids_and_their_gradient_are_as_ever():
+    with global_policy.policy_scope("mixed_float16"):
+        model = keras.Sequential(
+            [
+                keras.Input((4,), dtype="int32"),
+                keras.layers.Embedding(ROWS, 2),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1, dtype="float32"),
+            ]
+        )
+    model.compile("sgd", "mse")
+    before = model.layers[0].get_weights()[0].copy()
+    model.fit(IDS.astype("int32"), np.ones((1, 1)), verbose=0)
+    changed = np.where((model.layers[0].get_weights()[0] != before).any(1))[0]
+    assert set(changed) <= set(IDS[0].astype(int))
+    assert len(changed) > 0
+
+
+class Around(keras.Model):
+    """Hands its input on to a model inside it, as many of users' own do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        return self.inner(x)
+
+
+def functional(layer, width):
+    """Makes a Functional model of one layer."""
+    inputs = keras.Input((width,))
+    return keras.Model(inputs, layer(inputs))
+
+
+def text_models():
+    """Makes models of an Embedding, in the forms that Keras's guides have."""
+    rows = [keras.layers.Embedding(70_000, 2) for _ in range(6)]
+    inner = keras.Sequential([keras.Input((3,)), rows[1]])
+    unbuilt = keras.Sequential([rows[3]])
+    ending = keras.layers.Flatten()
+    return {
+        "without an input": (keras.Sequential([rows[0], ending]), rows[0]),
+        "of a model": (keras.Sequential([inner, ending]), rows[1]),
+        "functional": (functional(rows[2], 3), rows[2]),
+        "in another": (keras.Sequential([unbuilt, ending]), rows[3]),
+        "functional in one's own": (Around(functional(rows[4], 3)), rows[4]),
+        "Sequential in one's own": (
+            Around(keras.Sequential([rows[5]])),
+            rows[5],
+        ),
+    }
+
+
+@pytest.mark.parametrize("form", text_models())
+@pytest.mark.parametrize("dtype", ["int32", "int64", "float32"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_ids_reach_an_embedding_as_they_are(form, dtype, policy):
+    with global_policy.policy_scope(policy):
+        model, embedding = text_models()[form]
+    # One that 16 bit rounds, and that float32 does not.
+    ids = np.array([[257, 2049, 60_001]])
+    found = model.predict(ids.astype(dtype), verbose=0)
+    rows = keras.ops.convert_to_numpy(embedding.embeddings)[ids[0]]
+    half = policy.removeprefix("mixed_")
+    expected = keras.ops.convert_to_numpy(
+        keras.ops.cast(keras.ops.cast(rows, half), "float32")
+    )
+    np.testing.assert_array_equal(np.reshape(found, (3, 2)), expected)
+
+
+class Tabular(keras.Model):
+    """Normalizes raw features, as Keras's guide to structured data does."""
+
+    def __init__(self, features, form):
+        super().__init__()
+        layer = keras.layers.Normalization()
+        layer.adapt(features)
+        if form == "a layer":
+            self.normalize = layer
+        elif form == "functional":
+            self.normalize = functional(layer, features.shape[1])
+        else:
+            self.normalize = keras.Sequential([layer])
+        self.dense = keras.layers.Dense(1, dtype="float32")
+
+    def call(self, x):
+        return self.dense(self.normalize(x))
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "xla"])
+@pytest.mark.parametrize("form", ["a layer", "functional", "sequential"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_raw_features_reach_a_normalization_as_they_are(how, form, policy):
+    # Of three digits more than bfloat16 has, and beyond the end of float16.
+    generator = np.random.default_rng(0)
+    x = generator.normal(1e5, 100.0, (64, 4)).astype("float32")
+    with global_policy.policy_scope(policy):
+        model = Tabular(x, form)
+    model.compile("sgd", run_eagerly=how == "eager", jit_compile=how == "xla")
+    found = model.predict(x, verbose=0)
+    features = (x - x.mean(axis=0)) / x.std(axis=0)
+    kernel, bias = map(keras.ops.convert_to_numpy, model.dense.weights)
+    np.testing.assert_allclose(found, features @ kernel + bias, atol=0.05)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("value", [0.1, -999.0, -1e5])
+def test_a_value_that_is_masked_need_not_be_one_of_16_bit(value, policy):
+    with tfmix.policy_scope(policy):
+        model = keras.Sequential(
+            [
+                keras.Input((8, 3)),
+                keras.layers.Masking(value),
+                keras.layers.GlobalAveragePooling1D(),
+            ]
+        )
+    x = np.random.default_rng(0).normal(size=(4, 8, 3)).astype("float32")
+    expected = x[:, :5].mean(axis=1)
+    x[:, 5:] = value
+    found = model.predict(x, verbose=0)
+    np.testing.assert_allclose(found, expected, atol=0.02)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_lambda_that_falls_back_has_exact_numbers_from_the_first_call(policy):
+    import tensorflow as tf
+
+    def mixes(x):
+        return keras.ops.sin(x * tf.constant(9e4))
+
+    x = np.random.default_rng(0).uniform(size=(8, 4)).astype("float32")
+    tfmix.set_global_policy(policy)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Lambda(mixes)])
+    found = model.predict(x, verbose=0)
+    np.testing.assert_allclose(found, np.sin(x * np.float32(9e4)), atol=0.01)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_spectral_norm_rounds_no_kernel(policy):
+    tfmix.set_global_policy(policy)
+    dense = keras.layers.Dense(16)
+    layer = keras.layers.SpectralNormalization(dense)
+    model = keras.Sequential([keras.Input((8,)), layer])
+    for _ in range(20):
+        model(np.ones((2, 8), "float32"), training=True)
+    kernel = helpers.to_numpy(dense.kernel)
+    assert np.mean(kernel != kernel.astype("float16")) > 0.5
+    assert dense.compute_dtype == policy.removeprefix("mixed_")
+    np.testing.assert_allclose(np.linalg.norm(kernel, 2), 1.0, atol=0.1)

@@ -1,0 +1,297 @@
+"""The policy in force: process-wide, in scopes, in threads, and gone again."""
+
+import importlib.util
+import threading
+
+import keras
+import pytest
+
+from tfmix.autocast import global_policy as state
+from tfmix.autocast import interceptor
+from tfmix.policy import policy as policies
+
+Policy = policies.Policy
+SIXTEEN_BIT = ("mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
+
+
+def new_layer_policy():
+    return keras.layers.Dense(1).dtype_policy.name
+
+
+def in_thread(function):
+    """Runs a function in a thread of its own, returns what it returned."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.mark.parametrize("name", SIXTEEN_BIT)
+def test_new_layers_get_the_global_policy_as_plain_keras(name):
+    state.set_global_policy(name)
+    layer = keras.layers.Dense(1)
+    assert type(layer.dtype_policy) is keras.DTypePolicy
+    assert layer.dtype_policy.name == name
+    assert type(keras.config.dtype_policy()) is keras.DTypePolicy
+    assert state.global_policy() == Policy(name)
+
+
+def test_a_policy_object_comes_back_with_its_rules():
+    policy = Policy("mixed_float16", float32_layers=["head"])
+    state.set_global_policy(policy)
+    assert state.global_policy() is policy
+
+
+def test_every_thread_has_the_policy():
+    state.set_global_policy("mixed_float16")
+    assert in_thread(new_layer_policy) == "mixed_float16"
+
+
+def test_a_sublayer_made_in_build_in_a_thread_has_it_too():
+    class Outer(keras.layers.Layer):
+        def build(self, shape):
+            self.inner = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.inner(x)
+
+    state.set_global_policy("mixed_float16")
+
+    def make():
+        outer = Outer()
+        outer(keras.ops.ones((1, 2)))
+        return outer.compute_dtype, outer.inner.compute_dtype
+
+    assert in_thread(make) == ("float16", "float16")
+
+
+@pytest.mark.costly
+def test_the_policy_survives_clear_session():
+    state.set_global_policy("mixed_float16")
+    keras.utils.clear_session()
+    assert new_layer_policy() == "mixed_float16"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        keras.DTypePolicy("mixed_bfloat16"),
+        keras.dtype_policies.DTypePolicyMap("mixed_bfloat16"),
+        keras.dtype_policies.QuantizedDTypePolicy("int8", "mixed_bfloat16"),
+    ],
+)
+def test_any_policy_object_of_kerass_is_taken(policy):
+    state.set_global_policy(policy)
+    assert state.global_policy() is policy
+    layer = keras.layers.Dense(1)
+    assert layer.dtype_policy.name == policy.name
+    assert layer.compute_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["int8", "bool", "string"])
+def test_policy_objects_without_a_float_dtype_are_refused(name):
+    with pytest.raises(ValueError, match="must have float dtypes"):
+        state.set_global_policy(keras.DTypePolicy(name))
+
+
+def test_an_error_leaves_the_policy_as_it_was():
+    state.set_global_policy("mixed_float16")
+    with pytest.raises(ValueError, match="must be one of"):
+        state.set_global_policy("fp16")
+    assert new_layer_policy() == "mixed_float16"
+
+
+def test_a_scope_is_checked_when_it_is_written():
+    with pytest.raises(ValueError, match="must be one of"):
+        state.policy_scope("fp16")
+
+
+def test_a_scope_restores_after_an_exception():
+    state.set_global_policy("mixed_bfloat16")
+    scope = state.policy_scope("mixed_float16")
+    with pytest.raises(KeyError, match="mixed_float16"), scope:
+        {}[new_layer_policy()]
+    assert new_layer_policy() == "mixed_bfloat16"
+
+
+def test_a_scope_restores_what_was_there_on_entering():
+    scope = state.policy_scope("mixed_float16")
+    state.set_global_policy("mixed_bfloat16")
+    with scope:
+        assert new_layer_policy() == "mixed_float16"
+    assert new_layer_policy() == "mixed_bfloat16"
+
+
+def test_scopes_nest_and_can_be_entered_again():
+    scope = state.policy_scope("mixed_float16")
+    with scope:
+        with state.policy_scope("float32"):
+            assert new_layer_policy() == "float32"
+            with scope:
+                assert new_layer_policy() == "mixed_float16"
+            assert new_layer_policy() == "float32"
+        assert new_layer_policy() == "mixed_float16"
+    assert new_layer_policy() == "float32"
+
+
+def test_a_scope_decorates_a_function():
+    @state.policy_scope("mixed_bfloat16")
+    def make():
+        return new_layer_policy()
+
+    assert (make(), make(), new_layer_policy()) == (
+        "mixed_bfloat16",
+        "mixed_bfloat16",
+        "float32",
+    )
+
+
+def test_a_global_policy_set_in_a_scope_ends_with_it():
+    with state.policy_scope("mixed_float16"):
+        state.set_global_policy("mixed_bfloat16")
+        assert new_layer_policy() == "mixed_bfloat16"
+    assert new_layer_policy() == "float32"
+    assert not state.hooks_keras()
+
+
+def test_a_scope_of_one_thread_is_seen_by_threads_without_one():
+    with state.policy_scope("mixed_float16"):
+        assert in_thread(new_layer_policy) == "mixed_float16"
+    assert in_thread(new_layer_policy) == "float32"
+
+
+def test_scopes_of_threads_that_interleave_restore_their_own():
+    # Opened A, B and closed A, B: no stack of one thread has that order.
+    entered, left = threading.Event(), threading.Event()
+    seen = {}
+
+    def other():
+        with state.policy_scope("mixed_bfloat16"):
+            entered.set()
+            left.wait(10)
+            seen["inside"] = new_layer_policy()
+        seen["after"] = new_layer_policy()
+
+    thread = threading.Thread(target=other)
+    with state.policy_scope("mixed_float16"):
+        thread.start()
+        entered.wait(10)
+        assert new_layer_policy() == "mixed_float16"
+    assert new_layer_policy() == "mixed_bfloat16"
+    left.set()
+    thread.join()
+    assert seen == {"inside": "mixed_bfloat16", "after": "float32"}
+    assert not state.hooks_keras()
+
+
+def test_a_float32_scope_holds_against_kerass_own_policy():
+    keras.config.set_dtype_policy("mixed_float16")
+    with state.policy_scope("float32"):
+        assert new_layer_policy() == "float32"
+    assert new_layer_policy() == "mixed_float16"
+
+
+def test_float32_holds_against_kerass_own_policy():
+    keras.config.set_dtype_policy("mixed_float16")
+    state.set_global_policy("mixed_bfloat16")
+    state.set_global_policy("float32")
+    assert not state.hooks_keras()
+    assert new_layer_policy() == "float32"
+
+
+def test_setting_a_policy_through_keras_takes_effect_and_is_said(
+    said,
+):
+    state.set_global_policy("mixed_float16")
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    assert new_layer_policy() == "mixed_bfloat16"
+    (line,) = said
+    assert "mixed_bfloat16" in line
+    assert "Policy('mixed_float16')" in line
+
+
+def test_setting_float32_through_keras_switches_tfmix_off(said):
+    state.set_global_policy("mixed_float16")
+    keras.config.set_dtype_policy("float32")
+    assert new_layer_policy() == "float32"
+    assert not state.hooks_keras()
+    assert len(said) == 1
+
+
+def test_setting_the_same_policy_through_keras_is_no_news(said):
+    state.set_global_policy("mixed_float16")
+    keras.config.set_dtype_policy("mixed_float16")
+    assert new_layer_policy() == "mixed_float16"
+    assert not said
+
+
+def test_before_tfmix_is_asked_the_policy_is_kerass():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    assert state.global_policy() == keras.DTypePolicy("mixed_bfloat16")
+
+
+def test_rules_come_and_go_with_the_policy():
+    policy = Policy("mixed_float16", float32_ops=["tanh"])
+    rules = {"tanh", interceptor.SIXTEEN_BIT}
+    with state.policy_scope(policy):
+        assert interceptor.installed() == rules
+    assert not interceptor.installed()
+    state.set_global_policy(policy)
+    assert interceptor.installed() == rules
+    state.set_global_policy("float32")
+    assert not interceptor.installed()
+
+
+def test_a_scope_that_cannot_be_entered_leaves_nothing_behind(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(state, "_hook", fails)
+        with (
+            pytest.raises(RuntimeError, match="planted"),
+            state.policy_scope("mixed_float16"),
+        ):
+            pass
+    assert new_layer_policy() == "float32"
+    assert not interceptor.installed()
+    with state.policy_scope("mixed_float16"):
+        assert new_layer_policy() == "mixed_float16"
+    assert new_layer_policy() == "float32"
+
+
+def test_a_thread_without_a_scope_is_under_the_one_opened_last():
+    with state.policy_scope("mixed_float16"):
+        assert in_thread(new_layer_policy) == "mixed_float16"
+    assert in_thread(new_layer_policy) == "float32"
+
+
+def test_a_float32_scope_has_no_op_rules_of_the_policy_around_it():
+    # The squares leave float16's range, their root does not.
+    x = keras.ops.full((1024,), 300.0, dtype="float16")
+    state.set_global_policy("mixed_float16")
+    assert float(keras.ops.norm(x)) == 9600.0
+    with state.policy_scope("float32"):
+        assert float(keras.ops.norm(x)) == float("inf")
+    assert float(keras.ops.norm(x)) == 9600.0
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "float16", "O2"])
+def test_float16_on_a_tpu_is_refused_at_once(monkeypatch, name):
+    devices = importlib.import_module("tfmix.policy.devices")
+    tpu = devices.describe("TPU", "TPU v5e", "jax")
+    monkeypatch.setattr(devices, "devices", lambda: (tpu,))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ValueError, match="float16'.*'mixed_bfloat16'"):
+        state.set_global_policy(name)
+    state.set_global_policy("mixed_bfloat16")
+
+
+def test_without_libtpu_jax_is_not_asked_for_a_tpu(monkeypatch):
+    if keras.backend.backend() != "jax":
+        pytest.skip("TensorFlow's devices are listed without starting them")
+    devices = importlib.import_module("tfmix.policy.devices")
+    monkeypatch.setattr(devices, "devices", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    state.set_global_policy("mixed_float16")

@@ -1,0 +1,447 @@
+"""A model carries its policy: rules, float32 outputs, losses and metrics."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops as kops
+
+import tfmix
+from tests import helpers
+from tests.autocast import test_penalties as penalised
+from tfmix.autocast import global_policy, interceptor
+from tfmix.autocast import model as mixed_model
+from tfmix.policy import policy as policies
+
+SIXTEEN = ("float16", "bfloat16")
+# Loss functions of two (4, 3) arrays; those left out need other arguments.
+OTHER_ARGUMENTS = {
+    "circle",
+    "categorical_generalized_cross_entropy",
+    "ctc",
+    "deserialize",
+    "get",
+    "serialize",
+    "sparse_categorical_crossentropy",
+    "sparse_categorical_focal_crossentropy",
+}
+LOSS_FUNCTIONS = [
+    name
+    for name in dir(keras.losses)
+    if name[0].islower() and name not in OTHER_ARGUMENTS
+]
+METRICS = [
+    name
+    for name in dir(keras.metrics)
+    if name[0].isupper()
+    and name
+    not in {
+        # Bases and wrappers, and metrics of class ids or matrices.
+        "Metric",
+        "MeanMetricWrapper",
+        "ConcordanceCorrelation",
+        "IoU",
+        "BinaryIoU",
+        "MeanIoU",
+        "OneHotIoU",
+        "OneHotMeanIoU",
+        "SparseCategoricalAccuracy",
+        "SparseCategoricalCrossentropy",
+        "SparseTopKCategoricalAccuracy",
+    }
+]
+ARGUMENTS = {
+    "PrecisionAtRecall": {"recall": 0.5},
+    "RecallAtPrecision": {"precision": 0.5},
+    "SensitivityAtSpecificity": {"specificity": 0.5},
+    "SpecificityAtSensitivity": {"sensitivity": 0.5},
+}
+PROBABILITIES = np.array(
+    [[0.1, 0.7, 0.2], [0.6, 0.3, 0.1], [0.25, 0.25, 0.5], [0.9, 0.05, 0.05]]
+)
+LABELS = np.eye(3, dtype="float32")[[1, 2, 2, 0]]
+
+
+def half(values, dtype="float16"):
+    return kops.cast(kops.convert_to_tensor(values), dtype)
+
+
+def rounded(values, dtype):
+    return kops.cast(half(values, dtype), "float32")
+
+
+def identity(dtype):
+    """Returns its input, rounded to a dtype on the way."""
+    with global_policy.policy_scope(f"mixed_{dtype}"):
+        return keras.Sequential(
+            [keras.Input((3,)), keras.layers.Activation("linear")]
+        )
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("name", LOSS_FUNCTIONS)
+def test_a_loss_is_what_float32_predictions_give(name, dtype):
+    model = identity(dtype)
+    model.compile("sgd", getattr(keras.losses, name), run_eagerly=True)
+    got = model.evaluate(PROBABILITIES, LABELS, verbose=0)
+    function = getattr(keras.losses, name)
+    expected = kops.mean(function(LABELS, rounded(PROBABILITIES, dtype)))
+    np.testing.assert_allclose(
+        got, helpers.to_numpy(expected), **helpers.tolerance("float32")
+    )
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_is_what_float32_predictions_give(name, dtype):
+    if name in ("Mean", "Sum"):
+        pytest.skip("Mean and Sum take values, not predictions")
+
+    def metric():
+        return getattr(keras.metrics, name)(**ARGUMENTS.get(name, {}))
+
+    expected = metric()
+    expected.update_state(LABELS, rounded(PROBABILITIES, dtype))
+    model = identity(dtype)
+    model.compile("sgd", "mse", metrics=[metric()], run_eagerly=True)
+    got = model.evaluate(PROBABILITIES, LABELS, verbose=0)[1]
+    np.testing.assert_array_equal(got, helpers.to_numpy(expected.result()))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+def test_an_error_of_300_is_not_infinite_in_fit(mode):
+    model = identity("float16")
+    how = {"run_eagerly": mode == "eager", "jit_compile": mode == "xla"}
+    model.compile("sgd", "mse", metrics=["mse"], **how)
+    x = np.full((4, 3), 300.0, "float32")
+    results = model.evaluate(x, np.zeros((4, 3)), verbose=0)
+    assert results == [90000.0, 90000.0]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16", "O3"])
+def test_the_outermost_call_returns_float32_and_an_inner_one_16_bit(policy):
+    seen = []
+
+    @keras.saving.register_keras_serializable(package="tests")
+    class Spy(keras.layers.Layer):
+        def call(self, x):
+            seen.append(keras.backend.standardize_dtype(x.dtype))
+            return x
+
+    with global_policy.policy_scope(policy):
+        inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+        outer = keras.Sequential([keras.Input((3,)), inner, Spy()])
+    x = np.ones((2, 3), "float32")
+    compute = inner.compute_dtype
+    seen.clear()
+    for model in (inner, outer):
+        assert keras.backend.standardize_dtype(model(x).dtype) == "float32"
+        assert model.predict(x, verbose=0).dtype == "float32"
+        assert model.predict_on_batch(x).dtype == "float32"
+    assert set(seen) == {compute}
+    layer = inner.layers[-1]
+    assert keras.backend.standardize_dtype(layer(x).dtype) == compute
+
+
+def test_a_subclassed_model_returns_its_nest_in_float32():
+    class Two(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+
+        def call(self, x):
+            return {"a": self.dense(x), "b": [x, kops.ones((1,), "int32")]}
+
+    with global_policy.policy_scope("mixed_bfloat16"):
+        model = Two()
+    outputs = model(np.ones((2, 3), "float32"))
+    dtypes = keras.tree.map_structure(
+        lambda one: keras.backend.standardize_dtype(one.dtype), outputs
+    )
+    assert dtypes == {"a": "float32", "b": ["float32", "int32"]}
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_16_bit_softmax_head_keeps_the_gradient_of_a_wrong_sample():
+    import tensorflow as tf
+
+    # A logit gap of 20: the probability is below float16's range, and
+    # Keras's loss then has no gradient at all.
+    with global_policy.policy_scope("mixed_float16"):
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Activation("softmax")]
+        )
+    # The default rules keep it in float32; this one is the user's choice.
+    model.layers[0].dtype_policy = "mixed_float16"
+    logits = tf.constant([[20.0, 0.0]])
+    with tf.GradientTape() as tape:
+        tape.watch(logits)
+        loss = keras.losses.CategoricalCrossentropy()(
+            np.array([[0, 1]]), model(logits)
+        )
+    assert float(loss) == 20.0
+    assert tape.gradient(loss, logits).numpy().tolist() == [[1.0, -1.0]]
+
+
+@helpers.requires_backend("tensorflow")
+def test_the_mask_of_a_models_output_is_kept():
+    with global_policy.policy_scope("mixed_float16"):
+        model = keras.Sequential(
+            [keras.Input((3, 1)), keras.layers.Masking(), keras.layers.ReLU()]
+        )
+    outputs = model(np.array([[[1.0], [0.0], [2.0]]], "float32"))
+    assert outputs.dtype == "float32"
+    assert outputs._keras_mask.numpy().tolist() == [[True, False, True]]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_model_trains_under_its_policy_outside_of_the_scope(eager):
+    x, y = penalised.batch()
+    with global_policy.policy_scope("mixed_float16"):
+        model = penalised.penalised_model(eager)
+    history = model.fit(x, y, batch_size=8, verbose=0).history
+    assert np.isfinite(history["loss"][0])
+    assert not interceptor.installed()
+
+
+def test_a_carried_policy_is_taken_off_whole():
+    x, y = penalised.batch()
+    model = penalised.penalised_model()
+    before = set(vars(model))
+    policy = policies.Policy("mixed_float16", float32_ops=["normalize"])
+    mixed_model.set_policy(model, policy)
+    assert mixed_model.policy_of(model) is policy
+    mixed_model.set_policy(model, keras.DTypePolicy("float32"))
+    assert mixed_model.policy_of(model) is None
+    assert not {"call", "train_step", "compile"} & (set(vars(model)) - before)
+
+
+@pytest.mark.costly
+def test_a_carried_policy_holds_in_a_plain_call():
+    inputs = keras.Input((1024,), dtype="float16")
+    model = keras.Model(inputs, kops.normalize(inputs))
+    x = np.full((1, 1024), 10.0, "float16")
+    assert float(kops.max(model(x))) == 0.0
+    policy = policies.Policy("mixed_float16", float32_ops=["normalize"])
+    mixed_model.set_policy(model, policy)
+    assert float(kops.max(model(x))) == 0.03125
+    mixed_model.set_policy(model, keras.DTypePolicy("float32"))
+    assert float(kops.max(model(x))) == 0.0
+
+
+@pytest.mark.costly
+def test_a_method_that_the_user_sets_is_wrapped_and_given_back():
+    model = penalised.penalised_model()
+    calls = []
+
+    def theirs(*args):
+        calls.append(args)
+        return type(model).train_step(model, *args)
+
+    object.__setattr__(model, "train_step", theirs)
+    mixed_model.set_policy(model, policies.Policy("mixed_float16"))
+    assert vars(model)["train_step"] is not theirs
+    model.fit(*penalised.batch(), verbose=0)
+    assert calls
+    mixed_model.set_policy(model, policies.Policy("float32"))
+    assert vars(model)["train_step"] is theirs
+
+
+def test_a_method_set_on_top_is_left_alone():
+    model = penalised.penalised_model()
+    mixed_model.set_policy(model, policies.Policy("mixed_float16"))
+
+    def theirs(data):
+        raise NotImplementedError
+
+    object.__setattr__(model, "train_step", theirs)
+    mixed_model.set_policy(model, policies.Policy("float32"))
+    assert vars(model)["train_step"] is theirs
+
+
+def test_calls_outside_of_the_scope_replace_nothing_anew(monkeypatch):
+    x, _ = penalised.batch()
+    with global_policy.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model(x)
+    refreshed = []
+    monkeypatch.setattr(
+        interceptor._replacements,
+        "set",
+        lambda places: refreshed.append(places),
+    )
+    model(x)
+    assert refreshed == []
+
+
+def test_a_carrying_model_saves_and_loads(tmp_path):
+    x, _ = penalised.batch()
+    with global_policy.policy_scope("mixed_float16"):
+        model = penalised.penalised_model()
+    expected = model.predict(x, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(
+        tmp_path / "model.keras",
+        compile=False,
+        custom_objects={"Penalised": penalised.Penalised},
+    )
+    # Plain Keras hands the 16-bit numbers out as they are.
+    helpers.assert_same_bits(
+        loaded.predict(x, verbose=0).astype("float32"), expected
+    )
+
+
+@pytest.mark.costly
+def test_a_16_bit_output_is_told_of_once_in_one_line(said):
+    x, y = penalised.batch()
+    with global_policy.policy_scope("mixed_float16"):
+        model = penalised.penalised_model()
+    model.fit(x, y, epochs=2, verbose=0)
+    model.evaluate(x, y, verbose=0)
+    name = model.layers[-1].name
+    line = (
+        f"last layer '{name}' is float16 (3 digits, up to 65504); make it "
+        '`dtype="float32"`'
+    )
+    assert said == [line]
+
+
+@pytest.mark.costly
+def test_a_model_that_does_not_say_which_layer_is_last_is_named(said):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__(name="own")
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, x):
+            return self.dense(x)
+
+    with global_policy.policy_scope("mixed_bfloat16"):
+        model = Own()
+    model.compile("sgd", "mse")
+    model.fit(np.zeros((4, 4)), np.zeros((4, 3)), verbose=0)
+    assert said == [
+        "the output of 'own' is bfloat16 (2 digits); make what returns it "
+        '`dtype="float32"`'
+    ]
+
+
+def headed(*activations):
+    """A model with a head for each activation."""
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(4)(inputs)
+    outputs = [
+        keras.layers.Dense(3, one, name=f"head{n}")(hidden)
+        for n, one in enumerate(activations)
+    ]
+    return keras.Model(inputs, outputs)
+
+
+def two_heads():
+    inputs = keras.Input((4,))
+    wide = keras.layers.Dense(1, name="price", dtype="float32")(inputs)
+    narrow = keras.layers.Dense(3, name="kind")(inputs)
+    return keras.Model(inputs, {"price": wide, "kind": narrow})
+
+
+@pytest.mark.costly
+def test_of_a_dict_of_outputs_the_one_in_16_bit_is_named(said):
+    with global_policy.policy_scope("mixed_float16"):
+        model = two_heads()
+    model.compile("sgd", {"price": "mse", "kind": "mse"})
+    y = {"price": np.zeros((4, 1)), "kind": np.zeros((4, 3))}
+    model.fit(np.zeros((4, 4), "float32"), y, verbose=0)
+    assert len(said) == 1
+    assert said[0].startswith("last layer 'kind' is float16")
+
+
+def test_losses_that_do_not_fit_are_keras_own_to_refuse():
+    with global_policy.policy_scope("mixed_float16"):
+        model = two_heads()
+    losses = {"price": "mse", "kind": None}
+    model.compile("sgd", losses, loss_weights={"price": 1.0})
+    x, y = np.zeros((4, 4), "float32"), {"price": np.zeros((4, 1))}
+    with pytest.raises(ValueError, match="^`loss_weights` must match"):
+        model.fit(x, y, verbose=0)
+
+
+@pytest.mark.costly
+@pytest.mark.filterwarnings("error::DeprecationWarning")
+def test_fit_gives_no_warning_of_numpy(said):
+    with global_policy.policy_scope("mixed_float16"):
+        model = headed(None)
+    model.compile("adam", "mse", metrics=["mae"])
+    monitor = tfmix.callbacks.LossScaleMonitor()
+    x = np.zeros((4, 4), "float32")
+    model.fit(x, np.zeros((4, 3)), callbacks=[monitor], verbose=0)
+    assert model.optimizer.skipped_steps == 0
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("activations", "line"),
+    [
+        (
+            ["softmax"],
+            "last layer 'head0' is float16 (3 digits, up to 65504); make it",
+        ),
+        (
+            [None, "relu", "sigmoid"],
+            "last layers 'head0', 'head1', 'head2' are float16 (3 digits, up "
+            "to 65504); make them",
+        ),
+    ],
+)
+def test_each_output_in_16_bit_is_named(said, activations, line):
+    with global_policy.policy_scope("mixed_float16"):
+        model = headed(*activations)
+    model.compile("sgd", "mse")
+    x = np.zeros((4, 4), "float32")
+    model.fit(x, [np.zeros((4, 3))] * len(activations), verbose=0)
+    model.predict(x, verbose=0)
+    model.evaluate(x, [np.zeros((4, 3))] * len(activations), verbose=0)
+    assert said == [f'{line} `dtype="float32"`']
+
+
+@pytest.mark.parametrize(
+    ("activation", "loss", "logits", "label"),
+    [
+        ("softmax", "sparse_categorical_crossentropy", [30.0, 0.0], 1),
+        ("sigmoid", "binary_crossentropy", [30.0], 0.0),
+        ("sigmoid", keras.losses.BinaryCrossentropy(), [30.0], 0.0),
+        ("softmax", "mse", [30.0, 0.0], [0.0, 1.0]),
+    ],
+)
+def test_it_is_told_of_only_where_the_loss_sees_it(
+    said, activation, loss, logits, label
+):
+    x = np.array([logits], "float32")
+    with global_policy.policy_scope("mixed_float16"):
+        dense = keras.layers.Dense(
+            len(logits), activation, kernel_initializer="identity"
+        )
+        model = keras.Sequential([keras.Input((len(logits),)), dense])
+    model.compile("sgd", loss)
+    got = model.evaluate(x, np.array([label]), verbose=0)
+    # The loss of the logits, to which Keras goes back under TensorFlow.
+    assert (abs(got - 30.0) < 0.1) is (said == [])
+
+
+@pytest.mark.costly
+def test_a_float32_output_is_not_reported(said):
+    x, y = penalised.batch()
+    with global_policy.policy_scope("mixed_float16"):
+        model = keras.Sequential([keras.layers.Dense(3, dtype="float32")])
+    model.compile("sgd", "mse")
+    model.fit(x, y, verbose=0)
+    assert said == []
+
+
+def test_an_explicit_dtype_of_a_loss_is_obeyed():
+    if keras.backend.backend() == "jax":
+        pytest.skip("JAX has float64 only where it is switched on")
+    model = identity("float16")
+    loss = keras.losses.MeanSquaredError(dtype="float64")
+    result = loss(np.zeros((1, 3)), model(np.full((1, 3), 300.0)))
+    assert keras.backend.standardize_dtype(result.dtype) == "float64"

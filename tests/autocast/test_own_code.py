@@ -1,0 +1,717 @@
+"""A layer that cannot compute in 16 bit computes in float32, and says so."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfmix
+from tests import helpers
+from tfmix.autocast import own_code
+
+X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
+NAMES = ("mixed_float16", "mixed_bfloat16")
+
+
+def strict_add(x, y):
+    """Adds as raw TensorFlow and `jax.lax` do: of one dtype or not at all."""
+    if keras.backend.backend() == "tensorflow":
+        return x + y
+    from jax import lax
+
+    return lax.add(x, y)
+
+
+@keras.saving.register_keras_serializable("fallback")
+class Mixes(layers.Layer):
+    """Adds a float32 tensor that it makes in its `call`."""
+
+    calls = 0
+
+    def call(self, x):
+        type(self).calls += 1
+        return strict_add(x, ops.full(ops.shape(x), 0.25, dtype="float32"))
+
+
+class MixesAlike(Mixes):
+    """The same with what `TimeDistributed` asks for."""
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+@keras.saving.register_keras_serializable("fallback")
+class Block(layers.Layer):
+    """Mixes dtypes in its own code, around a product in a layer of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        y = self.dense(x)
+        return strict_add(y, ops.ones(ops.shape(x), "float32"))
+
+
+class BlockModel(keras.Model):
+    """The same, as a model."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8)
+
+    def call(self, x):
+        return strict_add(self.dense(x), ops.ones(ops.shape(x), "float32"))
+
+
+def dtype_of(tensor):
+    return keras.backend.standardize_dtype(tensor.dtype)
+
+
+def warnings_in(caplog):
+    return [r.getMessage() for r in caplog.records if "float32" in r.message]
+
+
+def row_of(name, report):
+    (row,) = [row for row in report.rows if row.layer.endswith(name)]
+    return row
+
+
+def functional(*inner):
+    return keras.Sequential([keras.Input((8,)), *inner, layers.Dense(1)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_that_mixes_dtypes_computes_in_float32(name, caplog):
+    with tfmix.policy_scope(name):
+        layer = Mixes()
+    outputs = [layer(X) for _ in range(2)]
+    assert layer.compute_dtype == "float32"
+    # The layers after it get what they got before.
+    assert dtype_of(outputs[0]) == dtype_of(outputs[1]) == name[6:]
+    np.testing.assert_allclose(
+        ops.cast(outputs[1], "float32"), X + 0.25, atol=0.02
+    )
+    (warning,) = warnings_in(caplog)
+    for part in ("'mixes'", "(Mixes)", "test_fallback.py:", "`return "):
+        assert part in warning
+    assert 'dtype="float32"' in warning
+    assert "x.dtype" in warning
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_model_with_such_a_layer_trains(name, jit):
+    with tfmix.policy_scope(name):
+        model = functional(layers.Dense(8), Mixes())
+        model.compile("sgd", "mse", jit_compile=jit)
+    before = model.layers[0].get_weights()[0]
+    history = model.fit(X, X[:, :1], epochs=2, verbose=0).history["loss"]
+    assert np.all(np.isfinite(history))
+    assert not np.array_equal(before, model.layers[0].get_weights()[0])
+
+
+def test_the_products_of_layers_inside_stay_in_16_bit():
+    with tfmix.policy_scope("mixed_float16"):
+        layer = Block()
+    seen = []
+    inner = layer.dense
+    layer(X)
+    original = inner.call
+    inner.call = lambda x: seen.append(dtype_of(x)) or original(x)
+    layer(X)
+    assert layer.compute_dtype == "float32"
+    assert inner.compute_dtype == "float16"
+    assert seen == ["float16"]
+
+
+def test_a_subclassed_model_falls_back_and_returns_float32():
+    with tfmix.policy_scope("mixed_float16"):
+        model = BlockModel()
+    assert dtype_of(model(X)) == "float32"
+    assert model.dense.compute_dtype == "float16"
+
+
+def test_an_inner_layer_to_blame_leaves_the_outer_one_in_16_bit():
+    class Outer(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = layers.Dense(8), Mixes()
+
+        def call(self, x):
+            return strict_add(x, self.second(self.first(x)))
+
+    with tfmix.policy_scope("mixed_float16"):
+        layer = Outer()
+    layer(X)
+    assert layer.compute_dtype == "float16"
+    assert layer.first.compute_dtype == "float16"
+    assert layer.second.compute_dtype == "float32"
+
+
+@pytest.mark.costly
+def test_lambda_time_distributed_and_nested_models_fall_back():
+    def mix(x):
+        return strict_add(x, ops.ones(ops.shape(x), "float32"))
+
+    with tfmix.policy_scope("mixed_float16"):
+        inner = layers.Lambda(mix, output_shape=lambda shape: shape)
+        nested = keras.Sequential([keras.Input((8,)), Mixes()])
+        spread = layers.TimeDistributed(MixesAlike())
+        inputs = keras.Input((3, 8))
+        x = spread(inner(inputs))
+        model = keras.Model(inputs, nested(x[:, 0]))
+    outputs = model(np.stack([X] * 3, 1))
+    np.testing.assert_allclose(outputs, X + 1.5, atol=0.02)
+    assert inner.compute_dtype == spread.layer.compute_dtype == "float32"
+    assert nested.layers[0].compute_dtype == "float32"
+
+
+@pytest.mark.costly
+def test_a_cell_that_mixes_dtypes_makes_its_rnn_float32():
+    class Cell(layers.Layer):
+        state_size = 8
+
+        def call(self, x, states):
+            h = strict_add(x, ops.ones(ops.shape(x), "float32")) + states[0]
+            return h, [h]
+
+    with tfmix.policy_scope("mixed_float16"):
+        layer = layers.RNN(Cell())
+    outputs = layer(np.stack([X] * 3, 1))
+    assert layer.compute_dtype == layer.cell.compute_dtype == "float32"
+    assert dtype_of(outputs) == "float16"
+
+
+def test_the_layer_is_traced_once_after_it_fell_back():
+    with tfmix.policy_scope("mixed_float16"):
+        layer = Mixes()
+    layer(X)
+    Mixes.calls = 0
+    layer(X)
+    assert Mixes.calls == 1
+
+
+def test_a_layer_that_computes_in_16_bit_is_called_once():
+    class Counts(layers.Layer):
+        calls = 0
+
+        def call(self, x):
+            self.calls += 1
+            return x
+
+    with tfmix.policy_scope("mixed_float16"):
+        layer = Counts()
+    layer(X)
+    assert layer.calls == 1
+    assert layer.compute_dtype == "float16"
+
+
+class Doubles(Mixes):
+    """Computes in whatever it is given."""
+
+    def call(self, x):
+        type(self).calls += 1
+        return x * 2
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("kind", [Doubles, Mixes])
+def test_fit_traces_a_model_as_often_as_in_float32(kind):
+    counts = []
+    for name in ("float32", "mixed_float16"):
+        with tfmix.policy_scope(name):
+            model = functional(kind())
+        optimizer = tfmix.LossScaleOptimizer("sgd")
+        model.compile(optimizer, "mse", jit_compile=False)
+        kind.calls = 0
+        for _ in range(2):
+            model.fit(X, X[:, :1], epochs=2, batch_size=2, verbose=0)
+        counts.append(kind.calls)
+    assert counts[0] == counts[1] > 0
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_failed_call_leaves_no_loss_behind():
+    class Adds(layers.Layer):
+        def call(self, x):
+            self.add_loss(0.0 * ops.sum(x) + 3.0)
+            return strict_add(x, ops.ones(ops.shape(x), "float32"))
+
+    with tfmix.policy_scope("mixed_float16"):
+        model = functional(Adds())
+    model(X)
+    assert [float(loss) for loss in model.losses] == [3.0]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", ["", "mixed_float16"])
+def test_it_is_kept_by_saving_and_loading(name, tmp_path):
+    with tfmix.policy_scope("mixed_float16"):
+        model = functional(Mixes(), Block())
+    expected = model.predict(X, verbose=0)
+    model.save(tmp_path / "model.keras")
+    if name:
+        tfmix.set_global_policy(name)
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.layers[0].dtype_policy.name == "float32"
+    assert loaded.layers[1].dtype_policy.name == "float32"
+    got = loaded.predict(X, verbose=0)
+    np.testing.assert_allclose(got, expected, rtol=0.01, atol=0.01)
+
+
+def test_summary_and_report_name_it():
+    with tfmix.policy_scope("mixed_float16"):
+        model = functional(Mixes(name="guilty"))
+    lines = []
+    model.summary(print_fn=lines.append)
+    assert "guilty computes in float32: test_fallback.py:" in lines[-1]
+    report = tfmix.apply_policy(model, "mixed_float16")
+    row = row_of("guilty", report)
+    assert row.after == "float32"
+    assert "test_fallback.py" in row.why
+
+
+def test_a_report_names_what_falls_back_after_it():
+    model = functional(Mixes(name="guilty"))
+    report = tfmix.apply_policy(model, "mixed_float16")
+    model.predict(X, verbose=0)
+    assert row_of("guilty", report).after == "float32"
+    report.undo()
+    assert "call" not in vars(model.layers[0])
+    assert model.layers[0].dtype_policy.name == "float32"
+    assert dtype_of(model.layers[0](X)) == "float32"
+
+
+def test_a_converted_model_that_fell_back_goes_to_float32_whole():
+    with tfmix.policy_scope("mixed_float16"):
+        model = functional(Block())
+    tfmix.apply_policy(model, "float32")
+    assert dtype_of(model.layers[0](X)) == "float32"
+    assert model.layers[0].dense.dtype_policy.name == "float32"
+
+
+def test_a_layer_made_float32_by_its_user_gets_float32_from_those_inside():
+    with tfmix.policy_scope("mixed_float16"):
+        layer = Block(dtype="float32")
+    assert dtype_of(layer(X)) == "float32"
+    assert layer.dense.compute_dtype == "float16"
+
+
+def test_an_error_in_float32_too_comes_through_once():
+    class Wrong(layers.Layer):
+        calls = 0
+
+        def call(self, x):
+            self.calls += 1
+            raise ValueError("this is wrong in float32, too")
+
+    with tfmix.policy_scope("mixed_float16"):
+        layer = Wrong()
+    with pytest.raises(ValueError, match="wrong in float32, too") as caught:
+        layer(X)
+    assert str(caught.value).count("wrong in float32") == 1
+    assert layer.compute_dtype == "float16"
+
+
+def test_of_two_errors_the_first_is_raised():
+    class Wrong(layers.Layer):
+        calls = 0
+
+        def call(self, x):
+            self.calls += 1
+            raise ValueError(f"in run {self.calls}")
+
+    with tfmix.policy_scope("mixed_float16"):
+        layer = Wrong()
+    with pytest.raises(ValueError, match="in run 1"):
+        layer(X)
+    assert layer.calls == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("error", [RuntimeError, KeyError, AttributeError])
+def test_what_an_error_says_does_not_matter(name, error):
+    class Refuses(layers.Layer):
+        def call(self, x):
+            if dtype_of(x) != "float32":
+                raise error("no, thanks")
+            return x + 1.0
+
+    with tfmix.policy_scope(name):
+        layer = Refuses()
+    outputs = layer(X)
+    assert layer.compute_dtype == "float32"
+    assert dtype_of(outputs) == name[6:]
+
+
+class Epsilon(layers.Layer):
+    def __init__(self, epsilon=1e-9, **kwargs):
+        super().__init__(**kwargs)
+        self.epsilon = epsilon
+
+    def call(self, x):
+        return x / (ops.sqrt(ops.sum(x * x)) + self.epsilon)
+
+
+class Masked(layers.Layer):
+    def call(self, x):
+        return x + (1.0 - ops.ones_like(x)) * -1e9
+
+
+class ByDtype(layers.Layer):
+    def call(self, x):
+        mask = -3e4 if self.compute_dtype == "float16" else -1e9
+        return x + (1.0 - ops.ones_like(x)) * mask
+
+
+@pytest.mark.parametrize("layer_class", [Epsilon, Masked, ByDtype])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_constant_that_the_format_cannot_hold(layer_class, name, caplog):
+    with tfmix.policy_scope(name):
+        layer = layer_class()
+        outputs = ops.cast(layer(np.zeros((2, 3), "float32")), "float32")
+    assert layer.compute_dtype == name[6:]
+    assert np.all(np.isfinite(outputs))
+    assert not warnings_in(caplog)
+
+
+@helpers.requires_backend("tensorflow")
+def test_the_warning_names_the_line_that_autograph_copied(caplog):
+    import tensorflow as tf
+
+    @tf.function
+    def mixes(x):
+        return x + tf.ones(tf.shape(x))
+
+    class Calls(layers.Layer):
+        def call(self, x):
+            return mixes(x)
+
+    with tfmix.policy_scope("mixed_float16"):
+        Calls()(X)
+    (warning,) = warnings_in(caplog)
+    assert "test_fallback.py:" in warning
+    assert "`return x + tf.ones(tf.shape(x))`: TypeError: Input" in warning
+
+
+@keras.saving.register_keras_serializable("fallback")
+class MixesAround(layers.Layer):
+    """Masks by -1e9, in float32, what a layer inside it returns."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(8, kernel_initializer="ones")
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        scores = self.dense(x)
+        mask = ops.cast(ops.ones(ops.shape(x)) > 0.0, "float32")
+        masked = strict_add(scores, mask * -1e9)
+        return strict_add(x, ops.softmax(masked))
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loaded_layer_computes_as_before_it_was_saved(name, tmp_path, caplog):
+    tfmix.set_global_policy(name)
+    model = functional(MixesAround())
+    expected = model.predict(X, verbose=0)
+    assert len(warnings_in(caplog)) == 1
+    model.save(tmp_path / "model.keras")
+    caplog.clear()
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.layers[0].dtype_policy.name == "float32"
+    assert loaded.layers[0].dense.compute_dtype == name[6:]
+    found = loaded.predict(X, verbose=0)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
+    # The layer inside hands float32 on from the start.
+    assert not warnings_in(caplog)
+
+
+class Root(layers.Layer):
+    """An RMS normalization as many write it."""
+
+    def __init__(self, epsilon=1e-6, **kwargs):
+        super().__init__(**kwargs)
+        self.epsilon = epsilon
+
+    def call(self, x):
+        square = ops.mean(ops.square(x), axis=-1, keepdims=True)
+        return x * ops.rsqrt(square + self.epsilon)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+def test_small_inputs_of_a_root_have_finite_gradients(mode):
+    with tfmix.policy_scope("mixed_float16"):
+        small = layers.Rescaling(2.0**-12)
+        model = functional(layers.Dense(8), small, Root())
+        settings = {"run_eagerly": mode == "eager"}
+        model.compile("sgd", "mse", jit_compile=mode == "xla", **settings)
+    before = model.layers[0].get_weights()[0]
+    # Gradients are as steep as 1000: the first scales are too high for them.
+    model.fit(X, X[:, :1], epochs=25, verbose=0)
+    assert model.optimizer.consecutive_skips == 0
+    assert not np.array_equal(before, model.layers[0].get_weights()[0])
+
+
+def test_layers_of_one_code_are_named_once(caplog):
+    for _ in range(2):
+        tfmix.set_global_policy("mixed_float16")
+        for made in (Mixes(name="a"), Mixes(name="b"), Block()):
+            made(X)
+            assert made.compute_dtype == "float32"
+        found = [w for w in warnings_in(caplog) if "layer '" in w]
+        assert len(found) == 2
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_failed_trace_moves_no_statistics(jit):
+    import tensorflow as tf
+
+    class Normalised(layers.Layer):
+        def build(self, shape):
+            self.norm = layers.BatchNormalization()
+            self.norm.build(shape)
+
+        def call(self, x, training=None):
+            x = self.norm(x, training=training)
+            return x + tf.ones(tf.shape(x))
+
+    with tfmix.policy_scope("mixed_float16"):
+        layer = Normalised()
+    layer.build((4, 8))
+    step = tf.function(
+        lambda x: layer(x, training=True), jit_compile=jit, autograph=False
+    )
+    seen = [np.zeros(8)]
+    for _ in range(2):
+        step(tf.ones((4, 8)))
+        seen.append(np.array(layer.norm.moving_mean))
+    np.testing.assert_allclose(seen[1], 0.01, rtol=1e-3)
+    np.testing.assert_allclose(seen[2] - seen[1], 0.0099, rtol=1e-3)
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_train_step_that_mixes_dtypes_gets_float32_from_its_layers(caplog):
+    import tensorflow as tf
+
+    class Steps(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(1)
+            self.seen = self.add_weight(shape=(), name="seen")
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            self.seen.assign_add(1.0)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self.dense(data) + tf.ones((4, 1)))
+                loss = self.optimizer.scale_loss(loss)
+            weights = self.dense.trainable_weights
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"total": loss}
+
+    with tfmix.policy_scope("mixed_float16"):
+        model = Steps()
+    model(X)
+    model.compile("sgd", jit_compile=False)
+    before = float(model.seen)
+    model.fit(X, epochs=3, verbose=0)
+    # Nothing of the failed trace has run.
+    assert float(model.seen) == before + 3
+    assert model.dense.compute_dtype == "float16"
+    (warning,) = warnings_in(caplog)
+    assert "`train_step`" in warning
+
+
+class JoinsInCall(layers.Layer):
+    """Makes a layer inside `call`, as keras-io's decision forests do."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.scale = ops.ones((8,), "float32")
+
+    def call(self, x):
+        x = self.dense(x)
+        x = layers.concatenate([x, 1.0 - x], axis=1)
+        return strict_multiply(x, self.scale)
+
+
+def strict_multiply(x, y):
+    if keras.backend.backend() == "tensorflow":
+        return x * y
+    from jax import lax
+
+    return lax.mul(x, lax.broadcast(y, x.shape[:1]))
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_made_inside_a_call_in_float32_is_float32(name):
+    with tfmix.policy_scope(name):
+        layer = JoinsInCall()
+        outputs = layer(X)
+        assert layers.Dense(1).compute_dtype == name[6:]
+    assert layer.compute_dtype == "float32"
+    assert layer.dense.compute_dtype == dtype_of(outputs) == name[6:]
+
+
+class Averages(layers.Layer):
+    """Keeps state of its own in a layer that mixes dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = layers.BatchNormalization(momentum=0.5, center=False)
+        self.seen = keras.metrics.Sum()
+
+    def build(self, shape):
+        self.norm.build(shape)
+        self.calls = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, dtype="int32"
+        )
+
+    def call(self, x, training=False):
+        self.calls.assign(self.calls + 1)
+        self.seen.update_state(ops.ones((1,)))
+        y = self.norm(x, training=training)
+        return strict_add(y, ops.ones(ops.shape(x), "float32"))
+
+
+def as_it_is_run():
+    """Returns ways to call a layer on a batch, once."""
+    ways = {"eager": lambda layer, x: layer(x, training=True)}
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        def traced(layer, x, **how):
+            tf.function(lambda: layer(x, training=True), **how)()
+
+        ways["graph"] = traced
+        ways["xla"] = lambda layer, x: traced(layer, x, jit_compile=True)
+    return ways
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("way", as_it_is_run())
+def test_state_is_as_if_only_the_call_in_float32_had_been(way):
+    with tfmix.policy_scope("mixed_float16"):
+        layer = Averages()
+    layer.build((4, 8))
+    as_it_is_run()[way](layer, ops.full((4, 8), 2.0))
+    assert layer.compute_dtype == "float32"
+    np.testing.assert_allclose(layer.norm.moving_mean, 1.0, rtol=1e-3)
+    assert int(layer.calls) == float(layer.seen.result()) == 1
+
+
+@helpers.requires_backend("tensorflow")
+def test_replicas_fall_back_together():
+    import tensorflow as tf
+
+    class Counts(layers.Layer):
+        def build(self, shape):
+            self.calls = self.add_weight(
+                shape=(),
+                initializer="zeros",
+                trainable=False,
+                aggregation="only_first_replica",
+                autocast=False,
+            )
+
+        def call(self, x):
+            self.calls.assign(self.calls + 1.0)
+            return tf.matmul(x, tf.eye(8))
+
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope(), tfmix.policy_scope("mixed_float16"):
+        layer = Counts()
+        layer.build((4, 8))
+    # A replica that sends more assignments than another waits for ever.
+    step = tf.function(lambda: strategy.run(lambda: layer(tf.ones((4, 8)))))
+    step()
+    assert layer.compute_dtype == "float32"
+    assert layer.calls.numpy() == 1.0
+
+
+def by_a_saved_model(x, tmp_path):
+    dense = keras.Sequential(
+        [keras.Input((8,)), layers.Dense(8, dtype="float32")]
+    )
+    dense.export(tmp_path, verbose=False)
+    return layers.TFSMLayer(tmp_path, call_endpoint="serve")(x)
+
+
+def by_a_branch(x, tmp_path):
+    import tensorflow as tf
+
+    class Switches(layers.Layer):
+        def call(self, x):
+            branches = [lambda: x, lambda: tf.ones(tf.shape(x))]
+            return tf.switch_case(tf.constant(1), branches) * x
+
+    return Switches()(x)
+
+
+@pytest.mark.costly
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("by", [by_a_saved_model, by_a_branch])
+def test_what_takes_float32_alone_has_it(by, tmp_path):
+    with tfmix.policy_scope("mixed_float16"):
+        inputs = keras.Input((8,))
+        model = keras.Model(inputs, by(layers.Dense(8)(inputs), tmp_path))
+    assert own_code.why(model.layers[-1])
+    model.compile("sgd", "mse")
+    assert np.isfinite(model.train_on_batch(X, X))
+
+
+def not_iterable(x):
+    (_,) = None
+
+
+def mixes_with_integers(x):
+    raise TypeError("AddV2 takes float16 with float16, not int32")
+
+
+class Raises(layers.Layer):
+    runs = 0
+
+    def __init__(self, error=None, inner=None):
+        super().__init__()
+        self.error, self.inner = error, inner
+
+    def call(self, x):
+        if self.inner is not None:
+            return self.inner(x) * 2.0
+        Raises.runs += 1
+        return self.error(x)
+
+
+@pytest.mark.parametrize("error", [not_iterable, mixes_with_integers])
+@pytest.mark.parametrize("depth", [0, 10])
+def test_code_that_fails_runs_once_more_however_deep_it_is(error, depth):
+    with tfmix.policy_scope("mixed_float16"):
+        layer = Raises(error)
+        for _ in range(depth):
+            layer.built = True
+            layer = Raises(inner=layer)
+    layer.built = True
+    Raises.runs = 0
+    with pytest.raises(TypeError):
+        layer(X)
+    assert Raises.runs == 2
+    assert layer.compute_dtype == "float16"

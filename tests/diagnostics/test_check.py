@@ -1,0 +1,612 @@
+"""The doctor names the planted layer first, and changes nothing."""
+
+import dataclasses
+import datetime
+import importlib
+import io
+import json
+import re
+import threading
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+from rich import console
+
+import tfmix
+from tests import helpers
+from tests.diagnostics import numerics_faults
+from tfmix.diagnostics import check
+from tfmix.policy import policy as policies
+
+BACKEND = importlib.import_module(keras.backend.backend())
+
+
+def diagnosed(planted):
+    return check.check(planted.model, planted.x, planted.y, loss=planted.loss)
+
+
+# JAX compiles every op it meets for the first time: what takes seconds with
+# TensorFlow takes half a minute there.
+QUICK_ON_JAX = ("activation_overflow", "faint_gradients")
+
+
+def slow_on_jax(values, quick=()):
+    on_jax = keras.backend.backend() == "jax"
+    return [
+        pytest.param(
+            one,
+            marks=pytest.mark.slow if on_jax and one not in quick else (),
+        )
+        for one in values
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind", slow_on_jax(numerics_faults.KINDS, QUICK_ON_JAX)
+)
+def test_the_planted_layer_is_named_first(kind):
+    planted = numerics_faults.plant(kind, seed=1)
+    first = diagnosed(planted).rows[0]
+    assert (first.layer, first.phase) == (planted.layer, planted.phase)
+    assert first.verdict != "ok"
+    assert first.advice
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", numerics_faults.KINDS)
+def test_twenty_draws_of_depth_and_place_name_the_right_layer(kind):
+    for seed in range(20):
+        planted = numerics_faults.plant(kind, seed)
+        report = diagnosed(planted)
+        assert not report.healthy, seed
+        assert report.rows[0].layer == planted.layer, seed
+
+
+def convolutional(policy):
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            keras.layers.Conv2D(8, 3, activation="relu", dtype=policy),
+            keras.layers.BatchNormalization(dtype=policy),
+            keras.layers.Flatten(dtype=policy),
+            keras.layers.Dropout(0.5, dtype=policy),
+            keras.layers.Dense(10, dtype=policy),
+            keras.layers.Activation("softmax", dtype="float32"),
+        ]
+    )
+
+
+def transformer(policy):
+    inputs = keras.Input((8, 8))
+    hidden = keras.layers.Dense(16, dtype=policy)(inputs)
+    attention = keras.layers.MultiHeadAttention(2, 8, dropout=0.1, dtype=policy)
+    hidden = keras.layers.Add(dtype=policy)([hidden, attention(hidden, hidden)])
+    hidden = keras.layers.LayerNormalization(dtype=policy)(hidden)
+    hidden = keras.layers.Dense(16, activation="gelu", dtype=policy)(hidden)
+    hidden = keras.layers.Flatten(dtype=policy)(hidden)
+    outputs = keras.layers.Activation("softmax", dtype="float32")(
+        keras.layers.Dense(10, dtype=policy)(hidden)
+    )
+    return keras.Model(inputs, outputs)
+
+
+def recurrent(policy):
+    return keras.Sequential(
+        [
+            keras.Input((8, 8)),
+            keras.layers.LSTM(12, dropout=0.2, dtype=policy),
+            keras.layers.Dense(10, dtype=policy),
+            keras.layers.Activation("softmax", dtype="float32"),
+        ]
+    )
+
+
+def digits(shape, rows=32):
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, 17, (rows, *shape)).astype("float32") / 16
+    return x, generator.integers(0, 10, rows)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    "policy", slow_on_jax(["mixed_float16", "mixed_bfloat16"])
+)
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [(convolutional, (8, 8, 1)), (transformer, (8, 8)), (recurrent, (8, 8))],
+)
+def test_a_healthy_model_raises_no_alarm(build, shape, policy):
+    model = build(policy)
+    x, y = digits(shape)
+    report = check.check(model, x, y, loss="sparse_categorical_crossentropy")
+    assert report.healthy, str(report)
+    assert report.suggested_policy(progress=False) == policies.Policy(policy)
+
+
+class Nested(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(4)
+        self.block = keras.Sequential(
+            [keras.layers.Dense(4), keras.layers.BatchNormalization()]
+        )
+        self.head = keras.layers.Dense(2)
+
+    def call(self, inputs, training=False):
+        hidden = ops.tanh(self.first(inputs))
+        return self.head(self.block(hidden, training=training))
+
+
+def everything_about(model):
+    return (
+        [np.array(variable) for variable in model.variables],
+        [
+            (layer.name, layer._dtype_policy)
+            for layer in model._flatten_layers()
+        ],
+        [vars(layer).get("call") for layer in model._flatten_layers()],
+        keras.config.dtype_policy().name,
+        keras.config.floatx(),
+    )
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
+def test_the_model_is_as_it_was(policy):
+    model = Nested()
+    x, y = np.ones((6, 3), "float32"), np.zeros((6, 2), "float32")
+    model.compile("sgd", "mse")
+    model.fit(x, y, verbose=0)
+    before, function = everything_about(model), model.train_function
+    check.check(model, x, y, policy=policy)
+    after = everything_about(model)
+    for left, right in zip(before[0], after[0], strict=True):
+        np.testing.assert_array_equal(left, right)
+    for left, right in zip(before[1], after[1], strict=True):
+        assert left[1] is right[1]
+    assert before[2:] == after[2:]
+    assert model.train_function is function
+
+
+def test_the_model_is_as_it_was_after_an_error():
+    model = Nested()
+    x = np.ones((6, 3), "float32")
+    model(x)
+    before = everything_about(model)
+    with pytest.raises(ZeroDivisionError):
+        check.check(model, x, x, loss=lambda y, outputs: 1 / 0)
+    after = everything_about(model)
+    assert [p for _, p in before[1]] == [p for _, p in after[1]]
+    assert before[2:] == after[2:]
+
+
+class Summing(keras.layers.Layer):
+    """Computes by itself around the layers it holds."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.inner = keras.layers.Dense(4)
+
+    def call(self, inputs):
+        total = ops.sum(ops.square(self.inner(inputs) * 300.0), -1)
+        return ops.sqrt(total)[:, None]
+
+
+def test_a_layer_around_others_is_named_for_what_it_does_itself():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((4,)), Summing(name="summing")])
+    report = check.check(model, np.ones((8, 4), "float32"))
+    assert {row.layer for row in report.faults} == {"summing"}
+
+
+def test_a_layer_around_others_is_not_blamed_for_them():
+    keras.config.set_dtype_policy("mixed_float16")
+
+    class Outer(keras.layers.Layer):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+            self.inner = Summing(name="guilty")
+
+        def call(self, inputs):
+            return ops.tanh(self.inner(inputs))
+
+    model = keras.Sequential([keras.Input((4,)), Outer(name="outer")])
+    report = check.check(model, np.ones((8, 4), "float32"))
+    assert [row.layer for row in report.faults] == ["guilty"]
+
+
+def test_an_op_of_a_functional_graph_is_named():
+    keras.config.set_dtype_policy("mixed_float16")
+    inputs = keras.Input((4,))
+    hidden = ops.multiply(keras.layers.Dense(4)(inputs), 60000.0)
+    model = keras.Model(inputs, keras.layers.Dense(2)(ops.tanh(hidden)))
+    report = check.check(model, np.full((8, 4), 9.0, "float32"))
+    assert report.rows[0].layer.startswith("multiply")
+    assert report.rows[0].verdict == "overflow"
+
+
+def test_what_is_broken_in_float32_is_said_to_be():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.ReLU()])
+    report = check.check(model, np.array([[np.nan, 1.0]]))
+    assert report.rows[0].verdict == "not_finite"
+    with pytest.raises(ValueError, match="float32 either"):
+        report.suggested_policy(progress=False)
+
+
+def test_a_check_without_targets_looks_at_the_forward_pass_alone():
+    model = convolutional("mixed_float16")
+    report = check.check(model, digits((8, 8, 1))[0])
+    assert "backward" not in {row.phase for row in report.rows}
+
+
+def test_the_compiled_loss_is_used():
+    model = convolutional("mixed_float16")
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    report = check.check(model, *digits((8, 8, 1)))
+    assert "loss" in {row.layer for row in report.rows}
+
+
+def test_several_losses_are_judged_and_keep_their_means():
+    inputs = keras.Input((3,))
+    outputs = [
+        keras.layers.Activation("linear", dtype="float32")(
+            keras.layers.Dense(1)(inputs)
+        )
+        for _ in range(2)
+    ]
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", ["mse", "mae"])
+    x, y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+    assert check.check(model, x, [y, y], policy="mixed_float16").healthy
+    means = [v for v in model.metrics_variables if v.name == "total"]
+    assert not any(float(ops.sum(mean)) for mean in means)
+
+
+def test_a_float32_model_is_checked_in_float16_under_the_default_rules():
+    model = convolutional("float32")
+    report = check.check(
+        model, *digits((8, 8, 1)), loss="sparse_categorical_crossentropy"
+    )
+    assert report.policy == policies.Policy("mixed_float16")
+
+
+def test_json_holds_the_rows_and_no_infinity():
+    planted = numerics_faults.plant("activation_overflow", 0)
+    found = json.loads(diagnosed(planted).to_json())
+    assert found["healthy"] is False
+    assert found["rows"][0]["relative_error"] is None
+    assert found["rows"][0]["layer"] == "loud"
+
+
+def test_the_table_names_layer_and_line():
+    text = str(diagnosed(numerics_faults.plant("activation_overflow", 0)))
+    assert "loud" in text
+    assert 'name="loud", dtype="float32"' in text
+
+
+def printed(report, width):
+    shown = io.StringIO()
+    console.Console(width=width, file=shown).print(report)
+    return shown.getvalue().splitlines()
+
+
+def test_advice_stands_whole_below_the_table_in_80_columns():
+    report = diagnosed(numerics_faults.plant("activation_overflow", 0))
+    lines = printed(report, 80)
+    assert max(map(len, lines)) <= 80
+    code = [row.advice.partition("  # ")[0] for row in report.faults]
+    below = lines[lines.index("What to write:") :]
+    comments = [line for line in below[1:] if line.startswith("# ")]
+    assert set(below[1:]) == {*comments, *code}
+    assert below[1].startswith("# loud, forward, overflow: ")
+
+
+def test_a_healthy_report_prints_what_is_nearest_to_overflow():
+    hidden = [keras.layers.Dense(4, dtype="mixed_float16") for _ in range(30)]
+    output = keras.layers.Activation("linear", dtype="float32")
+    model = keras.Sequential([keras.Input((4,)), *hidden, output])
+    report = check.check(model, rows(8)[0])
+    assert len(report.rows) > 60
+    text = str(report)
+    assert len(text.splitlines()) < 20
+    least = min(report.rows, key=lambda row: row.headroom_bits)
+    assert f"{least.layer} " in text
+    assert f"{len(report.rows) - 5} more rows ok" in text
+    assert "What to write" not in text
+
+
+def test_the_report_says_what_each_layer_hands_on():
+    report = check.check(small(), *rows(8), loss="mse")
+    dtypes = {row.layer: row.dtype for row in report.rows}
+    assert (dtypes["first"], dtypes["loss"]) == ("float16", "float32")
+    assert "float16" in str(report)
+
+
+def test_the_page_names_model_date_and_versions(tmp_path):
+    model = small()
+    report = check.check(model, *rows(8), loss="mse")
+    report.to_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    for known in (
+        model.name,
+        f"{datetime.date.today():%Y-%m-%d}",
+        f"Keras {keras.__version__}",
+        f"tfmix {tfmix.__version__}",
+        f"{BACKEND.__name__} {BACKEND.__version__}",
+    ):
+        assert known in page
+    # What a narrow screen needs to scroll the table alone.
+    assert 'name="viewport"' in page
+    assert "overflow-x: auto" in page
+    assert all(row.layer in page for row in report.rows)
+
+
+def test_wrong_arguments_are_refused():
+    model = convolutional("mixed_float16")
+    x, y = digits((8, 8, 1))
+    with pytest.raises(TypeError, match="model='resnet'"):
+        check.check("resnet", x)
+    with pytest.raises(ValueError, match="loss=None"):
+        check.check(model, x, y)
+    with pytest.raises(ValueError, match="y=None"):
+        check.check(model, x, loss="mse")
+    with pytest.raises(ValueError, match="policy='float32'"):
+        check.check(model, x, policy="float32")
+
+
+def small(dtype="mixed_float16"):
+    keras.utils.set_random_seed(0)
+    layers = [
+        keras.Input((4,)),
+        keras.layers.Dense(8, "tanh", dtype=dtype, name="first"),
+        keras.layers.Dense(1, dtype=dtype, name="last"),
+        keras.layers.Activation("linear", dtype="float32"),
+    ]
+    return keras.Sequential(layers)
+
+
+def rows(count):
+    x = np.random.default_rng(0).normal(size=(count, 4)).astype("float32")
+    return x, x[:, :1].copy()
+
+
+def test_of_many_rows_64_are_checked_and_the_report_says_so():
+    x, y = rows(2000)
+    x[64:] = 1e30
+    report = check.check(small(), x, y, loss="mse")
+    assert report.healthy
+    assert "2,000 rows" in report.notes[0]
+    assert "first 64" in str(report)
+
+
+def test_a_model_of_a_fixed_batch_size_gets_all_rows():
+    layers = [keras.Input(batch_shape=(80, 4)), keras.layers.Dense(1)]
+    x, y = rows(80)
+    report = check.check(keras.Sequential(layers), x, y, loss="mse")
+    assert not any("rows" in note for note in report.notes)
+
+
+def test_the_first_batch_of_a_dataset_is_checked():
+    tf = pytest.importorskip("tensorflow")
+    batches = tf.data.Dataset.from_tensor_slices(rows(200)).batch(100)
+    report = check.check(small(), batches, loss="mse")
+    assert "backward" in {row.phase for row in report.rows}
+    assert "100 rows" in report.notes[0]
+
+
+def test_a_report_without_gradients_says_so():
+    x, y = rows(8)
+    forward = check.check(small(), x)
+    assert forward.forward_only
+    assert "healthy, forward pass only" in str(forward)
+    assert json.loads(forward.to_json())["forward_only"] is True
+    assert "forward pass only" not in str(
+        check.check(small(), x, y, loss="mse")
+    )
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_data_that_is_not_finite_is_named_once_with_its_rows(name):
+    x, y = rows(8)
+    (x if name == "x" else y)[[2, 5]] = np.nan
+    report = check.check(small(), x, y, loss="mse")
+    (fault,) = report.faults
+    assert (fault.layer, fault.verdict) == (name, "not_finite")
+    assert f"`{name}` holds NaN or infinity in 2 of 8 rows" in fault.advice
+    assert fault.broken
+    with pytest.raises(ValueError, match=f"first at '{name}'"):
+        report.suggested_policy(progress=False)
+
+
+@pytest.mark.parametrize("lost", [[3], slice(None)], ids=["one", "all"])
+def test_no_layer_is_fine_that_could_not_be_judged(lost):
+    x, y = rows(8)
+    x[lost] = np.nan
+    report = check.check(small(), x, y, loss="mse")
+    assert [row.layer for row in report.faults] == ["x"]
+    assert "x not finite" in report.title
+    judged = [row for row in report.rows if row.verdict == "ok"]
+    assert all(np.isfinite(row.relative_error) for row in judged)
+
+
+def test_the_advice_for_bad_data_finds_it():
+    x, y = rows(8)
+    x[5] = np.nan
+    (fault,) = check.check(small(), x, y, loss="mse").faults
+    found = eval(fault.advice, {"numpy": np, "x": x})
+    assert set(found[:, 0]) == {5}
+
+
+def test_a_single_row_is_no_batch():
+    tf = pytest.importorskip("tensorflow")
+    x, y = rows(8)
+    unbatched = tf.data.Dataset.from_tensor_slices((x, y))
+    for one in (unbatched, x[0]):
+        with pytest.raises(ValueError, match=r"dataset\.batch\(32\)"):
+            check.check(small(), one, loss="mse" if one is unbatched else None)
+
+
+@pytest.mark.parametrize("form", ["generator", "PyDataset", "list"])
+def test_what_is_no_batch_is_named(form):
+    class Data(keras.utils.PyDataset):
+        def __getitem__(self, index):
+            return rows(8)
+
+        def __len__(self):
+            return 1
+
+    given = {
+        "generator": (each for each in [rows(8)]),
+        "PyDataset": Data(),
+        "list": rows(8)[0].tolist(),
+    }[form]
+    kind = {"PyDataset": "Data", "list": "float"}.get(form, form)
+    with pytest.raises(ValueError, match=f"Received: {kind}.*next"):
+        check.check(small(), given, loss=None)
+
+
+def test_a_report_of_many_faults_is_a_screen_and_says_how_many_there_are():
+    report = check.check(small(), *rows(8), loss="mse")
+    row = dataclasses.replace(
+        report.rows[0], verdict="overflow", advice="Dense(...)  # too large"
+    )
+    many = [
+        dataclasses.replace(row, layer=f"layer_{n}", advice=f"Dense({n})  # x")
+        for n in range(300)
+    ]
+    report = dataclasses.replace(report, rows=(*many, *report.rows))
+    lines = str(report).splitlines()
+    assert len(lines) <= 40
+    assert "292 more at fault" in str(report)
+    assert lines.count("Dense(4)") == 1
+    assert "Dense(5)" not in lines
+    verbose = str(dataclasses.replace(report, verbose=True))
+    assert "more at fault" not in verbose
+    assert "Dense(299)" in verbose
+    every = check.check(small(), *rows(8), loss="mse", verbose=True)
+    assert every.verbose
+
+
+@pytest.mark.parametrize("columns", [70, 120])
+def test_a_report_is_as_wide_as_the_terminal(columns, monkeypatch):
+    report = check.check(small(), *rows(8), loss="mse")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "first" in str(report)
+
+
+def test_a_notebook_shows_a_table():
+    page = helpers.notebook_html(check.check(small(), rows(8)[0]))
+    assert page.startswith("<pre")
+    # The colour of a layer that is fine.
+    assert re.search(r'color: #00\w+[^>]*">first', page)
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="TensorFlow's functions"
+)
+def test_other_threads_keep_their_compiled_functions_during_a_check():
+    import tensorflow as tf
+
+    seen = {}
+
+    @tf.function
+    def traced():
+        seen.setdefault(threading.current_thread().name, []).append(
+            tf.executing_eagerly()
+        )
+        return tf.constant(1)
+
+    class Asking(keras.layers.Layer):
+        def call(self, inputs):
+            other = threading.Thread(target=traced, name="training")
+            other.start()
+            other.join()
+            traced()
+            return inputs
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.add(Asking())
+    seen.clear()
+    check.check(model, rows(4)[0], policy="mixed_float16")
+    assert all(seen[threading.current_thread().name])
+    assert not any(seen.get("training", []))
+    assert not tf.config.functions_run_eagerly()
+    seen.clear()
+    traced()
+    assert not any(seen.get(threading.current_thread().name, []))
+
+
+def report_of(model, x, y):
+    return str(check.check(model, x, y, loss="mse"))
+
+
+def headed(*layers):
+    ending = keras.layers.Dense(1, dtype="float32", name="head")
+    return keras.Sequential([keras.Input((4,)), *layers, ending])
+
+
+def test_a_healthy_model_shows_what_is_nearest_to_an_end_with_its_bound():
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    text = report_of(headed(keras.layers.Dense(4, name="first")), x, x[:, :1])
+    shown = [line.split() for line in text.splitlines()[3:6]]
+    assert all(row[:2] == ["first", "float16"] for row in shown)
+    assert all(row[5] == "of" for row in shown)
+
+
+def test_what_is_said_of_a_size_is_the_size():
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    keras.config.set_dtype_policy("mixed_float16")
+    model = headed(keras.layers.Dense(4, name="first"))
+    report = check.check(model, x, x[:, :1] * 4e5, loss="mse")
+    texts = [row.advice for row in report.faults if "reaches" in row.advice]
+    sizes = [float(re.search(r"reaches (\S+) and", one)[1]) for one in texts]
+    # Not where the format ends.
+    assert min(sizes) > 7e4
+
+
+@pytest.mark.parametrize("size", [1e-8, 5e4, 1e6])
+def test_targets_of_any_size_are_no_fault_of_a_model_tried_out(size):
+    """As `fit` shows, under a policy gradients are scaled inside."""
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    model = headed(keras.layers.Dense(4, name="first"))
+    assert report_is_healthy(model, x, size * x[:, :1])
+    tfmix.apply_policy(model, "mixed_float16")
+    assert report_is_healthy(model, x, size * x[:, :1], policy=None)
+
+
+def report_is_healthy(model, x, y, policy="mixed_float16"):
+    return check.check(model, x, y, loss="mse", policy=policy).healthy
+
+
+def test_a_fault_that_float32_has_as_well_has_no_line_to_write():
+    log = keras.layers.Lambda(lambda x: keras.ops.log(x - x), name="log")
+    x = np.ones((4, 4), "float32")
+    text = report_of(headed(log), x, x[:, :1])
+    assert "What is at fault:" in text
+    assert "not finite in float32 either" in text
+    assert "set_dtype_policy" not in text
+    assert not [
+        one
+        for one in text.split("fault:")[1].splitlines()
+        if one[:1] not in "# "
+    ]
+
+
+@pytest.mark.parametrize("name", ["kernel", "moving_mean"])
+def test_weights_that_are_not_finite_are_named_alone(name):
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    hidden = [keras.layers.Dense(4), keras.layers.BatchNormalization()]
+    model = headed(*hidden, keras.layers.Dense(4))
+    layer = model.layers[0 if name == "kernel" else 1]
+    broken = np.array(getattr(layer, name))
+    broken.flat[2] = np.nan
+    getattr(layer, name).assign(broken)
+    report = check.check(model, x, x[:, :1], loss="mse")
+    (row,) = report.faults
+    assert (row.layer, row.phase) == (layer.name, "weights")
+    assert row.verdict == "not_finite"
+    assert f"its {name} is NaN or infinite in 1 of {broken.size}" in row.advice

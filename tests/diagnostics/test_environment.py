@@ -1,0 +1,64 @@
+"""What a bug report needs: all of it, and as it is just now."""
+
+import importlib.metadata
+import json
+
+import keras
+import pytest
+
+import tfmix
+from tfmix import cli
+from tfmix.diagnostics import environment
+from tfmix.diagnostics import environment as environments
+
+
+def test_it_names_versions_backend_devices_and_policy():
+    tfmix.set_global_policy(tfmix.Policy("mixed_float16", float32_layers=["a"]))
+    found = environment.environment()
+    assert found.versions["keras"] == keras.__version__
+    assert found.versions["tfmix"] == tfmix.__version__
+    assert found.backend == keras.backend.backend()
+    assert "CPU" in {device.kind for device in found.devices}
+    assert found.policy.startswith("Policy('mixed_float16'")
+    for known in (keras.__version__, found.auto, "mixed_float16"):
+        assert known in " ".join(str(found).split())
+
+
+def test_it_knows_the_version_of_a_keras_of_another_package(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert environment.environment().versions["keras"] == keras.__version__
+
+
+def test_it_lists_what_is_replaced_just_now():
+    tfmix.set_global_policy("mixed_float16")
+    during = environment.environment().replaced
+    tfmix.set_global_policy("float32")
+    after = environment.environment().replaced
+    assert set(after) < set(during)
+    assert any("keras" in name for name in during)
+
+
+def test_an_extra_that_is_not_complete_names_what_it_lacks(monkeypatch):
+    wanted = [
+        "keras>=3.12",
+        'matplotlib; extra == "plot"',
+        'no-such-package>=2; extra == "plot"',
+        'numpy; extra == "jax"',
+    ]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: wanted)
+    lacking = environments.environment().extras
+    assert lacking["jax"] == ()
+    assert "no-such-package" in lacking["plot"]
+    assert "without" in str(environment.environment())
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_the_shell_prints_it(capsys, words):
+    assert cli.main(["doctor", *words]) == cli.OK
+    out = capsys.readouterr().out
+    assert keras.__version__ in out
+    if words:
+        assert json.loads(out)["backend"] == keras.backend.backend()

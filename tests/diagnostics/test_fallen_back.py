@@ -1,0 +1,84 @@
+"""The doctor names the layers that fell back to float32."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfmix
+from tests.autocast import test_own_code
+
+X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
+Y = X[:, :1]
+# One falls back by itself, one around a layer.
+KINDS = (test_own_code.Mixes, test_own_code.Block)
+
+
+def stack(kind):
+    guilty = kind(name="guilty")
+    inner = [layers.Dense(8), guilty, layers.Dense(1)]
+    return keras.Sequential([keras.Input((8,)), *inner])
+
+
+def note_of(report):
+    (note,) = [one for one in report.notes if "computes in float32" in one]
+    return note
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_as_it_stands(kind):
+    with tfmix.policy_scope("mixed_float16"):
+        model = stack(kind)
+    report = tfmix.check(model, X, Y, loss="mse")
+    assert report.healthy
+    assert note_of(report).startswith("guilty computes in float32: test_fallb")
+    assert "guilty computes in float32" in str(report)
+    assert "guilty computes in float32" in report.to_json()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_float32_model_stays_one(kind, caplog):
+    model = stack(kind)
+    before = [vars(each).keys() for each in model.layers]
+    report = tfmix.check(model, X, Y, loss="mse", policy="mixed_float16")
+    assert report.healthy
+    assert note_of(report).startswith("guilty ")
+    assert {each.dtype_policy.name for each in model.layers} == {"float32"}
+    assert [vars(each).keys() for each in model.layers] == before
+    assert not caplog.records
+
+
+def test_another_format_than_the_one_it_fell_back_in():
+    with tfmix.policy_scope("mixed_float16"):
+        model = stack(test_own_code.Mixes)
+    report = tfmix.check(model, X, Y, loss="mse", policy="mixed_bfloat16")
+    assert report.healthy
+    # As `apply_policy` has it, which keeps what fell back.
+    assert model.layers[1].compute_dtype == "float32"
+    assert "Mixes" not in str(report.suggested_policy(progress=False))
+
+
+def test_one_that_falls_back_at_run_time_only():
+    class Later(layers.Layer):
+        """Fails where there are numbers, as where a kernel is missing."""
+
+        def call(self, x):
+            if not hasattr(x, "numpy") and keras.backend.backend() != "jax":
+                return x
+            return test_own_code.strict_add(x, ops.ones(x.shape, "float32"))
+
+    with tfmix.policy_scope("mixed_float16"):
+        model = stack(Later)
+    report = tfmix.check(model, X, Y, loss="mse")
+    assert report.healthy
+    note_of(report)
+    assert model.layers[1].compute_dtype == "float32"
+    assert note_of(tfmix.check(model, X, Y, loss="mse")) == note_of(report)
+
+
+def test_a_healthy_model_has_no_such_note():
+    with tfmix.policy_scope("mixed_float16"):
+        model = stack(layers.Identity)
+    report = tfmix.check(model, X, Y, loss="mse")
+    assert not any("computes in" in note for note in report.notes)

@@ -1,0 +1,164 @@
+"""Healthy models of other kinds than those the doctor was tuned on."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from tfmix.callbacks import numerics_monitor
+from tfmix.diagnostics import check
+from tfmix.loss_scaling import optimizer as scaling
+from tfmix.policy import policy as policies
+
+ROWS, BATCH, STEPS = 256, 32, 200
+CROSS_ENTROPY = "sparse_categorical_crossentropy"
+
+
+def ending(hidden, units, activation="linear"):
+    logits = layers.Dense(units)(hidden)
+    return layers.Activation(activation, dtype="float32")(logits)
+
+
+def pictures(rng, side=16, channels=3):
+    x = rng.uniform(size=(ROWS, side, side, channels)).astype("float32")
+    return x, (x.mean((1, 2, 3)) * 40).astype(int) % 4
+
+
+def residual_network(rng):
+    """Pre-activation residual blocks, the last scale of each at zero."""
+    inputs = keras.Input((16, 16, 3))
+    hidden = layers.Conv2D(8, 3, padding="same", use_bias=False)(inputs)
+    for width, stride in ((8, 1), (16, 2)):
+        short = layers.Conv2D(width, 1, stride, use_bias=False)(hidden)
+        for step, start in ((stride, "ones"), (1, "zeros")):
+            hidden = layers.Conv2D(
+                width, 3, step, padding="same", use_bias=False
+            )(hidden)
+            hidden = layers.BatchNormalization(gamma_initializer=start)(hidden)
+            hidden = layers.ReLU()(hidden)
+        hidden = layers.Add()([hidden, short])
+    hidden = layers.GlobalAveragePooling2D()(hidden)
+    model = keras.Model(inputs, ending(hidden, 4, "softmax"))
+    return model, *pictures(rng), CROSS_ENTROPY
+
+
+def text_classifier(rng):
+    """Padded sentences, masked, through two recurrent layers."""
+    lengths = rng.integers(3, 21, ROWS)
+    x = rng.integers(1, 400, (ROWS, 20))
+    x[np.arange(20) >= lengths[:, None]] = 0
+    inputs = keras.Input((20,), dtype="int32")
+    hidden = layers.Embedding(400, 16, mask_zero=True)(inputs)
+    hidden = layers.Bidirectional(layers.GRU(12, return_sequences=True))(hidden)
+    hidden = layers.GRU(12)(hidden)
+    model = keras.Model(inputs, ending(hidden, 1, "sigmoid"))
+    return model, x, (x[:, :1] > 200).astype("float32"), "binary_crossentropy"
+
+
+def u_network(rng):
+    """Restores pictures, with ways across."""
+    inputs = keras.Input((16, 16, 3))
+
+    def block(hidden, width):
+        hidden = layers.Conv2D(width, 3, padding="same")(hidden)
+        return layers.LeakyReLU()(layers.GroupNormalization(4)(hidden))
+
+    fine = block(inputs, 8)
+    coarse = block(layers.AveragePooling2D(2)(fine), 16)
+    deep = block(layers.MaxPooling2D()(coarse), 16)
+    hidden = layers.Conv2DTranspose(16, 2, 2)(deep)
+    hidden = block(layers.Concatenate()([hidden, coarse]), 16)
+    hidden = layers.UpSampling2D(interpolation="bilinear")(hidden)
+    hidden = block(layers.Concatenate()([hidden, fine]), 8)
+    outputs = layers.Conv2D(3, 1)(hidden)
+    outputs = layers.Activation("sigmoid", dtype="float32")(outputs)
+    x, _ = pictures(rng)
+    noisy = x + 0.1 * rng.normal(size=x.shape).astype("float32")
+    return keras.Model(inputs, outputs), noisy, x, "mse"
+
+
+def regressor(rng):
+    """Targets of about 100, as they are."""
+    x = rng.normal(size=(ROWS, 12)).astype("float32")
+    y = 100.0 + 25.0 * x[:, :1] - 10.0 * x[:, 1:2] ** 2
+    inputs = hidden = keras.Input((12,))
+    for _ in range(3):
+        hidden = layers.Dense(64, "relu", kernel_regularizer="l2")(hidden)
+    return keras.Model(inputs, ending(hidden, 1)), x, y, "mse"
+
+
+def two_outputs(rng):
+    """A class and a number from two inputs."""
+    left, right = keras.Input((12,)), keras.Input((6, 8))
+    hidden = layers.Dense(24, "swish")(left)
+    other = layers.Conv1D(24, 3, padding="causal", activation="tanh")(right)
+    other = layers.GlobalMaxPooling1D()(other)
+    hidden = layers.Multiply()([hidden, layers.Dense(24, "sigmoid")(other)])
+    outputs = [ending(hidden, 5, "softmax"), ending(hidden, 1)]
+    x = [
+        rng.normal(size=(ROWS, 12)).astype("float32"),
+        rng.normal(size=(ROWS, 6, 8)).astype("float32"),
+    ]
+    y = [
+        np.argmax(x[0][:, :5], -1),
+        x[0][:, :1] + x[1][:, 0, :1],
+    ]
+    return keras.Model([left, right], outputs), x, y, [CROSS_ENTROPY, "mse"]
+
+
+def separable(rng):
+    """Depthwise convolutions, a squeeze and six-limited activations."""
+    inputs = keras.Input((16, 16, 3))
+    hidden = layers.Conv2D(8, 3, 2, padding="same")(inputs)
+    for width in (16, 16):
+        wide = layers.Conv2D(32, 1, use_bias=False)(hidden)
+        wide = layers.ReLU(6.0)(layers.BatchNormalization()(wide))
+        wide = layers.DepthwiseConv2D(3, padding="same")(wide)
+        wide = layers.ReLU(6.0)(layers.BatchNormalization()(wide))
+        gate = layers.GlobalAveragePooling2D(keepdims=True)(wide)
+        gate = layers.Conv2D(32, 1, activation="hard_sigmoid")(gate)
+        hidden = layers.Conv2D(width, 1)(wide * gate)
+    hidden = layers.SeparableConv2D(16, 3, activation="gelu")(hidden)
+    hidden = layers.Dropout(0.3)(layers.GlobalAveragePooling2D()(hidden))
+    model = keras.Model(inputs, ending(hidden, 4, "softmax"))
+    return model, *pictures(rng), CROSS_ENTROPY
+
+
+BUILDERS = (
+    residual_network,
+    text_classifier,
+    u_network,
+    regressor,
+    two_outputs,
+    separable,
+)
+
+
+def healthy(model, x, y, loss):
+    rows = slice(None, BATCH)
+    x, y = keras.tree.map_structure(lambda leaf: leaf[rows], (x, y))
+    report = check.check(model, x, y, loss=loss)
+    assert report.healthy, str(report)
+    policy = policies.Policy("mixed_float16")
+    assert report.suggested_policy(progress=False) == policy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", BUILDERS)
+def test_nothing_is_said_of_it_and_no_step_skipped(build):
+    keras.utils.set_random_seed(2)
+    keras.config.set_dtype_policy("mixed_float16")
+    model, x, y, loss = build(np.random.default_rng(2))
+    healthy(model, x, y, loss)
+    optimizer = scaling.LossScaleOptimizer(keras.optimizers.Adam(1e-3))
+    jit = keras.backend.backend() == "jax"
+    model.compile(optimizer, loss, jit_compile=jit)
+    monitor = numerics_monitor.NumericsMonitor(every=25)
+    settings = {"batch_size": BATCH, "verbose": 0, "callbacks": [monitor]}
+    epochs = STEPS * BATCH // ROWS
+    history = model.fit(x, y, epochs=epochs, **settings).history["loss"]
+    assert optimizer.skipped_steps == 0
+    assert int(np.array(optimizer.iterations)) == STEPS
+    assert monitor.events == []
+    assert history[-1] < history[0]
+    healthy(model, x, y, loss)

@@ -1,0 +1,107 @@
+"""A float16 model without loss scaling is told so, by check and monitors."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from tfmix.callbacks import loss_scale_monitor, numerics_monitor
+from tfmix.diagnostics import check, missing_scaler
+from tfmix.loss_scaling import optimizer as scaling
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+Y = X[:, :1]
+warning = missing_scaler.warning
+JIT = keras.backend.backend() == "jax"
+
+
+def build(dtype="mixed_float16", optimizer="sgd", **settings):
+    layers = [
+        keras.layers.Dense(8, "tanh", dtype=dtype, name="first"),
+        keras.layers.Dense(1, dtype=dtype, name="last"),
+        keras.layers.Activation("linear", dtype="float32"),
+    ]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    # XLA would take longer to compile than all tests here take to run.
+    settings = {"loss": "mse", "jit_compile": JIT} | settings
+    model.compile(optimizer, **settings)
+    return model
+
+
+def faint(y_true, y_pred):
+    return ops.mean(ops.square(y_true - y_pred)) * 1e-7
+
+
+@pytest.mark.parametrize("dtype", ["mixed_float16", "float16"])
+def test_a_bare_optimizer_is_named_with_what_to_write(dtype):
+    note = warning(build(dtype, keras.optimizers.Adam()))
+    assert "Adam does not scale the loss" in note
+    assert "tfmix.LossScaleOptimizer(Adam(...))" in note
+
+
+def test_the_whole_models_policy_without_keras_own_scaling_is_seen():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", auto_scale_loss=False)
+    assert "SGD does not scale" in warning(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"),
+    [
+        ("float32", "sgd"),
+        ("mixed_bfloat16", "sgd"),
+        ("mixed_float16", scaling.LossScaleOptimizer("sgd")),
+        (
+            "mixed_float16",
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+        ),
+        ("mixed_float16", keras.optimizers.SGD(loss_scale_factor=128.0)),
+    ],
+)
+def test_nothing_is_said_where_nothing_is_missing(dtype, optimizer):
+    assert warning(build(dtype, optimizer)) == ""
+
+
+def test_a_model_that_is_not_compiled_lacks_no_optimizer():
+    layers = [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
+    assert warning(keras.Sequential(layers)) == ""
+
+
+def test_check_says_it_and_judges_the_gradients_without_a_scale():
+    report = check.check(build(loss=faint), X, Y)
+    assert "does not scale the loss" in report.notes[0]
+    assert report.loss_scale == 1.0
+    assert "does not scale the loss" in str(report)
+    first = report.rows[0]
+    assert (first.phase, first.verdict) == ("backward", "underflow")
+    assert first.advice.startswith("tfmix.LossScaleOptimizer(optimizer)")
+    # The scale is all that is missing: no layer is to be float32 for it.
+    suggested = report.suggested_policy(progress=False)
+    assert suggested == report.policy
+
+
+def test_check_of_another_policy_says_nothing():
+    report = check.check(build(loss=faint), X, Y, policy="mixed_bfloat16")
+    assert not report.notes
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    "monitor",
+    [
+        numerics_monitor.NumericsMonitor(),
+        loss_scale_monitor.LossScaleMonitor(),
+    ],
+)
+def test_the_monitors_say_it(monitor, caplog):
+    build().fit(X, Y, verbose=0, callbacks=[monitor])
+    assert sum("does not scale the loss" in m for m in caplog.messages) == 1
+
+
+@pytest.mark.slow
+def test_the_numerics_monitor_names_where_gradients_vanish():
+    monitor = numerics_monitor.NumericsMonitor()
+    build(loss=faint).fit(X, Y, verbose=0, callbacks=[monitor])
+    (event,) = monitor.events
+    assert (event.phase, event.verdict) == ("backward", "underflow")

@@ -1,0 +1,132 @@
+"""Figures hold what the records say, and are written where asked."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from matplotlib import colors
+
+from tests.diagnostics import numerics_faults
+from tfmix.callbacks import loss_scale_monitor
+from tfmix.diagnostics import check, plotting
+
+
+@pytest.fixture(scope="module")
+def report():
+    planted = numerics_faults.plant("activation_overflow", 0)
+    return check.check(planted.model, planted.x, planted.y, loss="mse")
+
+
+def texts(figure):
+    return [text.get_text() for axis in figure.axes for text in axis.texts]
+
+
+def test_headroom_has_a_bar_for_every_layer_and_names_the_fault(report):
+    figure = plotting.headroom(report)
+    forward = [row for row in report.rows if row.phase == "forward"]
+    assert len(figure.axes[0].patches) == len(forward)
+    faults = [row.verdict for row in report.faults]
+    assert sorted(texts(figure)) == sorted(faults)
+
+
+def test_the_forty_layers_with_the_least_headroom_are_drawn(report):
+    row = report.rows[0]
+    rows = [
+        dataclasses.replace(row, layer=f"layer_{n}", headroom_bits=50.0 - n)
+        for n in range(50)
+    ]
+    many = dataclasses.replace(report, rows=tuple(rows))
+    axis = plotting.headroom(many).axes[0]
+    names = [label.get_text() for label in axis.get_yticklabels()]
+    assert len(names) == 40
+    assert "layer_49" in names
+    assert "layer_0" not in names
+    assert axis.get_ylabel().startswith("10 more")
+
+
+def test_what_stays_in_float32_is_grey(report):
+    rows = [
+        dataclasses.replace(row, dtype="float32", verdict="ok")
+        for row in report.rows
+    ]
+    figure = plotting.headroom(dataclasses.replace(report, rows=tuple(rows)))
+    bars = figure.axes[0].patches
+    assert {colors.to_hex(bar.get_facecolor()) for bar in bars} == {
+        plotting._GREY
+    }
+    bars = plotting.headroom(report).axes[0].patches
+    colours = [colors.to_hex(bar.get_facecolor()) for bar in bars]
+    assert colours.count(plotting._GREY) == sum(
+        (row.phase, row.dtype, row.verdict) == ("forward", "float32", "ok")
+        for row in report.rows
+    )
+
+
+def test_a_notebook_shows_the_picture(report):
+    assert report.plot()._repr_png_().startswith(b"\x89PNG")
+
+
+def test_exponents_lie_where_the_values_do():
+    values = np.array([1.0, 1.5, 2.0**-20, 0.0, np.inf])
+    figure = plotting.exponents({"gradients": values})
+    drawn = {
+        round(bar.get_x() + bar.get_width() / 2): bar.get_height()
+        for bar in figure.axes[0].patches
+        if bar.get_height() and 0.9 < bar.get_width() < 1.1
+    }
+    assert drawn[0] == pytest.approx(2 / 3)
+    assert drawn[-20] == pytest.approx(1 / 3)
+
+
+def test_the_timeline_shows_scale_and_new_skips():
+    readings = [
+        loss_scale_monitor.Reading(100, 2.0**15, 100, 0, 0),
+        loss_scale_monitor.Reading(200, 2.0**13, 198, 2, 0),
+    ]
+    upper, lower = plotting.loss_scale_timeline(readings).axes
+    assert list(upper.lines[0].get_ydata()) == [2.0**15, 2.0**13]
+    heights = [path[:, 1].max() for path in lower.collections[0].get_segments()]
+    assert heights == [0, 2]
+
+
+def test_the_timeline_of_a_resumed_run_counts_new_skips_alone():
+    readings = [
+        loss_scale_monitor.Reading(100, 2.0**15, 95, 5, 0),
+        loss_scale_monitor.Reading(200, 2.0**14, 194, 6, 0),
+    ]
+    _, lower = plotting.loss_scale_timeline(readings).axes
+    heights = [path[:, 1].max() for path in lower.collections[0].get_segments()]
+    assert heights == [0, 1]
+
+
+def test_pictures_are_written(tmp_path, report):
+    report.plot(tmp_path / "headroom.png")
+    plotting.exponents({"a": np.ones(3)}, path=tmp_path / "exponents.png")
+    for file in tmp_path.iterdir():
+        assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_holds_everything_it_needs(tmp_path, report):
+    path = tmp_path / "report.html"
+    report.to_html(path)
+    page = path.read_text()
+    assert "data:image/png;base64," in page
+    assert "loud" in page
+    # Nothing is fetched: no address but those inside the page itself.
+    assert "http" not in page
+    assert "<link" not in page
+    assert "<script src" not in page
+
+
+def test_nothing_to_draw_is_an_error():
+    with pytest.raises(ValueError, match="readings="):
+        plotting.loss_scale_timeline([])
+    with pytest.raises(ValueError, match="tensors="):
+        plotting.exponents({})
+
+
+def test_a_dollar_in_a_layers_name_is_no_mathematics(tmp_path, report):
+    rows = [dataclasses.replace(report.rows[0], layer=r"cost$\x$")]
+    many = dataclasses.replace(report, rows=tuple(rows))
+    plotting.headroom(many, tmp_path / "dollars.png")
+    plotting.exponents({r"$\x$": np.ones(3)}, path=tmp_path / "dollars.png")

@@ -1,0 +1,401 @@
+"""A `fit` that skips what no scale can save says so, and seldom again."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tfmix.autocast import global_policy
+from tfmix.callbacks import loss_scale_monitor
+from tfmix.gradient_scaling import model_call
+from tfmix.loss_scaling import errors, self_scaled
+from tfmix.loss_scaling import optimizer as scaling
+
+ALL_BAD = (
+    "16 of 16 steps of epoch 1 were skipped at a loss scale of 4: `x` reaches "
+    "1e+05 and float16 ends at 65504; scale it, or use 'mixed_bfloat16'"
+)
+
+
+def layers():
+    ending = keras.layers.Activation("linear", dtype="float32")
+    return [keras.Input((2,)), keras.layers.Dense(1), ending]
+
+
+def compiled(policy="mixed_float16", how="graph", **settings):
+    with global_policy.policy_scope(policy):
+        model = keras.Sequential(layers())
+    settings = {"initial_scale": 4.0} | settings
+    model.compile(
+        scaling.LossScaleOptimizer("sgd", **settings),
+        "mse",
+        run_eagerly=how == "eager",
+        jit_compile=how == "xla",
+    )
+    return model
+
+
+def batches(count=16, bad=()):
+    """Returns arguments of `fit` for steps of one row each."""
+    x = np.ones((count, 2), "float32")
+    x[list(bad)] = 1e5
+    y = np.zeros((count, 1), "float32")
+    return {"x": x, "y": y, "batch_size": 1, "verbose": 0, "shuffle": False}
+
+
+@pytest.fixture
+def model(said):
+    made = compiled()
+    made.fit(**batches())
+    assert not said
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", helpers.quick_are({"xla"}, ["eager", "graph", "xla"])
+)
+def test_epochs_that_train_nothing_are_told_of_less_and_less_often(said, how):
+    compiled(how=how).fit(**batches(bad=range(16)), epochs=8)
+    again = (
+        "{} of {} steps of epochs 1 to {} were skipped, as before: nothing is "
+        "learnt; a LossScaleMonitor would stop the run"
+    )
+    assert said == [
+        ALL_BAD,
+        again.format(48, 48, 3),
+        again.format(112, 112, 7),
+    ]
+
+
+def test_a_new_cause_is_told_of_at_once(said):
+    model = compiled()
+    data = batches(bad=range(16))
+
+    def on_epoch_begin(epoch, logs):
+        if epoch:
+            model.set_weights([np.full((2, 1), 1e4), np.zeros(1)])
+            data["x"][:] = 60.0
+
+    spoil = keras.callbacks.LambdaCallback(on_epoch_begin=on_epoch_begin)
+    model.fit(**data, epochs=3, callbacks=[spoil])
+    first, second = said
+    assert first == ALL_BAD
+    assert second.startswith("16 of 16 steps of epoch 2 were skipped")
+    assert "what layer" in second
+
+
+def test_rows_and_what_else_makes_a_run_skip_are_both_told_of(said):
+    data = batches(bad=range(16))
+    data["x"][3] = np.nan
+    compiled().fit(**data)
+    (text,) = said
+    assert text.startswith("16 of 16 steps of epoch 1 were skipped at a loss")
+    assert "`x` holds NaN or infinity in 1 of 16 rows (3); drop or " in text
+    assert text.endswith(
+        "Also, `x` reaches 1e+05 and float16 ends at 65504; scale it, or use "
+        "'mixed_bfloat16'"
+    )
+
+
+def test_a_float16_head_that_targets_do_not_fit_is_named(said):
+    with global_policy.policy_scope("mixed_float16"):
+        head = keras.layers.Dense(1, name="head")
+        model = keras.Sequential([keras.Input((2,)), head])
+    model.set_weights([np.full((2, 1), 4e4), np.zeros(1)])
+    model.compile(scaling.LossScaleOptimizer("sgd", 4.0), "mse")
+    data = batches()
+    data["y"][:] = 1e5
+    model.fit(**data)
+    text = said[-1]
+    assert "what layer 'head' returns is not finite (targets reach 1e+0" in text
+    assert text.endswith('float16 ends at 65504); give it `dtype="float32"`')
+
+
+@pytest.mark.slow
+@helpers.requires_backend("tensorflow")
+def test_it_is_told_of_replicas(said):
+    with helpers.mirrored_strategy().scope():
+        model = compiled()
+    model.fit(**batches(32, bad=range(32)) | {"batch_size": 2})
+    assert said == [ALL_BAD]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("where", ["x", "y", "sample_weight"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_rows_that_are_not_finite_are_named_after_the_first_epoch(
+    said, where, policy
+):
+    data = batches() | {"sample_weight": np.ones(16, "float32")}
+    data[where][[3, 7]] = np.nan
+    model = compiled(policy, initial_scale=2.0**15)
+    model.fit(**data, epochs=2)
+    # Bad data does not lower the scale.
+    scale = 2.0**15
+    assert said == [
+        f"2 of 16 steps of epoch 1 were skipped at a loss scale of {scale:g}: "
+        f"`{where}` holds NaN or infinity in 2 of 16 rows (3, 7); drop or fix "
+        "them",
+    ]
+
+
+def test_targets_that_are_too_large_are_told_of(said):
+    data = batches()
+    data["y"][:] = 5e4
+    with model_call.left_out():
+        compiled(loss_scale=2.0**10, initial_scale=None).fit(**data)
+    (text,) = said
+    assert (
+        "the loss is 2.5e+09, where float16 ends at 65504, and targets " in text
+    )
+    assert "reach 5e+04; standardise them: y = (y - y.mean()) / y.s" in text
+
+
+def test_the_layer_whose_result_is_not_finite_is_named(said):
+    with global_policy.policy_scope("mixed_float16"):
+        square = keras.layers.Lambda(lambda x: x * x, name="square")
+        model = keras.Sequential([keras.Input((2,)), square, *layers()[1:]])
+    model.compile(scaling.LossScaleOptimizer("sgd", 4.0), "mse")
+    data = batches()
+    data["x"][:] = 300.0
+    model.fit(**data)
+    (text,) = said
+    assert text.endswith(
+        "what layer 'square' returns is not finite; give it `dtype=\"float32\"`"
+    )
+
+
+def test_of_data_that_cannot_be_read_again_the_gradients_are_told(said):
+    x, y = np.full((1, 2), np.nan, "float32"), np.zeros((1, 1), "float32")
+    model = compiled()
+    endless = ((x, y) for _ in itertools.count())
+    model.fit(endless, steps_per_epoch=8, verbose=0, shuffle=False)
+    (text,) = said
+    assert "look for rows of the data that are not finite; the gradien" in text
+    assert model.trainable_variables[0].path in text
+
+
+def test_a_sample_that_wears_the_scale_down_is_told_of_before_the_floor(said):
+    model = compiled(initial_scale=2.0**15)
+    data = batches(bad=[3])
+    data["x"][3] = np.inf
+    model.fit(**data)
+    (text,) = said
+    assert text.startswith("1 of 16 steps of epoch 1 was skipped at a loss")
+
+
+def test_an_epoch_of_bad_rows_alone_is_told_of(said):
+    # They lower no scale, so that nothing was searched for.
+    model = compiled(initial_scale=2.0**15)
+    model.fit(**batches(2, bad=range(2)))
+    assert len(said) == 1
+
+
+@pytest.fixture
+def scaled_outside(monkeypatch):
+    """Multiplies the loss by the scale, as where no model scales inside."""
+    monkeypatch.setattr(self_scaled, "hold", lambda variables: False)
+
+
+@pytest.mark.usefixtures("scaled_outside")
+def test_what_a_search_may_cost_later_on_is_not_told_of(said):
+    # A gradient beyond the scale's reach, as of weights that have grown.
+    model = compiled(initial_scale=2.0**15)
+    data = batches()
+    with model_call.left_out():
+        model.fit(**data, epochs=2)
+        model.optimizer.loss_scale = 2.0**22
+        data["y"][:] = 1.0
+        model.fit(**data, epochs=3)
+    assert model.optimizer.skipped_steps > 2
+    assert not said
+
+
+def test_few_skips_of_many_are_not_told_of(said):
+    fixed = compiled(loss_scale=8.0, initial_scale=None)
+    fixed.fit(**batches(60, bad=[3, 4, 9]))
+    assert not said
+    fixed.fit(**batches(60, bad=[3, 4, 9, 11]))
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    "policy",
+    helpers.quick_are({"mixed_float16"}, ["mixed_float16", "mixed_bfloat16"]),
+)
+def test_one_bad_row_of_many_is_told_of_once(said, policy):
+    model = compiled(policy, initial_scale=2.0**15)
+    data = batches(60)
+    data["x"][7] = np.nan
+    model.fit(**data, epochs=3)
+    (text,) = said
+    assert text.startswith("1 of 60 steps of epoch 1 was skipped")
+    assert "`x` holds NaN or infinity in 1 of 60 rows (7)" in text
+
+
+@pytest.mark.usefixtures("scaled_outside")
+def test_trials_of_a_scale_that_grows_fast_are_not_told_of(said):
+    model = compiled(initial_scale=2.0**15, dynamic_growth_steps=2)
+    data = batches(64)
+    data["y"][:] = 100.0
+    with model_call.left_out():
+        model.fit(**data, epochs=4)
+    assert model.optimizer.skipped_steps > 10
+    assert not said
+
+
+def test_callbacks_may_be_given_in_every_way_keras_takes_them(model, said):
+    x, y = np.full((16, 2), 1e5, "float32"), np.zeros((16, 1), "float32")
+    mine = keras.callbacks.LambdaCallback()
+    for given in ([mine], (mine,), mine, [], None):
+        model.fit(x, y, 1, 1, 0, given)
+        (text,) = said
+        assert text.startswith("16 of 16 steps of epoch 1 were skipped")
+        said.clear()
+    assert model.optimizer.skipped_steps == 5 * 16
+    given = keras.callbacks.CallbackList(
+        [mine], add_history=True, model=model, verbose=0
+    )
+    before = list(given.callbacks)
+    assert len(model.fit(x, y, 1, callbacks=given).history["loss"]) == 1
+    assert len(said) == 1
+    assert given.callbacks == before
+
+
+def test_a_list_of_callbacks_that_was_given_stays_as_it_is(model):
+    given = [keras.callbacks.LambdaCallback()]
+    model.fit(**batches(), callbacks=given)
+    assert len(given) == 1
+
+
+@pytest.mark.slow
+def test_a_fit_of_the_models_own_is_watched_as_well(said):
+    class Own(keras.Sequential):
+        def fit(self, x, y, **settings):
+            return super().fit(x, y, **settings)
+
+    class Bare(keras.Sequential):
+        def fit(self, x, y):
+            return super().fit(x, y, batch_size=1, verbose=0)
+
+    data = batches(bad=range(16))
+    with global_policy.policy_scope("mixed_float16"):
+        models = [Own(layers()), Bare(layers())]
+    for each in models:
+        each.compile(scaling.LossScaleOptimizer("sgd", 4.0), "mse")
+    models[0].fit(**data)
+    assert said == [ALL_BAD]
+    models[1].fit(data["x"], data["y"])
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        models[1].fit(**data)
+
+
+def test_a_monitor_says_it_instead(said):
+    monitor = loss_scale_monitor.LossScaleMonitor(alarm_after=2)
+    # Small enough that the monitor does not stop the run.
+    model = compiled(initial_scale=2.0**15)
+    model.fit(**batches(8, bad=range(8)), callbacks=[monitor])
+    (text,) = said
+    assert text.startswith("no update was applied in the last 8 steps, at a ")
+    assert "`x` reaches 1e+05" in text
+
+
+@pytest.mark.slow
+def test_a_monitor_that_stops_the_run_says_the_cause_first(said):
+    model = compiled(initial_scale=2.0)
+    monitor = loss_scale_monitor.LossScaleMonitor(max_consecutive_skips=8)
+    with pytest.raises(errors.LossScaleError) as caught:
+        model.fit(**batches(bad=range(16)), callbacks=[monitor])
+    _, cause, *_ = str(caught.value).splitlines()
+    assert cause.startswith("The likeliest cause, as measured: `x` reaches")
+    assert "standardise the targets" in str(caught.value)
+
+
+def test_the_counters_are_read_once_an_epoch(model, monkeypatch):
+    reads = []
+    read = scaling.LossScaleOptimizer.skipped_steps.fget
+    counted = property(lambda self: reads.append(1) or read(self))
+    monkeypatch.setattr(scaling.LossScaleOptimizer, "skipped_steps", counted)
+    model.fit(**batches(), epochs=3)
+    assert len(reads) == 1 + 3
+
+
+def test_a_bare_optimizer_is_read_where_its_skips_are_counted(said):
+    model = compiled()
+    model.compile("sgd", "mse", auto_scale_loss=False)
+    model.fit(**batches(bad=range(16)))
+    told = [text for text in said if "skipped" in text]
+    assert len(told) == (keras.backend.backend() == "tensorflow")
+
+
+class Several(keras.Model):
+    """Trains with optimizers of its own, beside the one `compile` makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(1), keras.layers.Dense(1)
+
+    def compile(self):
+        super().compile()
+        self.scaled = scaling.LossScaleOptimizer("sgd", initial_scale=4.0)
+        self.bare = keras.optimizers.SGD(0.0)
+
+    def call(self, x):
+        return self.first(x) + self.second(x)
+
+    def train_step(self, batch):
+        import tensorflow as tf
+
+        x, y = batch
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        for optimizer, layer in zip(
+            (self.scaled, self.bare), (self.first, self.second), strict=True
+        ):
+            variables = layer.trainable_variables
+            grads = tape.gradient(loss, variables)
+            optimizer.apply_gradients(zip(grads, variables, strict=True))
+        return {"d_loss": loss}
+
+
+@pytest.mark.costly
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("how", ["graph", "xla"])
+def test_all_optimizers_that_a_model_steps_are_counted(said, how):
+    with global_policy.policy_scope("mixed_float16"):
+        model = Several()
+    model.compile()
+    model.run_eagerly, model.jit_compile = False, how == "xla"
+    model.fit(**batches(bad=range(4)))
+    (told,) = (text for text in said if "skipped" in text)
+    assert told.startswith("8 of 32 steps of epoch 1 were skipped")
+
+
+def test_raw_features_that_a_normalization_takes_are_not_to_blame(said):
+    x = np.random.default_rng(0).normal(1e5, 1e4, (16, 2)).astype("float32")
+    with global_policy.policy_scope("mixed_float16"):
+        normalize = keras.layers.Normalization()
+        normalize.adapt(x)
+        head = keras.layers.Dense(1, name="price")
+        model = keras.Sequential([keras.Input((2,)), normalize, head])
+    head.set_weights([np.zeros((2, 1)), np.full(1, 1e6)])
+    model.compile(keras.optimizers.SGD(1e-9), "mse")
+    model.fit(x, np.full((16, 1), 1e6), batch_size=1, verbose=0)
+    (text,) = [line for line in said if "skipped" in line]
+    assert "what layer 'price' returns is not finite" in text
+    assert "targets reach 1e+06" in text
+    assert "`x`" not in text
+
+
+def test_short_epochs_that_apply_nothing_are_told_of_soon(said):
+    model = compiled(initial_scale=2.0**15)
+    data = batches(count=2, bad=range(2))
+    # As a pipeline, whose rows are not looked at.
+    import tensorflow as tf
+
+    pairs = tf.data.Dataset.from_tensor_slices((data["x"], data["y"]))
+    model.fit(pairs.batch(1), epochs=3, verbose=0, shuffle=False)
+    assert said[0].startswith("2 of 2 steps of epoch 1 were skipped")

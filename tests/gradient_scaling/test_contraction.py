@@ -1,0 +1,95 @@
+"""What a product sums over, found from how Keras writes it."""
+
+import numpy as np
+import pytest
+
+from tfmix.gradient_scaling import contraction
+
+pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
+
+RNG = np.random.default_rng(0)
+
+
+def by_letters(axes, first, second, weight_at):
+    """Computes the product of two factors as the letters say."""
+    inputs, weight = (first, second) if weight_at else (second, first)
+    equation = f"{axes.inputs},{axes.weight}->{axes.outputs}"
+    return np.einsum(equation, inputs, weight)
+
+
+@pytest.mark.parametrize("weight_at", [0, 1])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((2, 3), (3, 4)),
+        ((5, 2, 3), (3, 4)),
+        ((3,), (3, 4)),
+        ((2, 3), (3,)),
+        ((5, 2, 3), (5, 3, 4)),
+        ((6, 5, 2, 3), (3,)),
+        ((2, 3), (5, 3, 4)),
+    ],
+)
+def test_matmul(first, second, weight_at):
+    a, b = RNG.random(first), RNG.random(second)
+    axes = contraction.of_matmul((a.ndim, b.ndim), weight_at)
+    found = by_letters(axes, a, b, weight_at)
+    np.testing.assert_allclose(found, np.matmul(a, b))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "axes"),
+    [
+        ((2, 3), (3, 4), 1),
+        ((5, 2, 3), (2, 3, 4), 2),
+        ((5, 2, 3), (3, 4, 2), ((1, 2), (2, 0))),
+        ((2, 3), (4, 3), (1, 1)),
+    ],
+)
+def test_tensordot(first, second, axes):
+    a, b = RNG.random(first), RNG.random(second)
+    found = contraction.of_tensordot((a.ndim, b.ndim), axes, 1)
+    np.testing.assert_allclose(
+        by_letters(found, a, b, 1), np.tensordot(a, b, axes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("equation", "ranks", "expected"),
+    [
+        ("ab,bc->ac", (2, 2), ("ab", "bc", "ac")),
+        ("... x, x y -> ... y", (3, 2), ("abx", "xy", "aby")),
+        ("abcd,cde->abe", (4, 3), ("abcd", "cde", "abe")),
+    ],
+)
+def test_einsum(equation, ranks, expected):
+    found = contraction.of_einsum(equation, ranks, 1)
+    assert (found.inputs, found.weight, found.outputs) == expected
+
+
+@pytest.mark.parametrize(
+    ("equation", "ranks"),
+    [
+        ("ab,bc", (2, 2)),
+        ("ab,cd->abcd", (2, 2)),
+        ("aab,bc->ac", (3, 2)),
+        ("abd,bc->ac", (3, 2)),
+        ("ab,...c->ac", (2, 2)),
+    ],
+)
+def test_what_is_no_product_of_matrices_is_left_alone(equation, ranks):
+    assert contraction.of_einsum(equation, ranks, 1) is None
+
+
+def test_stacks_of_different_ranks_are_left_alone():
+    assert contraction.of_matmul((4, 3), 1) is None
+
+
+def test_every_letter_has_one_role():
+    axes = contraction.Contraction("bmk", "bkn", "bmn")
+    assert (axes.batch, axes.free, axes.summed, axes.new) == (
+        "b",
+        "m",
+        "k",
+        "n",
+    )

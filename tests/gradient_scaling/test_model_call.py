@@ -1,0 +1,414 @@
+"""The border of a model leaves everything but its gradients as it was."""
+
+import collections
+import gc
+import weakref
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers
+from tfmix.diagnostics import programs
+from tfmix.gradient_scaling import model_call
+
+ON_JAX = keras.backend.backend() == "jax"
+X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+
+
+@pytest.fixture(autouse=True)
+def float16():
+    tfmix.set_global_policy("mixed_float16")
+
+
+def dense(*sizes):
+    layers = [keras.layers.Dense(size) for size in sizes]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    return model
+
+
+def called(model, x=X, **kwargs):
+    """Calls a model where gradients may be asked for."""
+    if ON_JAX:
+        import jax
+
+        def call(x):
+            return model(x, **kwargs)
+
+        result, _ = jax.vjp(call, jax.numpy.asarray(x))
+        return result
+    import tensorflow as tf
+
+    with tf.GradientTape():
+        return model(tf.constant(x), **kwargs)
+
+
+def bordered(model, x=X, **kwargs):
+    """Returns what a model returns with a border, and what without."""
+    with model_call.left_out():
+        without = called(model, x, **kwargs)
+    return called(model, x, **kwargs), without
+
+
+@pytest.mark.costly
+def test_results_are_the_same_bits():
+    found, without = bordered(dense(8, 2))
+    np.testing.assert_array_equal(
+        helpers.to_numpy(found), helpers.to_numpy(without)
+    )
+    assert keras.backend.standardize_dtype(found.dtype) == "float32"
+
+
+class Nested(keras.Model):
+    Pair = collections.namedtuple("Pair", "left right")
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x, scale=1.0):
+        y = self.dense(x["in"][0]) * scale
+        return {"a": self.Pair(y, [keras.ops.arange(3)]), "b": (y + 1, None)}
+
+
+def test_nests_and_what_is_no_float_pass():
+    model = Nested()
+    model({"in": [keras.ops.convert_to_tensor(X)]})
+    x = {"in": [X]}
+    if ON_JAX:
+        import jax
+
+        found = jax.eval_shape(model, x)
+    else:
+        import tensorflow as tf
+
+        with tf.GradientTape():
+            found = model(x, scale=2.0)
+    assert isinstance(found["a"], Nested.Pair)
+    dtypes = [found["a"].left, found["a"].right[0], found["b"][0]]
+    assert [keras.backend.standardize_dtype(d.dtype) for d in dtypes] == [
+        "float32",
+        "int32",
+        "float32",
+    ]
+    assert found["b"][1] is None
+
+
+# Keras 3.16 warns of it in float32, too.
+@pytest.mark.costly
+@pytest.mark.filterwarnings("ignore:.*does not support masking")
+def test_masks_and_exact_ids_reach_the_layers():
+    # 2049 is 2048 in float16.
+    ids = np.array([[2049, 0], [3, 4]], "int32")
+    model = keras.Sequential(
+        [
+            keras.Input((2,), dtype="int32"),
+            keras.layers.Embedding(3000, 4, mask_zero=True),
+            keras.layers.LSTM(3),
+        ]
+    )
+    if ON_JAX:
+        import jax
+
+        frozen = [v.value for v in model.non_trainable_variables]
+        weights = [v.value for v in model.trainable_variables]
+
+        def call(weights):
+            return model.stateless_call(weights, frozen, ids)[0]
+
+        found, _ = jax.vjp(call, weights)
+        with model_call.left_out():
+            without, _ = jax.vjp(call, weights)
+    else:
+        found, without = bordered(model, ids)
+    np.testing.assert_array_equal(
+        helpers.to_numpy(found), helpers.to_numpy(without)
+    )
+
+
+def in_a_branch(model, x):
+    import tensorflow as tf
+
+    return tf.cond(x[0, 0] < 9.0, lambda: model(x), lambda: model(-x))
+
+
+def in_a_loop(model, x):
+    import tensorflow as tf
+
+    def add(i, total):
+        return i + 1, total + model(x)
+
+    start = tf.constant(0), tf.zeros((len(X), 2))
+    return tf.while_loop(lambda *_: True, add, start, maximum_iterations=3)[1]
+
+
+def in_a_loop_that_steps(model, x):
+    import tensorflow as tf
+
+    def add(i, total):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(model(x) ** 2)
+        return i + 1, total + tape.gradient(loss, x) * x[0, 0]
+
+    start = tf.constant(0), tf.zeros(X.shape)
+    return tf.while_loop(lambda *_: True, add, start, maximum_iterations=3)[1]
+
+
+@pytest.mark.costly
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("call", [in_a_branch, in_a_loop, in_a_loop_that_steps])
+def test_gradients_go_through_control_flow(call, jit):
+    import tensorflow as tf
+
+    model = dense(8, 2)
+
+    def slopes():
+        x = tf.constant(X)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(call(model, x)) * 1e-6
+        return tape.gradient(loss, model.trainable_variables[:2])
+
+    found = tf.function(slopes, jit_compile=jit)()
+    expected = slopes()
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-10)
+
+
+@pytest.mark.costly
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("mode", ["eager", "graph", "jit"])
+def test_statistics_are_updated_once_and_losses_added_once(mode):
+    import tensorflow as tf
+
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(3, activity_regularizer="l2"),
+            keras.layers.BatchNormalization(momentum=0.5),
+        ]
+    )
+    twin = keras.models.clone_model(model)
+    twin.set_weights(model.get_weights())
+
+    def penalised():
+        # Second order: the model is run once more.
+        x = tf.constant(X)
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = model(x, training=True)
+            slope = tape.gradient(y, x)
+            loss = tf.reduce_sum(slope**2) + tf.reduce_sum(y)
+        outer.gradient(loss, model.trainable_variables)
+        return len(model.losses)
+
+    run = penalised
+    if mode != "eager":
+        run = tf.function(penalised, jit_compile=mode == "jit")
+    assert int(run()) == 1
+    with model_call.left_out():
+        twin(X, training=True)
+    for one, other in zip(model.get_weights(), twin.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_second_run_drops_the_same_numbers():
+    import tensorflow as tf
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64)])
+    model.add(keras.layers.Dropout(0.5))
+    model.add(keras.layers.Dense(1, use_bias=False))
+    kernel, _, last = model.trainable_variables
+    x = tf.constant(X)
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = model(x, training=True)
+        # A linear model: its slope is the product of kernels, less the units
+        # that were dropped.
+        slope = tape.gradient(y, x)
+        loss = tf.reduce_sum(slope)
+    found = outer.gradient(loss, kernel)
+    # The derivative by a kernel's column is twice the weight behind a unit, in
+    # each row that kept it: what was dropped in all rows has none.
+    rows = found.numpy()[0] / (2 * last.numpy()[:, 0])
+    np.testing.assert_allclose(rows, np.round(rows), atol=0.02)
+    counts = slope.numpy() @ np.ones((4, 1))
+    kept = (kernel.numpy().sum(0) * last.numpy()[:, 0] * 2 * rows).sum()
+    np.testing.assert_allclose(counts.sum(), kept, rtol=0.01)
+
+
+@helpers.requires_backend("tensorflow")
+def test_one_result_has_a_gradient_by_another():
+    import tensorflow as tf
+
+    x = keras.Input((8, 8, 1))
+    features = keras.layers.Conv2D(2, 3)(x)
+    pooled = keras.layers.GlobalAveragePooling2D()(features)
+    model = keras.Model(x, [features, keras.layers.Dense(2)(pooled)])
+    with tf.GradientTape() as tape:
+        features, classes = model(np.ones((1, 8, 8, 1), "float32"))
+    assert tape.gradient(classes, features) is not None
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("graph", [False, True])
+def test_forward_mode_runs_as_in_float32(graph):
+    import tensorflow as tf
+
+    model = dense(8, 1)
+
+    def slope():
+        x = tf.constant(X)
+        ones = tf.ones_like(x)
+        with tf.autodiff.ForwardAccumulator(x, ones) as forward:
+            y = model(x)
+        return forward.jvp(y)
+
+    found = (tf.function(slope) if graph else slope)()
+    first, second = model.trainable_variables[0], model.trainable_variables[2]
+    exact = np.ones_like(X) @ first.numpy() @ second.numpy()
+    np.testing.assert_allclose(found, exact, rtol=0.01, atol=1e-3)
+
+
+def test_a_plain_graph_around_a_model_does_not_hide_it():
+    inner = dense(8, 1)
+    tfmix.set_global_policy("float32")
+    x = keras.Input((4,))
+    outer = keras.Model(x, inner(x))
+    result = outer(X)
+    assert keras.backend.standardize_dtype(result.dtype) == "float32"
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_model_that_amplifies_finds_its_place(run_eagerly):
+    # Backwards everything grows by 2**18: too much for one in [1, 2).
+    kernel = keras.initializers.Constant(2.0**9)
+    layers = [
+        keras.layers.Dense(1, kernel_initializer=kernel, use_bias=False)
+        for _ in range(3)
+    ]
+    model = keras.Sequential([keras.Input((1,)), *layers])
+    optimizer = tfmix.LossScaleOptimizer(keras.optimizers.SGD(0.0))
+    settings = {} if ON_JAX else {"jit_compile": False}
+    model.compile(optimizer, "mse", run_eagerly=run_eagerly, **settings)
+    x = np.full((8, 1), 2.0**-14, "float32")
+    model.fit(x, x, batch_size=1, epochs=2, shuffle=False, verbose=0)
+    assert 0 < optimizer.skipped_steps < 8
+    assert optimizer.consecutive_skips == 0
+    assert optimizer.loss_scale == 2.0 ** (15 - optimizer.skipped_steps)
+
+
+@pytest.mark.costly
+def test_a_model_whose_layers_fell_back_is_scaled_as_well():
+    class Tiny(keras.layers.Layer):
+        def build(self, shape):
+            self.weight = self.add_weight(shape=(shape[-1],))
+
+        def call(self, x):
+            if "float32" not in str(x.dtype):
+                raise TypeError("16 bit")
+            return x * self.weight
+
+    tiny = Tiny()
+    model = keras.Sequential([keras.Input((4,)), tiny])
+    model(X)
+    assert tiny.compute_dtype == "float32"
+    model.compile(keras.optimizers.SGD(1e10), lambda y, p: (p - y) * 1e-12)
+    before = model.get_weights()[0]
+    model.fit(X, 0 * X, verbose=0)
+    moved = model.get_weights()[0] - before
+    exact = -X.mean(0) / 4 * 1e-2
+    np.testing.assert_allclose(moved, exact, rtol=0.1)
+    assert isinstance(model.optimizer, tfmix.LossScaleOptimizer)
+
+
+def fitted(model):
+    model.compile("sgd", "mse")
+    model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+    model.evaluate(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+
+
+def called_under_a_tape_that_is_not_asked(model):
+    import tensorflow as tf
+
+    @tf.function
+    def called(x):
+        with tf.GradientTape():
+            return model(x)
+
+    called(tf.ones((4, 3)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "use",
+    [
+        fitted,
+        pytest.param(
+            called_under_a_tape_that_is_not_asked,
+            marks=helpers.requires_backend("tensorflow"),
+        ),
+    ],
+)
+def test_a_model_that_nobody_holds_is_freed(use):
+    def used():
+        with tfmix.policy_scope("mixed_float16"):
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        use(model)
+        return weakref.ref(model)
+
+    model = used()
+    keras.utils.clear_session()
+    gc.collect()
+    assert model() is None
+
+
+class Codes(keras.Model):
+    """Returns whole numbers for whole numbers: of a table, or of a class."""
+
+    def __init__(self, has_weights):
+        super().__init__()
+        self.has_weights = has_weights
+        if has_weights:
+            self.layer = keras.layers.Embedding(10, 4)
+        else:
+            self.layer = keras.layers.IntegerLookup(vocabulary=[5, 7, 9])
+
+    def call(self, ids):
+        codes = self.layer(ids)
+        return keras.ops.argmax(codes, -1) if self.has_weights else codes
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize("run", ["__call__", "predict", "compiled"])
+def test_a_model_without_any_float_outside_of_it_runs(run, has_weights):
+    if keras.backend.backend() == "jax" and not has_weights:
+        pytest.skip("IntegerLookup under JAX runs outside of compiled code")
+    ids = np.array([[5, 7, 9]])
+    model = Codes(has_weights)
+    expected = np.asarray(model(ids))
+    if run == "compiled":
+        found = programs.compiled(model)(keras.ops.convert_to_tensor(ids))
+    else:
+        found = getattr(model, run)(ids)
+    np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_layer_may_hold_a_handle():
+    import tensorflow as tf
+
+    model = dense(8, 1)
+    model.layers[0].counts = tf.raw_ops.EmptyTensorList(
+        element_shape=[2], max_num_elements=2, element_dtype=tf.float32
+    )
+    assert model.layers[0].counts.dtype == tf.variant
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(X))
+    assert None not in tape.gradient(loss, model.trainable_variables)

@@ -1,0 +1,67 @@
+"""The power of two that brings a gradient to order one."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tfmix.gradient_scaling import power
+
+pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
+
+
+def of(*gradients, losses=(), factor=1.0):
+    tensors = [keras.ops.convert_to_tensor(each) for each in gradients]
+    losses = [keras.ops.convert_to_tensor(each) for each in losses]
+    return float(helpers.to_numpy(power.of(tensors, losses, factor).up))
+
+
+@pytest.mark.parametrize("exponent", [-90, -20, -1, 0, 1, 20, 90])
+def test_the_largest_number_lies_between_one_and_two(exponent):
+    largest = np.float32(1.75 * 2.0**exponent)
+    assert of(np.float32([0.0, -largest, largest / 4])) == 2.0**-exponent
+
+
+@pytest.mark.parametrize("exponent", [-126, -101, 101, 127])
+def test_the_power_and_its_reciprocal_stay_normal(exponent):
+    found = of(np.float32([2.0**exponent]))
+    assert found == 2.0 ** -math.copysign(100, exponent)
+
+
+def test_the_largest_of_several_gradients_decides():
+    assert of(np.float32([2.0**-9]), np.float32([[2.0**-3]])) == 8.0
+
+
+def test_a_sum_that_reaches_far_leaves_room():
+    # 2**14 ones: a bias gets their sum.
+    assert of(np.ones(2**14, "float32")) == 0.25
+    assert of(np.ones(2**12, "float32")) == 1.0
+
+
+def test_added_losses_count_in_the_sum_alone():
+    small = np.float32([2.0**-8])
+    assert of(small, losses=[np.float32(1.0)]) == 2.0**8
+    assert of(small, losses=[np.float32(2.0**8)]) == 2.0**4
+
+
+@pytest.mark.parametrize(
+    "values", [[], [0.0], [np.inf, 1.0], [np.nan, 1.0], [-np.inf]]
+)
+def test_what_has_no_size_is_left_as_it_is(values):
+    assert of(np.float32(values)) == 1.0
+    assert of(np.float32(values), factor=0.5) == 0.5
+
+
+def test_it_is_placed_by_a_factor():
+    with power.placed(0.25):
+        assert power.placing() == 0.25
+        assert of(np.float32([4.0]), factor=power.placing()) == 0.0625
+    assert power.placing() == 1.0
+
+
+def test_it_is_back_after_an_error():
+    with pytest.raises(KeyError), power.placed(0.25):
+        raise KeyError
+    assert power.placing() == 1.0

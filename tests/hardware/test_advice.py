@@ -1,0 +1,493 @@
+"""Shapes, alignment, share of the work and bytes: counted by hand."""
+
+import dataclasses
+import math
+import re
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers
+from tfmix.hardware import advice as advising
+from tfmix.hardware import target as targets
+from tfmix.hardware import training_memory
+from tfmix.loss_scaling import optimizer as scaling
+from tfmix.optimizers import bfloat16_optimizer, low_memory, master_weights
+
+advise = advising.advise
+
+
+def rows_of(model, batch_size=32):
+    return {
+        row.layer.split("/")[-1]: row for row in advise(model, batch_size).rows
+    }
+
+
+def sequential(*layers, shape=(16,)):
+    return keras.Sequential([keras.Input(shape), *layers])
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "expected"),
+    [
+        (keras.layers.Dense(10), (64,), ((32, 64, 10),)),
+        (keras.layers.Dense(8), (5, 64), ((160, 64, 8),)),
+        (keras.layers.Conv2D(16, 3), (8, 8, 4), ((32 * 36, 36, 16),)),
+        (
+            keras.layers.Conv2D(16, 3, groups=2),
+            (8, 8, 4),
+            ((32 * 36, 18, 8),),
+        ),
+        (
+            keras.layers.Conv2DTranspose(6, 2),
+            (8, 8, 4),
+            ((32 * 64, 4, 24),),
+        ),
+        (
+            keras.layers.EinsumDense("abc,cd->abd", output_shape=(5, 8)),
+            (5, 64),
+            ((160, 64, 8),),
+        ),
+        (
+            keras.layers.LSTM(12),
+            (5, 7),
+            ((160, 7, 48), (32, 12, 48)),
+        ),
+    ],
+)
+def test_products_have_the_shapes_of_the_matrices(layer, shape, expected):
+    (row,) = advise(sequential(layer, shape=shape), 32).rows
+    assert row.shapes == expected
+
+
+def test_operations_are_two_for_each_product_of_two_numbers():
+    (row,) = advise(sequential(keras.layers.Dense(10)), 32).rows
+    assert row.flops == 2 * 32 * 16 * 10
+
+
+@helpers.requires_backend("jax")
+def test_operations_agree_with_what_the_compiler_counts():
+    import jax
+
+    model = sequential(keras.layers.Dense(64), keras.layers.Dense(32))
+    values = [variable.value for variable in model.trainable_variables]
+
+    def forward(weights, x):
+        return model.stateless_call(weights, [], x)[0]
+
+    compiled = jax.jit(forward).lower(values, np.ones((32, 16))).compile()
+    counted = compiled.cost_analysis()["flops"]
+    ours = sum(row.flops for row in advise(model, 32).rows)
+    # The compiler counts the bias's additions as well.
+    assert ours == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("units", "aligned", "tpu", "padding"),
+    [
+        (128, True, True, ""),
+        (24, True, False, ""),
+        (10, False, False, "n 10 -> 16"),
+    ],
+)
+def test_alignment_asks_for_multiples(units, aligned, tpu, padding):
+    model = sequential(keras.layers.Dense(units), shape=(128,))
+    (row,) = advise(model, 32).rows
+    assert (row.aligned, row.aligned_tpu) == (aligned, tpu)
+    assert row.padding == padding
+
+
+def test_the_share_in_16_bit_is_of_the_work():
+    model = sequential(
+        keras.layers.Dense(48, dtype="mixed_float16"),
+        keras.layers.Dense(16, dtype="float32"),
+    )
+    # 16 x 48 products against 48 x 16.
+    assert advise(model, 8).share_16bit == 0.5
+
+
+def test_memory_is_that_of_the_variables_and_outputs():
+    model = sequential(keras.layers.Dense(8))
+    model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
+    model.optimizer.build(model.trainable_variables)
+    memory = advise(model, 32).memory
+    weights = sum(np.array(variable).nbytes for variable in model.variables)
+    assert memory["float32"].weights == weights == 4 * (16 * 8 + 8)
+    assert memory["mixed_float16"].weights == weights
+    assert memory["float16"].weights == weights / 2
+    assert memory["float16"].masters == weights
+    assert memory["float16"].slots == pytest.approx(weights, abs=64)
+    assert memory["float16"].gradients == weights / 2
+    assert memory["mixed_float16"].gradients == weights
+    assert memory["mixed_float16"].masters == 0
+    assert memory["float32"].activations == 4 * 32 * 8
+    assert memory["mixed_float16"].activations == 2 * 32 * 8
+
+
+def products(inputs, layer, *others):
+    model = keras.Model(inputs, layer(inputs, *others))
+    rows = tfmix.hardware.advise(model, 2).rows
+    return [row.shapes for row in rows if row.layer.endswith(layer.name)]
+
+
+def test_cells_count_in_whichever_layer_they_are():
+    cells = [keras.layers.LSTMCell(4), keras.layers.GRUCell(5)]
+    x = keras.Input((7, 3))
+    lstm, gru = ((14, 3, 16), (2, 4, 16)), ((14, 4, 15), (2, 5, 15))
+    assert products(x, keras.layers.RNN(cells, name="both")) == [(*lstm, *gru)]
+    one = keras.layers.RNN(keras.layers.LSTMCell(4), name="one")
+    assert products(x, one) == [lstm]
+
+
+def test_attention_over_an_axis_counts_that_axis():
+    x = keras.Input((5, 12, 16))
+    layer = keras.layers.MultiHeadAttention(2, 8, attention_axes=2, name="mha")
+    assert ((12, 8, 12), (12, 12, 8)) in products(x, layer, x)
+
+
+def test_additive_attention_adds_where_others_multiply():
+    layer = keras.layers.AdditiveAttention(name="additive")
+    x = [keras.Input((6, 8)), keras.Input((9, 8))]
+    assert products(x, layer) == [((6, 9, 8),)]
+
+
+def test_attention_counts_its_own_products_beside_its_layers():
+    inputs = keras.Input((6, 16))
+    outputs = keras.layers.MultiHeadAttention(2, 8, name="mha")(inputs, inputs)
+    rows = rows_of(keras.Model(inputs, outputs))
+    assert rows["mha"].shapes == ((6, 8, 6), (6, 6, 8))
+    assert rows["mha"].flops == 2 * 2 * (32 * 2) * 6 * 8 * 6
+    assert rows["query"].shapes == ((32 * 6, 16, 16),)
+
+
+def test_a_subclassed_model_is_run_on_the_shapes_it_was_built_with():
+    class Custom(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = keras.layers.Dense(4)
+
+        def call(self, inputs):
+            return self.inner(inputs)
+
+    model = Custom()
+    model(np.ones((2, 8), "float32"))
+    (row,) = advise(model, 64).rows
+    assert row.shapes == ((64, 8, 4),)
+
+
+def tokens():
+    """A model of two inputs whose lengths are free, as KerasHub's are."""
+    names = ("ids", "mask")
+    inputs = {
+        name: keras.Input((None,), name=name, dtype="int32") for name in names
+    }
+    hidden = keras.layers.Embedding(50, 16)(inputs["ids"])
+    hidden = hidden * keras.ops.cast(inputs["mask"], hidden.dtype)[..., None]
+    return keras.Model(inputs, keras.layers.Dense(8, name="head")(hidden))
+
+
+class Unbuilt(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.head = keras.layers.Dense(8, name="head")
+
+    def call(self, inputs):
+        return self.head(inputs)
+
+
+def lengths(name):
+    ids = np.ones((4, 6), "int32")
+    return {
+        "x": {"x": {"ids": ids, "mask": ids}},
+        "one shape": {"input_shape": (6,)},
+        "shapes by name": {"input_shape": {"ids": (6,), "mask": (6,)}},
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["x", "one shape", "shapes by name"])
+def test_a_free_length_is_taken_from_x_or_a_shape(name):
+    (row,) = advise(tokens(), 32, **lengths(name)).rows
+    assert row.shapes == ((32 * 6, 16, 8),)
+
+
+@pytest.mark.parametrize("kind", ["subclassed", "sequential"])
+@pytest.mark.parametrize("given", ["x", "input_shape"])
+def test_an_unbuilt_model_is_built(kind, given):
+    layer = keras.layers.Dense(8, name="head")
+    model = Unbuilt() if kind == "subclassed" else keras.Sequential([layer])
+    x = np.ones((4, 16), "float32")
+    known = {"x": x} if given == "x" else {"input_shape": (16,)}
+    advice = advise(model, 32, **known)
+    assert advice.rows[0].shapes == ((32, 16, 8),)
+    assert advice.memory["float32"].weights == 4 * (16 * 8 + 8)
+    assert model(x).shape == (4, 8)
+
+
+def test_the_inputs_may_come_as_a_dataset():
+    tf = pytest.importorskip("tensorflow")
+    pairs = np.ones((8, 16), "float32"), np.ones((8, 1))
+    data = tf.data.Dataset.from_tensor_slices(pairs).batch(4)
+    (row,) = advise(Unbuilt(), 32, x=data).rows
+    assert row.shapes == ((32, 16, 8),)
+
+
+def test_it_prints_as_a_table():
+    text = str(advise(sequential(keras.layers.Dense(10, name="head")), 32))
+    assert "head" in text
+    assert "n 10 -> 16" in text
+
+
+def test_the_ten_costliest_layers_are_printed():
+    layers = [keras.layers.Dense(8, name=f"layer_{n}") for n in range(12)]
+    advice = advise(sequential(*layers), 32)
+    assert len(advice.rows) == 12
+    assert str(advice).count("layer_") == 10
+    assert "and 2 cheaper layers" in str(advice)
+    assert "No product is in 16 bit" in str(advice)
+
+
+def test_wrong_arguments_are_refused():
+    model = sequential(keras.layers.Dense(4))
+    with pytest.raises(TypeError, match="model='resnet'"):
+        advise("resnet", 32)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        advise(model, 0)
+    free = sequential(keras.layers.Dense(4), shape=(None, 3))
+    with pytest.raises(ValueError, match=r"input_shape=\(128, 3\)"):
+        advise(free, 32)
+    with pytest.raises(ValueError, match=r"takes `x`.*or `input_shape`"):
+        advise(Unbuilt(), 32)
+    with pytest.raises(ValueError, match="not both"):
+        advise(free, 32, x=np.ones((2, 5, 3)), input_shape=(5, 3))
+    with pytest.raises(ValueError, match=r"input_shape=\(5,\)"):
+        advise(free, 32, input_shape=(5,))
+    with pytest.raises(ValueError, match=r"input_shape=\(128, 3\)"):
+        advise(free, 32, input_shape=(None, 3))
+
+
+def optimizers():
+    """Maps ways to train to functions that make the optimizer."""
+    adam = keras.optimizers.Adam
+    masters, coded = (
+        master_weights.MasterWeightOptimizer,
+        {"slot_dtype": "int8"},
+    )
+    stochastic = bfloat16_optimizer.BFloat16Optimizer
+    low = low_memory.LowMemoryOptimizer
+    return {
+        "float32": adam,
+        "mixed_float16": adam,
+        "mixed_bfloat16, 8-bit state": lambda: low(adam()),
+        "float16": lambda: masters(adam()),
+        "float16, 8-bit state": lambda: masters(adam(), **coded),
+        "bfloat16, no masters": lambda: stochastic(adam()),
+        "bfloat16, no masters, 8-bit state": lambda: stochastic(
+            adam(), **coded
+        ),
+    }
+
+
+def wide(way):
+    keras.config.set_dtype_policy(way.partition(",")[0])
+    hidden = [keras.layers.Dense(256, "relu") for _ in range(3)]
+    model = sequential(*hidden, keras.layers.Dense(16), shape=(64,))
+    optimizer = optimizers()[way]()
+    model.compile(scaling.LossScaleOptimizer(optimizer), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def held_by(variables):
+    return sum(np.array(variable).nbytes for variable in variables)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("way", optimizers())
+def test_bytes_of_weights_and_slots_are_those_of_the_variables(way):
+    model = wide(way)
+    memory = advise(model, 512).memory[way]
+    assert memory.weights == held_by(model.variables)
+    # The loss scale, the counters and the learning rate come on top.
+    held = held_by(model.optimizer.variables)
+    assert memory.masters + memory.slots == pytest.approx(held, rel=0.01)
+    # As well before the model is trained in that way.
+    before = advise(wide("float32"), 512).memory[way]
+    assert before.slots == pytest.approx(memory.slots, rel=0.01)
+    assert before.masters == memory.masters
+
+
+def test_without_slots_there_are_none_in_8_bits():
+    model = sequential(keras.layers.Dense(8))
+    model.compile(keras.optimizers.SGD(), "mse")
+    model.optimizer.build(model.trainable_variables)
+    ways = advise(model, 32).memory
+    assert "bfloat16, no masters" in ways
+    assert not [name for name in ways if "8-bit" in name]
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "expected"),
+    [
+        # What `auto` is there, though float16 takes no more.
+        ("h200", "mixed_float16", "mixed_bfloat16"),
+        ("v5e", "mixed_bfloat16", "mixed_bfloat16"),
+        ("t4", "mixed_bfloat16", "mixed_float16"),
+        (
+            "v5e",
+            "mixed_bfloat16, 8-bit state",
+            "mixed_bfloat16, 8-bit state. Compile with "
+            "tfmix.optimizers.LowMemoryOptimizer(optimizer)",
+        ),
+        (
+            "v5e",
+            "bfloat16, no masters, 8-bit state",
+            "bfloat16, no masters, 8-bit state. Compile with "
+            'tfmix.optimizers.BFloat16Optimizer(optimizer, slot_dtype="int8")',
+        ),
+    ],
+)
+def test_the_first_way_in_16_bit_that_fits_is_named(name, way, expected):
+    found = advise(wide("float32"), 32).memory
+    target = targets.find(name)
+    fitting = dataclasses.replace(target, memory=found[way].total)
+    said = training_memory.first_that_fits(found, fitting)
+    assert said.endswith(f"The first that fits: {expected}")
+    larger = dataclasses.replace(target, memory=found["float32"].total)
+    said = training_memory.first_that_fits(found, larger)
+    assert f"float32 fits; faster is {target.auto()}" in said
+    smaller = dataclasses.replace(target, memory=1)
+    assert "None of these" in training_memory.first_that_fits(found, smaller)
+
+
+def test_whether_it_fits_is_printed():
+    model = sequential(keras.layers.Dense(8))
+    advice = advise(model, 32, target="v5e")
+    assert advice.fitting.startswith("v5e has 16,384 MiB")
+    assert advice.fitting in " ".join(str(advice).split())
+    assert not advise(model, 32).fitting
+    assert "float32 fits" in advice.fitting
+
+
+@pytest.mark.parametrize(("units", "is_small"), [(8, True), (4096, False)])
+def test_a_small_model_is_told_that_16_bit_gains_nothing(units, is_small):
+    hidden = keras.layers.Dense(units)
+    model = sequential(hidden, keras.layers.Dense(units))
+    said = advise(model, 256, target="t4").fitting
+    assert ("16 bit would be no faster" in said) == is_small
+    assert ("faster is mixed_float16" in said) != is_small
+
+
+def test_an_unknown_target_is_answered_in_words_of_advise():
+    model = sequential(keras.layers.Dense(8))
+    with pytest.raises(ValueError, match="Did you mean 'v5p'") as caught:
+        advise(model, 32, target="v5")
+    # Which only `compile_for` takes.
+    assert "devices" not in str(caught.value)
+
+
+def test_what_gpu_and_tpu_mean_is_said_where_a_shape_does_not_suit():
+    aligned = sequential(keras.layers.Dense(128), shape=(128,))
+    assert "multiples of 8" not in str(advise(aligned, 32))
+    assert "multiples of 8" in str(advise(sequential(keras.layers.Dense(9)), 8))
+
+
+@helpers.requires_backend("jax")
+@pytest.mark.slow
+def test_bytes_agree_with_what_the_compiler_reports_for_the_step():
+    import jax
+
+    rows = 4096
+    hidden = [keras.layers.Dense(256, "tanh") for _ in range(12)]
+    model = sequential(*hidden, shape=(256,))
+    model.compile(keras.optimizers.Adam(), "mse")
+    model.optimizer.build(model.trainable_variables)
+
+    def step(weights, slots, x):
+        def loss(weights):
+            outputs, _ = model.stateless_call(weights, [], x, training=True)
+            return keras.ops.mean(keras.ops.square(outputs))
+
+        gradients = jax.grad(loss)(weights)
+        return model.optimizer.stateless_apply(slots, gradients, weights)
+
+    trainable = [one.value for one in model.trainable_variables]
+    slots = [one.value for one in model.optimizer.variables]
+    x = np.ones((rows, 256), "float32")
+    compiled = jax.jit(step).lower(trainable, slots, x).compile()
+    reported = compiled.memory_analysis()
+    memory = advise(model, rows).memory["float32"]
+    held = reported.argument_size_in_bytes - x.nbytes
+    assert held == pytest.approx(memory.weights + memory.slots, rel=0.01)
+    # What the step needs besides: activations, and gradients of a few layers.
+    kept = reported.temp_size_in_bytes
+    assert kept == pytest.approx(memory.activations, rel=0.2)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.slow
+def test_bytes_agree_with_the_arguments_of_tensorflows_compiled_step():
+    import tensorflow as tf
+
+    model = wide("mixed_float16")
+
+    @tf.function(jit_compile=True, autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x, training=True) ** 2)
+            loss = model.optimizer.scale_loss(tf.cast(loss, "float32"))
+        weights = model.trainable_variables
+        model.optimizer.apply(tape.gradient(loss, weights), weights)
+        return loss
+
+    text = step.experimental_get_compiler_ir(tf.ones((8, 64)))(stage="hlo")
+    layout = re.search(r"entry_computation_layout={\((.*)\)->", text)[1]
+    sizes = {"f32": 4, "f16": 2, "s32": 4, "s64": 8, "pred": 1}
+    arguments = sum(
+        sizes[kind] * math.prod(map(int, filter(None, shape.split(","))))
+        for kind, shape in re.findall(r"([a-z0-9]+)\[([\d,]*)\]", layout)
+    )
+    memory = advise(model, 8).memory["mixed_float16"]
+    expected = memory.weights + memory.slots
+    assert arguments == pytest.approx(expected, rel=0.02)
+
+
+def test_what_is_in_float8_what_not_and_what_it_gains_is_said():
+    with tfmix.policy_scope("mixed_float8"):
+        model = keras.Sequential(
+            [
+                keras.Input((1024,)),
+                keras.layers.Dense(2048, name="first"),
+                keras.layers.Dense(2048, name="second"),
+                keras.layers.Dense(96, name="narrow"),
+                keras.layers.Dense(10, name="last"),
+            ]
+        )
+    found = advise(model, 4096)
+    rows = {row.layer.split("/")[-1]: row.float8 for row in found.rows}
+    assert rows["second"] == "yes"
+    assert rows["narrow"] == "2048 x 96 is too small to gain"
+    text = str(found)
+    assert "1 layers multiply in float8." in text
+    assert "narrow: 2048 x 96 is too small to gain." in text
+    # By hand: three products, and five bytes for each number of the factors.
+    flops, rate, rate8 = 6 * 4096, 989.4e12, 1978.9e12
+    sixteen = (1024 * 2048 + 2048 * 96 + 2048 * 10) * flops / rate
+    second = 2048 * 2048 * flops
+    moved = 5 * (2 * 4096 * 2048 + 2048 * 2048) / 4.8e12
+    gain = (sixteen + second / rate) / (sixteen + second / rate8 + moved)
+    assert f"({gain:.2f} times)" in text
+    # The first call chooses the same layers.
+    model(np.ones((1, 1024), "float32"))
+    assert advise(model, 4096) == found
+    (*_, last) = advise(model, 4096, target="a100").float8
+    assert "A100" in last
+    assert "slower" in last
+
+
+def test_another_policy_says_nothing_of_float8():
+    model = sequential(keras.layers.Dense(1024), shape=(1024,))
+    found = advise(model, 32)
+    assert found.float8 == ()
+    assert found.rows[0].float8 == ""

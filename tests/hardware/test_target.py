@@ -1,0 +1,169 @@
+"""Accelerators that need not be here: names, grids, descriptions."""
+
+import importlib
+import math
+
+import pytest
+
+import tfmix
+from tests import helpers
+from tfmix.hardware import target as targets
+
+pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
+
+devices = importlib.import_module("tfmix.policy.devices")
+
+
+def test_gpus_come_before_tpus():
+    kinds = [target.kind for target in tfmix.hardware.targets()]
+    assert kinds == ["GPU"] * 13 + ["TPU"] * 4
+
+
+def test_they_print_as_a_table():
+    printed = str(tfmix.hardware.targets())
+    (line,) = [one for one in printed.splitlines() if "H200" in one]
+    assert line.split()[-4:] == ["989", "989", "1979", "1979"]
+    assert " 141 " in line
+    assert max(map(len, printed.splitlines())) <= 80
+    assert " 141 " in helpers.notebook_html(tfmix.hardware.targets())
+
+
+@pytest.mark.parametrize(
+    "target", tfmix.hardware.targets(), ids=lambda one: one.name
+)
+def test_sixteen_bit_is_no_slower_than_float32_anywhere(target):
+    fastest = max(target.rates.get(d, 0) for d in ("float16", "bfloat16"))
+    assert fastest >= target.rates["float32"] > 1e12
+    assert 1e11 < target.bandwidth < 1e13
+    assert 1e10 < target.memory < 1e12
+
+
+def test_only_gpus_multiply_float16():
+    assert all(
+        ("float16" in target.rates) == (target.kind == "GPU")
+        for target in tfmix.hardware.targets()
+    )
+
+
+@pytest.mark.parametrize(
+    "target", tfmix.hardware.targets(), ids=lambda one: one.name
+)
+def test_auto_and_the_devices_say_what_the_rates_say(target):
+    kind, name, capability = target.kind, target.title, target.capability
+    device = devices.describe(kind, name, "jax", capability)
+    for dtype in ("float16", "bfloat16", "float8"):
+        assert getattr(device, dtype) == (dtype in target.rates)
+    fast = "bfloat16" if "bfloat16" in target.rates else "float16"
+    assert target.auto() == f"mixed_{fast}"
+
+
+@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e"])
+def test_a_grid_has_as_many_devices_as_were_asked_for(name):
+    target = targets.find(name)
+    for power in range(9):
+        sides = targets.topology(target, 2**power).split("x")
+        assert math.prod(map(int, sides)) == 2**power
+        assert len(sides) == (3 if name in ("v4", "v5p") else 2)
+
+
+@pytest.mark.parametrize("count", [3, 6, 512])
+def test_a_grid_that_tpus_do_not_form_is_refused(count):
+    with pytest.raises(ValueError, match=f"power of two.*devices={count}"):
+        targets.topology(targets.find("v5e"), count)
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100", "a100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("RTX 3090", "rtx3090"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("TPU v4", "v4"),
+        ("A100-40GB", "a100-40gb"),
+    ],
+)
+def test_the_name_that_a_driver_tells_is_known(told, name):
+    assert targets.find(told).name == name
+
+
+@pytest.mark.parametrize(
+    ("told", "near"),
+    [
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090"),
+        ("NVIDIA GeForce RTX 4080", "rtx4090"),
+        ("NVIDIA H100 PCIe", "h100"),
+    ],
+)
+def test_a_chip_with_other_figures_is_no_target(told, near):
+    with pytest.raises(ValueError, match="`target` must be one of") as caught:
+        targets.find(told)
+    assert str(caught.value).endswith(f"Did you mean {near!r}?")
+
+
+@pytest.mark.parametrize("name", ["", "NVIDIA", "16GB"])
+def test_what_names_no_chip_is_refused(name):
+    with pytest.raises(ValueError, match="must be one of"):
+        targets.find(name)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match="target='v6'.*Did you mean 'v6e'"):
+        targets.find("v6")
+
+
+def test_a_target_is_a_name():
+    with pytest.raises(TypeError, match="target=200 of type int"):
+        targets.find(200)
+
+
+def test_a_gpus_description_holds_its_own_figures():
+    text = targets.config(targets.find("H200"))
+    assert "core_count: 132" in text
+    assert "memory_bandwidth: 4800000000000" in text
+    assert "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES" in text
+    assert "feature_extension" not in targets.config(targets.find("a100"))
+    assert "{ major: 7 minor: 5 }" in targets.config(targets.find("t4"))
+
+
+# deviceQuery's own numbers: a T4, an A100 and an RTX 5090.
+@pytest.mark.parametrize(
+    ("name", "threads", "shared", "block"),
+    [
+        ("t4", 1024, 65536, 65536),
+        ("a100-40gb", 2048, 167936, 166912),
+        ("rtx5090", 1536, 102400, 101376),
+    ],
+)
+def test_a_core_has_what_its_capability_says(name, threads, shared, block):
+    text = targets.config(targets.find(name))
+    assert f"threads_per_core_limit: {threads}\n" in text
+    assert f"shared_memory_per_core: {shared}\n" in text
+    assert f"shared_memory_per_block_optin: {block}\n" in text
+
+
+def test_the_guide_says_of_each_gpu_what_auto_is_and_gains():
+    from tests.tree import ROOT  # skips where there is no guide
+
+    page = (ROOT / "docs" / "which-policy.md").read_text(encoding="utf-8")
+    cells = [line.strip("| ").split(" | ") for line in page.splitlines()]
+    rows = {row[1]: row for row in cells if len(row) > 4}
+    for target in tfmix.hardware.targets():
+        if target.kind == "GPU":
+            _, _, size, auto, gain, *more = rows[f"`{target.name}`"]
+            assert int(size) == round(target.memory / 2**30)
+            assert auto == f"`{target.auto()}`"
+            rates = target.rates
+            assert gain == f"{rates['float16'] / rates['float32']:.1f}"
+            narrow = rates.get("float8", 0) / rates["float32"]
+            assert (f"`mixed_float8`: {narrow:.1f}" in more) == bool(narrow)

@@ -1,0 +1,179 @@
+"""`all_finite` finds a single bad number anywhere, and nothing else."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from tests import helpers
+from tfmix._keras import compilation
+from tfmix.loss_scaling import all_finite
+
+BAD = [np.nan, np.inf, -np.inf]
+
+
+def compiled(function):
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.function(function, jit_compile=True)
+    import jax
+
+    return jax.jit(function)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("position", [(0, 0), (1, 2), (3, 4)])
+def test_one_bad_number_anywhere_is_found(dtype, bad, position):
+    array = np.ones((4, 5), "float32")
+    array[position] = bad
+    good = ops.ones((4, 5), dtype)
+    tensor = ops.cast(ops.convert_to_tensor(array), dtype)
+    assert not bool(all_finite.all_finite([good, {"key": (tensor, None)}]))
+    assert bool(all_finite.all_finite([good, {"key": (good, None)}]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(700, 600), (30, 20, 800), (480_000,)])
+@pytest.mark.parametrize("bad", BAD)
+def test_the_bad_one_of_some_large_ones_is_told(shape, dtype, bad):
+    largest = ops.full(shape, 3e38, dtype)
+    array = np.ones(shape, "float32")
+    array[(-1, *[0] * (len(shape) - 1))] = bad
+    tensors = [largest, ops.cast(array, dtype), -largest]
+    told = compiled(all_finite.not_finite)(tensors)
+    assert ops.convert_to_numpy(told).tolist() == [False, True, False]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_largest_finite_numbers_are_finite(dtype):
+    largest = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
+    tensor = ops.cast(ops.full((1000,), largest[dtype]), dtype)
+    assert bool(all_finite.all_finite([tensor, -tensor]))
+
+
+def test_integers_nones_and_nothing_are_finite():
+    assert bool(all_finite.all_finite([]))
+    assert bool(all_finite.all_finite([None, ops.convert_to_tensor([1, 2])]))
+    assert bool(all_finite.all_finite([np.ones(3), 2.0]))
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_both_parts_of_a_complex_number_are_looked_at(bad):
+    good = np.array([1 + 2j, -3j], "complex64")
+    for broken in (complex(bad, 1.0), complex(1.0, bad)):
+        numbers = np.array([1j, broken], "complex64")
+        assert not bool(all_finite.all_finite([good, numbers]))
+        told = compiled(all_finite.not_finite)([good, numbers])
+        assert ops.convert_to_numpy(told).tolist() == [False, True]
+    assert bool(all_finite.all_finite([good, 1j]))
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("by_xla", [False, True])
+def test_complex_rows_that_several_values_share_are_looked_at(by_xla):
+    import tensorflow as tf
+
+    @tf.function(jit_compile=by_xla, autograph=False)
+    def check(values):
+        rows = tf.constant([0, 1, 1])
+        return all_finite.all_finite([tf.IndexedSlices(values, rows, [5])])
+
+    assert bool(check(tf.constant([1j, 2j, 3.0], tf.complex64)))
+    assert not bool(check(tf.constant([1j, 3e38j, 3e38j], tf.complex64)))
+    assert not bool(check(tf.constant([1j, np.nan * 1j, 1.0], tf.complex64)))
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("by_xla", [False, True])
+@pytest.mark.parametrize(
+    ("values", "rows", "dtype", "expected"),
+    [
+        ([1.0, 2.0, 3.0], [0, 1, 1], "float32", True),
+        ([1.0, np.nan, 3.0], [0, 1, 1], "float32", False),
+        ([3e38, 3e38, 1.0], [1, 1, 0], "float32", False),
+        ([3e38, 3e38, 1.0], [1, 2, 0], "float32", True),
+        ([64000.0, 64000.0, 1.0], [1, 1, 0], "float16", False),
+        ([64000.0, 64000.0, 1.0], [1, 2, 0], "float16", True),
+        ([64000.0, -64000.0, 1.0], [1, 1, 0], "float16", True),
+    ],
+)
+def test_rows_that_overflow_only_when_summed_are_caught(
+    values, rows, dtype, expected, by_xla
+):
+    import tensorflow as tf
+
+    @tf.function(jit_compile=by_xla, autograph=False)
+    def check(values, rows):
+        shape = tf.constant([5, 1])
+        return all_finite.all_finite([tf.IndexedSlices(values, rows, shape)])
+
+    values = tf.cast(tf.constant(values)[:, None], dtype)
+    assert bool(check(values, tf.constant(rows))) is expected
+
+
+@pytest.mark.costly
+@helpers.requires_backend("jax")
+def test_a_check_may_stand_inside_of_jaxs_transformations():
+    import jax
+
+    rows = np.float32([[1.0, 2.0], [3.0, np.inf]])
+    assert jax.vmap(all_finite.all_finite)(rows).tolist() == [True, False]
+
+    def loss(x):
+        return x.sum(), all_finite.all_finite([x])
+
+    gradient, fine = jax.jit(jax.grad(loss, has_aux=True))(rows[0])
+    assert gradient.tolist() == [1.0, 1.0]
+    assert bool(fine)
+
+
+@pytest.mark.parametrize("variant", all_finite.VARIANTS)
+@pytest.mark.parametrize("bad", [None, 0, 2, 3, 4, 5, 6])
+def test_each_variant_tells_all_tensors_apart(variant, bad, monkeypatch):
+    name = "_not_finite_of_a_shape"
+    monkeypatch.setattr(all_finite, name, all_finite.VARIANTS[variant])
+    large = 520, 520
+    shapes = [(3, 4), None, (2,), (3, 4), large, (2,), large]
+    given = [
+        None if shape is None else np.ones(shape, "float32") for shape in shapes
+    ]
+    if bad is not None:
+        given[bad].flat[-1] = np.nan
+    # Integers are finite.
+    given.append(np.array([7]))
+    expected = [place == bad for place in range(len(given))]
+    told = compiled(all_finite.not_finite)(given)
+    assert ops.convert_to_numpy(told).tolist() == expected
+
+
+@helpers.requires_backend("tensorflow")
+def test_tensorflow_compiles_for_a_tpu_what_it_is_told_to(monkeypatch):
+    import tensorflow as tf
+
+    names = ("tpu", "several", "default")
+    chosen = compilation.by_target(*[lambda name=name: name for name in names])
+    assert chosen() == "default"
+    with compilation.compiled_for("tpu"):
+        assert chosen() == "tpu"
+    assert chosen() == "default"
+
+    class TPUStrategy:
+        pass
+
+    monkeypatch.setattr(tf.distribute, "get_strategy", TPUStrategy)
+    assert chosen() == "tpu"
+
+
+@pytest.mark.parametrize("bad", [None, 1])
+def test_it_holds_where_kerass_float_type_is_bfloat16(bad):
+    keras.config.set_floatx("bfloat16")
+    given = [np.ones((2, 3), "float32") for _ in range(3)]
+    if bad is not None:
+        given[bad][0] = np.nan
+    told = compiled(all_finite.not_finite)(given)
+    expected = [n == bad for n in range(3)]
+    assert ops.convert_to_numpy(told).tolist() == expected
+    assert bool(all_finite.all_finite(given)) == (bad is None)

@@ -1,0 +1,242 @@
+"""What XLA makes of a step: no branch, no copy, and no word to the host."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers, sixteen_bit
+from tfmix.gradient_scaling import power
+from tfmix.loss_scaling import all_finite
+from tfmix.loss_scaling import optimizer as optimizers
+
+
+def built(shape, count):
+    model = [
+        keras.Variable(np.zeros(shape, "float32"), name=f"v{n}")
+        for n in range(count)
+    ]
+    optimizer = optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+    optimizer.build(model)
+    helpers.takes_scaled_gradients(optimizer)
+    return model, optimizer
+
+
+def jax_program(model, optimizer):
+    import jax
+
+    grads = [jax.numpy.ones(v.shape) for v in model]
+    state = [v.value for v in optimizer.variables]
+    values = [v.value for v in model]
+
+    def step(*values):
+        # As `fit` does: a loop of one's own has a branch that warns.
+        with power.placed(1.0):
+            return optimizer.stateless_apply(*values)
+
+    return jax.jit(step, donate_argnums=(0, 2)).lower(state, grads, values)
+
+
+def tensorflow_program(model, optimizer):
+    import tensorflow as tf
+
+    @tf.function(autograph=False, jit_compile=True)
+    def step(grads):
+        return optimizer.apply(grads, model)
+
+    grads = [tf.ones(v.shape) for v in model]
+    return step.experimental_get_compiler_ir(grads)(stage="optimized_hlo")
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("shape", [(256, 128), (4,)])
+def test_the_skip_is_no_branch(shape):
+    # An accelerator's program copies no slots either: `tests/hardware`.
+    model, optimizer = built(shape, 2)
+    assert " conditional(" not in program_of(model, optimizer)
+
+
+def program_of(model, optimizer):
+    if keras.backend.backend() == "jax":
+        return jax_program(model, optimizer).compile().as_text()
+    return tensorflow_program(model, optimizer)
+
+
+@helpers.requires_backend("jax")
+def test_the_compiled_step_never_waits_for_the_host():
+    program = jax_program(*built((256, 128), 2)).compile().as_text()
+    words = ("callback", "infeed", "outfeed", " send(", " recv(")
+    assert [word for word in words if word in program] == []
+
+
+@helpers.requires_backend("jax")
+def test_the_search_for_host_calls_finds_one():
+    import jax
+
+    def printing(value):
+        jax.debug.print("{}", value)
+        return value
+
+    program = jax.jit(printing).lower(1.0).compile().as_text()
+    assert "callback" in program
+
+
+@pytest.mark.costly
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize("bad", [1.0, np.nan, np.inf])
+def test_a_compiled_step_equals_an_eager_one(bad):
+    import jax
+
+    model, optimizer = built((3,), 2)
+    arguments = (
+        [v.value for v in optimizer.variables],
+        [np.float32([bad, 1, 2]), np.ones(3, "float32")],
+        [v.value for v in model],
+    )
+    eager = sum(optimizer.stateless_apply(*arguments), [])
+    compiled = sum(jax.jit(optimizer.stateless_apply)(*arguments), [])
+    for one, other in zip(eager, compiled, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, None])
+@pytest.mark.parametrize("place", [0, 777, -1])
+@pytest.mark.parametrize("shape", [(192, 128), (24577,), (129, 131)])
+def test_large_tensors_are_checked_whole_under_xla(shape, place, bad):
+    array = np.full(shape, 3e38, "float32")
+    array.ravel()[1] = 1e-45
+    if bad is not None:
+        array.ravel()[place] = bad
+    assert bool(_compiled_check(array)) is (bad is None)
+
+
+def _compiled_check(array):
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.jit(all_finite.all_finite)([array])
+    import tensorflow as tf
+
+    check = tf.function(
+        all_finite.all_finite, autograph=False, jit_compile=True
+    )
+    return check([tf.constant(array)])
+
+
+_MODES = ["jit"] if keras.backend.backend() == "jax" else ["graph", "xla"]
+
+
+@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize(
+    ("value", "scale", "applied"),
+    [
+        (3e38, 1.0, True),  # Its square overflows; it does not.
+        (3e38, 0.5, False),  # Finite until it is divided.
+        (1.6e38, 0.5, True),
+        (-np.inf, 0.5, False),
+        (np.nan, 2.0, False),
+        (1e-45, 2.0, True),
+    ],
+)
+def test_the_check_never_decides_wrongly(mode, value, scale, applied):
+    variable, optimizer = _after_a_step([0, 0, 0, 0, value], scale, mode)
+    assert bool(np.any(variable.numpy())) is (applied and value > 1)
+    assert optimizer.skipped_steps == (not applied)
+
+
+@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("scale", [2.0**-100, 3.0, 2.0**64, 2.0**127])
+def test_any_scale_is_divided_out(mode, scale):
+    true = np.float32([1.5, -0.25, 2.0**-20])
+    variable, _ = _after_a_step(true * np.float32(scale), scale, mode)
+    np.testing.assert_allclose(variable, -0.01 * true, rtol=1e-6)
+
+
+def _after_a_step(gradient, scale, mode):
+    variable = keras.Variable(np.zeros(len(gradient), "float32"))
+    optimizer = optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.01), loss_scale=scale
+    )
+    optimizer.build([variable])
+    helpers.takes_scaled_gradients(optimizer)
+    gradient = np.float32(gradient)
+    if mode == "jit":
+        import jax
+
+        state = [v.value for v in optimizer.variables]
+        step = jax.jit(optimizer.stateless_apply)
+        values, state = step(state, [gradient], [variable.value])
+        new = [*values, *state]
+        for each, value in zip(
+            [variable, *optimizer.variables], new, strict=True
+        ):
+            each.assign(value)
+    else:
+        import tensorflow as tf
+
+        @tf.function(autograph=False, jit_compile=mode == "xla")
+        def step(gradient):
+            return optimizer.apply([gradient], [variable])
+
+        step(tf.constant(gradient))
+    return variable, optimizer
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("way", sixteen_bit.WAYS)
+def test_a_bad_step_leaves_every_bit_of_16_bit_variables(way):
+    model = sixteen_bit.variables("bfloat16")
+    inner = sixteen_bit.WAYS[way](keras.optimizers.Adam(0.1))
+    optimizer = optimizers.LossScaleOptimizer(inner, 1.0)
+    (good,) = sixteen_bit.gradients(1)
+    start = sixteen_bit.bits_of(model)
+    helpers.takes_scaled_gradients(optimizer)
+    sixteen_bit.run(optimizer, model, [good], jit=True)
+    everything = [*model, *inner.variables]
+    before = sixteen_bit.bits_of(everything)
+    assert before[: len(model)] != start
+    bad = [grad * np.nan if n == 1 else grad for n, grad in enumerate(good)]
+    sixteen_bit.run(optimizer, model, [bad], jit=True)
+    assert sixteen_bit.bits_of(everything) == before
+    assert optimizer.skipped_steps == 1
+
+
+# Keras divides the sparse gradients of the first three.
+SPARSE = {
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01),
+    "rmsprop, momentum": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5),
+    "adadelta": lambda: keras.optimizers.Adadelta(0.5),
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+}
+
+
+@pytest.mark.costly
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("inner", SPARSE)
+def test_an_embedding_trains_and_skips_as_outside_of_xla(inner):
+    import tensorflow as tf
+
+    def trained(jit):
+        table = keras.Variable(np.ones((6, 2), "float32"))
+        optimizer = optimizers.LossScaleOptimizer(
+            SPARSE[inner](), loss_scale=4.0
+        )
+        optimizer.build([table])
+        helpers.takes_scaled_gradients(optimizer)
+
+        @tf.function(jit_compile=jit)
+        def step(values):
+            rows = tf.constant([1, 1, 3])
+            shape = tf.constant([6, 2])
+            optimizer.apply([tf.IndexedSlices(values, rows, shape)], [table])
+
+        for size in (1.0, np.inf, 2.0):
+            step(tf.fill((3, 2), tf.constant(size, tf.float32)))
+        assert optimizer.skipped_steps == 1
+        return [
+            v.numpy() for v in [table, *optimizer.inner_optimizer.variables]
+        ]
+
+    for compiled, expected in zip(trained(True), trained(False), strict=True):
+        np.testing.assert_allclose(compiled, expected, rtol=1e-6)
+        assert np.isfinite(expected).all()

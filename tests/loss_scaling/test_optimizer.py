@@ -1,0 +1,403 @@
+"""The optimizer applies true gradients as a whole, or leaves no trace."""
+
+import math
+import types
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers, steps
+from tfmix.loss_scaling import errors, rules
+from tfmix.loss_scaling import optimizer as optimizers
+
+# These tests give gradients to `apply` that they have scaled themselves.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The gradients are divided by the loss scale"
+)
+Wrapped = optimizers.LossScaleOptimizer
+
+
+def scaled(grads, scale):
+    return [gradient * np.float32(scale) for gradient in grads]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("name", helpers.optimizer_names())
+def test_good_steps_equal_the_bare_optimizer_and_bad_ones_nothing(name, mode):
+    if mode == "xla" and name not in ("Adam", "SGD", "Muon", "Lamb"):
+        pytest.skip("compiled for four optimizers; make test-all runs all")
+    check_against_bare(name, mode)
+
+
+@pytest.mark.slow
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("name", helpers.optimizer_names())
+def test_under_xla_good_steps_equal_the_bare_optimizer(name):
+    check_against_bare(name, "xla")
+
+
+def check_against_bare(name, mode):
+    if name == "Muon" and keras.version().startswith("3.12."):
+        pytest.skip("Keras 3.12's own Muon fails under TensorFlow")
+    bare, plain = helpers.make_optimizer(name), steps.variables()
+    wrapped = Wrapped(helpers.make_optimizer(name), initial_scale=1024.0)
+    ours = steps.variables()
+    bare_step = steps.stepper(bare, plain, mode)
+    our_step = steps.stepper(wrapped, ours, mode)
+    for seed in range(3):
+        grads = steps.gradients(seed)
+        bare_step(grads)
+        our_step(scaled(grads, wrapped.loss_scale))
+        before = helpers.snapshot(ours + wrapped.inner_optimizer.variables)
+        grads[seed % 2].flat[seed % 2] = [math.nan, math.inf, -math.inf][seed]
+        our_step(grads)
+        helpers.assert_unchanged(
+            ours + wrapped.inner_optimizer.variables, before
+        )
+    for expected, actual in zip(plain, ours, strict=True):
+        helpers.assert_close(actual, expected, "float32")
+    assert wrapped.skipped_steps == 3
+    assert wrapped.consecutive_skips == 1
+    assert wrapped.loss_scale == 128.0
+    assert int(wrapped.iterations) == 3
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+def test_the_scale_grows_on_the_nth_applied_step(mode):
+    wrapped = Wrapped("sgd", initial_scale=8.0, dynamic_growth_steps=3)
+    step = steps.stepper(wrapped, steps.variables(), mode)
+    scales = []
+    for seed in range(7):
+        step(steps.gradients(seed))
+        scales.append(wrapped.loss_scale)
+    assert scales == [8.0, 8.0, 16.0, 16.0, 16.0, 32.0, 32.0]
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+@pytest.mark.parametrize("stored", [0.0, math.inf, math.nan, 1e-44])
+def test_a_damaged_scale_heals_without_touching_the_weights(stored, mode):
+    wrapped, ours = Wrapped("sgd"), steps.variables()
+    step = steps.stepper(wrapped, ours, mode)
+    wrapped.dynamic_scale.assign(stored)
+    scale = wrapped.loss_scale
+    assert 1.0 <= scale <= 2.0**24
+    bare, plain = keras.optimizers.SGD(), steps.variables()
+    steps.stepper(bare, plain, mode)(steps.gradients(0))
+    step(scaled(steps.gradients(0), scale))
+    for expected, actual in zip(plain, ours, strict=True):
+        helpers.assert_close(actual, expected, "float32")
+
+
+@pytest.mark.parametrize("mode", steps.MODES)
+def test_after_150_bad_steps_one_good_step_is_applied(mode):
+    wrapped, ours = Wrapped("sgd"), steps.variables()
+    step = steps.stepper(wrapped, ours, mode)
+    bad = scaled(steps.gradients(0), np.inf)
+    for _ in range(150 if mode != "eager" else 30):
+        step(bad)
+    assert wrapped.loss_scale == 1.0
+    before = helpers.snapshot(ours)
+    step(steps.gradients(1))
+    helpers.assert_all_finite(ours)
+    assert not np.array_equal(before[0], helpers.to_numpy(ours[0]))
+    assert wrapped.consecutive_skips == 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sixteen_bit_gradients_are_divided_in_float32(dtype):
+    wrapped = Wrapped(keras.optimizers.SGD(1.0), initial_scale=2.0**15)
+    weight = keras.Variable(np.zeros(1, "float32"))
+    wrapped.build([weight])
+    # 1.5 / 2**15 is below the smallest normal float16.
+    gradient = keras.ops.cast(keras.ops.array([1.5]), dtype)
+    wrapped.apply([gradient], [weight])
+    assert float(weight.numpy()[0]) == -1.5 / 2**15
+
+
+def test_clipping_acts_on_true_gradients():
+    wrapped = Wrapped(keras.optimizers.SGD(1.0, global_clipnorm=1.0))
+    weight = keras.Variable(np.zeros(2, "float32"))
+    wrapped.build([weight])
+    grads = np.asarray([3.0, 4.0], "float32") * 2.0**15
+    wrapped.apply([keras.ops.convert_to_tensor(grads)], [weight])
+    helpers.assert_close(weight, np.asarray([-0.6, -0.8]), "float32")
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("mode", steps.MODES)
+def test_a_bad_micro_batch_is_dropped_alone_at_every_index(mode):
+    for bad_index in range(3):
+        kwargs = {"momentum": 0.9, "gradient_accumulation_steps": 3}
+        bare = keras.optimizers.SGD(0.1, **kwargs)
+        wrapped = Wrapped(keras.optimizers.SGD(0.1, **kwargs), loss_scale=1.0)
+        plain, ours = steps.variables(), steps.variables()
+        bare_step = steps.stepper(bare, plain, mode)
+        our_step = steps.stepper(wrapped, ours, mode)
+        for index in range(3):
+            if index == bad_index:
+                our_step(scaled(steps.gradients(9), np.nan))
+            bare_step(steps.gradients(index))
+            our_step(steps.gradients(index))
+        for expected, actual in zip(plain, ours, strict=True):
+            helpers.assert_close(actual, expected, "float32")
+        assert wrapped.skipped_steps == 1
+
+
+def test_overflows_are_counted_per_variable_and_blamed_nearest_the_output():
+    wrapped, ours = Wrapped("sgd"), steps.variables()
+    step = steps.stepper(wrapped, ours, steps.MODES[1])
+    both, kernel_only = steps.gradients(0), steps.gradients(1)
+    for gradient in both:
+        gradient[0] = np.nan
+    kernel_only[0][0] = np.inf
+    step(both)
+    step(steps.gradients(2))
+    assert list(wrapped.overflow_counts.values()) == [1, 1]
+    wrapped.check_health()
+    for _ in range(3):
+        step(both)
+    with pytest.raises(errors.LossScaleError, match="last 3 step") as error:
+        wrapped.check_health(max_consecutive_skips=3)
+    message = str(error.value)
+    assert message.index("bias") < message.index("kernel")
+    step(kernel_only)
+    with pytest.raises(errors.LossScaleError) as error:
+        wrapped.check_health(max_consecutive_skips=3)
+    message = str(error.value)
+    assert message.index("kernel: not finite in 5") < message.index("bias")
+    assert "global_clipnorm" in message
+
+
+def test_health_fails_at_the_floor_before_the_count_is_reached():
+    wrapped = Wrapped("sgd", initial_scale=2.0)
+    step = steps.stepper(wrapped, steps.variables(), steps.MODES[1])
+    bad = scaled(steps.gradients(0), np.inf)
+    wrapped.check_health()
+    step(bad)
+    # One bad batch is no standstill.
+    wrapped.check_health()
+    step(bad)
+    with pytest.raises(errors.LossScaleError, match="reached its floor, 1"):
+        wrapped.check_health()
+
+
+@pytest.mark.parametrize("rule", [128.0, rules.NoLossScale()])
+def test_a_fixed_scale_skips_bad_steps_too(rule):
+    wrapped, ours = Wrapped("adam", loss_scale=rule), steps.variables()
+    step = steps.stepper(wrapped, ours, steps.MODES[1])
+    before, scale = helpers.snapshot(ours), wrapped.loss_scale
+    step(scaled(steps.gradients(0), np.inf))
+    helpers.assert_unchanged(ours, before)
+    assert (wrapped.skipped_steps, wrapped.loss_scale) == (1, scale)
+
+
+def test_a_variable_without_gradient_is_left_out():
+    wrapped, ours = Wrapped("sgd", loss_scale=1.0), steps.variables()
+    wrapped.build(ours)
+    grads = [keras.ops.convert_to_tensor(steps.gradients(0)[0]), None]
+    before = helpers.snapshot(ours)
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        wrapped.apply(grads, ours)
+    helpers.assert_unchanged(ours[1:], before[1:])
+    assert not np.array_equal(ours[0].numpy(), before[0])
+
+
+def test_a_variable_that_takes_its_gradient_as_value_is_not_unscaled():
+    wrapped, ours = Wrapped("sgd"), steps.variables()
+    ours[1].overwrite_with_gradient = True
+    wrapped.build(ours)
+    grads = list(map(keras.ops.convert_to_tensor, steps.gradients(0)))
+    wrapped.apply(grads, ours)
+    helpers.assert_same_bits(ours[1], steps.gradients(0)[1])
+
+
+def test_what_is_asked_of_the_wrapper_reaches_the_inner_optimizer():
+    inner = keras.optimizers.AdamW(
+        0.01, beta_1=0.7, clipnorm=3.0, weight_decay=0.02, use_ema=True
+    )
+    wrapped = Wrapped(inner)
+    assert wrapped.beta_1 == 0.7
+    assert (wrapped.clipnorm, wrapped.weight_decay) == (3.0, 0.02)
+    assert wrapped.use_ema is True
+    wrapped.learning_rate = 0.5
+    wrapped.beta_1 = 0.6
+    wrapped.clipnorm = 2.0
+    assert float(inner.learning_rate) == 0.5
+    assert (inner.beta_1, inner.clipnorm) == (0.6, 2.0)
+    ours = steps.variables()
+    wrapped.exclude_from_weight_decay(var_names=["bias"])
+    wrapped.build(ours)
+    assert inner._use_weight_decay(ours[0])
+    assert not inner._use_weight_decay(ours[1])
+    assert len(wrapped.variables) == 8 + len(inner.variables)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = wrapped.no_such_thing
+
+
+def test_finalizing_writes_the_average_into_the_model():
+    wrapped = Wrapped(keras.optimizers.SGD(1.0, use_ema=True), loss_scale=1.0)
+    ours = steps.variables()
+    step = steps.stepper(wrapped, ours, steps.MODES[1])
+    step(steps.gradients(0))
+    step(steps.gradients(1))
+    average = wrapped.inner_optimizer._model_variables_moving_average
+    wrapped.finalize_variable_values(ours)
+    helpers.assert_same_bits(ours[0], average[0])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"initial_scale": 64.0, "dynamic_growth_steps": 5},
+        {"loss_scale": rules.DynamicLossScale(64.0, hysteresis=2)},
+        {"loss_scale": 64.0},
+        {"loss_scale": rules.NoLossScale()},
+    ],
+)
+def test_a_config_brings_back_the_same_optimizer(arguments):
+    wrapped = Wrapped(keras.optimizers.SGD(0.25), name="mine", **arguments)
+    config = wrapped.get_config()
+    copied = dict(config)
+    again = Wrapped.from_config(config)
+    assert config == copied
+    assert again.rule == wrapped.rule
+    assert again.get_config() == config
+    assert again.name == "mine"
+    serialized = keras.optimizers.serialize(wrapped)
+    loaded = keras.optimizers.deserialize(serialized)
+    assert type(loaded) is Wrapped
+    assert loaded.rule == wrapped.rule
+
+
+def test_the_scale_can_be_set_by_hand_within_its_bounds():
+    wrapped = Wrapped("sgd")
+    wrapped.loss_scale = 256.0
+    assert wrapped.loss_scale == 256.0
+    for value in (0.0, math.nan, 2.0**30, 0.5):
+        with pytest.raises(ValueError, match="loss_scale="):
+            wrapped.loss_scale = value
+    assert wrapped.loss_scale == 256.0
+    with pytest.raises(ValueError, match="does not allow"):
+        Wrapped("sgd", loss_scale=8.0).loss_scale = 16.0
+
+
+def legacy(name):
+    """An object whose class says that it comes from `tf_keras`."""
+    return types.new_class(
+        name, exec_body=lambda ns: ns.update(__module__="tf_keras.optimizers")
+    )()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Wrapped(Wrapped("adam")), ValueError, "divided out twice"),
+        (
+            lambda: Wrapped(
+                keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+            ),
+            ValueError,
+            "inner_optimizer",
+        ),
+        (lambda: Wrapped("adamm"), ValueError, "Did you mean 'adam'"),
+        (
+            lambda: Wrapped("adam", init_scale=2.0),
+            ValueError,
+            "`init_scale`. Did you mean 'initial_scale'",
+        ),
+        (
+            lambda: Wrapped("adam", growth_interval=2),
+            ValueError,
+            "Did you mean 'dynamic_growth_steps'",
+        ),
+        (
+            lambda: Wrapped("adam", hysteresis=2),
+            ValueError,
+            r"Did you mean 'loss_scale=DynamicLossScale\(hysteresis=...\)'",
+        ),
+        (lambda: Wrapped(keras.optimizers.Adam), TypeError, r"Write Adam\(\)"),
+        (lambda: Wrapped(3), TypeError, "inner_optimizer=3"),
+        (lambda: Wrapped(legacy("Adam")), TypeError, "keras.optimizers.Adam"),
+        (lambda: Wrapped("sgd", -8.0), ValueError, "initial_scale=-8.0"),
+        (lambda: Wrapped("sgd", 0), ValueError, "`initial_scale`"),
+        (lambda: Wrapped("sgd", math.nan), ValueError, "initial_scale=nan"),
+        (lambda: Wrapped("sgd", "x"), TypeError, "initial_scale='x'"),
+        (lambda: Wrapped("sgd", None, 0), ValueError, "dynamic_growth_steps=0"),
+        (
+            lambda: Wrapped("sgd", None, 2.5),
+            TypeError,
+            "dynamic_growth_steps=2.5",
+        ),
+        (lambda: Wrapped("sgd", loss_scale=0.0), ValueError, "loss_scale=0.0"),
+        (
+            lambda: Wrapped("sgd", loss_scale=math.inf),
+            ValueError,
+            "loss_scale=inf",
+        ),
+        (lambda: Wrapped("sgd", loss_scale="fix"), ValueError, "'fix'"),
+        (lambda: Wrapped("sgd", loss_scale=None), ValueError, "=None"),
+        (lambda: Wrapped("sgd", loss_scale=[1]), TypeError, "must be a number"),
+        (
+            lambda: Wrapped("sgd", 8.0, loss_scale=8.0),
+            ValueError,
+            "would be ignored",
+        ),
+        (
+            lambda: Wrapped("sgd", clipnorm=1.0),
+            ValueError,
+            "on the `inner_optimizer`",
+        ),
+        (
+            lambda: Wrapped("sgd", weight_decay=0.1),
+            ValueError,
+            "on the `inner_optimizer`",
+        ),
+        (lambda: Wrapped("sgd", dynamic=False), ValueError, "loss_scale=128"),
+        (lambda: Wrapped("sgd", colour=1), ValueError, "colour"),
+    ],
+)
+def test_wrong_arguments_say_what_to_write(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_fixed_factor_on_the_inner_optimizer_is_not_lost_in_silence(said):
+    inner = keras.optimizers.SGD(loss_scale_factor=512.0)
+    wrapped = Wrapped(inner)
+    assert "loss_scale=512.0" in said[0]
+    with pytest.raises(ValueError, match="scale the loss twice"):
+        wrapped.loss_scale_factor = 2.0
+
+
+def test_apply_refuses_what_it_cannot_place():
+    wrapped, ours = Wrapped("sgd"), steps.variables()
+    grads = list(map(keras.ops.convert_to_tensor, steps.gradients(0)))
+    with pytest.raises(ValueError, match="not built yet"):
+        wrapped.apply(grads)
+    wrapped.build(ours)
+    with pytest.raises(ValueError, match="2 gradients for 1"):
+        wrapped.apply(grads, ours[:1])
+    with pytest.raises(ValueError, match="all are None"):
+        wrapped.apply([None, None], ours)
+    with pytest.raises(ValueError, match="Unknown variable"):
+        wrapped.apply(grads, steps.variables())
+    assert bool(wrapped.apply([])) is False
+    assert wrapped.skipped_steps == 0
+
+
+def test_apply_says_whether_the_step_was_applied():
+    wrapped, ours = Wrapped("sgd"), steps.variables()
+    grads = list(map(keras.ops.convert_to_tensor, steps.gradients(0)))
+    assert bool(wrapped.apply(grads, ours)) is True
+    assert bool(wrapped.apply([g * np.inf for g in grads], ours)) is False
+    iterations = wrapped.apply_gradients(zip(grads, ours, strict=True))
+    assert int(iterations) == 2
+
+
+def test_a_scale_is_not_shared_between_optimizers():
+    other = optimizers.LossScaleOptimizer("sgd")
+    message = "do not share a loss scale any more.*loss_scale=<.*Leave"
+    with pytest.raises(TypeError, match=message):
+        optimizers.LossScaleOptimizer("adam", loss_scale=other)

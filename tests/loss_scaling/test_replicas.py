@@ -1,0 +1,555 @@
+"""One bad replica: all skip, the scale moves once, nothing hangs."""
+
+import contextlib
+import json
+import pathlib
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tfmix.loss_scaling import optimizer as optimizers
+from tfmix.loss_scaling import rules
+from tfmix.loss_scaling import train_step_guard as guards
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("tf.distribute is TensorFlow's own", allow_module_level=True)
+
+import tensorflow as tf
+
+from tfmix.loss_scaling import replicas
+from tfmix.optimizers import master_weights as masters
+
+Wrapped = optimizers.LossScaleOptimizer
+
+
+def assert_replicas_agree(variables):
+    for variable in variables:
+        first, *others = variable.value.values
+        for other in others:
+            helpers.assert_same_bits(other.numpy(), first.numpy())
+
+
+class Trainer:
+    """A linear model under two replicas whose gradients the test gives."""
+
+    def __init__(self, wrapped_arguments=None, graph=True, **inner):
+        self.strategy = helpers.mirrored_strategy()
+        with self.strategy.scope():
+            self.weight = keras.Variable(np.zeros(3, "float32"), name="weight")
+            self.optimizer = Wrapped(
+                keras.optimizers.SGD(**{"learning_rate": 1.0, **inner}),
+                **(wrapped_arguments or {"loss_scale": 4.0}),
+            )
+            self.optimizer.build([self.weight])
+        helpers.takes_scaled_gradients(self.optimizer)
+        self.step = tf.function(self._step) if graph else self._step
+
+    def _step(self, grads):
+        def on_replica(grads):
+            gradient = grads[self._replica()]
+            return self.optimizer.apply([gradient], [self.weight])
+
+        return self.strategy.run(on_replica, args=(grads,))
+
+    @staticmethod
+    def _replica():
+        return tf.distribute.get_replica_context().replica_id_in_sync_group
+
+    def __call__(self, one, two):
+        grads = tf.constant([one, two], tf.float32) * self.optimizer.loss_scale
+        applied = self.strategy.experimental_local_results(self.step(grads))
+        assert len({bool(each) for each in applied}) == 1
+        assert_replicas_agree([self.weight, *self.optimizer.variables])
+        return bool(applied[0])
+
+    def value(self):
+        return self.weight.value.values[0].numpy().tolist()
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("bad_replica", [0, 1])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_one_bad_replica_makes_all_skip_and_moves_the_scale_once(
+    graph, bad_replica, bad
+):
+    train = Trainer({"initial_scale": 1024.0}, graph)
+    good = [1.0, 2.0, 3.0]
+    grads = [good, good]
+    grads[bad_replica] = [1.0, bad, 1.0]
+    assert train(good, good)
+    assert not train(*grads)
+    assert train.optimizer.loss_scale == 512.0
+    assert train.optimizer.skipped_steps == 1
+    assert train(good, good)
+    assert train.value() == [-4.0, -8.0, -12.0]
+
+
+def test_a_sum_over_replicas_that_overflows_is_caught():
+    train = Trainer({"loss_scale": 1.0})
+    assert not train([3e38] * 3, [3e38] * 3)
+    assert train([3e38] * 3, [-3e38] * 3)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_global_clipping_acts_on_the_summed_gradient(graph):
+    train = Trainer(graph=graph, global_clipnorm=1.0)
+    train([3.0, 0.0, 0.0], [0.0, 4.0, 0.0])
+    helpers.assert_close(train.value(), [-0.6, -0.8, 0.0], "float32")
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_accumulation_runs_and_drops_a_bad_micro_batch_alone(graph):
+    train = Trainer(graph=graph, gradient_accumulation_steps=2)
+    assert train([1.0] * 3, [2.0] * 3)
+    assert not train([1.0] * 3, [np.nan] * 3)
+    assert train.value() == [0.0] * 3
+    assert train([3.0] * 3, [4.0] * 3)
+    assert train.value() == [-5.0] * 3
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_averaged_weights_overwrite_the_model_on_every_replica(graph):
+    train = Trainer(
+        graph=graph, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    )
+    plain = keras.Variable(np.zeros(3, "float32"))
+    bare = keras.optimizers.SGD(
+        1.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    )
+    for step in range(4):
+        train([1.0 + step] * 3, [2.0] * 3)
+        bare.apply([tf.fill((3,), 3.0 + step)], [plain])
+    helpers.assert_close(train.value(), plain, "float32")
+
+
+def test_unscaled_gradients_of_one_bad_replica_make_all_skip():
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(1, "float32"))
+        wrapped = Wrapped(keras.optimizers.SGD(1.0), loss_scale=4.0)
+        wrapped.build([weight])
+    helpers.takes_scaled_gradients(wrapped)
+
+    @tf.function
+    def step(grads):
+        def on_replica(grads):
+            gradient = grads[Trainer._replica()]
+            true = wrapped.unscale_gradients([gradient])
+            # Clipping by value hides the infinity of the one replica.
+            clipped = [tf.clip_by_value(true[0], -1.0, 1.0)]
+            return wrapped.apply(clipped, [weight], unscaled=True)
+
+        return strategy.run(on_replica, args=(grads,))
+
+    step(tf.constant([[8.0], [np.inf]]))
+    assert weight.value.values[1].numpy().tolist() == [0.0]
+    step(tf.constant([[8.0], [2.0]]))
+    assert_replicas_agree([weight])
+    assert weight.value.values[1].numpy().tolist() == [-1.5]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("seed", range(10))
+def test_random_fault_schedules_equal_a_single_device_oracle(seed):
+    rng = np.random.default_rng(seed)
+    train = Trainer({"initial_scale": 64.0}, learning_rate=0.1, momentum=0.9)
+    plain = keras.Variable(np.zeros(3, "float32"))
+    oracle = keras.optimizers.SGD(0.1, momentum=0.9)
+    skipped = 0
+    for _ in range(40):
+        grads = rng.normal(size=(2, 3)).astype("float32")
+        if rng.random() < 0.2:
+            grads[rng.integers(2), rng.integers(3)] = np.nan
+        if np.isfinite(grads).all():
+            oracle.apply([tf.constant(grads.sum(axis=0))], [plain])
+        else:
+            skipped += 1
+        train(grads[0], grads[1])
+    helpers.assert_close(train.value(), plain, "float32")
+    assert train.optimizer.skipped_steps == skipped
+    assert train.optimizer.loss_scale == max(64.0 / 2**skipped, 1.0)
+
+
+def regression(seed):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_t(2, size=(256, 8)).astype("float32")
+    return x, (x @ rng.normal(size=(8, 1)) * 100).astype("float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", helpers.quick_are({0}, range(2)))
+def test_the_ordinary_start_up_overflow_does_not_hurt_two_replicas(seed):
+    with helpers.mirrored_strategy().scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Dense(32, "relu", dtype="mixed_float16"),
+                keras.layers.BatchNormalization(dtype="mixed_float16"),
+                keras.layers.Dense(1, dtype="mixed_float16"),
+                keras.layers.Activation("linear", dtype="float32"),
+            ]
+        )
+        wrapped = Wrapped(
+            keras.optimizers.Adam(0.01, global_clipnorm=1.0),
+            initial_scale=2.0**20,
+        )
+        model.compile(wrapped, loss="mse", metrics=["mae"])
+    guards.guard(model)
+    data = regression(seed)
+    before, _ = model.evaluate(*data, verbose=0)
+    history = model.fit(*data, epochs=4, verbose=0).history
+    helpers.assert_all_finite(history["loss"])
+    # An epoch's loss is of the steps that were not skipped: of few batches.
+    assert model.evaluate(*data, verbose=0)[0] < before
+    assert wrapped.skipped_steps > 0
+    for variable in model.variables:
+        helpers.assert_all_finite(v.numpy() for v in variable.value.values)
+    assert_replicas_agree(model.trainable_variables)
+
+
+def test_one_device_strategy_takes_the_same_path():
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile(Wrapped("adam"), loss="mse")
+    x, y = regression(0)
+    x[3] = np.nan
+    model.fit(x, y, batch_size=64, verbose=0, shuffle=False)
+    assert model.optimizer.skipped_steps == 1
+    helpers.assert_all_finite(model.get_weights())
+
+
+def test_a_strategy_without_merge_calls_takes_the_same_path(monkeypatch):
+    # What MirroredStrategy reports on GPUs under XLA, and TPUStrategy always.
+    train = Trainer({"initial_scale": 8.0})
+    monkeypatch.setattr(
+        train.strategy.extended, "_use_merge_call", lambda: False
+    )
+    assert train([1.0] * 3, [2.0] * 3)
+    assert not train([1.0] * 3, [np.inf] * 3)
+    assert train.value() == [-3.0] * 3
+    assert train.optimizer.loss_scale == 4.0
+
+
+def test_on_a_tpu_the_optimizer_does_not_sum_a_second_time(monkeypatch):
+    # No TPU here, and no stand-in for its variables: the one method that
+    # differs there is looked at.
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(1, "float32"))
+        inner = keras.optimizers.SGD()
+    pairs = [(tf.ones(1), weight)]
+
+    class TPUStrategy:
+        pass
+
+    def on_replica():
+        with contextlib.ExitStack() as alone:
+            with monkeypatch.context() as patch:
+                patch.setattr(tf.distribute, "get_strategy", TPUStrategy)
+                alone.enter_context(replicas.one_replica([weight], inner))
+            # Returned as they are, whatever the number of replicas.
+            assert inner._all_reduce_sum_gradients(pairs) == pairs
+        assert "_all_reduce_sum_gradients" not in vars(inner)
+
+    strategy.run(on_replica)
+
+
+def test_gradients_outside_of_a_replica_are_refused():
+    train = Trainer()
+    with train.strategy.scope():
+        with pytest.raises(ValueError, match="strategy.run"):
+            train.optimizer.apply([tf.ones(3)], [train.weight])
+
+
+def test_strategies_that_cannot_skip_together_are_refused():
+    strategy = tf.distribute.experimental.CentralStorageStrategy(
+        compute_devices=["CPU:0", "CPU:1"], parameter_device="CPU:0"
+    )
+    with strategy.scope(), pytest.raises(ValueError, match="CentralStorage"):
+        Wrapped("sgd")
+
+    class ParameterServerStrategyV2:
+        """Has the name of the strategy, which needs a cluster to exist."""
+
+    with pytest.raises(ValueError, match="MirroredStrategy"):
+        replicas.check_strategy(ParameterServerStrategyV2())
+
+
+def test_variables_are_whole_again_after_an_error():
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(1, "float32"))
+    value = weight.value
+
+    def fail():
+        with replicas.one_replica([weight]):
+            assert not isinstance(weight.value, type(value))
+            raise KeyError("planted")
+
+    with pytest.raises(KeyError, match="planted"):
+        strategy.run(fail)
+    assert weight.value is value
+
+
+def test_scale_and_counters_are_read_inside_the_scope_as_outside():
+    train = Trainer({"initial_scale": 1024.0})
+    train([1.0, 2.0, 3.0], [np.inf, 2.0, 3.0])
+
+    def seen():
+        optimizer = train.optimizer
+        optimizer.check_health()
+        counts = (optimizer.skipped_steps, optimizer.consecutive_skips)
+        return optimizer.loss_scale, counts, optimizer.overflow_counts
+
+    with train.strategy.scope():
+        inside = seen()
+        train.optimizer.loss_scale = 64.0
+        assert train.optimizer.loss_scale == 64.0
+    assert inside == (512.0, (1, 1), {"weight": 1})
+    assert seen() == (64.0, (1, 1), {"weight": 1})
+
+
+def float8_model(strategy):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                keras.layers.Dense(16, "relu"),
+                keras.layers.Dense(1),
+            ]
+        )
+        for layer in model.layers:
+            layer.quantize("float8")
+        wrapped = Wrapped(keras.optimizers.SGD(0.05), initial_scale=64.0)
+        model.compile(wrapped, loss="mse", jit_compile=False)
+    return model
+
+
+def float8_states(model):
+    return [
+        variable
+        for variable in model.trainable_variables
+        if getattr(variable, "overwrite_with_gradient", False)
+    ]
+
+
+@pytest.mark.slow
+def test_a_float8_model_trains_on_two_replicas_as_on_one():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 8)).astype("float32")
+    y = x[:, :1] ** 2
+    results = []
+    for strategy in (
+        tf.distribute.OneDeviceStrategy("CPU:0"),
+        helpers.mirrored_strategy(),
+    ):
+        model = float8_model(strategy)
+        history = model.fit(x, y, 16, 5, shuffle=False, verbose=0).history
+        states = helpers.snapshot(float8_states(model))
+        results.append((history["loss"], states))
+        before = helpers.snapshot(model.trainable_variables)
+        model.fit(x[:16], np.full((16, 1), np.nan), 16, verbose=0)
+        assert model.optimizer.skipped_steps == 1
+        helpers.assert_unchanged(model.trainable_variables, before)
+    assert_replicas_agree(model.trainable_variables)
+    (one_loss, one), (two_loss, two) = results
+    # Each replica rounds to 8 bits what one device rounds as a whole.
+    np.testing.assert_allclose(two_loss, one_loss, rtol=0.05)
+    assert two_loss[-1] < two_loss[0] / 2
+    assert len(one) == 12
+    for left, right in zip(one, two, strict=True):
+        np.testing.assert_allclose(right, left, rtol=0.1)
+
+
+def test_what_overwrites_its_variable_is_maxed_and_the_rest_summed():
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        variables = [
+            keras.Variable(np.zeros(shape, "float32"))
+            for shape in ((2,), (), (2,), (1,))
+        ]
+    for variable in variables[:2]:
+        variable.overwrite_with_gradient = True
+    values = tf.constant([[1.0, -5.0], [3.0, -7.0]])
+
+    @tf.function
+    def run(values):
+        def on_replica():
+            context = tf.distribute.get_replica_context()
+            own = values[context.replica_id_in_sync_group]
+            grads = [own, own[1], own, None]
+            *sums, absent = replicas.sum_gradients(grads, variables)
+            assert absent is None
+            return sums
+
+        return strategy.run(on_replica)
+
+    def both(values):
+        return [
+            [each.numpy().tolist() for each in summed.values]
+            for summed in run(values)
+        ]
+
+    assert both(values) == [[[3.0, -5.0]] * 2, [-5.0] * 2, [[4.0, -12.0]] * 2]
+    for bad in (np.nan, np.inf):
+        for place in np.ndindex(2, 2):
+            array = values.numpy()
+            array[place] = bad
+            pair, *_ = both(tf.constant(array))
+            expected = [place[1] != 0, place[1] != 1]
+            assert np.isfinite(pair).tolist() == [expected] * 2
+
+
+def test_masters_take_the_largest_value_that_overwrites_a_variable():
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        weight = keras.Variable(np.zeros(1), dtype="bfloat16")
+        amax = keras.Variable(np.zeros(1, "float32"))
+        amax.overwrite_with_gradient = True
+        optimizer = masters.MasterWeightOptimizer(keras.optimizers.SGD(1.0))
+        optimizer.build([weight, amax])
+
+    @tf.function
+    def run():
+        def on_replica():
+            context = tf.distribute.get_replica_context()
+            own = tf.constant([[1.0], [2.0]])[context.replica_id_in_sync_group]
+            optimizer.apply([own, own], [weight, amax])
+
+        strategy.run(on_replica)
+
+    run()
+    for variable, expected in ((weight, -3.0), (amax, 2.0)):
+        for value in variable.value.values:
+            assert float(value.numpy()[0]) == expected
+
+
+HALF = {"reduce_dtype": "float16"}
+
+
+def bytes_summed(function, *arguments):
+    """Lists the bytes that each replica gives to the sums of a function."""
+    graph = function.get_concrete_function(*arguments).graph
+    sent = [
+        operation.inputs[0]
+        for operation in graph.get_operations()
+        if operation.type == "CollectiveReduceV2"
+    ]
+    return [each.shape.num_elements() * each.dtype.size for each in sent]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_the_bytes_are_summed_in_16_bit(dtype):
+    grads = tf.ones((2, 3))
+    whole = bytes_summed(Trainer().step, grads)
+    half = bytes_summed(
+        Trainer({"loss_scale": 4.0, "reduce_dtype": dtype}).step, grads
+    )
+    # Three numbers, and nothing else is exchanged.
+    assert (whole, half) == ([12, 12], [6, 6])
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_sum_that_overflows_in_16_bit_is_skipped_on_all(graph):
+    train = Trainer({"initial_scale": 1024.0, **HALF}, graph)
+    # Each fits in float16, scaled; their sum does not.
+    assert not train([40.0] * 3, [1.0, 40.0, 1.0])
+    assert (train.optimizer.loss_scale, train.value()) == (512.0, [0.0] * 3)
+    assert train([40.0] * 3, [1.0, 40.0, 1.0])
+    assert train.value() == [-41.0, -80.0, -41.0]
+
+
+def test_true_gradients_are_summed_in_16_bit_at_the_loss_scale():
+    train = Trainer({"initial_scale": 2.0**15, **HALF})
+    tiny = tf.constant([3e-8, -1e-7, 0.5])
+
+    @tf.function
+    def step():
+        def on_replica():
+            train.optimizer.apply([tiny], [train.weight], unscaled=True)
+
+        train.strategy.run(on_replica)
+
+    step()
+    np.testing.assert_allclose(train.value(), -2 * tiny.numpy(), rtol=1e-3)
+
+
+def after_two_steps(dtype):
+    """Returns the weights of a model with dense and with sparse gradients."""
+    keras.utils.set_random_seed(1)
+    with helpers.mirrored_strategy().scope():
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Embedding(20, 8),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1),
+            ]
+        )
+        inner = keras.optimizers.SGD(0.1, momentum=0.9)
+        model.compile(Wrapped(inner, reduce_dtype=dtype), "mse")
+    random = np.random.default_rng(0)
+    x = random.integers(0, 20, (16, 4))
+    y = (x > 9).mean(1, keepdims=True)
+    model.fit(x, y, batch_size=8, epochs=1, verbose=0, shuffle=False)
+    assert_replicas_agree(model.variables)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize(
+    "dtype", helpers.quick_are({"float16"}, ["float16", "bfloat16"])
+)
+def test_dense_and_sparse_gradients_are_summed_in_16_bit(dtype):
+    for narrow, whole in zip(
+        after_two_steps(dtype), after_two_steps(None), strict=True
+    ):
+        helpers.assert_close(narrow, whole, dtype)
+        assert not np.array_equal(narrow, whole)
+
+
+def in_a_process_of_its_own(*words):
+    """Trains on digits; strategies of two sizes cannot share a process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.loss_scaling.replicas_worker", *words],
+        cwd=pathlib.Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", ["2", "4"])
+def test_training_with_sums_in_16_bit_ends_as_in_float32(count):
+    whole = in_a_process_of_its_own(count, "None")
+    assert whole["skipped"] == 0
+    for dtype, skipped in (("float16", 1), ("bfloat16", 0)):
+        half = in_a_process_of_its_own(count, dtype)
+        # The sum alone overflows, in float16.
+        assert half["skipped"] == skipped
+        assert half["agree"]
+        # One step of 72 is missing.
+        assert abs(half["loss"] / whole["loss"] - 1) < 0.01 + 0.03 * skipped
+
+
+def test_the_dtype_of_the_sum_is_part_of_the_configuration():
+    optimizer = Wrapped("sgd", **HALF)
+    copy = Wrapped.from_config(optimizer.get_config())
+    assert copy.reduce_dtype == "float16"
+    assert "reduce_dtype" not in Wrapped("sgd").get_config()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8", 16, tf.float16])
+def test_only_a_16_bit_dtype_is_one_for_sums(dtype):
+    with pytest.raises(ValueError, match="`reduce_dtype` must be"):
+        Wrapped("sgd", reduce_dtype=dtype)
+
+
+def test_gradients_that_nobody_scales_are_not_summed_in_float16():
+    with pytest.raises(ValueError, match="must be scaled"):
+        Wrapped("sgd", loss_scale=rules.NoLossScale(), **HALF)

@@ -1,0 +1,98 @@
+"""Data parallelism under JAX: one bad shard of eight, and all skip."""
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tfmix.loss_scaling import optimizer as optimizers
+from tfmix.loss_scaling import train_step_guard as guards
+
+if keras.backend.backend() != "jax":
+    pytest.skip("keras.distribution is JAX's here", allow_module_level=True)
+
+
+def test_the_dtype_of_a_sum_that_the_compiler_places_cannot_be_chosen():
+    with pytest.raises(ValueError, match=r"jax\.lax\.psum"):
+        optimizers.LossScaleOptimizer("sgd", reduce_dtype="float16")
+
+
+@pytest.fixture
+def eight_devices():
+    devices = keras.distribution.list_devices("cpu")
+    assert len(devices) == 8
+    keras.distribution.set_distribution(
+        keras.distribution.DataParallel(devices=devices)
+    )
+    yield
+    keras.distribution.set_distribution(None)
+
+
+def data(bad_row=None):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 4)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    if bad_row is not None:
+        x[bad_row] = np.nan
+    return x, y
+
+
+def trained(x, y, **inner):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8, dtype="mixed_float16"),
+            keras.layers.BatchNormalization(dtype="mixed_float16"),
+            keras.layers.Dense(1),
+        ]
+    )
+    wrapped = optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.05, **inner), initial_scale=1024.0
+    )
+    model.compile(wrapped, loss="mse", metrics=["mae"])
+    guards.guard(model)
+    history = model.fit(
+        x, y, batch_size=16, epochs=2, shuffle=False, verbose=0
+    ).history
+    return model, history
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    "inner", [{}, {"global_clipnorm": 0.5}, {"gradient_accumulation_steps": 2}]
+)
+def test_one_bad_shard_makes_all_skip(eight_devices, inner):
+    # Row 19 is the second shard's of the second batch.
+    model, history = trained(*data(bad_row=19), **inner)
+    assert model.optimizer.skipped_steps == 2
+    assert model.optimizer.loss_scale == 256.0
+    helpers.assert_all_finite(model.variables)
+    helpers.assert_all_finite([history["loss"], history["mae"]])
+    for variable in model.optimizer.variables + model.variables:
+        first, *others = variable.value.addressable_shards
+        for other in others:
+            helpers.assert_same_bits(other.data, first.data)
+
+
+def test_eight_devices_equal_one(eight_devices):
+    parallel, _ = trained(*data(bad_row=19))
+    keras.distribution.set_distribution(None)
+    alone, _ = trained(*data(bad_row=19))
+    pairs = zip(
+        parallel.trainable_variables, alone.trainable_variables, strict=True
+    )
+    for left, right in pairs:
+        np.testing.assert_allclose(
+            helpers.to_numpy(left),
+            helpers.to_numpy(right),
+            **helpers.tolerance("float16"),
+        )
+
+
+def test_a_file_with_such_a_dtype_loads_without_it(said):
+    config = optimizers.LossScaleOptimizer("sgd").get_config()
+    config["reduce_dtype"] = "float16"
+    loaded = optimizers.LossScaleOptimizer.from_config(config)
+    assert "reduce_dtype='float16'" in said[0]
+    assert loaded.reduce_dtype is None

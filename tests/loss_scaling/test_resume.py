@@ -1,0 +1,234 @@
+"""A run that was killed and resumed ends as if it had never been killed."""
+
+import pathlib
+import random
+import signal
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from benchmarks.fault_cases import resumable, saved_state, systems
+from tests import helpers
+
+TFMIX = systems.by_name("tfmix")
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+# After the first of the states that an epoch's end saves, before the last.
+FIRST, LAST = resumable.STEPS_PER_EPOCH + 1, resumable.STEPS - 1
+
+
+@pytest.fixture(scope="module")
+def whole_run():
+    return resumable.state(resumable.train(resumable.build(TFMIX)))
+
+
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory):
+    return killed_after(37, tmp_path_factory.mktemp("killed"))
+
+
+def killed_after(step, directory):
+    code = saved_state.run_until_killed(TFMIX, str(directory), step)
+    assert code == -signal.SIGKILL
+    return pathlib.Path(directory)
+
+
+def assert_resumes(whole_run, directory, way):
+    model = resumable.resume(TFMIX, directory, way)
+    assert not resumable.differing(whole_run, resumable.state(model))
+    # One batch in each epoch is bad, and the growing scale may overflow.
+    optimizer = model.optimizer
+    assert optimizer.skipped_steps >= resumable.EPOCHS
+    applied = int(optimizer.iterations)
+    assert applied + optimizer.skipped_steps == resumable.STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", resumable.ways())
+def test_a_killed_run_resumes_bit_for_bit(whole_run, killed_run, way):
+    assert_resumes(whole_run, killed_run, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "step", sorted(random.Random(20).sample(range(FIRST, LAST + 1), 10))
+)
+def test_a_run_resumes_wherever_it_was_killed(whole_run, tmp_path, step):
+    directory = killed_after(step, tmp_path)
+    for way in resumable.ways():
+        assert_resumes(whole_run, directory, way)
+
+
+@pytest.mark.costly
+def test_the_comparison_sees_one_lost_counter(whole_run):
+    model = resumable.train(resumable.build(TFMIX))
+    assert not resumable.differing(whole_run, resumable.state(model))
+    model.optimizer.step_counter.assign_add(1)
+    (name,) = resumable.differing(whole_run, resumable.state(model))
+    assert "step_counter" in name
+
+
+def after_some_steps(wrap=TFMIX, steps=8):
+    """Returns a model whose every number differs from a fresh one's."""
+    model = resumable.build(wrap)
+    batches = resumable.Batches()
+    for step in range(steps):
+        model.train_on_batch(*batches[step])
+    return model
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("loading_policy", POLICIES)
+def test_a_saved_model_continues_under_any_policy(tmp_path, loading_policy):
+    model = after_some_steps()
+    model.save(tmp_path / "model.keras")
+    TFMIX.set_policy(loading_policy)
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is type(model.optimizer)
+    before = resumable.state(model)
+    assert not resumable.differing(before, resumable.state(loaded))
+    batch = resumable.Batches()[9]
+    for each in (model, TFMIX.guard(loaded)):
+        each.train_on_batch(*batch)
+    after, of_loaded = resumable.state(model), resumable.state(loaded)
+    if loading_policy == "float32":
+        assert not resumable.differing(after, of_loaded)
+    # The model was made without a policy of tfmix's. Under one, its weight
+    # gradients are summed in float32.
+    for one, other in zip(after.values(), of_loaded.values(), strict=True):
+        error = np.linalg.norm(np.subtract(other, one, dtype="float64"))
+        assert error < 0.1 * np.linalg.norm(one) + 1e-4
+    assert resumable.differing(before, after)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("saving_policy", "loading_policy"),
+    [
+        ("float32", "mixed_float16"),
+        ("mixed_float16", "float32"),
+        ("mixed_float16", "mixed_bfloat16"),
+    ],
+)
+def test_weights_saved_under_one_policy_load_under_another(
+    tmp_path, saving_policy, loading_policy
+):
+    TFMIX.set_policy(saving_policy)
+    model = after_some_steps()
+    model.save_weights(tmp_path / "a.weights.h5")
+    TFMIX.set_policy(loading_policy)
+    other = resumable.build(TFMIX)
+    other.load_weights(tmp_path / "a.weights.h5")
+    left, right = resumable.state(model), resumable.state(other)
+    assert not resumable.differing(left, right)
+
+
+def keras_run():
+    model = after_some_steps(systems.by_name("Keras"), steps=5)
+    optimizer = model.optimizer
+    optimizer.dynamic_scale.assign(256.0)
+    optimizer.step_counter.assign(3)
+    return model
+
+
+def assert_holds_keras_state(model, saved):
+    optimizer = model.optimizer
+    assert optimizer.loss_scale == 256.0
+    assert int(optimizer.step_counter) == 3
+    assert optimizer.skipped_steps == 0
+    inner = saved.optimizer.inner_optimizer.variables
+    for mine, keras_own in zip(
+        optimizer.inner_optimizer.variables, inner, strict=True
+    ):
+        helpers.assert_same_bits(mine, keras_own)
+    for mine, keras_own in zip(model.weights, saved.weights, strict=True):
+        helpers.assert_same_bits(mine, keras_own)
+
+
+@pytest.mark.costly
+def test_weights_that_keras_saved_load(tmp_path):
+    saved = keras_run()
+    saved.save_weights(tmp_path / "a.weights.h5")
+    model = resumable.build(TFMIX)
+    model.load_weights(tmp_path / "a.weights.h5")
+    assert_holds_keras_state(model, saved)
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_checkpoint_that_keras_saved_loads(tmp_path):
+    import tensorflow as tf
+
+    saved = keras_run()
+    checkpoint = tf.train.Checkpoint(model=saved, optimizer=saved.optimizer)
+    path = checkpoint.write(str(tmp_path / "checkpoint"))
+    model = resumable.build(TFMIX)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    # Keras's scaler has no counters, so ours stay what they are.
+    checkpoint.read(path).expect_partial()
+    assert_holds_keras_state(model, saved)
+
+
+@pytest.mark.parametrize("phase", range(5))
+def test_the_growth_window_resumes_at_any_phase(phase):
+    window = 4
+
+    def wrapped():
+        variable = keras.Variable(np.float32([1.0]))
+        optimizer = TFMIX.wrap(
+            keras.optimizers.SGD(0.1),
+            initial_scale=8.0,
+            dynamic_growth_steps=window,
+        )
+        optimizer.build([variable])
+        return variable, optimizer
+
+    def steps(variable, optimizer, count):
+        for _ in range(count):
+            scaled = optimizer.scale_loss(keras.ops.convert_to_tensor([1.0]))
+            optimizer.apply([scaled], [variable])
+
+    variable, optimizer = wrapped()
+    steps(variable, optimizer, phase)
+    store = {}
+    optimizer.save_own_variables(store)
+    variable, resumed = wrapped()
+    resumed.load_own_variables(store)
+    steps(variable, resumed, window - 1 - phase % window)
+    assert resumed.loss_scale == 8.0 * 2 ** (phase // window)
+    steps(variable, resumed, 1)
+    assert resumed.loss_scale == 16.0 * 2 ** (phase // window)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_run_with_8_bit_state_resumes_bit_for_bit(tmp_path, policy):
+    x, y = np.random.default_rng(0).normal(size=(2, 48, 32)).astype("float32")
+
+    def fitted(model, first, last):
+        model.fit(
+            *(x, y),
+            batch_size=16,
+            initial_epoch=first,
+            epochs=last,
+            shuffle=False,
+            verbose=0,
+        )
+        return model
+
+    def made():
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(128, "relu"), keras.layers.Dense(32)]
+        model = keras.Sequential([keras.Input((32,)), *layers])
+        adam = keras.optimizers.Adam(1e-3)
+        model.compile(tfmix.optimizers.LowMemoryOptimizer(adam, seed=1), "mse")
+        return model
+
+    tfmix.set_global_policy(policy)
+    whole = fitted(made(), 0, 4)
+    fitted(made(), 0, 2).save(tmp_path / "half.keras")
+    resumed = fitted(keras.models.load_model(tmp_path / "half.keras"), 2, 4)
+    for ours, theirs in zip(
+        resumed.get_weights(), whole.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)

@@ -1,0 +1,93 @@
+"""A loop that skips step after step says so, once."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tfmix.loss_scaling import standstill
+
+ON_JAX = keras.backend.backend() == "jax"
+WAYS = ("eager", "jit") if ON_JAX else ("eager", "graph")
+BAD = np.full((2, 4), np.nan, "float32")
+GOOD = np.ones((2, 4), "float32")
+
+
+def run(batches, way, wrap=lambda optimizer: optimizer):
+    """Trains a float16 model in a loop, a step for each batch."""
+    tfmix.set_global_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    optimizer = wrap(keras.optimizers.Adam(name="adam"))
+    optimizer.build(model.trainable_variables)
+    if ON_JAX:
+        import jax
+
+        def step(weights, slots, x):
+            def loss(weights):
+                y, _ = model.stateless_call(weights, [], x, training=True)
+                return (y**2).mean()
+
+            gradients = jax.grad(loss)(weights)
+            return optimizer.stateless_apply(slots, gradients, weights)
+
+        step = jax.jit(step) if way == "jit" else step
+        weights = [v.value for v in model.trainable_variables]
+        slots = [v.value for v in optimizer.variables]
+        for x in batches:
+            weights, slots = step(weights, slots, x)
+        jax.effects_barrier()
+        return
+    import tensorflow as tf
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x, training=True) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+
+    step = tf.function(step) if way == "graph" else step
+    for x in batches:
+        step(tf.constant(x))
+
+
+def wrapped(optimizer):
+    return tfmix.LossScaleOptimizer(optimizer, loss_scale=tfmix.NoLossScale())
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, wrapped], ids=["bare", "wrapped"]
+)
+def test_the_eighth_skip_in_a_row_is_said_once(way, wrap, said):
+    run([BAD] * 7, way, wrap)
+    assert said == []
+    run([BAD] * 20, way, wrap)
+    (line,) = said
+    assert line.startswith("'adam' has skipped 8 steps in a row")
+    assert "all gradients are NaN or infinite" in line
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("way", WAYS)
+def test_an_applied_step_begins_the_count_anew(way, said):
+    run([BAD] * 7 + [GOOD] + [BAD] * 7, way)
+    assert said == []
+
+
+def test_the_variable_nearest_the_output_is_named(said):
+    watch = standstill.Watch("sgd", ["a/kernel", "b/kernel", "c/kernel"])
+    watch.warn([True, True, False])
+    (line,) = said
+    assert "2 of 3 gradients" in line
+    assert "'b/kernel'" in line
+
+
+@pytest.mark.costly
+def test_fit_leaves_it_to_the_line_after_the_epoch(said):
+    tfmix.set_global_policy("mixed_float16")
+    model = keras.Sequential([keras.layers.Dense(1, dtype="float32")])
+    model.add(keras.layers.Dense(1))
+    model.compile("sgd", "mse")
+    model.fit(np.repeat(BAD, 8, 0), np.ones((16, 1)), batch_size=2, verbose=0)
+    assert not any("in a row, and no weight changes" in line for line in said)

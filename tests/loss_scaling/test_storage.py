@@ -1,0 +1,230 @@
+"""State is exact: what is saved comes back whole, or is refused."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers, steps
+from tests.fixtures import write
+from tfmix.loss_scaling import optimizer as optimizers
+from tfmix.loss_scaling import rules
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The gradients are divided by the loss scale"
+)
+Wrapped = optimizers.LossScaleOptimizer
+
+
+def trained(wrapped=None, bad_steps=2):
+    """Returns an optimizer in the middle of a growth window."""
+    if wrapped is None:
+        rule = rules.DynamicLossScale(1024.0, growth_steps=5, hysteresis=3)
+        wrapped = Wrapped(keras.optimizers.Adam(0.1), loss_scale=rule)
+    step = steps.stepper(wrapped, steps.variables(), steps.MODES[1])
+    for seed in range(4):
+        step(steps.gradients(seed))
+    for seed in range(bad_steps):
+        step([np.full_like(g, np.nan) for g in steps.gradients(seed)])
+    return wrapped
+
+
+def fresh(like):
+    again = Wrapped.from_config(like.get_config())
+    again.build(steps.variables())
+    return again
+
+
+def values(optimizer):
+    return helpers.snapshot(optimizer.variables)
+
+
+def assert_equal_state(one, two):
+    assert len(one.variables) == len(two.variables)
+    for left, right in zip(values(one), values(two), strict=True):
+        helpers.assert_same_bits(left, right)
+
+
+@pytest.mark.parametrize("bad_steps", [0, 1, 2, 4])
+def test_own_variables_come_back_bit_for_bit(bad_steps):
+    source, store = trained(bad_steps=bad_steps), {}
+    source.save_own_variables(store)
+    target = fresh(source)
+    target.load_own_variables(store)
+    assert_equal_state(target, source)
+    assert target.skipped_steps == bad_steps
+    assert target.consecutive_skips == bad_steps
+
+
+@pytest.mark.costly
+def test_set_weights_sets_everything_or_nothing():
+    source = trained()
+    target = fresh(source)
+    target.set_weights(values(source))
+    assert_equal_state(target, source)
+    other = fresh(source)
+    before = values(other)
+    with pytest.raises(ValueError, match="Received: 4 arrays"):
+        other.set_weights(values(source)[:4])
+    wrong = values(source)
+    wrong[-1] = np.zeros((7, 7), "float32")
+    with pytest.raises(ValueError, match=r"of shape \(7, 7\)"):
+        other.set_weights(wrong)
+    for now, then in zip(values(other), before, strict=True):
+        helpers.assert_same_bits(now, then)
+    with pytest.raises(ValueError, match="needs a built optimizer"):
+        Wrapped("adam").set_weights([])
+
+
+@pytest.mark.costly
+def test_a_state_of_another_optimizer_is_refused_and_changes_nothing():
+    store = {}
+    trained(Wrapped(keras.optimizers.SGD(0.1))).save_own_variables(store)
+    target = trained()
+    before = values(target)
+    with pytest.raises(ValueError, match="does not fit this optimizer"):
+        target.load_own_variables(store)
+    for now, then in zip(values(target), before, strict=True):
+        helpers.assert_same_bits(now, then)
+
+
+def test_the_state_of_kerass_own_class_is_taken_over():
+    theirs = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.1), initial_scale=256.0
+    )
+    step = steps.stepper(theirs, steps.variables(), steps.MODES[1])
+    for seed in range(3):
+        step(steps.gradients(seed))
+    store = {}
+    theirs.save_own_variables(store)
+    ours = Wrapped(keras.optimizers.Adam(0.1))
+    ours.build(steps.variables())
+    ours.load_own_variables(store)
+    assert ours.loss_scale == 256.0
+    assert int(ours.iterations) == 3
+    assert int(ours.step_counter.numpy()) == 3
+    pairs = zip(
+        ours.inner_optimizer.variables,
+        theirs.inner_optimizer.variables,
+        strict=True,
+    )
+    for left, right in pairs:
+        helpers.assert_same_bits(left, right)
+
+
+def test_a_run_without_loss_scaling_can_go_on_with_it():
+    bare = keras.optimizers.Adam(0.1)
+    step = steps.stepper(bare, steps.variables(), steps.MODES[1])
+    step(steps.gradients(0))
+    store = {}
+    bare.save_own_variables(store)
+    ours = Wrapped(keras.optimizers.Adam(0.1))
+    ours.build(steps.variables())
+    ours.load_own_variables(store)
+    assert int(ours.iterations) == 1
+    assert ours.loss_scale == 2.0**15
+
+
+# Keras says the same of the inner optimizer.
+@pytest.mark.costly
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")
+def test_weights_can_be_loaded_where_there_is_no_state_to_restore(
+    tmp_path, said
+):
+    def compiled():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(Wrapped("adam"), loss="mse")
+        return model
+
+    x, y = write.data()
+    source = compiled()
+    source.fit(x, y, batch_size=6, verbose=0)
+    source.save_weights(tmp_path / "trained.weights.h5")
+    target = compiled()
+    target.load_weights(tmp_path / "trained.weights.h5")
+    assert "not built yet" in said[-1]
+    helpers.assert_same_bits(target.get_weights()[0], source.get_weights()[0])
+    target.optimizer.build(target.trainable_variables)
+    target.load_weights(tmp_path / "trained.weights.h5")
+    assert_equal_state(target.optimizer, source.optimizer)
+    bare = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    bare.save_weights(tmp_path / "bare.weights.h5")
+    target.load_weights(tmp_path / "bare.weights.h5")
+    assert "holds no optimizer state" in said[-1]
+    assert_equal_state(target.optimizer, source.optimizer)
+
+
+def test_a_state_that_lacks_a_newer_counter_still_loads():
+    source, store = trained(), {}
+    source.save_own_variables(store)
+    del store["own_overflow_counts"]
+    target = fresh(source)
+    target.load_own_variables(store)
+    assert target.skipped_steps == 2
+    assert set(target.overflow_counts.values()) == {0}
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_tensorflow_checkpoint_of_kerass_own_class_is_restored(tmp_path):
+    import tensorflow as tf
+
+    theirs = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.1), initial_scale=64.0
+    )
+    model_variables = steps.variables()
+    step = steps.stepper(theirs, model_variables, "graph")
+    for seed in range(3):
+        step(steps.gradients(seed))
+    path = tf.train.Checkpoint(optimizer=theirs).save(tmp_path / "theirs")
+    ours = Wrapped(keras.optimizers.Adam(0.1))
+    ours.build(steps.variables())
+    status = tf.train.Checkpoint(optimizer=ours).restore(path)
+    status.expect_partial()
+    assert ours.loss_scale == 64.0
+    assert int(ours.iterations) == 3
+    pairs = zip(
+        ours.inner_optimizer.variables,
+        theirs.inner_optimizer.variables,
+        strict=True,
+    )
+    for left, right in pairs:
+        helpers.assert_same_bits(left, right)
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_tensorflow_checkpoint_restores_every_variable(tmp_path):
+    import tensorflow as tf
+
+    source = trained()
+    path = tf.train.Checkpoint(optimizer=source).save(tmp_path / "ours")
+    target = fresh(source)
+    tf.train.Checkpoint(optimizer=target).restore(path).assert_consumed()
+    assert_equal_state(target, source)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("frozen_first", [False, True])
+@pytest.mark.parametrize("name", ["mixed_float16", "bfloat16"])
+def test_a_model_loads_after_other_layers_became_trainable(
+    name, frozen_first, tmp_path, said
+):
+    with tfmix.policy_scope(name):
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(1)]
+        )
+        model.layers[0].trainable = not frozen_first
+        model.compile("adam", "mse")
+        x, y = np.ones((4, 2)), np.ones((4, 1))
+        model.fit(x, y, verbose=0)
+        model.layers[0].trainable = frozen_first
+        model.save(tmp_path / "model.keras")
+        with warnings.catch_warnings():
+            # Keras says the same of the optimizers inside.
+            warnings.simplefilter("ignore")
+            loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert any("trainable variables" in text for text in said)
+    for ours, theirs in zip(loaded.weights, model.weights, strict=True):
+        helpers.assert_same_bits(ours, theirs)
+    loaded.fit(x, y, verbose=0)

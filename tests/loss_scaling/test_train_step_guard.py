@@ -1,0 +1,501 @@
+"""A guarded model's skipped step leaves no trace, whatever runs it."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+
+from tests import helpers
+from tfmix.loss_scaling import optimizer as optimizers
+from tfmix.loss_scaling import rules
+from tfmix.loss_scaling import train_step_guard as guards
+
+MODES = {
+    "eager": {"run_eagerly": True},
+    "graph": {"jit_compile": False},
+    "xla": {"jit_compile": True},
+}
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class CountsCalls(keras.layers.Layer):
+    """Keeps state of the user's own: a float and an integer."""
+
+    def build(self, input_shape):
+        self.total = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, name="total"
+        )
+        self.calls = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, dtype="int32"
+        )
+
+    def call(self, inputs):
+        self.total.assign(self.total + keras.ops.sum(inputs))
+        self.calls.assign(self.calls + 1)
+        return inputs
+
+
+def make_model(rule="dynamic", **compile_arguments):
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8),
+            CountsCalls(),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(1),
+        ]
+    )
+    wrapped = optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01), loss_scale=rule
+    )
+    model.compile(wrapped, loss="mse", metrics=["mae"], **compile_arguments)
+    return model
+
+
+def data(bad_row=None, bad=np.inf):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 4)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    if bad_row is not None:
+        x[bad_row] = bad
+    return x, y
+
+
+def without(array, start, stop):
+    return np.concatenate([array[:start], array[stop:]])
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("mode", "bad"),
+    helpers.quick_are(
+        {("eager", np.inf), ("graph", np.nan), ("xla", np.inf)},
+        itertools.product(MODES, [np.inf, np.nan]),
+    ),
+)
+def test_a_bad_batch_is_as_if_it_had_not_been_there(mode, bad):
+    keras.utils.set_random_seed(1)
+    guarded = guards.guard(make_model(**MODES[mode]))
+    keras.utils.set_random_seed(1)
+    oracle = make_model(**MODES[mode])
+    fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
+    x, y = data(bad_row=20, bad=bad)
+    history = guarded.fit(x, y, **fit).history
+    good = [without(array, 16, 32) for array in data()]
+    expected = oracle.fit(*good, **fit).history
+    for key in ("loss", "mae"):
+        helpers.assert_close(history[key], expected[key], "float32")
+    for ours, theirs in zip(guarded.weights, oracle.weights, strict=True):
+        if ours.name != "calls" and "int" not in ours.dtype:
+            helpers.assert_close(ours, theirs, "float32")
+    assert guarded.optimizer.skipped_steps == 2
+
+
+@pytest.mark.costly
+def test_without_the_guard_the_same_batch_poisons_the_model():
+    model = make_model()
+    model.fit(*data(bad_row=20), batch_size=16, verbose=0, shuffle=False)
+    with pytest.raises(AssertionError, match="not finite"):
+        helpers.assert_all_finite(model.non_trainable_variables)
+
+
+@pytest.mark.costly
+def test_terminate_on_nan_lets_a_healthy_run_go_on():
+    model = guards.guard(make_model())
+    history = model.fit(
+        *data(bad_row=20),
+        batch_size=16,
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+        callbacks=[keras.callbacks.TerminateOnNaN()],
+    )
+    assert len(history.history["loss"]) == 3
+    helpers.assert_all_finite(history.history["loss"])
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("rule", [64.0, rules.NoLossScale()])
+def test_the_guard_works_with_every_rule(rule):
+    model = guards.guard(make_model(rule))
+    model.fit(*data(bad_row=20), batch_size=16, verbose=0)
+    helpers.assert_all_finite(model.non_trainable_variables[:1])
+    assert model.optimizer.skipped_steps == 1
+
+
+@pytest.mark.costly
+def test_guarding_twice_and_compiling_again_change_nothing():
+    model = make_model()
+    assert not guards.is_guarded(model)
+    assert guards.guard(guards.guard(model)) is model
+    assert guards.is_guarded(model)
+    model.fit(*data(), verbose=0)
+    model.compile(optimizers.LossScaleOptimizer("sgd"), loss="mse")
+    model.fit(*data(bad_row=3), batch_size=16, verbose=0)
+    helpers.assert_all_finite(
+        v for v in model.non_trainable_variables if "int" not in v.dtype
+    )
+
+
+@pytest.mark.costly
+def test_a_model_that_was_trained_before_is_compiled_anew():
+    model = make_model()
+    model.fit(*data(), batch_size=16, verbose=0)
+    guards.guard(model).fit(*data(bad_row=3), batch_size=16, verbose=0)
+    helpers.assert_all_finite(
+        v for v in model.non_trainable_variables if "int" not in v.dtype
+    )
+
+
+@pytest.mark.costly
+def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
+    model = guards.guard(make_model())
+    x, y = data()
+    model.fit(x, y, batch_size=16, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    helpers.assert_same_bits(
+        loaded.predict(x, verbose=0), model.predict(x, verbose=0)
+    )
+    assert type(loaded.optimizer) is optimizers.LossScaleOptimizer
+    assert guards.is_guarded(loaded)
+    loaded.fit(x, y, verbose=0)
+    again = keras.models.load_model(tmp_path / "model.keras")
+    guards.guard(again).fit(x, y, verbose=0)
+    again.compile("adam", loss="mse")
+    assert "guarded" not in str(again.get_compile_config())
+
+
+def test_that_a_model_is_guarded_is_no_fact_about_its_optimizer():
+    model = guards.guard(make_model())
+    saved = model.get_compile_config()
+    assert saved["guarded"]["config"] == {"alone": True}
+    assert "guarded" not in str(saved["optimizer"])
+    again = make_model()
+    again.compile_from_config(saved)
+    assert guards.is_guarded(again)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("mode", MODES)
+def test_an_epoch_without_an_applied_step_does_not_report_a_loss_of_zero(mode):
+    # The loss is finite, the gradients are not: the scale is far too high.
+    model = make_model(**MODES[mode])
+    rule = rules.DynamicLossScale(2.0**120, max_scale=2.0**120)
+    wrapped = optimizers.LossScaleOptimizer("sgd", loss_scale=rule)
+    model.compile(wrapped, loss="mse", metrics=["mae"], **MODES[mode])
+    guards.guard(model)
+    x, y = data()
+    y = y * 1e3
+    history = model.fit(x, y, batch_size=16, verbose=0).history
+    assert wrapped.skipped_steps == 4
+    assert 1e5 < history["loss"][0] < 1e8
+    assert history["mae"][0] > 1.0
+
+
+@pytest.mark.costly
+def test_a_stuck_run_does_not_hide_that_its_loss_is_not_finite():
+    model = guards.guard(make_model())
+    x, y = data()
+    stop = keras.callbacks.TerminateOnNaN()
+    fit = {"batch_size": 1, "verbose": 0, "callbacks": [stop]}
+    history = model.fit(x * np.nan, y, **fit).history
+    assert np.isnan(history["loss"][-1])
+    assert model.optimizer.skipped_steps == 1
+
+
+@pytest.mark.costly
+@helpers.requires_backend("tensorflow")
+def test_a_train_step_of_the_users_own_is_guarded_and_keeps_its_logs():
+    import tensorflow as tf
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm = keras.layers.BatchNormalization()
+            self.dense = keras.layers.Dense(1)
+            self.seen = keras.metrics.Mean(name="seen")
+
+        def call(self, x, training=False):
+            return self.dense(self.norm(x, training=training))
+
+        def train_step(self, batch):
+            x, y = batch
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+                scaled = self.optimizer.scale_loss(loss)
+            grads = tape.gradient(scaled, self.trainable_variables)
+            self.optimizer.apply(grads, self.trainable_variables)
+            self.seen.update_state(loss)
+            return {"seen": self.seen.result(), "answer": tf.constant(42.0)}
+
+    model = Own()
+    model.compile(optimizers.LossScaleOptimizer("adam"))
+    guards.guard(model)
+    history = model.fit(*data(bad_row=20), batch_size=16, verbose=0).history
+    assert history["answer"] == [42.0]
+    assert np.isfinite(history["seen"][0])
+    helpers.assert_all_finite(model.non_trainable_variables)
+
+
+def test_a_model_that_cannot_skip_is_refused_with_what_to_write():
+    model = make_model()
+    model.compile("adam", loss="mse")
+    with pytest.raises(ValueError, match="tfmix.NoLossScale"):
+        guards.guard(model)
+    with pytest.raises(TypeError, match="model=3"):
+        guards.guard(3)
+    late = guards.guard(make_model())
+    late.compile("adam", loss="mse")
+    with pytest.raises(ValueError, match="can be guarded only if"):
+        late.fit(*data(), verbose=0)
+
+
+@pytest.mark.costly
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+def test_frozen_weights_are_left_alone_and_a_teacher_is_put_back(
+    mode, monkeypatch
+):
+    from tfmix._keras import compilation
+
+    asked = {}
+    may_be_written = compilation.may_be_written
+
+    def spying(variable):
+        asked[id(variable)] = may_be_written(variable)
+        return asked[id(variable)]
+
+    monkeypatch.setattr(compilation, "may_be_written", spying)
+
+    class Student(keras.Model):
+        """Lets a frozen teacher follow in its training step."""
+
+        def __init__(self):
+            super().__init__()
+            self.backbone = keras.layers.Dense(4, name="backbone")
+            self.backbone.trainable = False
+            self.head = keras.layers.Dense(1, name="head")
+            self.teacher = keras.layers.Dense(1, name="teacher")
+            self.teacher.trainable = False
+
+        def call(self, x):
+            x = self.backbone(x)
+            return self.head(x) + 0.0 * self.teacher(x)
+
+        def train_step(self, data):
+            logs = super().train_step(data)
+            self.teacher.bias.assign(self.teacher.bias + 1.0)
+            return logs
+
+    model = Student()
+    optimizer = optimizers.LossScaleOptimizer("sgd")
+    model.compile(optimizer, loss="mse", **MODES[mode])
+    guards.guard(model)
+    model.fit(*data(bad_row=20), batch_size=16, verbose=0)
+    frozen = [id(variable.value) for variable in model.backbone.variables]
+    assert [asked[one] for one in frozen] == [False, False]
+    # Four steps, of which one was skipped.
+    assert float(model.teacher.bias[0]) == 3.0
+
+
+class Averaging(keras.Model):
+    """Keeps an average of a network's weights, as Keras's DDIM example does.
+
+    The average is a network as well, whose weights count as trainable.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.network, self.average = (
+            keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            for _ in range(2)
+        )
+        self.average.set_weights(self.network.get_weights())
+
+    def call(self, x, training=False):
+        return self.network(x, training=training)
+
+    if keras.backend.backend() == "tensorflow":
+
+        def train_step(self, batch):
+            import tensorflow as tf
+
+            x, y = batch
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self.network(x, training=True) - y) ** 2)
+            weights = self.network.trainable_weights
+            grads = tape.gradient(loss, weights)
+            self.optimizer.apply_gradients(zip(grads, weights, strict=True))
+            pairs = zip(self.average.weights, weights, strict=True)
+            for average, weight in pairs:
+                average.assign(0.9 * average + 0.1 * weight)
+            return {"mse": loss}
+
+    else:
+
+        def train_step(self, state, data):
+            import jax
+
+            trained, others, slots, metrics = state
+            x, y = data
+            weights, averages = trained[:2], trained[2:]
+
+            def loss_of(weights):
+                found, _ = self.stateless_call(
+                    [*weights, *averages], others, x, training=True
+                )
+                return keras.ops.mean((found - y) ** 2)
+
+            loss, grads = jax.value_and_grad(loss_of)(weights)
+            weights, slots = self.optimizer.stateless_apply(
+                slots, grads, weights
+            )
+            averages = [
+                0.9 * average + 0.1 * weight
+                for average, weight in zip(averages, weights, strict=True)
+            ]
+            state = [*weights, *averages], others, slots, metrics
+            return {"mse": loss}, state
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("mode", MODES)
+def test_an_average_of_weights_does_not_move_in_a_skipped_step(mode):
+    models = []
+    rows = data(bad_row=20), [without(array, 16, 32) for array in data()]
+    for x, y in rows:
+        keras.utils.set_random_seed(1)
+        model = Averaging()
+        scaler = optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1), loss_scale=rules.NoLossScale()
+        )
+        model.compile(scaler, **MODES[mode])
+        model.optimizer.build(model.network.trainable_variables)
+        guards.guard(model).fit(
+            x, y, batch_size=16, epochs=2, shuffle=False, verbose=0
+        )
+        models.append(model)
+    assert models[0].optimizer.skipped_steps == 2
+    for ours, theirs in zip(models[0].weights, models[1].weights, strict=True):
+        helpers.assert_close(ours, theirs, "float32")
+
+
+@pytest.mark.costly
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("mode", MODES)
+def test_states_that_keras_does_not_list_are_as_before(mode):
+    import tensorflow as tf
+
+    class Sums(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.total = tf.Variable(0.0, trainable=False)
+
+        def call(self, inputs):
+            self.total.assign_add(tf.reduce_sum(inputs))
+            return inputs
+
+    gru = keras.layers.GRU(3, stateful=True)
+    model = keras.Sequential(
+        [keras.Input((2, 4), 16), gru, Sums(), keras.layers.Dense(1)]
+    )
+    model.compile(
+        optimizers.LossScaleOptimizer("adam"), loss="mse", **MODES[mode]
+    )
+    guards.guard(model)
+    x, y = data()
+    x = np.stack([x, x], 1)
+    model.fit(x[:32], y[:32], batch_size=16, shuffle=False, verbose=0)
+    states = [*gru.states, model.layers[1].total]
+    before = helpers.snapshot(states)
+    x[3] = np.inf
+    model.fit(x[:16], y[:16], batch_size=16, verbose=0)
+    assert model.optimizer.skipped_steps == 1
+    assert all(map(np.any, before))
+    helpers.assert_unchanged(states, before)
+
+
+class OwnStep(keras.Model):
+    """A model whose step computes gradients itself (TensorFlow)."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        self.count = self.add_weight((), "zeros", "int32", trainable=False)
+        self.sums = [
+            self.add_weight(weight.shape, "zeros", trainable=False)
+            for weight in self.net.trainable_variables
+        ]
+
+    def call(self, inputs):
+        return self.net(inputs)
+
+    def slopes(self, data):
+        import tensorflow as tf
+
+        inputs, targets, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(inputs, targets, self(inputs))
+        return tape.gradient(loss, self.net.trainable_variables)
+
+
+class LooksForFlatMinima(OwnStep):
+    def train_step(self, data):
+        weights = self.net.trainable_variables
+        slopes = self.slopes(data)
+        for weight, slope in zip(weights, slopes, strict=True):
+            weight.assign_add(0.05 * slope)
+        flat = self.slopes(data)
+        for weight, slope in zip(weights, slopes, strict=True):
+            weight.assign_sub(0.05 * slope)
+        self.optimizer.apply_gradients(zip(flat, weights, strict=True))
+        return {}
+
+
+class Accumulates(OwnStep):
+    def train_step(self, data):
+        import tensorflow as tf
+
+        for total, slope in zip(self.sums, self.slopes(data), strict=True):
+            total.assign_add(slope)
+        self.count.assign_add(1)
+        tf.cond(self.count % 2 == 0, self.apply, lambda: tf.constant(0))
+        return {}
+
+    def apply(self):
+        slopes = [total + 0.0 for total in self.sums]
+        self.optimizer.apply(slopes, self.net.trainable_variables)
+        for total in self.sums:
+            total.assign(keras.ops.zeros_like(total))
+        return 0
+
+
+def compiled(kind, mode):
+    model = kind()
+    wrapped = optimizers.LossScaleOptimizer("sgd", loss_scale=1.0)
+    model.compile(wrapped, loss="mse", **MODES[mode])
+    wrapped.build(model.net.trainable_variables)
+    return guards.guard(model)
+
+
+@pytest.mark.costly
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_a_step_itself_writes_is_no_nan_for_good(mode, bad):
+    flat, sums = compiled(LooksForFlatMinima, mode), compiled(Accumulates, mode)
+    x, y = data()
+    flat.train_on_batch(x, y)
+    before = helpers.snapshot(flat.trainable_variables)
+    flat.train_on_batch(np.full_like(x, bad), y)
+    helpers.assert_unchanged(flat.trainable_variables, before)
+    assert flat.optimizer.skipped_steps == 1
+    for inputs in (np.full_like(x, bad), x, x, x):
+        before = helpers.snapshot(sums.trainable_variables)
+        sums.train_on_batch(inputs, y)
+    assert sums.optimizer.skipped_steps == 1
+    for old, weight in zip(before, sums.trainable_variables, strict=True):
+        assert np.isfinite(weight).all()
+        assert np.any(old != helpers.to_numpy(weight))

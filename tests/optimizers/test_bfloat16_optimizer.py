@@ -1,0 +1,220 @@
+"""Bfloat16 without masters: unbiased, seeded and the same everywhere."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from tests import helpers, sixteen_bit
+from tfmix.optimizers import bfloat16_optimizer, master_weights, noise
+
+COUNT = 100_000
+STEP = 2.0**-7  # from 1.0 to the next bfloat16
+
+
+def rounded(value, seed=3, step=0, count=COUNT):
+    values = ops.full((count,), value, "float32")
+    seed = ops.cast(seed, "int32")
+    drawn = noise.noise((count,), seed, 1, ops.cast(step, "int32"))
+    return bfloat16_optimizer.stochastic(values, drawn)
+
+
+def to_float64(tensor):
+    return ops.convert_to_numpy(ops.cast(tensor, "float32")).astype("float64")
+
+
+@pytest.mark.parametrize("share", [0.001, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_mean_of_many_roundings_is_the_value(share, sign):
+    value = sign * float(np.float32(1.0 + share * STEP))
+    results = to_float64(rounded(value))
+    assert set(np.abs(results)) == {1.0, 1.0 + STEP}
+    share = (abs(value) - 1.0) / STEP
+    standard_error = STEP * np.sqrt(share * (1 - share) / COUNT)
+    assert abs(results.mean() - value) < 4 * standard_error
+
+
+@pytest.mark.costly
+def test_what_is_a_bfloat16_already_stays():
+    for value in (0.0, -0.0, 1.0, -3.5, float("inf"), float("-inf")):
+        assert set(to_float64(rounded(value, count=64))) == {value}
+    assert np.isnan(to_float64(rounded(float("nan"), count=64))).all()
+
+
+def test_seed_step_and_stream_decide_and_nothing_else():
+    value = 1.0 + STEP / 2
+    first = to_float64(rounded(value))
+    np.testing.assert_array_equal(first, to_float64(rounded(value)))
+    assert (first != to_float64(rounded(value, seed=4))).any()
+    assert (first != to_float64(rounded(value, step=1))).any()
+
+
+@pytest.mark.costly
+def test_compiled_and_eager_rounding_agree():
+    value = 1.0 + STEP / 2
+    eager = to_float64(rounded(value))
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        results = [
+            tf.function(lambda: rounded(value), jit_compile=jit)()
+            for jit in (False, True)
+        ]
+    else:
+        import jax
+
+        results = [jax.jit(lambda: rounded(value))()]
+    for result in results:
+        np.testing.assert_array_equal(eager, to_float64(result))
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("way", ["stochastic", "kahan"])
+def test_training_is_the_same_with_and_without_xla(way):
+    final = []
+    for jit in (False, True):
+        stored = sixteen_bit.variables("bfloat16")
+        # A power of two as rate: the float32 part is exact in any order.
+        optimizer = sixteen_bit.WAYS[way](keras.optimizers.SGD(2.0**-6))
+        steps = sixteen_bit.gradients(20)
+        sixteen_bit.run(optimizer, stored, steps, jit=jit)
+        final.append(sixteen_bit.bits_of(stored))
+    assert final[0] == final[1]
+
+
+def test_two_assignments_in_a_step_draw_different_bits():
+    weight = keras.Variable(np.ones(COUNT), dtype="bfloat16", name="w")
+    decay = keras.optimizers.SGD(1.0, weight_decay=STEP / 8)
+    optimizer = bfloat16_optimizer.BFloat16Optimizer(decay, seed=1)
+    optimizer.build([weight])
+    optimizer.apply([np.full(COUNT, STEP / 8, "float32")])
+    # 1 - STEP / 4 in the mean; the steps below 1.0 are half as large.
+    error = STEP / 2 * np.sqrt(0.25 / COUNT) * 2
+    mean = to_float64(weight).mean()
+    assert abs(mean - (1 - STEP / 4)) < 4 * error
+
+
+@pytest.mark.parametrize("way", ["stochastic", "kahan"])
+def test_slots_are_float32(way):
+    stored = sixteen_bit.variables("bfloat16")
+    inner = keras.optimizers.Adam()
+    sixteen_bit.WAYS[way](inner).build(stored)
+    slots = {str(v.dtype) for v in inner.variables if v.ndim}
+    assert slots == {"float32"}
+
+
+@pytest.mark.costly
+def test_kahan_keeps_what_xla_would_call_zero():
+    stored = [keras.Variable(np.ones(8), dtype="bfloat16", name="w")]
+    optimizer = sixteen_bit.WAYS["kahan"](keras.optimizers.SGD(2.0**-10))
+    sixteen_bit.run(optimizer, stored, [[np.ones(8, "float32")]], jit=True)
+    value = ops.convert_to_numpy(optimizer.read_float32(stored[0]))
+    np.testing.assert_array_equal(value, np.full(8, 1 - 2.0**-10, "float32"))
+
+
+def test_an_unnamed_seed_is_drawn_from_the_seeded_generator():
+    keras.utils.set_random_seed(5)
+    first = bfloat16_optimizer.BFloat16Optimizer("sgd").seed
+    keras.utils.set_random_seed(5)
+    assert bfloat16_optimizer.BFloat16Optimizer("sgd").seed == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"rounding": "up"}, ValueError, r"\['kahan', 'stochastic'\].*'up'"),
+        ({"seed": -1}, ValueError, r"0 to 2\*\*31 - 1.*seed=-1"),
+        ({"seed": 1.5}, TypeError, r"integer.*seed=1.5"),
+        ({"seed": True}, TypeError, r"integer.*seed=True"),
+        ({"rounding": "kahan", "seed": 1}, ValueError, "no random numbers"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        bfloat16_optimizer.BFloat16Optimizer("sgd", **arguments)
+
+
+@pytest.mark.parametrize("way", ["stochastic", "kahan", "split"])
+def test_float16_variables_are_refused(way):
+    stored = sixteen_bit.variables("float16")
+    with pytest.raises(ValueError, match="'v0' of dtype 'float16'"):
+        sixteen_bit.WAYS[way](keras.optimizers.SGD()).build(stored)
+
+
+def test_masters_and_bfloat16_do_not_stack():
+    inner = master_weights.MasterWeightOptimizer("sgd")
+    with pytest.raises(ValueError, match="cannot wrap MasterWeightOptimizer"):
+        bfloat16_optimizer.BFloat16Optimizer(inner)
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("way", sixteen_bit.WAYS)
+def test_sparse_gradients_update_as_dense_ones_do(way):
+    import tensorflow as tf
+
+    final = []
+    for sparse in (False, True):
+        table = keras.Variable(np.ones((4, 2)), dtype="bfloat16", name="t")
+        optimizer = sixteen_bit.WAYS[way](keras.optimizers.SGD(0.25))
+        optimizer.build([table])
+        rows = tf.constant([[1.0, 2.0], [0.5, 0.0], [0.5, 1.0]], "bfloat16")
+        grad = tf.IndexedSlices(rows, tf.constant([1, 3, 3]), (4, 2))
+        optimizer.apply([grad if sparse else tf.convert_to_tensor(grad)])
+        final.append(to_float64(table))
+    np.testing.assert_array_equal(final[0], final[1])
+    np.testing.assert_array_equal(final[0][3], [0.75, 0.75])
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", ["Adam", "SGD", "Adafactor"])
+def test_bfloat16_slots_take_two_bytes_and_train_alike(name):
+    steps = [sixteen_bit.gradients(1)[0]] * 30
+    wide = sixteen_bit.variables("float32")
+    sixteen_bit.run(helpers.make_optimizer(name), wide, steps)
+    stored = sixteen_bit.variables("bfloat16")
+    inner = helpers.make_optimizer(name)
+    optimizer = bfloat16_optimizer.BFloat16Optimizer(
+        inner, seed=2, slot_dtype="bfloat16"
+    )
+    sixteen_bit.run(optimizer, stored, steps)
+    full = [v for v in inner.variables if tuple(v.shape) == (33, 17)]
+    assert full
+    assert {str(v.dtype) for v in full} == {"bfloat16"}
+    assert not any(
+        isinstance(v, bfloat16_optimizer._StochasticView) for v in full
+    )
+    moved = to_float64(wide[2]) - to_float64(
+        sixteen_bit.variables("float32")[2]
+    )
+    error = to_float64(stored[2]) - to_float64(wide[2])
+    assert np.abs(error).mean() < 0.1 * np.abs(moved).mean()
+    assert len(optimizer.variables) == len({id(v) for v in optimizer.variables})
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", helpers.optimizers_of_a_kind())
+def test_every_optimizer_takes_bfloat16_slots(name):
+    old = not hasattr(keras.optimizers, "MultiOptimizer")
+    if name == "Muon" and old and keras.backend.backend() == "tensorflow":
+        pytest.skip("Muon of Keras 3.12 fails by itself under TensorFlow")
+    stored = sixteen_bit.variables("bfloat16")
+    # Centered slots are refused.
+    chosen = {"centered": False} if name == "RMSprop" else {}
+    inner = helpers.make_optimizer(name, **chosen)
+    optimizer = sixteen_bit.WAYS["narrow"](inner)
+    optimizer.build(stored)
+    for grads in sixteen_bit.gradients(2):
+        optimizer.apply(grads)
+    for variable, start in zip(
+        stored, sixteen_bit.variables("bfloat16"), strict=True
+    ):
+        assert np.isfinite(to_float64(variable)).all()
+        assert (to_float64(variable) != to_float64(start)).any()
+
+
+def test_bfloat16_slots_go_with_stochastic_rounding():
+    make = bfloat16_optimizer.BFloat16Optimizer
+    with pytest.raises(ValueError, match="slot_dtype='bfloat16', rounding='k"):
+        make("sgd", rounding="kahan", slot_dtype="bfloat16")
+    with pytest.raises(ValueError, match="slot_dtype='float16'"):
+        make("sgd", slot_dtype="float16")

@@ -1,0 +1,137 @@
+"""8-bit codes: what they hold, how they round, what they keep."""
+
+import hypothesis
+import keras
+import numpy as np
+import pytest
+from hypothesis import strategies
+from hypothesis.extra import numpy as arrays
+from keras import ops
+
+from tfmix.optimizers import eight_bit, noise
+
+CODES = {
+    "signed": eight_bit.SIGNED,
+    "unsigned": eight_bit.UNSIGNED,
+    "signs": eight_bit.SIGNS,
+}
+NEAREST = np.int32(eight_bit.NEAREST)
+
+
+def there_and_back(value, code, noise=NEAREST):
+    value = ops.convert_to_tensor(np.array(value, "float32"))
+    coded = eight_bit.encode(value, code, ops.convert_to_tensor(noise))
+    return keras.ops.convert_to_numpy(eight_bit.decode(*coded, code))
+
+
+def expected(value, code):
+    """The code written in NumPy, a number at a time, rounded to nearest."""
+    found = np.zeros(value.size, "float64")
+    flat = value.ravel().astype("float64")
+    for start in range(0, flat.size, eight_bit.BLOCK):
+        block = flat[start : start + eight_bit.BLOCK]
+        largest = max(np.abs(block).max(), 2.0**-126)
+        scale = 2.0 ** min(np.ceil(np.log2(largest)), 127)
+        lowest = 2.0 ** (1 - code.octaves) * (1 + 1 / code.steps)
+        for place, number in enumerate(block):
+            size = abs(number) / scale
+            if size < lowest:
+                up = size > lowest / 2 if code.signed else size > 0
+                size = lowest if up else 0.0
+            else:
+                step = 2.0 ** np.floor(np.log2(size)) / code.steps
+                most = 2 - 1 / code.steps
+                size = min(np.floor(size / step + 0.5) * step, most)
+            found[start + place] = np.copysign(size, number) * scale
+    return found.reshape(value.shape)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", CODES)
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(
+    arrays.arrays(
+        "float32",
+        strategies.sampled_from([(3,), (1, 256), (7, 100), (513,)]),
+        elements=strategies.floats(
+            -(2.0**100), 2.0**100, width=32, allow_subnormal=False
+        ),
+        fill=strategies.just(0.0),
+    )
+)
+def test_it_is_the_code_written_plainly(name, value):
+    code = CODES[name]
+    # What float32 itself holds only as a subnormal may be 0 anywhere.
+    value = np.where(np.abs(value) < 2.0**-80, 0, value).astype("float32")
+    if not code.signed:
+        value = np.abs(value)
+    np.testing.assert_allclose(
+        there_and_back(value, code), expected(value, code), rtol=1e-6, atol=0
+    )
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+def test_what_was_coded_once_keeps_its_bits(code):
+    rng = np.random.default_rng(0)
+    value = rng.normal(size=1000) * 10.0 ** rng.uniform(-3, 3, 1000)
+    value = np.abs(value) if not code.signed else value
+    once = there_and_back(value, code)
+    moved = once.copy()
+    # Another scale for the block, the same numbers in it.
+    moved[0] = 64 * np.abs(once).max()
+    again = there_and_back(moved, code)
+    big = np.abs(once) > moved[0] * 2.0 ** (3 - code.octaves)
+    assert np.array_equal(again[1:][big[1:]], once[1:][big[1:]])
+    assert big.sum() > 200
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+def test_stochastic_rounding_is_right_in_the_mean(code):
+    value = np.full(2**16, 0.3, "float32")
+    value[:: eight_bit.BLOCK] = 1.0
+    drawn = noise.noise(value.shape, ops.cast(5, "int32"), 0, 0)
+    found = there_and_back(value, code, keras.ops.convert_to_numpy(drawn))
+    rest = np.delete(found, slice(0, None, eight_bit.BLOCK))
+    step = 0.25 / code.steps
+    below = np.floor(0.3 / step) * step
+    assert set(rest) == {np.float32(below), np.float32(below + step)}
+    assert rest.mean() == pytest.approx(0.3, abs=0.01 * step)
+
+
+def test_a_second_moment_that_is_not_0_never_becomes_it():
+    value = np.full(300, 1e-35, "float32")
+    value[0] = 1e5
+    found = there_and_back(value, eight_bit.UNSIGNED)
+    assert np.all(found > 0)
+    assert there_and_back(np.zeros(300), eight_bit.UNSIGNED).max() == 0
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+def test_what_is_not_finite_stays_so_in_its_block_alone(bad, code):
+    value = np.ones(600, "float32")
+    value[300] = bad
+    finite = np.isfinite(there_and_back(value, code))
+    assert finite[:256].all()
+    assert finite[512:].all()
+    assert not finite[256:512].any()
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+def test_the_largest_floats_fit(code):
+    value = np.array([3e38, 1e37, 0.0], "float32")
+    np.testing.assert_allclose(
+        there_and_back(value, code), value, rtol=1 / code.steps
+    )
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+@pytest.mark.parametrize("largest", [0.0, 1e-37, 1e-20, 1.0])
+def test_zero_has_the_code_0(code, largest):
+    # A GPU keeps subnormals, of which Lion would take the sign.
+    value = ops.convert_to_tensor(np.float32([largest] + [0.0] * 511))
+    codes, _ = eight_bit.encode(value, code, ops.convert_to_tensor(NEAREST))
+    assert not np.any(ops.convert_to_numpy(codes)[1:])

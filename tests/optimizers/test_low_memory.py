@@ -1,0 +1,491 @@
+"""An optimizer with slots in 8 bits trains as one with float32 slots."""
+
+import functools
+import itertools
+import math
+import re
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers
+from tfmix.optimizers import low_memory
+
+ON_JAX = keras.backend.backend() == "jax"
+MODES = ["eager", "jit"] if ON_JAX else ["eager", "graph", "xla"]
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(64, 64)).astype("float32")
+Y = np.tanh(X @ RNG.normal(size=(64, 64))).astype("float32")
+MAKERS = {
+    "adam": lambda: keras.optimizers.Adam(1e-3, amsgrad=True),
+    "adamw": lambda: keras.optimizers.AdamW(1e-3, weight_decay=0.01),
+    "lion": lambda: keras.optimizers.Lion(1e-4),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "rmsprop": lambda: keras.optimizers.RMSprop(1e-3, momentum=0.5),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.01),
+}
+
+
+def model_of(optimizer, mode="graph", policy="float32"):
+    keras.utils.set_random_seed(1)
+    with tfmix.policy_scope(policy):
+        layers = [keras.layers.Dense(128, "relu"), keras.layers.Dense(64)]
+        model = keras.Sequential([keras.Input((64,)), *layers])
+        settings = {"run_eagerly": mode == "eager"}
+        if not ON_JAX:
+            settings["jit_compile"] = mode == "xla"
+        model.compile(optimizer, "mse", **settings)
+    return model
+
+
+def fit(model, epochs=4):
+    history = model.fit(
+        X, Y, epochs=epochs, batch_size=32, verbose=0, shuffle=False
+    )
+    return history.history["loss"]
+
+
+def low(name="adam", **settings):
+    return low_memory.LowMemoryOptimizer(MAKERS[name](), seed=3, **settings)
+
+
+def coded(optimizer):
+    return [v for v in optimizer.variables if v.dtype == "uint8"]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("mode", helpers.quick_are(MODES[-1:], MODES))
+@pytest.mark.parametrize("name", MAKERS)
+def test_it_trains_as_with_float32_slots(name, mode):
+    if mode == "eager" and name not in ("adam", "momentum"):
+        pytest.skip("the modes differ in how they are compiled, not by slots")
+    model = model_of(low(name), mode)
+    losses, expected = fit(model), fit(model_of(MAKERS[name](), mode))
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(losses, expected, rtol=0.05)
+    assert coded(model.optimizer)
+
+
+PURE = {
+    "masters": tfmix.optimizers.MasterWeightOptimizer,
+    "flat": functools.partial(
+        tfmix.optimizers.MasterWeightOptimizer, flat=True
+    ),
+    "split": functools.partial(
+        tfmix.optimizers.MasterWeightOptimizer, split=True
+    ),
+    "stochastic": tfmix.optimizers.BFloat16Optimizer,
+    "kahan": functools.partial(
+        tfmix.optimizers.BFloat16Optimizer, rounding="kahan"
+    ),
+}
+
+
+# One of each kind; the others take half a minute.
+QUICK = ("masters", "stochastic")
+WAYS = helpers.quick_are(QUICK, PURE)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("mode", helpers.quick_are(MODES[1:2], MODES[1:]))
+@pytest.mark.parametrize("way", WAYS)
+def test_pure_bfloat16_trains_with_them(way, mode):
+    inner = MAKERS["adam"]()
+    optimizer = PURE[way](inner, slot_dtype="int8", seed=3)
+    losses = fit(model_of(optimizer, mode, "bfloat16"))
+    assert coded(optimizer)
+    expected = fit(model_of(PURE[way](MAKERS["adam"]()), mode, "bfloat16"))
+    np.testing.assert_allclose(losses, expected, rtol=0.1)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("make", "dtype", "total"),
+    [
+        (low_memory.LowMemoryOptimizer, "float32", 4),
+        (PURE["stochastic"], "bfloat16", 2),
+    ],
+)
+def test_both_moments_of_adam_take_two_bytes_a_weight(make, dtype, total):
+    keras.backend.clear_session()
+    kernel = keras.Variable(np.ones((512, 512)), dtype=dtype)
+    optimizer = make(keras.optimizers.Adam(), slot_dtype="int8")
+    optimizer.build([kernel])
+    arrays = helpers.snapshot([kernel, *optimizer.variables])
+    size = sum(array.nbytes for array in arrays if array.ndim)
+    assert size / 512**2 == total + 2 + 2 * 4 / 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "mode"),
+    helpers.quick_are(
+        {("mixed_float16", MODES[-1]), ("mixed_bfloat16", "eager")},
+        itertools.product(["mixed_float16", "mixed_bfloat16"], MODES),
+    ),
+)
+def test_a_skipped_step_changes_no_byte(mode, policy):
+    model = model_of(low(), mode, policy)
+    fit(model, 1)
+    kept = [
+        *model.trainable_variables,
+        *model.optimizer.inner_optimizer.variables,
+    ]
+    before = helpers.snapshot(kept)
+    bad = np.where(np.arange(64)[:, None] == 5, np.inf, X)
+    model.train_on_batch(bad, Y)
+    helpers.assert_unchanged(kept, before)
+    assert model.optimizer.skipped_steps == 1
+    model.train_on_batch(X, Y)
+    assert np.any(before[0] != helpers.snapshot(kept)[0])
+
+
+def test_a_file_goes_on_bit_for_bit(tmp_path):
+    model = model_of(low())
+    fit(model, 1)
+    model.save(path := tmp_path / "model.keras")
+    loaded = keras.saving.load_model(path)
+    assert fit(loaded, 2) == fit(model, 2)
+    pairs = zip(loaded.variables, model.variables, strict=True)
+    for one, other in pairs:
+        helpers.assert_same_bits(one, other)
+    for one, other in zip(
+        loaded.optimizer.variables, model.optimizer.variables, strict=True
+    ):
+        helpers.assert_same_bits(one, other)
+
+
+@pytest.mark.slow
+@helpers.requires_backend("tensorflow")
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
+    import tensorflow as tf
+
+    model, other = model_of(low()), model_of(low())
+    fit(model, 1)
+    other.optimizer.build(other.trainable_variables)
+    path = tf.train.Checkpoint(model=model).save(tmp_path / "here")
+    tf.train.Checkpoint(model=other).restore(path).assert_consumed()
+    assert fit(other, 1) == fit(model, 1)
+
+
+@pytest.mark.slow
+@helpers.requires_backend("tensorflow")
+def test_replicas_stay_equal_and_train_as_one_device():
+    strategy = helpers.mirrored_strategy()
+    with strategy.scope():
+        model = model_of(low())
+    losses = fit(model)
+    np.testing.assert_allclose(losses, fit(model_of(low())), rtol=0.05)
+    for variable in (*model.variables, *model.optimizer.variables):
+        values = strategy.experimental_local_results(variable.value)
+        assert len({value.numpy().tobytes() for value in values}) == 1
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_ema": True, "ema_momentum": 0.9},
+        {"gradient_accumulation_steps": 2},
+        {"global_clipnorm": 1.0},
+    ],
+    ids=str,
+)
+def test_settings_of_the_inner_optimizer_act(settings):
+    def made():
+        return keras.optimizers.Adam(1e-3, **settings)
+
+    model = model_of(low_memory.LowMemoryOptimizer(made(), seed=3))
+    np.testing.assert_allclose(fit(model), fit(model_of(made())), rtol=0.05)
+    names = [v.path for v in coded(model.optimizer)]
+    assert len(names) == 4
+    assert not any("average" in n or "accumulator" in n for n in names)
+
+
+def test_each_slot_and_each_step_rounds_by_numbers_of_its_own():
+    twins = [
+        keras.Variable(np.zeros((64, 64), "float32"), name=name)
+        for name in ("one", "other")
+    ]
+    optimizer = low("momentum")
+    optimizer.build(twins)
+    seen = []
+    for _ in range(2):
+        for slot in coded(
+            optimizer
+        ):  # The same step once more, but its number.
+            slot.assign(np.zeros((64, 64), "uint8"))
+        optimizer.apply([keras.ops.convert_to_tensor(X)] * 2, twins)
+        seen += [keras.ops.convert_to_numpy(v) for v in coded(optimizer)]
+    one, other, later, _ = seen
+    assert np.any(one != other)
+    assert np.any(one != later)
+    # Next to each other all the same: the gradients were equal.
+    assert np.abs(one.astype(int) - other).max() <= 1
+
+
+@helpers.requires_backend("jax")
+def test_a_cpu_puts_new_codes_in_the_place_of_the_old_ones():
+    import jax
+
+    optimizer, variable = low(), keras.Variable(np.ones((64, 64), "float32"))
+    optimizer.build([variable])
+
+    def step(state, grads):
+        return optimizer.stateless_apply(state[1], grads, state[0])
+
+    state = [variable.value], [each.value for each in optimizer.variables]
+    compiled = jax.jit(step, donate_argnums=0).lower(state, [variable.value])
+    text = compiled.compile().as_text()
+    assert "u8[64,64]" in text
+    assert not re.search(r"= u8\[64,64\]\S* copy\(", text)
+
+
+@pytest.mark.slow
+def test_small_variables_and_embeddings_keep_float32_slots():
+    embedding = keras.layers.Embedding(1000, 8)
+    embedding.build()
+    dense = keras.layers.Dense(100)
+    dense.build((None, 100))
+    optimizer = low()
+    optimizer.build([embedding.embeddings, *dense.trainable_variables])
+    assert {v.shape for v in coded(optimizer)} == {(100, 100)}
+    everything = low(slot_dtype=[("bias", "float32"), ("", "int8")])
+    everything.build([embedding.embeddings, *dense.trainable_variables])
+    assert {v.shape for v in coded(everything)} == {(1000, 8), (100, 100)}
+
+
+def test_its_config_makes_the_same_again():
+    optimizer = low("lion", slot_dtype=[("head", "float32"), (".", "int8")])
+    again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
+    assert again.get_config() == optimizer.get_config()
+    assert again.slot_dtype == optimizer.slot_dtype
+
+
+def test_a_seed_of_numpy_is_stored_as_an_integer():
+    optimizer = low_memory.LowMemoryOptimizer("adam", seed=np.int64(7))
+    assert type(optimizer.get_config()["seed"]) is int
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"slot_dtype": "int4"}, ValueError, "`slot_dtype` must be one of"),
+        ({"slot_dtype": [("a", 3)]}, ValueError, "list of pairs"),
+        ({"slot_dtype": [3]}, ValueError, "list of pairs"),
+        ({"slot_dtype": []}, ValueError, "list of pairs"),
+        ({"slot_dtype": None}, ValueError, "slot_dtype=None"),
+        ({"slot_dtype": 5}, ValueError, "slot_dtype=5"),
+        ({"slot_dtype": [("(", "int8")]}, ValueError, "regular expression"),
+        ({"slot_dtype": [(b"a", "int8")]}, ValueError, "regular expression"),
+        ({"seed": 1, "slot_dtype": "float32"}, ValueError, "Leave `seed` out"),
+        ({"seed": "a"}, TypeError, "`seed` must be an integer"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        low_memory.LowMemoryOptimizer("adam", **arguments)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("shapes", [[(64, 64)], [(64, 64), (64,)]])
+def test_slots_of_another_shape_are_refused_by_name(shapes):
+    # Rows and columns may have the shape of a bias.
+    optimizer = low_memory.LowMemoryOptimizer(
+        keras.optimizers.Adafactor(), [("", "int8")]
+    )
+    variables = [keras.Variable(np.zeros(x), dtype="float32") for x in shapes]
+    with pytest.raises(ValueError, match="inner_optimizer=Adafactor"):
+        optimizer.build(variables)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("name", "slot"), [("ScheduleFreeAdamW", "momentum"), ("Ftrl", "linear")]
+)
+def test_slots_that_weights_are_made_of_are_not_rounded(name, slot):
+    if (kind := getattr(keras.optimizers, name, None)) is None:
+        pytest.skip(f"this Keras has no {name}")
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(64, 64)).astype("float32")
+    moved = []
+    for wrap in (lambda inner: inner, low_memory.LowMemoryOptimizer):
+        optimizer = wrap(kind(1e-6))
+        variable = keras.Variable(start)
+        optimizer.build([variable])
+        for _ in range(2):
+            optimizer.apply([keras.ops.full((64, 64), 1e-6)], [variable])
+        moved.append(helpers.to_numpy(variable))
+    np.testing.assert_allclose(*moved, atol=1e-5)
+    assert len(coded(optimizer)) == 1, f"{slot} is in 8 bits, or nothing is"
+
+
+def test_a_model_called_after_embeddings_is_coded():
+    layers = [keras.Input((70,)), keras.layers.Dense(70)]
+    model = keras.Sequential(layers, name="embedding_net")
+    optimizer = low()
+    optimizer.build(model.trainable_variables)
+    assert len(coded(optimizer)) == 3
+
+
+@pytest.mark.parametrize("slots", ["int8", "bfloat16"])
+def test_slots_that_cannot_be_rounded_apart_are_refused(slots):
+    # The variance is what the square of one slot leaves of the other.
+    inner = keras.optimizers.RMSprop(centered=True)
+    if slots == "int8":
+        optimizer, dtype = low_memory.LowMemoryOptimizer(inner), "float32"
+    else:
+        optimizer = tfmix.optimizers.BFloat16Optimizer(inner, slot_dtype=slots)
+        dtype = "bfloat16"
+    with pytest.raises(ValueError, match="centered=False"):
+        optimizer.build([keras.Variable(np.zeros((64, 64)), dtype=dtype)])
+
+
+class Falling(keras.optimizers.Optimizer):
+    """Momentum in a slot that is called what Adam calls its second moment."""
+
+    def build(self, variables):
+        if not self.built:
+            super().build(variables)
+            self.slots = self.add_optimizer_variables(variables, "velocity")
+
+    def update_step(self, gradient, variable, learning_rate):
+        slot = self.slots[self._get_variable_index(variable)]
+        step = keras.ops.multiply(gradient, learning_rate)
+        self.assign(slot, keras.ops.subtract(0.9 * slot, step))
+        self.assign_add(variable, slot)
+
+
+class Declared(Falling):
+    never_negative = ()
+
+
+def test_a_class_with_slots_of_its_own_says_which_are_never_negative():
+    variables = [keras.Variable(np.zeros((64, 64)), dtype="float32")]
+    with pytest.raises(ValueError, match="Write `never_negative ="):
+        low_memory.LowMemoryOptimizer(Falling(0.1)).build(variables)
+    optimizer = low_memory.LowMemoryOptimizer(Declared(0.1))
+    optimizer.build(variables)
+    for _ in range(2):
+        optimizer.apply([keras.ops.ones((64, 64))], variables)
+    # Each weight moves by a slot that is rounded up or down.
+    mean = np.mean(helpers.to_numpy(variables[0]))
+    np.testing.assert_allclose(mean, -0.29, rtol=0.01)
+
+
+@pytest.mark.parametrize("names", [("velocities",), "velocities"])
+def test_a_declared_name_that_is_no_slot_is_refused(names):
+    kind = type("Misspelt", (Falling,), {"never_negative": names})
+    with pytest.raises(ValueError, match=r"velocities.*\['velocity'\]"):
+        low_memory.LowMemoryOptimizer(kind(0.1)).build(
+            [keras.Variable(np.zeros((64, 64), "float32"))]
+        )
+
+
+class Signs(Falling):
+    """Uses its slot in all the ways that Keras's variables know."""
+
+    never_negative = ()
+
+    def update_step(self, gradient, variable, learning_rate):
+        slot = self.slots[self._get_variable_index(variable)]
+        self.assign(slot, gradient + abs(slot) * 0.5)
+        row = keras.ops.sign(-slot) + slot[0] * 0.0
+        self.assign_add(variable, learning_rate * row)
+
+
+def test_a_slot_can_be_negated_and_indexed():
+    variable = keras.Variable(np.ones((64, 64), "float32"))
+    optimizer = low_memory.LowMemoryOptimizer(Signs(0.1))
+    optimizer.apply([keras.ops.ones((64, 64))], [variable])
+    np.testing.assert_allclose(variable, 0.9, rtol=1e-6)
+
+
+def test_an_empty_variable_is_left_alone():
+    variables = [keras.Variable(np.zeros((2, 0, 3)), dtype="float32")]
+    optimizer = low(slot_dtype=[("", "int8")])
+    optimizer.build(variables)
+    optimizer.apply([keras.ops.ones((2, 0, 3))], variables)
+    assert not coded(optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rules", "wide"),
+    [
+        ("int8", {"embedding", "bias"}),
+        ([("kernel", "float32"), ("", "int8")], {"kernel"}),
+        ([("kernel", "int8")], {"embedding", "bias"}),
+    ],
+)
+def test_flat_masters_join_what_has_slots_alike(rules, wide):
+    sizes = {"embedding": (100, 64), "kernel": (64, 100), "bias": (100,)}
+    variables = [
+        keras.Variable(np.zeros(shape), dtype="bfloat16", name=name)
+        for name, shape in sizes.items()
+    ]
+    optimizer = tfmix.optimizers.MasterWeightOptimizer(
+        keras.optimizers.Adam(), flat=True, slot_dtype=rules
+    )
+    optimizer.build(variables)
+    found = {"float32": 0, "uint8": 0}
+    for variable in optimizer.variables:
+        if variable.path.endswith("velocity"):
+            found[variable.dtype] += math.prod(variable.shape)
+    known = {name: math.prod(shape) for name, shape in sizes.items()}
+    assert found["float32"] == sum(known[name] for name in wide)
+    assert sum(found.values()) == sum(known.values())
+    grads = [keras.ops.ones(v.shape, "bfloat16") for v in variables]
+    optimizer.apply(grads, variables)
+    for variable in variables:
+        # Each weight moves by moments that are rounded up or down.
+        mean = np.mean(helpers.to_numpy(keras.ops.cast(variable, "float32")))
+        np.testing.assert_allclose(mean, -0.001, rtol=0.01)
+
+
+@pytest.mark.slow
+def test_a_conversion_goes_on_with_them():
+    model, twin = model_of(low()), model_of(MAKERS["adam"]())
+    for each in (model, twin):
+        fit(each, 1)
+        tfmix.apply_policy(each, "mixed_bfloat16")
+    np.testing.assert_allclose(fit(model, 2), fit(twin, 2), rtol=0.05)
+    model = model_of(PURE["masters"](MAKERS["adam"](), slot_dtype="int8"))
+    fit(model, 1)
+    tfmix.apply_policy(model, "bfloat16")
+    before = [v.numpy() for v in coded(model.optimizer)]
+    tfmix.apply_policy(model, "float32")
+    for variable, old in zip(coded(model.optimizer), before, strict=True):
+        helpers.assert_same_bits(variable, old)
+
+
+@pytest.mark.slow
+def test_a_conversion_to_pure_sixteen_bit_changes_nothing():
+    model = model_of(low())
+    fit(model, 1)
+    kept = [*model.variables, *model.optimizer.variables]
+    before = helpers.snapshot(kept)
+    with pytest.raises(ValueError, match="is for float32 variables"):
+        tfmix.apply_policy(model, "bfloat16")
+    helpers.assert_unchanged(kept, before)
+    fit(model, 1)
+
+
+def test_pure_sixteen_bit_is_refused():
+    variable = keras.Variable(np.zeros((64, 64)), dtype="bfloat16")
+    with pytest.raises(ValueError, match="MasterWeightOptimizer.*slot_dtype"):
+        low().build([variable])
+
+
+def test_a_state_of_float32_slots_does_not_fit(tmp_path):
+    model = model_of(MAKERS["adam"]())
+    fit(model, 1)
+    model.save_weights(path := tmp_path / "w.weights.h5")
+    other = model_of(low())
+    other.optimizer.build(other.trainable_variables)
+    before = helpers.snapshot(other.optimizer.variables)
+    with pytest.warns(UserWarning, match="optimizer"):
+        other.load_weights(path)
+    helpers.assert_unchanged(other.optimizer.variables, before)

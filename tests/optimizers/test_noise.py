@@ -1,0 +1,71 @@
+"""The noise of stochastic rounding: even over places and over steps."""
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from tfmix.optimizers import noise
+
+COUNT = 100_000
+
+
+def numbers(seed=1, stream=0, step=0, shape=(COUNT,)):
+    """Returns the noise as float64 in [0, 1)."""
+    seed, step = ops.cast(seed, "int32"), ops.cast(step, "int32")
+    words = ops.convert_to_numpy(noise.noise(shape, seed, stream, step))
+    return words.view("uint32") / 2.0**32
+
+
+@pytest.mark.parametrize("step", [0, 1, 10**6, 2**31 - 1])
+def test_it_is_even_over_places(step):
+    found = numbers(step=step)
+    assert found.mean() == pytest.approx(0.5, abs=0.005)
+    assert found.std() == pytest.approx(12**-0.5, abs=0.005)
+    for apart in (1, 2, 256, 1024):
+        pairs = np.corrcoef(found[apart:], found[:-apart])
+        assert abs(pairs[0, 1]) < 0.02, apart
+
+
+def test_seeds_and_streams_draw_numbers_of_their_own():
+    one = numbers()
+    for other in (numbers(seed=2), numbers(stream=1), numbers(stream=-1)):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 0.02
+
+
+def test_any_row_of_steps_is_more_even_than_random_numbers():
+    shape = (64,)
+    steps = [numbers(step=step, shape=shape) for step in range(3, 103)]
+    ordered = np.sort(steps, axis=0)
+    gaps = np.diff(ordered, axis=0)
+    # A hundred random numbers leave gaps up to 0.05, and below 1e-4.
+    assert gaps.max() < 0.02
+    assert gaps.min() > 0.005
+
+
+@pytest.mark.costly
+def test_sums_of_rounded_numbers_stray_by_about_one_rounding():
+    # Each step adds a hundredth of the spacing to what is stored in ones.
+    stored = np.zeros(1000)
+    for step in range(400):
+        drawn = numbers(step=step, shape=stored.shape)
+        stored = np.floor(stored + 0.01 + drawn)
+    # Independent numbers would stray by the root of 400 x 0.01: by 2.
+    assert np.abs(stored - 4).max() <= 1
+
+
+def test_it_is_the_same_in_a_program():
+    expected = numbers(shape=(5, 7), step=9)
+
+    def draw():
+        return noise.noise((5, 7), ops.cast(1, "int32"), 0, 9)
+
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        found = tf.function(draw, jit_compile=True)().numpy()
+    else:
+        import jax
+
+        found = np.asarray(jax.jit(draw)())
+    np.testing.assert_array_equal(found.view("uint32") / 2.0**32, expected)

@@ -1,0 +1,150 @@
+"""Hardware facts lead to the policy the documentation promises."""
+
+import dataclasses
+import importlib
+import types
+
+import keras
+import pytest
+
+from tests import helpers
+
+devices = importlib.import_module("tfmix.policy.devices")
+
+
+def gpu(capability, name="GPU"):
+    return devices.describe("GPU", name, "tensorflow", capability)
+
+
+TPU = devices.describe("TPU", "TPU v4", "jax")
+CPU = devices.describe("CPU", "cpu", "tensorflow")
+
+
+@pytest.mark.parametrize(
+    ("found", "policy"),
+    [
+        ((CPU,), "float32"),
+        ((), "float32"),
+        ((gpu((8, 0)), CPU), "mixed_bfloat16"),
+        ((gpu((9, 0)),), "mixed_bfloat16"),
+        ((gpu((12, 0)),), "mixed_bfloat16"),
+        ((gpu((7, 9)),), "mixed_float16"),
+        ((gpu((7, 0)),), "mixed_float16"),
+        ((gpu((6, 1)),), "float32"),
+        ((gpu(None),), "float32"),
+        ((TPU, CPU), "mixed_bfloat16"),
+        ((gpu((9, 0)), gpu((7, 5))), "mixed_float16"),
+        ((gpu((9, 0)), gpu((7, 5)), gpu((6, 0))), "float32"),
+    ],
+)
+def test_the_weakest_accelerator_decides_the_policy(found, policy):
+    assert devices.suited_policy(found)[0] == policy
+
+
+def test_the_reason_names_the_device_and_its_capability():
+    found = (gpu((9, 0), "H100"), gpu((7, 5), "T4"))
+    _, reason = devices.suited_policy(found)
+    assert "T4" in reason
+    assert "7.5" in reason
+    assert "weakest of 2" in reason
+
+
+def test_an_unknown_capability_is_said_to_be_unknown():
+    assert "unknown" in devices.suited_policy((gpu(None),))[1]
+
+
+def test_records_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CPU.kind = "GPU"
+
+
+def test_a_cpu_has_no_fast_16_bit_format_and_no_capability():
+    record = devices.describe("CPU", "cpu", "jax", (9, 0))
+    assert not record.float16
+    assert not record.bfloat16
+    assert record.compute_capability is None
+
+
+def test_devices_lists_this_machine_accelerators_first():
+    found = devices.devices()
+    assert {device.backend for device in found} == {keras.backend.backend()}
+    kinds = [device.kind == "CPU" for device in found]
+    assert kinds == sorted(kinds)
+    assert all(isinstance(device.name, str) for device in found)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("8.0", (8, 0)),
+        ("12.1", (12, 1)),
+        ((7, 5), (7, 5)),
+        ("gfx90a", None),
+        (None, None),
+    ],
+)
+def test_capabilities_of_both_backends_are_read(value, expected):
+    assert devices._capability(value) == expected
+
+
+def test_jax_gpus_are_read_with_their_capability(monkeypatch):
+    jax = pytest.importorskip("jax")
+    listed = [
+        types.SimpleNamespace(
+            platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0"
+        ),
+        types.SimpleNamespace(platform="tpu", device_kind="TPU v5e"),
+    ]
+    monkeypatch.setattr(jax, "local_devices", lambda: listed)
+    first, second = devices._read_jax()
+    assert (first.kind, first.compute_capability) == ("GPU", (8, 0))
+    assert (second.kind, second.bfloat16) == ("TPU", True)
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="reads TensorFlow's list"
+)
+def test_tensorflow_gpus_are_read_with_their_details(monkeypatch):
+    import tensorflow as tf
+
+    listed = [types.SimpleNamespace(device_type="GPU", name="/gpu:0")]
+    details = {"device_name": "Tesla T4", "compute_capability": (7, 5)}
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda: listed)
+    monkeypatch.setattr(
+        tf.config.experimental, "get_device_details", lambda device: details
+    )
+    (found,) = devices._read_tensorflow()
+    assert found == devices.describe("GPU", "Tesla T4", "tensorflow", (7, 5))
+
+
+def test_auto_says_why_in_one_line_where_it_takes_float32(caplog):
+    caplog.set_level("INFO", "absl")
+    names = {devices.auto_policy() for _ in range(2)}
+    assert names == {"float32"}
+    (one,) = caplog.records
+    assert one.levelname == "WARNING"
+    assert one.getMessage().startswith(
+        "tfmix: policy 'auto' is 'float32' here: only C"
+    )
+
+
+def test_auto_says_it_of_16_bit_to_who_asks(caplog, monkeypatch):
+    suited = "mixed_float16", "a T4"
+    monkeypatch.setattr(devices, "suited_policy", lambda found: suited)
+    caplog.set_level("INFO", "absl")
+    assert devices.auto_policy() == "mixed_float16"
+    (one,) = caplog.records
+    assert one.levelname == "INFO"
+    assert one.getMessage() == (
+        "tfmix: policy 'auto' is 'mixed_float16' here: a T4"
+    )
+
+
+def test_the_list_prints_as_a_table_and_shows_itself_in_a_notebook():
+    found = devices.devices()
+    assert isinstance(found, tuple)
+    assert "not faster" in str(found)
+    assert "'auto' is '" in str(found)
+    page = helpers.notebook_html(found)
+    assert page.startswith("<pre")
+    assert "CPU" in page

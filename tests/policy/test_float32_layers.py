@@ -1,0 +1,144 @@
+"""Layer rules: what an item may be, and what it matches."""
+
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers
+from tfmix.policy import float32_layers
+
+# The public function of that name hides the module.
+devices = sys.modules["tfmix.policy.devices"]
+
+
+@pytest.mark.parametrize(
+    ("item", "name", "path", "expected"),
+    [
+        (keras.layers.Dense, "x", None, True),
+        (keras.layers.Layer, "x", None, True),
+        (keras.layers.Conv2D, "x", None, False),
+        ("Dense", "x", None, True),
+        ("Den", "x", None, False),
+        ("head", "head", None, True),
+        ("head", "my_head", None, False),
+        ("head", "head_1", None, False),
+        (".*head.*", "my_head_1", None, True),
+        ("net/.*", "x", "net/x", True),
+        ("net/.*", "x", None, False),
+        ("net", "x", "net/x", False),
+    ],
+)
+def test_an_item_matches_class_name_or_whole_path(item, name, path, expected):
+    assert (
+        float32_layers.matches(item, keras.layers.Dense, name, path) is expected
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["GroupQueryAttention", "AvgPool2D", "Convolution2D"]
+)
+def test_a_layer_is_known_by_every_name_keras_exports_it_under(name):
+    layer_class = getattr(keras.layers, name)
+    assert layer_class.__name__ != name
+    assert float32_layers.matches(name, layer_class, "x")
+    assert not float32_layers.matches(name, keras.layers.Dense, "x")
+
+
+def test_a_class_rule_takes_subclasses_too():
+    class MyDense(keras.layers.Dense):
+        pass
+
+    assert float32_layers.matches("Dense", MyDense, "x")
+    assert float32_layers.matches(keras.layers.Dense, MyDense, "x")
+
+
+@pytest.mark.parametrize(
+    ("items", "error", "message"),
+    [
+        ("Dense", TypeError, "must be a list"),
+        (keras.layers.Dense, TypeError, "must be a list"),
+        (7, TypeError, "must be a list"),
+        ([7], TypeError, "Received: 7 of type int"),
+        ([int], TypeError, "must be a Keras layer"),
+        (["Dense", "Dense"], ValueError, "twice"),
+        (["head["], ValueError, "'head\\['"),
+    ],
+)
+def test_wrong_items_are_refused(items, error, message):
+    with pytest.raises(error, match=message):
+        float32_layers.resolve(items)
+
+
+def test_a_layer_in_place_of_its_class_is_told_what_to_write():
+    with pytest.raises(TypeError, match="Name its class or its name"):
+        float32_layers.resolve([keras.layers.Dense(1)])
+
+
+def test_defaults_can_be_extended_and_shortened():
+    extended = float32_layers.default_float32_layers(
+        add=["mine"], remove=["Softmax"]
+    )
+    assert "mine" in extended
+    assert "Softmax" not in extended
+    assert "Softmax" in float32_layers.default_float32_layers()
+
+
+def test_removing_what_is_not_there_suggests_what_is():
+    with pytest.raises(ValueError, match="Did you mean 'Softmax'"):
+        float32_layers.default_float32_layers(remove=["softmax"])
+
+
+def test_adding_what_is_there_is_an_error():
+    with pytest.raises(ValueError, match="twice"):
+        float32_layers.default_float32_layers(add=["Softmax"])
+
+
+def test_every_default_rule_has_a_reason_and_names_a_class_once():
+    names = [rule.layer_class for rule in float32_layers.DEFAULT_LAYER_RULES]
+    assert len(names) == len(set(names))
+    assert all(rule.why for rule in float32_layers.DEFAULT_LAYER_RULES)
+
+
+def test_only_what_is_no_plain_name_waits_for_a_path():
+    assert float32_layers.needs_path(["net/.*"])
+    assert not float32_layers.needs_path(
+        ["Softmax", "head", keras.layers.Dense]
+    )
+
+
+@helpers.requires_backend("tensorflow")
+@pytest.mark.parametrize("kind", ["CPU", "GPU"])
+def test_max_pooling_of_volumes_is_float32_where_no_kernel_is(
+    kind, monkeypatch
+):
+    listed = devices.Devices([devices.describe(kind, "one", "tensorflow")])
+    monkeypatch.setattr(devices, "devices", lambda: listed)
+    expected = {"CPU": "float32", "GPU": "float16"}[kind]
+    with tfmix.policy_scope("mixed_float16"):
+        pooling = keras.layers.MaxPooling3D()
+        assert pooling.compute_dtype == expected
+        assert keras.layers.MaxPooling2D().compute_dtype == "float16"
+    with tfmix.policy_scope("mixed_bfloat16"):
+        assert keras.layers.MaxPooling3D().compute_dtype == "bfloat16"
+
+
+@pytest.mark.costly
+@helpers.requires_backend("tensorflow")
+def test_max_pooling_of_volumes_trains_on_a_cpu():
+    with tfmix.policy_scope("mixed_float16"):
+        model = keras.Sequential(
+            [
+                keras.Input((4, 4, 4, 2)),
+                keras.layers.Dense(2),
+                keras.layers.MaxPooling3D(),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1),
+            ]
+        )
+    model.compile("sgd", "mse", jit_compile=False)
+    x, y = np.ones((2, 4, 4, 4, 2), "float32"), np.ones((2, 1), "float32")
+    history = model.fit(x, y, epochs=2, verbose=0).history["loss"]
+    assert np.isfinite(history).all()

@@ -1,0 +1,60 @@
+"""The default list of ops: the measurement, the guide and the old names."""
+
+import json
+import pathlib
+
+import keras
+import pytest
+
+import tfmix.policy
+from benchmarks import layer_ops
+from tfmix._keras import op_places
+from tfmix.policy import float32_ops
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+
+
+def measured():
+    """Maps each op to whether a rule is worth it on any backend."""
+    worth = {}
+    for backend in ("tensorflow", "jax"):
+        path = DOCS / "benchmarks" / f"layers-ops-{backend}.json"
+        (table,) = json.loads(path.read_text(encoding="utf-8"))["tables"]
+        for row in table["rows"]:
+            worth[row["op"]] = worth.get(row["op"], False) or row["worth it"]
+    return worth
+
+
+def test_the_default_list_is_what_the_measurement_on_record_justifies():
+    worth = measured()
+    assert set(worth) == set(layer_ops.CASES)
+    # No layer calls these; see `DEFAULT_FLOAT32_OPS`.
+    called = {name for name in worth if not name.startswith("nan")}
+    justified = {name for name in called - {"exp2", "psnr"} if worth[name]}
+    # The record has results. This one is there for its gradient, which is
+    # infinite in float16 below 6e-4.
+    assert set(float32_ops.DEFAULT_FLOAT32_OPS) == justified | {"rsqrt"}
+
+
+def test_every_default_op_is_in_the_guide():
+    text = (DOCS / "what-stays-float32.md").read_text(encoding="utf-8")
+    names = float32_ops.DEFAULT_FLOAT32_OPS
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+def test_what_was_measured_and_left_out_can_be_asked_for():
+    others = [
+        name
+        for name in layer_ops.CASES
+        if name not in float32_ops.DEFAULT_FLOAT32_OPS and op_places.is_op(name)
+    ]
+    assert "exp" in others
+    assert set(float32_ops.default_float32_ops(add=others)) > set(others)
+
+
+@pytest.mark.costly
+def test_a_recurrent_layer_starts_in_pure_bfloat16():
+    with tfmix.policy_scope("bfloat16"):
+        layer = keras.layers.LSTM(4)
+        layer.build((None, 3, 2))
+    assert {v.dtype for v in layer.trainable_variables} == {"bfloat16"}

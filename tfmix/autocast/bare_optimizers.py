@@ -1,0 +1,235 @@
+"""An optimizer that nobody wrapped skips the steps that are not finite, too.
+
+In loops without `compile`, and in models with several optimizers.
+"""
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import keras
+import numpy as np
+from keras import ops
+
+from tfmix import _messages
+from tfmix._keras import compilation, optimizers
+from tfmix._keras import variables as keras_variables
+from tfmix.gradient_scaling import power
+from tfmix.loss_scaling import (
+    apply_if_finite,
+    replicas,
+    rules,
+    standstill,
+    unscale,
+)
+from tfmix.loss_scaling import optimizer as scaling
+from tfmix.optimizers import sixteen_bit_optimizer
+
+# Where gradients are applied that no scaler has looked at.
+PLACES = (
+    optimizers.APPLY,
+    (sixteen_bit_optimizer.SixteenBitOptimizer, "apply"),
+)
+_ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+
+
+class Skips:
+    """The skipped steps of one optimizer, as far as `LossScaleOptimizer` has.
+
+    TensorFlow counts them on the device, JAX on the host: a function that JAX
+    compiles has no place for variables that it is not given.
+    """
+
+    rule = rules.NoLossScale()
+    loss_scale = 1.0
+    gradient_norm = math.nan
+
+    def __init__(self, optimizer: Any, variables: Sequence) -> None:
+        self.iterations = optimizer.iterations
+        self._paths = optimizers.paths(variables)
+        self._watch = standstill.Watch(optimizer.name, self._paths)
+        # All skipped steps, those in a row, and those in which the gradient of
+        # each variable was not finite.
+        count = 2 + len(variables)
+        self._counts: Any = (
+            keras.Variable(np.zeros(count), "zeros", "int32", trainable=False)
+            if _ON_TENSORFLOW
+            else np.zeros(count, "int32")
+        )
+        # Steps applied before the last skipped one (JAX).
+        self._applied = -1
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps not applied so far."""
+        return int(self._host_counts()[0])
+
+    @property
+    def consecutive_skips(self) -> int:
+        """Steps not applied since the last that was."""
+        in_a_row = int(self._host_counts()[1])
+        if _ON_TENSORFLOW:
+            return in_a_row
+        # On the host nothing is heard of steps that are applied.
+        applied = int(compilation.host_value(self.iterations))
+        return in_a_row if applied == self._applied else 0
+
+    @property
+    def overflow_counts(self) -> dict[str, int]:
+        """Skipped steps per variable, by its path."""
+        counts = self._host_counts()[2:].tolist()
+        return dict(zip(self._paths, counts, strict=True))
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """What it counts with on the device."""
+        return [self._counts] if _ON_TENSORFLOW else []
+
+    def count(self, applied: Any, bad: Any) -> None:
+        """Counts a step if it was skipped; in a loop, warns of eight."""
+        is_bad = ops.logical_not(applied)
+        if _ON_TENSORFLOW:
+            one = ops.reshape(is_bad, (1,))
+            flags = ops.cast(ops.concatenate([one, one, bad]), "int32")
+            counts = ops.add(self._counts, flags)
+            in_a_row = np.arange(len(self._paths) + 2) == 1
+            ended = ops.logical_and(in_a_row, ops.logical_not(is_bad))
+            self._counts.assign(ops.where(ended, 0, counts))
+        # In `fit` the line after the epoch says more.
+        in_fit = power.is_placed()
+        if not (in_fit and _ON_TENSORFLOW):
+            note = self._count if in_fit else self._count_and_watch
+            standstill.call_if(is_bad, note, self.iterations.value, bad)
+
+    def _count(self, applied: Any, bad: Any) -> None:
+        if not _ON_TENSORFLOW:
+            self._counts[1] *= self._applied == int(applied)
+            self._counts += np.concatenate([[True, True], bad])
+            self._applied = int(applied)
+
+    def _count_and_watch(self, applied: Any, bad: Any) -> None:
+        self._count(applied, bad)
+        self._watch.skipped(applied, bad)
+
+    def _host_counts(self) -> np.ndarray:
+        compilation.wait_for_callbacks()
+        return compilation.host_value(self._counts)
+
+
+# What counts the skipped steps of an optimizer.
+Skipper: TypeAlias = scaling.LossScaleOptimizer | Skips
+_skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
+_left_alone: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def applying(original: Callable, holds: Callable[[], bool]) -> Callable:
+    """Returns what stands in for an `apply` of `PLACES`."""
+
+    @functools.wraps(original)
+    def apply(
+        self: Any, grads: Sequence, trainable_variables: Any = None
+    ) -> Any:
+        is_mine = not (
+            apply_if_finite.is_chosen()
+            or self.loss_scale_factor
+            or self in _left_alone
+        )
+        if not (len(grads) and is_mine and holds()):
+            return original(self, grads, trainable_variables)
+        _tell_of_lost_updates(self, trainable_variables)
+        _apply(self, original, list(grads), trainable_variables)
+        return self.iterations
+
+    return apply
+
+
+def _apply(
+    optimizer: Any, original: Callable, grads: list, variables: Any
+) -> None:
+    if optimizer not in _skips:
+        known = optimizers.remembered(optimizer) if optimizer.built else None
+        build = functools.partial(_build, optimizer, list(known or variables))
+        replicas.once_for_all(build)
+    given = variables is not None
+    these = list(variables if given else optimizers.remembered(optimizer))
+    grads = replicas.sum_gradients(grads, these)
+    skips = _skips[optimizer]
+    used = [*optimizer.variables, *optimizers.remembered(optimizer)]
+    with replicas.one_replica([*used, *skips.variables], optimizer):
+        true = unscale.true_gradients(grads, these, None)
+        local = [*map(keras_variables.local, these)]
+
+        def update() -> None:
+            original(optimizer, true, local if given else None)
+
+        checked = unscale.narrow_if_dense(grads, true)
+        applied, bad = apply_if_finite.apply_if_finite(checked, update, used)
+        skips.count(applied, _by_variable(optimizer, these, bad))
+
+
+def _build(optimizer: Any, variables: Sequence) -> None:
+    with compilation.outside_of_tracing(variables):
+        if not optimizer.built:
+            optimizer.build(variables)
+        _skips[optimizer] = Skips(optimizer, variables)
+
+
+def _by_variable(optimizer: Any, these: Sequence, bad: Any) -> Any:
+    """Returns the flags of gradients by the variables of the build."""
+    rows = optimizers.positions(optimizer, these)
+    count = len(optimizers.remembered(optimizer))
+    if rows == list(range(count)):
+        return bad
+    is_row = np.equal.outer(np.arange(count), rows)
+    return ops.any(ops.logical_and(is_row, bad), axis=1)
+
+
+def _tell_of_lost_updates(optimizer: Any, variables: Any) -> None:
+    """Warns of 16-bit variables that are updated without float32 masters."""
+    if isinstance(optimizer, sixteen_bit_optimizer.SixteenBitOptimizer):
+        return
+    if variables is None:
+        variables = optimizers.remembered(optimizer)
+    if any(map(keras_variables.is_narrow, variables)):
+        _messages.warn_once(
+            "a Keras optimizer updates 16-bit variables without float32 "
+            "masters: what is smaller than half a step of the format is lost, "
+            "and Adam's epsilon is 0 in float16. Write "
+            f"tfmix.optimizers.MasterWeightOptimizer("
+            f"{type(optimizer).__name__}(...)), or "
+            "take a 'mixed_' policy."
+        )
+
+
+def leave_alone(optimizer: keras.optimizers.Optimizer | None) -> None:
+    """Lets an optimizer be Keras's own: its model is not in 16 bit."""
+    if optimizer is not None:
+        _left_alone.add(optimizer)
+
+
+def held_beside(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Lists the optimizers inside a model's scaler that it holds beside it.
+
+    A step of the user's own may use the one that was given to `compile`, past
+    what `compile` has put around it.
+    """
+    held = {id(value) for value in vars(model).values()}
+    return [
+        inner
+        for scaler in scaling.scalers(model)
+        for inner in optimizers.chain(scaler.inner_optimizer)
+        if id(inner) in held
+    ]
+
+
+def skippers(model: keras.Model) -> list[Skipper]:
+    """Lists what counts the skips of the optimizers that a model holds."""
+    held = [
+        value
+        for value in vars(model).values()
+        if isinstance(value, keras.optimizers.Optimizer)
+    ]
+    bare = [_skips[x] for x in held if x in _skips]
+    return [*scaling.scalers(model), *bare]

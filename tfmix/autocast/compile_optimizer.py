@@ -1,0 +1,124 @@
+"""Which optimizer a model needs: decided from the dtypes of its layers."""
+
+from typing import Any
+
+import keras
+
+from tfmix import _messages
+from tfmix._keras import optimizers
+from tfmix.autocast import computing_layers
+from tfmix.loss_scaling import optimizer as scaling
+from tfmix.loss_scaling import rules
+from tfmix.optimizers import master_weights, sixteen_bit_optimizer
+
+# Marks a wrapper that tfmix has put on, so that tfmix takes it off again.
+_AUTOMATIC = "_tfmix_automatic"
+
+
+def suited(
+    optimizer: keras.optimizers.Optimizer,
+    model: keras.Layer,
+    level: str | None = None,
+) -> keras.optimizers.Optimizer:
+    """Returns an optimizer with what a model's dtypes call for around it.
+
+    float16 layers get loss scaling, bfloat16 ones a check that skips steps
+    that are not finite, 16-bit variables get float32 masters.
+    What is there already stays; into tfmix's loss-scale optimizer masters are
+    put where they are missing.
+    """
+    pure = computing_layers.has_sixteen_bit_variables(model)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        if pure:
+            _add_masters(optimizer)
+        return optimizer
+    float16 = computing_layers.computes_in(model, "float16")
+    if not float16 and not computing_layers.computes_in(model, "bfloat16"):
+        return optimizer
+    fixed = optimizer.loss_scale_factor
+    if fixed is not None:
+        # Two scales would be divided out twice. The optimizer stays the
+        # user's own object: a copy would ignore a later change of its rate.
+        optimizer.loss_scale_factor = None
+        _messages.info(
+            "the fixed loss_scale_factor=%r of %r is now "
+            "LossScaleOptimizer(..., loss_scale=%r), which also skips steps "
+            "that are not finite.",
+            fixed,
+            optimizer.name,
+            fixed,
+        )
+    if pure and not isinstance(
+        optimizer, sixteen_bit_optimizer.SixteenBitOptimizer
+    ):
+        optimizer = _automatic(master_weights.MasterWeightOptimizer(optimizer))
+    rule: Any = "dynamic"
+    if fixed is not None:
+        rule = rules.FixedLossScale(float(fixed))
+    elif not float16 or level == "O3":
+        # The check for non-finite gradients stays.
+        rule = rules.NoLossScale()
+    return _automatic(scaling.LossScaleOptimizer(optimizer, loss_scale=rule))
+
+
+def refuse_two_scales(given: Any) -> None:
+    """Raises an error if a loss scale is inside another."""
+    if not isinstance(given, keras.optimizers.Optimizer):
+        return
+    scalers = [
+        optimizer
+        for optimizer in optimizers.chain(given)
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    ]
+    if len(scalers) > 1:
+        raise ValueError(
+            "`optimizer` holds two loss scales, one inside the other: the "
+            "gradients are divided by both, the loss is multiplied by the "
+            f"outer one alone. Received: optimizer={given!r} around "
+            f"{scalers[1]!r}. Take off the outer one: "
+            "`compile(optimizer.inner_optimizer, ...)`."
+        )
+
+
+def without_automatic(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.Optimizer:
+    """Takes off what `suited` put around an optimizer, or inside a user's."""
+    fixed = None
+    while vars(optimizer).get(_AUTOMATIC):
+        rule = getattr(optimizer, "rule", None)
+        if isinstance(rule, rules.FixedLossScale):
+            # Made of the factor that the user had given the optimizer.
+            fixed = rule.scale
+        optimizer = optimizer.inner_optimizer
+    if fixed is not None:
+        optimizer.loss_scale_factor = fixed
+    inner = vars(optimizer).get("inner_optimizer")
+    if inner is not None and vars(inner).get(_AUTOMATIC):
+        optimizer.inner_optimizer = inner.inner_optimizer
+    return optimizer
+
+
+def _automatic(optimizer: Any) -> keras.optimizers.Optimizer:
+    object.__setattr__(optimizer, _AUTOMATIC, True)
+    return optimizer
+
+
+def _add_masters(optimizer: keras.optimizers.LossScaleOptimizer) -> None:
+    inner = optimizer.inner_optimizer
+    if isinstance(inner, sixteen_bit_optimizer.SixteenBitOptimizer):
+        return
+    ours = isinstance(optimizer, scaling.LossScaleOptimizer)
+    if not ours or optimizer.built:
+        name = type(inner).__name__
+        state = "is built already" if ours else "is Keras's own"
+        raise ValueError(
+            "A model with 16-bit variables loses every update smaller than "
+            "half a step of the format, unless its optimizer keeps float32 "
+            f"masters. Received: optimizer={optimizer!r}, which has none and "
+            f"{state}. Compile with tfmix.LossScaleOptimizer("
+            f"tfmix.optimizers.MasterWeightOptimizer({name}(...)))."
+        )
+    optimizer.inner_optimizer = _automatic(
+        master_weights.MasterWeightOptimizer(inner)
+    )

@@ -1,0 +1,199 @@
+"""Exact numbers for the layers that a cast to 16 bit would break.
+
+What is subclassed casts float inputs to 16 bit before its `call`: ids reach an
+`Embedding` rounded (2049 becomes 2048), raw features a `Normalization` without
+their digits. So it remembers on the tensor what it cast, and those look there.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfmix import _messages
+from tfmix._keras import (
+    compilation,
+    global_state,
+    layer_policies,
+    layers,
+)
+from tfmix._keras import variables as keras_variables
+from tfmix.gradient_scaling import casts
+
+_CALL = "call"
+_CONVERT = "convert_input"
+# Marks a `call` that is put in the place of a layer's own.
+_OURS = "_tfmix_exact"
+# Whole numbers above these are no longer exact: 2 to the significand's bits.
+_EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
+
+
+def keep_exact(layer: keras.Layer) -> None:
+    """Lets one layer remember, or look up, what was cast before it."""
+    if isinstance(layer, keras.layers.Embedding):
+        _look_up(layer, warn=True)
+    elif isinstance(layer, layers.DATA_LAYER):
+        look_behind_casts(layer)
+        # Some of them switch the conversion of their inputs off, and in a graph
+        # of TensorFlow all of them do, as in a pipeline of data.
+        _look_up(layer, warn=False)
+    elif isinstance(layer, keras.Sequential):
+        # Each of its layers casts what it takes.
+        _use_converter(layer, _pass_on)
+    elif isinstance(layer, keras.layers.Masking):
+        _use_converter(layer, _remember)
+        _mask_exactly(layer)
+    elif isinstance(layer, keras.layers.SpectralNormalization):
+        _read_as_stored(layer)
+    elif not layers.takes_casts(layer):
+        _use_converter(layer, _remember)
+
+
+def begin_exact(model: keras.Model) -> None:
+    """Lets in exactly what a Sequential hands on to a model it begins with."""
+    is_sequential = isinstance(model, keras.Sequential) and model.layers
+    # Keras has made its input by then, of the first model's shape.
+    if is_sequential and hasattr(model.layers[0], "input_shape"):
+        layer_policies.widen_inputs(model)
+
+
+def built_exact(
+    model: keras.Sequential, build: Callable, *args: Any, **kwargs: Any
+) -> None:
+    """Builds a Sequential, whose input casts no ids and no raw features.
+
+    Where nobody has made an `Input`, Keras makes one in 16 bit.
+    """
+    first = layers.own_layers(model)[:1]
+    build(*args, **kwargs)
+    if not layers.is_input(first[0]):
+        layer_policies.widen_inputs(model)
+
+
+def make_float32(layer: keras.Layer) -> None:
+    """Lets a layer compute in float32, on inputs that no cast has rounded."""
+    layer_policies.set_policy(layer, keras.DTypePolicy("float32"))
+    look_behind_casts(layer)
+
+
+def look_behind_casts(layer: keras.Layer) -> None:
+    """Gives a float32 layer its inputs as they were before a cast."""
+    _use_converter(layer, _recover)
+
+
+def forget_exact(layer: keras.Layer) -> None:
+    """Takes back what `keep_exact` attached."""
+    policy = layer.dtype_policy
+    if _CONVERT in vars(policy):
+        layer_policies.set_policy(layer, keras.DTypePolicy(policy.name))
+    call = vars(layer).get(_CALL)
+    if getattr(call, _OURS, False):
+        object.__delattr__(layer, _CALL)
+
+
+def _use_converter(layer: keras.Layer, convert: Any) -> None:
+    """Gives the layer a policy of its own with another `convert_input`."""
+    policy = layer.dtype_policy
+    if type(policy) is not keras.DTypePolicy:
+        return
+    own = keras.DTypePolicy(policy.name)
+    vars(own)[_CONVERT] = types.MethodType(convert, own)
+    layer_policies.set_policy(layer, own)
+
+
+def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
+    x = keras_variables.read(x)
+    tensor = type(policy).convert_input(policy, x, False, dtype)
+    converted = type(policy).convert_input(policy, tensor, autocast, dtype)
+    if converted is not tensor:
+        casts.note_uncast(x, converted, tensor)
+    return converted
+
+
+def _recover(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
+    exact = casts.uncast(x)
+    converted = type(policy).convert_input(policy, exact, autocast, dtype)
+    if converted is not exact:
+        layers.copy_mask(exact, converted)
+    return converted
+
+
+def _pass_on(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
+    return type(policy).convert_input(policy, casts.uncast(x), False, dtype)
+
+
+def _behind_cast(x: Any) -> Any:
+    """Returns what a tensor of a graph was before it was cast twice."""
+    source = compilation.cast_from(x)
+    original = casts.uncast(source)
+    return x if original is source else original
+
+
+def _look_up(layer: keras.Layer, warn: bool) -> None:
+    original = layer.call
+
+    @functools.wraps(original)
+    def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        exact = keras.tree.map_structure(casts.uncast, inputs)
+        if not warn:
+            exact = keras.tree.map_structure(_behind_cast, exact)
+        if warn:
+            _warn_of_rounded_ids(layer, exact)
+        return original(exact, *args, **kwargs)
+
+    _put_call(layer, call)
+
+
+def _mask_exactly(layer: keras.layers.Masking) -> None:
+    """Lets a layer find a value that need not be one of 16 bit."""
+    original = layer.call
+
+    @functools.wraps(original)
+    def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        exact = casts.uncast(inputs)
+        found = original(exact, *args, **kwargs)
+        result = keras.ops.cast(found, inputs.dtype)
+        # Before 3.15 Keras asks for it later, by the rounded inputs.
+        layers.put_mask(result, layer.compute_mask(exact))
+        return result
+
+    _put_call(layer, call)
+
+
+def _read_as_stored(layer: keras.Layer) -> None:
+    """Lets a layer that writes its weights back read them in float32."""
+    original = layer.call
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # What is inside the layer has a dtype of its own.
+        with layers.autocast(None):
+            return original(*args, **kwargs)
+
+    _put_call(layer, call)
+
+
+def _put_call(layer: keras.Layer, call: Callable) -> None:
+    vars(call)[_OURS] = True
+    layer_policies.put(layer, _CALL, call)
+
+
+def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:
+    dtype = keras.backend.standardize_dtype(ids.dtype)
+    exact = _EXACT_UP_TO.get(dtype)
+    if exact is None or global_state.on_shapes_only():
+        return
+    if layer.input_dim <= exact:
+        return
+    # A model meets this while it is traced, so a few times, not each step.
+    _messages.warn(
+        "ids reach Embedding %r as %s, which rounds whole numbers "
+        "above %d, and it has %d rows. Feed ids as integers, or slice and "
+        "cast them to 'int32' in a layer made with autocast=False.",
+        layer.name,
+        dtype,
+        exact,
+        layer.input_dim,
+    )

@@ -1,0 +1,126 @@
+"""A constant that 16-bit tensors meet stays finite, and does not turn zero.
+
+`scores + (1 - mask) * -1e9` is infinity times 0 in float16, and
+`x / (x + 1e-9)` is 0 divided by 0. An op or an operator that is given such a
+number computes in float32, and what it returns is fitted into 16 bit.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfmix import _formats
+from tfmix._keras import op_places, scalars
+from tfmix.gradient_scaling import tensors
+
+# The ops that a number is given to beside a tensor, or beside a dtype.
+OPS = (
+    "add",
+    "array",
+    "cast",
+    "clip",
+    "convert_to_tensor",
+    "divide",
+    "divide_no_nan",
+    "full",
+    "full_like",
+    "maximum",
+    "minimum",
+    "multiply",
+    "subtract",
+    "true_divide",
+    "where",
+)
+
+
+# Where a number that would be zero guards against zero. A product that rounds
+# to zero is right.
+_GUARDS = frozenset(
+    ("add", "maximum", "minimum", "subtract")
+    + ("__add__", "__radd__", "__sub__", "__rsub__")
+)
+
+
+def fitting(original: Callable, name: str) -> Callable:
+    """Returns an op that no number makes infinite, or zero, in 16 bit."""
+    position = op_places.dtype_position(original)
+
+    @functools.wraps(original)
+    def op(*args: Any, **kwargs: Any) -> Any:
+        # Asked first, as it is rare.
+        if not _is_any_unfit((*args, *kwargs.values())):
+            return original(*args, **kwargs)
+        if name in scalars.CAST_NUMBERS:
+            args = tuple(map(_plain, args))
+        wanted = op_places.wanted_dtype(args, kwargs, position)
+        dtype = wanted or tensors.only_16_bit((args, kwargs))
+        if dtype not in _formats.SIXTEEN_BIT or not _is_any_unfit(
+            (*args, *kwargs.values()), _formats.limits(dtype)
+        ):
+            return original(*args, **kwargs)
+        args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
+        if wanted is not None:
+            args, kwargs = op_places.with_float32(args, kwargs, position)
+        result = original(*args, **kwargs)
+        if name in _GUARDS:
+            result = _not_zero(result, str(dtype))
+        return finite(result, str(dtype))
+
+    return op
+
+
+def _is_any_unfit(
+    values: Any, limits: _formats.Format = _formats.FLOAT16
+) -> bool:
+    """Says whether some number would be infinite, or zero, in a format."""
+    return any(
+        limits.max < abs(value) < math.inf
+        # The half is where rounding to nearest turns.
+        or 0 < abs(value) <= limits.smallest / 2
+        for value in values
+        if _is_number(value)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.shape == () and value.dtype.kind in "iuf"
+    return isinstance(value, int | float | np.integer | np.floating)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def finite(value: Any, dtype: str) -> Any:
+    """Casts a float32 tensor; finite numbers stay finite.
+
+    What is beyond the format becomes half of its largest value: a score may
+    be added to it. Infinity stays infinity. Anything else is left alone.
+    """
+    if tensors.float_dtype(value) != "float32":
+        return value
+    limit = _formats.limits(dtype).max
+    beyond = keras.ops.logical_and(
+        keras.ops.isfinite(value), keras.ops.abs(value) > limit
+    )
+    within = keras.ops.where(beyond, keras.ops.sign(value) * (limit / 2), value)
+    return keras.ops.cast(within, dtype)
+
+
+def _not_zero(value: Any, dtype: str) -> Any:
+    """Moves what a cast would round to zero to the smallest normal number.
+
+    Below that, some processors read zeros. The gradient is that of the cast.
+    """
+    if tensors.float_dtype(value) != "float32":
+        return value
+    ops, limits = keras.ops, _formats.limits(dtype)
+    size = ops.abs(value)
+    lost = ops.logical_and(size > 0, size <= limits.smallest / 2)
+    moved = ops.where(lost, ops.sign(value) * limits.tiny - value, 0.0)
+    return value + ops.stop_gradient(moved)

@@ -1,0 +1,90 @@
+"""Says what a first step waits for, if it takes long."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from tfmix import _messages
+from tfmix._keras import optimizers
+from tfmix.optimizers import low_memory
+
+# A first step shorter than this, in seconds, needs no explanation.
+_LONG = 20.0
+
+
+def watched(
+    model: keras.Model,
+    is_float8: bool,
+    original: Callable,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Makes a train function whose first call says why it takes long.
+
+    `original` is the model's `make_train_function`. The calls after the first
+    one are those of the function that it made.
+    """
+    before = model.train_function
+    original(*args, **kwargs)
+    function = model.train_function
+    if function is before:
+        return function
+
+    is_done = False
+
+    def first(*arguments: Any) -> Any:
+        nonlocal is_done
+        if is_done:
+            # A callback has kept it.
+            return function(*arguments)
+        is_done = True
+        with _explained(model, is_float8):
+            logs = function(*arguments)
+        # A callback may have put something in front of it.
+        if model.train_function is first:
+            model.train_function = function
+        return logs
+
+    model.train_function = first
+    return first
+
+
+@contextlib.contextmanager
+def _explained(model: keras.Model, is_float8: bool) -> Iterator[None]:
+    def say() -> None:
+        _messages.warn(
+            "the first step has taken %g s so far. It waits for %s, or for the "
+            "first batch of data. Later steps do not wait.",
+            _LONG,
+            _cause(model, is_float8),
+        )
+
+    timer = threading.Timer(_LONG, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _cause(model: keras.Model, is_float8: bool) -> str:
+    """Returns what takes longest in a first step, as was measured."""
+    is_xla = keras.backend.backend() == "jax" or model.jit_compile
+    if not is_xla:
+        return "TensorFlow, which builds its graph"
+    if is_float8:
+        # 164 s for a transformer on an H100.
+        return (
+            "XLA, which times kernels for the float8 products "
+            "(XLA_FLAGS=--xla_gpu_per_fusion_autotune_cache_dir=DIR keeps the "
+            "results for the next run)"
+        )
+    nested = optimizers.with_nested(model.optimizer)
+    if any(isinstance(one, low_memory.LowMemoryOptimizer) for one in nested):
+        # 144 s on an H100.
+        return "XLA, which compiles the 8-bit optimizer state of each variable"
+    return "XLA, which compiles it"

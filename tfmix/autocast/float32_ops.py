@@ -1,0 +1,66 @@
+"""Rules in force: Keras ops, and penalties, in float32 on 16-bit input."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from tfmix import _formats
+from tfmix._keras import op_places
+from tfmix.gradient_scaling import tensors
+
+
+def in_float32(op: Callable) -> Callable:
+    """Returns an op that computes 16-bit tensors in float32."""
+    dtype_at = op_places.dtype_position(op)
+
+    @functools.wraps(op)
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        source = tensors.only_16_bit((args, kwargs))
+        wanted = op_places.wanted_dtype(args, kwargs, dtype_at)
+        if source is None or wanted not in (None, *_formats.SIXTEEN_BIT):
+            return op(*args, **kwargs)
+        args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
+        if wanted is not None:
+            args, kwargs = op_places.with_float32(args, kwargs, dtype_at)
+        result = op(*args, **kwargs)
+        narrow = functools.partial(tensors.narrow_once, dtype=wanted or source)
+        return tensors.map_leaves(result, narrow)
+
+    return rule
+
+
+def attention_in_float32(method: Callable) -> Callable:
+    """Makes a layer's own attention compute as the op's rule says.
+
+    Logits of 16-bit queries and keys overflow float16 there just the same.
+    """
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        source = tensors.only_16_bit((args, kwargs))
+        bound = signature.bind(self, *args, **kwargs).arguments
+        if source is None or not op_places.writes_out(self, bound):
+            return method(self, *args, **kwargs)
+        args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
+        with op_places.float32_softmax(self):
+            result = method(self, *args, **kwargs)
+        narrow = functools.partial(tensors.narrow, dtype=str(source))
+        return tensors.map_leaves(result, narrow)
+
+    return compute
+
+
+def widened(method: Callable) -> Callable:
+    """Returns a method that takes penalties in float32.
+
+    They are widened at their door, beside a compiled loss.
+    """
+
+    @functools.wraps(method)
+    def take(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tensors.map_leaves((args, kwargs), tensors.wide)
+        return method(self, *args, **kwargs)
+
+    return take

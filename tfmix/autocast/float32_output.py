@@ -1,0 +1,79 @@
+"""`float32_output`: the last layer, where 16-bit results become float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfmix import _arguments
+from tfmix.autocast import losses_from_logits
+
+
+def float32_output(
+    activation: str | Callable[..., Any] | None = None, name: str | None = None
+) -> keras.layers.Activation:
+    """Makes the model's last layer: a cast to float32, then an activation.
+
+    Use it after the last matmul, which so stays in 16 bit, where the hardware
+    is fast, while softmax and loss see float32. In 16 bit a softmax loses the
+    gradient of samples that are confidently wrong. What it is given is in 16
+    bit: predictions beyond float16's 65504 take a last layer with
+    `dtype="float32"` instead.
+
+    Args:
+        activation: Name or function, as for `keras.layers.Activation`.
+            Defaults to none: the values are only cast.
+        name: String, the layer's name. Defaults to one Keras makes.
+
+    Returns:
+        A plain `keras.layers.Activation` with `dtype="float32"`; a model
+        saved with it loads without tfmix. It takes float tensors of any
+        shape and returns float32 of the same shape.
+
+    Raises:
+        TypeError: If `activation` is neither name nor function.
+        ValueError: If it is a name Keras does not know.
+
+    Examples:
+        >>> layer = float32_output("softmax")
+        >>> logits = keras.ops.zeros((1, 2), dtype="float16")
+        >>> keras.backend.standardize_dtype(layer(logits).dtype)
+        'float32'
+    """
+    _check(activation)
+    layer = keras.layers.Activation(
+        activation or "linear", dtype="float32", name=name
+    )
+    losses_from_logits.remember(layer)
+    return layer
+
+
+def _check(activation: Any) -> None:
+    if isinstance(activation, keras.Layer):
+        raise TypeError(
+            "`activation` must be the name of an activation, such as "
+            f"'softmax', or a function. Received the layer: "
+            f"activation={activation!r}. Name its activation here, or make "
+            'that layer the last one with dtype="float32".'
+        )
+    if isinstance(activation, type) or not (
+        callable(activation) or isinstance(activation, str | None)
+    ):
+        hint = ""
+        if hasattr(activation, "shape"):
+            hint = " Call what it returns: float32_output('softmax')(x)."
+        raise TypeError(
+            "`activation` must be the name of an activation, such as "
+            "'softmax', a function, or None. Received: "
+            f"activation={activation!r} of type {type(activation).__name__}."
+            f"{hint}"
+        )
+    try:
+        keras.activations.get(activation)
+    except ValueError as error:
+        known = [name for name in dir(keras.activations) if name[0] != "_"]
+        raise ValueError(
+            "`activation` must be the name of an activation of "
+            f"`keras.activations`. Received: activation={activation!r}."
+            f"{_arguments.did_you_mean(activation, known)}"
+        ) from error

@@ -1,0 +1,312 @@
+"""The policy in force, as Keras's layers look it up when they are made.
+
+There is one for the process, and scopes on top of it.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfmix import _messages
+from tfmix._keras import compile_method, global_state, replacements
+from tfmix.autocast import interceptor, model, new_layers
+from tfmix.policy import policy as policies
+from tfmix.policy.devices import is_on_tpu
+
+_lock = threading.RLock()
+_local = threading.local()
+_hooks = replacements.Replacements()
+compile_method.use(model.compiling)
+# What `set_global_policy` set; `None` before its first call.
+_base: keras.DTypePolicy | None = None
+# The scopes of all threads that are open just now, latest last. Replaced,
+# never changed, so that it can be read without the lock.
+_open: tuple["_Scope", ...] = ()
+
+
+def set_global_policy(policy: str | keras.DTypePolicy) -> None:
+    """Sets the dtype policy of every layer created from now on.
+
+    It holds in all threads and survives `keras.utils.clear_session()`. Inside
+    a `policy_scope` of the same thread it lasts until the scope ends.
+    `"float32"` switches tfmix off: Keras is as if tfmix had never been there.
+    Until then `compile` scales and guards every model whose layers compute in
+    16 bit, copies and loaded ones included, also after a scope has ended.
+
+    Args:
+        policy: A name (see `Policy`), a `Policy`, or any
+            `keras.DTypePolicy`, maps and quantized policies included.
+
+    Raises:
+        TypeError: If `policy` is none of these.
+        ValueError: If its name is unknown, its dtype is no float, or it is
+            float16 on a TPU, which cannot multiply it.
+
+    Examples:
+        >>> set_global_policy("mixed_bfloat16")
+        >>> keras.layers.Dense(2).compute_dtype
+        'bfloat16'
+        >>> set_global_policy("float32")
+    """
+    global _base
+    accepted = accept(policy)
+    with _lock:
+        scopes = _own_scopes()
+        if scopes:
+            scopes[-1].replace(accepted)
+        else:
+            _base = accepted
+            if accepted.name == "float32":
+                global_state.make_float32()
+        _refresh()
+        if accepted.name == "float32" and not _open:
+            compile_method.stand_down()
+
+
+def global_policy() -> keras.DTypePolicy:
+    """Returns the dtype policy new layers get, rules included.
+
+    Returns:
+        What `set_global_policy` or `policy_scope` was given, names as a
+        `Policy`; Keras's own policy while tfmix is off.
+
+    Examples:
+        >>> with policy_scope("mixed_float16"):
+        ...     global_policy()
+        Policy('mixed_float16')
+    """
+    if hooks_keras():
+        policy = _lookup()
+        if policy is not None:
+            return policy
+    current = keras.config.dtype_policy()
+    if _base is not None and _base.name == current.name == "float32":
+        return _base
+    return current
+
+
+class policy_scope(contextlib.ContextDecorator):
+    """Context (or decorator) in which new layers get another dtype policy.
+
+    The policy before is back on exit, also after an exception and also when
+    other threads open and close scopes of their own meanwhile. A thread
+    without a scope of its own is under the one opened last by any thread, so
+    that a model may be built by worker threads inside the block.
+
+    Args:
+        policy: As for `set_global_policy`.
+
+    Raises:
+        TypeError, ValueError: As `set_global_policy`.
+
+    Examples:
+        >>> with policy_scope("mixed_float16"):
+        ...     layer = keras.layers.Dense(2)
+        >>> layer.compute_dtype, keras.layers.Dense(2).compute_dtype
+        ('float16', 'float32')
+    """
+
+    def __init__(self, policy: str | keras.DTypePolicy) -> None:
+        self._policy = accept(policy)
+        self._entered: list[_Scope] = []
+
+    def __enter__(self) -> keras.DTypePolicy:
+        global _open
+        with _lock:
+            scope = _Scope(self._policy, _own_scopes())
+            self._entered.append(scope)
+            _open = (*_open, scope)
+            try:
+                _refresh()
+            except BaseException:
+                # Python does not call `__exit__` of what was never entered.
+                self._leave()
+                with contextlib.suppress(Exception):
+                    _refresh()
+                _end_scope(failed=True)
+                raise
+        return self._policy
+
+    def __exit__(self, *raised: object) -> None:
+        with _lock:
+            self._leave()
+            _refresh()
+            _end_scope(failed=raised[0] is not None)
+
+    def _leave(self) -> None:
+        global _open
+        scope = self._entered.pop()
+        scope.close()
+        _open = tuple(other for other in _open if other is not scope)
+
+
+def accept(policy: Any) -> keras.DTypePolicy:
+    """Checks what a user gave as a policy and makes names a `Policy`."""
+    if not isinstance(policy, keras.DTypePolicy):
+        policy = policies.Policy(policy)
+    if policy.compute_dtype == "float16" and is_on_tpu():
+        raise ValueError(
+            "A TPU has no float16 products: XLA refuses to compile them. "
+            f"Received: policy={policy.name!r}. Take 'mixed_bfloat16', which "
+            "needs no loss scaling either."
+        )
+    for dtype in (policy.compute_dtype, policy.variable_dtype):
+        if not keras.backend.is_float_dtype(dtype):
+            raise ValueError(
+                "A policy for layers must have float dtypes, such as "
+                f"'mixed_float16'. Received: policy={policy!r}, with {dtype!r}."
+            )
+    return policy
+
+
+class _Scope:
+    """One open scope; knows the thread's stack it is on."""
+
+    def __init__(
+        self, policy: keras.DTypePolicy, scopes: list["_Scope"]
+    ) -> None:
+        self.policy, self._scopes = policy, scopes
+        self._rules = contextlib.ExitStack()
+        self._rules.enter_context(interceptor.block(_rules(policy)))
+        scopes.append(self)
+
+    def replace(self, policy: keras.DTypePolicy) -> None:
+        self.policy = policy
+        self._rules.close()
+        self._rules.enter_context(interceptor.block(_rules(policy)))
+
+    def close(self) -> None:
+        self._scopes.remove(self)
+        self._rules.close()
+
+
+def _own_scopes() -> list[_Scope]:
+    if not hasattr(_local, "scopes"):
+        _local.scopes = []
+    scopes: list[_Scope] = _local.scopes
+    return scopes
+
+
+def _lookup() -> keras.DTypePolicy | None:
+    of_block = policies.of_block.get()
+    if of_block is not None:
+        return of_block
+    scopes = _own_scopes()
+    if scopes:
+        return scopes[-1].policy
+    latest = _open
+    return latest[-1].policy if latest else _base
+
+
+def _rules(policy: keras.DTypePolicy | None) -> frozenset[str]:
+    if policy is None or not policies.is_sixteen_bit(policy):
+        return frozenset()
+    ruled = policies.with_rules(policy)
+    return frozenset({*ruled.float32_ops, interceptor.SIXTEEN_BIT})
+
+
+def _refresh() -> None:
+    """Brings Keras in line with the policies in force, under the lock."""
+    standing = [scope.policy for scope in _open]
+    if _base is not None:
+        standing.append(_base)
+    hooked = True
+    if all(policy.name == "float32" for policy in standing):
+        # A float32 scope needs the hooks only against a policy of Keras's.
+        hooked = bool(_open) and global_state.policy_name() != "float32"
+    interceptor.install(_rules(_open[-1].policy if _open else _base))
+    if hooked:
+        _hook()
+    else:
+        # But for `compile`.
+        _hooks.set({})
+
+
+def _end_scope(*, failed: bool) -> None:
+    in_force = hooks_keras()
+    compile_method.end_scope(failed=failed, in_force=in_force)
+
+
+def _replaced_by_keras(policy: keras.DTypePolicy) -> None:
+    """Follows a `keras.config.set_dtype_policy` made while tfmix is on."""
+    before = _lookup()
+    # Maps cannot be compared: Keras's `==` fails on them.
+    if before is policy or (
+        isinstance(before, policies.Policy) and before == policy
+    ):
+        return
+    _messages.warn(
+        "keras.config.set_dtype_policy(%r) replaces tfmix's policy "
+        "%r. Call tfmix.set_global_policy(%r) to say so, or leave it out.",
+        policy.name,
+        before,
+        policy.name,
+    )
+    set_global_policy(policy)
+
+
+def hooks_keras() -> bool:
+    """Says whether Keras asks tfmix for its policy just now."""
+    return bool(_hooks.places())
+
+
+def _hook() -> None:
+    """Lets Keras ask tfmix; does nothing when it does already."""
+    if hooks_keras():
+        return
+    wanted: dict[replacements.Place, Callable[[Any], Any]] = {
+        global_state.GETTER: _getter,
+        global_state.SETTER: _setter,
+        (keras.Layer, "__init__"): _initializer,
+    }
+    for owner, name in (*wanted, compile_method.PLACE):
+        if name not in vars(owner):
+            raise RuntimeError(
+                f"tfmix does not fit Keras {keras.__version__}: {owner!r} has "
+                f"no {name!r}. Install a Keras it was tested on (3.12 to "
+                "3.15), or a newer tfmix."
+            )
+    _hooks.set(wanted)
+    compile_method.stand_by(lasts=False)
+
+
+def _getter(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def get_global_attribute(name: str, *args: Any, **kwargs: Any) -> Any:
+        # This is called some ten times per layer call, with other names.
+        if name == global_state.POLICY_KEY:
+            policy = _lookup()
+            if policy is not None:
+                return policies.plain(policy)
+        return original(name, *args, **kwargs)
+
+    return get_global_attribute
+
+
+def _setter(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def set_global_attribute(name: str, value: Any) -> None:
+        original(name, value)
+        if name == global_state.POLICY_KEY and value is not None:
+            _replaced_by_keras(value)
+
+    return set_global_attribute
+
+
+def _initializer(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        policy = _lookup()
+        if policy is not None:
+            new_layers.settle(self, kwargs.get("dtype"), policy)
+
+    # Keras makes configurations out of constructors' arguments, by two
+    # readers of signatures, of which one does not look through wrappers.
+    vars(__init__)["__signature__"] = inspect.signature(original)
+    return __init__

@@ -1,0 +1,220 @@
+"""Keras's ops, and a few methods, run through what the rules in force make.
+
+Keras looks its ops up in a handful of modules. While a rule is in force for
+anybody, stand-ins are in their places, whose functions ask for the rules of
+their caller and run what these make of Keras's own function.
+"""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+
+from tfmix._keras import (
+    context_values,
+    op_places,
+    penalties,
+    replacements,
+    scalars,
+)
+from tfmix.autocast import (
+    bare_optimizers,
+    finite_constants,
+    float32_ops,
+    losses_from_logits,
+    recomputation,
+)
+from tfmix.gradient_scaling import weight_gradients
+
+# In force under every 16-bit policy, beside what is named like ops.
+SIXTEEN_BIT = "(16 bit)"
+# Of a row that holds for every caller.
+_ALWAYS = None
+
+Maker = Callable[[Any], Any]
+
+
+class Row(NamedTuple):
+    """Under which rule a function of Keras's is replaced, and by what."""
+
+    rule: str | None
+    make: Maker
+
+
+def rows_of_op(name: str) -> list[Row]:
+    """Lists what an op may run through, from the inside out."""
+    rows = []
+    if name in weight_gradients.OPS:
+        rows.append(Row(SIXTEEN_BIT, weight_gradients.OPS[name]))
+    if name in losses_from_logits.LOSSES and keras.backend.backend() == "jax":
+        rows.append(Row(_ALWAYS, losses_from_logits.recovering))
+    if name != op_places.ATTENTION or not op_places.has_float32_logits():
+        rows.append(Row(name, float32_ops.in_float32))
+    if name in finite_constants.OPS:
+        fit = functools.partial(finite_constants.fitting, name=name)
+        rows.append(Row(SIXTEEN_BIT, fit))
+    return rows
+
+
+# Ops under `SIXTEEN_BIT`, and those that need no rule of their own.
+_OPS_IN_16_BIT = {
+    *weight_gradients.OPS,
+    *finite_constants.OPS,
+    *(losses_from_logits.LOSSES if keras.backend.backend() == "jax" else ()),
+}
+
+
+def _skipping(original: Callable) -> Callable:
+    # The interceptor has asked before.
+    return bare_optimizers.applying(original, holds=lambda: True)
+
+
+# What is not an op.
+_METHODS: dict[replacements.Place, Row] = {
+    **dict.fromkeys(penalties.PLACES, Row(SIXTEEN_BIT, float32_ops.widened)),
+    **{
+        (owner, name): Row(
+            SIXTEEN_BIT, functools.partial(finite_constants.fitting, name=name)
+        )
+        for owner, name in scalars.PLACES
+    },
+    **dict.fromkeys(bare_optimizers.PLACES, Row(SIXTEEN_BIT, _skipping)),
+    **dict.fromkeys(recomputation.PLACES, Row(_ALWAYS, recomputation.alike)),
+    **{
+        place: Row(SIXTEEN_BIT, make)
+        for place, make in weight_gradients.METHODS.items()
+    },
+}
+_ATTENTION = Row(op_places.ATTENTION, float32_ops.attention_in_float32)
+
+_lock = threading.RLock()
+_replacements = replacements.Replacements()
+# In force where no block says otherwise.
+_installed: frozenset[str] = frozenset()
+# Needed by blocks that are running now, counted over all threads.
+_running: Counter[frozenset[str]] = Counter()
+# Replaced until the next `install`, whether a block runs or not.
+_standing_by: frozenset[str] = frozenset()
+_replaced: frozenset[str] = frozenset()
+_local: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar(
+    "tfmix_rules", default=None
+)
+
+
+def install(rules: Iterable[str]) -> None:
+    """Puts exactly these rules in force for the process.
+
+    Functions traced earlier (`tf.function`, `jax.jit`, a model's compiled
+    `train_step`) keep the rules they were traced under.
+    """
+    global _installed, _standing_by
+    with _lock:
+        _installed, _standing_by = frozenset(rules), frozenset()
+        _refresh()
+
+
+def installed() -> frozenset[str]:
+    """Returns the rules in force where no block says otherwise."""
+    return _installed
+
+
+def stand_by(rules: frozenset[str]) -> None:
+    """Keeps what rules replace in its place until the next `install`.
+
+    For a model that carries its policy: its calls are blocks, and each would
+    replace and put back.
+    """
+    global _standing_by
+    if not rules <= _standing_by:
+        with _lock:
+            _standing_by |= rules
+            _refresh()
+
+
+@contextlib.contextmanager
+def block(rules: Iterable[str]) -> Iterator[None]:
+    """Runs a block under exactly these rules, whatever is installed.
+
+    Other threads, and the code after the block, keep theirs.
+    """
+    wanted = frozenset(rules)
+    with _lock:
+        _running[wanted] += 1
+        _refresh()
+    try:
+        with context_values.set_to(_local, wanted):
+            yield
+    finally:
+        with _lock:
+            _running[wanted] -= 1
+            _refresh()
+
+
+def of_caller() -> frozenset[str]:
+    """Returns the rules in force for the caller."""
+    local = _local.get()
+    return _installed if local is None else local
+
+
+def _refresh() -> None:
+    """Replaces in Keras what somebody needs, and nothing else."""
+    global _replaced
+    running = [rules for rules, blocks in _running.items() if blocks]
+    needed = _installed.union(_standing_by, *running)
+    if needed != _replaced:
+        _replacements.set(_stand_ins(needed) if needed else {})
+        _replaced = needed
+
+
+def _stand_ins(rules: frozenset[str]) -> dict[replacements.Place, Maker]:
+    """Returns where a set of rules needs stand-ins, and what makes them."""
+    stand_ins: dict[replacements.Place, Maker] = {}
+    ops = set(rules) - {SIXTEEN_BIT}
+    methods: dict[replacements.Place, Row] = {}
+    if SIXTEEN_BIT in rules:
+        ops |= _OPS_IN_16_BIT
+        methods |= _METHODS
+    if op_places.ATTENTION in rules:
+        methods |= dict.fromkeys(op_places.ATTENTION_METHODS, _ATTENTION)
+    for name in ops:
+        # A module is copied as a whole, with a wrapper for each of its ops.
+        make = functools.partial(_intercepted_op, name=name)
+        stand_ins |= dict.fromkeys(op_places.targets(name), make)
+    for place, row in methods.items():
+        stand_ins[place] = functools.partial(_intercepted, rows=[row])
+    return stand_ins
+
+
+def _intercepted_op(original: Any, name: str) -> Any:
+    if inspect.ismodule(original):
+        return op_places.stand_in(original, _intercepted_op)
+    return _intercepted(original, rows_of_op(name))
+
+
+def _intercepted(original: Any, rows: Sequence[Row]) -> Any:
+    """Returns what runs the rows that hold for its caller."""
+    if isinstance(original, property):
+        return property(_intercepted(original.fget, rows))
+    if isinstance(original, staticmethod):
+        return staticmethod(_intercepted(original.__func__, rows))
+    composed: dict[frozenset[str], Callable] = {}
+
+    @functools.wraps(original)
+    def intercepted(*args: Any, **kwargs: Any) -> Any:
+        rules = of_caller()
+        call = composed.get(rules)
+        if call is None:
+            call = original
+            for rule, make in rows:
+                if rule is _ALWAYS or rule in rules:
+                    call = make(call)
+            composed[rules] = call
+        return call(*args, **kwargs)
+
+    return intercepted

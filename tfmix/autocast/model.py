@@ -1,0 +1,400 @@
+"""The one record of a 16-bit model: its policy, and what it lets Keras do.
+
+A model has it from its constructor on, or from the `compile` that finds 16-bit
+layers in a copy, a loaded model or a new head. So the policy lasts when the
+scope that the model was made in has ended.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfmix import _arguments, _formats, _messages
+from tfmix._keras import (
+    averages,
+    compile_config,
+    compile_method,
+    global_state,
+    layers,
+    model_methods,
+    optimizers,
+    training,
+)
+from tfmix.autocast import (
+    bare_optimizers,
+    compile_optimizer,
+    computing_layers,
+    exact_inputs,
+    first_step,
+    interceptor,
+    model_outputs,
+    own_code,
+    own_train_step,
+)
+from tfmix.float8 import chosen_layers
+from tfmix.gradient_scaling import casts, power, tensors
+from tfmix.loss_scaling import optimizer as scaling
+from tfmix.loss_scaling import self_scaled, train_step_guard
+from tfmix.optimizers import sixteen_bit_optimizer
+from tfmix.policy import policy as policies
+from tfmix.policy.devices import devices
+
+_AUTO = "auto_scale_loss"
+
+
+def _in_silence(
+    model: keras.Model, fit: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    return fit(*args, **kwargs)
+
+
+# What calls a model's `fit` and says afterwards why steps were skipped.
+_report_skips: Callable[..., Any] = _in_silence
+
+
+def report_skips(by: Callable[..., Any]) -> None:
+    """Has `fit` called by a function that is given the model and `fit`."""
+    global _report_skips
+    _report_skips = by
+
+
+def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
+    """Gives a model the record of a policy, or none if that is not 16-bit."""
+    chosen_layers.restore(model, {})
+    if policies.is_sixteen_bit(policy):
+        compile_method.stand_by()
+        layers.rematerialize_anew(model)
+        exact_inputs.begin_exact(model)
+        record = _MixedModel(model, policy)
+        model_methods.put(model, model_methods.RULES, record)
+        record.wrap_what_swaps()
+        self_scaled.add(model)
+    else:
+        model_methods.take_off(model, model_methods.RULES)
+        self_scaled.discard(model)
+
+
+def policy_of(model: keras.Model) -> keras.DTypePolicy | None:
+    """Returns the policy of a model's record, `None` if it has none."""
+    record = _record(model)
+    return None if record is None else record.policy
+
+
+def _record(model: keras.Model) -> "_MixedModel | None":
+    part = model_methods.part(model, model_methods.RULES)
+    return part if isinstance(part, _MixedModel) else None
+
+
+class _MixedModel:
+    """A policy on one model: what stands around the model's methods.
+
+    A step is under the rules as a whole, its gradient included, so that
+    rematerialised layers are traced under those they were first run under.
+    """
+
+    def __init__(self, model: keras.Model, policy: keras.DTypePolicy) -> None:
+        self.policy = policy
+        self._model = model
+        ruled = policies.with_rules(policy)
+        self.level = ruled.level
+        # Whose layers have yet to be chosen.
+        self._float8 = ruled if ruled.is_float8 else None
+        self._rules = frozenset({*ruled.float32_ops, interceptor.SIXTEEN_BIT})
+        self._outputs = model_outputs.Outputs(model)
+        self.is_compiling = False
+        self.wrappers = self._wrappers()
+
+    def _wrappers(self) -> dict[str, model_methods.Wrapper]:
+        """Returns what stands around the model's methods, by their names."""
+        model = self._model
+        wrappers: dict[str, model_methods.Wrapper] = {
+            "call": self._call,
+            "compile": self._compile,
+            "fit": self._fit,
+            "make_train_function": self._make_train_function,
+            "train_step": self._train_step,
+            "test_step": self._under_rules,
+            # They get 16 bit from layers that a step calls, and as symbols.
+            "compute_loss": self._in_float32,
+            "compute_metrics": self._in_float32,
+            # Which Keras prints without asking anybody.
+            "summary": self._summary,
+        }
+        if isinstance(model, keras.Sequential):
+            # It makes its own input, which casts, before it is called.
+            wrappers["build"] = self._build
+        is_pure = self.policy.variable_dtype in _formats.SIXTEEN_BIT
+        if is_pure:
+            # Layers draw there what they start from, in 16 bit.
+            wrappers[training.BUILD] = self._under_rules
+        if is_pure and hasattr(model, training.BEFORE_TRACING):
+            wrappers[training.BEFORE_TRACING] = self._before_tracing
+        return wrappers
+
+    def _under_rules(
+        self, original: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
+        interceptor.stand_by(self._rules)
+        with interceptor.block(self._rules):
+            return original(*args, **kwargs)
+
+    def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Returns float32 from the outermost call of a model, else as made."""
+        if self._float8 is not None and global_state.is_outermost(self._model):
+            self._choose_float8(self._float8)
+        if layers.is_structure(self._model):
+            args, kwargs = tensors.map_leaves((args, kwargs), casts.uncast)
+        if self._outputs.has_parts:
+            self._wrap(**{layers.RUN_GRAPH: self._outputs.graph.run})
+        call = functools.partial(self._under_rules, original)
+        return self._outputs.of(call, *args, **kwargs)
+
+    def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        # What a file says is so by the record.
+        kwargs.pop("guarded", None)
+        self.is_compiling = True
+        try:
+            _compile(self._model, original, args, kwargs)
+        finally:
+            self.is_compiling = False
+
+    def wrap_what_swaps(self) -> None:
+        """Wraps what runs `SwapEMAWeights`, if the optimizer averages."""
+        if self._averages():
+            self._wrap(evaluate=self._swapped, predict=self._swapped)
+
+    def _wrap(self, **more: model_methods.Wrapper) -> None:
+        """Wraps more of the model's methods than it was made with."""
+        if not more.keys() <= self.wrappers.keys():
+            self.wrappers |= more
+            model_methods.put(self._model, model_methods.RULES, self)
+
+    def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        fit = original
+        if self._averages():
+            fit = functools.partial(self._swapped, original)
+            fit = functools.wraps(original)(fit)
+        return _report_skips(self._model, fit, *args, **kwargs)
+
+    def _make_train_function(
+        self, original: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
+        make = functools.partial(
+            first_step.watched, self._model, self._float8 is not None, original
+        )
+        if training.has_own_step(self._model):
+            make = functools.partial(own_train_step.traced, self._model, make)
+        return make(*args, **kwargs)
+
+    def _averages(self) -> bool:
+        """Says whether the optimizer averages the weights it updates."""
+        optimizer = getattr(self._model, "optimizer", None)
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
+            return False
+        return any(worker.use_ema for worker in optimizers.workers(optimizer))
+
+    def _swapped(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Lets `SwapEMAWeights` swap the weights behind 16-bit variables."""
+        owner = sixteen_bit_optimizer.owner(self._model.optimizer)
+        if owner is None:
+            return original(*args, **kwargs)
+        swaps = owner.swap_averages, owner.overwrite_averages
+        with contextlib.ExitStack() as undo:
+            for callback in training.callbacks(original, args, kwargs):
+                if isinstance(callback, keras.callbacks.SwapEMAWeights):
+                    averages.swap_by(undo, callback, *swaps)
+            return original(*args, **kwargs)
+
+    def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Lets a step of the user's own see true gradients only."""
+        optimizer = getattr(self._model, "optimizer", None)
+        step: Any = contextlib.nullcontext()
+        if isinstance(optimizer, scaling.LossScaleOptimizer):
+            step = optimizer.train_step()
+        with step, power.placed(self._placing(args)):
+            return self._under_rules(original, *args, **kwargs)
+
+    def _placing(self, args: tuple) -> Any:
+        optimizer = getattr(self._model, "optimizer", None)
+        if not isinstance(optimizer, scaling.LossScaleOptimizer):
+            return 1.0
+        if keras.backend.backend() == "tensorflow":
+            return optimizer.placing()
+        # The state of a step under JAX: its third part is the optimizer's.
+        mapping = zip(optimizer.variables, args[0][2], strict=True)
+        with keras.StatelessScope(mapping):
+            return optimizer.placing()
+
+    def _in_float32(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Gives losses and metrics their tensors in float32."""
+        args, kwargs = tensors.map_leaves((args, kwargs), tensors.wide)
+        return self._under_rules(original, *args, **kwargs)
+
+    def _build(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        """Builds a Sequential, whose layers draw what they start from."""
+        build = functools.partial(exact_inputs.built_exact, self._model)
+        self._under_rules(build, original, *args, **kwargs)
+
+    def _before_tracing(self, original: Callable, **batch: Any) -> None:
+        original(**batch)
+        # One that a step uses itself has the model's weights, not masters.
+        if not bare_optimizers.held_beside(self._model):
+            training.build_before_tracing(self._model, **batch)
+
+    def _summary(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Says below the table which layers fell back to float32."""
+        shown = original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        show = given.get("print_fn") or print
+        for note in own_code.notes(self._model):
+            show(f" {note}")
+        for layer, why in chosen_layers.reasons(self._model).items():
+            place = f"not in float8: {why}" if why else "in float8"
+            show(f" {layer.name} multiplies {place}")
+        return shown
+
+    def _choose_float8(self, policy: policies.Policy) -> None:
+        chosen = chosen_layers.choose(self._model, policy)
+        if chosen is None:
+            # Its first call builds it; from the second on.
+            return
+        self._float8 = None
+        if not chosen:
+            reasons = [
+                f"{layer.name!r}: {why}"
+                for layer, why in chosen_layers.reasons(self._model).items()
+            ]
+            _messages.warn(
+                "no layer of %r multiplies in float8 (%s). Name some in "
+                "`Policy('mixed_float8', float8_layers=[...])`, or take "
+                "'mixed_bfloat16'.",
+                self._model.name,
+                "; ".join(reasons[:3]) or "no Dense, no EinsumDense",
+            )
+        elif not any(device.float8 for device in devices()):
+            _messages.warn_once(
+                "no device here multiplies float8: the policy "
+                "'mixed_float8' computes the same by casts, more slowly."
+            )
+
+
+def compiling(original: Callable[..., None]) -> Callable[..., None]:
+    """Returns what stands in for Keras's `compile`, of all models."""
+
+    @functools.wraps(original)
+    def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
+        inner = functools.partial(original, self)
+        record = _record(self)
+        if record is not None and record.is_compiling:
+            # The `compile` of the model is around this, and does the rest.
+            inner(*args, **kwargs)
+            return
+        guarded = kwargs.pop("guarded", None)
+        if record is None and not (guarded is not None and guarded.alone):
+            _adopt(self)
+        _compile(self, inner, args, kwargs)
+
+    return compile
+
+
+def _adopt(model: keras.Model) -> None:
+    """Gives a model the record of its 16-bit layers, if it has any."""
+    policy = _policy_of_layers(model)
+    if policy is None:
+        return
+    for layer in layers.flat_layers(model):
+        if own_code.can_have(layer) and own_code.STATE not in vars(layer):
+            exact_inputs.keep_exact(layer)
+            own_code.put_on(layer)
+    set_policy(model, policy)
+
+
+def _policy_of_layers(model: keras.Model) -> keras.DTypePolicy | None:
+    for layer in layers.flat_layers(model)[1:]:
+        if isinstance(layer, keras.Model) and policy_of(layer):
+            return policy_of(layer)
+    for dtype in _formats.SIXTEEN_BIT:
+        if computing_layers.computes_in(model, dtype):
+            pure = computing_layers.has_sixteen_bit_variables(model)
+            return policies.Policy(dtype if pure else f"mixed_{dtype}")
+    return None
+
+
+def _compile(
+    model: keras.Model,
+    original: Callable[..., None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Compiles a model with the optimizer that its dtypes call for.
+
+    Args:
+        model: The model.
+        original: The `compile` of its class or, without a record, of Keras.
+        args: Positional arguments of that.
+        kwargs: Keyword arguments of that.
+    """
+    try:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+    except TypeError:
+        # Not our error to raise: the user's own says it better.
+        original(*args, **kwargs)
+        return
+    wanted = _arguments.of_call(bound, _AUTO, True)
+    given = _arguments.of_call(bound, "optimizer")
+    compile_optimizer.refuse_two_scales(given)
+    if _AUTO in bound.signature.parameters:
+        # Keras would decide from the model's own policy, not its layers'.
+        bound.arguments[_AUTO] = False
+    original(*bound.args, **bound.kwargs)
+    compile_config.save_argument(model, _AUTO, wanted)
+    record = _record(model)
+    # Also where a `compile` of the model's own has made it.
+    optimizer = getattr(model, "optimizer", None)
+    if wanted and optimizer is not None:
+        plain = type(optimizer) is keras.optimizers.LossScaleOptimizer
+        if plain and optimizer is not given:
+            # Keras has put it on by itself.
+            optimizer = optimizer.inner_optimizer
+        level = None if record is None else record.level
+        optimizer = compile_optimizer.suited(optimizer, model, level)
+        if optimizer is not model.optimizer:
+            compile_config.adopt_optimizer(model, optimizer)
+    if record is not None:
+        record.wrap_what_swaps()
+    if isinstance(optimizer, scaling.LossScaleOptimizer):
+        train_step_guard.put_on(model)
+    elif record is not None and isinstance(
+        optimizer, keras.optimizers.LossScaleOptimizer
+    ):
+        _messages.warn_once(
+            "Keras's own LossScaleOptimizer stays: a step that it skips leaves "
+            "NaN in metrics and statistics, and is not counted. Compile with "
+            "tfmix.LossScaleOptimizer(optimizer.inner_optimizer) instead."
+        )
+    if not any(
+        computing_layers.computes_in(model, dtype)
+        for dtype in _formats.SIXTEEN_BIT
+    ):
+        is_told = record is None and _tell_of_late_policy(model)
+        if is_told or model.built:
+            bare_optimizers.leave_alone(optimizer)
+
+
+def _tell_of_late_policy(model: keras.Model) -> bool:
+    """Warns of a model that was made before the active policy was set."""
+    policy = keras.config.dtype_policy()
+    if not (policies.is_sixteen_bit(policy) and layers.own_layers(model)):
+        return False
+    _messages.warn(
+        "%r is active, but no layer of the model computes in 16 "
+        "bit: the model was made before. Make it after setting the "
+        "policy, or write tfmix.apply_policy(model, %r).",
+        policy.name,
+        policy.name,
+    )
+    return True

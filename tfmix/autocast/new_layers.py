@@ -1,0 +1,80 @@
+"""What a new layer gets from the policy in force, rules applied."""
+
+import functools
+import re
+from typing import Any
+
+import keras
+
+from tfmix import _formats
+from tfmix._keras import layer_policies, layers
+from tfmix.autocast import exact_inputs, model, own_code
+from tfmix.policy import float32_layers
+from tfmix.policy import policy as policies
+
+# Set on layers whose dtype the policy chose; the user's own is never touched.
+_CHOSEN = "_tfmix_chose_dtype"
+
+
+def settle(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
+    """Gives a layer that was just initialised what the policy says."""
+    if not layers.takes_casts(layer):
+        exact_inputs.keep_exact(layer)
+    if dtype is None:
+        vars(layer)[_CHOSEN] = True
+        _apply_rules(layer, policy)
+    if isinstance(dtype, policies.Policy):
+        layer_policies.set_policy(layer, policies.plain(dtype))
+    if isinstance(layer, keras.Model):
+        model.set_policy(layer, policy)
+    if policies.is_sixteen_bit(policy) and own_code.can_have(layer):
+        own_code.put_on(layer)
+
+
+def is_chosen(layer: keras.Layer) -> bool:
+    """Says whether a layer's dtype came from the policy, not from its user."""
+    return bool(vars(layer).get(_CHOSEN))
+
+
+def keep_float32(layer: keras.Layer) -> None:
+    """Makes a layer, and what it holds without a dtype of its own, float32."""
+    exact_inputs.make_float32(layer)
+    _keep_inside_float32(layer)
+
+
+def _keep_inside_float32(layer: keras.Layer) -> None:
+    # `Bidirectional` runs copies made from the configuration of the layer it
+    # was given, in which every dtype looks as if the user had chosen it.
+    copies = any(x.__name__ == "Bidirectional" for x in type(layer).__mro__)
+    for inner in layers.flat_layers(layer)[1:]:
+        chosen = copies or is_chosen(inner)
+        if chosen and inner.compute_dtype != "float32":
+            exact_inputs.make_float32(inner)
+
+
+def _apply_rules(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
+    if policy.compute_dtype not in _formats.SIXTEEN_BIT:
+        return
+    # An entry of a map that may be meant for the layer decides on it. Paths
+    # are not known yet; the part after the last slash is the name.
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and any(
+        re.fullmatch(key.split("/")[-1], layer.name) for key in policy
+    ):
+        return
+    ruled = policies.with_rules(policy)
+    if ruled.why_float32(type(layer), layer.name):
+        keep_float32(layer)
+        # What it holds is attached after this constructor, or in `build`.
+        layer_policies.until_built(layer, _keep_inside_float32)
+    elif ruled.outside_white_list(type(layer)):
+        layer_policies.set_policy(layer, keras.DTypePolicy("float32"))
+    elif float32_layers.needs_path(ruled.float32_layers):
+        layer_policies.until_built(
+            layer, functools.partial(_apply_path_rules, ruled)
+        )
+
+
+def _apply_path_rules(ruled: policies.Policy, layer: keras.Layer) -> None:
+    path = layer_policies.path_of(layer)
+    if ruled.why_float32(type(layer), layer.name, path):
+        keep_float32(layer)

@@ -1,0 +1,1 @@
+"""Reports on a model's numbers, and on steps that skipped."""

@@ -1,0 +1,226 @@
+"""A model, a batch and a loss, run with nothing changed."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from tfmix import _arguments, _bad_rows
+from tfmix._keras import layers
+from tfmix.diagnostics import probe, programs
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """What a check runs: a built model on one batch, in training mode."""
+
+    model: keras.Model
+    x: Any
+    y: Any
+    # A function of `(y, outputs)`, or None.
+    loss: Any
+    # Sentences on what was left out of the data.
+    notes: tuple[str, ...] = ()
+    # Shared by all checks of the batch, as a search for a policy makes many.
+    runner: programs.Runner = dataclasses.field(default_factory=programs.runner)
+
+    def weights(self) -> list[Any]:
+        """Returns the values of the trainable weights."""
+        return [weight.value for weight in self.model.trainable_variables]
+
+    def outputs(self, weights: Sequence[Any]) -> Any:
+        """Returns the outputs at trainable weights; writes no variable."""
+        with self._at(weights):
+            return layers.call_in_training(self.model, self.x)
+
+    def run(self, weights: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns the outputs and the loss, or None, at trainable weights.
+
+        No variable is written, the random seeds included.
+        """
+        with self._at(weights) as scope:
+            outputs = layers.call_in_training(self.model, self.x)
+            losses = [
+                ops.cast(ops.sum(loss), "float32") for loss in scope.losses
+            ]
+            if self.loss is not None:
+                main = self.loss_of(probe.floats(outputs), outputs)
+                losses.append(ops.cast(main, "float32"))
+            return outputs, sum(losses[1:], losses[0]) if losses else None
+
+    def _at(self, weights: Sequence[Any]) -> keras.StatelessScope:
+        mapping = [*zip(self.model.trainable_variables, weights, strict=True)]
+        return keras.StatelessScope(mapping, collect_losses=True)
+
+    def loss_of(self, outputs: Sequence[Any], template: Any) -> Any:
+        """Computes the loss of other float outputs, as one scalar."""
+        value = self.loss(self.y, probe.replaced(template, outputs))
+        return ops.mean(value) if len(value.shape) else value
+
+    def bad_rows(self) -> list[_bad_rows.BadRows]:
+        """Finds the rows of `x` and `y` that hold NaN or infinity."""
+        return _bad_rows.find({"x": self.x, "y": self.y})
+
+    def without(self, rows: Collection[int]) -> "Batch":
+        """Leaves out some rows, if others remain and the model allows it."""
+        count = _free_rows(self.model, (self.x, self.y))
+        if count is None or len(rows) == count:
+            return self
+        kept = [row for row in range(count) if row not in rows]
+        x, y = tree.map_structure(
+            lambda leaf: None if leaf is None else ops.take(leaf, kept, axis=0),
+            (self.x, self.y),
+        )
+        return dataclasses.replace(self, x=x, y=y)
+
+
+def prepare(
+    model: keras.Model, x: Any, y: Any, loss: Any, most: int | None = None
+) -> Batch:
+    """Checks the arguments of a check and builds the model if need be.
+
+    At most `most` rows are kept, of a dataset those of its first batch.
+    """
+    _arguments.model(model)
+    x, y = next(split(x, y), (x, y))
+    _refuse_what_is_no_array("x", x)
+    _refuse_what_is_no_array("y", y)
+    _refuse_a_single_row(model, x)
+    notes: tuple[str, ...] = ()
+    rows = most and _free_rows(model, (x, y))
+    if most and rows and rows > most:
+        x, y = _slice((x, y), 0, most)
+        note = f"`x` has {rows:,} rows; the first {most} of them were checked."
+        notes = (note,)
+    x, y = tensors((x, y))
+    _refuse_empty(x)
+    if y is None and loss is not None:
+        raise ValueError(
+            "A loss needs targets: pass `y`, or leave `loss` out to check "
+            f"the forward pass alone. Received: y=None, loss={loss!r}."
+        )
+    function = None if y is None else _function(model, loss)
+    batch = Batch(model, x, y, function, notes)
+    if not layers.is_built(model):
+        # As `fit` would; the variables have to be there before the scopes.
+        model(x)
+    return batch
+
+
+def is_dataset(x: Any) -> bool:
+    """Says whether something is a `tf.data.Dataset`; imports no TensorFlow."""
+    return hasattr(x, "element_spec") and hasattr(x, "as_numpy_iterator")
+
+
+def split(x: Any, y: Any, rows: int | None = None) -> Iterator[tuple[Any, Any]]:
+    """Yields batches of `rows` rows, or those of a dataset as they are."""
+    if is_dataset(x):
+        if y is not None:
+            raise ValueError(
+                "A dataset holds its targets. Received: `x` a dataset and "
+                f"y={y!r}. Leave `y` out."
+            )
+        for element in x.as_numpy_iterator():
+            yield keras.utils.unpack_x_y_sample_weight(element)[:2]
+    elif rows is not None:
+        for start in range(0, np.shape(tree.flatten(x)[0])[0], rows):
+            yield _slice((x, y), start, start + rows)
+    else:
+        yield x, y
+
+
+def tensors(nest: Any) -> Any:
+    """Converts arrays as `fit` does, NumPy's float64 to Keras's float type."""
+    return tree.map_structure(_tensor, nest)
+
+
+def _slice(nest: Any, start: int, stop: int) -> Any:
+    return tree.map_structure(
+        lambda leaf: None if leaf is None else leaf[start:stop], nest
+    )
+
+
+def _free_rows(model: keras.Model, nest: Any) -> int | None:
+    """Counts rows; None if parts or the model ask for all of them."""
+    leaves = [leaf for leaf in tree.flatten(nest) if leaf is not None]
+    counts = {tuple(np.shape(leaf))[:1] for leaf in leaves}
+    inputs = getattr(model, "inputs", None) or ()
+    fixed = any(tensor.shape[0] is not None for tensor in inputs)
+    if fixed or len(counts) != 1 or counts == {()}:
+        return None
+    return int(next(iter(counts))[0])
+
+
+def _refuse_what_is_no_array(name: str, nest: Any) -> None:
+    for leaf in tree.flatten(nest):
+        if leaf is None or is_dataset(leaf) or hasattr(leaf, "shape"):
+            continue
+        raise ValueError(
+            f"`{name}` must be an array or a tensor, a list, tuple or dict of "
+            "them, or a `tf.data.Dataset` of batches. Received: "
+            f"{type(leaf).__name__}. Pass a batch of it: np.asarray(x), "
+            "next(generator), or py_dataset[0]."
+        )
+
+
+def _refuse_a_single_row(model: Any, x: Any) -> None:
+    """Refuses what lacks the axis of rows, as of a dataset not batched."""
+    inputs: Sequence[Any] = getattr(model, "inputs", None) or ()
+    leaves = tree.flatten(x)
+    if is_dataset(x) or not len(leaves) == len(inputs) == 1:
+        return
+    shape, wanted = np.shape(leaves[0]), inputs[0].shape
+    # Keras itself appends an axis of one.
+    if len(shape) == len(wanted) - 1 and wanted[-1] != 1:
+        raise ValueError(
+            f"`x` must be a batch, of shape {wanted}. Received: shape {shape}. "
+            "Pass `dataset.batch(32)`, or `x[None]` for a single row."
+        )
+
+
+def _refuse_empty(x: Any) -> None:
+    received = "a dataset without a batch"
+    if not is_dataset(x):
+        shapes = [tuple(leaf.shape) for leaf in tree.flatten(x)]
+        if all(shape[:1] != (0,) for shape in shapes):
+            return
+        received = f"x of shape {shapes[0]}"
+    # The mean of no losses is NaN, which is no fault of the model.
+    raise ValueError(
+        "`x` must hold at least one row; 16 to 64 are enough. "
+        f"Received: {received}."
+    )
+
+
+def _tensor(value: Any) -> Any:
+    if value is None or is_dataset(value):
+        return value
+    if getattr(value, "dtype", None) == np.float64:
+        value = np.asarray(value, keras.config.floatx())
+    return ops.convert_to_tensor(value)
+
+
+def _function(model: Any, loss: Any) -> Callable[[Any, Any], Any]:
+    if loss is None:
+        compiled = layers.compiled_loss(model)
+        if compiled is None:
+            raise ValueError(
+                "There is no loss to compute gradients of. Received: "
+                "loss=None. Pass `loss=`, for example loss="
+                '"sparse_categorical_crossentropy", or compile the model.'
+            )
+        return compiled
+    if not callable(loss) or isinstance(loss, keras.losses.Loss):
+        return layers.compile_loss(loss)
+
+    def call(y: Any, outputs: Any) -> Any:
+        # In the outputs' dtype, as in a training loop of the user's.
+        leaves = probe.floats(outputs)
+        if len(leaves) == 1 and probe.is_float(y):
+            y = ops.cast(y, leaves[0].dtype)
+        return loss(y, outputs)
+
+    return call

@@ -1,0 +1,334 @@
+"""The doctor: a model in 16 bit against itself in float32, layer by layer."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from tfmix import _bad_rows, _formats, _messages, _progress
+from tfmix._keras import compilation, layers
+from tfmix.autocast import (
+    computing_layers,
+    global_policy,
+    interceptor,
+    model_outputs,
+    own_code,
+)
+from tfmix.autocast import model as mixed_model
+from tfmix.conversion import planned_policies
+from tfmix.diagnostics import batch as batches
+from tfmix.diagnostics import (
+    float8_products,
+    missing_scaler,
+    numerics_report,
+    passes,
+    probe,
+    runs,
+    verdicts,
+)
+from tfmix.float8 import chosen_layers
+from tfmix.loss_scaling import rules
+from tfmix.policy import policy as policies
+
+# More rows would cost memory and tell nothing new.
+ROWS = 64
+# Where dynamic loss scaling starts, its rule's default.
+_LOSS_SCALE = rules.DynamicLossScale().initial_scale
+_IDLE = "No layer computes in 16 bit, so there was nothing to compare."
+_QUANTIZED = (
+    "Quantized layers keep their dtypes. For 16 bit around the integers make "
+    "the model under 'mixed_bfloat16' and quantize it then."
+)
+
+
+def check(
+    model: keras.Model,
+    x: Any,
+    y: Any = None,
+    *,
+    loss: Any = None,
+    policy: str | keras.DTypePolicy | None = None,
+    verbose: bool = False,
+) -> numerics_report.NumericsReport:
+    """Runs a model in 16 bit and in float32 and names the layers that fail.
+
+    Call it before a long run, or after one went wrong. Each layer is judged
+    by itself, on the inputs and gradients it has in float32: a fault is found
+    where it arises, not where it shows. The model, its weights, statistics,
+    random seeds and compiled functions stay as they are. It runs op by op on
+    the device and copies a few numbers per layer to the host.
+
+    Args:
+        model: A `keras.Model` of any kind, on Keras's TensorFlow or JAX
+            backend. It is built if it is not.
+        x: One batch of inputs: an array, a nest of arrays, or a
+            `tf.data.Dataset`, of which the first batch is taken. Use real
+            rows; 16 to 64 are enough, and no more than 64 are checked.
+        y: The targets. Defaults to `None`: only the forward pass is checked,
+            unless `x` is a dataset that holds them.
+        loss: As for `compile`, or a function of `(y, outputs)`, which is
+            called on the outputs as they are. Defaults to the loss that the
+            model was compiled with.
+        policy: A name, a `tfmix.Policy` or a `keras.DTypePolicy`. Defaults to
+            the dtypes that the model has, and to `"mixed_float16"` for a
+            float32 model. A name leaves a model that is in that 16-bit
+            format as it is.
+        verbose: Boolean, whether the report prints all its rows and advice.
+            Defaults to `False`: what is at fault and what is nearest to it,
+            a screen at most.
+
+    Returns:
+        A `NumericsReport`: `healthy`, and `rows` with the most severe first.
+
+    Raises:
+        TypeError: If `model` is no Keras model, or `policy` no policy.
+        ValueError: If `y` comes without a loss or a loss without `y`, or if
+            `policy` computes in float32.
+
+    Examples:
+        >>> import numpy as np
+        >>> layers = [keras.layers.ReLU(), keras.layers.Dense(1)]
+        >>> model = keras.Sequential([keras.Input((2,)), *layers])
+        >>> check(model, np.array([[1e5, 1.0]])).rows[0].verdict
+        'overflow'
+    """
+    report = checked(model, x, y, loss=loss, policy=policy, rows=ROWS)
+    return dataclasses.replace(report, verbose=verbose)
+
+
+def checked(
+    model: keras.Model,
+    x: Any,
+    y: Any,
+    *,
+    loss: Any,
+    policy: str | keras.DTypePolicy | None,
+    rows: int | None,
+) -> numerics_report.NumericsReport:
+    """Does what `check` does, on as many rows as are asked for."""
+    batch = batches.prepare(model, x, y, loss, rows)
+    chosen, base = _policy(model, policy)
+    what = f"Checking {model.name} in {base.compute_dtype}"
+    # A policy that is tried out comes with loss scaling; what stands may not.
+    warning = ""
+    if chosen is None:
+        warning = missing_scaler.warning(model)
+        if warning:
+            _messages.warn("%s", warning)
+    with _progress.shown(what) as say:
+        return _run(batch, chosen, base, warning, functools.partial(say, what))
+
+
+def _run(
+    given: batches.Batch,
+    chosen: keras.DTypePolicy | None,
+    base: policies.Policy,
+    warning: str = "",
+    show: Callable[[float], None] = lambda share: None,
+) -> numerics_report.NumericsReport:
+    """Checks a batch; a warning says that the loss is not scaled."""
+    limits = _formats.limits(base.compute_dtype)
+    sixteen = planned_policies.sixteen_bit(given.model, chosen)
+    bad_rows = given.bad_rows()
+    batch = given.without({row for bad in bad_rows for row in bad.rows})
+    with _as_under(chosen, batch.model, sixteen):
+        highest = passes.LOWEST_SCALE if warning else _LOSS_SCALE
+        carried = mixed_model.policy_of(batch.model)
+        # What is tried out is made, or converted, under the policy.
+        carries = chosen is not None or carried is not None
+        findings, judge = passes.find(
+            batch, sixteen, limits, highest, carries, show
+        )
+        float8 = _float8(batch)
+    bad = [*map(_bad_data, bad_rows)]
+    bad += _bad_weights(batch.model)
+    if bad:
+        # Where no row is fine, all that is not finite is so because of them.
+        findings = [finding for finding in findings if not finding.gap.broken]
+    dtypes = _returned_dtypes(judge, carries)
+    narrow = _narrow_layers(batch.model, judge.run.planned)
+    idle = () if narrow else (_IDLE, *_why_idle(batch.model))
+    return numerics_report.NumericsReport(
+        rows=(
+            *bad,
+            *_rows(findings, judge.targets, dtypes, limits, bool(warning)),
+        ),
+        policy=base,
+        model_name=given.model.name,
+        loss_scale=judge.scale,
+        again=lambda other: _run(given, other, other),
+        targets={target.name: target for target in judge.targets},
+        sixteen_bit_layers=len(narrow),
+        float8=float8,
+        notes=(
+            *filter(None, [warning]),
+            *idle,
+            *judge.run.fallen,
+            *batch.notes,
+        ),
+    )
+
+
+def _returned_dtypes(judge: runs.Judge, carries: bool) -> dict[str, str]:
+    """Returns what each layer handed on in the 16-bit run, by name."""
+    dtypes = {
+        judge.targets[index].name: made.outputs[0]
+        for (index, _), made in judge.run.signatures.items()
+        if made.outputs
+    }
+    given = {"float32"} if carries else {*judge.run.output_dtypes}
+    return {**dtypes, verdicts.LOSS: ", ".join(given)}
+
+
+def _narrow_layers(
+    model: keras.Model, sixteen: planned_policies.Plan
+) -> list[keras.Layer]:
+    return [
+        layer
+        for layer in computing_layers.layers_that_compute(model)
+        if planned_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
+    ]
+
+
+def _why_idle(model: keras.Model) -> list[str]:
+    quantized = any(
+        layer.quantization_mode for layer in layers.flat_layers(model)
+    )
+    return [_QUANTIZED] if quantized else []
+
+
+def _float8(batch: batches.Batch) -> tuple[float8_products.Float8Product, ...]:
+    """Measures what the chosen layers multiply in float8, in float32's run."""
+    chosen = chosen_layers.chosen(batch.model)
+    if batch.loss is None or not chosen:
+        return ()
+    with runs.in_float32(batch.model):
+        measured = float8_products.measure(
+            chosen, lambda: batch.run(batch.weights())[1]
+        )
+    return tuple(float8_products.read(*measured))
+
+
+@contextlib.contextmanager
+def _as_under(
+    chosen: keras.DTypePolicy | None,
+    model: keras.Model,
+    sixteen: planned_policies.Plan,
+) -> Iterator[None]:
+    """Lets a model compute as under a policy, `None` for as it stands."""
+    with contextlib.ExitStack() as conditions:
+        conditions.enter_context(compilation.nothing_traced())
+        conditions.enter_context(model_outputs.outputs_as_made())
+        if isinstance(chosen, policies.Policy):
+            names = {*chosen.float32_ops, interceptor.SIXTEEN_BIT}
+            conditions.enter_context(interceptor.block(names))
+        if chosen is not None:
+            conditions.enter_context(own_code.anew(model))
+            before = chosen_layers.reasons(model)
+            conditions.callback(chosen_layers.restore, model, before)
+            chosen_layers.restore(model, {})
+            rules = policies.with_rules(chosen)
+            if rules.is_float8:
+                with layers.policies(sixteen):
+                    chosen_layers.choose(model, rules)
+        yield
+
+
+def _policy(
+    model: Any, policy: str | keras.DTypePolicy | None
+) -> tuple[keras.DTypePolicy | None, policies.Policy]:
+    """Returns what to plan with, None for as it stands, and its rules."""
+    sixteen = planned_policies.sixteen_bit_layers(model)
+    now = {layer.compute_dtype for layer in sixteen}
+    if policy is None:
+        carried = mixed_model.policy_of(model)
+        name = f"mixed_{min(now)}" if now else "mixed_float16"
+        base = policies.with_rules(carried or keras.DTypePolicy(name))
+        return (None if now else base), base
+    accepted = global_policy.accept(policy)
+    if accepted.compute_dtype not in _formats.SIXTEEN_BIT:
+        raise ValueError(
+            "`policy` must compute in 16 bit, such as 'mixed_float16': "
+            "float32 is what it is checked against. "
+            f"Received: policy={policy!r}."
+        )
+    if isinstance(policy, str) and now == {accepted.compute_dtype}:
+        return None, policies.with_rules(accepted)
+    if isinstance(accepted, policies.Policy):
+        return accepted, accepted
+    bare = policies.Policy(
+        f"mixed_{accepted.compute_dtype}", float32_layers=[], float32_ops=[]
+    )
+    return accepted, bare
+
+
+def _rows(
+    findings: list[verdicts.Finding],
+    targets: list[probe.Target],
+    dtypes: Mapping[str, str],
+    limits: _formats.Format,
+    unscaled: bool,
+) -> list[verdicts.LayerVerdict]:
+    classes = {
+        target.name: type(target.operation).__name__ for target in targets
+    }
+    result = []
+    for finding in sorted(findings, key=lambda finding: finding.rank):
+        gap, name = finding.gap, classes.get(finding.layer, "Layer")
+        is_float32 = dtypes.get(finding.layer) == _formats.FLOAT32.name
+        advice = verdicts.advice(finding, name, limits, unscaled, is_float32)
+        result.append(
+            verdicts.LayerVerdict(
+                finding.layer,
+                finding.phase,
+                finding.verdict,
+                math.inf if gap.broken else gap.relative_error,
+                gap.headroom_bits,
+                advice,
+                float(gap.cosine)
+                if finding.phase == verdicts.BACKWARD
+                else None,
+                gap.broken and finding.verdict != verdicts.OK,
+                dtypes.get(finding.layer, ""),
+                verdicts.bound(finding, limits),
+            )
+        )
+    return result
+
+
+def _bad_data(bad: _bad_rows.BadRows) -> verdicts.LayerVerdict:
+    """Returns the row of the report for `x` or `y` with NaN or infinity."""
+    positions = f"numpy.argwhere(~numpy.isfinite({bad.name}))"
+    advice = f"{positions}  # {bad.text}: fix that first"
+    phase, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
+    return verdicts.LayerVerdict(
+        bad.name, phase, verdict, math.inf, -math.inf, advice, broken=True
+    )
+
+
+def _bad_weights(model: keras.Model) -> list[verdicts.LayerVerdict]:
+    """Returns a row for each variable, trained or not, with NaN or infinity."""
+    phase, verdict, result = verdicts.WEIGHTS, verdicts.NOT_FINITE, []
+    # Inner layers come after outer ones.
+    every = layers.flat_layers(model)
+    owners = {id(v): layer.name for layer in every for v in layer.variables}
+    for variable in model.variables:
+        if keras.backend.is_float_dtype(variable.dtype):
+            values = ops.convert_to_numpy(variable.value)
+            count = values.size - np.count_nonzero(np.isfinite(values))
+            if count:
+                advice = (
+                    f"# its {variable.name} is NaN or infinite in {count:,} of "
+                    f"{values.size:,} entries: set it anew, or load weights "
+                    "of before"
+                )
+                layer = owners.get(id(variable), variable.path)
+                fields = (layer, phase, verdict, math.inf, -math.inf, advice)
+                result.append(verdicts.LayerVerdict(*fields, broken=True))
+    return result

@@ -1,0 +1,32 @@
+"""What to write for a float16 model whose loss nothing scales."""
+
+import keras
+
+from tfmix import _formats
+from tfmix._keras import model_methods
+from tfmix.autocast import computing_layers
+
+
+def warning(model: keras.Model) -> str:
+    """Says what to write for a float16 model whose loss is not scaled.
+
+    Empty for a model that is not compiled, has no layers in float16, has its
+    gradients scaled inside (it carries a policy), or an optimizer that scales
+    the loss. Keras scales it only where the model as
+    a whole is "mixed_float16", and not under `compile(auto_scale_loss=False)`.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if (
+        optimizer is None
+        or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        or getattr(optimizer, "loss_scale_factor", None)
+        or model_methods.part(model, model_methods.RULES) is not None
+        or not computing_layers.computes_in(model, "float16")
+    ):
+        return ""
+    name = type(optimizer).__name__
+    return (
+        f"The model computes in float16 and {name} does not scale the loss: "
+        f"gradients below {_formats.FLOAT16.smallest:.1g} become 0. Compile "
+        f"with tfmix.LossScaleOptimizer({name}(...))."
+    )

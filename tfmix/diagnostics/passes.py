@@ -1,0 +1,269 @@
+"""The passes of a check, and what each layer was found to do in them."""
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from tfmix import _formats
+from tfmix._keras import variables
+from tfmix.autocast import computing_layers
+from tfmix.conversion import planned_policies
+from tfmix.diagnostics import batch as batches
+from tfmix.diagnostics import differentiation, probe, ranges, runs, verdicts
+from tfmix.gradient_scaling import tensors
+from tfmix.loss_scaling import rules
+
+_Findings = list[verdicts.Finding]
+LOWEST_SCALE = rules.DynamicLossScale().lowest_scale
+# What scales gradients inside a model knows no lowest; this is beyond use.
+_LOWEST_INSIDE = 2.0**-40
+
+
+def find(
+    batch: batches.Batch,
+    planned: planned_policies.Plan,
+    limits: _formats.Format,
+    highest_scale: float,
+    carries: bool,
+    show: Callable[[float], None],
+) -> tuple[_Findings, runs.Judge]:
+    """Makes the passes: in 16 bit, in float32, and call by call both ways.
+
+    Args:
+        batch: What the model is run on.
+        planned: The dtypes of the 16-bit run.
+        limits: Of its format.
+        highest_scale: The loss scale to start with.
+        carries: Whether the model as it stands carries a policy: it returns
+            float32, and scales its gradients inside.
+        show: Is told the share of the layers that are judged.
+
+    Returns:
+        One finding per layer and phase, the worst of those called often; and
+        the judge of the last pass.
+    """
+    targets = probe.targets(batch.model)
+    run = runs.sixteen_bit(batch, targets, planned, limits.name)
+    is_inside = carries and not (
+        computing_layers.has_sixteen_bit_variables(batch.model)
+    )
+    lowest = _LOWEST_INSIDE if is_inside else LOWEST_SCALE
+    truth, scale = None, 1.0
+    if batch.loss is not None:
+        truth = runs.truth(batch, targets, run.signatures)
+        # bfloat16 has float32's range.
+        if limits.name == _formats.FLOAT16.name:
+            scale = _loss_scale(run, truth, lowest, highest_scale)
+    judge = runs.Judge(batch, targets, run, truth, limits, scale, lowest)
+    findings = _judged(judge, carries, show)
+    while judge.scale > lowest and _overflows_backward(findings):
+        judge = judge.lower()
+        findings = _judged(judge, carries, show)
+    findings = _attributed(findings, targets)
+    worst: dict[tuple[str, str], verdicts.Finding] = {}
+    for finding in sorted(findings, key=lambda finding: finding.rank):
+        worst.setdefault((finding.layer, finding.phase), finding)
+    return list(worst.values()), judge
+
+
+def _loss_scale(
+    run: runs.SixteenBitRun, truth: runs.Truth, lowest: float, highest: float
+) -> float:
+    """Returns the power of two between two that scaling settles at."""
+    sixteen = [
+        tensor
+        for key, tensors in truth.outputs.items()
+        for tensor, dtype in zip(
+            tensors, run.signatures[key].outputs, strict=True
+        )
+        if dtype in _formats.SIXTEEN_BIT
+    ]
+    largest = max(map(ranges.largest, [*truth.weights, *sixteen]), default=0.0)
+    if largest == 0.0:
+        return highest
+    # Two bits are kept free for the sums inside a layer.
+    room = math.floor(math.log2(_formats.FLOAT16.max / largest)) - 2
+    return min(max(2.0**room, lowest), highest)
+
+
+def _judged(
+    judge: runs.Judge, carries: bool, show: Callable[[float], None]
+) -> _Findings:
+    """Judges each call of a float32 run, the weights, and the loss."""
+    batch, signatures = judge.batch, judge.run.signatures
+    findings: _Findings = []
+    order, has_weights_before = 0, False
+    read_last: Callable[[], _Findings] = list
+
+    def on_call(call: probe.Call) -> Any:
+        nonlocal order, has_weights_before, read_last
+        reaches_weights = has_weights_before
+        signature = signatures.get(call.key)
+        # Judging computes the outputs of a layer with nothing inside, too.
+        is_judged_alone = (
+            signature and signature.is_tensor and call.target.whole
+        )
+        outputs = None if is_judged_alone else call.proceed()
+        has_weights_before |= bool(call.target.weights)
+        if signature is None:
+            return outputs
+        order += 1
+        pairs = judge.pairs(call)
+        # While a device computes these.
+        findings.extend(read_last())
+        read_last = functools.partial(
+            _of_call, judge, call, pairs, order, reaches_weights
+        )
+        show(order / len(signatures))
+        return pairs[1][1][0] if is_judged_alone else outputs
+
+    with runs.in_float32(batch.model):
+        with probe.watched(judge.targets, on_call):
+            outputs = batch.outputs(batch.weights())
+        with keras.StatelessScope():
+            findings += read_last()
+    findings += _of_weights(judge.targets, judge.run.planned, judge.limits)
+    if batch.loss is not None:
+        findings += _of_loss(judge, outputs, order + 1, carries)
+    return findings
+
+
+def _of_call(
+    judge: runs.Judge,
+    call: probe.Call,
+    pairs: list[runs.Pair],
+    order: int,
+    reaches_weights: bool,
+) -> _Findings:
+    """Judges a call that was made both ways."""
+    name, limits, gaps = call.target.name, judge.limits, judge.gaps(pairs)
+    given = verdicts.of_output(gaps.arguments, limits) != verdicts.OK
+    verdict = verdicts.of_output(gaps.outputs, limits)
+    forward = (name, verdicts.FORWARD, verdict, gaps.outputs, order, given)
+    findings: list[verdicts.Finding | None] = [verdicts.Finding(*forward)]
+    if reaches_weights or call.target.weights:
+        findings.append(
+            verdicts.backward(name, order, gaps, limits, reaches_weights)
+        )
+    return list(filter(None, findings))
+
+
+def _of_loss(
+    judge: runs.Judge, outputs: Any, order: int, carries: bool
+) -> _Findings:
+    """Judges the loss on the float32 outputs, forward and backward."""
+    batch, limits, dtypes = judge.batch, judge.limits, judge.run.output_dtypes
+    exact = [ops.cast(leaf, "float32") for leaf in probe.floats(outputs)]
+    near = [ops.cast(*pair) for pair in zip(exact, dtypes, strict=True)]
+
+    def loss(leaves: list[Any]) -> list[Any]:
+        if carries:
+            leaves = [ops.cast(leaf, "float32") for leaf in leaves]
+        # The loss of several outputs keeps a mean of each in variables.
+        with keras.StatelessScope():
+            return [batch.loss_of(leaves, outputs)]
+
+    def both(near: list[Any], exact: list[Any], scale: Any) -> Any:
+        made, made_back = differentiation.pullback(loss, near)
+        right, right_back = differentiation.pullback(loss, exact)
+        one = ops.ones_like(made[0])
+        wrong = made_back([one * ops.cast(scale, one.dtype)])
+        return made, right, wrong, right_back([ops.ones_like(right[0])])
+
+    made, right, wrong, true = batch.runner.run(
+        both, near, exact, np.float32(judge.scale)
+    )
+    forward = ranges.gap(made, right, limits)
+    backward = ranges.gap(wrong, true, limits, judge.scale)
+    verdict, note = verdicts.of_output(forward, limits), ""
+    if verdict != verdicts.OK and tensors.is_16_bit(made[0]):
+        note = f"the loss is computed in {probe.dtype(made[0])}"
+    arguments = ranges.gap(near, exact, limits)
+    finding = functools.partial(
+        verdicts.Finding,
+        verdicts.LOSS,
+        order=order,
+        given=verdicts.of_output(arguments, limits) != verdicts.OK,
+        is_own=isinstance(batch.loss, types.FunctionType),
+    )
+    back = verdicts.of_gradient(backward, limits)
+    return [
+        finding(verdicts.FORWARD, verdict, forward, note=note),
+        finding(verdicts.BACKWARD, back, backward),
+    ]
+
+
+def _of_weights(
+    targets: Sequence[probe.Target],
+    planned: planned_policies.Plan,
+    limits: _formats.Format,
+) -> list[verdicts.Finding]:
+    """Judges all weights that are read in 16 bit, used in the batch or not."""
+    result = []
+    for order, target in enumerate(targets):
+        if values := _cast_weights(target, planned):
+            # On the host: a device compiles a cast for each shape.
+            with np.errstate(over="ignore"):
+                near = [value.astype(limits.name) for value in values]
+            gap = ranges.gap(near, values, limits)
+            verdict = verdicts.of_output(gap, limits)
+            fields = (target.name, verdicts.WEIGHTS, verdict, gap, order)
+            result.append(verdicts.Finding(*fields))
+    return result
+
+
+def _cast_weights(
+    target: probe.Target, planned: planned_policies.Plan
+) -> list[Any]:
+    if not isinstance(target.operation, keras.Layer):
+        return []
+    # Layers without autocast, such as the normalisations, cast by themselves
+    # where they need float32; an embedding casts what it looked up.
+    return [
+        ops.convert_to_numpy(variable.value)
+        for layer in (target.layers if target.whole else [target.operation])
+        if planned_policies.dtype(planned, layer) in _formats.SIXTEEN_BIT
+        and (layer.autocast or isinstance(layer, keras.layers.Embedding))
+        for variable in variables.own_trainable(layer)
+    ]
+
+
+def _overflows_backward(findings: _Findings) -> bool:
+    """Says whether dynamic loss scaling would go on to a lower scale."""
+    backward = verdicts.BACKWARD
+    bad_forward = {
+        finding.layer
+        for finding in findings
+        if finding.phase != backward and finding.verdict != verdicts.OK
+    }
+    return any(
+        finding.gap.lost and finding.phase == backward
+        for finding in findings
+        if finding.layer not in bad_forward
+    )
+
+
+def _attributed(
+    findings: list[verdicts.Finding], targets: list[probe.Target]
+) -> list[verdicts.Finding]:
+    """Clears a layer of the faults of the layers inside it."""
+    inside = {target.name: target.inside for target in targets}
+    cleared = {
+        (outer, finding.phase)
+        for finding in findings
+        if finding.verdict != verdicts.OK and not finding.given
+        for outer in inside.get(finding.layer, ())
+    }
+    return [
+        dataclasses.replace(finding, verdict=verdicts.OK)
+        if (finding.layer, finding.phase) in cleared
+        else finding
+        for finding in findings
+    ]

@@ -1,0 +1,329 @@
+"""A model, and each of its calls, in 16 bit and in float32 on equal inputs."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from tfmix import _formats
+from tfmix._keras import compilation, layer_policies, layers
+from tfmix.autocast import own_code
+from tfmix.conversion import planned_policies
+from tfmix.diagnostics import batch as batches
+from tfmix.diagnostics import differentiation, probe, ranges
+
+Key = tuple[int, int]
+# Tensors in 16 bit, and the same ones in float32.
+Pair = tuple[list[Any], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What the float tensors of one call were in the 16-bit run."""
+
+    # Dtypes, and whether the values fit into 16 bits whatever the dtype: a
+    # 16-bit layer made them.
+    arguments: tuple[str, ...]
+    rounded: tuple[bool, ...]
+    # Dtypes, shapes, and whether these are the model's own outputs.
+    outputs: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    is_tensor: bool  # whether the call returns one tensor, and no nest
+    is_output: bool = False
+
+    def told(self, rounded: list[Any], is_output: bool) -> "Signature":
+        """Returns it with what is known only after the run."""
+        fits = tuple(map(bool, rounded))
+        return dataclasses.replace(self, rounded=fits, is_output=is_output)
+
+
+@dataclasses.dataclass(frozen=True)
+class SixteenBitRun:
+    """The 16-bit run: every call's `Signature`, and what came out."""
+
+    signatures: dict[Key, Signature]
+    output_dtypes: tuple[str, ...]
+    # What was planned, and float32 for each layer that fell back to it.
+    planned: planned_policies.Plan
+    # Why each of those fell back, by name.
+    fallen: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Truth:
+    """Gradients of the float32 run: of each call's outputs, of the weights."""
+
+    outputs: dict[Key, list[Any]]
+    weights: list[Any]
+
+
+@contextlib.contextmanager
+def in_float32(model: keras.Model) -> Iterator[None]:
+    """Lets a model compute what it is compared with, for a block."""
+    reference = planned_policies.reference(model)
+    with layers.policies(reference), layers.autocast("float32"):
+        yield
+
+
+def sixteen_bit(
+    batch: batches.Batch,
+    targets: Sequence[probe.Target],
+    planned: planned_policies.Plan,
+    fmt: str,
+) -> SixteenBitRun:
+    """Runs the model forward in 16 bit and notes the dtypes."""
+    signatures: dict[Key, Signature] = {}
+    rounded: dict[Key, list[Any]] = {}
+    made: dict[int, Key] = {}
+    # Kept until the end, so that an `id` stands for one tensor only.
+    alive = []
+    trace, outputs = None, None
+
+    def on_call(call: probe.Call) -> Any:
+        outputs = call.proceed()
+        leaves = probe.floats(outputs)
+        every = [*leaves, *call.tensors]
+        # A loop's body has no numbers.
+        if all(compilation.is_made_in(trace, leaf) for leaf in every):
+            rounded[call.key] = [_fits(leaf, fmt) for leaf in call.tensors]
+            signatures[call.key] = _signature(call, outputs)
+            for leaf in leaves:
+                # What a layer hands on from one inside it is the inner one's.
+                made.setdefault(id(leaf), call.key)
+            alive.append(leaves)
+        return outputs
+
+    def forward(weights: list[Any]) -> Any:
+        nonlocal trace, outputs
+        trace = compilation.trace()
+        with probe.watched(targets, on_call):
+            outputs = batch.outputs(weights)
+        return rounded
+
+    with layers.policies(planned):
+        fits = batch.runner.run(forward, batch.weights())
+        ran = {layer: layer_policies.own(layer) for layer in planned}
+        fallen = own_code.notes(batch.model)
+    leaves = probe.floats(outputs)
+    of_outputs = {made[id(leaf)] for leaf in leaves if id(leaf) in made}
+    signatures = {
+        key: signature.told(fits[key], key in of_outputs)
+        for key, signature in signatures.items()
+    }
+    dtypes = tuple(map(probe.dtype, leaves))
+    return SixteenBitRun(signatures, dtypes, ran, fallen)
+
+
+def _signature(call: probe.Call, outputs: Any) -> Signature:
+    """Notes a call's dtypes and shapes; whether they fit is told later."""
+    leaves = probe.floats(outputs)
+    return Signature(
+        arguments=tuple(map(probe.dtype, call.tensors)),
+        rounded=(),
+        outputs=tuple(map(probe.dtype, leaves)),
+        shapes=tuple(tuple(leaf.shape) for leaf in leaves),
+        is_tensor=probe.is_float(outputs),
+    )
+
+
+def truth(
+    batch: batches.Batch,
+    targets: Sequence[probe.Target],
+    signatures: dict[Key, Signature],
+) -> Truth:
+    """Runs the model forward and back in float32."""
+
+    def losses(inputs: list[Any]) -> list[Any]:
+        nudges, weights = _dealt(inputs, signatures)
+
+        def on_call(call: probe.Call) -> Any:
+            outputs = call.proceed()
+            leaves, nudge = probe.floats(outputs), nudges.get(call.key, [])
+            if len(nudge) != len(leaves):
+                return outputs
+            moved = [
+                leaf + ops.cast(zero, leaf.dtype)
+                for leaf, zero in zip(leaves, nudge, strict=True)
+            ]
+            return probe.replaced(outputs, moved)
+
+        with probe.watched(targets, on_call):
+            return [batch.run(weights)[1]]
+
+    def gradients_at(weights: list[Any]) -> list[Any]:
+        # A zero is added to every output: its gradient is the output's.
+        zeros = [
+            ops.zeros(shape, "float32")
+            for signature in signatures.values()
+            for shape in signature.shapes
+        ]
+        (loss,), back = differentiation.pullback(losses, [*zeros, *weights])
+        return back([ops.ones_like(loss)])
+
+    with in_float32(batch.model):
+        gradients = batch.runner.run(gradients_at, batch.weights())
+    return Truth(*_dealt(gradients, signatures))
+
+
+def _dealt(
+    tensors: Sequence[Any], signatures: dict[Key, Signature]
+) -> tuple[dict[Key, list[Any]], list[Any]]:
+    """Deals a list out to calls, and returns what is left over."""
+    rest = iter(tensors)
+    by_call = {
+        key: [next(rest) for _ in signature.shapes]
+        for key, signature in signatures.items()
+    }
+    return by_call, list(rest)
+
+
+def _fits(tensor: Any, fmt: str) -> Any:
+    if probe.dtype(tensor) in _formats.SIXTEEN_BIT:
+        return True
+    tensor = ops.cast(tensor, "float32")
+    same = ops.cast(ops.cast(tensor, fmt), "float32") == tensor
+    return ops.all(same | ops.isnan(tensor))
+
+
+@dataclasses.dataclass(frozen=True)
+class CallGaps:
+    """The gaps one call opens by itself, in the order it opens them."""
+
+    arguments: ranges.Gap  # of the inputs, by the cast to 16 bit alone
+    outputs: ranges.Gap
+    # Of the outputs' gradients, by the cast alone, and of those it computes.
+    incoming: ranges.Gap | None = None
+    inputs: ranges.Gap | None = None
+    weights: ranges.Gap | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Judge:
+    """Runs single calls both ways; `truth` is None without a loss."""
+
+    batch: batches.Batch
+    targets: list[probe.Target]
+    run: SixteenBitRun
+    truth: Truth | None
+    limits: _formats.Format
+    scale: float
+    lowest_scale: float
+
+    def lower(self) -> "Judge":
+        """Returns the one at the next lower scale, of the lowest at least."""
+        scale = max(self.scale / 16.0, self.lowest_scale)
+        return dataclasses.replace(self, scale=scale)
+
+    def pairs(self, call: probe.Call) -> list[Pair]:
+        """Makes a call of the float32 run both ways.
+
+        What each of the `CallGaps` is between; of the second pair, the latter
+        are the call's outputs in float32.
+        """
+        values = [x.value for x in call.target.weights]
+        gradients = (self.truth.outputs if self.truth else {}).get(call.key)
+
+        def both(*tensors: Any) -> list[Pair]:
+            return self._both_ways(call, *tensors)
+
+        scale = np.float32(self.scale)
+        made: list[Pair] = self.batch.runner.run(
+            both, call.tensors, values, gradients, scale
+        )
+        return made
+
+    def gaps(self, pairs: list[Pair]) -> CallGaps:
+        """Measures what `pairs` returned, once it is computed."""
+        scales = [1.0, 1.0, *[self.scale] * (len(pairs) - 2)]
+        return CallGaps(
+            *(
+                ranges.gap(near, exact, self.limits, scale)
+                for (near, exact), scale in zip(pairs, scales, strict=True)
+            )
+        )
+
+    def _both_ways(
+        self,
+        call: probe.Call,
+        tensors: list[Any],
+        values: list[Any],
+        gradients: list[Any] | None,
+        scale: Any,
+    ) -> list[Pair]:
+        signature, inputs = self.run.signatures[call.key], len(tensors)
+        exact = [ops.cast(leaf, "float32") for leaf in tensors]
+        near = [
+            ops.cast(ops.cast(leaf, self.limits.name) if small else leaf, dtype)
+            for leaf, small, dtype in zip(
+                exact, signature.rounded, signature.arguments, strict=True
+            )
+        ]
+        function = _function(call, inputs, call.target.weights)
+        truth, truth_back = differentiation.pullback(
+            function, [*exact, *values]
+        )
+        with self._in_sixteen_bit(call.target):
+            made, made_back = differentiation.pullback(
+                function, [*near, *values]
+            )
+        forward = [(near, exact), (made, truth)]
+        if gradients is None:
+            return forward
+        # Losses a layer adds come after its outputs; no gradient for them.
+        exact = [*gradients, *map(ops.zeros_like, truth[len(gradients) :])]
+        near = [
+            ops.cast(gradient * scale, leaf.dtype)
+            for gradient, leaf in zip(exact, made, strict=True)
+        ]
+        right = truth_back(
+            [ops.cast(a, b.dtype) for a, b in zip(exact, truth, strict=True)]
+        )
+        with self._in_sixteen_bit(call.target):
+            # The gradient of a quantized layer asks for its dtype then.
+            wrong = made_back(near)
+        return [
+            *forward,
+            (near, exact),
+            (wrong[:inputs], right[:inputs]),
+            (wrong[inputs:], right[inputs:]),
+        ]
+
+    def exact(self, call: probe.Call, tensors: Sequence[Any]) -> list[Any]:
+        """Makes a call in float32 with other tensors."""
+        return _function(call, len(tensors), [])(list(tensors))
+
+    def near(self, call: probe.Call, tensors: Sequence[Any]) -> list[Any]:
+        """Makes a call in 16 bit with other tensors."""
+        with self._in_sixteen_bit(call.target):
+            return self.exact(call, tensors)
+
+    @contextlib.contextmanager
+    def _in_sixteen_bit(self, target: probe.Target) -> Iterator[None]:
+        layer, autocast = target.operation, None
+        if isinstance(layer, keras.Layer) and layer.autocast:
+            autocast = planned_policies.dtype(self.run.planned, layer)
+        with (
+            layers.policies(target.planned(self.run.planned)),
+            layers.autocast(autocast),
+        ):
+            yield
+
+
+def _function(
+    call: probe.Call, tensors: int, weights: Sequence[Any]
+) -> Callable[[list[Any]], list[Any]]:
+    """Makes a call a function of its tensors and its weights."""
+
+    def function(inputs: list[Any]) -> list[Any]:
+        with layers.trial() as scope:
+            for variable, value in zip(weights, inputs[tensors:], strict=True):
+                scope.state_mapping[id(variable)] = value
+            before = len(scope.losses)
+            outputs = call.try_with(inputs[:tensors])
+            return [*probe.floats(outputs), *scope.losses[before:]]
+
+    return function

@@ -1,0 +1,142 @@
+"""The policy that fixes a model: the layers at fault in float32."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from tfmix import _messages, _progress
+from tfmix.diagnostics import float8_products, probe, verdicts
+from tfmix.policy import names as policy_names
+from tfmix.policy import policy as policies
+
+
+class Checked(Protocol):
+    """What the search asks of a `NumericsReport`."""
+
+    @property
+    def policy(self) -> policies.Policy:
+        """The policy that was checked."""
+
+    @property
+    def targets(self) -> Mapping[str, probe.Target]:
+        """The watched layers by name."""
+
+    @property
+    def sixteen_bit_layers(self) -> int:
+        """How many layers computed in 16 bit."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every row is fine."""
+
+    @property
+    def faults(self) -> tuple[verdicts.LayerVerdict, ...]:
+        """The rows that are not fine."""
+
+    @property
+    def float8(self) -> tuple[float8_products.Float8Product, ...]:
+        """The products in float8."""
+
+    @property
+    def again(self) -> Callable[[policies.Policy], "Checked"]:
+        """Checks the same model and batch under another policy."""
+
+
+def float32_layers(report: Checked, progress: bool) -> policies.Policy:
+    """Does the work of `NumericsReport.suggested_policy`."""
+    if not all(product.is_fine for product in report.float8):
+        # Each was judged by itself: the others stay as they are.
+        report = report.again(_without_faulty_float8(report))
+    if report.healthy:
+        return report.policy
+    if broken := [row.layer for row in report.faults if row.broken]:
+        raise ValueError(
+            "No dtype policy can fix this model: it is not finite in "
+            f"float32 either, first at {broken[0]!r}. Look for NaN or "
+            "infinity in the data and the weights."
+        )
+    searching = "Searching float32 layers"
+    with _progress.shown(searching, hidden=not progress) as say:
+        needed = _enough(report, lambda: say(f"{searching}: trying more"))
+    tried = _tried(report, needed)
+    if tried is not None and not tried.sixteen_bit_layers:
+        is_float16 = report.policy.compute_dtype == "float16"
+        _messages.warn(
+            "in the suggested policy nothing is left in 16 bit; use %r.",
+            "mixed_bfloat16" if is_float16 else "float32",
+        )
+    return with_layers(report, needed)
+
+
+def with_layers(report: Checked, names: Iterable[str]) -> policies.Policy:
+    """Returns a report's policy with more layers in float32."""
+    base = report.policy
+    known = base.float32_layers
+    added = [re.escape(name) for name in names]
+    return policies.Policy(
+        base.level or base.name,
+        float32_layers=[
+            *known,
+            *(pattern for pattern in added if pattern not in known),
+        ],
+        float32_ops=base.float32_ops,
+        keep_batchnorm_fp32=base.keep_batchnorm_fp32,
+        float8_layers=base.float8_layers,
+    )
+
+
+def in_float8(report: Checked) -> list[str]:
+    """Returns the paths of the layers whose products are all fine."""
+    paths = {product.layer for product in report.float8}
+    faulty = {product.layer for product in report.float8 if not product.is_fine}
+    return [re.escape(path) for path in sorted(paths - faulty)]
+
+
+def _without_faulty_float8(report: Checked) -> policies.Policy:
+    base, kept = report.policy, in_float8(report)
+    return policies.Policy(
+        policy_names.FLOAT8 if kept else "mixed_bfloat16",
+        float32_layers=base.float32_layers,
+        float32_ops=base.float32_ops,
+        keep_batchnorm_fp32=base.keep_batchnorm_fp32,
+        float8_layers=kept or None,
+    )
+
+
+def _tried(report: Checked, names: Iterable[str]) -> Checked | None:
+    """Checks with more layers in float32; None if the model fails to run."""
+    try:
+        return report.again(with_layers(report, names))
+    except Exception:
+        # A layer of the user's adds 16-bit inputs to what a float32 layer
+        # inside it returns: each backend has an error of its own for that.
+        return None
+
+
+def _enough(report: Checked, step: Callable[[], None]) -> list[str]:
+    """Adds what is at fault until nothing is."""
+    names: dict[str, None] = {}
+    # A model that stands without the policy may be fine under it.
+    current = _tried(report, names)
+    while current is None or not current.healthy:
+        step()
+        before = len(names)
+        if current is not None:
+            for row in current.faults:
+                last = list(report.targets)[-1:]
+                is_loss = row.layer == verdicts.LOSS
+                added = last if is_loss else _with_inner(report, row.layer)
+                names.update(dict.fromkeys(added))
+        if len(names) == before:
+            # Nothing new to add: the rest of the model is what is left.
+            names.update(dict.fromkeys(report.targets))
+        if len(names) == before:
+            break
+        current = _tried(report, names)
+    return list(names)
+
+
+def _with_inner(report: Checked, name: str) -> list[str]:
+    """Returns a layer and what is inside: its tensors come from there."""
+    targets = report.targets.values()
+    return [name, *(target.name for target in targets if name in target.inside)]

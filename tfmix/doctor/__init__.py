@@ -1,1 +1,0 @@
-"""What 16-bit arithmetic does to a model's numbers, layer by layer."""

@@ -1,0 +1,1 @@
+"""Gradients of float16 models, scaled inside and true outside."""

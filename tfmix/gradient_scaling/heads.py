@@ -1,0 +1,127 @@
+"""A graph with several results, in parts that have a border each.
+
+A part is made of the operations that reach the same results: a trunk, and the
+head of each. So each head finds its own power of two, and results whose losses
+differ by orders of magnitude all have true gradients. A result that others are
+made of, as the mean beside a sample or feature maps beside a prediction, ends
+a part: who asks for gradients by it has them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfmix._keras import global_state, layers
+from tfmix.gradient_scaling import model_call, tensors
+
+
+class Results:
+    """What the parts of one call have returned: in float32, and as made."""
+
+    def __init__(self, model: keras.Model, is_float16: bool) -> None:
+        self.model, self.is_float16 = model, is_float16
+        self._pairs: list[tuple[Any, Any]] = []
+
+    def as_made(self, outside: Any, dtype: str) -> Any:
+        """Returns a result of a part in the dtype that it was made in."""
+        inside = _narrow(outside, dtype)
+        self._pairs.append((inside, outside))
+        return inside
+
+    def wide(self, result: Any) -> Any:
+        """Returns a result in float32, with what Keras attached to it."""
+        for inside, outside in self._pairs:
+            if inside is result:
+                return outside
+        return tensors.wide(result)
+
+
+class Graph:
+    """The graph of a Functional model."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+
+    @functools.cached_property
+    def _parts(self) -> list["_Part"]:
+        if not layers.is_graph(self._model):
+            return []
+        return [_Part(*part) for part in layers.graph_parts(self._model)]
+
+    @property
+    def has_parts(self) -> bool:
+        """Says whether there are several, so that each has its own border."""
+        return len(self._parts) > 1
+
+    def run(
+        self,
+        original: Callable,
+        inputs: Any,
+        operation_fn: Callable = lambda operation: operation,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs through the graph; `original` is Keras's method that does."""
+        model, results = self._model, model_call.around()
+        # A model inside of another has no results of its own to hand on.
+        if not isinstance(results, Results) or results.model is not model:
+            return original(inputs, operation_fn=operation_fn, **kwargs)
+        given = keras.tree.flatten(inputs)
+        # By the `id` of a symbol, what stands for it and the dtype it was made
+        # in: what other parts take is float32.
+        known = {
+            id(symbol): (value, "")
+            for symbol, value in zip(model.inputs, given, strict=True)
+        }
+        for part in self._parts:
+            taken = [known[key] for key in part.takes]
+            arguments = operation_fn, taken
+            made = model_call.call_inside(
+                model, part.run, arguments, {}, results.is_float16
+            )
+            pairs = zip(made, part.dtypes, strict=True)
+            known.update(zip(part.gives, pairs, strict=True))
+        symbols = layers.results(model)
+        made = [results.as_made(*known[id(symbol)]) for symbol in symbols]
+        return layers.packed_results(model, made)
+
+
+class _Part:
+    """The operations of a graph that reach the same results.
+
+    Tensors are known by the `id`s of the symbols in whose place they stand.
+    """
+
+    def __init__(self, nodes: list, takes: list[int], gives: list[int]) -> None:
+        self._nodes, self.takes, self.gives = nodes, takes, gives
+        #: What it gave last, as it was made.
+        self.dtypes: list[str] = []
+
+    def run(self, operation_fn: Callable, taken: list) -> list:
+        """Returns what it gives, in float32.
+
+        Args:
+            operation_fn: Gives an operation what it is called with.
+            taken: Pairs of a tensor and the dtype that it was made in.
+        """
+        values = {
+            key: _narrow(*pair)
+            for key, pair in zip(self.takes, taken, strict=True)
+        }
+        for node in self._nodes:
+            values.update(layers.run_node(node, values, operation_fn))
+        made = [values[key] for key in self.gives]
+        self.dtypes = list(map(tensors.float_dtype, made))
+        return list(map(tensors.wide, made))
+
+
+def _narrow(tensor: Any, dtype: str) -> Any:
+    if tensors.float_dtype(tensor) in ("", "sparse", dtype) or not dtype:
+        return tensor
+    narrow = keras.ops.cast(tensor, dtype)
+    for name in global_state.NOTES_OF_KERAS:
+        value = global_state.note(tensor, name)
+        if value is not None:
+            global_state.put_note(narrow, name, value)
+    return narrow

@@ -1,0 +1,352 @@
+"""Weight gradients in float32, under JAX.
+
+A function of a 16-bit tensor and a float32 weight rounds the weight inside, and
+hands its gradient back in float32. What is linear in the weight is told to JAX
+as a linear function of a float32 tangent, whose transpose JAX finds: so
+`jax.grad`, `jax.jvp`, `jax.vmap`, `jax.checkpoint` and any mix of them work.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+from jax import lax
+from jax import numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad, batching, mlir
+
+from tfmix.gradient_scaling.contraction import Contraction
+
+# Computes a result from a tensor and a weight of the same 16-bit dtype.
+Function = Callable[[Any, Any], Any]
+# Takes a tensor, a float32 weight, the weight's tangent and the result; returns
+# what the tangent adds to the result, in the dtype of the tensor.
+Linear = Callable[[Any, Any, Any, Any], Any]
+# Contracted axes of both factors, and batch axes of both, as `lax` takes them.
+Axes = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
+
+
+def contracted(
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    axes: Contraction,
+    *,
+    used: Callable[[Any], Any] = lambda inputs: inputs,
+    in_loop: bool = False,
+) -> Any:
+    """Computes a product of matrices.
+
+    In float16 the weight's gradient is one product, too, which adds up in
+    float32 and returns that, as GPUs do at the speed of a 16-bit result. In a
+    loop, which reads and writes the sum over all steps in float32 as well, that
+    would be an eighth more bytes: there, the inputs are divided by about the
+    square root of the number of rows, and the 16-bit result is multiplied in
+    float32. bfloat16 has float32's range, so that one rounding of the result
+    is all that it loses: it is widened afterwards.
+
+    Args:
+        function: What computes the product.
+        inputs: Tensor of a 16-bit dtype.
+        weight: Float32 tensor.
+        axes: What `function` sums over.
+        used: Returns the part of the inputs that is multiplied.
+        in_loop: Whether it is computed in each step of a loop.
+
+    Returns:
+        What `function` returns of the inputs and the rounded weight.
+    """
+    if inputs.dtype != jnp.float16:
+        return function(inputs, weight.astype(inputs.dtype))
+
+    if not in_loop:
+        return _mixed(used(inputs), weight, axes)
+
+    def linear(inputs: Any, weight: Any, tangent: Any, result: Any) -> Any:
+        del weight
+        sizes = dict(zip(axes.outputs, result.shape, strict=True))
+        power = root_of_two(math.prod(sizes[x] for x in axes.free))
+        narrow = (tangent * power).astype(inputs.dtype)
+        return function(inputs * jnp.asarray(1 / power, inputs.dtype), narrow)
+
+    return _with_gradient(function, linear, inputs, weight)
+
+
+def convolved(
+    function: Function, inputs: Any, weight: Any, positions: Callable
+) -> Any:
+    """Computes a convolution.
+
+    No accelerator returns a filter's gradient of 16-bit factors in float32.
+    In float16, what enters is divided by about the square root of the number
+    of positions that are summed, and the result multiplied in float32.
+
+    Args:
+        function: What computes the convolution.
+        inputs: Tensor of a 16-bit dtype.
+        weight: Float32 tensor.
+        positions: Returns the number of summed positions for the shapes of
+            the inputs and the result.
+
+    Returns:
+        What `function` returns of the inputs and the rounded weight.
+    """
+    if inputs.dtype != jnp.float16:
+        return function(inputs, weight.astype(inputs.dtype))
+
+    def linear(inputs: Any, weight: Any, tangent: Any, result: Any) -> Any:
+        del weight
+        power = root_of_two(positions(inputs.shape, result.shape))
+        narrow = (tangent * power).astype(inputs.dtype)
+        return function(inputs, narrow) * jnp.asarray(1 / power, inputs.dtype)
+
+    return _with_gradient(function, linear, inputs, weight)
+
+
+def root_of_two(count: int) -> float:
+    """Returns a power of two of about the square root of a count."""
+    return 2.0 ** math.ceil(math.log2(max(count, 1)) / 2)
+
+
+def combined(
+    function: Function, inputs: Any, weight: Any, *, bilinear: bool
+) -> Any:
+    """Computes a function of each element, such as a sum with a bias.
+
+    Args:
+        function: What computes it, of two tensors that broadcast.
+        inputs: Tensor of a 16-bit dtype.
+        weight: Float32 tensor.
+        bilinear: Whether `function` multiplies.
+
+    Returns:
+        What `function` returns of the inputs and the rounded weight.
+    """
+    if not bilinear:
+        # Repeated in float32, rounded, and added: backwards, the sum of the
+        # rounded values is one of float32 numbers.
+        shape = jnp.broadcast_shapes(inputs.shape, weight.shape)
+        whole = jnp.broadcast_to(weight, shape)
+        return function(inputs, whole.astype(inputs.dtype))
+
+    def linear(inputs: Any, weight: Any, tangent: Any, result: Any) -> Any:
+        del result
+        wide = inputs.astype(weight.dtype)
+        _, change = jax.jvp(
+            functools.partial(function, wide), (weight,), (tangent,)
+        )
+        return change.astype(inputs.dtype)
+
+    return _with_gradient(function, linear, inputs, weight)
+
+
+def _with_gradient(
+    function: Function,
+    linear: Linear,
+    inputs: Any,
+    weight: Any,
+) -> Any:
+    @jax.custom_jvp
+    def result(inputs: Any, weight: Any) -> Any:
+        return function(inputs, weight.astype(inputs.dtype))
+
+    @functools.partial(result.defjvp, symbolic_zeros=True)
+    def _(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+        inputs, weight = primals
+        of_inputs, of_weight = tangents
+        value = result(inputs, weight)
+        changes = []
+        if not isinstance(of_inputs, SymbolicZero):
+            changes.append(result(of_inputs, weight))
+        if not isinstance(of_weight, SymbolicZero):
+            changes.append(linear(inputs, weight, of_weight, value))
+        if not changes:
+            return value, jnp.zeros_like(value)
+        return value, functools.reduce(jnp.add, changes)
+
+    return result(inputs, weight)
+
+
+def _mixed(inputs: Any, weight: Any, axes: Contraction) -> Any:
+    """Multiplies 16-bit inputs by a float32 weight, of which it is linear."""
+    at = tuple(
+        tuple(
+            tuple(map(side.index, letters))
+            for side in (axes.inputs, axes.weight)
+        )
+        for letters in (axes.summed, axes.batch)
+    )
+    inputs, weight = varying_alike((inputs, weight))
+    narrow = inputs.dtype
+    result = _product.bind(inputs, weight, axes=at, narrow=narrow, dtype=narrow)
+    order = axes.batch + axes.free + axes.new
+    return lax.transpose(result, tuple(map(order.index, axes.outputs)))
+
+
+def varying_alike(values: Iterable) -> tuple:
+    """Lets all arrays vary over the mesh axes of `shard_map` that any does.
+
+    JAX then sums the gradients of those that did not, which it leaves to the
+    author of a function with its own gradient.
+    """
+    by_value = [(value, _varying_axes(value)) for value in values]
+    every = frozenset().union(*(axes for _, axes in by_value))
+    return tuple(
+        value
+        if axes == every
+        else lax.pcast(value, tuple(every - axes), to="varying")
+        for value, axes in by_value
+    )
+
+
+def _varying_axes(value: Any) -> frozenset[str]:
+    kind = jax.typeof(value)
+    # JAX before 0.10 calls it `vma`.
+    axes = getattr(kind, "manual_axis_type", None)
+    varying: frozenset[str] = (
+        getattr(kind, "vma", frozenset()) if axes is None else axes.varying
+    )
+    return varying
+
+
+# A product of two factors in 16 bit that returns the dtype which is asked for:
+# what `dot_general` does, but for the gradients. Each is such a product, too,
+# and has the dtype of its factor; those of `dot_general` have that of the
+# result, and are cast.
+_product = jax.extend.core.Primitive("tfmix_product")
+
+
+def _computed(
+    a: Any, b: Any, *, axes: Axes, narrow: Any, dtype: Any, widen: bool = False
+) -> Any:
+    """Computes the product.
+
+    Args:
+        a: The first factor, of a float dtype.
+        b: The second.
+        axes: What is summed, and what is a batch.
+        narrow: The dtype that factors are rounded to.
+        dtype: The dtype of the result, `narrow` or float32.
+        widen: Whether factors are cast to `dtype` after they were rounded,
+            where a device lacks the product: it is the same number.
+    """
+    a, b = a.astype(narrow), b.astype(narrow)
+    if widen:
+        a, b = a.astype(dtype), b.astype(dtype)
+    return lax.dot_general(a, b, axes, preferred_element_type=dtype)
+
+
+def _abstract(a: Any, b: Any, *, axes: Axes, narrow: Any, dtype: Any) -> Any:
+    result, _ = lax.dot_general_p.abstract_eval(
+        a.update(dtype=narrow),
+        b.update(dtype=narrow),
+        dimension_numbers=axes,
+        precision=None,
+        preferred_element_type=dtype,
+        out_sharding=None,
+    )
+    return result
+
+
+def _free(rank: int, *used: Sequence[int]) -> list[int]:
+    taken = set().union(*used)
+    return [axis for axis in range(rank) if axis not in taken]
+
+
+def _of_first(
+    upstream: Any, a: Any, b: Any, *, axes: Axes, narrow: Any, dtype: Any
+) -> Any:
+    del dtype
+    (summed, summed_b), (batch, batch_b) = axes
+    count, rank = len(batch), len(a.aval.shape)
+    free, free_b = _free(rank, summed, batch), _free(b.ndim, summed_b, batch_b)
+    after = range(count + len(free), count + len(free) + len(free_b))
+    gradient = _product.bind(
+        upstream,
+        b,
+        axes=(
+            (tuple(after), tuple(free_b)),
+            (tuple(range(count)), tuple(batch_b)),
+        ),
+        narrow=narrow,
+        dtype=a.aval.dtype,
+    )
+    partner = dict(zip(summed_b, summed, strict=True))
+    order = [*batch, *free, *(partner[n] for n in sorted(partner))]
+    return lax.transpose(gradient, [order.index(n) for n in range(rank)])
+
+
+def _of_second(
+    upstream: Any, a: Any, b: Any, *, axes: Axes, narrow: Any, dtype: Any
+) -> Any:
+    del dtype
+    (summed, summed_b), (batch, batch_b) = axes
+    count, rank = len(batch), len(b.aval.shape)
+    free, free_b = _free(a.ndim, summed, batch), _free(rank, summed_b, batch_b)
+    gradient = _product.bind(
+        a,
+        upstream,
+        axes=(
+            (tuple(free), tuple(range(count, count + len(free)))),
+            (tuple(batch), tuple(range(count))),
+        ),
+        narrow=narrow,
+        dtype=b.aval.dtype,
+    )
+    partner = dict(zip(summed, summed_b, strict=True))
+    order = [*batch_b, *(partner[n] for n in sorted(partner)), *free_b]
+    return lax.transpose(gradient, [order.index(n) for n in range(rank)])
+
+
+def _batched(
+    values: tuple, at: tuple, *, axes: Axes, **dtypes: Any
+) -> tuple[Any, int]:
+    """Adds an axis: to the batch if both have it, else to what is free."""
+
+    def moved(pair: tuple) -> tuple:
+        return tuple(
+            numbers
+            if place is None
+            else tuple(n + (n >= place) for n in numbers)
+            for numbers, place in zip(pair, at, strict=True)
+        )
+
+    summed, batch = moved(axes[0]), moved(axes[1])
+    if None not in at:
+        batch = tuple(
+            (place, *numbers) for place, numbers in zip(at, batch, strict=True)
+        )
+        return _product.bind(*values, axes=(summed, batch), **dtypes), 0
+    free = [
+        _free(value.ndim, *numbers)
+        for value, *numbers in zip(values, summed, batch, strict=True)
+    ]
+    if at[0] is None:
+        place = len(free[0]) + free[1].index(at[1])
+    else:
+        place = free[0].index(at[0])
+    result = _product.bind(*values, axes=(summed, batch), **dtypes)
+    return result, len(batch[0]) + place
+
+
+def _lowering(widen: bool) -> Any:
+    computed = functools.partial(_computed, widen=widen)
+    return mlir.lower_fun(computed, multiple_results=False)
+
+
+_product.def_impl(
+    functools.partial(jax.jit, static_argnames=("axes", "narrow", "dtype"))(
+        lambda a, b, axes, narrow, dtype: _product.bind(
+            a, b, axes=axes, narrow=narrow, dtype=dtype
+        )
+    )
+)
+_product.def_abstract_eval(_abstract)
+ad.defbilinear(_product, _of_first, _of_second)
+batching.primitive_batchers[_product] = _batched
+mlir.register_lowering(_product, _lowering(widen=False))
+# A CPU has no product of bfloat16 that returns float32 in all shapes.
+mlir.register_lowering(_product, _lowering(widen=True), platform="cpu")

@@ -1,0 +1,340 @@
+"""A float16 model has true gradients: a border stands around its calls."""
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+
+from tfmix._keras import compilation, context_values, global_state, layers
+from tfmix._keras import variables as keras_variables
+from tfmix.gradient_scaling import casts, tensors
+
+_TENSORFLOW = keras.backend.backend() == "tensorflow"
+if _TENSORFLOW:
+    import tensorflow as tf
+
+    from tfmix._keras import gradients
+    from tfmix.gradient_scaling import tensorflow_border
+else:
+    import jax
+    import numpy as np
+
+    from tfmix.gradient_scaling import jax_border
+
+# What Keras and tfmix attach to a result, which a loss takes beside it.
+_ATTACHED = (*global_state.NOTES_OF_KERAS, global_state.LOGITS)
+# Values of variables, by the variables' `id`, as a `keras.StatelessScope` has.
+States = dict[int, Any]
+# By a layer's `id` and a name, its attributes and the array of that name.
+Attributes = dict[tuple[int, str], tuple[dict, Any]]
+
+# What models are called inside of: nothing, what takes their results `AS_MADE`,
+# or what takes those of a graph's parts. And whether without a border.
+AS_MADE = "as made"
+_around: contextvars.ContextVar[tuple[Any, bool]] = contextvars.ContextVar(
+    "tfmix_around_model", default=(None, False)
+)
+
+
+def inside(what: Any) -> contextlib.AbstractContextManager[None]:
+    """Calls models as parts of something, in a block."""
+    return context_values.set_to(_around, (what, _around.get()[1]))
+
+
+def around() -> Any:
+    """Returns what models are called inside of, `None` if of nothing."""
+    return _around.get()[0]
+
+
+def left_out() -> contextlib.AbstractContextManager[None]:
+    """Calls models without a border, to see what gradients are inside one."""
+    return context_values.set_to(_around, (around(), True))
+
+
+def call_inside(
+    model: keras.Model,
+    call: Callable,
+    args: tuple,
+    kwargs: dict,
+    is_float16: bool,
+) -> Any:
+    """Calls a model, inside a border if it computes in float16.
+
+    Args:
+        model: The model, which no other carried one has called.
+        call: The method that computes its results, in float32.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        is_float16: Whether a layer of the model computes in float16.
+
+    Returns:
+        What `call` returns, as tensors of the same values.
+    """
+    if _around.get()[1] or not is_float16:
+        return call(*args, **kwargs)
+    if _TENSORFLOW and not gradients.may_be_asked():
+        return call(*args, **kwargs)
+    run = _Run(model, call, (args, kwargs))
+    if _TENSORFLOW:
+        # What a second run starts from, so that it draws the same numbers: in
+        # a graph there is none.
+        frozen = model.non_trainable_variables if tf.executing_eagerly() else ()
+        start = {id(v): tf.convert_to_tensor(v.value) for v in frozen}
+        floats, losses = tensorflow_border.call(
+            lambda *values: run(values)[:2],
+            run.values,
+            again=lambda *values: run(values, start)[:2],
+        )
+        rest = run.rest
+    else:
+        # One that is not built makes its variables in the call.
+        is_traced = any(map(compilation.is_symbolic, run.values))
+        if not is_traced or not layers.is_built(model):
+            return call(*args, **kwargs)
+        floats, losses, rest = jax_border.call(
+            lambda *values: run(values), run.values
+        )
+    return run.finished(floats, losses, *rest)
+
+
+class _Run:
+    """A model's call as a function of arrays, as a border takes it.
+
+    Under TensorFlow only what has a gradient has to be an argument, and the
+    scope around the call is entered anew only if there is one.
+    """
+
+    def __init__(self, model: keras.Model, call: Any, nest: Any) -> None:
+        # What JAX has compiled knows it, and the model knows that: no model
+        # would be freed.
+        self._model, self._call = weakref.ref(model), weakref.WeakMethod(call)
+        nest = self._nest = tensors.map_leaves(nest, keras_variables.read)
+        self._state = layers.call_state()
+        self._scope = global_state.open_scope()
+        states = {} if self._scope is None else self._scope.state_mapping
+        self._states = dict(states)
+        self._given = list(filter(_is_argument, _arrays(nest)))
+        self._mapped = [k for k, v in states.items() if _is_argument(v)]
+        #: The arguments: of the call, as exact as they are known, what
+        #: stands for variables, and what layers hold.
+        self.values = [
+            *map(_copied, map(casts.uncast, self._given)),
+            *(states[key] for key in self._mapped),
+        ]
+        if _TENSORFLOW:
+            known = set(map(id, self.values))
+            held = _held(model, nest)
+            self.values += [x for x in held if id(x) not in known]
+        # Of the first run: its results, what it left on layers, and the layers
+        # that added losses.
+        self._outputs: Any = None
+        self._left: Attributes = {}
+        self._added: list[tuple[keras.Layer, Any]] | None = None
+        #: What else the first run returned.
+        self.rest: tuple[list, States] = ([], {})
+
+    def __call__(
+        self, values: tuple, start: States | None = None
+    ) -> tuple[list, list, tuple[list, States]]:
+        """Calls the model.
+
+        Args:
+            values: In place of `self.values`.
+            start: The values of variables that nothing stands for; for a run
+                that is to leave no trace.
+
+        Returns:
+            Its float results with what it left on layers, the losses it
+            added, and the rest: other results, and what it assigned.
+        """
+        count = len(self._given)
+        args, kwargs = _with_arrays(self._nest, self._given, values[:count])
+        stand_ins = values[count : count + len(self._mapped)]
+        mapped = dict(zip(self._mapped, stand_ins, strict=True))
+        before = (start or {}) | self._states | mapped
+        scope = None
+        if start is not None or self._scope is not None or not _TENSORFLOW:
+            scope = self._new_scope(before)
+        with scope or contextlib.nullcontext(), layers.as_called(self._state):
+            model: Any = self._model()
+            call: Any = self._call()
+            known = {id(loss) for _, loss in layers.added_losses(model)}
+            attributes = _attributes(model)
+            outputs = call(*args, **kwargs)
+            left = _taken_off(model, attributes)
+            added = layers.added_losses(model)
+        added = [(x, loss) for x, loss in added if id(loss) not in known]
+        after = {} if scope is None else scope.state_mapping
+        updates = {
+            key: value
+            for key, value in after.items()
+            if value is not before.get(key)
+        }
+        arrays = [*_arrays(outputs), *(array for _, array in left.values())]
+        rest = [x for x in arrays if not _is_float(x)], updates
+        if self._added is None:
+            self._outputs, self._left = outputs, left
+            self._added, self.rest = added, rest
+        floats = [x for x in arrays if _is_float(x)]
+        return floats, [loss for _, loss in added], rest
+
+    def finished(
+        self, floats: list, losses: list, others: list, updates: States
+    ) -> Any:
+        """Does what the call was to do, with results of the border.
+
+        Returns:
+            What the call is to return.
+        """
+        for (layer, inner), loss in zip(self._added or [], losses, strict=True):
+            layers.put_loss(layer, inner, loss)
+        if self._scope is not None:
+            self._scope.state_mapping.update(updates)
+        model: Any = self._model()
+        for variable in model.variables if self._scope is None else ():
+            if id(variable) in updates:
+                variable.assign(updates[id(variable)])
+        new, rest = iter(floats), iter(others)
+
+        def of_border(array: Any) -> Any:
+            return next(new if _is_float(array) else rest)
+
+        outputs = _rebuilt(self._outputs, of_border)
+        for (_, name), (attributes, array) in self._left.items():
+            attributes[name] = of_border(array)
+        self._outputs, self._left = None, {}
+        self._added, self.rest = [], ([], {})
+        return outputs
+
+    def _new_scope(self, states: States) -> keras.StatelessScope:
+        scope = keras.StatelessScope(
+            collect_losses=self._scope is None or self._scope.collect_losses,
+            initialize_variables=False,
+        )
+        scope.state_mapping = dict(states)
+        return scope
+
+
+def _attributes(model: keras.Model) -> Attributes:
+    """Returns the arrays that hang on a model's layers."""
+    return {
+        (id(layer), name): (vars(layer), value)
+        for layer in layers.flat_layers(model)
+        for name, value in vars(layer).items()
+        if _is_array(value)
+    }
+
+
+def _taken_off(model: keras.Model, before: Attributes) -> Attributes:
+    """Returns what a call left on layers, such as scores for a loss to come.
+
+    What hung there before hangs there again: a border hands on its own.
+    """
+    left = {
+        place: (attributes, value)
+        for place, (attributes, value) in _attributes(model).items()
+        if value is not before.get(place, (None, None))[1]
+    }
+    for place, (attributes, _) in left.items():
+        _, name = place
+        if place in before:
+            attributes[name] = before[place][1]
+        else:
+            del attributes[name]
+    return left
+
+
+def _held(model: keras.Model, nest: Any) -> list:
+    """Lists the tensors that gradients reach beside a call's arguments.
+
+    They hang on a layer, or on an argument of the user's own class.
+    """
+    owners = [*layers.flat_layers(model)]
+    tensors.map_leaves(nest, owners.append)
+    held = [
+        value
+        for owner in owners
+        if not _is_array(owner)
+        for value in getattr(owner, "__dict__", {}).values()
+        if _is_array(value) and _is_float(value) and gradients.reach(value)
+    ]
+    return list({id(value): value for value in held}.values())
+
+
+def _copied(array: Any) -> Any:
+    # Tracers of NumPy's arrays, too, which `custom_vjp` refuses under `vmap`.
+    # A compiled program has none of these copies.
+    return array if _TENSORFLOW else jax.numpy.array(array)
+
+
+def _with_arrays(nest: Any, given: list, values: Iterable) -> Any:
+    """Returns a nest with values in the place of the arrays that are given."""
+    pairs = zip(given, values, strict=True)
+
+    def replaced(array: Any) -> Any:
+        if not _is_argument(array):
+            return array
+        before, value = next(pairs)
+        if casts.uncast(before) is before:
+            return value
+        # Exact numbers, rounded here as they were at the model's door.
+        cast = keras.ops.cast(value, before.dtype)
+        casts.note_uncast(before, cast, value)
+        return cast
+
+    return _rebuilt(nest, replaced)
+
+
+def _arrays(nest: Any) -> list:
+    """Lists the arrays of a nest, and what is attached to each."""
+    arrays: list = []
+
+    def noted(array: Any) -> Any:
+        arrays.append(array)
+        return array
+
+    _rebuilt(nest, noted)
+    return arrays
+
+
+def _rebuilt(nest: Any, function: Callable[[Any], Any]) -> Any:
+    """Applies a function to the arrays of a nest and what is attached."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if _TENSORFLOW and isinstance(leaf, tf.__internal__.CompositeTensor):
+            # Ragged, or sparse.
+            return tf.nest.map_structure(of_leaf, leaf, expand_composites=True)
+        if not _is_array(leaf):
+            return leaf
+        new = function(leaf)
+        for name in _ATTACHED:
+            value = global_state.note(leaf, name)
+            if value is not None:
+                value = keras.tree.map_structure(
+                    lambda x: function(x) if _is_array(x) else x, value
+                )
+                if new is not leaf:
+                    global_state.put_note(new, name, value)
+        return new
+
+    return tensors.map_leaves(nest, of_leaf)
+
+
+def _is_argument(array: Any) -> bool:
+    return not _TENSORFLOW or _is_float(array)
+
+
+def _is_array(value: Any) -> bool:
+    if _TENSORFLOW:
+        return isinstance(value, tf.Tensor)
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+def _is_float(array: Any) -> bool:
+    if _TENSORFLOW:
+        # Keras refuses the dtypes of handles.
+        return bool(array.dtype.is_floating or array.dtype.is_complex)
+    return bool(jax.numpy.issubdtype(array.dtype, jax.numpy.inexact))

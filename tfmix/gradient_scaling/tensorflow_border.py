@@ -1,0 +1,196 @@
+"""A border around a function, under TensorFlow."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmix._keras import compilation, gradients
+from tfmix.gradient_scaling import power
+
+# Float tensors: the results of a function, and losses added on the way.
+Results = tuple[list, list]
+# A function with a border: of float tensors.
+Function = Callable[..., Results]
+
+
+def call(
+    function: Function, tensors: Sequence, *, again: Function | None = None
+) -> Results:
+    """Calls a function whose gradient is scaled inside and true outside.
+
+    What enters backwards is brought to order one by a power of two that is
+    found anew in each backward pass, and divided out where gradients leave:
+    of tensors and of the variables that the function reads. Its own gradient
+    has such a border as well; in eager mode it runs the function again, once
+    for each order.
+
+    Args:
+        function: Takes tensors; returns results, and losses that were added
+            on the way, whose gradients are often far larger.
+        tensors: Its arguments, float tensors.
+        again: What runs the function again, without a trace of its own.
+            Defaults to the function.
+
+    Returns:
+        What the function returns.
+    """
+    # Eager ones become part of the graph, of which gradients may be asked.
+    inside = _told_apart(map(tf.convert_to_tensor, tensors))
+    run, variables = gradients.and_variables(_Run, function, inside)
+    border = _Border(again or function, inside, variables, run.results)
+    return border.results([] if run.tape is None else [run.tape])
+
+
+def _told_apart(tensors: Iterable) -> list:
+    """Returns the tensors; in place of one that is there already, a copy.
+
+    A tape has one gradient for a tensor, however often it is asked for it.
+    """
+    apart: dict[int, Any] = {}
+    for tensor in tensors:
+        new = tf.identity(tensor) if id(tensor) in apart else tensor
+        apart[id(new)] = new
+    return list(apart.values())
+
+
+class _Run:
+    """One run of a function: what it returned, and what recorded it."""
+
+    def __init__(
+        self,
+        function: Function,
+        tensors: Sequence,
+        *,
+        taped: bool | None = None,
+    ) -> None:
+        # Where no tape is around, a gradient can be asked of a graph alone.
+        taped = gradients.is_recorded() if taped is None else taped
+        # In eager mode a tape around it may be asked more than once. In a
+        # graph a persistent one keeps it alive for good.
+        eager = tf.executing_eagerly()
+        self.tape = tf.GradientTape(persistent=eager) if taped else None
+        with self.tape or contextlib.nullcontext():
+            if self.tape is not None:
+                self.tape.watch(tensors)
+            self.results = function(*tensors)
+
+
+class _Border:
+    """What stands around one run of a function."""
+
+    def __init__(
+        self,
+        again: Function,
+        tensors: Sequence,
+        variables: Sequence,
+        results: Results,
+    ) -> None:
+        self._again = again
+        self._tensors, self._variables = list(tensors), list(variables)
+        self._results = results
+        self._handles = gradients.handles(variables)
+        self._factor = power.placing()
+        self._trace = compilation.trace()
+
+    def results(self, tapes: list) -> Results:
+        """Returns results whose gradients have the border.
+
+        Args:
+            tapes: The one that recorded the run, if one did.
+        """
+        of_results, of_losses = self._results
+        made = gradients.replaced(
+            [*of_results, *of_losses],
+            self._tensors,
+            self._variables,
+            by_tape=functools.partial(self._gradient, tapes),
+            # A graph that held a tape would live for good.
+            by_graph=functools.partial(self._gradient, []),
+        )
+        return made[: len(of_results)], made[len(of_results) :]
+
+    def _gradient(self, tapes: list, *upstream: Any) -> list:
+        count = len(self._results[0])
+        by = power.of(upstream[:count], upstream[count:], self._factor)
+        scaled = [_times(by.up, gradient) for gradient in upstream]
+        inside = self._inside(tapes, scaled)
+        kept = [n for n, g in enumerate(inside) if g is not None]
+        values = [_values(inside[n]) for n in kept]
+        # In another graph, that of a nested `tf.function`'s gradient, the
+        # results of this one cannot be differentiated once more.
+        if gradients.is_recorded() and compilation.trace() == self._trace:
+            pull = functools.partial(self._pull, kept)
+            border = _Border(
+                pull,
+                [*self._tensors, *scaled],
+                self._variables,
+                (values, []),
+            )
+            values, _ = border.results([])
+        for n, dense in zip(kept, values, strict=True):
+            inside[n] = _as_before(inside[n], _unscaled(by.down, dense))
+        return inside
+
+    def _inside(self, tapes: list, scaled: Sequence) -> list:
+        """Returns the gradients of the tensors, then of the variables."""
+        is_eager = self._trace == compilation.EAGER
+        if tapes:
+            # In a graph it is asked once, and gone.
+            tape = tapes[0] if is_eager else tapes.pop()
+            return self._asked(tape, self._results, self._tensors, scaled)
+        if is_eager:
+            run = _Run(self._again, self._tensors, taped=True)
+            return self._asked(run.tape, run.results, self._tensors, scaled)
+        flat = [*self._results[0], *self._results[1]]
+        return gradients.of_graph(flat, self._tensors, self._handles, scaled)
+
+    def _asked(
+        self,
+        tape: tf.GradientTape,
+        results: Results,
+        tensors: Sequence,
+        scaled: Sequence,
+    ) -> list:
+        sources = [*tensors, *self._variables]
+        asked: list = tape.gradient([*results[0], *results[1]], sources, scaled)
+        return asked
+
+    def _pull(self, kept: Sequence, *given: Any) -> Results:
+        """Computes the gradients inside anew: of tensors and what enters."""
+        count = len(self._tensors)
+        tensors, scaled = given[:count], given[count:]
+        run = _Run(self._again, tensors, taped=True)
+        inside = self._asked(run.tape, run.results, tensors, scaled)
+        return [_values(inside[n]) for n in kept], []
+
+
+def _values(gradient: Any) -> Any:
+    """Returns a gradient's numbers, of one by rows those of its rows."""
+    return getattr(gradient, "values", gradient)
+
+
+def _as_before(gradient: Any, values: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return values
+
+
+def _unscaled(down: Any, tensor: Any) -> Any:
+    """Divides a gradient; what overflowed inside leaves as infinity, or NaN."""
+    # Infinity, unless `down` is NaN.
+    lost = tf.cast(down + math.inf, tensor.dtype)
+    is_finite = tf.math.is_finite(tf.math.real(tensor))
+    return tf.where(is_finite, _times(down, tensor), lost)
+
+
+def _times(factor: Any, tensor: Any) -> Any:
+    # In float32, which holds every factor.
+    if tensor.dtype == tf.float32:
+        # Quick to trace, for hundreds of gradients.
+        return tf.raw_ops.Mul(x=tensor, y=factor)
+    wide = tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor
+    return tf.cast(wide * tf.cast(factor, wide.dtype), tensor.dtype)

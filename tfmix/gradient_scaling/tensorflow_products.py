@@ -1,0 +1,273 @@
+"""Weight gradients in float32, under TensorFlow.
+
+A function of a 16-bit tensor and a float32 weight rounds the weight inside, and
+hands its gradient back in float32. Inside XLA that is one product of float16
+factors with a float32 result, and as before in bfloat16, which has float32's
+range. Outside of XLA no kernel has that form, and some add up in 16 bit: there
+the factors are widened first.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfmix._keras import compilation, gradients
+from tfmix.gradient_scaling.contraction import Contraction
+
+# Computes a result from a tensor and a weight of the same dtype.
+Function = Callable[[Any, Any], Any]
+# Takes what enters backwards, and the 16-bit weight; returns a gradient.
+Gradient = Callable[[Any, Any], Any]
+
+
+def _if_asked(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves the function alone where nobody may ask for its gradient."""
+
+    @functools.wraps(compute)
+    def computed(
+        function: Function, inputs: Any, weight: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not gradients.may_be_asked():
+            return function(inputs, tf.cast(weight, inputs.dtype))
+        factors = map(gradients.local, (inputs, weight))
+        return compute(function, *factors, *args, **kwargs)
+
+    return computed
+
+
+@_if_asked
+def contracted(
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    axes: Contraction,
+    *,
+    used: Callable[[Any], Any] | None = None,
+    in_loop: bool = False,
+) -> Any:
+    """Computes a product of matrices.
+
+    Args:
+        function: What computes the product.
+        inputs: Tensor of a 16-bit dtype.
+        weight: Float32 tensor.
+        axes: What `function` sums over.
+        used: Returns the part of the inputs that is multiplied. Defaults to
+            all.
+        in_loop: Whether it is computed in each step of a loop, where XLA would
+            write the float32 result and read it again in every step.
+
+    Returns:
+        What `function` returns of the inputs and the rounded weight.
+    """
+    to_inputs = Contraction(axes.outputs, axes.weight, axes.inputs)
+    to_weight = Contraction(axes.inputs, axes.outputs, axes.weight)
+
+    def of_inputs(upstream: Any, narrow: Any) -> Any:
+        if used is not None or compilation.by_xla():
+            return _pulled(lambda x: function(x, narrow), inputs, upstream)
+        return _product(upstream, narrow, to_inputs)
+
+    def of_weight(upstream: Any, narrow: Any) -> Any:
+        factor = inputs if used is None else used(inputs)
+        if not compilation.by_xla():
+            return _product(_wide(factor), _wide(upstream), to_weight)
+        if inputs.dtype != tf.float16:
+            pulled = _pulled(lambda w: function(inputs, w), narrow, upstream)
+            return _wide(pulled)
+        if not in_loop:
+            return _wide_product(factor, upstream, to_weight)
+        sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
+        power = _root_of_two(_times([sizes[x] for x in axes.free]))
+        factor = factor * tf.cast(1.0 / power, factor.dtype)
+        return _wide(_product(factor, upstream, to_weight)) * power
+
+    return _with_gradients(function, inputs, weight, of_inputs, of_weight)
+
+
+@_if_asked
+def convolved(
+    function: Function, inputs: Any, weight: Any, positions: Callable
+) -> Any:
+    """Computes a convolution.
+
+    Inside XLA no accelerator returns a filter's gradient of 16-bit factors in
+    float32. In float16 what enters is divided by about the square root of the
+    number of positions that are summed, and the result multiplied in float32.
+
+    Args:
+        function: What computes the convolution.
+        inputs: Tensor of a 16-bit dtype.
+        weight: Float32 tensor.
+        positions: Returns the number of summed positions for the shapes of
+            the inputs and the result.
+
+    Returns:
+        What `function` returns of the inputs and the rounded weight.
+    """
+
+    def of_inputs(upstream: Any, narrow: Any) -> Any:
+        return _pulled(lambda x: function(x, narrow), inputs, upstream)
+
+    def of_weight(upstream: Any, narrow: Any) -> Any:
+        if not compilation.by_xla():
+            return _of_wide_weight(function, inputs, weight, upstream)
+        if inputs.dtype != tf.float16:
+            return _wide(
+                _pulled(lambda w: function(inputs, w), narrow, upstream)
+            )
+        power = _root_of_two(positions(_shape(inputs), _shape(upstream)))
+        upstream = upstream * tf.cast(1.0 / power, upstream.dtype)
+        gradient = _pulled(lambda w: function(inputs, w), narrow, upstream)
+        return _wide(gradient) * power
+
+    return _with_gradients(function, inputs, weight, of_inputs, of_weight)
+
+
+@_if_asked
+def combined(
+    function: Function, inputs: Any, weight: Any, *, bilinear: bool
+) -> Any:
+    """Computes a function of each element, such as a sum with a bias.
+
+    Args:
+        function: What computes it, of two tensors that broadcast.
+        inputs: Tensor of a 16-bit dtype.
+        weight: Float32 tensor.
+        bilinear: Whether `function` multiplies.
+
+    Returns:
+        What `function` returns of the inputs and the rounded weight.
+    """
+    del bilinear
+
+    def of_inputs(upstream: Any, narrow: Any) -> Any:
+        return _pulled(lambda x: function(x, narrow), inputs, upstream)
+
+    def of_weight(upstream: Any, narrow: Any) -> Any:
+        del narrow
+        return _of_wide_weight(function, inputs, weight, upstream)
+
+    return _with_gradients(function, inputs, weight, of_inputs, of_weight)
+
+
+def _root_of_two(count: Any) -> Any:
+    """Returns a power of two of about the square root of a count."""
+    halves = tf.math.log(tf.cast(count, tf.float32)) / math.log(4.0)
+    return 2.0 ** tf.math.ceil(tf.maximum(halves, 0.0))
+
+
+def _with_gradients(
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    of_inputs: Gradient,
+    of_weight: Gradient,
+) -> Any:
+    # A loop keeps what its gradient reads in each step: the 16-bit copy.
+    narrow = tf.cast(weight, inputs.dtype)
+
+    def both(upstream: Any) -> list:
+        return [of_inputs(upstream, narrow), of_weight(upstream, narrow)]
+
+    with gradients.unrecorded():
+        result = function(inputs, narrow)
+    (result,) = gradients.replaced(
+        [result], [inputs, weight], [], by_tape=both, by_graph=both
+    )
+    return result
+
+
+def _of_wide_weight(
+    function: Function, inputs: Any, weight: Any, upstream: Any
+) -> Any:
+    wide = _wide(inputs)
+    return _pulled(lambda w: function(wide, w), weight, _wide(upstream))
+
+
+def _pulled(function: Callable[[Any], Any], at: Any, upstream: Any) -> Any:
+    """Returns a gradient; the function's result is dead code in a graph."""
+    # The gradient of a loop has a graph of its own, where a tape does not know
+    # what the loop has computed.
+    at = tf.identity(at)
+    with tf.GradientTape() as tape:
+        tape.watch(at)
+        result = function(at)
+    return tape.gradient(
+        result,
+        at,
+        upstream,
+        unconnected_gradients=tf.UnconnectedGradients.ZERO,
+    )
+
+
+def _wide_product(a: Any, b: Any, axes: Contraction) -> Any:
+    """Multiplies 16-bit factors; the result is float32 (XLA)."""
+
+    def of_both(upstream: Any) -> list:
+        narrow = tf.cast(upstream, a.dtype)
+        of_a = Contraction(axes.outputs, axes.weight, axes.inputs)
+        of_b = Contraction(axes.inputs, axes.outputs, axes.weight)
+        return [_product(narrow, b, of_a), _product(a, narrow, of_b)]
+
+    with gradients.unrecorded():
+        result = _product(a, b, axes, tf.float32)
+    if gradients.is_recorded():
+        # TensorFlow's own gradient takes float32 for 16 bit.
+        (result,) = gradients.replaced(
+            [result], [a, b], [], by_tape=of_both, by_graph=of_both
+        )
+    return result
+
+
+def _product(
+    a: Any, b: Any, axes: Contraction, dtype: tf.DType | None = None
+) -> Any:
+    """Multiplies as matrices."""
+    batch = [axes.batch] if axes.batch else []
+    left = _matrices(a, axes.inputs, *batch, axes.free, axes.summed)
+    right = _matrices(b, axes.weight, *batch, axes.summed, axes.new)
+    if dtype is None:
+        result = tf.matmul(left, right)
+    else:
+        result = tf.raw_ops.BatchMatMulV3(x=left, y=right, Tout=dtype)
+    order = axes.batch + axes.free + axes.new
+    sizes = dict(zip(axes.inputs, _shape(a), strict=True))
+    sizes |= dict(zip(axes.weight, _shape(b), strict=True))
+    result = tf.reshape(result, [sizes[letter] for letter in order])
+    if order == axes.outputs:
+        return result
+    return tf.transpose(result, [order.index(x) for x in axes.outputs])
+
+
+def _matrices(tensor: Any, letters: str, *groups: str) -> Any:
+    """Returns a tensor with one axis for each group of its letters."""
+    order = "".join(groups)
+    if order != letters:
+        tensor = tf.transpose(tensor, [letters.index(x) for x in order])
+    sizes = dict(zip(order, _shape(tensor), strict=True))
+    shape = [_times([sizes[x] for x in group]) for group in groups]
+    return tf.reshape(tensor, shape)
+
+
+def _times(sizes: Sequence) -> Any:
+    product: Any = 1
+    for size in sizes:
+        product = product * size
+    return product
+
+
+def _shape(tensor: Any) -> list:
+    """Returns a tensor's sizes: numbers, or tensors where unknown."""
+    known = tensor.shape.as_list()
+    if None not in known:
+        return list(known)
+    sizes = tf.shape(tensor)
+    return [sizes[n] if size is None else size for n, size in enumerate(known)]
+
+
+def _wide(tensor: Any) -> Any:
+    return tf.cast(tensor, tf.float32)

@@ -1,0 +1,492 @@
+"""Float32 weights stay behind the 16-bit copies that layers compute with.
+
+Keras casts a float32 variable when a 16-bit layer reads it. A product, a sum or
+a lookup with that copy would form the variable's gradient in 16 bit, where the
+sum over rows, pixels, time steps or tokens overflows or loses digits. Here each
+copy knows the float32 values that it was made of, and Keras's operations hand
+the gradient back to these in float32.
+"""
+
+import contextvars
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfmix import _formats
+from tfmix._keras import (
+    context_values,
+    global_state,
+    layers,
+    replacements,
+    variables,
+)
+from tfmix.gradient_scaling import contraction, product_hook, tensors
+
+products: Any
+if keras.backend.backend() == "tensorflow":
+    from tfmix.gradient_scaling import tensorflow_products
+
+    products = tensorflow_products
+else:
+    from tfmix.gradient_scaling import jax_products
+
+    products = jax_products
+
+# On a 16-bit copy of a weight: the float32 tensor that it was cast from.
+SOURCE = "_tfmix_weight"
+# And what was chosen to multiply by the variable.
+_CHOSEN = "_tfmix_chosen_product"
+# Operations on one argument: of weights alone, their result is a copy, too.
+_ALONE = (
+    *("transpose", "reshape", "split", "squeeze", "expand_dims"),
+    *("moveaxis", "swapaxes", "broadcast_to", "tile", "repeat", "flip"),
+    *("concatenate", "stack", "negative", "abs", "absolute", "clip"),
+    *("relu", "sigmoid", "tanh"),
+)
+# Operations that compute in float32 in any case, so that they can take float32.
+_WIDE = ("layer_normalization", "rms_normalization")
+_CONVOLUTIONS = ("conv", "depthwise_conv", "conv_transpose")
+# The sum of so few is exact to some units of a 16-bit format's last place.
+_FEW = 64
+
+_in_loop: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfmix_in_loop", default=False
+)
+
+Maker = Callable[[Callable], Callable]
+
+
+def source(tensor: Any) -> Any:
+    """Returns the float32 weight behind a 16-bit copy, `None` if there is none.
+
+    A variable is read first, as the layer around the caller reads it.
+    """
+    if not hasattr(tensor, "shape") or isinstance(tensor, keras.KerasTensor):
+        return None
+    return global_state.note(tensor, SOURCE)
+
+
+def _copy(weight: Any, dtype: Any) -> Any:
+    """Returns a 16-bit copy of a float32 weight."""
+    copy = keras.ops.cast(weight, dtype)
+    global_state.put_note(copy, SOURCE, weight)
+    return copy
+
+
+def _read(value: Any) -> Any:
+    return value.value if isinstance(value, keras.Variable) else value
+
+
+def _autocast(original: Callable) -> Callable:
+    """Returns what casts a variable that a 16-bit layer reads."""
+
+    def maybe_cast(self: Any, value: Any) -> Any:
+        if variables.declared_dtype(self) != "float32":
+            return original(self, value)
+        copy = original(self, value)
+        if tensors.is_16_bit(copy):
+            # Read once: as a tensor of which the copy is made.
+            weight = layers.as_tensor(value)
+            copy = copy if weight is value else original(self, weight)
+            global_state.put_note(copy, SOURCE, weight)
+            global_state.put_note(copy, _CHOSEN, product_hook.of(self))
+        return copy
+
+    return maybe_cast
+
+
+def _loop(original: Callable) -> Callable:
+    def inner_loop(*args: Any, **kwargs: Any) -> Any:
+        with context_values.set_to(_in_loop, True):
+            return original(*args, **kwargs)
+
+    return inner_loop
+
+
+def _cast(original: Callable) -> Callable:
+    """A copy that is cast back to float32 is the weight as it was."""
+
+    def cast(x: Any, dtype: Any) -> Any:
+        x = _read(x)
+        weight = source(x)
+        dtype = keras.backend.standardize_dtype(dtype)
+        if weight is not None and dtype == "float32":
+            return weight
+        result = original(x, dtype)
+        if weight is not None and dtype in _formats.SIXTEEN_BIT:
+            global_state.put_note(result, SOURCE, weight)
+        return result
+
+    return cast
+
+
+def _adapted(original: Callable) -> Callable:
+    """A kernel with LoRA is made in float32, and cast as a whole."""
+
+    def kernel(self: Any) -> Any:
+        narrow = self.compute_dtype in _formats.SIXTEEN_BIT
+        if not narrow or not self.lora_enabled or layers.is_quantized(self):
+            return original(self)
+        copy = _copy(layers.adapted_kernel(self), self.compute_dtype)
+        global_state.put_note(
+            copy, _CHOSEN, product_hook.of(layers.kernel_of(self))
+        )
+        return copy
+
+    return kernel
+
+
+def _prelu(original: Callable) -> Callable:
+    """PReLU multiplies tensors, by an operator that is not Keras's."""
+    del original
+
+    def call(self: Any, inputs: Any) -> Any:
+        ops = keras.ops
+        slope = ops.negative(self.alpha)
+        below = ops.multiply(slope, ops.relu(ops.negative(inputs)))
+        return ops.add(ops.relu(inputs), below)
+
+    return call
+
+
+def _item(original: Callable) -> Callable:
+    def item(self: Any, index: Any) -> Any:
+        copy = self.value
+        weight = source(copy)
+        if weight is None:
+            return original(self, index)
+        return _copy(weight[index], copy.dtype)
+
+    return item
+
+
+def _alone(original: Callable) -> Callable:
+    def alone(x: Any, *args: Any, **kwargs: Any) -> Any:
+        several = isinstance(x, list | tuple)
+        copies = [_read(one) for one in (x if several else [x])]
+        weights = [source(one) for one in copies]
+        if not weights or any(weight is None for weight in weights):
+            return original(x if several else copies[0], *args, **kwargs)
+        exact = weights if several else weights[0]
+        result = original(exact, *args, **kwargs)
+        copy = functools.partial(_copy, dtype=copies[0].dtype)
+        return tensors.map_leaves(result, copy)
+
+    return alone
+
+
+def _wide(original: Callable) -> Callable:
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        def exact(x: Any) -> Any:
+            x = _read(x)
+            weight = source(x)
+            return x if weight is None else weight
+
+        args, kwargs = tensors.map_leaves((args, kwargs), exact)
+        return original(*args, **kwargs)
+
+    return wide
+
+
+def _take(original: Callable) -> Callable:
+    def take(x: Any, indices: Any, axis: Any = None) -> Any:
+        x = _read(x)
+        weight = source(x)
+        if weight is None:
+            return original(x, indices, axis=axis)
+        rows = original(weight, indices, axis=axis)
+        return keras.ops.cast(rows, x.dtype)
+
+    return take
+
+
+def _factors(x1: Any, x2: Any) -> tuple[Any, Any, int | None]:
+    """Returns two factors as they are read, and which is a weight's copy.
+
+    `None` if it is none of them; a product of two copies is a copy.
+    """
+    x1, x2 = _read(x1), _read(x2)
+    found = [n for n, x in enumerate((x1, x2)) if source(x) is not None]
+    if not found:
+        return x1, x2, None
+    if len(found) == 2:
+        return x1, x2, 2
+    dtypes = [tensors.float_dtype(x) for x in (x1, x2)]
+    if dtypes[0] != dtypes[1] or dtypes[0] not in _formats.SIXTEEN_BIT:
+        return x1, x2, None
+    return x1, x2, found[0]
+
+
+def _by_weight(original: Callable, compute: Callable, x1: Any, x2: Any) -> Any:
+    """Computes of two factors, by `compute` if one is a copy of a weight.
+
+    Args:
+        original: What computes it, of both factors.
+        compute: Takes a function of inputs and weight, both, and the weight's
+            place; returns the result, or `None` if it can't.
+        x1: The first factor.
+        x2: The second.
+    """
+    x1, x2, place = _factors(x1, x2)
+    if place is None:
+        return original(x1, x2)
+    if place == 2:
+        return _copy(original(source(x1), source(x2)), x1.dtype)
+    inputs, weight = (x1, source(x2)) if place else (x2, source(x1))
+
+    def function(inputs: Any, weight: Any) -> Any:
+        return original(*((inputs, weight) if place else (weight, inputs)))
+
+    result = compute(function, inputs, weight, place)
+    return original(x1, x2) if result is None else result
+
+
+def _multiplied(original: Callable, sums: Callable, x1: Any, x2: Any) -> Any:
+    """Multiplies two factors; by a weight, as was chosen for it.
+
+    Args:
+        original: What computes it, of both factors.
+        sums: Takes the shapes of both factors and the weight's place; returns
+            what is summed over.
+        x1: The first factor.
+        x2: The second.
+    """
+    x1, x2 = _read(x1), _read(x2)
+
+    def compute(function: Any, inputs: Any, weight: Any, place: int) -> Any:
+        shapes = [weight.shape, weight.shape]
+        shapes[1 - place] = inputs.shape
+        axes = sums(shapes, place)
+        if axes is None:
+            return None
+        own = global_state.note((x1, x2)[place], _CHOSEN)
+        result = own and own(inputs, weight, axes)
+        if result is not None:
+            return result
+        return products.contracted(
+            function, inputs, weight, axes, in_loop=_in_loop.get()
+        )
+
+    return _by_weight(original, compute, x1, x2)
+
+
+def _matmul(original: Callable) -> Callable:
+    def sums(shapes: list, place: int) -> Any:
+        if not _has_same_stack(*shapes):
+            return None
+        return contraction.of_matmul(list(map(len, shapes)), place)
+
+    def matmul(x1: Any, x2: Any) -> Any:
+        return _multiplied(original, sums, x1, x2)
+
+    return matmul
+
+
+def _has_same_stack(first: Any, second: Any) -> bool:
+    """Says whether stacks of matrices do not repeat each other."""
+    ranks = len(first), len(second)
+    return min(ranks) < 3 or tuple(first)[:-2] == tuple(second)[:-2]
+
+
+def _tensordot(original: Callable) -> Callable:
+    def tensordot(x1: Any, x2: Any, axes: Any = 2) -> Any:
+        def sums(shapes: list, place: int) -> Any:
+            return contraction.of_tensordot(list(map(len, shapes)), axes, place)
+
+        function = functools.partial(original, axes=axes)
+        return _multiplied(function, sums, x1, x2)
+
+    return tensordot
+
+
+def _einsum(original: Callable) -> Callable:
+    def einsum(subscripts: str, *operands: Any, **kwargs: Any) -> Any:
+        def sums(shapes: list, place: int) -> Any:
+            ranks = list(map(len, shapes))
+            return contraction.of_einsum(subscripts, ranks, place)
+
+        function = functools.partial(original, subscripts, **kwargs)
+        if len(operands) != 2:
+            return function(*operands)
+        return _multiplied(function, sums, *operands)
+
+    return einsum
+
+
+def _separable(original: Callable) -> Callable:
+    """A separable convolution is two."""
+    signature = inspect.signature(original)
+
+    def separable(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        kernel = _read(given.pop("depthwise_kernel"))
+        pointwise = _read(given.pop("pointwise_kernel"))
+        if source(kernel) is None and source(pointwise) is None:
+            return original(*args, **kwargs)
+        inner = keras.ops.depthwise_conv(kernel=kernel, **given)
+        return keras.ops.conv(
+            inner, pointwise, data_format=given["data_format"]
+        )
+
+    return separable
+
+
+def _elementwise(original: Callable, bilinear: bool) -> Callable:
+    def compute(function: Any, inputs: Any, weight: Any, place: int) -> Any:
+        del place
+        return products.combined(function, inputs, weight, bilinear=bilinear)
+
+    def elementwise(x1: Any, x2: Any) -> Any:
+        x1, x2 = _read(x1), _read(x2)
+        if isinstance(x2, int | float):
+            return _alone(lambda x: original(x, x2))(x1)
+        if isinstance(x1, int | float):
+            return _alone(lambda x: original(x1, x))(x2)
+        place = None if bilinear else _often_repeated(x1, x2)
+        if place is None:
+            return _by_weight(original, compute, x1, x2)
+        # A bias in 16 bit, whose gradient JAX would sum in 16 bit.
+        pair = [x1, x2]
+        pair[place] = _copy(keras.ops.cast(pair[place], "float32"), x1.dtype)
+        return _by_weight(original, compute, *pair)
+
+    return elementwise
+
+
+def _often_repeated(x1: Any, x2: Any) -> int | None:
+    """Returns which of two 16-bit tensors is a bias for many rows (JAX)."""
+    if keras.backend.backend() != "jax":
+        return None
+    if source(x1) is not None or source(x2) is not None:
+        return None
+    if not (tensors.is_16_bit(x1) and tensors.is_16_bit(x2)):
+        return None
+    sizes = [math.prod(x.shape) for x in (x1, x2)]
+    if max(sizes) <= _FEW * min(sizes):
+        return None
+    return sizes.index(min(sizes))
+
+
+def _convolution(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    def convolution(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        inputs, kernel, place = _factors(given["inputs"], given["kernel"])
+        if place != 1:
+            given |= {"inputs": inputs, "kernel": kernel}
+            return original(*bound.args, **bound.kwargs)
+
+        def function(inputs: Any, kernel: Any) -> Any:
+            return original(**{**given, "inputs": inputs, "kernel": kernel})
+
+        weight = source(kernel)
+        last = _channels_last(given["data_format"])
+        is_transposed = "output_padding" in given
+        if not is_transposed and _is_pointwise(original, inputs, weight, last):
+            return _pointwise(function, inputs, weight, given["strides"], last)
+
+        def positions(inputs: Any, outputs: Any) -> Any:
+            # A filter is multiplied once for each of these.
+            shape = list(inputs if is_transposed else outputs)
+            shape.pop(-1 if last else 1)
+            return math.prod(shape)
+
+        return products.convolved(function, inputs, weight, positions)
+
+    return convolution
+
+
+def _channels_last(data_format: str | None) -> bool:
+    wanted = data_format or keras.config.image_data_format()
+    return wanted.lower() == "channels_last"
+
+
+def _is_pointwise(
+    original: Callable, inputs: Any, weight: Any, last: bool
+) -> bool:
+    """Says whether a convolution is a product of matrices."""
+    channels = inputs.shape[-1 if last else 1]
+    return (
+        original.__name__ == "conv"
+        and all(size == 1 for size in weight.shape[:-2])
+        and channels == weight.shape[-2]
+    )
+
+
+def _pointwise(
+    function: Callable, inputs: Any, weight: Any, strides: Any, last: bool
+) -> Any:
+    rank = len(inputs.shape) - 2
+    kernel_shape = tuple(weight.shape)
+    strides = (strides,) * rank if isinstance(strides, int) else tuple(strides)
+    steps = tuple(slice(None, None, stride) for stride in strides)
+
+    def used(inputs: Any) -> Any:
+        if last:
+            return inputs[(slice(None), *steps)]
+        return inputs[(slice(None), slice(None), *steps)]
+
+    spatial = "abc"[:rank]
+    letters = [f"n{spatial}i", f"n{spatial}o"]
+    if not last:
+        letters = [f"ni{spatial}", f"no{spatial}"]
+    axes = contraction.Contraction(letters[0], "io", letters[1])
+    return products.contracted(
+        lambda x, w: function(x, keras.ops.reshape(w, kernel_shape)),
+        inputs,
+        keras.ops.reshape(weight, kernel_shape[-2:]),
+        axes,
+        **({"used": used} if any(stride > 1 for stride in strides) else {}),
+    )
+
+
+def _on_tensors(make: Maker) -> Maker:
+    """Returns what makes a stand-in that leaves mere shapes to Keras."""
+
+    def made(original: Callable) -> Callable:
+        replaced = make(original)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            on_shapes = global_state.on_shapes_only()
+            return (original if on_shapes else replaced)(*args, **kwargs)
+
+        return call
+
+    return made
+
+
+_OF_OPS: dict[str, Maker] = {
+    "matmul": _matmul,
+    "dot": _matmul,
+    "tensordot": _tensordot,
+    "einsum": _einsum,
+    "add": functools.partial(_elementwise, bilinear=False),
+    "subtract": functools.partial(_elementwise, bilinear=False),
+    "multiply": functools.partial(_elementwise, bilinear=True),
+    "take": _take,
+    "cast": _cast,
+    **dict.fromkeys(_CONVOLUTIONS, _convolution),
+    "separable_conv": _separable,
+    **dict.fromkeys(_ALONE, _alone),
+    **dict.fromkeys(_WIDE, _wide),
+}
+_OF_METHODS: dict[replacements.Place, Maker] = {
+    layers.AUTOCAST: _autocast,
+    layers.ITEM: _item,
+    layers.PRELU: _prelu,
+    layers.LOOP: _loop,
+    **dict.fromkeys(layers.ADAPTED_KERNELS, _adapted),
+}
+# What makes stand-ins of Keras's ops, by their names, and of its methods.
+OPS = {name: _on_tensors(make) for name, make in _OF_OPS.items()}
+METHODS = {place: _on_tensors(make) for place, make in _OF_METHODS.items()}

@@ -1,0 +1,302 @@
+"""A model's training step, compiled for an accelerator that is not here."""
+
+import collections
+import contextlib
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+
+from tfmix import _arguments, _progress
+from tfmix._keras import (
+    compile_config,
+    layer_policies,
+    layers,
+    optimizers,
+)
+from tfmix.autocast import compile_optimizer, computing_layers, global_policy
+from tfmix.autocast import model as mixed_model
+from tfmix.conversion import convert, copying
+from tfmix.hardware import (
+    compiled_step,
+    compiled_text,
+    compilers,
+    hlo_products,
+    lowering,
+    training_memory,
+)
+from tfmix.hardware import target as targets
+from tfmix.policy import policy as policies
+
+
+# One call says the whole question: model, device, how it is trained.
+def compile_for(
+    model: keras.Model,
+    batch_size: int,
+    target: str = "h200",
+    devices: int = 1,
+    optimizer: Any = None,
+    loss: Any = None,
+    policy: str | keras.DTypePolicy | Sequence[Any] | None = None,
+) -> compiled_step.CompiledStep | compiled_step.CompiledSteps:
+    """Compiles a model's training step for an accelerator that is not here.
+
+    Use it to see what a policy is worth on the hardware you will rent: which
+    products run in 16 bit, by which kernels, and whether the memory is enough.
+    The accelerator's own compiler makes the program that `fit` would run, from
+    shapes alone; nothing is trained, and the model stays as it is. Seconds for
+    a small model, minutes for a large one.
+
+    Args:
+        model: A built `keras.Model`, compiled or not.
+        batch_size: Integer, rows of a training batch, of all devices together.
+        target: String, the name of one of `targets()`. Defaults to `"h200"`.
+        devices: Integer, how many of them share the batch, each with all
+            weights. Defaults to `1`; more under JAX only.
+        optimizer: A Keras optimizer or its name, or a list of them to compare.
+            Defaults to `None`: the model's own, or Adam. It is copied.
+        loss: A Keras loss or its name. Defaults to `None`: the model's own,
+            or the mean squared error.
+        policy: As for `apply_policy`, or a list of them to compare; `"auto"`
+            is what suits the target. Defaults to `None`: the model as it is.
+
+    Returns:
+        A `CompiledStep`; for a list of policies or optimizers `CompiledSteps`,
+        by policy; for several optimizers by `"policy, Adam"`.
+
+    Raises:
+        ImportError: If the target's compiler is not installed.
+        TypeError: If an argument is of a wrong type, or `model` cannot be
+            copied.
+        ValueError: If the target is unknown or cannot run the policy, the
+            model is not built, or the batch cannot be shared; without
+            `optimizer` and `loss` for a model with a `compile` of its own.
+
+    Examples:
+        >>> model = keras.Sequential([keras.Input((64,))])
+        >>> compile_for(model, 32, target="h20")
+        Traceback (most recent call last):
+        ValueError: ... Did you mean 'h200'?
+    """
+    _arguments.model(model)
+    rows = _arguments.count("batch_size", batch_size, example=32)
+    count = _arguments.count("devices", devices)
+    accelerator = targets.find(target)
+    if rows % count:
+        raise ValueError(
+            "`batch_size` must be a multiple of `devices`, which share it. "
+            f"Received: batch_size={rows}, devices={count}."
+        )
+    wanted = [_resolved(p, accelerator) for p in _listed("policy", policy)]
+    given = _listed("optimizer", optimizer)
+    _listed("loss", loss)
+    for chosen in wanted:
+        _check_policy(chosen, model, accelerator)
+    if not model.built:
+        raise ValueError(
+            "`model` must be built: its weights have no shapes yet. Received: "
+            f"model={model!r}. Call it once on a batch, or begin it with "
+            "keras.Input(shape)."
+        )
+    places = compilers.devices(accelerator, count)
+    made = {}
+    for chosen, inner in itertools.product(wanted, given):
+        twin = _compilable(model, chosen, inner, loss)
+        name = title = _name(chosen, twin)
+        if len(given) > 1:
+            title += f", {_optimizer_name(inner, model)}"
+        if title in made:
+            raise ValueError(
+                "What is compared must differ in policy or in the classes of "
+                f"optimizers. Received: {title!r} twice. Compile for one of "
+                "them at a time."
+            )
+        with _progress.shown(f"Compiling {title} for {accelerator.name}"):
+            compiled = lowering.compile_training_step(twin, rows, places)
+        made[title] = record(compiled, twin, accelerator, count, rows, name)
+    if isinstance(policy, list | tuple) or isinstance(optimizer, list | tuple):
+        return compiled_step.CompiledSteps(made)
+    (only,) = made.values()
+    return only
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    if isinstance(given, list | tuple | dict) and not given:
+        raise ValueError(
+            f"`{name}` must not be empty. Received: {name}={given!r}. Leave it "
+            "out to take the model's own."
+        )
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _resolved(policy: Any, target: targets.Target) -> Any:
+    """Returns what a policy is on the target, not on this machine."""
+    is_auto = isinstance(policy, str) and policy == "auto"
+    return target.auto() if is_auto else policy
+
+
+def _optimizer_name(given: Any, model: keras.Model) -> str:
+    """Returns the classes of an optimizer and of what is in it."""
+    given = given or getattr(model, "optimizer", None) or "adam"
+    chain = optimizers.chain(keras.optimizers.get(given))
+    names = [type(optimizer).__name__ for optimizer in chain]
+    return "(".join(names) + ")" * (len(names) - 1)
+
+
+def _check_policy(
+    policy: Any, model: keras.Model, target: targets.Target
+) -> None:
+    if policy is None:
+        float16 = computing_layers.computes_in(model, "float16")
+    else:
+        float16 = global_policy.accept(policy).compute_dtype == "float16"
+    if float16 and target.kind == "TPU":
+        raise ValueError(
+            "A TPU has no float16 products: XLA refuses to compile them. "
+            f"Received: policy={policy!r}, target={target.name!r}. Take "
+            "policy='mixed_bfloat16'."
+        )
+
+
+@contextlib.contextmanager
+def _no_draws() -> Iterator[None]:
+    """Puts Python's generator back, which Keras draws seeds from."""
+    drawn = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(drawn)
+
+
+@_no_draws()
+def _compilable(
+    model: keras.Model, policy: Any, optimizer: Any, loss: Any
+) -> keras.Model:
+    """Returns a copy of the model, compiled as it is to be trained."""
+    if policy is None:
+        twin = copying.copied(model)
+        policy = mixed_model.policy_of(twin)
+    else:
+        twin = convert.convert_model(model, policy)
+    own = getattr(twin, "optimizer", None)
+    if own is None and getattr(model, "compiled", False):
+        _check_both_given(model, optimizer, loss)
+    if optimizer is not None:
+        given = keras.optimizers.get(optimizer)
+        optimizer = type(given).from_config(given.get_config())
+    accepted = policy and global_policy.accept(policy)
+    if own is None or loss is not None:
+        with (
+            global_policy.policy_scope(accepted)
+            if accepted
+            else contextlib.nullcontext()
+        ):
+            twin.compile(
+                optimizer=optimizer or own or keras.optimizers.Adam(),
+                loss=loss or "mean_squared_error",
+            )
+    elif optimizer is not None:
+        level = accepted and policies.with_rules(accepted).level
+        suited = compile_optimizer.suited(optimizer, twin, level)
+        compile_config.adopt_optimizer(twin, suited)
+    return twin
+
+
+def _check_both_given(model: keras.Model, optimizer: Any, loss: Any) -> None:
+    if optimizer is None or loss is None:
+        raise ValueError(
+            "`optimizer` and `loss` must be given for a model whose class "
+            "writes its own `compile`: Keras does not call it on a copy. "
+            f"Received: optimizer={optimizer!r}, loss={loss!r} and a "
+            f"{type(model).__name__}, which has no `compile_from_config` "
+            "either."
+        )
+
+
+def _name(policy: Any, model: keras.Model) -> str:
+    if policy is not None:
+        name = getattr(policy, "level", None) or getattr(policy, "name", None)
+        return str(name or policy)
+    names = [
+        layer.dtype_policy.name
+        for layer in computing_layers.layers_that_compute(model)
+    ]
+    # A few layers stay in float32 under every policy.
+    narrow = [name for name in names if name != "float32"]
+    counted = collections.Counter(narrow or ["float32"])
+    return str(counted.most_common(1)[0][0])
+
+
+def record(
+    compiled: compilers.Compiled,
+    model: keras.Model,
+    target: targets.Target,
+    devices: int,
+    batch_size: int,
+    policy: str,
+) -> compiled_step.CompiledStep:
+    """Reads what a model's compiled step says of itself."""
+    program = compiled_text.read(compiled.text)
+    called = layers.called(model)
+    rows = [_row(product, called, target) for product in program.products]
+    rows.sort(key=lambda row: -row.flops)
+    bounds = {
+        "compute": sum(row.flops / _rate(row.dtype, target) for row in rows),
+        "memory": program.bytes / target.bandwidth,
+    }
+    bound = max(bounds, key=lambda name: bounds[name])
+    return compiled_step.CompiledStep(
+        rows=tuple(rows),
+        kernels=program.kernels,
+        copies=program.copies,
+        conditionals=program.conditionals,
+        memory=compiled_step.StepMemory(
+            compiled.arguments,
+            compiled.temporaries,
+            compiled.arguments + compiled.extra,
+            target.memory,
+            training_memory.held(model, compiled.temporaries),
+        ),
+        exchanges=program.exchanges,
+        exchanged=program.exchanged,
+        flops=sum(row.flops for row in rows),
+        bytes=program.bytes,
+        open_loops=program.open_loops,
+        seconds=bounds[bound],
+        bound=bound,
+        model=model.name,
+        policy=policy,
+        target=target.name,
+        devices=devices,
+        batch_size=batch_size,
+        backend=keras.backend.backend(),
+    )
+
+
+def _row(
+    product: hlo_products.Product,
+    layers: list[keras.Layer],
+    target: targets.Target,
+) -> compiled_step.CompiledProduct:
+    index = lowering.layer_of(product.label)
+    # JAX marks what comes of transposing, TensorFlow what its tape makes.
+    backward = "transpose(" in product.label or "gradient_tape" in product.label
+    return compiled_step.CompiledProduct(
+        "" if index is None else layer_policies.path_of(layers[index]),
+        "backward" if backward else "forward",
+        product.shape,
+        product.count,
+        product.dtype,
+        "MXU" if target.kind == "TPU" else product.kernel,
+        product.flops,
+    )
+
+
+def _rate(dtype: str, target: targets.Target) -> float:
+    # What has no units of its own is computed in float32.
+    return min(
+        target.rates.get(name, target.rates["float32"])
+        for name in dtype.split("/")
+    )

@@ -1,0 +1,427 @@
+"""Accelerators that need not be here: what they are made of, what they can."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from tfmix import _arguments, _tables
+from tfmix.float8 import h200
+from tfmix.policy.devices import describe, suited_policy
+
+_TERA, _GIB, _MIB = 1e12, 2**30, 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One kind of accelerator, with the figures that its maker publishes.
+
+    Attributes:
+        name: What `compile_for` takes, `"h200"` for example.
+        kind: `"GPU"` or `"TPU"`.
+        title: The maker's own name.
+        memory: Bytes of one device.
+        bandwidth: Bytes a second between a device and its memory.
+        rates: Operations a second in matrix products, by dtype. A dtype that
+            is not there has no units of its own: XLA computes it in another.
+        capability: A GPU's compute capability, `(9, 0)` for example.
+    """
+
+    name: str
+    kind: str
+    title: str
+    memory: int
+    bandwidth: float
+    rates: Mapping[str, float]
+    capability: tuple[int, int] | None = None
+
+    def auto(self) -> str:
+        """Returns the policy that `"auto"` is there."""
+        device = describe(self.kind, self.title, "", self.capability)
+        return suited_policy((device,))[0]
+
+
+class Targets(tuple[Target, ...], _tables.Printed):
+    """A tuple of `Target` records that prints as a table."""
+
+    def tables(self) -> list[_tables.Table]:
+        """Returns what to print: rates in 10^12 operations a second."""
+        known = dict.fromkeys(
+            dtype for target in self for dtype in target.rates
+        )
+        dtypes = sorted(known, key="int8".__eq__)
+        rows = [
+            (
+                target.name,
+                target.title.removeprefix("NVIDIA "),
+                f"{target.memory / _GIB:.0f}",
+                f"{target.bandwidth / _TERA:.2f}",
+                *(
+                    f"{target.rates[dtype] / _TERA:.0f}"
+                    if dtype in target.rates
+                    else "-"
+                    for dtype in dtypes
+                ),
+            )
+            for target in self
+        ]
+        heads = ("target", "name", "GiB", "TB/s")
+        return [
+            _tables.Table(
+                (*heads, *dtypes),
+                rows,
+                notes=["Rates are of matrix products, in 10^12 operations/s."],
+            )
+        ]
+
+
+def targets() -> Targets:
+    """Lists the accelerators that `compile_for` can compile for.
+
+    Returns:
+        GPUs first, then TPUs, each from the oldest on: a tuple of frozen
+        `Target` records, which prints as a table.
+
+    Examples:
+        >>> [target.name for target in targets()][:4]
+        ['v100', 't4', 'a100-40gb', 'a100']
+    """
+    return Targets(_TARGETS.values())
+
+
+def find(name: str) -> Target:
+    """Returns the target of a name, ours or the one that its driver tells.
+
+    Raises:
+        TypeError: If `name` is no string.
+        ValueError: If there is no such target.
+    """
+    if not isinstance(name, str):
+        raise TypeError(
+            "`target` must be a name such as 'h200'. Received: "
+            f"target={name!r} of type {type(name).__name__}."
+        )
+    if name.lower() in _TARGETS:
+        return _TARGETS[name.lower()]
+    words = _words(name)
+    # Of the same chip with other memory, or on a card, other figures hold.
+    near = [x for x in _TARGETS.values() if x.name.split("-")[0] in words]
+    matches = [target for target in near if words <= _words(target.title)]
+    if len(matches) > 1:
+        matches = [target for target in matches if target.name in words]
+    if not matches:
+        said = near[0].name if near else "-".join(sorted(words, reverse=True))
+        hint = _arguments.did_you_mean(said, list(_TARGETS))
+        raise ValueError(
+            f"`target` must be one of {sorted(_TARGETS)!r}. Received: "
+            f"target={name!r}.{hint}"
+        )
+    return matches[0]
+
+
+# What drivers add to the names of chips, as in "NVIDIA H100 80GB HBM3".
+_ADDED = frozenset(("nvidia", "tesla", "geforce", "hbm3", "hbm3e", "tpu"))
+
+
+def _words(name: str) -> frozenset[str]:
+    """Returns what a maker's name says of a chip, in lower case."""
+    joined = re.sub(r"(rtx)\W*|(\d)\W*(?=gb)", r"\1\2", name.lower())
+    plain = re.sub(r"sxm\d", "sxm", joined)
+    return frozenset(re.split(r"[\W_]+", plain)) - _ADDED
+
+
+def topology(target: Target, devices: int) -> str:
+    """Returns the grid in which a number of devices is linked, as XLA's text.
+
+    Raises:
+        ValueError: If there is no such grid.
+    """
+    if target.kind == "GPU":
+        return f"1x1x{devices}"
+    # TPUs come in squares, twice as long as wide for the odd powers of two;
+    # v4 and v5p in boxes.
+    axes = 3 if target.name in ("v4", "v5p") else 2
+    power = int(math.log2(devices))
+    if 2**power != devices or not 1 <= devices <= 256:
+        raise ValueError(
+            "`devices` must be a power of two from 1 to 256 for a TPU. "
+            f"Received: devices={devices!r}, target={target.name!r}."
+        )
+    sides = [2 ** ((power + axis) // axes) for axis in range(axes)]
+    return "x".join(map(str, sorted(sides, reverse=axes == 3 and power == 2)))
+
+
+def config(target: Target) -> str:
+    """Returns a GPU's description as XLA's compiler reads it.
+
+    The text of a `stream_executor.GpuTargetConfigProto`.
+    """
+    cores, cache, clock = _CHIPS[target.name]
+    major, minor = target.capability or (0, 0)
+    threads, fpus, shared = _CORES[major, minor]
+    figures = {
+        **_ANY_GPU,
+        "threads_per_core_limit": threads,
+        "fpus_per_core": fpus,
+        "shared_memory_per_core": shared * 1024,
+        # From Ampere on each block leaves one KiB to the system.
+        "shared_memory_per_block_optin": (shared - (major >= 8)) * 1024,
+        "core_count": cores,
+        "l2_cache_size": int(cache * _MIB),
+        "clock_rate_ghz": clock,
+    }
+    # The units of its own kind: Hopper's and Blackwell's wide products.
+    own = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    fields = "\n  ".join(f"{name}: {value}" for name, value in figures.items())
+    return f"""gpu_device_info {{
+  {fields}
+  memory_bandwidth: {int(target.bandwidth)}
+  device_memory_size: {target.memory}
+  cuda_compute_capability {{ major: {major} minor: {minor}{own} }}
+  driver_version: "13.0.0"
+  runtime_version: "12.9.0"
+  compile_time_toolkit_version: "12.9.0"
+  dnn_version: "9.10.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{target.title}"
+"""
+
+
+def _gpu(
+    name: str,
+    capability: tuple[int, int],
+    title: str,
+    memory: int,
+    bandwidth: float,
+    **rates: float,
+) -> Target:
+    return Target(
+        name,
+        "GPU",
+        f"NVIDIA {title}",
+        memory,
+        bandwidth * _TERA,
+        _by_dtype(rates),
+        capability,
+    )
+
+
+def _tpu(
+    name: str, memory: int, bandwidth: float, bfloat16: float, int8: float
+) -> Target:
+    rates = _by_dtype({"float32": bfloat16, "bfloat16": bfloat16, "int8": int8})
+    title, size = f"TPU {name}", memory * _GIB
+    return Target(name, "TPU", title, size, bandwidth * _TERA, rates)
+
+
+def _by_dtype(rates: Mapping[str, float]) -> Mapping[str, float]:
+    per_second = {dtype: rate * _TERA for dtype, rate in rates.items()}
+    return MappingProxyType(per_second)
+
+
+# What all of them have in common, in the words of XLA's description.
+_ANY_GPU: dict[str, float] = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "shared_memory_per_block": 49152,
+    "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536,
+    "block_dim_limit_x": 2147483647,
+    "block_dim_limit_y": 65535,
+    "block_dim_limit_z": 65535,
+}
+# Of one core (SM), by compute capability: threads, float32 units and KiB of
+# shared memory, from the tables of the CUDA programming guide.
+_CORES = {
+    (7, 0): (2048, 64, 96),
+    (7, 5): (1024, 64, 64),
+    (8, 0): (2048, 64, 164),
+    (8, 6): (1536, 128, 100),
+    (8, 9): (1536, 128, 100),
+    (9, 0): (2048, 128, 228),
+    (10, 0): (2048, 128, 228),
+    (12, 0): (1536, 128, 100),
+}
+# Cores, MiB of L2 cache and the highest clock in GHz, from NVIDIA's white
+# papers.
+_CHIPS = {
+    "v100": (80, 6, 1.53),
+    "t4": (40, 4, 1.59),
+    "a100-40gb": (108, 40, 1.41),
+    "a100": (108, 40, 1.41),
+    "rtx3090": (82, 6, 1.695),
+    "a10g": (80, 6, 1.71),
+    "h100": (132, 50, 1.98),
+    "rtx4090": (128, 72, 2.52),
+    "l4": (58, 48, 2.04),
+    "l40s": (142, 96, 2.52),
+    "h200": (132, 50, 1.98),
+    "b200": (148, 126.5, 1.965),
+    "rtx5090": (170, 96, 2.407),
+}
+# Memory in bytes as the driver tells it, bandwidth in TB/s, products in
+# TFLOP/s without sparsity and summed in float32, from the makers' data sheets
+# and white papers: docs/hardware-you-do-not-have.md names them. float32 is what
+# XLA takes for it by default: TF32 on GPUs from Ampere on, numbers rounded to
+# bfloat16 on a TPU. int8 on a V100 is what its ordinary units do, four products
+# at a time.
+_TARGETS = {
+    target.name: target
+    for target in (
+        _gpu(
+            "v100",
+            (7, 0),
+            "V100 SXM2 16 GB",
+            16935682048,
+            0.898,
+            float32=15.7,
+            float16=125.0,
+            int8=62.8,
+        ),
+        _gpu(
+            "t4",
+            (7, 5),
+            "T4 16 GB",
+            15843721216,
+            0.320,
+            float32=8.1,
+            float16=65.0,
+            int8=130.0,
+        ),
+        _gpu(
+            "a100-40gb",
+            (8, 0),
+            "A100 SXM 40 GB",
+            42298834944,
+            1.555,
+            float32=156.0,
+            float16=312.0,
+            bfloat16=312.0,
+            int8=624.0,
+        ),
+        _gpu(
+            "a100",
+            (8, 0),
+            "A100 SXM 80 GB",
+            85100068864,
+            2.039,
+            float32=156.0,
+            float16=312.0,
+            bfloat16=312.0,
+            int8=624.0,
+        ),
+        _gpu(
+            "rtx3090",
+            (8, 6),
+            "RTX 3090 24 GB",
+            25447170048,
+            0.936,
+            float32=35.6,
+            float16=71.0,
+            bfloat16=71.0,
+            int8=284.0,
+        ),
+        _gpu(
+            "a10g",
+            (8, 6),
+            "A10G 24 GB",
+            23684186112,
+            0.600,
+            float32=35.0,
+            float16=70.0,
+            bfloat16=70.0,
+            int8=140.0,
+        ),
+        _gpu(
+            "h100",
+            (9, 0),
+            "H100 SXM 80 GB",
+            84942979072,
+            3.352,
+            float32=494.7,
+            float16=989.4,
+            bfloat16=989.4,
+            float8=1978.9,
+            int8=1978.9,
+        ),
+        _gpu(
+            "rtx4090",
+            (8, 9),
+            "RTX 4090 24 GB",
+            25393692672,
+            1.008,
+            float32=82.6,
+            float16=165.2,
+            bfloat16=165.2,
+            float8=330.3,
+            int8=660.6,
+        ),
+        _gpu(
+            "l4",
+            (8, 9),
+            "L4 24 GB",
+            23795335168,
+            0.300,
+            float32=60.0,
+            float16=121.0,
+            bfloat16=121.0,
+            float8=242.5,
+            int8=242.5,
+        ),
+        _gpu(
+            "l40s",
+            (8, 9),
+            "L40S 48 GB",
+            47803531264,
+            0.864,
+            float32=183.0,
+            float16=362.0,
+            bfloat16=362.0,
+            float8=733.0,
+            int8=733.0,
+        ),
+        _gpu(
+            "h200",
+            (9, 0),
+            "H200 SXM 141 GB",
+            151397597184,
+            h200.BANDWIDTH / _TERA,
+            float32=494.7,
+            float16=h200.SIXTEEN_BIT / _TERA,
+            bfloat16=h200.SIXTEEN_BIT / _TERA,
+            float8=h200.FLOAT8 / _TERA,
+            int8=h200.FLOAT8 / _TERA,
+        ),
+        _gpu(
+            "b200",
+            (10, 0),
+            "B200 180 GB",
+            191514411008,
+            7.672,
+            float32=1125.0,
+            float16=2250.0,
+            bfloat16=2250.0,
+            float8=4500.0,
+            int8=4500.0,
+        ),
+        _gpu(
+            "rtx5090",
+            (12, 0),
+            "RTX 5090 32 GB",
+            33677180928,
+            1.792,
+            float32=104.8,
+            float16=209.5,
+            bfloat16=209.5,
+            float8=419.0,
+            int8=838.0,
+        ),
+        _tpu("v4", 32, 1.228, bfloat16=275.0, int8=275.0),
+        _tpu("v5e", 16, 0.819, bfloat16=197.0, int8=394.0),
+        _tpu("v5p", 95, 2.765, bfloat16=459.0, int8=918.0),
+        _tpu("v6e", 32, 1.640, bfloat16=918.0, int8=1836.0),
+    )
+}

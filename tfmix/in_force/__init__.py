@@ -1,1 +1,0 @@
-"""What acts on Keras while a policy is in force."""

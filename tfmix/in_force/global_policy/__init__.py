@@ -1,1 +1,0 @@
-"""The global policy: who is asked for it, and the layers made under it."""

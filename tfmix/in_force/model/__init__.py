@@ -1,1 +1,0 @@
-"""A model that carries a policy: its calls, its compile, its fit."""

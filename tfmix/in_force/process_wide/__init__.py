@@ -1,1 +1,0 @@
-"""What is replaced in Keras for the whole process while a policy is active."""

@@ -1,0 +1,139 @@
+"""A step is applied as a whole or skipped as a whole: here alone it is chosen.
+
+In a graph of TensorFlow by a conditional, which saves the work. Under XLA and
+JAX each value is selected when the step is over: a kernel that updates selects
+as well, where a conditional would make a GPU wait for the host.
+"""
+
+import contextvars
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfmix._keras import compilation, context_values
+from tfmix.loss_scaling import all_finite
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+else:
+    import jax
+
+# Whether the caller is run by `apply_if_finite`: what it runs does not check
+# once more.
+_chosen: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "tfmix_chosen", default=False
+)
+
+
+def apply_if_finite(
+    grads: Sequence, update: Callable[[], Any], variables: Sequence
+) -> tuple[Any, Any]:
+    """Runs an update if all gradients are finite; else nothing changes.
+
+    Args:
+        grads: Gradients, dense or sparse; `None` where there is none.
+        update: Assigns to the variables. Under XLA and JAX it runs in any case.
+        variables: All that it may assign to.
+
+    Returns:
+        Was it applied? A bool where that is known by now, else a boolean scalar
+        tensor; and a boolean vector, the gradients that are not finite.
+    """
+    bad = _not_finite(list(grads))
+    applied = _known(ops.logical_not(ops.any(bad)))
+    update = functools.partial(_as_chosen, update)
+    if isinstance(applied, bool):
+        if applied:
+            update()
+    elif compilation.by_xla():
+        before = [compilation.read(variable) for variable in variables]
+        update()
+        put_back(applied, zip(variables, before, strict=True))
+    else:
+        tf.cond(applied, _then(update), _then(None))
+    return applied, bad
+
+
+def put_back(applied: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Gives variables the values that they had, unless a step was applied.
+
+    Args:
+        applied: Bool or boolean scalar tensor.
+        pairs: Variables, each with what it held before the step.
+    """
+    these = written(pairs)
+    applied = _known(applied)
+
+    def restore() -> None:
+        for variable, old in these:
+            variable.assign(old)
+
+    if isinstance(applied, bool):
+        if not applied:
+            restore()
+    elif compilation.by_xla():
+        for variable, old in these:
+            new = compilation.read(variable)
+            variable.assign(compilation.selected(applied, new, old))
+    elif these:
+        tf.cond(applied, _then(None), _then(restore))
+
+
+def written(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Returns those of the variables that may hold something else by now.
+
+    The others are left alone: XLA would copy each.
+    """
+    return [pair for pair in pairs if _may_be_written(*pair)]
+
+
+def is_chosen() -> bool:
+    """Says whether the caller is run by an `apply_if_finite` around it."""
+    return _chosen.get()
+
+
+def _as_chosen(update: Callable[[], Any]) -> None:
+    with context_values.set_to(_chosen, True):
+        update()
+
+
+def _then(function: Callable[[], Any] | None) -> Callable[[], Any]:
+    """Returns a branch of a conditional, which has to return a tensor."""
+
+    def branch() -> Any:
+        if function is not None:
+            function()
+        return tf.constant(True)
+
+    return branch
+
+
+def _known(condition: Any) -> Any:
+    """Returns a bool if the code is run as it is, op by op."""
+    if isinstance(condition, bool):
+        return condition
+    return condition if compilation.is_symbolic(condition) else bool(condition)
+
+
+def _may_be_written(variable: Any, old: Any) -> bool:
+    value = compilation.held(variable)
+    if hasattr(value, "handle"):
+        return compilation.may_be_written(value)
+    # A value of JAX, or of a scope that holds what Keras's variables hold.
+    return value is not old
+
+
+def _flags(grads: list) -> Any:
+    # Where XLA looks through the flags, it may order a step for more memory.
+    return compilation.kept_apart(all_finite.not_finite(grads))
+
+
+# Compiled for eager steps, too, where every operation costs.
+_not_finite = (
+    jax.jit(_flags)
+    if keras.backend.backend() == "jax"
+    else all_finite.not_finite
+)

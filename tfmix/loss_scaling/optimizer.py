@@ -1,0 +1,881 @@
+"""The optimizer that scales the loss and skips steps that overflowed."""
+
+import contextlib
+import numbers
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from tfmix import _arguments, _users_code
+from tfmix._keras import compilation, optimizers
+from tfmix._keras import variables as keras_variables
+from tfmix.gradient_scaling import power
+from tfmix.loss_scaling import (
+    apply_if_finite,
+    inner_attributes,
+    replicas,
+    rules,
+    saving,
+    self_scaled,
+    settings,
+    standstill,
+    stuck,
+    unscale,
+)
+from tfmix.loss_scaling.state import Settings, State
+
+# How the variables of a loss scale's state are called in Keras's own class,
+# so that a checkpoint written by either can be read by tfmix.
+_KERAS_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
+
+
+@keras.saving.register_keras_serializable(package="tfmix")
+class LossScaleOptimizer(
+    inner_attributes.DelegatesToInner, keras.optimizers.LossScaleOptimizer
+):
+    """Wraps any Keras optimizer with loss scaling that survives every fault.
+
+    A drop-in for `keras.optimizers.LossScaleOptimizer`. In each step the
+    gradients are summed over all replicas, divided by the loss scale in
+    float32 and checked. If every number of every gradient is finite, the
+    inner optimizer applies them; if not, no variable, slot, counter or
+    average changes on any replica, and the loss scale reacts.
+
+    A Keras model under a tfmix policy needs no scaled loss: its gradients are
+    scaled inside it, and true outside. An optimizer of such a model's
+    variables multiplies and divides by 1, so that `scale_loss` and
+    `unscale_gradients` may be called or left out. In `fit` the loss scale
+    then says where in float16 the gradients are placed, by its ratio to its
+    first value.
+
+    Args:
+        inner_optimizer: A `keras.optimizers.Optimizer`, or the name of one
+            (`"adam"`). Clipping, weight decay, EMA and gradient accumulation
+            are its arguments; clipping then acts on true, summed gradients.
+        initial_scale: Float, the first loss scale of the dynamic rule.
+            Defaults to `2.0**15`.
+        dynamic_growth_steps: Integer, finite steps before the dynamic scale
+            doubles. Defaults to `2000`.
+        loss_scale: `"dynamic"`, a positive number for a fixed scale, or a
+            `tfmix.loss_scaling.LossScale` object, which then holds all
+            settings. Defaults to `"dynamic"`.
+        reduce_dtype: `"float16"` or `"bfloat16"`, in which the gradients are
+            summed over the replicas of a `tf.distribute` strategy: half the
+            bytes of float32. They are checked after the sum, so that one
+            which overflows is a skipped step. Defaults to `None`: the dtype
+            of each gradient. Needs the TensorFlow backend.
+        name: String. Defaults to `"loss_scale_optimizer"`.
+
+    Attributes:
+        inner_optimizer: The wrapped optimizer. `learning_rate`, `iterations`
+            and every attribute this class has not, such as `beta_1`, are its.
+        loss_scale: Float, the current scale. Reading it copies a scalar to
+            the host; inside a compiled function it is a tensor. It can be set.
+        skipped_steps: Integer, steps not applied so far.
+        consecutive_skips: Integer, steps not applied since the last that was.
+        overflow_counts: Dict from variable path to the number of skipped
+            steps in which that variable's gradient was not finite.
+
+    Raises:
+        TypeError: If `inner_optimizer` is no Keras 3 optimizer, or a setting
+            is not a number.
+        ValueError: If a setting is out of range, contradicts another, or
+            belongs to the inner optimizer; under a distribution strategy
+            that cannot skip a step on all replicas; if `reduce_dtype` is
+            given under JAX, whose compiler places the sum.
+
+    Examples:
+        >>> model = keras.Sequential([keras.layers.Dense(1)])
+        >>> optimizer = LossScaleOptimizer(keras.optimizers.Adam(1e-3))
+        >>> model.compile(optimizer, loss="mse")
+        >>> history = model.fit(ops.ones((4, 2)), ops.ones((4, 1)), verbose=0)
+        >>> optimizer.loss_scale, optimizer.skipped_steps
+        (32768.0, 0)
+
+    For layers that no model under a tfmix policy holds, the contract is
+    Keras's: `apply` takes gradients of the scaled loss, as they are. For such
+    a model the same loop is right with `scale_loss` or without:
+
+        with tf.GradientTape() as tape:
+            loss = compute_loss()
+            scaled = optimizer.scale_loss(loss)
+        grads = tape.gradient(scaled, model.trainable_variables)
+        applied = optimizer.apply(grads, model.trainable_variables)
+
+    To clip them yourself, in place of the last line:
+
+        grads = optimizer.unscale_gradients(grads)
+        grads, norm = tf.clip_by_global_norm(grads, 1.0)
+        applied = optimizer.apply(
+            grads, model.trainable_variables, unscaled=True
+        )
+    """
+
+    built: bool
+
+    def __init__(
+        self,
+        inner_optimizer: str | keras.optimizers.Optimizer,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        *,
+        loss_scale: Any = "dynamic",
+        reduce_dtype: str | None = None,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not kwargs.pop("dynamic", True):
+            raise ValueError(
+                "`dynamic=False` is an argument of the old tf.keras. For a "
+                "fixed scale write LossScaleOptimizer(optimizer, loss_scale="
+                "128.0). (Keras says to set `loss_scale_factor` on the inner "
+                "optimizer; that applies steps that are not finite.)"
+            )
+        settings.refuse_misspelt(kwargs)
+        rule = settings.loss_scale_rule(
+            loss_scale, initial_scale, dynamic_growth_steps
+        )
+        inner_optimizer = settings.inner_optimizer(inner_optimizer)
+        reduce_dtype = settings.reduce_dtype(reduce_dtype, rule)
+        replicas.check_strategy()
+        super().__init__(
+            inner_optimizer,
+            initial_scale=float(rule.init()[0]),
+            dynamic_growth_steps=getattr(rule, "growth_steps", None),
+            name=name,
+            **kwargs,
+        )
+        self.reduce_dtype = reduce_dtype
+        # The ids of variables that were given to `apply` in a guarded step.
+        self.given_in_step: set[int] | None = None
+        # Whether what is created just now are slots.
+        self.is_building = False
+        self._gradient_norm: keras.Variable | None = None
+        # Whether losses are multiplied and gradients divided by the scale, not
+        # by 1: what `_is_scaling` has decided.
+        self._scales: bool | None = None
+        # Whether any loss was scaled; and in the train step around, if any.
+        self._has_scaled = False
+        self._scaled_in_step: bool | None = None
+        # Whether `apply_gradients` is given true gradients, as in tf.keras.
+        self._next_are_true = False
+        self._create_state(rule)
+
+    @property
+    def loss_scale(self) -> Any:
+        """The current scale: a float, or a tensor in a compiled function."""
+        variables = self._scale_variables()
+        if not all(map(_has_value_here, variables)):
+            return self.rule_scale()
+        # NumPy cannot read a mirrored value inside a strategy's scope.
+        state = self._state_type(*map(_host, variables))
+        return float(self.rule.current(state))
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        wanted = np.float32(_arguments.positive("loss_scale", value))
+        state = self.rule.init()._replace(scale=wanted)
+        if float(self.rule.current(state)) != wanted:
+            raise ValueError(
+                f"{self.rule!r} does not allow this loss scale. "
+                f"Received: loss_scale={value!r}."
+            )
+        self._assign_scale(state)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps not applied so far; reading it waits for the device."""
+        return int(_host(self._skipped_steps))
+
+    @property
+    def consecutive_skips(self) -> int:
+        """Steps not applied since the last that was; waits for the device."""
+        return int(_host(self._consecutive_skips))
+
+    @property
+    def overflow_counts(self) -> dict[str, int]:
+        """Skipped steps per variable; reading it waits for the device."""
+        if not self.built:
+            return {}
+        counts = _host(self._overflow_counts).tolist()
+        paths = optimizers.paths(self._model_variables)
+        return dict(zip(paths, counts, strict=True))
+
+    @property
+    def gradient_norm(self) -> float:
+        """Norm of the last applied step's true gradients, before clipping.
+
+        NaN before `keep_gradient_norm` was called and a step applied; reading
+        it waits for the device.
+        """
+        kept = self._gradient_norm
+        return float("nan") if kept is None else float(_host(kept))
+
+    def keep_gradient_norm(self) -> bool:
+        """Lets each step note the norm of its gradients in `gradient_norm`.
+
+        Call it before the first step: a step that is compiled already goes on
+        without. It reads every gradient once more. Under a `tf.distribute`
+        strategy it is the norm of the sum over all replicas.
+
+        Returns:
+            Bool, whether it was not kept before.
+
+        Raises:
+            ValueError: If an optimizer inside accumulates gradients.
+
+        Examples:
+            >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0)
+            >>> optimizer.keep_gradient_norm()
+            True
+            >>> weight = keras.Variable([0.0, 0.0])
+            >>> grads = [optimizer.scale_loss(ops.array([3.0, 4.0]))]
+            >>> bool(optimizer.apply(grads, [weight]))
+            True
+            >>> optimizer.gradient_norm
+            5.0
+        """
+        for optimizer in optimizers.with_nested(self.inner_optimizer):
+            steps = getattr(optimizer, "gradient_accumulation_steps", None)
+            if steps is not None:
+                raise ValueError(
+                    "`gradient_norm` cannot be kept where gradients are "
+                    "accumulated: an update takes the mean of several "
+                    "batches, and none of theirs is its norm. Received: "
+                    f"gradient_accumulation_steps={steps!r} in "
+                    f"{optimizer.name!r}. Leave out one of the two."
+                )
+        if self._gradient_norm is not None:
+            return False
+        self._gradient_norm = self.add_variable(
+            shape=(),
+            initializer=keras.initializers.Constant(float("nan")),
+            dtype="float32",
+            name="gradient_norm",
+        )
+        return True
+
+    def check_health(self, max_consecutive_skips: int = 50) -> None:
+        """Raises if training is stuck; call it now and then in a long loop.
+
+        Args:
+            max_consecutive_skips: Integer. Defaults to `50`: the scale falls
+                from its ceiling to its floor in 24 steps.
+
+        Raises:
+            LossScaleError: If two steps in a row are skipped and the scale is
+                at its floor, or that many anywhere. It names the variables
+                whose gradients were not finite and says what to change.
+        """
+        limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
+        stuck.check(self, limit)
+
+    @compilation.untouched
+    def scale_loss(self, loss: Any) -> Any:
+        """Multiplies a loss by the loss scale, in float32 or wider.
+
+        Args:
+            loss: Scalar tensor, number, or a nest of them.
+
+        Returns:
+            The scaled loss, of the same structure; float32 where it was
+            16-bit, since a float16 loss would overflow at once. The loss
+            itself where the model scales its gradients.
+
+        Raises:
+            ValueError: If `jax.jit` would make a constant of the scale.
+
+        Examples:
+            >>> optimizer = LossScaleOptimizer("sgd", loss_scale=8.0)
+            >>> float(optimizer.scale_loss(0.5))
+            4.0
+        """
+        self._next_are_true = False
+        return self.get_scaled_loss(loss)
+
+    @compilation.untouched
+    def current_scale(self) -> Any:
+        """Returns what `scale_loss` multiplies by: a float32 scalar tensor.
+
+        Not copied to the host; 1 where the model scales its gradients.
+
+        Raises:
+            ValueError: If `jax.jit` would make a constant of it.
+
+        Examples:
+            >>> float(LossScaleOptimizer("sgd", 64.0).current_scale())
+            64.0
+        """
+        if not self._is_scaling():
+            return ops.ones((), "float32")
+        self._note_scaled()
+        return self.rule_scale()
+
+    def rule_scale(self) -> Any:
+        """Returns the rule's scale: a float32 scalar, not copied to the host.
+
+        Raises:
+            ValueError: If `jax.jit` would make a constant of it.
+        """
+        if not _is_constant(self.rule) and any(
+            map(compilation.becomes_constant, self._scale_variables())
+        ):
+            raise ValueError(
+                "JAX is compiling this function, and the values of "
+                "`optimizer.variables` are none of its arguments: the loss "
+                "scale would stay what it is now. Make them an argument "
+                "`values`, and write `with keras.StatelessScope("
+                "zip(optimizer.variables, values)):` around the call of "
+                f"{self.name!r}'s `scale_loss`, `unscale_gradients`, "
+                "`current_scale` or `loss_scale`."
+            )
+        return self.rule.current(self._scale_state())
+
+    def placing(self) -> Any:
+        """Returns where gradients are placed inside a model: 1.0 at first.
+
+        It moves as the loss scale does, a factor of its first value: float, or
+        a float32 scalar tensor, not copied to the host.
+        """
+        if _is_constant(self.rule):
+            return 1.0
+        return self.rule.current(self._scale_state()) / self.rule.init()[0]
+
+    @compilation.untouched
+    def unscale_gradients(self, grads: Sequence) -> list:
+        """Divides gradients by the loss scale, for clipping or logging.
+
+        To apply them, write `apply(grads, variables, unscaled=True)`; for a
+        model that scales its gradients these are true already. What is
+        not finite comes back as NaN, an infinity too, so that clipping by
+        value cannot hide it. Under a `tf.distribute` strategy these are this
+        replica's gradients; to clip the sum over all replicas, give
+        `global_clipnorm` to the inner optimizer instead.
+
+        Args:
+            grads: Scaled gradients; `None` where there is none.
+
+        Returns:
+            A list of the true gradients, float32 where they were 16-bit.
+
+        Raises:
+            ValueError: If `jax.jit` would make a constant of the scale.
+
+        Examples:
+            >>> optimizer = LossScaleOptimizer("sgd", loss_scale=8.0)
+            >>> loss = optimizer.scale_loss(2.0)
+            >>> true = optimizer.unscale_gradients([ops.array([loss])])
+            >>> float(true[0][0])
+            2.0
+        """
+        grads = list(grads)
+        variables: list = self._model_variables
+        if len(variables) != len(grads):
+            variables = [None] * len(grads)
+        scale = self.rule_scale() if self._are_scaled() else None
+        true = unscale.true_gradients(grads, variables, scale)
+        return [
+            after if after is before else unscale.without_infinities(after)
+            for before, after in zip(grads, true, strict=True)
+        ]
+
+    @compilation.untouched
+    def apply(
+        self,
+        grads: Sequence,
+        trainable_variables: Sequence[keras.Variable] | None = None,
+        *,
+        unscaled: bool = False,
+    ) -> Any:
+        """Applies gradients if all are finite; else skips the step.
+
+        Args:
+            grads: Gradients of the scaled loss, one per variable, dense or
+                `tf.IndexedSlices`; `None` where there is none.
+            trainable_variables: The variables. Defaults to those that the
+                optimizer was built with; on the first call they build it.
+            unscaled: Bool, whether the gradients are divided by the loss
+                scale already, as by `unscale_gradients`. Defaults to `False`:
+                the step divides them, where that costs least. Where the model
+                scales its gradients both are the same.
+
+        Returns:
+            Boolean scalar tensor, not copied to host: was the step applied?
+
+        Raises:
+            ValueError: If there is no gradient at all, a variable is unknown,
+                or the call stands outside of `strategy.run` or inside
+                `jax.jit`.
+
+        Examples:
+            >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0)
+            >>> weight = keras.Variable([1.0])
+            >>> optimizer.build([weight])
+            >>> grads = [optimizer.scale_loss(ops.array([3.0]))]
+            >>> clipped = ops.clip(optimizer.unscale_gradients(grads)[0], -1, 1)
+            >>> bool(optimizer.apply([clipped], [weight], unscaled=True))
+            True
+            >>> float(weight[0])
+            0.0
+        """
+        grads = list(grads)
+        if not grads:
+            return ops.convert_to_tensor(False)
+        variables = self._variables_of(grads, trainable_variables)
+        if self.given_in_step is not None:
+            self.given_in_step |= {id(v) for v in variables if not _is_past(v)}
+        unscaled = unscaled or not self._are_scaled(told=True)
+        # In the order of the build, which the counts have as well. A trunk that
+        # two networks share is given a gradient by each: the second follows.
+        by_row: list = [None] * len(self._model_variables)
+        places: list[int] = []
+        repeated: list[int] = []
+        rows = optimizers.positions(self, variables)
+        for row, gradient in zip(rows, grads, strict=True):
+            if row in places:
+                places.append(len(by_row))
+                by_row.append(gradient)
+                repeated.append(row)
+            else:
+                places.append(row)
+                by_row[row] = gradient
+        if compilation.becomes_constant(self._skipped_steps):
+            raise ValueError(
+                "`apply` cannot assign variables inside a function that JAX "
+                "compiles. Write `optimizer.stateless_apply("
+                "optimizer_variables, grads, trainable_variables)` there."
+            )
+        return self._step(by_row, places, self._settings(repeated), unscaled)
+
+    def stateless_apply(
+        self,
+        optimizer_variables: Sequence,
+        grads: Sequence,
+        trainable_variables: Sequence,
+        *,
+        unscaled: bool = False,
+    ) -> tuple[list, list]:
+        """Returns the values after the step; changes nothing (JAX).
+
+        Args:
+            optimizer_variables: Current values of `optimizer.variables`.
+            grads: Gradients of the scaled loss, one per trainable variable.
+            trainable_variables: Current values of the model's variables.
+            unscaled: Bool, as in `apply`. Defaults to `False`.
+
+        Returns:
+            The new values of the model's variables and of the optimizer's.
+
+        Raises:
+            ValueError: If the optimizer is not built, the counts differ, or
+                the backend is TensorFlow.
+        """
+        if keras.backend.backend() != "jax":
+            raise ValueError(
+                "`stateless_apply` needs the JAX backend; under TensorFlow "
+                "call `optimizer.apply(grads, variables)`. Received: "
+                f"backend={keras.backend.backend()!r}."
+            )
+        if not self.built:
+            raise ValueError(
+                "`stateless_apply` needs a built optimizer. Call "
+                "`optimizer.build(model.trainable_variables)` first."
+            )
+        used = self._model_variables, self.variables
+        given = list(trainable_variables), list(optimizer_variables)
+        mapping = [
+            pair
+            for pairs in zip(used, given, strict=True)
+            for pair in zip(*pairs, strict=True)
+        ]
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            self.apply(grads, unscaled=unscaled)
+        weights, slots = (
+            [scope.get_current_value(variable) for variable in variables]
+            for variables in used
+        )
+        return weights, slots
+
+    @compilation.untouched
+    def apply_gradients(self, grads_and_vars: Iterable) -> Any:
+        """Does what `apply` does with pairs of a gradient and its variable.
+
+        As in Keras the gradients are scaled ones; as in tf.keras they are
+        true ones if `get_unscaled_gradients` was called since `scale_loss`.
+        Where the model scales its gradients both are the same.
+
+        Args:
+            grads_and_vars: Pairs of a gradient and a variable.
+
+        Returns:
+            The inner optimizer's count of iterations, as Keras does.
+
+        """
+        pairs = list(grads_and_vars)
+        grads, variables = [pair[0] for pair in pairs], [p[1] for p in pairs]
+        self.apply(grads, variables, unscaled=self._next_are_true)
+        return self.iterations
+
+    @compilation.untouched
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """Does what `scale_loss` does, by its old tf.keras name."""
+        if not self._is_scaling():
+            return loss
+        self._note_scaled()
+        scale = self.rule_scale()
+
+        def scaled(value: Any) -> Any:
+            value = unscale.to_float32(ops.convert_to_tensor(value))
+            return ops.multiply(value, ops.cast(scale, value.dtype))
+
+        return tree.map_structure(scaled, loss)
+
+    @compilation.untouched
+    def get_unscaled_gradients(self, grads: Sequence) -> list:
+        """Divides gradients for `apply_gradients`, as the old tf.keras did.
+
+        `apply_gradients` then takes true gradients until `scale_loss` is
+        called again. Arguments and result are those of `unscale_gradients`.
+        """
+        self._next_are_true = True
+        return self.unscale_gradients(grads)
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Creates the slots and counts for a model's trainable variables.
+
+        Args:
+            variables: The variables, in the order of the gradients to come. A
+                second call changes nothing.
+        """
+        if self.built:
+            return
+        variables = list({id(v): v for v in variables}.values())
+        self.is_building = True
+        self.inner_optimizer.build(variables)
+        self.is_building = False
+        self._overflow_counts = self._counter("overflow_counts", len(variables))
+        optimizers.remember(self, variables)
+        name = self.inner_optimizer.name
+        self._watch = standstill.Watch(name, optimizers.paths(variables))
+        self.built = True
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the whole state, the inner optimizer's included."""
+        saving.write(store, self._saved_variables(), self._saved_inner())
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads the whole state; also one that Keras's class has written.
+
+        An optimizer that is not built, or a file without state or with that
+        of other variables, gets a warning, as in Keras: weights can be loaded
+        into any model.
+
+        Args:
+            store: What Keras opens of a file: places, as strings, to arrays.
+
+        Raises:
+            ValueError: If it does not fit. Nothing is changed then.
+        """
+        trained = len(self._model_variables) if self.built else None
+        own, inner = self._saved_variables(), self._saved_inner()
+        saving.read(store, self.name, own, inner, trained)
+
+    def get_config(self) -> dict:
+        """Returns the constructor's arguments, in Keras's form if they fit."""
+        return saving.config(self)
+
+    @classmethod
+    def from_config(
+        cls, config: dict, custom_objects: Any = None
+    ) -> "LossScaleOptimizer":
+        """Returns the optimizer that `get_config` described."""
+        optimizer: LossScaleOptimizer = saving.made_from(
+            cls, config, custom_objects
+        )
+        return optimizer
+
+    def last_step_applied(self) -> Any:
+        """Returns a boolean scalar tensor; nothing is copied to the host."""
+        return ops.equal(self._consecutive_skips.value, 0)
+
+    def _is_scaling(self) -> bool:
+        """Says whether a loss is multiplied by the scale, or by 1."""
+        if self._scales is None:
+            # The variables of a loss that is scaled before the build are not
+            # known; to multiply and divide is right for any.
+            if not self.built and self._scaled_in_step is not None:
+                return True
+            # For good: what is compiled now has to agree with what is compiled
+            # later.
+            variables = self._model_variables
+            self._scales = not (self.built and self_scaled.hold(variables))
+        return self._scales
+
+    def decide_anew(self) -> None:
+        """Forgets whether it scales: its model computes otherwise now."""
+        self._scales = None
+
+    def _note_scaled(self) -> None:
+        self._has_scaled = True
+        if self._scaled_in_step is not None:
+            self._scaled_in_step = True
+
+    def _are_scaled(self, told: bool = False) -> bool:
+        """Says whether gradients are those of a scaled loss.
+
+        Args:
+            told: Whether to warn if no loss was ever scaled.
+        """
+        if self._scaled_in_step is not None:
+            return self._scaled_in_step
+        if not self._is_scaling():
+            return False
+        is_one = _is_constant(self.rule) and self.rule.lowest_scale == 1.0
+        if told and not (self._has_scaled or is_one):
+            self._has_scaled = True
+            _users_code.warn(
+                "The gradients are divided by the loss scale, but the loss was "
+                "not multiplied by it, so every update is too small by that "
+                "factor. Take the gradients of the scaled loss: `scaled = "
+                "optimizer.scale_loss(loss)` inside the tape, then "
+                "`tape.gradient(scaled, ...)`; or, if the gradients are those "
+                "of the loss, write optimizer.apply(grads, variables, "
+                "unscaled=True)."
+            )
+        return True
+
+    @contextlib.contextmanager
+    def train_step(self) -> Iterator[None]:
+        """Takes the gradients of a model's own step as the step makes them.
+
+        They are of the scaled loss if it was scaled in the block.
+        """
+        before, self._scaled_in_step = self._scaled_in_step, False
+        try:
+            yield
+        finally:
+            self._scaled_in_step = before
+
+    def _variables_of(self, grads: list, trainable_variables: Any) -> list:
+        """Returns the gradients' variables; builds the optimizer on them."""
+        if trainable_variables is not None:
+            variables = list(trainable_variables)
+            if not self.built:
+                self.build(variables)
+            optimizers.recognised(self, variables)
+        elif self.built:
+            variables = self._model_variables
+        else:
+            raise ValueError(
+                "The optimizer is not built yet, so it must be told which "
+                "variables the gradients belong to. Write "
+                "optimizer.apply(grads, model.trainable_variables)."
+            )
+        if len(grads) != len(variables):
+            raise ValueError(
+                "There must be one gradient (or None) for each variable. "
+                f"Received: {len(grads)} gradients for {len(variables)} "
+                "variables."
+            )
+        if all(gradient is None for gradient in grads):
+            raise ValueError(
+                "No gradients provided for any variable: all are None. Is the "
+                "loss computed from the model's variables, inside the "
+                "gradient tape?"
+            )
+        return variables
+
+    def _step(
+        self, grads: list, places: list[int], settings: Settings, unscaled: bool
+    ) -> Any:
+        """Steps; `grads` are by the settings' variables, `places` the given."""
+        variables, rule = settings.variables, settings.rule
+        used = self.variables + self._model_variables
+        if keras.backend.backend() == "tensorflow":
+            replicas.check_replica_context()
+        with replicas.one_replica(used):
+            state = self._state()
+        # In 16 bit true gradients may be too small to be summed.
+        current = rule.current(state.scale)
+        factor = current if unscaled and self.reduce_dtype else None
+        grads = replicas.sum_gradients(
+            grads, variables, self.reduce_dtype, factor
+        )
+        is_data = self._blames_data(grads)
+        scale = None if unscaled else current
+        with replicas.one_replica(used, self):
+            true = unscale.true_gradients(grads, variables, scale)
+
+            def update() -> None:
+                self.inner_optimizer.apply(
+                    [true[n] for n in places],
+                    [keras_variables.local(variables[n]) for n in places],
+                )
+
+            checked = unscale.narrow_if_dense(grads, true)
+            if scale is not None and rule.may_enlarge:
+                checked = true
+            updated = self._model_variables + settings.inner.variables
+            applied, bad = apply_if_finite.apply_if_finite(
+                checked, update, updated
+            )
+            norm = None
+            if self._gradient_norm is not None:
+                norm = unscale.norm(true, variables)
+            after = state.after(settings, applied, bad, norm, is_data)
+            self._warn_if_still(state, after)
+            self._assign(after)
+        return ops.convert_to_tensor(applied)
+
+    def _blames_data(self, grads: Sequence) -> Any:
+        """Says whether the data is not finite, where a rule has to know."""
+        return False if _is_constant(self.rule) else power.blames_data(grads)
+
+    def _warn_if_still(self, before: State, after: State) -> None:
+        """Warns of the eighth skipped step in a row of a user's own loop."""
+        if power.is_placed():
+            # The line after the epoch says more.
+            return
+        bad = ops.not_equal(before.overflow_counts, after.overflow_counts)
+        is_eighth = ops.equal(after.consecutive_skips, standstill.AFTER)
+        standstill.call_if(is_eighth, self._watch.warn, bad)
+
+    def _create_state(self, rule: rules.LossScale) -> None:
+        """Creates variables for what the rule remembers."""
+        # From the start: a function compiled before the first step reads it.
+        self.rule = rule
+        initial = rule.init()
+        self._state_type = type(initial)
+        # Keras's order, so that its files can be read by position.
+        fields = sorted(initial._fields, key=lambda name: name != "good_steps")
+        for field in fields:
+            value = getattr(initial, field)
+            whole = isinstance(value, numbers.Integral)
+            variable = self.add_variable(
+                shape=np.shape(value),
+                dtype="int" if whole else "float32",
+                initializer=keras.initializers.Constant(value),
+                name=_KERAS_NAMES.get(field, field),
+            )
+            # Keras tracks what is assigned, and what it has made only once.
+            setattr(self, _attribute(field), variable)
+        self._skipped_steps = self._counter("skipped_steps")
+        self._consecutive_skips = self._counter("consecutive_skips")
+
+    def _counter(self, name: str, *shape: int) -> keras.Variable:
+        return self.add_variable(shape, "zeros", "int32", name=name)
+
+    def _settings(self, repeated: Sequence[int] = ()) -> Settings:
+        variables = self._model_variables
+        variables += [variables[row] for row in repeated]
+        return Settings(
+            self.rule, self.inner_optimizer, variables, tuple(repeated)
+        )
+
+    @property
+    def _model_variables(self) -> list[keras.Variable]:
+        """The model's variables that the optimizer was built with."""
+        return optimizers.remembered(self)
+
+    def _saved_variables(self) -> list[keras.Variable]:
+        # A norm is no state: a file is the same with it and without.
+        own = optimizers.own_variables(self)
+        return [
+            variable for variable in own if variable is not self._gradient_norm
+        ]
+
+    def _saved_inner(self) -> list[keras.Variable]:
+        # Before it is built the inner one has settings alone, which its
+        # config holds as well.
+        return self.inner_optimizer.variables if self.built else []
+
+    def _scale_variables(self) -> list[keras.Variable]:
+        return [vars(self)[_attribute(n)] for n in self._state_type._fields]
+
+    def _scale_state(self) -> Any:
+        """Returns the rule's state as its named tuple of variables' values."""
+        return self._state_type(*(v.value for v in self._scale_variables()))
+
+    def _assign_scale(self, state: Any) -> None:
+        for variable, value in zip(self._scale_variables(), state, strict=True):
+            variable.assign(value)
+
+    def _state(self) -> State:
+        norm = self._gradient_norm
+        return State(
+            scale=self._scale_state(),
+            skipped_steps=self._skipped_steps.value,
+            consecutive_skips=self._consecutive_skips.value,
+            overflow_counts=self._overflow_counts.value,
+            gradient_norm=None if norm is None else norm.value,
+        )
+
+    def _assign(self, state: State) -> None:
+        self._assign_scale(state.scale)
+        self._skipped_steps.assign(state.skipped_steps)
+        self._consecutive_skips.assign(state.consecutive_skips)
+        self._overflow_counts.assign(state.overflow_counts)
+        if self._gradient_norm is not None:
+            self._gradient_norm.assign(state.gradient_norm)
+
+
+def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
+    """Lists the loss-scale optimizers of a model; a GAN's may be several."""
+    held = vars(model).values()
+    return [value for value in held if isinstance(value, LossScaleOptimizer)]
+
+
+@contextlib.contextmanager
+def guarded_step(optimizer: LossScaleOptimizer) -> Iterator[set[int]]:
+    """Tells `apply` that the step around it leaves no trace if skipped.
+
+    Yields:
+        The ids of the variables that `apply` is given in the block.
+    """
+    optimizer.given_in_step = set()
+    try:
+        with optimizer.train_step():
+            yield optimizer.given_in_step
+    finally:
+        optimizer.given_in_step = None
+
+
+def _is_past(variable: Any) -> bool:
+    """Says whether the step around has written a variable itself by now.
+
+    As one does that looks for flat minima; of an eager step nobody knows, nor
+    under JAX.
+    """
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    return on_tensorflow and compilation.may_be_written(variable)
+
+
+def _is_constant(rule: rules.LossScale) -> bool:
+    return isinstance(rule, rules.FixedLossScale | rules.NoLossScale)
+
+
+def _attribute(field: str) -> str:
+    return _KERAS_NAMES.get(field, f"_loss_scale_{field}")
+
+
+def _has_value_here(variable: keras.Variable) -> bool:
+    """Says whether a variable has a number here that is no constant later."""
+    return compilation.is_host_readable(
+        variable
+    ) and not compilation.becomes_constant(variable)
+
+
+def _host(variable: keras.Variable) -> np.ndarray:
+    if not _has_value_here(variable):
+        raise ValueError(
+            "This function is being compiled, and counters are numbers of the "
+            f"host. Received: a call that reads {variable.path!r} in it. Read "
+            "`skipped_steps`, `consecutive_skips`, `overflow_counts` and "
+            "`gradient_norm`, and call `check_health`, outside of the compiled "
+            "function, between two steps; in it, `apply` returns whether the "
+            "step takes place."
+        )
+    return compilation.host_value(variable)

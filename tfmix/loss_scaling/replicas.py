@@ -1,0 +1,218 @@
+"""One optimizer step per replica, without a merge call (`tf.distribute`).
+
+Keras's sum gradients and write mirrored variables through merge calls, which
+may not stand inside a `tf.cond`. Here gradients are summed first; then every
+replica takes its step alone, on its own copies and under no strategy.
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from tfmix._keras import compilation, optimizers
+from tfmix._keras import variables as keras_variables
+from tfmix.loss_scaling import all_finite
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+# Strategies whose variables do not live on the replicas: no joint step to skip.
+_REFUSED = {
+    "ParameterServerStrategy": "its workers update shared variables alone",
+    "CentralStorageStrategy": "its variables are not copied to each replica",
+}
+
+
+# What an optimizer has run on every replica, by name.
+_TRACED = "_tfmix_traced"
+
+
+def check_strategy(strategy: Any = None) -> None:
+    """Refuses a strategy, else the current one, that cannot skip a step."""
+    if keras.backend.backend() != "tensorflow":
+        return
+    name = type(strategy or tf.distribute.get_strategy()).__name__
+    reason = _REFUSED.get(re.sub(r"V\d$", "", name))
+    if reason is not None:
+        raise ValueError(
+            f"tfmix cannot scale the loss under {name}: {reason}, so "
+            "the replicas could not skip a step together. Use "
+            "MirroredStrategy, MultiWorkerMirroredStrategy, "
+            "OneDeviceStrategy or TPUStrategy."
+        )
+
+
+def check_replica_context() -> None:
+    """Refuses to apply gradients outside of `strategy.run`."""
+    if tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            "Gradients must be applied in a replica context. Call "
+            "`optimizer.apply(...)` inside the function that you give to "
+            "`strategy.run(...)`."
+        )
+
+
+def once_for_all(function: Callable[[], None]) -> None:
+    """Calls what makes variables once, also where every replica asks for it."""
+    if not _in_replica_of_many():
+        function()
+        return
+
+    def made(strategy: Any) -> None:
+        # Not in the function that is traced: one replica's first value is
+        # read from another's variable there.
+        with tf.init_scope(), strategy.scope():
+            function()
+
+    tf.distribute.get_replica_context().merge_call(made)
+
+
+def sum_gradients(
+    grads: Sequence,
+    variables: Sequence,
+    dtype: str | None = None,
+    factor: Any = None,
+) -> list:
+    """Sums each gradient over all replicas of all workers; `None`s stay.
+
+    With a `dtype` they are summed in that, multiplied by a `factor` meanwhile,
+    and come back in their own.
+    """
+    # Of what overwrites its variable (Keras's float8 scales and histories of
+    # maxima) the largest is taken.
+    result = list(grads)
+    present = [n for n, gradient in enumerate(result) if gradient is not None]
+    if not _in_replica_of_many() or not present:
+        return result
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1:
+        return result
+    maxed = {n for n in present if keras_variables.is_overwritten(variables[n])}
+    # There is no reduction by maximum: each replica adds a row of its own.
+    sent = [
+        _as_row(grads[n]) if n in maxed else _sent(grads[n], dtype, factor)
+        for n in present
+    ]
+    # What is reduced together is packed into one vector, so has one dtype.
+    for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
+        alike = [i for i, tensor in enumerate(sent) if tensor.dtype == dtype]
+        sums = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, [sent[i] for i in alike]
+        )
+        for n, total in zip([present[i] for i in alike], sums, strict=True):
+            result[n] = (
+                _largest(total)
+                if n in maxed
+                else _received(total, grads[n].dtype, factor)
+            )
+    return result
+
+
+def _sent(gradient: Any, dtype: str | None, factor: Any) -> Any:
+    if factor is not None:
+        factor = tf.cast(factor, gradient.dtype)
+        gradient = tf.math.scalar_mul(factor, gradient)
+    dtype = tf.as_dtype(dtype or gradient.dtype)
+    # Rows are gathered, and TensorFlow gathers no bfloat16.
+    gathered = dtype == tf.bfloat16 and all_finite.is_sparse(gradient)
+    return tf.cast(gradient, tf.float32 if gathered else dtype)
+
+
+def _received(total: Any, dtype: Any, factor: Any) -> Any:
+    total = tf.cast(total, dtype)
+    if factor is not None:
+        total = tf.math.scalar_mul(1.0 / tf.cast(factor, dtype), total)
+    return total
+
+
+def _as_row(tensor: Any) -> Any:
+    """Returns a matrix with a row for each replica, zeros but in its own."""
+    context = tf.distribute.get_replica_context()
+    rows = tf.range(context.num_replicas_in_sync)
+    mine = tf.equal(rows, context.replica_id_in_sync_group)
+    mine = tf.reshape(mine, [-1] + [1] * len(tensor.shape))
+    return tf.where(mine, tensor[tf.newaxis], tf.zeros((), tensor.dtype))
+
+
+def _largest(rows: Any) -> Any:
+    # Plus zero, or NaN where a row holds a number that is not finite.
+    return tf.reduce_max(rows, axis=0) + tf.reduce_sum(rows * 0, axis=0)
+
+
+def single(
+    optimizer: optimizers.Optimizer,
+) -> contextlib.AbstractContextManager:
+    """Does what `one_replica` does, for an optimizer that is built."""
+    if not _in_replica_of_many():
+        return contextlib.nullcontext()
+    variables = optimizer.variables + optimizers.remembered(optimizer)
+    return one_replica(variables, optimizer)
+
+
+@contextlib.contextmanager
+def one_replica(
+    these: Iterable, optimizer: optimizers.Optimizer | None = None
+) -> Iterator[None]:
+    """Lets variables stand for this replica's copies, with no strategy."""
+    if keras.backend.backend() != "tensorflow":
+        yield
+        return
+    # A TPU's step is traced once for all replicas: there are no local copies
+    # to show, and no merge calls either.
+    if not tf.distribute.has_strategy() or compilation.for_tpu():
+        with optimizers.alone(optimizer):
+            yield
+        return
+    context = _no_strategy()
+    with (
+        optimizers.alone(optimizer, context.strategy),
+        keras_variables.local_copies(these),
+        context,
+    ):
+        yield
+
+
+def run_on_each(
+    optimizer: optimizers.Optimizer, function: Callable[[], None]
+) -> None:
+    """Runs a function of a built optimizer's variables on every replica.
+
+    What it does is known by its name, and traced once.
+    """
+    strategy = optimizers.strategy_of(optimizer)
+    if strategy is None or strategy.num_replicas_in_sync == 1:
+        function()
+        return
+
+    traced = vars(optimizer).setdefault(_TRACED, {})
+    name = function.__name__
+
+    def on_replica() -> None:
+        with single(optimizer):
+            function()
+
+    if name not in traced:
+        traced[name] = tf.function(lambda: strategy.run(on_replica))
+    # In the scope it is traced anew, and elsewhere once more.
+    with strategy.scope():
+        traced[name]()
+
+
+def _in_replica_of_many() -> bool:
+    backend = keras.backend.backend()
+    if backend != "tensorflow" or not tf.distribute.has_strategy():
+        return False
+    check_strategy()
+    check_replica_context()
+    return True
+
+
+@functools.cache
+def _no_strategy() -> Any:
+    # Each graph has its own stack of strategies; a new graph's is empty.
+    with tf.Graph().as_default():
+        return tf.distribute.get_replica_context()

@@ -1,0 +1,296 @@
+"""Loss scales: pure rules that turn a step's outcome into the next scale."""
+
+import abc
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from tfmix import _arguments
+from tfmix.loss_scaling.state import is_number, select
+
+
+class LossScaleState(NamedTuple):
+    """What a loss scale remembers between two steps.
+
+    Attributes:
+        scale: Float32 scalar; read it through `LossScale.current(state)`.
+        good_steps: Integer scalar, finite steps since the last change.
+        overflows: Integer scalar, non-finite steps in a row.
+    """
+
+    scale: Any
+    good_steps: Any = np.int32(0)
+    overflows: Any = np.int32(0)
+
+
+class LossScale(abc.ABC):
+    """A rule for the loss scale: settings only, the state goes in and out.
+
+    Subclass it to train with a rule of your own and pass an instance as
+    `LossScaleOptimizer(..., loss_scale=...)`. The laws:
+
+    - `init()` returns a named tuple of scalars whose first field is `scale`;
+      the optimizer keeps one variable for each field, so they are saved and
+      restored with it.
+    - `update(state, finite)` returns the next state and touches nothing else.
+      It has to work on tensors inside a compiled step (`keras.ops.where`
+      instead of `if`).
+    - `current(state)` is finite and positive whatever the state holds, and
+      never below `lowest_scale` (0.0; from 1 on, XLA's check is cheaper).
+
+    Examples:
+        >>> class Halving(LossScale):
+        ...     def init(self):
+        ...         return LossScaleState(np.float32(1024.0))
+        ...
+        ...     def update(self, state, finite):
+        ...         halved = self.current(state) / 2
+        ...         return state._replace(scale=halved)
+        >>> Halving().update(Halving().init(), True).scale
+        np.float32(512.0)
+    """
+
+    @property
+    def lowest_scale(self) -> float:
+        """A bound that no scale is below."""
+        return 0.0
+
+    @property
+    def may_enlarge(self) -> bool:
+        """Whether a division by the scale may make an infinity.
+
+        Else gradients can be checked as they come, before they are divided.
+        """
+        return self.lowest_scale < 1.0
+
+    @abc.abstractmethod
+    def init(self) -> Any:
+        """Returns the state before the first step, as NumPy scalars."""
+
+    @abc.abstractmethod
+    def update(self, state: Any, finite: Any) -> Any:
+        """Returns the state after a step.
+
+        Args:
+            state: What `init` or the previous `update` returned.
+            finite: Bool or boolean scalar tensor, was the step applied?
+        """
+
+    def current(self, state: Any) -> Any:
+        """Returns the loss scale to use now, a positive finite scalar.
+
+        A stored value that no training can use (0, negative, inf or NaN, as
+        from the checkpoint of a run gone wrong) gives way to the initial one.
+        """
+        stored = state.scale
+        initial = _constant_like(self.init()[0], stored)
+        # Any comparison with NaN is false.
+        positive = select(stored > 0, stored, initial)
+        return select(positive < math.inf, positive, initial)
+
+    def get_config(self) -> dict:
+        """Returns the settings as keyword arguments of the constructor."""
+        return (
+            dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        )
+
+    @classmethod
+    def from_config(cls, config: dict) -> "LossScale":
+        """Returns the loss scale that `get_config` described."""
+        return cls(**config)
+
+
+@keras.saving.register_keras_serializable(package="tfmix")
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(LossScale):
+    """Halves the scale on an overflow, doubles it after a calm stretch.
+
+    The rule, for each step:
+
+        finite:      good_steps += 1
+                     if good_steps == growth_steps:
+                         scale = min(scale * growth_factor, max_scale)
+                         good_steps = 0
+        not finite:  good_steps = 0
+                     if this is the hysteresis-th overflow in a row, or later:
+                         scale = max(scale * backoff_factor, min_scale)
+
+    Method: Micikevicius et al., "Mixed Precision Training", 2018
+    (arXiv:1710.03740), with bounds and hysteresis as in Apex and Megatron-LM.
+
+    Args:
+        initial_scale: Float. Defaults to `2.0**15`, Keras's own: too high is
+            fixed in a few steps, too low takes `growth_steps` per doubling.
+        growth_factor: Float above 1. Defaults to `2.0`, which keeps the scale
+            a power of two, so that scaling never rounds. A factor close to 1
+            with `growth_steps=1` grows log-additively.
+        backoff_factor: Float between 0 and 1. Defaults to `0.5`.
+        growth_steps: Integer, finite steps in a row before the scale grows.
+            Defaults to `2000`: on average one step in 2,000 is then spent on
+            finding the limit.
+        hysteresis: Integer, overflows in a row before the scale shrinks.
+            Defaults to `1`. Larger values ride out single bad batches.
+        min_scale: Float, the floor. Defaults to `1.0`: an overflow there is
+            not the scale's doing. May be below 1 for losses that are huge.
+        max_scale: Float, the ceiling. Defaults to `2.0**24`: beyond it a
+            scale no longer saves any float16 value from underflow.
+
+    Raises:
+        TypeError, ValueError: If a value is no number, or out of range.
+
+    Examples:
+        >>> rule = DynamicLossScale(initial_scale=8.0, growth_steps=2)
+        >>> state = rule.update(rule.init(), False)
+        >>> float(state.scale)
+        4.0
+        >>> float(rule.update(rule.update(state, True), True).scale)
+        8.0
+    """
+
+    initial_scale: float = 2.0**15
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_steps: int = 2000
+    hysteresis: int = 1
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        """Checks every setting and stores it as a plain number."""
+        for names, checked in (
+            (("min_scale", "max_scale", "initial_scale"), _arguments.positive),
+            (("growth_steps", "hysteresis"), _arguments.count),
+            (("growth_factor", "backoff_factor"), _arguments.number),
+        ):
+            for name in names:
+                _store(self, name, checked(name, getattr(self, name)))
+        if not 1.0 < self.growth_factor < math.inf:
+            raise ValueError(
+                "`growth_factor` must be a finite number above 1, such as "
+                f"2.0. Received: growth_factor={self.growth_factor!r}."
+            )
+        if not 0.0 < self.backoff_factor < 1.0:
+            raise ValueError(
+                "`backoff_factor` must lie between 0 and 1, such as 0.5. "
+                f"Received: backoff_factor={self.backoff_factor!r}."
+            )
+        if not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ValueError(
+                "`initial_scale` must lie between `min_scale` and "
+                f"`max_scale`. Received: initial_scale={self.initial_scale!r}, "
+                f"min_scale={self.min_scale!r}, max_scale={self.max_scale!r}. "
+                "Move the bound, as in DynamicLossScale(initial_scale="
+                f"{self.initial_scale!r}, min_scale=..., max_scale=...)."
+            )
+
+    @property
+    def lowest_scale(self) -> float:
+        """The floor."""
+        return self.min_scale
+
+    def init(self) -> LossScaleState:
+        """Returns the state before the first step."""
+        return LossScaleState(np.float32(self.initial_scale))
+
+    def current(self, state: Any) -> Any:
+        """Returns the stored scale inside the bounds; NaN starts afresh."""
+        stored = state.scale
+        initial = _constant_like(np.float32(self.initial_scale), stored)
+        # NaN is the one value that does not equal itself.
+        return self._bounded(select(stored == stored, stored, initial))
+
+    def update(self, state: Any, finite: Any) -> LossScaleState:
+        """Returns the state after a step; see the class for the rule."""
+        scale = self.current(state)
+        good_steps = state.good_steps + 1
+        overflows = state.overflows + 1
+        grows = good_steps >= self.growth_steps
+        shrinks = overflows >= self.hysteresis
+        zero = good_steps * 0
+        grown = select(grows, self._bounded(scale * self.growth_factor), scale)
+        backoff = self._bounded(scale * self.backoff_factor)
+        return LossScaleState(
+            scale=select(finite, grown, select(shrinks, backoff, scale)),
+            good_steps=select(finite, select(grows, zero, good_steps), zero),
+            overflows=select(finite, overflows * 0, overflows),
+        )
+
+    def _bounded(self, scale: Any) -> Any:
+        if is_number(scale):
+            return np.float32(min(max(scale, self.min_scale), self.max_scale))
+        return ops.clip(scale, self.min_scale, self.max_scale)
+
+
+class _ConstantLossScale(LossScale):
+    """A scale that stays what it was at first."""
+
+    scale = 1.0
+
+    def init(self) -> LossScaleState:
+        """Returns the state before the first step."""
+        return LossScaleState(np.float32(self.scale))
+
+    @property
+    def lowest_scale(self) -> float:
+        """The first scale."""
+        return float(self.init()[0])
+
+    def current(self, state: Any) -> Any:
+        """Returns the first scale, whatever the state holds."""
+        return _constant_like(self.init()[0], state.scale)
+
+    def update(self, state: Any, finite: Any) -> LossScaleState:
+        """Returns the state with the first scale restored."""
+        return state._replace(scale=self.current(state))
+
+
+@keras.saving.register_keras_serializable(package="tfmix")
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale(_ConstantLossScale):
+    """A scale that never changes; steps that overflow are still skipped.
+
+    Args:
+        scale: Float, the loss scale. Defaults to `128.0`, MXNet's and
+            MindSpore's. Powers of two keep scaling exact.
+
+    Raises:
+        TypeError, ValueError: If `scale` is not a positive, finite number.
+
+    Examples:
+        >>> float(FixedLossScale(512.0).init().scale)
+        512.0
+    """
+
+    scale: float = 128.0
+
+    def __post_init__(self) -> None:
+        """Checks the scale and stores it as a plain number."""
+        _store(self, "scale", _arguments.positive("scale", self.scale))
+
+
+@keras.saving.register_keras_serializable(package="tfmix")
+@dataclasses.dataclass(frozen=True)
+class NoLossScale(_ConstantLossScale):
+    """A scale of one: only the check and the skip of bad steps remain.
+
+    For float32 and bfloat16 runs, whose gradients need no scaling but can
+    still meet a batch that makes them infinite.
+
+    Examples:
+        >>> float(NoLossScale().init().scale)
+        1.0
+    """
+
+
+def _store(loss_scale: LossScale, name: str, value: float | int) -> None:
+    # The documented way to set a field of a frozen dataclass while it is made.
+    object.__setattr__(loss_scale, name, value)
+
+
+def _constant_like(number: np.float32, like: Any) -> Any:
+    """Returns the number as what `like` is: a number or a tensor."""
+    return number if is_number(like) else ops.convert_to_tensor(number)

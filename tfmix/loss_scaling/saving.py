@@ -1,0 +1,161 @@
+"""A loss-scale optimizer in files: its state and its config."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfmix import _messages
+from tfmix._keras import variables as keras_variables
+from tfmix.loss_scaling import rules, settings
+
+# Keys of a saved state: own variables by name, the inner ones by position.
+_OWN, _INNER = "own_", "inner_"
+# Keras's class stores its variables by position: these four, then the inner
+# optimizer's.
+_KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
+# Of the own ones, a number for each of the model's variables.
+_COUNTS = _OWN + "overflow_counts"
+
+
+def write(
+    store: Any, own: Sequence[keras.Variable], inner: Sequence[keras.Variable]
+) -> None:
+    """Writes the optimizer's own variables, and the inner optimizer's."""
+    for variable in own:
+        store[_OWN + variable.name] = np.asarray(variable.numpy())
+    for position, variable in enumerate(inner):
+        store[f"{_INNER}{position}"] = np.asarray(variable.numpy())
+
+
+def read(
+    store: Any,
+    name: str,
+    own: Sequence[keras.Variable],
+    inner: Sequence[keras.Variable],
+    trained: int | None,
+) -> None:
+    """Reads what `write`, an older version or Keras's class has written.
+
+    Warns of a state that is not there or is of other variables, as in Keras:
+    weights can be loaded into any model.
+
+    Args:
+        store: What Keras opens of a file: places, as strings, to arrays.
+        name: String, the optimizer's.
+        own: Its own variables.
+        inner: The inner optimizer's variables, if it is built.
+        trained: How many variables it was built with; `None` if it was not.
+
+    Raises:
+        ValueError: If it does not fit. Nothing is changed then.
+    """
+    keys = list(store.keys())
+    saved = len(store[_COUNTS]) if _COUNTS in keys else 0
+    if trained is None:
+        # Neither was built: there are no slots on either side.
+        fits = bool(keys) and all(key.startswith(_OWN) for key in keys)
+        reason = (
+            "it is not built yet; to restore its state as well, call "
+            "`optimizer.build(model.trainable_variables)` before loading"
+        )
+    elif saved not in (0, trained):
+        fits = False
+        reason = (
+            f"it was saved for {saved} trainable variables, and {trained} are "
+            "trainable now; to go on with it, change what is trainable after "
+            "loading"
+        )
+    else:
+        fits = bool(keys) and not _is_unbuilt(store)
+        reason = "the file holds no optimizer state"
+    if fits:
+        _load(store, own, inner)
+    else:
+        _messages.warn(
+            "the state of optimizer %r was not restored: %s.", name, reason
+        )
+
+
+def config(optimizer: Any) -> dict:
+    """Returns the arguments that make an optimizer, in Keras's form if fit."""
+    serialize = keras.saving.serialize_keras_object
+    inner = serialize(optimizer.inner_optimizer)
+    arguments = {"name": optimizer.name, "inner_optimizer": inner}
+    keras_form = {
+        "initial_scale": optimizer.initial_scale,
+        "dynamic_growth_steps": optimizer.dynamic_growth_steps,
+    }
+    # The rule may differ from the default in more.
+    if type(optimizer.rule) is rules.DynamicLossScale and optimizer.rule == (
+        settings.loss_scale_rule("dynamic", *keras_form.values())
+    ):
+        arguments |= keras_form
+    else:
+        arguments["loss_scale"] = serialize(optimizer.rule)
+    if optimizer.reduce_dtype is not None:
+        arguments["reduce_dtype"] = optimizer.reduce_dtype
+    return arguments
+
+
+def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
+    """Returns the optimizer that `config` described.
+
+    Args:
+        kind: The class.
+        config: What `config` returned, also of an older version.
+        custom_objects: Dict of classes by name, as Keras takes it, or `None`.
+    """
+    arguments = dict(config)
+    for key in ("inner_optimizer", "loss_scale"):
+        if isinstance(arguments.get(key), dict):
+            arguments[key] = keras.saving.deserialize_keras_object(
+                arguments[key], custom_objects=custom_objects
+            )
+    settings.drop_unsupported(arguments)
+    # Of its model, in older files.
+    arguments.pop("guarded", None)
+    optimizer = kind(**arguments)
+    return optimizer
+
+
+def _is_unbuilt(store: Mapping) -> bool:
+    """Says whether Keras's class wrote settings alone: it was not built."""
+    keys = sorted(map(str, store.keys()))
+    return keys == list("0123") and not any(np.ndim(store[k]) for k in keys)
+
+
+def _load(store: Mapping, own: Sequence, inner: Sequence) -> None:
+    """Reads a state that this class, an older one or Keras's has written."""
+    # A variable that an older version did not have keeps its initial value, and
+    # so does an inner optimizer that was saved before it was built.
+    arrays = {str(key): np.asarray(store[key]) for key in store.keys()}
+    if all(re.fullmatch(r"\d+", key) for key in arrays):
+        keys = [_OWN + name for name in _KERAS_OWN]
+        if len(arrays) != len(keys) + len(inner):
+            # The inner optimizer's alone: a run without loss scaling can go
+            # on with it. It is refused below if the count differs.
+            keys = []
+        keys += [f"{_INNER}{n}" for n in range(len(arrays) - len(keys))]
+        arrays = {key: arrays[str(n)] for n, key in enumerate(keys)}
+    targets = {_OWN + variable.name: variable for variable in own}
+    is_new = all(v.numpy() == 0 for v in inner if v.name == "iteration")
+    if any(key.startswith(_INNER) for key in arrays) or not is_new:
+        targets |= {
+            f"{_INNER}{n}": variable for n, variable in enumerate(inner)
+        }
+    missing = {key for key in targets if key.startswith(_INNER)} - set(arrays)
+    surplus = set(arrays) - set(targets)
+    if missing or surplus:
+        raise ValueError(
+            "The saved optimizer state does not fit this optimizer, whose "
+            f"inner optimizer has {len(inner)} variables. Received: a state "
+            f"without {sorted(missing)} and with {sorted(surplus)} besides. "
+            "Load it into the optimizer it was saved from, built on the same "
+            "variables (`optimizer.build(model.trainable_variables)`)."
+        )
+    keras_variables.assign_all(
+        [targets[key] for key in arrays], [*arrays.values()]
+    )

@@ -1,0 +1,123 @@
+"""From scaled 16-bit gradients to true float32 ones."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras import ops
+
+from tfmix._keras import compilation
+from tfmix._keras import variables as keras_variables
+from tfmix.loss_scaling import all_finite
+
+# Beyond 2^126 a scale's reciprocal is subnormal, which XLA flushes to zero.
+_HALFWAY = 2.0**64
+
+
+def true_gradients(grads: Sequence, variables: Sequence, scale: Any) -> list:
+    """Returns gradients, dense or sparse, in float32 and divided by the scale.
+
+    None is divided if the scale is `None`. A value that overwrites its variable
+    stays as it is.
+    """
+    divided = _quotient(scale)
+
+    def true(gradient: Any) -> Any:
+        wide = widened(gradient)
+        if scale is None or not all_finite.is_sparse(gradient):
+            return _on_values(divided, wide)
+        # XLA may have to evaluate it at compile time (`divides_gradients`),
+        # which it cannot do with what is kept apart.
+        return _on_values(functools.partial(_divided, scale), wide)
+
+    return [
+        gradient
+        if gradient is None or keras_variables.is_overwritten(variable)
+        else true(gradient)
+        for gradient, variable in zip(grads, variables, strict=True)
+    ]
+
+
+def narrow_if_dense(grads: Sequence, true: Sequence) -> list:
+    """Returns gradients as they came, sparse ones as they are when true.
+
+    To check these reads fewer bytes; the rows of sparse ones are added up, in
+    float32.
+    """
+    return [
+        wide if all_finite.is_sparse(gradient) else gradient
+        for gradient, wide in zip(grads, true, strict=True)
+    ]
+
+
+def _quotient(scale: Any) -> Callable[[Any], Any]:
+    """Returns what divides a tensor by a scale."""
+    if scale is None:
+        return lambda tensor: tensor
+    # The reciprocal of a constant beyond 2^126 would be folded to zero.
+    apart = compilation.kept_apart(scale)
+    if compilation.by_xla():
+        return _by_reciprocal(apart)
+    return functools.partial(_divided, apart)
+
+
+def _divided(scale: Any, tensor: Any) -> Any:
+    return ops.divide(tensor, ops.cast(scale, tensor.dtype))
+
+
+def _by_reciprocal(scale: Any) -> Callable[[Any], Any]:
+    # XLA repeats a product in every kernel that reads it, where a division
+    # gets a kernel and a tensor of its own. Exact for powers of two; else the
+    # product rounds once more.
+    is_huge = ops.greater(scale, _HALFWAY)
+    lowered = ops.where(is_huge, scale / _HALFWAY, scale)
+
+    # All gradients share the scalars: each operation takes time to compile.
+    @functools.cache
+    def reciprocal(dtype: Any) -> Any:
+        return 1.0 / ops.cast(lowered, dtype)
+
+    def multiplied(tensor: Any) -> Any:
+        # No second factor: XLA would join the two.
+        tensor = ops.where(is_huge, tensor / _HALFWAY, tensor)
+        return tensor * reciprocal(tensor.dtype)
+
+    return multiplied
+
+
+def without_infinities(tensor: Any) -> Any:
+    """Returns a float tensor, dense or sparse, with NaN for infinity."""
+    return _on_values(
+        lambda values: ops.where(ops.isfinite(values), values, float("nan")),
+        tensor,
+    )
+
+
+def _on_values(function: Callable[[Any], Any], tensor: Any) -> Any:
+    if not all_finite.is_sparse(tensor):
+        return function(tensor)
+    values = function(tensor.values)
+    return type(tensor)(values, tensor.indices, tensor.dense_shape)
+
+
+def widened(gradient: Any) -> Any:
+    """Returns a gradient, dense or sparse, in float32 if it was 16-bit."""
+    narrow = keras_variables.is_narrow(gradient)
+    return _on_values(to_float32, gradient) if narrow else gradient
+
+
+def to_float32(tensor: Any) -> Any:
+    """Widens a 16-bit float tensor; leaves every other tensor alone."""
+    narrow = keras_variables.is_narrow(tensor)
+    return ops.cast(tensor, "float32") if narrow else tensor
+
+
+def norm(true: Sequence, variables: Sequence) -> Any:
+    """Returns the float32 norm of all true gradients together."""
+    # What overwrites its variable is no gradient.
+    squares = [
+        ops.sum(ops.square(ops.cast(all_finite.summed(gradient), "float32")))
+        for gradient, variable in zip(true, variables, strict=True)
+        if gradient is not None and not keras_variables.is_overwritten(variable)
+    ]
+    return ops.sqrt(sum(squares, ops.zeros(())))

@@ -1,0 +1,229 @@
+"""Training bfloat16 variables without float32 masters, by two roundings."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfmix._keras import optimizers, replacements, variables
+from tfmix.gradient_scaling import bits
+from tfmix.optimizers import eight_bit_slots, sixteen_bit_optimizer, views
+
+# A step may assign a variable more than once (weight decay, then the update,
+# then a constraint); each assignment needs bits of its own.
+ASSIGNMENTS_PER_STEP = 16
+
+
+def stochastic(value: Any, noise: Any) -> Any:
+    """Rounds float32 to bfloat16, up with the chance that keeps the mean.
+
+    Args:
+        value: Float32 tensor. What is a bfloat16, infinite or NaN stays.
+        noise: Int32 tensor of its shape; see `noise.noise`.
+    """
+    word = bits.bitcast(bits.quiet(value), "int32")
+    word = word + bits.upper(noise, 16)
+    upper = ops.cast(bits.upper(word, 16), "uint16")
+    return bits.bitcast(upper, "bfloat16")
+
+
+class _StochasticView(variables.Float32View):
+    """A bfloat16 variable that rounds stochastically what it is assigned."""
+
+    def __init__(self, variable: Any, stream: int, draw: Any) -> None:
+        super().__init__(variable)
+        self.stream = stream * ASSIGNMENTS_PER_STEP
+        self.draw, self.assignments = draw, 0
+
+    def load(self) -> Any:
+        return ops.cast(self.stored, "float32")
+
+    def store(self, value: Any) -> None:
+        noise = self.draw(self.shape, self.stream + self.assignments)
+        self.assignments += 1
+        self.stored.assign(stochastic(value, noise))
+
+
+class _StochasticRounding(views.Views):
+    """Rounds the new value of every bfloat16 variable stochastically."""
+
+    def make(self) -> dict[int, keras.Variable]:
+        self.created: list[_StochasticView] = []
+        return super().make()
+
+    def make_view(self, variable: keras.Variable) -> _StochasticView:
+        draw = self.optimizer.draw_noise
+        view = _StochasticView(variable, len(self.created) + 1, draw)
+        self.created.append(view)
+        return view
+
+    @contextlib.contextmanager
+    def creating_slots(self) -> Iterator[None]:
+        """Places the slots, and makes them bfloat16 if that was asked for."""
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(super().creating_slots())
+            if self.optimizer.slot_dtype == "bfloat16":
+                for worker in optimizers.workers(
+                    self.optimizer.inner_optimizer
+                ):
+                    self._narrow_slots(undo, worker)
+            yield
+
+    def _narrow_slots(self, undo: contextlib.ExitStack, optimizer: Any) -> None:
+        eight_bit_slots.check_rounding(optimizer)
+        original = optimizer.add_variable_from_reference
+
+        def add(
+            reference_variable: keras.Variable,
+            name: str | None = None,
+            initializer: Any = "zeros",
+        ) -> keras.Variable:
+            narrow = isinstance(reference_variable, _StochasticView)
+            if not narrow or eight_bit_slots.stays_wide(optimizer, name):
+                return original(reference_variable, name, initializer)
+            slot = original(reference_variable.stored, name, initializer)
+            view = self.make_view(slot)
+            # The variable behind the view is tracked already, and a list that
+            # lost an element is one TensorFlow would not save.
+            optimizers.count_as_tracked(optimizer, view)
+            return view
+
+        replacements.swap(undo, optimizer, "add_variable_from_reference", add)
+
+    def swap(self, target: keras.Variable, average: keras.Variable) -> None:
+        """Swaps the upper halves: of the lower ones a weight has none."""
+        if not isinstance(target, _StochasticView):
+            super().swap(target, average)
+            return
+        weight = ops.copy(target.stored)
+        upper, lower = bits.split(ops.convert_to_tensor(average))
+        target.stored.assign(upper)
+        average.assign(bits.join(weight, lower))
+
+    def overwrite(
+        self, target: keras.Variable, average: keras.Variable
+    ) -> None:
+        """Puts the upper half back beside the lower one."""
+        if isinstance(target, _StochasticView):
+            _, lower = bits.split(ops.convert_to_tensor(average))
+            average.assign(bits.join(target.stored, lower))
+        else:
+            super().overwrite(target, average)
+
+    def refresh(self) -> None:
+        """Starts the streams of a step anew."""
+        super().refresh()
+        for view in self.created:
+            view.assignments = 0
+
+
+class _KahanView(views.RestView):
+    """A bfloat16 variable and, in bfloat16, what its rounding lost."""
+
+    rest_dtype, rest_name = "bfloat16", "compensation"
+
+    def load(self) -> Any:
+        wide = [ops.cast(part, "float32") for part in (self.stored, self.rest)]
+        return ops.add(*wide)
+
+    def store(self, value: Any) -> None:
+        """Keeps a float32 tensor, to about 16 bits."""
+        # Rounded by its bits: XLA may take a cast to bfloat16 and back for
+        # the identity, and the error for zero.
+        upper, _ = bits.split(value)
+        rounded = bits.join(upper, ops.zeros(self.shape, "int16"))
+        error = ops.subtract(value, rounded)
+        error = ops.where(ops.isfinite(rounded), error, ops.zeros_like(value))
+        self.stored.assign(upper)
+        self.rest.assign(ops.cast(error, "bfloat16"))
+
+
+class _KahanSummation(views.Views):
+    """Carries each rounding error to the next step."""
+
+    view = _KahanView
+    # Else the lost bits of split masters, an integer, might pass for errors.
+    salt = 1
+
+
+ROUNDINGS = {"stochastic": _StochasticRounding, "kahan": _KahanSummation}
+
+
+@keras.saving.register_keras_serializable(package="tfmix")
+class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
+    """Updates bfloat16 variables without float32 masters.
+
+    Use it where memory counts more than the last digits. Rounding to nearest
+    drops every update smaller than half a step of the format (1/256 of the
+    weight). Stochastic rounding keeps updates in the mean; Kahan summation
+    carries what was dropped to the next step (arXiv 2010.06192). The inner
+    optimizer computes in float32.
+
+    Args:
+        inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
+        rounding: `"stochastic"` (2 bytes per weight) or `"kahan"` (4 bytes).
+            Defaults to `"stochastic"`.
+        seed: Integer of 31 bits that decides the stochastic rounding.
+            Defaults to `None`: drawn from Python's `random`, which
+            `keras.utils.set_random_seed` seeds.
+        slot_dtype: `"float32"`; `"bfloat16"` to store the inner optimizer's
+            state in bfloat16, too, rounded stochastically, only with
+            `rounding="stochastic"`; or `"int8"`, or a list of rules, as in
+            `LowMemoryOptimizer`. Defaults to `"float32"`.
+        name: String. Defaults to the snake-case class name.
+
+    Raises:
+        ValueError: If an argument is wrong or, when built, if a variable is
+            float16.
+        TypeError: If `inner_optimizer` is no optimizer, or `seed` no integer.
+
+    Examples:
+        >>> weight = keras.Variable([1.0], dtype="bfloat16")
+        >>> sgd = keras.optimizers.SGD(0.001)
+        >>> optimizer = BFloat16Optimizer(sgd, rounding="kahan")
+        >>> for _ in range(8):
+        ...     optimizer.apply([keras.ops.ones(1, "bfloat16")], [weight])
+        >>> float(weight[0])
+        0.9921875
+    """
+
+    # Declared, so that an inner optimizer's of the same name is left alone.
+    rounding = ""
+    slot_dtypes = ("float32", "bfloat16", eight_bit_slots.INT8)
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        *,
+        rounding: str = "stochastic",
+        seed: int | None = None,
+        slot_dtype: eight_bit_slots.Rules = "float32",
+        name: str | None = None,
+    ) -> None:
+        if rounding not in ROUNDINGS:
+            raise ValueError(
+                f"`rounding` must be one of {sorted(ROUNDINGS)}. "
+                f"Received: rounding={rounding!r}."
+            )
+        if slot_dtype == "bfloat16" and rounding != "stochastic":
+            raise ValueError(
+                "Optimizer state in bfloat16 is rounded stochastically. "
+                f"Received: slot_dtype={slot_dtype!r}, rounding={rounding!r}. "
+                "Use rounding='stochastic' or another slot_dtype."
+            )
+        draws = rounding == "stochastic"
+        super().__init__(inner_optimizer, name, slot_dtype, seed, draws)
+        self.rounding = rounding
+
+    def make_stand_ins(
+        self, model_variables: sixteen_bit_optimizer.Variables
+    ) -> sixteen_bit_optimizer.StandIns:
+        """Creates the views; see `SixteenBitOptimizer`."""
+        return ROUNDINGS[self.rounding](self, model_variables)
+
+    def get_config(self) -> dict:
+        """Returns the settings `from_config` needs."""
+        names = "rounding", "seed", "slot_dtype"
+        return super().get_config() | {n: getattr(self, n) for n in names}

@@ -1,0 +1,292 @@
+"""Slots of an optimizer that are stored in 8 bits."""
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfmix._keras import optimizers, replacements, variables
+from tfmix.optimizers import eight_bit
+
+# `slot_dtype`: a dtype, or pairs of a pattern of paths and a dtype.
+Rules = str | Sequence[tuple[str, str]]
+INT8 = "int8"
+# Sums and averages over many steps stay in float32, and what a weight is made
+# of in each step: rounded, it would round the weight.
+_WIDE = ("average", "gradient_accumulator")
+_WEIGHTS = {"ScheduleFreeAdamW": "momentum", "Ftrl": "linear"}
+# What Keras's own optimizers call second moments, which are never negative, and
+# where other classes name theirs.
+_SECOND_MOMENTS = re.compile("velocity|accumul|norm|squared")
+_DECLARED = "never_negative"
+# Elements of a variable whose slots are not worth it, and a part of the paths
+# of those whose gradients differ most from row to row.
+_SMALL, _RARE = 4096, "embedding"
+
+
+def checked(slot_dtype: Rules, allowed: Sequence[str]) -> Rules:
+    """Returns the argument `slot_dtype`, or says what is wrong with it."""
+    if isinstance(slot_dtype, str):
+        if slot_dtype in allowed:
+            return slot_dtype
+    elif isinstance(slot_dtype, list | tuple) and slot_dtype:
+        if all(map(_is_rule, slot_dtype)):
+            # As a file holds it, whatever it was.
+            return [(pattern, dtype) for pattern, dtype in slot_dtype]
+    raise ValueError(
+        f"`slot_dtype` must be one of {list(allowed)}, or a list of pairs of a "
+        "regular expression for variables' paths and 'float32' or 'int8': "
+        "[('head', 'float32'), ('.', 'int8')]. Received: slot_dtype="
+        f"{slot_dtype!r}."
+    )
+
+
+def _is_rule(rule: Any) -> bool:
+    if not isinstance(rule, list | tuple) or len(rule) != 2:
+        return False
+    try:
+        re.compile(rule[0])
+    except (TypeError, re.error):
+        return False
+    # Of what a file holds.
+    return isinstance(rule[0], str) and rule[1] in ("float32", INT8)
+
+
+def are_coded(slot_dtype: Rules) -> bool:
+    """Says whether there may be slots in 8 bits."""
+    if isinstance(slot_dtype, str):
+        return slot_dtype == INT8
+    return any(dtype == INT8 for _, dtype in slot_dtype)
+
+
+def keeps_float32(slot_dtype: Rules, variable: keras.Variable) -> bool:
+    """Says whether the slots of a variable stay in float32, by the rules."""
+    size = math.prod(variable.shape)
+    if isinstance(slot_dtype, str):
+        # The layer's name and the variable's own, not the model's.
+        names = variable.path.split("/")[-2:]
+        return size < _SMALL or any(_RARE in name for name in names)
+    if not size:
+        return True
+    for pattern, dtype in slot_dtype:
+        if re.search(pattern, variable.path):
+            return dtype != INT8
+    return True
+
+
+def stays_wide(optimizer: Any, name: str | None) -> bool:
+    """Says whether a slot of an optimizer is never rounded."""
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    return name in _WIDE or any(_WEIGHTS.get(kind) == name for kind in kinds)
+
+
+def check_rounding(optimizer: Any) -> None:
+    """Refuses an optimizer whose slots cannot be rounded each by itself."""
+    if getattr(optimizer, "centered", False):
+        raise ValueError(
+            "Slots of RMSprop(centered=True) cannot be rounded: it subtracts "
+            "the square of one from another, and takes the root of what is "
+            f"left. Received: inner_optimizer={optimizer.name!r}, with "
+            "centered=True. Write RMSprop(centered=False), or "
+            "slot_dtype='float32'."
+        )
+
+
+def _never_negative(optimizer: Any) -> tuple[str, ...] | None:
+    """Returns the slots that a class of one's own declares; `None` of Keras's.
+
+    Such a class must declare them: Keras's names say which they are.
+    """
+    kind = type(optimizer)
+    if hasattr(kind, _DECLARED):
+        names = getattr(optimizer, _DECLARED)
+        return (names,) if isinstance(names, str) else tuple(names)
+    if kind.update_step.__module__.split(".")[0] == "keras":
+        return None
+    raise ValueError(
+        "A class with an `update_step` of its own must say which of its "
+        "moments are never negative, to have them in 8 bits. Received: "
+        f"inner_optimizer={optimizer.name!r} of type {kind.__name__}. "
+        f"Write `{_DECLARED} = ('velocity',)` into {kind.__name__}, with "
+        "the names of such, or `()` if there are none; or leave out "
+        "slot_dtype='int8'."
+    )
+
+
+def _code(optimizer: Any, name: str) -> eight_bit.Code:
+    """Returns how a slot is coded."""
+    declared = _never_negative(optimizer)
+    if declared is None:
+        is_second = bool(_SECOND_MOMENTS.search(name))
+    else:
+        is_second = name in declared
+    if is_second:
+        return eight_bit.UNSIGNED
+    is_lion = isinstance(optimizer, keras.optimizers.Lion)
+    return eight_bit.SIGNS if is_lion else eight_bit.SIGNED
+
+
+class EightBitSlots:
+    """Lets an inner optimizer create its slots in 8 bits.
+
+    Args:
+        draw: Returns the noise of a shape and a stream in the current step.
+    """
+
+    def __init__(self, draw: Callable[[tuple[int, ...], int], Any]) -> None:
+        self._draw = draw
+        self._count = 0
+
+    @contextlib.contextmanager
+    def creating(
+        self,
+        optimizer: optimizers.Optimizer,
+        keeps_float32: Callable[[keras.Variable], bool],
+    ) -> Iterator[None]:
+        """Opens while an inner optimizer is built.
+
+        Args:
+            optimizer: The optimizer.
+            keeps_float32: Says so of the slots of a variable.
+        """
+        with contextlib.ExitStack() as undo:
+            created = []
+            for worker in optimizers.workers(optimizer):
+                check_rounding(worker)
+                slots = self._narrow(undo, worker, keeps_float32)
+                created.append((worker, slots))
+            yield
+        for worker, slots in created:
+            _check_declared(worker, slots)
+            _refuse_others(worker, slots)
+
+    def _narrow(
+        self,
+        undo: contextlib.ExitStack,
+        worker: Any,
+        keeps_float32: Callable[[keras.Variable], bool],
+    ) -> list[tuple[str | None, keras.Variable]]:
+        """Returns a list that will hold the slots, by name."""
+        _never_negative(worker)
+        created: list[tuple[str | None, keras.Variable]] = []
+        original = worker.add_variable_from_reference
+
+        def add(
+            reference_variable: keras.Variable,
+            name: str | None = None,
+            initializer: Any = "zeros",
+        ) -> keras.Variable:
+            wide = stays_wide(worker, name)
+            if wide or keeps_float32(reference_variable):
+                slot = original(reference_variable, name, initializer)
+            else:
+                slot = self._make(
+                    worker, reference_variable, name or "var", initializer
+                )
+                # What it consists of is tracked already.
+                optimizers.count_as_tracked(worker, slot)
+                self._count += 1
+            created.append((name, slot))
+            return slot
+
+        replacements.swap(undo, worker, "add_variable_from_reference", add)
+        return created
+
+    def _make(
+        self,
+        worker: Any,
+        variable: keras.Variable,
+        name: str,
+        initializer: Any,
+    ) -> "_Slot":
+        shape, code = tuple(variable.shape), _code(worker, name)
+        first = keras.initializers.get(initializer)
+
+        def encoded(part: int) -> Callable[..., Any]:
+            def initial(_: Any, dtype: Any = None) -> Any:
+                value = ops.cast(first(shape, "float32"), "float32")
+                return eight_bit.encode(value, code, eight_bit.NEAREST)[part]
+
+            return initial
+
+        path = f"{variable.path.replace('/', '_')}_{name}"
+        codes = worker.add_variable(
+            shape=shape,
+            initializer=encoded(0),
+            dtype="uint8",
+            name=path,
+            **variables.placement(variable),
+        )
+        sizes = worker.add_variable(
+            shape=(eight_bit.blocks(shape),),
+            initializer=encoded(1),
+            dtype="float32",
+            name=f"{path}_sizes",
+            **variables.on_each_device(variable),
+        )
+        # Streams from 0 on are those of the variables.
+        stream = -1 - self._count
+        return _Slot(codes, sizes, code, lambda: self._draw(shape, stream))
+
+
+def _check_declared(worker: Any, created: list) -> None:
+    """Refuses what a class declares and has not."""
+    slots = sorted({name for name, _ in created if name})
+    for name in _never_negative(worker) or ():
+        if created and name not in slots:
+            raise ValueError(
+                f"`{_DECLARED}` must name moments. Received: {name!r} in "
+                f"{type(worker).__name__}, whose moments are {slots}. Write "
+                "one of these; where one is not always there, make a "
+                "property of it."
+            )
+
+
+def _refuse_others(worker: Any, created: list) -> None:
+    """Refuses an optimizer that keeps more than slots and scalars."""
+    known = set()
+    for _, slot in created:
+        stored = getattr(slot, "stored", slot)
+        known |= {id(part) for part in (stored, *getattr(slot, "beside", ()))}
+    for variable in worker.variables:
+        if tuple(variable.shape) and id(variable) not in known:
+            raise ValueError(
+                "Optimizer state in 8 bits must be shaped like its variable. "
+                f"Received: inner_optimizer={type(worker).__name__}, with "
+                f"{variable.path!r} of shape {tuple(variable.shape)}. "
+                "Leave out slot_dtype='int8', or choose another optimizer."
+            )
+
+
+class _Slot(variables.Float32View):
+    """A float32 slot that is stored as codes and sizes of blocks.
+
+    What was assigned is read as it was rounded, also in the same step: so no
+    kernel that updates a weight reads the old codes, and new ones take their
+    place without a copy.
+    """
+
+    def __init__(
+        self,
+        codes: keras.Variable,
+        sizes: keras.Variable,
+        code: eight_bit.Code,
+        noise: Callable[[], Any],
+    ) -> None:
+        super().__init__(codes)
+        self.beside, self.code, self.noise = (sizes,), code, noise
+
+    def load(self) -> Any:
+        """Returns the float32 value as a tensor."""
+        codes, sizes = map(ops.convert_to_tensor, (self.stored, *self.beside))
+        return eight_bit.decode(codes, sizes, self.code)
+
+    def store(self, value: Any) -> None:
+        """Keeps a float32 tensor, rounded stochastically."""
+        parts = eight_bit.encode(value, self.code, self.noise())
+        for part, new in zip((self.stored, *self.beside), parts, strict=True):
+            part.assign(new)

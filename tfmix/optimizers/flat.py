@@ -1,0 +1,248 @@
+"""Flat masters: all 16-bit variables of a dtype behind one float32 vector."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfmix._keras import optimizers
+from tfmix.gradient_scaling import bits
+from tfmix.optimizers import eight_bit_slots, sixteen_bit_optimizer
+
+# Optimizers whose update of an element reads that element alone, by the
+# `update_step` they run (so subclasses that keep it count too).
+# `ScheduleFreeAdamW` is in Keras 3.13 and newer.
+ELEMENTWISE = tuple(
+    "SGD Adam AdamW Adamax Adagrad Adadelta RMSprop Nadam Ftrl Lion "
+    "ScheduleFreeAdamW".split()
+)
+# Those that raise to a power, or divide by a square root: TensorFlow's kernels
+# compute both to the last bit in one way in whole SIMD registers and in another
+# in what is left. A variable that fills its last register partly stays alone
+# under these, on every backend, so that a checkpoint fits all of them.
+UNEVEN = ("Adadelta", "Adagrad", "Ftrl", "RMSprop")
+# In the names of vectors whose slots stay in float32 beside others in 8 bits.
+_WIDE = "_float32_slots"
+# Floats in the widest register there is, AVX-512's.
+REGISTER = 16
+REFUSED = {
+    "Lamb": "it scales each variable's update by that variable's norm",
+    "Muon": "it orthogonalises each weight matrix",
+    "Adafactor": "it keeps row and column statistics of each weight matrix",
+    "MultiOptimizer": "it chooses an optimizer for each variable",
+}
+
+
+class FlatMasters(sixteen_bit_optimizer.StandIns):
+    """Keeps one float32 vector per group of 16-bit variables.
+
+    A group has one dtype, is with or without weight decay, and has its slots in
+    float32 or in 8 bits.
+    """
+
+    def make(self) -> dict[int, keras.Variable]:
+        """Creates the groups, or says why the variables cannot be joined."""
+        inner = self.optimizer.inner_optimizer
+        _check_optimizer(inner)
+        _check_variables(self.narrow)
+        rules = self.optimizer.slot_dtype
+        coded = eight_bit_slots.are_coded(rules)
+        members: dict[tuple[str, ...], list[keras.Variable]] = {}
+        for variable in self.narrow:
+            decays = optimizers.uses_weight_decay(inner, variable)
+            uneven = math.prod(variable.shape) % REGISTER
+            alone = uneven and _runs_update_of(inner, UNEVEN)
+            wide = coded and eight_bit_slots.keeps_float32(rules, variable)
+            key = (
+                keras.backend.standardize_dtype(variable.dtype),
+                "" if decays else "_no_decay",
+                _WIDE if wide else "",
+                f"_{len(members)}" if alone else "",
+            )
+            members.setdefault(key, []).append(variable)
+        self.groups = [Group(self.optimizer, *item) for item in members.items()]
+        self._group_of = {
+            id(member): group
+            for group in self.groups
+            for member in group.variables
+        }
+        return {key: group.master for key, group in self._group_of.items()}
+
+    def span(self, variable: keras.Variable) -> slice | None:
+        """Returns the part of its vector that is a variable's."""
+        group = self._group_of.get(id(variable))
+        if group is None:
+            return None
+        end = group.ends[group.position(variable)]
+        return slice(end - math.prod(variable.shape), end)
+
+    def keeps_float32_slots(self, variable: keras.Variable) -> bool:
+        """Says so of a vector as of the variables that are in it."""
+        for group in self.groups:
+            if group.master is variable:
+                return group.keeps_float32_slots
+        return super().keeps_float32_slots(variable)
+
+    def targets(
+        self, these: sixteen_bit_optimizer.Variables
+    ) -> list[keras.Variable]:
+        """Returns the vectors, then the variables outside of all groups."""
+        vectors, ids = [], set(map(id, these))
+        for group in self.groups:
+            inside = [v.path for v in group.variables if id(v) in ids]
+            outside = [v.path for v in group.variables if id(v) not in ids]
+            if inside and outside:
+                raise ValueError(
+                    "flat=True has joined variables that would now be treated "
+                    f"differently. Received: not {outside}, but {inside}. Call "
+                    "`exclude_from_weight_decay` before the optimizer is "
+                    "built, or use flat=False."
+                )
+            vectors += [group.master] if inside else []
+        return vectors + self._others(these)
+
+    def _others(
+        self, these: sixteen_bit_optimizer.Variables
+    ) -> list[keras.Variable]:
+        return [v for v in these if id(v) not in self._group_of]
+
+    def refresh(self) -> None:
+        """Takes over what somebody assigned to the model's variables."""
+        for group in self.groups:
+            stored = joined(group.variables)
+            group.master.assign(bits.refreshed(group.master, stored))
+
+    def route(
+        self, grads: Sequence, of: sixteen_bit_optimizer.Variables
+    ) -> tuple[list, list]:
+        """Joins the model's gradients into the inner optimizer's."""
+        # Once more: `clipnorm` may have been set since.
+        _check_optimizer(self.optimizer.inner_optimizer)
+        grad_of = dict(zip(map(id, of), self.wide(grads, of), strict=True))
+        vectors = []
+        for group in self.groups:
+            grads = [grad_of.get(id(v)) for v in group.variables]
+            pairs = zip(group.variables, grads, strict=True)
+            if lost := [v.path for v, grad in pairs if grad is None]:
+                raise ValueError(
+                    "flat=True updates all 16-bit variables at once and needs "
+                    f"a gradient for each. Received: none for {lost}. Freeze "
+                    "them (`trainable = False`) before the optimizer is "
+                    "built, or use flat=False."
+                )
+            vectors.append(joined(grads))
+        vectors += [grad_of[id(variable)] for variable in self._others(of)]
+        return vectors, self.targets(of)
+
+    def write_back(self) -> None:
+        """Rounds the vectors into the model's variables."""
+        for group in self.groups:
+            parts = group.cut(ops.cast(group.master, group.dtype))
+            for variable, part in zip(group.variables, parts, strict=True):
+                variable.assign(part)
+
+    def read(self, variable: keras.Variable) -> Any:
+        """Returns the float32 value behind a model's variable."""
+        group = self._group_of.get(id(variable))
+        if group is None:
+            return super().read(variable)
+        return group.cut(group.master)[group.position(variable)]
+
+    def assign(self, variable: keras.Variable, value: Any) -> None:
+        """Sets the float32 value behind a variable, and the variable."""
+        if group := self._group_of.get(id(variable)):
+            parts = group.cut(group.master)
+            parts[group.position(variable)] = value
+            group.master.assign(joined(parts))
+        variable.assign(ops.cast(value, variable.dtype))
+
+
+class Group:
+    """Variables that share a vector; `key` is the dtype and name suffixes."""
+
+    def __init__(
+        self,
+        optimizer: sixteen_bit_optimizer.SixteenBitOptimizer,
+        key: tuple[str, ...],
+        members: list[keras.Variable],
+    ) -> None:
+        self.dtype, self.variables = key[0], members
+        self.keeps_float32_slots = _WIDE in key
+        sizes = [math.prod(variable.shape) for variable in members]
+        self.ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        self.master = optimizers.add_variable(
+            optimizer,
+            shape=(self.ends[-1],),
+            initializer=lambda shape, dtype: ops.cast(joined(members), dtype),
+            dtype="float32",
+            name=f"flat_{''.join(key)}",
+            aggregation=members[0].aggregation,
+        )
+
+    def position(self, variable: keras.Variable) -> int:
+        """Returns the place of a variable among the group's."""
+        return [id(member) for member in self.variables].index(id(variable))
+
+    def cut(self, vector: Any) -> list:
+        """Cuts a vector into tensors of the variables' shapes."""
+        several = len(self.variables) > 1
+        pieces = ops.split(vector, self.ends[:-1]) if several else [vector]
+        pairs = zip(pieces, self.variables, strict=True)
+        return [ops.reshape(piece, variable.shape) for piece, variable in pairs]
+
+
+def joined(tensors: Sequence) -> Any:
+    """Joins tensors of one dtype, sparse gradients too, into a vector."""
+    flat = [ops.reshape(ops.convert_to_tensor(t), (-1,)) for t in tensors]
+    return flat[0] if len(flat) == 1 else ops.concatenate(flat)
+
+
+def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses an optimizer that must see each variable apart."""
+    name = type(optimizer).__name__
+    for refused, reason in REFUSED.items():
+        known: Any = getattr(keras.optimizers, refused, ())
+        if isinstance(optimizer, known):
+            raise ValueError(
+                f"flat=True cannot run {name}: {reason}. Received: "
+                f"inner_optimizer={optimizer.name!r}. Use flat=False."
+            )
+    if optimizer.clipnorm is not None:
+        raise ValueError(
+            "flat=True cannot run clipnorm, which clips each variable's "
+            f"gradient by its own norm. Received: clipnorm="
+            f"{optimizer.clipnorm!r}. Use global_clipnorm, clipvalue or "
+            "flat=False."
+        )
+    declared = getattr(type(optimizer), "elementwise", False)
+    if not declared and not _runs_update_of(optimizer, ELEMENTWISE):
+        raise ValueError(
+            f"flat=True needs an element-wise optimizer: {list(ELEMENTWISE)}, "
+            f"or a class that says so with `elementwise = True`. Received: "
+            f"inner_optimizer={optimizer.name!r} of type {name}. Use "
+            "flat=False."
+        )
+
+
+def _check_variables(narrow: sixteen_bit_optimizer.Variables) -> None:
+    """Refuses 16-bit variables that cannot be parts of one vector."""
+    for variable in narrow:
+        if variable.constraint is not None:
+            raise ValueError(
+                "flat=True cannot apply the constraint of one variable to a "
+                f"part of a vector. Received: variable {variable.path!r} with "
+                f"constraint={variable.constraint!r}. Use flat=False."
+            )
+    distribution = keras.distribution.distribution()
+    if isinstance(distribution, keras.distribution.ModelParallel):
+        raise ValueError(
+            "flat=True cannot join variables that are sharded differently. "
+            f"Received: distribution={distribution!r}. Use flat=False."
+        )
+
+
+def _runs_update_of(optimizer: Any, names: Sequence[str]) -> bool:
+    known = [vars(keras.optimizers).get(name) for name in names]
+    return type(optimizer).update_step in [c.update_step for c in known if c]

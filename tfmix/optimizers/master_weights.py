@@ -1,0 +1,149 @@
+"""Float32 master weights behind a model's 16-bit variables."""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfmix._keras import optimizers, variables
+from tfmix.gradient_scaling import bits
+from tfmix.optimizers import eight_bit_slots, flat, sixteen_bit_optimizer, views
+
+
+@keras.saving.register_keras_serializable(package="tfmix")
+class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
+    """Updates float32 masters and rounds them into 16-bit variables.
+
+    Use it for models whose variables are float16 or bfloat16 (the policies
+    `"float16"` and `"bfloat16"`), where an update smaller than half a step of
+    the format would be lost. The inner optimizer sees float32 only:
+    gradients, masters and state; its weight decay, clipping, constraints, EMA
+    and accumulation act on the masters. Variables that are not 16-bit are
+    passed straight through. Put it inside the loss-scale optimizer:
+    `LossScaleOptimizer(MasterWeightOptimizer(Adam()))`.
+
+    Weights assigned to the model after the optimizer was built (loaded from a
+    file, for instance) are taken over by the masters at the next step.
+
+    Args:
+        inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
+        flat: Boolean. Joins the masters into one vector per dtype: one update
+            instead of one per variable. For element-wise optimizers only.
+            Defaults to `False`.
+        split: Boolean. Keeps only the 16 bits that a bfloat16 variable lacks:
+            4 bytes per weight instead of 6, with exact float32 results.
+            Defaults to `False`.
+        slot_dtype: `"float32"`, or `"int8"` or a list of rules, as in
+            `LowMemoryOptimizer`. Defaults to `"float32"`.
+        seed: Integer of 31 bits that decides how 8-bit state is rounded.
+            Defaults to `None`: drawn from Python's `random`.
+        name: String. Defaults to the snake-case class name.
+
+    Raises:
+        ValueError: If the arguments contradict each other, or (when built)
+            if `flat` or `split` does not fit the optimizer or the variables.
+        TypeError: If `inner_optimizer` is no optimizer.
+
+    Examples:
+        >>> weight = keras.Variable([1.0], dtype="bfloat16")
+        >>> sgd = keras.optimizers.SGD(0.001)
+        >>> optimizer = MasterWeightOptimizer(sgd)
+        >>> for _ in range(8):
+        ...     optimizer.apply([keras.ops.ones(1, "bfloat16")], [weight])
+        >>> float(weight[0])
+        0.9921875
+    """
+
+    # Declared, so that an inner optimizer's of the same name is left alone.
+    flat = split = False
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        *,
+        flat: bool = False,
+        split: bool = False,
+        slot_dtype: eight_bit_slots.Rules = "float32",
+        seed: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        for argument, value in (("flat", flat), ("split", split)):
+            if not isinstance(value, bool):
+                raise TypeError(
+                    f"`{argument}` must be True or False. "
+                    f"Received: {argument}={value!r}."
+                )
+        if flat and split:
+            raise ValueError(
+                "`flat` joins float32 masters, and `split` keeps none. "
+                "Received: flat=True, split=True. Choose flat=True for speed "
+                "or split=True for memory."
+            )
+        super().__init__(inner_optimizer, name, slot_dtype, seed)
+        self.flat, self.split = flat, split
+
+    def make_stand_ins(
+        self, model_variables: sixteen_bit_optimizer.Variables
+    ) -> sixteen_bit_optimizer.StandIns:
+        """Creates the masters; see `SixteenBitOptimizer`."""
+        kind: type[sixteen_bit_optimizer.StandIns] = _PerVariableMasters
+        if self.flat or self.split:
+            kind = flat.FlatMasters if self.flat else _SplitMasters
+        return kind(self, model_variables)
+
+    def get_config(self) -> dict:
+        """Returns the settings `from_config` needs."""
+        return super().get_config() | {"flat": self.flat, "split": self.split}
+
+
+class _PerVariableMasters(sixteen_bit_optimizer.StandIns):
+    """Keeps a float32 variable behind every 16-bit one."""
+
+    def make(self) -> dict[int, keras.Variable]:
+        return {
+            id(variable): self._master(variable) for variable in self.narrow
+        }
+
+    def _master(self, variable: keras.Variable) -> keras.Variable:
+        master = optimizers.add_variable(
+            self.optimizer,
+            shape=variable.shape,
+            initializer=lambda shape, dtype: ops.cast(variable.value, dtype),
+            dtype="float32",
+            name=variable.name,
+            **variables.placement(variable),
+        )
+        return variables.adopt(master, variable)
+
+    def refresh(self) -> None:
+        for variable in self.narrow:
+            master = self.target(variable)
+            master.assign(bits.refreshed(master, variable))
+
+    def write_back(self) -> None:
+        for variable in self.narrow:
+            variable.assign(ops.cast(self.target(variable), variable.dtype))
+
+
+class _SplitView(views.RestView):
+    """An exact float32 in the model's variable and 16 more bits."""
+
+    rest_dtype, rest_name = "int16", "lost_bits"
+
+    def load(self) -> Any:
+        return bits.join(self.stored, self.rest)
+
+    def store(self, value: Any) -> None:
+        upper, lower = bits.split(value)
+        self.stored.assign(upper)
+        self.rest.assign(lower)
+
+
+class _SplitMasters(views.Views):
+    """Keeps the lower half of the master of every bfloat16 variable."""
+
+    view = _SplitView
+    only_bfloat16 = (
+        "split=True keeps the 16 bits that a bfloat16 lacks to a float32; a "
+        "float16 is no part of one"
+    )

@@ -1,0 +1,405 @@
+"""The optimizer of 16-bit variables whose inner optimizer works in float32."""
+
+import contextlib
+import numbers
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from tfmix._keras import averages, compilation, optimizers, variables
+from tfmix.loss_scaling import inner_attributes, replicas
+from tfmix.optimizers import eight_bit_slots, noise
+
+Variables = variables.Variables
+
+
+class StandIns:
+    """What the inner optimizer updates in the place of 16-bit variables.
+
+    `make` says where the bits that do not fit into a variable are kept. Other
+    variables stand for themselves.
+    """
+
+    def __init__(
+        self, optimizer: "SixteenBitOptimizer", model_variables: Variables
+    ) -> None:
+        self.optimizer = optimizer
+        self.narrow = [*filter(variables.is_sixteen_bit, model_variables)]
+        self.stand_ins = self.make()
+
+    def make(self) -> dict[int, keras.Variable]:
+        """Returns the stand-in of each of the `narrow` variables, by `id`."""
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        """Takes over what somebody assigned to the model's variables."""
+        raise NotImplementedError
+
+    def write_back(self) -> None:
+        """Notes in the model's variables what the inner optimizer did."""
+        raise NotImplementedError
+
+    def target(self, variable: keras.Variable) -> keras.Variable:
+        """Returns what the inner optimizer updates for a variable."""
+        return self.stand_ins.get(id(variable), variable)
+
+    def targets(self, these: Variables) -> list[keras.Variable]:
+        """Does so for some variables, if that updates no others."""
+        return [self.target(variable) for variable in these]
+
+    def span(self, variable: keras.Variable) -> slice | None:
+        """Returns a variable's part of a vector it shares; `None` for none."""
+        return None
+
+    def keeps_float32_slots(self, variable: keras.Variable) -> bool:
+        """Says whether the slots of an inner variable are not in 8 bits."""
+        rules = self.optimizer.slot_dtype
+        return eight_bit_slots.keeps_float32(rules, variable)
+
+    def creating_slots(self) -> contextlib.AbstractContextManager:
+        """Opens while the inner optimizer is built."""
+        return contextlib.nullcontext()
+
+    def route(self, grads: Sequence, of: Variables) -> tuple[list, list]:
+        """Returns the inner optimizer's gradients and their variables."""
+        return self.wide(grads, of), self.targets(of)
+
+    def wide(self, grads: Sequence, of: Variables) -> list:
+        """Returns the gradients, in float32 where a stand-in takes them."""
+        return [
+            ops.cast(grad, "float32")
+            if grad is not None and id(variable) in self.stand_ins
+            else grad
+            for grad, variable in zip(grads, of, strict=True)
+        ]
+
+    def read(self, variable: keras.Variable) -> Any:
+        """Returns the float32 value behind a model's variable."""
+        return ops.cast(self.target(variable), "float32")
+
+    def swap(self, target: keras.Variable, average: keras.Variable) -> None:
+        """Swaps what the inner optimizer updates with its average."""
+        value = ops.copy(target)
+        target.assign(average)
+        average.assign(value)
+
+    def overwrite(
+        self, target: keras.Variable, average: keras.Variable
+    ) -> None:
+        """Makes an average what stands in its place since a swap."""
+        average.assign(target)
+
+    def assign(self, variable: keras.Variable, value: Any) -> None:
+        """Sets the float32 value behind a variable, and the variable."""
+        self.target(variable).assign(value)
+        variable.assign(ops.cast(value, variable.dtype))
+
+
+class SixteenBitOptimizer(
+    inner_attributes.DelegatesToInner, keras.optimizers.Optimizer
+):
+    """Lets an inner optimizer update 16-bit variables in float32."""
+
+    # Declared, so that an inner optimizer's of the same name is left alone.
+    slot_dtype: eight_bit_slots.Rules = "float32"
+    slot_dtypes: tuple[str, ...] = ("float32", eight_bit_slots.INT8)
+    seed: int | None = None
+    seed_variable: keras.Variable | None = None
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        name: str | None = None,
+        slot_dtype: eight_bit_slots.Rules = "float32",
+        seed: int | None = None,
+        draws: bool = False,
+    ) -> None:
+        inner_optimizer = _checked_inner(type(self).__name__, inner_optimizer)
+        slot_dtype = eight_bit_slots.checked(slot_dtype, self.slot_dtypes)
+        draws = draws or eight_bit_slots.are_coded(slot_dtype)
+        if seed is not None and not draws:
+            raise ValueError(
+                f"{type(self).__name__} draws no random numbers here. "
+                f"Received: seed={seed!r}. Leave `seed` out."
+            )
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = inner_optimizer
+        self.slot_dtype = slot_dtype
+        if draws:
+            self.seed = _checked_seed(seed)
+            # In a variable, so that a checkpoint continues the same numbers.
+            self.seed_variable = self.add_variable(
+                shape=(),
+                initializer=keras.initializers.Constant(self.seed),
+                dtype="int32",
+                aggregation="only_first_replica",
+                name="seed",
+            )
+        self._coded = eight_bit_slots.EightBitSlots(self.draw_noise)
+
+    def draw_noise(self, shape: tuple[int, ...], stream: int) -> Any:
+        """Returns what rounds a tensor in the current step; see `noise`."""
+        seed = ops.convert_to_tensor(self.seed_variable)
+        step = ops.cast(self.iterations, "int32")
+        return noise.noise(shape, seed, stream, step)
+
+    def make_stand_ins(self, model_variables: Variables) -> StandIns:
+        """Creates what stands between the model's and the inner variables."""
+        raise NotImplementedError
+
+    def build(self, variables: Variables) -> None:
+        """Creates the state for a model's trainable variables.
+
+        Args:
+            variables: The variables, in the order of the gradients to come. A
+                second call changes nothing.
+
+        Raises:
+            ValueError: If a variable does not fit, or somebody else has built
+                the inner optimizer.
+        """
+        if self.built:
+            return
+        _check_not_built(type(self).__name__, self.inner_optimizer)
+        variables = list(variables)
+        optimizers.remember(self, variables)
+        with compilation.outside_of_tracing(variables):
+            self._store = self.make_stand_ins(variables)
+            # Keras remembers by identity what has no weight decay.
+            for worker in optimizers.workers(self.inner_optimizer):
+                if excluded := optimizers.undecayed(worker, variables):
+                    targets = self._store.targets(excluded)
+                    worker.exclude_from_weight_decay(var_list=targets)
+            with self._creating_slots():
+                self.inner_optimizer.build(self._store.targets(variables))
+        self.built = True
+
+    @contextlib.contextmanager
+    def _creating_slots(self) -> Iterator[None]:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self._store.creating_slots())
+            if eight_bit_slots.are_coded(self.slot_dtype):
+                inner = self.inner_optimizer
+                keeps_float32 = self._store.keeps_float32_slots
+                undo.enter_context(self._coded.creating(inner, keeps_float32))
+            yield
+
+    def exclude_from_weight_decay(
+        self, var_list: Variables | None = None, var_names: Any = None
+    ) -> None:
+        """Excludes variables, or their stand-ins; see `DelegatesToInner`."""
+        if self.built:
+            known = optimizers.remembered(self)
+            excluded = optimizers.named(known, var_list, var_names)
+            var_list, var_names = self._store.targets(excluded), None
+        super().exclude_from_weight_decay(var_list, var_names)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Scales the loss as the inner optimizer does."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def apply(
+        self, grads: Sequence, trainable_variables: Variables | None = None
+    ) -> None:
+        """Applies one step to the model's variables.
+
+        Args:
+            grads: Gradients, one per variable, in any float dtype; `None` for
+                a variable that the loss does not depend on.
+            trainable_variables: The variables, on the first call at least.
+                Defaults to those the optimizer was built with.
+
+        Raises:
+            ValueError: If a variable is unknown, or the number of gradients
+                is wrong.
+        """
+        if len(grads) == 0:
+            return
+        if not self.built:
+            if trainable_variables is None:
+                raise ValueError(
+                    "The optimizer is not built yet. Received: "
+                    "trainable_variables=None. Pass the variables, or call "
+                    "build(model.trainable_variables) first."
+                )
+            with keras.name_scope(self.name):
+                self.build(trainable_variables)
+        variables = optimizers.remembered(self)
+        if trainable_variables is not None:
+            # The same objects as in `build`, whatever stands for them here.
+            variables = optimizers.recognised(self, trainable_variables)
+        if len(grads) != len(variables):
+            raise ValueError(
+                "There must be one gradient per variable. Received: "
+                f"{len(grads)} gradients for {len(variables)} variables."
+            )
+        grads = replicas.sum_gradients(grads, variables)
+        with replicas.single(self):
+            self._store.refresh()
+            routed, targets = self._store.route(grads, variables)
+            self.inner_optimizer.apply(routed, targets)
+            self._store.write_back()
+
+    def finalize_variable_values(self, var_list: Variables) -> None:
+        """Gives the model the inner optimizer's final (averaged) weights."""
+        self._on_each_replica(self._finalize)
+
+    def swap_averages(self) -> None:
+        """Swaps the float32 weights with their averages (`use_ema=True`)."""
+        self._on_each_replica(self._swap_averages)
+
+    def overwrite_averages(self) -> None:
+        """Makes the weights the averages, as `swap_averages` left them."""
+        self._on_each_replica(self._overwrite_averages)
+
+    def _on_each_replica(self, action: Callable[[], None]) -> None:
+        if self.built:
+            replicas.run_on_each(self, action)
+
+    @contextlib.contextmanager
+    def _stand_ins(self) -> Iterator[StandIns]:
+        """Takes over what was assigned, and notes what is done."""
+        self._store.refresh()
+        yield self._store
+        self._store.write_back()
+
+    def _finalize(self) -> None:
+        with self._stand_ins() as store:
+            targets = store.targets(optimizers.remembered(self))
+            self.inner_optimizer.finalize_variable_values(targets)
+
+    def _swap_averages(self) -> None:
+        with self._stand_ins() as store:
+            for target, average in averages.pairs(self.inner_optimizer):
+                store.swap(target, average)
+
+    def _overwrite_averages(self) -> None:
+        with self._stand_ins() as store:
+            for target, average in averages.pairs(self.inner_optimizer):
+                store.overwrite(target, average)
+
+    def read_float32(self, variable: keras.Variable) -> Any:
+        """Returns the float32 value behind a model's variable, as a tensor.
+
+        Args:
+            variable: One of those that the optimizer was built with.
+
+        Raises:
+            ValueError: If the optimizer was not built with the variable.
+        """
+        (variable,) = optimizers.recognised(self, [variable])
+        self._store.refresh()
+        return self._store.read(variable)
+
+    def assign_float32(self, variable: keras.Variable, value: Any) -> None:
+        """Sets the float32 value behind a model's variable, and the variable.
+
+        Args:
+            variable: One of those that the optimizer was built with.
+            value: Array or tensor of the variable's shape; cast to float32.
+
+        Raises:
+            ValueError: If the optimizer was not built with the variable.
+        """
+        (variable,) = optimizers.recognised(self, [variable])
+        self._store.assign(variable, ops.convert_to_tensor(value, "float32"))
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads the whole state, or nothing; see Keras's class.
+
+        Args:
+            store: What Keras opens of a file: places, as strings, to arrays.
+        """
+        if not self.built:
+            # The inner optimizer says so, which Keras loads next.
+            return
+        count = len(self.variables)
+        if len(store.keys()) != count:
+            super().load_own_variables(store)
+        else:
+            arrays = [store[str(index)] for index in range(count)]
+            variables.assign_all(self.variables, arrays)
+
+    def get_config(self) -> dict:
+        """Returns the settings `from_config` needs."""
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        config = {"name": self.name, "inner_optimizer": inner}
+        if self.slot_dtype != "float32":
+            config["slot_dtype"] = self.slot_dtype
+        return config | ({} if self.seed is None else {"seed": self.seed})
+
+    @classmethod
+    def from_config(
+        cls, config: dict, custom_objects: dict | None = None
+    ) -> "SixteenBitOptimizer":
+        """Creates the optimizer, without state, from `get_config()`."""
+        config = dict(config)
+        optimizer = keras.saving.deserialize_keras_object(
+            config.pop("inner_optimizer"), custom_objects=custom_objects
+        )
+        return cls(optimizer, **config)
+
+
+def owner(optimizer: Any) -> SixteenBitOptimizer | None:
+    """Returns what keeps an optimizer's 16-bit variables, if anything does."""
+    for candidate in optimizers.with_nested(optimizer):
+        if isinstance(candidate, SixteenBitOptimizer):
+            return candidate
+    return None
+
+
+def stand_ins(optimizer: Any) -> StandIns | None:
+    """Returns what stands for an optimizer's 16-bit variables, once built."""
+    keeper = owner(optimizer)
+    return keeper._store if keeper is not None and keeper.built else None
+
+
+def _checked_inner(
+    wrapper: str, optimizer: keras.optimizers.Optimizer | str | dict
+) -> keras.optimizers.Optimizer:
+    """Returns the optimizer to wrap, or says why it cannot be wrapped."""
+    optimizer = inner_attributes.checked(optimizer)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            f"{wrapper} goes inside the loss-scale optimizer, where gradients "
+            "are unscaled and finite. Received: inner_optimizer="
+            f"{type(optimizer).__name__}. Write LossScaleOptimizer({wrapper}"
+            "(optimizer)) instead."
+        )
+    if isinstance(optimizer, SixteenBitOptimizer):
+        raise ValueError(
+            f"{wrapper} cannot wrap {type(optimizer).__name__}: both would "
+            "keep the same 16-bit variables. Received: inner_optimizer="
+            f"{optimizer.name!r}. Keep one of the two."
+        )
+    _check_not_built(wrapper, optimizer)
+    return optimizer
+
+
+def _check_not_built(wrapper: str, optimizer: optimizers.Optimizer) -> None:
+    for nested in optimizers.with_nested(optimizer):
+        if nested.built:
+            raise ValueError(
+                f"{wrapper} builds the inner optimizer on its own float32 "
+                f"variables. Received: inner_optimizer={nested.name!r}, which "
+                "is built already. Pass a fresh one, for example "
+                f"{type(nested).__name__}.from_config(optimizer.get_config())."
+            )
+
+
+def _checked_seed(seed: int | None) -> int:
+    """Returns a seed of 31 bits, drawn if none is given."""
+    if seed is None:
+        return random.randrange(2**31)
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        raise TypeError(
+            f"`seed` must be an integer or None. Received: seed={seed!r}."
+        )
+    if not 0 <= seed < 2**31:
+        raise ValueError(
+            f"`seed` must lie from 0 to 2**31 - 1. Received: seed={seed!r}."
+        )
+    return int(seed)

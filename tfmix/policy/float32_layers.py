@@ -1,0 +1,218 @@
+"""Layer rules: which layers a 16-bit policy leaves in float32, and why."""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+
+import keras
+
+from tfmix import _arguments
+
+RuleItem = str | type
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRule:
+    """The name of a class that stays in float32, and why, for reports."""
+
+    layer_class: str
+    why: str
+
+
+_ATTENTION = "unscaled logits leave float16's range: every output is NaN"
+_ADDITIVE = "saturated scores: the gradient of its scale is rounding noise"
+_AVERAGED = "the sum overflows before it is divided"
+_WIDE_AVERAGE = "averages many values; kept with the other averages"
+_NORMALISED = "the sum of squares leaves float16's range: zeros"
+_RAW = "raw features lose their digits in 16 bit"
+_SOFTMAX = "probabilities lose their small values, and logits recovery"
+_SPECTRUM = "infinite in float16, a TypeError in bfloat16"
+
+# Measured by `benchmarks/layers.py` and in Keras's own gaps, on Keras 3.12 to
+# 3.15; the global averages over images and volumes, which Keras sums in
+# float32 by itself, complete their family. Op rules cover some as well, but
+# only layers take their dtype with them into a model that plain Keras loads.
+DEFAULT_LAYER_RULES: tuple[LayerRule, ...] = (
+    LayerRule("Softmax", _SOFTMAX),
+    LayerRule("Attention", _ATTENTION),
+    LayerRule("AdditiveAttention", _ADDITIVE),
+    LayerRule("UnitNormalization", _NORMALISED),
+    LayerRule("Average", _AVERAGED),
+    LayerRule("GlobalAveragePooling1D", _AVERAGED),
+    LayerRule("GlobalAveragePooling2D", _WIDE_AVERAGE),
+    LayerRule("GlobalAveragePooling3D", _WIDE_AVERAGE),
+    LayerRule("AveragePooling1D", _AVERAGED),
+    LayerRule("AveragePooling2D", _AVERAGED),
+    LayerRule("AveragePooling3D", _AVERAGED),
+    LayerRule("STFTSpectrogram", _SPECTRUM),
+    # The bases of all preprocessing layers, Keras 3.15's name and 3.12's.
+    LayerRule("DataLayer", _RAW),
+    LayerRule("TFDataLayer", _RAW),
+)
+
+BATCH_NORMALIZATION = LayerRule(
+    "BatchNormalization", "its moving statistics need small updates"
+)
+# In float16 under TensorFlow without an accelerator (TensorFlow 2.21).
+NO_CPU_KERNELS = tuple(
+    LayerRule(name, "TensorFlow has no float16 kernel for it on a CPU")
+    for name in ("MaxPooling3D", "AdaptiveMaxPooling3D")
+)
+LAYER_NORMALIZATION = LayerRule(
+    "LayerNormalization", "on the black list of level O2"
+)
+_BLACK_LIST = (LAYER_NORMALIZATION, *DEFAULT_LAYER_RULES)
+# Why each layer that a rule of tfmix's names stays in float32.
+REASONS: dict[RuleItem, str] = {
+    rule.layer_class: rule.why for rule in (*_BLACK_LIST, BATCH_NORMALIZATION)
+}
+
+# MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, and the
+# attention whose logits are scaled.
+MATMUL_LAYERS: tuple[str, ...] = (
+    *("Dense", "EinsumDense", "BaseConv", "BaseConvTranspose"),
+    *("BaseDepthwiseConv", "BaseSeparableConv", "LSTMCell", "GRUCell"),
+    *("SimpleRNNCell", "RNN", "MultiHeadAttention", "GroupedQueryAttention"),
+    *("PReLU", "ReLU"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """One of Apex's and MindSpore's levels, in tfmix's terms."""
+
+    policy: str
+    only_matmuls: bool  # only the white list computes in 16 bit
+    rules: tuple[LayerRule, ...]
+    op_rules: bool  # whether the default ones are in force
+    keep_batchnorm_fp32: bool
+    loss_scale: str | None  # "dynamic" or nothing
+
+
+LEVELS: dict[str, Level] = {
+    # Everything in float32: Apex's and MindSpore's baseline.
+    "O0": Level("float32", False, (), False, False, None),
+    # Only what is on the white list computes in 16 bit. The loss is scaled,
+    # as in Apex; MindSpore leaves that to its user.
+    "O1": Level(
+        "mixed_float16", True, DEFAULT_LAYER_RULES, True, True, "dynamic"
+    ),
+    # Everything but the black list: batch and layer normalisation, and what
+    # tfmix measured.
+    "O2": Level("mixed_float16", False, _BLACK_LIST, True, True, "dynamic"),
+    # Everything, variables included: the speed limit, not a recipe.
+    "O3": Level("float16", False, (), False, False, None),
+}
+
+
+def default_float32_layers(
+    *, add: Iterable[RuleItem] = (), remove: Iterable[str] = ()
+) -> list[RuleItem]:
+    """Returns the default rules, extended or shortened, as a fresh list.
+
+    Use it to write a policy's own list:
+    `Policy(name, float32_layers=Policy.default_float32_layers(add=[...]))`.
+
+    Args:
+        add: Items to append: layer classes, class names, or regular
+            expressions. Defaults to none.
+        remove: Names of the default list to leave out. Defaults to none.
+
+    Returns:
+        A list of rule items; changing it changes nothing else.
+
+    Raises:
+        ValueError: If an item of `add` is there already, or one of `remove`
+            is not.
+
+    Examples:
+        >>> "Softmax" in default_float32_layers(remove=["Average"])
+        True
+    """
+    names = [rule.layer_class for rule in DEFAULT_LAYER_RULES]
+    allowed = f"layers of the default list, {names}"
+    return list(resolve([*without(names, remove, allowed), *add]))
+
+
+def without(
+    default: Sequence[str], remove: Iterable[str], allowed: str
+) -> list[str]:
+    """Returns a default list without what `remove` names of it."""
+    removed = list(remove)
+    for name in removed:
+        if name not in default:
+            raise ValueError(
+                f"`remove` may only name {allowed}. Received: {name!r}."
+                f"{_arguments.did_you_mean(name, default)}"
+            )
+    return [name for name in default if name not in removed]
+
+
+def resolve(
+    items: Iterable[RuleItem], argument: str = "float32_layers"
+) -> tuple[RuleItem, ...]:
+    """Checks a list of layer rules and returns it as a tuple."""
+    if isinstance(items, str | type) or not isinstance(items, Iterable):
+        raise TypeError(
+            f"`{argument}` must be a list, for example ['Softmax', "
+            f"'head.*']. Received: {argument}={items!r}."
+        )
+    seen: list[RuleItem] = []
+    for item in items:
+        _check(item, argument)
+        if item in seen:
+            raise ValueError(
+                f"`{argument}` names {item!r} twice. Leave one out."
+            )
+        seen.append(item)
+    return tuple(seen)
+
+
+def matches(
+    item: RuleItem, layer_class: type, name: str, path: str | None = None
+) -> bool:
+    """Says whether an item covers a layer; `path` is `None` if not known yet.
+
+    A class covers its subclasses. A string is the name of a class or of one
+    of its bases, or an expression for the whole of the layer's name or path.
+    """
+    if isinstance(item, type):
+        return issubclass(layer_class, item)
+    if any(base.__name__ == item for base in layer_class.__mro__):
+        return True
+    # `keras.layers.GroupQueryAttention` is a class of another name.
+    exported = getattr(keras.layers, item, None)
+    if isinstance(exported, type) and issubclass(layer_class, exported):
+        return True
+    places = (name,) if path is None else (name, path)
+    return any(re.fullmatch(item, place) for place in places)
+
+
+def needs_path(items: Iterable[RuleItem]) -> bool:
+    """Says whether an item could match a path that is more than a name."""
+    return any(
+        isinstance(item, str) and not item.isidentifier() for item in items
+    )
+
+
+def _check(item: object, argument: str) -> None:
+    if isinstance(item, type):
+        if not issubclass(item, keras.Layer):
+            raise TypeError(
+                f"A class in `{argument}` must be a Keras layer. "
+                f"Received: {item!r}."
+            )
+        return
+    if not isinstance(item, str):
+        raise TypeError(
+            f"`{argument}` takes layer classes, class names and regular "
+            f"expressions. Received: {item!r} of type {type(item).__name__}."
+            + (" Name its class or its name." * isinstance(item, keras.Layer))
+        )
+    try:
+        re.compile(item)
+    except re.error as error:
+        raise ValueError(
+            f"A string in `{argument}` must be a class name or a regular "
+            f"expression. Received: {item!r}, which is neither: {error}."
+        ) from error

@@ -1,1 +1,0 @@
-"""Loss scales, the optimizer that applies them, and atomic steps."""

@@ -1,1 +1,0 @@
-"""Scaling inside the gradient, at the borders of a 16-bit function."""

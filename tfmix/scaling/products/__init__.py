@@ -1,1 +1,0 @@
-"""Products and sums whose weight gets its gradient in float32."""

@@ -1,1 +1,0 @@
-"""One step of the loss-scale optimizer, on each backend."""
