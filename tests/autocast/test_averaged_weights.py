@@ -164,4 +164,4 @@ def test_weights_loaded_before_the_first_step_are_told_of_once_by_each(
         fresh.load_weights(tmp_path / "a.weights.h5")
     skipped = [str(each.message) for each in told]
     assert sum("Skipping" in each for each in skipped) == 1
-    assert len(caplog.messages) == 1
+    assert len([m for m in caplog.messages if "is not built" in m]) == 1

@@ -580,7 +580,9 @@ def test_what_is_made_of_a_float16_model_is_scaled_and_guarded(
 def test_a_layer_made_outside_falls_back_where_its_code_needs_it(caplog):
     class Holds(keras.layers.Layer):
         def call(self, x):
-            return x + 1e-9
+            if "float32" not in str(x.dtype):
+                raise TypeError("16 bit")
+            return x
 
     scoped()
     model = keras.Sequential([keras.layers.Dense(1), Holds()])
@@ -588,7 +590,7 @@ def test_a_layer_made_outside_falls_back_where_its_code_needs_it(caplog):
         layer.dtype_policy = "mixed_float16"
     model.compile("sgd", "mse")
     model.fit(X, Y, verbose=0)
-    assert "1e-09 is 0 in float16" in caplog.text
+    assert "(Holds) computes in float32" in caplog.text
 
 
 def test_float32_leaves_copies_to_keras():

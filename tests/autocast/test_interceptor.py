@@ -96,7 +96,8 @@ def test_at_most_30_names_of_keras_are_replaced(everything):
     found = [
         name
         for name in changed(before, snapshot(everything))
-        if name not in of_tensors
+        # tfmix's own optimizers have an `apply` beside Keras's.
+        if name not in of_tensors and not name.startswith("tfmix.")
     ]
     assert len(found) <= LIMIT, "\n".join([str(len(found)), *found])
 

@@ -96,7 +96,7 @@ def test_a_layer_that_mixes_dtypes_computes_in_float32(name, caplog):
         ops.cast(outputs[1], "float32"), X + 0.25, atol=0.02
     )
     (warning,) = warnings_in(caplog)
-    for part in ("'mixes'", "(Mixes)", "test_fallback.py:", "`return "):
+    for part in ("'mixes'", "(Mixes)", "test_own_code.py:", "`return "):
         assert part in warning
     assert 'dtype="float32"' in warning
     assert "x.dtype" in warning
@@ -269,7 +269,7 @@ def test_summary_and_report_name_it():
         model = functional(Mixes(name="guilty"))
     lines = []
     model.summary(print_fn=lines.append)
-    assert "guilty computes in float32: test_fallback.py:" in lines[-1]
+    assert "guilty computes in float32: test_own_code.py:" in lines[-1]
     report = tfmix.apply_policy(model, "mixed_float16")
     row = row_of("guilty", report)
     assert row.after == "float32"
@@ -395,7 +395,7 @@ def test_the_warning_names_the_line_that_autograph_copied(caplog):
     with tfmix.policy_scope("mixed_float16"):
         Calls()(X)
     (warning,) = warnings_in(caplog)
-    assert "test_fallback.py:" in warning
+    assert "test_own_code.py:" in warning
     assert "`return x + tf.ones(tf.shape(x))`: TypeError: Input" in warning
 
 
