@@ -273,7 +273,7 @@ def test_summary_and_report_name_it():
     report = tfmix.apply_policy(model, "mixed_float16")
     row = row_of("guilty", report)
     assert row.after == "float32"
-    assert "test_fallback.py" in row.why
+    assert "test_own_code.py" in row.why
 
 
 def test_a_report_names_what_falls_back_after_it():
