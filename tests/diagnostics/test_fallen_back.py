@@ -32,7 +32,7 @@ def test_a_model_as_it_stands(kind):
         model = stack(kind)
     report = tfmix.check(model, X, Y, loss="mse")
     assert report.healthy
-    assert note_of(report).startswith("guilty computes in float32: test_own_code")
+    assert note_of(report).startswith("guilty computes in float32: test_own")
     assert "guilty computes in float32" in str(report)
     assert "guilty computes in float32" in report.to_json()
 
