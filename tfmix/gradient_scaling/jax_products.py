@@ -112,7 +112,12 @@ def root_of_two(count: int) -> float:
 
 
 def combined(
-    function: Function, inputs: Any, weight: Any, *, bilinear: bool
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    *,
+    bilinear: bool,
+    in_loop: bool = False,
 ) -> Any:
     """Computes a function of each element, such as a sum with a bias.
 
@@ -121,11 +126,13 @@ def combined(
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
         bilinear: Whether `function` multiplies.
+        in_loop: Whether it is computed in each step of a loop, which would
+            keep what is repeated below from all steps.
 
     Returns:
         What `function` returns of the inputs and the rounded weight.
     """
-    if not bilinear:
+    if not (bilinear or in_loop):
         # Repeated in float32, rounded, and added: backwards, the sum of the
         # rounded values is one of float32 numbers.
         shape = jnp.broadcast_shapes(inputs.shape, weight.shape)
@@ -140,7 +147,7 @@ def combined(
         )
         return change.astype(inputs.dtype)
 
-    return _with_gradient(function, linear, inputs, weight)
+    return _with_gradient(function, linear, inputs, weight, bilinear=bilinear)
 
 
 def _with_gradient(
@@ -148,6 +155,8 @@ def _with_gradient(
     linear: Linear,
     inputs: Any,
     weight: Any,
+    *,
+    bilinear: bool = True,
 ) -> Any:
     @jax.custom_jvp
     def result(inputs: Any, weight: Any) -> Any:
@@ -160,7 +169,15 @@ def _with_gradient(
         value = result(inputs, weight)
         changes = []
         if not isinstance(of_inputs, SymbolicZero):
-            changes.append(result(of_inputs, weight))
+            if bilinear:
+                changes.append(result(of_inputs, weight))
+            else:
+                narrow = weight.astype(inputs.dtype)
+                changes.append(
+                    jax.jvp(
+                        lambda x: function(x, narrow), (inputs,), (of_inputs,)
+                    )[1]
+                )
         if not isinstance(of_weight, SymbolicZero):
             changes.append(linear(inputs, weight, of_weight, value))
         if not changes:

@@ -129,7 +129,12 @@ def convolved(
 
 @_if_asked
 def combined(
-    function: Function, inputs: Any, weight: Any, *, bilinear: bool
+    function: Function,
+    inputs: Any,
+    weight: Any,
+    *,
+    bilinear: bool,
+    in_loop: bool = False,
 ) -> Any:
     """Computes a function of each element, such as a sum with a bias.
 
@@ -137,12 +142,13 @@ def combined(
         function: What computes it, of two tensors that broadcast.
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
-        bilinear: Whether `function` multiplies.
+        bilinear: Whether `function` multiplies; nothing depends on it here.
+        in_loop: Whether it is computed in each step of a loop; the same.
 
     Returns:
         What `function` returns of the inputs and the rounded weight.
     """
-    del bilinear
+    del bilinear, in_loop
 
     def of_inputs(upstream: Any, narrow: Any) -> Any:
         return _pulled(lambda x: function(x, narrow), inputs, upstream)

@@ -340,7 +340,13 @@ def _separable(original: Callable) -> Callable:
 def _elementwise(original: Callable, bilinear: bool) -> Callable:
     def compute(function: Any, inputs: Any, weight: Any, place: int) -> Any:
         del place
-        return products.combined(function, inputs, weight, bilinear=bilinear)
+        return products.combined(
+            function,
+            inputs,
+            weight,
+            bilinear=bilinear,
+            in_loop=_in_loop.get(),
+        )
 
     def elementwise(x1: Any, x2: Any) -> Any:
         x1, x2 = _read(x1), _read(x2)
