@@ -49,6 +49,7 @@ def _as_now(gradient: Callable) -> Callable:
         # No context is entered twice at a time, as in a second order.
         return context.copy().run(as_called, *args, **kwargs)
 
-    # TensorFlow looks for an argument `variables`.
+    # TensorFlow looks for an argument `variables`; mypy knows no such attribute
+    # of a function.
     run.__signature__ = inspect.signature(gradient)  # type: ignore[attr-defined]
     return run
