@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import contextvars
+import functools
 import importlib
 import threading
 import weakref
@@ -135,18 +136,27 @@ def float8_product(
 ) -> Any:
     """Multiplies two float8 matrices, each transposed first or not.
 
+    A GPU is told the algorithm, that of its library of products: left to
+    choose, XLA compiles and times kernels of its own for each of them, minutes
+    in a first step, to end with slower ones.
+
     Returns:
         The product, summed in float32: in bfloat16 where `dtype` is that, as
-        a GPU's library of products and Triton return it at once; in float32
-        else.
+        the library returns it at once; in float32 else.
     """
     dtype = "bfloat16" if dtype == "bfloat16" else "float32"
     axes = int(not transposed[0]), int(transposed[1])
     if keras.backend.backend() == "jax":
-        return jax.lax.dot_general(
-            *(a, b),
-            (((axes[0],), (axes[1],)), ((), ())),
+        default = functools.partial(
+            jax.lax.dot_general,
+            dimension_numbers=(((axes[0],), (axes[1],)), ((), ())),
             preferred_element_type=dtype,
+        )
+        by_library = functools.partial(
+            default, precision=jax.lax.DotAlgorithmPreset[_BY_LIBRARY]
+        )
+        return jax.lax.platform_dependent(
+            a, b, cuda=by_library, default=default
         )
     if not by_xla():
         # TensorFlow's own operations have no float8.
@@ -155,12 +165,16 @@ def float8_product(
     shape = a.shape[1 - axes[0]], b.shape[1 - axes[1]]
     types = [_stablehlo_type(x.shape, x.dtype.name) for x in (a, b)]
     types.append(_stablehlo_type(shape, dtype))
+    algorithm = ""
+    if not for_tpu():
+        narrow = [_STABLEHLO[x.dtype.name] for x in (a, b)]
+        algorithm = _STABLEHLO_BY_LIBRARY.format(*narrow)
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
     (product,) = gen_xla_ops.xla_call_module(
         [a, b],
         version=9,
-        module=_FLOAT8_PRODUCT.format(*types, *axes),
+        module=_FLOAT8_PRODUCT.format(*types, *axes, algorithm),
         Sout=[list(shape)],
         Tout=[tf.as_dtype(dtype)],
         # Any: this says nothing that one of them would not know.
@@ -175,11 +189,19 @@ def float8_product(
 # The attribute lets batches be of any size until it is compiled.
 _FLOAT8_PRODUCT = """module attributes {{jax.uses_shape_polymorphism = true}} {{
   func.func public @main(%a: {0}, %b: {1}) -> {2} {{
-    %c = stablehlo.dot_general %a, %b, contracting_dims = [{3}] x [{4}]
+    %c = stablehlo.dot_general %a, %b, contracting_dims = [{3}] x [{4}]{5}
       : ({0}, {1}) -> {2}
     return %c : {2}
   }}
 }}"""
+# Any two float8 formats, summed as Tensor Cores do it without being told: XLA
+# has no kernels of its own for it. The same for JAX and as StableHLO.
+_BY_LIBRARY = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
+_STABLEHLO_BY_LIBRARY = """, algorithm = <
+      lhs_precision_type = {0}, rhs_precision_type = {1},
+      accumulation_type = f32, lhs_component_count = 1,
+      rhs_component_count = 1, num_primitive_operations = 1,
+      allow_imprecise_accumulation = true>"""
 _STABLEHLO = {
     "float8_e4m3fn": "f8E4M3FN",
     "float8_e5m2": "f8E5M2",
