@@ -216,10 +216,10 @@ TASKS = {
 _TINY = {
     "llama": {
         "length": 32,
-        "width": 64,
+        "width": 256,
         "heads": 4,
         "shared": 2,
-        "hidden": 128,
+        "hidden": 512,
         "blocks": 1,
         "vocabulary": 32,
     },
