@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from absl import app, flags
 
+import tfmix
 from benchmarks import answers, gpu, gpu_models, gpu_worker
 from tests import helpers
 
@@ -104,7 +105,7 @@ def test_what_is_the_same_under_both_backends_runs_under_one(monkeypatch):
 def test_a_run_goes_on_where_the_last_one_ended(ran, tmp_path, capsys):
     words = [f"--into={tmp_path / 'rows.json'}", "--at_once=1", "--json"]
     assert gpu.main([*words, "--models=llama", "--part=models"]) == 0
-    assert len(ran) == 4
+    assert len(ran) == 5
     assert ran[0] == LLAMA
     ran.clear()
     assert gpu.main([*words, "--models=llama,resnet50"]) == 0
@@ -119,7 +120,8 @@ def test_a_run_goes_on_where_the_last_one_ended(ran, tmp_path, capsys):
     assert record["machine"]["gpu"] == "A card"
     steps, products = record["tables"]
     models = [row["model, batch"] for row in steps["rows"]]
-    assert len(models) == 8
+    assert len(models) == 9
+    assert steps["rows"][0]["ms a step"]["high"] == 3.0
     assert products["rows"][0]["ratio"] == 1.5
 
 
@@ -212,9 +214,11 @@ def test_each_precision_computes_in_what_it_says(library, precision):
     assert {layer.compute_dtype for layer in dense} == {dtype}
     assert model.output.dtype == "float32"
     assert str(model.trainable_variables[-1].dtype) == "float32"
-    if precision == "mixed_float8":
-        name = "mixed_float8" if library == "tfmix" else "float8"
-        assert name in dense[0].dtype_policy.name
+    if library == "tfmix":
+        is_float8 = tfmix.global_policy().is_float8
+    else:
+        is_float8 = "float8" in dense[0].dtype_policy.name
+    assert is_float8 is (precision == "mixed_float8")
 
 
 def test_unchecked_means_without_the_check():
