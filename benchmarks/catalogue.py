@@ -71,7 +71,7 @@ BENCHMARKS = (
         "policy of the same name, for float8 `quantize`.",
         (JAX, TENSORFLOW),
         None,
-        minutes=20,
+        minutes=8,
         missing="No GPU has been measured yet: run `python -m benchmarks.gpu "
         "--save=docs` on a machine that has one.",
     ),

@@ -1,182 +1,242 @@
-"""Mixed precision on a GPU: speed, memory, and what tfmix's parts cost there.
+"""Mixed precision on a GPU: whole training steps, and float8 products.
 
-    python -m benchmarks.gpu [--models=NAME,...] [--precisions=NAME,...]
-        [--runs 9] [--steps 50] [--dry_run] [--json] [--save=docs]
+    python -m benchmarks.gpu [--part=models,products] [--models=NAME,...]
+        [--minutes 8] [--into=FILE] [--at_once 4] [--dry_run] [--json]
+        [--save=docs]
 
-ResNet-50, a transformer encoder of 12 layers, an LSTM and a head over 50,304
-words, trained by `fit` in float32 without and with TF32, under both mixed
-policies, and in pure bfloat16 with masters; KERAS_BACKEND picks the backend.
-Each precision has a process, and they take turns on the GPU. Under JAX the
-transformer is written by hand as well, as the best that can be had.
+`models` trains by `fit` what `gpu_models` has, under tfmix and under Keras's
+own policies, and one of them in PyTorch and in JAX by hand. `products` times
+single products of float8 against bfloat16. KERAS_BACKEND picks the backend.
 
-Without a GPU nothing is measured and what was measured before is kept.
-`--dry_run` goes through all of it in this process, with tiny models on
-whatever there is; its figures mean nothing and are never saved.
+Each row is a process; `--at_once` of them import and build while one has the
+GPU. A row is written into FILE as soon as it is there, and what FILE has is not
+measured again: the same command goes on where a run ended. Rows are in the
+order of their importance, and none begins to be measured after `--minutes`.
+
+Without a GPU nothing is measured; `--save` then keeps what FILE has, which may
+come from another machine. `--dry_run` goes through all of it with tiny models
+on whatever there is; its figures mean nothing and are never saved.
 """
 
-import contextlib
-import functools
+import concurrent.futures
+import importlib.util
+import json
 import os
+import pathlib
 import sys
-from collections.abc import Mapping
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
-from absl import flags
+from absl import app, flags, logging
 
-from benchmarks import pairs, results, turns
+from benchmarks import answers, results
 
-MODELS = ("resnet50", "transformer", "lstm", "head")
-PRECISIONS = (
-    "float32",
-    "float32, TF32",
-    "mixed_float16",
-    "mixed_bfloat16",
-    "bfloat16, masters",
+PARTS = ("models", "products")
+MODELS = ("llama", "vit", "transformer", "resnet50")
+_BF16, _F16, _FLOAT8 = "mixed_bfloat16", "mixed_float16", "mixed_float8"
+# Model, library, precision and optimizer, the most important first.
+JOBS = (
+    ("llama", "tfmix", _BF16, "adam"),
+    ("llama", "tfmix", _FLOAT8, "adam"),
+    ("vit", "tfmix", _BF16, "adam"),
+    ("vit", "tfmix", _BF16, "LowMemoryOptimizer"),
+    ("llama", "keras", _BF16, "adam"),
+    ("llama", "tfmix", _BF16, "adam, unchecked"),
+    ("llama", "keras", _FLOAT8, "adam"),
+    ("products",),
+    ("transformer", "tfmix", _BF16, "adam"),
+    ("transformer", "keras", _BF16, "adam"),
+    ("transformer", "torch", _BF16, "adam"),
+    ("transformer", "by hand", _BF16, "adam"),
+    ("transformer", "tfmix", _F16, "adam"),
+    ("transformer", "keras", _F16, "adam"),
+    ("resnet50", "tfmix", _BF16, "adam"),
+    ("resnet50", "keras", _BF16, "adam"),
+    ("resnet50", "tfmix", _F16, "adam"),
+    ("resnet50", "keras", _F16, "adam"),
 )
-HAND_WRITTEN = "hand-written"
-# What all others are compared with.
-BASE = "float32"
-# What loss scaling and the monitors are measured on.
-SCALED = "mixed_float16"
-VARIANTS = ("no loss scaling", "LossScaleMonitor", "NumericsMonitor")
-NOTE = (
-    "Ratio: speed over float32 without TF32, turn by turn. Share: of the "
-    "bfloat16 matrix product rate, {rate:.0f} TFLOP/s here, counting layers' "
-    "products only."
+DRY = "dry run, no figures"
+_KEY = ("model", "library", "precision", "optimizer")
+_HOW = (
+    "each row is from a process of its own; median, least and most of five "
+    "times twenty steps"
 )
-# Anything with `ask`: a worker, or a session in this process.
-Workers = Mapping[str, Any]
+_MODELS_NOTE = (
+    "Keras means its own policy, for float8 `quantize`; unchecked is "
+    "`auto_scale_loss=False`, without the check that gradients are finite. "
+    "PyTorch has autocast, `torch.compile` and fused Adam. The first step is "
+    "timed from the call of `fit`."
+)
+_PRODUCTS_NOTE = (
+    "A product of (rows, k) and (k, n) with both gradients, rounding to float8 "
+    "included; ratio: how many times as fast float8 is."
+)
 
 
-def names_of(model: str, backend: str) -> list[str]:
-    """Returns the rows that a model has under a backend."""
-    by_hand = model == "transformer" and backend == "jax"
-    return [*PRECISIONS, HAND_WRITTEN] if by_hand else list(PRECISIONS)
-
-
-def speeds(workers: Workers, runs: int, steps: int) -> dict[str, list[float]]:
-    """Returns seconds per step by precision; they take turns."""
-    return pairs.in_turns(
-        {
-            name: functools.partial(worker.ask, what="seconds", steps=steps)
-            for name, worker in workers.items()
-        },
-        runs,
-    )
-
-
-def precision_table(
-    title: str,
-    workers: Workers,
-    seconds: dict[str, list[float]],
-    units: tuple[str, int],
-    rate: float,
-) -> results.Table:
-    """Returns a row per precision.
+class File:
+    """Rows in a JSON file, written whenever one is added.
 
     Args:
-        title: The table's title.
-        workers: By precision, after their steps.
-        seconds: Per step, by precision, turn by turn.
-        units: What is counted, and how many a step takes.
-        rate: Of the device's matrix products, in FLOP/s.
+        path: Of the file.
+        record: What a new file says of where its rows are from, without rows;
+            rows of another card are not added to those that are there.
     """
-    unit, per_step = units
-    flops = workers[BASE].ask(what="flops")
-    rows = []
-    for name, own in seconds.items():
-        peak = workers[name].ask(what="peak")
-        rows.append(
-            {
-                "precision": name,
-                f"{unit} per second": results.spread(
-                    [per_step / each for each in own]
-                ),
-                "ratio": results.spread(pairs.ratios(seconds[BASE], own)),
-                "peak, GB": None if peak is None else peak / 1e9,
-                "share, %": results.spread(
-                    [100 * flops / each / rate for each in own]
-                ),
-            }
+
+    def __init__(self, path: pathlib.Path, record: dict[str, Any]) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self.record = read(path) or {**record, **{part: [] for part in PARTS}}
+        here, there = origin(record), origin(self.record)
+        if here != there:
+            raise app.UsageError(
+                f"{path} has rows of {there}, this is {here}: name another "
+                "file by --into"
+            )
+
+    def has(self, job: tuple[str, ...]) -> bool:
+        """Returns whether a model's row is there."""
+        return any(
+            tuple(row[name] for name in _KEY) == job
+            for row in self.record["models"]
         )
-    return results.Table(title, rows, NOTE.format(rate=rate / 1e12))
+
+    def add(self, part: str, row: dict[str, Any]) -> None:
+        """Adds a row and writes the file, whole or not at all."""
+        with self._lock:
+            self.record[part].append(row)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            written = self._path.with_suffix(".tmp")
+            written.write_text(json.dumps(self.record, indent=1) + "\n")
+            written.replace(self._path)
 
 
-def parts_table(
-    title: str, worker: Any, runs: int, steps: int
-) -> results.Table:
-    """Returns what loss scaling and each monitor cost, turn by turn."""
-    rows = []
-    for variant in VARIANTS:
-        ask = functools.partial(worker.ask, what="seconds", steps=steps)
-        other = functools.partial(ask, variant=variant)
-        times = pairs.in_turns({"plain": ask, "other": other}, runs)
-        scaling = variant == VARIANTS[0]
-        order = ("plain", "other") if scaling else ("other", "plain")
-        ratios = pairs.ratios(*(times[name] for name in order))
-        costs = [100 * (ratio - 1.0) for ratio in ratios]
-        what = "loss scaling and guard" if scaling else variant
-        rows.append({"part": what, "cost, % of a step": results.spread(costs)})
-    note = "Against the same model without it; NumericsMonitor(every=100)."
-    return results.Table(title, rows, note)
+def origin(record: dict[str, Any]) -> str:
+    """Returns the card and the backend whose rows a record has."""
+    return f"{record['machine']['gpu']} under {record['backend']}"
 
 
-def tables_of(model: str, workers: Workers) -> list[results.Table]:
-    """Measures one model; returns its tables."""
-    from benchmarks import gpu_models
-
-    runs, steps = FLAGS.runs, FLAGS.steps
-    rate = workers[BASE].ask(what="matmul")
-    seconds = speeds(workers, runs, steps)
-    task = gpu_models.task(model, FLAGS.dry_run)
-    units = task.unit, task.per_row * task.batch_size
-    title = f"{model}, batch {task.batch_size}"
-    first = precision_table(title, workers, seconds, units, rate)
-    if SCALED not in workers:
-        return [first]
-    title = f"{model}: parts, {SCALED}"
-    # Twice 50 steps hold one sample of the monitor that looks at every 100th.
-    return [first, parts_table(title, workers[SCALED], runs, 2 * steps)]
+def read(path: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the rows that a file has, `None` without a file."""
+    return json.loads(path.read_text()) if path.exists() else None
 
 
-def started(
-    model: str, names: list[str], stop: contextlib.ExitStack
-) -> dict[str, turns.Worker]:
-    """Starts a process per precision."""
-    return {
-        name: stop.enter_context(
-            turns.Worker("benchmarks.gpu_worker", [model, name])
-        )
-        for name in names
-    }
+def jobs(backend: str, chosen: set[str]) -> list[tuple[str, ...]]:
+    """Returns what is to be run of the chosen models and products."""
+    alone = {"by hand", "torch"}  # They are the same under any backend.
+    if backend == "jax":
+        alone -= {"by hand"}
+        if importlib.util.find_spec("torch"):
+            alone -= {"torch"}
+    return [
+        job
+        for job in JOBS
+        if job[0] in chosen
+        and not alone & {*job}
+        and (job[0] != "products" or backend == "jax")
+    ]
 
 
-def sessions(model: str, names: list[str]) -> dict[str, Any]:
-    """Returns tiny sessions in this process."""
-    from benchmarks import gpu_reference, gpu_worker
+def answered(
+    job: tuple[str, ...], file: File, words: list[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Runs a job in a process; yields the part and the row of each answer."""
+    if job == ("products",):
+        known = [
+            f"{row['rows']},{row['k']},{row['n']}"
+            for row in file.record["products"]
+        ]
+        module = "benchmarks.gpu_products"
+        for row in answers.answers_of(module, *words, *known):
+            yield "products", row
+    elif not file.has(job):
+        row = answers.answer_of("benchmarks.gpu_worker", *job, *words)
+        if row is not None:
+            yield "models", dict(zip(_KEY, job, strict=True)) | row
 
-    return {
-        name: gpu_reference.Session(tiny=True)
-        if name == HAND_WRITTEN
-        else gpu_worker.Session(model, name, tiny=True)
-        for name in names
-    }
+
+def measure(file: File, wanted: list[tuple[str, ...]]) -> list[str]:
+    """Runs the jobs that the file has no rows of; returns what failed."""
+    until = time.time() + 60 * FLAGS.minutes
+    failed = []
+
+    def run(job: tuple[str, ...]) -> None:
+        if time.time() > until:
+            return
+        words = [lock, str(until), "tiny" if FLAGS.dry_run else "full"]
+        try:
+            for part, row in answered(job, file, words):
+                file.add(part, row)
+                print(json.dumps(row), file=sys.stderr, flush=True)
+        except RuntimeError as error:
+            # The process has printed why; the others can go on.
+            logging.error("%s", error)
+            failed.append(" ".join(job))
+
+    with tempfile.TemporaryDirectory() as folder:
+        lock = str(pathlib.Path(folder, "gpu.lock"))
+        with concurrent.futures.ThreadPoolExecutor(FLAGS.at_once) as pool:
+            list(pool.map(run, wanted))
+    return failed
+
+
+def tables(record: dict[str, Any]) -> list[results.Table]:
+    """Returns the tables of a file's rows, in the order of the jobs."""
+    rows = sorted(
+        record["models"],
+        key=lambda row: JOBS.index(tuple(row[name] for name in _KEY)),
+    )
+    shown = [
+        {
+            "model, batch": row["title"],
+            "precision": row["precision"],
+            "library": row["library"],
+            "optimizer": row["optimizer"],
+            "first step, s": row["first step, s"],
+            "ms a step": {
+                "median": row["ms"],
+                "low": row["least ms"],
+                "high": row["most ms"],
+                "runs": 5,
+            },
+            "peak, GB": row["peak, GB"],
+            "last loss": row["losses"][-1],
+        }
+        for row in rows
+    ]
+    products = sorted(
+        record["products"], key=lambda row: (row["k"], row["n"], row["rows"])
+    )
+    return [
+        results.Table("Training steps", shown, _MODELS_NOTE),
+        *(
+            [results.Table("Single products", products, _PRODUCTS_NOTE)]
+            if products
+            else []
+        ),
+    ]
 
 
 def found_gpu() -> str | None:
     """Returns the GPU's name; asked in a process that gives it free again."""
-    with turns.Worker("benchmarks.gpu_worker", ["any", "device"]) as worker:
-        return worker.ask()
+    return answers.answer_of("benchmarks.gpu_worker", "device")
 
 
 FLAGS = results.flag_values()
+results.add_names(FLAGS, "part", PARTS, PARTS, "which parts")
 results.add_names(FLAGS, "models", MODELS, MODELS, "which models")
-_EVERY = (*PRECISIONS, HAND_WRITTEN)
-results.add_names(
-    FLAGS, "precisions", _EVERY, _EVERY, f"{BASE} is always measured"
+flags.DEFINE_float("minutes", 8, "after which no row begins", flag_values=FLAGS)
+flags.DEFINE_integer(
+    "at_once", 4, "processes", lower_bound=1, flag_values=FLAGS
 )
-flags.DEFINE_integer("runs", 9, "turns", lower_bound=1, flag_values=FLAGS)
-flags.DEFINE_integer("steps", 50, "of a turn", lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_string(
+    "into",
+    None,
+    "the JSON file of the rows; out/gpu-BACKEND.json if not given",
+    flag_values=FLAGS,
+)
 flags.DEFINE_bool("dry_run", False, "tiny models, no GPU", flag_values=FLAGS)
 flags.register_multi_flags_validator(
     ["dry_run", "save"],
@@ -187,35 +247,43 @@ flags.register_multi_flags_validator(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures, prints and, if asked, keeps a result per model."""
+    """Measures, prints and, if asked, keeps the rows; 1 if one failed."""
     words = sys.argv[1:] if arguments is None else arguments
     results.parse(FLAGS, words)
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
-    gpu = "dry run, no figures" if FLAGS.dry_run else found_gpu()
+    with tempfile.TemporaryDirectory() as folder:
+        default = folder if FLAGS.dry_run else "out"
+        path = FLAGS.into or f"{default}/gpu-{backend}.json"
+        return _run(pathlib.Path(path), words, backend)
+
+
+def _run(path: pathlib.Path, words: list[str], backend: str) -> int:
+    gpu = DRY if FLAGS.dry_run else found_gpu()
+    failed = []
     if gpu is None:
-        print(
-            f"No GPU under {backend}: nothing is measured, the last result is "
-            "kept. `--dry_run` tries the script without one."
-        )
-        return 0
-    how = (
-        f"seed 0; median and extremes of {FLAGS.runs} turns of "
-        f"{FLAGS.steps} steps"
-    )
-    for model in results.track(FLAGS.models, "models"):
-        run = results.Run(f"gpu/{model}", words, backend, how)
-        chosen = {BASE, *FLAGS.precisions}
-        names = [n for n in names_of(model, backend) if n in chosen]
-        with contextlib.ExitStack() as stop:
-            workers = (
-                sessions(model, names)
-                if FLAGS.dry_run
-                else started(model, names, stop)
-            )
-            record = run.record(tables_of(model, workers))
-        record["machine"]["gpu"] = gpu
-        results.publish(record, FLAGS)
-    return 0
+        print(f"No GPU under {backend}: nothing is measured.")
+        record = read(path)
+        if record is None:
+            print(f"{path} is not there: the last result is kept.")
+            return 0
+    else:
+        run = results.Run("gpu", words, backend, _HOW)
+        made = run.record([])
+        made["machine"]["gpu"] = gpu
+        file = File(path, made)
+        chosen = {*(FLAGS.models if "models" in FLAGS.part else ())}
+        chosen |= {"products"} & {*FLAGS.part}
+        failed = measure(file, jobs(backend, chosen))
+        record = file.record
+    record = {k: v for k, v in record.items() if k not in PARTS} | {
+        "tables": [vars(table) for table in tables(record)]
+    }
+    if FLAGS.save and record["machine"]["gpu"] == DRY:
+        raise app.UsageError(f"{path} is of a dry run and is not saved")
+    results.publish(record, FLAGS)
+    for each in failed:
+        logging.error("failed: %s", each)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

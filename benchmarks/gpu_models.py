@@ -1,4 +1,7 @@
-"""The models of `benchmarks.gpu`, each in its full and in a tiny size."""
+"""The models of `benchmarks.gpu`, each in its full and in a tiny size.
+
+Plain Keras, under the policy in force: Keras's own rows know no tfmix.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,28 +11,28 @@ import keras
 import numpy as np
 from keras import layers
 
-import tfmix
-
 
 @dataclasses.dataclass(frozen=True)
 class Task:
     """A model and a batch for it.
 
     Attributes:
+        title: The model and the batch, as a table names them.
         build: Makes the model, under the policy in force, from `sizes`.
-        batch: Makes inputs and targets of `batch_size` rows.
+        batch: Makes inputs and targets of so many rows and of `sizes`.
         sizes: What both take by name.
-        unit: What is counted per second.
-        per_row: How many of them a row of the batch holds.
-        batch_size: Rows.
+        rows: Of the batch.
     """
 
+    title: str
     build: Callable[..., keras.Model]
     batch: Callable[..., tuple[Any, Any]]
     sizes: dict[str, Any]
-    unit: str
-    per_row: int
-    batch_size: int
+    rows: int
+
+    def batch_of_all(self) -> tuple[Any, Any]:
+        """Returns inputs and targets of the whole batch."""
+        return self.batch(self.rows, **self.sizes)
 
 
 def resnet(size: int, width: int, stages: tuple[int, ...], classes: int) -> Any:
@@ -72,46 +75,81 @@ def transformer(
     inputs = keras.Input((length,), dtype="int32")
     x = layers.Embedding(vocabulary, width)(inputs)
     for _ in range(blocks):
-        normal = layers.LayerNormalization()(x)
-        attention = layers.MultiHeadAttention(heads, width // heads)
-        x = layers.Add()([x, attention(normal, normal)])
-        normal = layers.LayerNormalization()(x)
-        hidden = layers.Dense(4 * width, activation="gelu")(normal)
-        x = layers.Add()([x, layers.Dense(width)(hidden)])
-    x = layers.LayerNormalization()(x)
-    return keras.Model(inputs, _logits(x, vocabulary))
+        x = _block(x, width, heads)
+    return keras.Model(
+        inputs, _logits(layers.LayerNormalization()(x), vocabulary)
+    )
 
 
-def lstm(length: int, width: int, vocabulary: int) -> keras.Model:
-    """Returns two LSTM layers over embedded tokens."""
+def vit(
+    size: int, patch: int, width: int, heads: int, blocks: int, classes: int
+) -> keras.Model:
+    """Returns a vision transformer that averages its patches."""
+    inputs = keras.Input((size, size, 3))
+    x = layers.Conv2D(width, patch, patch)(inputs)
+    x = layers.Reshape((-1, width))(x)
+    for _ in range(blocks):
+        x = _block(x, width, heads)
+    x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
+    return keras.Model(inputs, _logits(x, classes))
+
+
+def _block(x: Any, width: int, heads: int) -> Any:
+    normal = layers.LayerNormalization()(x)
+    attention = layers.MultiHeadAttention(heads, width // heads)
+    x = layers.Add()([x, attention(normal, normal)])
+    normal = layers.LayerNormalization()(x)
+    hidden = layers.Dense(4 * width, activation="gelu")(normal)
+    return layers.Add()([x, layers.Dense(width)(hidden)])
+
+
+def llama(
+    length: int,
+    width: int,
+    heads: int,
+    shared: int,
+    hidden: int,
+    blocks: int,
+    vocabulary: int,
+) -> keras.Model:
+    """Returns blocks in the shape of Llama 3's, `shared` heads for keys."""
     inputs = keras.Input((length,), dtype="int32")
     x = layers.Embedding(vocabulary, width)(inputs)
-    for _ in range(2):
-        # The orthogonal default needs a QR that bfloat16 has not.
-        x = layers.LSTM(
-            width,
-            return_sequences=True,
-            recurrent_initializer="glorot_uniform",
-        )(x)
-    return keras.Model(inputs, _logits(x, vocabulary))
-
-
-def head(length: int, width: int, vocabulary: int) -> keras.Model:
-    """Returns one hidden layer under a head over a wide vocabulary."""
-    inputs = keras.Input((length,), dtype="int32")
-    x = layers.Embedding(vocabulary, width)(inputs)
-    x = layers.Dense(width, activation="gelu")(x)
-    return keras.Model(inputs, _logits(x, vocabulary))
+    for _ in range(blocks):
+        normal = layers.RMSNormalization()(x)
+        attention = layers.GroupQueryAttention(width // heads, heads, shared)
+        mixed = attention(normal, normal, use_causal_mask=True)
+        x = layers.Add()([x, mixed])
+        normal = layers.RMSNormalization()(x)
+        gate = layers.Dense(hidden, activation="silu", use_bias=False)(normal)
+        up = layers.Dense(hidden, use_bias=False)(normal)
+        gated = layers.Multiply()([gate, up])
+        down = layers.Dense(width, use_bias=False)(gated)
+        x = layers.Add()([x, down])
+    return keras.Model(
+        inputs, _logits(layers.RMSNormalization()(x), vocabulary)
+    )
 
 
 def _logits(x: Any, classes: int) -> Any:
-    return tfmix.float32_output()(layers.Dense(classes)(x))
+    # The product in 16 bit, the loss in float32.
+    float32 = layers.Activation("linear", dtype="float32")
+    return float32(layers.Dense(classes)(x))
+
+
+def bytes_of_images(
+    rows: int, size: int, classes: int, **_: Any
+) -> tuple[Any, Any]:
+    """Returns random images, in bytes, and classes."""
+    random = np.random.default_rng(0)
+    x = random.integers(0, 256, (rows, size, size, 3)).astype("uint8")
+    return x, random.integers(0, classes, rows).astype("int32")
 
 
 def images(rows: int, size: int, classes: int, **_: Any) -> tuple[Any, Any]:
-    """Returns random images and classes."""
+    """Returns random images, in float32, and classes."""
     random = np.random.default_rng(0)
-    x = random.integers(0, 256, (rows, size, size, 3)).astype("uint8")
+    x = random.normal(size=(rows, size, size, 3)).astype("float32")
     return x, random.integers(0, classes, rows).astype("int32")
 
 
@@ -124,42 +162,75 @@ def tokens(
     return x[0], x[1]
 
 
-TRANSFORMER = {
-    "length": 512,
-    "width": 768,
-    "heads": 12,
-    "blocks": 12,
-    "vocabulary": 256,
-}
 TASKS = {
-    "resnet50": Task(
-        resnet,
+    "llama": Task(
+        "four Llama-3-8B-shaped blocks, 2 x 2048 tokens",
+        llama,
+        tokens,
+        {
+            "length": 2048,
+            "width": 4096,
+            "heads": 32,
+            "shared": 8,
+            "hidden": 14336,
+            "blocks": 4,
+            "vocabulary": 256,
+        },
+        2,
+    ),
+    "vit": Task(
+        "ViT-H/14, 8 x 224 x 224",
+        vit,
         images,
-        {"size": 224, "width": 64, "stages": (3, 4, 6, 3), "classes": 1000},
-        "images",
-        1,
-        128,
+        {
+            "size": 224,
+            "patch": 14,
+            "width": 1280,
+            "heads": 16,
+            "blocks": 32,
+            "classes": 1000,
+        },
+        8,
     ),
-    "transformer": Task(transformer, tokens, TRANSFORMER, "tokens", 512, 16),
-    "lstm": Task(
-        lstm,
+    "transformer": Task(
+        "transformer, 32 x 512 tokens",
+        transformer,
         tokens,
-        {"length": 128, "width": 1024, "vocabulary": 256},
-        "tokens",
-        128,
-        256,
-    ),
-    "head": Task(
-        head,
-        tokens,
-        {"length": 256, "width": 1024, "vocabulary": 50304},
-        "tokens",
-        256,
+        {
+            "length": 512,
+            "width": 768,
+            "heads": 12,
+            "blocks": 12,
+            "vocabulary": 32000,
+        },
         32,
+    ),
+    "resnet50": Task(
+        "ResNet-50, 256 x 224 x 224",
+        resnet,
+        bytes_of_images,
+        {"size": 224, "width": 64, "stages": (3, 4, 6, 3), "classes": 1000},
+        256,
     ),
 }
 _TINY = {
-    "resnet50": {"size": 16, "width": 4, "stages": (1, 1), "classes": 5},
+    "llama": {
+        "length": 32,
+        "width": 256,
+        "heads": 4,
+        "shared": 2,
+        "hidden": 512,
+        "blocks": 1,
+        "vocabulary": 32,
+    },
+    "vit": {
+        "size": 8,
+        "patch": 4,
+        "width": 16,
+        "heads": 2,
+        "blocks": 1,
+        "classes": 5,
+    },
     "transformer": {
         "length": 8,
         "width": 8,
@@ -167,8 +238,7 @@ _TINY = {
         "blocks": 1,
         "vocabulary": 16,
     },
-    "lstm": {"length": 4, "width": 4, "vocabulary": 8},
-    "head": {"length": 4, "width": 4, "vocabulary": 32},
+    "resnet50": {"size": 16, "width": 4, "stages": (1, 1), "classes": 5},
 }
 
 
@@ -177,6 +247,4 @@ def task(name: str, tiny: bool = False) -> Task:
     full = TASKS[name]
     if not tiny:
         return full
-    sizes = _TINY[name]
-    per_row = sizes.get("length", 1)
-    return dataclasses.replace(full, sizes=sizes, per_row=per_row, batch_size=2)
+    return dataclasses.replace(full, sizes=_TINY[name], rows=2)

@@ -6,7 +6,6 @@ attention where the device has it; the state is donated.
 """
 
 import functools
-import time
 from typing import Any
 
 import jax
@@ -122,12 +121,13 @@ def adam(state: dict[str, Any], grads: Weights) -> dict[str, Any]:
 
 
 class Session:
-    """Answers requests like `gpu_worker.Session`."""
+    """The hand-written transformer as a row; see `gpu_worker.Session`."""
 
     def __init__(self, tiny: bool) -> None:
         task = gpu_models.task("transformer", tiny)
-        self._batch = jax.device_put(task.batch(task.batch_size, **task.sizes))
+        self._batch = jax.device_put(task.batch_of_all())
         weights = initial(**task.sizes)
+        self.weights = sum(leaf.size for leaf in jax.tree.leaves(weights))
         self._state = {
             "weights": weights,
             "first": jax.tree.map(jnp.zeros_like, weights),
@@ -135,7 +135,6 @@ class Session:
             "count": jnp.int32(0),
         }
         heads, blocks = task.sizes["heads"], task.sizes["blocks"]
-        self.losses: list[float] = []
 
         @functools.partial(jax.jit, donate_argnums=0)
         def step(state: dict[str, Any], x: Any, y: Any) -> Any:
@@ -146,14 +145,13 @@ class Session:
 
         self._step = step
 
-    def ask(self, what: str, steps: int = 1, variant: str = "") -> Any:
-        """Returns seconds per step, or the peak in bytes."""
-        del variant  # There is one.
-        if what == "peak":
-            stats = jax.local_devices()[0].memory_stats() or {}
-            return stats.get("peak_bytes_in_use")
-        start = time.perf_counter()
+    def train(self, steps: int) -> float:
+        """Takes steps; returns the loss of the last."""
         for _ in range(steps):
             self._state, value = self._step(self._state, *self._batch)
-        self.losses.append(float(value))
-        return (time.perf_counter() - start) / steps
+        return float(value)
+
+    def peak(self) -> int | None:
+        """Returns the most bytes that were in use, `None` without a GPU."""
+        stats = jax.local_devices()[0].memory_stats() or {}
+        return stats.get("peak_bytes_in_use")

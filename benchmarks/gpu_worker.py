@@ -1,110 +1,101 @@
-"""A worker of `benchmarks.gpu`: one model in one precision, under `fit`."""
+"""A row of `benchmarks.gpu`, in a process of its own.
 
-import functools
+    python -m benchmarks.gpu_worker MODEL LIBRARY PRECISION OPTIMIZER LOCK \
+        UNTIL full|tiny
+
+Everything is imported and built at once, beside other rows; whoever holds the
+file lock has the GPU, for the first step and for the timing. After UNTIL, in
+seconds since 1970, nothing is measured and the answer is `None`.
+`device` alone asks for the GPU's name.
+"""
+
+import contextlib
+import fcntl
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Several workers share the device; each takes what it needs.
+# Several rows hold their weights on the device; each takes what it needs.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 
-import keras
+from benchmarks import answers
 
-import tfmix
-from benchmarks import gpu_models, turns
-from tfmix.policy.devices import devices
-
-# Name: the policy, and what goes around Adam.
-PRECISIONS = {
-    "float32": ("float32", None),
-    "float32, TF32": ("float32", None),
-    "mixed_float16": ("mixed_float16", tfmix.LossScaleOptimizer),
-    "mixed_bfloat16": ("mixed_bfloat16", None),
-    "bfloat16, masters": ("bfloat16", tfmix.optimizers.MasterWeightOptimizer),
-}
-# What is measured against mixed_float16 as it is.
-VARIANTS = ("no loss scaling", "LossScaleMonitor", "NumericsMonitor")
-_EVERY = 100
-_MATMUL_SIZE = 8192
-_TINY_MATMUL_SIZE = 64
+RUNS, STEPS, TINY_STEPS = 5, 20, 2
+UNCHECKED = "adam, unchecked"
+LOW_MEMORY = "LowMemoryOptimizer"
 
 
-class Session:
-    """Answers requests on one model; `ask` is the name of what to do."""
+class Session(Protocol):
+    """A model that is ready to train.
 
-    def __init__(self, model: str, precision: str, tiny: bool) -> None:
-        self._task = gpu_models.task(model, tiny)
-        self._precision = precision
-        self._tiny = tiny
+    Attributes:
+        weights: Integer, how many it has.
+    """
 
-    def ask(self, what: str, steps: int = 1, variant: str = "") -> Any:
-        """Returns seconds per step, the peak, operations or a rate.
+    weights: int
 
-        Args:
-            what: `"seconds"`, `"peak"`, `"flops"` or `"matmul"`.
-            steps: How many to take.
-            variant: One of `VARIANTS`, or empty.
-        """
-        if what == "seconds":
-            return self._seconds(steps, variant)
-        if what == "peak":
-            return peak_bytes()
-        if what == "flops":
-            return self._flops()
-        return matmul_rate(_TINY_MATMUL_SIZE if self._tiny else _MATMUL_SIZE)
+    def train(self, steps: int) -> float:
+        """Takes steps, waits for them, returns a loss."""
 
-    @functools.cached_property
-    def _batch(self) -> tuple[Any, Any]:
-        return self._task.batch(self._task.batch_size, **self._task.sizes)
+    def peak(self) -> int | None:
+        """Returns the most bytes that were in use, `None` without a GPU."""
 
-    @functools.cached_property
-    def _model(self) -> keras.Model:
-        return self._made(scaled=True)
 
-    @functools.cached_property
-    def _unscaled(self) -> keras.Model:
-        return self._made(scaled=False)
+class KerasSession:
+    """A model under `fit`, in a policy of Keras's or of tfmix's."""
 
-    @functools.cached_property
-    def _monitors(self) -> dict[str, Any]:
-        made = tfmix.callbacks
-        return {
-            "LossScaleMonitor": made.LossScaleMonitor(),
-            "NumericsMonitor": made.NumericsMonitor(_EVERY),
-        }
+    def __init__(
+        self,
+        model: str,
+        library: str,
+        precision: str,
+        optimizer: str,
+        tiny: bool,
+    ) -> None:
+        import keras
 
-    def _made(self, scaled: bool) -> keras.Model:
-        policy, around = PRECISIONS[self._precision]
+        from benchmarks import gpu_models
+
+        task = gpu_models.task(model, tiny)
+        adam: Any = keras.optimizers.Adam(1e-4)
+        settings: dict[str, Any] = {}
+        if library == "tfmix":
+            import tfmix
+
+            tfmix.set_global_policy(precision)
+            if optimizer == LOW_MEMORY:
+                adam = tfmix.optimizers.LowMemoryOptimizer(adam)
+            settings["auto_scale_loss"] = optimizer != UNCHECKED
+        else:
+            policy = precision.replace("float8", "bfloat16")
+            keras.config.set_dtype_policy(policy)
         keras.utils.set_random_seed(0)
-        optimizer: Any = keras.optimizers.Adam(1e-4)
+        self._model = task.build(**task.sizes)
+        if library == "keras" and precision == "mixed_float8":
+            self._model.quantize("float8")
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        with tfmix.policy_scope(policy):
-            model = self._task.build(**self._task.sizes)
-            if scaled:
-                wrapped = around(optimizer) if around else optimizer
-                model.compile(wrapped, loss)
-        if not scaled:
-            model.compile(optimizer, loss, auto_scale_loss=False)
-        return model
+        self._model.compile(adam, loss, **settings)
+        self._batch = task.batch_of_all()
+        self.weights = self._model.count_params()
 
-    def _seconds(self, steps: int, variant: str) -> float:
-        model = self._unscaled if variant == VARIANTS[0] else self._model
-        monitors = [self._monitors[variant]] if variant in VARIANTS[1:] else []
-        start = time.perf_counter()
-        model.fit(
+    def train(self, steps: int) -> float:
+        """Takes steps of `fit`; returns their mean loss."""
+        history = self._model.fit(
             self._batches(steps),
             steps_per_epoch=steps,
             verbose=0,
-            callbacks=monitors,
             shuffle=False,
-        )
-        return (time.perf_counter() - start) / steps
+        ).history
+        return history["loss"][0]
 
     def _batches(self, steps: int) -> Any:
+        import keras
+
         if keras.backend.backend() == "tensorflow":
             import tensorflow as tf
 
@@ -116,53 +107,75 @@ class Session:
         for _ in range(steps):
             yield self._batch
 
-    def _flops(self) -> int:
-        # The backward pass multiplies twice where the forward pass does once.
-        rows = tfmix.hardware.advise(self._model, self._task.batch_size).rows
-        return 3 * sum(row.flops for row in rows)
+    def peak(self) -> int | None:
+        """Returns the most bytes that were in use, `None` without a GPU."""
+        import keras
 
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
 
-def matmul_rate(size: int, repeats: int = 30) -> float:
-    """Returns the device's bfloat16 matrix product rate, in FLOP/s."""
-    square = keras.ops.full((size, size), 1e-3, dtype="bfloat16")
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        multiply = tf.function(tf.matmul, jit_compile=True)
-    else:
+            if not tf.config.list_logical_devices("GPU"):
+                return None
+            return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
         import jax
 
-        multiply = jax.jit(jax.numpy.matmul)
-    _waited_for(multiply(square, square))
-    start = time.perf_counter()
-    product = square
-    for _ in range(repeats):
-        product = multiply(product, square)
-    # The last needs all the others.
-    _waited_for(product)
-    return 2 * size**3 * repeats / (time.perf_counter() - start)
+        stats = jax.local_devices()[0].memory_stats() or {}
+        return stats.get("peak_bytes_in_use")
 
 
-def _waited_for(product: Any) -> float:
-    return float(keras.ops.cast(product[0, 0], "float32"))
+def session(
+    model: str, library: str, precision: str, optimizer: str, tiny: bool
+) -> Session:
+    """Builds what a row names."""
+    if library == "torch":
+        from benchmarks import gpu_torch
+
+        return gpu_torch.Session(precision, tiny)
+    if library == "by hand":
+        from benchmarks import gpu_reference
+
+        return gpu_reference.Session(tiny)
+    return KerasSession(model, library, precision, optimizer, tiny)
 
 
-def peak_bytes() -> int | None:
-    """Returns the most that was in use on the GPU, `None` without one."""
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
+def measure(made: Session, steps: int) -> dict[str, Any]:
+    """Returns what a row says of a session that has not trained yet."""
+    begun = time.perf_counter()
+    losses = [made.train(1)]
+    first = time.perf_counter() - begun
+    # What is made anew for a second call is made here.
+    losses.append(made.train(1))
+    second = time.perf_counter() - begun - first
+    took = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        losses.append(made.train(steps))
+        took.append(1e3 * (time.perf_counter() - start) / steps)
+    peak = made.peak()
+    return {
+        "first step, s": round(first, 2),
+        "second step, s": round(second, 2),
+        "ms": round(statistics.median(took), 3),
+        "least ms": round(min(took), 3),
+        "most ms": round(max(took), 3),
+        "peak, GB": None if peak is None else round(peak / 1e9, 2),
+        "weights": made.weights,
+        "losses": [round(float(loss), 4) for loss in losses],
+    }
 
-        if not tf.config.list_logical_devices("GPU"):
-            return None
-        return int(tf.config.experimental.get_memory_info("GPU:0")["peak"])
-    import jax
 
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use")
+@contextlib.contextmanager
+def alone(lock: str) -> Iterator[None]:
+    """Holds the GPU: one process at a time that asks for the same file."""
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def gpu_name() -> str | None:
     """Returns the GPU's name and compute capability, `None` without one."""
+    from tfmix.policy.devices import devices
+
     for device in devices():
         if device.kind == "GPU":
             capability = device.compute_capability or ()
@@ -170,34 +183,32 @@ def gpu_name() -> str | None:
     return None
 
 
-def set_tf32(precision: str) -> None:
-    """Turns TF32 off for plain float32 and on for the rest, in this process."""
-    on = precision != "float32"
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        tf.config.experimental.enable_tensor_float_32_execution(on)
-        return
-    import jax
-
-    # `highest` is full float32; 16-bit products are not touched by either.
-    value = "tensorfloat32" if on else "highest"
-    jax.config.update("jax_default_matmul_precision", value)
-
-
 def main() -> None:
-    """Serves one model in one precision, as the command line names them."""
-    model, precision = sys.argv[1:3]
-    if precision == "device":
-        turns.serve(gpu_name)
+    """Answers with what the command line asks for."""
+    if sys.argv[1] == "device":
+        answers.answer(gpu_name())
         return
-    if precision == "hand-written":
-        from benchmarks import gpu_reference
+    *row, lock, until, size = sys.argv[1:]
+    begun = time.perf_counter()
+    made = session(*row, tiny=size == "tiny")
+    built = round(time.perf_counter() - begun, 1)
+    with alone(lock):
+        if time.time() > float(until):
+            answers.answer(None)
+            return
+        held = time.perf_counter()
+        found = measure(made, TINY_STEPS if size == "tiny" else STEPS)
+        held = round(time.perf_counter() - held, 1)
+    from benchmarks import gpu_models
 
-        turns.serve(gpu_reference.Session(tiny=False).ask)
-        return
-    set_tf32(precision)
-    turns.serve(Session(model, precision, tiny=False).ask)
+    answers.answer(
+        {
+            "title": gpu_models.task(row[0]).title,
+            **found,
+            "build, s": built,
+            "on the GPU, s": held,
+        }
+    )
 
 
 if __name__ == "__main__":

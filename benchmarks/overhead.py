@@ -28,7 +28,7 @@ from typing import Any
 
 from absl import flags
 
-from benchmarks import pairs, results, turns
+from benchmarks import answers, pairs, results
 
 _TENSORFLOW = (
     "graph",
@@ -88,7 +88,7 @@ def measure(
 
 def _worker(name: str, *arguments: str, backend: str = "") -> Any:
     backend = backend or ("jax" if name in _JAX else "tensorflow")
-    return turns.answer_of(
+    return answers.answer_of(
         "benchmarks.overhead_steps",
         name,
         *arguments,

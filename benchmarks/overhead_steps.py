@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 import tfmix
-from benchmarks import pairs, resident, results, turns
+from benchmarks import answers, pairs, resident, results
 from tfmix.autocast import own_code
 
 # Layers, width, steps in a turn: a tenth of a second, since the memory of a
@@ -411,7 +411,7 @@ def main() -> None:
         rows = SECTIONS[name](int(arguments[0]))
     else:
         rows = {"first_step": first_step, "peak": peak}[name](*arguments)
-    turns.answer(rows)
+    answers.answer(rows)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from absl import flags
 
-from benchmarks import pairs, resident, results, turns
+from benchmarks import answers, pairs, resident, results
 
 ROWS, WIDTH, IDS = 1_000_000, 64, 1024
 WAYS = ("bare", "Keras", "tfmix")
@@ -102,7 +102,7 @@ def _row(way: str, pair: dict[str, list[float]], inner: str) -> dict[str, Any]:
         "median_ms": median,
         "quartiles_ms": [low, high],
         "ratio": median / statistics.median(pair["bare"]),
-        "peak_mb": turns.answer_of(
+        "peak_mb": answers.answer_of(
             "benchmarks.sparse_memory", "--peak", f"{way},{inner}"
         ),
     }
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     results.parse(FLAGS, words)
     if FLAGS.peak:
-        turns.answer(peak_mb(*FLAGS.peak))
+        answers.answer(peak_mb(*FLAGS.peak))
         return 0
     how = "seeds 1 and 2; peak of the resident set in a process of its own"
     run = results.Run("sparse_memory", words, "tensorflow", how)

@@ -1,83 +1,233 @@
 """The GPU benchmark, dry: tiny models on whatever device there is."""
 
 import json
+import pathlib
+import subprocess
+import sys
+import time
 
 import keras
 import numpy as np
 import pytest
-from absl import flags
+from absl import app, flags
 
-from benchmarks import gpu, gpu_models, gpu_worker
+import tfmix
+from benchmarks import answers, gpu, gpu_models, gpu_worker
 from tests import helpers
+
+ROOT = pathlib.Path(__file__).parents[2]
+LLAMA = ("llama", "tfmix", "mixed_bfloat16", "adam")
+ROW = {
+    "title": "blocks",
+    "first step, s": 9.0,
+    "ms": 2.0,
+    "least ms": 1.0,
+    "most ms": 3.0,
+    "peak, GB": 5.0,
+    "losses": [2.0, 1.0],
+}
+
+
+@pytest.fixture(autouse=True)
+def float32():
+    """Rows set the policy of their process, which is this one here."""
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Has jobs answered at once; a list of those that were run."""
+    found = []
+
+    def answer_of(module, *words, **_):
+        assert module == "benchmarks.gpu_worker"
+        if words == ("device",):
+            return "A card"
+        found.append(words[:4])
+        if words[0] == "vit":
+            raise RuntimeError("gpu_worker ended with exit code 1.")
+        return dict(ROW)
+
+    def answers_of(module, *words, **_):
+        assert module == "benchmarks.gpu_products"
+        found.append(("products", *words[3:]))
+        yield {"rows": 8, "k": 4, "n": 2, "ratio": 1.5}
+
+    monkeypatch.setattr(answers, "answer_of", answer_of)
+    monkeypatch.setattr(answers, "answers_of", answers_of)
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    return found
 
 
 class Clock:
-    """Stands for a worker: takes so many seconds a step, in turn."""
+    """Stands for a session: its steps take longer and longer."""
 
-    def __init__(self, *seconds, **variants):
-        self._seconds = list(seconds)
-        self._variants = variants
+    weights = 7
 
-    def ask(self, what, steps=1, variant=""):
-        if what == "seconds":
-            if variant:
-                return self._variants[variant.split()[0]]
-            self._seconds.append(self._seconds.pop(0))
-            return self._seconds[-1]
-        return {"peak": 3 * 10**9, "flops": 10**12}[what]
+    def __init__(self):
+        self.asked = []
 
+    def train(self, steps):
+        self.asked.append(steps)
+        time.sleep(0.01 * len(self.asked))
+        return 1 / len(self.asked)
 
-def test_the_first_turn_is_not_counted_and_precisions_take_turns():
-    workers = {"float32": Clock(9.0, 1.0, 2.0), "mixed": Clock(9.0, 0.5, 0.5)}
-    found = gpu.speeds(workers, runs=2, steps=1)
-    assert found == {"float32": [1.0, 2.0], "mixed": [0.5, 0.5]}
+    def peak(self):
+        return 3 * 10**9
 
 
-def test_the_table_has_speeds_ratios_peaks_and_shares():
-    workers = {"float32": Clock(1.0), "mixed": Clock(0.5)}
-    seconds = {"float32": [1.0, 1.0], "mixed": [0.5, 0.5]}
-    table = gpu.precision_table("t", workers, seconds, ("tokens", 8), 1e13)
-    first, second = table.rows
-    assert first["ratio"]["median"] == 1.0
-    assert second["ratio"]["median"] == 2.0
-    assert second["tokens per second"]["median"] == 16.0
-    assert second["peak, GB"] == 3.0
-    # 1e12 operations in half a second, of 1e13 a second.
-    assert second["share, %"]["median"] == pytest.approx(20.0)
+def test_a_row_has_the_first_step_apart_and_the_median_of_the_rest():
+    clock = Clock()
+    row = gpu_worker.measure(clock, steps=4)
+    assert clock.asked == [1, 1, 4, 4, 4, 4, 4]
+    assert 0.01 <= row["first step, s"] <= row["second step, s"]
+    assert 7.5 <= row["least ms"] < row["ms"] < row["most ms"]
+    assert row["peak, GB"] == 3.0
+    assert row["losses"][:2] == [1.0, 0.5]
 
 
-def test_the_parts_cost_what_the_model_takes_longer_with_them():
-    worker = Clock(1.1, no=1.0, LossScaleMonitor=1.1, NumericsMonitor=2.2)
-    rows = gpu.parts_table("t", worker, runs=2, steps=1).rows
-    costs = [row["cost, % of a step"]["median"] for row in rows]
-    assert costs == pytest.approx([10.0, 0.0, 100.0])
+def test_what_is_the_same_under_both_backends_runs_under_one(monkeypatch):
+    everything = {*gpu.MODELS, "products"}
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name)
+    assert gpu.jobs("jax", everything) == list(gpu.JOBS)
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    assert {job[1] for job in gpu.jobs("jax", {"transformer"})} == {
+        "tfmix",
+        "keras",
+        "by hand",
+    }
+    others = gpu.jobs("tensorflow", everything)
+    assert {job[1] for job in others} == {"tfmix", "keras"}
+    assert gpu.jobs("tensorflow", {"products"}) == []
 
 
-@pytest.mark.parametrize("precision", gpu.PRECISIONS)
-def test_each_precision_computes_in_what_it_says(precision):
-    session = gpu_worker.Session("head", precision, tiny=True)
-    model = session._model
-    policy, around = gpu_worker.PRECISIONS[precision]
-    dtype = policy.removeprefix("mixed_")
-    assert model.get_layer(index=2).compute_dtype == dtype
+def test_a_run_goes_on_where_the_last_one_ended(ran, tmp_path, capsys):
+    words = [f"--into={tmp_path / 'rows.json'}", "--at_once=1", "--json"]
+    assert gpu.main([*words, "--models=llama", "--part=models"]) == 0
+    assert len(ran) == 5
+    assert ran[0] == LLAMA
+    ran.clear()
+    assert gpu.main([*words, "--models=llama,resnet50"]) == 0
+    assert len(ran) == 5
+    assert ("products",) in ran
+    ran.clear()
+    capsys.readouterr()
+    assert gpu.main([*words, "--models=llama"]) == 0
+    # Which shapes are left is the process's to say.
+    assert ran == [("products", "8,4,2")]
+    record = json.loads(capsys.readouterr().out)
+    assert record["machine"]["gpu"] == "A card"
+    steps, products = record["tables"]
+    models = [row["model, batch"] for row in steps["rows"]]
+    assert len(models) == 9
+    assert steps["rows"][0]["ms a step"]["high"] == 3.0
+    assert products["rows"][0]["ratio"] == 1.5
+
+
+def test_a_row_that_fails_is_named_and_the_others_are_kept(
+    ran, tmp_path, caplog
+):
+    path = tmp_path / "rows.json"
+    words = [f"--into={path}", "--part=models", "--models=vit,resnet50"]
+    assert gpu.main(words) == 1
+    assert "failed: vit tfmix mixed_bfloat16 LowMemoryOptimizer" in caplog.text
+    rows = json.loads(path.read_text())["models"]
+    assert [row["model"] for row in rows] == ["resnet50"] * 4
+
+
+def test_no_row_begins_after_the_deadline(ran, tmp_path):
+    path = tmp_path / "rows.json"
+    assert gpu.main([f"--into={path}", "--minutes=-1"]) == 0
+    assert not ran
+    assert not path.exists()
+
+
+def test_rows_of_two_cards_are_not_mixed(ran, tmp_path, monkeypatch):
+    words = [f"--into={tmp_path / 'rows.json'}", "--models=llama"]
+    assert gpu.main(words) == 0
+    monkeypatch.setattr(gpu, "found_gpu", lambda: "Another card")
+    with pytest.raises(app.UsageError, match="has rows of A card under jax"):
+        gpu.main(words)
+
+
+def test_without_a_gpu_nothing_is_measured_or_saved(
+    capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(gpu, "found_gpu", lambda: None)
+    words = [f"--save={tmp_path}", f"--into={tmp_path / 'rows.json'}"]
+    assert gpu.main(words) == 0
+    assert "No GPU" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_of_another_machine_are_saved_without_a_gpu(
+    ran, monkeypatch, tmp_path
+):
+    into = f"--into={tmp_path / 'rows.json'}"
+    assert gpu.main([into, "--models=llama"]) == 0
+    monkeypatch.setattr(gpu, "found_gpu", lambda: None)
+    assert gpu.main([into, f"--save={tmp_path}"]) == 0
+    saved = tmp_path / "benchmarks" / "gpu-jax.json"
+    assert json.loads(saved.read_text())["machine"]["gpu"] == "A card"
+    assert "A card" in (tmp_path / "benchmarks.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dry_run", "--save=docs"], "measures nothing that could be saved"),
+        (["--at_once=0"], "not a positive integer"),
+        (["--models=nothing"], "takes some of these"),
+        (["--part=nothing"], "takes some of these"),
+    ],
+)
+def test_wrong_words_are_refused(words, message):
+    with pytest.raises(flags.Error, match=message):
+        gpu.main(words)
+
+
+def test_the_command_needs_neither_keras_nor_a_backend():
+    code = "import sys, benchmarks.gpu; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    heavy = {"keras", "jax", "tensorflow", "tfmix", "sklearn", "matplotlib"}
+    assert not heavy & {*done.stdout.split()}
+
+
+@pytest.mark.parametrize("library", ["tfmix", "keras"])
+@pytest.mark.parametrize(
+    "precision", ["mixed_bfloat16", "mixed_float16", "mixed_float8"]
+)
+def test_each_precision_computes_in_what_it_says(library, precision):
+    made = gpu_worker.session(
+        "transformer", library, precision, "adam", tiny=True
+    )
+    model = made._model
+    dtype = precision.removeprefix("mixed_").replace("float8", "bfloat16")
+    dense = [one for one in model.layers if type(one).__name__ == "Dense"]
+    assert {layer.compute_dtype for layer in dense} == {dtype}
     assert model.output.dtype == "float32"
-    if around is not None:
-        # `compile` puts loss scaling around masters, too.
-        inner = getattr(model.optimizer, "inner_optimizer", None)
-        assert isinstance(model.optimizer, around) or isinstance(inner, around)
-    weights = "bfloat16" if precision.startswith("bfloat16") else "float32"
-    assert str(model.trainable_variables[-1].dtype) == weights
+    assert str(model.trainable_variables[-1].dtype) == "float32"
+    if library == "tfmix":
+        is_float8 = tfmix.global_policy().is_float8
+    else:
+        is_float8 = "float8" in dense[0].dtype_policy.name
+    assert is_float8 is (precision == "mixed_float8")
 
 
-def test_without_loss_scaling_means_without_it():
-    session = gpu_worker.Session("head", gpu.SCALED, tiny=True)
-    assert isinstance(
-        session._model.optimizer, keras.optimizers.LossScaleOptimizer
+def test_unchecked_means_without_the_check():
+    checked, unchecked = (
+        gpu_worker.session(*LLAMA[:3], optimizer, tiny=True)._model.optimizer
+        for optimizer in ("adam", gpu_worker.UNCHECKED)
     )
-    assert not isinstance(
-        session._unscaled.optimizer, keras.optimizers.LossScaleOptimizer
-    )
-    assert session._unscaled.get_layer(index=2).compute_dtype == "float16"
+    assert isinstance(checked, keras.optimizers.LossScaleOptimizer)
+    assert not isinstance(unchecked, keras.optimizers.LossScaleOptimizer)
 
 
 def test_the_full_sizes_are_those_of_the_models_they_are_named_for():
@@ -86,76 +236,77 @@ def test_the_full_sizes_are_those_of_the_models_they_are_named_for():
     assert gpu_models.TASKS["resnet50"].sizes["stages"] == (3, 4, 6, 3)
     sizes = gpu_models.TASKS["transformer"].sizes
     assert (sizes["blocks"], sizes["width"]) == (12, 768)
-    assert gpu_models.TASKS["head"].sizes["vocabulary"] > 50_000
+    sizes = gpu_models.TASKS["llama"].sizes
+    assert (sizes["width"], sizes["hidden"]) == (4096, 14336)
     for name in gpu.MODELS:
         full, tiny = gpu_models.task(name), gpu_models.task(name, tiny=True)
         assert set(full.sizes) == set(tiny.sizes)
 
 
+@pytest.mark.parametrize("name", gpu.MODELS)
+def test_each_model_takes_its_batch(name):
+    task = gpu_models.task(name, tiny=True)
+    x, y = task.batch_of_all()
+    model = task.build(**task.sizes)
+    assert model.compute_output_shape(x.shape)[: y.ndim] == y.shape
+
+
 @pytest.mark.slow
-def test_a_dry_run_goes_through_one_model(capsys, monkeypatch):
-    # The other parts compile for long; a slow test below runs them.
-    monkeypatch.setattr(gpu, "VARIANTS", gpu.VARIANTS[:1])
-    words = ["--dry_run", *SHORT, "--json", "--models", "head"]
-    assert gpu.main([*words, "--precisions", gpu.SCALED]) == 0
+@pytest.mark.parametrize("model", ["llama", "vit"])
+def test_a_dry_run_goes_through_a_model(capsys, monkeypatch, tmp_path, model):
+    backend = keras.backend.backend()
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    path = tmp_path / "rows.json"
+    words = ["--dry_run", f"--into={path}", "--at_once=2", "--json"]
+    assert gpu.main([*words, f"--models={model}"]) == 0
     record = json.loads(capsys.readouterr().out)
-    speeds, parts = record["tables"]
-    names = [row["precision"] for row in speeds["rows"]]
-    assert names == [gpu.BASE, gpu.SCALED]
-    assert parts["rows"][0]["part"] == "loss scaling and guard"
-    assert record["machine"]["gpu"] == "dry run, no figures"
-    assert record["name"] == "gpu/head"
+    assert record["machine"]["gpu"] == gpu.DRY
+    asked = [job for job in gpu.JOBS if job[0] == model]
+    assert len(record["tables"][0]["rows"]) == len(asked)
+    assert len(record["tables"]) == (2 if backend == "jax" else 1)
 
 
-SHORT = ("--runs", "1", "--steps", "1")
+@helpers.requires_backend("jax")
+def test_products_are_timed_with_all_that_comes_of_them():
+    import jax
+
+    from benchmarks import gpu_products
+
+    shape = (32, 16, 48)
+    layers = gpu_products.drawn(shape, jax.random.key(0))
+    exact, narrow = (
+        gpu_products.step(way, layers) for way in gpu_products.WAYS
+    )
+    assert len(exact) == len(narrow) == gpu_products.layers_of(shape)
+    leaves = map(jax.tree.leaves, (narrow, exact))
+    for ours, theirs in zip(*leaves, strict=True):
+        assert ours.dtype == theirs.dtype
+        scale = np.abs(np.asarray(theirs, "float32")).max()
+        difference = np.asarray(ours - theirs, "float32")
+        assert 0 < np.abs(difference).max() < 0.1 * scale
+    (row,) = gpu_products.measured([shape], 1e-4)
+    assert (row["rows"], row["k"], row["n"]) == shape
+    assert row["ratio"] == pytest.approx(
+        row["bfloat16, ms"] / row["float8, ms"], rel=0.01
+    )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", gpu.MODELS)
-def test_a_dry_run_goes_through_every_model(capsys, monkeypatch, model):
-    monkeypatch.setenv("KERAS_BACKEND", keras.backend.backend())
-    assert gpu.main(["--dry_run", *SHORT, "--models", model]) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in (*gpu.PRECISIONS, *gpu.VARIANTS[1:]))
-    by_hand = model == "transformer" and keras.backend.backend() == "jax"
-    assert (gpu.HAND_WRITTEN in out) is by_hand
+@helpers.requires_backend("jax")
+def test_few_operations_have_several_layers_in_a_program():
+    from benchmarks import gpu_products
 
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--dry_run", "--save=docs"], "measures nothing that could be saved"),
-        (["--runs=0"], "not a positive integer"),
-        (["--models=nothing"], "takes some of these"),
-    ],
-)
-def test_wrong_words_are_refused(words, message):
-    with pytest.raises(flags.Error, match=message):
-        gpu.main(words)
-
-
-def test_without_a_gpu_nothing_is_measured_or_saved(
-    capsys, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(gpu, "found_gpu", lambda: None)
-    assert gpu.main([f"--save={tmp_path}"]) == 0
-    assert "No GPU" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
+    assert gpu_products.layers_of((1024, 768, 768)) == 8
+    assert gpu_products.layers_of((32768, 4096, 14336)) == 1
 
 
 @pytest.mark.slow
 @helpers.requires_backend("jax")
 def test_the_transformer_by_hand_learns_and_has_as_many_weights():
-    import jax
-
     from benchmarks import gpu_reference
 
     session = gpu_reference.Session(tiny=True)
-    for _ in range(3):
-        session.ask("seconds", steps=20)
-    assert session.losses[-1] < session.losses[0]
+    losses = [session.train(20) for _ in range(3)]
+    assert losses[-1] < losses[0]
+    assert np.isfinite(losses).all()
     sizes = gpu_models.task("transformer", tiny=True).sizes
-    leaves = jax.tree.leaves(gpu_reference.initial(**sizes))
-    model = gpu_models.transformer(**sizes)
-    assert sum(leaf.size for leaf in leaves) == model.count_params()
-    assert np.isfinite(session.losses).all()
+    assert session.weights == gpu_models.transformer(**sizes).count_params()

@@ -1,0 +1,51 @@
+"""Processes that answer: a module of ours, run by itself."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_ROOT = pathlib.Path(__file__).parents[1]
+# What a library prints while it is imported is no answer.
+_MARK = "answer: "
+
+
+def answers_of(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Any]:
+    """Runs one of our modules in a process of its own; yields its answers.
+
+    Raises:
+        RuntimeError: If the process fails, after what it answered before.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=_ROOT,
+        env={**os.environ, **(environment or {})},
+    )
+    with process:
+        for line in process.stdout:
+            if line.startswith(_MARK):
+                yield json.loads(line.removeprefix(_MARK))
+    if process.returncode:
+        name = " ".join(["python", "-m", module, *arguments])
+        raise RuntimeError(f"{name} ended with exit code {process.returncode}.")
+
+
+def answer_of(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Any:
+    """Runs a module that answers once; returns its answer."""
+    (value,) = answers_of(module, *arguments, environment=environment)
+    return value
+
+
+def answer(value: Any) -> None:
+    """Answers the process that started this one."""
+    print(_MARK + json.dumps(value), flush=True)
