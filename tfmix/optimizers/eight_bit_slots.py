@@ -213,7 +213,11 @@ class EightBitSlots:
         shape, code = tuple(variable.shape), _code(worker, name)
         first = keras.initializers.get(initializer)
 
-        def encoded(part: int) -> Callable[..., Any]:
+        def encoded(part: int) -> Any:
+            if isinstance(first, keras.initializers.Zeros):
+                # What zeros are coded as; else a program for each operation.
+                return "zeros"
+
             def initial(_: Any, dtype: Any = None) -> Any:
                 value = ops.cast(first(shape, "float32"), "float32")
                 return eight_bit.encode(value, code, eight_bit.NEAREST)[part]
