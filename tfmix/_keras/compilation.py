@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import contextvars
 import importlib
 import threading
 import weakref
@@ -31,7 +30,6 @@ _READS = frozenset(
 _RUNS_EAGERLY = "_run_functions_eagerly"
 # The trace of what runs at once.
 EAGER = "eager"
-_platform = contextvars.ContextVar("tfmix_platform", default="")
 _lock = threading.Lock()
 # How many blocks each thread is in; what is replaced comes back when none is.
 _blocks: collections.Counter[int] = collections.Counter()
@@ -58,13 +56,13 @@ def by_xla() -> bool:
 
 def compiled_for(platform: str) -> contextlib.AbstractContextManager[None]:
     """Tells TensorFlow what it traces for in a block: "tpu", "cuda"."""
-    return context_values.set_to(_platform, platform)
+    return context_values.holding(platform=platform)
 
 
 def for_tpu() -> bool:
     """Says whether TensorFlow traces what will run on a TPU, if it knows."""
     strategy = type(tf.distribute.get_strategy()).__name__
-    return _platform.get() == "tpu" or "TPU" in strategy
+    return context_values.block.get().platform == "tpu" or "TPU" in strategy
 
 
 def kept_apart(tensor: Any) -> Any:

@@ -6,7 +6,6 @@ their caller and run what these make of Keras's own function.
 """
 
 import contextlib
-import contextvars
 import functools
 import inspect
 import threading
@@ -102,9 +101,6 @@ _running: Counter[frozenset[str]] = Counter()
 # Replaced until the next `install`, whether a block runs or not.
 _standing_by: frozenset[str] = frozenset()
 _replaced: frozenset[str] = frozenset()
-_local: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar(
-    "tfmix_rules", default=None
-)
 
 
 def install(rules: Iterable[str]) -> None:
@@ -148,7 +144,7 @@ def block(rules: Iterable[str]) -> Iterator[None]:
         _running[wanted] += 1
         _refresh()
     try:
-        with context_values.set_to(_local, wanted):
+        with context_values.holding(rules=wanted):
             yield
     finally:
         with _lock:
@@ -158,7 +154,7 @@ def block(rules: Iterable[str]) -> Iterator[None]:
 
 def of_caller() -> frozenset[str]:
     """Returns the rules in force for the caller."""
-    local = _local.get()
+    local = context_values.block.get().rules
     return _installed if local is None else local
 
 

@@ -236,7 +236,7 @@ class _State:
         with (
             layers.autocast("float32"),
             # Of the layers that it makes, too.
-            context_values.set_to(policies.of_block, _FLOAT32),
+            context_values.holding(policy=_FLOAT32),
         ):
             outputs = original(*args, **kwargs)
         is_model = isinstance(self._layer, keras.Model)

@@ -1,7 +1,6 @@
 """A float16 model has true gradients: a border stands around its calls."""
 
 import contextlib
-import contextvars
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -32,26 +31,23 @@ States = dict[int, Any]
 Attributes = dict[tuple[int, str], tuple[dict, Any]]
 
 # What models are called inside of: nothing, what takes their results `AS_MADE`,
-# or what takes those of a graph's parts. And whether without a border.
+# or what takes those of a graph's parts.
 AS_MADE = "as made"
-_around: contextvars.ContextVar[tuple[Any, bool]] = contextvars.ContextVar(
-    "tfmix_around_model", default=(None, False)
-)
 
 
 def inside(what: Any) -> contextlib.AbstractContextManager[None]:
     """Calls models as parts of something, in a block."""
-    return context_values.set_to(_around, (what, _around.get()[1]))
+    return context_values.holding(around=what)
 
 
 def around() -> Any:
     """Returns what models are called inside of, `None` if of nothing."""
-    return _around.get()[0]
+    return context_values.block.get().around
 
 
 def left_out() -> contextlib.AbstractContextManager[None]:
     """Calls models without a border, to see what gradients are inside one."""
-    return context_values.set_to(_around, (around(), True))
+    return context_values.holding(has_borders=False)
 
 
 def call_inside(
@@ -73,7 +69,7 @@ def call_inside(
     Returns:
         What `call` returns, as tensors of the same values.
     """
-    if _around.get()[1] or not is_float16:
+    if not (is_float16 and context_values.block.get().has_borders):
         return call(*args, **kwargs)
     if _TENSORFLOW and not gradients.may_be_asked():
         return call(*args, **kwargs)

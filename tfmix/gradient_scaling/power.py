@@ -1,7 +1,6 @@
 """The power of two that gradients are scaled by inside a border."""
 
 import contextlib
-import contextvars
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,11 +17,6 @@ _BIAS, _MANTISSA = 127, 23
 # 4 bits are left for these, however many pixels or tokens there are.
 _LARGEST_SUM = 2.0**12
 
-# `None` where no rule places gradients.
-_placing: contextvars.ContextVar[Any] = contextvars.ContextVar(
-    "tfmix_placing", default=None
-)
-
 
 class Power(NamedTuple):
     """What gradients are multiplied by inside a border, and outside again.
@@ -38,13 +32,13 @@ class Power(NamedTuple):
 
 def placing() -> Any:
     """Returns where gradients are placed just now: a factor, 1.0 by default."""
-    factor = _placing.get()
+    factor = context_values.block.get().placing
     return 1.0 if factor is None else factor
 
 
 def is_placed() -> bool:
     """Says whether a rule places the gradients of what is called just now."""
-    return _placing.get() is not None
+    return context_values.block.get().placing is not None
 
 
 def placed(factor: Any) -> contextlib.AbstractContextManager[None]:
@@ -54,7 +48,7 @@ def placed(factor: Any) -> contextlib.AbstractContextManager[None]:
         factor: Float or float32 scalar tensor, a power of two: below 1 more of
             the format is left for what grows inside, above 1 for what shrinks.
     """
-    return context_values.set_to(_placing, factor)
+    return context_values.holding(placing=factor)
 
 
 def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:

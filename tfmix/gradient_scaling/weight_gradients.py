@@ -7,7 +7,6 @@ copy knows the float32 values that it was made of, and Keras's operations hand
 the gradient back to these in float32.
 """
 
-import contextvars
 import functools
 import inspect
 import math
@@ -53,10 +52,6 @@ _CONVOLUTIONS = ("conv", "depthwise_conv", "conv_transpose")
 # The sum of so few is exact to some units of a 16-bit format's last place.
 _FEW = 64
 
-_in_loop: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "tfmix_in_loop", default=False
-)
-
 Maker = Callable[[Callable], Callable]
 
 
@@ -101,7 +96,7 @@ def _autocast(original: Callable) -> Callable:
 
 def _loop(original: Callable) -> Callable:
     def inner_loop(*args: Any, **kwargs: Any) -> Any:
-        with context_values.set_to(_in_loop, True):
+        with context_values.holding(in_loop=True):
             return original(*args, **kwargs)
 
     return inner_loop
@@ -267,8 +262,9 @@ def _multiplied(original: Callable, sums: Callable, x1: Any, x2: Any) -> Any:
         result = own and own(inputs, weight, axes)
         if result is not None:
             return result
+        in_loop = context_values.block.get().in_loop
         return products.contracted(
-            function, inputs, weight, axes, in_loop=_in_loop.get()
+            function, inputs, weight, axes, in_loop=in_loop
         )
 
     return _by_weight(original, compute, x1, x2)
@@ -345,7 +341,7 @@ def _elementwise(original: Callable, bilinear: bool) -> Callable:
             inputs,
             weight,
             bilinear=bilinear,
-            in_loop=_in_loop.get(),
+            in_loop=context_values.block.get().in_loop,
         )
 
     def elementwise(x1: Any, x2: Any) -> Any:

@@ -5,7 +5,6 @@ JAX each value is selected when the step is over: a kernel that updates selects
 as well, where a conditional would make a GPU wait for the host.
 """
 
-import contextvars
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,12 +19,6 @@ if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 else:
     import jax
-
-# Whether the caller is run by `apply_if_finite`: what it runs does not check
-# once more.
-_chosen: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "tfmix_chosen", default=False
-)
 
 
 def apply_if_finite(
@@ -91,12 +84,15 @@ def written(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def is_chosen() -> bool:
-    """Says whether the caller is run by an `apply_if_finite` around it."""
-    return _chosen.get()
+    """Says whether the caller is run by an `apply_if_finite` around it.
+
+    What that runs does not check once more.
+    """
+    return context_values.block.get().is_chosen
 
 
 def _as_chosen(update: Callable[[], Any]) -> None:
-    with context_values.set_to(_chosen, True):
+    with context_values.holding(is_chosen=True):
         update()
 
 
