@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import helpers
-from tfmix.autocast import compile_optimizer, computing_layers, global_policy
+from tfmix.autocast import compile_optimizer, global_policy, own_code
 from tfmix.autocast import model as mixed_model
 from tfmix.conversion import convert
 from tfmix.loss_scaling import optimizer as scaling
@@ -631,8 +631,8 @@ def test_a_graph_with_a_call_of_its_own_computes():
     dense = keras.layers.Dense(2)
     plain = keras.Sequential([keras.Input((2,)), dense])
     own = CallsItself([keras.Input((2,)), dense])
-    assert computing_layers.layers_that_compute(plain) == [dense]
-    assert computing_layers.layers_that_compute(own) == [own, dense]
+    assert own_code.layers_that_compute(plain) == [dense]
+    assert own_code.layers_that_compute(own) == [own, dense]
 
 
 @pytest.mark.costly

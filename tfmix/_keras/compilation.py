@@ -92,6 +92,14 @@ def any_bits(tensor: Any, axes: Sequence[int]) -> Any:
     )
 
 
+def bitcast(tensor: Any, dtype: str) -> Any:
+    """Reads the same bits as another dtype of the same size."""
+    tensor = keras.ops.convert_to_tensor(tensor)
+    if keras.backend.backend() == "tensorflow":
+        return tf.bitcast(tensor, dtype)
+    return jax.lax.bitcast_convert_type(tensor, dtype)
+
+
 def sums(tensors: Sequence) -> Any:
     """Returns the sums of integer tensors of one shape, as a vector.
 

@@ -5,13 +5,15 @@ It is one of the thread's, so that no other thread sees it.
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 
 
-class Block(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Block:
     """What holds for the caller.
 
     Attributes:
@@ -50,9 +52,9 @@ def holding(**values: Any) -> Iterator[None]:
     """
     outside = block.get()
     before = {name: getattr(outside, name) for name in values}
-    block.set(outside._replace(**values))
+    block.set(dataclasses.replace(outside, **values))
     try:
         yield
     finally:
         # Only these: scopes need not end in the order in which they began.
-        block.set(block.get()._replace(**before))
+        block.set(dataclasses.replace(block.get(), **before))

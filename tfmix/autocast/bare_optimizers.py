@@ -166,7 +166,10 @@ def _apply(
 
         checked = unscale.narrow_if_dense(grads, true)
         applied, bad = apply_if_finite.apply_if_finite(checked, update, used)
-        skips.count(applied, _by_variable(optimizer, these, bad))
+        rows = optimizers.positions(optimizer, these)
+        count = len(optimizers.remembered(optimizer))
+        bad = apply_if_finite.by_variable(bad, rows, count)
+        skips.count(applied, bad)
 
 
 def _build(optimizer: Any, variables: Sequence) -> None:
@@ -174,16 +177,6 @@ def _build(optimizer: Any, variables: Sequence) -> None:
         if not optimizer.built:
             optimizer.build(variables)
         _skips[optimizer] = Skips(optimizer, variables)
-
-
-def _by_variable(optimizer: Any, these: Sequence, bad: Any) -> Any:
-    """Returns the flags of gradients by the variables of the build."""
-    rows = optimizers.positions(optimizer, these)
-    count = len(optimizers.remembered(optimizer))
-    if rows == list(range(count)):
-        return bad
-    is_row = np.equal.outer(np.arange(count), rows)
-    return ops.any(ops.logical_and(is_row, bad), axis=1)
 
 
 def _tell_of_lost_updates(optimizer: Any, variables: Any) -> None:

@@ -6,7 +6,7 @@ import keras
 
 from tfmix import _messages
 from tfmix._keras import optimizers
-from tfmix.autocast import computing_layers
+from tfmix.autocast import own_code
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
 from tfmix.optimizers import master_weights, sixteen_bit_optimizer
@@ -27,13 +27,13 @@ def suited(
     What is there already stays; into tfmix's loss-scale optimizer masters are
     put where they are missing.
     """
-    pure = computing_layers.has_sixteen_bit_variables(model)
+    pure = own_code.has_sixteen_bit_variables(model)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if pure:
             _add_masters(optimizer)
         return optimizer
-    float16 = computing_layers.computes_in(model, "float16")
-    if not float16 and not computing_layers.computes_in(model, "bfloat16"):
+    float16 = own_code.computes_in(model, "float16")
+    if not float16 and not own_code.computes_in(model, "bfloat16"):
         return optimizer
     fixed = optimizer.loss_scale_factor
     if fixed is not None:

@@ -20,7 +20,7 @@ from tfmix._keras import (
     layers,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import casts
+from tfmix.gradient_scaling import tensors
 
 _CALL = "call"
 _CONVERT = "convert_input"
@@ -108,12 +108,12 @@ def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
     tensor = type(policy).convert_input(policy, x, False, dtype)
     converted = type(policy).convert_input(policy, tensor, autocast, dtype)
     if converted is not tensor:
-        casts.note_uncast(x, converted, tensor)
+        tensors.note_uncast(x, converted, tensor)
     return converted
 
 
 def _recover(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
-    exact = casts.uncast(x)
+    exact = tensors.uncast(x)
     converted = type(policy).convert_input(policy, exact, autocast, dtype)
     if converted is not exact:
         layers.copy_mask(exact, converted)
@@ -121,13 +121,13 @@ def _recover(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
 
 
 def _pass_on(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
-    return type(policy).convert_input(policy, casts.uncast(x), False, dtype)
+    return type(policy).convert_input(policy, tensors.uncast(x), False, dtype)
 
 
 def _behind_cast(x: Any) -> Any:
     """Returns what a tensor of a graph was before it was cast twice."""
     source = compilation.cast_from(x)
-    original = casts.uncast(source)
+    original = tensors.uncast(source)
     return x if original is source else original
 
 
@@ -136,7 +136,7 @@ def _look_up(layer: keras.Layer, warn: bool) -> None:
 
     @functools.wraps(original)
     def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        exact = keras.tree.map_structure(casts.uncast, inputs)
+        exact = keras.tree.map_structure(tensors.uncast, inputs)
         if not warn:
             exact = keras.tree.map_structure(_behind_cast, exact)
         if warn:
@@ -152,7 +152,7 @@ def _mask_exactly(layer: keras.layers.Masking) -> None:
 
     @functools.wraps(original)
     def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        exact = casts.uncast(inputs)
+        exact = tensors.uncast(inputs)
         found = original(exact, *args, **kwargs)
         result = keras.ops.cast(found, inputs.dtype)
         # Before 3.15 Keras asks for it later, by the rounded inputs.

@@ -16,7 +16,6 @@ import keras
 from tfmix import _arguments, _formats, _messages
 from tfmix._keras import (
     averages,
-    compile_config,
     compile_method,
     global_state,
     layers,
@@ -27,7 +26,6 @@ from tfmix._keras import (
 from tfmix.autocast import (
     bare_optimizers,
     compile_optimizer,
-    computing_layers,
     exact_inputs,
     first_step,
     interceptor,
@@ -36,9 +34,9 @@ from tfmix.autocast import (
     own_train_step,
 )
 from tfmix.float8 import chosen_layers
-from tfmix.gradient_scaling import casts, power, tensors
+from tfmix.gradient_scaling import model_call, power, tensors
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.loss_scaling import self_scaled, train_step_guard
+from tfmix.loss_scaling import train_step_guard
 from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
@@ -72,10 +70,10 @@ def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
         record = _MixedModel(model, policy)
         model_methods.put(model, model_methods.RULES, record)
         record.wrap_what_swaps()
-        self_scaled.add(model)
+        model_call.note_scaling(model, True)
     else:
         model_methods.take_off(model, model_methods.RULES)
-        self_scaled.discard(model)
+        model_call.note_scaling(model, False)
 
 
 def policy_of(model: keras.Model) -> keras.DTypePolicy | None:
@@ -147,7 +145,7 @@ class _MixedModel:
         if self._float8 is not None and global_state.is_outermost(self._model):
             self._choose_float8(self._float8)
         if layers.is_structure(self._model):
-            args, kwargs = tensors.map_leaves((args, kwargs), casts.uncast)
+            args, kwargs = tensors.map_leaves((args, kwargs), tensors.uncast)
         if self._outputs.has_parts:
             self._wrap(**{layers.RUN_GRAPH: self._outputs.graph.run})
         call = functools.partial(self._under_rules, original)
@@ -318,8 +316,8 @@ def _policy_of_layers(model: keras.Model) -> keras.DTypePolicy | None:
         if isinstance(layer, keras.Model) and policy_of(layer):
             return policy_of(layer)
     for dtype in _formats.SIXTEEN_BIT:
-        if computing_layers.computes_in(model, dtype):
-            pure = computing_layers.has_sixteen_bit_variables(model)
+        if own_code.computes_in(model, dtype):
+            pure = own_code.has_sixteen_bit_variables(model)
             return policies.Policy(dtype if pure else f"mixed_{dtype}")
     return None
 
@@ -351,7 +349,7 @@ def _compile(
         # Keras would decide from the model's own policy, not its layers'.
         bound.arguments[_AUTO] = False
     original(*bound.args, **bound.kwargs)
-    compile_config.save_argument(model, _AUTO, wanted)
+    compile_method.save_argument(model, _AUTO, wanted)
     record = _record(model)
     # Also where a `compile` of the model's own has made it.
     optimizer = getattr(model, "optimizer", None)
@@ -363,7 +361,7 @@ def _compile(
         level = None if record is None else record.level
         optimizer = compile_optimizer.suited(optimizer, model, level)
         if optimizer is not model.optimizer:
-            compile_config.adopt_optimizer(model, optimizer)
+            compile_method.adopt_optimizer(model, optimizer)
     if record is not None:
         record.wrap_what_swaps()
     if isinstance(optimizer, scaling.LossScaleOptimizer):
@@ -377,8 +375,7 @@ def _compile(
             "tfmix.LossScaleOptimizer(optimizer.inner_optimizer) instead."
         )
     if not any(
-        computing_layers.computes_in(model, dtype)
-        for dtype in _formats.SIXTEEN_BIT
+        own_code.computes_in(model, dtype) for dtype in _formats.SIXTEEN_BIT
     ):
         is_told = record is None and _tell_of_late_policy(model)
         if is_told or model.built:

@@ -1,4 +1,4 @@
-"""A layer whose code fails in 16 bit is run once more, in float32.
+"""The layers that compute: in 16 bit or, where their code fails, in float32.
 
 Its own code then sees float32 alone. The layers inside it stay in 16 bit and
 hand float32 on to it, so that their products stay fast. If it fails as well,
@@ -24,7 +24,7 @@ from tfmix._keras import (
     replacements,
 )
 from tfmix.autocast import exact_inputs, finite_constants
-from tfmix.gradient_scaling import casts, tensors
+from tfmix.gradient_scaling import tensors
 from tfmix.policy import policy as policies
 
 # The attribute under which a layer holds its `_State`.
@@ -110,6 +110,31 @@ def returned_dtype(layer: keras.Layer) -> str:
     if state is None or not state.is_float32():
         return str(layer.compute_dtype)
     return state.returns
+
+
+def layers_that_compute(model: keras.Layer) -> list[keras.Layer]:
+    """Lists the layers of a model that compute something, at any depth.
+
+    Functional and Sequential models only pass tensors on, whatever their own
+    dtype policy says; a subclassed model may compute in its `call`.
+    """
+    return list(filter(can_have, layers.called(model)))
+
+
+def computes_in(model: keras.Layer, dtype: str) -> bool:
+    """Says whether any layer of a model computes, or returns, in a dtype."""
+    return any(
+        dtype in (layer.compute_dtype, returned_dtype(layer))
+        for layer in layers_that_compute(model)
+    )
+
+
+def has_sixteen_bit_variables(model: keras.Layer) -> bool:
+    """Says whether a model keeps, or will keep, variables in 16 bit."""
+    return any(
+        layer.variable_dtype in _formats.SIXTEEN_BIT
+        for layer in layers_that_compute(model)
+    )
 
 
 def mended_step(
@@ -218,8 +243,10 @@ class _State:
         So its code computes as it did before it was saved, if it fell back.
         """
         layer = self._layer
+        if layer.compute_dtype != "float32":
+            return
         theirs = not _users_code.in_library(type(layer).__module__)
-        if layer.compute_dtype == "float32" and theirs and _may_change(layer):
+        if theirs and _may_change(layer):
             for inner in layers.own_layers(layer):
                 put_on(inner)
                 vars(inner)[STATE].hands_float32 = True
@@ -232,7 +259,7 @@ class _State:
         self._policy = layer_policies.own(self._layer)
 
     def _in_float32(self, original: Callable, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tensors.map_leaves((args, kwargs), casts.exact)
+        args, kwargs = tensors.map_leaves((args, kwargs), tensors.exact)
         with (
             layers.autocast("float32"),
             # Of the layers that it makes, too.

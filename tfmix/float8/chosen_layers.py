@@ -9,8 +9,7 @@ from keras import ops
 
 from tfmix._keras import layer_policies, layers, variables
 from tfmix.float8 import h200, product
-from tfmix.gradient_scaling import contraction
-from tfmix.gradient_scaling import product_hook as chosen_products
+from tfmix.gradient_scaling import contraction, weight_gradients
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
@@ -73,7 +72,7 @@ def restore(model: keras.Model, before: Mapping[keras.Layer, str]) -> None:
 def _note(layer: keras.Layer, reason: str | None) -> None:
     layer_policies.put(layer, _REASON, reason)
     multiply = product.contracted if reason == "" else None
-    chosen_products.choose(layers.kernel_of(layer), multiply)
+    weight_gradients.choose(layers.kernel_of(layer), multiply)
 
 
 def why_not(layer: keras.Layer) -> str | None:

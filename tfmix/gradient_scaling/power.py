@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from tfmix._keras import context_values
-from tfmix.gradient_scaling import bits
+from tfmix._keras import compilation, context_values
 
 # Float32 holds this power of two and its reciprocal as normal numbers.
 _HIGHEST = 100
@@ -78,14 +77,14 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
             reaches = ops.maximum(reaches, ops.max(size, initial=0))
         total = ops.add(total, ops.sum(size))
     reaches = ops.maximum(reaches, total / _LARGEST_SUM)
-    word = bits.bitcast(reaches, "int32")
+    word = compilation.bitcast(reaches, "int32")
     exponent = _BIAS - ops.right_shift(word, _MANTISSA)
     is_finite = ops.isfinite(reaches)
     usable = ops.logical_and(reaches > 0, is_finite)
     exponent = ops.where(usable, exponent, 0)
     exponent = ops.clip(exponent, -_HIGHEST, _HIGHEST)
     power = ops.left_shift(exponent + _BIAS, _MANTISSA)
-    up = bits.bitcast(power, "float32") * factor
+    up = compilation.bitcast(power, "float32") * factor
     return Power(up, ops.where(is_finite, 1.0 / up, float("nan")))
 
 

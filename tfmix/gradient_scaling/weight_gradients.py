@@ -19,11 +19,12 @@ from tfmix import _formats
 from tfmix._keras import (
     context_values,
     global_state,
+    layer_policies,
     layers,
     replacements,
     variables,
 )
-from tfmix.gradient_scaling import contraction, product_hook, tensors
+from tfmix.gradient_scaling import contraction, tensors
 
 products: Any
 if keras.backend.backend() == "tensorflow":
@@ -37,7 +38,7 @@ else:
 
 # On a 16-bit copy of a weight: the float32 tensor that it was cast from.
 SOURCE = "_tfmix_weight"
-# And what was chosen to multiply by the variable.
+# On a variable, and its copy: what was chosen to multiply by it.
 _CHOSEN = "_tfmix_chosen_product"
 # Operations on one argument: of weights alone, their result is a copy, too.
 _ALONE = (
@@ -53,6 +54,17 @@ _CONVOLUTIONS = ("conv", "depthwise_conv", "conv_transpose")
 _FEW = 64
 
 Maker = Callable[[Callable], Callable]
+# Takes a 16-bit tensor, the float32 weight and what is summed over; returns
+# the product in the dtype of the tensor, or `None` if it has no such form.
+Multiply = Callable[[Any, Any, contraction.Contraction], Any]
+
+
+def choose(variable: keras.Variable, multiply: Multiply | None) -> None:
+    """Lets a function multiply by a variable; `None` ends that.
+
+    Here alone somebody may choose what multiplies by a weight.
+    """
+    layer_policies.put(variable, _CHOSEN, multiply)
 
 
 def source(tensor: Any) -> Any:
@@ -88,7 +100,7 @@ def _autocast(original: Callable) -> Callable:
             weight = layers.as_tensor(value)
             copy = copy if weight is value else original(self, weight)
             global_state.put_note(copy, SOURCE, weight)
-            global_state.put_note(copy, _CHOSEN, product_hook.of(self))
+            global_state.put_note(copy, _CHOSEN, getattr(self, _CHOSEN, None))
         return copy
 
     return maybe_cast
@@ -127,9 +139,8 @@ def _adapted(original: Callable) -> Callable:
         if not narrow or not self.lora_enabled or layers.is_quantized(self):
             return original(self)
         copy = _copy(layers.adapted_kernel(self), self.compute_dtype)
-        global_state.put_note(
-            copy, _CHOSEN, product_hook.of(layers.kernel_of(self))
-        )
+        chosen = getattr(layers.kernel_of(self), _CHOSEN, None)
+        global_state.put_note(copy, _CHOSEN, chosen)
         return copy
 
     return kernel

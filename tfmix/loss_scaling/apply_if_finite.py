@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from tfmix._keras import compilation, context_values
@@ -81,6 +82,23 @@ def written(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     The others are left alone: XLA would copy each.
     """
     return [pair for pair in pairs if _may_be_written(*pair)]
+
+
+def by_variable(bad: Any, rows: Sequence[int], count: int) -> Any:
+    """Joins the flags of all gradients that a variable is given.
+
+    Args:
+        bad: Boolean vector, a flag for each gradient.
+        rows: The place of each gradient's variable.
+        count: How many variables there are.
+
+    Returns:
+        Boolean vector, a flag for each variable.
+    """
+    if list(rows) == list(range(count)):
+        return bad
+    is_row = np.equal.outer(np.arange(count), rows)
+    return ops.any(ops.logical_and(is_row, bad), axis=1)
 
 
 def is_chosen() -> bool:
