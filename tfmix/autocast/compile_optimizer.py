@@ -11,9 +11,6 @@ from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
 from tfmix.optimizers import master_weights, sixteen_bit_optimizer
 
-# Marks a wrapper that tfmix has put on, so that tfmix takes it off again.
-_AUTOMATIC = "_tfmix_automatic"
-
 
 def suited(
     optimizer: keras.optimizers.Optimizer,
@@ -85,7 +82,7 @@ def without_automatic(
 ) -> keras.optimizers.Optimizer:
     """Takes off what `suited` put around an optimizer, or inside a user's."""
     fixed = None
-    while vars(optimizer).get(_AUTOMATIC):
+    while getattr(optimizer, "is_automatic", False):
         rule = getattr(optimizer, "rule", None)
         if isinstance(rule, rules.FixedLossScale):
             # Made of the factor that the user had given the optimizer.
@@ -94,13 +91,13 @@ def without_automatic(
     if fixed is not None:
         optimizer.loss_scale_factor = fixed
     inner = vars(optimizer).get("inner_optimizer")
-    if inner is not None and vars(inner).get(_AUTOMATIC):
+    if getattr(inner, "is_automatic", False):
         optimizer.inner_optimizer = inner.inner_optimizer
     return optimizer
 
 
 def _automatic(optimizer: Any) -> keras.optimizers.Optimizer:
-    object.__setattr__(optimizer, _AUTOMATIC, True)
+    optimizer.is_automatic = True
     return optimizer
 
 

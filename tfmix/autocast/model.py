@@ -285,7 +285,14 @@ def compiling(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
-        inner = functools.partial(original, self)
+        method = functools.partial(original, self)
+
+        @functools.wraps(method)
+        def inner(*args: Any, **kwargs: Any) -> None:
+            # Keras makes an optimizer here, and computes nothing in 16 bit.
+            with interceptor.block(()):
+                method(*args, **kwargs)
+
         record = _record(self)
         if record is not None and record.is_compiling:
             # The `compile` of the model is around this, and does the rest.
@@ -305,7 +312,7 @@ def _adopt(model: keras.Model) -> None:
     if policy is None:
         return
     for layer in layers.flat_layers(model):
-        if own_code.can_have(layer) and own_code.STATE not in vars(layer):
+        if own_code.can_have(layer) and not layers.marks(layer).fallback:
             exact_inputs.keep_exact(layer)
             own_code.put_on(layer)
     set_policy(model, policy)
@@ -359,7 +366,8 @@ def _compile(
             # Keras has put it on by itself.
             optimizer = optimizer.inner_optimizer
         level = None if record is None else record.level
-        optimizer = compile_optimizer.suited(optimizer, model, level)
+        with interceptor.block(()):
+            optimizer = compile_optimizer.suited(optimizer, model, level)
         if optimizer is not model.optimizer:
             compile_method.adopt_optimizer(model, optimizer)
     if record is not None:

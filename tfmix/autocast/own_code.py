@@ -27,8 +27,6 @@ from tfmix.autocast import exact_inputs, finite_constants
 from tfmix.gradient_scaling import tensors
 from tfmix.policy import policy as policies
 
-# The attribute under which a layer holds its `_State`.
-STATE = "_tfmix_fallback"
 _CALL = "call"
 # Marks an error that float32 did not fix: no layer further out tries again.
 _FINAL = "_tfmix_final"
@@ -37,7 +35,7 @@ _FLOAT32 = policies.Policy("float32")
 
 def put_on(layer: keras.Layer) -> None:
     """Lets a layer fall back to float32 where its code needs it."""
-    if STATE not in vars(layer):
+    if layers.marks(layer).fallback is None:
         layers.rematerialize_anew(layer)
         put_back(layer, _State(layer))
 
@@ -46,7 +44,7 @@ def put_back(layer: keras.Layer, state: Any) -> None:
     """Lets a layer be again as `take_off` found it."""
     if state is None:
         return
-    vars(layer)[STATE] = state
+    layers.mark(layer, fallback=state)
     if isinstance(layer, keras.Model):
         model_methods.put(layer, model_methods.FALLBACK, state)
         return
@@ -62,12 +60,12 @@ def put_back(layer: keras.Layer, state: Any) -> None:
 
 def take_off(layer: keras.Layer) -> Any:
     """Takes a layer's way to fall back off, and returns it."""
-    state: _State | None = vars(layer).get(STATE)
+    state: _State | None = layers.marks(layer).fallback
     is_model = isinstance(layer, keras.Model)
     # What somebody has put on top is theirs to remove.
     if state is None or not (is_model or vars(layer).get(_CALL) is state.call):
         return None
-    vars(layer).pop(STATE)
+    layers.mark(layer, fallback=None)
     if is_model:
         model_methods.take_off(layer, model_methods.FALLBACK)
     elif state.own_call is not None:
@@ -84,7 +82,7 @@ def anew(model: keras.Layer) -> Iterator[None]:
     before = [(layer, take_off(layer)) for layer in with_code]
     try:
         for layer, _ in before:
-            if STATE not in vars(layer):
+            if layers.marks(layer).fallback is None:
                 put_back(layer, _State(layer, tells=False))
         yield
     finally:
@@ -100,13 +98,13 @@ def can_have(layer: keras.Layer) -> bool:
 
 def why(layer: keras.Layer) -> str:
     """Returns why a layer has fallen back to float32, "" if it has not."""
-    state: _State | None = vars(layer).get(STATE)
+    state: _State | None = layers.marks(layer).fallback
     return state.why if state is not None and state.is_float32() else ""
 
 
 def returned_dtype(layer: keras.Layer) -> str:
     """Returns the dtype of a layer's results, also of one that fell back."""
-    state: _State | None = vars(layer).get(STATE)
+    state: _State | None = layers.marks(layer).fallback
     if state is None or not state.is_float32():
         return str(layer.compute_dtype)
     return state.returns
@@ -249,7 +247,7 @@ class _State:
         if theirs and _may_change(layer):
             for inner in layers.own_layers(layer):
                 put_on(inner)
-                vars(inner)[STATE].hands_float32 = True
+                layers.marks(inner).fallback.hands_float32 = True
 
     def _fall_back(self, cause: str, undo: contextlib.ExitStack) -> None:
         """Makes the layer float32, and lets what is inside hand float32 on."""
@@ -318,7 +316,9 @@ def _own_code(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
                     _make_float32(part, undo)
             continue
         put_on(inner)
-        replacements.swap(undo, vars(inner)[STATE], "hands_float32", True)
+        replacements.swap(
+            undo, layers.marks(inner).fallback, "hands_float32", True
+        )
     for inner in layers.flat_layers(layer)[1:]:
         before = layer_policies.own(inner)
         undo.callback(layer_policies.set_policy, inner, before)

@@ -92,7 +92,7 @@ def _autocast(original: Callable) -> Callable:
     """Returns what casts a variable that a 16-bit layer reads."""
 
     def maybe_cast(self: Any, value: Any) -> Any:
-        if variables.declared_dtype(self) != "float32":
+        if variables.stored_dtype(self) != "float32":
             return original(self, value)
         copy = original(self, value)
         if tensors.is_16_bit(copy):

@@ -92,6 +92,8 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
     """
 
     built: bool
+    # Whether tfmix has put it on, and takes it off again.
+    is_automatic = False
 
     def __getattr__(self, name: str) -> Any:
         """Looks up on the inner optimizer what the wrapper does not have."""

@@ -28,10 +28,6 @@ _REFUSED = {
 }
 
 
-# What an optimizer has run on every replica, by name.
-_TRACED = "_tfmix_traced"
-
-
 def check_strategy(strategy: Any = None) -> None:
     """Refuses a strategy, else the current one, that cannot skip a step."""
     if keras.backend.backend() != "tensorflow":
@@ -215,18 +211,19 @@ def one_replica(
 
 
 def run_on_each(
-    optimizer: optimizers.Optimizer, function: Callable[[], None]
+    optimizer: optimizers.Optimizer,
+    function: Callable[[], None],
+    traced: dict[str, Callable],
 ) -> None:
     """Runs a function of a built optimizer's variables on every replica.
 
-    What it does is known by its name, and traced once.
+    What it does is known by its name, and traced once, into `traced`.
     """
     strategy = optimizers.strategy_of(optimizer)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         function()
         return
 
-    traced = vars(optimizer).setdefault(_TRACED, {})
     name = function.__name__
 
     def on_replica() -> None:

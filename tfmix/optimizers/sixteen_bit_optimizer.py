@@ -29,6 +29,8 @@ class StandIns:
         self.optimizer = optimizer
         self.narrow = [*filter(variables.is_sixteen_bit, model_variables)]
         self.stand_ins = self.make()
+        # What runs on every replica, by name.
+        self.traced: dict[str, Callable] = {}
 
     def make(self) -> dict[int, keras.Variable]:
         """Returns the stand-in of each of the `narrow` variables, by `id`."""
@@ -257,7 +259,7 @@ class SixteenBitOptimizer(
 
     def _on_each_replica(self, action: Callable[[], None]) -> None:
         if self.built:
-            replicas.run_on_each(self, action)
+            replicas.run_on_each(self, action, self._store.traced)
 
     @contextlib.contextmanager
     def _stand_ins(self) -> Iterator[StandIns]:
