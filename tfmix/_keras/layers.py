@@ -530,12 +530,6 @@ def losses(model: Any, outputs: Any) -> dict[tuple, Any]:
     return {tuple(entry.path): entry.loss for entry in compiled._flat_losses}
 
 
-def called_losses(compiled: Any) -> list[Any]:
-    """Lists the losses that a compiled loss was called with, `[]` of others."""
-    entries = getattr(compiled, "_flat_losses", None)
-    return [entry.loss for entry in entries or ()]
-
-
 def compute_loss(model: keras.Model, **arguments: Any) -> Any:
     """Computes a model's loss as its training step does."""
     return model._compute_loss(**arguments)

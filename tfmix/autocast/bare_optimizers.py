@@ -124,7 +124,7 @@ _skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
 _left_alone: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def applying(original: Callable, holds: Callable[[], bool]) -> Callable:
+def applying(original: Callable) -> Callable:
     """Returns what stands in for an `apply` of `PLACES`."""
 
     @functools.wraps(original)
@@ -136,7 +136,7 @@ def applying(original: Callable, holds: Callable[[], bool]) -> Callable:
             or self.loss_scale_factor
             or self in _left_alone
         )
-        if not (len(grads) and is_mine and holds()):
+        if not (len(grads) and is_mine):
             return original(self, grads, trainable_variables)
         _tell_of_lost_updates(self, trainable_variables)
         _apply(self, original, list(grads), trainable_variables)

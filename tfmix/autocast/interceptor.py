@@ -69,11 +69,6 @@ _OPS_IN_16_BIT = {
 }
 
 
-def _skipping(original: Callable) -> Callable:
-    # The interceptor has asked before.
-    return bare_optimizers.applying(original, holds=lambda: True)
-
-
 # What is not an op.
 _METHODS: dict[replacements.Place, Row] = {
     **dict.fromkeys(penalties.PLACES, Row(SIXTEEN_BIT, float32_ops.widened)),
@@ -83,7 +78,9 @@ _METHODS: dict[replacements.Place, Row] = {
         )
         for owner, name in scalars.PLACES
     },
-    **dict.fromkeys(bare_optimizers.PLACES, Row(SIXTEEN_BIT, _skipping)),
+    **dict.fromkeys(
+        bare_optimizers.PLACES, Row(SIXTEEN_BIT, bare_optimizers.applying)
+    ),
     **dict.fromkeys(recomputation.PLACES, Row(_ALWAYS, recomputation.alike)),
     **{
         place: Row(SIXTEEN_BIT, make)

@@ -15,7 +15,6 @@ import keras
 
 from tfmix import _arguments, _formats, _messages
 from tfmix._keras import (
-    averages,
     compile_method,
     global_state,
     layers,
@@ -193,7 +192,7 @@ class _MixedModel:
         optimizer = getattr(self._model, "optimizer", None)
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             return False
-        return any(worker.use_ema for worker in optimizers.workers(optimizer))
+        return optimizers.keeps_averages(optimizer)
 
     def _swapped(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Lets `SwapEMAWeights` swap the weights behind 16-bit variables."""
@@ -204,7 +203,7 @@ class _MixedModel:
         with contextlib.ExitStack() as undo:
             for callback in training.callbacks(original, args, kwargs):
                 if isinstance(callback, keras.callbacks.SwapEMAWeights):
-                    averages.swap_by(undo, callback, *swaps)
+                    optimizers.swap_averages_by(undo, callback, *swaps)
             return original(*args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

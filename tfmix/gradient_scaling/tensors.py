@@ -81,7 +81,8 @@ def wide(value: Any) -> Any:
     """
     if not is_16_bit(value):
         return value
-    result = getattr(value, _UNCAST, None) if value.ndim == 0 else None
+    is_scalar = getattr(value, "ndim", None) == 0
+    result = getattr(value, _UNCAST, None) if is_scalar else None
     if float_dtype(result) != "float32":
         result = keras.ops.cast(value, "float32")
     for attribute in global_state.NOTES_OF_KERAS:

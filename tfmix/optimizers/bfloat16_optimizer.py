@@ -8,8 +8,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import compilation, optimizers, replacements, variables
-from tfmix.gradient_scaling import bits
-from tfmix.optimizers import eight_bit_slots, sixteen_bit_optimizer, views
+from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer, views
 
 # A step may assign a variable more than once (weight decay, then the update,
 # then a constraint); each assignment needs bits of its own.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from tfmix._keras import compilation
-from tfmix.gradient_scaling import bits
+from tfmix.optimizers import bits
 
 # Numbers that share a scale, next to each other in memory.
 BLOCK = 256

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import averages, compilation, optimizers, variables
+from tfmix._keras import compilation, optimizers, variables
 from tfmix.loss_scaling import inner_attributes, replicas
 from tfmix.optimizers import eight_bit_slots, noise
 
@@ -275,12 +275,12 @@ class SixteenBitOptimizer(
 
     def _swap_averages(self) -> None:
         with self._stand_ins() as store:
-            for target, average in averages.pairs(self.inner_optimizer):
+            for target, average in optimizers.averages(self.inner_optimizer):
                 store.swap(target, average)
 
     def _overwrite_averages(self) -> None:
         with self._stand_ins() as store:
-            for target, average in averages.pairs(self.inner_optimizer):
+            for target, average in optimizers.averages(self.inner_optimizer):
                 store.overwrite(target, average)
 
     def read_float32(self, variable: keras.Variable) -> Any:

@@ -8,7 +8,7 @@ from hypothesis import strategies
 from keras import ops
 
 from tfmix._keras import compilation
-from tfmix.gradient_scaling import bits
+from tfmix.optimizers import bits
 
 
 def words(*values):
