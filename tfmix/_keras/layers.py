@@ -60,6 +60,7 @@ class Marks:
     """What tfmix keeps on one layer.
 
     Attributes:
+        exact_call: What stands as its `call`, to see inputs before a cast.
         by_policy: Whether the policy chose its dtype, not its user.
         fallback: What its `call` falls back to float32 by.
         float8: Why it does not multiply in float8, "" if it does; `None` if it
@@ -67,6 +68,7 @@ class Marks:
         methods: What stands around its methods, of a model.
     """
 
+    exact_call: Callable | None = None
     by_policy: bool = False
     fallback: Any = None
     float8: str | None = None

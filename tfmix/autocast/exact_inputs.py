@@ -24,8 +24,6 @@ from tfmix.gradient_scaling import tensors
 
 _CALL = "call"
 _CONVERT = "convert_input"
-# Marks a `call` that is put in the place of a layer's own.
-_OURS = "_tfmix_exact"
 # Whole numbers above these are no longer exact: 2 to the significand's bits.
 _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
 
@@ -88,9 +86,10 @@ def forget_exact(layer: keras.Layer) -> None:
     policy = layer.dtype_policy
     if _CONVERT in vars(policy):
         layer_policies.set_policy(layer, keras.DTypePolicy(policy.name))
-    call = vars(layer).get(_CALL)
-    if getattr(call, _OURS, False):
+    ours = layers.marks(layer).exact_call
+    if ours is not None and vars(layer).get(_CALL) is ours:
         object.__delattr__(layer, _CALL)
+    layers.mark(layer, exact_call=None)
 
 
 def _use_converter(layer: keras.Layer, convert: Any) -> None:
@@ -176,7 +175,7 @@ def _read_as_stored(layer: keras.Layer) -> None:
 
 
 def _put_call(layer: keras.Layer, call: Callable) -> None:
-    vars(call)[_OURS] = True
+    layers.mark(layer, exact_call=call)
     layer_policies.put(layer, _CALL, call)
 
 
