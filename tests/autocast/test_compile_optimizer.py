@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from tests import helpers
-from tfmix.autocast import compile_optimizer, computing_layers, global_policy
+from tfmix.autocast import (
+    compile_optimizer,
+    global_policy,
+    interceptor,
+    own_code,
+)
 from tfmix.autocast import model as mixed_model
 from tfmix.conversion import convert
 from tfmix.loss_scaling import optimizer as scaling
@@ -275,6 +280,29 @@ def test_an_overridden_compile_is_reached(in_scope):
         model.compile("sgd", extra=3)
     assert is_wrapped(model)
     assert model.extra == 3
+
+
+def test_rules_hold_for_a_users_own_compile_and_not_for_kerass():
+    seen = {}
+
+    @keras.saving.register_keras_serializable("tests")
+    class Noting(keras.optimizers.SGD):
+        def __init__(self, **kwargs):
+            seen["Keras's"] = interceptor.of_caller()
+            super().__init__(**kwargs)
+
+    class Model(Subclassed):
+        def compile(self, *args, **kwargs):
+            seen["own"] = interceptor.of_caller()
+            super().compile(*args, **kwargs)
+
+    global_policy.set_global_policy("mixed_float16")
+    made_by_keras = keras.optimizers.serialize(Noting())
+    model = Model()
+    model.compile(made_by_keras, "mse")
+    assert is_wrapped(model)
+    assert seen == {"own": interceptor.installed(), "Keras's": frozenset()}
+    assert interceptor.SIXTEEN_BIT in seen["own"]
 
 
 def test_a_compile_that_keeps_its_optimizers_elsewhere_still_works():
@@ -631,8 +659,8 @@ def test_a_graph_with_a_call_of_its_own_computes():
     dense = keras.layers.Dense(2)
     plain = keras.Sequential([keras.Input((2,)), dense])
     own = CallsItself([keras.Input((2,)), dense])
-    assert computing_layers.layers_that_compute(plain) == [dense]
-    assert computing_layers.layers_that_compute(own) == [own, dense]
+    assert own_code.layers_that_compute(plain) == [dense]
+    assert own_code.layers_that_compute(own) == [own, dense]
 
 
 @pytest.mark.costly

@@ -7,7 +7,7 @@ import pytest
 from tests import helpers
 from tests.conversion import test_orders as small
 from tfmix._keras import (
-    compile_config,
+    compile_method,
     layer_policies,
     variables,
 )
@@ -37,7 +37,7 @@ STAGES = [
     (layer_changes, "_set_spec", 2),
     (mixed_model, "set_policy", 1),
     (compile_optimizer, "suited", 1),
-    (compile_config, "adopt_optimizer", 1),
+    (compile_method, "adopt_optimizer", 1),
     (optimizer_state, "give", 1),
     (train_step_guard, "put_on", 1),
     (layer_changes, "forget_compiled", 1),

@@ -10,7 +10,7 @@ from tests import helpers
 from tfmix.autocast import global_policy
 from tfmix.callbacks import loss_scale_monitor
 from tfmix.gradient_scaling import model_call
-from tfmix.loss_scaling import errors, self_scaled
+from tfmix.loss_scaling import errors
 from tfmix.loss_scaling import optimizer as scaling
 
 ALL_BAD = (
@@ -197,7 +197,7 @@ def test_an_epoch_of_bad_rows_alone_is_told_of(said):
 @pytest.fixture
 def scaled_outside(monkeypatch):
     """Multiplies the loss by the scale, as where no model scales inside."""
-    monkeypatch.setattr(self_scaled, "hold", lambda variables: False)
+    monkeypatch.setattr(model_call, "scales", lambda variables: False)
 
 
 @pytest.mark.usefixtures("scaled_outside")

@@ -7,7 +7,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers
-from tfmix.gradient_scaling import product_hook, weight_gradients
+from tfmix.gradient_scaling import weight_gradients
 
 ON_JAX = keras.backend.backend() == "jax"
 WAYS = ("eager", "jit") if ON_JAX else ("eager", "graph", "jit")
@@ -299,13 +299,13 @@ def test_what_was_chosen_for_a_weight_multiplies_by_it():
     layer = Products()
     x = ops.cast(RNG.integers(-3, 4, (3, 3)), "float16")
     before = layer(x)
-    product_hook.choose(layer.w, multiply)
+    weight_gradients.choose(layer.w, multiply)
     for found in layer(x):
         np.testing.assert_array_equal(found, ops.matmul(x, x))
     assert [x[1:] for x in asked][1] == ("ij", "jk", "ik")
     dtypes = {keras.backend.standardize_dtype(x[0]) for x in asked}
     assert dtypes == {"float32"}
-    product_hook.choose(layer.w, None)
+    weight_gradients.choose(layer.w, None)
     for one, other in zip(layer(x), before, strict=True):
         helpers.assert_same_bits(one, other)
 

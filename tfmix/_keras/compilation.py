@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import contextvars
 import functools
 import importlib
 import threading
@@ -32,7 +31,6 @@ _READS = frozenset(
 _RUNS_EAGERLY = "_run_functions_eagerly"
 # The trace of what runs at once.
 EAGER = "eager"
-_platform = contextvars.ContextVar("tfmix_platform", default="")
 _lock = threading.Lock()
 # How many blocks each thread is in; what is replaced comes back when none is.
 _blocks: collections.Counter[int] = collections.Counter()
@@ -59,13 +57,13 @@ def by_xla() -> bool:
 
 def compiled_for(platform: str) -> contextlib.AbstractContextManager[None]:
     """Tells TensorFlow what it traces for in a block: "tpu", "cuda"."""
-    return context_values.set_to(_platform, platform)
+    return context_values.holding(platform=platform)
 
 
 def for_tpu() -> bool:
     """Says whether TensorFlow traces what will run on a TPU, if it knows."""
     strategy = type(tf.distribute.get_strategy()).__name__
-    return _platform.get() == "tpu" or "TPU" in strategy
+    return context_values.block.get().platform == "tpu" or "TPU" in strategy
 
 
 def kept_apart(tensor: Any) -> Any:
@@ -93,6 +91,14 @@ def any_bits(tensor: Any, axes: Sequence[int]) -> Any:
         list(axes),
         either.get_concrete_function(scalar, scalar),
     )
+
+
+def bitcast(tensor: Any, dtype: str) -> Any:
+    """Reads the same bits as another dtype of the same size."""
+    tensor = keras.ops.convert_to_tensor(tensor)
+    if keras.backend.backend() == "tensorflow":
+        return tf.bitcast(tensor, dtype)
+    return jax.lax.bitcast_convert_type(tensor, dtype)
 
 
 def sums(tensors: Sequence) -> Any:

@@ -1,4 +1,4 @@
-"""Keras's `compile`, and what tfmix lets it do for every 16-bit model.
+"""Keras's `compile`: what tfmix lets it do, and what a model saves of it.
 
 From the first 16-bit policy of a process, or the first file of a guarded
 model, on: copies and loaded models come about where no policy is active.
@@ -7,6 +7,8 @@ model, on: copies and loaded models come about where no policy is active.
 import functools
 from collections.abc import Callable
 from typing import Any
+
+import keras
 
 from tfmix._keras import replacements, training
 
@@ -61,3 +63,17 @@ def end_scope(*, failed: bool, in_force: bool) -> None:
         _lasts = True
     elif not (_lasts or in_force):
         stand_down()
+
+
+def adopt_optimizer(model: keras.Model, optimizer: Any) -> None:
+    """Makes an optimizer the compiled model's, also in what it saves."""
+    # Keras would save the one `compile` was given, without its state.
+    model.optimizer = optimizer
+    save_argument(model, "optimizer", optimizer)
+
+
+def save_argument(model: keras.Model, name: str, value: Any) -> None:
+    """Sets an argument of `compile` in what a model saves of it."""
+    saved = getattr(model, "_compile_config", None)
+    if saved is not None:
+        saved.config[name] = value

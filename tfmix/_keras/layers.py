@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -48,8 +49,48 @@ _BROKEN_BY_CASTS = (
     keras.layers.Lambda,
     keras.layers.TFSMLayer,
 )
+# The one attribute that tfmix adds to a layer.
+_MARKS = "_tfmix_marks"
 # The method of a Functional model that runs through what it is made of.
 RUN_GRAPH = "_run_through_graph"
+
+
+@dataclasses.dataclass(frozen=True)
+class Marks:
+    """What tfmix keeps on one layer.
+
+    Attributes:
+        exact_call: What stands as its `call`, to see inputs before a cast.
+        by_policy: Whether the policy chose its dtype, not its user.
+        fallback: What its `call` falls back to float32 by.
+        float8: Why it does not multiply in float8, "" if it does; `None` if it
+            was not looked at.
+        methods: What stands around its methods, of a model.
+    """
+
+    exact_call: Callable | None = None
+    by_policy: bool = False
+    fallback: Any = None
+    float8: str | None = None
+    methods: Any = None
+
+
+_NO_MARKS = Marks()
+
+
+def marks(layer: keras.Layer) -> Marks:
+    """Returns what tfmix keeps on a layer."""
+    kept: Marks = vars(layer).get(_MARKS, _NO_MARKS)
+    return kept
+
+
+def mark(layer: keras.Layer, **values: Any) -> None:
+    """Keeps other values on a layer, by the names of `Marks`."""
+    kept = dataclasses.replace(marks(layer), **values)
+    # Past Keras's tracking, which is for a layer's state.
+    vars(layer)[_MARKS] = kept
+    if kept == _NO_MARKS:
+        del vars(layer)[_MARKS]
 
 
 def is_structure(layer: Any) -> bool:
@@ -489,12 +530,6 @@ def losses(model: Any, outputs: Any) -> dict[tuple, Any]:
         compiled = compiled_loss(model)
         compiled.build(outputs, outputs)
     return {tuple(entry.path): entry.loss for entry in compiled._flat_losses}
-
-
-def called_losses(compiled: Any) -> list[Any]:
-    """Lists the losses that a compiled loss was called with, `[]` of others."""
-    entries = getattr(compiled, "_flat_losses", None)
-    return [entry.loss for entry in entries or ()]
 
 
 def compute_loss(model: keras.Model, **arguments: Any) -> Any:

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 import keras
 
+from tfmix._keras import layers
+
 # Called with the method inside it, then the arguments of the call.
 Wrapper = Callable[..., Any]
 # From the inside out: code that falls back to float32 is traced anew under the
 # policy's rules, and a guard restores what ran under them.
 FALLBACK, RULES, GUARD = "fallback", "rules", "guard"
-_OWNER = "_tfmix_methods"
 
 
 class Part(Protocol):
@@ -33,7 +34,7 @@ def part(model: keras.Model, role: str) -> Part | None:
 
 def by_role(model: keras.Model) -> dict[str, Part]:
     """Returns what is in force, by role, as a copy that `restore` takes."""
-    owner: _Owner | None = vars(model).get(_OWNER)
+    owner: _Owner | None = layers.marks(model).methods
     return {} if owner is None else dict(owner.parts)
 
 
@@ -49,13 +50,9 @@ def take_off(model: keras.Model, role: str) -> None:
 
 def restore(model: keras.Model, parts: Mapping[str, Part]) -> None:
     """Makes what is in force exactly these parts."""
-    owner = vars(model).get(_OWNER) or _Owner(model)
+    owner = layers.marks(model).methods or _Owner(model)
     owner.set(parts)
-    if parts:
-        # Past Keras's tracking, which is for a layer's state.
-        object.__setattr__(model, _OWNER, owner)
-    else:
-        vars(model).pop(_OWNER, None)
+    layers.mark(model, methods=owner if parts else None)
 
 
 class _Owner:

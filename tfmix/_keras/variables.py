@@ -17,9 +17,6 @@ from tfmix._keras import optimizers, replacements
 
 Variables = Sequence[keras.Variable]
 
-# On a variable that is stored apart: the dtype that it was made with.
-_DECLARED = "_tfmix_declared_dtype"
-
 
 def is_narrow(tensor: Any) -> bool:
     """Returns whether a tensor or variable is float16 or bfloat16."""
@@ -67,10 +64,10 @@ def adopt(target: keras.Variable, variable: keras.Variable) -> keras.Variable:
     return target
 
 
-def declared_dtype(variable: keras.Variable) -> str:
-    """Returns the dtype that a variable was made with, whoever reads it."""
-    declared: str = vars(variable).get(_DECLARED, variable._dtype)
-    return declared
+def stored_dtype(variable: keras.Variable) -> str:
+    """Returns the dtype that a variable has, whoever reads it."""
+    stored: str = variable._dtype
+    return stored
 
 
 def store_apart(
@@ -79,7 +76,6 @@ def store_apart(
     """Gives a variable another storage, of a dtype, until a stack unwinds."""
     other = keras.Variable("zeros", variable.shape, dtype, trainable=False)
     other.assign(variable.value)
-    replacements.swap(undo, variable, _DECLARED, declared_dtype(variable))
     replacements.swap(undo, variable, "_value", other._value)
     replacements.swap(undo, variable, "_dtype", dtype)
 

@@ -124,7 +124,7 @@ _skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
 _left_alone: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def applying(original: Callable, holds: Callable[[], bool]) -> Callable:
+def applying(original: Callable) -> Callable:
     """Returns what stands in for an `apply` of `PLACES`."""
 
     @functools.wraps(original)
@@ -136,7 +136,7 @@ def applying(original: Callable, holds: Callable[[], bool]) -> Callable:
             or self.loss_scale_factor
             or self in _left_alone
         )
-        if not (len(grads) and is_mine and holds()):
+        if not (len(grads) and is_mine):
             return original(self, grads, trainable_variables)
         _tell_of_lost_updates(self, trainable_variables)
         _apply(self, original, list(grads), trainable_variables)
@@ -166,7 +166,10 @@ def _apply(
 
         checked = unscale.narrow_if_dense(grads, true)
         applied, bad = apply_if_finite.apply_if_finite(checked, update, used)
-        skips.count(applied, _by_variable(optimizer, these, bad))
+        rows = optimizers.positions(optimizer, these)
+        count = len(optimizers.remembered(optimizer))
+        bad = apply_if_finite.by_variable(bad, rows, count)
+        skips.count(applied, bad)
 
 
 def _build(optimizer: Any, variables: Sequence) -> None:
@@ -174,16 +177,6 @@ def _build(optimizer: Any, variables: Sequence) -> None:
         if not optimizer.built:
             optimizer.build(variables)
         _skips[optimizer] = Skips(optimizer, variables)
-
-
-def _by_variable(optimizer: Any, these: Sequence, bad: Any) -> Any:
-    """Returns the flags of gradients by the variables of the build."""
-    rows = optimizers.positions(optimizer, these)
-    count = len(optimizers.remembered(optimizer))
-    if rows == list(range(count)):
-        return bad
-    is_row = np.equal.outer(np.arange(count), rows)
-    return ops.any(ops.logical_and(is_row, bad), axis=1)
 
 
 def _tell_of_lost_updates(optimizer: Any, variables: Any) -> None:

@@ -6,13 +6,10 @@ import keras
 
 from tfmix import _messages
 from tfmix._keras import optimizers
-from tfmix.autocast import computing_layers
+from tfmix.autocast import own_code
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
 from tfmix.optimizers import master_weights, sixteen_bit_optimizer
-
-# Marks a wrapper that tfmix has put on, so that tfmix takes it off again.
-_AUTOMATIC = "_tfmix_automatic"
 
 
 def suited(
@@ -27,13 +24,13 @@ def suited(
     What is there already stays; into tfmix's loss-scale optimizer masters are
     put where they are missing.
     """
-    pure = computing_layers.has_sixteen_bit_variables(model)
+    pure = own_code.has_sixteen_bit_variables(model)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if pure:
             _add_masters(optimizer)
         return optimizer
-    float16 = computing_layers.computes_in(model, "float16")
-    if not float16 and not computing_layers.computes_in(model, "bfloat16"):
+    float16 = own_code.computes_in(model, "float16")
+    if not float16 and not own_code.computes_in(model, "bfloat16"):
         return optimizer
     fixed = optimizer.loss_scale_factor
     if fixed is not None:
@@ -85,7 +82,7 @@ def without_automatic(
 ) -> keras.optimizers.Optimizer:
     """Takes off what `suited` put around an optimizer, or inside a user's."""
     fixed = None
-    while vars(optimizer).get(_AUTOMATIC):
+    while getattr(optimizer, "is_automatic", False):
         rule = getattr(optimizer, "rule", None)
         if isinstance(rule, rules.FixedLossScale):
             # Made of the factor that the user had given the optimizer.
@@ -94,13 +91,13 @@ def without_automatic(
     if fixed is not None:
         optimizer.loss_scale_factor = fixed
     inner = vars(optimizer).get("inner_optimizer")
-    if inner is not None and vars(inner).get(_AUTOMATIC):
+    if getattr(inner, "is_automatic", False):
         optimizer.inner_optimizer = inner.inner_optimizer
     return optimizer
 
 
 def _automatic(optimizer: Any) -> keras.optimizers.Optimizer:
-    object.__setattr__(optimizer, _AUTOMATIC, True)
+    optimizer.is_automatic = True
     return optimizer
 
 

@@ -20,12 +20,10 @@ from tfmix._keras import (
     layers,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import casts
+from tfmix.gradient_scaling import tensors
 
 _CALL = "call"
 _CONVERT = "convert_input"
-# Marks a `call` that is put in the place of a layer's own.
-_OURS = "_tfmix_exact"
 # Whole numbers above these are no longer exact: 2 to the significand's bits.
 _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
 
@@ -88,9 +86,10 @@ def forget_exact(layer: keras.Layer) -> None:
     policy = layer.dtype_policy
     if _CONVERT in vars(policy):
         layer_policies.set_policy(layer, keras.DTypePolicy(policy.name))
-    call = vars(layer).get(_CALL)
-    if getattr(call, _OURS, False):
+    ours = layers.marks(layer).exact_call
+    if ours is not None and vars(layer).get(_CALL) is ours:
         object.__delattr__(layer, _CALL)
+    layers.mark(layer, exact_call=None)
 
 
 def _use_converter(layer: keras.Layer, convert: Any) -> None:
@@ -108,12 +107,12 @@ def _remember(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
     tensor = type(policy).convert_input(policy, x, False, dtype)
     converted = type(policy).convert_input(policy, tensor, autocast, dtype)
     if converted is not tensor:
-        casts.note_uncast(x, converted, tensor)
+        tensors.note_uncast(x, converted, tensor)
     return converted
 
 
 def _recover(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
-    exact = casts.uncast(x)
+    exact = tensors.uncast(x)
     converted = type(policy).convert_input(policy, exact, autocast, dtype)
     if converted is not exact:
         layers.copy_mask(exact, converted)
@@ -121,13 +120,13 @@ def _recover(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
 
 
 def _pass_on(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
-    return type(policy).convert_input(policy, casts.uncast(x), False, dtype)
+    return type(policy).convert_input(policy, tensors.uncast(x), False, dtype)
 
 
 def _behind_cast(x: Any) -> Any:
     """Returns what a tensor of a graph was before it was cast twice."""
     source = compilation.cast_from(x)
-    original = casts.uncast(source)
+    original = tensors.uncast(source)
     return x if original is source else original
 
 
@@ -136,7 +135,7 @@ def _look_up(layer: keras.Layer, warn: bool) -> None:
 
     @functools.wraps(original)
     def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        exact = keras.tree.map_structure(casts.uncast, inputs)
+        exact = keras.tree.map_structure(tensors.uncast, inputs)
         if not warn:
             exact = keras.tree.map_structure(_behind_cast, exact)
         if warn:
@@ -152,7 +151,7 @@ def _mask_exactly(layer: keras.layers.Masking) -> None:
 
     @functools.wraps(original)
     def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        exact = casts.uncast(inputs)
+        exact = tensors.uncast(inputs)
         found = original(exact, *args, **kwargs)
         result = keras.ops.cast(found, inputs.dtype)
         # Before 3.15 Keras asks for it later, by the rounded inputs.
@@ -176,7 +175,7 @@ def _read_as_stored(layer: keras.Layer) -> None:
 
 
 def _put_call(layer: keras.Layer, call: Callable) -> None:
-    vars(call)[_OURS] = True
+    layers.mark(layer, exact_call=call)
     layer_policies.put(layer, _CALL, call)
 
 

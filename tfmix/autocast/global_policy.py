@@ -13,7 +13,12 @@ from typing import Any
 import keras
 
 from tfmix import _messages
-from tfmix._keras import compile_method, global_state, replacements
+from tfmix._keras import (
+    compile_method,
+    context_values,
+    global_state,
+    replacements,
+)
 from tfmix.autocast import interceptor, model, new_layers
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import is_on_tpu
@@ -193,7 +198,7 @@ def _own_scopes() -> list[_Scope]:
 
 
 def _lookup() -> keras.DTypePolicy | None:
-    of_block = policies.of_block.get()
+    of_block = context_values.block.get().policy
     if of_block is not None:
         return of_block
     scopes = _own_scopes()

@@ -6,7 +6,6 @@ their caller and run what these make of Keras's own function.
 """
 
 import contextlib
-import contextvars
 import functools
 import inspect
 import threading
@@ -70,11 +69,6 @@ _OPS_IN_16_BIT = {
 }
 
 
-def _skipping(original: Callable) -> Callable:
-    # The interceptor has asked before.
-    return bare_optimizers.applying(original, holds=lambda: True)
-
-
 # What is not an op.
 _METHODS: dict[replacements.Place, Row] = {
     **dict.fromkeys(penalties.PLACES, Row(SIXTEEN_BIT, float32_ops.widened)),
@@ -84,7 +78,9 @@ _METHODS: dict[replacements.Place, Row] = {
         )
         for owner, name in scalars.PLACES
     },
-    **dict.fromkeys(bare_optimizers.PLACES, Row(SIXTEEN_BIT, _skipping)),
+    **dict.fromkeys(
+        bare_optimizers.PLACES, Row(SIXTEEN_BIT, bare_optimizers.applying)
+    ),
     **dict.fromkeys(recomputation.PLACES, Row(_ALWAYS, recomputation.alike)),
     **{
         place: Row(SIXTEEN_BIT, make)
@@ -102,9 +98,6 @@ _running: Counter[frozenset[str]] = Counter()
 # Replaced until the next `install`, whether a block runs or not.
 _standing_by: frozenset[str] = frozenset()
 _replaced: frozenset[str] = frozenset()
-_local: contextvars.ContextVar[frozenset[str] | None] = contextvars.ContextVar(
-    "tfmix_rules", default=None
-)
 
 
 def install(rules: Iterable[str]) -> None:
@@ -148,7 +141,7 @@ def block(rules: Iterable[str]) -> Iterator[None]:
         _running[wanted] += 1
         _refresh()
     try:
-        with context_values.set_to(_local, wanted):
+        with context_values.holding(rules=wanted):
             yield
     finally:
         with _lock:
@@ -158,7 +151,7 @@ def block(rules: Iterable[str]) -> Iterator[None]:
 
 def of_caller() -> frozenset[str]:
     """Returns the rules in force for the caller."""
-    local = _local.get()
+    local = context_values.block.get().rules
     return _installed if local is None else local
 
 

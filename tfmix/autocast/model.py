@@ -15,8 +15,6 @@ import keras
 
 from tfmix import _arguments, _formats, _messages
 from tfmix._keras import (
-    averages,
-    compile_config,
     compile_method,
     global_state,
     layers,
@@ -27,7 +25,6 @@ from tfmix._keras import (
 from tfmix.autocast import (
     bare_optimizers,
     compile_optimizer,
-    computing_layers,
     exact_inputs,
     first_step,
     interceptor,
@@ -36,9 +33,9 @@ from tfmix.autocast import (
     own_train_step,
 )
 from tfmix.float8 import chosen_layers
-from tfmix.gradient_scaling import casts, power, tensors
+from tfmix.gradient_scaling import model_call, power, tensors
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.loss_scaling import self_scaled, train_step_guard
+from tfmix.loss_scaling import train_step_guard
 from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
@@ -72,10 +69,10 @@ def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
         record = _MixedModel(model, policy)
         model_methods.put(model, model_methods.RULES, record)
         record.wrap_what_swaps()
-        self_scaled.add(model)
+        model_call.note_scaling(model, True)
     else:
         model_methods.take_off(model, model_methods.RULES)
-        self_scaled.discard(model)
+        model_call.note_scaling(model, False)
 
 
 def policy_of(model: keras.Model) -> keras.DTypePolicy | None:
@@ -147,7 +144,7 @@ class _MixedModel:
         if self._float8 is not None and global_state.is_outermost(self._model):
             self._choose_float8(self._float8)
         if layers.is_structure(self._model):
-            args, kwargs = tensors.map_leaves((args, kwargs), casts.uncast)
+            args, kwargs = tensors.map_leaves((args, kwargs), tensors.uncast)
         if self._outputs.has_parts:
             self._wrap(**{layers.RUN_GRAPH: self._outputs.graph.run})
         call = functools.partial(self._under_rules, original)
@@ -195,7 +192,7 @@ class _MixedModel:
         optimizer = getattr(self._model, "optimizer", None)
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             return False
-        return any(worker.use_ema for worker in optimizers.workers(optimizer))
+        return optimizers.keeps_averages(optimizer)
 
     def _swapped(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Lets `SwapEMAWeights` swap the weights behind 16-bit variables."""
@@ -206,7 +203,7 @@ class _MixedModel:
         with contextlib.ExitStack() as undo:
             for callback in training.callbacks(original, args, kwargs):
                 if isinstance(callback, keras.callbacks.SwapEMAWeights):
-                    averages.swap_by(undo, callback, *swaps)
+                    optimizers.swap_averages_by(undo, callback, *swaps)
             return original(*args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -287,7 +284,14 @@ def compiling(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
-        inner = functools.partial(original, self)
+        method = functools.partial(original, self)
+
+        @functools.wraps(method)
+        def inner(*args: Any, **kwargs: Any) -> None:
+            # Keras makes an optimizer here, and computes nothing in 16 bit.
+            with interceptor.block(()):
+                method(*args, **kwargs)
+
         record = _record(self)
         if record is not None and record.is_compiling:
             # The `compile` of the model is around this, and does the rest.
@@ -307,7 +311,7 @@ def _adopt(model: keras.Model) -> None:
     if policy is None:
         return
     for layer in layers.flat_layers(model):
-        if own_code.can_have(layer) and own_code.STATE not in vars(layer):
+        if own_code.can_have(layer) and not layers.marks(layer).fallback:
             exact_inputs.keep_exact(layer)
             own_code.put_on(layer)
     set_policy(model, policy)
@@ -318,8 +322,8 @@ def _policy_of_layers(model: keras.Model) -> keras.DTypePolicy | None:
         if isinstance(layer, keras.Model) and policy_of(layer):
             return policy_of(layer)
     for dtype in _formats.SIXTEEN_BIT:
-        if computing_layers.computes_in(model, dtype):
-            pure = computing_layers.has_sixteen_bit_variables(model)
+        if own_code.computes_in(model, dtype):
+            pure = own_code.has_sixteen_bit_variables(model)
             return policies.Policy(dtype if pure else f"mixed_{dtype}")
     return None
 
@@ -351,7 +355,7 @@ def _compile(
         # Keras would decide from the model's own policy, not its layers'.
         bound.arguments[_AUTO] = False
     original(*bound.args, **bound.kwargs)
-    compile_config.save_argument(model, _AUTO, wanted)
+    compile_method.save_argument(model, _AUTO, wanted)
     record = _record(model)
     # Also where a `compile` of the model's own has made it.
     optimizer = getattr(model, "optimizer", None)
@@ -361,9 +365,10 @@ def _compile(
             # Keras has put it on by itself.
             optimizer = optimizer.inner_optimizer
         level = None if record is None else record.level
-        optimizer = compile_optimizer.suited(optimizer, model, level)
+        with interceptor.block(()):
+            optimizer = compile_optimizer.suited(optimizer, model, level)
         if optimizer is not model.optimizer:
-            compile_config.adopt_optimizer(model, optimizer)
+            compile_method.adopt_optimizer(model, optimizer)
     if record is not None:
         record.wrap_what_swaps()
     if isinstance(optimizer, scaling.LossScaleOptimizer):
@@ -377,8 +382,7 @@ def _compile(
             "tfmix.LossScaleOptimizer(optimizer.inner_optimizer) instead."
         )
     if not any(
-        computing_layers.computes_in(model, dtype)
-        for dtype in _formats.SIXTEEN_BIT
+        own_code.computes_in(model, dtype) for dtype in _formats.SIXTEEN_BIT
     ):
         is_told = record is None and _tell_of_late_policy(model)
         if is_told or model.built:

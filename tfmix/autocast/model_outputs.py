@@ -9,8 +9,9 @@ import keras
 
 from tfmix import _messages
 from tfmix._keras import global_state, layers, model_methods
-from tfmix.autocast import computing_layers, unguarded_call
+from tfmix.autocast import own_code
 from tfmix.gradient_scaling import heads, model_call, tensors
+from tfmix.loss_scaling import train_step_guard
 
 # Losses that go back to the logits behind these on TensorFlow, whatever the
 # dtype of the probabilities.
@@ -70,11 +71,13 @@ class Outputs:
         )
 
     def _is_float16(self) -> bool:
-        return computing_layers.computes_in(self._model, "float16")
+        return own_code.computes_in(self._model, "float16")
 
     def _kept_finite(self, *args: Any, **kwargs: Any) -> Any:
         compute = self._in_float32
-        return unguarded_call.kept_finite(self._model, compute, *args, **kwargs)
+        return train_step_guard.kept_finite(
+            self._model, compute, *args, **kwargs
+        )
 
     def _in_float32(self, *args: Any, **kwargs: Any) -> Any:
         inside: Any = model_call.AS_MADE

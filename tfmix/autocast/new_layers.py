@@ -12,16 +12,13 @@ from tfmix.autocast import exact_inputs, model, own_code
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
-# Set on layers whose dtype the policy chose; the user's own is never touched.
-_CHOSEN = "_tfmix_chose_dtype"
-
 
 def settle(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
     """Gives a layer that was just initialised what the policy says."""
     if not layers.takes_casts(layer):
         exact_inputs.keep_exact(layer)
     if dtype is None:
-        vars(layer)[_CHOSEN] = True
+        layers.mark(layer, by_policy=True)
         _apply_rules(layer, policy)
     if isinstance(dtype, policies.Policy):
         layer_policies.set_policy(layer, policies.plain(dtype))
@@ -33,7 +30,7 @@ def settle(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
 
 def is_chosen(layer: keras.Layer) -> bool:
     """Says whether a layer's dtype came from the policy, not from its user."""
-    return bool(vars(layer).get(_CHOSEN))
+    return layers.marks(layer).by_policy
 
 
 def keep_float32(layer: keras.Layer) -> None:

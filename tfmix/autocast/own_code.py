@@ -1,4 +1,4 @@
-"""A layer whose code fails in 16 bit is run once more, in float32.
+"""The layers that compute: in 16 bit or, where their code fails, in float32.
 
 Its own code then sees float32 alone. The layers inside it stay in 16 bit and
 hand float32 on to it, so that their products stay fast. If it fails as well,
@@ -24,11 +24,9 @@ from tfmix._keras import (
     replacements,
 )
 from tfmix.autocast import exact_inputs, finite_constants
-from tfmix.gradient_scaling import casts, tensors
+from tfmix.gradient_scaling import tensors
 from tfmix.policy import policy as policies
 
-# The attribute under which a layer holds its `_State`.
-STATE = "_tfmix_fallback"
 _CALL = "call"
 # Marks an error that float32 did not fix: no layer further out tries again.
 _FINAL = "_tfmix_final"
@@ -37,7 +35,7 @@ _FLOAT32 = policies.Policy("float32")
 
 def put_on(layer: keras.Layer) -> None:
     """Lets a layer fall back to float32 where its code needs it."""
-    if STATE not in vars(layer):
+    if layers.marks(layer).fallback is None:
         layers.rematerialize_anew(layer)
         put_back(layer, _State(layer))
 
@@ -46,7 +44,7 @@ def put_back(layer: keras.Layer, state: Any) -> None:
     """Lets a layer be again as `take_off` found it."""
     if state is None:
         return
-    vars(layer)[STATE] = state
+    layers.mark(layer, fallback=state)
     if isinstance(layer, keras.Model):
         model_methods.put(layer, model_methods.FALLBACK, state)
         return
@@ -62,12 +60,12 @@ def put_back(layer: keras.Layer, state: Any) -> None:
 
 def take_off(layer: keras.Layer) -> Any:
     """Takes a layer's way to fall back off, and returns it."""
-    state: _State | None = vars(layer).get(STATE)
+    state: _State | None = layers.marks(layer).fallback
     is_model = isinstance(layer, keras.Model)
     # What somebody has put on top is theirs to remove.
     if state is None or not (is_model or vars(layer).get(_CALL) is state.call):
         return None
-    vars(layer).pop(STATE)
+    layers.mark(layer, fallback=None)
     if is_model:
         model_methods.take_off(layer, model_methods.FALLBACK)
     elif state.own_call is not None:
@@ -84,7 +82,7 @@ def anew(model: keras.Layer) -> Iterator[None]:
     before = [(layer, take_off(layer)) for layer in with_code]
     try:
         for layer, _ in before:
-            if STATE not in vars(layer):
+            if layers.marks(layer).fallback is None:
                 put_back(layer, _State(layer, tells=False))
         yield
     finally:
@@ -100,16 +98,41 @@ def can_have(layer: keras.Layer) -> bool:
 
 def why(layer: keras.Layer) -> str:
     """Returns why a layer has fallen back to float32, "" if it has not."""
-    state: _State | None = vars(layer).get(STATE)
+    state: _State | None = layers.marks(layer).fallback
     return state.why if state is not None and state.is_float32() else ""
 
 
 def returned_dtype(layer: keras.Layer) -> str:
     """Returns the dtype of a layer's results, also of one that fell back."""
-    state: _State | None = vars(layer).get(STATE)
+    state: _State | None = layers.marks(layer).fallback
     if state is None or not state.is_float32():
         return str(layer.compute_dtype)
     return state.returns
+
+
+def layers_that_compute(model: keras.Layer) -> list[keras.Layer]:
+    """Lists the layers of a model that compute something, at any depth.
+
+    Functional and Sequential models only pass tensors on, whatever their own
+    dtype policy says; a subclassed model may compute in its `call`.
+    """
+    return list(filter(can_have, layers.called(model)))
+
+
+def computes_in(model: keras.Layer, dtype: str) -> bool:
+    """Says whether any layer of a model computes, or returns, in a dtype."""
+    return any(
+        dtype in (layer.compute_dtype, returned_dtype(layer))
+        for layer in layers_that_compute(model)
+    )
+
+
+def has_sixteen_bit_variables(model: keras.Layer) -> bool:
+    """Says whether a model keeps, or will keep, variables in 16 bit."""
+    return any(
+        layer.variable_dtype in _formats.SIXTEEN_BIT
+        for layer in layers_that_compute(model)
+    )
 
 
 def mended_step(
@@ -218,11 +241,13 @@ class _State:
         So its code computes as it did before it was saved, if it fell back.
         """
         layer = self._layer
+        if layer.compute_dtype != "float32":
+            return
         theirs = not _users_code.in_library(type(layer).__module__)
-        if layer.compute_dtype == "float32" and theirs and _may_change(layer):
+        if theirs and _may_change(layer):
             for inner in layers.own_layers(layer):
                 put_on(inner)
-                vars(inner)[STATE].hands_float32 = True
+                layers.marks(inner).fallback.hands_float32 = True
 
     def _fall_back(self, cause: str, undo: contextlib.ExitStack) -> None:
         """Makes the layer float32, and lets what is inside hand float32 on."""
@@ -232,11 +257,11 @@ class _State:
         self._policy = layer_policies.own(self._layer)
 
     def _in_float32(self, original: Callable, args: Any, kwargs: Any) -> Any:
-        args, kwargs = tensors.map_leaves((args, kwargs), casts.exact)
+        args, kwargs = tensors.map_leaves((args, kwargs), tensors.exact)
         with (
             layers.autocast("float32"),
             # Of the layers that it makes, too.
-            context_values.set_to(policies.of_block, _FLOAT32),
+            context_values.holding(policy=_FLOAT32),
         ):
             outputs = original(*args, **kwargs)
         is_model = isinstance(self._layer, keras.Model)
@@ -291,7 +316,9 @@ def _own_code(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
                     _make_float32(part, undo)
             continue
         put_on(inner)
-        replacements.swap(undo, vars(inner)[STATE], "hands_float32", True)
+        replacements.swap(
+            undo, layers.marks(inner).fallback, "hands_float32", True
+        )
     for inner in layers.flat_layers(layer)[1:]:
         before = layer_policies.own(inner)
         undo.callback(layer_policies.set_policy, inner, before)

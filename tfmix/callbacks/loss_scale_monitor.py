@@ -11,9 +11,9 @@ import keras
 
 from tfmix import _arguments, _formats, _messages
 from tfmix._keras import variables
-from tfmix.autocast import computing_layers
+from tfmix.autocast import own_code
 from tfmix.diagnostics import missing_scaler, progress_bar, skip_report
-from tfmix.loss_scaling import errors, rules, stuck
+from tfmix.loss_scaling import errors, rules, standstill
 from tfmix.loss_scaling import optimizer as scaling
 
 
@@ -219,7 +219,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
         self._log_standstill(reading)
         try:
             for optimizer in self._optimizers():
-                stuck.check(optimizer, self.max_consecutive_skips)
+                standstill.check(optimizer, self.max_consecutive_skips)
         except errors.LossScaleError as error:
             where, _, advice = str(error).partition("\n")
             cause = f"The likeliest cause, as measured: {self._why(reading)}."
@@ -295,7 +295,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
 
 def _opening(model: keras.Model) -> str:
     """Says in one line what a run computes in, and how it scales the loss."""
-    layers = computing_layers.layers_that_compute(model)
+    layers = own_code.layers_that_compute(model)
     sixteen = [
         layer for layer in layers if layer.compute_dtype in _formats.SIXTEEN_BIT
     ]

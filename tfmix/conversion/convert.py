@@ -9,7 +9,7 @@ import keras
 
 from tfmix import _arguments, _messages, _progress, _tables
 from tfmix._keras import (
-    compile_config,
+    compile_method,
     layer_policies,
     model_methods,
     optimizers,
@@ -18,7 +18,6 @@ from tfmix._keras import (
 )
 from tfmix.autocast import (
     compile_optimizer,
-    computing_layers,
     global_policy,
     own_code,
 )
@@ -30,8 +29,9 @@ from tfmix.conversion import (
     planned_policies,
 )
 from tfmix.float8 import chosen_layers
+from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import optimizer as scaling
-from tfmix.loss_scaling import self_scaled, train_step_guard
+from tfmix.loss_scaling import train_step_guard
 from tfmix.optimizers import sixteen_bit_optimizer
 from tfmix.policy import policy as policies
 
@@ -261,9 +261,7 @@ def _converted(
         methods = model_methods.by_role(model)
         way_back.callback(model_methods.restore, model, methods)
         scaled = model_methods.RULES in methods
-        way_back.callback(
-            self_scaled.add if scaled else self_scaled.discard, model
-        )
+        way_back.callback(model_call.note_scaling, model, scaled)
         layer_changes.set_dtypes(steps, way_back)
         for know_again in known:
             know_again()
@@ -446,7 +444,7 @@ def _bare(
     state: optimizer_state.Handover | None,
 ) -> tuple[keras.optimizers.Optimizer, bool]:
     """Returns an optimizer to be wrapped, and whether it is another one."""
-    pure = computing_layers.has_sixteen_bit_variables(model)
+    pure = own_code.has_sixteen_bit_variables(model)
     cast = state is not None and state.cast
     on_masters = sixteen_bit_optimizer.owner(optimizer) is not None
     if pure and on_masters and not cast:
@@ -479,7 +477,7 @@ def _inside(optimizer: keras.optimizers.Optimizer | None) -> layer_changes.Undo:
 
 def _adopt(model: keras.Model, optimizer: Any) -> None:
     if optimizer is not None:
-        compile_config.adopt_optimizer(model, optimizer)
+        compile_method.adopt_optimizer(model, optimizer)
     for part in optimizers.chain(optimizer):
         if isinstance(part, scaling.LossScaleOptimizer):
             part.decide_anew()

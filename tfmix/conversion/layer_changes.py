@@ -93,6 +93,7 @@ def _set_policy(
     names += [] if isinstance(layer, keras.Model) else ["call"]
     fallen = own_code.take_off(layer)
     own = {name: vars(layer)[name] for name in names if name in vars(layer)}
+    exact_call = layers.marks(layer).exact_call
 
     def restore() -> None:
         own_code.take_off(layer)
@@ -100,6 +101,7 @@ def _set_policy(
         layer_policies.set_policy(layer, before)
         for name, value in own.items():
             layer_policies.put(layer, name, value)
+        layers.mark(layer, exact_call=exact_call)
         own_code.put_back(layer, fallen)
 
     way_back.callback(restore)

@@ -7,7 +7,7 @@ import keras
 
 from tfmix import _formats
 from tfmix._keras import layer_policies, layers
-from tfmix.autocast import computing_layers, new_layers, own_code
+from tfmix.autocast import new_layers, own_code
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
@@ -112,7 +112,7 @@ class _Planner:
         # In a model with 16-bit layers, a float32 one was chosen to be it.
         self._mixed_before = any(
             layer.compute_dtype in _formats.SIXTEEN_BIT
-            for layer in computing_layers.layers_that_compute(model)
+            for layer in own_code.layers_that_compute(model)
         )
         self._seen: set[int] = set()
         self.steps: list[Step] = []

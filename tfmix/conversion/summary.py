@@ -6,7 +6,7 @@ import keras
 
 from tfmix import _arguments, _formats, _tables
 from tfmix._keras import layer_policies, layers
-from tfmix.autocast import computing_layers, own_code
+from tfmix.autocast import own_code
 from tfmix.conversion import planned_policies
 
 
@@ -84,7 +84,7 @@ def summary(model: keras.Model) -> ModelSummary:
         ('mixed_float16', 'float16', 'float32', 'float16')
     """
     _arguments.model(model)
-    computing = {*map(id, computing_layers.layers_that_compute(model))}
+    computing = {*map(id, own_code.layers_that_compute(model))}
     every = layers.flat_layers(model)
     listed = [layer for layer in every if id(layer) in computing]
     return ModelSummary(tuple(map(_row, listed)), tuple(own_code.notes(model)))

@@ -14,7 +14,6 @@ from keras import ops
 from tfmix import _bad_rows, _formats, _messages, _progress
 from tfmix._keras import compilation, layers
 from tfmix.autocast import (
-    computing_layers,
     global_policy,
     interceptor,
     model_outputs,
@@ -191,7 +190,7 @@ def _narrow_layers(
 ) -> list[keras.Layer]:
     return [
         layer
-        for layer in computing_layers.layers_that_compute(model)
+        for layer in own_code.layers_that_compute(model)
         if planned_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
     ]
 

@@ -13,7 +13,7 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import variables
-from tfmix.autocast import computing_layers
+from tfmix.autocast import own_code
 from tfmix.conversion import planned_policies
 from tfmix.diagnostics import batch as batches
 from tfmix.diagnostics import differentiation, probe, ranges, runs, verdicts
@@ -52,7 +52,7 @@ def find(
     targets = probe.targets(batch.model)
     run = runs.sixteen_bit(batch, targets, planned, limits.name)
     is_inside = carries and not (
-        computing_layers.has_sixteen_bit_variables(batch.model)
+        own_code.has_sixteen_bit_variables(batch.model)
     )
     lowest = _LOWEST_INSIDE if is_inside else LOWEST_SCALE
     truth, scale = None, 1.0

@@ -11,7 +11,7 @@ from keras import ops, tree
 
 from tfmix import _bad_rows, _formats
 from tfmix._keras import layers
-from tfmix.autocast import computing_layers
+from tfmix.autocast import own_code
 
 # Rows that are run where `fit` was not told how many make a batch.
 _ROWS = 32
@@ -74,7 +74,7 @@ def of_model(
         loss: What the epoch's logs say; NaN for unknown.
         overflowed: How often the gradient of each variable was not finite.
     """
-    is_float16 = computing_layers.computes_in(model, "float16")
+    is_float16 = own_code.computes_in(model, "float16")
     largest = _formats.FLOAT16.max if is_float16 else math.inf
     bad = None
     if "x" in data:

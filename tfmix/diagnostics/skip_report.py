@@ -28,7 +28,7 @@ class SkipWatch(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        # Arrays that `fit` was given, by its arguments' names.
+        # What `fit` was given, by its arguments' names.
         self.data: Mapping[str, Any] = {}
         self.batch_size: int | None = None
         self._start_anew()
@@ -154,6 +154,7 @@ class SkipWatch(keras.callbacks.Callback):
 
     def _found_in_data(self) -> skip_causes.BadData:
         if self._bad_data is None:
+            self.data = skip_causes.arrays(self.data)
             self._bad_data = skip_causes.bad_data(self.data)
         return self._bad_data
 
@@ -226,8 +227,7 @@ def fit(
         callback for callback in callbacks if isinstance(callback, SkipWatch)
     ]
     watch = watches[0] if watches else SkipWatch()
-    data = {name: _arguments.of_call(bound, name) for name in _DATA}
-    watch.data = skip_causes.arrays(data)
+    watch.data = {name: _arguments.of_call(bound, name) for name in _DATA}
     watch.batch_size = _arguments.of_call(bound, "batch_size")
     if watches:
         return original(*args, **kwargs)

@@ -9,13 +9,10 @@ from keras import ops
 
 from tfmix._keras import layer_policies, layers, variables
 from tfmix.float8 import h200, product
-from tfmix.gradient_scaling import contraction
-from tfmix.gradient_scaling import product_hook as chosen_products
+from tfmix.gradient_scaling import contraction, weight_gradients
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
-# On a layer that was looked at: why it is left out, "" if it is chosen.
-_REASON = "_tfmix_no_float8"
 _CLASSES = (keras.layers.Dense, keras.layers.EinsumDense)
 # Tensor Cores take no others.
 _MULTIPLE = 16
@@ -71,9 +68,9 @@ def restore(model: keras.Model, before: Mapping[keras.Layer, str]) -> None:
 
 
 def _note(layer: keras.Layer, reason: str | None) -> None:
-    layer_policies.put(layer, _REASON, reason)
+    layers.mark(layer, float8=reason)
     multiply = product.contracted if reason == "" else None
-    chosen_products.choose(layers.kernel_of(layer), multiply)
+    weight_gradients.choose(layers.kernel_of(layer), multiply)
 
 
 def why_not(layer: keras.Layer) -> str | None:
@@ -81,8 +78,7 @@ def why_not(layer: keras.Layer) -> str | None:
 
     `None` if it has no product, or is under no policy for float8.
     """
-    reason: str | None = vars(layer).get(_REASON)
-    return reason
+    return layers.marks(layer).float8
 
 
 def exact(layer: keras.Layer, inputs: Any, kernel: Any) -> Any:

@@ -17,7 +17,6 @@ import keras
 from keras import ops
 
 from tfmix._keras import compilation
-from tfmix.gradient_scaling import bits
 from tfmix.gradient_scaling.contraction import Contraction
 
 
@@ -155,8 +154,8 @@ def rounded(tensor: Any, to: Format) -> tuple[Any, Any]:
     largest = ops.pad(largest, (0, 1), constant_values=least)
     # The powers of rows, then the least of all: what comes after a
     # reduction would be a kernel of its own, what comes before is not.
-    word = bits.bitcast(ops.cast(largest, "float32"), "int32")
-    powers = bits.bitcast(ops.stack(_powers(word, to)), "float32")
+    word = compilation.bitcast(ops.cast(largest, "float32"), "int32")
+    powers = compilation.bitcast(ops.stack(_powers(word, to)), "float32")
     powers = ops.min(powers, axis=1)
     scaled = ops.multiply(tensor, ops.cast(powers[0], tensor.dtype))
     return ops.cast(scaled, to.dtype), powers

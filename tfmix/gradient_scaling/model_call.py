@@ -1,7 +1,6 @@
 """A float16 model has true gradients: a border stands around its calls."""
 
 import contextlib
-import contextvars
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,7 +9,7 @@ import keras
 
 from tfmix._keras import compilation, context_values, global_state, layers
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import casts, tensors
+from tfmix.gradient_scaling import tensors
 
 _TENSORFLOW = keras.backend.backend() == "tensorflow"
 if _TENSORFLOW:
@@ -26,32 +25,51 @@ else:
 
 # What Keras and tfmix attach to a result, which a loss takes beside it.
 _ATTACHED = (*global_state.NOTES_OF_KERAS, global_state.LOGITS)
+# Models whose gradients are scaled inside them, and true outside.
+_scaling: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 # Values of variables, by the variables' `id`, as a `keras.StatelessScope` has.
 States = dict[int, Any]
 # By a layer's `id` and a name, its attributes and the array of that name.
 Attributes = dict[tuple[int, str], tuple[dict, Any]]
 
 # What models are called inside of: nothing, what takes their results `AS_MADE`,
-# or what takes those of a graph's parts. And whether without a border.
+# or what takes those of a graph's parts.
 AS_MADE = "as made"
-_around: contextvars.ContextVar[tuple[Any, bool]] = contextvars.ContextVar(
-    "tfmix_around_model", default=(None, False)
-)
+
+
+def note_scaling(model: keras.Model, scales: bool) -> None:
+    """Notes whether a model scales its gradients inside."""
+    (_scaling.add if scales else _scaling.discard)(model)
+
+
+def scales(variables: Iterable[keras.Variable]) -> bool:
+    """Says whether gradients of all these variables are scaled inside models.
+
+    Then nothing has to be multiplied or divided around: whatever scales the
+    loss is taken in at the border and handed out again, to the last bit. A
+    variable of 16 bit does not count: its gradient has 16 bits outside of the
+    model, too, and may underflow there.
+    """
+    held = {id(variable) for model in _scaling for variable in model.variables}
+    return all(
+        id(variable) in held and not keras_variables.is_narrow(variable)
+        for variable in variables
+    )
 
 
 def inside(what: Any) -> contextlib.AbstractContextManager[None]:
     """Calls models as parts of something, in a block."""
-    return context_values.set_to(_around, (what, _around.get()[1]))
+    return context_values.holding(around=what)
 
 
 def around() -> Any:
     """Returns what models are called inside of, `None` if of nothing."""
-    return _around.get()[0]
+    return context_values.block.get().around
 
 
 def left_out() -> contextlib.AbstractContextManager[None]:
     """Calls models without a border, to see what gradients are inside one."""
-    return context_values.set_to(_around, (around(), True))
+    return context_values.holding(has_borders=False)
 
 
 def call_inside(
@@ -73,7 +91,7 @@ def call_inside(
     Returns:
         What `call` returns, as tensors of the same values.
     """
-    if _around.get()[1] or not is_float16:
+    if not (is_float16 and context_values.block.get().has_borders):
         return call(*args, **kwargs)
     if _TENSORFLOW and not gradients.may_be_asked():
         return call(*args, **kwargs)
@@ -121,7 +139,7 @@ class _Run:
         #: The arguments: of the call, as exact as they are known, what
         #: stands for variables, and what layers hold.
         self.values = [
-            *map(_copied, map(casts.uncast, self._given)),
+            *map(_copied, map(tensors.uncast, self._given)),
             *(states[key] for key in self._mapped),
         ]
         if _TENSORFLOW:
@@ -278,11 +296,11 @@ def _with_arrays(nest: Any, given: list, values: Iterable) -> Any:
         if not _is_argument(array):
             return array
         before, value = next(pairs)
-        if casts.uncast(before) is before:
+        if tensors.uncast(before) is before:
             return value
         # Exact numbers, rounded here as they were at the model's door.
         cast = keras.ops.cast(value, before.dtype)
-        casts.note_uncast(before, cast, value)
+        tensors.note_uncast(before, cast, value)
         return cast
 
     return _rebuilt(nest, replaced)

@@ -1,14 +1,12 @@
 """The power of two that gradients are scaled by inside a border."""
 
 import contextlib
-import contextvars
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from keras import ops
 
-from tfmix._keras import context_values
-from tfmix.gradient_scaling import bits
+from tfmix._keras import compilation, context_values
 
 # Float32 holds this power of two and its reciprocal as normal numbers.
 _HIGHEST = 100
@@ -17,11 +15,6 @@ _BIAS, _MANTISSA = 127, 23
 # that reaches its layer, and a kernel that sum times its inputs: below this
 # 4 bits are left for these, however many pixels or tokens there are.
 _LARGEST_SUM = 2.0**12
-
-# `None` where no rule places gradients.
-_placing: contextvars.ContextVar[Any] = contextvars.ContextVar(
-    "tfmix_placing", default=None
-)
 
 
 class Power(NamedTuple):
@@ -38,13 +31,13 @@ class Power(NamedTuple):
 
 def placing() -> Any:
     """Returns where gradients are placed just now: a factor, 1.0 by default."""
-    factor = _placing.get()
+    factor = context_values.block.get().placing
     return 1.0 if factor is None else factor
 
 
 def is_placed() -> bool:
     """Says whether a rule places the gradients of what is called just now."""
-    return _placing.get() is not None
+    return context_values.block.get().placing is not None
 
 
 def placed(factor: Any) -> contextlib.AbstractContextManager[None]:
@@ -54,7 +47,7 @@ def placed(factor: Any) -> contextlib.AbstractContextManager[None]:
         factor: Float or float32 scalar tensor, a power of two: below 1 more of
             the format is left for what grows inside, above 1 for what shrinks.
     """
-    return context_values.set_to(_placing, factor)
+    return context_values.holding(placing=factor)
 
 
 def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
@@ -84,14 +77,14 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
             reaches = ops.maximum(reaches, ops.max(size, initial=0))
         total = ops.add(total, ops.sum(size))
     reaches = ops.maximum(reaches, total / _LARGEST_SUM)
-    word = bits.bitcast(reaches, "int32")
+    word = compilation.bitcast(reaches, "int32")
     exponent = _BIAS - ops.right_shift(word, _MANTISSA)
     is_finite = ops.isfinite(reaches)
     usable = ops.logical_and(reaches > 0, is_finite)
     exponent = ops.where(usable, exponent, 0)
     exponent = ops.clip(exponent, -_HIGHEST, _HIGHEST)
     power = ops.left_shift(exponent + _BIAS, _MANTISSA)
-    up = bits.bitcast(power, "float32") * factor
+    up = compilation.bitcast(power, "float32") * factor
     return Power(up, ops.where(is_finite, 1.0 / up, float("nan")))
 
 

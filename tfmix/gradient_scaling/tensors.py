@@ -1,4 +1,4 @@
-"""Finds the 16-bit float tensors in a nest of arguments, and widens them."""
+"""Finds the 16-bit tensors in a nest, and what they were before a cast."""
 
 import contextlib
 import copy
@@ -8,10 +8,10 @@ from typing import Any
 import keras
 
 from tfmix import _formats
-from tfmix._keras import global_state
+from tfmix._keras import global_state, gradients, layers
 
-# Attribute of a 16-bit scalar: its value before a rule rounded it.
-_WIDE = "_tfmix_float32"
+# On a 16-bit tensor: what it was before a layer, or a rule, rounded it.
+_UNCAST = "_tfmix_uncast"
 
 
 def float_dtype(value: Any) -> str:
@@ -69,7 +69,7 @@ def narrow_once(value: Any, dtype: str) -> Any:
         # JAX arrays take no attributes; the penalty is then what the 16-bit
         # format can hold.
         with contextlib.suppress(AttributeError):
-            setattr(result, _WIDE, value)
+            setattr(result, _UNCAST, value)
     return result
 
 
@@ -81,8 +81,9 @@ def wide(value: Any) -> Any:
     """
     if not is_16_bit(value):
         return value
-    result = getattr(value, _WIDE, None)
-    if result is None:
+    is_scalar = getattr(value, "ndim", None) == 0
+    result = getattr(value, _UNCAST, None) if is_scalar else None
+    if float_dtype(result) != "float32":
         result = keras.ops.cast(value, "float32")
     for attribute in global_state.NOTES_OF_KERAS:
         attached = getattr(value, attribute, None)
@@ -91,6 +92,36 @@ def wide(value: Any) -> Any:
             with contextlib.suppress(AttributeError):
                 setattr(result, attribute, widen(attached))
     return result
+
+
+def note_uncast(source: Any, converted: Any, tensor: Any) -> None:
+    """Remembers what a cast tensor was, and the mask of what it is made of."""
+    global_state.put_note(converted, _UNCAST, tensor)
+    layers.copy_mask(source, converted)  # which Keras 3.12 loses in a cast
+
+
+def uncast(x: Any) -> Any:
+    """Returns what a tensor was before a layer cast it, else the tensor."""
+    original = None
+    if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
+        original = global_state.note(x, _UNCAST)
+    if original is None:
+        return x
+    if keras.backend.backend() != "tensorflow" or not keras.ops.is_tensor(x):
+        return original
+    # A tape inside of `call` may watch what `call` was given, the cast.
+    exact = gradients.by_way_of(x, original)
+    if exact is not original:
+        layers.copy_mask(original, exact)
+    return exact
+
+
+def exact(value: Any) -> Any:
+    """Returns a float tensor as float32, as it was before a cast if known."""
+    value = uncast(value)
+    if float_dtype(value) == "float64":
+        return keras.ops.cast(value, "float32")
+    return wide(value)
 
 
 def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:

@@ -7,7 +7,6 @@ copy knows the float32 values that it was made of, and Keras's operations hand
 the gradient back to these in float32.
 """
 
-import contextvars
 import functools
 import inspect
 import math
@@ -20,11 +19,12 @@ from tfmix import _formats
 from tfmix._keras import (
     context_values,
     global_state,
+    layer_policies,
     layers,
     replacements,
     variables,
 )
-from tfmix.gradient_scaling import contraction, product_hook, tensors
+from tfmix.gradient_scaling import contraction, tensors
 
 products: Any
 if keras.backend.backend() == "tensorflow":
@@ -38,7 +38,7 @@ else:
 
 # On a 16-bit copy of a weight: the float32 tensor that it was cast from.
 SOURCE = "_tfmix_weight"
-# And what was chosen to multiply by the variable.
+# On a variable, and its copy: what was chosen to multiply by it.
 _CHOSEN = "_tfmix_chosen_product"
 # Operations on one argument: of weights alone, their result is a copy, too.
 _ALONE = (
@@ -53,11 +53,18 @@ _CONVOLUTIONS = ("conv", "depthwise_conv", "conv_transpose")
 # The sum of so few is exact to some units of a 16-bit format's last place.
 _FEW = 64
 
-_in_loop: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "tfmix_in_loop", default=False
-)
-
 Maker = Callable[[Callable], Callable]
+# Takes a 16-bit tensor, the float32 weight and what is summed over; returns
+# the product in the dtype of the tensor, or `None` if it has no such form.
+Multiply = Callable[[Any, Any, contraction.Contraction], Any]
+
+
+def choose(variable: keras.Variable, multiply: Multiply | None) -> None:
+    """Lets a function multiply by a variable; `None` ends that.
+
+    Here alone somebody may choose what multiplies by a weight.
+    """
+    layer_policies.put(variable, _CHOSEN, multiply)
 
 
 def source(tensor: Any) -> Any:
@@ -85,7 +92,7 @@ def _autocast(original: Callable) -> Callable:
     """Returns what casts a variable that a 16-bit layer reads."""
 
     def maybe_cast(self: Any, value: Any) -> Any:
-        if variables.declared_dtype(self) != "float32":
+        if variables.stored_dtype(self) != "float32":
             return original(self, value)
         copy = original(self, value)
         if tensors.is_16_bit(copy):
@@ -93,7 +100,7 @@ def _autocast(original: Callable) -> Callable:
             weight = layers.as_tensor(value)
             copy = copy if weight is value else original(self, weight)
             global_state.put_note(copy, SOURCE, weight)
-            global_state.put_note(copy, _CHOSEN, product_hook.of(self))
+            global_state.put_note(copy, _CHOSEN, getattr(self, _CHOSEN, None))
         return copy
 
     return maybe_cast
@@ -101,7 +108,7 @@ def _autocast(original: Callable) -> Callable:
 
 def _loop(original: Callable) -> Callable:
     def inner_loop(*args: Any, **kwargs: Any) -> Any:
-        with context_values.set_to(_in_loop, True):
+        with context_values.holding(in_loop=True):
             return original(*args, **kwargs)
 
     return inner_loop
@@ -132,9 +139,8 @@ def _adapted(original: Callable) -> Callable:
         if not narrow or not self.lora_enabled or layers.is_quantized(self):
             return original(self)
         copy = _copy(layers.adapted_kernel(self), self.compute_dtype)
-        global_state.put_note(
-            copy, _CHOSEN, product_hook.of(layers.kernel_of(self))
-        )
+        chosen = getattr(layers.kernel_of(self), _CHOSEN, None)
+        global_state.put_note(copy, _CHOSEN, chosen)
         return copy
 
     return kernel
@@ -267,8 +273,9 @@ def _multiplied(original: Callable, sums: Callable, x1: Any, x2: Any) -> Any:
         result = own and own(inputs, weight, axes)
         if result is not None:
             return result
+        in_loop = context_values.block.get().in_loop
         return products.contracted(
-            function, inputs, weight, axes, in_loop=_in_loop.get()
+            function, inputs, weight, axes, in_loop=in_loop
         )
 
     return _by_weight(original, compute, x1, x2)
@@ -345,7 +352,7 @@ def _elementwise(original: Callable, bilinear: bool) -> Callable:
             inputs,
             weight,
             bilinear=bilinear,
-            in_loop=_in_loop.get(),
+            in_loop=context_values.block.get().in_loop,
         )
 
     def elementwise(x1: Any, x2: Any) -> Any:

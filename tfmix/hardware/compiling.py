@@ -11,12 +11,12 @@ import keras
 
 from tfmix import _arguments, _progress
 from tfmix._keras import (
-    compile_config,
+    compile_method,
     layer_policies,
     layers,
     optimizers,
 )
-from tfmix.autocast import compile_optimizer, computing_layers, global_policy
+from tfmix.autocast import compile_optimizer, global_policy, own_code
 from tfmix.autocast import model as mixed_model
 from tfmix.conversion import convert, copying
 from tfmix.hardware import (
@@ -149,7 +149,7 @@ def _check_policy(
     policy: Any, model: keras.Model, target: targets.Target
 ) -> None:
     if policy is None:
-        float16 = computing_layers.computes_in(model, "float16")
+        float16 = own_code.computes_in(model, "float16")
     else:
         float16 = global_policy.accept(policy).compute_dtype == "float16"
     if float16 and target.kind == "TPU":
@@ -200,7 +200,7 @@ def _compilable(
     elif optimizer is not None:
         level = accepted and policies.with_rules(accepted).level
         suited = compile_optimizer.suited(optimizer, twin, level)
-        compile_config.adopt_optimizer(twin, suited)
+        compile_method.adopt_optimizer(twin, suited)
     return twin
 
 
@@ -220,8 +220,7 @@ def _name(policy: Any, model: keras.Model) -> str:
         name = getattr(policy, "level", None) or getattr(policy, "name", None)
         return str(name or policy)
     names = [
-        layer.dtype_policy.name
-        for layer in computing_layers.layers_that_compute(model)
+        layer.dtype_policy.name for layer in own_code.layers_that_compute(model)
     ]
     # A few layers stay in float32 under every policy.
     narrow = [name for name in names if name != "float32"]

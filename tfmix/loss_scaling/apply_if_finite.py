@@ -5,12 +5,12 @@ JAX each value is selected when the step is over: a kernel that updates selects
 as well, where a conditional would make a GPU wait for the host.
 """
 
-import contextvars
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from tfmix._keras import compilation, context_values
@@ -20,12 +20,6 @@ if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 else:
     import jax
-
-# Whether the caller is run by `apply_if_finite`: what it runs does not check
-# once more.
-_chosen: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "tfmix_chosen", default=False
-)
 
 
 def apply_if_finite(
@@ -90,13 +84,33 @@ def written(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     return [pair for pair in pairs if _may_be_written(*pair)]
 
 
+def by_variable(bad: Any, rows: Sequence[int], count: int) -> Any:
+    """Joins the flags of all gradients that a variable is given.
+
+    Args:
+        bad: Boolean vector, a flag for each gradient.
+        rows: The place of each gradient's variable.
+        count: How many variables there are.
+
+    Returns:
+        Boolean vector, a flag for each variable.
+    """
+    if list(rows) == list(range(count)):
+        return bad
+    is_row = np.equal.outer(np.arange(count), rows)
+    return ops.any(ops.logical_and(is_row, bad), axis=1)
+
+
 def is_chosen() -> bool:
-    """Says whether the caller is run by an `apply_if_finite` around it."""
-    return _chosen.get()
+    """Says whether the caller is run by an `apply_if_finite` around it.
+
+    What that runs does not check once more.
+    """
+    return context_values.block.get().is_chosen
 
 
 def _as_chosen(update: Callable[[], Any]) -> None:
-    with context_values.set_to(_chosen, True):
+    with context_values.holding(is_chosen=True):
         update()
 
 

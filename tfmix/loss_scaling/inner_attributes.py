@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from tfmix import _arguments
+from tfmix import _arguments, _messages
 from tfmix._keras import optimizers, variables
 
 # What Keras's base class keeps on every optimizer, also on a wrapper that does
@@ -43,6 +43,28 @@ def checked(optimizer: Any) -> keras.optimizers.Optimizer:
     )
 
 
+def checked_to_scale(optimizer: Any) -> Any:
+    """Returns the optimizer to wrap with a loss scale; `checked` as well."""
+    optimizer = checked(optimizer)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "`inner_optimizer` scales the loss already; a second scale would "
+            "be divided out twice. Received: inner_optimizer="
+            f"{optimizer!r}. Wrap the optimizer inside it: "
+            "LossScaleOptimizer(optimizer.inner_optimizer)."
+        )
+    if optimizer.loss_scale_factor is not None:
+        factor = optimizer.loss_scale_factor
+        _messages.warn(
+            "the fixed loss_scale_factor=%r of %r is replaced by tfmix's loss "
+            "scale. To keep it, write LossScaleOptimizer(..., loss_scale=%r).",
+            factor,
+            optimizer.name,
+            factor,
+        )
+    return optimizer
+
+
 def _by_name(name: str) -> Any:
     try:
         return keras.optimizers.get(name)
@@ -70,6 +92,8 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
     """
 
     built: bool
+    # Whether tfmix has put it on, and takes it off again.
+    is_automatic = False
 
     def __getattr__(self, name: str) -> Any:
         """Looks up on the inner optimizer what the wrapper does not have."""

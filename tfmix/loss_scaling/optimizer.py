@@ -1,6 +1,7 @@
 """The optimizer that scales the loss and skips steps that overflowed."""
 
 import contextlib
+import inspect
 import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -12,20 +13,16 @@ from keras import ops, tree
 from tfmix import _arguments, _users_code
 from tfmix._keras import compilation, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import power
+from tfmix.gradient_scaling import model_call, power
 from tfmix.loss_scaling import (
     apply_if_finite,
     inner_attributes,
     replicas,
     rules,
     saving,
-    self_scaled,
-    settings,
     standstill,
-    stuck,
     unscale,
 )
-from tfmix.loss_scaling.state import Settings, State
 
 # How the variables of a loss scale's state are called in Keras's own class,
 # so that a checkpoint written by either can be read by tfmix.
@@ -134,12 +131,13 @@ class LossScaleOptimizer(
                 "128.0). (Keras says to set `loss_scale_factor` on the inner "
                 "optimizer; that applies steps that are not finite.)"
             )
-        settings.refuse_misspelt(kwargs)
-        rule = settings.loss_scale_rule(
+        _refuse_misspelt(kwargs)
+        rule = rules.of_arguments(
             loss_scale, initial_scale, dynamic_growth_steps
         )
-        inner_optimizer = settings.inner_optimizer(inner_optimizer)
-        reduce_dtype = settings.reduce_dtype(reduce_dtype, rule)
+        inner_optimizer = inner_attributes.checked_to_scale(inner_optimizer)
+        if reduce_dtype is not None:
+            reduce_dtype = replicas.checked_dtype(reduce_dtype, rule)
         replicas.check_strategy()
         super().__init__(
             inner_optimizer,
@@ -162,6 +160,8 @@ class LossScaleOptimizer(
         self._scaled_in_step: bool | None = None
         # Whether `apply_gradients` is given true gradients, as in tf.keras.
         self._next_are_true = False
+        # What warns of a user's own loop that stands still.
+        self._watch: standstill.Watch | None = None
         self._create_state(rule)
 
     @property
@@ -271,7 +271,7 @@ class LossScaleOptimizer(
                 whose gradients were not finite and says what to change.
         """
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
-        stuck.check(self, limit)
+        standstill.check(self, limit)
 
     @compilation.untouched
     def scale_loss(self, loss: Any) -> Any:
@@ -448,7 +448,7 @@ class LossScaleOptimizer(
                 "compiles. Write `optimizer.stateless_apply("
                 "optimizer_variables, grads, trainable_variables)` there."
             )
-        return self._step(by_row, places, self._settings(repeated), unscaled)
+        return self._step(by_row, places, repeated, unscaled)
 
     def stateless_apply(
         self,
@@ -558,8 +558,6 @@ class LossScaleOptimizer(
         self.is_building = False
         self._overflow_counts = self._counter("overflow_counts", len(variables))
         optimizers.remember(self, variables)
-        name = self.inner_optimizer.name
-        self._watch = standstill.Watch(name, optimizers.paths(variables))
         self.built = True
 
     def save_own_variables(self, store: Any) -> None:
@@ -611,7 +609,7 @@ class LossScaleOptimizer(
             # For good: what is compiled now has to agree with what is compiled
             # later.
             variables = self._model_variables
-            self._scales = not (self.built and self_scaled.hold(variables))
+            self._scales = not (self.built and model_call.scales(variables))
         return self._scales
 
     def decide_anew(self) -> None:
@@ -689,11 +687,23 @@ class LossScaleOptimizer(
         return variables
 
     def _step(
-        self, grads: list, places: list[int], settings: Settings, unscaled: bool
+        self,
+        grads: list,
+        places: list[int],
+        repeated: list[int],
+        unscaled: bool,
     ) -> Any:
-        """Steps; `grads` are by the settings' variables, `places` the given."""
-        variables, rule = settings.variables, settings.rule
-        used = self.variables + self._model_variables
+        """Steps.
+
+        Args:
+            grads: By the variables of the build; after them, second ones.
+            places: Those of the gradients that were given, as they were.
+            repeated: The rows of the variables that get a second one.
+            unscaled: Whether they are not of a scaled loss.
+        """
+        own, rule = self._model_variables, self.rule
+        variables = own + [own[row] for row in repeated]
+        used = self.variables + own
         if keras.backend.backend() == "tensorflow":
             replicas.check_replica_context()
         with replicas.one_replica(used):
@@ -718,14 +728,16 @@ class LossScaleOptimizer(
             checked = unscale.narrow_if_dense(grads, true)
             if scale is not None and rule.may_enlarge:
                 checked = true
-            updated = self._model_variables + settings.inner.variables
+            updated = own + self.inner_optimizer.variables
             applied, bad = apply_if_finite.apply_if_finite(
                 checked, update, updated
             )
+            rows = [*range(len(own)), *repeated]
+            bad = apply_if_finite.by_variable(bad, rows, len(own))
             norm = None
             if self._gradient_norm is not None:
                 norm = unscale.norm(true, variables)
-            after = state.after(settings, applied, bad, norm, is_data)
+            after = state.after(rule, applied, bad, norm, is_data)
             self._warn_if_still(state, after)
             self._assign(after)
         return ops.convert_to_tensor(applied)
@@ -734,11 +746,16 @@ class LossScaleOptimizer(
         """Says whether the data is not finite, where a rule has to know."""
         return False if _is_constant(self.rule) else power.blames_data(grads)
 
-    def _warn_if_still(self, before: State, after: State) -> None:
+    def _warn_if_still(
+        self, before: rules.StepState, after: rules.StepState
+    ) -> None:
         """Warns of the eighth skipped step in a row of a user's own loop."""
         if power.is_placed():
             # The line after the epoch says more.
             return
+        if self._watch is None:
+            paths = optimizers.paths(self._model_variables)
+            self._watch = standstill.Watch(self.inner_optimizer.name, paths)
         bad = ops.not_equal(before.overflow_counts, after.overflow_counts)
         is_eighth = ops.equal(after.consecutive_skips, standstill.AFTER)
         standstill.call_if(is_eighth, self._watch.warn, bad)
@@ -768,13 +785,6 @@ class LossScaleOptimizer(
     def _counter(self, name: str, *shape: int) -> keras.Variable:
         return self.add_variable(shape, "zeros", "int32", name=name)
 
-    def _settings(self, repeated: Sequence[int] = ()) -> Settings:
-        variables = self._model_variables
-        variables += [variables[row] for row in repeated]
-        return Settings(
-            self.rule, self.inner_optimizer, variables, tuple(repeated)
-        )
-
     @property
     def _model_variables(self) -> list[keras.Variable]:
         """The model's variables that the optimizer was built with."""
@@ -803,9 +813,9 @@ class LossScaleOptimizer(
         for variable, value in zip(self._scale_variables(), state, strict=True):
             variable.assign(value)
 
-    def _state(self) -> State:
+    def _state(self) -> rules.StepState:
         norm = self._gradient_norm
-        return State(
+        return rules.StepState(
             scale=self._scale_state(),
             skipped_steps=self._skipped_steps.value,
             consecutive_skips=self._consecutive_skips.value,
@@ -813,7 +823,7 @@ class LossScaleOptimizer(
             gradient_norm=None if norm is None else norm.value,
         )
 
-    def _assign(self, state: State) -> None:
+    def _assign(self, state: rules.StepState) -> None:
         self._assign_scale(state.scale)
         self._skipped_steps.assign(state.skipped_steps)
         self._consecutive_skips.assign(state.consecutive_skips)
@@ -841,6 +851,25 @@ def guarded_step(optimizer: LossScaleOptimizer) -> Iterator[set[int]]:
             yield optimizer.given_in_step
     finally:
         optimizer.given_in_step = None
+
+
+def _refuse_misspelt(given: Iterable[str]) -> None:
+    """Refuses what is nearly an argument of `LossScaleOptimizer`."""
+    fields = inspect.signature(rules.DynamicLossScale).parameters
+    own = "initial_scale dynamic_growth_steps loss_scale reduce_dtype".split()
+    meant = {
+        "growth_interval": "dynamic_growth_steps",
+        **{
+            field: f"loss_scale=DynamicLossScale({field}=...)"
+            for field in fields
+        },
+        **{argument: argument for argument in own},
+    }
+    for name in given:
+        if hint := _arguments.did_you_mean(name, meant, cutoff=0.8):
+            raise ValueError(
+                f"LossScaleOptimizer has no argument `{name}`.{hint}"
+            )
 
 
 def _is_past(variable: Any) -> bool:

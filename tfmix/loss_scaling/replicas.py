@@ -13,9 +13,10 @@ from typing import Any
 
 import keras
 
+from tfmix import _formats, _messages
 from tfmix._keras import compilation, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.loss_scaling import all_finite
+from tfmix.loss_scaling import all_finite, rules
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -25,10 +26,6 @@ _REFUSED = {
     "ParameterServerStrategy": "its workers update shared variables alone",
     "CentralStorageStrategy": "its variables are not copied to each replica",
 }
-
-
-# What an optimizer has run on every replica, by name.
-_TRACED = "_tfmix_traced"
 
 
 def check_strategy(strategy: Any = None) -> None:
@@ -44,6 +41,43 @@ def check_strategy(strategy: Any = None) -> None:
             "MirroredStrategy, MultiWorkerMirroredStrategy, "
             "OneDeviceStrategy or TPUStrategy."
         )
+
+
+def checked_dtype(dtype: Any, rule: rules.LossScale) -> str:
+    """Returns the dtype that gradients are summed over replicas in, checked."""
+    if not isinstance(dtype, str) or dtype not in _formats.SIXTEEN_BIT:
+        raise ValueError(
+            '`reduce_dtype` must be "float16", "bfloat16" or None. Received: '
+            f"reduce_dtype={dtype!r}."
+        )
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            "`reduce_dtype` is of the sum that `tf.distribute` makes. Under "
+            "JAX the compiler places the sum over a sharded batch, in the "
+            f"dtype of the gradients. Received: reduce_dtype={dtype!r} on the "
+            f"{keras.backend.backend()!r} backend. Leave it out; in a "
+            "`jax.shard_map` of your own write `jax.lax.psum(gradient.astype("
+            f'"{dtype}"), axis)` before `stateless_apply`.'
+        )
+    if dtype == "float16" and isinstance(rule, rules.NoLossScale):
+        raise ValueError(
+            "Gradients that are summed in float16 must be scaled: those below "
+            f"{_formats.FLOAT16.smallest:.1g} become 0. Received: "
+            'reduce_dtype="float16" with NoLossScale(). Write reduce_dtype='
+            '"bfloat16", or loss_scale="dynamic".'
+        )
+    return dtype
+
+
+def drop_unsupported(config: dict) -> None:
+    """Drops from an optimizer's config what this backend does not know."""
+    if keras.backend.backend() != "tensorflow":
+        if dtype := config.pop("reduce_dtype", None):
+            _messages.warn(
+                "the optimizer was saved with reduce_dtype=%r, which is of the "
+                "sum that `tf.distribute` makes; under JAX it is left out.",
+                dtype,
+            )
 
 
 def check_replica_context() -> None:
@@ -177,18 +211,19 @@ def one_replica(
 
 
 def run_on_each(
-    optimizer: optimizers.Optimizer, function: Callable[[], None]
+    optimizer: optimizers.Optimizer,
+    function: Callable[[], None],
+    traced: dict[str, Callable],
 ) -> None:
     """Runs a function of a built optimizer's variables on every replica.
 
-    What it does is known by its name, and traced once.
+    What it does is known by its name, and traced once, into `traced`.
     """
     strategy = optimizers.strategy_of(optimizer)
     if strategy is None or strategy.num_replicas_in_sync == 1:
         function()
         return
 
-    traced = vars(optimizer).setdefault(_TRACED, {})
     name = function.__name__
 
     def on_replica() -> None:

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import math
+import numbers
 from typing import Any, NamedTuple
 
 import keras
@@ -10,7 +11,6 @@ import numpy as np
 from keras import ops
 
 from tfmix import _arguments
-from tfmix.loss_scaling.state import is_number, select
 
 
 class LossScaleState(NamedTuple):
@@ -89,8 +89,8 @@ class LossScale(abc.ABC):
         stored = state.scale
         initial = _constant_like(self.init()[0], stored)
         # Any comparison with NaN is false.
-        positive = select(stored > 0, stored, initial)
-        return select(positive < math.inf, positive, initial)
+        positive = _select(stored > 0, stored, initial)
+        return _select(positive < math.inf, positive, initial)
 
     def get_config(self) -> dict:
         """Returns the settings as keyword arguments of the constructor."""
@@ -201,7 +201,7 @@ class DynamicLossScale(LossScale):
         stored = state.scale
         initial = _constant_like(np.float32(self.initial_scale), stored)
         # NaN is the one value that does not equal itself.
-        return self._bounded(select(stored == stored, stored, initial))
+        return self._bounded(_select(stored == stored, stored, initial))
 
     def update(self, state: Any, finite: Any) -> LossScaleState:
         """Returns the state after a step; see the class for the rule."""
@@ -211,16 +211,16 @@ class DynamicLossScale(LossScale):
         grows = good_steps >= self.growth_steps
         shrinks = overflows >= self.hysteresis
         zero = good_steps * 0
-        grown = select(grows, self._bounded(scale * self.growth_factor), scale)
+        grown = _select(grows, self._bounded(scale * self.growth_factor), scale)
         backoff = self._bounded(scale * self.backoff_factor)
         return LossScaleState(
-            scale=select(finite, grown, select(shrinks, backoff, scale)),
-            good_steps=select(finite, select(grows, zero, good_steps), zero),
-            overflows=select(finite, overflows * 0, overflows),
+            scale=_select(finite, grown, _select(shrinks, backoff, scale)),
+            good_steps=_select(finite, _select(grows, zero, good_steps), zero),
+            overflows=_select(finite, overflows * 0, overflows),
         )
 
     def _bounded(self, scale: Any) -> Any:
-        if is_number(scale):
+        if _is_number(scale):
             return np.float32(min(max(scale, self.min_scale), self.max_scale))
         return ops.clip(scale, self.min_scale, self.max_scale)
 
@@ -286,6 +286,79 @@ class NoLossScale(_ConstantLossScale):
     """
 
 
+class StepState(NamedTuple):
+    """What a step of the optimizer moves on.
+
+    Attributes:
+        scale: The rule's state, a named tuple of scalars.
+        skipped_steps: Int32 scalar, steps not applied so far.
+        consecutive_skips: Int32 scalar, those since the last that was.
+        overflow_counts: Int32 vector, of skipped steps in which the gradient
+            of each variable was not finite.
+        gradient_norm: Float32 scalar, of the last applied step's gradients;
+            `None` if it is not kept.
+    """
+
+    scale: Any
+    skipped_steps: Any
+    consecutive_skips: Any
+    overflow_counts: Any
+    gradient_norm: Any = None
+
+    def after(
+        self,
+        rule: LossScale,
+        applied: Any,
+        bad: Any,
+        norm: Any,
+        is_data: Any,
+    ) -> "StepState":
+        """Returns the state after a step.
+
+        Args:
+            rule: The rule of the loss scale.
+            applied: Bool or boolean scalar tensor, whether it was applied.
+            bad: Boolean vector, the variables with a gradient not finite.
+            norm: Float32 scalar, of the true gradients; `None` if not kept.
+            is_data: Bool or boolean scalar tensor, whether the step is not
+                applied because the data or the loss is not finite. No scale
+                helps there, so that the rule does not move.
+        """
+        scale = rule.update(self.scale, applied)
+        if is_data is not False:
+            scale = _select_all(is_data, self.scale, scale)
+        if norm is not None:
+            norm = _select(applied, norm, self.gradient_norm)
+        return StepState(
+            scale=scale,
+            skipped_steps=self.skipped_steps + _select(applied, 0, 1),
+            consecutive_skips=_select(
+                applied,
+                ops.zeros_like(self.consecutive_skips),
+                self.consecutive_skips + 1,
+            ),
+            overflow_counts=self.overflow_counts + ops.cast(bad, "int32"),
+            gradient_norm=norm,
+        )
+
+
+def _select_all(condition: Any, if_true: Any, if_false: Any) -> Any:
+    pairs = zip(if_true, if_false, strict=True)
+    return type(if_true)(*(_select(condition, *pair) for pair in pairs))
+
+
+def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """Returns one of two values, numbers or scalar tensors."""
+    if _is_number(condition):
+        return if_true if condition else if_false
+    return ops.where(condition, if_true, if_false)
+
+
+def _is_number(value: Any) -> bool:
+    """Returns whether a value is known now, not a tensor to come."""
+    return isinstance(value, numbers.Number | np.generic | np.ndarray)
+
+
 def _store(loss_scale: LossScale, name: str, value: float | int) -> None:
     # The documented way to set a field of a frozen dataclass while it is made.
     object.__setattr__(loss_scale, name, value)
@@ -293,4 +366,42 @@ def _store(loss_scale: LossScale, name: str, value: float | int) -> None:
 
 def _constant_like(number: np.float32, like: Any) -> Any:
     """Returns the number as what `like` is: a number or a tensor."""
-    return number if is_number(like) else ops.convert_to_tensor(number)
+    return number if _is_number(like) else ops.convert_to_tensor(number)
+
+
+def of_arguments(
+    loss_scale: Any, initial_scale: Any, dynamic_growth_steps: Any
+) -> LossScale:
+    """Returns the rule that three constructor arguments describe."""
+    given = {} if initial_scale is None else {"initial_scale": initial_scale}
+    if dynamic_growth_steps is not None:
+        given["growth_steps"] = _arguments.count(
+            "dynamic_growth_steps", dynamic_growth_steps
+        )
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        return DynamicLossScale(**given)
+    if given:
+        raise ValueError(
+            "`initial_scale` and `dynamic_growth_steps` are settings of the "
+            "dynamic rule and would be ignored beside another one. Received: "
+            f"initial_scale={initial_scale!r}, dynamic_growth_steps="
+            f"{dynamic_growth_steps!r}, loss_scale={loss_scale!r}. Write "
+            "loss_scale=tfmix.DynamicLossScale(initial_scale=..., "
+            "growth_steps=...), or leave the two out."
+        )
+    if isinstance(loss_scale, LossScale):
+        return loss_scale
+    if isinstance(loss_scale, keras.optimizers.Optimizer):
+        raise TypeError(
+            "Optimizers do not share a loss scale any more: each has its own. "
+            f"Received: loss_scale={loss_scale!r}. Leave `loss_scale` out, or "
+            "give both optimizers the same rule, such as "
+            "loss_scale=tfmix.DynamicLossScale(initial_scale=...)."
+        )
+    if isinstance(loss_scale, str) or loss_scale is None:
+        raise ValueError(
+            '`loss_scale` must be "dynamic", a positive number or a '
+            f"tfmix.loss_scaling.LossScale object. Received: "
+            f"loss_scale={loss_scale!r}."
+        )
+    return FixedLossScale(_arguments.positive("loss_scale", loss_scale))

@@ -9,7 +9,7 @@ import numpy as np
 
 from tfmix import _messages
 from tfmix._keras import variables as keras_variables
-from tfmix.loss_scaling import rules, settings
+from tfmix.loss_scaling import replicas, rules
 
 # Keys of a saved state: own variables by name, the inner ones by position.
 _OWN, _INNER = "own_", "inner_"
@@ -90,7 +90,7 @@ def config(optimizer: Any) -> dict:
     }
     # The rule may differ from the default in more.
     if type(optimizer.rule) is rules.DynamicLossScale and optimizer.rule == (
-        settings.loss_scale_rule("dynamic", *keras_form.values())
+        rules.of_arguments("dynamic", *keras_form.values())
     ):
         arguments |= keras_form
     else:
@@ -114,7 +114,7 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
             arguments[key] = keras.saving.deserialize_keras_object(
                 arguments[key], custom_objects=custom_objects
             )
-    settings.drop_unsupported(arguments)
+    replicas.drop_unsupported(arguments)
     # Of its model, in older files.
     arguments.pop("guarded", None)
     optimizer = kind(**arguments)

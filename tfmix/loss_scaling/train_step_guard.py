@@ -1,4 +1,4 @@
-"""A train step that leaves no trace when it is skipped."""
+"""A train step, or a call in training, that leaves no trace of a bad batch."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -293,6 +293,63 @@ def _mended(variable: Any, old: Any) -> Any:
         ops.logical_not(ops.isfinite(old)), ops.isfinite(new)
     )
     return ops.where(is_mended, new, old)
+
+
+def kept_finite(
+    model: keras.Model, call: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a model in training; takes back what it wrote if that is NaN.
+
+    For a call outside of a guard: in a loop of one's own, or with several
+    optimizers, nobody knows when the step is over. The step is skipped, but
+    BatchNormalization has written by then.
+
+    Args:
+        model: The model. One that is guarded is only called.
+        call: What calls it.
+        *args: Positional arguments of the call.
+        **kwargs: Keyword arguments of the call.
+
+    Returns:
+        What `call` returns. If a number of a float variable that is not
+        trained was finite before and is not now, all of these variables have
+        their old values.
+    """
+    in_training = kwargs.get("training")
+    if in_training is None:
+        in_training = layers.is_training()
+    if is_guarded(model) or not in_training:
+        return call(*args, **kwargs)
+    unlisted = layers.unlisted_variables(model)
+    variables = [
+        variable
+        for variable in [*model.non_trainable_variables, *unlisted]
+        if _is_float(variable)
+    ]
+    # As they are stored, not as layers in 16 bit read them.
+    with layers.autocast(None):
+        before = [compilation.read(variable) for variable in variables]
+    outputs = call(*args, **kwargs)
+    with layers.autocast(None):
+        _restore_if_lost(variables, before)
+    return outputs
+
+
+def _restore_if_lost(variables: list[keras.Variable], before: list) -> None:
+    written = apply_if_finite.written(zip(variables, before, strict=True))
+    if not written:
+        return
+    lost = [
+        ops.reshape(_is_lost(old, compilation.read(variable)), (-1,))
+        for variable, old in written
+    ]
+    is_bad = ops.any(ops.concatenate(lost))
+    apply_if_finite.put_back(ops.logical_not(is_bad), written)
+
+
+def _is_lost(old: Any, new: Any) -> Any:
+    was_finite = ops.isfinite(old)
+    return ops.logical_and(was_finite, ops.logical_not(ops.isfinite(new)))
 
 
 def _is_float(value: Any) -> bool:

@@ -7,9 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import optimizers, replacements, variables
-from tfmix.gradient_scaling import bits
-from tfmix.optimizers import eight_bit_slots, sixteen_bit_optimizer, views
+from tfmix._keras import compilation, optimizers, replacements, variables
+from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer, views
 
 
 def stochastic(value: Any, noise: Any) -> Any:
@@ -19,10 +18,10 @@ def stochastic(value: Any, noise: Any) -> Any:
         value: Float32 tensor. What is a bfloat16, infinite or NaN stays.
         noise: Int32 tensor of its shape; see `noise.noise`.
     """
-    word = bits.bitcast(bits.quiet(value), "int32")
+    word = compilation.bitcast(bits.quiet(value), "int32")
     word = word + bits.upper(noise, 16)
     upper = ops.cast(bits.upper(word, 16), "uint16")
-    return bits.bitcast(upper, "bfloat16")
+    return compilation.bitcast(upper, "bfloat16")
 
 
 class _StochasticView(variables.Float32View):

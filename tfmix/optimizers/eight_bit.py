@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
-from tfmix.gradient_scaling import bits
+from tfmix._keras import compilation
+from tfmix.optimizers import bits
 
 # Numbers that share a scale, next to each other in memory.
 BLOCK = 256
@@ -76,12 +77,12 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
     noise = bits.upper(noise, 32 - code.dropped)
     largest = _largest(sizes)
     # Divided by subtracting exponents: XLA stores a quotient for later.
-    scales = bits.bitcast(_scales(largest, value.shape), "int32")
-    words = bits.bitcast(sizes, "int32")
+    scales = compilation.bitcast(_scales(largest, value.shape), "int32")
+    words = compilation.bitcast(sizes, "int32")
     # What is 0 or subnormal has no exponent to subtract from.
     is_normal = ops.greater_equal(words, _int(_SMALLEST))
     words = ops.where(is_normal, words - (scales - _int(_ONE)), _int(0))
-    scaled = bits.bitcast(ops.maximum(words, _int(0)), "float32")
+    scaled = compilation.bitcast(ops.maximum(words, _int(0)), "float32")
     codes = ops.right_shift(words + noise, _int(code.dropped)) - _int(code.base)
     smallest = 2.0 ** (1 - code.octaves) * (1 + 1 / code.steps)
     small = _int(1)
@@ -95,7 +96,7 @@ def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
     # Last an operation on two tensors: what ends in a cast, XLA would compute
     # again in each kernel that reads the codes.
     if code.signed:
-        sign = ops.right_shift(bits.bitcast(value, "int32"), _int(24))
+        sign = ops.right_shift(compilation.bitcast(value, "int32"), _int(24))
         sign = ops.cast(ops.bitwise_and(sign, _int(128)), "uint8")
         return ops.bitwise_or(codes, sign), largest
     zero = ops.cast(0, "uint8")
@@ -107,7 +108,7 @@ def decode(codes: Any, largest: Any, code: Code) -> Any:
     codes = ops.cast(codes, "int32")
     size = ops.bitwise_and(codes, _int(127)) if code.signed else codes
     kept = ops.left_shift(size + _int(code.base), _int(code.dropped))
-    value = bits.bitcast(kept, "float32")
+    value = compilation.bitcast(kept, "float32")
     value = ops.where(ops.equal(size, _int(0)), 0.0, value)
     if code.signed:
         value = ops.where(ops.greater(codes, _int(127)), -value, value)
@@ -128,10 +129,10 @@ def _largest(sizes: Any) -> Any:
         sizes = ops.pad(ops.reshape(sizes, (count,)), [(0, padding)])
     # As integers, which lie in the same order, and over an axis before the last
     # one first: so a CPU compares many at a time.
-    words = bits.bitcast(sizes, "int32")
+    words = compilation.bitcast(sizes, "int32")
     words = ops.reshape(words, (*cut[:-1], BLOCK // _LANES, _LANES))
     words = ops.max(ops.max(words, axis=-2), axis=-1)
-    return bits.bitcast(ops.reshape(words, (-1,)), "float32")
+    return compilation.bitcast(ops.reshape(words, (-1,)), "float32")
 
 
 def _cut(shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -154,8 +155,10 @@ def _scales(largest: Any, shape: tuple[int, ...]) -> Any:
         ops.expand_dims(largest, 1), (blocks(shape), BLOCK)
     )
     flat = ops.reshape(spread, (-1,))[: math.prod(shape)]
-    words = bits.bitcast(ops.reshape(flat, shape), "int32")
+    words = compilation.bitcast(ops.reshape(flat, shape), "int32")
     finite = ops.less(words, _int(_INFINITY))
     power = ops.bitwise_and(words + _int(_SMALLEST - 1), _int(-_SMALLEST))
     power = ops.minimum(ops.maximum(power, _int(_SMALLEST)), _int(_LARGEST))
-    return bits.bitcast(ops.where(finite, power, _int(_INFINITY)), "float32")
+    return compilation.bitcast(
+        ops.where(finite, power, _int(_INFINITY)), "float32"
+    )

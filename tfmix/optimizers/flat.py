@@ -8,8 +8,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import optimizers
-from tfmix.gradient_scaling import bits
-from tfmix.optimizers import eight_bit_slots, sixteen_bit_optimizer
+from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer
 
 # Optimizers whose update of an element reads that element alone, by the
 # `update_step` they run (so subclasses that keep it count too).

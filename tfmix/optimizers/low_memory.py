@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import averages, variables
+from tfmix._keras import optimizers, variables
 from tfmix.optimizers import eight_bit_slots, sixteen_bit_optimizer
 
 
@@ -30,7 +30,7 @@ class _Themselves(sixteen_bit_optimizer.StandIns):
 
 @keras.saving.register_keras_serializable(package="tfmix")
 class LowMemoryOptimizer(
-    averages.AveragesOfInner, sixteen_bit_optimizer.SixteenBitOptimizer
+    optimizers.AveragesOfInner, sixteen_bit_optimizer.SixteenBitOptimizer
 ):
     """Keeps the state of an optimizer in 8 bits instead of 32.
 

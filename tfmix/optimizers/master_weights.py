@@ -6,8 +6,13 @@ import keras
 from keras import ops
 
 from tfmix._keras import optimizers, variables
-from tfmix.gradient_scaling import bits
-from tfmix.optimizers import eight_bit_slots, flat, sixteen_bit_optimizer, views
+from tfmix.optimizers import (
+    bits,
+    eight_bit_slots,
+    flat,
+    sixteen_bit_optimizer,
+    views,
+)
 
 
 @keras.saving.register_keras_serializable(package="tfmix")

@@ -9,7 +9,7 @@ from typing import Any
 
 from keras import ops
 
-from tfmix.gradient_scaling import bits
+from tfmix.optimizers import bits
 
 # 2**32 divided by the golden ratio, and odd.
 _GOLDEN = 0x9E3779B9

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from tfmix._keras import averages, compilation, optimizers, variables
+from tfmix._keras import compilation, optimizers, variables
 from tfmix.loss_scaling import inner_attributes, replicas
 from tfmix.optimizers import eight_bit_slots, noise
 
@@ -29,6 +29,8 @@ class StandIns:
         self.optimizer = optimizer
         self.narrow = [*filter(variables.is_sixteen_bit, model_variables)]
         self.stand_ins = self.make()
+        # What runs on every replica, by name.
+        self.traced: dict[str, Callable] = {}
 
     def make(self) -> dict[int, keras.Variable]:
         """Returns the stand-in of each of the `narrow` variables, by `id`."""
@@ -257,7 +259,7 @@ class SixteenBitOptimizer(
 
     def _on_each_replica(self, action: Callable[[], None]) -> None:
         if self.built:
-            replicas.run_on_each(self, action)
+            replicas.run_on_each(self, action, self._store.traced)
 
     @contextlib.contextmanager
     def _stand_ins(self) -> Iterator[StandIns]:
@@ -273,12 +275,12 @@ class SixteenBitOptimizer(
 
     def _swap_averages(self) -> None:
         with self._stand_ins() as store:
-            for target, average in averages.pairs(self.inner_optimizer):
+            for target, average in optimizers.averages(self.inner_optimizer):
                 store.swap(target, average)
 
     def _overwrite_averages(self) -> None:
         with self._stand_ins() as store:
-            for target, average in averages.pairs(self.inner_optimizer):
+            for target, average in optimizers.averages(self.inner_optimizer):
                 store.overwrite(target, average)
 
     def read_float32(self, variable: keras.Variable) -> Any:

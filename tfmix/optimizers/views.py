@@ -8,8 +8,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import optimizers, replacements, variables
-from tfmix.gradient_scaling import bits
-from tfmix.optimizers import sixteen_bit_optimizer
+from tfmix.optimizers import bits, sixteen_bit_optimizer
 
 
 class RestView(variables.Float32View):

@@ -1,6 +1,5 @@
 """`Policy`: a dtype policy with a list of what stays in float32."""
 
-import contextvars
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -265,13 +264,6 @@ class _Config(dict[str, str]):
     """A configuration that remembers which policy it was made of."""
 
     policy: Policy
-
-
-# The policy that the code of a block makes layers under, whatever was set for
-# the process or for a scope.
-of_block: contextvars.ContextVar[keras.DTypePolicy | None] = (
-    contextvars.ContextVar("tfmix_policy_of_block", default=None)
-)
 
 
 def with_rules(policy: keras.DTypePolicy) -> Policy:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import strategies
 from keras import ops
 
-from tfmix.gradient_scaling import bits
+from tfmix._keras import compilation
+from tfmix.optimizers import bits
 
 
 def words(*values):
@@ -51,8 +52,8 @@ def test_the_upper_half_is_the_nearest_bfloat16():
     upper, _ = bits.split(value)
     nearest = ops.cast(value, "bfloat16")
     np.testing.assert_array_equal(
-        ops.convert_to_numpy(bits.bitcast(upper, "uint16")),
-        ops.convert_to_numpy(bits.bitcast(nearest, "uint16")),
+        ops.convert_to_numpy(compilation.bitcast(upper, "uint16")),
+        ops.convert_to_numpy(compilation.bitcast(nearest, "uint16")),
     )
 
 

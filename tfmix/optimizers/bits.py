@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 from keras import ops
 
 from tfmix._keras import compilation
@@ -22,20 +21,20 @@ def split(value: Any) -> tuple[Any, Any]:
     # half is what is missing, with a sign. Ties to even would not be
     # invertible: the remainder +32768 does not fit, and -32768 would stand for
     # both neighbours.
-    bits = bitcast(quiet(value), "uint32")
+    bits = compilation.bitcast(quiet(value), "uint32")
     upper = ops.right_shift(ops.add(bits, unsigned(0x8000)), unsigned(16))
-    upper = bitcast(ops.cast(upper, "uint16"), "bfloat16")
+    upper = compilation.bitcast(ops.cast(upper, "uint16"), "bfloat16")
     lower = ops.cast(ops.bitwise_and(bits, unsigned(0xFFFF)), "uint16")
-    return upper, bitcast(lower, "int16")
+    return upper, compilation.bitcast(lower, "int16")
 
 
 def join(upper: Any, lower: Any) -> Any:
     """Puts together, exactly, what `split` took apart."""
-    bits = ops.cast(bitcast(upper, "uint16"), "uint32")
+    bits = ops.cast(compilation.bitcast(upper, "uint16"), "uint32")
     bits = ops.left_shift(bits, unsigned(16))
     # Sign-extended and added modulo 2**32.
-    rest = bitcast(ops.cast(lower, "int32"), "uint32")
-    return bitcast(ops.add(bits, rest), "float32")
+    rest = compilation.bitcast(ops.cast(lower, "int32"), "uint32")
+    return compilation.bitcast(ops.add(bits, rest), "float32")
 
 
 def refreshed(master: Any, stored: Any) -> Any:
@@ -46,7 +45,10 @@ def refreshed(master: Any, stored: Any) -> Any:
     stored = ops.convert_to_tensor(stored)
     rounded = ops.cast(master, stored.dtype)
     # Compared as bits: XLA may drop a rounding whose result it computes with.
-    untouched = ops.equal(bitcast(rounded, "uint16"), bitcast(stored, "uint16"))
+    untouched = ops.equal(
+        compilation.bitcast(rounded, "uint16"),
+        compilation.bitcast(stored, "uint16"),
+    )
     return ops.where(untouched, master, ops.cast(stored, "float32"))
 
 
@@ -77,8 +79,8 @@ def fingerprints(tensors: Sequence, salt: int = 0) -> Any:
 def _hashed(tensor: Any) -> Any:
     # Elements are hashed with their positions before they are added up: a
     # plain weighted sum is the same for many pairs of constant tensors.
-    words = bitcast(tensor, "uint16")
-    words = bitcast(ops.cast(words, "uint32"), "int32")
+    words = compilation.bitcast(tensor, "uint16")
+    words = compilation.bitcast(ops.cast(words, "uint32"), "int32")
     positions = ops.arange(math.prod(tensor.shape), dtype="int32")
     positions = ops.reshape(positions, tensor.shape)
     # As MurmurHash3 mixes bits, in arithmetic that wraps around.
@@ -103,15 +105,3 @@ def upper(words: Any, shift: int) -> Any:
     """Shifts int32 to the right, and zeros in from the left."""
     shifted = ops.right_shift(words, signed(shift))
     return ops.bitwise_and(shifted, signed(2 ** (32 - shift) - 1))
-
-
-def bitcast(tensor: Any, dtype: str) -> Any:
-    """Reads the same bits as another dtype of the same size."""
-    tensor = ops.convert_to_tensor(tensor)
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        return tf.bitcast(tensor, dtype)
-    import jax
-
-    return jax.lax.bitcast_convert_type(tensor, dtype)
