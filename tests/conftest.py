@@ -27,6 +27,8 @@ TENSORFLOW_DEVICES = 4
 # under one backend. Mostly TensorFlow: JAX compiles each operation it meets.
 TENSORFLOW_IS_ENOUGH = (
     "benchmarks/",
+    "autocast/test_averaged_weights.py",
+    "autocast/test_compile_optimizer.py",
     "callbacks/",
     "conversion/test_convert_applications.py",
     "conversion/test_copying.py",
@@ -45,6 +47,7 @@ TENSORFLOW_IS_ENOUGH = (
     "hardware/test_advice.py",
     "diagnostics/test_skip_report.py",
     "loss_scaling/test_replicas.py",
+    "loss_scaling/test_storage.py",
     "test_cli.py",
     "test_demo.py",
     "test_docs.py",
