@@ -96,7 +96,7 @@ test-all-jax: $(STAMP)
 	@echo "tfmix: every test under JAX"
 	@KERAS_BACKEND=jax $(COMPLETE)
 
-# Breaks tfmix in eleven ways and says whether the quick tests notice each one.
+# Breaks tfmix in twelve ways and says whether the quick tests notice each one.
 mutations: $(STAMP)
 	@XLA_FLAGS='$(QUICK_XLA)' $(BIN)/python -m tests.mutations
 
