@@ -58,9 +58,6 @@ def pure() -> results.Table:
         "stochastic": lambda: tfmix.optimizers.BFloat16Optimizer(
             adam(), seed=1
         ),
-        "Kahan": lambda: tfmix.optimizers.BFloat16Optimizer(
-            adam(), rounding="kahan"
-        ),
         "masters in tfmix": lambda: tfmix.LossScaleOptimizer(
             tfmix.optimizers.MasterWeightOptimizer(adam())
         ),

@@ -3,7 +3,7 @@
 python -m benchmarks.faults [--only=NAME,...] [--systems=NAME,...] [--json]
                              [--save=docs]
 
-`--systems masters flat split stochastic kahan` shows pure 16-bit variables,
+`--systems masters flat split stochastic` shows pure 16-bit variables,
 `--systems low stochastic8` slots in 8 bits.
 KERAS_BACKEND=jax runs the rows that need no `tf.distribute`.
 

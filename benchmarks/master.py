@@ -116,12 +116,6 @@ VARIANTS: dict[str, tuple[str, Callable]] = {
         lambda adam: master_weights.MasterWeightOptimizer(adam, split=True),
     ),
     "stochastic": ("bfloat16", bfloat16_optimizer.BFloat16Optimizer),
-    "kahan": (
-        "bfloat16",
-        lambda adam: bfloat16_optimizer.BFloat16Optimizer(
-            adam, rounding="kahan"
-        ),
-    ),
     # Of the small variables of these models, too.
     "float32, 8-bit slots": (
         "float32",

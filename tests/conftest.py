@@ -1,4 +1,8 @@
-"""Gives every test the same start, and puts global state back after it."""
+"""Gives every test the same start, and puts global state back after it.
+
+Keras is imported where it is used: the process that only hands tests to others
+(`pytest -n 2`) has no need of it, and all wait for that one.
+"""
 
 import importlib.util
 import os
@@ -14,19 +18,17 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Figures are drawn into files, also where a display is there.
 os.environ.setdefault("MPLBACKEND", "agg")
 
-import keras
 import pytest
-from absl import logging
 
-import tfmix
 from tests import sampling
-from tfmix import _messages, _users_code
 
 TENSORFLOW_DEVICES = 4
 # What a backend changes little, or what only one can run: a quick run has these
 # under one backend. Mostly TensorFlow: JAX compiles each operation it meets.
 TENSORFLOW_IS_ENOUGH = (
     "benchmarks/",
+    "autocast/test_averaged_weights.py",
+    "autocast/test_compile_optimizer.py",
     "callbacks/",
     "conversion/test_convert_applications.py",
     "conversion/test_copying.py",
@@ -45,6 +47,7 @@ TENSORFLOW_IS_ENOUGH = (
     "hardware/test_advice.py",
     "diagnostics/test_skip_report.py",
     "loss_scaling/test_replicas.py",
+    "loss_scaling/test_storage.py",
     "test_cli.py",
     "test_demo.py",
     "test_docs.py",
@@ -116,7 +119,7 @@ def pytest_collection_modifyitems(config, items):
     """
     if config.option.all or any("::" in name for name in config.args):
         return
-    mine = ("tensorflow", "jax").index(keras.backend.backend())
+    mine = ("tensorflow", "jax").index(_backend())
     kept = sampling.quick(items, _left_out, _is_shared, mine)
     left_out = [item for item in items if item not in kept]
     config.hook.pytest_deselected(items=left_out)
@@ -129,7 +132,7 @@ def _left_out(item):
     # A case that is skipped here must not stand for one that runs.
     if any(mark.args[0] for mark in item.iter_markers("skipif")):
         return True
-    return _enough_under(item) not in (None, keras.backend.backend())
+    return _enough_under(item) not in (None, _backend())
 
 
 def _is_shared(item):
@@ -152,7 +155,11 @@ def _enough_under(item):
 
 def pytest_sessionstart(session):
     """Splits the CPU into replicas and turns off TF32, which has 10 bits."""
-    if keras.backend.backend() != "tensorflow":
+    option = session.config.option
+    hands_out = getattr(option, "numprocesses", None) and not hasattr(
+        session.config, "workerinput"
+    )
+    if hands_out or _backend() != "tensorflow":
         return
     import tensorflow as tf
 
@@ -170,18 +177,20 @@ def restored_global_state(monkeypatch):
     `monkeypatch` is asked for so that a test's environment variables are
     back, too, before the next test starts.
     """
+    import keras
+
+    import tfmix
+
     floatx, keras_policy = keras.config.floatx(), keras.config.dtype_policy()
-    tfmix_policy = _global_policy()
+    tfmix_policy = tfmix.global_policy()
     keras.utils.set_random_seed(1337)
     yield
-    if tfmix_policy is not None:
-        tfmix.set_global_policy(tfmix_policy)
+    tfmix.set_global_policy(tfmix_policy)
     with warnings.catch_warnings():
         # tfmix may warn when a policy is lost here; this one is put back.
         warnings.simplefilter("ignore")
         keras.utils.clear_session(free_memory=False)
-    if tfmix_policy is not None:
-        tfmix.set_global_policy(tfmix_policy)
+    tfmix.set_global_policy(tfmix_policy)
     keras.config.set_dtype_policy(keras_policy)
     keras.config.set_floatx(floatx)
 
@@ -193,6 +202,10 @@ def messages(monkeypatch, caplog):
     It comes as a warning of Python's here, which fails a test unless
     `pytest.warns` waits for it.
     """
+    from absl import logging
+
+    from tfmix import _messages, _users_code
+
     # A page of the guide may set it.
     level = logging.get_verbosity()
     monkeypatch.setattr(_messages, "_said_once", set())
@@ -204,6 +217,8 @@ def messages(monkeypatch, caplog):
 @pytest.fixture
 def said(monkeypatch):
     """Lists what is said."""
+    from tfmix import _messages
+
     seen = []
     monkeypatch.setattr(
         _messages, "warn", lambda text, *values: seen.append(text % values)
@@ -211,7 +226,7 @@ def said(monkeypatch):
     return seen
 
 
-def _global_policy():
-    if not hasattr(tfmix, "global_policy"):
-        return None
-    return tfmix.global_policy()
+def _backend():
+    import keras
+
+    return keras.backend.backend()

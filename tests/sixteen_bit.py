@@ -18,9 +18,6 @@ WAYS = {
     "split": lambda inner: master_weights.MasterWeightOptimizer(
         inner, split=True
     ),
-    "kahan": lambda inner: bfloat16_optimizer.BFloat16Optimizer(
-        inner, rounding="kahan"
-    ),
     "stochastic": lambda inner: bfloat16_optimizer.BFloat16Optimizer(
         inner, seed=7
     ),

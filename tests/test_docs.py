@@ -105,10 +105,11 @@ def place(tmp_path, monkeypatch):
         monkeypatch.setattr(tf.distribute, "MirroredStrategy", lambda: strategy)
 
 
-# Those that train for seconds.
+# Those that train for seconds, and the one that test_export.py runs as well.
 SLOW_PAGES = {
     "adapters-remat-export.md",
     "cast-and-fine-tune.md",
+    "deployment.md",
     "faq.md",
     "float8.md",
     "gans.md",

@@ -308,7 +308,18 @@ def test_the_table_of_deployment_is_found():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.every_case
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(
+            row,
+            # TensorFlow's converter takes its time, once for each format.
+            marks=pytest.mark.slow if "weights" in row[0] else (),
+            id=row[0],
+        )
+        for row in TABLE
+    ],
+)
 def test_a_line_of_the_table_is_as_it_says(row, page, tmp_path, monkeypatch):
     target, line, kilobytes, within = row
     for package in NEEDS.get(target.split(",")[0], "").split():

@@ -31,7 +31,7 @@ def test_a_few_orders_break_no_law(order):
 
 
 @pytest.mark.slow
-@hypothesis.settings(SETTINGS, max_examples=700)
+@hypothesis.settings(SETTINGS, max_examples=150)
 @hypothesis.given(drawn())
 def test_many_orders_break_no_law(order):
     orders.run(order)
@@ -39,7 +39,7 @@ def test_many_orders_break_no_law(order):
 
 @pytest.mark.slow
 @helpers.requires_backend("tensorflow")
-@hypothesis.settings(SETTINGS, max_examples=300)
+@hypothesis.settings(SETTINGS, max_examples=50)
 @hypothesis.given(drawn(replicas=2))
 def test_many_orders_on_two_replicas_break_no_law(order):
     orders.run(order)

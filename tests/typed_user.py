@@ -88,7 +88,7 @@ def optimizers() -> list[keras.optimizers.Optimizer]:
             tfmix.LossScaleOptimizer(inner, loss_scale=tfmix.NoLossScale()),
             tfmix.LossScaleOptimizer(inner, loss_scale=8.0),
             tfmix.optimizers.MasterWeightOptimizer(inner, flat=True),
-            tfmix.optimizers.BFloat16Optimizer(inner, rounding="kahan"),
+            tfmix.optimizers.BFloat16Optimizer(inner, seed=1),
             tfmix.optimizers.LowMemoryOptimizer(inner, slot_dtype="int8"),
         ]
     except tfmix.LossScaleError as error:

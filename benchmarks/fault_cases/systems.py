@@ -260,7 +260,6 @@ SIXTEEN_BIT = (
     Kept("flat", _masters(flat=True), _REPLACED | _TOGETHER, "float16"),
     Kept("split", _masters(split=True), _NARROW, "bfloat16"),
     Kept("stochastic", _rounded(seed=7), _NARROW, "bfloat16"),
-    Kept("kahan", _rounded(rounding="kahan"), _NARROW, "bfloat16"),
 )
 EIGHT_BIT_SLOTS = (
     Kept(

@@ -39,7 +39,6 @@ def learns(model):
         "masters",
         "flat",
         pytest.param("split", marks=pytest.mark.slow),
-        pytest.param("kahan", marks=pytest.mark.slow),
         pytest.param("stochastic", marks=pytest.mark.slow),
     ],
 )

@@ -37,10 +37,6 @@ OPTIMIZERS = {
         "bfloat16",
         lambda: tfmix.optimizers.BFloat16Optimizer(sgd(), seed=1),
     ),
-    "kahan": (
-        "bfloat16",
-        lambda: tfmix.optimizers.BFloat16Optimizer(sgd(), rounding="kahan"),
-    ),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 from keras import layers, ops
 
 import tfmix
+from tests import helpers
 
 ON_JAX = keras.backend.backend() == "jax"
 MODES = ["eager", "jit"] if ON_JAX else ["eager", "graph", "jit"]
@@ -207,7 +208,7 @@ def trained(policy, name, mode):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", helpers.quick_are(MODES[-1:], MODES))
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_of_a_billion_trains_as_in_float32(name, mode):
     losses, weights = trained("float32", name, mode)

@@ -84,7 +84,7 @@ def test_a_new_cause_is_told_of_at_once(said):
     first, second = said
     assert first == ALL_BAD
     assert second.startswith("16 of 16 steps of epoch 2 were skipped")
-    assert "what layer" in second
+    assert "the output of layer" in second
 
 
 def test_rows_and_what_else_makes_a_run_skip_are_both_told_of(said):
@@ -110,7 +110,9 @@ def test_a_float16_head_that_targets_do_not_fit_is_named(said):
     data["y"][:] = 1e5
     model.fit(**data)
     text = said[-1]
-    assert "what layer 'head' returns is not finite (targets reach 1e+0" in text
+    assert (
+        "the output of layer 'head' is not finite (targets reach 1e+0" in text
+    )
     assert text.endswith('float16 ends at 65504); give it `dtype="float32"`')
 
 
@@ -164,7 +166,8 @@ def test_the_layer_whose_result_is_not_finite_is_named(said):
     model.fit(**data)
     (text,) = said
     assert text.endswith(
-        "what layer 'square' returns is not finite; give it `dtype=\"float32\"`"
+        "the output of layer 'square' is not finite; give it "
+        '`dtype="float32"`'
     )
 
 
@@ -385,7 +388,7 @@ def test_raw_features_that_a_normalization_takes_are_not_to_blame(said):
     model.compile(keras.optimizers.SGD(1e-9), "mse")
     model.fit(x, np.full((16, 1), 1e6), batch_size=1, verbose=0)
     (text,) = [line for line in said if "skipped" in line]
-    assert "what layer 'price' returns is not finite" in text
+    assert "the output of layer 'price' is not finite" in text
     assert "targets reach 1e+06" in text
     assert "`x`" not in text
 

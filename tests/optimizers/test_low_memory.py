@@ -77,9 +77,6 @@ PURE = {
         tfmix.optimizers.MasterWeightOptimizer, split=True
     ),
     "stochastic": tfmix.optimizers.BFloat16Optimizer,
-    "kahan": functools.partial(
-        tfmix.optimizers.BFloat16Optimizer, rounding="kahan"
-    ),
 }
 
 

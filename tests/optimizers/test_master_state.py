@@ -166,7 +166,6 @@ def fit(model, epochs=1):
         "stochastic",
         pytest.param("flat", marks=pytest.mark.slow),
         pytest.param("split", marks=pytest.mark.slow),
-        pytest.param("kahan", marks=pytest.mark.slow),
     ],
 )
 def test_a_saved_run_goes_on_bit_for_bit(way, tmp_path):
@@ -214,9 +213,6 @@ def test_a_tensorflow_checkpoint_goes_on_bit_for_bit(way, tmp_path):
         ),
         lambda: bfloat16_optimizer.BFloat16Optimizer(
             "sgd", seed=11, name="mine"
-        ),
-        lambda: bfloat16_optimizer.BFloat16Optimizer(
-            "sgd", rounding="kahan", name="m"
         ),
     ],
 )
@@ -313,7 +309,6 @@ def test_a_quantized_model_has_no_float32_weights_to_export(tmp_path):
         ("stochastic", True),
         pytest.param("masters", True, marks=pytest.mark.slow),
         pytest.param("split", False, marks=pytest.mark.slow),
-        pytest.param("kahan", True, marks=pytest.mark.slow),
     ],
 )
 def test_replicas_stay_alike_and_learn(way, scaled):

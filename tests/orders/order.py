@@ -26,9 +26,6 @@ WRAPS = {
     "split": functools.partial(
         tfmix.optimizers.MasterWeightOptimizer, split=True
     ),
-    "kahan": functools.partial(
-        tfmix.optimizers.BFloat16Optimizer, rounding="kahan"
-    ),
     "stochastic": functools.partial(tfmix.optimizers.BFloat16Optimizer, seed=3),
     "low": functools.partial(tfmix.optimizers.LowMemoryOptimizer, **EIGHT_BITS),
     "masters8": functools.partial(
@@ -37,7 +34,7 @@ WRAPS = {
 }
 # The dtypes of variables that those refuse.
 REFUSES = {
-    **dict.fromkeys(("split", "kahan", "stochastic"), ("float16",)),
+    **dict.fromkeys(("split", "stochastic"), ("float16",)),
     "low": SIXTEEN,
     # It may be any of these.
     "any": SIXTEEN,

@@ -212,15 +212,8 @@ class NumericsMonitor(keras.callbacks.Callback):
         event = Event(step, layer, phase, verdict)
         known = {dataclasses.replace(old, step=step) for old in self.events}
         if event not in known:
-            passed = f"{phase} pass" if phase.endswith("ward") else phase
-            progress_bar.warn(
-                self,
-                "step %d: %s",
-                step,
-                text
-                or f"{verdict} in the {passed} of layer {layer!r}; "
-                "tfmix.check(model, x, y) says what to write",
-            )
+            text = text or verdicts.fault(layer, phase, verdict)
+            progress_bar.warn(self, "step %d: %s", step, text)
         self.events.append(event)
 
 
@@ -336,14 +329,11 @@ class Reader:
     def forward(self, sample: sampler.Sample) -> tuple[str, str] | None:
         """Returns layer and verdict of the first fault of the forward pass."""
         faults: dict[str, str] = {}
-        # A layer is not blamed for the layers inside it, which end first.
-        cleared: set[str] = set()
         for call, row in zip(sample.calls, sample.forward, strict=True):
-            target = self.found[call.target]
-            verdict = self._own_fault(call, row)
-            if verdict != verdicts.OK and target.name not in cleared:
-                faults.setdefault(target.name, verdict)
-                cleared.update(target.inside)
+            if (verdict := self._own_fault(call, row)) != verdicts.OK:
+                faults.setdefault(self.found[call.target].name, verdict)
+        for name in probe.around(faults, self.found) & faults.keys():
+            del faults[name]
         severe = (verdicts.OVERFLOW, verdicts.NOT_FINITE)
         hard = [fault for fault in faults.items() if fault[1] in severe]
         if faults:
@@ -359,35 +349,43 @@ class Reader:
     ) -> str | None:
         """Returns the layer whose gradients are bad first, going back.
 
-        `bad` judges a row of `backward` or `gradients`. The layer is the one
-        that computed them, `"loss"` if that is the loss, None if none are bad.
+        `bad` judges a row of gradients. The layer is the one that computes bad
+        ones, of its inputs or weights, from good ones: `"loss"` if that is the
+        loss, None if none are bad. Where the code between two layers computes
+        them, it is the layer before.
         """
+        received = {
+            index: call.dtype in _formats.SIXTEEN_BIT
+            and bad(sample.backward[index])
+            for index, call in enumerate(sample.calls)
+        }
+
+        def computes(rows: Sequence[int]) -> bool:
+            return any(bad(self._rounded(sample.inputs[row])) for row in rows)
+
+        # What no layer receives harms none.
+        reached = min((at for at in received if received[at]), default=math.inf)
+        if reached < math.inf and computes(sample.loss_inputs):
+            return verdicts.LOSS
+        faulty: list[str] = []
         for index, call in reversed(list(enumerate(sample.calls))):
-            sixteen = call.dtype in _formats.SIXTEEN_BIT
-            if sixteen and bad(sample.backward[index]):
-                return self._user(index, sample)
-            if self._weights_bad(call.target, sample, bad):
-                return self._name(call.target)
-        return None
+            name = self.found[call.target].name
+            if received[index]:
+                faulty = faulty or [name]
+            elif self._weights_bad(call.target, sample, bad) or (
+                index > reached and computes(call.inputs)
+            ):
+                faulty.append(name)
+        outer = probe.around(faulty, self.found)
+        return next((name for name in faulty if name not in outer), None)
 
-    def _user(self, index: int, sample: sampler.Sample) -> str:
-        """Names the layer that computed the gradient of a call's output."""
-        uses = [use for use in sample.uses if use.maker == index]
-        # The first use has no share; those above the room for them have none.
-        known = [use for use in uses if use.share in range(len(sample.shares))]
-        bad = [use for use in known if _not_finite(sample.shares[use.share])]
-        if uses:
-            return self._name((bad or uses)[0].target)
-        # Something else, such as a cast, lies in between: the next layer in
-        # the order of calls whose inputs may come from there.
-        for call in sample.calls[index + 1 :]:
-            if not call.inputs_known:
-                return self._name(call.target)
-        return verdicts.LOSS
-
-    def _name(self, target: int) -> str:
-        is_loss = target == sampler.LOSS
-        return verdicts.LOSS if is_loss else self.found[target].name
+    def _rounded(self, row: Any) -> Any:
+        """Returns the row of a gradient as a cast to the format leaves it."""
+        if _column(row, "largest") <= self.limits.max:
+            return row
+        row = np.array(row)
+        row[ranges.COLUMNS.index("not_finite")] = 1.0
+        return row
 
     def overflow(self, sample: sampler.Sample) -> str | None:
         """Returns the layer whose gradients overflow first, going back.
@@ -413,6 +411,7 @@ class Reader:
         kept = dataclasses.replace(
             sample,
             backward=known(sample.backward, exact.backward),
+            inputs=known(sample.inputs, exact.inputs),
             gradients=known(sample.gradients, exact.gradients),
         )
         return self.underflow(kept)

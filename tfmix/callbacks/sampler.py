@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import ops, tree
+from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import layers as host
@@ -25,10 +25,9 @@ from tfmix.loss_scaling import optimizer as scaling
 # A forward row holds `ranges.COLUMNS`, the relative error, and whether float32
 # is not finite either.
 _WIDTH = len(ranges.COLUMNS)
-# Rows kept for gradients of calls: enough for layers that are shared.
+# Rows kept for gradients of calls, and of what they are given: enough for
+# layers that are shared.
 _CALLS_PER_LAYER = 4
-# Stands for the loss among the calls that use a tensor.
-LOSS = -1
 # A rounding moves a value by up to half an epsilon; over all values that is a
 # fifth of one, in the mean of squares. As much comes of the half of them that
 # is moved here, each by the root of two more.
@@ -43,20 +42,9 @@ class Call:
 
     target: int  # index of the layer
     dtype: str  # of what it returns
-    # Whether other calls returned all of its inputs as they are, with no cast
-    # and no other operation in between.
-    inputs_known: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Use:
-    """A call of a layer on the very tensor that an earlier call returned."""
-
-    maker: int  # index of the earlier call
-    target: int  # index of the layer that uses it, or `LOSS`
-    # The row of `Sample.shares` with the part of the gradient that this use
-    # computes; None for the first use.
-    share: int | None
+    # Rows of `Sample.inputs`: the gradients that it computes of what it was
+    # given, if weights lie before it.
+    inputs: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +53,14 @@ class Sample:
 
     # In the order in which the calls ended.
     calls: tuple[Call, ...]
-    uses: tuple[Use, ...]
+    # Rows of `inputs`: what the loss computes of the model's outputs.
+    loss_inputs: tuple[int, ...]
     # A row for each call's output, and for its gradient.
     forward: np.ndarray
     backward: np.ndarray
-    # A row for the part of a gradient that one use computed.
-    shares: np.ndarray
+    # A row for each gradient that a call computes of a tensor it is given: a
+    # part of that tensor's, where other calls read it, too.
+    inputs: np.ndarray
     # A row for each trainable weight, and for its gradient.
     weights: np.ndarray
     gradients: np.ndarray
@@ -83,38 +73,10 @@ class _Trace:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.uses: list[Use] = []
-        self.shares = 0
-        self.forget_tensors()
-
-    def forget_tensors(self) -> None:
-        """No tensor may outlive the traced function."""
-        self.rows: list[Any] = []
-        # Index of the call that made a tensor; kept alive, so ids stay unique.
-        self.made: dict[int, int] = {}
-        self.alive: list[Any] = []
-
-    def add(self, call: probe.Call, row: Any, output: Any, sent: Any) -> None:
-        """Notes a call that is over, its row, and what is handed on for it."""
-        index = len(self.rows)
-        self.rows.append(row)
-        # A layer around others may also use what those inside it return.
-        known = all(id(leaf) in self.made for leaf in call.tensors)
-        known = known and call.target.whole
-        self.calls.append(Call(call.key[0], probe.dtype(output), known))
-        self.made[id(sent)] = index
-        self.alive += [sent, call.tensors]
-
-    def use(self, tensor: Any, target: int) -> int | None:
-        """Notes a use of a tensor; returns the row for its share, if any."""
-        maker = self.made.get(id(tensor))
-        if maker is None:
-            return None
-        share = None
-        if any(use.maker == maker for use in self.uses):
-            share, self.shares = self.shares, self.shares + 1
-        self.uses.append(Use(maker, target, share))
-        return share
+        self.rows: list[Any] = []  # no tensor may outlive the traced function
+        self.loss_inputs: tuple[int, ...] = ()
+        self.inputs = 0
+        self.has_weights = False
 
 
 class Sampler:
@@ -143,10 +105,10 @@ class Sampler:
         trace, room = self._trace, self._room
         return Sample(
             tuple(trace.calls),
-            tuple(trace.uses),
+            trace.loss_inputs,
             forward,
             backward[: len(trace.calls)],
-            backward[room : room + trace.shares],
+            backward[room : room + trace.inputs],
             weights,
             gradients,
             scale=float(used),
@@ -182,38 +144,41 @@ class Sampler:
         trace = self._trace = _Trace()
 
         def on_call(call: probe.Call) -> Any:
-            outputs = call.proceed_with(self._given(call, tokens))
-            leaves = probe.floats(outputs)
-            if not leaves or len(trace.rows) >= self._room:
+            tensors = call.tensors
+            inputs: tuple[int, ...] = ()
+            if trace.has_weights:
+                tensors, inputs = self._inputs(tensors, tokens)
+            outputs = call.proceed_with(tensors)
+            trace.has_weights |= bool(call.target.weights)
+            leaves, index = probe.floats(outputs), len(trace.calls)
+            if not leaves or index >= self._room:
                 return outputs
-            row = self._row(call, leaves)
-            sent = self._measured(leaves[0], tokens[len(trace.rows)])
-            trace.add(call, row, leaves[0], sent)
+            trace.rows.append(self._row(call, leaves))
+            trace.calls.append(
+                Call(call.key[0], probe.dtype(leaves[0]), inputs)
+            )
+            sent = self._measured(leaves[0], tokens[index])
             return probe.replaced(outputs, [sent, *leaves[1:]])
 
         with probe.watched(self._found, on_call):
             outputs = _outputs(self._model, data)
-        for leaf in tree.flatten(outputs):
-            trace.use(leaf, LOSS)
-        loss = _loss(self._model, data, outputs)
-        rows = trace.rows
-        trace.forget_tensors()
+        leaves, trace.loss_inputs = self._inputs(probe.floats(outputs), tokens)
+        loss = _loss(self._model, data, probe.replaced(outputs, leaves))
+        rows, trace.rows = trace.rows, []
         return rows, loss
 
-    def _given(self, call: probe.Call, tokens: Any) -> list[Any]:
-        """Returns a call's inputs, measured where others use them, too."""
-        tensors, trace = call.tensors, self._trace
-        if not call.target.whole:
-            # The layers inside are what uses them.
-            return tensors
-        for place, tensor in enumerate(tensors):
-            share = trace.use(tensor, call.key[0])
-            if share is not None and share < self._room:
-                given = self._measured(tensor, tokens[self._room + share])
-                trace.made[id(given)] = trace.made[id(tensor)]
-                trace.alive.append(given)
-                tensors[place] = given
-        return tensors
+    def _inputs(
+        self, tensors: list[Any], tokens: Any
+    ) -> tuple[list[Any], tuple[int, ...]]:
+        """Measures what a call computes of tensors; returns rows for that."""
+        first = self._trace.inputs
+        rows = range(first, min(first + len(tensors), self._room))
+        measured = [
+            self._measured(tensor, tokens[self._room + row])
+            for tensor, row in zip(tensors, rows, strict=False)
+        ]
+        self._trace.inputs = rows.stop
+        return [*measured, *tensors[len(measured) :]], tuple(rows)
 
     def _measured(self, tensor: Any, token: Any) -> Any:
         return differentiation.export_gradient(

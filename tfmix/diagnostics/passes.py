@@ -254,16 +254,14 @@ def _attributed(
     findings: list[verdicts.Finding], targets: list[probe.Target]
 ) -> list[verdicts.Finding]:
     """Clears a layer of the faults of the layers inside it."""
-    inside = {target.name: target.inside for target in targets}
-    cleared = {
-        (outer, finding.phase)
-        for finding in findings
-        if finding.verdict != verdicts.OK and not finding.given
-        for outer in inside.get(finding.layer, ())
-    }
+    own: dict[str, list[str]] = {finding.phase: [] for finding in findings}
+    for finding in findings:
+        if finding.verdict != verdicts.OK and not finding.given:
+            own[finding.phase].append(finding.layer)
+    cleared = {phase: probe.around(own[phase], targets) for phase in own}
     return [
         dataclasses.replace(finding, verdict=verdicts.OK)
-        if (finding.layer, finding.phase) in cleared
+        if finding.layer in cleared[finding.phase]
         else finding
         for finding in findings
     ]

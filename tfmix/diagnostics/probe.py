@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -132,6 +132,22 @@ def watched(
 
     with host.calls_replaced([target.operation for target in targets], make):
         yield
+
+
+def around(names: Iterable[str], targets: Sequence[Target]) -> set[str]:
+    """Names the layers that hold others: the fault of one inside is not theirs.
+
+    Args:
+        names: Of the layers at fault.
+        targets: All layers that are watched.
+    """
+    inside = {target.name: target.inside for target in targets}
+    return {outer for name in names for outer in inside.get(name, ())}
+
+
+def is_finite(nest: Any) -> bool:
+    """Says whether all numbers in the float tensors of a nest are finite."""
+    return all(bool(ops.all(ops.isfinite(leaf))) for leaf in floats(nest))
 
 
 def floats(nest: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -12,6 +12,7 @@ from keras import ops, tree
 from tfmix import _bad_rows, _formats
 from tfmix._keras import layers
 from tfmix.autocast import own_code
+from tfmix.diagnostics import probe, verdicts
 
 # Rows that are run where `fit` was not told how many make a batch.
 _ROWS = 32
@@ -94,8 +95,7 @@ def of_model(
     unread = "" if data else "look for rows of the data that are not finite; "
     worst = max(overflowed, key=overflowed.__getitem__, default="")
     if not worst or not overflowed[worst]:
-        names_it = "`tfmix.check(model, x, y)` names the layer"
-        return Cause("unknown", unread + names_it)
+        return Cause("unknown", unread + verdicts.CHECK)
     return Cause(
         "gradient",
         f"{unread}the gradient of {worst!r} overflows most often; keep its "
@@ -120,12 +120,9 @@ def _of_layer(bad: _Bad, data: Mapping[str, Any], largest: float) -> Cause:
         )
     where = ""
     if targets > largest:
-        where = f" (targets reach {targets:.3g}, float16 ends at {largest:g})"
-    return Cause(
-        f"layer {bad.layer}",
-        f"what layer {bad.layer!r} returns is not finite{where}; give it "
-        '`dtype="float32"`',
-    )
+        where = f"targets reach {targets:.3g}, float16 ends at {largest:g}"
+    finding = bad.layer, verdicts.FORWARD, verdicts.NOT_FINITE
+    return Cause(f"layer {bad.layer}", verdicts.fault(*finding, where))
 
 
 def arrays(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,21 +169,17 @@ def _run(
     NaN and `None` if it cannot be run. No variable of the model is written.
     """
     bad: list[_Bad] = []
-    called = layers.called(model)
 
-    def make(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            outputs = original(*args, **kwargs)
-            if not bad and not _finite(outputs):
-                bad.append(_Bad(called[index].name, _finite([args, kwargs])))
-            return outputs
-
-        return call
+    def on_call(call: probe.Call) -> Any:
+        outputs = call.proceed()
+        if not bad and not probe.is_finite(outputs):
+            bad.append(_Bad(call.target.name, probe.is_finite(call.tensors)))
+        return outputs
 
     x, y, weight = (batch.get(name) for name in ("x", "y", "sample_weight"))
     try:
-        with keras.StatelessScope(), layers.calls_replaced(called, make):
+        watched = probe.watched(probe.targets(model), on_call)
+        with keras.StatelessScope(), watched:
             x = tree.map_structure(ops.convert_to_tensor, x)
             outputs = layers.call_in_training(model, x)
             loss = layers.compute_loss(
@@ -196,14 +189,3 @@ def _run(
     except Exception:
         # A step of the user's own may call the model otherwise.
         return math.nan, next(iter(bad), None)
-
-
-def _finite(outputs: Any) -> bool:
-    leaves = [leaf for leaf in tree.flatten(outputs) if ops.is_tensor(leaf)]
-    return all(
-        bool(ops.all(ops.isfinite(leaf)))
-        for leaf in leaves
-        if keras.backend.is_float_dtype(
-            keras.backend.standardize_dtype(leaf.dtype)
-        )
-    )

@@ -116,8 +116,8 @@ def sum_gradients(
     With a `dtype` they are summed in that, multiplied by a `factor` meanwhile,
     and come back in their own.
     """
-    # Of what overwrites its variable (Keras's float8 scales and histories of
-    # maxima) the largest is taken.
+    # Of what overwrites its variable (Keras's scales of quantized products and
+    # histories of maxima) the largest is taken.
     result = list(grads)
     present = [n for n, gradient in enumerate(result) if gradient is not None]
     if not _in_replica_of_many() or not present:

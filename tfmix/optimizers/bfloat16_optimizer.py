@@ -1,4 +1,4 @@
-"""Training bfloat16 variables without float32 masters, by two roundings."""
+"""Stochastic rounding, which trains bfloat16 variables without masters."""
 
 import contextlib
 from collections.abc import Iterator
@@ -115,59 +115,25 @@ class _StochasticRounding(views.Views):
             view.assignments = 0
 
 
-class _KahanView(views.RestView):
-    """A bfloat16 variable and, in bfloat16, what its rounding lost."""
-
-    rest_dtype, rest_name = "bfloat16", "compensation"
-
-    def load(self) -> Any:
-        wide = [ops.cast(part, "float32") for part in (self.stored, self.rest)]
-        return ops.add(*wide)
-
-    def store(self, value: Any) -> None:
-        """Keeps a float32 tensor, to about 16 bits."""
-        # Rounded by its bits: XLA may take a cast to bfloat16 and back for
-        # the identity, and the error for zero.
-        upper, _ = bits.split(value)
-        rounded = bits.join(upper, ops.zeros(self.shape, "int16"))
-        error = ops.subtract(value, rounded)
-        error = ops.where(ops.isfinite(rounded), error, ops.zeros_like(value))
-        self.stored.assign(upper)
-        self.rest.assign(ops.cast(error, "bfloat16"))
-
-
-class _KahanSummation(views.Views):
-    """Carries each rounding error to the next step."""
-
-    view = _KahanView
-    # Else the lost bits of split masters, an integer, might pass for errors.
-    salt = 1
-
-
-ROUNDINGS = {"stochastic": _StochasticRounding, "kahan": _KahanSummation}
-
-
 @keras.saving.register_keras_serializable(package="tfmix")
 class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     """Updates bfloat16 variables without float32 masters.
 
     Use it where memory counts more than the last digits. Rounding to nearest
     drops every update smaller than half a step of the format (1/256 of the
-    weight). Stochastic rounding keeps updates in the mean; Kahan summation
-    carries what was dropped to the next step (arXiv 2010.06192). The inner
-    optimizer computes in float32.
+    weight). Stochastic rounding keeps updates in the mean (arXiv 2010.06192).
+    The inner optimizer computes in float32. For the results of float32 updates
+    in 4 bytes per weight, use `MasterWeightOptimizer(inner, split=True)`.
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
-        rounding: `"stochastic"` (2 bytes per weight) or `"kahan"` (4 bytes).
-            Defaults to `"stochastic"`.
         seed: Integer of 31 bits that decides the stochastic rounding.
             Defaults to `None`: drawn from Python's `random`, which
             `keras.utils.set_random_seed` seeds.
         slot_dtype: `"float32"`; `"bfloat16"` to store the inner optimizer's
-            state in bfloat16, too, rounded stochastically, only with
-            `rounding="stochastic"`; or `"int8"`, or a list of rules, as in
-            `LowMemoryOptimizer`. Defaults to `"float32"`.
+            state in bfloat16, too, rounded stochastically; or `"int8"`, or
+            a list of rules, as in `LowMemoryOptimizer`. Defaults to
+            `"float32"`.
         name: String. Defaults to the snake-case class name.
 
     Raises:
@@ -176,50 +142,35 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         TypeError: If `inner_optimizer` is no optimizer, or `seed` no integer.
 
     Examples:
-        >>> weight = keras.Variable([1.0], dtype="bfloat16")
+        >>> weight = keras.Variable(keras.ops.ones(4096, "bfloat16"))
         >>> sgd = keras.optimizers.SGD(0.001)
-        >>> optimizer = BFloat16Optimizer(sgd, rounding="kahan")
+        >>> optimizer = BFloat16Optimizer(sgd, seed=1)
         >>> for _ in range(8):
-        ...     optimizer.apply([keras.ops.ones(1, "bfloat16")], [weight])
-        >>> float(weight[0])
-        0.9921875
+        ...     optimizer.apply([keras.ops.ones(4096, "bfloat16")], [weight])
+        >>> mean = keras.ops.mean(keras.ops.cast(weight, "float32"))
+        >>> round(float(mean), 3)
+        0.992
     """
 
-    # Declared, so that an inner optimizer's of the same name is left alone.
-    rounding = ""
     slot_dtypes = ("float32", "bfloat16", eight_bit_slots.INT8)
 
     def __init__(
         self,
         inner_optimizer: Any,
         *,
-        rounding: str = "stochastic",
         seed: int | None = None,
         slot_dtype: eight_bit_slots.Rules = "float32",
         name: str | None = None,
     ) -> None:
-        if rounding not in ROUNDINGS:
-            raise ValueError(
-                f"`rounding` must be one of {sorted(ROUNDINGS)}. "
-                f"Received: rounding={rounding!r}."
-            )
-        if slot_dtype == "bfloat16" and rounding != "stochastic":
-            raise ValueError(
-                "Optimizer state in bfloat16 is rounded stochastically. "
-                f"Received: slot_dtype={slot_dtype!r}, rounding={rounding!r}. "
-                "Use rounding='stochastic' or another slot_dtype."
-            )
-        draws = rounding == "stochastic"
-        super().__init__(inner_optimizer, name, slot_dtype, seed, draws)
-        self.rounding = rounding
+        super().__init__(inner_optimizer, name, slot_dtype, seed, draws=True)
 
     def make_stand_ins(
         self, model_variables: sixteen_bit_optimizer.Variables
     ) -> sixteen_bit_optimizer.StandIns:
         """Creates the views; see `SixteenBitOptimizer`."""
-        return ROUNDINGS[self.rounding](self, model_variables)
+        return _StochasticRounding(self, model_variables)
 
     def get_config(self) -> dict:
         """Returns the settings `from_config` needs."""
-        names = "rounding", "seed", "slot_dtype"
+        names = "seed", "slot_dtype"
         return super().get_config() | {n: getattr(self, n) for n in names}

@@ -59,7 +59,7 @@ def quiet(value: Any) -> Any:
     return ops.where(ops.isnan(value), nan, value)
 
 
-def fingerprints(tensors: Sequence, salt: int = 0) -> Any:
+def fingerprints(tensors: Sequence) -> Any:
     """Returns hashes of 16-bit tensors as a vector of int32."""
     shapes: dict[tuple, list[int]] = defaultdict(list)
     for position, tensor in enumerate(tensors):
@@ -73,7 +73,7 @@ def fingerprints(tensors: Sequence, salt: int = 0) -> Any:
         for start in range(0, len(hashed), count):
             sums.append(compilation.sums(hashed[start : start + count]))
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    return ops.add(ops.take(ops.concatenate(sums), inverse), signed(salt))
+    return ops.take(ops.concatenate(sums), inverse)
 
 
 def _hashed(tensor: Any) -> Any:

@@ -31,8 +31,6 @@ class Views(sixteen_bit_optimizer.StandIns):
         "BFloat16Optimizer rounds to bfloat16; updates of float16 variables "
         "need float32 masters"
     )
-    # Tells the rests of one subclass from those of another in a saved state.
-    salt = 0
 
     def make(self) -> dict[int, keras.Variable]:
         """Creates the views, and the fingerprints of what they show."""
@@ -97,7 +95,7 @@ class Views(sixteen_bit_optimizer.StandIns):
 
     def _fingerprints(self) -> Any:
         stored = [view.stored for view in self.with_rest]
-        return bits.fingerprints(stored, self.salt)
+        return bits.fingerprints(stored)
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Sets the float32 value behind a variable, and the variable."""
@@ -106,5 +104,5 @@ class Views(sixteen_bit_optimizer.StandIns):
         if isinstance(target, RestView):
             # Of this variable alone: somebody may have assigned the others.
             row = [[list(map(id, self.with_rest)).index(id(target))]]
-            now = bits.fingerprints([target.stored], self.salt)
+            now = bits.fingerprints([target.stored])
             self.seen.assign(ops.scatter_update(self.seen, row, now))
