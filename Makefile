@@ -116,7 +116,8 @@ test-ecosystem: $(STAMP)
 	@KERAS_BACKEND=tensorflow .venv-ecosystem/bin/python -m pytest -q \
 	    tests/ecosystem
 	@KERAS_BACKEND=jax .venv-ecosystem/bin/python -m pytest -q \
-	    tests/ecosystem/test_bayesflow.py
+	    tests/ecosystem/test_bayesflow.py \
+	    tests/ecosystem/test_sixteen_gigabytes.py
 
 # What accelerators run, by their own compilers, in an environment of its own: 4
 # GB, so it is no part of the gate but a job beside it.

@@ -40,7 +40,6 @@ TENSORFLOW_IS_ENOUGH = (
     "diagnostics/",
     "ecosystem/test_keras",
     "ecosystem/test_recipes.py",
-    "ecosystem/test_sixteen_gigabytes.py",
     "ecosystem/test_tasks.py",
     "examples/",
     "float8/test_chosen_layers.py",

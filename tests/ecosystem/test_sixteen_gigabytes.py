@@ -4,20 +4,26 @@ import keras
 import numpy as np
 import pytest
 
-from tests import test_docs
+from tests import helpers
+from tests.ecosystem import sixteen_gigabytes
+from tfmix.hardware import compilers
+from tfmix.hardware import target as targets
 
 pytest.importorskip("keras_hub")
 # KerasHub's own: masks that layers are handed and do not take.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-PAGE = test_docs.DOCS / "recipes" / "sixteen-gigabytes.md"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    # TensorFlow's recompute_grad takes no keywords in a graph, which Gemma's
+    # blocks are given.
+    helpers.requires_backend("jax"),
+]
 SEEDS = (1, 2, 3)
+T4 = targets.find("t4")
 
 
 @pytest.fixture(scope="module")
 def recipe():
-    """Runs the page; returns its names."""
-    text = PAGE.read_text(encoding="utf-8").replace("```py\n", "```python\n")
-    return test_docs.run_page(text, str(PAGE))
+    return sixteen_gigabytes.recipe()
 
 
 def test_frozen_weights_take_two_bytes_and_adapters_are_in_float32(recipe):
@@ -35,11 +41,7 @@ def held_out_loss(recipe, policy, optimizer, seed):
     model = recipe["classifier"](recipe["small"], policy, length=16)
     model.compile(optimizer, loss=recipe["loss"])
     ids = np.random.default_rng(seed).integers(1, 64, (1536, 16))
-    batch = {
-        "token_ids": ids,
-        "segment_ids": np.zeros_like(ids),
-        "padding_mask": np.ones_like(ids),
-    }
+    batch = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
     first = {name: values[:1024] for name, values in batch.items()}
     rest = {name: values[1024:] for name, values in batch.items()}
     y = ids[:, 0] < 32
@@ -48,7 +50,7 @@ def held_out_loss(recipe, policy, optimizer, seed):
 
 
 @pytest.mark.slow
-def test_the_loss_is_inside_the_noise_of_float32(recipe):
+def test_the_loss_is_inside_the_noise_of_float32(recipe, record_property):
     exact = [
         held_out_loss(recipe, "float32", keras.optimizers.Adam(3e-3), seed)
         for seed in SEEDS
@@ -57,5 +59,16 @@ def test_the_loss_is_inside_the_noise_of_float32(recipe):
         held_out_loss(recipe, "float16", recipe["adam"](3e-3), seed)
         for seed in SEEDS
     ]
+    record_property("float32", exact)
+    record_property("recipe", narrow)
     assert np.max(exact) < 0.67, "nothing was learned"
     assert abs(np.mean(narrow) - np.mean(exact)) < np.ptp(exact)
+
+
+@pytest.mark.slow
+def test_gemma_2b_needs_40_gb_under_keras_and_fits_a_t4():
+    if lacking := compilers.missing(T4):
+        pytest.skip(f"no {', '.join(lacking)}: run `make targets`")
+    steps = sixteen_gigabytes.both(sixteen_gigabytes.GEMMA_2B)
+    assert steps["Keras"].memory.peak > 38e9
+    assert steps["recipe"].memory.peak < T4.memory
