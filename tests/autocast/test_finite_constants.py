@@ -62,6 +62,23 @@ MEETINGS = {
     "an_epsilon": (lambda x: ops.add(x, 1e-9), [1, TINY, -2, 60000]),
     "a_product_that_is_zero": (lambda x: x * 1e-9, [0, 0, 0, 6e-5]),
     "an_operator_with_an_epsilon": (lambda x: 1e-9 + x, [1, TINY, -2, 60000]),
+    "a_clip_at_an_epsilon": (
+        lambda x: ops.clip(x, 1e-9, 1.0),
+        [1, TINY, TINY, 1],
+    ),
+    "a_choice_of_an_epsilon": (
+        lambda x: ops.where(x > 0, x, -1e-9),
+        [1, -TINY, -TINY, 60000],
+    ),
+    "an_epsilon_that_is_cast": (
+        lambda x: ops.maximum(x, ops.cast(1e-9, x.dtype)),
+        [1, TINY, TINY, 60000],
+    ),
+    "full_of_epsilons": (lambda x: ops.full_like(x, 1e-9), [TINY] * 4),
+    "raw_where_with_an_epsilon": (
+        lambda x: raw().where(x > 0, x, 1e-9),
+        [1, TINY, TINY, 60000],
+    ),
     "a_maximum_with_an_epsilon": (
         lambda x: ops.maximum(x, 1e-9),
         [1, TINY, TINY, 60000],

@@ -66,6 +66,16 @@ def for_tpu() -> bool:
     return context_values.block.get().platform == "tpu" or "TPU" in strategy
 
 
+def for_gpu() -> bool:
+    """Says whether TensorFlow traces what will run on an NVIDIA GPU."""
+    platform = context_values.block.get().platform
+    if platform:
+        return platform == "cuda"
+    return tf.test.is_built_with_cuda() and bool(
+        tf.config.list_logical_devices("GPU")
+    )
+
+
 def kept_apart(tensor: Any) -> Any:
     """Returns the tensor, through which no compiler looks."""
     if keras.backend.backend() == "jax":
@@ -172,7 +182,7 @@ def float8_product(
     types = [_stablehlo_type(x.shape, x.dtype.name) for x in (a, b)]
     types.append(_stablehlo_type(shape, dtype))
     algorithm = ""
-    if not for_tpu():
+    if for_gpu():
         narrow = [_STABLEHLO[x.dtype.name] for x in (a, b)]
         algorithm = _STABLEHLO_BY_LIBRARY.format(*narrow)
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops

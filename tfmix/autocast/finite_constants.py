@@ -37,11 +37,11 @@ OPS = (
 )
 
 
-# Where a number that would be zero guards against zero. A product that rounds
-# to zero is right.
-_GUARDS = frozenset(
-    ("add", "maximum", "minimum", "subtract")
-    + ("__add__", "__radd__", "__sub__", "__rsub__")
+# A product that rounds to zero is right. Anywhere else a number that would
+# be zero guards against zero.
+_PRODUCTS = frozenset(
+    ("multiply", "divide", "divide_no_nan", "true_divide")
+    + ("__mul__", "__rmul__", "__truediv__", "__rtruediv__")
 )
 
 
@@ -66,7 +66,7 @@ def fitting(original: Callable, name: str) -> Callable:
         if wanted is not None:
             args, kwargs = op_places.with_float32(args, kwargs, position)
         result = original(*args, **kwargs)
-        if name in _GUARDS:
+        if name not in _PRODUCTS:
             result = _not_zero(result, str(dtype))
         return finite(result, str(dtype))
 

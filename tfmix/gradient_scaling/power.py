@@ -85,7 +85,8 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     exponent = ops.clip(exponent, -_HIGHEST, _HIGHEST)
     power = ops.left_shift(exponent + _BIAS, _MANTISSA)
     up = compilation.bitcast(power, "float32") * factor
-    return Power(up, ops.where(is_finite, 1.0 / up, float("nan")))
+    # Last a division: XLA computes it once, and a choice anew in each kernel.
+    return Power(up, 1.0 / ops.where(is_finite, up, float("nan")))
 
 
 def blames_data(gradients: Sequence) -> Any:

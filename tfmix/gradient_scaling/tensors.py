@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,18 +21,23 @@ def float_dtype(value: Any) -> str:
     # Layers and metrics have a dtype too, but no shape.
     if dtype is None or not hasattr(value, "shape"):
         return ""
+    kind: Any = type(value)
     try:
-        name = keras.backend.standardize_dtype(dtype)
+        return _float_dtype(kind, dtype)
     except (TypeError, ValueError):
         return ""
+
+
+@functools.cache
+def _float_dtype(kind: Any, dtype: Any) -> str:
+    # Asked of each argument of each op, and the same for most.
+    name = keras.backend.standardize_dtype(dtype)
     if not name.startswith(("float", "bfloat", "complex")):
         return ""
     # Sparse and ragged tensors of both backends carry their parts under these
     # names; `is_tensor` alone is true for a `tf.SparseTensor`.
-    sparse = hasattr(value, "todense") or any(
-        hasattr(type(value), part) for part in ("indices", "row_splits")
-    )
-    return "sparse" if sparse else name
+    parts = ("todense", "indices", "row_splits")
+    return "sparse" if any(hasattr(kind, part) for part in parts) else name
 
 
 def is_16_bit(value: Any) -> bool:

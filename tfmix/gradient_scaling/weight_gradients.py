@@ -72,7 +72,7 @@ def source(tensor: Any) -> Any:
 
     A variable is read first, as the layer around the caller reads it.
     """
-    if not hasattr(tensor, "shape") or isinstance(tensor, keras.KerasTensor):
+    if isinstance(tensor, keras.KerasTensor) or not tensors.is_16_bit(tensor):
         return None
     return global_state.note(tensor, SOURCE)
 
