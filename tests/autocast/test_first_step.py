@@ -82,15 +82,6 @@ def test_a_first_step_that_fails_leaves_nothing_behind(monkeypatch):
     assert not timers()
 
 
-@pytest.mark.parametrize(
-    ("is_float8", "cause"), [(True, "float8 products"), (False, "compiles it")]
-)
-def test_float8_is_named(is_float8, cause):
-    model = compiled()
-    model.jit_compile = True
-    assert cause in first_step._cause(model, is_float8)
-
-
 def timers():
     threads = threading.enumerate()
     found = [one for one in threads if isinstance(one, threading.Timer)]

@@ -122,7 +122,7 @@ def test_a_run_goes_on_where_the_last_one_ended(ran, tmp_path, capsys):
     models = [row["model, batch"] for row in steps["rows"]]
     assert len(models) == 9
     assert steps["rows"][0]["ms a step"]["high"] == 3.0
-    assert products["rows"][0]["ratio"] == 1.5
+    assert products["rows"][0]["8 rows"] == 1.5
 
 
 def test_a_row_that_fails_is_named_and_the_others_are_kept(

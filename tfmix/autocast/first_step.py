@@ -17,7 +17,6 @@ _LONG = 20.0
 
 def watched(
     model: keras.Model,
-    is_float8: bool,
     original: Callable,
     *args: Any,
     **kwargs: Any,
@@ -41,7 +40,7 @@ def watched(
             # A callback has kept it.
             return function(*arguments)
         is_done = True
-        with _explained(model, is_float8):
+        with _explained(model):
             logs = function(*arguments)
         # A callback may have put something in front of it.
         if model.train_function is first:
@@ -53,13 +52,13 @@ def watched(
 
 
 @contextlib.contextmanager
-def _explained(model: keras.Model, is_float8: bool) -> Iterator[None]:
+def _explained(model: keras.Model) -> Iterator[None]:
     def say() -> None:
         _messages.warn(
             "the first step has taken %g s so far. It waits for %s, or for the "
             "first batch of data. Later steps do not wait.",
             _LONG,
-            _cause(model, is_float8),
+            _cause(model),
         )
 
     timer = threading.Timer(_LONG, say)
@@ -71,20 +70,13 @@ def _explained(model: keras.Model, is_float8: bool) -> Iterator[None]:
         timer.cancel()
 
 
-def _cause(model: keras.Model, is_float8: bool) -> str:
+def _cause(model: keras.Model) -> str:
     """Returns what takes longest in a first step, as was measured."""
     is_xla = keras.backend.backend() == "jax" or model.jit_compile
     if not is_xla:
         return "TensorFlow, which builds its graph"
-    if is_float8:
-        # 164 s for a transformer on an H100.
-        return (
-            "XLA, which times kernels for the float8 products "
-            "(XLA_FLAGS=--xla_gpu_per_fusion_autotune_cache_dir=DIR keeps the "
-            "results for the next run)"
-        )
     nested = optimizers.with_nested(model.optimizer)
     if any(isinstance(one, low_memory.LowMemoryOptimizer) for one in nested):
-        # 144 s on an H100.
+        # 110 s on an H100, half of it more than Adam's.
         return "XLA, which compiles the 8-bit optimizer state of each variable"
     return "XLA, which compiles it"

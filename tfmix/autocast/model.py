@@ -180,9 +180,7 @@ class _MixedModel:
     def _make_train_function(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        make = functools.partial(
-            first_step.watched, self._model, self._float8 is not None, original
-        )
+        make = functools.partial(first_step.watched, self._model, original)
         if training.has_own_step(self._model):
             make = functools.partial(own_train_step.traced, self._model, make)
         return make(*args, **kwargs)
