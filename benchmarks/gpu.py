@@ -202,7 +202,6 @@ def tables(record: dict[str, Any]) -> list[results.Table]:
                 "runs": 5,
             },
             "peak, GB": row["peak, GB"],
-            "last loss": row["losses"][-1],
         }
         for row in rows
     ]
