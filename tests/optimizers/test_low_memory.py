@@ -201,7 +201,7 @@ def test_settings_of_the_inner_optimizer_act(settings):
     assert not any("average" in n or "accumulator" in n for n in names)
 
 
-def test_each_step_rounds_by_numbers_of_its_own_for_all_of_one_shape():
+def test_each_slot_and_each_step_rounds_by_numbers_of_its_own():
     twins = [
         keras.Variable(np.zeros((64, 64), "float32"), name=name)
         for name in ("one", "other")
@@ -217,11 +217,10 @@ def test_each_step_rounds_by_numbers_of_its_own_for_all_of_one_shape():
         optimizer.apply([keras.ops.convert_to_tensor(X)] * 2, twins)
         seen += [keras.ops.convert_to_numpy(v) for v in coded(optimizer)]
     one, other, later, _ = seen
-    # So that an accelerator compiles one kernel for both.
-    np.testing.assert_array_equal(one, other)
+    assert np.any(one != other)
     assert np.any(one != later)
     # Next to each other all the same: the gradients were equal.
-    assert np.abs(one.astype(int) - later).max() <= 1
+    assert np.abs(one.astype(int) - other).max() <= 1
 
 
 @helpers.requires_backend("jax")

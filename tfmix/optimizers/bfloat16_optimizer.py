@@ -10,6 +10,10 @@ from keras import ops
 from tfmix._keras import compilation, optimizers, replacements, variables
 from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer, views
 
+# A step may assign a variable more than once (weight decay, then the update,
+# then a constraint); each assignment needs bits of its own.
+ASSIGNMENTS_PER_STEP = 16
+
 
 def stochastic(value: Any, noise: Any) -> Any:
     """Rounds float32 to bfloat16, up with the chance that keeps the mean.
@@ -27,17 +31,16 @@ def stochastic(value: Any, noise: Any) -> Any:
 class _StochasticView(variables.Float32View):
     """A bfloat16 variable that rounds stochastically what it is assigned."""
 
-    def __init__(self, variable: Any, draw: Any) -> None:
+    def __init__(self, variable: Any, stream: int, draw: Any) -> None:
         super().__init__(variable)
+        self.stream = stream * ASSIGNMENTS_PER_STEP
         self.draw, self.assignments = draw, 0
 
     def load(self) -> Any:
         return ops.cast(self.stored, "float32")
 
     def store(self, value: Any) -> None:
-        # A step may assign a variable more than once (weight decay, then the
-        # update, then a constraint); each time needs numbers of its own.
-        noise = self.draw(self.shape, self.assignments)
+        noise = self.draw(self.shape, self.stream + self.assignments)
         self.assignments += 1
         self.stored.assign(stochastic(value, noise))
 
@@ -51,7 +54,7 @@ class _StochasticRounding(views.Views):
 
     def make_view(self, variable: keras.Variable) -> _StochasticView:
         draw = self.optimizer.draw_noise
-        view = _StochasticView(variable, draw)
+        view = _StochasticView(variable, len(self.created) + 1, draw)
         self.created.append(view)
         return view
 

@@ -1,6 +1,5 @@
 """Slots of an optimizer that are stored in 8 bits."""
 
-import collections
 import contextlib
 import math
 import re
@@ -140,6 +139,7 @@ class EightBitSlots:
 
     def __init__(self, draw: Callable[[tuple[int, ...], int], Any]) -> None:
         self._draw = draw
+        self._count = 0
 
     @contextlib.contextmanager
     def creating(
@@ -173,7 +173,6 @@ class EightBitSlots:
         """Returns a list that will hold the slots, by name."""
         _never_negative(worker)
         created: list[tuple[str | None, keras.Variable]] = []
-        counts: collections.Counter[int] = collections.Counter()
         original = worker.add_variable_from_reference
 
         def add(
@@ -185,17 +184,12 @@ class EightBitSlots:
             if wide or keeps_float32(reference_variable):
                 slot = original(reference_variable, name, initializer)
             else:
-                counts[id(reference_variable)] += 1
                 slot = self._make(
-                    worker,
-                    reference_variable,
-                    name or "var",
-                    initializer,
-                    # Streams from 0 on are those of the variables.
-                    stream=-counts[id(reference_variable)],
+                    worker, reference_variable, name or "var", initializer
                 )
                 # What it consists of is tracked already.
                 optimizers.count_as_tracked(worker, slot)
+                self._count += 1
             created.append((name, slot))
             return slot
 
@@ -208,7 +202,6 @@ class EightBitSlots:
         variable: keras.Variable,
         name: str,
         initializer: Any,
-        stream: int,
     ) -> "_Slot":
         shape, code = tuple(variable.shape), _code(worker, name)
         first = keras.initializers.get(initializer)
@@ -239,6 +232,8 @@ class EightBitSlots:
             name=f"{path}_sizes",
             **variables.on_each_device(variable),
         )
+        # Streams from 0 on are those of the variables.
+        stream = -1 - self._count
         return _Slot(codes, sizes, code, lambda: self._draw(shape, stream))
 
 

@@ -29,9 +29,8 @@ def noise(shape: tuple[int, ...], seed: Any, stream: int, step: Any) -> Any:
     Args:
         shape: Shape of the result.
         seed: Int32 scalar.
-        stream: Integer, another for each use of one variable within a step.
-            Variables of one shape share it: so an accelerator compiles one
-            kernel for all of them.
+        stream: Integer, another for each use within a step. What is shared
+            would be computed once and kept, as large as the tensor in float32.
         step: Int32 scalar, the number of the step.
     """
     places = ops.reshape(ops.arange(math.prod(shape), dtype="int32"), shape)
