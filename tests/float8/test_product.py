@@ -231,3 +231,17 @@ def test_a_batch_may_have_no_rows(mode):
     x = ops.zeros((0, 16), "bfloat16")
     step = in_mode(lambda x: product.product(x, kernel), mode)
     assert tuple(step(x).shape) == (0, 32)
+
+
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize(
+    ("platform", "named"), [("cuda", True), ("cpu", False)]
+)
+def test_a_gpu_is_told_the_algorithm(platform, named):
+    # Left to choose, XLA times kernels of its own: minutes in a first step.
+    import jax
+
+    a, b = (ops.ones((32, 32), "bfloat16") for _ in range(2))
+    traced = jax.jit(product.product).trace(a, b)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert ("lhs_precision_type = f8E4M3FN" in text) is named
