@@ -1,5 +1,8 @@
 """The policy `mixed_float8`: which layers multiply in float8, and training."""
 
+import json
+import pathlib
+
 import keras
 import numpy as np
 import pytest
@@ -75,20 +78,20 @@ def test_by_default_those_that_gain_but_the_first_and_the_last():
     with tfmix.policy_scope("mixed_float8"):
         model = keras.Sequential(
             [
-                keras.Input((1024,)),
-                layers.Dense(1024, name="first"),
-                layers.Dense(1024, name="second"),
+                keras.Input((16,)),
+                layers.Dense(2048, name="first"),
+                layers.Dense(8192, name="second"),
                 layers.Dense(96, name="narrow"),
                 layers.Dense(100, name="odd"),
-                layers.Dense(1024, dtype="float32", name="wide"),
-                layers.Dense(1024, name="last"),
+                layers.Dense(4096, dtype="float32", name="wide"),
+                layers.Dense(4096, name="last"),
             ]
         )
-    model(np.zeros((2, 1024), "float32"))
+    model(np.zeros((2, 16), "float32"))
     assert reasons(model) == {
         "first": "the first or the last with a matrix",
         "second": "",
-        "narrow": "1024 x 96 is too small to gain",
+        "narrow": "8192 x 96 is too small to gain",
         "odd": "96 x 100 are no multiples of 16",
         "wide": "computes in float32",
         "last": "the first or the last with a matrix",
@@ -103,14 +106,25 @@ def test_the_first_and_the_last_are_those_of_nested_models():
 
     def three():
         return keras.Sequential(
-            [layers.Dense(1024, name=next(names)) for _ in range(3)]
+            [layers.Dense(4096, name=next(names)) for _ in range(3)]
         )
 
     with tfmix.policy_scope("mixed_float8"):
-        model = keras.Sequential([keras.Input((1024,)), three(), three()])
-    run(model, np.zeros((2, 1024), "float32"))
+        model = keras.Sequential([keras.Input((16,)), three(), three()])
+    run(model, np.zeros((2, 16), "float32"))
     found = reasons(model)
     assert [name for name, why in found.items() if not why] == list("bcde")
+
+
+def test_the_choice_follows_what_a_gpu_took():
+    root = pathlib.Path(__file__).parent.parent.parent
+    published = root / "docs" / "benchmarks" / "gpu-jax.json"
+    (*_, products) = json.loads(published.read_text())["tables"]
+    assert len(products["rows"]) == 8
+    for row in products["rows"]:
+        depth, width = map(int, row["weight"].split(" x "))
+        is_faster = row["4096 rows"] > 1
+        assert chosen_layers.gains(depth, width) == is_faster, row
 
 
 @pytest.mark.costly

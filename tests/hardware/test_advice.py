@@ -457,9 +457,9 @@ def test_what_is_in_float8_what_not_and_what_it_gains_is_said():
     with tfmix.policy_scope("mixed_float8"):
         model = keras.Sequential(
             [
-                keras.Input((1024,)),
-                keras.layers.Dense(2048, name="first"),
-                keras.layers.Dense(2048, name="second"),
+                keras.Input((16,)),
+                keras.layers.Dense(4096, name="first"),
+                keras.layers.Dense(4096, name="second"),
                 keras.layers.Dense(96, name="narrow"),
                 keras.layers.Dense(10, name="last"),
             ]
@@ -467,19 +467,19 @@ def test_what_is_in_float8_what_not_and_what_it_gains_is_said():
     found = advise(model, 4096)
     rows = {row.layer.split("/")[-1]: row.float8 for row in found.rows}
     assert rows["second"] == "yes"
-    assert rows["narrow"] == "2048 x 96 is too small to gain"
+    assert rows["narrow"] == "4096 x 96 is too small to gain"
     text = str(found)
     assert "1 layers multiply in float8." in text
-    assert "narrow: 2048 x 96 is too small to gain." in text
-    # By hand: three products, and five bytes for each number of the factors.
+    assert "narrow: 4096 x 96 is too small to gain." in text
+    # By hand: three products, and eleven bytes for each number of them.
     flops, rate, rate8 = 6 * 4096, 989.4e12, 1978.9e12
-    sixteen = (1024 * 2048 + 2048 * 96 + 2048 * 10) * flops / rate
-    second = 2048 * 2048 * flops
-    moved = 5 * (2 * 4096 * 2048 + 2048 * 2048) / 4.8e12
+    sixteen = (16 * 4096 + 4096 * 96 + 96 * 10) * flops / rate
+    second = 4096 * 4096 * flops
+    moved = 11 * 3 * 4096 * 4096 / 4.8e12
     gain = (sixteen + second / rate) / (sixteen + second / rate8 + moved)
     assert f"({gain:.2f} times)" in text
     # The first call chooses the same layers.
-    model(np.ones((1, 1024), "float32"))
+    model(np.ones((1, 16), "float32"))
     assert advise(model, 4096) == found
     (*_, last) = advise(model, 4096, target="a100").float8
     assert "A100" in last

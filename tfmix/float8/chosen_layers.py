@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from tfmix._keras import layer_policies, layers, variables
-from tfmix.float8 import h200, product
+from tfmix.float8 import product
 from tfmix.gradient_scaling import contraction, weight_gradients
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
@@ -16,13 +16,17 @@ from tfmix.policy import policy as policies
 _CLASSES = (keras.layers.Dense, keras.layers.EinsumDense)
 # Tensor Cores take no others.
 _MULTIPLE = 16
-# A number: to find the amax of a factor, read it again and write it in 8 bits.
-CAST_BYTES = 2 + 2 + 1
-# Three products of (m, k, n) take an H200 6 m k n operations, half as long in
-# float8; their factors' bytes are CAST_BYTES (mk + kn + mn). So it pays where
-# 1/m + 1/k + 1/n is less than this, 1/344; m, the batch, is large.
-_SAVED = 1 / h200.SIXTEEN_BIT - 1 / h200.FLOAT8
-_PAYS = 6 * _SAVED * h200.BANDWIDTH / CAST_BYTES
+# Three products of (m, k, n) take 6 m k n operations, half as long in float8.
+# To round their factors takes as long as to move this many bytes for each
+# number: fitted to 24 shapes timed on an H100 (docs/benchmarks.md, "On a GPU").
+# Where float8 is as fast as bfloat16 it is 6 % off. (To find the amax, to read
+# it again and to write it in two orders are 6 bytes, 10 of a float32 weight.)
+CAST_BYTES = 11
+# So it pays on an H100 where 1/m + 1/k + 1/n is less than 6 times the seconds
+# that an operation saves, times 3.35e12 bytes a second, over those bytes.
+_PAYS = 6 * (1 / 989.4e12 - 1 / 1978.9e12) * 3.35e12 / CAST_BYTES
+# The rows, tokens in a batch, of which a layer must gain: with 1,024 none does.
+_ROWS = 4096
 
 
 def choose(
@@ -79,6 +83,11 @@ def why_not(layer: keras.Layer) -> str | None:
     `None` if it has no product, or is under no policy for float8.
     """
     return layers.marks(layer).float8
+
+
+def gains(depth: int, width: int) -> bool:
+    """Returns whether float8 is faster for a weight of this shape."""
+    return 1 / _ROWS + 1 / depth + 1 / width < _PAYS
 
 
 def exact(layer: keras.Layer, inputs: Any, kernel: Any) -> Any:
@@ -148,6 +157,6 @@ def _why_not(layer: keras.Layer, policy: policies.Policy, is_end: bool) -> str:
         return f"{depth} x {width} are no multiples of {_MULTIPLE}"
     if wanted is None and is_end:
         return "the first or the last with a matrix"
-    if wanted is None and 1 / depth + 1 / width > _PAYS:
+    if wanted is None and not gains(depth, width):
         return f"{depth} x {width} is too small to gain"
     return ""

@@ -33,9 +33,8 @@ _NEEDED = {
         ),
     ),
 }
-# What XLA is asked for. Where it says nothing of Triton, products are Triton's;
-# with a GPU at hand the library's are timed beside them.
-_OPTIONS: dict[str, Any] = {}
+# Products are Triton's where XLA is asked for nothing; with a GPU at hand the
+# library's are timed beside them.
 _NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
 # What libtpu reads where no TPU is at hand. Else it asks the cloud for minutes
 # which machine it is on, lets no second process load it, as if each took the
@@ -185,7 +184,7 @@ def _tried(compiled: Callable[[dict[str, Any]], Any]) -> Any:
     """Compiles; without Triton where that has no kernel for a product."""
     # With a GPU at hand XLA would time others, and drop this one.
     try:
-        return compiled(_OPTIONS)
+        return compiled({})
     except RuntimeError as error:
         if "Couldn't find output tile sizes" not in str(error):
             raise

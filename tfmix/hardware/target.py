@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from tfmix import _arguments, _tables
-from tfmix.float8 import h200
 from tfmix.policy.devices import describe, suited_policy
 
 _TERA, _GIB, _MIB = 1e12, 2**30, 2**20
@@ -388,12 +387,12 @@ _TARGETS = {
             (9, 0),
             "H200 SXM 141 GB",
             151397597184,
-            h200.BANDWIDTH / _TERA,
+            4.8,
             float32=494.7,
-            float16=h200.SIXTEEN_BIT / _TERA,
-            bfloat16=h200.SIXTEEN_BIT / _TERA,
-            float8=h200.FLOAT8 / _TERA,
-            int8=h200.FLOAT8 / _TERA,
+            float16=989.4,
+            bfloat16=989.4,
+            float8=1978.9,
+            int8=1978.9,
         ),
         _gpu(
             "b200",
