@@ -167,6 +167,16 @@ def test_a_guarded_model_is_saved_and_loaded_like_any_other(tmp_path):
     assert "guarded" not in str(again.get_compile_config())
 
 
+def test_a_guarded_models_file_changes_no_model_made_after_it(tmp_path):
+    before = keras.Model.compile
+    model = guards.guard(make_model())
+    model.fit(*data(), verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert guards.is_guarded(loaded)
+    assert keras.Model.compile is before
+
+
 def test_that_a_model_is_guarded_is_no_fact_about_its_optimizer():
     model = guards.guard(make_model())
     saved = model.get_compile_config()

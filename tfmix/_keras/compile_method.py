@@ -1,7 +1,7 @@
 """Keras's `compile`: what tfmix lets it do, and what a model saves of it.
 
-From the first 16-bit policy of a process, or the first file of a guarded
-model, on: copies and loaded models come about where no policy is active.
+From the first 16-bit policy of a process on: copies and loaded models come about
+where no policy is active. A guarded model's file has it for that model alone.
 """
 
 import functools
@@ -18,6 +18,8 @@ _replacements = replacements.Replacements()
 _makers: list[Callable[[_Compile], _Compile]] = []
 # Whether it outlasts the policies in force, for what was made under them.
 _lasts = False
+# Whether it is there for the next `compile` alone.
+_once = False
 
 
 def use(make: Callable[[_Compile], _Compile]) -> None:
@@ -30,24 +32,36 @@ def stand_by(*, lasts: bool = True) -> None:
 
     One that need not last goes with a scope that ends in an error, too.
     """
-    global _lasts
-    _lasts = _lasts or lasts
+    global _lasts, _once
+    _lasts, _once = _lasts or lasts, False
     _replacements.set({PLACE: _stand_in})
+
+
+def stand_by_once() -> None:
+    """Puts the stand-in in its place for the next `compile`, if none is."""
+    global _once
+    if not _replacements.places():
+        _once = True
+        _replacements.set({PLACE: _stand_in})
 
 
 def _stand_in(original: _Compile) -> _Compile:
     @functools.wraps(original)
     def compile(self: Any, *args: Any, **kwargs: Any) -> None:
         (make,) = _makers
-        make(original)(self, *args, **kwargs)
+        try:
+            make(original)(self, *args, **kwargs)
+        finally:
+            if _once:
+                stand_down()
 
     return compile
 
 
 def stand_down() -> None:
     """Gives Keras its own method back."""
-    global _lasts
-    _lasts = False
+    global _lasts, _once
+    _lasts = _once = False
     _replacements.set({})
 
 
