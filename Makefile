@@ -14,8 +14,6 @@ SPREAD = -n $(JOBS) --dist worksteal
 # XLA takes longer to optimise small programs than they run. `test-all` lets it.
 QUICK_XLA = --xla_backend_optimization_level=0
 QUICK_XLA += --xla_llvm_disable_expensive_passes=true
-# A third of JAX's time went into compiling fused operations by way of MLIR.
-QUICK_XLA += --xla_cpu_use_fusion_emitters=false
 QUICK = XLA_FLAGS='$(QUICK_XLA)' $(BIN)/python -m pytest -q $(SPREAD)
 COMPLETE = $(BIN)/python -m pytest -q $(SPREAD) --all
 # What `publish-docs` does with the branch: --push.
@@ -72,13 +70,15 @@ $(VENV): $(STAMP)
 demo: $(LIBRARY)
 	@$(BIN)/python -m tfmix demo
 
-# A sample of the tests' cases and no slow test: six minutes on two cores.
+# A sample of the tests' cases and no slow test: under six minutes on two cores.
 test: test-tensorflow test-jax test-doctest
 
 test-tensorflow: $(STAMP)
 	@echo "tfmix: tests under TensorFlow"
 	@KERAS_BACKEND=tensorflow $(QUICK)
 
+# To compile fused operations by way of MLIR took a third of JAX's time.
+test-jax: QUICK_XLA += --xla_cpu_use_fusion_emitters=false
 test-jax: $(STAMP)
 	@echo "tfmix: tests under JAX"
 	@KERAS_BACKEND=jax $(QUICK)
