@@ -108,12 +108,16 @@ def place(tmp_path, monkeypatch):
 # Those that train for seconds, and the one that test_export.py runs as well.
 SLOW_PAGES = {
     "adapters-remat-export.md",
+    "by-level-and-by-hand.md",
     "cast-and-fine-tune.md",
     "deployment.md",
+    "diffusion.md",
     "faq.md",
     "float8.md",
     "gans.md",
     "loss-scaling.md",
+    "many-devices.md",
+    "memory.md",
     "one-call.md",
 }
 

@@ -170,7 +170,7 @@ def trained(kind, policy):
     return model, x
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "policy"), list(cases()))
 def test_a_trained_model_is_deployed(kind, policy, tmp_path):
     model, x = trained(kind, policy)

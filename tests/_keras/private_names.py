@@ -6,6 +6,7 @@ reaches into is read with `vars`, `getattr` or `importlib.import_module`.
 """
 
 import ast
+import functools
 import re
 
 ROOTS = r"keras\.src|tensorflow\.(?:python|compiler)"
@@ -63,6 +64,7 @@ def mentions(source):
     return {name for text in texts for name in _DOTTED.findall(text)}
 
 
+@functools.cache
 def private_names(source):
     """Returns all private names of Keras and TensorFlow in a module's code.
 
@@ -70,7 +72,7 @@ def private_names(source):
         A set of dotted names of modules and of what is in them, and of plain
         names for the underscore attributes of objects.
     """
-    return _Scan(ast.parse(source)).found
+    return frozenset(_Scan(ast.parse(source)).found)
 
 
 def defined(source):

@@ -358,7 +358,7 @@ def test_a_float32_model_loads_as_it_was_under_a_float16_policy(tmp_path):
     assert int(loaded.optimizer.iterations) == 1
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [copy.deepcopy, keras.models.clone_model])
 def test_copies_of_a_model_train(copies):
     global_policy.set_global_policy("mixed_float16")
@@ -663,7 +663,7 @@ def test_a_graph_with_a_call_of_its_own_computes():
     assert own_code.layers_that_compute(own) == [own, dense]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "jit", "run"),
     [

@@ -266,6 +266,7 @@ def test_a_dry_run_goes_through_a_model(capsys, monkeypatch, tmp_path, model):
     assert len(record["tables"]) == (2 if backend == "jax" else 1)
 
 
+@pytest.mark.slow
 @helpers.requires_backend("jax")
 def test_products_are_timed_with_all_that_comes_of_them():
     import jax

@@ -200,7 +200,7 @@ def test_the_growth_window_resumes_at_any_phase(phase):
     assert resumed.loss_scale == 16.0 * 2 ** (phase // window)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_run_with_8_bit_state_resumes_bit_for_bit(tmp_path, policy):
     x, y = np.random.default_rng(0).normal(size=(2, 48, 32)).astype("float32")

@@ -24,7 +24,7 @@ SCRIPTS = sorted(
 )
 SEEDS = (1, 2, 3)
 # Small and fast, one of each kind: mixed dtypes, a constant, a model's output.
-QUICK = ("drop_path_keras_random", "guide_loop", "guide_loop_jax")
+QUICK = ("guide_loop", "drop_path_keras_random", "guide_loop_jax")
 
 
 def run(script, policy, jit, seed=SEEDS[0]):
