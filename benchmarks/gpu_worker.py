@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -77,7 +78,10 @@ class KerasSession:
         keras.utils.set_random_seed(0)
         self._model = task.build(**task.sizes)
         if library == "keras" and precision == "mixed_float8":
-            self._model.quantize("float8")
+            with warnings.catch_warnings():
+                # Of each layer that has nothing to quantize.
+                warnings.simplefilter("ignore")
+                self._model.quantize("float8")
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._model.compile(adam, loss, **settings)
         self._batch = task.batch_of_all()

@@ -30,9 +30,8 @@ def expected(value, code):
     flat = value.ravel().astype("float64")
     for start in range(0, flat.size, eight_bit.BLOCK):
         block = flat[start : start + eight_bit.BLOCK]
-        # No smaller than what the smallest code needs to be normal.
-        largest = max(np.abs(block).max(), 2.0 ** (code.octaves - 128))
-        scale = 2.0 ** min(np.floor(np.log2(largest)) + 1, 127)
+        largest = max(np.abs(block).max(), 2.0**-126)
+        scale = 2.0 ** min(np.ceil(np.log2(largest)), 127)
         lowest = 2.0 ** (1 - code.octaves) * (1 + 1 / code.steps)
         for place, number in enumerate(block):
             size = abs(number) / scale

@@ -1,7 +1,7 @@
 """Keras's `compile`: what tfmix lets it do, and what a model saves of it.
 
-From the first 16-bit policy of a process on: copies and loaded models come about
-where no policy is active. A guarded model's file has it for that model alone.
+From the first 16-bit policy of a process on: copies and loaded models come
+about where no policy is active. A guarded model's file has it for that alone.
 """
 
 import functools

@@ -4,10 +4,6 @@ A code is a small float without special values, so the error is relative: at
 most 1/16 with three bits of mantissa, where rounded to nearest. A block is
 scaled by the power of two above its largest number: what does not change keeps
 its code, also when that number moves.
-
-All is integer arithmetic on the bits of float32, in as few operations as can be:
-a step has them for each slot of each variable, and XLA's time to compile it grows
-with their number.
 """
 
 import math
@@ -23,8 +19,7 @@ BLOCK = 256
 # The noise of rounding to nearest, a half.
 NEAREST = -(2**31)
 _ONE, _LARGEST, _INFINITY = 127 << 23, 254 << 23, 255 << 23
-_OCTAVE = 1 << 23
-_MAGNITUDE = 2**31 - 1
+_SMALLEST = 1 << 23
 # Numbers that a CPU compares at a time.
 _LANES = 32
 _int = bits.signed
@@ -65,61 +60,64 @@ SIGNED, UNSIGNED, SIGNS = Code(True, 16), Code(False, 32), Code(True, 64)
 
 
 def encode(value: Any, code: Code, noise: Any) -> tuple[Any, Any]:
-    """Returns the codes of a float32 tensor, and the scales of its blocks.
+    """Returns the codes of a float32 tensor, and the sizes of its blocks.
 
     Args:
         value: Tensor of any shape.
         code: How to code.
         noise: Int32 tensor, as `noise.noise` draws it for stochastic
-            rounding, or `NEAREST`.
+            rounding, or `NEAREST`; or what returns it, moved by a number.
 
     Returns:
-        A uint8 tensor of the shape of `value`, and a float32 vector with a
-        power of two above the magnitudes of each `BLOCK` elements. A block
-        that holds a NaN or an infinity is decoded as NaN.
+        A uint8 tensor of the shape of `value`, and a float32 vector with the
+        largest magnitude of each `BLOCK` elements. A block that holds a NaN
+        or an infinity is decoded as NaN.
     """
-    bits_of_value = compilation.bitcast(value, "int32")
-    words = ops.bitwise_and(bits_of_value, _int(_MAGNITUDE))
-    scales = _scales(words, code)
-    spread = _spread(scales, value.shape)
+    sizes = ops.absolute(value)
+    largest = _largest(sizes)
+    if callable(noise):
+        # By 0, the sign of a size, which no compiler knows: what two tensors
+        # share would be computed once and kept, as large as they in float32.
+        first = compilation.bitcast(largest[:1], "int32")
+        noise = noise(ops.right_shift(first, _int(31))[0])
     noise = bits.upper(ops.cast(noise, "int32"), 32 - code.dropped)
     # Divided by subtracting exponents: XLA stores a quotient for later.
-    scaled = words - compilation.bitcast(spread, "int32")
-    codes = ops.right_shift(scaled + noise, _int(code.dropped))
-    codes = codes + _int((_ONE >> code.dropped) - code.base)
+    scales = compilation.bitcast(_scales(largest, value.shape), "int32")
+    words = compilation.bitcast(sizes, "int32")
+    # What is 0 or subnormal has no exponent to subtract from.
+    is_normal = ops.greater_equal(words, _int(_SMALLEST))
+    words = ops.where(is_normal, words - (scales - _int(_ONE)), _int(0))
+    scaled = compilation.bitcast(ops.maximum(words, _int(0)), "float32")
+    codes = ops.right_shift(words + noise, _int(code.dropped)) - _int(code.base)
+    smallest = 2.0 ** (1 - code.octaves) * (1 + 1 / code.steps)
+    small = _int(1)
     if code.signed:
         # Between 0 and the smallest, the chance is the distance.
-        smallest = 2.0 ** (1 - code.octaves) * (1 + 1 / code.steps)
         chance = ops.cast(noise, "float32") * (2.0**-code.dropped * smallest)
-        small = ops.greater(ops.absolute(value), chance * spread)
-        least = (1 << code.dropped) - _OCTAVE * (code.octaves - 1)
-        is_small = ops.less(scaled, _int(least))
-        codes = ops.where(is_small, ops.cast(small, "int32"), codes)
-    else:
-        codes = ops.maximum(codes, _int(1))
+        small = ops.cast(ops.greater(scaled + chance, smallest), "int32")
+    codes = ops.where(ops.less(scaled, smallest), small, codes)
     codes = ops.minimum(codes, _int(code.steps * code.octaves - 1))
     codes = ops.cast(codes, "uint8")
     # Last an operation on two tensors: what ends in a cast, XLA would compute
     # again in each kernel that reads the codes.
     if code.signed:
-        sign = ops.right_shift(bits_of_value, _int(24))
+        sign = ops.right_shift(compilation.bitcast(value, "int32"), _int(24))
         sign = ops.cast(ops.bitwise_and(sign, _int(128)), "uint8")
-        return ops.bitwise_or(codes, sign), scales
+        return ops.bitwise_or(codes, sign), largest
     zero = ops.cast(0, "uint8")
-    return ops.where(ops.greater(words, _int(0)), codes, zero), scales
+    return ops.where(ops.greater(sizes, 0.0), codes, zero), largest
 
 
-def decode(codes: Any, scales: Any, code: Code) -> Any:
+def decode(codes: Any, largest: Any, code: Code) -> Any:
     """Returns the float32 tensor that `encode` was given, rounded."""
     codes = ops.cast(codes, "int32")
     size = ops.bitwise_and(codes, _int(127)) if code.signed else codes
-    word = ops.left_shift(size + _int(code.base), _int(code.dropped))
+    kept = ops.left_shift(size + _int(code.base), _int(code.dropped))
+    value = compilation.bitcast(kept, "float32")
+    value = ops.where(ops.equal(size, _int(0)), 0.0, value)
     if code.signed:
-        sign = ops.bitwise_and(codes, _int(128))
-        word = ops.bitwise_or(word, ops.left_shift(sign, _int(24)))
-    value = compilation.bitcast(word, "float32")
-    value = ops.where(ops.greater(size, _int(0)), value, 0.0)
-    return ops.multiply(value, _spread(scales, codes.shape))
+        value = ops.where(ops.greater(codes, _int(127)), -value, value)
+    return ops.multiply(value, _scales(largest, codes.shape))
 
 
 def blocks(shape: tuple[int, ...]) -> int:
@@ -127,26 +125,19 @@ def blocks(shape: tuple[int, ...]) -> int:
     return -(-math.prod(shape) // BLOCK)
 
 
-def _scales(words: Any, code: Code) -> Any:
-    """Returns the power of two above each block's magnitudes."""
-    # Of each element, then the largest of all: what comes after a reduction
-    # would be a kernel of its own, what comes before is not.
-    above = ops.bitwise_and(words, _int(-_OCTAVE)) + _int(_OCTAVE)
-    above = ops.minimum(above, _int(_LARGEST))
-    finite = ops.less(words, _int(_INFINITY))
-    powers = ops.where(finite, above, _int(_INFINITY))
-    cut = _cut(tuple(words.shape))
+def _largest(sizes: Any) -> Any:
+    """Returns the largest of each block."""
+    cut = _cut(tuple(sizes.shape))
     if cut is None:
-        cut, count = (-1, BLOCK), math.prod(words.shape)
-        padding = blocks(words.shape) * BLOCK - count
-        powers = ops.pad(ops.reshape(powers, (count,)), [(0, padding)])
+        cut, count = (-1, BLOCK), math.prod(sizes.shape)
+        padding = blocks(sizes.shape) * BLOCK - count
+        sizes = ops.pad(ops.reshape(sizes, (count,)), [(0, padding)])
     # As integers, which lie in the same order, and over an axis before the last
     # one first: so a CPU compares many at a time.
-    powers = ops.reshape(powers, (*cut[:-1], BLOCK // _LANES, _LANES))
-    # With a least scale, whose smallest code is no subnormal.
-    least = _OCTAVE * code.octaves
-    powers = ops.max(ops.max(powers, axis=-2), axis=-1, initial=least)
-    return compilation.bitcast(ops.reshape(powers, (-1,)), "float32")
+    words = compilation.bitcast(sizes, "int32")
+    words = ops.reshape(words, (*cut[:-1], BLOCK // _LANES, _LANES))
+    words = ops.max(ops.max(words, axis=-2), axis=-1)
+    return compilation.bitcast(ops.reshape(words, (-1,)), "float32")
 
 
 def _cut(shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -162,13 +153,17 @@ def _cut(shape: tuple[int, ...]) -> tuple[int, ...] | None:
     return None
 
 
-def _spread(scales: Any, shape: tuple[int, ...]) -> Any:
-    """Returns, for each element, the scale of its block."""
-    shape = tuple(shape)
-    cut = _cut(shape)
-    if cut is not None:
-        scales = ops.reshape(scales, (*cut[:-1], 1))
-        return ops.reshape(ops.broadcast_to(scales, cut), shape)
-    filled = blocks(shape), BLOCK
-    flat = ops.broadcast_to(ops.expand_dims(scales, 1), filled)
-    return ops.reshape(ops.reshape(flat, (-1,))[: math.prod(shape)], shape)
+def _scales(largest: Any, shape: tuple[int, ...]) -> Any:
+    """Returns, for each element, the power of two not below its block's."""
+    # Computed where it is used: stored, it would cost a GPU a kernel more.
+    spread = ops.broadcast_to(
+        ops.expand_dims(largest, 1), (blocks(shape), BLOCK)
+    )
+    flat = ops.reshape(spread, (-1,))[: math.prod(shape)]
+    words = compilation.bitcast(ops.reshape(flat, shape), "int32")
+    finite = ops.less(words, _int(_INFINITY))
+    power = ops.bitwise_and(words + _int(_SMALLEST - 1), _int(-_SMALLEST))
+    power = ops.minimum(ops.maximum(power, _int(_SMALLEST)), _int(_LARGEST))
+    return compilation.bitcast(
+        ops.where(finite, power, _int(_INFINITY)), "float32"
+    )

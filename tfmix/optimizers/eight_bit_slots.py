@@ -1,5 +1,6 @@
 """Slots of an optimizer that are stored in 8 bits."""
 
+import collections
 import contextlib
 import math
 import re
@@ -134,12 +135,14 @@ class EightBitSlots:
     """Lets an inner optimizer create its slots in 8 bits.
 
     Args:
-        draw: Returns the noise of a shape and a stream in the current step.
+        draw: Returns the noise of a shape and a stream in the current step,
+            moved by a number.
     """
 
-    def __init__(self, draw: Callable[[tuple[int, ...], int], Any]) -> None:
+    def __init__(
+        self, draw: Callable[[tuple[int, ...], int, Any], Any]
+    ) -> None:
         self._draw = draw
-        self._count = 0
 
     @contextlib.contextmanager
     def creating(
@@ -173,6 +176,7 @@ class EightBitSlots:
         """Returns a list that will hold the slots, by name."""
         _never_negative(worker)
         created: list[tuple[str | None, keras.Variable]] = []
+        slots_of: collections.Counter[int] = collections.Counter()
         original = worker.add_variable_from_reference
 
         def add(
@@ -184,12 +188,20 @@ class EightBitSlots:
             if wide or keeps_float32(reference_variable):
                 slot = original(reference_variable, name, initializer)
             else:
+                # Slots of a variable are rounded apart. Those of others may be
+                # alike: so may be the kernels that do it, which a compiler
+                # then makes once for all variables of a shape.
+                stream = -1 - slots_of[id(reference_variable)]
+                slots_of[id(reference_variable)] += 1
                 slot = self._make(
-                    worker, reference_variable, name or "var", initializer
+                    worker,
+                    reference_variable,
+                    name or "var",
+                    initializer,
+                    stream,
                 )
                 # What it consists of is tracked already.
                 optimizers.count_as_tracked(worker, slot)
-                self._count += 1
             created.append((name, slot))
             return slot
 
@@ -202,6 +214,7 @@ class EightBitSlots:
         variable: keras.Variable,
         name: str,
         initializer: Any,
+        stream: int,
     ) -> "_Slot":
         shape, code = tuple(variable.shape), _code(worker, name)
         first = keras.initializers.get(initializer)
@@ -232,9 +245,12 @@ class EightBitSlots:
             name=f"{path}_sizes",
             **variables.on_each_device(variable),
         )
-        # Streams from 0 on are those of the variables.
-        stream = -1 - self._count
-        return _Slot(codes, sizes, code, lambda: self._draw(shape, stream))
+
+        def noise(moved: Any) -> Any:
+            # Streams from 0 on are those of the variables.
+            return self._draw(shape, stream, moved)
+
+        return _Slot(codes, sizes, code, noise)
 
 
 def _check_declared(worker: Any, created: list) -> None:
@@ -279,7 +295,7 @@ class _Slot(variables.Float32View):
         codes: keras.Variable,
         sizes: keras.Variable,
         code: eight_bit.Code,
-        noise: Callable[[], Any],
+        noise: Callable[[Any], Any],
     ) -> None:
         super().__init__(codes)
         self.beside, self.code, self.noise = (sizes,), code, noise
@@ -291,6 +307,6 @@ class _Slot(variables.Float32View):
 
     def store(self, value: Any) -> None:
         """Keeps a float32 tensor, rounded stochastically."""
-        parts = eight_bit.encode(value, self.code, self.noise())
+        parts = eight_bit.encode(value, self.code, self.noise)
         for part, new in zip((self.stored, *self.beside), parts, strict=True):
             part.assign(new)

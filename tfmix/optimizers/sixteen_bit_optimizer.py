@@ -142,9 +142,11 @@ class SixteenBitOptimizer(
             )
         self._coded = eight_bit_slots.EightBitSlots(self.draw_noise)
 
-    def draw_noise(self, shape: tuple[int, ...], stream: int) -> Any:
+    def draw_noise(
+        self, shape: tuple[int, ...], stream: int, moved: Any = 0
+    ) -> Any:
         """Returns what rounds a tensor in the current step; see `noise`."""
-        seed = ops.convert_to_tensor(self.seed_variable)
+        seed = ops.convert_to_tensor(self.seed_variable) + moved
         step = ops.cast(self.iterations, "int32")
         return noise.noise(shape, seed, stream, step)
 
