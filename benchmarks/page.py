@@ -173,9 +173,10 @@ def _escaped(text: str) -> str:
 def _provenance(record: dict[str, Any]) -> str:
     """Returns one line: when, how and on what a record was measured."""
     machine, versions = record["machine"], record["versions"]
+    backend = record["backend"]
     what = ", ".join(
         f"{name} {versions[name]}"
-        for name in ("keras", "tensorflow", "tensorflow-cpu", "jax")
+        for name in ("keras", backend, f"{backend}-cpu")
         if name in versions
     )
     on = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"

@@ -31,6 +31,17 @@ def weights(name: str) -> int:
     return int(pretrained_networks.task(name).make().count_params())
 
 
+class _Training(keras.layers.Layer):
+    """Calls a network as `fit` does: HED's outputs are others then."""
+
+    def __init__(self, network: keras.Model) -> None:
+        super().__init__()
+        self.network = network
+
+    def call(self, inputs: Any) -> Any:
+        return self.network(inputs, training=True)
+
+
 def peak(name: str, policy: str) -> float:
     """Returns the MB that a step of `fit` holds at most, by its compiler."""
     one = pretrained_networks.task(name)
@@ -38,7 +49,7 @@ def peak(name: str, policy: str) -> float:
         inputs = keras.tree.map_structure(
             lambda array: keras.Input(array.shape[1:], dtype="float32"), one.x
         )
-        model = keras.Model(inputs, one.make()(inputs, training=True))
+        model = keras.Model(inputs, _Training(one.make())(inputs))
         model.compile(keras.optimizers.Adam(one.rate), loss=one.losses)
     devices = compilers.devices(targets.find(TARGET), 1)
     step = lowering.compile_training_step(model, len(one.y[0]), devices)

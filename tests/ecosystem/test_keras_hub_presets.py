@@ -23,7 +23,7 @@ TASKS = {
     "GPT2CausalLM": ("GPT2Backbone", {}),
     "ViTImageClassifier": ("ViTBackbone", {"num_classes": 2}),
 }
-# Largest error of results, and of a loss.
+# Largest error of results.
 ERRORS = {**BOUNDS, "float16": BOUNDS["mixed_float16"]}
 WEIGHTS = {"float16": "float16"}
 STEPS = 2
@@ -47,10 +47,10 @@ def preset(name, tmp_path, monkeypatch):
     return str(tmp_path)
 
 
-def loaded(name, preset, policy):
+def loaded(name, preset, policy, **given):
     with tfmix.policy_scope(policy):
         kind = getattr(models, name)
-        return kind.from_preset(preset, preprocessor=None)
+        return kind.from_preset(preset, preprocessor=None, **given)
 
 
 def floats(variables):
@@ -84,7 +84,7 @@ def losses(model, name):
     return np.array(model.fit(inputs, y, **run).history["loss"])
 
 
-@pytest.mark.parametrize("policy", ERRORS)
+@pytest.mark.parametrize("policy", BOUNDS)
 def test_a_preset_is_fine_tuned_as_in_float32(
     name, preset, policy, record_property
 ):
@@ -95,14 +95,19 @@ def test_a_preset_is_fine_tuned_as_in_float32(
     assert int(model.optimizer.iterations) == STEPS
     apart = np.abs(found / exact - 1).max()
     record_property("apart", apart)
-    assert apart < ERRORS[policy]
+    assert apart < BOUNDS[policy]
 
 
-def test_a_preset_saved_in_16_bit_is_loaded_in_float32(name, preset, tmp_path):
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_a_preset_saved_in_16_bit_is_loaded_with_a_dtype(
+    name, preset, policy, tmp_path
+):
     folder = str(tmp_path / "narrow")
     narrow = loaded(name, preset, "mixed_bfloat16")
     narrow.save_to_preset(folder)
-    model = loaded(name, folder, "float32")
-    assert model.backbone.compute_dtype == "float32"
+    # KerasHub 0.32 refuses a task of a mixed policy without it, in plain Keras
+    # as well.
+    model = loaded(name, folder, policy, dtype=policy)
+    assert model.backbone.compute_dtype == policy.removeprefix("mixed_")
     for one, other in zip(model.weights, narrow.weights, strict=True):
         np.testing.assert_array_equal(one, other)
