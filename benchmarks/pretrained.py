@@ -35,11 +35,15 @@ class _Training(keras.layers.Layer):
     """Calls a network as `fit` does: HED's outputs are others then."""
 
     def __init__(self, network: keras.Model) -> None:
-        super().__init__()
+        super().__init__(dtype="float32")
         self.network = network
 
     def call(self, inputs: Any) -> Any:
-        return self.network(inputs, training=True)
+        found = self.network(inputs, training=True)
+        # As a model's outputs are, which this one is inside another.
+        return keras.tree.map_structure(
+            lambda one: keras.ops.cast(one, "float32"), found
+        )
 
 
 def peak(name: str, policy: str) -> float:
