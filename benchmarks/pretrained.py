@@ -100,8 +100,9 @@ def main(arguments: list[str] | None = None) -> int:
     }
     if lacking:
         print(
-            f"tfmix: nothing measured: there is no {', '.join(lacking)}. "
-            "`make pretrained VENV=.venv-targets` installs it.",
+            "tfmix: nothing measured: there is no "
+            f"{', '.join(sorted(lacking))}. `make pretrained "
+            "VENV=.venv-targets` installs all.",
             file=sys.stderr,
         )
         return 0

