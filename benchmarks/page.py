@@ -11,9 +11,9 @@ _INTRODUCTION = """\
 
 <!-- Made by `make bench`; what is written here by hand is lost. -->
 
-The figures that users ask for. `make bench` measures all of them again, `make
-bench ONLY="gpu faults"` some. The records, with every row that is not shown
-here, are JSON files in `docs/benchmarks/`.
+`make bench` measures all of this again, `make bench ONLY="gpu faults"` some.
+The records, with every row that is not shown here, are JSON files in
+`docs/benchmarks/`.
 
 A cell such as 1.06 (1.02 to 1.11) is the median with the smallest and the
 largest run. Runs that are compared took turns, so a slow moment of the machine
@@ -173,9 +173,10 @@ def _escaped(text: str) -> str:
 def _provenance(record: dict[str, Any]) -> str:
     """Returns one line: when, how and on what a record was measured."""
     machine, versions = record["machine"], record["versions"]
+    backend = record["backend"]
     what = ", ".join(
         f"{name} {versions[name]}"
-        for name in ("keras", "tensorflow", "tensorflow-cpu", "jax")
+        for name in ("keras", backend, f"{backend}-cpu")
         if name in versions
     )
     on = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"

@@ -1,0 +1,126 @@
+"""Networks with their weights in 16 bit: outputs, fine-tuning, memory.
+
+python -m benchmarks.pretrained [--json] [--save=docs]
+
+It needs the packages of `make pretrained`, and XLA's compiler for NVIDIA (the
+extra `[nvidia]`, or `make targets`), which counts what an H200 would hold.
+"""
+
+import importlib.metadata
+import os
+import sys
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import keras
+
+import tfmix
+from benchmarks import compiled, pretrained_networks, results
+from tfmix.hardware import compilers, lowering
+from tfmix.hardware import target as targets
+
+TARGET = "h200"
+POLICIES = ("mixed_float16", "mixed_bfloat16")
+LOOPS = {"fit": "fit", "loop": "graph"}
+
+
+def weights(name: str) -> int:
+    """Returns how many numbers a network's variables hold."""
+    return int(pretrained_networks.task(name).make().count_params())
+
+
+class _Training(keras.layers.Layer):
+    """Calls a network as `fit` does: HED's outputs are others then."""
+
+    def __init__(self, network: keras.Model) -> None:
+        super().__init__(dtype="float32")
+        self.network = network
+
+    def call(self, inputs: Any) -> Any:
+        found = self.network(inputs, training=True)
+        # As a model's outputs are, which this one is inside another.
+        return keras.tree.map_structure(
+            lambda one: keras.ops.cast(one, "float32"), found
+        )
+
+
+def peak(name: str, policy: str) -> float:
+    """Returns the MB that a step of `fit` holds at most, by its compiler."""
+    one = pretrained_networks.task(name)
+    with tfmix.policy_scope(policy):
+        inputs = keras.tree.map_structure(
+            lambda array: keras.Input(array.shape[1:], dtype="float32"), one.x
+        )
+        model = keras.Model(inputs, _Training(one.make())(inputs))
+        model.compile(keras.optimizers.Adam(one.rate), loss=one.losses)
+    devices = compilers.devices(targets.find(TARGET), 1)
+    step = lowering.compile_training_step(model, len(one.y[0]), devices)
+    return (step.arguments + step.extra) / 1e6
+
+
+def row(name: str) -> dict[str, Any]:
+    """Measures one network; errors in percent of what float32 says."""
+    found: dict[str, Any] = {
+        "network": name,
+        "millions of weights": weights(name) / 1e6,
+    }
+    for policy in POLICIES:
+        error = pretrained_networks.output_error(name, policy)
+        found[f"output, {policy}"] = 100 * error
+    for title, mode in LOOPS.items():
+        expected = pretrained_networks.tuned(name, "float32", mode)
+        for policy in POLICIES:
+            losses = pretrained_networks.tuned(name, policy, mode)
+            share = pretrained_networks.apart(losses, expected)
+            found[f"{title}, {policy}"] = 100 * share
+    for policy in ("float32", *POLICIES):
+        found[f"MB, {policy}"] = peak(name, policy)
+    return found
+
+
+def table() -> results.Table:
+    """Measures all networks."""
+    found = results.track(pretrained_networks.NAMES, "networks")
+    return results.Table("Networks with their weights", [*map(row, found)])
+
+
+FLAGS = results.flag_values()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parses, measures, prints."""
+    words = sys.argv[1:] if arguments is None else arguments
+    results.parse(FLAGS, words)
+    lacking = {
+        one
+        for name in pretrained_networks.NAMES
+        for one in pretrained_networks.missing(name)
+    }
+    if lacking:
+        print(
+            "tfmix: nothing measured: there is no "
+            f"{', '.join(sorted(lacking))}. `make pretrained "
+            "VENV=.venv-targets` installs all.",
+            file=sys.stderr,
+        )
+        return 0
+    if not compiled.compilers_there(TARGET):
+        return 0
+    shipped = {
+        name: importlib.metadata.version(name)
+        for name in map(pretrained_networks.package, pretrained_networks.NAMES)
+    }
+    run = results.Run(
+        "pretrained",
+        words,
+        keras.backend.backend(),
+        f"{pretrained_networks.STEPS} steps of Adam on one batch",
+    )
+    results.publish(run.record([table()], shipped), FLAGS)
+    return 0
+
+
+if __name__ == "__main__":
+    results.start(main, FLAGS)

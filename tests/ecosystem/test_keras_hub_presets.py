@@ -1,0 +1,113 @@
+"""A preset that is loaded under a policy computes in it, and is fine-tuned.
+
+The presets are made here, in float32: those of KerasHub need a download.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+import tfmix
+from tests import helpers
+from tests.ecosystem import small_models
+from tests.ecosystem.small_models import BACKBONES, BOUNDS, models
+
+pytestmark = [
+    helpers.requires_backend("tensorflow"),
+    # KerasHub's own: the optimizer of a preset has no variables yet.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+# Without dropout, which draws other numbers in 16 bit.
+TASKS = {
+    "BertTextClassifier": ("BertBackbone", {"num_classes": 2, "dropout": 0.0}),
+    "GPT2CausalLM": ("GPT2Backbone", {}),
+    "ViTImageClassifier": ("ViTBackbone", {"num_classes": 2}),
+}
+# Largest error of results.
+ERRORS = {**BOUNDS, "float16": BOUNDS["mixed_float16"]}
+WEIGHTS = {"float16": "float16"}
+STEPS = 2
+
+
+@pytest.fixture(params=TASKS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def preset(name, tmp_path, monkeypatch):
+    backbone, given = TASKS[name]
+    settings, inputs = BACKBONES[backbone]
+    if name != "ViTImageClassifier":
+        settings = {**settings, "dropout": 0.0}
+    monkeypatch.setitem(BACKBONES, backbone, (settings, inputs))
+    made = small_models.made(backbone, "float32")
+    task = getattr(models, name)(made, preprocessor=None, **given)
+    task.save_to_preset(str(tmp_path))
+    return str(tmp_path)
+
+
+def loaded(name, preset, policy, **given):
+    with tfmix.policy_scope(policy):
+        kind = getattr(models, name)
+        return kind.from_preset(preset, preprocessor=None, **given)
+
+
+def floats(variables):
+    return {v.dtype for v in variables if "float" in v.dtype}
+
+
+@pytest.mark.parametrize("policy", ERRORS)
+def test_a_preset_computes_in_the_policy_as_in_float32(
+    name, preset, policy, record_property
+):
+    inputs = small_models.batch(TASKS[name][0])
+    exact = small_models.results(loaded(name, preset, "float32"), inputs)
+    model = loaded(name, preset, policy)
+    narrow = policy.removeprefix("mixed_")
+    assert model.backbone.compute_dtype == narrow
+    assert floats(model.variables) == {WEIGHTS.get(policy, "float32")}
+    assert model(inputs).dtype == "float32"
+    (error,) = small_models.errors(model, inputs, exact)
+    record_property("error", error)
+    assert 0 < error < ERRORS[policy]
+
+
+def losses(model, name):
+    """Returns the loss before each of some steps of `fit` on one batch."""
+    inputs = small_models.batch(TASKS[name][0])
+    is_text = name.endswith("CausalLM")
+    y = np.arange(16).reshape(2, 8) % 5 if is_text else np.array([0, 1])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(1e-3), loss, jit_compile=False)
+    run = {"batch_size": 2, "epochs": STEPS, "verbose": 0}
+    return np.array(model.fit(inputs, y, **run).history["loss"])
+
+
+@pytest.mark.parametrize("policy", BOUNDS)
+def test_a_preset_is_fine_tuned_as_in_float32(
+    name, preset, policy, record_property
+):
+    exact = losses(loaded(name, preset, "float32"), name)
+    assert exact[-1] < exact[0]
+    model = loaded(name, preset, policy)
+    found = losses(model, name)
+    assert int(model.optimizer.iterations) == STEPS
+    apart = np.abs(found / exact - 1).max()
+    record_property("apart", apart)
+    assert apart < BOUNDS[policy]
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_a_preset_saved_in_16_bit_is_loaded_with_a_dtype(
+    name, preset, policy, tmp_path
+):
+    folder = str(tmp_path / "narrow")
+    narrow = loaded(name, preset, "mixed_bfloat16")
+    narrow.save_to_preset(folder)
+    # KerasHub 0.32 refuses a task of a mixed policy without it, in plain Keras
+    # as well.
+    model = loaded(name, folder, policy, dtype=policy)
+    assert model.backbone.compute_dtype == policy.removeprefix("mixed_")
+    for one, other in zip(model.weights, narrow.weights, strict=True):
+        np.testing.assert_array_equal(one, other)
