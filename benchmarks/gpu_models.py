@@ -164,7 +164,7 @@ def tokens(
 
 TASKS = {
     "llama": Task(
-        "four Llama-3-8B-shaped blocks, 2 x 2048 tokens",
+        "four Llama-3-8B blocks, 4096 tokens",
         llama,
         tokens,
         {
@@ -193,7 +193,7 @@ TASKS = {
         8,
     ),
     "transformer": Task(
-        "transformer, 32 x 512 tokens",
+        "transformer, 16384 tokens",
         transformer,
         tokens,
         {

@@ -375,11 +375,16 @@ def _is_possible(case):
     if case.reports in ("twice", "own_step") and case.where == "last":
         return False
     if case.source == "epochs" and not (
-        case.callback in ("none", "nan", "best", "csv")
+        case.callback in ("none", "best", "csv")
         # Keras reads no lists out of a generator under TensorFlow.
         and model != "list"
         and case.where != "none"
         and case.reports not in ("twice", "own_step")
+    ):
+        return False
+    # A first step that was skipped measured nothing: there it stops.
+    if case.callback == "nan" and (
+        case.source == "epochs" or case.where == "first"
     ):
         return False
     if case.source == "batches" and case.callback != "none":
