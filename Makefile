@@ -80,7 +80,7 @@ test-tensorflow: $(STAMP)
 	@KERAS_BACKEND=tensorflow $(QUICK)
 
 # To compile fused operations by way of MLIR took a third of JAX's time.
-test-jax test-all-jax: QUICK_XLA += --xla_cpu_use_fusion_emitters=false
+test-jax: QUICK_XLA += --xla_cpu_use_fusion_emitters=false
 test-jax: $(STAMP)
 	@echo "tfmix: tests under JAX"
 	@KERAS_BACKEND=jax $(QUICK)

@@ -80,6 +80,7 @@ def test_an_entry_of_a_map_is_shown_not_the_map():
     assert found["head"].policy == "float32"
 
 
+@helpers.requires_backend("tensorflow")  # JAX mixes dtypes by itself.
 def test_a_layer_that_fell_back_is_named_below_with_its_reason():
     with tfmix.policy_scope("mixed_float16"):
         inputs = keras.Input((6,))

@@ -201,8 +201,10 @@ def _is_float(value: Any) -> bool:
 def _unscaled(down: Any, array: Any) -> Any:
     """Divides a gradient; what overflowed inside leaves as infinity, or NaN."""
     lost = lax.full_like(array, jnp.inf)
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    is_finite = jnp.isfinite if is_complex else lax.is_finite
     # Infinity, unless `down` is NaN.
-    return _times(down, lax.select(lax.is_finite(array), array, lost))
+    return _times(down, lax.select(is_finite(array), array, lost))
 
 
 def _times(factor: Any, array: Any) -> Any:

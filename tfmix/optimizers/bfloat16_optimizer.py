@@ -177,3 +177,20 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         """Returns the settings `from_config` needs."""
         names = "seed", "slot_dtype"
         return super().get_config() | {n: getattr(self, n) for n in names}
+
+    @classmethod
+    def from_config(
+        cls, config: dict, custom_objects: dict | None = None
+    ) -> "BFloat16Optimizer":
+        """Creates the optimizer, without state, from `get_config()`."""
+        config = dict(config)
+        # Files of tfmix 0.1 name it.
+        rounding = config.pop("rounding", "stochastic")
+        if rounding != "stochastic":
+            raise ValueError(
+                "BFloat16Optimizer rounds stochastically alone. Received: "
+                f"rounding={rounding!r} in a file. Load the model with "
+                "compile=False, and compile it with "
+                "MasterWeightOptimizer(optimizer, split=True)."
+            )
+        return super().from_config(config, custom_objects)
