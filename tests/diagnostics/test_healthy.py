@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+import tfmix
 from tfmix.callbacks import numerics_monitor
 from tfmix.diagnostics import check
 from tfmix.loss_scaling import optimizer as scaling
@@ -101,7 +102,7 @@ BUILDERS = (cnn, transformer, lstm, gru, resnet, vae)
 
 def made(build, digits, policy="mixed_float16"):
     keras.utils.set_random_seed(1)
-    keras.config.set_dtype_policy(policy)
+    tfmix.set_global_policy(policy)
     x, labels = digits
     model = build()
     is_vae = build is vae

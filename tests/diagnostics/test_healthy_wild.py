@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from keras import layers
 
+import tfmix
 from tfmix.callbacks import numerics_monitor
 from tfmix.diagnostics import check
 from tfmix.loss_scaling import optimizer as scaling
@@ -147,7 +148,7 @@ def healthy(model, x, y, loss):
 @pytest.mark.parametrize("build", BUILDERS)
 def test_nothing_is_said_of_it_and_no_step_skipped(build):
     keras.utils.set_random_seed(2)
-    keras.config.set_dtype_policy("mixed_float16")
+    tfmix.set_global_policy("mixed_float16")
     model, x, y, loss = build(np.random.default_rng(2))
     healthy(model, x, y, loss)
     optimizer = scaling.LossScaleOptimizer(keras.optimizers.Adam(1e-3))
