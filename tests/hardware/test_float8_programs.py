@@ -52,7 +52,9 @@ def transformer(blocks):
 
 def returned(text):
     """Returns the dtypes of what products of float8 hand out."""
-    call = r"= \(?(\w+)\[[^\n]*custom_call_target=\"__cublas\$lt\$matmul\$f8"
+    # A long sum is a batch of parts, which are added in float32.
+    call = r"%cublas-gemm\S* = \(?(\w+)\["
+    call += r"[^\n]*custom_call_target=\"__cublas\$lt\$matmul\$f8"
     found = set(re.findall(call, text))
     for computation in text.split("\n}\n"):
         types = dict(re.findall(r"(%[\w.-]+) = \(?(\w+)\[", computation))
