@@ -12,8 +12,9 @@ from tfmix.conversion import convert, planned_policies
 from tfmix.diagnostics import check
 from tfmix.loss_scaling import optimizer as scaling
 
-# Sums over pixels need a step that is as much smaller.
-RATES = {"loss_over_pixels": 1e-9}
+# Sums over pixels need a step that is as much smaller. Attention without the
+# division has a gradient of any size where another row becomes the largest.
+RATES = {"loss_over_pixels": 1e-9, "unscaled_attention": 1e-3}
 
 
 def trained(model, planted, rate):
