@@ -387,6 +387,11 @@ def _is_possible(case):
         case.source == "epochs" or case.where == "first"
     ):
         return False
+    # Keras keeps a first epoch's NaN as the best of all.
+    if (case.source, case.where) == ("epochs", "first") and (
+        case.callback == "best"
+    ):
+        return False
     if case.source == "batches" and case.callback != "none":
         return False
     if model in CONTAINERS and case.metric != "none":

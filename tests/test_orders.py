@@ -52,10 +52,13 @@ def test_an_order_is_its_line_again():
     assert orders.numbered(4, replicas=2) != order
 
 
-def unscaled(monkeypatch):
-    """The loss is not scaled, its gradients are divided all the same."""
+def scaled_twice(monkeypatch):
+    """Its gradients are divided once."""
+    once = tfmix.LossScaleOptimizer.scale_loss
     monkeypatch.setattr(
-        tfmix.LossScaleOptimizer, "scale_loss", lambda self, loss: loss
+        tfmix.LossScaleOptimizer,
+        "scale_loss",
+        lambda self, loss: once(self, once(self, loss)),
     )
 
 
@@ -66,7 +69,6 @@ def converts_nothing(monkeypatch):
 
 def skips_nothing(monkeypatch):
     def apply(self, grads, variables=None, unscaled=False):
-        grads = [grad / self.loss_scale for grad in grads]
         return self.inner_optimizer.apply(grads, variables)
 
     monkeypatch.setattr(tfmix.LossScaleOptimizer, "apply", apply)
@@ -93,8 +95,8 @@ def leaves_a_method(monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "law", "wrap"),
     [
-        # The scaler that `compile` puts on takes what nobody scaled as it is.
-        (unscaled, "a", "scaled"),
+        # The scaler that `compile` puts on scales nothing.
+        (scaled_twice, "a", "scaled"),
         (converts_nothing, "b", "bare"),
         (skips_nothing, "d", "bare"),
         (keeps_wrappers, "e", "bare"),

@@ -515,7 +515,7 @@ def in_a_process_of_its_own(*words):
     """Trains on digits; strategies of two sizes cannot share a process."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.loss_scaling.replicas_worker", *words],
-        cwd=pathlib.Path(__file__).parents[3],
+        cwd=pathlib.Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=True,

@@ -66,7 +66,7 @@ class Machine:
             law("b", self.dtypes["first"] == expected, f"made {self.dtypes}")
         # What a model is used under if it does not carry a policy itself.
         self.home = order.made
-        self.carries = True
+        self.carries = order.made != "float32"
         self.last = tfmix.optimizers.export_float32(self.model)
 
     def run(self):
