@@ -6,6 +6,7 @@ Keras is imported where it is used: the process that only hands tests to others
 
 import gc
 import importlib.util
+import itertools
 import os
 import re
 import warnings
@@ -85,6 +86,8 @@ JAX_IS_ENOUGH = (
 # installed tfmix, one backend and no extra lacks.
 OPTIONAL = ("tensorflow", "jax", "benchmarks", "matplotlib", "sklearn")
 OPTIONAL += ("statsmodels",)
+# Numbers the tests that have ended in this process.
+_ended = itertools.count(1)
 MISSING = [one for one in OPTIONAL if importlib.util.find_spec(one) is None]
 
 
@@ -160,10 +163,19 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Forgets at a file's end what JAX compiled for it: 6 GB by the last."""
-    all_cases = item.config.option.all and _backend() == "jax"
-    if all_cases and (nextitem is None or nextitem.path != item.path):
+    """Keeps a long run as fast as it began.
+
+    Keras keeps some 10,000 objects of each model that TensorFlow has trained,
+    which the garbage collector walks again and again, and JAX every program.
+    """
+    if not item.config.option.all:
+        return
+    is_last = nextitem is None or nextitem.path != item.path
+    if is_last or next(_ended) % 20 == 0:
+        pytest_collection_finish()
+    if is_last and _backend() == "jax":
         import jax
 
         jax.clear_caches()

@@ -287,8 +287,10 @@ class Machine:
             self._phase(lambda: loop(self), 1, "loop")
 
     def _forget(self):
-        # Where the model scales no gradients they are divided, with a warning.
-        if not is_scaled(self.model) or self.carries:
+        # Where the model scales no gradients they are divided, with a warning:
+        # pure 16-bit weights have gradients of their own dtype.
+        is_pure = self.home in SIXTEEN
+        if not is_scaled(self.model) or (self.carries and not is_pure):
             loop = tensorflow_loop if TENSORFLOW else jax_loop
             self._phase(lambda: loop(self, scales=False), 1, "forget")
 
