@@ -260,9 +260,8 @@ def test_one_epoch_learns_under_every_policy(policy):
 
 
 @pytest.mark.slow
-def test_the_demo_reaches_its_goal_within_ninety_seconds(tmp_path):
+def test_the_demo_reaches_its_goal(tmp_path):
     report = demo.run(out=str(tmp_path), quiet=True)
     assert report.healthy, report.to_dict()
-    assert sum(run.seconds for run in report.runs) < 90
     assert {run.policy for run in report.runs} == {*demo.POLICIES}
     assert {len(runs) for runs in report.groups().values()} == {demo.SEEDS}
