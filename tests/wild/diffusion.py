@@ -31,8 +31,8 @@ class Trained(keras.Model):
 
 def main(jit=False):
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(64, 8)).astype("float32")
+    x = rng.normal(size=(1024, 8)).astype("float32")
     model = Trained()
     model.compile("adam", jit_compile=jit)
-    history = model.fit(x, batch_size=16, epochs=4, verbose=0)
+    history = model.fit(x, batch_size=256, epochs=16, verbose=0)
     return history.history["total"]
