@@ -49,8 +49,8 @@ def step(x, y):
     grads = tape.gradient(scaled, model.trainable_variables)
     grads = optimizer.unscale_gradients(grads)  # never clip before
     grads, _ = tf.clip_by_global_norm(grads, 5.0)
-    applied = optimizer.apply(grads, model.trainable_variables, unscaled=True)
-    return loss, applied
+    optimizer.apply(grads, model.trainable_variables, unscaled=True)
+    return loss, optimizer.last_step_applied()
 
 
 data = tf.data.Dataset.from_tensor_slices((train_x, train_y))

@@ -58,7 +58,8 @@ def step(x, y):
     with tf.GradientTape() as tape:
         scaled = optimizer.scale_loss(loss_of(y, model(x, training=True)))
     grads = tape.gradient(scaled, model.trainable_variables)
-    return optimizer.apply(grads, model.trainable_variables)
+    optimizer.apply(grads, model.trainable_variables)
+    return optimizer.last_step_applied()
 
 
 data = tf.data.Dataset.from_tensor_slices((train_x, train_y))

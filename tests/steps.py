@@ -39,7 +39,7 @@ def _tensorflow_stepper(optimizer, model_variables, mode):
     import tensorflow as tf
 
     def step(grads):
-        return optimizer.apply(list(grads), model_variables)
+        optimizer.apply(list(grads), model_variables)
 
     if mode != "eager":
         step = tf.function(step, autograph=False, jit_compile=mode == "xla")

@@ -54,8 +54,9 @@ def run_tensorflow(steps, system, seed=1):
         scales = tf.TensorArray(tf.float32, steps)
         for step in tf.range(steps):
             fault = [column[step] for column in columns]
-            result = optimizer.apply(gradients(step, fault), variables)
-            result = True if result is None else result
+            optimizer.apply(gradients(step, fault), variables)
+            is_ours = isinstance(optimizer, tfmix.LossScaleOptimizer)
+            result = optimizer.last_step_applied() if is_ours else True
             everything = [*variables, *optimizer.variables]
             finite = finite.write(step, tfmix.all_finite(everything))
             applied = applied.write(step, result)

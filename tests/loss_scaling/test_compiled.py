@@ -41,7 +41,7 @@ def tensorflow_program(model, optimizer):
 
     @tf.function(autograph=False, jit_compile=True)
     def step(grads):
-        return optimizer.apply(grads, model)
+        optimizer.apply(grads, model)
 
     grads = [tf.ones(v.shape) for v in model]
     return step.experimental_get_compiler_ir(grads)(stage="optimized_hlo")
@@ -175,7 +175,7 @@ def _after_a_step(gradient, scale, mode):
 
         @tf.function(autograph=False, jit_compile=mode == "xla")
         def step(gradient):
-            return optimizer.apply([gradient], [variable])
+            optimizer.apply([gradient], [variable])
 
         step(tf.constant(gradient))
     return variable, optimizer

@@ -51,7 +51,8 @@ class Trainer:
     def _step(self, grads):
         def on_replica(grads):
             gradient = grads[self._replica()]
-            return self.optimizer.apply([gradient], [self.weight])
+            self.optimizer.apply([gradient], [self.weight])
+            return self.optimizer.last_step_applied()
 
         return self.strategy.run(on_replica, args=(grads,))
 
@@ -141,7 +142,7 @@ def test_unscaled_gradients_of_one_bad_replica_make_all_skip():
             true = wrapped.unscale_gradients([gradient])
             # Clipping by value hides the infinity of the one replica.
             clipped = [tf.clip_by_value(true[0], -1.0, 1.0)]
-            return wrapped.apply(clipped, [weight], unscaled=True)
+            wrapped.apply(clipped, [weight], unscaled=True)
 
         return strategy.run(on_replica, args=(grads,))
 

@@ -94,7 +94,7 @@ def test_a_step_that_accumulates_in_a_branch_is_of_the_loss_around_it():
     def step(due):
         scaled = wrapped.scale_loss(tf.constant([2.0]))
         return tf.cond(
-            due, lambda: wrapped.apply([scaled], [one]), lambda: False
+            due, lambda: wrapped.apply([scaled], [one]), lambda: None
         )
 
     step(tf.constant(False))

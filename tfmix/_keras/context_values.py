@@ -25,6 +25,7 @@ class Block:
             border; `None` where no rule places them.
         in_loop: Whether it is computed in each step of a loop.
         is_chosen: Whether somebody around decides if a step is applied.
+        step: The train step around the caller, `None` if there is none.
         platform: What TensorFlow traces for, "" if that is not known.
     """
 
@@ -35,6 +36,7 @@ class Block:
     placing: Any = None
     in_loop: bool = False
     is_chosen: bool = False
+    step: Any = None
     platform: str = ""
 
 

@@ -132,6 +132,16 @@ def count_as_tracked(optimizer: Optimizer, variable: keras.Variable) -> None:
     optimizer._tracker.stored_ids["variables"].add(id(variable))
 
 
+def applies(optimizer: Optimizer) -> keras.Variable:
+    """Returns what counts the `apply`s of an optimizer or the one it wraps.
+
+    `iterations` is no variable where gradients are accumulated: there it counts
+    the updates.
+    """
+    *_, innermost = chain(optimizer)
+    return innermost._iterations
+
+
 def uses_weight_decay(optimizer: Optimizer, variable: keras.Variable) -> bool:
     """Returns False if `exclude_from_weight_decay` named the variable."""
     # Keras 3.16 decides at the build, and tells by another name before.

@@ -32,12 +32,8 @@ def has_own_step(model: keras.Model) -> bool:
 
 
 def weights_of_own_step(model: keras.Model) -> list[keras.Variable]:
-    """Lists weights that only its user's `train_step` and `optimizer` write."""
-    kind = keras.optimizers.Optimizer
-    held = [value for value in vars(model).values() if isinstance(value, kind)]
-    if len(held) > 1 or not has_own_step(model):
-        return []
-    return list(model.trainable_variables)
+    """Lists weights that a user's own `train_step` may write."""
+    return list(model.trainable_variables) if has_own_step(model) else []
 
 
 def metrics(model: keras.Model) -> list[keras.Metric]:

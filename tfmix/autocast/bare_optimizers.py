@@ -22,6 +22,7 @@ from tfmix.loss_scaling import (
     replicas,
     rules,
     standstill,
+    step_outcome,
     unscale,
 )
 from tfmix.loss_scaling import optimizer as scaling
@@ -47,7 +48,7 @@ class Skips:
     gradient_norm = math.nan
 
     def __init__(self, optimizer: Any, variables: Sequence) -> None:
-        self.iterations = optimizer.iterations
+        self.applies = optimizers.applies(optimizer)
         self._paths = optimizers.paths(variables)
         self._watch = standstill.Watch(optimizer.name, self._paths)
         # All skipped steps, those in a row, and those in which the gradient of
@@ -73,7 +74,7 @@ class Skips:
         if _ON_TENSORFLOW:
             return in_a_row
         # On the host nothing is heard of steps that are applied.
-        applied = int(compilation.host_value(self.iterations))
+        applied = int(compilation.host_value(self.applies))
         return in_a_row if applied == self._applied else 0
 
     @property
@@ -101,7 +102,7 @@ class Skips:
         in_fit = power.is_placed()
         if not (in_fit and _ON_TENSORFLOW):
             note = self._count if in_fit else self._count_and_watch
-            standstill.call_if(is_bad, note, self.iterations.value, bad)
+            standstill.call_if(is_bad, note, self.applies.value, bad)
 
     def _count(self, applied: Any, bad: Any) -> None:
         if not _ON_TENSORFLOW:
@@ -140,7 +141,7 @@ def applying(original: Callable) -> Callable:
             return original(self, grads, trainable_variables)
         _tell_of_lost_updates(self, trainable_variables)
         _apply(self, original, list(grads), trainable_variables)
-        return self.iterations
+        return None
 
     return apply
 
@@ -154,6 +155,7 @@ def _apply(
         replicas.once_for_all(build)
     given = variables is not None
     these = list(variables if given else optimizers.remembered(optimizer))
+    step_outcome.note_update(these)
     grads = replicas.sum_gradients(grads, these)
     skips = _skips[optimizer]
     used = [*optimizer.variables, *optimizers.remembered(optimizer)]
@@ -170,6 +172,7 @@ def _apply(
         count = len(optimizers.remembered(optimizer))
         bad = apply_if_finite.by_variable(bad, rows, count)
         skips.count(applied, bad)
+    step_outcome.report(applied)
 
 
 def _build(optimizer: Any, variables: Sequence) -> None:

@@ -205,12 +205,7 @@ class _MixedModel:
             return original(*args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Lets a step of the user's own see true gradients only."""
-        optimizer = getattr(self._model, "optimizer", None)
-        step: Any = contextlib.nullcontext()
-        if isinstance(optimizer, scaling.LossScaleOptimizer):
-            step = optimizer.train_step()
-        with step, power.placed(self._placing(args)):
+        with power.placed(self._placing(args)):
             return self._under_rules(original, *args, **kwargs)
 
     def _placing(self, args: tuple) -> Any:
@@ -369,10 +364,13 @@ def _compile(
             compile_method.adopt_optimizer(model, optimizer)
     if record is not None:
         record.wrap_what_swaps()
-    if isinstance(optimizer, scaling.LossScaleOptimizer):
+    is_ours = isinstance(optimizer, scaling.LossScaleOptimizer)
+    if record is not None or is_ours:
         train_step_guard.put_on(model)
-    elif record is not None and isinstance(
-        optimizer, keras.optimizers.LossScaleOptimizer
+    if (
+        record is not None
+        and not is_ours
+        and isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     ):
         _messages.warn_once(
             "Keras's own LossScaleOptimizer stays: a step that it skips leaves "

@@ -271,9 +271,9 @@ def _converted(
         installed = _suit_optimizer(model, policy, state_before, given)
         if isinstance(installed, scaling.LossScaleOptimizer):
             train_step_guard.put_on(model)
-        elif installed is not before and train_step_guard.is_guarded(model):
+        elif installed is not before:
             # What could skip a step was tfmix's own, and is gone.
-            train_step_guard.put_on(model, asked_for=False)
+            model_methods.take_off(model, model_methods.GUARD)
         layer_changes.forget_compiled(model)
         failed.pop_all()
         undone = way_back.pop_all()

@@ -193,7 +193,7 @@ class SkipWatch(keras.callbacks.Callback):
 
 def steps(optimizer: bare_optimizers.Skipper) -> tuple[int, int]:
     """Returns how many steps were applied, and skipped."""
-    applied = compilation.host_value(optimizer.iterations)
+    applied = compilation.host_value(optimizer.applies)
     return int(applied), optimizer.skipped_steps
 
 

@@ -79,7 +79,8 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     reaches = ops.maximum(reaches, total / _LARGEST_SUM)
     word = compilation.bitcast(reaches, "int32")
     exponent = _BIAS - ops.right_shift(word, _MANTISSA)
-    is_finite = ops.isfinite(reaches)
+    # XLA's maximum on a CPU may lose a NaN, a sum keeps it.
+    is_finite = ops.isfinite(total)
     usable = ops.logical_and(reaches > 0, is_finite)
     exponent = ops.where(usable, exponent, 0)
     exponent = ops.clip(exponent, -_HIGHEST, _HIGHEST)
@@ -100,11 +101,11 @@ def blames_data(gradients: Sequence) -> Any:
             none.
 
     Returns:
-        Boolean scalar tensor; `False` where no rule places gradients.
+        Boolean scalar tensor; `False` where there is no gradient.
     """
     values = [getattr(g, "values", g) for g in gradients if g is not None]
     values = [value for value in values if 0 not in tuple(value.shape)]
-    if not values or not is_placed():
+    if not values:
         return False
     # The first variable gets gradients from all that comes after it. What
     # makes the last may be the one head whose loss is not finite. Scalars fuse

@@ -76,6 +76,21 @@ def put_back(applied: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
         tf.cond(applied, _then(None), _then(restore))
 
 
+def either(condition: Any, function: Callable[[], Any]) -> Any:
+    """Returns a condition, or what a function says where it is false.
+
+    Args:
+        condition: Bool or boolean scalar tensor.
+        function: Returns the same. It changes nothing.
+    """
+    condition = _known(condition)
+    if isinstance(condition, bool):
+        return condition or _known(function())
+    if compilation.by_xla():
+        return ops.logical_or(condition, function())
+    return tf.cond(condition, _then(None), function)
+
+
 def written(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Returns those of the variables that may hold something else by now.
 

@@ -1,9 +1,8 @@
 """The optimizer that scales the loss and skips steps that overflowed."""
 
-import contextlib
 import inspect
 import numbers
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -21,6 +20,7 @@ from tfmix.loss_scaling import (
     rules,
     saving,
     standstill,
+    step_outcome,
     unscale,
 )
 
@@ -100,15 +100,15 @@ class LossScaleOptimizer(
             loss = compute_loss()
             scaled = optimizer.scale_loss(loss)
         grads = tape.gradient(scaled, model.trainable_variables)
-        applied = optimizer.apply(grads, model.trainable_variables)
+        optimizer.apply(grads, model.trainable_variables)
 
     To clip them yourself, in place of the last line:
 
         grads = optimizer.unscale_gradients(grads)
         grads, norm = tf.clip_by_global_norm(grads, 1.0)
-        applied = optimizer.apply(
-            grads, model.trainable_variables, unscaled=True
-        )
+        optimizer.apply(grads, model.trainable_variables, unscaled=True)
+
+    `last_step_applied()` then says whether the step took place.
     """
 
     built: bool
@@ -147,17 +147,12 @@ class LossScaleOptimizer(
             **kwargs,
         )
         self.reduce_dtype = reduce_dtype
-        # The ids of variables that were given to `apply` in a guarded step.
-        self.given_in_step: set[int] | None = None
-        # Whether what is created just now are slots.
-        self.is_building = False
         self._gradient_norm: keras.Variable | None = None
         # Whether losses are multiplied and gradients divided by the scale, not
         # by 1: what `_is_scaling` has decided.
         self._scales: bool | None = None
-        # Whether any loss was scaled; and in the train step around, if any.
+        # Whether any loss was scaled.
         self._has_scaled = False
-        self._scaled_in_step: bool | None = None
         # Whether `apply_gradients` is given true gradients, as in tf.keras.
         self._next_are_true = False
         # What warns of a user's own loop that stands still.
@@ -189,6 +184,16 @@ class LossScaleOptimizer(
     def skipped_steps(self) -> int:
         """Steps not applied so far; reading it waits for the device."""
         return int(_host(self._skipped_steps))
+
+    @property
+    def skips(self) -> keras.Variable:
+        """The variable that holds `skipped_steps`."""
+        return self._skipped_steps
+
+    @property
+    def applies(self) -> keras.Variable:
+        """The variable that counts the calls of the inner `apply`."""
+        return optimizers.applies(self)
 
     @property
     def consecutive_skips(self) -> int:
@@ -233,8 +238,7 @@ class LossScaleOptimizer(
             True
             >>> weight = keras.Variable([0.0, 0.0])
             >>> grads = [optimizer.scale_loss(ops.array([3.0, 4.0]))]
-            >>> bool(optimizer.apply(grads, [weight]))
-            True
+            >>> optimizer.apply(grads, [weight])
             >>> optimizer.gradient_norm
             5.0
         """
@@ -389,8 +393,11 @@ class LossScaleOptimizer(
         trainable_variables: Sequence[keras.Variable] | None = None,
         *,
         unscaled: bool = False,
-    ) -> Any:
+    ) -> None:
         """Applies gradients if all are finite; else skips the step.
+
+        `last_step_applied()` says which. As Keras's, it returns nothing, so
+        that a branch of a conditional may call it.
 
         Args:
             grads: Gradients of the scaled loss, one per variable, dense or
@@ -401,9 +408,6 @@ class LossScaleOptimizer(
                 scale already, as by `unscale_gradients`. Defaults to `False`:
                 the step divides them, where that costs least. Where the model
                 scales its gradients both are the same.
-
-        Returns:
-            Boolean scalar tensor, not copied to host: was the step applied?
 
         Raises:
             ValueError: If there is no gradient at all, a variable is unknown,
@@ -416,17 +420,15 @@ class LossScaleOptimizer(
             >>> optimizer.build([weight])
             >>> grads = [optimizer.scale_loss(ops.array([3.0]))]
             >>> clipped = ops.clip(optimizer.unscale_gradients(grads)[0], -1, 1)
-            >>> bool(optimizer.apply([clipped], [weight], unscaled=True))
-            True
-            >>> float(weight[0])
-            0.0
+            >>> optimizer.apply([clipped], [weight], unscaled=True)
+            >>> bool(optimizer.last_step_applied()), float(weight[0])
+            (True, 0.0)
         """
         grads = list(grads)
         if not grads:
-            return ops.convert_to_tensor(False)
+            return
         variables = self._variables_of(grads, trainable_variables)
-        if self.given_in_step is not None:
-            self.given_in_step |= {id(v) for v in variables if not _is_past(v)}
+        step_outcome.note_update(variables)
         unscaled = unscaled or not self._are_scaled(told=True)
         # In the order of the build, which the counts have as well. A trunk that
         # two networks share is given a gradient by each: the second follows.
@@ -448,7 +450,7 @@ class LossScaleOptimizer(
                 "compiles. Write `optimizer.stateless_apply("
                 "optimizer_variables, grads, trainable_variables)` there."
             )
-        return self._step(by_row, places, repeated, unscaled)
+        self._step(by_row, places, repeated, unscaled)
 
     def stateless_apply(
         self,
@@ -553,9 +555,7 @@ class LossScaleOptimizer(
         if self.built:
             return
         variables = list({id(v): v for v in variables}.values())
-        self.is_building = True
         self.inner_optimizer.build(variables)
-        self.is_building = False
         self._overflow_counts = self._counter("overflow_counts", len(variables))
         optimizers.remember(self, variables)
         self.built = True
@@ -596,7 +596,12 @@ class LossScaleOptimizer(
         return optimizer
 
     def last_step_applied(self) -> Any:
-        """Returns a boolean scalar tensor; nothing is copied to the host."""
+        """Says whether the last `apply` changed anything.
+
+        Returns:
+            Boolean scalar tensor, not copied to the host; true before the
+            first.
+        """
         return ops.equal(self._consecutive_skips.value, 0)
 
     def _is_scaling(self) -> bool:
@@ -604,7 +609,7 @@ class LossScaleOptimizer(
         if self._scales is None:
             # The variables of a loss that is scaled before the build are not
             # known; to multiply and divide is right for any.
-            if not self.built and self._scaled_in_step is not None:
+            if not self.built and step_outcome.around() is not None:
                 return True
             # For good: what is compiled now has to agree with what is compiled
             # later.
@@ -618,17 +623,19 @@ class LossScaleOptimizer(
 
     def _note_scaled(self) -> None:
         self._has_scaled = True
-        if self._scaled_in_step is not None:
-            self._scaled_in_step = True
+        if (step := step_outcome.around()) is not None:
+            step.scaled.add(id(self))
 
     def _are_scaled(self, told: bool = False) -> bool:
         """Says whether gradients are those of a scaled loss.
 
+        In a model's train step they are if the step has scaled its loss.
+
         Args:
             told: Whether to warn if no loss was ever scaled.
         """
-        if self._scaled_in_step is not None:
-            return self._scaled_in_step
+        if (step := step_outcome.around()) is not None:
+            return id(self) in step.scaled
         if not self._is_scaling():
             return False
         is_one = _is_constant(self.rule) and self.rule.lowest_scale == 1.0
@@ -644,18 +651,6 @@ class LossScaleOptimizer(
                 "unscaled=True)."
             )
         return True
-
-    @contextlib.contextmanager
-    def train_step(self) -> Iterator[None]:
-        """Takes the gradients of a model's own step as the step makes them.
-
-        They are of the scaled loss if it was scaled in the block.
-        """
-        before, self._scaled_in_step = self._scaled_in_step, False
-        try:
-            yield
-        finally:
-            self._scaled_in_step = before
 
     def _variables_of(self, grads: list, trainable_variables: Any) -> list:
         """Returns the gradients' variables; builds the optimizer on them."""
@@ -692,7 +687,7 @@ class LossScaleOptimizer(
         places: list[int],
         repeated: list[int],
         unscaled: bool,
-    ) -> Any:
+    ) -> None:
         """Steps.
 
         Args:
@@ -740,11 +735,16 @@ class LossScaleOptimizer(
             after = state.after(rule, applied, bad, norm, is_data)
             self._warn_if_still(state, after)
             self._assign(after)
-        return ops.convert_to_tensor(applied)
+        step_outcome.report(applied)
 
     def _blames_data(self, grads: Sequence) -> Any:
-        """Says whether the data is not finite, where a rule has to know."""
-        return False if _is_constant(self.rule) else power.blames_data(grads)
+        """Says whether the data is not finite, where a rule has to know.
+
+        Outside of models that scale their gradients, NaN may be an overflow.
+        """
+        if _is_constant(self.rule) or self._is_scaling():
+            return False
+        return power.blames_data(grads)
 
     def _warn_if_still(
         self, before: rules.StepState, after: rules.StepState
@@ -838,21 +838,6 @@ def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
     return [value for value in held if isinstance(value, LossScaleOptimizer)]
 
 
-@contextlib.contextmanager
-def guarded_step(optimizer: LossScaleOptimizer) -> Iterator[set[int]]:
-    """Tells `apply` that the step around it leaves no trace if skipped.
-
-    Yields:
-        The ids of the variables that `apply` is given in the block.
-    """
-    optimizer.given_in_step = set()
-    try:
-        with optimizer.train_step():
-            yield optimizer.given_in_step
-    finally:
-        optimizer.given_in_step = None
-
-
 def _refuse_misspelt(given: Iterable[str]) -> None:
     """Refuses what is nearly an argument of `LossScaleOptimizer`."""
     fields = inspect.signature(rules.DynamicLossScale).parameters
@@ -870,16 +855,6 @@ def _refuse_misspelt(given: Iterable[str]) -> None:
             raise ValueError(
                 f"LossScaleOptimizer has no argument `{name}`.{hint}"
             )
-
-
-def _is_past(variable: Any) -> bool:
-    """Says whether the step around has written a variable itself by now.
-
-    As one does that looks for flat minima; of an eager step nobody knows, nor
-    under JAX.
-    """
-    on_tensorflow = keras.backend.backend() == "tensorflow"
-    return on_tensorflow and compilation.may_be_written(variable)
 
 
 def _is_constant(rule: rules.LossScale) -> bool:

@@ -1,7 +1,7 @@
 """A train step, or a call in training, that leaves no trace of a bad batch."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -16,8 +16,15 @@ from tfmix._keras import (
     training,
 )
 from tfmix._keras import variables as keras_variables
-from tfmix.loss_scaling import all_finite, apply_if_finite
-from tfmix.loss_scaling import optimizer as optimizers
+from tfmix.loss_scaling import (
+    all_finite,
+    apply_if_finite,
+    replicas,
+    step_outcome,
+)
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
 
 
 def guard(model: keras.Model) -> keras.Model:
@@ -26,18 +33,21 @@ def guard(model: keras.Model) -> keras.Model:
     The optimizer skips a step whose gradients are not finite, but by then
     the forward pass has already written: BatchNormalization has averaged an
     infinity into its statistics, and the epoch's loss and metrics are NaN
-    until it ends. In a guarded model a skipped step gives every float
-    variable that is not trained, and every metric, its old value back; in a
-    `train_step` of your own also weights that the optimizer is not given,
-    such as averages of others. The step's logs are those of the metrics
-    without it; where no step has been applied since they were reset, the
-    skipped batch's own, or NaN if these are not finite.
+    until it ends. In a guarded model a step that every `apply` in it skipped
+    gives every variable that is not trained, and every metric, its old value
+    back, but not the seeds of dropout; in a `train_step` of your own also
+    weights that no optimizer is given, such as averages of others. The step's
+    logs are those of the metrics without it; where no step has been applied
+    since they were reset, the skipped batch's own, or NaN if these are not
+    finite.
+
+    Where a `train_step` of your own calls no `apply`, or several of which
+    only some skip, statistics and metrics that were finite stay so.
 
     Under a 16-bit tfmix policy `compile` does this by itself. In float32 or
     bfloat16 compile with `LossScaleOptimizer(optimizer,
-    loss_scale=NoLossScale())` to use it. Integer state, such as the seeds of
-    dropout, moves on. A step that is applied pays for one read of the
-    guarded variables.
+    loss_scale=NoLossScale())` to use it. A step that is applied pays for one
+    read of the guarded variables.
 
     Args:
         model: A `keras.Model`, compiled or not. A `train_step` of its own is
@@ -48,24 +58,21 @@ def guard(model: keras.Model) -> keras.Model:
 
     Raises:
         TypeError: If `model` is not a Keras 3 model.
-        ValueError: If it is compiled with an optimizer that skips no steps;
-            in `fit`, if it was compiled with such a one since.
+        ValueError: In `fit`, if its optimizer cannot skip a step.
 
     Examples:
         >>> model = keras.Sequential([keras.layers.Dense(1)])
-        >>> model.compile(optimizers.LossScaleOptimizer("adam"), loss="mse")
+        >>> model.compile(tfmix.LossScaleOptimizer("adam"), loss="mse")
         >>> guard(model) is model
         True
     """
     _arguments.model(model)
-    if getattr(model, "compiled", False):
-        _check_optimizer(model)
     put_on(model, asked_for=True)
     return model
 
 
 def put_on(model: keras.Model, *, asked_for: bool | None = None) -> None:
-    """Guards a model; one that nobody asked for gives way to any optimizer."""
+    """Guards a model; `None` keeps whether its user has asked for that."""
     before = model_methods.part(model, model_methods.GUARD)
     if asked_for is None:
         asked_for = isinstance(before, _Guard) and before.asked_for
@@ -77,22 +84,6 @@ def put_on(model: keras.Model, *, asked_for: bool | None = None) -> None:
 def is_guarded(model: keras.Model) -> bool:
     """Says whether a skipped step of the model leaves no trace."""
     return model_methods.part(model, model_methods.GUARD) is not None
-
-
-def _skips(model: keras.Model) -> bool:
-    optimizer = getattr(model, "optimizer", None)
-    return isinstance(optimizer, optimizers.LossScaleOptimizer)
-
-
-def _check_optimizer(model: keras.Model) -> None:
-    if not _skips(model):
-        raise ValueError(
-            "A model can be guarded only if its optimizer can skip a step. "
-            f"Received: optimizer={model.optimizer!r}. Compile with "
-            "tfmix.LossScaleOptimizer(optimizer), or, for a float32 or "
-            "bfloat16 model, with tfmix.LossScaleOptimizer(optimizer, "
-            "loss_scale=tfmix.NoLossScale())."
-        )
 
 
 @keras.saving.register_keras_serializable("tfmix")
@@ -125,24 +116,20 @@ class _Guard:
     def __init__(self, model: keras.Model, asked_for: bool) -> None:
         self._model = model
         self.asked_for = asked_for
-        tensorflow = keras.backend.backend() == "tensorflow"
+        on_tensorflow = keras.backend.backend() == "tensorflow"
+        self._counter = step_outcome.Counter() if on_tensorflow else None
         self.wrappers: Mapping[str, model_methods.Wrapper] = {
-            "train_step": self._on_tensorflow if tensorflow else self._on_jax,
+            "train_step": self._on_tensorflow
+            if on_tensorflow
+            else self._on_jax,
             "get_metrics_result": self._metrics_result,
             "get_compile_config": self._compile_config,
         }
 
-    @property
-    def _gives_way(self) -> bool:
-        return not self.asked_for and not _skips(self._model)
-
     def _on_tensorflow(self, original: Callable, data: Any) -> Any:
-        if self._gives_way:
-            return original(data)
-        import tensorflow as tf
-
-        from tfmix.loss_scaling import replicas
-
+        outside = step_outcome.around()
+        counter: Any = outside.counter if outside else self._counter
+        counts = counter.read()
         before = {
             id(variable): compilation.read(variable)
             for variable in map(compilation.held, self._watched())
@@ -150,30 +137,22 @@ class _Guard:
 
         def note(create: Callable, **kwargs: Any) -> Any:
             variable = create(**kwargs)
-            is_slot = self._model.optimizer.is_building
-            if not (is_slot or kwargs.get("trainable")):
+            if not kwargs.get("trainable"):
                 before[id(variable)] = compilation.read(variable)
             return variable
 
         # A model, or a metric, may be built in its first step.
         with tf.variable_creator_scope(note):
-            logs, stepped = self._run(original, data)
-        pairs = [
-            (keras_variables.local(variable), before[id(variable)])
-            for variable in map(
-                compilation.held,
-                [v for v in self._watched() if id(v) not in stepped],
-            )
-            if id(variable) in before
-        ]
-        with replicas.one_replica(self._model.metrics_variables):
-            return self._put_back(pairs, logs)
+            logs, step = self._run(counter, original, data)
+
+        def old(variable: Any) -> Any:
+            return before.get(id(compilation.held(variable)))
+
+        return self._put_back(step, counter.since(counts), old, logs)
 
     def _on_jax(self, original: Callable, state: Any, data: Any) -> tuple:
-        if self._gives_way:
-            return tuple(original(state, data))
         model = self._model
-        (logs, after), stepped = self._run(original, state, data)
+        (logs, after), step = self._run(None, original, state, data)
         groups = (
             model.trainable_variables,
             model.non_trainable_variables,
@@ -185,56 +164,110 @@ class _Guard:
         for group, new, old in zip(groups, after, state, strict=True):
             mapping += zip(group, new, strict=True)
             before |= zip(map(id, group), old, strict=True)
-        pairs = [
-            (variable, before[id(variable)])
-            for variable in self._watched()
-            if id(variable) in before and id(variable) not in stepped
-        ]
+
+        def held(variable: Any) -> Any:
+            return before.get(id(variable))
+
         with keras.StatelessScope(state_mapping=mapping) as scope:
-            logs = self._put_back(pairs, logs)
-        value = scope.get_current_value
+            value = scope.get_current_value
+            outcome = step_outcome.of_optimizer(
+                model.optimizer, step.is_own, held, value
+            )
+            logs = self._put_back(step, outcome, held, logs)
         return logs, tuple([*map(value, group)] for group in groups)
 
-    def _run(self, original: Callable, *args: Any) -> tuple[Any, set[int]]:
-        """Steps; returns the result, and the `id`s of what was optimized."""
-        _check_optimizer(self._model)
-        with optimizers.guarded_step(self._model.optimizer) as stepped:
-            return original(*args), stepped
+    def _run(
+        self, counter: Any, original: Callable, *args: Any
+    ) -> tuple[Any, step_outcome.Step]:
+        """Steps; returns the result, and what the step noted."""
+        is_own = training.has_own_step(self._model)
+        watched = map(id, self._watched())
+        with step_outcome.step(is_own, counter, watched) as step:
+            result = original(*args)
+        if self.asked_for and not (step.reports or is_own):
+            raise ValueError(
+                "A model can be guarded only if its optimizer can skip a step. "
+                f"Received: optimizer={self._model.optimizer!r}. Compile with "
+                "tfmix.LossScaleOptimizer(optimizer), or, for a float32 or "
+                "bfloat16 model, with tfmix.LossScaleOptimizer(optimizer, "
+                "loss_scale=tfmix.NoLossScale())."
+            )
+        return result, step
 
-    def _put_back(self, pairs: list, logs: Any) -> Any:
-        """Takes a skipped step back; returns what a step then reports.
+    def _put_back(
+        self,
+        step: step_outcome.Step,
+        outcome: step_outcome.Outcome,
+        old: Callable,
+        logs: Any,
+    ) -> Any:
+        """Takes a skipped step back; returns the logs of the step.
 
         Args:
-            pairs: Variables, each with what it held before the step.
+            step: What the step noted.
+            outcome: What its `apply`s did.
+            old: Returns what a variable held before the step, or `None`.
             logs: What the step returned, of any structure.
         """
-        applied = self._model.optimizer.last_step_applied()
-        written = apply_if_finite.written(pairs)
-        if training.has_own_step(self._model):
-            written = [(v, _mended(v, old)) for v, old in written]
-        apply_if_finite.put_back(applied, written)
+
+        def pairs(variables: Iterable) -> list:
+            known = [(v, old(v)) for v in variables if old(v) is not None]
+            return apply_if_finite.written(
+                (_local(v), value) for v, value in known
+            )
+
+        applied, skipped = outcome
+        if not step.is_own:
+            # Its one `apply` decides.
+            applied = ops.logical_not(skipped)
+        model = self._model
+        watched = pairs(v for v in self._watched() if id(v) not in step.updated)
+        reported = pairs(self._reported())
+        of_layers: list[list] = []
+        if step.is_own:
+            watched = _mended(watched)
+            of_layers = [
+                pairs(filter(_is_watched, layer.non_trainable_variables))
+                for layer in model.layers
+            ]
+        stays = ops.logical_or(applied, ops.logical_not(skipped))
+        with replicas.one_replica(model.metrics_variables):
+            apply_if_finite.put_back(stays, watched)
+            if step.is_own:
+                # Of a batch without an `apply`, or of one that only some of
+                # several optimizers skipped, NaN is all that is known.
+                every = [*sum(of_layers, []), *reported]
+                for these, unless in (
+                    (every, applied),
+                    (reported, ops.logical_not(skipped)),
+                ):
+                    none_lost = _put_back_if_lost(these, unless)
+                    stays = ops.logical_and(stays, none_lost)
+            for of_layer in of_layers:
+                _put_back_if_lost(of_layer)
+            return self._logs(stays, logs)
+
+    def _logs(self, stays: Any, logs: Any) -> Any:
+        """Returns what a step reports: the metrics without a skipped one."""
         results = self._model.get_metrics_result()
         if not (isinstance(logs, dict) and isinstance(results, dict)):
             return logs
         own = {name: logs[name] for name in logs if name in results}
         without = {name: results[name] for name in own}
-        return logs | tree.map_structure(
-            functools.partial(
-                self._reported, applied, all_finite.all_finite(own)
-            ),
-            own,
-            without,
+        choose = functools.partial(
+            self._chosen, stays, all_finite.all_finite(own)
         )
+        return logs | tree.map_structure(choose, own, without)
 
-    def _reported(self, applied: Any, fine: Any, own: Any, without: Any) -> Any:
+    def _chosen(self, stays: Any, fine: Any, own: Any, without: Any) -> Any:
         """Returns what a metric reports: without a skipped step, if it can.
 
         Where no step was applied since the reset, the skipped batch's own
         result, or NaN if one of these is not finite.
         """
         if keras.backend.is_float_dtype(own.dtype):
-            own = ops.where(ops.logical_or(applied, fine), own, float("nan"))
-        stays = ops.logical_or(applied, ops.logical_not(self._is_measured()))
+            own = ops.where(ops.logical_or(stays, fine), own, float("nan"))
+        stays = ops.logical_or(stays, ops.logical_not(self._is_measured()))
         return ops.where(stays, own, without)
 
     def _metrics_result(self, original: Callable) -> Any:
@@ -243,7 +276,7 @@ class _Guard:
         Keras then takes the last step's logs, as it does for other keys.
         """
         results = original()
-        if self._gives_way or not results:
+        if not results:
             return results
         empty = ops.logical_not(self._is_measured())
         return {} if not compilation.is_symbolic(empty) and empty else results
@@ -260,13 +293,15 @@ class _Guard:
         return ops.any(ops.stack([ops.not_equal(c, 0) for c in counts]))
 
     def _watched(self) -> list[keras.Variable]:
-        """Returns what a skipped step must not have changed (TensorFlow)."""
-        others = filter(_is_float, self._model.non_trainable_variables)
-        metrics = training.metrics(self._model)
-        reported = (v for metric in metrics for v in metric.variables)
+        """Returns what a skipped step must not have changed."""
         own = training.weights_of_own_step(self._model)
-        held = filter(_is_float, layers.unlisted_variables(self._model))
-        return [*others, *reported, *own, *held]
+        unlisted = layers.unlisted_variables(self._model)
+        others = [*self._model.non_trainable_variables, *unlisted]
+        return [*filter(_is_watched, others), *self._reported(), *own]
+
+    def _reported(self) -> list[keras.Variable]:
+        metrics = training.metrics(self._model)
+        return [v for metric in metrics for v in metric.variables]
 
     def _compile_config(self, original: Callable) -> Any:
         """Notes in a saved model that it was guarded."""
@@ -281,18 +316,22 @@ class _Guard:
         return {**config, "guarded": saved}
 
 
-def _mended(variable: Any, old: Any) -> Any:
-    """Returns old numbers, new ones for a NaN that a user's own step mended.
+def _mended(pairs: list) -> list:
+    """Returns what a skipped step of the user's own puts back.
 
-    Sums of gradients that the step has set to zero stay so.
+    Where the step began with NaN, as in a sum of gradients, it keeps the zeros
+    that it has set in its place, and its integers have counted it.
     """
-    if not _is_float(old):
-        return old
-    new = compilation.read(variable)
-    is_mended = ops.logical_and(
-        ops.logical_not(ops.isfinite(old)), ops.isfinite(new)
-    )
-    return ops.where(is_mended, new, old)
+    floats = [old for _, old in pairs if _is_float(old)]
+    begins_fine = all_finite.all_finite(floats)
+    mended = []
+    for variable, old in pairs:
+        new, stays = compilation.read(variable), begins_fine
+        if _is_float(old):
+            is_lost = ops.logical_not(ops.isfinite(new))
+            stays = ops.logical_or(ops.isfinite(old), is_lost)
+        mended.append((variable, ops.where(stays, old, new)))
+    return mended
 
 
 def kept_finite(
@@ -300,12 +339,11 @@ def kept_finite(
 ) -> Any:
     """Calls a model in training; takes back what it wrote if that is NaN.
 
-    For a call outside of a guard: in a loop of one's own, or with several
-    optimizers, nobody knows when the step is over. The step is skipped, but
-    BatchNormalization has written by then.
+    The step may be skipped, but BatchNormalization has written by then; in a
+    loop of one's own nobody else knows when a step is over.
 
     Args:
-        model: The model. One that is guarded is only called.
+        model: The model.
         call: What calls it.
         *args: Positional arguments of the call.
         **kwargs: Keyword arguments of the call.
@@ -313,43 +351,85 @@ def kept_finite(
     Returns:
         What `call` returns. If a number of a float variable that is not
         trained was finite before and is not now, all of these variables have
-        their old values.
+        their old values; under XLA in a step of Keras's own, which is taken
+        back as a whole where gradients are not finite, that number alone.
     """
     in_training = kwargs.get("training")
     if in_training is None:
         in_training = layers.is_training()
-    if is_guarded(model) or not in_training:
+    if not in_training:
         return call(*args, **kwargs)
     unlisted = layers.unlisted_variables(model)
-    variables = [
-        variable
-        for variable in [*model.non_trainable_variables, *unlisted]
-        if _is_float(variable)
-    ]
+    variables = [*model.non_trainable_variables, *unlisted]
+    step = step_outcome.around()
+    if step is not None and step.is_own:
+        # The others are its guard's.
+        variables = [v for v in variables if id(v) not in step.watched]
     # As they are stored, not as layers in 16 bit read them.
     with layers.autocast(None):
-        before = [compilation.read(variable) for variable in variables]
+        before = [
+            (_local(v), compilation.read(v))
+            for v in filter(_is_watched, variables)
+        ]
     outputs = call(*args, **kwargs)
-    with layers.autocast(None):
-        _restore_if_lost(variables, before)
+    one_by_one = step is not None and not step.is_own and compilation.by_xla()
+    with layers.autocast(None), replicas.one_replica([]):
+        written = apply_if_finite.written(before)
+        if not one_by_one:
+            _put_back_if_lost(written)
+            return outputs
+        for variable, old in written:
+            # Part of the kernel that computes it.
+            if _is_float(old):
+                new = compilation.read(variable)
+                variable.assign(ops.where(_is_lost(old, new), old, new))
     return outputs
 
 
-def _restore_if_lost(variables: list[keras.Variable], before: list) -> None:
-    written = apply_if_finite.written(zip(variables, before, strict=True))
-    if not written:
-        return
-    lost = [
-        ops.reshape(_is_lost(old, compilation.read(variable)), (-1,))
-        for variable, old in written
-    ]
-    is_bad = ops.any(ops.concatenate(lost))
-    apply_if_finite.put_back(ops.logical_not(is_bad), written)
+def _put_back_if_lost(written: list, unless: Any = False) -> Any:
+    """Puts all of these back if a number was finite and is not any more.
+
+    Args:
+        written: Variables, each with what it held before.
+        unless: Boolean scalar; where it is true, nothing is put back.
+
+    Returns:
+        Boolean scalar, whether they hold what was written.
+    """
+    floats = [(v, old) for v, old in written if _is_float(old)]
+    if not floats:
+        return True
+    new = [compilation.read(variable) for variable, _ in floats]
+
+    def none_lost() -> Any:
+        lost = [
+            ops.any(_is_lost(old, value))
+            for (_, old), value in zip(floats, new, strict=True)
+        ]
+        return ops.logical_not(ops.any(ops.stack(lost)))
+
+    fine = ops.logical_or(unless, all_finite.all_finite(new))
+    stays = apply_if_finite.either(fine, none_lost)
+    apply_if_finite.put_back(stays, written)
+    return stays
 
 
 def _is_lost(old: Any, new: Any) -> Any:
     was_finite = ops.isfinite(old)
     return ops.logical_and(was_finite, ops.logical_not(ops.isfinite(new)))
+
+
+def _local(variable: Any) -> Any:
+    """Returns this replica's copy of a variable (TensorFlow)."""
+    on_jax = keras.backend.backend() == "jax"
+    held = variable if on_jax else compilation.held(variable)
+    return keras_variables.local(held)
+
+
+def _is_watched(variable: Any) -> bool:
+    # Seeds, which are unsigned, move on.
+    dtype = str(keras.backend.standardize_dtype(variable.dtype))
+    return dtype.startswith(("float", "bfloat", "int", "bool"))
 
 
 def _is_float(value: Any) -> bool:

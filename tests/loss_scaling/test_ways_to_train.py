@@ -1,0 +1,536 @@
+"""A bad batch leaves no trace, in whichever way a model is trained.
+
+The oracle is the same run without that batch: weights, statistics, the
+optimizer's state and the epochs' metrics are equal.
+"""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfmix
+from tests import helpers
+
+ON_JAX = keras.backend.backend() == "jax"
+if ON_JAX:
+    import jax
+else:
+    import tensorflow as tf
+
+ROWS, BATCHES, EPOCHS = 8, 6, 2
+MODES = ("eager", "xla") if ON_JAX else ("eager", "graph", "xla")
+POLICIES = ("mixed_float16", "mixed_bfloat16")
+# What a skipped step counts.
+COUNTS = ("skipped_steps", "consecutive_skips", "overflow_counts")
+
+
+def batches(bad=None, leave_out=()):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(BATCHES, ROWS, 4)).astype("float32")
+    y = x.sum(axis=-1, keepdims=True)
+    if bad is not None:
+        x[bad, 1, 2] = np.nan
+    kept = [n for n in range(BATCHES) if n not in leave_out]
+    return x[kept], y[kept]
+
+
+def network(outputs=1):
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.BatchNormalization(),
+            # A CPU's relu may return 0 for NaN.
+            layers.Dense(8, "tanh"),
+            layers.BatchNormalization(),
+            layers.Dense(outputs, dtype="float32"),
+        ]
+    )
+
+
+def adam(**settings):
+    return keras.optimizers.Adam(0.01, **settings)
+
+
+def how(mode):
+    return {"run_eagerly": mode == "eager", "jit_compile": mode == "xla"}
+
+
+class Fit:
+    """`fit`, of a model that `make` compiles."""
+
+    def __init__(self, make, mode, epochs=EPOCHS):
+        self.model = make(mode)
+        self.epochs = epochs
+
+    def run(self, x, y):
+        flat = [each.reshape(-1, each.shape[-1]) for each in (x, y)]
+        history = self.model.fit(
+            *flat,
+            batch_size=ROWS,
+            epochs=self.epochs,
+            shuffle=False,
+            verbose=0,
+        )
+        return history.history
+
+    def variables(self):
+        held = [*vars(self.model).values()]
+        kind = keras.optimizers.Optimizer
+        optimizers = {id(o): o for o in held if isinstance(o, kind)}.values()
+        of_them = [v for one in optimizers for v in one.variables]
+        return [*self.model.variables, *of_them]
+
+
+class OnBatch(Fit):
+    def run(self, x, y):
+        logs = []
+        for _ in range(EPOCHS):
+            self.model.reset_metrics()
+            for one in zip(x, y, strict=True):
+                last = self.model.train_on_batch(*one, return_dict=True)
+            logs.append(last)
+        return {name: [log[name] for log in logs] for name in logs[0]}
+
+
+def compiled(mode, optimizer=None, **settings):
+    model = network()
+    model.compile(
+        optimizer or adam(),
+        loss="mse",
+        metrics=["mae"],
+        **how(mode),
+        **settings,
+    )
+    return model
+
+
+def wrapped(mode):
+    return compiled(mode, tfmix.LossScaleOptimizer(adam(use_ema=True)))
+
+
+def accumulating(mode):
+    return compiled(mode, adam(gradient_accumulation_steps=2))
+
+
+def unwrapped(mode):
+    return compiled(mode, auto_scale_loss=False)
+
+
+def three_steps(mode):
+    return compiled(mode, steps_per_execution=1 if mode == "eager" else 3)
+
+
+def mirrored(mode):
+    with helpers.mirrored_strategy().scope():
+        return compiled(mode)
+
+
+class Own(keras.Model):
+    """Has a `train_step` of the user's own; subclasses say which."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = network()
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, x, training=False):
+        return self.network(x, training=training)
+
+    def loss_of(self, x, y):
+        return ops.mean((self(x, training=True) - y) ** 2)
+
+    def slopes(self, batch, weights=None, loss_of=None):
+        weights = weights or self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = (loss_of or self.loss_of)(*batch)
+        return tape.gradient(loss, weights), weights, loss
+
+    @classmethod
+    def made(cls, mode):
+        model = cls()
+        model.build((None, 4))
+        cls.compiled_as(model, mode)
+        return model
+
+    def compiled_as(self, mode):
+        self.compile(adam(), **how(mode))
+
+
+class OwnStep(Own):
+    def train_step(self, batch):
+        slopes, weights, loss = self.slopes(batch)
+        self.optimizer.apply(slopes, weights)
+        self.seen.update_state(loss)
+        return {"seen": self.seen.result()}
+
+
+class OwnName(Own):
+    """Nothing is given to `compile`."""
+
+    def compiled_as(self, mode):
+        self.compile(**how(mode))
+        self.actor_optimizer = adam()
+
+    def train_step(self, batch):
+        slopes, weights, loss = self.slopes(batch)
+        self.actor_optimizer.apply_gradients(zip(slopes, weights, strict=True))
+        self.seen.update_state(loss)
+        return {"seen": self.seen.result()}
+
+
+class OwnLayers(OwnName):
+    """No model is called."""
+
+    def call(self, x, training=False):
+        for layer in self.network.layers:
+            isnorm = isinstance(layer, layers.BatchNormalization)
+            x = layer(x, training=training) if isnorm else layer(x)
+        return x
+
+
+class Gan(Own):
+    """Both optimizers see the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = network(4)
+
+    def compiled_as(self, mode):
+        self.compile(**how(mode))
+        self.d_optimizer, self.g_optimizer = adam(), adam()
+
+    def made_of(self, x):
+        return self.generator(x, training=True)
+
+    def train_step(self, batch):
+        x, y = batch
+        made = self.made_of(x)
+        weights = self.network.trainable_variables
+        slopes, _, loss = self.slopes((x - made, y), weights)
+        self.d_optimizer.apply(slopes, weights)
+        weights = self.generator.trainable_variables
+
+        def fooled(x, y):
+            return ops.mean(self(x + self.made_of(x), training=True) ** 2)
+
+        slopes, _, _ = self.slopes((x, y), weights, fooled)
+        self.g_optimizer.apply(slopes, weights)
+        self.seen.update_state(loss)
+        return {"seen": self.seen.result()}
+
+
+class GanOfLayers(Gan):
+    def called(self, network, x, training):
+        for layer in network.layers:
+            isnorm = isinstance(layer, layers.BatchNormalization)
+            x = layer(x, training=training) if isnorm else layer(x)
+        return x
+
+    def call(self, x, training=False):
+        return self.called(self.network, x, training)
+
+    def made_of(self, x):
+        return self.called(self.generator, x, True)
+
+
+class ByHand(Own):
+    """Accumulates gradients, and applies those of every second batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.sums = [
+            self.add_weight(shape=v.shape, initializer="zeros", trainable=False)
+            for v in self.network.trainable_variables
+        ]
+        self.count = self.add_weight(
+            shape=(), initializer="zeros", dtype="int32", trainable=False
+        )
+
+    def apply_sums(self, optimizer):
+        weights = self.trainable_variables
+        optimizer.apply([v / 2 for v in self.sums], weights)
+        for total in self.sums:
+            total.assign(ops.zeros_like(total))
+
+    def train_step(self, batch):
+        slopes, _, loss = self.slopes(batch)
+        for total, slope in zip(self.sums, slopes, strict=True):
+            total.assign(total + slope)
+        self.count.assign(self.count + 1)
+        tf.cond(
+            tf.equal(self.count % 2, 0),
+            lambda: self.apply_sums(self.optimizer),
+            lambda: None,
+        )
+        self.seen.update_state(loss)
+        return {"seen": self.seen.result()}
+
+
+class ByHandOwnName(ByHand):
+    def compiled_as(self, mode):
+        self.compile(**how(mode))
+        self.own_optimizer = adam()
+
+    def apply_sums(self, optimizer):
+        super().apply_sums(self.own_optimizer)
+
+
+class Branch(Own):
+    """Applies in a branch, every second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = tf.Variable(0, trainable=False)
+
+    def train_step(self, batch):
+        slopes, weights, loss = self.slopes(batch)
+        self.count.assign_add(1)
+        tf.cond(
+            tf.equal(self.count % 2, 0),
+            lambda: self.optimizer.apply(slopes, weights),
+            lambda: None,
+        )
+        self.seen.update_state(loss)
+        return {"seen": self.seen.result()}
+
+
+class SharpnessAware(OwnName):
+    def train_step(self, batch):
+        slopes, weights, _ = self.slopes(batch)
+        moves = [0.05 * slope / (ops.norm(slope) + 1e-12) for slope in slopes]
+        for weight, move in zip(weights, moves, strict=True):
+            weight.assign_add(move)
+        slopes, _, loss = self.slopes(batch)
+        for weight, move in zip(weights, moves, strict=True):
+            weight.assign_sub(move)
+        self.actor_optimizer.apply(slopes, weights)
+        self.seen.update_state(loss)
+        return {"seen": self.seen.result()}
+
+
+class Loop:
+    """A loop of one's own, of a model that is compiled or not."""
+
+    def __init__(self, mode, is_compiled, is_models=False, **settings):
+        self.model = network()
+        self.optimizer = adam(**settings)
+        if is_compiled:
+            self.model.compile(self.optimizer if is_models else "sgd", "mse")
+        if is_models:
+            self.optimizer = self.model.optimizer
+        self.optimizer.build(self.model.trainable_variables)
+        step = self.once_on_jax if ON_JAX else self.once
+        if mode != "eager":
+            step = (
+                jax.jit(step)
+                if ON_JAX
+                else tf.function(step, jit_compile=mode == "xla")
+            )
+        self.step = self.held(step) if ON_JAX else step
+
+    def once(self, x, y):
+        weights = self.model.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = ops.mean((self.model(x, training=True) - y) ** 2)
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+
+    def once_on_jax(self, weights, frozen, slots, x, y):
+        def loss_of(weights, frozen):
+            found, frozen = self.model.stateless_call(
+                weights, frozen, x, training=True
+            )
+            return ops.mean((found - y) ** 2), frozen
+
+        slopes, frozen = jax.grad(loss_of, has_aux=True)(weights, frozen)
+        weights, slots = self.optimizer.stateless_apply(slots, slopes, weights)
+        return weights, frozen, slots
+
+    def held(self, step):
+        def called(x, y):
+            groups = (
+                self.model.trainable_variables,
+                self.model.non_trainable_variables,
+                self.optimizer.variables,
+            )
+            after = step(*([v.value for v in g] for g in groups), x, y)
+            for group, values in zip(groups, after, strict=True):
+                for variable, value in zip(group, values, strict=True):
+                    variable.assign(value)
+
+        return called
+
+    def run(self, x, y):
+        for _ in range(EPOCHS):
+            for one in zip(x, y, strict=True):
+                self.step(*map(ops.convert_to_tensor, one))
+        return {}
+
+    def variables(self):
+        return [*self.model.variables, *self.optimizer.variables]
+
+
+class OwnStepOnJax(Own):
+    def compute(self, state, x, y):
+        weights, others, slots, metrics = state
+
+        def loss_of(weights):
+            found, after = self.stateless_call(
+                weights, others, x, training=True
+            )
+            return ops.mean((found - y) ** 2), after
+
+        (loss, others), slopes = jax.value_and_grad(loss_of, has_aux=True)(
+            weights
+        )
+        ids = [id(v) for v in self.metrics_variables]
+        at = ids.index(id(self.seen.variables[0]))
+        seen = self.seen.stateless_update_state(metrics[at : at + 2], loss)
+        metrics = [*metrics[:at], *seen, *metrics[at + 2 :]]
+        logs = {"seen": self.seen.stateless_result(seen)}
+        return slopes, logs, (weights, others, slots, metrics)
+
+    def train_step(self, state, data):
+        slopes, logs, state = self.compute(state, *data)
+        weights, others, slots, metrics = state
+        weights, slots = self.applied(slots, slopes, weights, others)
+        return logs, (weights, others, slots, metrics)
+
+    def applied(self, slots, slopes, weights, others):
+        return self.optimizer.stateless_apply(slots, slopes, weights)
+
+
+class BranchOnJax(OwnStepOnJax):
+    """Applies every second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = self.add_weight(
+            shape=(), initializer="zeros", dtype="int32", trainable=False
+        )
+
+    def applied(self, slots, slopes, weights, others):
+        at = [v is self.count for v in self.non_trainable_variables].index(True)
+        others[at] = others[at] + 1
+        return jax.lax.cond(
+            others[at] % 2 == 0,
+            self.optimizer.stateless_apply,
+            lambda slots, slopes, weights: (weights, slots),
+            *(slots, slopes, weights),
+        )
+
+
+class ByHandOnJax(BranchOnJax):
+    def __init__(self):
+        super().__init__()
+        self.sums = [
+            self.add_weight(shape=v.shape, initializer="zeros", trainable=False)
+            for v in self.network.trainable_variables
+        ]
+
+    def applied(self, slots, slopes, weights, others):
+        ids = [id(v) for v in self.non_trainable_variables]
+        places = [ids.index(id(total)) for total in self.sums]
+        sums = [others[n] + g for n, g in zip(places, slopes, strict=True)]
+        at = ids.index(id(self.count))
+        others[at] = others[at] + 1
+
+        def apply(slots, sums, weights):
+            halves = [total / 2 for total in sums]
+            new = self.optimizer.stateless_apply(slots, halves, weights)
+            return *new, [ops.zeros_like(total) for total in sums]
+
+        weights, slots, sums = jax.lax.cond(
+            others[at] % 2 == 0,
+            apply,
+            lambda slots, sums, weights: (weights, slots, sums),
+            *(slots, sums, weights),
+        )
+        for n, total in zip(places, sums, strict=True):
+            others[n] = total
+        return weights, slots
+
+
+def fit(make, kind=Fit, **settings):
+    return lambda mode: kind(make, mode, **settings)
+
+
+def loop(*args, **settings):
+    return lambda mode: Loop(mode, *args, **settings)
+
+
+WAYS = {
+    "fit": fit(compiled),
+    "fit of a wrapped optimizer": fit(wrapped),
+    "fit of an unwrapped optimizer": fit(unwrapped),
+    "fit with accumulation": fit(accumulating),
+    "fit, three steps an execution": fit(three_steps),
+    "train_on_batch": fit(compiled, OnBatch),
+    "loop": loop(False),
+    "loop, compiled": loop(True),
+    "loop, compiled, the model's optimizer": loop(True, True),
+    "loop with accumulation": loop(True, gradient_accumulation_steps=2),
+}
+if ON_JAX:
+    own_steps, in_turns = [OwnStepOnJax], [ByHandOnJax, BranchOnJax]
+else:
+    own_steps = [OwnStep, OwnName, OwnLayers, Gan, GanOfLayers, SharpnessAware]
+    in_turns = [ByHand, ByHandOwnName, Branch]
+    WAYS["fit of two replicas"] = fit(mirrored)
+WAYS |= {kind.__name__: fit(kind.made) for kind in own_steps}
+# An execution of several steps, and replicas, are no eager steps.
+NEVER = {
+    *(("fit of two replicas", mode) for mode in ("eager", "xla")),
+    ("fit, three steps an execution", "eager"),
+}
+
+
+def state(way):
+    found = {}
+    for n, variable in enumerate(way.variables()):
+        name = variable.path.split("/")[-1]
+        if name not in COUNTS and "seed" not in name:
+            found[f"{n} {variable.path}"] = helpers.to_numpy(variable)
+    return found
+
+
+def assert_same(make, bad, leave_out, policy):
+    tfmix.set_global_policy(policy)
+    found = []
+    for data in (batches(bad=bad), batches(leave_out=leave_out)):
+        way = make()
+        found.append({**way.run(*data), **state(way)})
+    ours, expected = found
+    for (key, one), other in zip(ours.items(), expected.values(), strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-5, err_msg=key)
+    assert all(np.isfinite(one).all() for one in ours.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [one for one in itertools.product(WAYS, MODES) if one not in NEVER],
+)
+def test_a_bad_batch_is_as_if_it_had_not_been_there(name, mode, policy):
+    assert_same(lambda: WAYS[name](mode), 3, [3], policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", in_turns)
+def test_a_bad_batch_whose_gradients_are_to_be_applied(kind, mode, policy):
+    # The next epoch would apply those of the others.
+    make = fit(kind.made, epochs=1)
+    assert_same(lambda: make(mode), 3, [3], policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", in_turns[:-1])
+def test_a_bad_batch_is_lost_with_those_that_it_was_added_to(
+    kind, mode, policy
+):
+    assert_same(lambda: fit(kind.made)(mode), 2, [2, 3], policy)

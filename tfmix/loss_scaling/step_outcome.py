@@ -1,0 +1,154 @@
+"""What the `apply`s inside one train step did: applied, skipped, or neither.
+
+Each `apply`, of whichever optimizer, reports to the step around it. TensorFlow
+counts the reports in a variable, which every branch of a conditional reaches.
+Under JAX a step is a function of its state, so the optimizer's own counters say
+it: they are part of that state.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from tfmix._keras import compilation, context_values, optimizers
+from tfmix.loss_scaling import replicas
+
+
+class Outcome(NamedTuple):
+    """What happened in a step: booleans, or boolean scalar tensors.
+
+    Attributes:
+        applied: Whether an `apply` changed weights.
+        skipped: Whether an `apply` changed nothing.
+    """
+
+    applied: Any
+    skipped: Any
+
+
+@dataclasses.dataclass
+class Step:
+    """One train step while it runs or is traced.
+
+    Attributes:
+        is_own: Whether the user wrote the `train_step`. Keras's own applies
+            gradients once, whatever happens.
+        counter: The `Counter` of TensorFlow, `None` under JAX.
+        watched: The `id`s of what a guard puts back if the step is skipped.
+        reports: Whether any `apply` that can skip was called.
+        updated: The `id`s of the variables that an `apply` was given.
+        scaled: The `id`s of the optimizers that scaled a loss.
+    """
+
+    is_own: bool
+    counter: "Counter | None" = None
+    watched: frozenset[int] = frozenset()
+    reports: bool = False
+    updated: set[int] = dataclasses.field(default_factory=set)
+    scaled: set[int] = dataclasses.field(default_factory=set)
+
+
+def around() -> Step | None:
+    """Returns the train step around the caller, `None` if there is none."""
+    step: Step | None = context_values.block.get().step
+    return step
+
+
+@contextlib.contextmanager
+def step(
+    is_own: bool, counter: "Counter | None", watched: Iterable[int]
+) -> Iterator[Step]:
+    """Lets every `apply` inside a block report to one step."""
+    new = Step(is_own, counter, frozenset(watched))
+    with context_values.holding(step=new):
+        yield new
+
+
+def note_update(variables: Iterable) -> None:
+    """Notes what an `apply` is about to update, for the step around it.
+
+    Args:
+        variables: The variables. One that the step has written itself by now,
+            as a search for flat minima does, is not the optimizer's alone.
+    """
+    if (step := around()) is not None:
+        step.reports = True
+        step.updated |= {id(v) for v in variables if not _is_written(v)}
+
+
+def report(applied: Any) -> None:
+    """Reports an `apply` to the step around it, if there is one.
+
+    Args:
+        applied: Bool or boolean scalar tensor, whether it changed anything.
+    """
+    if (step := around()) is not None and step.counter is not None:
+        step.counter.add(applied)
+
+
+class Counter:
+    """How many `apply`s of one model's steps were applied and skipped so far.
+
+    It only counts upwards, so that a step inside another may share it: what
+    happened in a step is the difference between its end and its start.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Any = None
+
+    def read(self) -> Any:
+        """Returns the counts, int32 of shape `(2,)`; creates the variable."""
+        if self._counts is None:
+            replicas.once_for_all(self._create)
+        with replicas.one_replica([self._counts]):
+            return compilation.read(self._counts)
+
+    def add(self, applied: Any) -> None:
+        """Counts one `apply`."""
+        flags = ops.stack([applied, ops.logical_not(applied)])
+        with replicas.one_replica([self._counts]):
+            self._counts.assign_add(ops.cast(flags, "int32"))
+
+    def since(self, before: Any) -> Outcome:
+        """Returns what happened since the counts were read."""
+        more = self.read() > before
+        return Outcome(more[0], more[1])
+
+    def _create(self) -> None:
+        with compilation.outside_of_tracing([]):
+            self._counts = keras.Variable(
+                np.zeros(2), "zeros", "int32", trainable=False
+            )
+
+
+def of_optimizer(
+    optimizer: Any, is_own: bool, before: Callable, after: Callable
+) -> Outcome:
+    """Returns what happened to an optimizer from one state to another (JAX).
+
+    Args:
+        optimizer: The optimizer. One that is not wrapped counts no skipped
+            steps: then a step of the user's own is never known as skipped.
+        is_own: Whether the user wrote the `train_step`.
+        before: Returns what a variable held before the step.
+        after: Returns what it holds now.
+    """
+    applies = optimizers.applies(optimizer)
+    applied = ops.not_equal(before(applies), after(applies))
+    skips = getattr(optimizer, "skips", None)
+    if skips is not None:
+        skipped = ops.not_equal(before(skips), after(skips))
+    else:
+        skipped = False if is_own else ops.logical_not(applied)
+    return Outcome(applied, skipped)
+
+
+def _is_written(variable: Any) -> bool:
+    # Nobody knows it of an eager step, nor under JAX.
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    return on_tensorflow and compilation.may_be_written(variable)
