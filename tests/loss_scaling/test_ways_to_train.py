@@ -23,8 +23,8 @@ else:
 ROWS, BATCHES, EPOCHS = 8, 6, 2
 MODES = ("eager", "xla") if ON_JAX else ("eager", "graph", "xla")
 POLICIES = ("mixed_float16", "mixed_bfloat16")
-# What a skipped step counts.
-COUNTS = ("skipped_steps", "consecutive_skips", "overflow_counts")
+# What a skipped step counts, and a model that applies every second time.
+COUNTS = ("skipped_steps", "consecutive_skips", "overflow_counts", "count")
 
 
 def batches(bad=None, leave_out=()):
@@ -247,7 +247,7 @@ class ByHand(Own):
             for v in self.network.trainable_variables
         ]
         self.count = self.add_weight(
-            shape=(), initializer="zeros", dtype="int32", trainable=False
+            shape=(), dtype="int32", trainable=False, name="count"
         )
 
     def apply_sums(self, optimizer):
@@ -409,7 +409,7 @@ class BranchOnJax(OwnStepOnJax):
     def __init__(self):
         super().__init__()
         self.count = self.add_weight(
-            shape=(), initializer="zeros", dtype="int32", trainable=False
+            shape=(), dtype="int32", trainable=False, name="count"
         )
 
     def applied(self, slots, slopes, weights, others):
