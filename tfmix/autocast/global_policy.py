@@ -70,7 +70,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
                 global_state.make_float32()
         _refresh()
         if accepted.name == "float32" and not _open:
-            compile_method.stand_down()
+            compile_method.stop_watching()
 
 
 def global_policy() -> keras.DTypePolicy:
@@ -133,7 +133,6 @@ class policy_scope(contextlib.ContextDecorator):
                 self._leave()
                 with contextlib.suppress(Exception):
                     _refresh()
-                _end_scope(failed=True)
                 raise
         return self._policy
 
@@ -141,7 +140,6 @@ class policy_scope(contextlib.ContextDecorator):
         with _lock:
             self._leave()
             _refresh()
-            _end_scope(failed=raised[0] is not None)
 
     def _leave(self) -> None:
         global _open
@@ -228,13 +226,7 @@ def _refresh() -> None:
     if hooked:
         _hook()
     else:
-        # But for `compile`.
         _hooks.set({})
-
-
-def _end_scope(*, failed: bool) -> None:
-    in_force = hooks_keras()
-    compile_method.end_scope(failed=failed, in_force=in_force)
 
 
 def _replaced_by_keras(policy: keras.DTypePolicy) -> None:
@@ -277,7 +269,7 @@ def _hook() -> None:
                 "3.15), or a newer tfmix."
             )
     _hooks.set(wanted)
-    compile_method.stand_by(lasts=False)
+    compile_method.watch()
 
 
 def _getter(original: Callable) -> Callable:
