@@ -64,10 +64,11 @@ def open_scope() -> keras.StatelessScope | None:
     return scope
 
 
-# On probabilities, their logits: what Keras notes on TensorFlow alone.
-LOGITS = "_tfmix_logits"
+# On probabilities, their logits: Keras's note, which its losses use on
+# TensorFlow alone, and ours.
+LOGITS_OF_KERAS, LOGITS = "_keras_logits", "_tfmix_logits"
 # What is noted on a tensor for the losses and metrics that take it.
-NOTES = ("_keras_mask", "_keras_logits", LOGITS)
+NOTES = ("_keras_mask", LOGITS_OF_KERAS, LOGITS)
 
 
 def note(tensor: Any, name: str) -> Any:

@@ -1,8 +1,9 @@
-"""Losses find the logits behind a softmax on JAX, as Keras does on TensorFlow.
+"""Losses find the logits behind a softmax, also on JAX and in 16 bit.
 
-Keras attaches the logits to the probabilities, but not to JAX's arrays: there
-a sample wrong by more than 16 has loss 16.118 and gradient 0, also in float32.
-So the ops themselves note what they were given, whichever layer calls them.
+On TensorFlow, Keras attaches the logits to the probabilities; a rule that
+computes these in float32 would lose them. To JAX's arrays Keras attaches none:
+there a sample wrong by more than 16 has loss 16.118 and gradient 0, also in
+float32. So the ops note what they were given, whichever layer calls them.
 """
 
 import functools
@@ -13,16 +14,18 @@ import keras
 
 from tfmix._keras import global_state
 
-# Losses of `keras.ops` that have a `from_logits`, and whose logits these are.
+_ON_JAX = keras.backend.backend() == "jax"
+# Ops that note their input beside their output.
+ACTIVATIONS = ("softmax", "sigmoid")
+# Losses of `keras.ops` that have a `from_logits`, and whose logits these are;
+# on TensorFlow, Keras's own look for a note.
 LOSSES: dict[str, str] = {}
-if keras.backend.backend() == "jax":
+if _ON_JAX:
     LOSSES = {
         "categorical_crossentropy": "softmax",
         "sparse_categorical_crossentropy": "softmax",
         "binary_crossentropy": "sigmoid",
     }
-# Ops that note their input beside their output.
-ACTIVATIONS = frozenset(LOSSES.values())
 
 
 def noting(activation: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,8 +34,11 @@ def noting(activation: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(activation)
     def compute(x: Any, **axis: Any) -> Any:
         result = activation(x, **axis)
-        note = {_key(activation.__name__, result, **axis): x}
-        global_state.put_note(result, global_state.LOGITS, note)
+        if _ON_JAX:
+            note = {_key(activation.__name__, result, **axis): x}
+            global_state.put_note(result, global_state.LOGITS, note)
+        else:
+            global_state.put_note(result, global_state.LOGITS_OF_KERAS, x)
         return result
 
     return compute
