@@ -1,4 +1,4 @@
-"""`import tfmix` watches `compile`: for models with 16-bit layers, no others."""
+"""`import tfmix` watches `compile` for models with 16-bit layers alone."""
 
 import keras
 import numpy as np

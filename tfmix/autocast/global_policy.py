@@ -40,8 +40,9 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     It holds in all threads and survives `keras.utils.clear_session()`. Inside
     a `policy_scope` of the same thread it lasts until the scope ends.
     `"float32"` switches tfmix off: Keras is as if tfmix had never been there.
-    Until then `compile` scales and guards every model whose layers compute in
-    16 bit, copies and loaded ones included, also after a scope has ended.
+    Until then, `compile` scales and guards every model whose layers compute in
+    16 bit, copies, loaded ones and Keras's own included, with or without a
+    policy.
 
     Args:
         policy: A name (see `Policy`), a `Policy`, or any
