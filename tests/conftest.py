@@ -216,6 +216,7 @@ def restored_global_state(monkeypatch):
     import keras
 
     import tfmix
+    from tfmix._keras import compile_method
 
     floatx, keras_policy = keras.config.floatx(), keras.config.dtype_policy()
     tfmix_policy = tfmix.global_policy()
@@ -229,6 +230,8 @@ def restored_global_state(monkeypatch):
     tfmix.set_global_policy(tfmix_policy)
     keras.config.set_dtype_policy(keras_policy)
     keras.config.set_floatx(floatx)
+    # As after the import.
+    compile_method.watch()
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ version.require_private_names()
 from tfmix import callbacks as callbacks
 from tfmix import hardware as hardware
 from tfmix import optimizers as optimizers
+from tfmix._keras import compile_method as _compile_method
 from tfmix.autocast import model as _model
 from tfmix.autocast.float32_output import float32_output as float32_output
 from tfmix.autocast.global_policy import global_policy as global_policy
@@ -36,6 +37,7 @@ from tfmix.loss_scaling.train_step_guard import guard as guard
 from tfmix.policy.policy import Policy as Policy
 
 _model.report_skips(_skip_report.fit)
+_compile_method.watch()
 
 __version__ = "0.2.0"
 

@@ -8,7 +8,7 @@ import types
 import keras
 import pytest
 
-from tfmix._keras import replacements, training
+from tfmix._keras import compile_method, replacements, training
 from tfmix.autocast import global_policy
 
 
@@ -52,6 +52,7 @@ def use_everything():
 @pytest.mark.costly
 def test_after_float32_nothing_of_keras_differs():
     use_everything()
+    global_policy.set_global_policy("float32")
     before = snapshot()
     for name in ("mixed_float16", "mixed_bfloat16", "float16"):
         global_policy.set_global_policy(name)
@@ -65,6 +66,7 @@ def test_after_float32_nothing_of_keras_differs():
 
 
 def test_float32_from_the_start_touches_nothing():
+    global_policy.set_global_policy("float32")
     before = snapshot()
     global_policy.set_global_policy("float32")
     with global_policy.policy_scope("float32"):
@@ -110,25 +112,34 @@ def test_code_that_hooks_on_top_of_us_keeps_its_hook():
 def test_a_keras_without_what_we_hook_is_named_and_left_alone(monkeypatch):
     module = importlib.import_module("keras.src.backend.common.global_state")
     original = module.get_global_attribute
-    monkeypatch.delattr(training.TRAINER, "compile")
-    monkeypatch.setattr(global_policy, "_hooks", replacements.Replacements())
-    with pytest.raises(RuntimeError, match="no 'compile'"):
-        global_policy._hook()
+    with monkeypatch.context() as patch:
+        patch.delattr(training.TRAINER, "compile")
+        patch.setattr(global_policy, "_hooks", replacements.Replacements())
+        with pytest.raises(RuntimeError, match="no 'compile'"):
+            global_policy._hook()
     assert module.get_global_attribute is original
     assert not global_policy.hooks_keras()
 
 
-def test_a_scope_that_ends_in_an_error_leaves_nothing(monkeypatch):
-    original = vars(training.TRAINER)["compile"]
+def test_a_scope_that_ends_in_an_error_leaves_only_the_watch(monkeypatch):
+    def fail():
+        raise ZeroDivisionError
+
     with pytest.raises(KeyError), global_policy.policy_scope("O2"):
         raise KeyError
-    assert vars(training.TRAINER)["compile"] is original
+    assert replacements.replaced() == [compile_method.PLACE]
     with monkeypatch.context() as patch:
-        patch.setattr(global_policy, "_hook", lambda: 1 / 0)
+        patch.setattr(global_policy, "_hook", fail)
         with pytest.raises(ZeroDivisionError):
             global_policy.policy_scope("O2").__enter__()
-    assert vars(training.TRAINER)["compile"] is original
-    # What was made is compiled later.
-    with pytest.raises(AttributeError), global_policy.policy_scope("O2"):
-        keras.Sequential([keras.layers.Dense(2)]).no_such_method()
-    assert vars(training.TRAINER)["compile"] is not original
+    assert replacements.replaced() == [compile_method.PLACE]
+
+
+def test_float32_ends_the_watch_and_the_next_policy_begins_it():
+    original = keras.Model.compile.__wrapped__
+    global_policy.set_global_policy("float32")
+    assert keras.Model.compile is original
+    assert not replacements.replaced()
+    with global_policy.policy_scope("mixed_float16"):
+        pass
+    assert keras.Model.compile.__wrapped__ is original

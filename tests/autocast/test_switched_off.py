@@ -68,6 +68,20 @@ before = snapshot()
 modules = {key[0] for key in before}
 assert len(before) > 10_000
 import tfmix
+# What the import replaces.
+found = {key[1:] for key in differences()}
+assert found == {("Trainer", "compile")}, found
+# A float32 model is left alone all the same.
+model, adam = make(), keras.optimizers.Adam()
+kept = set(vars(model))
+model.compile(adam, "mse")
+assert model.optimizer is adam
+plain = make()
+keras.Model.compile.__wrapped__(plain, keras.optimizers.Adam(), "mse")
+assert set(vars(model)) == set(vars(plain))
+own = model._compile_config.config, plain._compile_config.config
+assert own[0].keys() == own[1].keys()
+tfmix.set_global_policy("float32")
 assert not differences(), differences()
 """
 PARTS = {

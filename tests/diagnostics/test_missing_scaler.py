@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from keras import ops
 
+from tfmix._keras import compile_method
 from tfmix.callbacks import loss_scale_monitor, numerics_monitor
 from tfmix.diagnostics import check, missing_scaler
 from tfmix.loss_scaling import optimizer as scaling
@@ -13,6 +14,12 @@ X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 Y = X[:, :1]
 warning = missing_scaler.warning
 JIT = keras.backend.backend() == "jax"
+
+
+@pytest.fixture(autouse=True)
+def compiled_by_keras_alone():
+    """As before `import tfmix`, or after it was switched off."""
+    compile_method.stop_watching()
 
 
 def build(dtype="mixed_float16", optimizer="sgd", **settings):

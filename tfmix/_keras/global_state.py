@@ -6,6 +6,7 @@ replacing those two reaches every thread and every caller.
 """
 
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -63,10 +64,11 @@ def open_scope() -> keras.StatelessScope | None:
     return scope
 
 
-# What Keras notes on a tensor, for the losses and metrics that take it.
-NOTES_OF_KERAS = ("_keras_mask", "_keras_logits")
-# What tfmix attaches to a tensor beside: the logits of probabilities.
-LOGITS = "_tfmix_logits"
+# On probabilities, their logits: Keras's note, which its losses use on
+# TensorFlow alone, and ours.
+LOGITS_OF_KERAS, LOGITS = "_keras_logits", "_tfmix_logits"
+# What is noted on a tensor for the losses and metrics that take it.
+NOTES = ("_keras_mask", LOGITS_OF_KERAS, LOGITS)
 
 
 def note(tensor: Any, name: str) -> Any:
@@ -79,3 +81,15 @@ def put_note(tensor: Any, name: str, value: Any) -> None:
     # Numbers and NumPy arrays, which a caller may hold as data, get none.
     if tensor is not None and not isinstance(tensor, _DATA):
         tensor_attributes.set_tensor_attr(tensor, name, value)
+
+
+def copy_notes(
+    source: Any, target: Any, change: Callable[[Any], Any] = lambda x: x
+) -> None:
+    """Notes on another tensor, each changed, what is for losses and metrics."""
+    for name in NOTES:
+        value = note(source, name)
+        if value is not None:
+            value = keras.tree.map_structure(change, value)
+            if target is not source:
+                put_note(target, name, value)

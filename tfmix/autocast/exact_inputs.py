@@ -22,7 +22,7 @@ from tfmix._keras import (
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import tensors
 
-_CALL = "call"
+_CALL, _MASK = "call", "compute_mask"
 _CONVERT = "convert_input"
 # Whole numbers above these are no longer exact: 2 to the significand's bits.
 _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
@@ -89,6 +89,7 @@ def forget_exact(layer: keras.Layer) -> None:
     ours = layers.marks(layer).exact_call
     if ours is not None and vars(layer).get(_CALL) is ours:
         object.__delattr__(layer, _CALL)
+        vars(layer).pop(_MASK, None)
     layers.mark(layer, exact_call=None)
 
 
@@ -147,7 +148,7 @@ def _look_up(layer: keras.Layer, warn: bool) -> None:
 
 def _mask_exactly(layer: keras.layers.Masking) -> None:
     """Lets a layer find a value that need not be one of 16 bit."""
-    original = layer.call
+    original, mask_of = layer.call, layer.compute_mask
 
     @functools.wraps(original)
     def call(inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,10 +156,16 @@ def _mask_exactly(layer: keras.layers.Masking) -> None:
         found = original(exact, *args, **kwargs)
         result = keras.ops.cast(found, inputs.dtype)
         # Before 3.15 Keras asks for it later, by the rounded inputs.
-        layers.put_mask(result, layer.compute_mask(exact))
+        layers.put_mask(result, mask_of(exact))
         return result
 
+    @functools.wraps(mask_of)
+    def compute_mask(inputs: Any, mask: Any = None) -> Any:
+        # A graph notes how a mask is made, of the inputs as they are given.
+        return mask_of(tensors.uncast(inputs), mask)
+
     _put_call(layer, call)
+    layer_policies.put(layer, _MASK, compute_mask)
 
 
 def _read_as_stored(layer: keras.Layer) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import keras
 
 from tfmix import _arguments
-from tfmix.autocast import losses_from_logits
 
 
 def float32_output(
@@ -41,11 +40,9 @@ def float32_output(
         'float32'
     """
     _check(activation)
-    layer = keras.layers.Activation(
+    return keras.layers.Activation(
         activation or "linear", dtype="float32", name=name
     )
-    losses_from_logits.remember(layer)
-    return layer
 
 
 def _check(activation: Any) -> None:

@@ -40,8 +40,9 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     It holds in all threads and survives `keras.utils.clear_session()`. Inside
     a `policy_scope` of the same thread it lasts until the scope ends.
     `"float32"` switches tfmix off: Keras is as if tfmix had never been there.
-    Until then `compile` scales and guards every model whose layers compute in
-    16 bit, copies and loaded ones included, also after a scope has ended.
+    Until then, `compile` scales and guards every model whose layers compute in
+    16 bit, copies, loaded ones and Keras's own included, with or without a
+    policy.
 
     Args:
         policy: A name (see `Policy`), a `Policy`, or any
@@ -70,7 +71,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
                 global_state.make_float32()
         _refresh()
         if accepted.name == "float32" and not _open:
-            compile_method.stand_down()
+            compile_method.stop_watching()
 
 
 def global_policy() -> keras.DTypePolicy:
@@ -133,7 +134,6 @@ class policy_scope(contextlib.ContextDecorator):
                 self._leave()
                 with contextlib.suppress(Exception):
                     _refresh()
-                _end_scope(failed=True)
                 raise
         return self._policy
 
@@ -141,7 +141,6 @@ class policy_scope(contextlib.ContextDecorator):
         with _lock:
             self._leave()
             _refresh()
-            _end_scope(failed=raised[0] is not None)
 
     def _leave(self) -> None:
         global _open
@@ -228,13 +227,7 @@ def _refresh() -> None:
     if hooked:
         _hook()
     else:
-        # But for `compile`.
         _hooks.set({})
-
-
-def _end_scope(*, failed: bool) -> None:
-    in_force = hooks_keras()
-    compile_method.end_scope(failed=failed, in_force=in_force)
 
 
 def _replaced_by_keras(policy: keras.DTypePolicy) -> None:
@@ -277,7 +270,7 @@ def _hook() -> None:
                 "3.15), or a newer tfmix."
             )
     _hooks.set(wanted)
-    compile_method.stand_by(lasts=False)
+    compile_method.watch()
 
 
 def _getter(original: Callable) -> Callable:

@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import keras
-
 from tfmix._keras import (
     context_values,
     op_places,
@@ -51,13 +49,16 @@ def rows_of_op(name: str) -> list[Row]:
     rows = []
     if name in weight_gradients.OPS:
         rows.append(Row(SIXTEEN_BIT, weight_gradients.OPS[name]))
-    if name in losses_from_logits.LOSSES and keras.backend.backend() == "jax":
-        rows.append(Row(_ALWAYS, losses_from_logits.recovering))
     if name != op_places.ATTENTION or not op_places.has_float32_logits():
         rows.append(Row(name, float32_ops.in_float32))
     if name in finite_constants.OPS:
         fit = functools.partial(finite_constants.fitting, name=name)
         rows.append(Row(SIXTEEN_BIT, fit))
+    if name in losses_from_logits.ACTIVATIONS:
+        rows.append(Row(SIXTEEN_BIT, losses_from_logits.noting))
+    if name in losses_from_logits.LOSSES:
+        # Also where a loop takes the loss, outside of the model's rules.
+        rows.append(Row(_ALWAYS, losses_from_logits.recovering))
     return rows
 
 
@@ -65,7 +66,8 @@ def rows_of_op(name: str) -> list[Row]:
 _OPS_IN_16_BIT = {
     *weight_gradients.OPS,
     *finite_constants.OPS,
-    *(losses_from_logits.LOSSES if keras.backend.backend() == "jax" else ()),
+    *losses_from_logits.ACTIVATIONS,
+    *losses_from_logits.LOSSES,
 }
 
 

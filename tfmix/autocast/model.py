@@ -63,7 +63,7 @@ def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
     """Gives a model the record of a policy, or none if that is not 16-bit."""
     chosen_layers.restore(model, {})
     if policies.is_sixteen_bit(policy):
-        compile_method.stand_by()
+        compile_method.watch()
         layers.rematerialize_anew(model)
         exact_inputs.begin_exact(model)
         record = _MixedModel(model, policy)
@@ -73,6 +73,21 @@ def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
     else:
         model_methods.take_off(model, model_methods.RULES)
         model_call.note_scaling(model, False)
+
+
+def set_policy_inside(model: keras.Model, policy: keras.DTypePolicy) -> None:
+    """Gives those models inside one a record that compute in 16 bit."""
+    for inner in models_inside(model):
+        narrow = any(
+            own_code.computes_in(inner, x) for x in _formats.SIXTEEN_BIT
+        )
+        set_policy(inner, policy if narrow else keras.DTypePolicy("float32"))
+
+
+def models_inside(model: keras.Model) -> list[keras.Model]:
+    """Lists the models that a model holds, at any depth."""
+    inner = layers.flat_layers(model)[1:]
+    return [layer for layer in inner if isinstance(layer, keras.Model)]
 
 
 def policy_of(model: keras.Model) -> keras.DTypePolicy | None:
@@ -154,6 +169,7 @@ class _MixedModel:
         # What a file says is so by the record.
         kwargs.pop("guarded", None)
         self.is_compiling = True
+        _adopt(self._model)
         try:
             _compile(self._model, original, args, kwargs)
         finally:
@@ -291,23 +307,31 @@ def compiling(original: Callable[..., None]) -> Callable[..., None]:
             inner(*args, **kwargs)
             return
         guarded = kwargs.pop("guarded", None)
-        if record is None and not (guarded is not None and guarded.alone):
+        if guarded is None or not guarded.alone:
             _adopt(self)
-        _compile(self, inner, args, kwargs)
+        in_force = interceptor.SIXTEEN_BIT in interceptor.of_caller()
+        if policy_of(self) or guarded or in_force:
+            _compile(self, inner, args, kwargs)
+        else:
+            method(*args, **kwargs)
 
     return compile
 
 
 def _adopt(model: keras.Model) -> None:
-    """Gives a model the record of its 16-bit layers, if it has any."""
-    policy = _policy_of_layers(model)
+    """Gives a model with 16-bit layers what a policy gives to a new one."""
+    policy = policy_of(model) or _policy_of_layers(model)
     if policy is None:
         return
     for layer in layers.flat_layers(model):
-        if own_code.can_have(layer) and not layers.marks(layer).fallback:
-            exact_inputs.keep_exact(layer)
+        is_model = isinstance(layer, keras.Model)
+        if layers.marks(layer).fallback or (is_model and policy_of(layer)):
+            continue
+        exact_inputs.keep_exact(layer)
+        if own_code.can_have(layer):
             own_code.put_on(layer)
-    set_policy(model, policy)
+        if is_model and _policy_of_layers(layer):
+            set_policy(layer, policy)
 
 
 def _policy_of_layers(model: keras.Model) -> keras.DTypePolicy | None:

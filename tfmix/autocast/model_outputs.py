@@ -13,8 +13,8 @@ from tfmix.autocast import own_code
 from tfmix.gradient_scaling import heads, model_call, tensors
 from tfmix.loss_scaling import train_step_guard
 
-# Losses that go back to the logits behind these on TensorFlow, whatever the
-# dtype of the probabilities.
+# Losses that go back to the logits behind these, whatever the dtype of the
+# probabilities.
 _THROUGH: dict[str, tuple[str, ...]] = {
     "softmax": ("categorical_crossentropy", "sparse_categorical_crossentropy"),
     "sigmoid": ("binary_crossentropy",),
@@ -124,8 +124,6 @@ def _last_layer(model: keras.Model, place: int) -> keras.Layer | None:
 
 def is_undone(layer: keras.Layer | None, loss: Any) -> bool:
     """Says whether a loss does not see the last rounding of probabilities."""
-    if keras.backend.backend() != "tensorflow":
-        return False
     activation = getattr(getattr(layer, "activation", None), "__name__", "")
     function = getattr(getattr(loss, "fn", None), "__name__", "")
     from_logits = getattr(loss, "from_logits", False)

@@ -19,6 +19,8 @@ def settle(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
         exact_inputs.keep_exact(layer)
     if dtype is None:
         layers.mark(layer, by_policy=True)
+    if dtype is None or layer.dtype_policy.name == "float32":
+        # A file says the dtype that a rule chose, not what it holds inside.
         _apply_rules(layer, policy)
     if isinstance(dtype, policies.Policy):
         layer_policies.set_policy(layer, policies.plain(dtype))

@@ -258,16 +258,18 @@ def _converted(
             way_back.callback(know_again)
         way_back.callback(_inside(given or before))
         check = layer_changes.stand(steps, way_back)
-        methods = model_methods.by_role(model)
-        way_back.callback(model_methods.restore, model, methods)
-        scaled = model_methods.RULES in methods
-        way_back.callback(model_call.note_scaling, model, scaled)
+        for part in (model, *mixed_model.models_inside(model)):
+            methods = model_methods.by_role(part)
+            way_back.callback(model_methods.restore, part, methods)
+            scaled = model_methods.RULES in methods
+            way_back.callback(model_call.note_scaling, part, scaled)
         layer_changes.set_dtypes(steps, way_back)
         for know_again in known:
             know_again()
         chosen = chosen_layers.reasons(model)
         way_back.callback(chosen_layers.restore, model, chosen)
         mixed_model.set_policy(model, policy)
+        mixed_model.set_policy_inside(model, policy)
         installed = _suit_optimizer(model, policy, state_before, given)
         if isinstance(installed, scaling.LossScaleOptimizer):
             train_step_guard.put_on(model)

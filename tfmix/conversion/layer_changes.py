@@ -90,7 +90,8 @@ def _set_policy(
     before = layer.dtype_policy
     # A model's `call` stays; its methods have an owner of their own.
     names = [layer_policies.FIRST_CALLED]
-    names += [] if isinstance(layer, keras.Model) else ["call"]
+    if not isinstance(layer, keras.Model):
+        names += ["call", "compute_mask"]
     fallen = own_code.take_off(layer)
     own = {name: vars(layer)[name] for name in names if name in vars(layer)}
     exact_call = layers.marks(layer).exact_call

@@ -188,7 +188,7 @@ class _Planner:
         if self._rules.level == "O3" and id(layer) not in self._heads:
             return None
         if getattr(layer, "activation", None) is keras.activations.softmax:
-            return "a softmax head: in 16 bit it loses logits recovery"
+            return "a softmax head: in 16 bit it loses small probabilities"
         return "the model's output" if id(layer) in self._heads else None
 
     def _fell_back(self, layer: keras.Layer) -> str:

@@ -120,8 +120,5 @@ def _narrow(tensor: Any, dtype: str) -> Any:
     if tensors.float_dtype(tensor) in ("", "sparse", dtype) or not dtype:
         return tensor
     narrow = keras.ops.cast(tensor, dtype)
-    for name in global_state.NOTES_OF_KERAS:
-        value = global_state.note(tensor, name)
-        if value is not None:
-            global_state.put_note(narrow, name, value)
+    global_state.copy_notes(tensor, narrow)
     return narrow

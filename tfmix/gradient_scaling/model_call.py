@@ -23,8 +23,6 @@ else:
 
     from tfmix.gradient_scaling import jax_border
 
-# What Keras and tfmix attach to a result, which a loss takes beside it.
-_ATTACHED = (*global_state.NOTES_OF_KERAS, global_state.LOGITS)
 # Models whose gradients are scaled inside them, and true outside.
 _scaling: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 # Values of variables, by the variables' `id`, as a `keras.StatelessScope` has.
@@ -328,14 +326,9 @@ def _rebuilt(nest: Any, function: Callable[[Any], Any]) -> Any:
         if not _is_array(leaf):
             return leaf
         new = function(leaf)
-        for name in _ATTACHED:
-            value = global_state.note(leaf, name)
-            if value is not None:
-                value = keras.tree.map_structure(
-                    lambda x: function(x) if _is_array(x) else x, value
-                )
-                if new is not leaf:
-                    global_state.put_note(new, name, value)
+        global_state.copy_notes(
+            leaf, new, lambda x: function(x) if _is_array(x) else x
+        )
         return new
 
     return tensors.map_leaves(nest, of_leaf)

@@ -80,7 +80,7 @@ def narrow_once(value: Any, dtype: str) -> Any:
 
 
 def wide(value: Any) -> Any:
-    """Casts a 16-bit tensor to float32 and keeps what Keras attached to it.
+    """Casts a 16-bit tensor to float32 and keeps what is noted on it.
 
     With the mask and the logits of the 16-bit tensor a masked metric and the
     loss of a softmax head stay right.
@@ -91,12 +91,7 @@ def wide(value: Any) -> Any:
     result = getattr(value, _UNCAST, None) if is_scalar else None
     if float_dtype(result) != "float32":
         result = keras.ops.cast(value, "float32")
-    for attribute in global_state.NOTES_OF_KERAS:
-        attached = getattr(value, attribute, None)
-        if attached is not None:
-            # JAX arrays take no attributes, and Keras puts none on them.
-            with contextlib.suppress(AttributeError):
-                setattr(result, attribute, widen(attached))
+    global_state.copy_notes(value, result, widen)
     return result
 
 

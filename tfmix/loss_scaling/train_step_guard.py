@@ -106,7 +106,7 @@ class Guarded:
     def from_config(cls, config: Mapping[str, bool]) -> "Guarded":
         """Makes it of a file, whose model is compiled with it next."""
         # Keras's own `compile` does not know it.
-        compile_method.stand_by_once()
+        compile_method.watch()
         return cls(**config)
 
 

@@ -25,7 +25,7 @@ _AVERAGED = "the sum overflows before it is divided"
 _WIDE_AVERAGE = "averages many values; kept with the other averages"
 _NORMALISED = "the sum of squares leaves float16's range: zeros"
 _RAW = "raw features lose their digits in 16 bit"
-_SOFTMAX = "probabilities lose their small values, and logits recovery"
+_SOFTMAX = "probabilities lose their small values"
 _SPECTRUM = "infinite in float16, a TypeError in bfloat16"
 
 # Measured by `benchmarks/layers.py` and in Keras's own gaps, on Keras 3.12 to
