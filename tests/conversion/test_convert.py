@@ -368,7 +368,7 @@ def test_a_float32_layer_in_a_mixed_model_was_chosen_and_stays():
     rows = {row.layer.split("/")[-1]: row for row in report.rows}
     assert rows["body"].after == "mixed_float16"
     assert rows["own"].after == "float32"
-    assert rows["own"].why == "has a dtype of its own"
+    assert rows["own"].why == "has its own dtype"
 
 
 @helpers.requires_backend("tensorflow")
@@ -572,7 +572,7 @@ def test_prepare_lets_batch_normalisation_be_chosen(keep):
 
 def test_prepare_refuses_a_choice_beside_a_policy_object():
     policy = policies.Policy("mixed_float16")
-    with pytest.raises(ValueError, match="Give it to the Policy"):
+    with pytest.raises(ValueError, match="Pass it to the Policy"):
         convert.prepare(sequential(), "sgd", policy, keep_batchnorm_fp32=True)
 
 

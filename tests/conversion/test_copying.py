@@ -156,7 +156,7 @@ def test_adapters_that_are_trained_are_copied():
     model.fit(x, x[:, :2], verbose=0)
     # The second factor is 0 until it is trained.
     assert np.any(model.layers[0].lora_kernel_b.numpy())
-    twin = copying.copied(model)
+    twin = copying.copy_model(model)
     for copy, original in zip(twin.weights, model.weights, strict=True):
         helpers.assert_same_bits(copy, original)
     assert len(twin.trainable_variables) == len(model.trainable_variables)
@@ -177,7 +177,7 @@ def test_a_copy_is_rematerialized_as_the_model():
 def test_a_quantized_model_is_copied_whatever_the_order_of_its_weights():
     model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(16)])
     model.layers[0].quantize("float8")
-    twin = copying.copied(model)
+    twin = copying.copy_model(model)
     helpers.assert_same_bits(twin.layers[0].kernel, model.layers[0].kernel)
 
 
@@ -186,12 +186,12 @@ def test_a_model_of_keras_that_has_taken_no_step_is_copied():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     model.compile("adam", loss="mse")
     assert not model.optimizer.built
-    twin = copying.copied(model)
+    twin = copying.copy_model(model)
     assert twin.optimizer.inner_optimizer.iterations == 0
     assert twin.optimizer.initial_scale == model.optimizer.initial_scale
-    # Once built, it has a state, and that is copied.
+    # Once built, it has a state, and that is copy_model.
     model.fit(X, X[:, :2], verbose=0)
-    assert copying.copied(model).optimizer.inner_optimizer.iterations == 1
+    assert copying.copy_model(model).optimizer.inner_optimizer.iterations == 1
 
 
 def test_adapters_inside_a_layer_are_copied_and_so_is_what_is_frozen():
@@ -202,7 +202,7 @@ def test_adapters_inside_a_layer_are_copied_and_so_is_what_is_frozen():
     for layer in frozen:
         layer.trainable = False
     query.enable_lora(2)
-    twin = copying.copied(model)
+    twin = copying.copy_model(model)
     for copy, original in zip(twin.weights, model.weights, strict=True):
         helpers.assert_same_bits(copy, original)
     trained = [variable.path for variable in model.trainable_variables]

@@ -147,7 +147,7 @@ def test_another_kind_of_optimizer_starts_anew_and_that_is_said(caplog):
     weights = model.get_weights()
     model.compile("sgd", loss="mse")
     optimizer_state.give(model, state)
-    assert "SGD cannot go on with the state of Adam" in caplog.text
+    assert "SGD cannot continue with the optimizer state of Adam" in caplog.text
     assert model.optimizer.iterations.numpy() == 0
     for one, other in zip(model.get_weights(), weights, strict=True):
         helpers.assert_same_bits(one, other)
@@ -159,7 +159,7 @@ def test_a_slot_that_is_not_there_is_never_filled_with_another(caplog):
     state = optimizer_state.take(model)
     model.compile(keras.optimizers.SGD(0.1), loss="mse")
     optimizer_state.give(model, state)
-    assert "SGD cannot go on with the state of SGD" in caplog.text
+    assert "SGD cannot continue with the optimizer state of SGD" in caplog.text
     plain = optimizer_state.take(model)
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
     optimizer_state.give(model, plain)

@@ -92,7 +92,7 @@ def test_by_default_those_that_gain_but_the_first_and_the_last():
         "first": "the first or the last with a matrix",
         "second": "",
         "narrow": "8192 x 96 is too small to gain",
-        "odd": "96 x 100 are no multiples of 16",
+        "odd": "96 x 100 are not multiples of 16",
         "wide": "computes in float32",
         "last": "the first or the last with a matrix",
     }

@@ -42,7 +42,7 @@ class SkipWatch(keras.callbacks.Callback):
         self._idle = 0
         # The loss scale at the end of the last epoch that skipped steps.
         self._scale: float | None = None
-        self._told = False
+        self._has_reported = False
         self._bad_data: skip_causes.BadData | None = None
         self._last_cause = ""
         # A cause that stays is told of again after 2, 4, 8 epochs.
@@ -58,7 +58,7 @@ class SkipWatch(keras.callbacks.Callback):
         """Reads what the first epoch starts from."""
         # Not before: other callbacks restore a run as training begins.
         self._counted = self._counted or self._count()
-        self._told = False
+        self._has_reported = False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Says how many steps were skipped, and the likeliest cause."""
@@ -72,7 +72,7 @@ class SkipWatch(keras.callbacks.Callback):
         )
         if (
             skipped
-            and not self._told
+            and not self._has_reported
             and self._is_unexplained(applied, skipped)
         ):
             self._tell(epoch + 1, applied, skipped, _loss(logs or {}))
@@ -123,7 +123,7 @@ class SkipWatch(keras.callbacks.Callback):
     def _tell(
         self, epoch: int, applied: int, skipped: int, loss: float
     ) -> None:
-        self._told = True
+        self._has_reported = True
         cause = self.cause(skipped, loss)
         if cause.kind == self._last_cause:
             self._tell_again(epoch, applied, skipped)

@@ -176,7 +176,7 @@ def _compilable(
 ) -> keras.Model:
     """Returns a copy of the model, compiled as it is to be trained."""
     if policy is None:
-        twin = copying.copied(model)
+        twin = copying.copy_model(model)
         policy = mixed_model.policy_of(twin)
     else:
         twin = convert.convert_model(model, policy)
