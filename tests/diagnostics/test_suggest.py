@@ -94,5 +94,5 @@ def test_a_float32_layer_is_not_told_to_become_one():
     report = check.check(model, np.ones((8, 4)))
     advice = {row.layer: row.advice for row in report.faults}
     assert advice["loud"].startswith("Loud(")
-    assert advice["last"].startswith("# what it is given"), advice
+    assert advice["last"].startswith("# its input does not fit"), advice
     assert "Activation(" not in str(report)
