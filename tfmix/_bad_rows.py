@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-# How many values are checked at a time, and how many rows a message lists.
+# So many values are checked at a time, and so many rows named in a message.
 _BLOCK, _MOST_NAMED = 2**20, 3
 
 

@@ -36,7 +36,7 @@ class Handover:
 
     @property
     def cast(self) -> bool:
-        """Whether any variable has been cast since."""
+        """True if any variable has been cast since."""
         return [v.dtype for v in self.variables] != self.dtypes
 
     @property

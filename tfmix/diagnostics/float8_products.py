@@ -47,7 +47,7 @@ class Float8Product:
 
     @property
     def is_fine(self) -> bool:
-        """Whether this product is no reason to take the layer out of float8."""
+        """True if the layer can stay in float8."""
         return self.verdict == verdicts.OK
 
 

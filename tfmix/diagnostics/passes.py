@@ -22,7 +22,7 @@ from tfmix.loss_scaling import rules
 
 _Findings = list[verdicts.Finding]
 LOWEST_SCALE = rules.DynamicLossScale().lowest_scale
-# Gradient scaling inside a model has no lowest scale. Nobody needs a lower one.
+# Gradient scaling inside a model has no lowest scale. Lower ones have no use.
 _LOWEST_INSIDE = 2.0**-40
 
 

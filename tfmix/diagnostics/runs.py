@@ -48,7 +48,7 @@ class SixteenBitRun:
     output_dtypes: tuple[str, ...]
     # The plan has float32 for each layer that fell back to it.
     planned: planned_policies.Plan
-    fallbacks: list[str]  # why each of these layers fell back
+    fallbacks: list[str]  # the reasons of these layers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Code(NamedTuple):
 
     @property
     def dropped(self) -> int:
-        """How many of the 23 mantissa bits of float32 a code drops."""
+        """The number of mantissa bits of float32 that a code drops."""
         return 24 - self.steps.bit_length()
 
     @property

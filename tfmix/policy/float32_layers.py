@@ -85,7 +85,7 @@ class Level:
     policy: str
     only_matmuls: bool  # only the white list computes in 16 bit
     rules: tuple[LayerRule, ...]
-    op_rules: bool  # whether the default op rules are active
+    op_rules: bool  # true if the default op rules are active
     keep_batchnorm_fp32: bool
     loss_scale: str | None  # "dynamic" or nothing
 
