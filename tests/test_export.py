@@ -320,7 +320,7 @@ def test_the_table_of_deployment_is_found():
         for row in TABLE
     ],
 )
-def test_a_line_of_the_table_is_as_it_says(row, page, tmp_path, monkeypatch):
+def test_each_row_of_the_table_is_true(row, page, tmp_path, monkeypatch):
     target, line, kilobytes, within = row
     for package in NEEDS.get(target.split(",")[0], "").split():
         page[package] = pytest.importorskip(package)

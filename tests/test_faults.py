@@ -199,7 +199,7 @@ def test_a_child_that_hangs_or_dies_costs_one_row(monkeypatch, ends, expected):
 
 
 @pytest.mark.parametrize(("survives", "status"), [(True, 0), (False, 1)])
-def test_the_exit_status_says_whether_tfmix_survived(
+def test_the_exit_status_shows_whether_tfmix_survived(
     monkeypatch, capsys, survives, status
 ):
     outcomes = {
@@ -226,7 +226,7 @@ def test_a_fault_that_does_not_apply_is_not_run(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_runs_a_row_in_a_process_of_its_own():
+def test_the_command_runs_a_row_in_a_separate_process():
     command = [sys.executable, "-m", "benchmarks.faults", "--json"]
     result = subprocess.run(
         [*command, "--only", "set-weights"], capture_output=True, text=True

@@ -54,7 +54,7 @@ def test_a_spread_is_the_median_with_the_extremes():
     }
 
 
-def test_a_record_says_how_to_repeat_it():
+def test_a_record_contains_its_command_and_versions():
     made = record(backend="jax")
     assert made["command"] == (
         "KERAS_BACKEND=jax python -m benchmarks.gpu --runs 3"
@@ -143,7 +143,7 @@ def test_brackets_after_brackets_do_not_make_a_link():
     assert r"| [0.8 0.8] \[1 1] |" in text
 
 
-def test_a_table_without_rows_says_so():
+def test_an_empty_table_has_a_note():
     assert "Nothing to show." in page.render([record(rows=[])])
 
 

@@ -259,7 +259,7 @@ def test_each_model_takes_its_batch(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "vit"])
-def test_a_dry_run_goes_through_a_model(capsys, monkeypatch, tmp_path, model):
+def test_a_dry_run_trains_a_tiny_model(capsys, monkeypatch, tmp_path, model):
     backend = keras.backend.backend()
     monkeypatch.setenv("KERAS_BACKEND", backend)
     path = tmp_path / "rows.json"

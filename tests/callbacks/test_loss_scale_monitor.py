@@ -187,7 +187,7 @@ def test_one_skip_fewer_does_not_stop_the_run():
     assert monitor.timeline[-1].skipped_steps == 8
 
 
-def test_a_standstill_is_warned_about_once(caplog):
+def test_a_standstill_causes_one_warning(caplog):
     model = compiled(loss_scale=rules.FixedLossScale(8.0))
     monitor = Monitor(every=1, max_consecutive_skips=50, alarm_after=3)
     fit(model, monitor, batches(9, bad=[0, 1, 2, 3, 5, 6, 7]))
@@ -352,6 +352,6 @@ def test_a_run_is_stopped_where_one_of_several_optimizers_is_stuck():
         fit(model, Monitor(every=1, max_consecutive_skips=5), data)
 
 
-def test_a_plot_before_any_fit_says_what_to_call():
+def test_a_plot_before_any_fit_is_refused_with_advice():
     with pytest.raises(ValueError, match=r"timeline=\[\].*model\.fit"):
         Monitor().plot()

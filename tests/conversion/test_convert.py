@@ -221,7 +221,7 @@ def test_undo_leaves_nothing_of_tfmix_on_the_model():
         assert x.dtype_policy is policy_of[id(x)]
 
 
-def test_undo_in_turn_goes_back_step_by_step():
+def test_conversions_are_undone_one_by_one():
     model = functional()
     first = convert.apply_policy(model, "mixed_float16")
     second = convert.apply_policy(model, "mixed_bfloat16")
@@ -243,7 +243,7 @@ def test_a_converted_model_that_is_compiled_later_is_wrapped():
     assert train_step_guard.is_guarded(model)
 
 
-def test_the_report_has_one_row_per_layer_and_says_why():
+def test_the_report_has_one_row_per_layer_with_a_reason():
     report = convert.apply_policy(nested(), "mixed_float16")
     rows = {row.layer.split("/")[-1]: row for row in report.rows}
     assert set(rows) == {"body", "middle", "head"}
@@ -281,7 +281,7 @@ def test_the_report_counts_each_layer_once():
     assert "2 layers under float32: 1 changed, 2 in float32" in str(report)
 
 
-def test_converting_twice_says_so():
+def test_a_second_conversion_is_reported_as_no_change():
     model = functional()
     convert.apply_policy(model, "mixed_float16")
     again = convert.apply_policy(model, "mixed_float16")

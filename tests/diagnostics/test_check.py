@@ -372,7 +372,7 @@ def rows(count):
     return x, x[:, :1].copy()
 
 
-def test_64_rows_of_many_are_checked_and_the_report_says_so():
+def test_only_64_rows_are_checked_with_a_note():
     x, y = rows(2000)
     x[64:] = 1e30
     report = check.check(small(), x, y, loss="mse")
@@ -396,7 +396,7 @@ def test_the_first_batch_of_a_dataset_is_checked():
     assert "100 rows" in report.notes[0]
 
 
-def test_a_report_without_gradients_says_so():
+def test_a_report_without_gradients_has_a_note():
     x, y = rows(8)
     forward = check.check(small(), x)
     assert forward.forward_only

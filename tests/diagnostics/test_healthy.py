@@ -145,6 +145,6 @@ def test_no_step_of_the_first_200_is_skipped_and_no_alarm_raised(build, digits):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDERS)
-def test_in_bfloat16_no_rule_is_suggested_either(build, digits):
+def test_bfloat16_needs_no_rule_either(build, digits):
     policy = "mixed_bfloat16"
     assert_healthy(*made(build, digits, policy), policy)

@@ -402,7 +402,7 @@ def test_layers_that_override_call_or_are_quantized_are_left_out():
     }
 
 
-def test_a_model_without_a_layer_that_fits_says_so_once(caplog):
+def test_a_model_without_a_suitable_layer_warns_once(caplog):
     model = classifier("mixed_float8")
     with caplog.at_level("WARNING"):
         run(model, digits()[0][:4])

@@ -255,7 +255,7 @@ def test_int8_products_count_at_their_own_rate():
 
 
 @needs("h200")
-def test_a_step_without_products_says_so():
+def test_a_step_without_products_has_a_note():
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(1)])
     found = tfmix.hardware.compile_for(model, 1, policy="mixed_bfloat16")
     assert not found.rows

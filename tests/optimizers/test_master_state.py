@@ -104,7 +104,7 @@ def test_flat_refuses_an_unknown_update_unless_declared():
     assert optimizer.built
 
 
-def test_flat_needs_every_gradient_and_says_which_is_missing():
+def test_flat_needs_every_gradient_and_names_missing_ones():
     stored = sixteen_bit.variables("bfloat16")
     optimizer = master_weights.MasterWeightOptimizer("sgd", flat=True)
     optimizer.build(stored)

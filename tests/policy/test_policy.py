@@ -37,7 +37,7 @@ UNUSUAL = {
         ("O3", "float16", "float16"),
     ],
 )
-def test_a_name_says_which_dtypes_are_used(name, compute, variable):
+def test_a_name_decides_the_dtypes(name, compute, variable):
     policy = Policy(name)
     assert (policy.compute_dtype, policy.variable_dtype) == (compute, variable)
 

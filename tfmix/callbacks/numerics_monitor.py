@@ -210,8 +210,8 @@ class NumericsMonitor(keras.callbacks.Callback):
     ) -> None:
         step = self._tap.step if self._tap else self._step
         event = Event(step, layer, phase, verdict)
-        known = {dataclasses.replace(old, step=step) for old in self.events}
-        if event not in known:
+        earlier = {dataclasses.replace(old, step=step) for old in self.events}
+        if event not in earlier:
             text = text or verdicts.fault(layer, phase, verdict)
             progress_bar.warn(self, "step %d: %s", step, text)
         self.events.append(event)

@@ -287,8 +287,8 @@ def _outputs(model: keras.Model, data: Any) -> Any:
 
 def _loss(model: keras.Model, data: Any, outputs: Any) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    given = {"x": x, "y": y, "y_pred": outputs, "training": True}
-    loss = host.compute_loss(model, sample_weight=sample_weight, **given)
+    arguments = {"x": x, "y": y, "y_pred": outputs, "training": True}
+    loss = host.compute_loss(model, sample_weight=sample_weight, **arguments)
     return ops.cast(loss, "float32")
 
 

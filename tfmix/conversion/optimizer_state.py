@@ -100,9 +100,9 @@ def give(model: keras.Model, state: Handover | None) -> None:
             type(state.workers[0]).__name__,
         )
     masters = sixteen_bit_optimizer.owner(optimizer)
-    known = set(map(id, optimizers.remembered(masters))) if masters else ()
+    owned = set(map(id, optimizers.remembered(masters))) if masters else ()
     for variable, weight in zip(state.variables, state.weights, strict=True):
-        if masters is not None and id(variable) in known:
+        if masters is not None and id(variable) in owned:
             masters.assign_float32(variable, weight)
         else:
             variable.assign(ops.cast(weight, variable.dtype))
@@ -130,13 +130,15 @@ def _places(optimizer: Any, variables: list) -> list[_Place] | None:
             key = number, name, _ONCE
             places.append(_Place(key, value, slice(None), ()))
         slots = slots_by_variable.slots(worker)
-        known = optimizers.remembered(worker)
-        if slots is None or any(id(target) not in position for target in known):
+        updated = optimizers.remembered(worker)
+        if slots is None or any(
+            id(target) not in position for target in updated
+        ):
             return None
         pairs = (
             (name, target, slot)
             for name, values in slots.items()
-            for target, slot in zip(known, values, strict=True)
+            for target, slot in zip(updated, values, strict=True)
             if slot is not None
         )
         for name, target, slot in pairs:

@@ -86,7 +86,7 @@ def environment() -> Environment:
 
 
 def _versions() -> dict[str, str]:
-    known = {
+    packages = {
         "tfmix": _version("tfmix"),
         # The package of Keras may be `keras-nightly`, so Keras is asked.
         "keras": keras.__version__,
@@ -95,7 +95,7 @@ def _versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        **{name: version for name, version in known.items() if version},
+        **{name: version for name, version in packages.items() if version},
     }
 
 

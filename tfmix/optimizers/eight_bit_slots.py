@@ -269,12 +269,14 @@ def _check_declared(worker: Any, created: list) -> None:
 
 def _refuse_others(worker: Any, created: list) -> None:
     """Raises an error for state that is neither a slot nor a scalar."""
-    known = set()
+    expected = set()
     for _, slot in created:
         stored = getattr(slot, "stored", slot)
-        known |= {id(part) for part in (stored, *getattr(slot, "beside", ()))}
+        expected |= {
+            id(part) for part in (stored, *getattr(slot, "beside", ()))
+        }
     for variable in worker.variables:
-        if tuple(variable.shape) and id(variable) not in known:
+        if tuple(variable.shape) and id(variable) not in expected:
             raise ValueError(
                 "Optimizer state in 8 bits must be shaped like its variable. "
                 f"Received: inner_optimizer={type(worker).__name__}, with "

@@ -204,8 +204,8 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     """Raises an error for an optimizer that needs each variable separately."""
     name = type(optimizer).__name__
     for refused, reason in REFUSED.items():
-        known: Any = getattr(keras.optimizers, refused, ())
-        if isinstance(optimizer, known):
+        kind: Any = getattr(keras.optimizers, refused, ())
+        if isinstance(optimizer, kind):
             raise ValueError(
                 f"flat=True cannot run {name}: {reason}. Received: "
                 f"inner_optimizer={optimizer.name!r}. Use flat=False."

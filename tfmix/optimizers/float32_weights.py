@@ -125,8 +125,8 @@ def _refuse_quantized(model: keras.Model) -> None:
 
 def _owns(owner: Any, variable: keras.Variable) -> bool:
     """Returns whether an optimizer was built with a variable."""
-    known = optimizers.remembered(owner) if owner and owner.built else ()
-    return any(variable is own for own in known)
+    owned = optimizers.remembered(owner) if owner and owner.built else ()
+    return any(variable is own for own in owned)
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ def describe(
         kind: `"GPU"`, `"TPU"` or `"CPU"`.
         name: The name the backend gives it.
         backend: The Keras backend that lists it.
-        compute_capability: A GPU's `(major, minor)`, where it is known.
+        compute_capability: A GPU's `(major, minor)`, if known.
         flags: A CPU's features, as Linux names them.
 
     Examples:
@@ -93,16 +93,16 @@ def describe(
         False
     """
     capability = compute_capability if kind == "GPU" else None
-    known = capability or (0, 0)
+    version = capability or (0, 0)
     # A TPU has no float16 units, and XLA compiles no float16 products for it.
-    float16 = known >= FLOAT16_CAPABILITY
-    bfloat16 = kind == "TPU" or known >= BFLOAT16_CAPABILITY
+    float16 = version >= FLOAT16_CAPABILITY
+    bfloat16 = kind == "TPU" or version >= BFLOAT16_CAPABILITY
     # TensorFlow's CPU kernels (oneDNN) use these units: two transformer blocks
     # trained 2.6 times as fast on an EPYC. XLA, and so JAX, widens a product
     # that returns bfloat16 to float32.
     if kind == "CPU" and backend == "tensorflow":
         bfloat16 = not BFLOAT16_FLAGS.isdisjoint(flags)
-    float8 = known >= FLOAT8_CAPABILITY
+    float8 = version >= FLOAT8_CAPABILITY
     return Device(kind, name, capability, float16, bfloat16, float8, backend)
 
 

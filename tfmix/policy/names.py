@@ -58,8 +58,8 @@ def check(name: object) -> None:
 
 def _hint(name: str) -> str:
     key = name.strip().lower()
-    known = {own: own for own in (*DTYPE_NAMES, FLOAT8, "auto")} | _ALIASES
+    candidates = {own: own for own in (*DTYPE_NAMES, FLOAT8, "auto")} | _ALIASES
     # Any word with an "o", such as "bool", would otherwise look like "O3".
     if key.startswith("o") and len(key) <= 3:
-        known = {level.lower(): level for level in float32_layers.LEVELS}
-    return _arguments.did_you_mean(key, known, cutoff=0.5)
+        candidates = {level.lower(): level for level in float32_layers.LEVELS}
+    return _arguments.did_you_mean(key, candidates, cutoff=0.5)
