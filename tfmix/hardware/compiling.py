@@ -158,7 +158,7 @@ def _check_policy(
     if float16 and target.kind == "TPU":
         raise ValueError(
             "A TPU has no float16 products: XLA does not compile them. "
-            f"Received: policy={policy!r}, target={target.name!r}. Use "
+            f"Received: policy={policy!r}, target={target.name!r}. Take "
             "policy='mixed_bfloat16'."
         )
 
