@@ -1,9 +1,10 @@
-"""Runs benchmarks one after the other, each in a process of its own.
+"""Runs benchmarks one after the other, each in its own process.
 
     python -m benchmarks [NAME ...] [--save=docs] [--json] [--list] [--page]
 
-Without names it runs all, under each backend they are for; `KERAS_BACKEND`
-picks one backend. `make bench` is `python -m benchmarks --save=docs`.
+Without names it runs all benchmarks, under each of their backends;
+`KERAS_BACKEND` chooses one backend. `make bench` is `python -m benchmarks
+--save=docs`.
 """
 
 import json
@@ -25,11 +26,11 @@ def run(name: str, folder: pathlib.Path | None, quiet: bool) -> list[str]:
 
     Args:
         name: The benchmark's name.
-        folder: Where to keep the results; `None` for nowhere.
+        folder: Where to keep the results; `None` to discard them.
         quiet: Whether to hide the tables.
 
     Returns:
-        What failed, as commands.
+        The failed commands.
     """
     failed = []
     for backend, environment in catalogue.commands(name):
@@ -57,7 +58,7 @@ flags.DEFINE_bool("page", False, "only make the page anew", flag_values=FLAGS)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs what is asked for; 1 if a benchmark failed."""
+    """Runs the chosen benchmarks; returns 1 if one failed."""
     words = sys.argv[1:] if arguments is None else arguments
     chosen = results.parse(FLAGS, words)
     known = [each.name for each in catalogue.BENCHMARKS]

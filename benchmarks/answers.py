@@ -1,4 +1,4 @@
-"""Processes that answer: a module of ours, run by itself."""
+"""Runs our modules in separate processes, which return answers."""
 
 import json
 import os
@@ -9,17 +9,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _ROOT = pathlib.Path(__file__).parents[1]
-# What a library prints while it is imported is no answer.
+# Only lines with this mark are answers. Libraries print other lines.
 _MARK = "answer: "
 
 
 def answers_of(
     module: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Any]:
-    """Runs one of our modules in a process of its own; yields its answers.
+    """Runs one of our modules in a separate process; yields its answers.
 
     Raises:
-        RuntimeError: If the process fails, after what it answered before.
+        RuntimeError: If the process fails; earlier answers come first.
     """
     command = [sys.executable, "-m", module, *arguments]
     process = subprocess.Popen(

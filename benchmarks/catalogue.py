@@ -1,4 +1,4 @@
-"""Which benchmarks there are, in the order of the page."""
+"""Lists the benchmarks, in the order of the page."""
 
 import dataclasses
 import os
@@ -33,11 +33,11 @@ class Benchmark:
     Attributes:
         name: The module's name.
         title: The heading on the page.
-        about: What is measured and how to read it, as Markdown.
-        backends: Keras backends it is run under.
+        about: Explanation of the measurement, as Markdown.
+        backends: The Keras backends to run it under.
         quotes: The tables that the page shows; `None` for all.
-        minutes: What it takes on two cores, roughly, per backend.
-        missing: What the page says while there is no result.
+        minutes: The approximate time on two cores, per backend.
+        missing: The text of the page without a result.
     """
 
     name: str
@@ -327,7 +327,7 @@ def by_name(name: str) -> Benchmark:
 def commands(name: str) -> list[tuple[str, dict[str, str]]]:
     """Returns the backends of a benchmark, each with its environment.
 
-    The backend that is set for this process is the only one if there is one.
+    If a backend is set for this process, it is the only one.
     """
     backends = by_name(name).backends
     chosen = os.environ.get("KERAS_BACKEND")

@@ -1,10 +1,10 @@
-"""What a step becomes on accelerators that are not here.
+"""Counts kernels and bytes of steps compiled for other accelerators.
 
 python -m benchmarks.compiled [--part=NAME,...] [--json] [--save=docs]
 
-XLA's own compilers for GPUs and TPUs run here without a device (the extras
-`[nvidia]` and `[tpu]`, or `make targets`): nothing is timed, all is counted in
-their programs.
+XLA's compilers for GPUs and TPUs run without a device (the extras `[nvidia]`
+and `[tpu]`, or `make targets`). Nothing is timed; the numbers are counted in
+the compiled programs.
 """
 
 import multiprocessing
@@ -117,7 +117,7 @@ def whole(target: str, devices: int = 1) -> results.Table:
 
 
 def chips() -> results.Table:
-    """What scaling adds to the exchanges of many chips."""
+    """The exchanges that scaling adds between many chips."""
     rows: Rows = []
     for devices in (4, 64, 256):
         for way in compiled_steps.WRAPPERS:
@@ -148,7 +148,7 @@ PARTS: dict[str, Callable[[], results.Table]] = {
     "transformer": lambda: whole("h200"),
     "transformer-v5e": lambda: whole("v5e", 4 if ON_JAX else 1),
 }
-# TensorFlow has sparse gradients, JAX many devices.
+# Only TensorFlow has sparse gradients, and only JAX several devices.
 PARTS |= {"chips": chips} if ON_JAX else {"sparse": sparse}
 
 
@@ -157,7 +157,7 @@ def _table(part: str) -> results.Table:
 
 
 def compilers_there(*names: str) -> bool:
-    """Returns whether all targets' compilers are there; says which are not."""
+    """Returns whether all compilers are installed; names missing ones."""
     lacking = {
         module
         for name in names
@@ -184,7 +184,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not compilers_there("h200", "v5e"):
         return 0
     run = results.Run("compiled", words, keras.backend.backend())
-    # A process for each: programs of many parts are more than memory holds.
+    # Each part has its own process, because all programs together would need
+    # too much memory.
     with futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as pool:

@@ -1,4 +1,4 @@
-"""Steps of optimizers and models, compiled for what is not here."""
+"""Compiles steps of optimizers and models for other accelerators."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,7 +19,7 @@ from tfmix.hardware import target as targets
 
 FEW_LARGE = [(2048, 2048)] * 6
 MANY_SMALL = [(256, 256)] * 200
-# The transformer of the tables: 4 blocks, 512 wide.
+# The transformer of the tables has 4 blocks and is 512 wide.
 TRANSFORMER = {
     "length": 128,
     "width": 512,
@@ -27,7 +27,7 @@ TRANSFORMER = {
     "blocks": 4,
     "vocabulary": 256,
 }
-ROWS = 32  # of the transformer's batch, for each device
+ROWS = 32  # the transformer's batch size per device
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "bare": lambda optimizer: optimizer,
     "Keras": keras.optimizers.LossScaleOptimizer,
@@ -43,9 +43,9 @@ def compiled(
 ) -> compilers.Compiled:
     """Compiles one step of an optimizer on variables of some shapes.
 
-    It is given gradients in bfloat16, and casts them to the variables' dtype as
-    the backward pass of a mixed-precision model does. Goes through the backend
-    of this process: TensorFlow's `jit_compile=True` or `jax.jit`.
+    The step gets bfloat16 gradients, and casts them to the variables' dtype,
+    like the backward pass of a mixed-precision model. It is compiled by the
+    backend of this process: TensorFlow's `jit_compile=True` or `jax.jit`.
     """
     initial = keras.initializers.Zeros()
     variables = [
@@ -76,12 +76,12 @@ def _by_jax(optimizer: Any, variables: list, device: Any) -> Any:
         with keras.StatelessScope(zip(optimizer.variables, held, strict=True)):
             _say_scaled(optimizer)
         gradients = _cast(narrow, variables)
-        # As `fit` does: a loop of one's own has a branch that warns.
+        # `fit` also sets this. A custom loop has a branch that warns.
         with power.placed(1.0):
             return optimizer.stateless_apply(held, gradients, trained)
 
-    # What goes in lies in the order of what comes out: JAX writes one over
-    # the other in that order, and copies where it does not fit.
+    # Inputs must be in the order of the outputs: JAX overwrites donated inputs
+    # in that order, and copies those that do not fit.
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
         described(variables),
         described(optimizer.variables),
@@ -120,9 +120,9 @@ def transformer(
         model = gpu_models.transformer(**TRANSFORMER)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         optimizer = WRAPPERS[way](keras.optimizers.Adam())
-        # Else `compile` puts on the scaler that the policy asks for.
-        alone = way == "bare"
-        model.compile(optimizer, loss=loss, auto_scale_loss=not alone)
+        # By default `compile` would wrap the optimizer under the policy.
+        wrap = way != "bare"
+        model.compile(optimizer, loss=loss, auto_scale_loss=wrap)
     found, rows = targets.find(target), ROWS * devices
     made = lowering.compile_training_step(
         model, rows, compilers.devices(found, devices)
@@ -151,12 +151,12 @@ def _cast(narrow: Iterable[Any], variables: list) -> list:
 
 
 def _say_scaled(optimizer: Any) -> None:
-    """Tells tfmix that the gradients are those of a scaled loss."""
+    """Marks the gradients as those of a scaled loss."""
     optimizer.scale_loss(keras.ops.ones(()))
 
 
 def row(made: compilers.Compiled) -> dict[str, Any]:
-    """Returns what a table shows of a program."""
+    """Returns the row of a program in a table."""
     program = compiled_text.read(made.text)
     return {
         "kernels": program.kernels,
@@ -168,7 +168,7 @@ def row(made: compilers.Compiled) -> dict[str, Any]:
 
 
 def whole_row(step: compiled_step.CompiledStep) -> dict[str, Any]:
-    """Returns what a table shows of a whole training step."""
+    """Returns the row of a whole training step in a table."""
     return {
         "kernels": step.kernels,
         "copies": step.copies,

@@ -1,14 +1,14 @@
-"""What a fault does to a run under Keras's loss scaler and under tfmix's.
+"""Compares how runs survive faults under Keras's loss scaler and tfmix's.
 
 python -m benchmarks.faults [--only=NAME,...] [--systems=NAME,...] [--json]
                              [--save=docs]
 
 `--systems masters flat split stochastic` shows pure 16-bit variables,
-`--systems low stochastic8` slots in 8 bits.
-KERAS_BACKEND=jax runs the rows that need no `tf.distribute`.
+`--systems low stochastic8` shows 8-bit optimizer state. KERAS_BACKEND=jax runs
+the rows that do not need `tf.distribute`.
 
-Every outcome is computed from what happened in this very run. The faults run
-in child processes, so one that hangs or kills its process costs one row.
+Every outcome is computed from this run. The faults run in child processes, so
+one that hangs or kills its process only costs one row.
 The exit status is 1 if any system but Keras's does not survive a row.
 """
 
@@ -31,7 +31,7 @@ from benchmarks import results
 from benchmarks.fault_cases import catalogue, child, processes, systems
 from benchmarks.fault_cases.record import Fault, Outcome
 
-# Python, TensorFlow and Keras are imported once per child.
+# Each child imports TensorFlow and Keras once.
 _IMPORT_SECONDS = 120
 _MARKS = {True: "[green]survives[/]", False: "[red]lost[/]"}
 
@@ -69,7 +69,7 @@ def run_all(
 
 
 def _run_in_one_child(pairs: list[Pair]) -> Iterator[tuple[Pair, Outcome]]:
-    """Yields outcomes until all are there, or one of them ends the child."""
+    """Yields outcomes until all are done, or one of them ends the child."""
     names = [f"{fault.name}:{system.name}" for fault, system in pairs]
     process = processes.Child(child.__name__, names, own_group=True)
     try:
@@ -88,7 +88,7 @@ def _run_in_one_child(pairs: list[Pair]) -> Iterator[tuple[Pair, Outcome]]:
 
 
 def _outcome(process: processes.Child, seconds: int) -> tuple[Outcome, bool]:
-    """Returns the outcome of a fault, and whether the child can go on."""
+    """Returns the outcome of a fault, and whether the child can continue."""
     try:
         message = _message(process, seconds)
         while message.get("starts"):
@@ -142,7 +142,7 @@ def _cell(
 
 
 def _plain(text: str) -> str:
-    # Rich reads "[nan" as the start of a style.
+    # rich would read "[nan" as the start of a style.
     return text.replace("[", r"\[")
 
 

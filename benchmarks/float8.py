@@ -1,12 +1,13 @@
-"""What float8's scales cost in the program of an H200.
+"""Counts the cost of float8's scales in a program for an H200.
 
 python -m benchmarks.float8 [--json] [--save=docs]
 
-A transformer's training step, by XLA's own compiler (the extra `[nvidia]`, or
-`make targets`); nothing is timed. tfmix scales each tensor by its own largest
-number. Beside it stand scales that are known before: from earlier steps, which
-still asks for the largest number of this one ("delayed" in NVIDIA's Transformer
-Engine), and fixed ones, which ask for nothing and could not train.
+XLA's compiler (the extra `[nvidia]`, or `make targets`) compiles a
+transformer's training step; nothing is timed. tfmix scales each tensor by its
+own largest number. This is compared with scales from earlier steps ("delayed"
+in NVIDIA's Transformer Engine), which still need each tensor's largest number
+for the next step, and with fixed scales, which need nothing and could not
+train.
 """
 
 import collections
@@ -29,9 +30,9 @@ from tfmix.hardware import compiled_step
 
 WIDTHS = (1024, 2048)
 ROWS = 32
-# Two blocks, 256 tokens a row.
+# The transformer has two blocks, and rows of 256 tokens.
 SHAPE = {"length": 256, "blocks": 2, "vocabulary": 1008}
-# Stands for a scale that an earlier step has left.
+# This number replaces the scale of an earlier step.
 _KNOWN = -3
 
 
@@ -45,7 +46,7 @@ def _fixed(tensor: Any, to: product.Format) -> tuple[Any, Any]:
 
 def _delayed(tensor: Any, to: product.Format) -> tuple[Any, Any]:
     narrow, powers = _fixed(tensor, to)
-    # Asked for, as the next step's scale does.
+    # The largest number is computed for the next step's scale.
     largest = ops.cast(ops.max(ops.abs(tensor)), "float32")
     return narrow, ops.where(largest > 1e38, 2 * powers, powers)
 

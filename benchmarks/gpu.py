@@ -4,18 +4,19 @@
         [--minutes 8] [--into=FILE] [--at_once 4] [--dry_run] [--json]
         [--save=docs]
 
-`models` trains by `fit` what `gpu_models` has, under tfmix and under Keras's
-own policies, and one of them in PyTorch and in JAX by hand. `products` times
-single products of float8 against bfloat16. KERAS_BACKEND picks the backend.
+`models` trains the models of `gpu_models` with `fit`, under tfmix and under
+Keras's own policies, and one of them in PyTorch and in plain JAX. `products`
+compares single products in float8 with bfloat16. KERAS_BACKEND chooses the
+backend.
 
-Each row is a process; `--at_once` of them import and build while one has the
-GPU. A row is written into FILE as soon as it is there, and what FILE has is not
-measured again: the same command goes on where a run ended. Rows are in the
-order of their importance, and none begins to be measured after `--minutes`.
+Each row has its own process; `--at_once` of them import and build while one
+uses the GPU. Each row is written to FILE when it is done, and rows in FILE are
+not measured again: the same command continues where a run ended. Rows are in
+the order of their importance, and no row starts after `--minutes`.
 
-Without a GPU nothing is measured; `--save` then keeps what FILE has, which may
-come from another machine. `--dry_run` goes through all of it with tiny models
-on whatever there is; its figures mean nothing and are never saved.
+Without a GPU nothing is measured; `--save` then keeps the rows of FILE, which
+may come from another machine. `--dry_run` runs everything with tiny models on
+any device; its figures mean nothing and are never saved.
 """
 
 import concurrent.futures
@@ -80,9 +81,9 @@ class File:
     """Rows in a JSON file, written whenever one is added.
 
     Args:
-        path: Of the file.
-        record: What a new file says of where its rows are from, without rows;
-            rows of another card are not added to those that are there.
+        path: The path of the file.
+        record: The origin of a new file's rows. Rows of another card are not
+            added to a file.
     """
 
     def __init__(self, path: pathlib.Path, record: dict[str, Any]) -> None:
@@ -97,14 +98,14 @@ class File:
             )
 
     def has(self, job: tuple[str, ...]) -> bool:
-        """Returns whether a model's row is there."""
+        """Returns whether the file has a model's row."""
         return any(
             tuple(row[name] for name in _KEY) == job
             for row in self.record["models"]
         )
 
     def add(self, part: str, row: dict[str, Any]) -> None:
-        """Adds a row and writes the file, whole or not at all."""
+        """Adds a row and writes the whole file, or nothing."""
         with self._lock:
             self.record[part].append(row)
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,18 +115,18 @@ class File:
 
 
 def origin(record: dict[str, Any]) -> str:
-    """Returns the card and the backend whose rows a record has."""
+    """Returns the card and the backend of a record."""
     return f"{record['machine']['gpu']} under {record['backend']}"
 
 
 def read(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the rows that a file has, `None` without a file."""
+    """Returns the rows of a file, `None` without a file."""
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def jobs(backend: str, chosen: set[str]) -> list[tuple[str, ...]]:
-    """Returns what is to be run of the chosen models and products."""
-    alone = {"by hand", "torch"}  # They are the same under any backend.
+    """Returns the jobs of the chosen models and products."""
+    alone = {"by hand", "torch"}  # These are the same under any backend.
     if backend == "jax":
         alone -= {"by hand"}
         if importlib.util.find_spec("torch"):
@@ -158,7 +159,7 @@ def answered(
 
 
 def measure(file: File, wanted: list[tuple[str, ...]]) -> list[str]:
-    """Runs the jobs that the file has no rows of; returns what failed."""
+    """Runs the jobs without rows in the file; returns failed ones."""
     until = time.time() + 60 * FLAGS.minutes
     failed = []
 
@@ -171,7 +172,7 @@ def measure(file: File, wanted: list[tuple[str, ...]]) -> list[str]:
                 file.add(part, row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
         except RuntimeError as error:
-            # The process has printed why; the others can go on.
+            # The process has printed the reason; other jobs still run.
             logging.error("%s", error)
             failed.append(" ".join(job))
 
@@ -229,7 +230,7 @@ def tables(record: dict[str, Any]) -> list[results.Table]:
 
 
 def found_gpu() -> str | None:
-    """Returns the GPU's name; asked in a process that gives it free again."""
+    """Returns the GPU's name, from a process that then releases the GPU."""
     return answers.answer_of("benchmarks.gpu_worker", "device")
 
 
@@ -256,7 +257,7 @@ flags.register_multi_flags_validator(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures, prints and, if asked, keeps the rows; 1 if one failed."""
+    """Measures, prints and saves the rows; returns 1 if one failed."""
     words = sys.argv[1:] if arguments is None else arguments
     results.parse(FLAGS, words)
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")

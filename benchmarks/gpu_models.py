@@ -1,6 +1,7 @@
-"""The models of `benchmarks.gpu`, each in its full and in a tiny size.
+"""The models of `benchmarks.gpu`, each in a full and a tiny size.
 
-Plain Keras, under the policy in force: Keras's own rows know no tfmix.
+They are plain Keras under the active policy, because Keras's own rows must not
+use tfmix.
 """
 
 import dataclasses
@@ -17,11 +18,11 @@ class Task:
     """A model and a batch for it.
 
     Attributes:
-        title: The model and the batch, as a table names them.
-        build: Makes the model, under the policy in force, from `sizes`.
-        batch: Makes inputs and targets of so many rows and of `sizes`.
-        sizes: What both take by name.
-        rows: Of the batch.
+        title: The model and the batch, for tables.
+        build: Function of `sizes` that creates the model.
+        batch: Function of `rows` and `sizes` that creates inputs and targets.
+        sizes: Keyword arguments of both functions.
+        rows: The batch size.
     """
 
     title: str
@@ -37,7 +38,7 @@ class Task:
 
 def resnet(size: int, width: int, stages: tuple[int, ...], classes: int) -> Any:
     """Returns a ResNet of bottleneck blocks; (3, 4, 6, 3) is ResNet-50."""
-    # Bytes, as decoders give them: a quarter of what is to be copied.
+    # Images are bytes, as from a decoder, which are a quarter of float32.
     inputs = keras.Input((size, size, 3), dtype="uint8")
     x = layers.Rescaling(1 / 127.5, -1.0)(inputs)
     x = _convolved(x, width, 7, 2, relu=True)
@@ -60,7 +61,7 @@ def _convolved(x: Any, filters: int, kernel: int, strides: int, relu: bool):
 
 def _bottleneck(x: Any, width: int, strides: int, widens: bool) -> Any:
     inner = _convolved(x, width, 1, 1, relu=True)
-    # The stride on the 3 x 3 convolution: what NVIDIA calls version 1.5.
+    # The 3 x 3 convolution has the stride, as in NVIDIA's version 1.5.
     inner = _convolved(inner, width, 3, strides, relu=True)
     inner = _convolved(inner, 4 * width, 1, 1, relu=False)
     if widens:
@@ -71,7 +72,7 @@ def _bottleneck(x: Any, width: int, strides: int, widens: bool) -> Any:
 def transformer(
     length: int, width: int, heads: int, blocks: int, vocabulary: int
 ) -> keras.Model:
-    """Returns a transformer encoder that names each position's token."""
+    """Returns a transformer encoder that predicts each position's token."""
     inputs = keras.Input((length,), dtype="int32")
     x = layers.Embedding(vocabulary, width)(inputs)
     for _ in range(blocks):
@@ -112,7 +113,7 @@ def llama(
     blocks: int,
     vocabulary: int,
 ) -> keras.Model:
-    """Returns blocks in the shape of Llama 3's, `shared` heads for keys."""
+    """Returns a model of Llama 3's blocks, with `shared` heads for keys."""
     inputs = keras.Input((length,), dtype="int32")
     x = layers.Embedding(vocabulary, width)(inputs)
     for _ in range(blocks):
@@ -132,7 +133,7 @@ def llama(
 
 
 def _logits(x: Any, classes: int) -> Any:
-    # The product in 16 bit, the loss in float32.
+    # The product is in 16 bit, and the loss in float32.
     float32 = layers.Activation("linear", dtype="float32")
     return float32(layers.Dense(classes)(x))
 
@@ -140,7 +141,7 @@ def _logits(x: Any, classes: int) -> Any:
 def bytes_of_images(
     rows: int, size: int, classes: int, **_: Any
 ) -> tuple[Any, Any]:
-    """Returns random images, in bytes, and classes."""
+    """Returns random images as bytes, and classes."""
     random = np.random.default_rng(0)
     x = random.integers(0, 256, (rows, size, size, 3)).astype("uint8")
     return x, random.integers(0, classes, rows).astype("int32")
@@ -156,7 +157,7 @@ def images(rows: int, size: int, classes: int, **_: Any) -> tuple[Any, Any]:
 def tokens(
     rows: int, length: int, vocabulary: int, **_: Any
 ) -> tuple[Any, Any]:
-    """Returns random tokens and what to predict at each position."""
+    """Returns random tokens, and a target for each position."""
     random = np.random.default_rng(0)
     x = random.integers(0, vocabulary, (2, rows, length)).astype("int32")
     return x[0], x[1]
@@ -243,7 +244,7 @@ _TINY = {
 
 
 def task(name: str, tiny: bool = False) -> Task:
-    """Returns a task, in the size of its name or one that runs anywhere."""
+    """Returns a task, in its full size or in a tiny one."""
     full = TASKS[name]
     if not tiny:
         return full

@@ -1,11 +1,11 @@
-"""Products in float8 and in bfloat16 one by one: a part of `benchmarks.gpu`.
+"""Times single products in float8 and bfloat16, for `benchmarks.gpu`.
 
     python -m benchmarks.gpu_products LOCK UNTIL full|tiny [ROWS,K,N ...]
 
-Times a Dense layer's product with both of its gradients, inputs in bfloat16
-and weights in float32 as a mixed policy has them, and answers shape by shape.
-Shapes that are named are left out. The programs of as many rows are compiled
-at once, in threads, and timed after that, under the file lock.
+It times a Dense layer's product with both gradients. As under a mixed policy,
+inputs are bfloat16 and weights are float32. It answers shape by shape, without
+the named shapes. All programs with the same number of rows are compiled in
+parallel threads, and then timed under the file lock.
 """
 
 import concurrent.futures
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from benchmarks import answers, gpu_worker
 from tfmix.float8 import product
 
-# The most important first: a run may end before the last.
+# The most important ones come first, because a run may end early.
 ROWS = (4096, 1024, 32768, 8192)
 SHAPES = (
     (4096, 14336),
@@ -40,7 +40,8 @@ SHAPES = (
     (8192, 8192),
 )
 TINY_ROWS, TINY_SHAPES = (32,), ((16, 16), (16, 48))
-# A program of fewer operations has several layers, or its start would count.
+# Programs with fewer operations have several layers, so that their start does
+# not dominate.
 _LARGE, _LAYERS = 1e12, 8
 _SECONDS, _RUNS = 0.02, 5
 Shape = tuple[int, int, int]
@@ -60,7 +61,7 @@ WAYS: dict[str, Callable] = {"bfloat16": bfloat16, "float8": float8}
 
 
 def layers_of(shape: Shape) -> int:
-    """Returns how many independent layers a program of this shape has."""
+    """Returns the number of independent layers in a program of this shape."""
     rows, k, n = shape
     return 1 if 6 * rows * k * n > _LARGE else _LAYERS
 
@@ -79,7 +80,7 @@ def drawn(shape: Shape, key: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def step(way: str, layers: list[tuple[Any, Any, Any]]) -> list[tuple]:
-    """Returns each layer's output and both gradients: nothing is left out."""
+    """Returns each layer's output and both gradients, so none is skipped."""
     results = []
     for x, weight, g in layers:
         output, pull = jax.vjp(WAYS[way], x, weight)
@@ -88,10 +89,10 @@ def step(way: str, layers: list[tuple[Any, Any, Any]]) -> list[tuple]:
 
 
 def programs(shape: Shape) -> dict[str, Callable]:
-    """Returns what is to be compiled: what draws, and a step of each way.
+    """Returns the functions to compile: random inputs, and a step per way.
 
-    All that a step takes is an argument, so that nothing is computed while it
-    is compiled.
+    All inputs of a step are arguments, so that XLA cannot compute them while
+    compiling.
     """
     return {
         "drawn": functools.partial(drawn, shape),
@@ -100,7 +101,7 @@ def programs(shape: Shape) -> dict[str, Callable]:
 
 
 def compiled(shapes: list[Shape]) -> dict[Shape, dict[str, Any]]:
-    """Compiles the programs of all the shapes at once."""
+    """Compiles the programs of all shapes in parallel."""
     key = jax.random.key(0)
 
     def one(work: tuple[Shape, str, Callable]) -> Any:
@@ -119,10 +120,10 @@ def compiled(shapes: list[Shape]) -> dict[Shape, dict[str, Any]]:
 
 
 def milliseconds(program: Callable, given: Any, seconds: float) -> float:
-    """Returns what a call takes: the median of runs of so many seconds.
+    """Returns the time of a call, as the median of runs of some seconds.
 
-    Calls are queued on the device and waited for at the end, so that Python
-    is ahead of it.
+    Calls are queued on the device, and only the end is awaited, so that
+    Python does not slow them down.
     """
 
     def run(calls: int) -> float:
@@ -153,7 +154,7 @@ def measured(shapes: list[Shape], seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Answers with a row for each shape that is not named."""
+    """Answers with a row for each shape, without the named ones."""
     lock, until, size, *names = sys.argv[1:]
     tiny = size == "tiny"
     rows, shapes = (TINY_ROWS, TINY_SHAPES) if tiny else (ROWS, SHAPES)

@@ -1,8 +1,9 @@
-"""The transformer of `benchmarks.gpu` by hand, in JAX: what Keras could reach.
+"""The transformer of `benchmarks.gpu` in plain JAX, as a bound for Keras.
 
-The same layers, sizes and Adam as `gpu_models.transformer`; float32 weights,
-cast once a step, bfloat16 everything else but normalisation and loss; fused
-attention where the device has it; the state is donated.
+It has the layers, sizes and Adam of `gpu_models.transformer`. Weights are
+float32 and cast once per step. All other numbers are bfloat16, except in
+normalisations and the loss. Attention is fused if the device supports it, and
+the state is donated.
 """
 
 import functools
@@ -55,7 +56,7 @@ def loss(weights: Weights, x: Any, y: Any, heads: int, blocks: int) -> Any:
     """Returns the mean cross-entropy over all positions."""
     small = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
     hidden = small["embedding"][x]
-    # A loop in Python: XLA schedules it better than a scan of 12.
+    # XLA schedules a Python loop better than a scan over 12 blocks.
     for i in range(blocks):
         block = jax.tree.map(lambda w, i=i: w[i], small["blocks"])
         hidden = _block(hidden, block, heads)
@@ -146,7 +147,7 @@ class Session:
         self._step = step
 
     def train(self, steps: int) -> float:
-        """Takes steps; returns the loss of the last."""
+        """Runs steps; returns the last loss."""
         for _ in range(steps):
             self._state, value = self._step(self._state, *self._batch)
         return float(value)

@@ -1,7 +1,7 @@
 """The transformer of `benchmarks.gpu` in PyTorch.
 
-Autocast, `torch.compile`, fused Adam, and `GradScaler` in float16; the same
-layers and sizes as `gpu_models.transformer`.
+It uses autocast, `torch.compile`, fused Adam, and `GradScaler` in float16. Its
+layers and sizes are those of `gpu_models.transformer`.
 """
 
 import torch
@@ -58,7 +58,7 @@ class Session:
             nn.Linear(width, vocabulary),
         ).to(self._device)
         self.weights = sum(each.numel() for each in net.parameters())
-        # A tiny one is to run where there is no compiler.
+        # The tiny model must run without a compiler.
         self._net = net if tiny else torch.compile(net)
         self._adam = torch.optim.Adam(net.parameters(), 1e-4, fused=not tiny)
         self._dtype = _DTYPES[precision]
@@ -69,7 +69,7 @@ class Session:
         self._x, self._y = x.to(self._device), y.long().to(self._device)
 
     def train(self, steps: int) -> float:
-        """Takes steps; returns the loss of the last."""
+        """Runs steps; returns the last loss."""
         for _ in range(steps):
             with torch.autocast(self._device, self._dtype):
                 logits = self._net(self._x).float()
@@ -80,7 +80,7 @@ class Session:
             self._scaler.step(self._adam)
             self._scaler.update()
             self._adam.zero_grad()
-        # Waits.
+        # `item` waits for the device.
         return loss.item()
 
     def peak(self) -> int | None:

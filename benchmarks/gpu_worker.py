@@ -1,12 +1,12 @@
-"""A row of `benchmarks.gpu`, in a process of its own.
+"""Measures a row of `benchmarks.gpu` in a separate process.
 
     python -m benchmarks.gpu_worker MODEL LIBRARY PRECISION OPTIMIZER LOCK \
         UNTIL full|tiny
 
-Everything is imported and built at once, beside other rows; whoever holds the
+It imports and builds everything in parallel to other rows. The process with the
 file lock has the GPU, for the first step and for the timing. After UNTIL, in
-seconds since 1970, nothing is measured and the answer is `None`.
-`device` alone asks for the GPU's name.
+seconds since 1970, nothing is measured and the answer is `None`. With `device`
+as the only argument, the answer is the GPU's name.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Several rows hold their weights on the device; each takes what it needs.
+# Several rows have weights on the device, so each only allocates what it needs.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 
@@ -35,20 +35,20 @@ class Session(Protocol):
     """A model that is ready to train.
 
     Attributes:
-        weights: Integer, how many it has.
+        weights: Integer, the number of weights.
     """
 
     weights: int
 
     def train(self, steps: int) -> float:
-        """Takes steps, waits for them, returns a loss."""
+        """Runs steps, waits for them, and returns a loss."""
 
     def peak(self) -> int | None:
         """Returns the most bytes that were in use, `None` without a GPU."""
 
 
 class KerasSession:
-    """A model under `fit`, in a policy of Keras's or of tfmix's."""
+    """A model that trains with `fit`, under a policy of Keras or tfmix."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class KerasSession:
         self._model = task.build(**task.sizes)
         if library == "keras" and precision == "mixed_float8":
             with warnings.catch_warnings():
-                # Of each layer that has nothing to quantize.
+                # Keras warns about each layer that has nothing to quantize.
                 warnings.simplefilter("ignore")
                 self._model.quantize("float8")
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -88,7 +88,7 @@ class KerasSession:
         self.weights = self._model.count_params()
 
     def train(self, steps: int) -> float:
-        """Takes steps of `fit`; returns their mean loss."""
+        """Runs steps of `fit`; returns their mean loss."""
         history = self._model.fit(
             self._batches(steps),
             steps_per_epoch=steps,
@@ -130,7 +130,7 @@ class KerasSession:
 def session(
     model: str, library: str, precision: str, optimizer: str, tiny: bool
 ) -> Session:
-    """Builds what a row names."""
+    """Builds the session of a row."""
     if library == "torch":
         from benchmarks import gpu_torch
 
@@ -143,11 +143,11 @@ def session(
 
 
 def measure(made: Session, steps: int) -> dict[str, Any]:
-    """Returns what a row says of a session that has not trained yet."""
+    """Measures a session that has not trained yet; returns its row."""
     begun = time.perf_counter()
     losses = [made.train(1)]
     first = time.perf_counter() - begun
-    # What is made anew for a second call is made here.
+    # The second call may create things once more.
     losses.append(made.train(1))
     second = time.perf_counter() - begun - first
     took = []
@@ -170,7 +170,7 @@ def measure(made: Session, steps: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def alone(lock: str) -> Iterator[None]:
-    """Holds the GPU: one process at a time that asks for the same file."""
+    """Locks the GPU: only one process at a time holds the same file."""
     with open(lock, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -188,7 +188,7 @@ def gpu_name() -> str | None:
 
 
 def main() -> None:
-    """Answers with what the command line asks for."""
+    """Answers the question of the command line."""
     if sys.argv[1] == "device":
         answers.answer(gpu_name())
         return

@@ -1,6 +1,6 @@
-"""The language of a text, read byte by byte: data and network of a benchmark.
+"""A benchmark task: recognise the language of a text, byte by byte.
 
-The texts are the translation catalogues that Django ships.
+The texts are Django's translation catalogues.
 """
 
 import functools
@@ -19,14 +19,14 @@ import tfmix
 
 LANGUAGES = ("es", "pt", "it", "ro", "fr", "pl", "cs", "tr")
 LENGTH, CHANNELS, HEADS, BLOCKS, BATCH_SIZE = 48, 32, 4, 2, 64
-# 256 bytes and the padding, filled up to a multiple of 8.
+# There are 256 bytes and the padding, rounded up to a multiple of 8.
 TOKENS = 264
 STEPS, RATE = 120, 2e-3
-# Shared by all translations of a message, so they tell nothing: placeholders,
-# tags and links.
+# All translations of a message share its placeholders, tags and links, which
+# say nothing about the language.
 _NOT_TEXT = re.compile(r"%\(\w+\)\w|%\w|\{\w*\}|<[^>]*>|&\w+;|https?://\S+")
 _LEAST_BYTES = 12
-# One message in five, the same in every language, is for the test.
+# One message in five is for the test, the same ones in every language.
 _PARTS = 5
 
 
@@ -52,10 +52,10 @@ def _translations(language: str) -> Iterator[tuple[str, str]]:
         )
     for path in files:
         with path.open("rb") as file:
-            # It has no public list of its messages.
+            # gettext has no public list of messages.
             catalogue = gettext.GNUTranslations(file)._catalog
         for message, translation in catalogue.items():
-            # A plural's key is a pair; the empty one is the file's header.
+            # A plural's key is a pair, and the empty key is the file's header.
             if isinstance(message, str) and message:
                 cleaned = " ".join(_NOT_TEXT.sub(" ", translation).split())
                 if len(cleaned.encode()) >= _LEAST_BYTES:
@@ -63,7 +63,7 @@ def _translations(language: str) -> Iterator[tuple[str, str]]:
 
 
 def _encoded(text: str) -> np.ndarray:
-    """Returns the first bytes of a text, plus one; zeros fill it up."""
+    """Returns the first bytes of a text, plus one, padded with zeros."""
     found = np.zeros(LENGTH, "int32")
     raw = np.frombuffer(text.encode()[:LENGTH], "uint8")
     found[: len(raw)] = raw.astype("int32") + 1
@@ -72,10 +72,10 @@ def _encoded(text: str) -> np.ndarray:
 
 @functools.cache
 def texts() -> tuple[np.ndarray, ...]:
-    """Reads the texts, four in five to learn from.
+    """Reads the texts; four in five are for training.
 
-    No message is in both parts, in whatever language, and no text that two of
-    the languages share is in either.
+    No message is in both parts, in any language. Texts that two languages
+    share are left out.
 
     Returns:
         Training bytes `(texts, length)`, test bytes, and the labels of both,
@@ -100,10 +100,10 @@ def texts() -> tuple[np.ndarray, ...]:
 
 @keras.saving.register_keras_serializable(package="benchmarks")
 class Positions(keras.layers.Layer):
-    """Adds to each token what is learnt about its place."""
+    """Adds a learned vector for each position."""
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
-        """Makes the table, one row per place."""
+        """Creates the table, with a row per position."""
         self.table = self.add_weight(
             name="table", shape=input_shape[1:], initializer="uniform"
         )
@@ -133,9 +133,9 @@ def build_model() -> keras.Model:
 
 
 def compiled() -> bool:
-    """Says whether XLA should compile; JAX needs it to be fast.
+    """Returns whether XLA should compile; JAX needs it to be fast.
 
-    TensorFlow does without: so short a run does not win back the time.
+    Under TensorFlow, such a short run would not save the compile time.
     """
     return keras.backend.backend() == "jax"
 
@@ -143,7 +143,7 @@ def compiled() -> bool:
 def batches(
     x: np.ndarray, y: np.ndarray, seed: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields random batches for ever, the same ones for the same seed."""
+    """Yields random batches forever, the same ones for the same seed."""
     random = np.random.default_rng(seed)
     while True:
         rows = random.integers(0, len(x), BATCH_SIZE)
@@ -157,7 +157,7 @@ def fit(model: keras.Model, seed: int) -> list[float]:
         batches(data[0], data[2], seed),
         steps_per_epoch=10,
         epochs=STEPS // 10,
-        shuffle=False,  # They are drawn at random already.
+        shuffle=False,  # the batches are random already
         verbose=0,
     )
     return [float(loss) for loss in history.history["loss"]]

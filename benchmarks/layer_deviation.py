@@ -1,4 +1,4 @@
-"""How far the tensors of a 16-bit run are from those of a float32 run."""
+"""Measures the deviation of a 16-bit run from a float32 run."""
 
 import dataclasses
 
@@ -6,27 +6,27 @@ import numpy as np
 
 from tfmix import _formats
 
-# Relative error a result may have, in units of the format's epsilon.
+# The allowed relative errors of results, in units of the format's epsilon.
 BOUNDS = {"float16": 16.0, "bfloat16": 8.0}
 SMALLEST = 2.0**-14
 
 
 @dataclasses.dataclass(frozen=True)
 class Deviation:
-    """How far a 16-bit run is from float32.
+    """The deviation of a 16-bit run from float32.
 
     Attributes:
         epsilons: The largest error, in units of the format's epsilon:
             `max|a - b| / max(max|b|, 2**-14)` over the entries whose float32
             value `b` is inside the format's range. `max|b|` is taken over
             all outputs, over the gradients of all inputs, or over those of
-            all weights: the gradient of a key's bias is zero but for
-            rounding, and has no scale of its own. The gradient from above
-            is of size 1; what is smaller than 2**-14, float16's smallest
-            normal number, is the loss scale's business.
-        not_finite: How many entries are not finite where `b` is in range.
-        worst: Name of the tensor that is furthest out.
-        error: What was raised instead, `""` if nothing was.
+            all weights, because the gradient of a key's bias is only
+            rounding noise and has no size. The gradient of the outputs has
+            the size 1. Loss scaling takes care of numbers below 2**-14,
+            float16's smallest normal number.
+        not_finite: The number of bad entries for which `b` is in range.
+        worst: The name of the tensor with the largest error.
+        error: The exception that was raised, `""` without one.
     """
 
     epsilons: float = 0.0
@@ -35,7 +35,7 @@ class Deviation:
     error: str = ""
 
     def is_within(self, bound: float) -> bool:
-        """Says whether a run came through, finite and inside the bound."""
+        """Returns whether a run had no error, was finite and within a bound."""
         return not self.error and not self.not_finite and self.epsilons <= bound
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ def compare(
 
 
 def _group(name: str) -> str:
-    """Names what a tensor's error is measured by; see `Deviation`."""
+    """Returns the group whose size a tensor is compared with."""
     return (
         " ".join(name.split()[:2])
         if name.startswith("d input")

@@ -1,7 +1,7 @@
-"""What exceeds the sweep's bounds under tfmix's default policy, and why.
+"""The layers that exceed the sweep's bounds under tfmix, and the reasons.
 
-The same list, in words for users, is `docs/what-stays-float32.md`; a test
-compares the two.
+`docs/what-stays-float32.md` has the same list for users, and a test compares
+the two.
 """
 
 from benchmarks import layer_deviation
@@ -19,7 +19,7 @@ OUT_OF_RANGE = (
     "its result leaves float16's range there, and its gradient is the result"
 )
 
-# By the label of the recipe.
+# The keys are labels of recipes.
 EXCEPTIONS: dict[str, str] = {
     "GroupQueryAttention": SATURATED_ATTENTION,
     "GroupQueryAttention(dropout=0.1)": SATURATED_ATTENTION,
@@ -35,10 +35,10 @@ EXCEPTIONS: dict[str, str] = {
 
 
 def reason(name: str, deviation: layer_deviation.Deviation) -> str | None:
-    """Says why a deviation is known, or None if it is not.
+    """Returns the known reason for a deviation, None if there is none.
 
-    A reason for an inaccurate result does not excuse one that is not finite:
-    only a result out of range does. Nothing excuses an error.
+    A reason for inaccuracy does not excuse NaN or infinity: only a result out
+    of range does. Nothing excuses an error.
     """
     known = EXCEPTIONS.get(name)
     if deviation.not_finite:

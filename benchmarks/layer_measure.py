@@ -11,7 +11,7 @@ from benchmarks import layer_deviation, layer_weights
 from benchmarks.layer_recipe import Recipe
 from tfmix.autocast import global_policy as state
 
-# Inputs to outputs and the gradients of inputs and of variables.
+# A function of inputs; it returns outputs, and gradients of inputs and weights.
 Gradients = Callable[[Any], tuple[Any, Any, Any]]
 
 KINDS = {
@@ -22,15 +22,15 @@ KINDS = {
 
 
 class Runs:
-    """Measures one recipe; what is built for a format serves all inputs.
+    """Measures one recipe; a layer built for a format serves all inputs.
 
     All three runs get the same numbers: inputs and weights are rounded to
-    the format first, so that what differs is the arithmetic.
+    the format first, so that only the arithmetic differs.
 
     Args:
-        recipe: What to build and on what input.
-        loss_scale: What the gradient from above is multiplied by, and the
-            gradients found are divided by. Defaults to 1.
+        recipe: The layer and its inputs.
+        loss_scale: The factor of the outputs' gradient, by which the results
+            are divided again. Defaults to 1.
     """
 
     def __init__(self, recipe: Recipe, loss_scale: float = 1.0) -> None:
@@ -48,8 +48,8 @@ class Runs:
             kind: A key of `KINDS`.
 
         Returns:
-            `"keras"` and `"tfmix"`, each with its deviation. Raises what the
-            float32 run raises.
+            `"keras"` and `"tfmix"`, each with its deviation. Errors of the
+            float32 run are raised.
         """
         with keras_policy("float32"):
             inputs, weights, run = self.float32_run(fmt, kind)
@@ -64,7 +64,7 @@ class Runs:
                     actual = self._run(who, fmt, inputs)(inputs, weights)
                 found[who] = layer_deviation.compare(actual, reference, fmt)
             except Exception as error:
-                # Missing kernels raise anything; the sweep goes on.
+                # Missing kernels raise all kinds of errors.
                 name = type(error).__name__
                 found[who] = layer_deviation.Deviation(error=name)
         return found
@@ -74,7 +74,7 @@ class Runs:
     ) -> tuple[Any, list[np.ndarray], "_Run"]:
         """Returns inputs and weights in the format's numbers, and float32.
 
-        To be called, and the run to be run, under Keras's float32 policy.
+        Call it, and the run, under Keras's float32 policy.
         """
         inputs = _inputs(self._recipe, fmt, kind)
         run = self._run("float32", "float32", inputs)
@@ -114,7 +114,7 @@ def _inputs(recipe: Recipe, fmt: str, kind: str) -> Any:
 
 
 class _Run:
-    """A layer built under the policy in force, forward and backward."""
+    """A layer built under the active policy, forward and backward."""
 
     def __init__(
         self, recipe: Recipe, dtype: str, inputs: Any, loss_scale: float
@@ -171,9 +171,9 @@ class _Run:
 
 
 def _build(call: Any, inputs: Any) -> None:
-    """Creates a layer's weights with one call, the cheapest there is."""
+    """Creates a layer's weights with one cheap call."""
     if keras.backend.backend() == "jax":
-        # Op by op, JAX compiles each of them; shapes are enough here.
+        # Shapes are enough here, and JAX would compile each op of a real call.
         inputs = keras.tree.map_structure(
             lambda t: keras.KerasTensor(t.shape, dtype=t.dtype), inputs
         )
@@ -217,7 +217,7 @@ def with_jax(
             )
         return _weighted_sum(outputs) * loss_scale, outputs
 
-    # As in `fit`, where Keras compiles the whole step.
+    # In `fit`, Keras also compiles the whole step.
     compiled = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
 
     def gradients(inputs: Any) -> tuple[Any, Any, Any]:
@@ -232,21 +232,21 @@ def with_jax(
 
 
 def _weighted_sum(outputs: list[Any]) -> Any:
-    """Sums float32 products with fixed numbers: the gradient from above."""
+    """Sums outputs times fixed numbers, which are the outputs' gradients."""
     rng = np.random.default_rng(13)
     total = 0.0
     for output in outputs:
         above = rng.choice([-1.0, -0.5, 0.5, 1.0], size=output.shape)
         above = _opaque(above.astype("float32"))
         wide = keras.ops.cast(output, "float32")
-        # Off the range the gradient is nobody's concern, and inf * 0 is not
-        # to spoil the others.
+        # Gradients outside of the range do not count, and inf * 0 must not
+        # spoil the others.
         total = total + keras.ops.sum(wide * above)
     return total
 
 
 def _opaque(constant: np.ndarray) -> Any:
-    """Keeps XLA from running half the program while it compiles it."""
+    """Keeps XLA from computing with a constant while it compiles."""
     if keras.backend.backend() != "jax":
         return constant
     import jax

@@ -1,8 +1,8 @@
-"""Measures what float32 inside buys each op that might run in it.
+"""Measures the gain of running ops in float32.
 
 `python -m benchmarks.layers --part ops` runs every candidate on 16-bit input
-twice, by Keras alone and under an op rule, and compares outputs and gradients
-with float32. `tfmix.policy.float32_ops` lists an op only if that shows a gain.
+twice, in plain Keras and under an op rule, and compares outputs and gradients
+with float32. `tfmix.policy.float32_ops` only lists ops with a gain.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from tfmix.autocast import global_policy
 from tfmix.policy import float32_ops
 from tfmix.policy import policy as policies
 
-# How many times smaller a rule must make the error. Rounding the result leaves
-# half an epsilon, so 4 means that Keras alone is at least 2 epsilons off. In
-# graph mode these are the kernels of a CPU, which add up in 16 bit where
-# those of accelerators do not: more is asked for there.
+# A rule must make the error this many times smaller. Rounding the result leaves
+# half an epsilon, so 4 means that plain Keras is at least 2 epsilons off. Graph
+# mode runs a CPU's kernels, which add up in 16 bit although accelerators do
+# not, so it needs a larger gain.
 WORTH = {"XLA": 4.0, "graph": 16.0}
 ROUNDING = 0.5
-# Saturated, but not so far that nothing is left of the gradient.
+# An offset of 5 saturates activations, but leaves some gradient.
 KINDS = {**layer_measure.KINDS, "offset by 5": lambda n: 5.0 + n}
 
 Draw = Callable[[np.random.Generator, str], list[np.ndarray]]
@@ -32,11 +32,11 @@ Draw = Callable[[np.random.Generator, str], list[np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """How one op is called, and on what.
+    """The call of one op, and its inputs.
 
     Attributes:
-        call: Takes the op and its tensors.
-        draw: Returns the arrays of one kind of input.
+        call: Function of the op and its tensors.
+        draw: Function that returns the arrays of one kind of input.
         kinds: The kinds of input that make sense for the op.
     """
 
@@ -54,7 +54,7 @@ class Row:
         mode: `"graph"` or `"XLA"`.
         fmt: `"float16"` or `"bfloat16"`.
         kind: A key of `KINDS`.
-        keras: The deviation of Keras alone from float32.
+        keras: The deviation of plain Keras from float32.
         ruled: The same under an op rule.
     """
 
@@ -67,10 +67,10 @@ class Row:
 
     @property
     def gain(self) -> float:
-        """How many times smaller the rule makes the error.
+        """The error without the rule over the error with it.
 
-        Infinite where Keras alone raises or gives fewer finite numbers, zero
-        where the rule does.
+        It is infinite if plain Keras raises an error or returns fewer finite
+        numbers, and zero if the rule does.
         """
         failures = [(bool(d.error), d.not_finite) for d in self._sides]
         if failures[0] != failures[1]:
@@ -80,12 +80,12 @@ class Row:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether this row puts the op on the list."""
+        """True if this row is a reason to list the op."""
         return self.gain >= WORTH[self.mode]
 
     @property
     def effect(self) -> str:
-        """What the rule does, in a word or a number."""
+        """The effect of the rule, as a word or a number."""
         if self.gain < math.inf:
             return f"error / {self.gain:.1f}"
         return "runs" if self.keras.error else "finite"
@@ -157,7 +157,7 @@ def _segments(op: Any, x: Any) -> Any:
 
 _ELEMENTS, _LONG, _SERIES = (8, 512), (4, 4096), (2, 4096, 8)
 _NORMAL = ("normal",)
-# On larger input the result itself leaves float16's range.
+# With larger inputs, the result itself would leave float16's range.
 _IN_RANGE = ("normal", "offset by 5")
 _EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh")
 _ACTIVATIONS = (
@@ -226,7 +226,7 @@ CASES: dict[str, Case] = {
 
 
 def modes() -> tuple[str, ...]:
-    """Returns how the backend in use runs an op: JAX only compiles."""
+    """Returns the modes of the current backend; JAX only compiles."""
     return ("XLA",) if keras.backend.backend() == "jax" else ("graph", "XLA")
 
 
@@ -241,8 +241,8 @@ def measure(
         formats: 16-bit formats. Defaults to both.
 
     Yields:
-        A row for each mode, format and kind of input; none where the op
-        cannot run in float32 either.
+        A row for each mode, format and kind of input, if the op can run in
+        float32.
     """
     for name in names:
         op = getattr(keras.ops, name, None) or getattr(keras.activations, name)
@@ -251,7 +251,7 @@ def measure(
                 try:
                     yield from _measure_one(name, op, mode, fmt)
                 except Exception:
-                    # Float32 cannot run it either: `corrcoef` in a graph.
+                    # Some ops, `corrcoef` in a graph, fail in float32 as well.
                     continue
 
 
@@ -261,7 +261,7 @@ def _measure_one(name: str, op: Any, mode: str, fmt: str) -> Iterator[Row]:
     ruled = policies.Policy(
         f"mixed_{fmt}", float32_layers=[], float32_ops=[name]
     )
-    # What is traced for the first kind of input serves the others.
+    # All kinds of input share the trace of the first.
     wide, narrow, inside = (_compiled(case, op, mode) for _ in range(3))
     for kind in case.kinds:
         rng = np.random.default_rng(11)
@@ -308,13 +308,13 @@ def _deviation(
     try:
         actual = _run(function, inputs, fmt)
     except Exception as error:
-        # Missing kernels raise anything; the sweep goes on.
+        # Missing kernels raise all kinds of errors.
         return layer_deviation.Deviation(error=type(error).__name__)
     return layer_deviation.compare(actual, reference, fmt)
 
 
 def table(rows: Iterable[Row]) -> results.Table:
-    """Returns a line for each op: where a rule changes most, and how much."""
+    """Returns a row for each op, with the largest effect of a rule."""
     best: dict[str, Row] = {}
     for row in rows:
         known = best.setdefault(row.name, row)

@@ -4,20 +4,20 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-# Of one input; a cell's state may be a tuple of shapes.
+# The shape of one input. The state of a cell may be a tuple of shapes.
 Shape = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """One way to build a layer or activation, and the input it is tried on.
+    """One way to build a layer or activation, and the shapes of its inputs.
 
     Attributes:
-        make: Builds it; called once for every policy.
-        shapes: Shape of each input, batch included.
-        training: The `training` argument, `None` where there is none.
+        make: Function that builds it; called once for every policy.
+        shapes: The shape of each input, batch included.
+        training: The `training` argument, `None` for none.
         call: Further arguments of the call.
-        as_list: Whether the inputs go in as one list.
+        as_list: Whether the inputs are passed as one list.
     """
 
     make: Callable[[], Any]

@@ -1,4 +1,4 @@
-"""How to build each layer of `keras.layers` for the sweep, and on what."""
+"""Recipes that build each layer of `keras.layers` for the sweep."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,8 @@ import keras
 from benchmarks import layer_composites
 from benchmarks.layer_recipe import Recipe, Shape
 
-# Not swept, each with the reason; a test refuses a layer on neither list.
+# These layers are not swept, with the reason. A test fails for layers that are
+# neither here nor in a recipe.
 NOT_SWEPT = {
     "Discretization": "gives integers, has no gradient",
     "FlaxLayer": "wraps another library",
@@ -30,8 +31,8 @@ NOT_SWEPT = {
     "Wrapper": "a base class",
 }
 
-# Random layers are swept in inference: the random numbers of two dtypes
-# differ, so their training outputs cannot be compared.
+# Random layers are swept in inference, because the random numbers of two dtypes
+# differ in training.
 _SEQUENCE = (4, 32, 64)
 _IMAGE = (2, 16, 16, 3)
 _MAP = (2, 16, 16, 8)
@@ -63,7 +64,7 @@ _RANDOM_IMAGE_LAYERS: dict[str, dict[str, Any]] = {
     "RandomTranslation": {"height_factor": 0.2, "width_factor": 0.2},
     "RandomZoom": {"height_factor": 0.2},
 }
-# Name -> (constructor arguments, input shapes).
+# The values are constructor arguments and input shapes.
 _PLAIN: dict[str, tuple[dict[str, Any], Any]] = {
     "Activation": ({"activation": "softmax"}, _SEQUENCE),
     "ActivityRegularization": ({"l2": 0.1}, _SEQUENCE),
@@ -164,7 +165,7 @@ _MERGES = ("Add", "Concatenate", "Maximum", "Minimum", "Multiply", "Subtract")
 
 
 def layer_recipes() -> dict[str, Recipe]:
-    """Returns the recipes for all layers the installed Keras has."""
+    """Returns the recipes for all layers of the installed Keras."""
     found = {**_plain_recipes(), **layer_composites.recipes()}
     return {
         label: recipe

@@ -1,8 +1,8 @@
-"""How far float32 itself moves when what a layer is given is rounded.
+"""Measures how much a float32 result changes if its inputs are rounded.
 
-What exceeds the sweep's bound under tfmix is listed with a reason. One is
-that the layer magnifies the rounding which inputs and weights get on their
-way into 16 bit, however exactly it computes behind that. This measures it.
+Layers that exceed the sweep's bound under tfmix are listed with a reason. One
+reason is that a layer magnifies the rounding of inputs and weights to 16 bit,
+even if it computes exactly after that. This module measures that effect.
 """
 
 from typing import Any
@@ -13,18 +13,18 @@ import numpy as np
 from benchmarks import layer_deviation, layer_measure
 from tfmix import _formats
 
-# Roundings are as good as random: the worst of a few draws is taken.
+# Roundings are random, so the worst of a few draws is taken.
 _DRAWS = 8
 
 
 def of(
     runs: layer_measure.Runs, fmt: str, kind: str
 ) -> layer_deviation.Deviation:
-    """Compares float32 with float32 on inputs and weights slightly moved.
+    """Compares float32 with float32 on slightly changed inputs and weights.
 
     Args:
-        runs: Of the recipe.
-        fmt: The format whose rounding moves them: `"float16"` or `"bfloat16"`.
+        runs: The runs of the recipe.
+        fmt: The format of the rounding: `"float16"` or `"bfloat16"`.
         kind: A key of `layer_measure.KINDS`.
 
     Returns:
@@ -43,7 +43,7 @@ def of(
 
 
 def _moved(arrays: Any, fmt: str, seed: int) -> Any:
-    """Moves each number as far as rounding it to the format may."""
+    """Changes each number by the largest rounding of the format."""
     rng = np.random.default_rng(seed)
     half = _formats.limits(fmt).epsilon / 2
 

@@ -1,4 +1,4 @@
-"""First weights for layers under JAX, without waiting for the compiler."""
+"""Initial weights for layers under JAX, without compilation."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
 """Sweeps every layer and activation of Keras in 16 bit against float32.
 
-Run it with `python -m benchmarks.layers`: it prints what is out of line in
-Keras, in tfmix, or in both, side by side, and then what an op rule is worth
-for single ops (`--part layers` or `--part ops` for one of the two). `--json
-PATH` writes all results on layers, `--save` what is printed into docs/.
+Run it with `python -m benchmarks.layers`. It prints the layers that exceed a
+bound in Keras or in tfmix, side by side, and then the effect of op rules on
+single ops (`--part layers` or `--part ops` for one of the two). `--json PATH`
+writes all results on layers, and `--save` writes the tables into docs/.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from benchmarks import (
 from benchmarks.layer_exceptions import reason
 
 _COLUMNS = ("layer", "format", "input", "Keras", "tfmix", "shown by")
-# Less than tfmix starts with.
+# This scale is smaller than tfmix's initial scale.
 LOSS_SCALE = 2.0**12
 
 
@@ -40,14 +40,15 @@ class Row:
     """One layer in one format on one kind of input.
 
     Attributes:
-        name: The recipe's label, activations as `activations.relu`.
+        name: The recipe's label, such as `activations.relu` for activations.
         fmt: `"float16"` or `"bfloat16"`.
         kind: A key of `layer_measure.KINDS`.
         keras: Keras's deviation from float32.
         tfmix: The same under tfmix's default policy.
-        rounded: Where tfmix is inaccurate, that of float32 itself on inputs
-            and weights rounded like those of any 16-bit layer.
-        scaled: There, tfmix's own with the loss scaled by `LOSS_SCALE`.
+        rounded: If tfmix is inaccurate, the deviation of float32 itself on
+            inputs and weights rounded to 16 bit.
+        scaled: If tfmix is inaccurate, its deviation with the loss scaled by
+            `LOSS_SCALE`.
     """
 
     name: str
@@ -60,21 +61,21 @@ class Row:
 
     @property
     def bound(self) -> float:
-        """The error allowed, in units of the format's epsilon."""
+        """The allowed error, in units of the format's epsilon."""
         return layer_deviation.BOUNDS[self.fmt]
 
     @property
     def is_interesting(self) -> bool:
-        """Whether Keras or tfmix is out of line."""
+        """True if Keras or tfmix exceeds the bound."""
         both = (self.keras, self.tfmix)
         return not all(d.is_within(self.bound) for d in both)
 
     @property
     def is_unexplained(self) -> bool:
-        """Whether tfmix is out of line without a reason.
+        """True if tfmix exceeds the bound without a reason.
 
-        The docs must say why, and where it is inaccurate, a measurement must
-        show it: see `proof`.
+        The docs must name the reason, and a measurement must show the reason
+        for an inaccuracy: see `proof`.
         """
         if self.tfmix.is_within(self.bound):
             return False
@@ -84,10 +85,10 @@ class Row:
 
     @property
     def proof(self) -> str:
-        """What shows the reason, `""` if nothing does.
+        """The measurement that shows the reason, `""` without one.
 
-        Either float32 itself is out of line once its inputs and weights are
-        rounded, or tfmix is not once the loss is scaled.
+        Either float32 itself exceeds the bound if its inputs and weights are
+        rounded, or tfmix does not if the loss is scaled.
         """
         if self.rounded and not self.rounded.is_within(self.bound):
             return f"float32 on rounded inputs and weights: {self.rounded}"
@@ -97,7 +98,7 @@ class Row:
 
 
 def recipes() -> dict[str, layer_recipe.Recipe]:
-    """Returns all recipes by the name they are printed under."""
+    """Returns all recipes by their printed name."""
     activations = layer_recipes.activation_recipes()
     return {
         **layer_recipes.layer_recipes(),
@@ -132,7 +133,7 @@ def sweep(
 
 
 def table(rows: Iterable[Row]) -> rich.table.Table:
-    """Lays the interesting rows out, Keras and tfmix side by side."""
+    """Returns the interesting rows, with Keras and tfmix side by side."""
     title = f"Keras {keras.version()}, {keras.backend.backend()}: out of line"
     result = rich.table.Table(title=title, box=rich.box.SIMPLE_HEAD)
     for heading in (*_COLUMNS, "why"):
@@ -164,7 +165,7 @@ def plain_table(rows: Sequence[Row]) -> results.Table:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Counts what is out of line, in one line."""
+    """Returns a line with the numbers of rows that exceed the bound."""
     keras_out = sum(not row.keras.is_within(row.bound) for row in rows)
     tfmix_out = sum(not row.tfmix.is_within(row.bound) for row in rows)
     unexplained = sum(row.is_unexplained for row in rows)
@@ -238,7 +239,8 @@ def _sweep_layers(words: Sequence[str]) -> int:
             rows.append(row)
             progress.update(task, advance=1, description=row.name)
             if FLAGS.json:
-                # After each: what a sweep that is cut short found is kept.
+                # The file is written after each row, so that an interrupted
+                # sweep keeps its rows.
                 found = [dataclasses.asdict(row) for row in rows]
                 Path(FLAGS.json).write_text(json.dumps(found, indent=1))
     rows.sort(key=lambda row: list(recipes()).index(row.name))
@@ -249,7 +251,7 @@ def _sweep_layers(words: Sequence[str]) -> int:
 
 
 def _kept(path: str) -> list[Row]:
-    """Returns the rows a run wrote, of recipes it finished."""
+    """Returns the rows of a former run, of recipes that it finished."""
     sides = ("keras", "tfmix", "rounded", "scaled")
     rows = [
         Row(
@@ -262,7 +264,7 @@ def _kept(path: str) -> list[Row]:
         )
         for each in json.loads(Path(path).read_text())
     ]
-    # The last recipe may have been cut short.
+    # The last recipe may be incomplete.
     return [row for row in rows if row.name != rows[-1].name]
 
 

@@ -1,13 +1,14 @@
-"""What slots in 8 bits do to training, beside slots in float32.
+"""Compares training with 8-bit optimizer state and with float32 state.
 
     python -m benchmarks.low_memory            # all of it, five seeds
     python -m benchmarks.low_memory --seeds 2 --part digits
 
-Digits (scikit-learn), accuracy in percent; sunspots (statsmodels), R2 in
-percent; the language of a text by a small transformer (the catalogues Django
-ships), accuracy in percent. Every slot is in 8 bits, of small variables and of
-embeddings, too, which float32 keeps by default. Then twenty thousand steps that
-are hard on purpose, and the time of Adam's step under XLA.
+The tasks are digits (scikit-learn), accuracy in percent; sunspots
+(statsmodels), R2 in percent; and the language of a text by a small transformer
+(Django's catalogues), accuracy in percent. All state is in 8 bits, also that of
+small variables and of embeddings, which are float32 by default. Then follow
+twenty thousand steps that are hard on purpose, and the time of Adam's step
+under XLA.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from tfmix.optimizers import low_memory
 OPTIMIZERS: dict[str, Callable[[float], Any]] = {
     "Adam": keras.optimizers.Adam,
     "AdamW": keras.optimizers.AdamW,
-    # A third of Adam's rate, and ten times it, as is usual.
+    # Lion usually takes a third of Adam's rate, and SGD ten times it.
     "Lion": lambda rate: keras.optimizers.Lion(rate / 3),
     "SGD, momentum": lambda rate: keras.optimizers.SGD(
         10 * rate, momentum=0.9, clipnorm=1.0
@@ -46,7 +47,7 @@ STEPS = 20_000
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Data, how to train on it, and the score."""
+    """Data, a function that trains on it, and the score."""
 
     title: str
     rate: float
@@ -157,10 +158,10 @@ def draw(curves: dict[str, dict], folder: pathlib.Path) -> pathlib.Path:
     return path
 
 
-# The hard run: each variable is drawn to numbers of its own, by gradients with
-# a noise as large as the way there at first. One row of a table is met once in
-# 500 steps; the next has gradients of 1e-12 and of 1e3 in turn, in one block;
-# the last is frozen for a quarter of the run.
+# In the hard run, each variable has its own target, and gradients with noise as
+# large as the initial distance. One row of a table only gets a gradient every
+# 500 steps. Another variable has gradients of 1e-12 and 1e3 in turn, in one
+# block. The last one is frozen for a quarter of the run.
 _SHAPE, _RARE, _EVERY = (64, 64), 7, 500
 
 
@@ -180,11 +181,11 @@ KINDS = ("rare row", "1e-12 by 1e3", "frozen")
 
 
 def hard(optimizer: Any, seed: int, steps: int) -> dict[str, float]:
-    """Runs the hard steps; returns what is left of the way.
+    """Runs the hard steps; returns the remaining distances.
 
     Returns:
-        For each variable, and the rare row by itself, the root mean square of
-        the distance to its aim; NaN if any number was lost.
+        For each variable, and for the rare row, the root mean square of the
+        distance to its target; NaN if any number became NaN.
     """
     random = np.random.default_rng(seed)
     aims = [random.normal(size=_SHAPE).astype("float32") for _ in KINDS]
@@ -219,7 +220,7 @@ def _gradients(values: list, aims: list, noise: Any, step: Any) -> list:
 
 
 def _is_thawed(step: Any, steps: int) -> Any:
-    """Says that the last variable is not frozen: it is in the 2nd quarter."""
+    """Returns whether the last variable trains: not in the second quarter."""
     return ops.logical_or(step < steps // 4, step >= steps // 2)
 
 
@@ -293,7 +294,7 @@ def measure_hard(seeds: int, steps: int = STEPS) -> results.Table:
     )
 
 
-# Layers, width, steps in a turn.
+# The values are layers, width, and steps in a turn.
 _TIMED = {"200 x 256 x 256": (200, 256, 4), "6 x 2048 x 2048": (6, 2048, 2)}
 _WAYS = ("bare", "8 bits")
 
@@ -340,7 +341,7 @@ results.add_names(FLAGS, "part", _PARTS, _PARTS, "what to measure")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs what the command line asks for."""
+    """Runs the benchmark of the command line."""
     words = sys.argv[1:] if arguments is None else arguments
     results.parse(FLAGS, words)
     run = results.Run(

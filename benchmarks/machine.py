@@ -1,4 +1,4 @@
-"""Where and with what a result was measured."""
+"""Describes the machine and the versions of a measurement."""
 
 import importlib.metadata
 import os
@@ -12,8 +12,8 @@ _PACKAGES = ("tfmix", "keras", "tensorflow", "tensorflow-cpu", "jax", "numpy")
 def describe() -> dict[str, object]:
     """Returns the processor, its cores and the memory of this machine.
 
-    `load` is the load average of the last minute: what else was running when
-    the measurement began shows in it.
+    `load` is the load average of the last minute, which shows what else was
+    running when the measurement began.
     """
     return {
         "cpu": _cpu(),
@@ -24,10 +24,10 @@ def describe() -> dict[str, object]:
 
 
 def versions(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """Returns the versions of Python and of what a result depends on.
+    """Returns the versions of Python and of the packages of a result.
 
     Args:
-        extra: Versions found elsewhere, such as in another environment.
+        extra: Versions from elsewhere, such as another environment.
     """
     found = {"python": platform.python_version()}
     for name in _PACKAGES:

@@ -1,13 +1,13 @@
-"""Pure 16-bit training: what each way to keep the lost bits costs and gives.
+"""Compares the ways of pure 16-bit training to keep the lost bits.
 
     python -m benchmarks.master            # the table: two tasks, five seeds
     python -m benchmarks.master --seeds 1  # a quick look
     python -m benchmarks.master --steps    # 400 layers: flat against plain
 
-Digits (scikit-learn) with a small dense net: accuracy in percent on the last
-360 images. Sunspots (statsmodels) with an LSTM that sees twelve years: R2 in
-percent on the last sixty. Bytes are counted from the variables. Times are
-ratios of runs that alternate in this process.
+The tasks are digits (scikit-learn) with a small dense net, accuracy in percent
+on the last 360 images, and sunspots (statsmodels) with an LSTM that sees twelve
+years, R2 in percent on the last sixty. Bytes are counted from the variables.
+Times are ratios of runs that alternate in this process.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ def sunspots() -> Task:
         return keras.Sequential(
             [
                 keras.Input((years, 1)),
-                # The orthogonal default needs a QR that bfloat16 has not.
+                # The orthogonal default needs `qr`, which bfloat16 lacks.
                 keras.layers.LSTM(
                     16, recurrent_initializer="glorot_uniform", dtype=policy
                 ),
@@ -101,7 +101,7 @@ _SCORES = {
     "digits": "Score: accuracy in percent on the last 360 images.",
     "sunspots": "Score: R2 in percent on the last sixty years.",
 }
-# Name: policy of the layers, and what is put around Adam.
+# The values are the policy of the layers and the wrapper of Adam.
 VARIANTS: dict[str, tuple[str, Callable]] = {
     "float32": ("float32", lambda adam: adam),
     "mixed": ("mixed_bfloat16", lambda adam: adam),
@@ -116,7 +116,7 @@ VARIANTS: dict[str, tuple[str, Callable]] = {
         lambda adam: master_weights.MasterWeightOptimizer(adam, split=True),
     ),
     "stochastic": ("bfloat16", bfloat16_optimizer.BFloat16Optimizer),
-    # Of the small variables of these models, too.
+    # The rule also covers the small variables of these models.
     "float32, 8-bit slots": (
         "float32",
         lambda adam: low_memory.LowMemoryOptimizer(adam, [("", "int8")]),
@@ -146,7 +146,7 @@ def compiled(task: Task, variant: str, seed: int) -> keras.Model:
 
 
 def bytes_per_parameter(model: keras.Model) -> tuple[float, float]:
-    """Counts a weight's bytes, and those of its whole optimizer state."""
+    """Returns the bytes per weight, and those of its optimizer state."""
 
     def size(variables: list) -> int:
         return sum(
@@ -236,7 +236,7 @@ def optimizer_step(flat: bool, layers: int) -> Callable[[], Any]:
 def run_steps(
     layers: int = 400, rounds: int = 30, repeats: int = 5
 ) -> results.Table:
-    """Returns how long the flat masters' step takes against the plain one's."""
+    """Returns the time of the step with flat masters over the plain one's."""
     steps = {flat: optimizer_step(flat, layers) for flat in (False, True)}
     timed = {flat: pairs.timed(step, repeats) for flat, step in steps.items()}
     times = pairs.in_turns(timed, rounds)
@@ -261,7 +261,7 @@ flags.DEFINE_enum(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs what the command line asks for."""
+    """Runs the benchmark of the command line."""
     words = sys.argv[1:] if arguments is None else arguments
     results.parse(FLAGS, words)
     run = results.Run(

@@ -1,7 +1,7 @@
-"""What the monitors cost: step times with and without, in turns.
+"""Compares step times with and without the monitors, in turns.
 
-Run `python -m benchmarks.monitors`. Runs alternate, so that a machine that
-slows down slows both; the table shows the median ratio and its spread.
+Run `python -m benchmarks.monitors`. Runs alternate, so that a slow machine
+slows both; the table shows the median ratio and its spread.
 """
 
 import os
@@ -43,10 +43,10 @@ def build(jit_compile: bool) -> keras.Model:
 
 
 def batches(steps: int) -> Any:
-    """Returns the same batch that often, from one thread.
+    """Returns the same batch `steps` times, from one thread.
 
-    With the threads that it chooses itself, `tf.data` has runs fall into two
-    speeds on 2 cores, 1 to 2, whatever the callbacks.
+    With its own choice of threads on 2 cores, `tf.data` makes some runs twice
+    as slow as others, independent of the callbacks.
     """
     import tensorflow as tf
 
@@ -62,7 +62,7 @@ def batches(steps: int) -> Any:
 
 
 def seconds(model: keras.Model, steps: int, monitors: list[Any]) -> float:
-    """Trains for some steps and returns the seconds of one."""
+    """Trains for some steps; returns the seconds per step."""
     data = batches(steps)
     start = time.perf_counter()
     model.fit(data, verbose=0, callbacks=monitors)
@@ -84,8 +84,8 @@ def ratios(
 
 
 def modes() -> dict[str, bool]:
-    """Maps how a step can run under this backend to `jit_compile`."""
-    # JAX without it runs operation by operation, as nobody trains.
+    """Maps the modes of this backend to `jit_compile`."""
+    # Without it, JAX runs op by op, which is too slow for training.
     is_jax = keras.backend.backend() == "jax"
     return {"XLA": True} if is_jax else {"graph": False, "XLA": True}
 
@@ -115,13 +115,13 @@ def rows_of(
 
 
 FLAGS = results.flag_values()
-# As many as lie between two samples.
+# By default, a monitor samples every 100 steps.
 flags.DEFINE_integer("steps", 100, "steps of a turn", flag_values=FLAGS)
 flags.DEFINE_integer("rounds", 15, "turns of each callback", flag_values=FLAGS)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and, if asked, keeps the table."""
+    """Measures, prints and saves the table."""
     words = sys.argv[1:] if arguments is None else arguments
     results.parse(FLAGS, words)
     run = results.Run(

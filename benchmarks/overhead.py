@@ -1,11 +1,11 @@
-"""What loss scaling adds to a step: time, first step, memory.
+"""Measures the overhead of loss scaling: time, first step, memory.
 
     python -m benchmarks.overhead [--only SECTION,...] [--runs 60]
                                   [--keras_compile] [--json] [--save=docs]
 
-The bare optimizer, Keras's scaler and tfmix's take turns in one process; a
+The unwrapped optimizer, Keras's scaler and tfmix's take turns in one process. A
 ratio or an overhead is taken within a turn, so that a slow moment of the
-machine hits all alike. Sections, each in processes of its own:
+machine affects all of them. The sections run in separate processes:
 
 graph, xla, jax  Variables only and Adam, so that nothing but the optimizer is
                  timed: two hundred 32 x 32 layers, six 2048 x 2048 layers.
@@ -14,11 +14,11 @@ mirrored         As `graph` on two replicas, which share the CPU.
 compile          Seconds to the first step of 100 and of 300 dense layers,
                  forward, backward and update, under XLA.
 sparse           A step of a model with an embedding of 1,000,000 x 64.
-memory           Peak of a step above what was there before it.
+memory           Peak of a step above the memory before it.
 tracing, jax_tracing
                  Building a model of 100 dense layers and one of 8 blocks of a
-                 transformer, and tracing loss and gradient: with the layers'
-                 way to fall back to float32, and bare of it.
+                 transformer, and tracing loss and gradient, with and without
+                 the layers' fallback to float32.
 """
 
 import os
@@ -44,9 +44,9 @@ _JAX = ("jax", "jax_tracing")
 SECTIONS = (*_TENSORFLOW, *_JAX)
 _LAYERS = (100, 300)
 _SYSTEMS = ("bare", "keras", "tfmix")
-# Half a minute each at 300 layers.
+# Each takes half a minute at 300 layers.
 _COMPILATIONS = 3
-# What is alive at once depends on TensorFlow's threads, under JAX on nothing.
+# Memory depends on TensorFlow's threads, so it is measured several times there.
 _MEMORY = (
     ("graph", "tensorflow", 5),
     ("xla", "tensorflow", 3),
@@ -64,15 +64,15 @@ def measure(
     Args:
         sections: Names out of `SECTIONS`.
         runs: Integer, turns of each timing.
-        keras_compile: Whether to compile with Keras's scaler, too: 300 layers
-            take it minutes.
+        keras_compile: Whether to compile with Keras's scaler as well, which
+            takes minutes for 300 layers.
 
     Returns:
         Rows with `section`, `model` and `system`. Timings have `ms`, `ratio`
-        to the bare optimizer and `overhead_ms`, each with `median`, `low`,
-        `high` and `runs`; tfmix's also `overhead_of_keras`, the ratio of the
-        median overheads. `compile` has `seconds` and `ratio`, `memory` `mb`, as
-        spreads of fewer runs.
+        to the unwrapped optimizer and `overhead_ms`, each with `median`,
+        `low`, `high` and `runs`. tfmix's rows also have `overhead_of_keras`,
+        the ratio of the median overheads. `compile` has `seconds` and
+        `ratio`, and `memory` has `mb`, as spreads of fewer runs.
     """
     rows = []
     for section in results.track(sections, "measuring"):
@@ -157,7 +157,7 @@ flags.DEFINE_bool(
 
 
 def main() -> None:
-    """Measures, prints and, if asked, keeps the tables."""
+    """Measures, prints and saves the tables."""
     results.parse(FLAGS, sys.argv[1:])
     backend = os.environ.get("KERAS_BACKEND", "")
     how = (

@@ -2,8 +2,9 @@
 
     python -m benchmarks.overhead_steps SECTION RUNS
 
-A section has a backend of its own and may need devices that TensorFlow makes
-at its start only, so each runs in a new process and prints its rows as JSON.
+A section has its own backend, and may need devices that TensorFlow can only
+create at its start. So each section runs in a new process and prints its rows
+as JSON.
 """
 
 import os
@@ -22,18 +23,18 @@ import tfmix
 from benchmarks import answers, pairs, resident, results
 from tfmix.autocast import own_code
 
-# Layers, width, steps in a turn: a tenth of a second, since the memory of a
-# shared machine is fast and slow for seconds each.
+# The values are layers, width, and steps in a turn. A turn takes a tenth of a
+# second, because a shared machine's memory changes its speed every few seconds.
 MODELS = {
     "many small (200 x 32 x 32)": (200, 32, 4),
     "few large (6 x 2048 x 2048)": (6, 2048, 1),
 }
-# Forward, backward and update.
+# These run forward, backward and update.
 TRAINED = {
     "many small (100 x 32 x 32)": (100, 32, 8),
     "few large (6 x 2048 x 2048)": (6, 2048, 1),
 }
-# Two replicas share the cores, and each has variables of its own.
+# Two replicas share the cores, and each has its own variables.
 REPLICATED = {
     "many small (20 x 32 x 32)": (20, 32, 20),
     "few large (4 x 1024 x 1024)": (4, 1024, 3),
@@ -43,19 +44,19 @@ SYSTEMS = {
     "keras": keras.optimizers.LossScaleOptimizer,
     "tfmix": tfmix.LossScaleOptimizer,
 }
-# Timed by `benchmarks.low_memory`, beside the first.
+# `benchmarks.low_memory` compares this with the first.
 WAYS = SYSTEMS | {"8 bits": tfmix.optimizers.LowMemoryOptimizer}
 Step = Callable[[], Any]
 
 
 def variables(layers: int, width: int) -> list[Any]:
-    """Kernels and biases of that many dense layers."""
+    """Returns the kernels and biases of some dense layers."""
     shapes = [(width, width), (width,)] * layers
     return [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
 
 
 def wrapped(system: str, model: list[Any]) -> Any:
-    """Returns Adam as one of the systems wraps it, built."""
+    """Returns Adam, wrapped by a system and built."""
     optimizer = WAYS[system](keras.optimizers.Adam())
     optimizer.build(model)
     if system in ("keras", "tfmix"):
@@ -86,7 +87,7 @@ def jax_compiled(system: str, size: tuple[int, int]) -> tuple[Any, list, list]:
     model = variables(*size)
     optimizer = wrapped(system, model)
 
-    # The same order in and out: else what is donated has to be copied.
+    # Inputs and outputs have the same order, so donated inputs are not copied.
     def step(state: list[Any], grads: list[Any]) -> list[Any]:
         return list(optimizer.stateless_apply(state[1], grads, state[0]))
 
@@ -167,7 +168,7 @@ def sparse_step(system: str, inner: str) -> Step:
 
 
 def dense_step(system: str, size: tuple[int, int], xla: bool) -> Step:
-    """Returns a step, forward to update, of that many dense layers."""
+    """Returns a step, forward to update, of some dense layers."""
     import tensorflow as tf
 
     layers, width = size
@@ -197,7 +198,7 @@ def in_turns(
     runs: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[dict[str, Any]]:
-    """Times steps in turn; returns a row each, ratios taken within a turn."""
+    """Times steps in turn; returns rows with ratios within a turn."""
     timed = {
         name: pairs.timed(step, repeats, clock) for name, step in steps.items()
     }
@@ -217,7 +218,7 @@ def in_turns(
         if system == "tfmix" and "keras" in times:
             of_keras = pairs.differences(times["keras"], bare)
             keras_extra = statistics.median(of_keras)
-            # Below zero the machine was too busy to tell.
+            # If this is negative, the machine was too busy to measure it.
             if keras_extra > 0:
                 share = statistics.median(extra) / keras_extra
                 row["overhead_of_keras"] = share
@@ -226,7 +227,7 @@ def in_turns(
 
 
 def graph(runs: int, xla: bool = False) -> list[dict[str, Any]]:
-    """Graph mode, or XLA."""
+    """Measures the optimizer's step in graph mode, or under XLA."""
     rows = []
     for name, (*size, repeats) in MODELS.items():
         steps = {s: tensorflow_step(s, tuple(size), xla) for s in SYSTEMS}
@@ -235,7 +236,7 @@ def graph(runs: int, xla: bool = False) -> list[dict[str, Any]]:
 
 
 def training(runs: int) -> list[dict[str, Any]]:
-    """Whole steps of dense layers in graph mode."""
+    """Measures whole steps of dense layers in graph mode."""
     rows = []
     for name, (*size, repeats) in TRAINED.items():
         steps = {s: dense_step(s, tuple(size), False) for s in SYSTEMS}
@@ -244,7 +245,7 @@ def training(runs: int) -> list[dict[str, Any]]:
 
 
 def jax(runs: int) -> list[dict[str, Any]]:
-    """JAX, compiled, with donated state."""
+    """Measures a step on JAX, compiled and with donated state."""
     rows = []
     for name, (*size, repeats) in MODELS.items():
         steps = {s: jax_step(s, tuple(size)) for s in SYSTEMS}
@@ -253,7 +254,7 @@ def jax(runs: int) -> list[dict[str, Any]]:
 
 
 def mirrored(runs: int) -> list[dict[str, Any]]:
-    """Two replicas on two logical CPUs."""
+    """Measures two replicas on two virtual CPU devices."""
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
@@ -268,7 +269,7 @@ def mirrored(runs: int) -> list[dict[str, Any]]:
 
 
 def sparse(runs: int) -> list[dict[str, Any]]:
-    """A million embeddings; only two systems, since a table fills the cache."""
+    """Measures a million embeddings; a table fills the cache of two systems."""
     rows = []
     for inner, repeats in (("SGD", 3), ("Adagrad", 1)):
         steps = {s: sparse_step(s, inner) for s in ("bare", "tfmix")}
@@ -283,7 +284,7 @@ def mlp() -> keras.Model:
 
 
 class Block(keras.layers.Layer):
-    """A block of a transformer, in code of one's own."""
+    """A block of a transformer, as a custom layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,14 +300,14 @@ class Block(keras.layers.Layer):
 
 
 def transformer() -> keras.Model:
-    """Eight blocks."""
+    """A transformer of eight blocks."""
     return keras.Sequential(
         [keras.Input((16, 32)), *(Block() for _ in range(8))]
     )
 
 
 def trace_step(make: Callable[[], keras.Model], falls_back: bool) -> Step:
-    """Returns what builds a model and traces its loss and gradient."""
+    """Returns a function that builds a model and traces its gradient."""
 
     def step() -> None:
         keras.backend.clear_session()
@@ -356,9 +357,9 @@ def _trace_in_jax(model: keras.Model, data: Any) -> None:
 
 
 def tracing(runs: int) -> list[dict[str, Any]]:
-    """Building and tracing a model, bare of the way to fall back or not."""
+    """Measures building and tracing, with and without the fallback."""
     rows = []
-    # Python on one thread, which others on the machine only interrupt.
+    # Process time does not count other programs on the machine.
     clock = time.process_time
     for make in (mlp, transformer):
         steps = {"bare": trace_step(make, False)}
@@ -368,8 +369,9 @@ def tracing(runs: int) -> list[dict[str, Any]]:
 
 
 def first_step(system: str, layers: str) -> list[dict[str, Any]]:
-    """Time to the first step under XLA: tracing and compiling."""
-    # What any first compilation in a process costs is not the model's.
+    """Measures the first step under XLA, with tracing and compilation."""
+    # The first compilation of a process has a cost of its own, so another
+    # model is compiled before.
     dense_step("bare", (1, 8), True)()
     step = dense_step(system, (int(layers), 32), True)
     start = time.perf_counter()
@@ -378,7 +380,7 @@ def first_step(system: str, layers: str) -> list[dict[str, Any]]:
 
 
 def peak(system: str, mode: str) -> list[dict[str, Any]]:
-    """How far a step's peak lies above what was there before it."""
+    """Measures a step's peak above the memory before it."""
     if mode == "jax":
         compiled, _, _ = jax_compiled(system, (6, 2048))
         plan = compiled.memory_analysis()

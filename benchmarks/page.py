@@ -1,4 +1,4 @@
-"""The page of results, made from records: text in, Markdown out."""
+"""Renders the page of results from records, as Markdown."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ A cell such as 1.06 (1.02 to 1.11) is the median with the smallest and the
 largest run. Runs that are compared took turns, so a slow moment of the machine
 hits both. On two CPU cores, do not trust a difference below 5 %.
 """
-# Three digits: no timing here is better than a percent.
+# Timings are no more exact than a percent, so three digits are enough.
 _DIGITS = 3
 
 
@@ -58,7 +58,7 @@ def _number(value: float) -> str:
         return "0"
     if size >= 100:
         return f"{value:,.0f}"
-    # Ratios near 1 line up: 0.98 and 1.02, not 0.984 and 1.02.
+    # Ratios near 1 have the same digits: 0.98 and 1.02, not 0.984 and 1.02.
     before = max(0, math.floor(math.log10(size)) + 1)
     if 0.1 <= size < 1:
         return f"{value:.2f}"
@@ -107,7 +107,7 @@ def section(
 def _lines(
     record: dict[str, Any], quotes: Sequence[catalogue.Quote] | None
 ) -> Iterator[str]:
-    """Yields the lines of one record: tables, then what they were."""
+    """Yields the lines of one record: tables, then their origin."""
     tables = [*_quoted(record, quotes)]
     for table in tables:
         yield f"**{_escaped(table['title'])}**"
@@ -163,8 +163,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _escaped(text: str) -> str:
-    # A bar ends a cell; a line break ends the table; `<` opens a tag; two
-    # brackets after each other are a link.
+    # A bar ends a cell, a line break ends the table, `<` opens a tag, and two
+    # pairs of brackets make a link.
     text = " ".join(text.split())
     text = text.replace("|", r"\|").replace("<", "&lt;")
     return text.replace("] [", r"] \[")

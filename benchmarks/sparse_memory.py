@@ -1,17 +1,19 @@
-"""What loss scaling costs on a sparse gradient: time and peak memory.
+"""Measures the cost of loss scaling for sparse gradients: time and memory.
 
 python -m benchmarks.sparse_memory [--json] [--save=docs]
 
-A table of 1,000,000 x 64 floats, 1,024 ids a batch, SGD and Adagrad. The bare
-optimizer, Keras's scaler and tfmix's take the same steps.
+A table of 1,000,000 x 64 floats is trained with 1,024 ids per batch, by SGD and
+Adagrad. The unwrapped optimizer, Keras's scaler and tfmix's run the same steps.
 
-Time: in one process, each scaler in turn with the bare optimizer. With all
-three in turn, the one after Keras's dense check measured 1.99 instead of 1.20.
+For the time, each scaler takes turns with the unwrapped optimizer in one
+process. (With all three in turn, the one after Keras's dense check measured
+1.99 instead of 1.20.)
 
-Peak memory: in a process for each, how far the kernel's peak of the resident
-set rises above its size before the first step. The peak is reset first, as the
-making of the table would hide the steps; and a table of 1,000 rows takes the
-same steps before that, so that what tracing and compiling need is there.
+For the peak memory, each runs in its own process, which measures the rise of
+the kernel's peak of the resident set above its size before the first step. The
+peak is reset first, because creating the table would hide the steps. Before
+that, a table of 1,000 rows runs the same steps, so that the memory for tracing
+and compilation does not count.
 """
 
 import os
@@ -28,7 +30,7 @@ from benchmarks import answers, pairs, resident, results
 
 ROWS, WIDTH, IDS = 1_000_000, 64, 1024
 WAYS = ("bare", "Keras", "tfmix")
-# Adagrad's squares are a dense slot, which takes it 100 times as long.
+# Adagrad's squares are dense state, which makes it 100 times slower.
 TIMED = {"SGD": 300, "Adagrad": 15}
 _WARM_UP = 3
 _MEMORY_STEPS = 30
@@ -48,7 +50,7 @@ def make_steps(
         "Keras": keras.optimizers.LossScaleOptimizer,
         "tfmix": tfmix.LossScaleOptimizer,
     }
-    # Ones, since untouched zeros are no resident memory.
+    # The table holds ones, because untouched zeros need no resident memory.
     table = keras.Variable(tf.ones((num_rows, WIDTH)), name="table")
     ids = tf.constant(keras.random.randint((IDS,), 0, num_rows, seed=1))
     values = keras.random.normal((IDS, WIDTH), seed=2)
@@ -77,7 +79,7 @@ def times(ways: tuple[str, str], inner: str) -> dict[str, list[float]]:
 
 
 def peak_mb(way: str, inner: str) -> float:
-    """Returns how far the resident set rises while steps of one way run."""
+    """Returns the rise of the resident set during steps of one way."""
     (small_step,) = make_steps((way,), inner, num_rows=1000).values()
     for _ in range(_MEMORY_STEPS):
         small_step()
@@ -89,7 +91,7 @@ def peak_mb(way: str, inner: str) -> float:
 
 
 def rows(inner: str) -> list[dict[str, Any]]:
-    """Measures all around one optimizer; returns a row per way."""
+    """Measures all ways with one optimizer; returns a row per way."""
     found = {way: times(("bare", way), inner) for way in WAYS[1:]}
     found["bare"] = found["tfmix"]
     return [_row(way, found[way], inner) for way in WAYS]
@@ -132,7 +134,7 @@ flags.DEFINE_list(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parses, measures, prints; 1 if tfmix costs more than it may."""
+    """Parses, measures, prints; returns 1 if tfmix costs too much."""
     words = sys.argv[1:] if arguments is None else arguments
     results.parse(FLAGS, words)
     if FLAGS.peak:

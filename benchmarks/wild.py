@@ -1,10 +1,10 @@
-"""Scripts as people write them, with one line on top: which of them train?
+"""Counts how many scripts, as people write them, train in 16 bit.
 
 python -m benchmarks.wild [--policy mixed_float16] [--json] [--save=docs]
 
-Each script of `tests/wild`, in graph mode, after `set_dtype_policy` of Keras
-and after `tfmix.set_global_policy`, each library in a process of its own. It
-trains if it ends and all of its losses are finite.
+Each script of `tests/wild` runs in graph mode, once after Keras's
+`set_dtype_policy` and once after `tfmix.set_global_policy`, in separate
+processes. A script trains if it ends and all of its losses are finite.
 """
 
 import json
@@ -41,7 +41,7 @@ def scripts() -> list[str]:
 
 
 def outcome(script: str, library: str, policy: str) -> str:
-    """Runs a script after the one line; says how it ended."""
+    """Runs a script after the one line; describes how it ended."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     if library == "Keras":
@@ -59,7 +59,7 @@ def outcome(script: str, library: str, policy: str) -> str:
 
 
 def all_of(library: str, policy: str) -> dict[str, str]:
-    """Returns how each script ends under a library, in its own process."""
+    """Returns how each script ends under a library."""
     words = ["--child", library, "--policy", policy]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.wild", *words],
@@ -71,7 +71,7 @@ def all_of(library: str, policy: str) -> dict[str, str]:
 
 
 def tables(policy: str) -> list[results.Table]:
-    """Returns how many scripts train, and how the others end."""
+    """Returns the number of scripts that train, and the ends of the others."""
     found = {
         library: all_of(library, policy)
         for library in results.track(LIBRARIES, "libraries")
@@ -106,7 +106,7 @@ flags.DEFINE_string(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parses, runs, prints; 1 if a script does not train under tfmix."""
+    """Parses, runs, prints; returns 1 if a script fails under tfmix."""
     words = sys.argv[1:] if arguments is None else arguments
     results.parse(FLAGS, words)
     if FLAGS.child:

@@ -1,8 +1,9 @@
-"""A diffusion model in 16 bit: the usual script, with one line in front.
+"""A diffusion model in 16 bit: the usual script, and one more line.
 
-A network learns to tell the noise in scikit-learn's digits; its moving average
-draws digits from noise in twenty steps, as in Keras's example of DDIM. The
-nearest scans read 500 of them. Half a minute on a CPU, under TensorFlow.
+A network learns to predict the noise in scikit-learn's digits. Its moving
+average draws digits from noise in twenty steps, as in Keras's DDIM example.
+Nearest neighbours among the scans then read 500 drawings. It takes half a
+minute on a CPU, under TensorFlow.
 """
 
 import math
@@ -22,7 +23,7 @@ STEPS, AVERAGE, RIGHT = 20, 0.99, math.pi / 2
 
 
 def denoiser():
-    """Returns what tells the noise in pixels at a time, knowing the digit."""
+    """Returns a network that predicts noise from pixels, time and digit."""
     inputs = [keras.Input((size,)) for size in (64, 1, 10)]
     pixels, time, digit = inputs
     time = layers.Dense(16, activation="gelu")(time)
@@ -45,14 +46,14 @@ class Diffusion(keras.Model):
         self.average.trainable = False
 
     def train_step(self, data):
-        """Trains on noise of a random share; moves the average."""
+        """Trains on a random share of noise, and updates the average."""
         pixels, digits = data
         noise = tf.random.normal(tf.shape(pixels))
         time = tf.random.uniform((tf.shape(pixels)[0], 1))
         noisy = tf.cos(RIGHT * time) * pixels + tf.sin(RIGHT * time) * noise
         with tf.GradientTape() as tape:
-            told = self.network([noisy, time, digits], training=True)
-            error = tf.reduce_mean((told - noise) ** 2)
+            predicted = self.network([noisy, time, digits], training=True)
+            error = tf.reduce_mean((predicted - noise) ** 2)
         weights = self.network.trainable_weights
         self.optimizer.apply(tape.gradient(error, weights), weights)
         for kept, new in zip(self.average.weights, weights, strict=True):

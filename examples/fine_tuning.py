@@ -1,10 +1,10 @@
 """Cast a trained network to float16, fine-tune it, convert it for inference.
 
-An LSTM learns in float32 to continue the temperatures of the Pacific. Cast to
-float16, with float32 masters behind its variables, it is fine-tuned on how
-fast the carbon dioxide in the air grows. That growth is a fraction of 0.003 a
-month: without the loss scale of 128, its gradients lie below what float16 can
-hold. Both records come with statsmodels. Half a minute on a CPU.
+An LSTM learns in float32 to predict temperatures of the Pacific. It is cast to
+float16, with float32 masters, and fine-tuned on the growth of carbon dioxide
+in the air. That growth is a fraction of 0.003 a month: without the loss scale
+of 128, gradients would be too small for float16. Both data sets come with
+statsmodels. It takes half a minute on a CPU.
 """
 
 import keras
@@ -31,11 +31,11 @@ def windows(series):
 
 
 def network(unit):
-    """Builds the network; its last layer speaks the unit of the series."""
+    """Builds the network; its last layer converts to the series' unit."""
     return keras.Sequential(
         [
             keras.Input((FRAMES, MONTHS)),
-            # The orthogonal default needs a QR that JAX has not in float16.
+            # The orthogonal default needs `qr`, which JAX lacks in float16.
             keras.layers.LSTM(32, recurrent_initializer="glorot_uniform"),
             keras.layers.Dense(MONTHS),
             tfmix.float32_output(),
@@ -55,7 +55,7 @@ weeks = datasets.co2.load_pandas().data["co2"].interpolate()
 growth = np.diff(np.log(weeks.resample("MS").mean().to_numpy()))
 source = network(growth.std())
 source.set_weights(trained.get_weights())
-model = tfmix.convert_model(source, POLICY)  # a copy, variables and all
+model = tfmix.convert_model(source, POLICY)  # a copy with float16 variables
 
 x, y = windows(growth)
 x, y, test_x, test_y = x[:384], y[:384], x[-60:], y[-60:]

@@ -1,7 +1,8 @@
-"""A small transformer with its matrix products in float8, both ways.
+"""A small transformer with float8 matrix products, forward and backward.
 
-It reads a scanned digit of scikit-learn row by row. A CPU computes float8 by
-casts: this shows what it does to training, not its speed. Half a minute.
+It reads scikit-learn's scanned digits row by row. A CPU emulates float8 with
+casts, so the script shows the effect on training, not the speed. It takes half
+a minute.
 """
 
 import keras
@@ -10,7 +11,8 @@ from sklearn import datasets, model_selection
 
 import tfmix
 
-# All that fit: by default only layers too large for a CPU would be chosen.
+# All suitable layers are named: by default, only layers that are too large for
+# a CPU would be chosen.
 POLICY = tfmix.Policy("mixed_float8", float8_layers=["Dense", "EinsumDense"])
 SEED = 0
 EPOCHS = 12
@@ -27,7 +29,7 @@ train_x, test_x, train_y, test_y = model_selection.train_test_split(
 keras.utils.set_random_seed(SEED)
 tfmix.set_global_policy(POLICY)
 rows = keras.Input((8, 8))
-x = layers.Dense(64)(layers.Concatenate()([rows, rows]))  # 16 wide, as it must
+x = layers.Dense(64)(layers.Concatenate()([rows, rows]))  # 16 wide for float8
 for _ in range(2):
     y = layers.LayerNormalization()(x)
     x = x + layers.MultiHeadAttention(4, 16)(y, y)
@@ -44,7 +46,7 @@ model.fit(train_x, train_y, batch_size=64, epochs=EPOCHS, verbose=2)
 
 _, accuracy = model.evaluate(test_x, test_y, verbose=0)
 print(f"{accuracy:.1%} right")
-# Each product beside the same in float32, the least alike first.
+# Each product is compared with float32; those that differ most come first.
 report = tfmix.check(model, train_x[:128], train_y[:128])
 for product in report.float8[:3]:
     print(product)

@@ -1,8 +1,8 @@
-"""A GAN in 16 bit: the usual script, with one line in front (TensorFlow).
+"""A GAN in 16 bit: the usual script, and one more line (TensorFlow).
 
-One network draws the digit it is asked for, another tells drawings from
-scikit-learn's scans. At the end the nearest scans read 500 drawings. A quarter
-of a minute on a CPU.
+One network draws a given digit, and another distinguishes drawings from
+scikit-learn's scans. At the end, nearest neighbours among the scans read 500
+drawings. It takes a quarter of a minute on a CPU.
 """
 
 import keras
@@ -48,7 +48,7 @@ class GAN(keras.Model):
         return self.generator(tf.concat([noise, digits], 1))
 
     def judge(self, pixels, digits):
-        """Returns a logit: whether these are scans of the digits."""
+        """Returns logits for being scans of the digits."""
         return self.discriminator(tf.concat([pixels, digits], 1))
 
     def train_step(self, data):
@@ -58,7 +58,7 @@ class GAN(keras.Model):
 
         drawn = self.draw(digits)
         with tf.GradientTape() as tape:
-            # Scans are 0.9, not 1: a judge that is never sure teaches more.
+            # Scans count as 0.9, because an unsure judge teaches more.
             d_loss = loss_of(0.9 * ones, self.judge(pixels, digits))
             d_loss += loss_of(0.0 * ones, self.judge(drawn, digits))
         weights = self.discriminator.trainable_weights

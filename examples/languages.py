@@ -1,9 +1,9 @@
 """Fine-tune a small transformer, trained in float32, in mixed float16.
 
-It names the language of a text, read byte by byte: first of eight languages of
-northern Europe, then, with a new head, of eight others. The texts are the
-translations that come with Django, so that nothing has to be downloaded. Half
-a minute on a CPU.
+It names the language of a text, which it reads byte by byte: first one of
+eight languages of northern Europe, then, with a new head, one of eight others.
+The texts are Django's translations, so there is nothing to download. It takes
+half a minute on a CPU.
 """
 
 import pathlib
@@ -21,12 +21,12 @@ SEED = 0
 EPOCHS = 4
 NORTHERN = ("da", "sv", "nb", "nl", "de", "fi", "et", "hu")
 OTHERS = ("es", "pt", "it", "ro", "fr", "pl", "cs", "tr")
-# Multiples of 8, as Tensor Cores want them.
+# The sizes are multiples of 8, which Tensor Cores need.
 LENGTH, CHANNELS, HEADS = 48, 32, 4
 
 
 def texts(languages):
-    """Returns bytes `(texts, LENGTH)`, filled up by 0, and the languages."""
+    """Returns bytes `(texts, LENGTH)`, padded with 0, and the languages."""
     found = {}
     for label, language in enumerate(languages):
         folder = pathlib.Path(django.__file__).parent
@@ -34,7 +34,7 @@ def texts(languages):
             lines = file.read_text("utf-8")
             for text in re.findall('^msgstr "(.{12,})"$', lines, re.M):
                 raw = text.encode()[:LENGTH].ljust(LENGTH, b"\0")
-                found.setdefault(raw, label)  # once, in whatever language
+                found.setdefault(raw, label)  # each text only once
     x = np.frombuffer(b"".join(found), "uint8").reshape(-1, LENGTH)
     order = np.random.default_rng(0).permutation(len(x))
     return x[order].astype("int32"), np.array(list(found.values()))[order]
@@ -67,13 +67,13 @@ def network():
 
 
 keras.utils.set_random_seed(SEED)
-trained = network()  # in float32, as no policy is set yet
+trained = network()  # it is float32: no policy is set yet
 trained.fit(*texts(NORTHERN), batch_size=64, epochs=3, verbose=2)
 
 tfmix.set_global_policy(POLICY)
 keras.utils.set_random_seed(SEED)
 model = network()
-# Kernel and bias of the head, the last two, are new.
+# Only the last two weights are new: kernel and bias of the head.
 model.set_weights(trained.get_weights()[:-2] + model.get_weights()[-2:])
 x, y = texts(OTHERS)
 model.fit(x[700:], y[700:], batch_size=64, epochs=EPOCHS, verbose=2)

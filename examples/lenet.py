@@ -1,8 +1,8 @@
-"""LeNet-5 in 16 bit by hand: a dtype for each layer, a scale for each step.
+"""LeNet-5 in 16 bit by hand: you set each layer's dtype and the loss scale.
 
-The last dense layer computes in float32, all others in float16. The loss scale
-is not found but given: a schedule sets it before each step. It learns
-scikit-learn's scanned digits, in a quarter of a minute on a CPU.
+The last dense layer computes in float32, and all others in float16. A callback
+sets the loss scale. The script learns scikit-learn's scanned digits, in a
+quarter of a minute on a CPU.
 """
 
 import keras
@@ -27,22 +27,22 @@ train_x, test_x, train_y, test_y = model_selection.train_test_split(
 
 
 class GivenLossScale(tfmix.loss_scaling.LossScale):
-    """A scale that stays what it was set to; bad steps are still skipped."""
+    """A scale that only you change; bad steps are still skipped."""
 
     def init(self):
         """Returns the state before the first step."""
         return tfmix.loss_scaling.LossScaleState(np.float32(1024.0))
 
     def update(self, state, finite):
-        """Returns the state as it is."""
+        """Returns the state unchanged."""
         return state
 
 
 class HalveInTheMiddle(keras.callbacks.Callback):
-    """Sets the loss scale, which the compiled step reads each time."""
+    """Sets the loss scale, which the compiled step reads in each step."""
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Takes 1024, and half of it from the middle of the run on."""
+        """Sets 1024, and half of it from the middle of the run on."""
         late = 2 * epoch >= EPOCHS
         self.model.optimizer.loss_scale = 512.0 if late else 1024.0
 
@@ -63,7 +63,7 @@ model = keras.Sequential(
         layers.Dense(10, dtype="float32"),
     ]
 )
-# Without a global policy nothing is wrapped or guarded by itself: say both.
+# Without a global policy, you wrap the optimizer and guard the model yourself.
 optimizer = tfmix.LossScaleOptimizer(
     keras.optimizers.Adam(0.002), loss_scale=GivenLossScale()
 )

@@ -1,7 +1,8 @@
-"""LeNet-5 in 16 bit by the name of a level.
+"""LeNet-5 in 16 bit, by the name of a level.
 
 One call converts the model, wraps the optimizer and guards the training step.
-It learns scikit-learn's scanned digits, in a quarter of a minute on a CPU.
+The script learns scikit-learn's scanned digits, in a quarter of a minute on a
+CPU.
 """
 
 import keras
@@ -41,7 +42,7 @@ model = keras.Sequential(
 model, optimizer, report = tfmix.prepare(
     model, keras.optimizers.Adam(0.002), level=LEVEL
 )
-print(report)  # one row per layer; report.undo() takes it back
+print(report)  # one row per layer; report.undo() restores the model
 model.compile(
     optimizer,
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),

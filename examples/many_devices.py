@@ -1,9 +1,9 @@
-"""One bad replica among many: all of them skip the step, and all survive.
+"""One bad replica among many: all replicas skip the step.
 
-On every GPU there is (`MirroredStrategy`), or under KERAS_BACKEND=jax on every
-device (`DataParallel`). One row of scikit-learn's scanned digits is NaN, so in
-each epoch one replica gets gradients that are not finite, and the others do
-not. On a CPU four devices are pretended; it takes half a minute there.
+It trains on all GPUs (`MirroredStrategy`), or under KERAS_BACKEND=jax on all
+devices (`DataParallel`). One row of scikit-learn's scanned digits is NaN, so in
+each epoch only one replica gets gradients that are not finite. Without a GPU,
+it uses four virtual CPU devices, and takes half a minute.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ EPOCHS = 4
 
 
 def scope():
-    """Returns what the model is built in, to be on every device."""
+    """Returns the scope in which the model is built, on all devices."""
     if keras.backend.backend() == "jax":
         parallel = keras.distribution.DataParallel()
         keras.distribution.set_distribution(parallel)
@@ -44,7 +44,7 @@ train_x, test_x, train_y, test_y = model_selection.train_test_split(
     (x / 16).astype("float32"), y, test_size=0.3, stratify=y, random_state=0
 )
 train_x, train_y = train_x[:1216], train_y[:1216]  # 19 whole batches
-train_x[65] = np.nan  # in one replica's share of the second
+train_x[65] = np.nan  # in one replica's share of the second batch
 
 tfmix.set_global_policy(POLICY)
 keras.utils.set_random_seed(SEED)
@@ -60,7 +60,7 @@ with scope():
     )
     optimizer = tfmix.LossScaleOptimizer(keras.optimizers.Adam(0.005))
     model.compile(optimizer, loss="sparse_categorical_crossentropy")
-    tfmix.guard(model)  # which float32 needs to be told
+    tfmix.guard(model)  # only needed for "float32"
 model.fit(train_x, train_y, 64, EPOCHS, shuffle=False, verbose=2)
 
 found = keras.ops.convert_to_numpy(model(test_x))

@@ -1,8 +1,8 @@
 """One of several machines that train together (TensorFlow).
 
-Start it on each, with the TF_CONFIG of that machine, as for any
+Start it on each machine with its own TF_CONFIG, as for any
 `MultiWorkerMirroredStrategy`. One row of scikit-learn's scanned digits is NaN,
-in the share of the last worker: every worker skips that step.
+in the share of the last worker, and every worker skips that step.
 """
 
 import keras
@@ -17,7 +17,7 @@ SEED = 0
 EPOCHS = 4
 BATCH_SIZE = 64
 
-# The strategy has to exist before anything else of TensorFlow runs.
+# The strategy must be created before other TensorFlow code runs.
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
 workers = strategy.num_replicas_in_sync
 number = strategy.cluster_resolver.task_id or 0
@@ -44,7 +44,7 @@ with strategy.scope():
 
 @tf.function
 def step(batch):
-    """Takes a step on all workers: Keras's `fit` does not run here."""
+    """Runs a step on all workers, where Keras's `fit` does not work."""
     strategy.run(model.train_step, args=(batch,))
 
 

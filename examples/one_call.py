@@ -1,8 +1,8 @@
-"""A trained model into 16 bit by one call, and back by another.
+"""One call converts a trained model to 16 bit, and another one back.
 
-A network that was compiled and trained in float32 goes on in float16, with the
-settings such a call has elsewhere, and comes back; its optimizer goes on all
-the time. It learns scikit-learn's scanned digits, in seconds on a CPU.
+A network is compiled and trained in float32, continues in float16 and goes
+back to float32. Its optimizer keeps its state all the time. The script learns
+scikit-learn's scanned digits, in seconds on a CPU.
 """
 
 import keras
@@ -12,7 +12,7 @@ import tfmix
 
 POLICY = "mixed_float16"  # "float32" to compare with
 SEED = 0
-EPOCHS = 3  # in each of three stages
+EPOCHS = 3  # per stage; there are three stages
 
 x, y = datasets.load_digits(return_X_y=True)
 train_x, test_x, train_y, test_y = model_selection.train_test_split(
@@ -29,7 +29,7 @@ model = keras.Sequential(
         keras.layers.Dense(10, activation="softmax"),
     ]
 )
-adam = keras.optimizers.Adam(0.002, global_clipnorm=1.0)  # of true gradients
+adam = keras.optimizers.Adam(0.002, global_clipnorm=1.0)  # clips unscaled ones
 model.compile(adam, "sparse_categorical_crossentropy", metrics=["accuracy"])
 model.fit(train_x, train_y, batch_size=64, epochs=EPOCHS, verbose=2)
 
@@ -38,7 +38,7 @@ scaled = tfmix.LossScaleOptimizer(adam, loss_scale=rule)
 report = tfmix.prepare(model, scaled, POLICY).report
 model.fit(train_x, train_y, batch_size=64, epochs=EPOCHS, verbose=2)
 
-report.undo()  # what was trained and the optimizer's state stay
+report.undo()  # trained weights and the optimizer's state stay
 model.fit(train_x, train_y, batch_size=64, epochs=EPOCHS, verbose=2)
 
 _, accuracy = model.evaluate(test_x, test_y, verbose=0)

@@ -1,9 +1,9 @@
 """The script that runs unchanged on a TPU: bfloat16, no scale, tiles of 128.
 
-bfloat16 has float32's range, so no loss scale is needed; a TPU multiplies
-tiles of 128 x 128, so every size is a multiple of that; and `DataParallel`
-shares each batch between all devices. The data are scikit-learn's scanned
-digits: 64 pixels filled up to 128, ten classes to 128. Without a TPU:
+bfloat16 has float32's range, so it needs no loss scale. A TPU multiplies tiles
+of 128 x 128, so every size is a multiple of 128. `DataParallel` splits each
+batch between all devices. The data is scikit-learn's scanned digits, with 64
+pixels padded to 128, and ten classes to 128. Without a TPU, run:
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python tpu.py
 """
@@ -39,7 +39,7 @@ model = keras.Sequential(
         keras.Input((TILE,)),
         keras.layers.Dense(2 * TILE, activation="relu"),
         keras.layers.Dense(2 * TILE, activation="relu"),
-        # There is no label above 9: the rest learns never to be it.
+        # No label is above 9, so the other classes are never predicted.
         keras.layers.Dense(TILE),
         tfmix.float32_output("softmax"),
     ]

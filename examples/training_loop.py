@@ -1,9 +1,9 @@
-"""A training loop of one's own (TensorFlow), explicit about the loss scale.
+"""A custom training loop (TensorFlow) with an explicit loss scale.
 
-`tape.gradient` of the plain loss would do: under the policy a model's gradients
-are true ones. This is for who wants to log or clip gradients, and to know
-whether a step took place. It learns scikit-learn's scanned digits, in seconds
-on a CPU.
+Under the policy, `tape.gradient` of the plain loss would be enough: it returns
+unscaled gradients. Use this loop to know whether each step was applied, or
+with models that do not scale their own gradients. It learns scikit-learn's
+scanned digits, in seconds on a CPU.
 """
 
 import keras
@@ -42,7 +42,7 @@ optimizer.build(model.trainable_variables)
 
 @tf.function
 def step(x, y):
-    """Takes a step; returns the loss, and whether it was applied."""
+    """Runs a step; returns the loss, and whether the step was applied."""
     with tf.GradientTape() as tape:
         loss = loss_of(y, model(x, training=True))
         scaled = optimizer.scale_loss(loss)
@@ -60,7 +60,7 @@ for epoch in range(EPOCHS):
     for x, y in data:
         loss, applied = step(x, y)
         lost += not applied
-    optimizer.check_health()  # raises where no scale can help
+    optimizer.check_health()  # raises an error if training is stuck
     print(f"epoch {epoch}: loss {float(loss):.4f}, {lost} batches lost")
 
 accuracy = float(np.mean(model(test_x).numpy().argmax(axis=1) == test_y))

@@ -1,8 +1,8 @@
-"""A training loop of one's own (JAX), explicit about the loss scale.
+"""A custom training loop (JAX) with an explicit loss scale.
 
-`jax.grad` of the plain loss would do: under the policy a model's gradients are
-true ones. This is for who wants a scale of his own, and to know whether a step
-took place. It learns scikit-learn's scanned digits, in seconds on a CPU.
+Under the policy, `jax.grad` of the plain loss would be enough: it returns
+unscaled gradients. Use this loop with models that do not scale their own
+gradients. It learns scikit-learn's scanned digits, in seconds on a CPU.
 """
 
 import os
@@ -45,12 +45,12 @@ optimizer.build(model.trainable_variables)
 
 @jax.jit
 def step(trainable, fixed, state, x, y):
-    """Takes a step; returns everything it changes, and the loss."""
+    """Runs a step; returns everything that it changes, and the loss."""
 
     def scaled_loss(trainable):
         outputs, _ = model.stateless_call(trainable, fixed, x, training=True)
         loss = loss_of(y, outputs)
-        # So that the compiled step reads the scale of this very step.
+        # The scope makes the compiled step read the current scale.
         with keras.StatelessScope(zip(optimizer.variables, state, strict=True)):
             return optimizer.scale_loss(loss), loss
 

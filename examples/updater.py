@@ -1,9 +1,9 @@
-"""Everything an update can need, in one optimizer (TensorFlow).
+"""All features of an update in one optimizer (TensorFlow).
 
 Gradients are summed over two replicas, checked, unscaled, accumulated over two
-batches, clipped and decayed; a batch that overflows is tried again at half the
-scale. It learns scikit-learn's scanned digits, in a quarter of a minute on a
-CPU, which it takes for two devices.
+batches, clipped and decayed. A batch that overflows is tried again at half the
+scale. The script learns scikit-learn's scanned digits, in a quarter of a
+minute on two virtual CPU devices.
 """
 
 import keras
@@ -16,7 +16,7 @@ import tfmix
 POLICY = "mixed_float16"  # "float32" to compare with
 SEED = 0
 EPOCHS = 8
-RETRIES = 24  # from 2**24 to 1 are 24 halvings
+RETRIES = 24  # it takes 24 halvings to get from 2**24 to 1
 
 x, y = datasets.load_digits(return_X_y=True)
 train_x, test_x, train_y, test_y = model_selection.train_test_split(
@@ -48,13 +48,13 @@ with strategy.scope():
     )
     optimizer = tfmix.LossScaleOptimizer(inner)
     optimizer.build(model.trainable_variables)
-    # Under a strategy Keras divides the mean by the number of replicas.
+    # Under a strategy, Keras divides the mean by the number of replicas.
     loss_of = keras.losses.SparseCategoricalCrossentropy()
 
 
 @tf.function
 def step(x, y):
-    """Takes a step on each replica; returns whether it was applied."""
+    """Runs a step on each replica; returns whether it was applied."""
     with tf.GradientTape() as tape:
         scaled = optimizer.scale_loss(loss_of(y, model(x, training=True)))
     grads = tape.gradient(scaled, model.trainable_variables)
@@ -69,7 +69,7 @@ for _ in range(EPOCHS):
     for batch in strategy.experimental_distribute_dataset(data):
         for _ in range(1 + RETRIES):
             applied = strategy.run(step, batch)
-            # All replicas step or none does: the first one's word is enough.
+            # Either all replicas apply the step or none does.
             if strategy.experimental_local_results(applied)[0]:
                 break
         else:

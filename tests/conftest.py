@@ -1,7 +1,7 @@
-"""Gives every test the same start, and puts global state back after it.
+"""Gives every test the same start, and restores global state after it.
 
-Keras is imported where it is used: the process that only hands tests to others
-(`pytest -n 2`) has no need of it, and all wait for that one.
+Functions import Keras themselves: with `pytest -n 2`, one process only
+distributes tests and does not need it, and all others wait for that process.
 """
 
 import gc
@@ -17,7 +17,7 @@ import warnings
 JAX_DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {JAX_DEVICES}"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Figures are drawn into files, also where a display is there.
+# Figures are drawn into files, even if there is a display.
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import pytest
@@ -25,8 +25,9 @@ import pytest
 from tests import sampling
 
 TENSORFLOW_DEVICES = 4
-# What a backend changes little, or what only one can run: a quick run has these
-# under one backend. Mostly TensorFlow: JAX compiles each operation it meets.
+# A quick run has these under one backend, because the backend matters little
+# or only one can run them. It is mostly TensorFlow, as JAX compiles each
+# operation that it meets.
 TENSORFLOW_IS_ENOUGH = (
     "benchmarks/",
     "autocast/test_averaged_weights.py",
@@ -82,17 +83,17 @@ JAX_IS_ENOUGH = (
     "wild/test_true_gradients_jax.py",
 )
 
-# What a test file may ask for in its first lines, and an environment with an
-# installed tfmix, one backend and no extra lacks.
+# Test files may import these in their first lines. An environment with an
+# installed tfmix, one backend and no extra lacks some of them.
 OPTIONAL = ("tensorflow", "jax", "benchmarks", "matplotlib", "sklearn")
 OPTIONAL += ("statsmodels",)
-# Numbers the tests that have ended in this process.
+# This counts the tests that have ended in this process.
 _ended = itertools.count(1)
 MISSING = [one for one in OPTIONAL if importlib.util.find_spec(one) is None]
 
 
 def pytest_ignore_collect(collection_path):
-    """Leaves out what imports something that is not there."""
+    """Leaves out test files with imports that are not installed."""
     if collection_path.suffix != ".py" or not MISSING:
         return None
     text = collection_path.read_text(encoding="utf-8")
@@ -101,7 +102,7 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_report_header():
-    """Says so."""
+    """Lists the missing imports in the header."""
     if not MISSING:
         return None
     return f"left out: test files that import {', '.join(MISSING)}"
@@ -133,7 +134,7 @@ def pytest_collection_modifyitems(config, items):
 def _left_out(item):
     if item.get_closest_marker("slow"):
         return True
-    # A case that is skipped here must not stand for one that runs.
+    # A case that is skipped here must not replace one that runs.
     if any(mark.args[0] for mark in item.iter_markers("skipif")):
         return True
     return _enough_under(item) not in (None, _backend())
@@ -144,9 +145,9 @@ def _is_shared(item):
 
 
 def _enough_under(item):
-    """Returns the backend that a quick run has the test under alone."""
+    """Returns the only backend of a test in a quick run, `None` for both."""
     if item.get_closest_marker("skipif"):
-        # Skipped under one backend, it has no other to run under.
+        # A test that one backend skips can only run under the other.
         return None
     for backend, parts in (
         ("tensorflow", TENSORFLOW_IS_ENOUGH),
@@ -158,7 +159,7 @@ def _enough_under(item):
 
 
 def pytest_collection_finish():
-    """Keeps the garbage collector from Keras and TensorFlow, which stay."""
+    """Excludes Keras and TensorFlow from garbage collection: they stay."""
     gc.collect()
     gc.freeze()
 
@@ -168,7 +169,8 @@ def pytest_runtest_teardown(item, nextitem):
     """Keeps a long run as fast as it began.
 
     Keras keeps some 10,000 objects of each model that TensorFlow has trained,
-    which the garbage collector walks again and again, and JAX every program.
+    which the garbage collector visits again and again. JAX keeps all compiled
+    functions.
     """
     if not item.config.option.all:
         return
@@ -184,8 +186,8 @@ def pytest_runtest_teardown(item, nextitem):
 def pytest_sessionstart(session):
     """Splits the CPU into replicas and turns off TF32, which has 10 bits.
 
-    A quick run leaves out what TensorFlow does to make graphs faster: it takes
-    a tenth of the time, and graphs this small run only a few times.
+    A quick run turns off TensorFlow's graph optimizations. They take a tenth
+    of the time, and graphs this small run only a few times.
     """
     option = session.config.option
     hands_out = getattr(option, "numprocesses", None) and not hasattr(
@@ -210,8 +212,8 @@ def pytest_sessionstart(session):
 def restored_global_state(monkeypatch):
     """Seeds the generators, then restores policy, float type and names.
 
-    `monkeypatch` is asked for so that a test's environment variables are
-    back, too, before the next test starts.
+    It depends on `monkeypatch`, so that a test's environment variables are
+    restored as well before the next test starts.
     """
     import keras
 
@@ -224,7 +226,7 @@ def restored_global_state(monkeypatch):
     yield
     tfmix.set_global_policy(tfmix_policy)
     with warnings.catch_warnings():
-        # tfmix may warn when a policy is lost here; this one is put back.
+        # tfmix may warn about a lost policy, which is restored here.
         warnings.simplefilter("ignore")
         keras.utils.clear_session(free_memory=False)
     tfmix.set_global_policy(tfmix_policy)
@@ -236,16 +238,16 @@ def restored_global_state(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def messages(monkeypatch, caplog):
-    """Hands messages to `caplog`; one of a line of the user's must be expected.
+    """Sends messages to `caplog`, and checks warnings about users' lines.
 
-    It comes as a warning of Python's here, which fails a test unless
-    `pytest.warns` waits for it.
+    A warning about a line of the user's code is raised as a Python warning
+    here. It fails a test unless `pytest.warns` expects it.
     """
     from absl import logging
 
     from tfmix import _messages, _users_code
 
-    # A page of the guide may set it.
+    # A page of the guide may change the verbosity.
     level = logging.get_verbosity()
     monkeypatch.setattr(_messages, "_said_once", set())
     monkeypatch.setattr(_users_code, "warn", warnings.warn)
@@ -255,7 +257,7 @@ def messages(monkeypatch, caplog):
 
 @pytest.fixture
 def said(monkeypatch):
-    """Lists what is said."""
+    """Returns a list to which all warnings are added."""
     from tfmix import _messages
 
     seen = []

@@ -1,8 +1,8 @@
-"""What users hang on a model, in every combination: the cases of a grid.
+"""A grid of metrics, callbacks and kinds of models.
 
 Each case trains one small model twice: under a 16-bit policy with batches of
-NaN in its data, and in plain Keras without them. What Keras reports, and what
-its callbacks decide, must be the same.
+NaN in its data, and in plain Keras without them. Keras must report the same
+numbers, and its callbacks must make the same decisions.
 """
 
 import collections
@@ -24,7 +24,7 @@ BACKEND = keras.backend.backend()
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One combination; fields are keys of the tables below."""
+    """One combination; its fields are keys of the tables below."""
 
     mode: str
     policy: str
@@ -49,7 +49,7 @@ if BACKEND == "tensorflow":
     MODES |= {"graph": {"jit_compile": False}, "replicas": {}}
 
 
-# --- what a model reports, in methods of its own ---------------------------
+# --- methods of a model that report numbers --------------------------------
 
 
 register = keras.saving.register_keras_serializable("grid")
@@ -57,7 +57,7 @@ register = keras.saving.register_keras_serializable("grid")
 
 @register
 class Twice(keras.Model):
-    """Reports a number of its own, which a skipped step has not."""
+    """Reports its own number, which a skipped step does not have."""
 
     def compute_metrics(self, *args, **kwargs):
         logs = super().compute_metrics(*args, **kwargs)
@@ -164,7 +164,7 @@ REPORTS = {
 
 @keras.saving.register_keras_serializable("grid")
 class Lowest(keras.metrics.Metric):
-    """Starts at another number than zero."""
+    """A metric that does not start at zero."""
 
     def __init__(self, name="lowest", **kwargs):
         super().__init__(name=name, **kwargs)
@@ -191,7 +191,7 @@ METRICS = {
 }
 
 
-# --- what a model is made of, and how it came about ------------------------
+# --- the kinds of models, and how they are created -------------------------
 
 
 @keras.saving.register_keras_serializable("grid")
@@ -212,7 +212,7 @@ def _graph(kind, *before):
 
 
 def _of(container):
-    """Returns what makes a model with two results in a container."""
+    """Returns a function that creates a model with a container of outputs."""
 
     def make(kind):
         inputs = keras.Input((3,))
@@ -238,7 +238,7 @@ MODELS = {
 }
 
 
-# --- how it came about, under no policy ------------------------------------
+# --- ways to get a model, without a policy ---------------------------------
 
 
 def _around(model):
@@ -281,11 +281,11 @@ def _frozen_in_a_file(model, arrays):
     return loaded
 
 
-# --- what decides ----------------------------------------------------------
+# --- callbacks that decide -------------------------------------------------
 
 
 class Seen(keras.callbacks.Callback):
-    """Keeps what a callback of a user's own is told."""
+    """A custom callback that keeps its logs."""
 
     def __init__(self):
         super().__init__()
@@ -296,7 +296,7 @@ class Seen(keras.callbacks.Callback):
 
 
 def _monitored(name, *args, **kwargs):
-    """Returns what makes a callback of Keras's on `loss`, or `val_loss`."""
+    """Returns a function that creates a Keras callback on a loss."""
 
     def make(case, folder):
         mine = "my_" if case.reports == "renamed" else ""
@@ -337,21 +337,21 @@ CALLBACKS = {
         swap_on_epoch=True
     ),
 }
-# Arrays for `fit`; batches for `train_on_batch`; a generator for `fit`, whose
-# epochs hold one batch each.
+# The sources are arrays for `fit`, batches for `train_on_batch`, and a
+# generator for `fit`, whose epochs have one batch each.
 SOURCES = ("arrays", "batches", "epochs")
 BAD = ("nan", "inf", "targets")
 WHERE = ("none", "first", "middle", "last")
 POLICIES = ("mixed_bfloat16", "mixed_float16")
 COUNTS = (3, 5)
-# How a model came about, beside the tables: frozen between save and load.
+# "thawed" is not in the tables: the model is frozen between save and load.
 _KINDS = [f"{model}+{made}" for model in MODELS for made in [*MADE, "thawed"]]
 
 
 def sample(count, seed=0, alike=6):
     """Returns some combinations, the same each time.
 
-    Some that lie side by side have one oracle.
+    Neighbouring combinations share an oracle.
     """
     drawn, found = random.Random(seed), []
     shared = [WHERE, _KINDS, REPORTS, METRICS, CALLBACKS, COUNTS, SOURCES]
@@ -369,25 +369,25 @@ def sample(count, seed=0, alike=6):
 
 
 def _is_possible(case):
-    """Says whether Keras itself can run a combination."""
+    """Returns whether Keras itself can run a combination."""
     model, made = case.model.split("+")
-    # Other keys than the metrics': Keras reports the last step's own numbers.
+    # For keys that are not metrics, Keras reports the last step's numbers.
     if case.reports in ("twice", "own_step") and case.where == "last":
         return False
     if case.source == "epochs" and not (
         case.callback in ("none", "best", "csv")
-        # Keras reads no lists out of a generator under TensorFlow.
+        # Under TensorFlow, Keras cannot read lists from a generator.
         and model != "list"
         and case.where != "none"
         and case.reports not in ("twice", "own_step")
     ):
         return False
-    # A first step that was skipped measured nothing: there it stops.
+    # A skipped first step has no loss, at which `TerminateOnNaN` stops.
     if case.callback == "nan" and (
         case.source == "epochs" or case.where == "first"
     ):
         return False
-    # Keras keeps a first epoch's NaN as the best of all.
+    # Keras keeps NaN in the first epoch as the best value.
     if (case.source, case.where) == ("epochs", "first") and (
         case.callback == "best"
     ):
@@ -398,14 +398,14 @@ def _is_possible(case):
         return False
     if case.reports in ("own_step", "one_more") and model in CONTAINERS:
         return False
-    # Its step updates no metric of `compile`'s.
+    # This step does not update the metrics of `compile`.
     if case.reports == "own_step" and case.metric != "none":
         return False
-    # Keras loads a model of one class of the user's around another's as one.
+    # Keras cannot load a custom model inside another custom model.
     if made == "wrapped" and model in CONTAINERS:
         return False
-    # Keras gives replicas' `train_on_batch` no batches of uneven data, and
-    # reads no logs out of a `train_step` of nested replicas' values.
+    # With replicas, Keras's `train_on_batch` does not split uneven data, and
+    # Keras cannot read logs of nested values from a `train_step`.
     return not (
         case.mode == "replicas"
         and (case.source != "arrays" or case.reports == "own_step")
@@ -416,7 +416,7 @@ def _is_possible(case):
 
 
 def difference(case):
-    """Says what tfmix reports otherwise than plain Keras; "" for nothing."""
+    """Describes how tfmix's reports differ from plain Keras; "" if equal."""
     ours, theirs = _run(case, case.policy), _oracle(case)
     for name, found in ours.items():
         expected = theirs[name]
@@ -426,7 +426,7 @@ def difference(case):
 
 
 def _oracle(case):
-    # Keras sums a metric of one's own over replicas, and each normalises by
+    # Keras sums custom metrics over replicas, and each replica normalises with
     # its own rows.
     as_replicas = "normalised" in case.model or case.metric == "lowest"
     is_replicas = case.mode == "replicas" and as_replicas
@@ -490,7 +490,7 @@ def _run_in(case, policy, folder):
 
 
 def _model(case, policy, arrays):
-    """Makes a model under a policy, and compiles it under none."""
+    """Creates a model under a policy, and compiles it without one."""
     name, made = case.model.split("+")
     with _strategy(case).scope():
         with tfmix.policy_scope(policy or "float32"):
@@ -558,7 +558,7 @@ class _NoStrategy:
 
 
 def _data(case, planted):
-    """Returns inputs and targets, and which batches of them are not finite."""
+    """Returns inputs and targets, and the numbers of bad batches."""
     rng = np.random.default_rng(0)
     x = rng.integers(-4, 5, (BATCH * case.batches, 3)).astype("float32") / 4
     y = x.sum(axis=1, keepdims=True) + 1.0
@@ -589,7 +589,7 @@ def _columns(logs):
 def _alike(found, expected):
     if set(found) != set(expected):
         return False
-    # Two products in bfloat16, a few steps of training apart.
+    # The models have two bfloat16 products, and train for a few steps.
     return all(
         np.shape(found[key]) == np.shape(expected[key])
         and np.allclose(found[key], expected[key], rtol=0.1, atol=0.1)

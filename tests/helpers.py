@@ -1,4 +1,4 @@
-"""What tests share: tolerances, lists of things to test, comparisons."""
+"""Shared by tests: tolerances, lists of optimizers, comparisons."""
 
 import functools
 
@@ -6,19 +6,19 @@ import keras
 import numpy as np
 import pytest
 
-# One row per dtype results are compared in. The unit is the format's epsilon;
-# the factor says how many roundings the compared paths may differ by.
+# Results in a dtype are compared with its tolerance. The unit is the format's
+# epsilon, and the factor is the number of roundings that may differ.
 TOLERANCES = {
-    # Two summation orders of up to about a hundred products.
+    # Sums of about a hundred products may be in different orders.
     "float32": 64 * 2.0**-23,
-    # One rounding on the way in, one on the way out, and their half steps.
+    # Inputs and outputs are rounded once each, by up to half a step.
     "float16": 4 * 2.0**-10,
-    # As float16; eight bits of significand leave less room for more.
+    # The factor is float16's, because eight bits leave no room for more.
     "bfloat16": 4 * 2.0**-7,
 }
 
-# Non-default arguments for each, so that a field that is lost on the way
-# through a configuration or a file shows.
+# The arguments are not the defaults, so that tests notice a field that a
+# configuration or a file loses.
 OPTIMIZERS = {
     "Adadelta": {"learning_rate": 0.5, "rho": 0.9, "epsilon": 1e-6},
     "Adafactor": {"learning_rate": 0.02, "beta_2_decay": -0.7},
@@ -33,11 +33,11 @@ OPTIMIZERS = {
     "Nadam": {"learning_rate": 0.02, "beta_2": 0.99},
     "RMSprop": {"learning_rate": 0.02, "momentum": 0.5, "centered": True},
     "SGD": {"learning_rate": 0.05, "momentum": 0.9, "nesterov": True},
-    # New in Keras 3.15.
+    # This optimizer is not in the oldest supported Keras.
     "ScheduleFreeAdamW": {"learning_rate": 0.02, "warmup_steps": 3},
 }
 
-# Not optimizers one can build by themselves: the base, and the wrappers.
+# The base class and the wrappers cannot be created without arguments.
 WRAPPERS = ("LossScaleOptimizer", "MultiOptimizer", "Optimizer")
 
 
@@ -47,9 +47,9 @@ def optimizer_names():
 
 
 def quick_are(quick, values):
-    """Returns values as parameters, the others marked as slow.
+    """Returns values as pytest parameters, all but `quick` marked as slow.
 
-    Values that are tuples are several parameters, as pytest takes them.
+    A tuple holds the values of several parameters.
     """
     return [
         pytest.param(
@@ -61,7 +61,7 @@ def quick_are(quick, values):
 
 
 def optimizers_of_a_kind():
-    """Returns the same names, all but one of each kind to be run as slow."""
+    """Returns the names, all but one of each kind marked as slow."""
     return quick_are({"SGD", "Adam", "Muon"}, optimizer_names())
 
 
@@ -81,16 +81,16 @@ def requires_backend(name):
 
 
 def takes_scaled_gradients(optimizer):
-    """Lets a test make scaled gradients by itself, without a loss."""
+    """Prepares an optimizer for gradients that a test scales itself."""
     optimizer._has_scaled = True
 
 
 @functools.cache
 def mirrored_strategy(num_replicas=2):
-    """Returns the one MirroredStrategy of the test run (TensorFlow only).
+    """Returns the only MirroredStrategy of the test run (TensorFlow only).
 
     TensorFlow numbers the collectives of each strategy from 100 up, so two
-    strategies in one process mistake each other's for their own.
+    strategies in one process would mix up their collectives.
     """
     import tensorflow as tf
 
@@ -100,7 +100,7 @@ def mirrored_strategy(num_replicas=2):
 
 
 def tolerance(dtype):
-    """Returns the `rtol` and `atol` results of a dtype are compared with."""
+    """Returns the `rtol` and `atol` for comparing results of a dtype."""
     bound = TOLERANCES[keras.backend.standardize_dtype(dtype)]
     return {"rtol": bound, "atol": bound}
 
@@ -108,14 +108,14 @@ def tolerance(dtype):
 def to_numpy(value):
     """Copies a tensor, variable or array to float64, integers to integers."""
     array = np.asarray(keras.ops.convert_to_numpy(value))
-    # bfloat16 arrives as a type that NumPy's comparisons do not know.
+    # NumPy's comparisons do not support the type of bfloat16.
     if array.dtype.kind in "biu":
         return array
     return array.astype("float64")
 
 
 def snapshot(variables):
-    """Copies variables, to be compared with later."""
+    """Copies variables for a later comparison."""
     return [
         np.array(keras.ops.convert_to_numpy(v), copy=True) for v in variables
     ]
@@ -142,7 +142,7 @@ def assert_same_bits(actual, expected):
 
 
 def assert_unchanged(variables, before):
-    """Fails unless variables have the very bits of their `snapshot`."""
+    """Fails unless variables have exactly the bits of their `snapshot`."""
     assert len(variables) == len(before), "the number of variables changed"
     for variable, value in zip(variables, before, strict=True):
         try:
@@ -163,12 +163,12 @@ def assert_all_finite(values):
 
 
 def notebook_html(report):
-    """Returns the HTML that a notebook shows of a report."""
+    """Returns a report's HTML, as a notebook shows it."""
     return report._repr_mimebundle_([], [])["text/html"]
 
 
 def tensorboard(folder, **settings):
-    """Returns Keras's callback, or skips the test where it cannot write."""
+    """Returns Keras's callback, or skips the test if it cannot write."""
     reason = "keras.callbacks.TensorBoard needs both"
     for module in ("tensorflow", "tensorboard"):
         pytest.importorskip(module, reason=reason)
@@ -176,7 +176,7 @@ def tensorboard(folder, **settings):
 
 
 def curves(folder):
-    """Reads an event file: for each name the value of every step."""
+    """Reads an event file into the values of every step, by name."""
     import tensorflow as tf
 
     (file,) = folder.iterdir()

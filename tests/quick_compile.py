@@ -11,10 +11,10 @@ OPTION = "jax_disable_most_optimizations"
 
 @contextlib.contextmanager
 def quick_compile():
-    """Skips what takes XLA longest; does nothing under TensorFlow.
+    """Skips XLA's slowest work; does nothing under TensorFlow.
 
-    It takes a second to compile the random draw of every new shape of
-    weights, and most of a step's compilation is optimisation.
+    Compiling the random initializer for a new shape takes a second, and most
+    of a step's compilation is optimisation.
     """
     if keras.backend.backend() != "jax":
         yield

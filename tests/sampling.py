@@ -1,26 +1,27 @@
-"""Which cases of a parametrized test the quick run keeps."""
+"""Chooses the cases of a parametrized test for the quick run."""
 
 import collections
 import zlib
 
-# A parameter with fewer values has all of them under each backend.
+# Each backend runs all values of a parameter with fewer values.
 MANY = 4
 
 
 def quick(items, left_out, shared, mine):
-    """Chooses from pytest's items what a quick run keeps.
+    """Chooses pytest's items for a quick run.
 
-    That is every test that is not parametrized, and of a parametrized one a
-    few cases in which every value of every parameter occurs: all cases if it
-    is marked `every_case`, and one, under one of the backends, if it is
-    marked `costly`.
+    It keeps every test without parameters. Of a parametrized test it keeps a
+    few cases in which every value of every parameter occurs; all cases if the
+    test is marked `every_case`; and one case, under one of the backends, if it
+    is marked `costly`.
 
     Args:
-        items: What pytest collected.
-        left_out: Tells of an item whether only the complete run has it.
-        shared: Tells of an item whether the other backend has it as well.
-            The backends then share the values of a long parameter: one tries
-            the first, third and fifth, the other the second and fourth.
+        items: The items that pytest collected.
+        left_out: Function that returns whether only the complete run has an
+            item.
+        shared: Function that returns whether the other backend has an item as
+            well. The backends then share the values of a long parameter: one
+            tries the first, third and fifth, the other the second and fourth.
         mine: 0 or 1, this backend's part of shared values.
 
     Returns:
@@ -39,7 +40,7 @@ def quick(items, left_out, shared, mine):
         if cases[0].get_closest_marker("every_case"):
             kept.update(cases[n] for n in able)
             continue
-        # To begin with another case gives other combinations.
+        # Another first case leads to other combinations.
         able = able[mine:] + able[:mine]
         chosen = sample([values[n] for n in able], theirs)
         if cases[0].get_closest_marker("costly"):
@@ -53,9 +54,8 @@ def quick(items, left_out, shared, mine):
 def sample(cases, needless=frozenset()):
     """Chooses few cases in which every value of every parameter occurs.
 
-    The case with the most values that no chosen case has is chosen next, the
-    first of them if there are several. A full product of 2, 3 and 4 values
-    has 24 cases, of which 4 are chosen.
+    The next choice is always the first case with the most new values. A full
+    product of 2, 3 and 4 values has 24 cases, of which 4 are chosen.
 
     Args:
         cases: The values of each case, a set of pairs of parameter and value.
@@ -92,5 +92,5 @@ def _values(item):
     case = getattr(item, "callspec", None)
     if case is None:
         return {("test", item.nodeid)}
-    # Values of any type: their text tells them apart within one process.
+    # Values may have any type, but their `repr` is unique within a process.
     return {(name, repr(value)) for name, value in case.params.items()}

@@ -1,4 +1,4 @@
-"""What the tests of the 16-bit optimizers share."""
+"""Shared by the tests of the 16-bit optimizers."""
 
 import keras
 import numpy as np
@@ -6,7 +6,7 @@ from keras import ops
 
 from tfmix.optimizers import bfloat16_optimizer, master_weights
 
-# Odd sizes, which leave SIMD registers partly filled, and a whole one.
+# Most sizes leave SIMD registers partly filled; one fills them.
 SHAPES = [(7, 5), (5,), (33, 17), (16, 3)]
 
 # Every way to keep the bits that bfloat16 lacks.
@@ -29,7 +29,7 @@ EXACT_WAYS = ["masters", "flat", "split"]
 
 
 def variables(dtype, seed=0, shapes=SHAPES):
-    """Variables that start from the same bfloat16 numbers in any dtype."""
+    """Returns variables with the same bfloat16 numbers in any dtype."""
     random = np.random.default_rng(seed)
     return [
         keras.Variable(
@@ -41,7 +41,7 @@ def variables(dtype, seed=0, shapes=SHAPES):
 
 
 def gradients(steps, seed=1, shapes=SHAPES):
-    """Float32 gradients for `variables`, a list per step."""
+    """Returns float32 gradients for `variables`, a list per step."""
     random = np.random.default_rng(seed)
     return [
         [random.normal(size=shape).astype("float32") for shape in shapes]
@@ -84,7 +84,7 @@ def _run_jax(optimizer, model_variables, steps):
 
 
 def bits_of(values):
-    """The exact content of variables or tensors, to compare with `==`."""
+    """Returns the exact content of variables or tensors, to compare by `==`."""
     return [
         ops.convert_to_numpy(ops.cast(value, "float32")).tobytes()
         for value in values

@@ -18,13 +18,13 @@ _BAD_NUMBERS = np.float32([np.nan, np.inf, -np.inf])
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Which steps are bad, and how; one entry per step in each array."""
+    """The faults of a run; each array has one entry per step."""
 
     bad: np.ndarray
-    # The variable whose gradient is hit; NUM_VARIABLES is all of them.
+    # The variable with a bad gradient; NUM_VARIABLES means all of them.
     variable: np.ndarray
     number: np.ndarray
-    # Whether the whole gradient is bad, or its first number only.
+    # True if the whole gradient is bad, false if only its first number is.
     whole: np.ndarray
 
 
@@ -53,14 +53,14 @@ def make_variables(system):
 
 
 def loss(table_rows, kernel, bias):
-    """A bounded loss: the run itself never overflows."""
+    """A bounded loss, so that the run itself never overflows."""
     ops = keras.ops
     hidden = ops.tanh(ops.matmul(table_rows, kernel) + bias)
     return ops.mean(ops.square(hidden - 0.5))
 
 
 def hit(gradient, index, fault):
-    """Returns a gradient, with the step's fault in it if it has one."""
+    """Returns a gradient, with the fault of the step if there is one."""
     ops = keras.ops
     bad, variable, number, whole = fault
     mine = ops.logical_or(variable == index, variable == NUM_VARIABLES)

@@ -1,4 +1,4 @@
-"""One optimizer step, the same for every way of running it."""
+"""One optimizer step, for every mode of execution."""
 
 import keras
 import numpy as np
@@ -20,7 +20,7 @@ def variables():
 
 
 def gradients(seed):
-    """Returns true gradients for `variables`, as NumPy arrays."""
+    """Returns unscaled gradients for `variables`, as NumPy arrays."""
     rng = np.random.default_rng(seed)
     return [
         rng.normal(size=shape).astype("float32") for shape in [(3, 2), (2,)]

@@ -1,4 +1,4 @@
-"""What docs/how-it-works.md says replicas exchange for the loss scale."""
+"""Exchanges of replicas for the loss scale match docs/how-it-works.md."""
 
 import re
 
@@ -14,7 +14,7 @@ ROWS, COLUMNS, VARIABLES = 16, 8, 3
 
 
 def exchanges(scaled, sharded):
-    """Returns what each all-reduce of a compiled train step joins."""
+    """Returns the inputs of each all-reduce of a compiled train step."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 

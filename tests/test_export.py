@@ -1,7 +1,7 @@
 """A model trained in 16 bit is exported, frozen, reloaded and differentiated.
 
-What is traced for inference holds nothing of tfmix: it is what Keras's own
-policy would trace.
+A trace for inference contains nothing of tfmix: Keras's own policy would trace
+the same.
 """
 
 import re
@@ -28,12 +28,12 @@ ROWS = RNG.normal(size=(16, 6)).astype("float32")
 STEPS = RNG.normal(size=(16, 5, 6)).astype("float32")
 IMAGES = RNG.normal(size=(4, 8, 8, 3)).astype("float32")
 POLICIES = ("mixed_float16", "mixed_bfloat16", "float16")
-# Of what the reloaded model returns, by the policy.
+# The tolerance of the reloaded model's outputs, by the policy.
 WITHIN = {"mixed_float16": 2e-3, "mixed_bfloat16": 2e-2, "float16": 2e-3}
 
 
 class OfWeight(layers.Layer):
-    """Multiplies by a weight, somewhere."""
+    """A layer that multiplies by a weight, in `call` of a subclass."""
 
     def build(self, shape):
         self.w = self.add_weight(shape=(shape[-1], shape[-1]))
@@ -151,7 +151,7 @@ def cases():
 
 
 def of_tfmix(graph):
-    """Lists the operations of a graph whose gradient is tfmix's."""
+    """Lists the operations of a graph with a gradient of tfmix."""
     functions = [node for f in graph.library.function for node in f.node_def]
     return [
         node.name
@@ -182,7 +182,7 @@ def test_a_trained_model_is_deployed(kind, policy, tmp_path):
     graph = reloaded.signatures["serve"].graph.as_graph_def()
     assert of_tfmix(graph) == []
 
-    # Its gradient is what Keras's own policy would have.
+    # Its gradient is that of Keras's own policy.
     given = tf.constant(x)
     with tf.GradientTape() as tape:
         tape.watch(given)
@@ -244,7 +244,7 @@ def lite(file):
 
     def run(x):
         interpreter.resize_tensor_input(entry["index"], x.shape)
-        # Needs no Flex ops: none are linked.
+        # This fails if the model needs Flex ops, which are not linked.
         interpreter.allocate_tensors()
         interpreter.set_tensor(entry["index"], x)
         interpreter.invoke()
@@ -263,7 +263,7 @@ def onnx(file):
 def frozen(file):
     graph = tf.compat.v1.GraphDef.FromString(file.read_bytes())
     assert of_tfmix(graph) == []
-    # The last operation is the output.
+    # The last operation of the graph is the output.
     first, last = "x:0", f"{graph.node[-1].name}:0"
 
     def run(x):
@@ -289,7 +289,7 @@ RUN = {".tflite": lite, ".onnx": onnx, ".pb": frozen, ".keras": kept}
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """The names of the page once its blocks have run, and a trained model."""
+    """The names that the page's blocks define, and a trained model."""
     text = PAGE.read_text(encoding="utf-8")
     keras.utils.set_random_seed(0)
     names = test_docs.run_page(text, str(PAGE))
@@ -303,7 +303,7 @@ def test_the_table_of_deployment_is_found():
     assert len(TABLE) == 12
 
 
-# Keras's, of layers that have no weights to quantize.
+# Keras warns about layers without weights to quantize.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -313,14 +313,14 @@ def test_the_table_of_deployment_is_found():
     [
         pytest.param(
             row,
-            # TensorFlow's converter takes its time, once for each format.
+            # TensorFlow's converter is slow, and runs once for each format.
             marks=pytest.mark.slow if "weights" in row[0] else (),
             id=row[0],
         )
         for row in TABLE
     ],
 )
-def test_a_line_of_the_table_is_as_it_says(row, page, tmp_path, monkeypatch):
+def test_each_row_of_the_table_is_true(row, page, tmp_path, monkeypatch):
     target, line, kilobytes, within = row
     for package in NEEDS.get(target.split(",")[0], "").split():
         page[package] = pytest.importorskip(package)

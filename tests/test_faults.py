@@ -17,7 +17,7 @@ from benchmarks.fault_cases import (
 )
 from tests import helpers
 
-# Those that train several models, or start processes.
+# These train several models, or start processes.
 SLOW = {
     "accumulation-window",
     "convert-replicas-to-16-bit",
@@ -45,7 +45,7 @@ SLOW = {
 
 @pytest.fixture(autouse=True)
 def one_strategy(monkeypatch):
-    """Runs the replica rows under the strategy that all tests share."""
+    """Runs the replica rows with the strategy that all tests share."""
     monkeypatch.setattr(replicas, "mirrored", helpers.mirrored_strategy)
 
 
@@ -66,7 +66,7 @@ def test_tfmix_survives(fault):
     assert outcome.survived, outcome.text
 
 
-# A pure 16-bit variable meets these in every run; the others are slow.
+# In a quick run, pure 16-bit variables only meet these. The others are slow.
 QUICK_AT_16_BITS = {
     "inf-in-one-replica",
     "bad-stretch",
@@ -98,14 +98,14 @@ def test_sixteen_bit_variables_survive(fault, column):
     assert outcome.survived, outcome.text
 
 
-def test_what_does_not_apply_names_a_fault_and_a_reason():
+def test_an_exception_for_a_system_names_a_fault_and_a_reason():
     names = {fault.name for fault in catalogue.FAULTS}
     for each in systems.SIXTEEN_BIT:
         assert set(each.inapplicable) <= names
         assert all(each.inapplicable.values())
 
 
-def test_close_knows_the_precision_of_a_variable():
+def test_close_uses_the_precision_of_a_variable():
     rounded = systems.by_name("masters").variable([0.9])
     assert words.close(rounded, [0.9])
     assert not words.close(rounded, [0.91])
@@ -128,12 +128,12 @@ def test_close_knows_the_precision_of_a_variable():
         "inner-methods",
     ],
 )
-def test_a_system_without_the_remedy_is_lost(name):
+def test_a_system_without_the_remedy_does_not_survive(name):
     outcome = catalogue.by_name(name).run(system("Keras"))
     assert not outcome.survived, outcome.text
 
 
-def test_there_are_24_faults_or_more_each_with_its_own_name():
+def test_each_fault_has_a_unique_name_and_a_title():
     names = [fault.name for fault in catalogue.FAULTS]
     assert len(names) == len(set(names)) >= 24
     assert all(fault.title for fault in catalogue.FAULTS)
@@ -147,7 +147,7 @@ def test_an_exception_is_an_outcome():
     assert outcome == record.Outcome(False, "raises RuntimeError: the why")
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones():
+def test_an_unknown_name_is_refused_with_all_names():
     with pytest.raises(ValueError, match="'no-such'.*bad-stretch"):
         catalogue.by_name("no-such")
     with pytest.raises(ValueError, match="bad-stretch"):
@@ -155,7 +155,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 
 
 class SilentProcess:
-    """Starts a fault and is never heard of again."""
+    """A child process that starts a fault and then hangs or dies."""
 
     def __init__(self, lines, ends):
         self.lines = [child.MARK + json.dumps(line) for line in lines]
@@ -199,7 +199,7 @@ def test_a_child_that_hangs_or_dies_costs_one_row(monkeypatch, ends, expected):
 
 
 @pytest.mark.parametrize(("survives", "status"), [(True, 0), (False, 1)])
-def test_the_exit_status_says_whether_tfmix_survived(
+def test_the_exit_status_shows_whether_tfmix_survived(
     monkeypatch, capsys, survives, status
 ):
     outcomes = {
@@ -226,7 +226,7 @@ def test_a_fault_that_does_not_apply_is_not_run(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_runs_a_row_in_a_process_of_its_own():
+def test_the_command_runs_a_row_in_a_separate_process():
     command = [sys.executable, "-m", "benchmarks.faults", "--json"]
     result = subprocess.run(
         [*command, "--only", "set-weights"], capture_output=True, text=True

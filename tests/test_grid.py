@@ -1,4 +1,4 @@
-"""What users hang on a model is theirs: logs, history, callbacks' decisions."""
+"""Logs, history and callbacks are the same as in plain Keras."""
 
 import dataclasses
 import functools
@@ -10,13 +10,13 @@ import pytest
 from tests import grid, sampling
 
 QUICK, MANY = 6, 2000
-# Keras's own, of a state that no longer fits and of metrics it does not find.
+# Keras warns about state that no longer fits, and about missing metrics.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("case", grid.sample(QUICK), ids=str)
-def test_it_is_as_in_plain_keras_without_the_bad_batch(case):
+def test_logs_match_plain_keras_without_the_bad_batch(case):
     assert grid.difference(case) == ""
 
 
@@ -35,7 +35,7 @@ def pairs(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(20))
-def test_every_pair_of_settings_is_as_in_plain_keras(part):
+def test_every_pair_of_settings_matches_plain_keras(part):
     wrong = {
         str(case): found
         for case in cover()[part::20]

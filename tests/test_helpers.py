@@ -1,4 +1,4 @@
-"""A helper that cannot fail proves nothing: each is tried on a wrong input."""
+"""Each helper fails on a wrong input: one that cannot fail proves nothing."""
 
 import inspect
 

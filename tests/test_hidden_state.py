@@ -1,4 +1,4 @@
-"""What tfmix holds for a block, or keeps on objects of others, is in a list."""
+"""The guide lists the state that tfmix keeps on Keras's objects."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The layout: imports between our modules point downwards and form no cycle."""
+"""Imports between our modules point downwards, and form no cycle."""
 
 import ast
 import graphlib
@@ -10,8 +10,8 @@ from tests.tree import ROOT
 
 PACKAGE = ROOT / "tfmix"
 
-# From the bottom up. A name stands for itself and what is below it; the most
-# specific one counts.
+# The layers from the bottom up. A name covers all modules below it, and the
+# most specific name counts.
 LAYERS = (
     (
         "_arguments",
@@ -36,14 +36,14 @@ LAYERS = (
     ("cli",),
     ("__init__", "__main__"),
 )
-# A public function of a module's name hides it once `import tfmix` is through:
-# a late import would get the one or the other by chance.
+# A public function with a module's name hides the module after `import tfmix`.
+# A late import would get either of them by chance.
 HIDDEN: set[str] = set()
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 
 def modules(package):
-    """Maps dotted names to files; a package is `name.__init__`."""
+    """Maps dotted names to files; packages are named `name.__init__`."""
     return {
         ".".join(path.relative_to(package).with_suffix("").parts): path
         for path in sorted(package.rglob("*.py"))
@@ -51,7 +51,7 @@ def modules(package):
 
 
 def imports(path, names):
-    """Returns the modules of ours that a file imports, anywhere in it."""
+    """Returns our modules that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -83,13 +83,13 @@ def _strip(dotted):
 
 
 def _target(dotted, names, path):
-    """Names the module; a package stands for its `__init__`."""
+    """Returns the module of an import; for a package, its `__init__`."""
     name = _strip(dotted)
     if name in names:
         return name
     package = f"{name}.__init__" if name else "__init__"
-    assert package in names, f"{path}: {dotted} is no module of tfmix"
-    # Only the top reads the packages' re-exports; see style.md, habit 8.
+    assert package in names, f"{path}: {dotted} is not a module of tfmix"
+    # Only the top-level package may import packages' re-exports.
     allowed = path == PACKAGE / "__init__.py" and name
     assert allowed, f"{path}: imports the package {dotted}, name its module"
     return package
@@ -111,7 +111,7 @@ def rank(name):
 
 def check_no_cycle(graph):
     assert any(graph.values()), "no import found: looking in the wrong place"
-    # Raises CycleError, which names the cycle.
+    # This raises CycleError, which names the cycle.
     graphlib.TopologicalSorter(graph).prepare()
 
 
@@ -154,7 +154,7 @@ def test_the_names_that_hide_their_module_are_known():
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
-    """A package with our layout, to inject faults into."""
+    """A package with our layout, into which tests inject faults."""
     for name in ("_keras", "policy", "loss_scaling"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text('"""Empty."""\n')
@@ -173,7 +173,7 @@ def copied(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_copied_layout_passes(copied):
+def test_the_intact_layout_passes(copied):
     graph = graph_of(copied)
     check_no_cycle(graph)
     check_downwards(graph)
@@ -208,7 +208,7 @@ def test_an_injected_upward_arrow_is_found(copied):
         ("from tfmix import policy", "imports the package"),
         ("from tfmix.policy import Policy", "imports the package"),
         ("from . import policy", "relative import"),
-        ("import tfmix.nothing", "no module of tfmix"),
+        ("import tfmix.nothing", "not a module of tfmix"),
     ],
 )
 def test_imports_that_hide_their_module_are_found(copied, line, message):

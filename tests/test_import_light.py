@@ -1,4 +1,4 @@
-"""`import tfmix` is quick and brings in nothing heavy; each check can fail."""
+"""`import tfmix` is quick and imports nothing heavy; each check can fail."""
 
 import json
 import os
@@ -11,10 +11,10 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 HEAVY = ("matplotlib", "pandas", "sklearn", "tensorboard", "tensorflow")
-MOST_CALLS = 90_000  # of functions, on top of `import keras`
+MOST_CALLS = 90_000  # function calls on top of those of `import keras`
 
-# Blocking a module is stronger than looking for it afterwards: Keras itself
-# imports matplotlib where it is installed.
+# Blocking a module is a stronger check than looking for it afterwards: Keras
+# itself imports matplotlib if it is installed.
 BLOCKED = """
 import sys
 for name in {blocked!r}:
@@ -22,8 +22,8 @@ for name in {blocked!r}:
 import {module}
 """
 
-# Calls are counted, not seconds: a count is the same on every machine. 90,000
-# take a tenth of a second or two.
+# Calls are counted instead of seconds, because a count is the same on every
+# machine. 90,000 calls take a tenth of a second or two.
 COUNTED = """
 import json, sys
 import keras
@@ -51,7 +51,7 @@ def run(code, folder=ROOT, backend=None):
 
 
 def imports_without(module, blocked, folder=ROOT, backend="jax"):
-    """Tells whether a module imports while others cannot be imported."""
+    """Returns whether a module can be imported while others are blocked."""
     code = BLOCKED.format(module=module, blocked=blocked)
     done = run(code, folder, backend)
     if done.returncode:
@@ -61,7 +61,7 @@ def imports_without(module, blocked, folder=ROOT, backend="jax"):
 
 
 def cost_of_import(module, folder=ROOT):
-    """Returns how many calls an import makes, and what it brings in."""
+    """Returns the number of calls of an import, and the modules it loads."""
     done = run(COUNTED.format(module=module), folder)
     assert done.returncode == 0, done.stderr
     calls, added = json.loads(done.stdout.splitlines()[-1])
@@ -70,7 +70,7 @@ def cost_of_import(module, folder=ROOT):
 
 @pytest.fixture
 def heavy_module(tmp_path):
-    """A module that is slow to import and asks for something heavy."""
+    """A module that is slow to import, and imports something heavy."""
     (tmp_path / "tensorboard.py").write_text("x = 1\n")
     (tmp_path / "heavy.py").write_text(
         "import tensorboard\nfor number in range(100_000): abs(number)\n"
@@ -84,7 +84,7 @@ def test_import_under_jax_needs_neither_tensorflow_nor_matplotlib():
     assert imports_without("tfmix", HEAVY)
 
 
-def test_that_check_fails_on_a_module_that_needs_one(heavy_module):
+def test_the_import_check_fails_on_a_module_that_needs_one(heavy_module):
     assert not imports_without("heavy", HEAVY, heavy_module)
 
 
@@ -96,7 +96,7 @@ def test_import_is_quick_and_adds_nothing_heavy():
 
 
 @pytest.mark.slow
-def test_that_check_fails_on_a_slow_and_heavy_module(heavy_module):
+def test_the_cost_check_fails_on_a_slow_and_heavy_module(heavy_module):
     calls, added = cost_of_import("heavy", heavy_module)
     assert calls > MOST_CALLS
     assert added & set(HEAVY) == {"tensorboard"}

@@ -19,12 +19,12 @@ def _keras_tests():
     return module.LossScaleOptimizerTest
 
 
-# Keras gives `apply` gradients of a loss that it never scaled, and a factor
-# on the inner optimizer; tfmix says so.
+# Keras's tests pass gradients of an unscaled loss to `apply`, and set a factor
+# on the inner optimizer. tfmix warns about both.
 @pytest.mark.filterwarnings("ignore:The gradients are divided by the loss")
 @pytest.mark.filterwarnings("ignore:The fixed loss_scale_factor")
 class TestKerasLossScaleOptimizer(_keras_tests()):
-    """Collected by pytest like any `unittest` class."""
+    """Keras's tests, which pytest collects like any `unittest` class."""
 
 
 def test_the_class_under_test_is_tfmix_own():

@@ -1,4 +1,4 @@
-"""The sweep of all layers: tfmix within the bounds, the rest explained."""
+"""The sweep of all layers: tfmix is within the bounds, or has a reason."""
 
 import inspect
 import json
@@ -19,7 +19,7 @@ from benchmarks import (
 from tfmix.policy import float32_layers
 
 DOCS = Path(__file__).parents[1] / "docs" / "what-stays-float32.md"
-# Layers and activations that Keras itself gets wrong, one of each sort.
+# Layers and activations for which Keras itself is wrong, one of each kind.
 FAST = (
     ("UnitNormalization", "float16", "offset by 100"),
     ("Average", "bfloat16", "offset by 100"),
@@ -32,7 +32,7 @@ FAST = (
     ("activations.squareplus", "float16", "scaled by 200"),
     ("activations.hard_silu", "bfloat16", "normal"),
 )
-# Wrong under JAX alone.
+# Keras is only wrong under JAX here.
 SOFTSIGN = ("activations.softsign", "float16", "offset by 100")
 # Keras is right here, and tfmix must stay so.
 ALSO_RIGHT = (
@@ -50,7 +50,7 @@ def measured(name, fmt, kind):
     return row
 
 
-# Under JAX a run is mostly compilation: 2 s for each, so fewer of them.
+# Under JAX each run compiles for 2 s, so there are fewer.
 @pytest.mark.every_case("few of them run under JAX, which shares none")
 @pytest.mark.parametrize(
     ("name", "fmt", "kind"),
@@ -58,7 +58,7 @@ def measured(name, fmt, kind):
     if keras.backend.backend() == "tensorflow"
     else [FAST[0], FAST[5], SOFTSIGN, ALSO_RIGHT[0]],
 )
-def test_tfmix_stays_within_the_bound_or_says_why(name, fmt, kind):
+def test_tfmix_stays_within_the_bound_or_has_a_reason(name, fmt, kind):
     row = measured(name, fmt, kind)
     assert not row.is_unexplained, str(row.tfmix)
 
@@ -68,7 +68,7 @@ def test_tfmix_stays_within_the_bound_or_says_why(name, fmt, kind):
     reason="XLA sums float16 in float32 by itself on a CPU",
 )
 @pytest.mark.parametrize(("name", "fmt", "kind"), FAST)
-def test_the_sweep_sees_what_keras_gets_wrong(name, fmt, kind):
+def test_the_sweep_finds_errors_of_keras(name, fmt, kind):
     row = measured(name, fmt, kind)
     assert not row.keras.is_within(row.bound)
     assert row.is_interesting
@@ -121,7 +121,7 @@ def test_every_default_layer_rule_is_in_the_docs():
     missing = [
         rule.layer_class
         for rule in float32_layers.DEFAULT_LAYER_RULES
-        # The bases of preprocessing layers have no names a user would know.
+        # Users do not know the base classes of preprocessing layers.
         if not rule.layer_class.endswith("DataLayer")
         and f"`{rule.layer_class}`" not in text
     ]
@@ -132,7 +132,7 @@ def test_a_deviation_is_measured_in_epsilons_of_the_format():
     reference = {"output 0": np.array([1.0, -2.0])}
     off = {"output 0": np.array([1.0, -2.0 + 2.0**-8])}
     found = layer_deviation.compare(off, reference, "float16")
-    # 2**-8 of a largest value of 2, in steps of 2**-10.
+    # The error is 2**-8 at a largest value of 2, in steps of 2**-10.
     assert found.epsilons == 2.0
     assert found.worst == "output 0"
     assert found.is_within(2.0)
@@ -140,7 +140,7 @@ def test_a_deviation_is_measured_in_epsilons_of_the_format():
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_inside_the_range_is_out_of_line(bad):
+def test_nan_inside_the_range_exceeds_the_bound(bad):
     reference = {"output 0": np.array([1.0, 65504.0])}
     actual = {"output 0": np.array([1.0, bad])}
     found = layer_deviation.compare(actual, reference, "float16")
@@ -148,7 +148,7 @@ def test_what_is_not_finite_inside_the_range_is_out_of_line(bad):
     assert not found.is_within(1e9)
 
 
-def test_what_float32_has_outside_the_range_is_not_counted():
+def test_values_outside_the_range_in_float32_do_not_count():
     reference = {"output 0": np.array([1.0, 65520.0])}
     actual = {"output 0": np.array([1.0, np.inf])}
     found = layer_deviation.compare(actual, reference, "float16")
@@ -208,14 +208,14 @@ def test_the_command_prints_both_sides_and_writes_json(tmp_path, capsys):
     assert '"kind": "scaled by 200"' in path.read_text()
 
 
-def test_a_run_that_was_cut_short_goes_on(tmp_path, capsys):
+def test_an_interrupted_run_continues(tmp_path, capsys):
     path = tmp_path / "rows.json"
     names = ["activations.linear", "activations.relu"]
     given = ["--format", "float16", "--json", str(path)]
     layers.main(["--only", ",".join(names), *given])
     rows = json.loads(path.read_text())
     assert len(rows) == 6
-    # The first is kept, whatever it says; the second was cut short.
+    # The first row is kept as it is, and the second is incomplete.
     rows[0]["tfmix"]["epsilons"] = 0.125
     path.write_text(json.dumps(rows[:4]))
     capsys.readouterr()

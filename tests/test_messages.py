@@ -35,7 +35,7 @@ def said_by(line):
 
 
 @pytest.mark.slow
-def test_each_message_is_a_line_of_absls_log_with_our_name():
+def test_each_message_is_a_line_in_absls_log_with_our_name():
     said = said_by("")
     assert len(said) == 3
     opening = "WARNING:absl:tfmix: the fixed loss"
@@ -55,14 +55,14 @@ def test_absls_handler_names_the_line_that_warned():
     assert "_messages.py" not in one
 
 
-def test_a_block_can_be_kept_silent(caplog):
+def test_a_block_can_be_silenced(caplog):
     with _messages.silenced():
         _messages.warn("not said")
     _messages.warn("said %d", 1)
     assert caplog.messages == ["tfmix: said 1"]
 
 
-def test_what_is_true_of_the_next_model_is_said_once(caplog):
+def test_a_warning_about_all_models_is_logged_once(caplog):
     _messages.warn_once("so it is")
     _messages.warn_once("so it is")
     assert caplog.messages == ["tfmix: so it is"]
@@ -71,7 +71,7 @@ def test_what_is_true_of_the_next_model_is_said_once(caplog):
 @pytest.mark.parametrize(
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.name
 )
-def test_there_is_no_other_way(path):
+def test_no_module_warns_in_another_way(path):
     text = path.read_text(encoding="utf-8")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom | ast.Import):
@@ -80,13 +80,13 @@ def test_there_is_no_other_way(path):
         is_call = isinstance(node, ast.Call)
         called = ast.unparse(node.func) if is_call else ""
         if called == "warnings.warn":
-            # Python's own category, which tools look for.
+            # Tools look for this category of Python.
             assert "DeprecationWarning" in ast.unparse(node)
         if called.startswith("_messages."):
             assert "tfmix: " not in ast.unparse(node)
 
 
-def test_a_block_inside_a_silent_one_leaves_it_silent(caplog):
+def test_a_nested_silent_block_keeps_the_outer_one_silent(caplog):
     with _messages.silenced():
         with _messages.silenced():
             _messages.warn("not said")

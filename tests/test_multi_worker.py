@@ -1,4 +1,4 @@
-"""Two real processes on loopback, one of which overflows."""
+"""Two real processes on one machine, one of which overflows."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_a_nan_on_one_worker_is_skipped_by_both_and_nothing_hangs():
     for worker in (one, two):
         values = worker["trained"] + worker["statistics"]
         helpers.assert_all_finite(map(np.asarray, values))
-    # Each of the two epochs meets the row once.
+    # Each of the two epochs contains the bad row once.
     assert one["skipped_steps"] == two["skipped_steps"] == 2
     assert one["loss_scale"] == two["loss_scale"] == 256.0
     assert np.isfinite(one["loss"] + two["loss"]).all()

@@ -18,12 +18,12 @@ def test_a_fault_changes_one_place_and_names_tests(fault, tmp_path):
     assert all((ROOT / file).is_file() for file in fault.tests)
 
 
-def test_a_text_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_text_is_refused(tmp_path):
     (tmp_path / catalogue.faults()[0].folder).mkdir(parents=True)
     with pytest.raises(ValueError, match="occurs 0 times"):
         catalogue.faults()[0].apply(tmp_path)
 
 
-def test_there_are_ten_faults_or_more_each_with_its_own_name():
+def test_there_are_at_least_ten_faults_with_unique_names():
     names = [fault.name for fault in catalogue.faults()]
     assert len({*names}) == len(names) >= 10

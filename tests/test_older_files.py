@@ -1,4 +1,4 @@
-"""Files that older versions wrote are read bit for bit, or refused in words."""
+"""Files of older versions are read bit for bit, or refused with an error."""
 
 import shutil
 
@@ -23,7 +23,7 @@ CASES = [
 def assert_state_is_that_of(folder, model):
     expected = list(np.load(folder / "state.npz").values())
     for one, wanted in zip(write.state(model), expected, strict=True):
-        # Keras counts in int64 under TensorFlow and in int32 under JAX.
+        # Keras's counters are int64 under TensorFlow, and int32 under JAX.
         helpers.assert_same_bits(one, wanted.astype(one.dtype))
     assert model.optimizer.skipped_steps == 1
 
@@ -33,14 +33,14 @@ def test_there_are_files_to_read():
     assert all(case.values[0].is_dir() for case in CASES)
 
 
-# The word that goes with a model whose step was guarded.
+# Keras warns about a model with a guarded step.
 @pytest.mark.costly
 @pytest.mark.parametrize("folder", CASES)
 @pytest.mark.skipif(
     keras.__version__.startswith("3.12."),
     reason="Keras 3.15 wrote them, with an argument that 3.12 refuses",
 )
-def test_a_model_is_loaded_and_goes_on(folder):
+def test_a_model_is_loaded_and_trains(folder):
     model = keras.saving.load_model(folder / "model.keras")
     assert_state_is_that_of(folder, model)
     model.fit(*write.data(), batch_size=2, verbose=0)
@@ -78,7 +78,7 @@ def test_a_file_that_lacks_a_slot_is_refused(folder, tmp_path):
     model = write.made(folder.name)
     with pytest.raises(ValueError, match=r"does not fit.*inner_1"):
         model.load_weights(broken)
-    # What Keras reads besides is its own; the scale stays as it was.
+    # Keras may read other variables, but tfmix's counters do not change.
     assert model.optimizer.skipped_steps == 0
 
 

@@ -1,4 +1,4 @@
-"""Whatever users do to a model, and in whatever order: the laws hold."""
+"""The laws hold for any actions on a model, in any order."""
 
 import types
 
@@ -10,7 +10,7 @@ from hypothesis import strategies
 import tfmix
 from tests import helpers, orders
 
-# A first run compiles the float32 twins; the deadline is not for that.
+# A first run compiles the float32 models, so there is no deadline.
 SETTINGS = hypothesis.settings(
     deadline=None,
     derandomize=True,
@@ -45,7 +45,7 @@ def test_many_orders_on_two_replicas_break_no_law(order):
     orders.run(order)
 
 
-def test_an_order_is_its_line_again():
+def test_an_order_can_be_parsed_from_its_line():
     order = orders.numbered(3, replicas=2)
     assert orders.Order.parse(str(order)) == order
     assert orders.numbered(3, replicas=2) == order
@@ -53,7 +53,7 @@ def test_an_order_is_its_line_again():
 
 
 def scaled_twice(monkeypatch):
-    """Its gradients are divided once."""
+    """Scales the loss twice, while gradients are divided once."""
     once = tfmix.LossScaleOptimizer.scale_loss
     monkeypatch.setattr(
         tfmix.LossScaleOptimizer,
@@ -95,7 +95,7 @@ def leaves_a_method(monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "law", "wrap"),
     [
-        # The scaler that `compile` puts on scales nothing.
+        # The wrapper of `compile` would not scale, so this needs the user's.
         (scaled_twice, "a", "scaled"),
         (converts_nothing, "b", "bare"),
         (skips_nothing, "d", "bare"),
@@ -105,7 +105,7 @@ def leaves_a_method(monkeypatch):
 )
 def test_a_fault_breaks_its_law(monkeypatch, fault, law, wrap):
     orders.run(orders.Order((), wrap=wrap))
-    # What a conversion ought to make is found before it is broken.
+    # The expected dtypes are cached before the fault is injected.
     orders.fresh_dtypes("sequential", "mixed_float16")
     fault(monkeypatch)
     broken = orders.failure(
@@ -114,7 +114,7 @@ def test_a_fault_breaks_its_law(monkeypatch, fault, law, wrap):
     assert broken.startswith(f"{law}: "), broken
 
 
-def test_a_failing_order_is_shrunk_to_its_cause(monkeypatch):
+def test_a_failing_order_is_reduced_to_its_cause(monkeypatch):
     def bad_copy(model, policy):
         raise RuntimeError("copied")
 

@@ -1,6 +1,6 @@
-"""Orders that once broke a law, each as short as it could be made.
+"""Orders that once broke a law, each as short as possible.
 
-`python -m tests.orders` prints such a line; what was wrong stands beside it.
+`python -m tests.orders` prints such a line. The comments name the cause.
 """
 
 import pytest
@@ -8,16 +8,16 @@ import pytest
 from tests import helpers, orders
 
 EVERYWHERE = {
-    # `apply_gradients` divided nothing more once gradients had been unscaled.
+    # Once gradients were unscaled, `apply_gradients` no longer divided.
     "gradients unscaled for a log, then applied scaled": orders.Order(
         ("log",), made="O2"
     ),
     "the same in a graph": orders.Order(("log",), made="O2", mode="graph"),
-    # The first step makes the metrics, which a skip then left as they were.
+    # The first step creates the metrics, and a skip did not reset them.
     "a bad first step of a compiled model": orders.Order(
         ("compile:same",), made="O2", optimizer="sgd", mode="graph", inside=True
     ),
-    # `compile` and conversions left a loss scaler without masters as it was.
+    # `compile` and conversions did not add masters inside a loss scaler.
     "a loss scaler given to a pure model": orders.Order(
         ("compile:adam:scaled",), made="float16"
     ),
@@ -27,18 +27,18 @@ EVERYWHERE = {
     "a loss scaler of a copy that becomes pure": orders.Order(
         ("copy:mixed_bfloat16", "apply:float16"), made="mixed_float16"
     ),
-    # The step that selects restored views of 16-bit variables twice.
+    # Under XLA, a skipped step restored views of 16-bit variables twice.
     "lost bits under XLA": orders.Order(
         ("thaw",), made="bfloat16", wrap="split", mode="xla"
     ),
-    # The guard of the optimizer before refused the one that was given.
+    # The guard of the former optimizer refused the new one.
     "a bare optimizer after a scaled one in float32": orders.Order(
         ("copy:float32", "compile:sgd:bare"), wrap="masters"
     ),
     "the way back to float32 of a model guarded by hand": orders.Order(
         ("guard", "apply:float32"), made="mixed_float16"
     ),
-    # Wrappers that tfmix had put on stayed.
+    # tfmix did not remove its own wrappers.
     "the way back to float32 from mixed_float16": orders.Order(
         ("apply:float32",), made="mixed_float16"
     ),
@@ -54,7 +54,7 @@ EVERYWHERE = {
     "from float16 to bfloat16 arithmetic": orders.Order(
         ("apply:mixed_bfloat16",), made="O1"
     ),
-    # `undo` put back a `call` that tfmix had set, as if it were the user's.
+    # `undo` restored a `call` of tfmix as if it was the user's.
     "back into the 16 bits a model was made in": orders.Order(
         ("apply:float32", "undo"), made="mixed_float16"
     ),
@@ -68,14 +68,14 @@ EVERYWHERE = {
     ),
 }
 ON_REPLICAS = {
-    # A conversion made plain variables, and optimizers outside of the scope.
+    # A conversion created variables and optimizers outside of the scope.
     "conversion to 16-bit variables": orders.Order(
         ("apply:bfloat16", "undo"), replicas=2, mode="graph"
     ),
     "the same outside of the strategy's scope": orders.Order(
         ("apply:float16", "undo"), replicas=2, inside=False
     ),
-    # `int()` of a mirrored variable.
+    # The monitor called `int()` on a mirrored variable.
     "the monitor of the scale": orders.Order(
         ("scale_monitor",), made="mixed_float16", replicas=2
     ),

@@ -1,4 +1,4 @@
-"""What is installed is what is in the repository, and it runs from there."""
+"""The installed package matches the repository, and runs."""
 
 import ast
 import configparser
@@ -40,7 +40,7 @@ def test_the_install_page_names_every_extra(options):
 
 
 def requirements(*words):
-    """Returns what the Makefile has pip install."""
+    """Returns the requirements that the Makefile installs with pip."""
     done = subprocess.run(
         [sys.executable, ".ci/requirements.py", *words],
         cwd=ROOT,
@@ -51,13 +51,13 @@ def requirements(*words):
     return done.stdout.split()
 
 
-def test_the_test_environment_has_what_setup_cfg_asks_for(options):
+def test_the_test_environment_has_the_extras_of_setup_cfg(options):
     lines = requirements("tensorflow-cpu")
     assert any(line.startswith("tensorflow-cpu>=") for line in lines)
     assert not any(line.startswith("tensorflow>") for line in lines)
     wanted = options["options"]["install_requires"].split()
     for name, extra in options["options.extras_require"].items():
-        # Gigabytes, for `make targets` alone.
+        # These take gigabytes, and only `make targets` needs them.
         if name not in ("tpu", "nvidia"):
             wanted += extra.split()
     assert "libtpu" not in lines
@@ -65,7 +65,7 @@ def test_the_test_environment_has_what_setup_cfg_asks_for(options):
     assert set(rest) <= set(lines)
 
 
-def test_the_demo_installs_the_library_and_its_data_alone(options):
+def test_the_demo_only_installs_the_library_and_its_data(options):
     lines = requirements("tensorflow[and-cuda]", "demo")
     wanted = options["options"]["install_requires"].split()
     data = "scikit-learn"
@@ -74,19 +74,19 @@ def test_the_demo_installs_the_library_and_its_data_alone(options):
     assert sorted(lines) == sorted([*gpu, data])
 
 
-def test_the_oldest_versions_allowed_are_those_that_are_tested(options):
+def test_the_oldest_allowed_versions_are_tested(options):
     lowest = options["options"]["install_requires"]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     pinned = "\n".join(re.findall(r"^OLDEST \+?= (.*)$", makefile, re.M))
     tested = dict(re.findall(r"'([^'=]+)==([\d.]+)\.\*'", pinned))
-    # Whichever build of TensorFlow is being tested.
+    # The Makefile may test any build of TensorFlow.
     named = [name for name in tested if "$(TENSORFLOW)" in name]
     tested["tensorflow"] = tested.pop(*named)
     assert dict(re.findall(r"^([\w-]+)>=(.+)$", lowest, re.M)) == tested
     assert len(tested) == len(lowest.split())
 
 
-def test_all_that_is_imported_is_named(options):
+def test_every_imported_package_is_a_requirement(options):
     tops = set()
     for path in (ROOT / "tfmix").rglob("*.py"):
         for node in ast.parse(path.read_text("utf-8")).body:
@@ -97,12 +97,12 @@ def test_all_that_is_imported_is_named(options):
     needed = tops - {"tfmix", *sys.stdlib_module_names}
     named = re.findall(r"^[\w-]+", options["options"]["install_requires"], re.M)
     packages = {"absl": "absl-py"}
-    # JAX is an extra, which is imported under its own backend.
+    # JAX is an extra, which is only imported under its backend.
     assert {packages.get(top, top) for top in needed - {"jax"}} == set(named)
 
 
 def without(blocked, backend, code):
-    """Runs code where a module cannot be imported."""
+    """Runs code in a process that cannot import a module."""
     blocking = f"import sys; sys.modules[{blocked!r}] = None\n"
     return subprocess.run(
         [sys.executable, "-c", blocking + code],
@@ -127,7 +127,7 @@ print(model.optimizer.skipped_steps)
 
 
 @helpers.requires_backend("jax")
-def test_who_trains_on_jax_needs_no_tensorflow():
+def test_training_on_jax_needs_no_tensorflow():
     done = without("tensorflow", "jax", TRAINING)
     assert done.stdout.strip() == "1", done.stderr
 
@@ -136,12 +136,12 @@ def test_who_trains_on_jax_needs_no_tensorflow():
 @helpers.requires_backend("jax")
 def test_training_on_jax_does_not_import_tensorflow():
     asked = 'print("tensorflow" in sys.modules, "jax" in sys.modules)'
-    # What is blocked here is nothing that anybody asks for.
+    # The blocked module does not exist, so nothing is really blocked.
     done = without("no_such_module", "jax", TRAINING + asked)
     assert done.stdout.split() == ["1", "False", "True"], done.stderr
 
 
-def test_without_a_backend_it_says_what_to_install():
+def test_the_error_without_a_backend_names_what_to_install():
     done = without("tensorflow", "tensorflow", "import tfmix")
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: tfmix needs Keras and its backend")
@@ -171,7 +171,7 @@ def test_the_wheel_runs_the_demo_away_from_the_checkout(tmp_path):
             text=True,
             check=False,
         )
-        # One epoch may miss the demo's goal, which is exit code 1.
+        # After one epoch, the demo may miss its goal (exit code 1).
         assert done.returncode in (0, 1), done.stderr
         assert "Traceback" not in done.stderr
         assert str(site) in done.stdout or "mixed_bfloat16" in done.stdout

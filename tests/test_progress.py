@@ -1,4 +1,4 @@
-"""What is shown while one waits: on a terminal, and nowhere else."""
+"""Progress is shown on a terminal, and nowhere else."""
 
 import io
 import sys
@@ -18,18 +18,18 @@ class Terminal(io.StringIO):
 
 def lines_shown(monkeypatch, stream, **settings):
     monkeypatch.setattr(sys, "stderr", stream)
-    # rich looks at the environment, too.
+    # rich also reads the environment.
     monkeypatch.setenv("TERM", "xterm")
     with _progress.shown("Working", **settings) as say:
         say("Working: 2 of 3")
     return stream.getvalue()
 
 
-def test_a_terminal_shows_what_goes_on(monkeypatch):
+def test_a_terminal_shows_the_line(monkeypatch):
     assert "Working: 2 of 3" in lines_shown(monkeypatch, Terminal())
 
 
-def test_a_share_that_is_known_is_a_bar(monkeypatch):
+def test_a_known_share_is_shown_as_a_bar(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
@@ -39,13 +39,13 @@ def test_a_share_that_is_known_is_a_bar(monkeypatch):
     assert f"{half}" in terminal.getvalue().split("Working")[-1]
 
 
-def test_elsewhere_nothing_is_shown(monkeypatch):
+def test_only_a_terminal_shows_progress(monkeypatch):
     assert not lines_shown(monkeypatch, io.StringIO())
     assert not lines_shown(monkeypatch, Terminal(), hidden=True)
 
 
 @pytest.mark.parametrize("what", ["check", "convert"])
-def test_what_may_take_long_says_so(what, monkeypatch):
+def test_slow_functions_show_progress(what, monkeypatch):
     keras.config.set_dtype_policy("mixed_float16")
     layers = [keras.layers.Dense(4), tfmix.float32_output()]
     model = keras.Sequential([keras.Input((4,)), *layers])

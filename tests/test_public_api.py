@@ -1,4 +1,4 @@
-"""The public names: written once, sorted, documented, of one version."""
+"""The public names are sorted and documented, and the version is unique."""
 
 import configparser
 import dataclasses
@@ -14,7 +14,7 @@ from tests.tree import ROOT
 
 
 def undocumented(names, text):
-    """Returns the names that no text mentions in code font."""
+    """Returns the names that the text does not mention in code font."""
     return [
         name
         for name in names
@@ -39,12 +39,12 @@ def test_all_names_everything_public_and_nothing_else():
     assert public | packages == set(tfmix.__all__)
 
 
-def test_a_look_at_the_module_shows_the_public_names_alone():
+def test_dir_of_the_module_only_has_public_names():
     assert dir(tfmix) == tfmix.__all__
 
 
 @pytest.mark.parametrize("name", tfmix.__all__)
-def test_every_public_name_has_a_docstring_of_its_own(name):
+def test_every_public_name_has_its_own_docstring(name):
     documented = getattr(tfmix, name)
     assert vars(documented).get("__doc__") or documented.__doc__
     if inspect.isclass(documented):
@@ -86,19 +86,19 @@ def test_a_record_describes_its_attributes(path):
     assert not undescribed(pkgutil.resolve_name(path))
 
 
-def test_a_field_that_is_not_described_is_found():
+def test_an_undescribed_field_is_found():
     @dataclasses.dataclass
     class Record:
         """A record.
 
         Attributes:
-            told: Of what.
+            described: A field with a description.
         """
 
-        told: int
-        untold: int  # of this
+        described: int
+        undescribed: int  # this field has none
 
-    assert undescribed(Record) == ["untold"]
+    assert undescribed(Record) == ["undescribed"]
 
 
 def test_an_undocumented_name_is_found():
@@ -106,7 +106,7 @@ def test_an_undocumented_name_is_found():
     assert undocumented(["check", "guard", "apply"], text) == ["apply"]
 
 
-def test_the_version_is_the_one_in_the_metadata():
+def test_the_version_matches_the_metadata():
     try:
         installed = importlib.metadata.version("tfmix")
     except importlib.metadata.PackageNotFoundError:
@@ -123,5 +123,5 @@ def test_the_version_is_written_in_one_place():
     assert f"## {tfmix.__version__}" in changelog
 
 
-def test_the_package_says_that_it_is_typed():
+def test_the_package_is_marked_as_typed():
     assert (ROOT / "tfmix" / "py.typed").is_file()

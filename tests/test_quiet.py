@@ -1,4 +1,4 @@
-"""A correct program prints nothing that it does not print in plain Keras."""
+"""A correct program prints the same as in plain Keras."""
 
 import keras
 import numpy as np
@@ -63,7 +63,7 @@ def sequential_of_ids(directory):
 
 
 class Classifier(keras.Model):
-    """Of the user's own class, with an own loss inside."""
+    """A subclassed model that adds a loss itself."""
 
     def __init__(self):
         super().__init__()
@@ -100,20 +100,21 @@ def free_loop(directory):
         step(*map(tf.constant, data()))
 
 
-# A quick run has the first alone, which takes a fifth of the last's time.
+# A quick run only has the first program, which takes a fifth of the last one's
+# time.
 PROGRAMS = [subclassed, sequential_of_ids, saved]
 ON_TENSORFLOW = [free_loop]
 
 
 def lines_of(program, directory, policy, said, capfd, recwarn):
-    """Runs a program; returns all that it printed, warned of or logged."""
+    """Runs a program; returns all printed, warned and logged lines."""
     directory.mkdir()
     with tfmix.policy_scope(policy):
         program(directory)
     printed = "".join(capfd.readouterr())
     lines = [
         *printed.splitlines(),
-        # Python shows no others that libraries raise.
+        # Python does not show other warnings of libraries.
         *(
             str(warning.message)
             for warning in recwarn.list
@@ -138,7 +139,7 @@ def lines_of(program, directory, policy, said, capfd, recwarn):
     ],
     ids=lambda program: program.__name__,
 )
-def test_it_prints_nothing_more(
+def test_a_correct_program_prints_nothing_more(
     program, policy, tmp_path, said, capfd, recwarn
 ):
     plain, ours = (
@@ -149,7 +150,7 @@ def test_it_prints_nothing_more(
     assert len(ours) <= len(plain)
 
 
-def test_what_has_something_to_say_is_heard(tmp_path, said, capfd, recwarn):
+def test_a_warning_is_found(tmp_path, said, capfd, recwarn):
     def program(directory):
         model = keras.Sequential([keras.Input((4,)), *layers()])
         model.compile("sgd", "mse")

@@ -1,4 +1,4 @@
-"""The README's first screen: a script that runs, and the two commands."""
+"""The README's first screen has a script that runs, and two commands."""
 
 import re
 
@@ -21,7 +21,7 @@ def blocks(text, language):
 
 
 def run_blocks(text):
-    """Runs the python blocks one after the other, as a reader would."""
+    """Runs the python blocks one after the other, like a reader."""
     random = np.random.default_rng(0)
     names = {
         "x": random.normal(size=(64, 20)).astype("float32"),

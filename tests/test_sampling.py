@@ -1,4 +1,4 @@
-"""Which cases of a parametrized test the quick run keeps."""
+"""The quick run's choice of cases of parametrized tests."""
 
 import dataclasses
 import itertools
@@ -21,12 +21,12 @@ def test_every_value_occurs_in_as_few_cases_as_the_longest_parameter_has():
     assert frozenset().union(*chosen) == frozenset().union(*cases)
 
 
-def test_a_value_that_is_needless_may_be_missing():
+def test_a_value_that_is_not_needed_may_be_missing():
     cases = product("abcd")
     assert sampling.sample(cases, cases[1] | cases[2]) == [0, 3]
 
 
-def test_one_case_is_kept_where_no_value_is_needed():
+def test_one_case_is_kept_if_no_value_is_needed():
     cases = product("ab")
     assert sampling.sample(cases, cases[0] | cases[1]) == [0]
 
@@ -37,7 +37,7 @@ def test_no_case_gives_an_empty_sample():
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Item:
-    """What the sample asks of an item of pytest."""
+    """The part of a pytest item that the sample needs."""
 
     nodeid: str
     marker: str = ""
@@ -114,7 +114,7 @@ def test_the_backends_try_different_combinations():
     assert quick(cases, mine=0).isdisjoint(quick(cases, mine=1))
 
 
-def test_a_case_that_is_left_out_stands_for_no_value():
+def test_an_omitted_case_covers_no_value():
     cases = items("one", a="xy", b="xy")
     assert quick(cases, left_out=cases[:1]) == {cases[1], cases[2]}
 

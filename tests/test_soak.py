@@ -1,4 +1,4 @@
-"""Thousands of steps with random faults: nothing breaks at any of them."""
+"""Thousands of steps with random faults break nothing."""
 
 import keras
 import numpy as np
@@ -18,7 +18,7 @@ def wrapped(inner, rule):
 
 
 def unprotected(inner, rule):
-    """A bare optimizer that looks like ours, to see the soak fail."""
+    """An unprotected optimizer with our interface, which must fail."""
     del rule
     inner.rule = soak.RULE
     inner.scale_loss = lambda loss: loss
@@ -26,7 +26,7 @@ def unprotected(inner, rule):
 
 
 def run_tensorflow(steps, system, seed=1):
-    """Returns what each step of a compiled loop left behind."""
+    """Returns the state after each step of a compiled loop."""
     import tensorflow as tf
 
     variables, optimizer = soak.make_variables(system)
@@ -36,7 +36,7 @@ def run_tensorflow(steps, system, seed=1):
     scale = getattr(optimizer, "dynamic_scale", tf.constant(1.0))
 
     def gradients(step, fault):
-        # The same row twice in each batch, so that sparse rows add up.
+        # Each batch contains rows twice, so that sparse gradients add up.
         ids = tf.stack([step % soak.ROWS, (step + 1) % soak.ROWS] * 2)
         with tf.GradientTape() as tape:
             rows = tf.gather(table.value, ids)
@@ -68,7 +68,7 @@ def run_tensorflow(steps, system, seed=1):
 
 
 def run_jax(steps, system, seed=1):
-    """Does the same in one `lax.scan`, with a dense table gradient."""
+    """Runs the same in one `lax.scan`, with dense gradients."""
     import jax
 
     variables, optimizer = soak.make_variables(system)
@@ -115,7 +115,7 @@ def run(steps, system=wrapped):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("steps", STEPS)
-def test_random_faults_leave_no_trace_in_any_step(steps):
+def test_random_faults_leave_no_trace(steps):
     faults, optimizer, finite, applied, scales = run(steps)
     assert finite.all(), f"not finite after step {np.argmin(finite)}"
     np.testing.assert_array_equal(applied, ~faults.bad)
@@ -152,7 +152,7 @@ def test_each_variable_was_hit_and_each_counted():
     assert list(optimizer.overflow_counts.values()) == expected
 
 
-def test_the_oracle_knows_the_rule():
+def test_the_oracle_follows_the_rule():
     bad = [False] * 14 + [True] + [False] * 15 + [True] * 9
     scales = soak.oracle_scales(np.array(bad))
     assert scales[13] == 2.0**8

@@ -1,4 +1,4 @@
-"""Tables on terminals of any width: numbers whole, long names shortened."""
+"""Tables fit any width: numbers stay whole, and long names are shortened."""
 
 import dataclasses
 import io
@@ -27,7 +27,7 @@ def drawn(width, table=TABLE):
     return out.getvalue()
 
 
-def test_what_has_room_is_whole():
+def test_cells_that_fit_are_not_cut():
     assert LONG in drawn(160)
     assert "computes in float16" in drawn(160)
 
@@ -42,11 +42,11 @@ def test_a_long_name_is_shortened_in_its_middle(width):
     assert LONG.startswith(start)
     assert LONG.endswith(end)
     assert len(end) > len(start)
-    # Sentences go on in the next line, between words.
+    # Sentences are wrapped between words.
     assert {"computes", "float16"} <= set(text.split())
 
 
-def test_shapes_and_short_words_are_whole_beside_a_long_name():
+def test_shapes_and_short_words_are_not_cut_for_a_long_name():
     row = (LONG, "float16", "(7, 13, 131)", "k 131 -> 136, n 2 -> 8", "a " * 40)
     heads = ("layer", "dtype", "(m, k, n)", "pad", "why")
     text = drawn(80, _tables.Table(heads, [row]))
@@ -55,7 +55,7 @@ def test_shapes_and_short_words_are_whole_beside_a_long_name():
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_html_scrolls_where_it_does_not_fit():
+def test_wide_html_scrolls():
     class Report(_tables.Printed):
         def tables(self):
             return [TABLE]

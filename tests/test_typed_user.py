@@ -1,4 +1,4 @@
-"""A user's type checker sees tfmix's types, from outside of the tree."""
+"""A user's type checker sees the types of an installed tfmix."""
 
 import os
 import pathlib
@@ -13,26 +13,26 @@ import pytest
 import tfmix
 
 USER = pathlib.Path(__file__).parent / "typed_user.py"
-# Keras and TensorFlow ship no types: what a user of theirs writes, too.
+# Keras and TensorFlow have no types, so their users need this option as well.
 MYPY = ["-m", "mypy", "--strict", "--disable-error-code=import-untyped"]
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """An environment that tfmix is installed in, as a wheel is."""
+    """An environment in which tfmix is installed, as from a wheel."""
     folder = tmp_path_factory.mktemp("typed")
     venv.create(folder / "env", symlinks=True)
     (packages,) = folder.glob("env/lib/python*/site-packages")
     ours = pathlib.Path(tfmix.__file__).parent
     shutil.copytree(ours, packages / "tfmix")
-    # What tfmix needs, from the environment of the tests.
+    # tfmix's requirements come from the environment of the tests.
     others = "\n".join(site.getsitepackages())
     (packages / "others.pth").write_text(others)
     return folder
 
 
 def checked(installed, program):
-    """Runs mypy on a program as that environment's user would."""
+    """Runs mypy on a program in that environment."""
     file = installed / "program.py"
     file.write_text(program, encoding="utf-8")
     python = str(installed / "env/bin/python")
@@ -42,7 +42,7 @@ def checked(installed, program):
         capture_output=True,
         text=True,
         check=False,
-        # Not from where the tests find it.
+        # mypy must not find the tfmix of the tests.
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
     )
 
@@ -70,7 +70,7 @@ text: str = tfmix.hardware.devices()[0].compute_capability
 
 
 @pytest.mark.slow
-def test_without_the_marker_of_types_nothing_is_known(installed):
+def test_without_py_typed_there_are_no_types(installed):
     (marker,) = installed.glob("env/lib/python*/site-packages/tfmix/py.typed")
     marker.unlink()
     done = checked(installed, USER.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A file from a stranger: its code is not run, its names stay text."""
+"""Code in an untrusted file does not run, and its names are escaped."""
 
 import dataclasses
 import pathlib
@@ -14,12 +14,12 @@ from tfmix import _tables, cli
 from tfmix.conversion import summary
 from tfmix.diagnostics import check
 
-# Quotes end an attribute, brackets begin a tag of HTML or of rich.
+# Quotes end an HTML attribute, and brackets begin a tag of HTML or rich.
 HOSTILE = "a\"b'c<img src=x onerror=alert(1)>&amp;[red]"
 
 
 class Trace:
-    """Leaves a file where it is unpickled."""
+    """Writes a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -30,20 +30,20 @@ class Trace:
 
 @pytest.fixture
 def trace(tmp_path, monkeypatch):
-    """A file that is there when a stranger's code has run."""
+    """A file that exists after a stranger's code has run."""
     monkeypatch.chdir(tmp_path)
     return tmp_path / "it-ran"
 
 
 @pytest.fixture(params=["keras", "h5"])
 def model_file(request, tmp_path, trace):
-    """A saved model, the code of whose Lambda layer leaves a trace."""
+    """A saved model with a Lambda layer whose code writes the trace."""
 
     def code(x):
         open("it-ran", "w").close()
         return x
 
-    # Only what is named so is stored as code, and not by its name.
+    # Keras only stores the code of functions with this name.
     code.__name__ = "<lambda>"
     model = keras.Sequential([keras.Input((4,)), keras.layers.Lambda(code)])
     path = tmp_path / f"model.{request.param}"
@@ -53,7 +53,7 @@ def model_file(request, tmp_path, trace):
 
 
 def arguments(command, model, tmp_path):
-    """Returns the words that run a command on a model."""
+    """Returns the arguments of a command on a model."""
     batch = tmp_path / "batch.npy"
     np.save(batch, np.ones((2, 4), "float32"))
     more = {
@@ -78,7 +78,7 @@ def test_the_code_in_a_model_is_refused(
     assert not trace.exists()
 
 
-def test_the_same_code_runs_where_it_is_let(model_file, trace):
+def test_the_same_code_runs_if_allowed(model_file, trace):
     keras.saving.load_model(model_file, safe_mode=False)
     assert trace.exists()
 
@@ -101,13 +101,13 @@ def test_a_pickle_in_the_data_is_refused(name, trace, tmp_path, capsys):
 
 
 def assert_only_text(page):
-    """Checks that a name is on a page, and is no tag and no attribute."""
+    """Checks that a name on a page is neither a tag nor an attribute."""
     assert "<img src=x" not in page
-    # In a narrow column a name goes on in the next line.
+    # A narrow column wraps the name, so its beginning is searched.
     assert "&lt;img" in page
 
 
-def test_a_name_that_is_a_tag_is_found():
+def test_an_unescaped_name_is_found():
     with pytest.raises(AssertionError):
         assert_only_text(f"<p>{HOSTILE}</p>")
 
@@ -147,7 +147,8 @@ def test_every_part_of_a_table_is_escaped(tmp_path):
     _tables.write_page(path, HOSTILE, tables)
     page = path.read_text()
     assert_only_text(page)
-    # The model, a title, and of each table its head, cell, note and code.
+    # The name is the model's and a title, and is in each table's head, a cell,
+    # a note and code.
     assert page.count("&lt;img") == 10
     assert page.count("[red]") == 10
 

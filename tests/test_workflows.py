@@ -1,4 +1,4 @@
-"""The workflows run what is there, and nothing that can change unseen."""
+"""The workflows run existing targets, and only pinned actions."""
 
 import configparser
 import re
@@ -15,7 +15,7 @@ def read(*names):
 
 
 def loose(text):
-    """Returns the actions that no commit pins, or no version explains."""
+    """Returns actions without a pinned commit or a version in a comment."""
     pinned = r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+"
     used = re.findall(r"uses: *(.*)", text)
     return [one for one in used if not re.fullmatch(pinned, one)]
@@ -26,11 +26,11 @@ def test_actions_are_pinned_by_commit(path):
     text = path.read_text(encoding="utf-8")
     assert "uses:" in text
     assert not loose(text)
-    # What a token may do is said, and is to read.
+    # The token is limited to reading.
     assert "\npermissions:\n  contents: read\n" in text
 
 
-def test_an_action_that_can_change_is_found():
+def test_an_unpinned_action_is_found():
     sha = "0b93645e9fea7318ecaed2b359559ac225c90a2b"
     for wrong in ("a/b@v4", f"a/b@{sha}", f"a/b@{sha[:8]} # v5.3.0"):
         assert loose(f"- uses: {wrong}\n") == [wrong]
@@ -47,7 +47,7 @@ def test_the_make_targets_named_exist(page):
         assert re.search(rf"^{target}:", makefile, re.M), target
 
 
-def test_the_gate_runs_on_each_python_that_is_promised():
+def test_the_gate_runs_on_each_supported_python():
     config = configparser.ConfigParser()
     config.read_string(read("setup.cfg"))
     classifiers = config["metadata"]["classifiers"]
@@ -59,7 +59,7 @@ def test_the_gate_runs_on_each_python_that_is_promised():
     assert re.findall(r"[\d.]+", matrix) == promised
 
 
-def test_the_compilers_are_a_job_of_their_own():
-    # An environment of 4 GB, which the gate would build for every Python.
+def test_the_compilers_are_a_separate_job():
+    # Their environment of 4 GB is too large for a gate on every Python.
     assert "targets" not in read(".ci", "run")
     assert "- run: make targets\n" in read(".github/workflows/gate.yml")

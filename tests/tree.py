@@ -1,7 +1,7 @@
-"""The source tree, for tests of what is in it besides `tfmix/`.
+"""The source tree, for tests of files outside of `tfmix/`.
 
-A test file that imports this is skipped where there is none: an installed
-tfmix is tested as well (`make test-wheel`).
+Test files that import this are skipped without a source tree, as for an
+installed tfmix (`make test-wheel`).
 """
 
 import pathlib

@@ -1,7 +1,7 @@
-"""A program of a user of tfmix, for type checkers: it is not run.
+"""A user's program for type checkers; it never runs.
 
-`tests/test_typed_user.py` gives it to mypy from outside of the tree. Where
-`assert_type` names a type, a checker that sees none of ours would object.
+`tests/test_typed_user.py` checks it with mypy from outside of the tree. A
+checker that does not see our types fails at `assert_type`.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from tfmix import callbacks
 
 
 def train(model: keras.Model, x: np.ndarray, y: np.ndarray) -> int:
-    """Trains under a policy, with a loss scale of its own."""
+    """Trains under a policy, with a custom loss scale."""
     tfmix.set_global_policy("mixed_float16")
     policy = tfmix.Policy(
         "mixed_float16",
@@ -37,10 +37,10 @@ def train(model: keras.Model, x: np.ndarray, y: np.ndarray) -> int:
 
 
 class Halving(tfmix.loss_scaling.LossScale):
-    """A rule of a user's own."""
+    """A custom rule."""
 
     def init(self) -> tfmix.loss_scaling.LossScaleState:
-        """Starts where another rule does."""
+        """Starts like another rule."""
         return tfmix.FixedLossScale(8.0).init()
 
 
@@ -65,7 +65,7 @@ def look(model: keras.Model, x: np.ndarray, y: np.ndarray) -> str:
 
 
 def convert(model: keras.Model, dataset: Any) -> tuple[Any, ...]:
-    """Takes models from one policy to another, and back."""
+    """Converts models to another policy, and back."""
     report = tfmix.apply_policy(model, "mixed_bfloat16")
     assert_type([row.after for row in report.rows], list[str])
     report.undo()
@@ -81,7 +81,7 @@ def convert(model: keras.Model, dataset: Any) -> tuple[Any, ...]:
 
 
 def optimizers() -> list[keras.optimizers.Optimizer]:
-    """Makes one of each."""
+    """Creates one optimizer of each kind."""
     inner = keras.optimizers.Adam()
     try:
         return [

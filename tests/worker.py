@@ -1,4 +1,4 @@
-"""One of two workers of `test_multi_worker.py`; prints what it ended with."""
+"""One of two workers of `test_multi_worker.py`; prints its final state."""
 
 import json
 import os
@@ -12,10 +12,10 @@ def values(variables):
 
 
 def main():
-    """Trains on data of which one row, seen by worker 1 only, is NaN."""
+    """Trains on data with one row of NaN, which only worker 1 gets."""
     import tensorflow as tf
 
-    # The strategy has to exist before anything else of TensorFlow runs.
+    # The strategy must be created before other TensorFlow code runs.
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     import keras
     import numpy as np
@@ -26,7 +26,7 @@ def main():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 4)).astype("float32")
     y = x.sum(axis=1, keepdims=True)
-    # Of each batch of 16 rows, worker 0 gets the first 8, worker 1 the rest.
+    # Worker 0 gets the first 8 of each 16 rows, and worker 1 the others.
     worker = strategy.cluster_resolver.task_id
     rows = slice(8 * worker, 8 * worker + 8)
     x[16 + 8 + 3] = np.nan
@@ -45,7 +45,7 @@ def main():
         model.compile(optimizer, loss="mse")
     tfmix.guard(model)
 
-    # Keras's own fit fails here: it gives PerReplica data to the model.
+    # Keras's own `fit` fails here: it passes PerReplica data to the model.
     @tf.function
     def step(batch):
         strategy.run(model.train_step, args=(batch,))

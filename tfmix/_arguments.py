@@ -1,4 +1,4 @@
-"""Arguments: by name, and checked, with errors that say what is allowed."""
+"""Checks arguments, and finds them by name in a call."""
 
 import difflib
 import inspect
@@ -46,7 +46,7 @@ def count(
 
 
 def model(value: Any) -> None:
-    """Refuses what is not a model of Keras 3."""
+    """Raises a `TypeError` for anything but a Keras 3 model."""
     if isinstance(value, keras.Model):
         return
     hint = ""
@@ -63,12 +63,12 @@ def model(value: Any) -> None:
 def did_you_mean(
     name: object, known: Iterable[str], cutoff: float = 0.6
 ) -> str:
-    """Returns a hint at the nearest name, or at what a mapping has for it."""
+    """Returns a hint at the closest name, or the value a mapping has for it."""
     meant = (
         known if isinstance(known, Mapping) else {word: word for word in known}
     )
     close = difflib.get_close_matches(str(name), meant, n=5, cutoff=cutoff)
-    # Letters in another order are the commonest slip.
+    # Swapped letters are the most common typo.
     letters = sorted(str(name))
     close.sort(key=lambda word: sorted(word) != letters)
     return f" Did you mean {meant[close[0]]!r}?" if close else ""
@@ -77,9 +77,9 @@ def did_you_mean(
 def of_call(
     bound: inspect.BoundArguments, name: str, default: Any = None
 ) -> Any:
-    """Returns what an argument was given or, if declared, is by default.
+    """Returns the value of an argument in a call, or its default.
 
-    Also of a method that takes `**kwargs`.
+    It also finds arguments that the method collects in `**kwargs`.
     """
     if name in bound.signature.parameters:
         declared = bound.signature.parameters[name].default
@@ -96,7 +96,7 @@ def put_in_call(bound: inspect.BoundArguments, name: str, value: Any) -> None:
 
 
 def _extra(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Returns what went into the `**kwargs` of an overridden method."""
+    """Returns the `**kwargs` of a call; a new dict if the method has none."""
     for name, parameter in bound.signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             extra: dict[str, Any] = bound.arguments.setdefault(name, {})

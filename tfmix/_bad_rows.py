@@ -1,4 +1,4 @@
-"""Rows of data that are not finite, found and told of in one way."""
+"""Finds rows that hold NaN or infinity, and describes them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-# Values looked at in one go, and rows named.
+# So many values are checked at a time, and so many rows named in a message.
 _BLOCK, _MOST_NAMED = 2**20, 3
 
 
@@ -17,11 +17,11 @@ class BadRows(NamedTuple):
 
     name: str
     rows: tuple[int, ...]
-    total: int  # of all its rows
+    total: int  # the number of all rows
 
     @property
     def text(self) -> str:
-        """What is said of them."""
+        """The rows in words, as messages print them."""
         named = ", ".join(map(str, self.rows[:_MOST_NAMED]))
         more = ", ..." if len(self.rows) > _MOST_NAMED else ""
         return (
@@ -31,7 +31,7 @@ class BadRows(NamedTuple):
 
 
 def find(data: Mapping[str, Any]) -> list[BadRows]:
-    """Finds the rows of some arguments, nests of arrays, on the host."""
+    """Finds bad rows in nests of arrays, by argument name, on the host."""
     found = []
     for name, nest in data.items():
         rows: set[int] = set()
@@ -48,8 +48,8 @@ def find(data: Mapping[str, Any]) -> list[BadRows]:
 
 
 def blocks(leaf: Any) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields some rows at a time of an array of floats, as a table."""
-    # A sparse tensor of TensorFlow has no rows to take out.
+    """Yields a float array in blocks of rows, each flattened to a table."""
+    # A sparse tensor of TensorFlow cannot be sliced by rows.
     is_array = isinstance(leaf, np.ndarray) or ops.is_tensor(leaf)
     if not (is_array and hasattr(leaf, "__getitem__")):
         return
@@ -65,5 +65,5 @@ def blocks(leaf: Any) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def beyond(what: str, largest: float, name: str, end: float) -> str:
-    """Says that something is too large for a format."""
+    """Describes a value that is too large for a format."""
     return f"{what} reaches {largest:.3g} and {name} ends at {end:g}"

@@ -11,7 +11,7 @@ class Format:
     max: float  # the largest finite value
     tiny: float  # the smallest positive normal value
     smallest: float  # the smallest positive subnormal value
-    epsilon: float  # from 1.0 to the next larger value
+    epsilon: float  # the gap between 1.0 and the next larger value
 
 
 FLOAT16 = Format("float16", 65504.0, 2.0**-14, 2.0**-24, 2.0**-10)

@@ -11,7 +11,7 @@ from typing import Any
 from absl import logging
 
 _said_once: set[Any] = set()
-# Blocks that keep silent at the moment, the outer ones included.
+# One token for each `silenced` block that is open, outer ones included.
 _silencers: list[object] = []
 
 
@@ -22,7 +22,7 @@ def warn(text: str, *values: Any) -> None:
 
 
 def warn_once(text: str, *values: Any, about: Any = None) -> None:
-    """Warns once in a process of what holds for all models, or of one thing."""
+    """Warns once per process, or once per value of `about`."""
     key = text if about is None else about
     if key not in _said_once:
         _said_once.add(key)
@@ -30,7 +30,7 @@ def warn_once(text: str, *values: Any, about: Any = None) -> None:
 
 
 def info(text: str, *values: Any) -> None:
-    """Logs something that is no reason to worry."""
+    """Logs information that needs no action."""
     if not _silencers:
         logging.info("tfmix: " + text, *values)
 

@@ -1,4 +1,4 @@
-"""What goes on and for how long, on a terminal and in a notebook."""
+"""Shows on a terminal or in a notebook what runs, and for how long."""
 
 import contextlib
 import importlib.util
@@ -11,7 +11,7 @@ import rich.progress
 
 
 class Say(Protocol):
-    """Changes what is shown: the line, and how much of it is done."""
+    """Changes the line on display and the share of the work that is done."""
 
     def __call__(self, line: str, share: float | None = None) -> None:
         """Shows a line, and a bar if a share between 0 and 1 is known."""
@@ -23,13 +23,13 @@ def shown(what: str, *, hidden: bool = False) -> Iterator[Say]:
 
     Args:
         what: The line.
-        hidden: Whether to show nothing there either.
+        hidden: Whether to show nothing at all.
 
     Yields:
         A `Say`.
     """
     console = rich.console.Console(stderr=True)
-    # In a notebook rich draws with ipywidgets, and warns where they are not.
+    # In a notebook rich needs ipywidgets, and warns if they are missing.
     has_widgets = importlib.util.find_spec("ipywidgets") is not None
     is_seen = sys.stderr.isatty() or (console.is_jupyter and has_widgets)
     # Before rich 14.3 a disabled bar still ended with an empty line.

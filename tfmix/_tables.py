@@ -17,8 +17,8 @@ import rich.markup
 import rich.table
 import rich.text
 
-# Spaces between columns; the fewest characters shown of a long name and of a
-# sentence; the length up to which a cell is never broken.
+# The spaces between columns, the minimum widths of a long name and of a
+# sentence, and the length up to which a cell is never broken.
 _GAP, _LEAST_NAME, _LEAST_TEXT, _WHOLE = 2, 12, 16, 24
 _STYLES = {
     "ok": "green",
@@ -27,7 +27,7 @@ _STYLES = {
     "underflow": "yellow",
     "inaccurate": "yellow",
 }
-# Columns of a page, and what stands around that which rich draws on it.
+# The width of an HTML page in characters, and its template.
 _PAGE_WIDTH = 140
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>tfmix</title>
@@ -48,7 +48,7 @@ class Table:
     title: str = ""  # a line above the table
     notes: Sequence[str] = ()  # lines below it
     code: Sequence[str] = ()  # lines to copy, at the end
-    # One for each row, which sets its colour; empty for rows without.
+    # Each row has a verdict that sets its colour, or no row has one.
     verdicts: Sequence[str] = ()
 
     def __rich_console__(
@@ -73,8 +73,8 @@ class Table:
             padding=(0, _GAP - 1, 0, 0),
         )
         for head, *cells in columns:
-            # The lines of sentences are broken; numbers, shapes and what is
-            # short stay whole.
+            # Only sentences are wrapped; numbers, shapes and short texts are
+            # not.
             is_text = max(map(len, [*cells, ""])) > _WHOLE
             drawn.add_column(
                 rich.markup.escape(head),
@@ -84,7 +84,7 @@ class Table:
         others = sum(map(_least_width, columns[1:]))
         names = width - others - _GAP * len(columns)
         for index, (name, *row) in enumerate(self.rows):
-            # Names and advice hold brackets, which rich takes for markup.
+            # Names and advice contain brackets, which rich takes for markup.
             cells = [_shortened(name, names), *row]
             style = _STYLES.get(self._verdict(index))
             drawn.add_row(*map(rich.markup.escape, cells), style=style)
@@ -95,13 +95,13 @@ class Table:
 
 
 def _least_width(column: Sequence[str]) -> int:
-    """Returns the width that a column is left at least."""
+    """Returns the minimum width of a column."""
     longest = max(map(len, column))
     return longest if longest <= _WHOLE else _LEAST_TEXT
 
 
 def _shortened(name: str, width: int) -> str:
-    """Leaves out the middle of a long path; its end tells most."""
+    """Cuts the middle out of a long path, whose end matters most."""
     width = max(width, _LEAST_NAME)
     if len(name) <= width or " " in name:
         return name
@@ -120,7 +120,7 @@ class Printed(abc.ABC, rich.jupyter.JupyterMixin):
         return rich.console.Group(*self.tables())
 
     def __str__(self) -> str:
-        # As wide as the terminal; a file or a pipe has room for most advice.
+        # Files and pipes have no width: 160 columns hold most advice.
         width = shutil.get_terminal_size((160, 24)).columns
         out = io.StringIO()
         rich.console.Console(file=out, width=width, color_system=None).print(
@@ -135,7 +135,7 @@ def write_page(
     tables: Sequence[Table],
     picture: str = "",
 ) -> None:
-    """Writes tables as one HTML page that says what made it, and when.
+    """Writes tables as one HTML page, with the date and the versions used.
 
     Args:
         path: The file.
@@ -157,7 +157,7 @@ def write_page(
 
 
 def _made_with() -> str:
-    """Says when, and by which versions, something is made."""
+    """Returns the current time and the versions in use, in words."""
     now = datetime.datetime.now().astimezone()
     tfmix = vars(sys.modules["tfmix"])["__version__"]
     backend = keras.backend.backend()

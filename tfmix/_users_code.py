@@ -1,4 +1,4 @@
-"""Which line of the user's own code a message is about."""
+"""Finds the line of the user's own code that a message is about."""
 
 import linecache
 import os
@@ -9,19 +9,19 @@ import types
 
 from tfmix import _messages
 
-# Code that a user of tfmix cannot change.
+# Users cannot change the code of these packages.
 _LIBRARIES = frozenset("keras tensorflow jax jaxlib numpy tfmix".split())
-# How AutoGraph, which runs a copy of the code, names a line of the code itself.
+# AutoGraph runs a copy of the code, and marks lines of the original like this.
 _CONVERTED = re.compile(r'File "(.+)", line (\d+), in .+  \*$', re.MULTILINE)
 
 
 def in_library(module: str) -> bool:
-    """Says whether a module is one that users cannot change."""
+    """Returns whether a module is part of a library, not of the user's code."""
     return module.split(".")[0] in _LIBRARIES
 
 
 def users_line(error: Exception) -> str:
-    """Returns the innermost line of an error that is in no library."""
+    """Returns the innermost line of a traceback that is outside libraries."""
     if converted := _CONVERTED.findall(str(error)):
         file, number = converted[-1]
         return line_of(file, int(number))
@@ -33,14 +33,14 @@ def users_line(error: Exception) -> str:
 
 
 def line_of(file: str, line: int | None) -> str:
-    """Returns a line of a file with its place, to open a sentence on it."""
+    """Returns a file's name, a line number and the line, to open a message."""
     code = linecache.getline(file, line or 0).strip()
     shown = f" `{code}`" if code else ""
     return f"{os.path.basename(file)}:{line}{shown}: "
 
 
 def warn(text: str) -> None:
-    """Warns once of the innermost line that is in no library."""
+    """Warns once per line of the user's code, and names the line."""
     frame: types.FrameType | None = sys._getframe()
     while frame and in_library(frame.f_globals.get("__name__", "")):
         frame = frame.f_back

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 
-# A child's line starts with this; whatever else is printed is not for us.
+# A child's messages start with this. Other lines are ignored.
 MARK = "@fault "
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -17,7 +17,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_JAX_DEVICES}"
 
 
 def split_the_cpu() -> None:
-    """Gives TensorFlow two devices; JAX got eight above."""
+    """Splits the CPU into two devices for TensorFlow; JAX has eight already."""
     import keras
 
     if keras.backend.backend() == "tensorflow":

@@ -158,7 +158,7 @@ def variable_without_gradient(system: Any) -> Outcome:
     optimizer = system.wrap(keras.optimizers.SGD(0.1))
     optimizer.build([used, unused])
     with warnings.catch_warnings():
-        # Keras says that a gradient is missing, which is the point here.
+        # Keras warns about the missing gradient, which is intended here.
         warnings.simplefilter("ignore")
         for factor in (np.float32(1), np.float32(np.inf), np.float32(1)):
             scaled = optimizer.scale_loss(ops.convert_to_tensor(_ONES * factor))

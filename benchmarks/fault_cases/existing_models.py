@@ -12,9 +12,9 @@ _STEPS = 8
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
-    """Returns 16 rows, the second eight like the first.
+    """Returns 16 rows, whose second half equals the first.
 
-    Each of two replicas then sees what one device sees.
+    So each of two replicas has the same data as one device.
     """
     generator = np.random.default_rng(11)
     x = generator.normal(size=(8, 4)).astype("float32")
@@ -37,14 +37,14 @@ def model_of(optimizer: Any, **settings: Any) -> Any:
 
 
 def train(model: Any) -> float:
-    """Takes some steps on all rows at once; returns their mean loss."""
+    """Trains some steps on all rows at once; returns their mean loss."""
     x, y = (np.tile(array, (_STEPS, 1)) for array in data())
     history = model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
     return float(history.history["loss"][0])
 
 
 def float32_loss(optimizer: Any) -> float:
-    """Returns what twice as many steps reach on one device, by Keras alone."""
+    """Returns the loss after twice as many steps in plain Keras, unsplit."""
     model = model_of(optimizer)
     train(model)
     return train(model)

@@ -1,4 +1,4 @@
-"""Faults that reach a model through `fit`: what one bad batch leaves."""
+"""Faults of one bad batch in `fit`."""
 
 from typing import Any
 
@@ -96,7 +96,7 @@ def terminate_on_nan(system: Any) -> Outcome:
 
 
 class _RunningMean(keras.layers.Layer):
-    """A layer of a user's own that keeps an average of its inputs."""
+    """A custom layer that keeps an average of its inputs."""
 
     def build(self, input_shape: Any) -> None:
         self.mean = self.add_weight(
@@ -128,7 +128,7 @@ def _train_on_micro_batches(system: Any, bad: int | None) -> Any:
     inner = keras.optimizers.SGD(0.05, gradient_accumulation_steps=4)
     model = compiled(system, optimizer=inner)
     x, y = data(bad_value=0.5)
-    # Two windows of four; the bad micro-batch comes on top.
+    # There are two windows of four batches, and the bad batch in addition.
     for position in range(8):
         rows = slice(position * _BATCH, (position + 1) * _BATCH)
         if position == bad:

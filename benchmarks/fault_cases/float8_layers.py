@@ -12,7 +12,8 @@ from benchmarks.fault_cases.record import Outcome, fault
 
 _STEPS = 60
 _WIDTH = 32
-# Of a loss, to that in float32: float8 has two or three bits of mantissa.
+# A loss may be this many times that of float32, because float8 has two or
+# three bits of mantissa.
 _NEAR = 1.25
 
 
@@ -50,7 +51,7 @@ def _train(
 
 
 def _adam() -> Any:
-    # So small that the gradients' size does not matter.
+    # With such a small epsilon, the size of gradients does not matter.
     return keras.optimizers.Adam(0.01, epsilon=1e-30)
 
 

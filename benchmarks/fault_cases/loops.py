@@ -1,4 +1,4 @@
-"""Training loops in miniature: one variable, gradients made to order."""
+"""Tiny training loops with one variable and given gradients."""
 
 import functools
 from typing import Any
@@ -17,11 +17,11 @@ def wrapped_vector(
 
 
 def apply(optimizer: Any, gradients: Any, variables: Any, **how: bool) -> None:
-    """Applies gradients the way a loop on this backend does.
+    """Applies gradients like a loop on this backend.
 
     Args:
         optimizer: The system's optimizer.
-        gradients: Scaled gradients, or true ones if `how` says so.
+        gradients: Scaled gradients, or unscaled ones if `how` says so.
         variables: Their variables.
         **how: Further arguments of the optimizer's method.
     """
@@ -33,11 +33,11 @@ def apply(optimizer: Any, gradients: Any, variables: Any, **how: bool) -> None:
 
 
 def step(optimizer: Any, variables: Any, gradients: Any) -> None:
-    """Takes a step with true gradients, scaled as a tape would have."""
+    """Runs a step with the gradients of a scaled loss."""
     scale = optimizer.scale_loss(keras.ops.convert_to_tensor(1.0))
     scaled = [keras.ops.convert_to_tensor(g) * scale for g in gradients]
     if keras.backend.backend() == "jax":
-        # Without it, Keras's class is compiled anew in every step.
+        # Otherwise Keras's class would be compiled in every step.
         function = _compiled(optimizer)
         _apply_stateless(function, optimizer, scaled, variables)
     else:
@@ -64,7 +64,7 @@ def _apply_stateless(
 
 
 def repeat(optimizer: Any, variable: Any, gradient: Any, steps: int) -> None:
-    """Takes many steps with one gradient in one compiled loop."""
+    """Runs many steps with the same gradient in one compiled loop."""
     if keras.backend.backend() == "tensorflow":
         _repeat_tensorflow(optimizer, variable, gradient, steps)
     else:

@@ -1,4 +1,4 @@
-"""Faults that need a global 16-bit policy: what `compile` makes of it."""
+"""Faults of `compile` under a global 16-bit policy."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ def activity_regularizer(system: Any) -> Outcome:
 def pure_without_masters(system: Any) -> Outcome:
     """Policy bfloat16, a wrapped SGD without masters, 200 small steps."""
     rng = np.random.default_rng(3)
-    # One epoch of 200 steps, each on the same 16 rows.
+    # An epoch has 200 steps, all on the same 16 rows.
     x = np.tile(rng.normal(size=(16, 4)).astype("float32"), (200, 1))
     y = x.sum(axis=1, keepdims=True)
     losses = {}
@@ -92,7 +92,7 @@ def pure_without_masters(system: Any) -> Outcome:
         system.set_policy(policy)
         try:
             model = _model()
-            # An initializer draws other numbers in bfloat16.
+            # An initializer would draw other numbers in bfloat16.
             model.set_weights(start)
             # Each step is less than half a step of bfloat16 near 1.
             model.compile(system.wrap(keras.optimizers.SGD(1e-3)), loss="mse")

@@ -1,4 +1,4 @@
-"""Child processes that are listened to line by line, and end with us."""
+"""Child processes whose output is read line by line."""
 
 import os
 import pathlib
@@ -9,18 +9,18 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-# `python -m benchmarks...` finds the package from here only.
+# `python -m benchmarks...` only finds the package from this folder.
 _REPOSITORY = pathlib.Path(__file__).parents[2]
 
 
 class Child:
-    """Runs one of our modules with this Python and reads what it prints.
+    """Runs one of our modules with this Python and reads its output.
 
     Args:
-        module: String, as `python -m` takes it.
+        module: String, the name for `python -m`.
         arguments: Strings.
-        environment: Variables on top of this process's own.
-        own_group: Bool, whether `kill` also ends what the child started.
+        environment: Variables in addition to this process's own.
+        own_group: Bool, whether `kill` also ends the child's processes.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Child:
         """Returns the next line, or `None` once the child has ended.
 
         Raises:
-            TimeoutError: If nothing comes for so long.
+            TimeoutError: If there is no line for that long.
         """
         try:
             return self._lines.get(timeout=seconds)
@@ -56,11 +56,11 @@ class Child:
             raise TimeoutError(f"silent for {seconds:g} s") from None
 
     def wait(self) -> int:
-        """Returns the exit code; negative is the signal that ended it."""
+        """Returns the exit code; a negative one is the signal that ended it."""
         return self._process.wait()
 
     def kill(self) -> None:
-        """Ends the child, and with `own_group` what it started."""
+        """Ends the child, and its processes with `own_group`."""
         if self._process.poll() is None:
             if self._own_group:
                 os.killpg(self._process.pid, signal.SIGKILL)

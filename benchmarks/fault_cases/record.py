@@ -1,4 +1,4 @@
-"""A fault: a function that provokes it and reports what came of it."""
+"""A fault: a function that provokes it and returns the outcome."""
 
 import dataclasses
 import re
@@ -14,12 +14,12 @@ TENSORFLOW_ONLY = ("tensorflow",)
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one run of a fault ended in.
+    """The outcome of one run of a fault.
 
     Attributes:
-        survived: Bool, whether a user could go on as if nothing had happened,
-            or was told what to do.
-        text: String, what was seen in this very run.
+        survived: Bool, whether a user could continue as if nothing had
+            happened, or got an error that says what to do.
+        text: String, the observations of this run.
     """
 
     survived: bool
@@ -31,11 +31,11 @@ class Fault:
     """One row of the table.
 
     Attributes:
-        name: String, as `--only` takes it.
-        title: String, what happens to the run.
+        name: String, the name for `--only`.
+        title: String, a description of the fault.
         provoke: Function from a `systems.System` to an `Outcome`.
         backends: Tuple of the Keras backends it can be provoked on.
-        seconds: Integer, after which a run counts as hanging.
+        seconds: Integer, the time after which a run counts as hanging.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Fault:
     seconds: int = 60
 
     def run(self, system: Any) -> Outcome:
-        """Provokes the fault; an exception is an outcome too."""
+        """Provokes the fault; an exception is an outcome as well."""
         try:
             return self.provoke(system)
         except Exception as error:
@@ -56,7 +56,7 @@ class Fault:
 def fault(
     backends: tuple[str, ...] = EVERY_BACKEND, seconds: int = 60
 ) -> Callable[[Callable[[Any], Outcome]], Fault]:
-    """Makes a fault of a function; its docstring's first line is the title."""
+    """Turns a function into a fault, with its docstring as the title."""
 
     def decorate(provoke: Callable[[Any], Outcome]) -> Fault:
         name = provoke.__name__.replace("_", "-")
@@ -67,7 +67,7 @@ def fault(
 
 
 def _gist(error: Exception) -> str:
-    """Returns the line of an error's message that says what is wrong."""
+    """Returns the line of an error's message that names the cause."""
     plain = _COLOURS.sub("", str(error))
     lines = [line.strip() for line in plain.splitlines() if line.strip()]
     # TensorFlow puts the user's stack before "RuntimeError: the reason", and

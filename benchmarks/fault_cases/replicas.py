@@ -16,8 +16,8 @@ _SEEDS = 6
 def mirrored() -> Any:
     """Returns the process's strategy over its first two CPU devices.
 
-    One for all: TensorFlow numbers the collectives of each strategy from 100,
-    so two strategies over the same devices get into each other's way.
+    All faults share it: TensorFlow numbers the collectives of each strategy
+    from 100, so two strategies on the same devices would mix up theirs.
     """
     import tensorflow as tf
 
@@ -27,7 +27,7 @@ def mirrored() -> Any:
 def step_on_replicas(
     strategy: Any, optimizer: Any, variable: Any, gradients: Any
 ) -> None:
-    """Takes one compiled step with a true gradient for each replica."""
+    """Runs one compiled step with an unscaled gradient for each replica."""
     import tensorflow as tf
 
     def replica_step() -> None:
@@ -166,7 +166,7 @@ def _float8_loss(system: Any, strategy: Any) -> float:
             layer.quantize("float8")
         model.compile(system.wrap(keras.optimizers.SGD(0.05)), loss="mse")
     x = np.random.default_rng(0).normal(size=(16, 16)).astype("float32")
-    # 20 steps, in each of which a replica sees what one device would.
+    # In each of the 20 steps, a replica has the same data as one device.
     y = np.tanh(np.tile(x, (40, 1)))
     model.fit(np.tile(x, (40, 1)), y, batch_size=32, shuffle=False, verbose=0)
     return float(model.evaluate(x, y[:16], batch_size=16, verbose=0))

@@ -1,9 +1,9 @@
-"""A run of 60 steps that can be killed after any step, and taken up again.
+"""A run of 60 steps that can be killed after any step, and resumed.
 
 python -m benchmarks.fault_cases.resumable SYSTEM DIRECTORY KILL_AFTER
 
 trains, saves in every way after each seventh step, and kills itself with
-SIGKILL after step KILL_AFTER. `resume` goes on from one of the saved states.
+SIGKILL after step KILL_AFTER. `resume` continues from one of the saved states.
 """
 
 import json
@@ -21,15 +21,15 @@ from benchmarks.fault_cases import systems, words
 EPOCHS = 6
 STEPS_PER_EPOCH = 10
 STEPS = EPOCHS * STEPS_PER_EPOCH
-# 7 divides no epoch: the states saved lie anywhere in one, and anywhere in
-# the growth window of 4.
+# 7 divides neither an epoch nor the growth window of 4, so states are saved at
+# any place in both.
 SAVE_EVERY = 7
 _GROWTH_STEPS = 4
 _BAD_BATCH = 5
 
 
 class Batches(keras.utils.PyDataset):
-    """The batches of an epoch, the same in each; the sixth is NaN."""
+    """The batches of an epoch, equal in each epoch; the sixth is NaN."""
 
     def __init__(self, first: int = 0) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def build(system: Any) -> Any:
 
 
 def state(model: Any) -> dict[str, np.ndarray]:
-    """Copies everything that a resumed run has to have in common."""
+    """Copies all state that a resumed run must restore."""
     optimizer = model.optimizer.variables
     pairs = [(f"model {v.path}", v) for v in model.weights]
     pairs += [(f"{n} {v.path}", v) for n, v in enumerate(optimizer)]
@@ -83,7 +83,7 @@ def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     Raises:
         ValueError: If the numbers of variables differ.
     """
-    # By position: a variable's path changes with the name of a new model.
+    # Variables are compared by position, because a new model has other paths.
     pairs = zip(left.items(), right.values(), strict=True)
     return [
         name for (name, one), other in pairs if not words.same([one], [other])
@@ -91,7 +91,7 @@ def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
 
 
 def train(model: Any, start: int = 0, callbacks: Any = ()) -> Any:
-    """Trains a model from a step on to the last."""
+    """Trains a model from a step to the last one."""
     epoch, first = divmod(start, STEPS_PER_EPOCH)
     arguments = {"shuffle": False, "verbose": 0, "callbacks": list(callbacks)}
     if first:
@@ -103,7 +103,7 @@ def train(model: Any, start: int = 0, callbacks: Any = ()) -> Any:
 
 
 def ways() -> list[str]:
-    """Returns how a state can be saved on this backend."""
+    """Returns the ways to save a state on this backend."""
     every = ["keras", "weights", "backup-epoch", "backup-batch"]
     if keras.backend.backend() == "tensorflow":
         return [*every, "checkpoint"]
@@ -117,7 +117,7 @@ def _backup(directory: pathlib.Path, way: str) -> Any:
 
 
 class _SaveAndDie(keras.callbacks.Callback):
-    """Saves in the ways that no callback of Keras does, then dies."""
+    """Saves in the ways that have no callback in Keras, then dies."""
 
     def __init__(self, directory: pathlib.Path, kill_after: int) -> None:
         super().__init__()
@@ -150,8 +150,8 @@ def resume(system: Any, directory: pathlib.Path, way: str) -> Any:
     """Builds the model again and trains it to the end from a saved state.
 
     Args:
-        system: Whose scaler.
-        directory: Where the killed run saved.
+        system: The system that wraps the optimizer.
+        directory: The folder of the killed run.
         way: One of `ways()`.
 
     Returns:
@@ -175,8 +175,8 @@ def resume(system: Any, directory: pathlib.Path, way: str) -> Any:
 
 
 def _resume_within_epoch(system: Any, directory: pathlib.Path) -> Any:
-    # BackupAndRestore restores the state after a batch, and begins its epoch
-    # anew: going on at the right batch is left to the user's data.
+    # BackupAndRestore restores the state after a batch, but starts its epoch
+    # again: the user's data must continue at the right batch.
     metadata = directory / "backup-batch" / "training_metadata.json"
     where = json.loads(metadata.read_text())
     epoch, first = where["epoch"], where["batch"] + 1
@@ -189,7 +189,7 @@ def _resume_within_epoch(system: Any, directory: pathlib.Path) -> Any:
         verbose=0,
         callbacks=[backup],
     )
-    # Keras would go on from the epoch that the backup has named.
+    # Otherwise Keras would continue from the epoch in the backup.
     model._initial_epoch = None
     return train(model, (epoch + 1) * STEPS_PER_EPOCH)
 

@@ -36,7 +36,7 @@ def kill_and_resume(system: Any) -> Outcome:
 
 
 def run_until_killed(system: Any, directory: str, kill_after: int) -> int:
-    """Starts the run in a process of its own; returns its exit code."""
+    """Starts the run in a separate process; returns its exit code."""
     arguments = [system.name, directory, str(kill_after)]
     run = processes.Child(resumable.__name__, arguments)
     try:

@@ -1,4 +1,4 @@
-"""The columns of the table: how each system is put into a script."""
+"""The columns of the table: the systems, as a script uses them."""
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +16,17 @@ def _float8_policy() -> tfmix.Policy:
 
 
 class System(abc.ABC):
-    """How a user of one library writes what the faults need."""
+    """The code that a user of one library writes for the faults."""
 
     name: str
-    # Of the variables that the faults make themselves.
+    # The dtype of variables that the faults create themselves.
     dtype = "float32"
-    # Of the layers in models that compute in 16 bits, and in all others.
+    # The policies of layers in 16-bit models, and in all others.
     policy = "mixed_float16"
     layers = "float32"
-    # Why a fault does not apply, by its name.
+    # The reasons why faults do not apply, by their names.
     inapplicable: Mapping[str, str] = {}
-    # How `optimizer.apply` is told that its gradients come from `unscale`.
+    # The arguments of `optimizer.apply` for gradients from `unscale`.
     unscaled: Mapping[str, bool] = {}
 
     def variable(self, values: Any, name: str | None = None) -> Any:
@@ -35,7 +35,7 @@ class System(abc.ABC):
 
     @abc.abstractmethod
     def wrap(self, optimizer: Any, **settings: Any) -> Any:
-        """Wraps an optimizer; the settings are those both classes have."""
+        """Wraps an optimizer; the settings are those of both classes."""
 
     @abc.abstractmethod
     def fixed(self, optimizer: Any, scale: float) -> Any:
@@ -43,7 +43,7 @@ class System(abc.ABC):
 
     @abc.abstractmethod
     def guard(self, model: Any) -> Any:
-        """Protects a compiled model's train step, where that exists."""
+        """Protects a compiled model's train step, if the library can."""
 
     @abc.abstractmethod
     def unscale(self, optimizer: Any, grads: Sequence[Any]) -> list[Any]:
@@ -51,15 +51,15 @@ class System(abc.ABC):
 
     @abc.abstractmethod
     def convert(self, model: Any, policy: str) -> Callable[[], Any]:
-        """Changes a model's dtypes; returns what changes them back."""
+        """Changes a model's dtypes; returns a function that restores them."""
 
     @abc.abstractmethod
     def float8(self, make: Callable[[], Any]) -> Any:
-        """Makes a model whose Dense and EinsumDense multiply in float8."""
+        """Creates a model whose Dense and EinsumDense multiply in float8."""
 
     @abc.abstractmethod
     def convert_to_float8(self, model: Any) -> Callable[[], Any]:
-        """Lets a model's layers do so; returns what takes it back."""
+        """Makes a model's layers multiply in float8; returns a way back."""
 
     @abc.abstractmethod
     def set_policy(self, policy: Any) -> None:
@@ -67,11 +67,11 @@ class System(abc.ABC):
 
     @abc.abstractmethod
     def callbacks(self) -> list[Any]:
-        """Returns what the library offers to watch a `fit`."""
+        """Returns the library's callbacks that monitor a `fit`."""
 
 
 class Keras(System):
-    """Keras's own classes, and nothing where it has nothing."""
+    """Keras's own classes, and nothing for features that it lacks."""
 
     name = "Keras"
 
@@ -79,7 +79,7 @@ class Keras(System):
         return keras.optimizers.LossScaleOptimizer(optimizer, **settings)
 
     def fixed(self, optimizer: Any, scale: float) -> Any:
-        # What the error on `dynamic=False` recommends.
+        # The error about `dynamic=False` recommends this.
         optimizer.loss_scale_factor = scale
         return optimizer
 
@@ -90,7 +90,7 @@ class Keras(System):
         return list(grads)
 
     def convert(self, model: Any, policy: str) -> Callable[[], Any]:
-        # The way that works before a function was traced.
+        # This only works before a function was traced.
         layers = [model, *model.layers]
         before = [layer.dtype_policy for layer in layers]
 
@@ -204,13 +204,13 @@ _TOGETHER = {
 
 
 class Kept(Tfmix):
-    """tfmix with an optimizer that keeps its state in a form of its own.
+    """tfmix with an optimizer that keeps state in another form.
 
     Args:
         name: The name of the column.
-        keep: Wraps an optimizer so that no update is lost.
-        inapplicable: Why a fault does not apply, by its name.
-        dtype: Of the variables, if they are 16-bit themselves.
+        keep: Function that wraps an optimizer so that no update is lost.
+        inapplicable: The reasons why faults do not apply, by their names.
+        dtype: The dtype of 16-bit variables.
     """
 
     def __init__(
@@ -245,16 +245,16 @@ def _low(inner: Any) -> Any:
     return tfmix.optimizers.LowMemoryOptimizer(inner, **_INT8)
 
 
-# Also the slots of the small variables that the faults meet.
+# The rule also covers the small variables of the faults.
 _INT8: dict[str, Any] = {"slot_dtype": [("", "int8")], "seed": 7}
 _NO_BROADCAST = {
     "nan-in-one-worker": "TensorFlow 2.21 has no bfloat16 broadcast, by which "
     "each worker gets the first one's variables"
 }
-# What applies to no bfloat16 variable.
+# These faults do not apply to bfloat16 variables.
 _NARROW = _REPLACED | _NO_BROADCAST
 
-# float16 overflows; split masters and rounding are for bfloat16.
+# Only float16 overflows; split masters and rounding are for bfloat16.
 SIXTEEN_BIT = (
     Kept("masters", _masters(), _KEPT, "float16"),
     Kept("flat", _masters(flat=True), _REPLACED | _TOGETHER, "float16"),

@@ -1,6 +1,6 @@
-"""Faults of loops that ask a 16-bit model for gradients, as Keras's guides do.
+"""Faults of loops that compute gradients like Keras's guides, in 16 bit.
 
-None calls `scale_loss`, and no optimizer is wrapped by hand.
+The loops do not call `scale_loss`, and do not wrap an optimizer.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from benchmarks.fault_cases import words
 from benchmarks.fault_cases.record import Outcome, fault
 
 _POLICY = "mixed_float16"
-# From a model and the values of its weights (JAX), or `None`, to a scalar.
+# A function of a model and the values of its weights (JAX), or `None`.
 Loss = Callable[[Any, Any], Any]
 
 
@@ -167,7 +167,7 @@ def _network(seed: int) -> Any:
 
 
 def _steps(networks: list[Any], optimizers: list[Any], x: Any) -> None:
-    """Takes a step with each network's optimizer."""
+    """Runs a step with each network's optimizer."""
     for model, optimizer in zip(networks, optimizers, strict=True):
 
         def loss(model: Any, values: Any) -> Any:
@@ -201,7 +201,7 @@ def _as_in_float32(system: Any, make: Callable[[], Any], loss: Loss) -> Outcome:
 
 
 def _called(model: Any, values: Any, x: Any) -> Any:
-    """Calls a model with values for its weights, or with its own."""
+    """Calls a model with the given weights, or with its own."""
     if values is None:
         return ops.cast(model(x, training=True), "float32")
     frozen = [v.value for v in model.non_trainable_variables]

@@ -1,7 +1,7 @@
 """One of two workers that train together; worker 1 meets a NaN.
 
 python -m benchmarks.fault_cases.two_workers SYSTEM
-with TF_CONFIG in the environment, as `tf.distribute` wants it.
+needs TF_CONFIG in the environment, as for `tf.distribute`.
 """
 
 import json
@@ -16,13 +16,13 @@ _BAD_STEP = 1
 
 
 def main(system_name: str) -> None:
-    """Takes three steps, the second with NaN on worker 1 only."""
+    """Runs three steps, the second with NaN on worker 1 only."""
     import keras
     import numpy as np
     import tensorflow as tf
 
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    # The strategy has to exist before any other TensorFlow code runs.
+    # The strategy must be created before other TensorFlow code runs.
     from benchmarks.fault_cases import systems, words
 
     system = systems.by_name(system_name)

@@ -1,4 +1,4 @@
-"""Words for what a run has left behind."""
+"""Inspects and describes the state that a run has left."""
 
 import contextlib
 import logging
@@ -13,7 +13,7 @@ import numpy as np
 
 @contextlib.contextmanager
 def heard() -> Iterator[list[str]]:
-    """Yields what is said in a block, by Python's warnings or by tfmix."""
+    """Yields the warnings in a block, of Python and of tfmix."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -34,7 +34,7 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def snapshot(variables: Iterable[Any]) -> list[np.ndarray]:
-    """Copies variables, to be compared with later."""
+    """Copies variables for a later comparison."""
     return [to_numpy(variable) for variable in variables]
 
 
@@ -52,15 +52,15 @@ def same(left: Iterable[Any], right: Iterable[Any]) -> bool:
 
 
 def close(variable: Any, expected: Any) -> bool:
-    """Returns whether a variable holds numbers, as far as its dtype can."""
+    """Returns whether a variable holds numbers, up to its precision."""
     steps = ml_dtypes.finfo(to_numpy(variable).dtype).eps
     got = to_numpy(variable).astype("float64")
-    # Twice, as stochastic rounding may end in either neighbour.
+    # The tolerance is doubled, because stochastic rounding may go either way.
     return bool(np.allclose(got, expected, rtol=max(2 * float(steps), 1e-5)))
 
 
 def weights(variables: Iterable[Any]) -> str:
-    """Says what state a model's weights are in."""
+    """Describes the state of a model's weights."""
     values = np.concatenate([v.ravel() for v in snapshot(variables)])
     if np.isnan(values).any():
         return f"{np.isnan(values).sum()} of {values.size} weights NaN"
@@ -81,11 +81,11 @@ def scale(optimizer: Any) -> float:
 
 
 def skipped(optimizer: Any, steps: int) -> int:
-    """Returns how many steps were not applied; Keras does not count them."""
+    """Returns the number of skipped steps, which Keras does not count."""
     return steps - int(to_numpy(optimizer.iterations))
 
 
 def progress(optimizer: Any, steps: int) -> str:
-    """Says how many steps were skipped and where the scale is."""
+    """Describes the number of skipped steps, and the scale."""
     count = skipped(optimizer, steps)
     return f"{count} of {steps} steps skipped, scale {scale(optimizer):g}"

@@ -7,7 +7,8 @@ from typing import Any
 from benchmarks.fault_cases import processes, two_workers
 from benchmarks.fault_cases.record import TENSORFLOW_ONLY, Outcome, fault
 
-# A worker imports TensorFlow and finds the other one; a step takes ms.
+# A worker needs seconds to import TensorFlow and to find the other worker. A
+# step takes milliseconds.
 _START_SECONDS = 120
 _STEP_SECONDS = 40
 
@@ -45,7 +46,7 @@ def _last_lines(workers: list[processes.Child]) -> list[str]:
     """Reads each worker to its end, step by step, and returns its last line.
 
     Raises:
-        TimeoutError: If a worker says nothing for too long.
+        TimeoutError: If a worker prints nothing for too long.
     """
     last = []
     for worker in workers:

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Fine-tune a transformer
 #
-# A small transformer that tells eight languages apart learns eight others, in
-# 16 bit, by adapters alone (LoRA). The texts are the translations that Django
-# ships, read byte by byte. It takes a minute on a CPU.
+# A small transformer that knows eight languages learns eight others in 16 bit,
+# with adapters only (LoRA). The texts are Django's translations, which it reads
+# byte by byte. It takes a minute on a CPU.
 
 # %%
 # %pip install -q "../..[plot,examples]"
@@ -48,7 +48,8 @@ bytes(token for token in train_x[0] if token).decode(errors="replace")
 # %% [markdown]
 # ## The network
 #
-# Two blocks of attention and a dense pair, in Keras's own layers. 0 is padding.
+# It has two blocks of attention and dense layers, all of them Keras's own. 0 is
+# padding.
 
 
 # %%
@@ -102,9 +103,9 @@ train(trained, before_x, before_y, 2e-3, epochs=2)
 # %% [markdown]
 # ## The same weights under another policy
 #
-# Variables are float32 under the mixed policies, so weights go either way. The
-# head, whose kernel and bias are the last two, starts anew. `"mixed_bfloat16"`
-# would do as well, and needs no loss scale.
+# Variables are float32 under the mixed policies, so you can copy the weights.
+# The head, whose kernel and bias are the last two weights, is new.
+# `"mixed_bfloat16"` works as well, and needs no loss scale.
 
 # %%
 with tfmix.policy_scope("mixed_float16"):
@@ -114,9 +115,9 @@ model.set_weights(trained.get_weights()[:-2] + model.get_weights()[-2:])
 # %% [markdown]
 # ## Adapters
 #
-# Each kernel is frozen and gets two narrow factors of rank 8 that are trained
-# in its place. The head is trained whole. Adapters go on after the model is
-# built and before `compile`.
+# Each kernel is frozen, and two narrow factors of rank 8 are trained instead.
+# The whole head is trained. Add adapters after the model is built and before
+# `compile`.
 
 # %%
 for layer in model._flatten_layers():
@@ -130,7 +131,7 @@ trained_weights = sum(math.prod(v.shape) for v in model.trainable_variables)
 print(f"{trained_weights:,} of {model.count_params():,} weights are trained")
 
 # %% [markdown]
-# Is it safe in float16? `check` asks one batch before anything is trained:
+# Is it safe in float16? `check` tries one batch before you train:
 
 # %%
 tfmix.check(
@@ -140,8 +141,8 @@ tfmix.check(
 # %% [markdown]
 # ## Fine-tune
 #
-# `compile` puts the loss scale around Adam. The monitor shows it, and stops a
-# run that is stuck.
+# `compile` wraps Adam, so that bad steps are skipped. The monitor shows the
+# skipped steps, and stops a run that is stuck.
 
 # %%
 monitor = tfmix.callbacks.LossScaleMonitor()
@@ -154,10 +155,10 @@ print(
 )
 
 # %% [markdown]
-# ## What it takes
+# ## Memory
 #
-# The state of Adam is that of the adapters alone, and the layers' outputs
-# weigh half of what they do in float32.
+# Adam only has state for the adapters and the head, and the layers' outputs
+# take half the memory of float32.
 
 # %%
 tfmix.hardware.advise(model, batch_size=64)
@@ -165,9 +166,9 @@ tfmix.hardware.advise(model, batch_size=64)
 # %% [markdown]
 # ## Keep it
 #
-# Keras adds the adapters to the kernels in the file, in float32; here they are
-# multiplied in float16 first, so the answers differ by its last digits. The
-# file loads with `compile=False` where tfmix is not installed.
+# In the file, Keras adds the adapters to the kernels, in float32. The model
+# multiplies them in float16 first, so results differ in the last digits. With
+# `compile=False`, the file also loads without tfmix.
 
 # %%
 model.save("languages.keras")
@@ -176,7 +177,6 @@ same = ops.max(ops.abs(again(test_x[:64]) - model(test_x[:64])))
 print(f"largest difference of the loaded model's answers: {float(same):.1e}")
 
 # %% [markdown]
-# KerasHub's models have `backbone.enable_lora(rank)`, which does the loop above
-# for the queries and values of all blocks; the rest stays as it is here. The
-# page *Adapters, remat, export, shards* of the guide has that, and adapters on
-# int8 kernels.
+# KerasHub's models have `backbone.enable_lora(rank)`, which replaces the loop
+# above for the queries and values of all blocks. The page *Adapters, remat,
+# export, shards* of the guide shows that, and adapters on int8 kernels.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Hardware you do not have
 #
-# What does mixed precision bring on a GPU or a TPU, and does the model fit? Two
-# functions answer before you rent one: `advise` counts, from shapes alone, and
-# `compile_for` asks the accelerator's own compiler. Nothing is trained.
+# What does mixed precision gain on a GPU or a TPU, and does the model fit? Two
+# functions answer before you rent one: `advise` counts from shapes, and
+# `compile_for` runs the accelerator's own compiler. Nothing is trained.
 
 # %%
 # %pip install -q "../..[plot,examples]"
@@ -14,9 +14,9 @@ import keras
 import tfmix
 
 # %% [markdown]
-# ## What there is
+# ## Accelerators
 #
-# Each with its memory, and the rates that its maker publishes:
+# The table lists each accelerator's memory and published rates:
 
 # %%
 tfmix.hardware.targets()
@@ -24,7 +24,7 @@ tfmix.hardware.targets()
 # %% [markdown]
 # ## A transformer
 #
-# Four blocks, 512 wide, on texts of 128 tokens:
+# It has four blocks, is 512 wide, and reads texts of 128 tokens:
 
 # %%
 LENGTH, WIDTH, HEADS, WORDS = 128, 512, 8, 8192
@@ -54,17 +54,17 @@ f"{model.count_params():,} weights"
 # %% [markdown]
 # ## Does it fit?
 #
-# The first table has the matrix products: what is in 16 bit, and whether the
-# shapes suit Tensor Cores (multiples of 8) and a TPU's tiles (128). The second
-# has the memory that training takes, under each policy and with optimizers that
-# hold less; below it stands the first way in 16 bit that fits the target.
+# The first table lists the matrix products: which are in 16 bit, and whether
+# their shapes suit Tensor Cores (multiples of 8) and a TPU's tiles (128). The
+# second lists the memory of training, under each policy and with optimizers
+# that need less. The line below names the first way that fits the target.
 
 # %%
 tfmix.hardware.advise(model, batch_size=32, target="v100")
 
 # %% [markdown]
-# Here everything fits. More rows take more memory, and the way to train decides
-# how many there can be. In GiB:
+# Here everything fits. More rows need more memory, so the way to train limits
+# the batch size. The sizes are in GiB:
 
 # %%
 print("rows  float32  mixed_float16  on a V100, of 16 GB")
@@ -79,12 +79,12 @@ for rows in (512, 1024, 2048, 4096):
 # %% [markdown]
 # ## What would it run?
 #
-# `compile_for` hands the training step to XLA's compiler for the target and
-# reads what comes out: which products run in which dtype, how many kernels and
-# copies there are, the memory as the compiler lays it out, and a bound below
-# which no step can be. The compilers are wheels of their own. They run on any
-# Linux machine without the device; where one is missing, the error says what to
-# install. Where it is there, it takes minutes for a model of this size.
+# `compile_for` passes the training step to XLA's compiler for the target, and
+# reads the result: the dtype of each product, the numbers of kernels and
+# copies, the memory, and a lower bound of the time per step. The compilers come
+# in separate wheels, and run on any Linux machine without the device. If one is
+# missing, the error tells you what to install. It takes minutes for a model of
+# this size.
 
 
 # %%
@@ -103,8 +103,8 @@ compiled("v5e", "mixed_bfloat16")
 compiled("h200", "mixed_bfloat16")
 
 # %% [markdown]
-# Under JAX `devices=4` shares the batch between four of them. float16 on a TPU
-# is refused before anything is compiled, as XLA has no such products there:
+# Under JAX, `devices=4` splits the batch between four devices. float16 on a TPU
+# is refused at once, because XLA has no float16 products there:
 
 # %%
 try:
@@ -113,13 +113,13 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# From a shell:
+# You can also run it from a shell:
 #
 # ```sh
 # tfmix compile model.keras --target h200 --batch 64
 # tfmix compile model.keras --target v5e --devices 4 --batch 256
 # ```
 #
-# What only a run tells: the clocks, the input pipeline, and which of two
-# kernels the GPU itself finds faster. The page *On hardware you do not have* of
-# the guide has a table of what came out for this kind of model.
+# Only a real run shows the effects of clocks, of the input pipeline, and of the
+# kernels that a GPU chooses by timing them. The page *On hardware you do not
+# have* of the guide has a table of results for such a model.

@@ -1,17 +1,17 @@
 # %% [markdown]
 # # Start: two lines on top
 #
-# tfmix is 16-bit training for Keras 3 that reports its own failures. This
-# notebook puts a script for scikit-learn's scanned digits into mixed
-# precision, watches it train and looks up what that saves. It takes half a
-# minute on a CPU.
+# tfmix gives you fast 16-bit training in Keras 3 with the results of float32.
+# This notebook changes a script for scikit-learn's scanned digits to mixed
+# precision, watches it train, and shows how much memory it saves. It takes half
+# a minute on a CPU.
 
 # %%
 # %pip install -q "../..[plot,examples]"
 
 # %% [markdown]
-# Keras runs on TensorFlow unless `KERAS_BACKEND` says otherwise; for JAX, run
-# `%env KERAS_BACKEND=jax` before this cell.
+# Keras runs on TensorFlow by default. For JAX, run `%env KERAS_BACKEND=jax`
+# before this cell.
 
 # %%
 import keras
@@ -29,16 +29,17 @@ train_x.shape, test_x.shape
 # %% [markdown]
 # ## The two lines
 #
-# `import tfmix` was the first. The second is the policy: layers made from now
-# on compute in float16 and keep their variables in float32. On a TPU, or on a
-# CPU with bfloat16, take `"mixed_bfloat16"`; `"auto"` asks the hardware.
+# `import tfmix` was the first. The second sets the policy: new layers compute
+# in float16 and keep their variables in float32. On a TPU, or on a CPU with
+# bfloat16, use `"mixed_bfloat16"`. `"auto"` chooses for the hardware.
 
 # %%
 tfmix.set_global_policy("mixed_float16")
 
 # %% [markdown]
-# The rest is the script as it was, but for the last layer: `float32_output`
-# casts to float32, so that the matmul before it is fast and the softmax exact.
+# The rest of the script stays the same, except for the last layer:
+# `float32_output` casts to float32, so that the matmul before it is fast and
+# the softmax is exact.
 
 # %%
 model = keras.Sequential(
@@ -55,8 +56,7 @@ model.compile(
 )
 
 # %% [markdown]
-# `tfmix.summary` says what each layer computes in, and in what it keeps its
-# variables:
+# `tfmix.summary` lists the dtypes of each layer's computation and variables:
 
 # %%
 tfmix.summary(model)
@@ -64,11 +64,11 @@ tfmix.summary(model)
 # %% [markdown]
 # ## Train, and watch for skipped steps
 #
-# Gradients are often too small for float16. Inside the model they are scaled to
-# order one, and what leaves it is divided again, in float32: there is nothing
-# to tune. `compile` has put `tfmix.LossScaleOptimizer` around Adam, which skips
-# a step whose gradients are not finite; `LossScaleMonitor` shows how many were,
-# and the loss scale, which halves then.
+# Gradients are often too small for float16. The model scales them inside, and
+# divides them in float32 where they leave, so there is nothing to tune.
+# `compile` has wrapped Adam in `tfmix.LossScaleOptimizer`, which skips a step
+# whose gradients are not finite. `LossScaleMonitor` shows the skipped steps and
+# the loss scale, which halves if gradients overflow inside the model.
 
 # %%
 monitor = tfmix.callbacks.LossScaleMonitor(every=5)
@@ -82,7 +82,7 @@ history = model.fit(
 )
 
 # %% [markdown]
-# After the run the optimizer has the same numbers:
+# After the run, the optimizer has the same numbers:
 
 # %%
 optimizer = model.optimizer
@@ -104,24 +104,24 @@ print(f"{accuracy:.1%} of the digits that it has not seen")
 tfmix.check(model, train_x[:64], train_y[:64])
 
 # %% [markdown]
-# ## What it saves
+# ## Memory
 #
-# `advise` says how much of the work is in 16 bit, whether the shapes suit the
-# hardware, and what training takes in memory under each policy. Weights and
-# optimizer state weigh the same, since they are float32; what the layers return
-# weighs half. In so small a model the weights are most of it; in a large one,
-# or with large batches, what the layers return is.
+# `advise` estimates how much of the work is in 16 bit, whether the shapes suit
+# the hardware, and the memory of training under each policy. Weights and
+# optimizer state need the same memory, since they are float32. The layers'
+# outputs need half. They are a small part of such a small model, but most of a
+# large one, or of large batches.
 
 # %%
 advice = tfmix.hardware.advise(model, batch_size=64)
 advice
 
 # %% [markdown]
-# Ten classes are no multiple of 8: Tensor Cores would like 16. For so small a
-# layer it does not matter; for a vocabulary it does.
+# Ten classes are not a multiple of 8, so Tensor Cores would be faster with 16.
+# That does not matter for such a small layer, but it does for a vocabulary.
 #
 # ## Read on
 #
 # The notebook *When it goes wrong* breaks a model on purpose, *Fine-tune a
-# transformer* trains adapters, and *Hardware you do not have* asks what a GPU
-# or a TPU would make of a model.
+# transformer* trains adapters, and *Hardware you do not have* compiles a model
+# for a GPU or a TPU.

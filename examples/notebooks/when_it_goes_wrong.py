@@ -1,9 +1,9 @@
 # %% [markdown]
 # # When it goes wrong
 #
-# A model that trains in float32 can fail in float16 without a word. Here is
-# one. `tfmix.check` names the layer, `suggested_policy` fixes it, and `undo`
-# takes it all back. It takes half a minute on a CPU.
+# A model that trains in float32 can fail in float16 without any warning. This
+# one does. `tfmix.check` names the layer, `suggested_policy` fixes it, and
+# `undo` restores the model. It takes half a minute on a CPU.
 
 # %%
 # %pip install -q "../..[plot,examples]"
@@ -24,9 +24,9 @@ print("largest measurement:", train_x.max())
 # %% [markdown]
 # ## A fault
 #
-# Thirty measurements of cells, and whether a tumour is benign. They are not
-# scaled, so the network begins with a layer that does so. Many a transformer
-# has one like it, written by hand:
+# The data has thirty measurements of cells, and says whether a tumour is
+# benign. The measurements are not scaled, so the network begins with a layer
+# that scales them. Many transformers have such a handwritten layer:
 
 
 # %%
@@ -81,11 +81,11 @@ print("skipped steps:", model.optimizer.skipped_steps)
 # No step was skipped, no loss was NaN, and the network learned nothing: it
 # gives every tumour the more frequent answer.
 #
-# ## Ask for the layer
+# ## Find the layer
 #
-# `check` runs a batch in float32 and in 16 bit and judges each layer by itself,
-# with the inputs and gradients that it has in float32. The fault is named where
-# it arises.
+# `check` runs a batch in float32 and in 16 bit, and judges each layer by
+# itself, on the inputs and gradients that it has in float32. So it names the
+# layer that causes the fault.
 
 # %%
 report = tfmix.check(model, train_x[:32], train_y[:32])
@@ -99,25 +99,25 @@ report
 report.plot()
 
 # %% [markdown]
-# The output of `normalized` is small and fits. Inside it a measurement of
-# 4,254 is squared, and float16 ends at 65,504: the mean is infinite, and a
-# number divided by infinity is 0. A look at what it returns shows it:
+# The output of `normalized` is small enough for float16. But inside, a
+# measurement of 4,254 is squared, and float16 ends at 65,504. So the mean is
+# infinite, and a number divided by infinity is 0. The layer's output shows it:
 
 # %%
 ops.convert_to_numpy(model.get_layer("normalized")(train_x[:4]))[:, :6]
 
 # %% [markdown]
-# ## Mend it
+# ## Fix it
 #
-# `suggested_policy` puts the layers at fault in
-# float32. It measures each candidate, so it takes as long as a few checks.
+# `suggested_policy` moves the faulty layers to float32. It checks each
+# candidate, so it takes as long as a few checks.
 
 # %%
 policy = report.suggested_policy(progress=False)
 policy
 
 # %% [markdown]
-# `apply_policy` puts it on the model in place:
+# `apply_policy` applies it to the model, in place:
 
 # %%
 change = tfmix.apply_policy(model, policy)
@@ -128,7 +128,7 @@ print("healthy:", report.again(policy).healthy)
 print(f"trained again: {train(model):.1%}, float32 had {in_float32:.1%}")
 
 # %% [markdown]
-# And back: `undo` restores the dtypes from before, and keeps what was learnt.
+# `undo` restores the former dtypes, and keeps the trained weights.
 
 # %%
 change.undo()
@@ -137,9 +137,9 @@ print("normalized computes in", model.get_layer("normalized").compute_dtype)
 # %% [markdown]
 # ## A sample that is not finite
 #
-# One measurement is missing, and the file has infinity in its place. The step
-# that meets it is skipped as a whole, once an epoch, and the loss scale halves
-# each time; it grows again after 2,000 good steps:
+# One measurement is missing, and the file contains infinity instead. The step
+# with this sample is skipped as a whole, once per epoch. Bad data does not
+# lower the loss scale:
 
 # %%
 with tfmix.policy_scope(policy):
@@ -157,6 +157,6 @@ monitor.plot()
 
 # %% [markdown]
 # A run in which every step is skipped ends with a `LossScaleError` that names
-# the variables. `tfmix.callbacks.NumericsMonitor` names the layer where NaN
-# arises in the middle of a run. The page *When it goes wrong* of the guide has
+# the variables. `tfmix.callbacks.NumericsMonitor` names the layer that first
+# returns NaN during a run. The page *When it goes wrong* of the guide shows
 # both.

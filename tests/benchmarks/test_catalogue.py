@@ -1,4 +1,4 @@
-"""The benchmarks' page, records and runner: what is kept, what is shown."""
+"""The benchmarks' page, their records and the runner."""
 
 import json
 import math
@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def record(name="gpu", backend="jax", rows=None, **changes):
-    """A record as a benchmark makes it, of one table."""
+    """A record of a benchmark with one table."""
     run = results.Run(name, ["--runs", "3", "--save=/x"], backend, "seed 7")
     rows = [{"who": "bare", "ms": 1.5}] if rows is None else rows
     made = run.record([results.Table("Small", rows, "A note.")])
@@ -54,7 +54,7 @@ def test_a_spread_is_the_median_with_the_extremes():
     }
 
 
-def test_a_record_says_how_to_repeat_it():
+def test_a_record_contains_its_command_and_versions():
     made = record(backend="jax")
     assert made["command"] == (
         "KERAS_BACKEND=jax python -m benchmarks.gpu --runs 3"
@@ -74,7 +74,7 @@ def test_a_page_has_the_tables_and_where_they_were_measured():
     assert "seed 7" in text
 
 
-def test_a_page_has_a_section_for_each_benchmark_measured_or_not():
+def test_the_page_has_a_section_for_each_benchmark():
     text = page.render([])
     for benchmark in catalogue.BENCHMARKS:
         assert f"\n## {benchmark.title}\n" in text
@@ -82,7 +82,7 @@ def test_a_page_has_a_section_for_each_benchmark_measured_or_not():
     assert "No GPU has been measured yet" in text
 
 
-def test_a_measured_section_no_longer_says_that_nothing_was_measured():
+def test_a_measured_section_loses_its_placeholder():
     missing = catalogue.by_name("gpu").missing
     text = page.render([record("gpu/transformer", "jax")])
     assert missing not in text
@@ -96,7 +96,7 @@ def test_backends_come_in_the_order_of_the_catalogue():
     )
 
 
-def test_a_quote_shows_its_columns_and_rows_alone():
+def test_a_quote_shows_only_its_columns_and_rows():
     rows = [
         {
             "mode": mode,
@@ -116,7 +116,7 @@ def test_a_quote_shows_its_columns_and_rows_alone():
     assert "1.50" not in text
 
 
-def test_each_quote_names_what_its_record_has():
+def test_each_quote_names_rows_of_its_record():
     kept = {(one["name"], one["backend"]): one for one in results.saved()}
     for benchmark in catalogue.BENCHMARKS:
         for quote in benchmark.quotes or ():
@@ -133,17 +133,17 @@ def test_text_cannot_break_out_of_its_cell():
     assert r"| a \| b c &lt;i> |" in text
 
 
-def test_a_column_of_numbers_is_one_though_its_first_cell_is_empty():
+def test_a_column_of_numbers_may_begin_with_an_empty_cell():
     rows = [{"who": "bare", "ms": None}, {"who": "ours", "ms": 1.0}]
     assert "| --- | --: |\n| bare | – |" in page.render([record(rows=rows)])
 
 
-def test_brackets_after_brackets_are_no_link():
+def test_brackets_after_brackets_do_not_make_a_link():
     text = page.render([record(rows=[{"weights": "[0.8 0.8] [1 1]"}])])
     assert r"| [0.8 0.8] \[1 1] |" in text
 
 
-def test_a_table_without_rows_says_so():
+def test_an_empty_table_has_a_note():
     assert "Nothing to show." in page.render([record(rows=[])])
 
 
@@ -160,7 +160,7 @@ def test_a_result_is_kept_until_the_same_one_is_measured_again(tmp_path):
     assert "<small>the third ;" in text
 
 
-def test_parts_of_a_benchmark_are_kept_apart(tmp_path):
+def test_parts_of_a_benchmark_are_kept_separate(tmp_path):
     first = results.save(record("gpu/lstm", "jax"), tmp_path)
     second = results.save(record("gpu/head", "jax"), tmp_path)
     assert first.name == "gpu-lstm-jax.json"
@@ -214,7 +214,7 @@ def test_each_module_that_runs_alone_is_in_the_catalogue_or_a_worker():
     assert runnable - workers == known
 
 
-def test_a_name_that_is_no_benchmark_is_answered_with_the_names():
+def test_an_unknown_benchmark_is_refused_with_all_names():
     message = "no benchmark 'nothing'. There are: gpu"
     with pytest.raises(app.UsageError, match=message):
         runner.main(["nothing"])
@@ -222,7 +222,7 @@ def test_a_name_that_is_no_benchmark_is_answered_with_the_names():
         catalogue.by_name("nothing")
 
 
-def test_a_backend_that_is_set_is_the_only_one(monkeypatch):
+def test_only_the_backend_of_the_environment_runs(monkeypatch):
     monkeypatch.delenv("KERAS_BACKEND", raising=False)
     backends = [backend for backend, _ in catalogue.commands("overhead")]
     assert backends == ["tensorflow", "jax"]
@@ -231,7 +231,7 @@ def test_a_backend_that_is_set_is_the_only_one(monkeypatch):
 
 
 class Finished:
-    """Stands for a process that has ended."""
+    """A process that has ended."""
 
     def __init__(self, returncode):
         self.returncode = returncode
@@ -253,13 +253,13 @@ def test_a_benchmark_that_fails_is_named_and_the_others_still_run(
     assert "failed: gpu tensorflow (exit code 1)" in caplog.text
 
 
-def test_the_page_in_the_guide_is_the_one_its_records_make():
+def test_the_page_in_the_guide_matches_the_records():
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert text == page.render(results.saved())
 
 
 def mentioned(path, names):
-    """Returns the modules of ours whose names a file mentions."""
+    """Returns the names of our modules that a file mentions."""
     words = set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
     return {name for name in names if name.rpartition(".")[2] in words}
 

@@ -1,4 +1,4 @@
-"""The GPU benchmark, dry: tiny models on whatever device there is."""
+"""A dry run of the GPU benchmark: tiny models on any device."""
 
 import json
 import pathlib
@@ -29,14 +29,14 @@ ROW = {
 
 @pytest.fixture(autouse=True)
 def float32():
-    """Rows set the policy of their process, which is this one here."""
+    """Restores the policy, which rows set in their process: this one."""
     yield
     keras.config.set_dtype_policy("float32")
 
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Has jobs answered at once; a list of those that were run."""
+    """Answers jobs at once, and lists those that were run."""
     found = []
 
     def answer_of(module, *words, **_):
@@ -60,7 +60,7 @@ def ran(monkeypatch):
 
 
 class Clock:
-    """Stands for a session and its clock: steps take longer and longer."""
+    """A session with a clock, on which steps take longer and longer."""
 
     weights = 7
 
@@ -79,7 +79,7 @@ class Clock:
         return 3 * 10**9
 
 
-def test_a_row_has_the_first_step_apart_and_the_median_of_the_rest(
+def test_a_row_has_the_first_step_and_the_median_of_the_rest(
     monkeypatch,
 ):
     clock = Clock()
@@ -93,7 +93,7 @@ def test_a_row_has_the_first_step_apart_and_the_median_of_the_rest(
     assert row["losses"][:2] == [1.0, 0.5]
 
 
-def test_what_is_the_same_under_both_backends_runs_under_one(monkeypatch):
+def test_rows_alike_under_both_backends_run_under_one(monkeypatch):
     everything = {*gpu.MODELS, "products"}
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name)
     assert gpu.jobs("jax", everything) == list(gpu.JOBS)
@@ -108,7 +108,7 @@ def test_what_is_the_same_under_both_backends_runs_under_one(monkeypatch):
     assert gpu.jobs("tensorflow", {"products"}) == []
 
 
-def test_a_run_goes_on_where_the_last_one_ended(ran, tmp_path, capsys):
+def test_a_run_continues_where_the_last_one_ended(ran, tmp_path, capsys):
     words = [f"--into={tmp_path / 'rows.json'}", "--at_once=1", "--json"]
     assert gpu.main([*words, "--models=llama", "--part=models"]) == 0
     assert len(ran) == 5
@@ -120,7 +120,7 @@ def test_a_run_goes_on_where_the_last_one_ended(ran, tmp_path, capsys):
     ran.clear()
     capsys.readouterr()
     assert gpu.main([*words, "--models=llama"]) == 0
-    # Which shapes are left is the process's to say.
+    # The process itself decides which shapes are left.
     assert ran == [("products", "8,4,2")]
     record = json.loads(capsys.readouterr().out)
     assert record["machine"]["gpu"] == "A card"
@@ -188,7 +188,7 @@ def test_rows_of_another_machine_are_saved_without_a_gpu(
         (["--part=nothing"], "takes some of these"),
     ],
 )
-def test_wrong_words_are_refused(words, message):
+def test_wrong_arguments_are_refused(words, message):
     with pytest.raises(flags.Error, match=message):
         gpu.main(words)
 
@@ -210,7 +210,7 @@ def test_the_command_needs_neither_keras_nor_a_backend():
 @pytest.mark.parametrize(
     "precision", ["mixed_bfloat16", "mixed_float16", "mixed_float8"]
 )
-def test_each_precision_computes_in_what_it_says(library, precision):
+def test_each_precision_computes_in_its_dtype(library, precision):
     made = gpu_worker.session(
         "transformer", library, precision, "adam", tiny=True
     )
@@ -236,9 +236,9 @@ def test_unchecked_means_without_the_check():
     assert not isinstance(unchecked, keras.optimizers.LossScaleOptimizer)
 
 
-def test_the_full_sizes_are_those_of_the_models_they_are_named_for():
-    # Counted without building: 25.6 million is ResNet-50, 12 blocks of 768
-    # are BERT base's encoder.
+def test_full_models_have_their_published_sizes():
+    # The sizes are compared without building the models: ResNet-50 has 25.6
+    # million weights, and BERT base's encoder 12 blocks of 768.
     assert gpu_models.TASKS["resnet50"].sizes["stages"] == (3, 4, 6, 3)
     sizes = gpu_models.TASKS["transformer"].sizes
     assert (sizes["blocks"], sizes["width"]) == (12, 768)
@@ -259,7 +259,7 @@ def test_each_model_takes_its_batch(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "vit"])
-def test_a_dry_run_goes_through_a_model(capsys, monkeypatch, tmp_path, model):
+def test_a_dry_run_trains_a_tiny_model(capsys, monkeypatch, tmp_path, model):
     backend = keras.backend.backend()
     monkeypatch.setenv("KERAS_BACKEND", backend)
     path = tmp_path / "rows.json"
@@ -274,7 +274,7 @@ def test_a_dry_run_goes_through_a_model(capsys, monkeypatch, tmp_path, model):
 
 @pytest.mark.slow
 @helpers.requires_backend("jax")
-def test_products_are_timed_with_all_that_comes_of_them():
+def test_products_are_timed_with_their_gradients():
     import jax
 
     from benchmarks import gpu_products
@@ -299,7 +299,7 @@ def test_products_are_timed_with_all_that_comes_of_them():
 
 
 @helpers.requires_backend("jax")
-def test_few_operations_have_several_layers_in_a_program():
+def test_small_models_have_several_layers_in_a_program():
     from benchmarks import gpu_products
 
     assert gpu_products.layers_of((1024, 768, 768)) == 8
@@ -308,7 +308,7 @@ def test_few_operations_have_several_layers_in_a_program():
 
 @pytest.mark.slow
 @helpers.requires_backend("jax")
-def test_the_transformer_by_hand_learns_and_has_as_many_weights():
+def test_the_handwritten_transformer_learns_and_has_as_many_weights():
     from benchmarks import gpu_reference
 
     session = gpu_reference.Session(tiny=True)

@@ -1,4 +1,4 @@
-"""The measurement of op rules: what it calls worth it, and what it shows."""
+"""The measurement of op rules: its verdicts and its table."""
 
 import math
 
@@ -18,7 +18,7 @@ def row(alone, ruled, mode="XLA"):
     ("alone", "ruled", "gain", "effect"),
     [
         (Deviation(8.0), Deviation(1.0), 8.0, "error / 8.0"),
-        # A rounded result is never better than half an epsilon.
+        # A rounded result cannot be better than half an epsilon.
         (Deviation(0.5), Deviation(0.1), 1.0, "error / 1.0"),
         (Deviation(0.1, 3), Deviation(2.0), math.inf, "finite"),
         (Deviation(error="TypeError"), Deviation(2.0), math.inf, "runs"),
@@ -30,13 +30,13 @@ def test_a_gain_is_accuracy_or_running_at_all(alone, ruled, gain, effect):
     assert row(alone, ruled).effect == effect
 
 
-def test_more_is_asked_for_in_graph_mode():
+def test_graph_mode_needs_a_larger_gain():
     sides = Deviation(4.0), Deviation(0.5)
     assert row(*sides).is_worth_it
     assert not row(*sides, "graph").is_worth_it
 
 
-def test_a_rule_mends_what_overflows_inside():
+def test_a_rule_fixes_an_op_that_overflows_inside():
     rows = list(layer_ops.measure(["squareplus"], ["float16"]))
     assert len(rows) == len(layer_ops.KINDS) * len(layer_ops.modes())
     finite = {r.kind for r in rows if r.effect == "finite"}
@@ -51,5 +51,5 @@ def test_a_rule_mends_what_overflows_inside():
     keras.backend.backend() != "tensorflow", reason="takes minutes each"
 )
 @pytest.mark.parametrize("name", ["exp", "log_softmax", "mean", "var"])
-def test_what_is_left_out_is_not_worth_it(name):
+def test_an_omitted_op_is_not_worth_a_rule(name):
     assert not any(row.is_worth_it for row in layer_ops.measure([name]))

@@ -1,4 +1,4 @@
-"""The norm of the true gradients, in the logs of `fit` and in a loop."""
+"""The norm of unscaled gradients, in the logs of `fit` and in a loop."""
 
 import csv
 import math
@@ -42,7 +42,7 @@ FIRST = 6.0 * math.sqrt(3.0)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_logs_hold_the_norm_of_the_true_gradients(way):
+def test_the_logs_hold_the_norm_of_unscaled_gradients(way):
     model = compiled(sgd(0.0), **WAYS[way])
     data = monitored.batches(3)
     history = monitored.fit(model, monitor(), data, epochs=2)
@@ -51,7 +51,7 @@ def test_the_logs_hold_the_norm_of_the_true_gradients(way):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
-def test_a_skipped_step_leaves_the_norm_of_the_last_that_was_applied(way):
+def test_a_skipped_step_keeps_the_norm_of_the_last_applied_one(way):
     # The prediction 3 becomes 3 - 3 * 2 * 3 / 12 = 1.5 in the first step.
     model = compiled(sgd(1 / 12), **WAYS[way])
     data = monitored.batches(3, bad=[2])
@@ -60,7 +60,7 @@ def test_a_skipped_step_leaves_the_norm_of_the_last_that_was_applied(way):
     assert history["gradient_norm"] == pytest.approx([FIRST / 2])
 
 
-def test_before_the_first_applied_step_it_is_not_a_number():
+def test_the_norm_is_nan_before_the_first_applied_step():
     model, watch = compiled(), monitor()
     data = monitored.batches(2, bad=[0, 1])
     history = monitored.fit(model, watch, data)
@@ -68,7 +68,7 @@ def test_before_the_first_applied_step_it_is_not_a_number():
     assert math.isnan(watch.timeline[0].gradient_norm)
 
 
-def test_the_progress_bar_says_nothing_of_what_is_not_known(capsys):
+def test_the_progress_bar_leaves_out_an_unknown_norm(capsys):
     data = monitored.batches(4)
     monitored.fit(compiled(), monitor(), data, verbose=1)
     out = capsys.readouterr().out
@@ -76,13 +76,13 @@ def test_the_progress_bar_says_nothing_of_what_is_not_known(capsys):
     assert "gradient_norm: " in out
 
 
-def test_it_is_the_norm_before_clipping():
+def test_the_norm_is_measured_before_clipping():
     model = compiled(sgd(0.0, global_clipnorm=0.5))
     history = monitored.fit(model, monitor(), monitored.batches(2))
     assert history["gradient_norm"] == pytest.approx([FIRST])
 
 
-def test_a_model_trained_before_is_traced_anew():
+def test_a_model_trained_before_is_traced_again():
     model = compiled(sgd(0.0))
     data = monitored.batches(2)
     monitored.fit(model, monitored.Monitor(), data)
@@ -92,7 +92,7 @@ def test_a_model_trained_before_is_traced_anew():
     assert tap.rows
 
 
-def test_the_csv_file_and_the_timeline_hold_it(tmp_path):
+def test_the_csv_file_and_the_timeline_hold_the_norm(tmp_path):
     logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
     watch = monitor(every=1)
     model = compiled(sgd(0.0))
@@ -104,7 +104,7 @@ def test_the_csv_file_and_the_timeline_hold_it(tmp_path):
     assert found[1:] == pytest.approx([FIRST] * 3)
 
 
-def test_it_is_off_unless_it_is_asked_for():
+def test_the_norm_is_off_by_default():
     model, watch = compiled(), monitored.Monitor()
     history = monitored.fit(model, watch, monitored.batches(2))
     assert "gradient_norm" not in history
@@ -113,7 +113,7 @@ def test_it_is_off_unless_it_is_asked_for():
     assert "gradient_norm" not in names
 
 
-def test_it_is_no_part_of_a_saved_optimizer(tmp_path):
+def test_a_saved_optimizer_does_not_contain_the_norm(tmp_path):
     model = compiled()
     monitored.fit(model, monitor(), monitored.batches(2))
     model.save(tmp_path / "model.keras")
@@ -125,7 +125,7 @@ def test_it_is_no_part_of_a_saved_optimizer(tmp_path):
     model.load_weights(tmp_path / "model.keras")
 
 
-def test_what_overwrites_its_variable_is_no_gradient():
+def test_overwritten_variable_is_left_out_of_the_norm():
     optimizer = scaling.LossScaleOptimizer(sgd(1.0))
     weight, scale = keras.Variable([0.0]), keras.Variable([1.0])
     scale.overwrite_with_gradient = True
@@ -137,7 +137,7 @@ def test_what_overwrites_its_variable_is_no_gradient():
 
 
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_a_loop_of_your_own_can_ask_for_it(unscaled):
+def test_a_custom_loop_can_record_the_norm(unscaled):
     optimizer = scaling.LossScaleOptimizer(sgd(1.0))
     weights = [keras.Variable([0.0, 0.0]), keras.Variable(0.0)]
     optimizer.build(weights)
@@ -160,7 +160,7 @@ def test_gradient_accumulation_is_refused():
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
-def test_what_is_no_bool_is_refused(value):
+def test_a_value_that_is_not_a_bool_is_refused(value):
     with pytest.raises(TypeError, match="`gradient_norm` must be True or Fal"):
         loss_scale_monitor.LossScaleMonitor(gradient_norm=value)
 
@@ -180,7 +180,7 @@ def test_rows_of_a_sparse_gradient_count_as_their_sum():
 
 
 @helpers.requires_backend("tensorflow")
-def test_it_is_the_norm_of_the_sum_over_replicas():
+def test_the_norm_is_that_of_the_sum_over_replicas():
     with helpers.mirrored_strategy().scope():
         model = compiled(sgd(0.0), jit_compile=False)
     data = monitored.batches(4) | {"batch_size": 2}

@@ -1,4 +1,4 @@
-"""What LossScaleMonitor shows, when it reads, and when it stops a run."""
+"""LossScaleMonitor shows the scale and the skips, and stops a stuck run."""
 
 import copy
 import csv
@@ -43,7 +43,7 @@ def test_the_history_holds_scale_and_steps():
     assert history["applied_steps"] == [4, 8]
 
 
-def test_the_csv_file_holds_them_too(tmp_path):
+def test_the_csv_file_holds_scale_and_steps(tmp_path):
     logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
     fit(compiled(), Monitor(), batches(3, bad=[0]), callbacks=[logger])
     with open(tmp_path / "log.csv") as file:
@@ -52,7 +52,7 @@ def test_the_csv_file_holds_them_too(tmp_path):
     assert int(row["skipped_steps"]) == 1
 
 
-def test_the_progress_bar_shows_them(capsys):
+def test_the_progress_bar_shows_scale_and_steps(capsys):
     fit(compiled(), Monitor(), batches(4, bad=[0]), verbose=1)
     assert "loss_scale: 16384 " in capsys.readouterr().out
 
@@ -60,11 +60,11 @@ def test_the_progress_bar_shows_them(capsys):
 def test_the_progress_bar_counts_in_whole_numbers(capsys):
     history = fit(compiled(), Monitor(), batches(4), verbose=1)
     out = capsys.readouterr().out
-    # While it runs the bar is short; its end has all.
+    # Only the last line of the bar has all numbers.
     end = " - skipped_steps: 0 - applied_steps: 4"
     assert out.rstrip().endswith(end)
     assert out.count("skipped_steps: 0") > out.count("applied_steps: ") == 1
-    # In the history they are numbers like any other.
+    # The history holds plain numbers.
     assert history["applied_steps"][0] / 8 == 0.5
     assert f"{history['loss_scale'][0]:.1f}" == "32768.0"
 
@@ -90,7 +90,9 @@ def test_the_progress_bar_counts_in_whole_numbers(capsys):
         ),
     ],
 )
-def test_a_run_begins_with_what_it_is(capsys, dtypes, settings, line):
+def test_a_run_begins_with_a_line_about_dtypes_and_scale(
+    capsys, dtypes, settings, line
+):
     layers = [keras.layers.Dense(1, dtype=dtype) for dtype in dtypes]
     model = keras.Sequential([keras.Input((2,)), *layers])
     model.compile(scaling.LossScaleOptimizer("sgd", **settings), "mse")
@@ -100,7 +102,7 @@ def test_a_run_begins_with_what_it_is(capsys, dtypes, settings, line):
     assert not capsys.readouterr().out
 
 
-def test_a_warning_begins_on_a_line_of_its_own(capsys, caplog):
+def test_a_warning_begins_on_a_new_line(capsys, caplog):
     model = compiled(loss_scale=rules.FixedLossScale(8.0))
     seen = []
 
@@ -120,7 +122,7 @@ def test_a_warning_begins_on_a_line_of_its_own(capsys, caplog):
 
 @pytest.mark.costly
 @pytest.mark.parametrize(("every", "steps"), [(2, [0, 2, 4, 5]), (9, [0, 5])])
-def test_readings_are_made_every_n_steps_and_at_the_end(every, steps):
+def test_readings_are_taken_every_n_steps_and_at_the_end(every, steps):
     monitor = Monitor(every=every)
     fit(compiled(), monitor, batches(5, bad=[1]))
     assert [reading.step for reading in monitor.timeline] == steps
@@ -142,7 +144,7 @@ def test_steps_are_counted_over_epochs_and_over_calls_of_fit():
     assert [reading.step for reading in monitor.timeline] == [0, 3, 6, 10]
 
 
-def test_steps_are_counted_when_one_call_makes_several():
+def test_steps_are_counted_when_one_call_runs_several():
     monitor = Monitor()
     model = compiled()
     model.compile(model.optimizer, "mse", steps_per_execution=3)
@@ -159,8 +161,8 @@ def test_between_readings_nothing_is_copied_to_the_host(monkeypatch):
         property(lambda self: reads.append(1) or readable(self)),
     )
     fit(compiled(), Monitor(every=50), batches(120))
-    # At the start, after 50 and 100 steps, and at the end of the epoch; a
-    # health check may read once more each time.
+    # It reads at the start, after 50 and 100 steps, and at the end of the
+    # epoch. A health check may read once more each time.
     assert len(reads) <= 8
 
 
@@ -178,14 +180,14 @@ def test_a_stuck_run_is_stopped_with_the_variable_named():
     assert monitor.timeline[-1].consecutive_skips == 5
 
 
-def test_one_skip_less_does_not_stop_the_run():
+def test_one_skip_fewer_does_not_stop_the_run():
     model = compiled(loss_scale=rules.FixedLossScale(8.0))
     monitor = Monitor(every=1, max_consecutive_skips=5)
     fit(model, monitor, batches(12, bad=[1, 2, 3, 4, 7, 8, 9, 10]))
     assert monitor.timeline[-1].skipped_steps == 8
 
 
-def test_an_alarm_rings_once_for_each_standstill(caplog):
+def test_a_standstill_causes_one_warning(caplog):
     model = compiled(loss_scale=rules.FixedLossScale(8.0))
     monitor = Monitor(every=1, max_consecutive_skips=50, alarm_after=3)
     fit(model, monitor, batches(9, bad=[0, 1, 2, 3, 5, 6, 7]))
@@ -194,7 +196,7 @@ def test_an_alarm_rings_once_for_each_standstill(caplog):
     assert "last 3 steps" in rung[0]
 
 
-def test_a_start_that_burns_steps_is_one_line_and_no_warning(caplog):
+def test_skips_at_the_start_are_one_line_and_no_warning(caplog):
     caplog.set_level("INFO", logger="absl")
     fit(compiled(), Monitor(every=1), batches(8, bad=range(6)))
     lines = [one for one in caplog.records if "Loss scale" in one.message]
@@ -232,7 +234,7 @@ def test_numbers_below_one_are_refused(name):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("after", [False, True])
-def test_it_can_be_copied_as_tuners_do(after):
+def test_the_monitor_can_be_copied_as_tuners_do(after):
     monitor = Monitor()
     if after:
         fit(compiled(), monitor, batches(3))
@@ -243,7 +245,7 @@ def test_it_can_be_copied_as_tuners_do(after):
 
 
 @helpers.requires_backend("tensorflow")
-def test_it_reads_a_mirrored_optimizer_in_fit():
+def test_the_monitor_reads_a_mirrored_optimizer_in_fit():
     import tensorflow as tf
 
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
@@ -254,7 +256,7 @@ def test_it_reads_a_mirrored_optimizer_in_fit():
     assert history["skipped_steps"] == [1]
 
 
-def test_a_resumed_run_goes_on_with_the_optimizers_steps(tmp_path):
+def test_a_resumed_run_continues_the_optimizers_step_count(tmp_path):
     def train(epochs, monitor):
         model = compiled()
         backup = keras.callbacks.BackupAndRestore(
@@ -277,12 +279,12 @@ def test_keras_writes_the_curves_for_tensorboard(tmp_path):
     found = helpers.curves(tmp_path / "train")
     for name in ("loss_scale", "skipped_steps", "applied_steps"):
         assert list(found[f"epoch_{name}"].values()) == history[name]
-    # Between the epochs' ends, too.
+    # There are curves of batches as well.
     assert found["batch_loss_scale"][3] == 2.0**14
 
 
 class Adversaries(keras.Model):
-    """Steps two layers, each with an optimizer of its own, as a GAN does."""
+    """Trains two layers, each with its own optimizer, like a GAN."""
 
     def __init__(self):
         super().__init__()
@@ -317,11 +319,12 @@ class Adversaries(keras.Model):
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_several_optimizers_are_shown_together(policy):
-    # Under a policy `compile` wraps the default that nobody steps.
+    # Under a policy, `compile` also wraps its default optimizer, which is
+    # never used.
     keras.config.set_dtype_policy("float32")
     tfmix.set_global_policy(policy)
     x = np.ones((4, 2, 3), "float32")
-    # The first layer alone meets a bad batch.
+    # Only the first layer gets a bad batch.
     x[1, 0] = np.inf
     monitor, model = Monitor(gradient_norm=True), Adversaries()
     model.compile()
@@ -329,7 +332,8 @@ def test_several_optimizers_are_shown_together(policy):
     history = fit(model, monitor, data, epochs=2)
     assert history["skipped_steps"] == [1, 2]
     assert history["applied_steps"] == [7, 14]
-    # Inside a model bad data does not lower the scale.
+    # A model that scales its own gradients does not lower the scale for bad
+    # data.
     falls = [2.0**14, 2.0**13] if policy == "float32" else [2.0**15] * 2
     assert history["loss_scale"] == falls
     norms = [optimizer.gradient_norm for optimizer in model.each]
@@ -348,6 +352,6 @@ def test_a_run_is_stopped_where_one_of_several_optimizers_is_stuck():
         fit(model, Monitor(every=1, max_consecutive_skips=5), data)
 
 
-def test_a_plot_before_any_fit_says_what_to_call():
+def test_a_plot_before_any_fit_is_refused_with_advice():
     with pytest.raises(ValueError, match=r"timeline=\[\].*model\.fit"):
         Monitor().plot()

@@ -43,13 +43,13 @@ def test_keras_writes_the_curves_for_tensorboard(tmp_path):
     found = helpers.curves(tmp_path / "train")
     assert list(found["epoch_numerics_events"].values()) == [0, 0]
     assert [*found["epoch_headroom_bits"].values()] == history["headroom_bits"]
-    # Numbers around 1, of a format that ends at 2**16.
+    # The numbers are around 1, and the format ends at 2**16.
     assert all(12 <= bits <= 18 for bits in history["headroom_bits"])
 
 
 JAX = keras.backend.backend() == "jax"
-# The others take longer to trace, and under JAX each operation compiled alone
-# takes longer than the whole step.
+# Other kinds take longer to trace. Under JAX, compiling each operation takes
+# longer than compiling the whole step.
 QUICK = ("tiny_epsilon",) if JAX else ("loss_over_pixels",)
 OP_BY_OP = pytest.param(False, marks=pytest.mark.slow if JAX else ())
 COMPILED = pytest.param(True, marks=() if JAX else pytest.mark.slow)
@@ -117,7 +117,7 @@ def test_a_healthy_run_raises_no_alarm_and_is_not_changed(jit_compile):
 
 
 class Blowing(keras.layers.Layer):
-    """Returns zeros of its input, with a gradient that no format holds."""
+    """Returns zeros, with a gradient that no format can hold."""
 
     def call(self, inputs):
         return numerics_faults.exploding(inputs)
@@ -145,7 +145,7 @@ def branches(order, dtype="mixed_float16"):
 @pytest.mark.parametrize(
     "order", [("guilty", "innocent"), ("innocent", "guilty")]
 )
-def test_of_two_layers_that_read_a_tensor_the_right_one_is_blamed(order):
+def test_the_right_one_of_two_readers_of_a_tensor_is_blamed(order):
     monitor = Monitor()
     train(branches(order), monitor, batch_size=24)
     event = monitor.events[0]
@@ -171,15 +171,15 @@ def towers():
 
 
 @pytest.mark.slow
-def test_the_layer_that_reads_a_tensor_is_blamed_not_the_next_one_called():
+def test_the_reader_of_a_tensor_is_blamed_not_the_next_call():
     monitor = Monitor()
     train(towers(), monitor, batch_size=24)
     assert monitor.events[0].layer == "guilty"
 
 
 @helpers.requires_backend("tensorflow")
-def test_a_loss_that_is_never_multiplied_is_still_told_of():
-    """The monitor's own sample is no call of `scale_loss`."""
+def test_a_loss_that_is_never_scaled_is_still_reported():
+    """The monitor's own sample does not count as a call of `scale_loss`."""
 
     class Forgetful(keras.Sequential):
         def train_step(self, data):
@@ -202,9 +202,7 @@ def test_a_loss_that_is_never_multiplied_is_still_told_of():
 
 @pytest.mark.costly
 @pytest.mark.parametrize("where", ["x", "y"])
-def test_rows_that_are_not_finite_are_the_datas_fault_and_no_layers(
-    where, said
-):
+def test_rows_that_are_not_finite_are_blamed_on_the_data(where, said):
     layers = [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
     model = keras.Sequential(layers)
     model.compile(scaling.LossScaleOptimizer("sgd"), "mse")
@@ -231,9 +229,9 @@ def test_gradients_are_judged_at_the_lowest_scale_of_the_rule(lowest):
 
 
 @pytest.mark.slow
-def test_zeros_are_no_alarm():
-    # As residual networks start: the error of such a layer is 0, and so is
-    # every gradient that goes into it.
+def test_zeros_raise_no_alarm():
+    # Residual networks start with such layers. Their error is 0, and so is
+    # every gradient before them.
     start = {"gamma_initializer": "zeros", "dtype": "mixed_float16"}
     layers = [
         keras.Input((4,)),
@@ -301,13 +299,13 @@ def test_no_batch_is_lost_or_seen_twice():
 
 
 @pytest.mark.slow
-def test_the_training_function_is_the_models_own_again():
+def test_the_training_function_is_restored():
     model = healthy()
     train(model, Monitor(every=3))
     assert not isinstance(model.train_function, numerics_monitor.Tap)
 
 
-def test_steps_go_on_counting_in_the_next_fit():
+def test_the_next_fit_continues_the_step_count():
     monitor = Counting(every=4)
     model = healthy()
     train(model, monitor)
@@ -315,7 +313,7 @@ def test_steps_go_on_counting_in_the_next_fit():
     assert monitor.steps == (0, 4, 8)
 
 
-def test_a_model_it_cannot_sample_trains_on_with_one_warning(caplog):
+def test_a_model_that_cannot_be_sampled_trains_with_one_warning(caplog):
     class Odd(keras.Sequential):
         def compute_loss(self, *arguments, **settings):
             if Odd.broken:
@@ -367,12 +365,12 @@ def test_wrong_arguments_are_refused(every, error):
     [
         {"run_eagerly": True, "jit_compile": False},
         {"jit_compile": False},
-        # Half a minute.
+        # This takes half a minute.
         pytest.param({"jit_compile": True}, marks=pytest.mark.slow),
     ],
     ids=["eager", "graph", "xla"],
 )
-def test_products_in_float8_are_measured_and_the_worst_is_told(how):
+def test_float8_products_are_measured_and_the_worst_is_reported(how):
     rules = tfmix.Policy("mixed_float8", float8_layers=["inner"])
     with tfmix.policy_scope(rules):
         model = keras.Sequential(
@@ -385,7 +383,7 @@ def test_products_in_float8_are_measured_and_the_worst_is_told(how):
     model.compile(keras.optimizers.SGD(0.0), loss="mse", **how)
     x = np.random.default_rng(0).normal(size=(32, 16)).astype("float32")
     monitor = numerics_monitor.NumericsMonitor(every=1)
-    # The last two batches are smaller, and of two sizes.
+    # The last two batches are smaller, with different sizes.
     for rows in (32, 29, 27):
         model.fit(
             x[:rows], x[:rows], batch_size=16, verbose=0, callbacks=[monitor]
@@ -393,7 +391,7 @@ def test_products_in_float8_are_measured_and_the_worst_is_told(how):
     assert len(monitor.products) == 3
     assert all(one.cosine > 0.99 for one in monitor.products)
     assert not monitor.events
-    # One row beside which the others are nothing.
+    # This row is so large that all others vanish.
     x[0] = 1e9
     model.fit(x, 0 * x, batch_size=32, verbose=0, callbacks=[monitor])
     (event,) = monitor.events

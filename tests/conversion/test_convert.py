@@ -1,4 +1,4 @@
-"""Existing models change dtype, train, say what was done, and come back."""
+"""Conversions of existing models: they train, are reported and are undone."""
 
 import io
 import re
@@ -96,7 +96,7 @@ def predict(model):
 
 
 def matmul_dtypes(model):
-    """The dtypes of the matrix products in the model's graph."""
+    """Returns the dtypes of the matrix products in the model's graph."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -107,7 +107,8 @@ def matmul_dtypes(model):
     import jax
 
     text = jax.jit(lambda x: model(x, training=False)).lower(X).as_text()
-    # Of what is multiplied: float16 may be summed, and handed out, in float32.
+    # The dtypes of the factors count: float16 products may be summed and
+    # returned in float32.
     found = re.findall(r"dot_general.* : \(tensor<\w*x(\w+)>", text)
     names = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
     return {names[dtype] for dtype in found}
@@ -116,7 +117,7 @@ def matmul_dtypes(model):
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", MIXED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_that_was_used_computes_in_16_bit_afterwards(kind, policy):
+def test_a_used_model_computes_in_16_bit_after_conversion(kind, policy):
     model = compiled(kind())
     before = predict(model)
     weights = model.get_weights()
@@ -192,7 +193,7 @@ def test_inputs_get_the_policy_of_a_conversion_and_come_back(kind):
     report = convert.apply_policy(model, "mixed_bfloat16")
     inputs = [x for x in model._flatten_layers() if layers.is_input(x)]
     assert all(x.dtype_policy.name == "mixed_bfloat16" for x in inputs)
-    # What they pass on is not cast: a layer casts what it takes.
+    # Inputs do not cast: the next layer casts its own inputs.
     assert all(x.dtype == "float32" for x in inputs)
     report.undo()
     assert all(x.dtype_policy.name == "float32" for x in inputs)
@@ -220,7 +221,7 @@ def test_undo_leaves_nothing_of_tfmix_on_the_model():
         assert x.dtype_policy is policy_of[id(x)]
 
 
-def test_undo_in_turn_goes_back_step_by_step():
+def test_conversions_are_undone_one_by_one():
     model = functional()
     first = convert.apply_policy(model, "mixed_float16")
     second = convert.apply_policy(model, "mixed_bfloat16")
@@ -242,7 +243,7 @@ def test_a_converted_model_that_is_compiled_later_is_wrapped():
     assert train_step_guard.is_guarded(model)
 
 
-def test_the_report_has_one_row_per_layer_and_says_why():
+def test_the_report_has_one_row_per_layer_with_a_reason():
     report = convert.apply_policy(nested(), "mixed_float16")
     rows = {row.layer.split("/")[-1]: row for row in report.rows}
     assert set(rows) == {"body", "middle", "head"}
@@ -280,7 +281,7 @@ def test_the_report_counts_each_layer_once():
     assert "2 layers under float32: 1 changed, 2 in float32" in str(report)
 
 
-def test_converting_twice_says_so():
+def test_a_second_conversion_is_reported_as_no_change():
     model = functional()
     convert.apply_policy(model, "mixed_float16")
     again = convert.apply_policy(model, "mixed_float16")
@@ -304,7 +305,7 @@ def test_rules_of_the_policy_are_applied(rule):
 
 
 @pytest.mark.costly
-def test_a_linear_output_is_float32_too():
+def test_a_linear_output_is_float32():
     model = keras.Sequential(
         [
             keras.Input((6,)),
@@ -328,7 +329,7 @@ def test_every_output_of_several_is_float32():
     assert layer(model, "body").output.dtype == "float16"
 
 
-def test_a_nested_models_result_has_the_dtype_of_its_last_layer():
+def test_a_nested_models_output_has_the_dtype_of_its_last_layer():
     backbone = keras.Sequential(
         [
             keras.Input((6, 2)),
@@ -368,11 +369,11 @@ def test_a_float32_layer_in_a_mixed_model_was_chosen_and_stays():
     rows = {row.layer.split("/")[-1]: row for row in report.rows}
     assert rows["body"].after == "mixed_float16"
     assert rows["own"].after == "float32"
-    assert rows["own"].why == "has a dtype of its own"
+    assert rows["own"].why == "has its own dtype"
 
 
 @helpers.requires_backend("tensorflow")
-def test_layers_of_integer_and_double_dtypes_are_left_alone():
+def test_layers_of_integer_and_double_dtypes_do_not_change():
     model = keras.Sequential(
         [
             keras.Input((6,)),
@@ -398,7 +399,7 @@ def test_a_map_decides_per_layer():
 
 
 @pytest.mark.costly
-def test_what_attention_and_recurrent_layers_hold_follows_them():
+def test_parts_of_attention_and_recurrent_layers_follow_them():
     inputs = keras.Input((4, 6))
     x = keras.layers.MultiHeadAttention(2, 3)(inputs, inputs)
     x = keras.layers.Bidirectional(keras.layers.LSTM(2))(x)
@@ -410,7 +411,7 @@ def test_what_attention_and_recurrent_layers_hold_follows_them():
     assert any("lstm_cell" in name for name in sixteen)
 
 
-def test_op_rules_go_with_the_model():
+def test_op_rules_belong_to_the_model():
     class Norm(keras.layers.Layer):
         def call(self, x):
             return keras.ops.norm(x, axis=-1, keepdims=True)
@@ -471,7 +472,7 @@ def test_pure_16_bit_casts_the_variables_and_undo_restores_their_bits(policy):
 
 
 @pytest.mark.costly
-def test_a_compiled_model_made_pure_trains_on_masters():
+def test_a_compiled_model_converted_to_pure_16_bit_trains_masters():
     model = compiled(functional(), keras.optimizers.Adam(0.01))
     model.fit(X, Y, verbose=0)
     convert.apply_policy(model, "float16")
@@ -523,7 +524,7 @@ def test_a_copy_for_inference_only_predicts(policy, tmp_path):
     np.testing.assert_array_equal(predict(loaded), predict(twin))
 
 
-def test_a_model_that_cannot_be_copied_is_told_the_other_way():
+def test_a_model_that_cannot_be_copied_gets_advice_to_convert_in_place():
     class NoConfig(keras.Model):
         def __init__(self, needed):
             super().__init__()
@@ -548,7 +549,7 @@ def test_a_model_that_cannot_be_copied_is_told_the_other_way():
         ("mixed_bfloat16", "bfloat16", rules.NoLossScale),
     ],
 )
-def test_prepare_does_it_all(level, dtype, rule):
+def test_prepare_converts_wraps_and_guards(level, dtype, rule):
     model, optimizer, report = convert.prepare(sequential(), "adam", level)
     assert layer(model, "body").compute_dtype == dtype
     assert report.rows
@@ -570,9 +571,9 @@ def test_prepare_lets_batch_normalisation_be_chosen(keep):
     assert (row.after == "float32") == keep
 
 
-def test_prepare_refuses_a_choice_beside_a_policy_object():
+def test_prepare_refuses_keep_batchnorm_with_a_policy_object():
     policy = policies.Policy("mixed_float16")
-    with pytest.raises(ValueError, match="Give it to the Policy"):
+    with pytest.raises(ValueError, match="Pass it to the Policy"):
         convert.prepare(sequential(), "sgd", policy, keep_batchnorm_fp32=True)
 
 
@@ -583,7 +584,7 @@ def test_prepare_refuses_a_choice_beside_a_policy_object():
         (keras.layers.Dense(1), "Put the layer into a model"),
     ],
 )
-def test_what_is_no_model_is_refused(model, message):
+def test_an_argument_that_is_not_a_model_is_refused(model, message):
     for function in (convert.apply_policy, convert.convert_model):
         with pytest.raises(TypeError, match=message):
             function(model, "mixed_float16")
@@ -596,7 +597,7 @@ def test_a_wrong_policy_leaves_the_model_as_it_was():
     assert layer(model, "body").compute_dtype == "float32"
 
 
-def test_a_copy_takes_lambda_layers_along():
+def test_a_copy_contains_lambda_layers():
     model = keras.Sequential(
         [
             keras.Input((4,)),
@@ -634,7 +635,7 @@ def ends_in_a_cast(x):
 @pytest.mark.parametrize(
     ("end", "head"), [(ends_in_ops, "float32"), (ends_in_a_cast, "float16")]
 )
-def test_an_output_made_by_ops_is_float32_too(end, head):
+def test_an_output_computed_by_ops_is_float32(end, head):
     inputs = keras.Input((6,))
     x = keras.layers.Dense(8, name="body")(inputs)
     x = keras.ops.relu(x) + keras.ops.mean(x, axis=-1, keepdims=True)
@@ -642,7 +643,7 @@ def test_an_output_made_by_ops_is_float32_too(end, head):
     before = predict(model)
     report = convert.apply_policy(model, "mixed_float16")
     assert layer(model, "body").compute_dtype == "float16"
-    # What the user casts needs no float32 matmul.
+    # If the user casts the output, the layer needs no float32 matmul.
     assert layer(model, "head").compute_dtype == head
     after = predict(model)
     assert after.dtype == np.float32

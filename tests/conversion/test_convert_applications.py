@@ -7,7 +7,7 @@ import pytest
 from tests import helpers, quick_compile
 from tfmix.conversion import convert
 
-# The smallest member of each family, and the smallest input it takes.
+# The smallest member of each family, and the smallest input that it accepts.
 SMALLEST = {
     "ConvNeXtTiny": 32,
     "DenseNet121": 32,
@@ -26,8 +26,8 @@ SMALLEST = {
 }
 QUICK = ("MobileNet",)
 PREPROCESSING = {"Rescaling", "Normalization"}
-# From about 50 layers on, roundings add up: the square root of the depth
-# times the tolerance of one layer, on probabilities.
+# From about 50 layers on, roundings add up. The tolerance on probabilities is
+# that of one layer, times the square root of the depth.
 DEPTH = 16
 TENSORFLOW = keras.backend.backend() == "tensorflow"
 
@@ -44,8 +44,8 @@ def build(name):
 @quick_compile.quick_compile()
 def convert_train_and_undo(name, policy):
     model, x = build(name)
-    # Under TensorFlow, tracing these takes longer than running them once;
-    # under JAX every operation of an eager step is compiled by itself.
+    # Under TensorFlow, tracing these takes longer than running them once.
+    # Under JAX, every operation of an eager step would be compiled separately.
     model.compile(
         "sgd", "sparse_categorical_crossentropy", run_eagerly=TENSORFLOW
     )
@@ -84,9 +84,10 @@ def convert_train_and_undo(name, policy):
 
 def train_one_step(model, x):
     if hasattr(model.optimizer, "loss_scale"):
-        # Untrained, and normalised over 16 pixels, these have gradients of
-        # several hundred at their first layer (over 4: up to 20,000, which
-        # no scale from 1 up brings through); this is about one step.
+        # Untrained and normalised over 16 pixels, these have gradients of
+        # several hundred at their first layer. (Over 4 pixels they reach
+        # 20,000, which overflows at any scale of 1 or more.) A scale of 1 is
+        # fine for one step.
         model.optimizer.loss_scale = 1.0
     x = np.random.default_rng(3).uniform(-1, 1, (16, *x.shape[1:]))
     model.fit(x, np.arange(16) % 10, batch_size=16, verbose=0)

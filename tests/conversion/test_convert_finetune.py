@@ -64,7 +64,7 @@ def test_fine_tuning_in_16_bit_is_as_good_as_in_float32(tmp_path):
         each.fit(x, y, batch_size=64, epochs=6, verbose=0)
         scores.append(accuracy(each.predict(x_test, verbose=0), y_test))
     assert scores[1] > 96.0
-    # The bound; one test image is 0.22 points.
+    # One test image is 0.22 points.
     assert abs(scores[1] - scores[0]) <= 0.5
 
     assert type(tuned.optimizer) is scaling.LossScaleOptimizer
@@ -76,13 +76,13 @@ def test_fine_tuning_in_16_bit_is_as_good_as_in_float32(tmp_path):
         [sys.executable, "-c", LOAD_IN_PLAIN_KERAS],
         check=True,
         cwd=tmp_path,
-        # The same code from the compiler as in this process.
+        # The other process must compile as quickly as this one.
         env={**os.environ, quick_compile.OPTION.upper(): "1"},
     )
     loaded = np.load(tmp_path / "out.npy")
     np.testing.assert_array_equal(loaded, expected)
 
     report.undo()
-    # Back in float32, the optimizer goes on where it was.
+    # Back in float32, the optimizer continues where it was.
     assert type(tuned.optimizer) is keras.optimizers.Adam
     assert int(tuned.optimizer.iterations) == 12 * 22

@@ -1,4 +1,4 @@
-"""A copy takes along what Keras can save, and says what it cannot."""
+"""Copies of models: all that Keras can save, or an error that says why not."""
 
 import keras
 import numpy as np
@@ -49,7 +49,7 @@ def own_parts():
     return model
 
 
-def test_code_that_keras_is_told_of_is_copied():
+def test_code_registered_with_keras_is_copied():
     model = own_parts()
     names = {each.__name__: each for each in OWN}
     with keras.saving.custom_object_scope(names):
@@ -65,7 +65,7 @@ def test_code_that_keras_is_told_of_is_copied():
         assert value == pytest.approx(expected[name], rel=0.05)
 
 
-def test_code_that_keras_is_not_told_of_is_refused_with_what_to_write():
+def test_unregistered_code_is_refused_with_advice():
     with pytest.raises(TypeError) as caught:
         convert.convert_model(own_parts(), "mixed_float16")
     message = str(caught.value)
@@ -106,7 +106,7 @@ def test_rules_and_maps_find_nested_layers_of_a_copy_by_their_path():
 
 
 @pytest.mark.filterwarnings("ignore:Skipping nested container")
-def test_what_keras_cannot_copy_is_said_with_the_cause():
+def test_the_cause_of_a_failed_copy_is_reported():
     shared = keras.layers.Dense(4)
     tower = keras.Sequential([keras.Input((4,)), shared])
     inputs = keras.Input((4,))
@@ -116,11 +116,11 @@ def test_what_keras_cannot_copy_is_said_with_the_cause():
     message = str(caught.value)
     assert "expected 2 variables, but received 0" in message
     assert "convert it in place: apply_policy(model, policy)" in message
-    # Nothing of the user's could be given a `get_config` here.
+    # The model has no class of the user that could define `get_config`.
     assert "get_config" not in message
 
 
-def test_a_copy_that_lost_its_weights_is_none():
+def test_a_copy_that_lost_its_weights_is_refused():
     @keras.saving.register_keras_serializable("tests")
     class Forgetful(keras.layers.Dense):
         def load_own_variables(self, store):
@@ -146,7 +146,7 @@ def test_a_class_that_cannot_be_copied_is_named():
         convert.convert_model(model, "mixed_float16")
 
 
-def test_adapters_that_are_trained_are_copied():
+def test_trained_adapters_are_copied():
     model = keras.Sequential(
         [keras.Input((16,)), keras.layers.Dense(8), keras.layers.Dense(2)]
     )
@@ -156,16 +156,16 @@ def test_adapters_that_are_trained_are_copied():
     model.fit(x, x[:, :2], verbose=0)
     # The second factor is 0 until it is trained.
     assert np.any(model.layers[0].lora_kernel_b.numpy())
-    twin = copying.copied(model)
+    twin = copying.copy_model(model)
     for copy, original in zip(twin.weights, model.weights, strict=True):
         helpers.assert_same_bits(copy, original)
     assert len(twin.trainable_variables) == len(model.trainable_variables)
     twin.fit(x, x[:, :2], verbose=0)
-    # And a copy in another policy as well.
+    # A copy in another policy trains as well.
     convert.convert_model(model, "mixed_bfloat16").fit(x, x[:, :2], verbose=0)
 
 
-def test_a_copy_is_rematerialized_as_the_model():
+def test_a_copy_is_rematerialized_like_the_model():
     with keras.RematScope(mode="full"):
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
     model.add(keras.layers.Dense(2))
@@ -177,24 +177,24 @@ def test_a_copy_is_rematerialized_as_the_model():
 def test_a_quantized_model_is_copied_whatever_the_order_of_its_weights():
     model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(16)])
     model.layers[0].quantize("float8")
-    twin = copying.copied(model)
+    twin = copying.copy_model(model)
     helpers.assert_same_bits(twin.layers[0].kernel, model.layers[0].kernel)
 
 
-def test_a_model_of_keras_that_has_taken_no_step_is_copied():
+def test_a_model_with_an_unbuilt_optimizer_is_copied():
     keras.config.set_dtype_policy("mixed_float16")
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     model.compile("adam", loss="mse")
     assert not model.optimizer.built
-    twin = copying.copied(model)
+    twin = copying.copy_model(model)
     assert twin.optimizer.inner_optimizer.iterations == 0
     assert twin.optimizer.initial_scale == model.optimizer.initial_scale
-    # Once built, it has a state, and that is copied.
+    # Once the optimizer is built, its state is copied.
     model.fit(X, X[:, :2], verbose=0)
-    assert copying.copied(model).optimizer.inner_optimizer.iterations == 1
+    assert copying.copy_model(model).optimizer.inner_optimizer.iterations == 1
 
 
-def test_adapters_inside_a_layer_are_copied_and_so_is_what_is_frozen():
+def test_nested_adapters_and_frozen_layers_are_copied():
     attention = keras.layers.MultiHeadAttention(2, 8)
     inputs = keras.Input((6, 16))
     model = keras.Model(inputs, attention(inputs, inputs))
@@ -202,7 +202,7 @@ def test_adapters_inside_a_layer_are_copied_and_so_is_what_is_frozen():
     for layer in frozen:
         layer.trainable = False
     query.enable_lora(2)
-    twin = copying.copied(model)
+    twin = copying.copy_model(model)
     for copy, original in zip(twin.weights, model.weights, strict=True):
         helpers.assert_same_bits(copy, original)
     trained = [variable.path for variable in model.trainable_variables]

@@ -1,4 +1,4 @@
-"""A conversion of a trained model goes on with its optimizer's state."""
+"""A conversion of a trained model keeps its optimizer's state."""
 
 import keras
 import numpy as np
@@ -68,10 +68,10 @@ def assert_same(state, other):
         pytest.param("RMSprop", "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_there_and_back_changes_not_one_bit(name, policy):
+def test_there_and_back_changes_no_bit(name, policy):
     model = trained(name)
     before = state_of(model)
-    # Moments, counters and both layers' weights are in it.
+    # The state contains moments, counters and both layers' weights.
     assert any(np.any(value) for key, value in before.items() if " 0" in key)
     report = tfmix.apply_policy(model, policy)
     assert model.layers[0].kernel.dtype == policy
@@ -83,7 +83,7 @@ def test_there_and_back_changes_not_one_bit(name, policy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
-def test_what_was_trained_in_16_bit_is_kept_on_the_way_back(name):
+def test_weights_trained_in_16_bit_are_kept_on_the_way_back(name):
     model = trained(name)
     steps = int(model.optimizer.iterations.numpy())
     report = tfmix.apply_policy(model, "bfloat16")
@@ -97,7 +97,7 @@ def test_what_was_trained_in_16_bit_is_kept_on_the_way_back(name):
     assert model.optimizer.iterations.numpy() == steps + 4
 
 
-def test_flat_masters_take_over_and_hand_back():
+def test_flat_masters_keep_the_state_in_both_directions():
     model = trained()
     state = optimizer_state.take(model)
     before = state_of(model)
@@ -117,7 +117,7 @@ def test_flat_masters_take_over_and_hand_back():
 
 
 @pytest.mark.slow
-def test_a_pure_model_goes_on_in_float32_where_it_was():
+def test_a_pure_model_continues_in_float32_where_it_was():
     with tfmix.policy_scope("bfloat16"):
         model = trained()
     inside = state_of(model)
@@ -141,25 +141,25 @@ def test_mixed_precision_and_back_keeps_the_optimizer_itself():
     fitted(model)
 
 
-def test_another_kind_of_optimizer_starts_anew_and_that_is_said(caplog):
+def test_another_kind_of_optimizer_starts_from_zero_with_a_warning(caplog):
     model = trained()
     state = optimizer_state.take(model)
     weights = model.get_weights()
     model.compile("sgd", loss="mse")
     optimizer_state.give(model, state)
-    assert "SGD cannot go on with the state of Adam" in caplog.text
+    assert "SGD cannot continue with the optimizer state of Adam" in caplog.text
     assert model.optimizer.iterations.numpy() == 0
     for one, other in zip(model.get_weights(), weights, strict=True):
         helpers.assert_same_bits(one, other)
 
 
-def test_a_slot_that_is_not_there_is_never_filled_with_another(caplog):
+def test_a_missing_slot_is_never_filled_with_another(caplog):
     with_momentum = keras.optimizers.SGD(0.1, momentum=0.9)
     model = trained(with_momentum)
     state = optimizer_state.take(model)
     model.compile(keras.optimizers.SGD(0.1), loss="mse")
     optimizer_state.give(model, state)
-    assert "SGD cannot go on with the state of SGD" in caplog.text
+    assert "SGD cannot continue with the optimizer state of SGD" in caplog.text
     plain = optimizer_state.take(model)
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
     optimizer_state.give(model, plain)
@@ -168,7 +168,7 @@ def test_a_slot_that_is_not_there_is_never_filled_with_another(caplog):
     fitted(model)
 
 
-def test_several_optimizers_in_one_hand_over_all_their_state():
+def test_nested_optimizers_keep_all_their_state():
     if not hasattr(keras.optimizers, "MultiOptimizer"):
         pytest.skip("Keras 3.12 has no MultiOptimizer")
     chosen = keras.optimizers.OptimizerMap(keras.optimizers.Adam(0.01))
@@ -184,7 +184,7 @@ def test_several_optimizers_in_one_hand_over_all_their_state():
     fitted(model)
 
 
-def test_there_is_nothing_to_take_before_the_first_step():
+def test_there_is_no_state_before_the_first_step():
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     assert optimizer_state.take(model) is None
     model.compile("adam", loss="mse")

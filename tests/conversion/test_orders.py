@@ -8,7 +8,8 @@ from tfmix.conversion import convert
 
 X = np.random.default_rng(0).normal(size=(32, 6)).astype("float32")
 Y = X[:, :1] * 0.5
-# Tracing takes longer than a few steps of so small a model; JAX compiles.
+# Tracing would take longer than a few eager steps of such a small model. JAX
+# has to compile.
 EAGERLY = keras.backend.backend() == "tensorflow"
 OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
@@ -54,7 +55,7 @@ def assert_float32(model):
     ("first", "second"),
     [("momentum", "plain"), ("plain", "adam"), ("adam", "momentum")],
 )
-def test_an_optimizer_compiled_in_16_bit_goes_on_in_float32(
+def test_an_optimizer_compiled_in_16_bit_continues_in_float32(
     first, second, policy, way_back
 ):
     model = compiled(small_model(), OPTIMIZERS[first]())
@@ -70,7 +71,7 @@ def test_an_optimizer_compiled_in_16_bit_goes_on_in_float32(
     else:
         convert.apply_policy(model, "float32")
     assert_float32(model)
-    assert model.optimizer is mine, "not the one that was compiled last"
+    assert model.optimizer is mine, "not the optimizer that was compiled last"
     assert int(mine.iterations) == steps
     before = losses(model)[0]
     assert int(mine.iterations) == steps + 2

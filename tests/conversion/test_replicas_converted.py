@@ -66,9 +66,9 @@ def assert_mirrored(model):
         pytest.param("float16", False, marks=pytest.mark.slow),
     ],
 )
-def test_replicas_train_in_pure_16_bit_as_one_device_does(policy, inside):
+def test_replicas_train_in_pure_16_bit_like_one_device(policy, inside):
     found = losses(helpers.mirrored_strategy(), policy, inside)
     expected = losses(None, policy, inside)
-    # Both sum the same products, in another order.
+    # Both sum the same products, in different orders.
     np.testing.assert_allclose(found, expected, rtol=helpers.TOLERANCES[policy])
     assert found[-1] < found[0]

@@ -1,4 +1,4 @@
-"""What every layer of a model computes in, as one table."""
+"""The table of each layer's dtypes."""
 
 import keras
 import pytest
@@ -18,7 +18,7 @@ def rows(model):
     return {row.layer.split("/")[-1]: row for row in tfmix.summary(model).rows}
 
 
-def test_a_row_says_what_a_layer_computes_in_keeps_and_returns():
+def test_a_row_has_a_layers_compute_variable_and_output_dtypes():
     model = test_convert.functional()
     tfmix.apply_policy(model, "mixed_float16")
     found = tfmix.summary(model).rows
@@ -32,7 +32,7 @@ def test_a_row_says_what_a_layer_computes_in_keeps_and_returns():
     assert head.output == "float32"
 
 
-def test_it_needs_no_policy_and_no_conversion_of_tfmix():
+def test_a_summary_needs_no_policy_of_tfmix():
     plain = keras.Sequential(
         [keras.Input((6,)), keras.layers.Dense(2, dtype="mixed_bfloat16")]
     )
@@ -40,7 +40,7 @@ def test_it_needs_no_policy_and_no_conversion_of_tfmix():
     assert (row.policy, row.compute) == ("mixed_bfloat16", "bfloat16")
 
 
-def test_each_layer_of_a_nested_or_shared_model_is_there_once():
+def test_each_layer_of_a_nested_or_shared_model_has_one_row():
     nested = rows(test_convert.nested())
     assert list(nested) == ["body", "middle", "head"]
     classes = [
@@ -63,7 +63,7 @@ def test_layers_inside_others_come_in_the_models_order():
     assert list(rows(model)) == ["1a", "1b", "2a", "2b"]
 
 
-def test_what_a_layer_returns_is_left_open_before_it_is_called():
+def test_the_output_dtype_is_empty_before_the_first_call():
     model = keras.Sequential([keras.layers.Dense(2, name="body")])
     assert rows(model)["body"].output == ""
 
@@ -80,7 +80,7 @@ def test_an_entry_of_a_map_is_shown_not_the_map():
     assert found["head"].policy == "float32"
 
 
-@helpers.requires_backend("tensorflow")  # JAX mixes dtypes by itself.
+@helpers.requires_backend("tensorflow")  # JAX can mix dtypes.
 def test_a_layer_that_fell_back_is_named_below_with_its_reason():
     with tfmix.policy_scope("mixed_float16"):
         inputs = keras.Input((6,))
@@ -93,7 +93,7 @@ def test_a_layer_that_fell_back_is_named_below_with_its_reason():
     assert "guilty computes in float32: test_summary.py:" in str(report)
 
 
-def test_it_prints_as_a_table_of_eighty_columns_and_in_a_notebook():
+def test_a_summary_prints_in_eighty_columns_and_in_a_notebook():
     model = test_convert.functional()
     tfmix.apply_policy(model, "mixed_float16")
     report = tfmix.summary(model)
@@ -104,6 +104,6 @@ def test_it_prints_as_a_table_of_eighty_columns_and_in_a_notebook():
     assert "mixed_float16" in helpers.notebook_html(report)
 
 
-def test_what_is_no_model_is_refused():
+def test_an_argument_that_is_not_a_model_is_refused():
     with pytest.raises(TypeError, match=r"`model` must be .*model=3"):
         tfmix.summary(3)

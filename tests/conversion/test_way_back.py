@@ -1,4 +1,4 @@
-"""A conversion happens as a whole or not at all, and is undone in turn."""
+"""A conversion happens as a whole or not at all, and can be undone."""
 
 import keras
 import numpy as np
@@ -111,7 +111,7 @@ def test_undoing_a_whole_whose_part_was_converted_again_is_refused():
     small.assert_float32(model)
 
 
-def test_an_optimizer_that_was_first_used_on_masters_comes_back():
+def test_an_optimizer_first_used_on_masters_comes_back():
     model = compiled()
     optimizer = model.optimizer
     report = convert.apply_policy(model, "float16")
@@ -125,7 +125,7 @@ def test_an_optimizer_that_was_first_used_on_masters_comes_back():
     assert int(optimizer.iterations) == 12
 
 
-def test_moments_survive_a_conversion_that_was_not_trained_under():
+def test_moments_survive_a_conversion_without_training():
     model = compiled()
     small.losses(model)
     before = optimizer_state.take(model)
@@ -149,7 +149,7 @@ def test_undoing_prepare_brings_the_first_optimizer_back():
     small.losses(model)
 
 
-def test_what_a_layer_made_in_16_bit_later_comes_back_to_float32():
+def test_variables_created_later_in_16_bit_come_back_to_float32():
     model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
     report = convert.apply_policy(model, "bfloat16")
     model(small.X)
@@ -158,7 +158,7 @@ def test_what_a_layer_made_in_16_bit_later_comes_back_to_float32():
     small.assert_float32(model)
 
 
-def test_mixed_and_then_pure_trains_on_masters():
+def test_pure_16_bit_after_mixed_precision_trains_masters():
     model = compiled()
     convert.apply_policy(model, "mixed_float16")
     small.losses(model)
@@ -169,7 +169,7 @@ def test_mixed_and_then_pure_trains_on_masters():
     assert int(model.optimizer.iterations) == 4
 
 
-def test_from_one_pure_dtype_to_the_other_the_moments_go_along():
+def test_moments_survive_from_one_pure_dtype_to_the_other():
     model = compiled()
     small.losses(model)
     convert.apply_policy(model, "float16")
@@ -183,20 +183,20 @@ def test_from_one_pure_dtype_to_the_other_the_moments_go_along():
     assert int(model.optimizer.iterations) == 4
 
 
-def test_the_wrapper_that_tfmix_put_on_goes_with_the_last_16_bit_layer():
+def test_the_wrapper_of_tfmix_goes_with_the_last_16_bit_layer():
     model = compiled()
     optimizer = model.optimizer
     convert.apply_policy(model, "mixed_float16")
     wrapper = model.optimizer
     convert.apply_policy(model, "mixed_float16")
-    assert model.optimizer is wrapper, "the scale begins anew for nothing"
+    assert model.optimizer is wrapper, "the loss scale was reset"
     convert.apply_policy(model, "mixed_bfloat16")
     assert model.optimizer.rule == rules.NoLossScale()
     convert.apply_policy(model, "float32")
     assert model.optimizer is optimizer
 
 
-def test_the_wrapper_that_the_user_put_on_stays():
+def test_the_users_wrapper_stays():
     wrapper = scaling.LossScaleOptimizer(adam())
     model = compiled(wrapper)
     report = convert.apply_policy(model, "mixed_float16")
@@ -206,7 +206,7 @@ def test_the_wrapper_that_the_user_put_on_stays():
     assert model.optimizer is wrapper
 
 
-def test_a_fixed_factor_is_the_optimizers_own_again():
+def test_a_fixed_factor_is_restored():
     optimizer = keras.optimizers.SGD(0.05, loss_scale_factor=64.0)
     model = compiled(optimizer)
     report = convert.apply_policy(model, "mixed_float16")
@@ -219,7 +219,7 @@ def test_a_fixed_factor_is_the_optimizers_own_again():
 
 @pytest.mark.costly
 @pytest.mark.parametrize("built", [True, False])
-def test_what_is_excluded_from_weight_decay_stays_excluded(built):
+def test_excluded_variables_keep_no_weight_decay_after_undo(built):
     model = small.small_model()
     optimizer = keras.optimizers.AdamW(0.0, weight_decay=0.5)
     optimizer.exclude_from_weight_decay(var_list=[body(model).kernel])
@@ -227,7 +227,7 @@ def test_what_is_excluded_from_weight_decay_stays_excluded(built):
     if built:
         optimizer.build(model.trainable_variables)
     before = helpers.to_numpy(body(model).kernel)
-    # Nothing else moves a weight at a learning rate of zero.
+    # With such a small learning rate, only weight decay changes a weight.
     optimizer.learning_rate = 1e-6
     optimizer.weight_decay = 1e5
     report = convert.apply_policy(model, "bfloat16")
@@ -240,7 +240,7 @@ def test_what_is_excluded_from_weight_decay_stays_excluded(built):
     assert np.abs(head).max() < 0.8 * np.abs(before).max()
 
 
-def test_layers_thawed_since_train_on_after_undo():
+def test_layers_unfrozen_since_train_after_undo():
     model = small.small_model()
     body(model).trainable = False
     small.compiled(model, adam())

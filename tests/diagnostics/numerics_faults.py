@@ -28,7 +28,7 @@ class Planted:
 
 
 class Loud(keras.layers.Layer):
-    """Overflows inside its output, and the layer after brings it back."""
+    """Returns large numbers, which the layer after it makes small again."""
 
     def call(self, inputs):
         return inputs * 1e3 * 1e3
@@ -64,7 +64,7 @@ class UnscaledAttention(keras.layers.Layer):
         query = self.query(inputs) * self.gain
         key = self.key(inputs) * self.gain
         scores = ops.matmul(query, ops.transpose(key, (0, 2, 1)))
-        # Written out, since the rules know `softmax`.
+        # Op rules would run `softmax` in float32, so it is written out.
         raised = ops.subtract(scores, ops.max(scores, -1, keepdims=True))
         weights = ops.exp(raised)
         weights = weights / ops.sum(weights, -1, keepdims=True)
@@ -87,7 +87,7 @@ class NaiveVariance(keras.layers.Layer):
 
 
 class TinyEpsilon(keras.layers.Layer):
-    """Weighs rows by a share of their size, which is 0/0 without features."""
+    """Divides rows by their size, which is 0/0 for a row without features."""
 
     def __init__(self, epsilon=1e-8, **settings):
         super().__init__(**settings)
@@ -99,7 +99,7 @@ class TinyEpsilon(keras.layers.Layer):
 
 
 class FaintGradient(keras.layers.Layer):
-    """Hands back gradients a hundred million times too small."""
+    """Makes gradients a hundred million times too small."""
 
     def call(self, inputs):
         small = inputs * 1e-5
@@ -129,8 +129,8 @@ def activation_overflow(rng):
 
 
 def healthy_attention():
-    # JAX's fused attention refuses float16 on a CPU inside a compiled step;
-    # with dropout Keras takes another way.
+    # JAX's fused attention fails with float16 on a CPU inside a compiled step.
+    # With dropout, Keras does not use it.
     dropout = 0.1 if keras.backend.backend() == "jax" else 0.0
     return keras.layers.MultiHeadAttention(2, 4, dropout=dropout)
 
@@ -196,7 +196,7 @@ def tiny_epsilon(rng):
     place = int(rng.integers(0, depth + 1))
     planted = [keras.layers.ReLU(), TinyEpsilon(name="tiny")]
     model, x, y = stack(planted, depth, place, rng)
-    # A row without any feature stays one up to the first bias that moves.
+    # A row of zeros stays zero until a bias changes.
     x[3] = 0.0
     return Planted(model, x, y, "mse", "tiny")
 

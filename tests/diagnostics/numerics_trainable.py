@@ -1,7 +1,7 @@
 """Eight planted faults in models that float32 trains well, and repeatably.
 
-The faults are those of the held-out draws. The models around them have a way
-around each block, a learnable target and enough steps that the loss falls.
+The faults are those of the held-out draws. The models have a shortcut around
+each block, a learnable target and enough steps for the loss to fall.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from tests.diagnostics import test_held_out as held_out
 ROWS = 64
 WIDTH = held_out.WIDTH
 BLOCKS = 12
-# What a block adds to what goes around it.
+# A block adds its outputs to the shortcut around it, times this share.
 SHARE = 0.3
 
 
@@ -34,14 +34,14 @@ class Case:
 
 
 class Share(keras.layers.Layer):
-    """Scales what a block adds."""
+    """Scales the outputs of a block."""
 
     def call(self, inputs):
         return inputs * SHARE
 
 
 def around(hidden, parts):
-    """Adds what some layers make of a tensor to it."""
+    """Adds the outputs of some layers to their input."""
     inner = hidden
     for part in parts:
         inner = part(inner)
@@ -53,7 +53,7 @@ def dense():
 
 
 def residual(rng, shape, planted, make=dense, blocks=BLOCKS, first=False):
-    """Plants layers in one of some blocks, of which each has a way around."""
+    """Plants layers in one of several blocks, each with a shortcut."""
     place = 0 if first else int(rng.integers(0, blocks))
     inputs = hidden = keras.Input(shape)
     for index in range(blocks):
@@ -108,8 +108,8 @@ def activation_overflow(rng):
 def attention_without_scaling(rng):
     form = rng.choice(["matmul", "einsum"])
     layer = held_out.Heads(0.01, form, name="planted")
-    # Scores of 75,000 that differ by a few: where they differ by thousands,
-    # a training in float32 ends 10 % from another one in float32.
+    # The scores are 75,000 and differ by a few. If they differed by thousands,
+    # two trainings in float32 would end 10 % apart.
     offset = (75_000.0 / (WIDTH if form == "matmul" else WIDTH // 2)) ** 0.5
     for part in (layer.query, layer.key):
         part.bias_initializer = keras.initializers.Constant(offset)
@@ -160,7 +160,7 @@ def vanishing_gradient(rng):
         hidden = around(hidden, dense())
     model = keras.Model(inputs, head(hidden))
     x, y = learnable(rng, (WIDTH,))
-    # Adam gives small gradients a whole step, if its epsilon is smaller.
+    # Adam makes a whole step of small gradients, if its epsilon is smaller.
     return Case(model, x, y, "mse", "planted", epsilon=1e-20)
 
 
@@ -168,7 +168,7 @@ def epsilon_of_1e_8(rng):
     form = rng.choice(["self", "l2", "maximum", "log"])
     relu = keras.layers.ReLU()
     planted = [relu, held_out.Guarded(form, name="planted")]
-    # Where what is divided moves, a value that crosses 0 changes much.
+    # If the divided values change in training, one that crosses 0 jumps.
     jumps = form in ("self", "log")
     case = regression(rng, (WIDTH,), planted, blocks=6, first=jumps)
     case.x[2] = 0.0

@@ -1,4 +1,4 @@
-"""The doctor names the planted layer first, and changes nothing."""
+"""`check` names the planted layer first, and does not change the model."""
 
 import dataclasses
 import datetime
@@ -27,8 +27,8 @@ def diagnosed(planted):
     return check.check(planted.model, planted.x, planted.y, loss=planted.loss)
 
 
-# JAX compiles every op it meets for the first time: what takes seconds with
-# TensorFlow takes half a minute there.
+# JAX compiles every op that it meets for the first time. Seconds under
+# TensorFlow are half a minute under JAX.
 QUICK_ON_JAX = ("activation_overflow", "faint_gradients")
 
 
@@ -154,7 +154,7 @@ def everything_about(model):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16"])
-def test_the_model_is_as_it_was(policy):
+def test_the_model_does_not_change(policy):
     model = Nested()
     x, y = np.ones((6, 3), "float32"), np.zeros((6, 2), "float32")
     model.compile("sgd", "mse")
@@ -170,7 +170,7 @@ def test_the_model_is_as_it_was(policy):
     assert model.train_function is function
 
 
-def test_the_model_is_as_it_was_after_an_error():
+def test_the_model_does_not_change_after_an_error():
     model = Nested()
     x = np.ones((6, 3), "float32")
     model(x)
@@ -183,7 +183,7 @@ def test_the_model_is_as_it_was_after_an_error():
 
 
 class Summing(keras.layers.Layer):
-    """Computes by itself around the layers it holds."""
+    """Computes something itself, besides calling inner layers."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -194,14 +194,14 @@ class Summing(keras.layers.Layer):
         return ops.sqrt(total)[:, None]
 
 
-def test_a_layer_around_others_is_named_for_what_it_does_itself():
+def test_an_outer_layer_is_named_for_its_own_faults():
     keras.config.set_dtype_policy("mixed_float16")
     model = keras.Sequential([keras.Input((4,)), Summing(name="summing")])
     report = check.check(model, np.ones((8, 4), "float32"))
     assert {row.layer for row in report.faults} == {"summing"}
 
 
-def test_a_layer_around_others_is_not_blamed_for_them():
+def test_an_outer_layer_is_not_blamed_for_inner_ones():
     keras.config.set_dtype_policy("mixed_float16")
 
     class Outer(keras.layers.Layer):
@@ -227,7 +227,7 @@ def test_an_op_of_a_functional_graph_is_named():
     assert report.rows[0].verdict == "overflow"
 
 
-def test_what_is_broken_in_float32_is_said_to_be():
+def test_a_fault_in_float32_is_reported_as_broken():
     model = keras.Sequential([keras.Input((2,)), keras.layers.ReLU()])
     report = check.check(model, np.array([[np.nan, 1.0]]))
     assert report.rows[0].verdict == "not_finite"
@@ -235,7 +235,7 @@ def test_what_is_broken_in_float32_is_said_to_be():
         report.suggested_policy(progress=False)
 
 
-def test_a_check_without_targets_looks_at_the_forward_pass_alone():
+def test_a_check_without_targets_only_runs_the_forward_pass():
     model = convolutional("mixed_float16")
     report = check.check(model, digits((8, 8, 1))[0])
     assert "backward" not in {row.phase for row in report.rows}
@@ -292,7 +292,7 @@ def printed(report, width):
     return shown.getvalue().splitlines()
 
 
-def test_advice_stands_whole_below_the_table_in_80_columns():
+def test_advice_is_printed_below_the_table_in_80_columns():
     report = diagnosed(numerics_faults.plant("activation_overflow", 0))
     lines = printed(report, 80)
     assert max(map(len, lines)) <= 80
@@ -303,7 +303,7 @@ def test_advice_stands_whole_below_the_table_in_80_columns():
     assert below[1].startswith("# loud, forward, overflow: ")
 
 
-def test_a_healthy_report_prints_what_is_nearest_to_overflow():
+def test_a_healthy_report_prints_the_least_headroom():
     hidden = [keras.layers.Dense(4, dtype="mixed_float16") for _ in range(30)]
     output = keras.layers.Activation("linear", dtype="float32")
     model = keras.Sequential([keras.Input((4,)), *hidden, output])
@@ -317,7 +317,7 @@ def test_a_healthy_report_prints_what_is_nearest_to_overflow():
     assert "What to write" not in text
 
 
-def test_the_report_says_what_each_layer_hands_on():
+def test_the_report_has_each_layers_output_dtype():
     report = check.check(small(), *rows(8), loss="mse")
     dtypes = {row.layer: row.dtype for row in report.rows}
     assert (dtypes["first"], dtypes["loss"]) == ("float16", "float32")
@@ -337,7 +337,7 @@ def test_the_page_names_model_date_and_versions(tmp_path):
         f"{BACKEND.__name__} {BACKEND.__version__}",
     ):
         assert known in page
-    # What a narrow screen needs to scroll the table alone.
+    # A narrow screen needs these to scroll only the table.
     assert 'name="viewport"' in page
     assert "overflow-x: auto" in page
     assert all(row.layer in page for row in report.rows)
@@ -372,7 +372,7 @@ def rows(count):
     return x, x[:, :1].copy()
 
 
-def test_of_many_rows_64_are_checked_and_the_report_says_so():
+def test_only_64_rows_are_checked_with_a_note():
     x, y = rows(2000)
     x[64:] = 1e30
     report = check.check(small(), x, y, loss="mse")
@@ -381,7 +381,7 @@ def test_of_many_rows_64_are_checked_and_the_report_says_so():
     assert "first 64" in str(report)
 
 
-def test_a_model_of_a_fixed_batch_size_gets_all_rows():
+def test_a_model_with_a_fixed_batch_size_gets_all_rows():
     layers = [keras.Input(batch_shape=(80, 4)), keras.layers.Dense(1)]
     x, y = rows(80)
     report = check.check(keras.Sequential(layers), x, y, loss="mse")
@@ -396,7 +396,7 @@ def test_the_first_batch_of_a_dataset_is_checked():
     assert "100 rows" in report.notes[0]
 
 
-def test_a_report_without_gradients_says_so():
+def test_a_report_without_gradients_has_a_note():
     x, y = rows(8)
     forward = check.check(small(), x)
     assert forward.forward_only
@@ -421,7 +421,7 @@ def test_data_that_is_not_finite_is_named_once_with_its_rows(name):
 
 
 @pytest.mark.parametrize("lost", [[3], slice(None)], ids=["one", "all"])
-def test_no_layer_is_fine_that_could_not_be_judged(lost):
+def test_a_layer_that_could_not_be_judged_is_not_fine(lost):
     x, y = rows(8)
     x[lost] = np.nan
     report = check.check(small(), x, y, loss="mse")
@@ -439,7 +439,7 @@ def test_the_advice_for_bad_data_finds_it():
     assert set(found[:, 0]) == {5}
 
 
-def test_a_single_row_is_no_batch():
+def test_a_single_row_is_refused():
     tf = pytest.importorskip("tensorflow")
     x, y = rows(8)
     unbatched = tf.data.Dataset.from_tensor_slices((x, y))
@@ -449,7 +449,7 @@ def test_a_single_row_is_no_batch():
 
 
 @pytest.mark.parametrize("form", ["generator", "PyDataset", "list"])
-def test_what_is_no_batch_is_named(form):
+def test_an_argument_that_is_not_a_batch_is_named(form):
     class Data(keras.utils.PyDataset):
         def __getitem__(self, index):
             return rows(8)
@@ -467,7 +467,7 @@ def test_what_is_no_batch_is_named(form):
         check.check(small(), given, loss=None)
 
 
-def test_a_report_of_many_faults_is_a_screen_and_says_how_many_there_are():
+def test_a_report_of_many_faults_fits_a_screen_and_counts_them():
     report = check.check(small(), *rows(8), loss="mse")
     row = dataclasses.replace(
         report.rows[0], verdict="overflow", advice="Dense(...)  # too large"
@@ -501,7 +501,7 @@ def test_a_report_is_as_wide_as_the_terminal(columns, monkeypatch):
 def test_a_notebook_shows_a_table():
     page = helpers.notebook_html(check.check(small(), rows(8)[0]))
     assert page.startswith("<pre")
-    # The colour of a layer that is fine.
+    # This is the colour of a layer without faults.
     assert re.search(r'color: #00\w+[^>]*">first', page)
 
 
@@ -549,7 +549,7 @@ def headed(*layers):
     return keras.Sequential([keras.Input((4,)), *layers, ending])
 
 
-def test_a_healthy_model_shows_what_is_nearest_to_an_end_with_its_bound():
+def test_a_healthy_model_shows_its_largest_error_with_the_bound():
     x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
     text = report_of(headed(keras.layers.Dense(4, name="first")), x, x[:, :1])
     shown = [line.split() for line in text.splitlines()[3:6]]
@@ -557,20 +557,20 @@ def test_a_healthy_model_shows_what_is_nearest_to_an_end_with_its_bound():
     assert all(row[5] == "of" for row in shown)
 
 
-def test_what_is_said_of_a_size_is_the_size():
+def test_advice_states_the_size_of_the_output():
     x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
     keras.config.set_dtype_policy("mixed_float16")
     model = headed(keras.layers.Dense(4, name="first"))
     report = check.check(model, x, x[:, :1] * 4e5, loss="mse")
     texts = [row.advice for row in report.faults if "reaches" in row.advice]
     sizes = [float(re.search(r"reaches (\S+) and", one)[1]) for one in texts]
-    # Not where the format ends.
+    # The sizes are not the end of the format.
     assert min(sizes) > 7e4
 
 
 @pytest.mark.parametrize("size", [1e-8, 5e4, 1e6])
-def test_targets_of_any_size_are_no_fault_of_a_model_tried_out(size):
-    """As `fit` shows, under a policy gradients are scaled inside."""
+def test_a_policy_under_test_allows_targets_of_any_size(size):
+    """Under a policy, `fit` scales gradients inside the model."""
     x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
     model = headed(keras.layers.Dense(4, name="first"))
     assert report_is_healthy(model, x, size * x[:, :1])
@@ -582,7 +582,7 @@ def report_is_healthy(model, x, y, policy="mixed_float16"):
     return check.check(model, x, y, loss="mse", policy=policy).healthy
 
 
-def test_a_fault_that_float32_has_as_well_has_no_line_to_write():
+def test_a_fault_in_float32_as_well_has_no_line_of_code():
     log = keras.layers.Lambda(lambda x: keras.ops.log(x - x), name="log")
     x = np.ones((4, 4), "float32")
     text = report_of(headed(log), x, x[:, :1])
@@ -597,7 +597,7 @@ def test_a_fault_that_float32_has_as_well_has_no_line_to_write():
 
 
 @pytest.mark.parametrize("name", ["kernel", "moving_mean"])
-def test_weights_that_are_not_finite_are_named_alone(name):
+def test_only_weights_that_are_not_finite_are_named(name):
     x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
     hidden = [keras.layers.Dense(4), keras.layers.BatchNormalization()]
     model = headed(*hidden, keras.layers.Dense(4))

@@ -1,4 +1,4 @@
-"""What a bug report needs: all of it, and as it is just now."""
+"""`environment` lists the current facts for a bug report."""
 
 import importlib.metadata
 import json
@@ -12,7 +12,7 @@ from tfmix.diagnostics import environment
 from tfmix.diagnostics import environment as environments
 
 
-def test_it_names_versions_backend_devices_and_policy():
+def test_environment_names_versions_backend_devices_and_policy():
     tfmix.set_global_policy(tfmix.Policy("mixed_float16", float32_layers=["a"]))
     found = environment.environment()
     assert found.versions["keras"] == keras.__version__
@@ -24,7 +24,7 @@ def test_it_names_versions_backend_devices_and_policy():
         assert known in " ".join(str(found).split())
 
 
-def test_it_knows_the_version_of_a_keras_of_another_package(monkeypatch):
+def test_environment_finds_the_version_of_keras_nightly(monkeypatch):
     def version(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -32,7 +32,7 @@ def test_it_knows_the_version_of_a_keras_of_another_package(monkeypatch):
     assert environment.environment().versions["keras"] == keras.__version__
 
 
-def test_it_lists_what_is_replaced_just_now():
+def test_environment_lists_replaced_names():
     tfmix.set_global_policy("mixed_float16")
     during = environment.environment().replaced
     tfmix.set_global_policy("float32")
@@ -41,7 +41,7 @@ def test_it_lists_what_is_replaced_just_now():
     assert any("keras" in name for name in during)
 
 
-def test_an_extra_that_is_not_complete_names_what_it_lacks(monkeypatch):
+def test_an_incomplete_extra_names_missing_packages(monkeypatch):
     wanted = [
         "keras>=3.12",
         'matplotlib; extra == "plot"',
@@ -56,7 +56,7 @@ def test_an_extra_that_is_not_complete_names_what_it_lacks(monkeypatch):
 
 
 @pytest.mark.parametrize("words", [[], ["--json"]])
-def test_the_shell_prints_it(capsys, words):
+def test_the_shell_prints_the_environment(capsys, words):
     assert cli.main(["doctor", *words]) == cli.OK
     out = capsys.readouterr().out
     assert keras.__version__ in out

@@ -1,4 +1,4 @@
-"""The doctor names the layers that fell back to float32."""
+"""`check` names the layers that fell back to float32."""
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ from tests.autocast import test_own_code
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 Y = X[:, :1]
-# One falls back by itself, one around a layer.
+# The first falls back itself, the second because of an inner layer.
 KINDS = (test_own_code.Mixes, test_own_code.Block)
 
 
@@ -27,7 +27,7 @@ def note_of(report):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_as_it_stands(kind):
+def test_a_16_bit_model_has_a_note_on_the_fallback(kind):
     with tfmix.policy_scope("mixed_float16"):
         model = stack(kind)
     report = tfmix.check(model, X, Y, loss="mse")
@@ -38,7 +38,7 @@ def test_a_model_as_it_stands(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_float32_model_stays_one(kind, caplog):
+def test_a_float32_model_does_not_change(kind, caplog):
     model = stack(kind)
     before = [vars(each).keys() for each in model.layers]
     report = tfmix.check(model, X, Y, loss="mse", policy="mixed_float16")
@@ -49,19 +49,19 @@ def test_a_float32_model_stays_one(kind, caplog):
     assert not caplog.records
 
 
-def test_another_format_than_the_one_it_fell_back_in():
+def test_a_layer_also_falls_back_in_another_format():
     with tfmix.policy_scope("mixed_float16"):
         model = stack(test_own_code.Mixes)
     report = tfmix.check(model, X, Y, loss="mse", policy="mixed_bfloat16")
     assert report.healthy
-    # As `apply_policy` has it, which keeps what fell back.
+    # `apply_policy` keeps fallbacks as well.
     assert model.layers[1].compute_dtype == "float32"
     assert "Mixes" not in str(report.suggested_policy(progress=False))
 
 
-def test_one_that_falls_back_at_run_time_only():
+def test_a_layer_may_fall_back_at_run_time():
     class Later(layers.Layer):
-        """Fails where there are numbers, as where a kernel is missing."""
+        """Fails at run time, as if a kernel was missing."""
 
         def call(self, x):
             if not hasattr(x, "numpy") and keras.backend.backend() != "jax":
@@ -77,7 +77,7 @@ def test_one_that_falls_back_at_run_time_only():
     assert note_of(tfmix.check(model, X, Y, loss="mse")) == note_of(report)
 
 
-def test_a_healthy_model_has_no_such_note():
+def test_a_model_without_fallback_has_no_note():
     with tfmix.policy_scope("mixed_float16"):
         model = stack(layers.Identity)
     report = tfmix.check(model, X, Y, loss="mse")

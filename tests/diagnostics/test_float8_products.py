@@ -1,4 +1,4 @@
-"""The doctor on float8: the products of each chosen layer, and the remedy."""
+"""`check` judges the float8 products of each chosen layer."""
 
 import json
 
@@ -15,7 +15,7 @@ from tests.float8 import test_product
 from tfmix.float8 import chosen_layers, product
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-# The share of a row that is an outlier: what is left of the others is zero.
+# An outlier of this size flushes all other numbers to zero.
 OUTLIER = 6e4
 
 
@@ -28,7 +28,7 @@ def batch(outlier=False):
 
 
 def in_float8(values, to):
-    """Returns values in float8 as they are scaled, and the share flushed."""
+    """Returns scaled values in float8, and the share flushed to zero."""
     values = values.astype(ml_dtypes.bfloat16).astype("float64")
     near, _ = test_product.expected_factor(values, to)
     there = values != 0
@@ -39,9 +39,9 @@ def cosine(a, b):
     return (a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum())
 
 
-def test_a_layer_is_measured_as_numpy_has_it():
+def test_measurements_agree_with_numpy():
     rng = np.random.default_rng(0)
-    # Of many sizes, so that some underflow.
+    # The numbers have many sizes, so that some underflow.
     x = rng.normal(size=(32, 16)) * 2.0 ** rng.integers(-30, 1, (32, 16))
     x = x.astype("float32")
     with tfmix.policy_scope(chosen.policy("wide")):
@@ -73,7 +73,7 @@ def test_a_layer_is_measured_as_numpy_has_it():
     assert found["forward"].underflow > 0.2
 
 
-def test_every_chosen_layer_is_measured_inside_of_attention_too():
+def test_every_chosen_layer_is_measured_also_inside_attention():
     report = tfmix.check(chosen.classifier(), *batch(), loss=LOSS)
     names = {one.layer for one in report.float8}
     assert {"embed", "wide", "back", "attention/query"} <= names
@@ -84,12 +84,12 @@ def test_every_chosen_layer_is_measured_inside_of_attention_too():
 
 
 @pytest.mark.slow
-def test_a_float32_model_is_measured_under_a_policy_and_stays_as_it_is():
+def test_a_float32_model_is_measured_and_does_not_change():
     model = chosen.classifier("float32")
     report = tfmix.check(model, *batch(), loss=LOSS, policy=chosen.policy())
     assert len(report.float8) == 3 * 7
     assert not chosen_layers.reasons(model)
-    # And one in float8 under another policy.
+    # So is a float8 model, under another policy.
     model = chosen.classifier()
     model(batch()[0])
     before = chosen_layers.reasons(model)
@@ -103,7 +103,7 @@ def test_without_targets_nothing_is_measured():
 
 
 @pytest.mark.slow
-def test_what_an_outlier_flushes_goes_back_to_bfloat16(tmp_path):
+def test_a_layer_with_an_outlier_goes_back_to_bfloat16(tmp_path):
     model = chosen.classifier("float32")
     x, y = batch(outlier=True)
     report = tfmix.check(model, x, y, loss=LOSS, policy=chosen.policy())
@@ -120,7 +120,7 @@ def test_what_an_outlier_flushes_goes_back_to_bfloat16(tmp_path):
     assert suggested.is_float8
     assert not faulty & set(suggested.float8_layers)
     assert tfmix.check(model, x, y, loss=LOSS, policy=suggested).healthy
-    # The line that is printed is that policy.
+    # The report prints this policy.
     (line,) = [
         one for one in str(report).splitlines() if one.startswith("tfmix.Pol")
     ]
@@ -141,11 +141,11 @@ def test_a_model_whose_layers_all_fall_out_is_mixed_bfloat16():
     assert suggested.name == "mixed_bfloat16"
 
 
-def test_of_two_calls_the_worse_is_told():
+def test_the_worse_of_two_calls_is_reported():
     with tfmix.policy_scope(chosen.policy("twice")):
         inputs = keras.Input((32,))
         twice = layers.Dense(32, name="twice")
-        # The second call meets the outlier of the rescaling.
+        # Rescaling creates an outlier for the second call.
         scaled = layers.Lambda(lambda x: x * np.logspace(-8, 8, 32))
         hidden = twice(inputs) + twice(scaled(inputs))
         model = keras.Model(inputs, tfmix.float32_output()(hidden))

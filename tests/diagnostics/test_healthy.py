@@ -74,7 +74,7 @@ def resnet():
 
 
 class Sampling(layers.Layer):
-    """Draws a code, and adds the divergence to the loss."""
+    """Samples a code, and adds the divergence to the loss."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -139,12 +139,12 @@ def test_no_step_of_the_first_200_is_skipped_and_no_alarm_raised(build, digits):
     assert int(np.array(optimizer.iterations)) >= STEPS
     assert monitor.events == []
     assert history[-1] < history[0]
-    # Trained weights and small gradients are as healthy as those at the start.
+    # Trained weights and small gradients must be as healthy as at the start.
     assert_healthy(model, x, y, loss)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDERS)
-def test_in_bfloat16_no_rule_is_suggested_either(build, digits):
+def test_bfloat16_needs_no_rule_either(build, digits):
     policy = "mixed_bfloat16"
     assert_healthy(*made(build, digits, policy), policy)

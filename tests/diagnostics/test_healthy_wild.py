@@ -1,4 +1,4 @@
-"""Healthy models of other kinds than those the doctor was tuned on."""
+"""Healthy models of other kinds than those that `check` was tuned on."""
 
 import keras
 import numpy as np
@@ -26,7 +26,7 @@ def pictures(rng, side=16, channels=3):
 
 
 def residual_network(rng):
-    """Pre-activation residual blocks, the last scale of each at zero."""
+    """Pre-activation residual blocks that start with a last scale of zero."""
     inputs = keras.Input((16, 16, 3))
     hidden = layers.Conv2D(8, 3, padding="same", use_bias=False)(inputs)
     for width, stride in ((8, 1), (16, 2)):
@@ -44,7 +44,7 @@ def residual_network(rng):
 
 
 def text_classifier(rng):
-    """Padded sentences, masked, through two recurrent layers."""
+    """Padded and masked sentences, with two recurrent layers."""
     lengths = rng.integers(3, 21, ROWS)
     x = rng.integers(1, 400, (ROWS, 20))
     x[np.arange(20) >= lengths[:, None]] = 0
@@ -57,7 +57,7 @@ def text_classifier(rng):
 
 
 def u_network(rng):
-    """Restores pictures, with ways across."""
+    """A U-Net that restores pictures."""
     inputs = keras.Input((16, 16, 3))
 
     def block(hidden, width):
@@ -79,7 +79,7 @@ def u_network(rng):
 
 
 def regressor(rng):
-    """Targets of about 100, as they are."""
+    """A regression with targets of about 100, which are not standardised."""
     x = rng.normal(size=(ROWS, 12)).astype("float32")
     y = 100.0 + 25.0 * x[:, :1] - 10.0 * x[:, 1:2] ** 2
     inputs = hidden = keras.Input((12,))
@@ -89,7 +89,7 @@ def regressor(rng):
 
 
 def two_outputs(rng):
-    """A class and a number from two inputs."""
+    """Predicts a class and a number from two inputs."""
     left, right = keras.Input((12,)), keras.Input((6, 8))
     hidden = layers.Dense(24, "swish")(left)
     other = layers.Conv1D(24, 3, padding="causal", activation="tanh")(right)
@@ -108,7 +108,7 @@ def two_outputs(rng):
 
 
 def separable(rng):
-    """Depthwise convolutions, a squeeze and six-limited activations."""
+    """Depthwise convolutions, squeeze-and-excitation and ReLU6."""
     inputs = keras.Input((16, 16, 3))
     hidden = layers.Conv2D(8, 3, 2, padding="same")(inputs)
     for width in (16, 16):
@@ -146,7 +146,7 @@ def healthy(model, x, y, loss):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDERS)
-def test_nothing_is_said_of_it_and_no_step_skipped(build):
+def test_a_healthy_model_has_no_fault_and_skips_no_step(build):
     keras.utils.set_random_seed(2)
     tfmix.set_global_policy("mixed_float16")
     model, x, y, loss = build(np.random.default_rng(2))

@@ -1,6 +1,6 @@
-"""Faults of another make than those the doctor was written on.
+"""Faults that were not used to write `check`.
 
-Eight kinds, each in several forms, in models put together in four ways.
+There are eight kinds, each in several forms, in models built in four ways.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ ROWS = 12
 WIDTH = 16
 DRAWS = 20
 
-# NumPy's remark on a factor of 3e5 in a float16 layer, when TensorFlow turns
-# it into a tensor: the planted fault itself.
+# NumPy warns about a factor of 3e5 in a float16 layer, which TensorFlow turns
+# into a tensor. That factor is a planted fault.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(?s).*overflow encountered in cast:RuntimeWarning"
 )
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model with one planted fault, and who holds it."""
+    """A model with one planted fault, and the layer that causes it."""
 
     model: Any
     x: Any
@@ -53,7 +53,7 @@ class Chain(keras.Model):
 
 
 def assembled(rng, shape, parts, dtype="float32"):
-    """Puts layers together in one of four ways."""
+    """Builds a model of layers in one of four ways."""
     way = rng.choice(["sequential", "functional", "subclassed", "nested"])
     if way == "sequential":
         return keras.Sequential([keras.Input(shape, dtype=dtype), *parts])
@@ -95,7 +95,7 @@ def spread(rng, most, make, planted):
 
 
 def loud(value):
-    """Initialises so that outputs are about as large as `value`."""
+    """An initializer that makes outputs about as large as `value`."""
     return keras.initializers.RandomNormal(stddev=value / WIDTH**0.5)
 
 
@@ -149,13 +149,13 @@ def activation_overflow(rng):
     k = int(rng.integers(0, 12))
     parts = [part for index in range(12) for part in block(index == k)]
     case = regression(rng, shape, parts, name)
-    # Twelve normalised blocks without a way around them are chaotic: at a
-    # rate of 1e-3, float32 weights off by 0.1 % end 20 % apart.
+    # Twelve normalised blocks without shortcuts are chaotic: at a learning
+    # rate of 1e-3, a difference of 0.1 % in float32 weights becomes 20 %.
     return dataclasses.replace(case, rate=1e-5)
 
 
 class Heads(keras.layers.Layer):
-    """Attention by hand, without the division."""
+    """Handwritten attention without the division."""
 
     def __init__(self, gain, form, **settings):
         super().__init__(**settings)
@@ -185,7 +185,7 @@ class Heads(keras.layers.Layer):
 
 
 class SelfAttention(keras.layers.Layer):
-    """Keras's dot product attention, which scales only when told to."""
+    """Keras's dot product attention, which does not scale by default."""
 
     def __init__(self, **settings):
         super().__init__()
@@ -204,7 +204,7 @@ def attention_without_scaling(rng):
             keras.layers.LayerNormalization(),
         ]
     else:
-        # With 60, some draws choose one row so clearly that nothing is off.
+        # With 60, some draws choose one row so clearly that there is no error.
         gain = float(rng.choice([300.0, 1000.0]))
         planted = [Heads(gain, form, name="planted")]
     parts = spread(rng, 5, lambda: Residual(0.5), planted)
@@ -212,7 +212,7 @@ def attention_without_scaling(rng):
 
 
 class Standardised(keras.layers.Layer):
-    """Normalises by hand; `moments` says how."""
+    """Normalises without an op of Keras, in the way of `moments`."""
 
     def __init__(self, form, **settings):
         super().__init__(**settings)
@@ -282,7 +282,7 @@ def loss_over_pixels(rng):
 
 
 class Faint(keras.layers.Layer):
-    """Hands on what it gets, and next to no gradient."""
+    """Returns its input, with almost no gradient."""
 
     def __init__(self, form, **settings):
         super().__init__(**settings)
@@ -307,7 +307,7 @@ def vanishing_gradient(rng):
 
 
 class Guarded(keras.layers.Layer):
-    """Divides, with 1e-8 against zero, in one of the usual ways."""
+    """Divides, with an epsilon of 1e-8, in one of the usual ways."""
 
     def __init__(self, form, **settings):
         super().__init__(**settings)
@@ -337,15 +337,15 @@ def epsilon_of_1e_8(rng):
         return keras.layers.Dense(WIDTH, "tanh", use_bias=False)
 
     case = regression(rng, (WIDTH,), spread(rng, 5, dense, planted), "planted")
-    # A row that meets it: code that this batch does not trip over is no fault.
-    # Without biases it stays 0; near 0 these are steep, and any rounding of
-    # the weights changes what is learnt at a rate of 1e-3.
+    # This row makes the epsilon matter, which is no fault in other batches.
+    # Without biases the row stays 0. Near 0 these functions are steep, and any
+    # rounding of the weights changes training at a learning rate of 1e-3.
     case.x[2] = 0.0
     return dataclasses.replace(case, rate=1e-4)
 
 
 class Table(keras.layers.Layer):
-    """An embedding by hand."""
+    """A handwritten embedding."""
 
     def build(self, shape):
         self.rows = self.add_weight(shape=(30, WIDTH), name="rows")
@@ -396,12 +396,12 @@ def examined(case):
     return check.check(case.model, case.x, case.y, loss=case.loss)
 
 
-# JAX compiles every op it meets for the first time.
+# JAX compiles every op that it meets for the first time.
 QUICK_ON_JAX = ("epsilon_of_1e_8", "variance_of_an_offset")
 
 
 def quick(draws):
-    """Makes one draw of a kind quick, the others slow."""
+    """Marks all draws of a kind as slow but one."""
     on_jax = keras.backend.backend() == "jax"
     fast = [(kind, 0) for kind in (QUICK_ON_JAX if on_jax else KINDS)]
     return [
@@ -425,7 +425,7 @@ def trained(case, rate):
     keras.utils.set_random_seed(0)
     optimizer = keras.optimizers.SGD(rate)
     case.model.compile(optimizer, case.loss)
-    # A scale that is too high halves once per skipped step.
+    # A scale that is too high halves in each skipped step.
     for _ in range(40):
         history = case.model.fit(case.x, case.y, batch_size=ROWS, verbose=0)
         if optimizer.iterations == 6:
@@ -455,13 +455,13 @@ def test_the_suggestion_trains_to_the_loss_of_float32(kind, seed):
 
 
 def of_a_bad_step(kind, case):
-    """Returns inputs and targets that meet the fault at a loss scale of 1."""
+    """Returns data that triggers the fault at a loss scale of 1."""
     y = case.y
     if kind == "embedding_row_of_1e5":
         table = np.array(case.model.trainable_variables[0])
         case.x[0, 0] = np.argmax(np.abs(table).max(-1))
     if kind == "loss_over_pixels":
-        # Sums of gradients are added in float32: each must overflow itself.
+        # Gradients are summed in float32, so each must overflow itself.
         y = y + 1e6
     return case.x, y
 

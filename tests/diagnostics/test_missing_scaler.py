@@ -1,4 +1,4 @@
-"""A float16 model without loss scaling is told so, by check and monitors."""
+"""`check` and the monitors warn about float16 without loss scaling."""
 
 import keras
 import numpy as np
@@ -29,7 +29,7 @@ def build(dtype="mixed_float16", optimizer="sgd", **settings):
         keras.layers.Activation("linear", dtype="float32"),
     ]
     model = keras.Sequential([keras.Input((4,)), *layers])
-    # XLA would take longer to compile than all tests here take to run.
+    # XLA's compilation would take longer than all tests of this file.
     settings = {"loss": "mse", "jit_compile": JIT} | settings
     model.compile(optimizer, **settings)
     return model
@@ -40,7 +40,7 @@ def faint(y_true, y_pred):
 
 
 @pytest.mark.parametrize("dtype", ["mixed_float16", "float16"])
-def test_a_bare_optimizer_is_named_with_what_to_write(dtype):
+def test_an_unwrapped_optimizer_is_named_with_the_fix(dtype):
     note = warning(build(dtype, keras.optimizers.Adam()))
     assert "Adam does not scale the loss" in note
     assert "tfmix.LossScaleOptimizer(Adam(...))" in note
@@ -66,7 +66,7 @@ def test_the_whole_models_policy_without_keras_own_scaling_is_seen():
         ("mixed_float16", keras.optimizers.SGD(loss_scale_factor=128.0)),
     ],
 )
-def test_nothing_is_said_where_nothing_is_missing(dtype, optimizer):
+def test_a_model_with_scaling_gets_no_warning(dtype, optimizer):
     assert warning(build(dtype, optimizer)) == ""
 
 
@@ -75,7 +75,7 @@ def test_a_model_that_is_not_compiled_lacks_no_optimizer():
     assert warning(keras.Sequential(layers)) == ""
 
 
-def test_check_says_it_and_judges_the_gradients_without_a_scale():
+def test_check_warns_and_judges_gradients_without_a_scale():
     report = check.check(build(loss=faint), X, Y)
     assert "does not scale the loss" in report.notes[0]
     assert report.loss_scale == 1.0
@@ -83,12 +83,12 @@ def test_check_says_it_and_judges_the_gradients_without_a_scale():
     first = report.rows[0]
     assert (first.phase, first.verdict) == ("backward", "underflow")
     assert first.advice.startswith("tfmix.LossScaleOptimizer(optimizer)")
-    # The scale is all that is missing: no layer is to be float32 for it.
+    # Only the scale is missing, so no layer should become float32.
     suggested = report.suggested_policy(progress=False)
     assert suggested == report.policy
 
 
-def test_check_of_another_policy_says_nothing():
+def test_check_of_another_policy_does_not_warn():
     report = check.check(build(loss=faint), X, Y, policy="mixed_bfloat16")
     assert not report.notes
 
@@ -101,7 +101,7 @@ def test_check_of_another_policy_says_nothing():
         loss_scale_monitor.LossScaleMonitor(),
     ],
 )
-def test_the_monitors_say_it(monitor, caplog):
+def test_the_monitors_warn(monitor, caplog):
     build().fit(X, Y, verbose=0, callbacks=[monitor])
     assert sum("does not scale the loss" in m for m in caplog.messages) == 1
 

@@ -1,4 +1,4 @@
-"""Figures hold what the records say, and are written where asked."""
+"""Figures show the records, and are written to a given path."""
 
 import dataclasses
 
@@ -44,7 +44,7 @@ def test_the_forty_layers_with_the_least_headroom_are_drawn(report):
     assert axis.get_ylabel().startswith("10 more")
 
 
-def test_what_stays_in_float32_is_grey(report):
+def test_float32_layers_are_grey(report):
     rows = [
         dataclasses.replace(row, dtype="float32", verdict="ok")
         for row in report.rows
@@ -89,7 +89,7 @@ def test_the_timeline_shows_scale_and_new_skips():
     assert heights == [0, 2]
 
 
-def test_the_timeline_of_a_resumed_run_counts_new_skips_alone():
+def test_the_timeline_of_a_resumed_run_only_counts_new_skips():
     readings = [
         loss_scale_monitor.Reading(100, 2.0**15, 95, 5, 0),
         loss_scale_monitor.Reading(200, 2.0**14, 194, 6, 0),
@@ -112,7 +112,7 @@ def test_the_page_holds_everything_it_needs(tmp_path, report):
     page = path.read_text()
     assert "data:image/png;base64," in page
     assert "loud" in page
-    # Nothing is fetched: no address but those inside the page itself.
+    # The page fetches nothing: it has no address outside of itself.
     assert "http" not in page
     assert "<link" not in page
     assert "<script src" not in page
@@ -125,7 +125,7 @@ def test_nothing_to_draw_is_an_error():
         plotting.exponents({})
 
 
-def test_a_dollar_in_a_layers_name_is_no_mathematics(tmp_path, report):
+def test_a_dollar_in_a_layers_name_is_not_a_formula(tmp_path, report):
     rows = [dataclasses.replace(report.rows[0], layer=r"cost$\x$")]
     many = dataclasses.replace(report, rows=tuple(rows))
     plotting.headroom(many, tmp_path / "dollars.png")

@@ -1,4 +1,4 @@
-"""Tensor code compiled to be run once: as op by op, and few programs."""
+"""Compiled functions round like single ops, and equal ones are reused."""
 
 import keras
 import numpy as np
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def _compiled(action):
-    """Counts the programs that JAX compiles."""
+    """Counts the functions that JAX compiles."""
     found = []
 
     def note(event, seconds, **kwargs):
@@ -35,7 +35,7 @@ IN_16_BIT = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
 
 def _chained(half):
-    """No product is added to anything: nothing can be contracted."""
+    """A chain without a sum of products, so nothing can be contracted."""
     return (half + 0.1) * (half - 0.3) / 7 * (half + 3)
 
 
@@ -44,14 +44,15 @@ def _contractible(half):
 
 
 def _rounded(values, dtype):
-    """Rounds to a dtype, to compute on in float64."""
+    """Rounds to a dtype; returns float64 for further computation."""
     return values.astype(jax.numpy.dtype(dtype)).astype("float64")
 
 
 def _is_allowed(found, dtype):
-    """Says which of `found` are `_contractible`: op by op, or contracted.
+    """Returns which results of `_contractible` are rounded correctly.
 
-    An instruction that multiplies and adds rounds once, after the addition.
+    Both single ops and contracted ones are allowed: an instruction that
+    multiplies and adds rounds once, after the addition.
     """
     half = _rounded(X, dtype)
     triple, square = half * 3, half * half
@@ -103,7 +104,7 @@ def _in_a_branch(add):
 @pytest.mark.parametrize(
     "around", [_behind_an_input, _in_a_loop, _in_a_branch, jax.checkpoint]
 )
-def test_arrays_inside_a_users_compiled_function_are_told_apart(around):
+def test_arrays_inside_compiled_functions_are_distinguished(around):
     runner, x = programs.Runner(compiles=True), ops.ones((3,))
     for shift in (1.0, 2.0):
         array = np.full((3,), shift, "float32")
@@ -111,7 +112,7 @@ def test_arrays_inside_a_users_compiled_function_are_told_apart(around):
         np.testing.assert_array_equal(runner.run(function, x), function(x))
 
 
-def test_what_computes_the_same_is_compiled_once():
+def test_equal_functions_are_compiled_once():
     runner, x = programs.Runner(compiles=True), ops.ones((3,))
 
     def of(shift):
@@ -129,7 +130,7 @@ def test_what_computes_the_same_is_compiled_once():
     )
 
 
-def test_depth_costs_no_programs():
+def test_deeper_models_compile_no_more_functions():
     def model(depth):
         each = [keras.layers.Dense(8, "relu") for _ in range(depth)]
         return keras.Sequential([keras.Input((8,)), *each])
@@ -141,5 +142,6 @@ def test_depth_costs_no_programs():
         return _compiled(lambda: tfmix.check(tested, x, y, loss="mse"))
 
     checks(2)
-    # The model in 16 bit, in float32 and back, and three kinds of layers.
+    # These are the model in 16 bit, in float32 forward and backward, and three
+    # kinds of layers.
     assert checks(9) <= 10

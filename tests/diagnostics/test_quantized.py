@@ -1,4 +1,4 @@
-"""Quantized layers are judged in 16 bit and float32, the integers alike."""
+"""Quantized layers are judged with the same integers in both runs."""
 
 import keras
 import numpy as np
@@ -11,7 +11,7 @@ from tfmix.hardware import advice
 
 
 def rounding(values):
-    """Loses what lies below the last digit of 1000."""
+    """Rounds to the last digit of 1000."""
     return (values + 1000.0) - 1000.0
 
 
@@ -46,7 +46,7 @@ def test_int8_layers_are_judged_in_both_directions(lora):
     phases = {(row.layer, row.phase) for row in report.rows}
     assert {("first", "forward"), ("last", "backward")} <= phases
     assert report.healthy, str(report)
-    # Both runs hold the same integers: what is left is bfloat16's rounding.
+    # Both runs have the same integers, so only bfloat16's rounding differs.
     errors = {(row.layer, row.phase): row.relative_error for row in report.rows}
     assert 0 < errors["first", "forward"] < helpers.TOLERANCES["bfloat16"]
     assert [layer.dtype_policy for layer in model.layers] == policies
@@ -60,7 +60,7 @@ def test_a_fault_of_an_int8_layer_is_found():
 
 
 @pytest.mark.slow
-def test_int8_layers_of_a_float32_model_are_judged_as_they_stay():
+def test_int8_layers_of_a_float32_model_are_judged():
     report = check.check(quantized("float32"), *batch(), loss="mse")
     assert {"first", "last"} <= {row.layer for row in report.rows}
     assert report.title.endswith("no layer computes in 16 bit")
@@ -85,7 +85,7 @@ def test_products_of_int8_layers_are_counted():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_constant_of_the_format_is_no_obstacle(dtype):
+def test_a_16_bit_constant_does_not_stop_the_check(dtype):
     with_policy = {"dtype": f"mixed_{dtype}"}
     inputs = keras.Input((16,))
     hidden = keras.layers.Dense(16, **with_policy)(inputs)

@@ -1,4 +1,4 @@
-"""Measures of one tensor: exact at the edges of each format."""
+"""The measures of a tensor are exact at the limits of each format."""
 
 import math
 

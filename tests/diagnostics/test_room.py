@@ -1,4 +1,4 @@
-"""The loss scale that gradients are judged under, and large losses."""
+"""The loss scale at which gradients are judged, and large losses."""
 
 import keras
 import numpy as np
@@ -17,7 +17,7 @@ def fitted(policy, last):
     return check.check(model, x, x[:, :1] * 1e5 + 1e6)
 
 
-def test_a_model_that_scales_inside_has_room_for_every_loss():
+def test_a_model_that_scales_inside_allows_any_loss():
     report = fitted("mixed_float16", "float32")
     assert report.healthy
     assert report.loss_scale < 1.0
@@ -30,7 +30,7 @@ def test_targets_that_are_too_large_for_variables_in_float16_are_a_fault():
     assert "float16 ends at 65504" in first.advice
 
 
-def test_the_loss_of_a_float16_head_is_in_float32_and_at_no_fault():
+def test_the_loss_of_a_float16_head_is_fine_in_float32():
     report = fitted("mixed_float16", None)
     assert {row.dtype for row in report.rows if row.layer == "loss"} == {
         "float32"

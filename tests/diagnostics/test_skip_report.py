@@ -1,4 +1,4 @@
-"""A `fit` that skips what no scale can save says so, and seldom again."""
+"""`fit` reports skipped steps, and repeats a report less and less often."""
 
 import itertools
 
@@ -57,7 +57,7 @@ def model(said):
 @pytest.mark.parametrize(
     "how", helpers.quick_are({"xla"}, ["eager", "graph", "xla"])
 )
-def test_epochs_that_train_nothing_are_told_of_less_and_less_often(said, how):
+def test_epochs_without_steps_are_reported_less_and_less_often(said, how):
     compiled(how=how).fit(**batches(bad=range(16)), epochs=8)
     again = (
         "{} of {} steps of epochs 1 to {} were skipped, as before: nothing is "
@@ -70,7 +70,7 @@ def test_epochs_that_train_nothing_are_told_of_less_and_less_often(said, how):
     ]
 
 
-def test_a_new_cause_is_told_of_at_once(said):
+def test_a_new_cause_is_reported_at_once(said):
     model = compiled()
     data = batches(bad=range(16))
 
@@ -87,7 +87,7 @@ def test_a_new_cause_is_told_of_at_once(said):
     assert "the output of layer" in second
 
 
-def test_rows_and_what_else_makes_a_run_skip_are_both_told_of(said):
+def test_bad_rows_and_another_cause_are_both_reported(said):
     data = batches(bad=range(16))
     data["x"][3] = np.nan
     compiled().fit(**data)
@@ -100,7 +100,7 @@ def test_rows_and_what_else_makes_a_run_skip_are_both_told_of(said):
     )
 
 
-def test_a_float16_head_that_targets_do_not_fit_is_named(said):
+def test_a_float16_head_with_too_large_targets_is_named(said):
     with global_policy.policy_scope("mixed_float16"):
         head = keras.layers.Dense(1, name="head")
         model = keras.Sequential([keras.Input((2,)), head])
@@ -118,7 +118,7 @@ def test_a_float16_head_that_targets_do_not_fit_is_named(said):
 
 @pytest.mark.slow
 @helpers.requires_backend("tensorflow")
-def test_it_is_told_of_replicas(said):
+def test_skips_of_replicas_are_reported(said):
     with helpers.mirrored_strategy().scope():
         model = compiled()
     model.fit(**batches(32, bad=range(32)) | {"batch_size": 2})
@@ -144,7 +144,7 @@ def test_rows_that_are_not_finite_are_named_after_the_first_epoch(
     ]
 
 
-def test_targets_that_are_too_large_are_told_of(said):
+def test_targets_that_are_too_large_are_reported(said):
     data = batches()
     data["y"][:] = 5e4
     with model_call.left_out():
@@ -156,7 +156,7 @@ def test_targets_that_are_too_large_are_told_of(said):
     assert "reach 5e+04; standardise them: y = (y - y.mean()) / y.s" in text
 
 
-def test_the_layer_whose_result_is_not_finite_is_named(said):
+def test_the_layer_whose_output_is_not_finite_is_named(said):
     with global_policy.policy_scope("mixed_float16"):
         square = keras.layers.Lambda(lambda x: x * x, name="square")
         model = keras.Sequential([keras.Input((2,)), square, *layers()[1:]])
@@ -171,7 +171,7 @@ def test_the_layer_whose_result_is_not_finite_is_named(said):
     )
 
 
-def test_of_data_that_cannot_be_read_again_the_gradients_are_told(said):
+def test_gradients_are_reported_if_data_cannot_be_reread(said):
     x, y = np.full((1, 2), np.nan, "float32"), np.zeros((1, 1), "float32")
     model = compiled()
     endless = ((x, y) for _ in itertools.count())
@@ -181,7 +181,7 @@ def test_of_data_that_cannot_be_read_again_the_gradients_are_told(said):
     assert model.trainable_variables[0].path in text
 
 
-def test_a_sample_that_wears_the_scale_down_is_told_of_before_the_floor(said):
+def test_a_sample_that_lowers_the_scale_is_reported_before_the_floor(said):
     model = compiled(initial_scale=2.0**15)
     data = batches(bad=[3])
     data["x"][3] = np.inf
@@ -190,8 +190,8 @@ def test_a_sample_that_wears_the_scale_down_is_told_of_before_the_floor(said):
     assert text.startswith("1 of 16 steps of epoch 1 was skipped at a loss")
 
 
-def test_an_epoch_of_bad_rows_alone_is_told_of(said):
-    # They lower no scale, so that nothing was searched for.
+def test_an_epoch_of_only_bad_rows_is_reported(said):
+    # Bad rows do not lower the scale, so this is not a search.
     model = compiled(initial_scale=2.0**15)
     model.fit(**batches(2, bad=range(2)))
     assert len(said) == 1
@@ -199,13 +199,13 @@ def test_an_epoch_of_bad_rows_alone_is_told_of(said):
 
 @pytest.fixture
 def scaled_outside(monkeypatch):
-    """Multiplies the loss by the scale, as where no model scales inside."""
+    """Multiplies the loss by the scale, as for models that do not scale."""
     monkeypatch.setattr(model_call, "scales", lambda variables: False)
 
 
 @pytest.mark.usefixtures("scaled_outside")
-def test_what_a_search_may_cost_later_on_is_not_told_of(said):
-    # A gradient beyond the scale's reach, as of weights that have grown.
+def test_later_skips_of_a_search_are_not_reported(said):
+    # The gradient overflows at this scale, as if weights had grown.
     model = compiled(initial_scale=2.0**15)
     data = batches()
     with model_call.left_out():
@@ -217,7 +217,7 @@ def test_what_a_search_may_cost_later_on_is_not_told_of(said):
     assert not said
 
 
-def test_few_skips_of_many_are_not_told_of(said):
+def test_few_skips_among_many_steps_are_not_reported(said):
     fixed = compiled(loss_scale=8.0, initial_scale=None)
     fixed.fit(**batches(60, bad=[3, 4, 9]))
     assert not said
@@ -229,7 +229,7 @@ def test_few_skips_of_many_are_not_told_of(said):
     "policy",
     helpers.quick_are({"mixed_float16"}, ["mixed_float16", "mixed_bfloat16"]),
 )
-def test_one_bad_row_of_many_is_told_of_once(said, policy):
+def test_one_bad_row_of_many_is_reported_once(said, policy):
     model = compiled(policy, initial_scale=2.0**15)
     data = batches(60)
     data["x"][7] = np.nan
@@ -240,7 +240,7 @@ def test_one_bad_row_of_many_is_told_of_once(said, policy):
 
 
 @pytest.mark.usefixtures("scaled_outside")
-def test_trials_of_a_scale_that_grows_fast_are_not_told_of(said):
+def test_trials_of_a_fast_growing_scale_are_not_reported(said):
     model = compiled(initial_scale=2.0**15, dynamic_growth_steps=2)
     data = batches(64)
     data["y"][:] = 100.0
@@ -250,7 +250,7 @@ def test_trials_of_a_scale_that_grows_fast_are_not_told_of(said):
     assert not said
 
 
-def test_callbacks_may_be_given_in_every_way_keras_takes_them(model, said):
+def test_callbacks_may_come_in_every_form_of_keras(model, said):
     x, y = np.full((16, 2), 1e5, "float32"), np.zeros((16, 1), "float32")
     mine = keras.callbacks.LambdaCallback()
     for given in ([mine], (mine,), mine, [], None):
@@ -268,14 +268,14 @@ def test_callbacks_may_be_given_in_every_way_keras_takes_them(model, said):
     assert given.callbacks == before
 
 
-def test_a_list_of_callbacks_that_was_given_stays_as_it_is(model):
+def test_the_users_list_of_callbacks_does_not_change(model):
     given = [keras.callbacks.LambdaCallback()]
     model.fit(**batches(), callbacks=given)
     assert len(given) == 1
 
 
 @pytest.mark.slow
-def test_a_fit_of_the_models_own_is_watched_as_well(said):
+def test_a_custom_fit_is_watched_as_well(said):
     class Own(keras.Sequential):
         def fit(self, x, y, **settings):
             return super().fit(x, y, **settings)
@@ -296,9 +296,9 @@ def test_a_fit_of_the_models_own_is_watched_as_well(said):
         models[1].fit(**data)
 
 
-def test_a_monitor_says_it_instead(said):
+def test_a_monitor_reports_skips_instead(said):
     monitor = loss_scale_monitor.LossScaleMonitor(alarm_after=2)
-    # Small enough that the monitor does not stop the run.
+    # The run has so few skips that the monitor does not stop it.
     model = compiled(initial_scale=2.0**15)
     model.fit(**batches(8, bad=range(8)), callbacks=[monitor])
     (text,) = said
@@ -307,7 +307,7 @@ def test_a_monitor_says_it_instead(said):
 
 
 @pytest.mark.slow
-def test_a_monitor_that_stops_the_run_says_the_cause_first(said):
+def test_a_monitor_that_stops_the_run_names_the_cause_first(said):
     model = compiled(initial_scale=2.0)
     monitor = loss_scale_monitor.LossScaleMonitor(max_consecutive_skips=8)
     with pytest.raises(errors.LossScaleError) as caught:
@@ -326,7 +326,7 @@ def test_the_counters_are_read_once_an_epoch(model, monkeypatch):
     assert len(reads) == 1 + 3
 
 
-def test_a_bare_optimizer_is_read_where_its_skips_are_counted(said):
+def test_skips_of_an_unwrapped_optimizer_are_counted(said):
     model = compiled()
     model.compile("sgd", "mse", auto_scale_loss=False)
     model.fit(**batches(bad=range(16)))
@@ -335,7 +335,7 @@ def test_a_bare_optimizer_is_read_where_its_skips_are_counted(said):
 
 
 class Several(keras.Model):
-    """Trains with optimizers of its own, beside the one `compile` makes."""
+    """Trains with its own optimizers, and not with that of `compile`."""
 
     def __init__(self):
         super().__init__()
@@ -377,7 +377,7 @@ def test_all_optimizers_that_a_model_steps_are_counted(said, how):
     assert told.startswith("8 of 32 steps of epoch 1 were skipped")
 
 
-def test_raw_features_that_a_normalization_takes_are_not_to_blame(said):
+def test_raw_features_before_a_normalization_are_not_blamed(said):
     x = np.random.default_rng(0).normal(1e5, 1e4, (16, 2)).astype("float32")
     with global_policy.policy_scope("mixed_float16"):
         normalize = keras.layers.Normalization()
@@ -393,10 +393,10 @@ def test_raw_features_that_a_normalization_takes_are_not_to_blame(said):
     assert "`x`" not in text
 
 
-def test_short_epochs_that_apply_nothing_are_told_of_soon(said):
+def test_short_epochs_without_applied_steps_are_reported_soon(said):
     model = compiled(initial_scale=2.0**15)
     data = batches(count=2, bad=range(2))
-    # As a pipeline, whose rows are not looked at.
+    # The rows of a pipeline are not checked.
     import tensorflow as tf
 
     pairs = tf.data.Dataset.from_tensor_slices((data["x"], data["y"]))

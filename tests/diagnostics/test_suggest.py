@@ -12,8 +12,8 @@ from tfmix.conversion import convert, planned_policies
 from tfmix.diagnostics import check
 from tfmix.loss_scaling import optimizer as scaling
 
-# Sums over pixels need a step that is as much smaller. Attention without the
-# division has a gradient of any size where another row becomes the largest.
+# Sums over pixels need a smaller learning rate. Attention without the division
+# has huge gradients when another row becomes the largest.
 RATES = {"loss_over_pixels": 1e-9, "unscaled_attention": 1e-3}
 
 
@@ -64,7 +64,7 @@ def test_a_candidate_that_cannot_run_does_not_stop_the_search():
     needed = list(report.targets)[0]
 
     def again(policy):
-        # As a layer of the user's that mixes dtypes fails.
+        # A custom layer that mixes dtypes fails in this way.
         if needed not in policy.float32_layers:
             raise TypeError("float32 is not float16")
         return dataclasses.replace(report.again(policy), again=again)
@@ -75,7 +75,7 @@ def test_a_candidate_that_cannot_run_does_not_stop_the_search():
     assert report.again(policy).healthy
 
 
-def test_it_is_said_if_nothing_is_left_in_16_bit(caplog):
+def test_a_policy_without_16_bit_layers_comes_with_a_warning(caplog):
     keras.config.set_dtype_policy("mixed_float16")
     parts = [numerics_faults.Loud(name="loud"), float32_output.float32_output()]
     model = keras.Sequential([keras.Input((4,)), *parts])
@@ -86,7 +86,7 @@ def test_it_is_said_if_nothing_is_left_in_16_bit(caplog):
     assert any("mixed_bfloat16" in m for m in caplog.messages)
 
 
-def test_a_float32_layer_is_not_told_to_become_one():
+def test_a_float32_layer_gets_no_advice_to_become_one():
     keras.config.set_dtype_policy("mixed_float16")
     last = float32_output.float32_output(name="last")
     parts = [numerics_faults.Loud(name="loud"), last]
@@ -94,5 +94,5 @@ def test_a_float32_layer_is_not_told_to_become_one():
     report = check.check(model, np.ones((8, 4)))
     advice = {row.layer: row.advice for row in report.faults}
     assert advice["loud"].startswith("Loud(")
-    assert advice["last"].startswith("# what it is given"), advice
+    assert advice["last"].startswith("# its input does not fit"), advice
     assert "Activation(" not in str(report)

@@ -1,4 +1,4 @@
-"""The suggested policy trains as float32 does, where float32 trains well."""
+"""The suggested policy trains like float32, if float32 trains well."""
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ from tfmix.diagnostics import check
 from tfmix.loss_scaling import optimizer as scaling
 
 STEPS = 40
-# What "the loss of float32" means.
+# A loss counts as that of float32 if it differs by less.
 CLOSE = 0.01
 
 
@@ -19,7 +19,7 @@ def losses(case, scale):
     keras.utils.set_random_seed(0)
     inner = keras.optimizers.Adam(case.rate, epsilon=case.epsilon)
     optimizer = scaling.LossScaleOptimizer(inner, initial_scale=scale)
-    # JAX compiles each operation alone otherwise, which takes minutes.
+    # Otherwise JAX would compile each operation, which takes minutes.
     jit = keras.backend.backend() == "jax"
     case.model.compile(optimizer, case.loss, jit_compile=jit)
     history = case.model.fit(
@@ -44,7 +44,7 @@ def in_dtypes(model, dtypes):
 
 
 def in_float32(case, weights):
-    """Trains in float32 from given weights; the model is as it was after."""
+    """Trains in float32 from given weights, and restores the model."""
     model = case.model
     before = {layer: layer._dtype_policy for layer in model._flatten_layers()}
     start = [np.array(variable) for variable in model.variables]
@@ -57,7 +57,7 @@ def in_float32(case, weights):
 
 
 def nudged(weights):
-    """Returns weights that are off by as much as float16 rounds."""
+    """Returns weights that differ by the rounding of float16."""
     generator = np.random.default_rng(0)
     return [
         value * (1 + generator.normal(size=value.shape) * 2.0**-12)
@@ -75,7 +75,7 @@ def test_the_suggestion_trains_to_the_loss_of_float32(kind, seed):
     weights = [np.array(variable) for variable in case.model.variables]
     exact = in_float32(case, weights)
     again = in_float32(case, nudged(weights))
-    # The comparison means something: much is learnt, and learnt repeatably.
+    # The comparison is only valid if the loss falls far, and repeatably.
     assert exact[-1] < 0.7 * exact[0]
     assert again[-1] == pytest.approx(exact[-1], rel=CLOSE / 2)
     report = check.check(case.model, case.x, case.y, loss=case.loss)

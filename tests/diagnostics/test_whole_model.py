@@ -1,4 +1,4 @@
-"""Losses that sum over pixels, and softmaxes in no layer of that name."""
+"""Losses that sum over pixels, masks, and shared layers."""
 
 import keras
 import numpy as np
@@ -16,8 +16,8 @@ def over_pixels(y_true, y_pred):
 
 
 @pytest.mark.slow
-def test_a_sum_over_pixels_overflows_under_keras_own_policy_alone():
-    """Its gradients do; tfmix scales them by what they are."""
+def test_a_sum_over_pixels_only_overflows_under_keras_policy():
+    """Its gradients overflow; tfmix chooses a scale for their size."""
     report = checked_sum_over_pixels(keras.config.set_dtype_policy)
     first = report.rows[0]
     found = (first.layer, first.phase, first.verdict)
@@ -26,7 +26,7 @@ def test_a_sum_over_pixels_overflows_under_keras_own_policy_alone():
 
 
 def checked_sum_over_pixels(set_policy):
-    """The loss of several outputs gets them in float32, as in `fit`."""
+    """Checks a loss of several outputs, which are float32 as in `fit`."""
     keras.utils.set_random_seed(0)
     set_policy("mixed_float16")
     inputs = keras.Input((64, 64, 1))
@@ -44,8 +44,8 @@ def checked_sum_over_pixels(set_policy):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_what_marks_masked_steps_does_not_move(dtype):
-    """`x != -1` would be true of all of it, which looks like an error."""
+def test_values_that_mark_masked_steps_do_not_move(dtype):
+    """Otherwise `x != -1` would be true everywhere, which is an error."""
     marks = ops.convert_to_tensor([-1.0, 0.0, 0.5, -99.0], dtype)
     layer = keras.layers.Masking(-1.0)
     limits = _formats.limits(dtype)
@@ -67,7 +67,7 @@ def test_a_batch_without_rows_is_refused():
 
 
 class Shared(keras.layers.Layer):
-    """Holds a layer, and is called twice itself."""
+    """A layer with an inner layer; the model calls it twice."""
 
     def __init__(self, name):
         super().__init__(name=name)
@@ -79,7 +79,7 @@ class Shared(keras.layers.Layer):
 
 def test_each_call_of_a_layer_inside_a_shared_one_is_judged():
     block, inputs = Shared("block"), keras.Input((4,))
-    # What the inner one returns in the second call alone is beyond 65504.
+    # Only in the second call, the inner layer's output exceeds 65504.
     model = keras.Model(inputs, block(block(inputs) * 1e5))
     model.set_weights([np.full((4, 4), 100.0, "float32")])
     x = np.ones((8, 4), "float32")

@@ -1,10 +1,11 @@
-"""What the recipe for 16 GB takes on a T4, beside Keras; from shapes alone.
+"""Compares the memory of the recipe for 16 GB with Keras's, on a T4.
 
     KERAS_BACKEND=jax .venv-targets/bin/python -m \\
         tests.ecosystem.sixteen_gigabytes
 
 It needs JAX, XLA's compiler for NVIDIA (`make targets`) and KerasHub. Keras's
-program holds more than this machine may have, so no variable gets a value.
+program may need more memory than this machine has, so it only uses shapes, and
+no variable gets a value.
 """
 
 import keras
@@ -15,7 +16,7 @@ from tfmix.hardware import compiled_step, compilers, compiling, lowering
 from tfmix.hardware import target as targets
 
 PAGE = test_docs.DOCS / "recipes" / "sixteen-gigabytes.md"
-# As of KerasHub's preset `gemma_2b_en`.
+# These are the sizes of KerasHub's preset `gemma_2b_en`.
 GEMMA_2B = {
     "vocabulary_size": 256000,
     "num_layers": 18,
@@ -35,7 +36,7 @@ def recipe():
 
 
 def kerass(sizes, length):
-    """Returns the same network as Keras trains it: whole, in float32."""
+    """Returns the same network for Keras, which trains all of it in float32."""
     import keras_hub
 
     backbone = keras_hub.models.GemmaBackbone(**sizes)

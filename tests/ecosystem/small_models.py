@@ -1,4 +1,4 @@
-"""KerasHub's backbones made small, what they are given, and their training."""
+"""Small versions of KerasHub's backbones, their inputs and their training."""
 
 import functools
 
@@ -11,13 +11,13 @@ import tfmix
 
 models = pytest.importorskip("keras_hub").models
 
-# Routers choose all experts: among a few, rounding would decide.
+# Routers choose all experts, because rounding would decide a choice.
 EXPERTS = {"num_experts": 2, "top_k": 2}
 SEEDS = (1, 2, 3)
-# Of float32's dropout, by seed.
+# The number of float32 runs per seed, with different dropout.
 DRAWS = 3
 STEPS = 32
-# Largest error of a result, over its norm.
+# The largest allowed error of a result, over its norm.
 BOUNDS = {"mixed_float16": 0.005, "mixed_bfloat16": 0.03}
 GENERATOR = np.random.default_rng(0)
 
@@ -265,7 +265,7 @@ T5_GEMMA = {
     "vocabulary_size": 30,
     "sliding_window": 4,
     "cross_attention_hidden_size": 16,
-    # At 1, its default, rounding the weights alone is 0.03 off.
+    # At 1, the default, rounding the weights already causes an error of 0.03.
     "query_pre_attn_scalar": 64.0,
 }
 LINEAR = {
@@ -316,11 +316,11 @@ SPEECH = {
 }
 
 
-def seen_and_told():
+def image_and_text():
     return {"images": images(), "token_ids": ids()}
 
 
-def seen_and_answered():
+def image_and_response():
     picture = GENERATOR.random((2, 16, 16, 3), "float32")
     mask = np.zeros((2, 8), "int32")
     return {**tokens(), "images": picture, "response_mask": mask}
@@ -341,7 +341,7 @@ def placed():
     return {**tokens(), "position_ids": np.tile(np.arange(8), (2, 1))}
 
 
-# A function in the place of a setting makes it, under the policy in force.
+# A setting may be a function, which creates it under the active policy.
 BACKBONES |= {
     "ResNetBackbone": (RESNET, images),
     "MobileNetBackbone": (
@@ -460,14 +460,14 @@ BACKBONES |= {
             text_encoder=lambda: models.CLIPTextEncoder(**SPEECH),
             projection_dim=8,
         ),
-        seen_and_told,
+        image_and_text,
     ),
     "SigLIPBackbone": (
         dict(
             vision_encoder=lambda: models.SigLIPVisionEncoder(**SIGHT),
             text_encoder=lambda: models.SigLIPTextEncoder(**SPEECH),
         ),
-        seen_and_told,
+        image_and_text,
     ),
     "PaliGemmaBackbone": (
         dict(
@@ -479,7 +479,7 @@ BACKBONES |= {
             vit_hidden_dim=8,
             vit_num_layers=1,
         ),
-        seen_and_answered,
+        image_and_response,
     ),
     "MoonshineBackbone": (
         dict(
@@ -562,7 +562,7 @@ BACKBONES |= {
             aaa_lora=8,
             decay_lora=8,
         ),
-        # It computes in chunks of 16.
+        # The backbone computes in chunks of 16.
         lambda: {k: np.tile(v, (1, 2)) for k, v in tokens().items()},
     ),
     "EdRecBackbone": (
@@ -581,14 +581,14 @@ BACKBONES |= {
 
 @functools.cache
 def batch(name):
-    """Returns what a backbone is given: always the same, in any order."""
+    """Returns the inputs of a backbone, the same in any order of tests."""
     global GENERATOR
     GENERATOR = np.random.default_rng(0)
     return BACKBONES[name][1]()
 
 
 def made(name, policy, seed=SEEDS[0]):
-    """Makes a backbone under a policy."""
+    """Creates a backbone under a policy."""
     keras.utils.set_random_seed(seed)
     tfmix.set_global_policy(policy)
     settings = BACKBONES[name][0].items()
@@ -597,13 +597,13 @@ def made(name, policy, seed=SEEDS[0]):
 
 
 def results(model, inputs):
-    # Without `training`, Keras lets a layer's default decide for those after.
+    # Without `training`, a layer's default would decide for later layers.
     found = keras.tree.flatten(model(inputs, training=False))
     return [ops.convert_to_numpy(ops.cast(one, "float32")) for one in found]
 
 
 def errors(model, inputs, expected):
-    """Returns each result's error: its norm over that of what is right."""
+    """Returns each result's error, as its norm over the expected norm."""
     return [
         float(np.linalg.norm(one - right) / max(np.linalg.norm(right), 1e-3))
         for one, right in zip(results(model, inputs), expected, strict=True)
@@ -622,7 +622,8 @@ def in_float32(make, data):
     """Returns the starts and the final losses of float32 by seed."""
     made = [make("float32", seed) for seed in SEEDS]
     starts = [model.get_weights() for model in made]
-    # One is traced, and takes the others' places. Dropout goes on meanwhile.
+    # Only one model is traced; it gets the weights of the others. Its dropout
+    # differs in each run.
     model, losses = made[0], []
     slots = [v.numpy() for v in model.optimizer.variables]
     for start in starts * DRAWS:
@@ -634,6 +635,7 @@ def in_float32(make, data):
 
 def assert_inside(loss, expected):
     """Compares with float32's noise."""
-    # So few show less than all of it; 1 % of what two classes start from.
+    # So few runs do not show all noise, so 1 % of the first loss, that of two
+    # classes, is added.
     noise = max(expected) - min(expected) + 0.01 * np.log(2)
     assert min(expected) - noise <= loss <= max(expected) + noise

@@ -14,7 +14,7 @@ STEPS, BATCH = 32, 32
 
 
 def simulations():
-    """Returns two parameters, and what is seen of them through noise."""
+    """Returns two parameters, and noisy observations of them."""
     random = np.random.default_rng(0)
     theta = random.normal(size=(STEPS * BATCH, 2))
     noise = random.normal(size=theta.shape)
@@ -50,7 +50,7 @@ def test_a_workflow_trains_as_in_float32(policy, record_property):
     workflow, loss = trained(policy)
     record_property("loss", loss)
     record_property("float32", expected)
-    # As of KerasHub's backbones: 1 % for what three seeds do not show.
+    # Three seeds do not show all noise, so 1 % is added, as for backbones.
     noise = max(expected) - min(expected) + 0.01 * max(expected)
     assert min(expected) - noise <= loss <= max(expected) + noise
     seen = {"x": simulations()["x"][:4]}

@@ -1,6 +1,6 @@
-"""KerasHub's backbones compute under a policy as in float32, and train.
+"""KerasHub's backbones compute and train under a policy like in float32.
 
-`make test-ecosystem` runs it in an environment of its own.
+`make test-ecosystem` runs it in a separate environment.
 """
 
 import collections
@@ -19,7 +19,7 @@ from tests.ecosystem.small_models import BACKBONES, BOUNDS, SEEDS
 
 pytestmark = [
     helpers.requires_backend("tensorflow"),
-    # KerasHub's own: T5 hands a mask to layers that take none.
+    # This is KerasHub's warning: T5 passes a mask to layers without masks.
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
@@ -38,7 +38,7 @@ def test_a_backbone_computes_as_in_float32(name, policy, record_property):
 
 
 def multiplications(operation):
-    """Counts those of one product of a graph."""
+    """Counts the multiplications of a product in a graph."""
     left, right = (tensor.shape for tensor in operation.inputs)
     if operation.type != "Einsum":
         is_matrix = operation.type == "MatMul"
@@ -51,7 +51,7 @@ def multiplications(operation):
 
 @pytest.mark.parametrize("policy", BOUNDS)
 @pytest.mark.parametrize("name", ["T5Backbone", "MixtralBackbone"])
-def test_products_stay_in_16_bit_where_a_layer_falls_back(
+def test_other_products_stay_in_16_bit_if_a_layer_falls_back(
     name, policy, record_property, monkeypatch
 ):
     import tensorflow as tf
@@ -84,11 +84,11 @@ class Times(keras.losses.SparseCategoricalCrossentropy):
 
 
 def classifier(name, policy, seed=SEEDS[0]):
-    """Two classes, from the mean of a backbone's first result."""
+    """Returns a classifier on the mean of a backbone's first result."""
     backbone = small_models.made(name, policy, seed)
     features = keras.tree.flatten(backbone.output)[0]
     mean = ops.mean(features, axis=tuple(range(1, len(features.shape) - 1)))
-    # CLIP's are logits already, of which picture goes with which words.
+    # CLIP returns logits already, which match pictures with words.
     logits = mean if mean.shape[-1] is None else keras.layers.Dense(2)(mean)
     model = keras.Model(backbone.input, tfmix.float32_output()(logits))
     model.compile(keras.optimizers.Adam(1e-3), Times(), jit_compile=False)
@@ -113,7 +113,7 @@ def test_a_backbone_trains_as_in_float32(name, policy, record_property):
     record_property("float32", expected)
     small_models.assert_inside(loss, expected)
     assert model.optimizer.skipped_steps <= 1
-    # The sum over the batch, and losses far from 1.
+    # The factors make a sum over the batch, and losses far from 1.
     for factor in (2.0, 1e-6, 1e6):
         before = model.optimizer.skipped_steps
         model.loss.factor.assign(factor)

@@ -1,6 +1,6 @@
-"""A preset that is loaded under a policy computes in it, and is fine-tuned.
+"""Presets can be loaded under a policy and fine-tuned.
 
-The presets are made here, in float32: those of KerasHub need a download.
+The presets are created here, in float32: those of KerasHub need a download.
 """
 
 import keras
@@ -14,16 +14,16 @@ from tests.ecosystem.small_models import BACKBONES, BOUNDS, models
 
 pytestmark = [
     helpers.requires_backend("tensorflow"),
-    # KerasHub's own: the optimizer of a preset has no variables yet.
+    # This is KerasHub's warning: a preset's optimizer has no variables yet.
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
-# Without dropout, which draws other numbers in 16 bit.
+# Dropout is off, because it would draw other numbers in 16 bit.
 TASKS = {
     "BertTextClassifier": ("BertBackbone", {"num_classes": 2, "dropout": 0.0}),
     "GPT2CausalLM": ("GPT2Backbone", {}),
     "ViTImageClassifier": ("ViTBackbone", {"num_classes": 2}),
 }
-# Largest error of results.
+# The largest allowed errors of results.
 ERRORS = {**BOUNDS, "float16": BOUNDS["mixed_float16"]}
 WEIGHTS = {"float16": "float16"}
 STEPS = 2
@@ -105,8 +105,8 @@ def test_a_preset_saved_in_16_bit_is_loaded_with_a_dtype(
     folder = str(tmp_path / "narrow")
     narrow = loaded(name, preset, "mixed_bfloat16")
     narrow.save_to_preset(folder)
-    # KerasHub 0.32 refuses a task of a mixed policy without it, in plain Keras
-    # as well.
+    # Without `dtype`, KerasHub 0.32 refuses a task with a mixed policy, also
+    # in plain Keras.
     model = loaded(name, folder, policy, dtype=policy)
     assert model.backbone.compute_dtype == policy.removeprefix("mixed_")
     for one, other in zip(model.weights, narrow.weights, strict=True):

@@ -1,4 +1,4 @@
-"""KerasHub's tasks compute under a policy as in float32, and train."""
+"""KerasHub's tasks train under a policy like in float32."""
 
 import functools
 import inspect
@@ -13,17 +13,17 @@ from tests.ecosystem.small_models import BACKBONES, BOUNDS, SEEDS, models
 
 pytestmark = [
     helpers.requires_backend("tensorflow"),
-    # KerasHub's own, as of its backbones.
+    # These are KerasHub's warnings, as for its backbones.
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 CLASSES = (models.TextClassifier, models.ImageClassifier)
 WORDS = (models.CausalLM, models.Seq2SeqLM)
 PIXELS = (models.ImageSegmenter,)
 MASKED = (models.MaskedLM,)
-# It is given an image as well.
+# This task also needs an image.
 LEFT_OUT = ("PaliGemmaCausalLM",)
-# One or two of each kind, and those of the backbones that fall back: the heads
-# of the others are the same.
+# A quick run has one or two tasks of each kind, and those of backbones that
+# fall back. The other tasks have the same heads.
 QUICK = (
     "BartSeq2SeqLM",
     "BertMaskedLM",
@@ -43,9 +43,9 @@ QUICK = (
 
 
 def tasks():
-    """Lists the tasks whose backbone is among the small ones, each once.
+    """Lists the tasks of the small backbones, without duplicates.
 
-    Old names stand for the same class.
+    Old names refer to the same classes.
     """
     found = {}
     for name, kind in inspect.getmembers(models, inspect.isclass):
@@ -65,14 +65,14 @@ def kind_and_backbone(name):
 
 
 def made(name, policy, seed=SEEDS[0]):
-    """Makes a task under a policy, without its preprocessor, and compiles."""
+    """Creates and compiles a task under a policy, without preprocessor."""
     kind, backbone = kind_and_backbone(name)
     classes = issubclass(kind, CLASSES + PIXELS)
     given = {"backbone": small_models.made(backbone, policy, seed)}
     model = kind(
         preprocessor=None, **given, **{"num_classes": 2} if classes else {}
     )
-    # As the metrics that a task's own `compile` adds ask for.
+    # The metrics that a task's own `compile` adds need this loss.
     losses = keras.losses
     crossentropy = (
         losses.CategoricalCrossentropy
@@ -80,7 +80,7 @@ def made(name, policy, seed=SEEDS[0]):
         else losses.SparseCategoricalCrossentropy
     )
     loss = crossentropy(from_logits=True)
-    # As its own `compile` has it, but for a rate that learns in 32 steps.
+    # This is like the task's own `compile`, but learns within 32 steps.
     model.compile(keras.optimizers.Adam(1e-3), loss, jit_compile=False)
     model.optimizer.build(model.trainable_variables)
     return model

@@ -1,4 +1,4 @@
-"""KerasRS's layers compute under a policy as in float32, and train."""
+"""KerasRS's layers compute and train under a policy like in float32."""
 
 import keras
 import numpy as np

@@ -8,9 +8,9 @@ import tfmix
 
 tuner = pytest.importorskip("keras_tuner")
 pytestmark = [
-    # Its own, of `currentThread`.
+    # keras-tuner uses the deprecated `currentThread`.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    # Keras's and ours: it loads weights where no optimizer is built yet.
+    # Keras and tfmix warn: it loads weights before the optimizer is built.
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 X = np.random.default_rng(0).normal(size=(32, 8)).astype("float32")

@@ -1,4 +1,4 @@
-"""The guide's code that needs other packages runs as it is written."""
+"""The guide's code that needs other packages runs unchanged."""
 
 import pytest
 
@@ -9,7 +9,7 @@ pytestmark = helpers.requires_backend("tensorflow")
 PAGE = test_docs.DOCS / "recipes" / "adapters-remat-export.md"
 
 
-# Those of Keras, and of attention layers.
+# These are warnings of Keras and of attention layers.
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -1,4 +1,4 @@
-"""The recipe for a large transformer on 16 GB trains as float32 does."""
+"""The recipe for a large transformer on 16 GB trains like float32."""
 
 import keras
 import numpy as np
@@ -10,11 +10,11 @@ from tfmix.hardware import compilers
 from tfmix.hardware import target as targets
 
 pytest.importorskip("keras_hub")
-# KerasHub's own: masks that layers are handed and do not take.
+# This is KerasHub's warning: it passes masks to layers without masks.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
-    # TensorFlow's recompute_grad takes no keywords in a graph, which Gemma's
-    # blocks are given.
+    # Gemma's blocks get keyword arguments, which TensorFlow's recompute_grad
+    # does not accept in a graph.
     helpers.requires_backend("jax"),
 ]
 SEEDS = (1, 2, 3)

@@ -8,8 +8,8 @@ import tfmix
 
 models = pytest.importorskip("keras_hub").models
 pytestmark = [
-    # KerasHub's own: its data are shuffled already, and its tasks' optimizers
-    # are not restored.
+    # These are KerasHub's warnings: its data is shuffled already, and its
+    # tasks' optimizers are not restored.
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 X = {
@@ -35,7 +35,7 @@ def classifier():
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_a_task_made_under_a_policy_trains_and_is_loaded(policy, tmp_path):
+def test_a_task_created_under_a_policy_trains_and_loads(policy, tmp_path):
     tfmix.set_global_policy(policy)
     task = classifier()
     assert isinstance(task.optimizer, tfmix.LossScaleOptimizer)
@@ -47,7 +47,7 @@ def test_a_task_made_under_a_policy_trains_and_is_loaded(policy, tmp_path):
     np.testing.assert_array_equal(again.predict(X, verbose=0), expected)
 
 
-def test_a_converted_task_hands_float32_on_and_trains(caplog):
+def test_a_converted_task_returns_float32_and_trains(caplog):
     task = classifier()
     report = tfmix.apply_policy(task, "mixed_float16")
     after = {row.layer.split("/")[-1]: row.after for row in report.rows}
@@ -68,7 +68,7 @@ def test_a_quantized_backbone_is_adapted_saved_and_loaded(tmp_path):
     assert {v.dtype for v in task.variables} >= {"int8", "float32"}
     task.save(tmp_path / "task.keras")
     with tfmix.policy_scope("mixed_bfloat16"):
-        # What a block makes inside itself follows the policy in force.
+        # Layers that a block creates itself get the active policy.
         again = keras.saving.load_model(tmp_path / "task.keras")
     expected = task.predict(X, verbose=0)
     np.testing.assert_array_equal(again.predict(X, verbose=0), expected)

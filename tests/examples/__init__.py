@@ -1,1 +1,1 @@
-"""Each example runs as it is, and is as good as the same in float32."""
+"""Each example runs unchanged, and is as good as in float32."""

@@ -1,9 +1,9 @@
-"""The scripts of `examples/` from several seeds, each beside its float32.
+"""Runs the scripts of `examples/` from several seeds, and in float32.
 
     python -m tests.examples.compared [NAME ...] [--seeds=3]
 
-prints the tables of the guide's recipes, as Markdown. A script runs as it is,
-in a process and a folder of its own, but for its constants.
+prints the tables of the guide's recipes, as Markdown. A script runs in its own
+process and folder; only its constants are changed.
 """
 
 import argparse
@@ -27,16 +27,17 @@ _EIGHT = "--xla_force_host_platform_device_count=8"
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What a script is run with, and what it promises.
+    """The variants of a script, and the score that it promises.
 
     Attributes:
         script: The script's name.
         variants: Constants by the name of a variant; the first is float32.
-        least: What the score of every run comes to.
-        score: The script's name of its score, between 0 and 1.
+        least: The lowest allowed score of a run.
+        score: The name of the score in the script, between 0 and 1.
         shown: Further values, as expressions in the script's names.
         backend: The Keras backend.
-        workers: How many processes train together; 0 is one by itself.
+        workers: The number of processes that train together; 0 means no
+            cluster.
     """
 
     script: str
@@ -130,7 +131,7 @@ COMPARISONS = {
 
 
 def with_constants(source: str, constants: dict[str, Any]) -> str:
-    """Returns a script with other values of constants at its top level."""
+    """Returns a script with other values for its top-level constants."""
     tree, left = ast.parse(source), dict(constants)
     for node in tree.body:
         if isinstance(node, ast.Assign):
@@ -188,7 +189,7 @@ def _result(script: str, out: str, err: str) -> dict[str, Any]:
 
 
 def _clusters(workers: int) -> list[dict[str, str]]:
-    # All are bound at once, so that no two are the same.
+    # All ports are bound at the same time, so that no two are equal.
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(workers)]
     ports = [listener.getsockname()[1] for listener in listeners]
     for listener in listeners:
@@ -204,7 +205,7 @@ def _clusters(workers: int) -> list[dict[str, str]]:
 def run_all(
     comparison: Comparison, seeds: int = 3, **constants: Any
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs every variant from every seed; the first process speaks for all."""
+    """Runs every variant from every seed; returns the first process's runs."""
     found: dict[str, list[dict[str, Any]]] = {}
     for name, own in comparison.variants.items():
         for seed in range(seeds):
@@ -223,12 +224,11 @@ def scores(runs: list[dict[str, Any]]) -> list[float]:
 
 
 def gap(own: list[float], baseline: list[float]) -> tuple[float, float]:
-    """Returns how far the means are apart, and the noise of the seeds.
+    """Returns the distance of the means, and the noise of the seeds.
 
-    The noise is the distance from the worst to the best seed, of the one or
-    the other, whichever is larger. (Of three seeds it is 1.7 standard
-    deviations on average, twice the 0.8 that a difference of two such means
-    has.)
+    The noise is the larger range from the worst to the best seed. (For three
+    seeds this is 1.7 standard deviations on average. The difference of two
+    such means has 0.8.)
     """
     distance = sum(own) / len(own) - sum(baseline) / len(baseline)
     return distance, max(max(s) - min(s) for s in (own, baseline))
@@ -242,7 +242,7 @@ def table(comparison: Comparison, runs: dict[str, list[dict]]) -> str:
     rows[1] += ["--:"] * len(comparison.shown)
     for name, own in runs.items():
         found = scores(own)
-        # `+ 0.0` makes a plain zero of -0.0.
+        # `+ 0.0` turns -0.0 into 0.0.
         distance, noise = (round(n, 2) + 0.0 for n in gap(found, baseline))
         is_baseline = found is baseline or own is next(iter(runs.values()))
         values = [
@@ -262,7 +262,7 @@ def table(comparison: Comparison, runs: dict[str, list[dict]]) -> str:
 
 
 def main() -> int:
-    """Prints the tables that are asked for."""
+    """Prints the requested tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)

@@ -1,4 +1,4 @@
-"""The scripts somebody would copy: each runs, and trains as float32 does."""
+"""The example scripts run, and train as well as float32."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ from tests.tree import ROOT
 
 SCRIPTS = sorted(compared.EXAMPLES.glob("*.py"))
 BACKEND = keras.backend.backend()
-# What they know after one epoch: expressions in a script's names.
+# Expressions in a script's names, with their values after one epoch.
 SHORT = [
     (
         "three_lines",
@@ -114,7 +114,7 @@ def namespace(name, **constants):
     return names
 
 
-# The others train for two seconds or more.
+# The other scripts train for two seconds or more.
 QUICK = {"three_lines", "levels O3"}
 
 
@@ -146,19 +146,19 @@ def test_a_script_needs_nothing_but_tfmix_and_its_data(path):
     standard = {"contextlib", "math", "os", "pathlib", "re"}
     assert "tfmix" in found
     assert not tops - data - host - standard
-    # What users have: no module of tfmix is imported by itself.
+    # Users import tfmix, and none of its modules.
     assert not [name for name in found if name.startswith("tfmix.")]
     assert len(path.read_text("utf-8").splitlines()) <= 90
 
 
-def test_every_script_is_compared_and_named_by_the_readme():
+def test_every_script_is_compared_and_in_the_readme():
     names = {path.stem for path in SCRIPTS}
     assert {one.script for one in compared.COMPARISONS.values()} == names
     readme = (ROOT / "README.md").read_text("utf-8")
     assert set(re.findall(r"\(examples/(\w+)\.py\)", readme)) == names
 
 
-def test_a_constant_that_a_script_has_not_is_refused():
+def test_an_unknown_constant_of_a_script_is_refused():
     with pytest.raises(ValueError, match="POLICE"):
         compared.with_constants("POLICY = 1\n", {"POLICE": 2})
 
@@ -173,9 +173,7 @@ def test_the_gap_is_that_of_the_means_and_the_noise_the_larger_range(
     assert compared.gap(own, (90.0, 92.0, 94.0)) == pytest.approx(expected)
 
 
-def test_a_process_that_fails_is_reported_with_what_it_said(
-    monkeypatch, tmp_path
-):
+def test_a_failing_process_is_reported_with_its_output(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.executable", "/bin/false")
     three_lines = compared.COMPARISONS["three_lines"]
     with pytest.raises(RuntimeError, match="three_lines ended without"):
@@ -194,6 +192,6 @@ def test_16_bit_is_as_good_as_float32_within_the_noise_or_a_point(name):
         distance, noise = compared.gap(found, baseline)
         assert min(found) >= 100 * comparison.least, runs
         assert abs(distance) <= max(noise, 1.0), runs
-        # One row that is not finite in each of four epochs, skipped by all.
+        # One row is not finite, in each of four epochs; all processes skip it.
         assert {run.get("steps skipped", 4) for run in own} == {4}, runs
         assert {run.get("batches lost", 0) for run in own} == {0}, runs

@@ -1,4 +1,4 @@
-"""The notebooks are those of their scripts, and run cell by cell."""
+"""The notebooks match their scripts, and run cell by cell."""
 
 import ast
 import json
@@ -24,7 +24,7 @@ def cells_of(script, name="start"):
 
 
 def shown(value):
-    """Returns what a notebook shows of the value of a cell's last line."""
+    """Returns a notebook's output for the value of a cell's last line."""
     if hasattr(value, "_repr_png_"):
         return value._repr_png_()
     if hasattr(value, "_repr_mimebundle_"):
@@ -33,7 +33,7 @@ def shown(value):
 
 
 def run_cell(source, names, place):
-    """Runs one cell; returns what it shows, `None` if nothing."""
+    """Runs one cell; returns its output, `None` without one."""
     lines = ast.parse(source).body
     last = lines.pop() if isinstance(lines[-1], ast.Expr) else None
     exec(compile(ast.Module(lines, []), place, "exec"), names)
@@ -45,12 +45,12 @@ def run_cell(source, names, place):
 
 
 def run(name):
-    """Runs a notebook; returns the names it leaves, and what it shows."""
+    """Runs a notebook; returns its names and its outputs."""
     notebook = NOTEBOOKS["FOLDER"] / f"{name}.ipynb"
     names, outputs = {}, []
     for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
-        # What is installed stays as it is.
+        # Cells that install packages do not run.
         if cell["cell_type"] == "code" and not source.startswith("%pip"):
             outputs.append(run_cell(source, names, f"{name}, {cell['id']}"))
     return names, [output for output in outputs if output is not None]
@@ -58,11 +58,11 @@ def run(name):
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """Lets a notebook write files."""
+    """A folder in which a notebook may write files."""
     monkeypatch.chdir(tmp_path)
 
 
-def test_there_are_four():
+def test_there_are_four_notebooks():
     assert [path.stem for path in SCRIPTS] == [
         "fine_tune_a_transformer",
         "hardware_you_do_not_have",
@@ -73,11 +73,11 @@ def test_there_are_four():
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_notebook_is_that_of_its_script(script):
+def test_a_notebook_matches_its_script(script):
     made = NOTEBOOKS["notebook"](script.read_text("utf-8"), script.stem)
     there = json.loads(script.with_suffix(".ipynb").read_text("utf-8"))
     code = [cell for cell in there["cells"] if cell["cell_type"] == "code"]
-    # Somebody who only reads the first one sees what it shows.
+    # The first notebook contains outputs, for readers who do not run it.
     outputs = [cell.pop("outputs") for cell in code]
     assert any(outputs) is (script.stem in NOTEBOOKS["RUN"])
     for cell in code:
@@ -86,7 +86,7 @@ def test_a_notebook_is_that_of_its_script(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_notebook_opens_with_its_title_and_what_to_install(script):
+def test_a_notebook_opens_with_its_title_and_installation(script):
     text, install, *_ = cells_of(script.read_text("utf-8"), script.stem)
     assert text["source"][0].startswith("# ")
     assert install["source"] == ['%pip install -q "../..[plot,examples]"']
@@ -102,7 +102,7 @@ def test_a_published_notebook_has_its_badge(monkeypatch):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_every_cell_has_a_name_of_its_own(script):
+def test_every_cell_has_a_unique_name(script):
     cells = cells_of(script.read_text("utf-8"), script.stem)
     assert len({cell["id"] for cell in cells}) == len(cells)
 
@@ -114,7 +114,7 @@ def test_outputs_are_what_a_cell_prints_and_what_its_last_line_returns():
     assert second["outputs"][0]["data"] == {"text/plain": ["3"]}
 
 
-def test_cells_keep_their_names_when_another_is_put_between():
+def test_cells_keep_their_names_when_another_is_inserted():
     script = "# %%\nx = 1\n\n# %%\ny = 1\n"
     first, second = cells_of(script)
     new = cells_of(script.replace("\n\n", "\n\n# %%\nx = 1\nz = 2\n\n", 1))
@@ -149,7 +149,7 @@ def test_start():
     assert names["optimizer"].skipped_steps == 0
     assert isinstance(names["optimizer"], tfmix.LossScaleOptimizer)
     assert names["advice"].share_16bit == 1
-    # The shapes, and three reports.
+    # The outputs are shapes and three reports.
     assert sum("<pre" in output for output in outputs[1:]) == 3
 
 
@@ -167,11 +167,11 @@ def test_hardware_you_do_not_have(capsys):
 @pytest.mark.slow
 def test_when_it_goes_wrong(capsys):
     names, outputs = run("when_it_goes_wrong")
-    # It learns nothing, without a word.
+    # In float16 the model learns nothing, without a warning.
     assert names["in_float16"] < 0.7 < 0.9 < names["in_float32"]
     assert [row.layer for row in names["report"].faults] == ["normalized"]
     assert "healthy: True" in capsys.readouterr().out
-    # One in each epoch, and nothing is spoilt by it.
+    # One step of each epoch is skipped, which does no harm.
     assert names["model"].optimizer.skipped_steps == 15
     assert names["accuracy"] > 0.9
     assert sum(output[:4] == PNG for output in outputs) == 2
@@ -180,7 +180,7 @@ def test_when_it_goes_wrong(capsys):
 @pytest.mark.slow
 def test_fine_tune_a_transformer():
     names, outputs = run("fine_tune_a_transformer")
-    # One guess in eight is right.
+    # One guess in eight would be right.
     assert names["accuracy"] > 0.6
     assert names["trained_weights"] < names["model"].count_params() / 3
     assert float(names["same"]) < 0.01

@@ -16,7 +16,7 @@ from tfmix.gradient_scaling import contraction
 datasets = pytest.importorskip("sklearn.datasets")
 ALL = ("Dense", "EinsumDense")
 ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
-# Graph mode is what the other tests run in.
+# The other tests run in graph mode.
 FIT = {
     "eager": {"run_eagerly": True, "jit_compile": False},
     "xla": {"jit_compile": True},
@@ -74,7 +74,7 @@ def run(model, x):
     return helpers.to_numpy(model(x))
 
 
-def test_by_default_those_that_gain_but_the_first_and_the_last():
+def test_by_default_layers_that_gain_are_chosen_but_the_ends():
     with tfmix.policy_scope("mixed_float8"):
         model = keras.Sequential(
             [
@@ -92,7 +92,7 @@ def test_by_default_those_that_gain_but_the_first_and_the_last():
         "first": "the first or the last with a matrix",
         "second": "",
         "narrow": "8192 x 96 is too small to gain",
-        "odd": "96 x 100 are no multiples of 16",
+        "odd": "96 x 100 are not multiples of 16",
         "wide": "computes in float32",
         "last": "the first or the last with a matrix",
     }
@@ -101,7 +101,7 @@ def test_by_default_those_that_gain_but_the_first_and_the_last():
     assert " second multiplies in float8" in lines
 
 
-def test_the_first_and_the_last_are_those_of_nested_models():
+def test_the_first_and_last_layer_may_be_nested():
     names = iter("abcdef")
 
     def three():
@@ -116,7 +116,7 @@ def test_the_first_and_the_last_are_those_of_nested_models():
     assert [name for name, why in found.items() if not why] == list("bcde")
 
 
-def test_the_choice_follows_what_a_gpu_took():
+def test_the_choice_follows_times_on_a_gpu():
     root = pathlib.Path(__file__).parent.parent.parent
     published = root / "docs" / "benchmarks" / "gpu-jax.json"
     (*_, products) = json.loads(published.read_text())["tables"]
@@ -137,7 +137,7 @@ def test_the_choice_follows_what_a_gpu_took():
         ([".*attention/.*"], {"query", "key", "value", "attention_output"}),
     ],
 )
-def test_layers_are_named_as_those_of_float32_are(rules, chosen):
+def test_layers_are_named_as_in_float32_layers(rules, chosen):
     model = classifier(policy(*rules))
     run(model, digits()[0][:4])
     found = reasons(model)
@@ -185,7 +185,7 @@ def test_an_einsum_that_is_one_product_keeps_its_axes(equation, inputs, kernel):
 
 
 @pytest.mark.parametrize("equation", ["ab,ab->ab", "ab,cb->a", "aab,bc->ac"])
-def test_an_einsum_that_is_no_product_of_matrices_is_left_out(equation):
+def test_an_einsum_that_is_not_a_matrix_product_is_left_out(equation):
     letters = equation.split("->")[0].split(",")
     axes = contraction.of_einsum(equation, list(map(len, letters)), weight_at=1)
     assert axes is None or axes.batch
@@ -202,7 +202,7 @@ def test_an_einsum_that_is_no_product_of_matrices_is_left_out(equation):
         ),
     ],
 )
-def test_training_ends_where_bfloat16_does(how):
+def test_training_ends_at_the_loss_of_bfloat16(how):
     losses = {
         name: fitted(rules, **FIT[how])[1]
         for name, rules in (("16", "mixed_bfloat16"), ("8", policy()))
@@ -212,7 +212,7 @@ def test_training_ends_where_bfloat16_does(how):
 
 
 @pytest.mark.slow
-def test_a_saved_model_is_an_ordinary_one(tmp_path):
+def test_a_saved_model_is_a_plain_one(tmp_path):
     model, _ = fitted(policy(), epochs=1)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -223,7 +223,7 @@ def test_a_saved_model_is_an_ordinary_one(tmp_path):
         helpers.assert_same_bits(one, other)
 
 
-def test_a_conversion_chooses_and_its_undo_forgets():
+def test_a_conversion_chooses_layers_and_undo_forgets_them():
     x = digits()[0][:8]
     model = classifier("float32")
     tfmix.apply_policy(model, "mixed_bfloat16")
@@ -262,7 +262,7 @@ def test_a_copy_is_converted_as_well():
     ),
     ids=str,
 )
-def test_what_optimizers_do_besides_works(settings):
+def test_other_settings_of_optimizers_work(settings):
     optimizer = keras.optimizers.Adam(3e-3, **settings)
     assert fitted(policy(), optimizer=optimizer)[1] < 2.1
 
@@ -307,7 +307,7 @@ def test_lora_trains_in_float8():
     )
 
 
-# Under TensorFlow Keras itself cannot: `tf.recompute_grad` takes no keywords.
+# Keras cannot do this on TensorFlow: `tf.recompute_grad` has no keywords.
 @pytest.mark.slow
 @helpers.requires_backend("jax")
 @pytest.mark.parametrize("rules", ["mixed_bfloat16", policy()], ids=str)
@@ -321,7 +321,7 @@ def test_rematerialized_attention_computes_the_same(rules):
         model.compile(keras.optimizers.SGD(0.1), "mse")
         model.fit(x, np.ones((64, 10)), epochs=2, verbose=0, shuffle=False)
         results.append(model.get_layer("back").get_weights())
-    # Here and there another rounding: XLA fuses other operations.
+    # XLA fuses other operations, so some roundings differ.
     for one, other in zip(*results, strict=True):
         assert np.abs(one - other).mean() < 2e-3
 
@@ -346,7 +346,7 @@ def test_replicas_stay_equal():
 
 @pytest.mark.slow
 @helpers.requires_backend("jax")
-def test_eight_devices_train_as_one_does():
+def test_eight_devices_train_like_one():
     losses = []
     for devices in (1, 8):
         mesh = keras.distribution.list_devices()[:devices]
@@ -356,11 +356,11 @@ def test_eight_devices_train_as_one_does():
             losses.append(fitted(policy(), epochs=2)[1])
         finally:
             keras.distribution.set_distribution(None)
-    # Each device knows the largest number of all rows, not of its own.
+    # Each device uses the largest number of all rows, not of its own.
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
-# Keras warns of the layer that is never called.
+# Keras warns about the layer that is never called.
 @pytest.mark.filterwarnings("ignore:`build:UserWarning")
 def test_a_subclassed_model_chooses_among_the_layers_it_calls():
     class Own(keras.Model):
@@ -379,7 +379,7 @@ def test_a_subclassed_model_chooses_among_the_layers_it_calls():
     assert chosen_layers.why_not(model.one) == ""
 
 
-def test_what_has_a_call_of_its_own_or_is_quantized_is_left_out():
+def test_layers_that_override_call_or_are_quantized_are_left_out():
     class Own(layers.Dense):
         def call(self, inputs):
             return 2 * super().call(inputs)
@@ -402,7 +402,7 @@ def test_what_has_a_call_of_its_own_or_is_quantized_is_left_out():
     }
 
 
-def test_a_model_without_a_layer_that_fits_says_so_once(caplog):
+def test_a_model_without_a_suitable_layer_warns_once(caplog):
     model = classifier("mixed_float8")
     with caplog.at_level("WARNING"):
         run(model, digits()[0][:4])
@@ -426,7 +426,7 @@ def test_bad_arguments_are_refused():
         tfmix.Policy("fp8")
 
 
-def test_a_policy_for_float8_is_no_other():
+def test_a_float8_policy_equals_no_other():
     made = tfmix.Policy("mixed_float8")
     assert (made.name, made.compute_dtype) == ("mixed_bfloat16", "bfloat16")
     assert made != tfmix.Policy("mixed_bfloat16")

@@ -1,4 +1,4 @@
-"""The float8 product agrees bit for bit with the arithmetic it stands for."""
+"""The float8 product agrees bit for bit with its definition in NumPy."""
 
 import itertools
 
@@ -19,10 +19,10 @@ FLIPPED = list(itertools.product([False, True], repeat=2))
 
 
 def expected_factor(values, to):
-    """Returns what a factor becomes, as float64, and its exponent."""
+    """Returns a factor rounded to float8, as float64, and its exponent."""
     values = np.asarray(values, "float64")
     mantissa, exponent = np.frexp(np.abs(values).max())
-    # From [0.5, 1) to [1, 2).
+    # NumPy's mantissa is in [0.5, 1), float8's in [1, 2).
     above = 2 * mantissa > 1.75
     power = to.exponent - (exponent - 1) - above
     scaled = (values * 2.0**power).astype("float32")
@@ -118,13 +118,13 @@ def test_a_factor_takes_the_whole_range_and_never_overflows(to, largest):
         assert np.abs(found).max() >= limit / 2
     scale, *inverse = np.float64(helpers.to_numpy(powers))
     assert scale * np.prod(inverse) == 1
-    # Compilers may take subnormal numbers for zeros.
+    # Compilers may flush subnormal numbers to zero.
     np.testing.assert_allclose(found / scale, exact, 2**-3, 2.0**-126)
 
 
 @pytest.mark.costly
-def test_a_scale_is_that_of_all_rows_however_many():
-    # The amax stands in one of the rows that are joined.
+def test_a_scale_covers_any_number_of_rows():
+    # The amax is in one of the rows that are joined.
     ones = np.ones((2**14, 2))
     tall, exact = bfloat16(np.r_[ones, [[3.0, 48.0]] * 2, ones])
     narrow, powers = product.rounded(tall, product.FORWARD)
@@ -137,7 +137,7 @@ def test_a_scale_is_that_of_all_rows_however_many():
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_a_long_product_is_summed_in_float32(mode):
-    # Whole numbers, whose sums float32 holds and bfloat16 does not.
+    # float32 can hold sums of these whole numbers, but bfloat16 cannot.
     rng = np.random.default_rng(5)
     a, exact_a = bfloat16(rng.integers(-8, 9, (16, 4096)))
     b, exact_b = bfloat16(rng.integers(-8, 9, (4096, 16)))
@@ -153,14 +153,14 @@ def test_a_long_product_is_summed_in_float32(mode):
 def test_float32_factors_give_a_float32_product(mode):
     a = ops.convert_to_tensor(np.float32([[16.0, 1.0]]))
     found = in_mode(product.product, mode)(a, ops.transpose(a))
-    # Nine bits: in bfloat16 it would be 256.
+    # The result has nine bits. In bfloat16 it would be 256.
     assert helpers.to_numpy(found).tolist() == [[257]]
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_comes_through(mode, bad):
+def test_nan_and_infinity_come_through(mode, bad):
     values = np.ones((16, 16), "float32")
     values[3, 4] = bad
     a, _ = bfloat16(values)
@@ -174,7 +174,7 @@ def test_what_is_not_finite_comes_through(mode, bad):
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 def test_a_gradient_of_a_gradient_is_one_of_products(mode):
-    # (a b) summed, squared: the second derivative is 2 (sum of b's rows)^2.
+    # The second derivative of the squared sum of a b is 2 (sum of b's rows)^2.
     a, exact_a = bfloat16(np.ones((16, 16)))
     b, exact_b = bfloat16(np.full((16, 16), 0.5))
 
@@ -237,8 +237,8 @@ def test_a_batch_may_have_no_rows(mode):
 @pytest.mark.parametrize(
     ("platform", "named"), [("cuda", True), ("cpu", False)]
 )
-def test_a_gpu_is_told_the_algorithm(platform, named):
-    # Left to choose, XLA times kernels of its own: minutes in a first step.
+def test_a_gpu_gets_a_fixed_algorithm(platform, named):
+    # Without an algorithm XLA times its own kernels, which takes minutes.
     import jax
 
     a, b = (ops.ones((32, 32), "bfloat16") for _ in range(2))

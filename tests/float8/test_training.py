@@ -19,7 +19,7 @@ HOW = ["graph", "xla", "replicas"] if ON_TENSORFLOW else ["xla", "devices"]
 def forecaster(rules):
     """Returns a model that forecasts the next year of a series from 32.
 
-    As by default, its first and its last layer are not in float8.
+    Its first and last layer are not in float8, as by default.
     """
     if isinstance(rules, tfmix.Policy):
         rules = digits_model.policy("inner_.*")
@@ -69,7 +69,7 @@ def devices(how):
 
 
 def trained(name, rules, how, seed):
-    """Returns the loss on held-out rows, and the report of the doctor."""
+    """Returns the loss on held-out rows, and the report of `check`."""
     make, data, loss, rows, epochs = MODELS[name]
     x, y = data()
     keras.utils.set_random_seed(seed)

@@ -1,4 +1,4 @@
-"""Shapes, alignment, share of the work and bytes: counted by hand."""
+"""`advise` counts shapes, alignment, work and bytes as one would by hand."""
 
 import dataclasses
 import math
@@ -62,7 +62,7 @@ def test_products_have_the_shapes_of_the_matrices(layer, shape, expected):
     assert row.shapes == expected
 
 
-def test_operations_are_two_for_each_product_of_two_numbers():
+def test_each_product_of_two_numbers_is_two_operations():
     (row,) = advise(sequential(keras.layers.Dense(10)), 32).rows
     assert row.flops == 2 * 32 * 16 * 10
 
@@ -80,7 +80,7 @@ def test_operations_agree_with_what_the_compiler_counts():
     compiled = jax.jit(forward).lower(values, np.ones((32, 16))).compile()
     counted = compiled.cost_analysis()["flops"]
     ours = sum(row.flops for row in advise(model, 32).rows)
-    # The compiler counts the bias's additions as well.
+    # The compiler also counts the additions of the bias.
     assert ours == pytest.approx(counted, rel=0.05)
 
 
@@ -92,7 +92,7 @@ def test_operations_agree_with_what_the_compiler_counts():
         (10, False, False, "n 10 -> 16"),
     ],
 )
-def test_alignment_asks_for_multiples(units, aligned, tpu, padding):
+def test_alignment_needs_multiples(units, aligned, tpu, padding):
     model = sequential(keras.layers.Dense(units), shape=(128,))
     (row,) = advise(model, 32).rows
     assert (row.aligned, row.aligned_tpu) == (aligned, tpu)
@@ -104,11 +104,11 @@ def test_the_share_in_16_bit_is_of_the_work():
         keras.layers.Dense(48, dtype="mixed_float16"),
         keras.layers.Dense(16, dtype="float32"),
     )
-    # 16 x 48 products against 48 x 16.
+    # There are 16 x 48 products in one layer, and 48 x 16 in the other.
     assert advise(model, 8).share_16bit == 0.5
 
 
-def test_memory_is_that_of_the_variables_and_outputs():
+def test_memory_is_the_size_of_variables_and_outputs():
     model = sequential(keras.layers.Dense(8))
     model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
     model.optimizer.build(model.trainable_variables)
@@ -132,7 +132,7 @@ def products(inputs, layer, *others):
     return [row.shapes for row in rows if row.layer.endswith(layer.name)]
 
 
-def test_cells_count_in_whichever_layer_they_are():
+def test_cells_count_in_any_layer():
     cells = [keras.layers.LSTMCell(4), keras.layers.GRUCell(5)]
     x = keras.Input((7, 3))
     lstm, gru = ((14, 3, 16), (2, 4, 16)), ((14, 4, 15), (2, 5, 15))
@@ -147,13 +147,13 @@ def test_attention_over_an_axis_counts_that_axis():
     assert ((12, 8, 12), (12, 12, 8)) in products(x, layer, x)
 
 
-def test_additive_attention_adds_where_others_multiply():
+def test_additive_attention_has_only_one_product():
     layer = keras.layers.AdditiveAttention(name="additive")
     x = [keras.Input((6, 8)), keras.Input((9, 8))]
     assert products(x, layer) == [((6, 9, 8),)]
 
 
-def test_attention_counts_its_own_products_beside_its_layers():
+def test_attention_counts_its_products_and_its_layers():
     inputs = keras.Input((6, 16))
     outputs = keras.layers.MultiHeadAttention(2, 8, name="mha")(inputs, inputs)
     rows = rows_of(keras.Model(inputs, outputs))
@@ -178,7 +178,7 @@ def test_a_subclassed_model_is_run_on_the_shapes_it_was_built_with():
 
 
 def tokens():
-    """A model of two inputs whose lengths are free, as KerasHub's are."""
+    """A model with two inputs of any length, like those of KerasHub."""
     names = ("ids", "mask")
     inputs = {
         name: keras.Input((None,), name=name, dtype="int32") for name in names
@@ -233,7 +233,7 @@ def test_the_inputs_may_come_as_a_dataset():
     assert row.shapes == ((32, 16, 8),)
 
 
-def test_it_prints_as_a_table():
+def test_the_advice_prints_as_a_table():
     text = str(advise(sequential(keras.layers.Dense(10, name="head")), 32))
     assert "head" in text
     assert "n 10 -> 16" in text
@@ -268,7 +268,7 @@ def test_wrong_arguments_are_refused():
 
 
 def optimizers():
-    """Maps ways to train to functions that make the optimizer."""
+    """Maps ways to train to functions that create the optimizer."""
     adam = keras.optimizers.Adam
     masters, coded = (
         master_weights.MasterWeightOptimizer,
@@ -305,20 +305,20 @@ def held_by(variables):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("way", optimizers())
-def test_bytes_of_weights_and_slots_are_those_of_the_variables(way):
+def test_bytes_of_weights_and_state_match_the_variables(way):
     model = wide(way)
     memory = advise(model, 512).memory[way]
     assert memory.weights == held_by(model.variables)
-    # The loss scale, the counters and the learning rate come on top.
+    # The loss scale, counters and learning rate are not in these numbers.
     held = held_by(model.optimizer.variables)
     assert memory.masters + memory.slots == pytest.approx(held, rel=0.01)
-    # As well before the model is trained in that way.
+    # The estimate must be the same before the model is trained in that way.
     before = advise(wide("float32"), 512).memory[way]
     assert before.slots == pytest.approx(memory.slots, rel=0.01)
     assert before.masters == memory.masters
 
 
-def test_without_slots_there_are_none_in_8_bits():
+def test_without_state_no_way_has_8_bit_state():
     model = sequential(keras.layers.Dense(8))
     model.compile(keras.optimizers.SGD(), "mse")
     model.optimizer.build(model.trainable_variables)
@@ -330,7 +330,7 @@ def test_without_slots_there_are_none_in_8_bits():
 @pytest.mark.parametrize(
     ("name", "way", "expected"),
     [
-        # What `auto` is there, though float16 takes no more.
+        # "auto" is bfloat16 there, although float16 needs no more memory.
         ("h200", "mixed_float16", "mixed_bfloat16"),
         ("v5e", "mixed_bfloat16", "mixed_bfloat16"),
         ("t4", "mixed_bfloat16", "mixed_float16"),
@@ -361,7 +361,7 @@ def test_the_first_way_in_16_bit_that_fits_is_named(name, way, expected):
     assert "None of these" in training_memory.first_that_fits(found, smaller)
 
 
-def test_whether_it_fits_is_printed():
+def test_the_sentence_on_fitting_is_printed():
     model = sequential(keras.layers.Dense(8))
     advice = advise(model, 32, target="v5e")
     assert advice.fitting.startswith("v5e has 16,384 MiB")
@@ -371,23 +371,23 @@ def test_whether_it_fits_is_printed():
 
 
 @pytest.mark.parametrize(("units", "is_small"), [(8, True), (4096, False)])
-def test_a_small_model_is_told_that_16_bit_gains_nothing(units, is_small):
+def test_a_small_model_gets_the_note_that_16_bit_gains_nothing(units, is_small):
     hidden = keras.layers.Dense(units)
     model = sequential(hidden, keras.layers.Dense(units))
     said = advise(model, 256, target="t4").fitting
-    assert ("16 bit would be no faster" in said) == is_small
+    assert ("16 bit would not be faster" in said) == is_small
     assert ("faster is mixed_float16" in said) != is_small
 
 
-def test_an_unknown_target_is_answered_in_words_of_advise():
+def test_an_unknown_target_is_refused_with_the_closest():
     model = sequential(keras.layers.Dense(8))
     with pytest.raises(ValueError, match="Did you mean 'v5p'") as caught:
         advise(model, 32, target="v5")
-    # Which only `compile_for` takes.
+    # `advise` has no `devices`, which only `compile_for` has.
     assert "devices" not in str(caught.value)
 
 
-def test_what_gpu_and_tpu_mean_is_said_where_a_shape_does_not_suit():
+def test_a_note_explains_alignment_if_a_shape_is_not_aligned():
     aligned = sequential(keras.layers.Dense(128), shape=(128,))
     assert "multiples of 8" not in str(advise(aligned, 32))
     assert "multiples of 8" in str(advise(sequential(keras.layers.Dense(9)), 8))
@@ -420,7 +420,7 @@ def test_bytes_agree_with_what_the_compiler_reports_for_the_step():
     memory = advise(model, rows).memory["float32"]
     held = reported.argument_size_in_bytes - x.nbytes
     assert held == pytest.approx(memory.weights + memory.slots, rel=0.01)
-    # What the step needs besides: activations, and gradients of a few layers.
+    # The step also needs activations, and gradients of a few layers.
     kept = reported.temp_size_in_bytes
     assert kept == pytest.approx(memory.activations, rel=0.2)
 
@@ -453,7 +453,7 @@ def test_bytes_agree_with_the_arguments_of_tensorflows_compiled_step():
     assert arguments == pytest.approx(expected, rel=0.02)
 
 
-def test_what_is_in_float8_what_not_and_what_it_gains_is_said():
+def test_the_advice_describes_float8_layers_and_their_gain():
     with tfmix.policy_scope("mixed_float8"):
         model = keras.Sequential(
             [
@@ -471,7 +471,7 @@ def test_what_is_in_float8_what_not_and_what_it_gains_is_said():
     text = str(found)
     assert "1 layers multiply in float8." in text
     assert "narrow: 4096 x 96 is too small to gain." in text
-    # By hand: three products, and eleven bytes for each number of them.
+    # The time is that of three products, and of eleven bytes per number.
     flops, rate, rate8 = 6 * 4096, 989.4e12, 1978.9e12
     sixteen = (16 * 4096 + 4096 * 96 + 96 * 10) * flops / rate
     second = 4096 * 4096 * flops
@@ -486,7 +486,7 @@ def test_what_is_in_float8_what_not_and_what_it_gains_is_said():
     assert "slower" in last
 
 
-def test_another_policy_says_nothing_of_float8():
+def test_another_policy_does_not_mention_float8():
     model = sequential(keras.layers.Dense(1024), shape=(1024,))
     found = advise(model, 32)
     assert found.float8 == ()

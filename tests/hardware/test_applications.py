@@ -1,7 +1,7 @@
-"""Models of `keras.applications` and a transformer, compiled whole.
+"""Compiles whole models of `keras.applications`, and a transformer.
 
-Ten minutes for each backend: `pytest --all tests/hardware` in the environment
-of `make targets`.
+Run `pytest --all tests/hardware` in the environment of `make targets`. It
+takes ten minutes per backend.
 """
 
 import keras
@@ -29,7 +29,7 @@ def model_of(name):
     return getattr(keras.applications, name)(weights=None, classes=100)
 
 
-# Several devices need JAX; TensorFlow compiles the share of one.
+# Several devices need JAX. TensorFlow compiles the share of one device.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "rows", "devices"),
@@ -63,14 +63,15 @@ def test_a_whole_model_compiles(name, target, rows, devices, monkeypatch):
     assert step.memory.temporaries == analysis.temp_size_in_bytes
     assert step.memory.peak == given + step.memory.temporaries + results
     weights = 4 * model.count_params()
-    # Besides the seeds of dropout.
+    # Seeds of dropout may come on top.
     assert weights <= step.memory.kinds.weights <= weights + 1000
-    # Adam's moments, of what is trained.
+    # Only trainable weights have Adam's moments.
     assert 1.9 * weights <= step.memory.kinds.slots <= 2 * weights
     assert step.share_16bit > 0.9
     assert all(step.float32_layers), "a product in float32 without a layer"
-    # Forward and both gradients, of the first layer one; `advise` counts no
-    # depthwise convolutions.
+    # A step computes each product forward and for both gradients, but only one
+    # gradient for the first layer. `advise` does not count depthwise
+    # convolutions.
     forward = sum(row.flops for row in tfmix.hardware.advise(model, rows).rows)
     assert 2.5 <= step.flops * devices / forward <= 3.4
 

@@ -1,4 +1,4 @@
-"""Programs in XLA's text form: what is counted, by hand."""
+"""Counts of XLA's programs agree with counts by hand."""
 
 import pytest
 
@@ -47,19 +47,19 @@ true_computation=%then, false_computation=%else
 def test_launches_copies_branches_and_exchanges_are_counted():
     program = compiled_text.read(GPU)
     assert program.kernels == 3
-    assert program.copies == 1, "the one inside the branch"
+    assert program.copies == 1, "only the copy inside the branch counts"
     assert program.conditionals == 1
     assert (program.exchanges, program.exchanged) == (1, 8 * 16 * 4)
 
 
-def test_bytes_are_those_that_kernels_and_copies_take_and_give():
+def test_bytes_are_read_and_written_by_kernels_and_copies():
     x, w, out = 8 * 64 * 2, 64 * 16 * 2, 8 * 16 * 4
-    library = 8 * 16 * 2  # and room to work in, which is no traffic
+    library = 8 * 16 * 2  # its workspace does not count
     expected = (x + x) + (x + w + out) + (x + w + library) + 2 * out
     assert compiled_text.read(GPU).bytes == expected
 
 
-def test_a_product_knows_its_label_shape_dtype_and_kernel():
+def test_a_product_has_label_shape_dtype_and_kernel():
     first, second = compiled_text.read(GPU).products
     assert first.label == "jit(step)/jvp(first)/dot"
     assert (first.shape, first.count) == ((8, 64, 16), 1)
@@ -68,29 +68,29 @@ def test_a_product_knows_its_label_shape_dtype_and_kernel():
     assert (second.kernel, second.shape) == ("cuBLAS", (8, 64, 16))
 
 
-def convolution(operation, given, kernel, made, more):
-    """A program of one convolution, which takes and gives three shapes."""
+def convolution(operation, inputs, kernel, outputs, more):
+    """Returns the product of a program with one convolution."""
     return compiled_text.read(
         f"ENTRY %main (a: f32[]) -> f32[] {{\n"
-        f"  %a = bf16[{given}]{{0}} parameter(0)\n"
+        f"  %a = bf16[{inputs}]{{0}} parameter(0)\n"
         f"  %b = bf16[{kernel}]{{0}} parameter(1)\n"
-        f"  ROOT %c = bf16[{made}]{{0}} {operation}(%a, %b), {more}\n"
+        f"  ROOT %c = bf16[{outputs}]{{0}} {operation}(%a, %b), {more}\n"
         "}\n"
     ).products[0]
 
 
-def test_a_convolution_counts_what_lies_inside_the_edges():
+def test_a_convolution_only_counts_taps_inside_the_edges():
     labels = "dim_labels=b01f_01io->b01f"
     window = "window={size=3x3 pad=1_1x1_1}"
     found = convolution(
         "convolution", "2,5,5,4", "3,3,4,8", "2,5,5,8", f"{window}, {labels}"
     )
-    # Of five rows three have all taps inside, two miss one: 13 of 15.
+    # Three of five rows have all taps inside, and two miss one: 13 of 15.
     assert found.flops == 2 * 2 * 13 * 13 * 4 * 8
     assert found.shape == (2 * 5 * 5, 9 * 4, 8)
 
 
-def test_the_groups_of_a_convolution_are_products_of_their_own():
+def test_the_groups_of_a_convolution_are_separate_products():
     found = convolution(
         "convolution",
         "2,4,4,6",
@@ -117,9 +117,7 @@ def test_the_groups_of_a_convolution_are_products_of_their_own():
         ),
     ],
 )
-def test_the_gradients_of_a_convolution_take_as_much_as_it_does(
-    target, shapes, shape
-):
+def test_gradients_of_a_convolution_have_its_operations(target, shapes, shape):
     found = convolution(
         "custom-call",
         *shapes,
@@ -131,8 +129,8 @@ def test_the_gradients_of_a_convolution_take_as_much_as_it_does(
     assert found.kernel == "cuDNN"
 
 
-def test_a_dilation_that_tells_batches_apart_multiplies_no_zeros():
-    # As XLA writes `(32, 128, 64) @ (32, 64, 16)` for a TPU.
+def test_a_dilation_that_separates_batches_counts_no_zeros():
+    # XLA writes `(32, 128, 64) @ (32, 64, 16)` like this for a TPU.
     found = convolution(
         "convolution",
         "32,128,64",
@@ -143,7 +141,7 @@ def test_a_dilation_that_tells_batches_apart_multiplies_no_zeros():
     assert found.flops == 2 * 32 * 128 * 64 * 16
 
 
-def test_what_a_tpu_fetches_ahead_and_its_scalars_are_no_kernels():
+def test_prefetches_and_scalars_of_a_tpu_are_not_kernels():
     program = compiled_text.read(
         "ENTRY %main (a: f32[]) -> f32[] {\n"
         "  %a = f32[8]{0:T(128)} parameter(0)\n"
@@ -155,7 +153,7 @@ def test_what_a_tpu_fetches_ahead_and_its_scalars_are_no_kernels():
     assert (program.kernels, program.copies) == (0, 0)
 
 
-def test_what_a_tpu_fetches_counts_once_and_not_when_it_is_read():
+def test_data_that_a_tpu_fetches_counts_once():
     inside = "f32[8,64]{1,0:T(8,128)S(1)}"
     whole, half = 4 * 8 * 64, 4 * 4 * 64
     program = compiled_text.read(
@@ -177,7 +175,7 @@ def test_what_a_tpu_fetches_counts_once_and_not_when_it_is_read():
 
 
 def fused(root, *lines):
-    """A program of one fusion of a table, rows and places."""
+    """Returns the bytes of a fusion of a table, rows and indices."""
     kinds = ["f32[1000,64]{1,0}", "f32[8,64]{1,0}", "s32[8,1]{1,0}"]
     given = "".join(
         f"  %p{index} = {kind} parameter({index})\n"
@@ -197,16 +195,16 @@ def fused(root, *lines):
 ROWS, PLACES, TABLE = 4 * 8 * 64, 4 * 8, 4 * 1000 * 64
 
 
-def test_of_a_table_the_gathered_rows_are_read():
+def test_a_gather_reads_only_its_rows_of_a_table():
     gathered = "%g = f32[8,64]{1,0} gather(%p0, %p2), offset_dims={1}"
     added = "%s = f32[8,64]{1,0} add(%g, %p1)"
     assert fused(added, gathered) == 3 * ROWS + PLACES
-    # One that is read otherwise as well is read whole.
+    # A table that another instruction reads as well is read as a whole.
     summed = "%r = f32[8,64]{1,0} custom(%p0, %s)"
     assert fused(summed, gathered, added) == TABLE + 2 * ROWS + PLACES
 
 
-def test_of_a_table_the_scattered_rows_are_read_and_written():
+def test_a_scatter_reads_and_writes_only_its_rows_of_a_table():
     scattered = "%s = f32[1000,64]{1,0} scatter(%p0, %p2, %p1), to_apply=%add"
     assert fused(scattered) == 3 * ROWS + PLACES
 

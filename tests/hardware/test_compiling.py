@@ -1,4 +1,4 @@
-"""A model's training step, compiled for an accelerator that is not here."""
+"""`compile_for` compiles a training step for another accelerator."""
 
 import collections
 import json
@@ -23,7 +23,7 @@ GPUS = [target.name for target in targets.targets() if target.kind == "GPU"]
 
 
 def needs(name):
-    """Skips where the compiler of a target is not installed."""
+    """Skips a test if the compiler of a target is not installed."""
     lacking = compilers.missing(targets.find(name))
     return pytest.mark.skipif(
         bool(lacking), reason=f"no {', '.join(lacking)}: run `make targets`"
@@ -45,7 +45,7 @@ def small(dtype=None):
 
 @pytest.fixture(scope="module")
 def step():
-    """The small model in mixed float16 on an H200, and the model."""
+    """A small mixed float16 model, compiled for an H200, and the model."""
     model = small("float32")
     return tfmix.hardware.compile_for(model, 256, policy="mixed_float16"), model
 
@@ -53,7 +53,8 @@ def step():
 @needs("h200")
 def test_each_product_has_its_layer_dtype_and_shape(step):
     found, _ = step
-    # Forward, and both gradients; the first layer's inputs need none.
+    # Each layer has a forward product and two gradients. The first layer's
+    # inputs need no gradient.
     by_layer = {
         name: [row for row in found.rows if row.layer.endswith(name)]
         for name in ("first", "kept")
@@ -69,7 +70,7 @@ def test_each_product_has_its_layer_dtype_and_shape(step):
 
 
 @needs("h200")
-def test_what_stays_in_float32_is_named_by_layer():
+def test_float32_layers_are_named():
     model = small()
     found = tfmix.hardware.compile_for(
         model,
@@ -83,12 +84,12 @@ def test_what_stays_in_float32_is_named_by_layer():
 
 
 @needs("h200")
-def test_memory_is_what_weights_slots_and_batch_take(step):
+def test_memory_is_the_size_of_weights_state_and_batch(step):
     found, model = step
     weights = model.count_params()
     batch = 256 * (64 + 32)
     expected = 4 * (3 * weights + batch)
-    # Scale, counters and metrics come on top.
+    # The loss scale, counters and metrics come on top.
     assert expected <= found.memory.arguments < expected + 1000
     assert found.memory.peak >= sum(
         (found.memory.arguments, found.memory.temporaries)
@@ -104,7 +105,7 @@ def held(variables):
 
 
 @needs("h200")
-def test_memory_is_told_by_kind(step):
+def test_memory_is_listed_by_kind(step):
     found, model = step
     kinds, weights = found.memory.kinds, 4 * model.count_params()
     assert (kinds.weights, kinds.masters) == (weights, 0)
@@ -113,7 +114,7 @@ def test_memory_is_told_by_kind(step):
 
 
 @needs("h200")
-def test_optimizers_stand_side_by_side_by_what_they_hold():
+def test_optimizers_are_compared_by_their_memory():
     adam = keras.optimizers.Adam
     ways = {
         "Adam": adam(),
@@ -134,7 +135,7 @@ def test_optimizers_stand_side_by_side_by_what_they_hold():
 
 
 @needs("h200")
-def test_masters_are_told_apart_from_slots():
+def test_masters_are_counted_apart_from_optimizer_state():
     masters = tfmix.optimizers.MasterWeightOptimizer(keras.optimizers.Adam())
     model = small()
     found = tfmix.hardware.compile_for(
@@ -161,7 +162,7 @@ def test_nothing_to_compare_is_refused(arguments, message):
 
 
 @needs("h200")
-def test_two_choices_of_one_name_are_refused():
+def test_two_choices_with_the_same_name_are_refused():
     with pytest.raises(ValueError, match="'float32, Adam' twice"):
         tfmix.hardware.compile_for(small(), 32, optimizer=["adam", "adam"])
 
@@ -197,7 +198,7 @@ class OwnCompile(keras.Sequential):
 
 @needs("h200")
 @pytest.mark.filterwarnings("ignore:`compile")
-def test_what_a_compile_of_the_user_was_given_is_not_guessed():
+def test_arguments_of_a_custom_compile_are_not_guessed():
     model = OwnCompile([keras.Input((64,)), keras.layers.Dense(32)])
     model.compile("sgd")
     with pytest.raises(ValueError, match="OwnCompile.*compile_from_config"):
@@ -208,7 +209,7 @@ def test_what_a_compile_of_the_user_was_given_is_not_guessed():
 
 @needs("h200")
 @pytest.mark.parametrize("target", GPUS)
-def test_every_gpu_multiplies_in_what_auto_is_there(target):
+def test_every_gpu_multiplies_in_the_dtype_of_auto(target):
     found = tfmix.hardware.compile_for(small(), 64, target, policy="auto")
     fast = "float16" if target in ("v100", "t4") else "bfloat16"
     assert found.policy == f"mixed_{fast}"
@@ -218,7 +219,7 @@ def test_every_gpu_multiplies_in_what_auto_is_there(target):
 
 @needs("h200")
 @pytest.mark.parametrize("target", ["v100", "t4"])
-def test_bfloat16_is_float32_where_there_are_no_units_for_it(target):
+def test_bfloat16_is_computed_in_float32_without_units(target):
     found = tfmix.hardware.compile_for(
         small(), 64, target, policy="mixed_bfloat16"
     )
@@ -226,7 +227,7 @@ def test_bfloat16_is_float32_where_there_are_no_units_for_it(target):
 
 
 @needs("h200")
-def test_nothing_is_drawn_from_the_generator_of_python():
+def test_compiling_does_not_use_pythons_generator():
     model = small()
     before = random.getstate()
     tfmix.hardware.compile_for(model, 8, policy="mixed_bfloat16")
@@ -243,7 +244,7 @@ def test_the_bound_is_the_larger_of_two(step):
 
 
 @needs("h200")
-def test_int8_products_count_by_their_own_rate():
+def test_int8_products_count_at_their_own_rate():
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])
     model.layers[0].quantize("int8")
     model.compile("sgd", loss="mse")
@@ -254,7 +255,7 @@ def test_int8_products_count_by_their_own_rate():
 
 
 @needs("h200")
-def test_a_step_without_products_says_so():
+def test_a_step_without_products_has_a_note():
     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(1)])
     found = tfmix.hardware.compile_for(model, 1, policy="mixed_bfloat16")
     assert not found.rows
@@ -264,7 +265,7 @@ def test_a_step_without_products_says_so():
 
 
 @needs("h200")
-def test_the_model_is_left_as_it_was(step):
+def test_the_model_does_not_change(step):
     _, model = step
     assert model.layers[0].compute_dtype == "float32"
     assert type(model.optimizer).__name__ == "Adam"
@@ -284,7 +285,7 @@ def test_a_report_reads_the_same_in_every_form(step, tmp_path):
 
 
 @needs("h200")
-def test_policies_stand_side_by_side():
+def test_policies_are_compared_side_by_side():
     found = tfmix.hardware.compile_for(
         small(), 64, policy=["float32", "mixed_bfloat16"], loss="mae"
     )
@@ -334,13 +335,13 @@ def test_gradients_of_grouped_convolutions_have_a_layer():
         layers = collections.Counter(
             row.layer.split("/")[-1] for row in found.rows
         )
-        # The first takes no gradient of the inputs.
+        # The first layer has no gradient of its inputs.
         assert layers == {"whole": 2, "grouped": 3, "head": 3}
 
 
 @needs("h200")
-def test_a_shape_that_triton_has_no_kernel_for_takes_another():
-    # XLA raises for the products of 192 rows; with a GPU it times others.
+def test_a_shape_without_a_triton_kernel_gets_another():
+    # XLA raises for products of 192 rows. With a GPU it would time others.
     given = keras.Input((12,), dtype="int32")
     x = keras.layers.Embedding(500, 32)(given)
     x = keras.layers.MultiHeadAttention(4, 8)(x, x, use_causal_mask=True)
@@ -350,7 +351,7 @@ def test_a_shape_that_triton_has_no_kernel_for_takes_another():
         model, 16, loss=loss, policy="mixed_bfloat16"
     )
     assert all(row.layer for row in found.rows)
-    # A library's room to work in would be 33 MB.
+    # The library's workspace, which does not count, would be 33 MB.
     assert found.bytes < 20e6
 
 
@@ -366,7 +367,7 @@ def test_a_model_with_adapters_is_compiled():
 
 @needs("h200")
 def test_a_process_that_sets_no_platforms_has_the_compiler():
-    # There JAX asks for all the libraries that programs run with.
+    # In such a process, JAX checks for all libraries that run programs.
     code = """if True:
         import jax, keras, tfmix
         model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(32)])
@@ -395,7 +396,8 @@ def test_each_round_of_a_loop_counts(target):
     found = tfmix.hardware.compile_for(
         model, 32, target, policy="mixed_bfloat16"
     )
-    # Forward, the inputs' and the state's gradients; the data have none.
+    # A round has forward products and gradients of inputs and state. The data
+    # has no gradient.
     rounds = 200 * 32 * (3 * 128) * (2 * 64 + 3 * 128)
     assert found.flops == 2 * (rounds + 3 * 32 * 128 * 8)
     assert found.open_loops == 0
@@ -404,7 +406,7 @@ def test_each_round_of_a_loop_counts(target):
 
 @needs("h200")
 @pytest.mark.skipif(JAX, reason="JAX compiles it")
-def test_what_xla_does_not_compile_is_named():
+def test_ops_that_xla_cannot_compile_are_named():
     model = keras.Sequential(
         [
             keras.Input((8, 8, 3)),
@@ -420,18 +422,18 @@ def test_what_xla_does_not_compile_is_named():
 
 @needs("h200")
 @pytest.mark.skipif(not JAX, reason="Keras rematerializes nothing there")
-def test_what_is_rematerialized_is_counted():
+def test_rematerialized_products_are_counted():
     with keras.RematScope(mode="full"):
         layers = [keras.layers.Dense(512, "gelu") for _ in range(2)]
         model = keras.Sequential([keras.Input((512,)), *layers])
     found = tfmix.hardware.compile_for(model, 8192)
-    # Forward twice; of the gradients the inputs' need none.
+    # There are two forward products. The inputs need no gradient.
     assert found.flops > 5 * 2 * 8192 * 512 * 512
 
 
 @keras.saving.register_keras_serializable("tests")
 class OwnStep(keras.Model):
-    """Trains on a batch as `fit` gives it, with inputs alone or targets."""
+    """Has a custom step, for batches with or without targets."""
 
     def __init__(self, targets, **kwargs):
         super().__init__(**kwargs)
@@ -455,7 +457,7 @@ class OwnStep(keras.Model):
 
 @needs("h200")
 @pytest.mark.parametrize("targets", [False, True])
-def test_a_step_without_a_compiled_loss_takes_what_it_takes_in_fit(targets):
+def test_a_step_without_a_compiled_loss_gets_the_data_of_fit(targets):
     model = OwnStep(targets)
     model.build((None, 64))
     model.compile("sgd")
@@ -481,7 +483,7 @@ def test_several_devices_share_the_batch_and_sum_gradients():
     four = tfmix.hardware.compile_for(model, 256, "h200", devices=4)
     assert 4 * four.flops == one.flops
     assert (one.exchanges, one.exchanged) == (0, 0)
-    # Besides the gradients only the loss is summed.
+    # Only the loss is summed besides the gradients.
     gradients = 4 * model.count_params()
     assert gradients <= four.exchanged <= gradients + 64
 
@@ -493,7 +495,7 @@ def test_several_devices_under_tensorflow_are_refused_with_the_reason():
         tfmix.hardware.compile_for(small(), 256, "h200", devices=2)
 
 
-def test_a_policy_that_no_tpu_runs_is_refused_with_another():
+def test_a_policy_that_tpus_cannot_run_is_refused():
     with pytest.raises(ValueError, match="'mixed_float16'.*mixed_bfloat16"):
         tfmix.hardware.compile_for(small(), 32, "v5e", policy="mixed_float16")
 
@@ -521,7 +523,7 @@ def test_a_batch_that_cannot_be_shared_is_refused():
     ("target", "extra"), [("v5e", "tpu"), ("h200", "nvidia")]
 )
 def test_a_missing_compiler_is_named_with_its_extra(monkeypatch, target, extra):
-    monkeypatch.setattr(compilers, "_is_there", lambda name: name == "jax")
+    monkeypatch.setattr(compilers, "_is_installed", lambda name: name == "jax")
     with pytest.raises(ImportError, match=rf"pip install '\.\[{extra}\]'"):
         tfmix.hardware.compile_for(small(), 32, target)
 
@@ -531,6 +533,6 @@ def test_an_unknown_target_is_refused():
         tfmix.hardware.compile_for(small(), 32, "h20")
 
 
-def test_what_is_no_model_is_refused():
+def test_an_argument_that_is_not_a_model_is_refused():
     with pytest.raises(TypeError, match="model="):
         tfmix.hardware.compile_for(np.zeros(3), 32)

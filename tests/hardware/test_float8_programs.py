@@ -1,4 +1,4 @@
-"""The products of `mixed_float8`, as the compiler makes them."""
+"""The compiled products of `mixed_float8`."""
 
 import collections
 import re
@@ -19,7 +19,7 @@ GPUS = pytest.mark.parametrize("name", ["h100", "h200", "b200"])
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Compiles for a target, whose float8 products are cuBLAS's."""
+    """Returns a function that compiles for a target, with cuBLAS's products."""
     texts = []
     record = compilers._record
 
@@ -51,14 +51,14 @@ def transformer(blocks):
 
 
 def returned(text):
-    """Returns the dtypes of what products of float8 hand out."""
+    """Returns the output dtypes of float8 products."""
     # A long sum is a batch of parts, which are added in float32.
     call = r"%cublas-gemm\S* = \(?(\w+)\["
     call += r"[^\n]*custom_call_target=\"__cublas\$lt\$matmul\$f8"
     found = set(re.findall(call, text))
     for computation in text.split("\n}\n"):
         types = dict(re.findall(r"(%[\w.-]+) = \(?(\w+)\[", computation))
-        # A long sum may be made in parts, which are added in float32.
+        # A long sum may be split into parts, which are added in float32.
         product = r"(%\S+) = .* dot\((%[\w.-]+), %\S+\), lhs_contracting"
         for name, factor in re.findall(product, computation):
             if types[factor].startswith("f8"):
@@ -68,7 +68,7 @@ def returned(text):
 
 @pytest.mark.costly
 @GPUS
-def test_nine_of_ten_operations_of_a_transformer_are_in_float8(compiled, name):
+def test_90_percent_of_a_transformers_operations_are_in_float8(compiled, name):
     with tfmix.policy_scope(EVERY):
         model = transformer(2)
     step, text = compiled(model, ROWS, name, **TRAINED)
@@ -77,9 +77,9 @@ def test_nine_of_ten_operations_of_a_transformer_are_in_float8(compiled, name):
         work[row.dtype] += row.flops
     assert work["float8"] >= 0.9 * work.total()
     assert step.conditionals == 0
-    # Nothing reads and writes float32 to scale and to round it.
+    # Scaling and rounding do not read or write float32.
     assert returned(text) == {"bf16"}
-    # The products of a layer that is chosen: one forward, two backward.
+    # A chosen layer has one forward product and two backward.
     tokens = ROWS * LENGTH
     wide = [
         row
@@ -103,7 +103,7 @@ def test_a_transformer_needs_no_more_memory_than_in_bfloat16(compiled):
             model = transformer(1)
         step, _ = compiled(model, ROWS, "h200", **TRAINED)
         needed[name] = step.memory.temporaries
-    # Of what a layer is given and of its kernel, kept for the gradients.
+    # Layers may keep float8 copies of inputs and kernels for the gradients.
     narrow = [r for r in step.rows if r.dtype == "float8"]
     shapes = [r.shape for r in narrow if r.phase == "forward"]
     copies = sum(m * k + k * n for m, k, n in shapes)
@@ -111,7 +111,7 @@ def test_a_transformer_needs_no_more_memory_than_in_bfloat16(compiled):
 
 
 @GPUS
-def test_two_layers_take_few_kernels_more_than_in_bfloat16(compiled, name):
+def test_two_layers_take_few_more_kernels_than_in_bfloat16(compiled, name):
     kernels = {}
     every = tfmix.Policy("mixed_float8", float8_layers=["Dense"])
     for policy in ("mixed_bfloat16", every):
@@ -121,8 +121,8 @@ def test_two_layers_take_few_kernels_more_than_in_bfloat16(compiled, name):
         step, _ = compiled(model, 4096, name, optimizer="sgd", loss="mse")
         kernels[str(policy)] = step.kernels
     before, after = kernels.values()
-    # Six tensors, each with a pass for its rows' largest numbers, one for the
-    # scales and the cast. Of them the weights are cast in bfloat16, too.
+    # Each of six tensors has a kernel for its rows' largest numbers, one for
+    # the scales and one for the cast. bfloat16 also casts the weights.
     assert after <= before + 14
 
 
@@ -130,7 +130,7 @@ def test_two_layers_take_few_kernels_more_than_in_bfloat16(compiled, name):
 @GPUS
 @pytest.mark.parametrize("tokens", [4096, 16384])
 def test_a_step_of_two_products_takes_few_kernels(name, tokens):
-    """Forward, a squared error, backward and the update: no optimizer."""
+    """A step with a squared error and a plain update, without an optimizer."""
     import jax
 
     if lacking := compilers.missing(target.find(name)):

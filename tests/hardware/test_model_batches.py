@@ -1,4 +1,4 @@
-"""The batch that a model would take, as shapes and dtypes."""
+"""Descriptions of a model's batch by shapes and dtypes."""
 
 import keras
 import numpy as np
@@ -36,14 +36,14 @@ def test_each_output_has_the_targets_of_its_own_loss():
     assert kinds(model) == [((8, 3), "float32"), ((8,), "int32")]
 
 
-def test_a_loss_of_one_output_is_for_that_one():
+def test_a_loss_of_one_output_belongs_to_that_output():
     model = two_outputs(dict)
     model.compile("sgd", loss={"a": CLASSES()})
     assert kinds(model) == {"z": ((8, 3), "float32"), "a": ((8,), "int32")}
 
 
 @pytest.mark.parametrize("loss", [CLASSES(name="kind"), wrapped, "ctc"])
-def test_classes_are_told_by_what_a_loss_takes_not_by_its_name(loss):
+def test_class_targets_are_found_by_trying_the_loss(loss):
     x = keras.Input((20, 4), batch_size=8)
     model = keras.Model(x, keras.layers.Dense(5)(x))
     model.compile("sgd", loss=loss)
@@ -56,7 +56,7 @@ def test_without_a_loss_there_are_no_targets():
     assert model_batches.targets(model, model.output) is None
 
 
-def test_a_loss_that_takes_neither_form_is_refused_with_both():
+def test_a_loss_that_accepts_no_target_is_refused_with_both_forms():
     model = two_outputs(dict)
     model.compile("sgd", loss={"a": refusing})
     message = r"'refusing'.*\(8, 5\), 'float32'.*\(8,\), 'int32'"
@@ -65,7 +65,7 @@ def test_a_loss_that_takes_neither_form_is_refused_with_both():
 
 
 class Subclassed(keras.Model):
-    """Takes the rows of a table, alone or beside numbers."""
+    """Accepts rows of a table, with or without further numbers."""
 
     def build(self, input_shape):
         self.table = self.add_weight(shape=(9, 16), name="table")
@@ -92,7 +92,7 @@ def test_nested_inputs_and_integers_of_a_subclassed_model_are_known(x):
     assert numbers.shape == (8, 16)
 
 
-def test_a_subclassed_model_that_takes_neither_dtype_is_told_what_to_do():
+def test_a_subclassed_model_that_accepts_no_dtype_gets_advice():
     class Refusing(Subclassed):
         def call(self, x):
             if x.shape[0] == 8:

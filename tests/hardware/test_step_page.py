@@ -1,4 +1,4 @@
-"""The page of a compiled step: what made it, and every product."""
+"""The page of a compiled step shows versions and every product."""
 
 import dataclasses
 
@@ -59,12 +59,12 @@ def test_the_page_of_several_policies_has_the_same_head(tmp_path):
     )
     page = page_of(both, tmp_path)
     assert "Model my_model, " in page
-    # The summary has both; then each has its products.
+    # The summary is followed by the products of each policy.
     assert page.count("(8, 16, 24)") == 2
 
 
-def test_a_product_of_integers_is_none_in_float32():
-    # A TPU adds up a mask so.
+def test_a_product_of_integers_does_not_count_as_float32():
+    # A TPU adds up a mask in this way.
     (row,) = STEP.rows
     mask = dataclasses.replace(row, layer="", dtype="int32/pred")
     wide = dataclasses.replace(row, layer="last", dtype="bfloat16/float32")

@@ -1,4 +1,4 @@
-"""The optimizer's step, as an H200 and a v5e run it."""
+"""The optimizer's step, compiled for an H200 and a v5e."""
 
 import math
 
@@ -42,14 +42,14 @@ def compiled(shapes, target, way="tfmix", dtype="float32"):
 
 
 def check(made, program, kernels):
-    """Asserts what a GPU needs to be busy all the time."""
-    assert program.conditionals == 0, "it waits for the host"
+    """Asserts that a GPU is busy all the time."""
+    assert program.conditionals == 0, "the GPU waits for the host"
     assert program.copies <= 4
     assert program.kernels <= kernels, "too many kernels"
     assert made.extra <= 2e6
 
 
-# The bare optimizer takes a kernel for each variable, and one for its counters.
+# An unwrapped optimizer has a kernel per variable, and one for its counters.
 @pytest.mark.parametrize(
     ("shapes", "kernels"),
     [(FEW, 7 + 10), (MANY, 201 + 20)],
@@ -59,7 +59,7 @@ def test_an_h200_neither_waits_nor_copies(shapes, kernels):
     check(*compiled(shapes, "h200"), kernels)
 
 
-def test_lost_bits_cost_no_copy():
+def test_split_masters_add_no_copies():
     _, program = compiled(FEW, "h200", "split", "bfloat16")
     assert program.conditionals == 0
     assert program.copies <= 4
@@ -69,21 +69,21 @@ def test_lost_bits_cost_no_copy():
 @pytest.mark.parametrize(
     ("way", "each"), [("8 bits", 2), ("8 bits, scaled", 4)]
 )
-def test_slots_in_8_bits_are_never_all_in_float32(way, each):
+def test_8_bit_state_is_never_whole_in_float32(way, each):
     made, program = compiled(MANY[:20], "h200", way)
     assert program.conditionals == 0
     assert program.kernels <= each * 20 + 15
-    # Both moments of all of them are 10.5 MB.
+    # Both moments of all variables are 10.5 MB in float32.
     assert made.extra <= 4e6
 
 
-def test_slots_in_8_bits_take_two_kernels_more_for_a_variable():
+def test_8_bit_state_takes_two_more_kernels_per_variable():
     made, program = compiled(FEW, "h200", "8 bits")
     assert program.kernels <= 7 + 2 * len(FEW)
     assert made.extra <= 4e6
 
 
-# TensorFlow takes long to lower many.
+# TensorFlow takes long to lower many variables.
 V5E_MANY = MANY if keras.backend.backend() == "jax" else MANY[:50]
 
 
@@ -98,9 +98,10 @@ def test_a_v5e_accesses_little_more_than_the_gradients_again(shapes, kernels):
     assert program.conditionals == 0
     assert program.kernels <= kernels
     added = made.accessed - bare.accessed
-    # They are in bfloat16.
+    # The gradients are in bfloat16.
     assert added <= 2 * 2 * sum(math.prod(shape) for shape in shapes)
-    # Of many small ones Keras's scaler makes one read under TensorFlow, too.
+    # For many small gradients under TensorFlow, Keras's scaler also needs only
+    # one pass.
     if keras.backend.backend() == "jax" or shapes == FEW:
         by_keras, _ = compiled(shapes, "v5e", "Keras")
         assert added <= (by_keras.accessed - bare.accessed) / 3
@@ -119,14 +120,14 @@ def test_sparse_gradients_are_checked_without_a_loop():
     assert found["tfmix"].kernels <= found["bare"].kernels + 20
 
 
-def test_a_check_of_each_gradient_alone_is_caught(monkeypatch):
+def test_a_separate_check_per_gradient_is_caught(monkeypatch):
     if keras.backend.backend() == "tensorflow":
         monkeypatch.setattr(compilation, "by_xla", lambda: False)
     else:
         monkeypatch.setattr(
             all_finite, "_not_finite_of_a_shape", all_finite.VARIANTS["several"]
         )
-        # JAX may have traced the other.
+        # JAX may have traced the other variant.
         monkeypatch.setattr(
             apply_if_finite, "_not_finite", all_finite.not_finite
         )

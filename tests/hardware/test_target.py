@@ -1,4 +1,4 @@
-"""Accelerators that need not be here: names, grids, descriptions."""
+"""The names, grids and descriptions of accelerators."""
 
 import importlib
 import math
@@ -9,7 +9,7 @@ import tfmix
 from tests import helpers
 from tfmix.hardware import target as targets
 
-pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
+pytestmark = pytest.mark.every_case("each row is a separate rule, and fast")
 
 devices = importlib.import_module("tfmix.policy.devices")
 
@@ -19,7 +19,7 @@ def test_gpus_come_before_tpus():
     assert kinds == ["GPU"] * 13 + ["TPU"] * 4
 
 
-def test_they_print_as_a_table():
+def test_targets_print_as_a_table():
     printed = str(tfmix.hardware.targets())
     (line,) = [one for one in printed.splitlines() if "H200" in one]
     assert line.split()[-4:] == ["989", "989", "1979", "1979"]
@@ -48,7 +48,7 @@ def test_only_gpus_multiply_float16():
 @pytest.mark.parametrize(
     "target", tfmix.hardware.targets(), ids=lambda one: one.name
 )
-def test_auto_and_the_devices_say_what_the_rates_say(target):
+def test_auto_and_the_devices_agree_with_the_rates(target):
     kind, name, capability = target.kind, target.title, target.capability
     device = devices.describe(kind, name, "jax", capability)
     for dtype in ("float16", "bfloat16", "float8"):
@@ -58,7 +58,7 @@ def test_auto_and_the_devices_say_what_the_rates_say(target):
 
 
 @pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e"])
-def test_a_grid_has_as_many_devices_as_were_asked_for(name):
+def test_a_grid_has_the_requested_number_of_devices(name):
     target = targets.find(name)
     for power in range(9):
         sides = targets.topology(target, 2**power).split("x")
@@ -91,7 +91,7 @@ def test_a_grid_that_tpus_do_not_form_is_refused(count):
         ("A100-40GB", "a100-40gb"),
     ],
 )
-def test_the_name_that_a_driver_tells_is_known(told, name):
+def test_the_name_of_a_driver_is_known(told, name):
     assert targets.find(told).name == name
 
 
@@ -105,24 +105,24 @@ def test_the_name_that_a_driver_tells_is_known(told, name):
         ("NVIDIA H100 PCIe", "h100"),
     ],
 )
-def test_a_chip_with_other_figures_is_no_target(told, near):
+def test_a_chip_with_other_figures_is_refused(told, near):
     with pytest.raises(ValueError, match="`target` must be one of") as caught:
         targets.find(told)
     assert str(caught.value).endswith(f"Did you mean {near!r}?")
 
 
 @pytest.mark.parametrize("name", ["", "NVIDIA", "16GB"])
-def test_what_names_no_chip_is_refused(name):
+def test_a_name_of_no_chip_is_refused(name):
     with pytest.raises(ValueError, match="must be one of"):
         targets.find(name)
 
 
-def test_an_unknown_name_is_answered_with_the_nearest():
+def test_an_unknown_name_is_refused_with_the_closest():
     with pytest.raises(ValueError, match="target='v6'.*Did you mean 'v6e'"):
         targets.find("v6")
 
 
-def test_a_target_is_a_name():
+def test_a_target_must_be_a_name():
     with pytest.raises(TypeError, match="target=200 of type int"):
         targets.find(200)
 
@@ -136,7 +136,7 @@ def test_a_gpus_description_holds_its_own_figures():
     assert "{ major: 7 minor: 5 }" in targets.config(targets.find("t4"))
 
 
-# deviceQuery's own numbers: a T4, an A100 and an RTX 5090.
+# deviceQuery printed these numbers for a T4, an A100 and an RTX 5090.
 @pytest.mark.parametrize(
     ("name", "threads", "shared", "block"),
     [
@@ -145,14 +145,14 @@ def test_a_gpus_description_holds_its_own_figures():
         ("rtx5090", 1536, 102400, 101376),
     ],
 )
-def test_a_core_has_what_its_capability_says(name, threads, shared, block):
+def test_a_core_has_the_limits_of_its_capability(name, threads, shared, block):
     text = targets.config(targets.find(name))
     assert f"threads_per_core_limit: {threads}\n" in text
     assert f"shared_memory_per_core: {shared}\n" in text
     assert f"shared_memory_per_block_optin: {block}\n" in text
 
 
-def test_the_guide_says_of_each_gpu_what_auto_is_and_gains():
+def test_the_guide_lists_auto_and_its_gain_for_each_gpu():
     from tests.tree import ROOT  # skips where there is no guide
 
     page = (ROOT / "docs" / "which-policy.md").read_text(encoding="utf-8")

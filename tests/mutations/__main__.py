@@ -1,9 +1,9 @@
 """Puts each fault into a copy of the tree and runs the quick tests there.
 
     python -m tests.mutations            all faults
-    python -m tests.mutations backoff    those whose name contains the word
+    python -m tests.mutations backoff    faults whose name contains the word
 
-A fault that no test notices is reported as green, and the exit status is 1.
+If no test notices a fault, it is reported as green and the exit status is 1.
 """
 
 import os
@@ -22,12 +22,12 @@ BACKENDS = ("tensorflow", "jax")
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv*", ".*_cache", "__pycache__", "build", "dist", "out", "site"
 )
-# All passed; a test failed; the run was stopped by a failure.
+# pytest's exit codes: all tests passed; a test failed, or stopped the run.
 GREEN, RED = 0, (1, 2)
 
 
 def run(tree, backend, *arguments):
-    """Runs the quick tests; returns pytest's status and what it printed."""
+    """Runs the quick tests; returns pytest's status and output."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *arguments],
         cwd=tree,
@@ -56,7 +56,7 @@ def noticed_by(tree, fault):
 
 
 def check_unbroken(tree, faults):
-    """Raises if the files that should notice the faults fail without them."""
+    """Raises an error if the tests for the faults fail without a fault."""
     for backend in BACKENDS:
         files = {
             file

@@ -1,4 +1,4 @@
-"""The faults, and how one is put into a tree."""
+"""The faults, and a method that puts one into a source tree."""
 
 import dataclasses
 import pathlib

@@ -9,7 +9,7 @@ from tests import helpers, sixteen_bit
 from tfmix.optimizers import bfloat16_optimizer, master_weights, noise
 
 COUNT = 100_000
-STEP = 2.0**-7  # from 1.0 to the next bfloat16
+STEP = 2.0**-7  # the gap between 1.0 and the next bfloat16
 
 
 def rounded(value, seed=3, step=0, count=COUNT):
@@ -35,7 +35,7 @@ def test_the_mean_of_many_roundings_is_the_value(share, sign):
 
 
 @pytest.mark.costly
-def test_what_is_a_bfloat16_already_stays():
+def test_bfloat16_numbers_stay():
     for value in (0.0, -0.0, 1.0, -3.5, float("inf"), float("-inf")):
         assert set(to_float64(rounded(value, count=64))) == {value}
     assert np.isnan(to_float64(rounded(float("nan"), count=64))).all()
@@ -74,7 +74,7 @@ def test_training_is_the_same_with_and_without_xla(way):
     final = []
     for jit in (False, True):
         stored = sixteen_bit.variables("bfloat16")
-        # A power of two as rate: the float32 part is exact in any order.
+        # With a power of two as the rate, float32 is exact in any order.
         optimizer = sixteen_bit.WAYS[way](keras.optimizers.SGD(2.0**-6))
         steps = sixteen_bit.gradients(20)
         sixteen_bit.run(optimizer, stored, steps, jit=jit)
@@ -88,14 +88,14 @@ def test_two_assignments_in_a_step_draw_different_bits():
     optimizer = bfloat16_optimizer.BFloat16Optimizer(decay, seed=1)
     optimizer.build([weight])
     optimizer.apply([np.full(COUNT, STEP / 8, "float32")])
-    # 1 - STEP / 4 in the mean; the steps below 1.0 are half as large.
+    # The mean is 1 - STEP / 4. Steps below 1.0 are half as large.
     error = STEP / 2 * np.sqrt(0.25 / COUNT) * 2
     mean = to_float64(weight).mean()
     assert abs(mean - (1 - STEP / 4)) < 4 * error
 
 
 @pytest.mark.parametrize("way", ["stochastic", "split"])
-def test_slots_are_float32(way):
+def test_optimizer_state_is_float32(way):
     stored = sixteen_bit.variables("bfloat16")
     inner = keras.optimizers.Adam()
     sixteen_bit.WAYS[way](inner).build(stored)
@@ -130,7 +130,7 @@ def test_float16_variables_are_refused(way):
         sixteen_bit.WAYS[way](keras.optimizers.SGD()).build(stored)
 
 
-def test_masters_and_bfloat16_do_not_stack():
+def test_masters_and_bfloat16_optimizer_do_not_nest():
     inner = master_weights.MasterWeightOptimizer("sgd")
     with pytest.raises(ValueError, match="cannot wrap MasterWeightOptimizer"):
         bfloat16_optimizer.BFloat16Optimizer(inner)
@@ -138,7 +138,7 @@ def test_masters_and_bfloat16_do_not_stack():
 
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
-def test_sparse_gradients_update_as_dense_ones_do(way):
+def test_sparse_gradients_update_like_dense_ones(way):
     import tensorflow as tf
 
     final = []
@@ -156,7 +156,7 @@ def test_sparse_gradients_update_as_dense_ones_do(way):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("name", ["Adam", "SGD", "Adafactor"])
-def test_bfloat16_slots_take_two_bytes_and_train_alike(name):
+def test_bfloat16_state_takes_two_bytes_and_trains_alike(name):
     steps = [sixteen_bit.gradients(1)[0]] * 30
     wide = sixteen_bit.variables("float32")
     sixteen_bit.run(helpers.make_optimizer(name), wide, steps)
@@ -182,12 +182,12 @@ def test_bfloat16_slots_take_two_bytes_and_train_alike(name):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("name", helpers.optimizers_of_a_kind())
-def test_every_optimizer_takes_bfloat16_slots(name):
+def test_every_optimizer_supports_bfloat16_state(name):
     old = not hasattr(keras.optimizers, "MultiOptimizer")
     if name == "Muon" and old and keras.backend.backend() == "tensorflow":
         pytest.skip("Muon of Keras 3.12 fails by itself under TensorFlow")
     stored = sixteen_bit.variables("bfloat16")
-    # Centered slots are refused.
+    # The state of a centered RMSprop is refused.
     chosen = {"centered": False} if name == "RMSprop" else {}
     inner = helpers.make_optimizer(name, **chosen)
     optimizer = sixteen_bit.WAYS["narrow"](inner)
@@ -201,6 +201,6 @@ def test_every_optimizer_takes_bfloat16_slots(name):
         assert (to_float64(variable) != to_float64(start)).any()
 
 
-def test_float16_slots_are_refused():
+def test_float16_state_is_refused():
     with pytest.raises(ValueError, match="slot_dtype='float16'"):
         bfloat16_optimizer.BFloat16Optimizer("sgd", slot_dtype="float16")

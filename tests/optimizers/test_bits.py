@@ -1,4 +1,4 @@
-"""Float32 comes back from its two halves bit by bit."""
+"""Float32 is split and joined exactly; fingerprints notice changes."""
 
 import hypothesis
 import keras
@@ -24,7 +24,7 @@ def round_trip(word):
 @pytest.mark.costly
 @hypothesis.given(strategies.integers(0, 2**32 - 1))
 @hypothesis.settings(max_examples=200, deadline=None)
-def test_every_number_is_its_two_halves(word):
+def test_every_number_equals_its_two_halves(word):
     number = words(word).view("float32")
     if not np.isnan(number[0]):
         assert round_trip(words(word))[0] == word
@@ -59,7 +59,7 @@ def test_the_upper_half_is_the_nearest_bfloat16():
 
 @pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_fingerprint_tells_a_changed_element_and_a_swap(dtype):
+def test_a_fingerprint_changes_with_an_element_or_a_swap(dtype):
     first = np.arange(1.0, 7.0).reshape(2, 3)
     changed = first.copy()
     changed[1, 1] += 1.0
@@ -75,7 +75,7 @@ def test_a_fingerprint_tells_a_changed_element_and_a_swap(dtype):
 
 
 @pytest.mark.costly
-def test_fingerprints_of_many_compiled_are_those_of_each():
+def test_compiled_fingerprints_of_many_match_those_of_each():
     random = np.random.default_rng(0)
     shapes = [(), (3,), (2, 3), (3,), (0, 2), *[(5, 1)] * 9, (2, 3)]
     tensors = [

@@ -1,4 +1,4 @@
-"""8-bit codes: what they hold, how they round, what they keep."""
+"""8-bit codes: their range, their rounding and their stability."""
 
 import hypothesis
 import keras
@@ -25,7 +25,7 @@ def there_and_back(value, code, noise=NEAREST):
 
 
 def expected(value, code):
-    """The code written in NumPy, a number at a time, rounded to nearest."""
+    """The code in plain NumPy: one number at a time, rounded to nearest."""
     found = np.zeros(value.size, "float64")
     flat = value.ravel().astype("float64")
     for start in range(0, flat.size, eight_bit.BLOCK):
@@ -59,9 +59,9 @@ def expected(value, code):
         fill=strategies.just(0.0),
     )
 )
-def test_it_is_the_code_written_plainly(name, value):
+def test_codes_match_a_plain_numpy_version(name, value):
     code = CODES[name]
-    # What float32 itself holds only as a subnormal may be 0 anywhere.
+    # Numbers that are subnormal in float32 may become 0 on any device.
     value = np.where(np.abs(value) < 2.0**-80, 0, value).astype("float32")
     if not code.signed:
         value = np.abs(value)
@@ -72,13 +72,13 @@ def test_it_is_the_code_written_plainly(name, value):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-def test_what_was_coded_once_keeps_its_bits(code):
+def test_encoding_again_keeps_the_bits(code):
     rng = np.random.default_rng(0)
     value = rng.normal(size=1000) * 10.0 ** rng.uniform(-3, 3, 1000)
     value = np.abs(value) if not code.signed else value
     once = there_and_back(value, code)
     moved = once.copy()
-    # Another scale for the block, the same numbers in it.
+    # The block gets another scale, but its other numbers are the same.
     moved[0] = 64 * np.abs(once).max()
     again = there_and_back(moved, code)
     big = np.abs(once) > moved[0] * 2.0 ** (3 - code.octaves)
@@ -100,7 +100,7 @@ def test_stochastic_rounding_is_right_in_the_mean(code):
     assert rest.mean() == pytest.approx(0.3, abs=0.01 * step)
 
 
-def test_a_second_moment_that_is_not_0_never_becomes_it():
+def test_a_nonzero_second_moment_never_becomes_zero():
     value = np.full(300, 1e-35, "float32")
     value[0] = 1e5
     found = there_and_back(value, eight_bit.UNSIGNED)
@@ -111,7 +111,7 @@ def test_a_second_moment_that_is_not_0_never_becomes_it():
 @pytest.mark.costly
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
-def test_what_is_not_finite_stays_so_in_its_block_alone(bad, code):
+def test_nan_and_infinity_only_affect_their_block(bad, code):
     value = np.ones(600, "float32")
     value[300] = bad
     finite = np.isfinite(there_and_back(value, code))
@@ -131,7 +131,7 @@ def test_the_largest_floats_fit(code):
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 @pytest.mark.parametrize("largest", [0.0, 1e-37, 1e-20, 1.0])
 def test_zero_has_the_code_0(code, largest):
-    # A GPU keeps subnormals, of which Lion would take the sign.
+    # A GPU keeps subnormals, and Lion would use their signs.
     value = ops.convert_to_tensor(np.float32([largest] + [0.0] * 511))
     codes, _ = eight_bit.encode(value, code, ops.convert_to_tensor(NEAREST))
     assert not np.any(ops.convert_to_numpy(codes)[1:])

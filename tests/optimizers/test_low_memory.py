@@ -1,4 +1,4 @@
-"""An optimizer with slots in 8 bits trains as one with float32 slots."""
+"""Training with 8-bit optimizer state matches float32 state."""
 
 import functools
 import itertools
@@ -58,9 +58,9 @@ def coded(optimizer):
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", helpers.quick_are(MODES[-1:], MODES))
 @pytest.mark.parametrize("name", MAKERS)
-def test_it_trains_as_with_float32_slots(name, mode):
+def test_training_matches_float32_state(name, mode):
     if mode == "eager" and name not in ("adam", "momentum"):
-        pytest.skip("the modes differ in how they are compiled, not by slots")
+        pytest.skip("the mode matters for compilation, not for the state")
     model = model_of(low(name), mode)
     losses, expected = fit(model), fit(model_of(MAKERS[name](), mode))
     assert losses[-1] < losses[0]
@@ -80,7 +80,7 @@ PURE = {
 }
 
 
-# One of each kind; the others take half a minute.
+# A quick run has one of each kind. The others take half a minute.
 QUICK = ("masters", "stochastic")
 WAYS = helpers.quick_are(QUICK, PURE)
 
@@ -88,7 +88,7 @@ WAYS = helpers.quick_are(QUICK, PURE)
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", helpers.quick_are(MODES[1:2], MODES[1:]))
 @pytest.mark.parametrize("way", WAYS)
-def test_pure_bfloat16_trains_with_them(way, mode):
+def test_pure_bfloat16_trains_with_8_bit_state(way, mode):
     inner = MAKERS["adam"]()
     optimizer = PURE[way](inner, slot_dtype="int8", seed=3)
     losses = fit(model_of(optimizer, mode, "bfloat16"))
@@ -105,7 +105,7 @@ def test_pure_bfloat16_trains_with_them(way, mode):
         (PURE["stochastic"], "bfloat16", 2),
     ],
 )
-def test_both_moments_of_adam_take_two_bytes_a_weight(make, dtype, total):
+def test_both_moments_of_adam_take_two_bytes_per_weight(make, dtype, total):
     keras.backend.clear_session()
     kernel = keras.Variable(np.ones((512, 512)), dtype=dtype)
     optimizer = make(keras.optimizers.Adam(), slot_dtype="int8")
@@ -139,7 +139,7 @@ def test_a_skipped_step_changes_no_byte(mode, policy):
     assert np.any(before[0] != helpers.snapshot(kept)[0])
 
 
-def test_a_file_goes_on_bit_for_bit(tmp_path):
+def test_a_run_continues_from_a_file_bit_for_bit(tmp_path):
     model = model_of(low())
     fit(model, 1)
     model.save(path := tmp_path / "model.keras")
@@ -156,7 +156,7 @@ def test_a_file_goes_on_bit_for_bit(tmp_path):
 
 @pytest.mark.slow
 @helpers.requires_backend("tensorflow")
-def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
+def test_a_run_continues_from_a_checkpoint_bit_for_bit(tmp_path):
     import tensorflow as tf
 
     model, other = model_of(low()), model_of(low())
@@ -201,25 +201,27 @@ def test_settings_of_the_inner_optimizer_act(settings):
     assert not any("average" in n or "accumulator" in n for n in names)
 
 
-def test_each_step_rounds_by_numbers_of_its_own():
+def test_each_step_rounds_with_new_numbers():
     variable = keras.Variable(np.zeros((64, 64), "float32"))
     optimizer = low("momentum")
     optimizer.build([variable])
     (slot,) = coded(optimizer)
     seen = []
     for _ in range(2):
-        # The same step once more, but its number.
+        # The same step is repeated, only with another number.
         slot.assign(np.zeros((64, 64), "uint8"))
         optimizer.apply([keras.ops.convert_to_tensor(X)], [variable])
         seen.append(keras.ops.convert_to_numpy(slot).astype(int))
     one, later = seen
     assert np.any(one != later)
-    # Next to each other all the same: the gradients were equal.
+    # The gradients were equal, so codes differ by one at most.
     assert np.abs(one - later).max() <= 1
 
 
-def test_the_slots_of_a_variable_round_apart_and_variables_alike(monkeypatch):
-    """So XLA makes a kernel once for all variables of a shape."""
+def test_slots_of_a_variable_differ_in_noise_and_variables_share_it(
+    monkeypatch,
+):
+    """Shared noise lets XLA use one kernel for all variables of a shape."""
     twins = [keras.Variable(np.zeros((64, 64), "float32")) for _ in range(2)]
     optimizer = low("adamw")
     optimizer.build(twins)
@@ -239,7 +241,7 @@ def test_the_slots_of_a_variable_round_apart_and_variables_alike(monkeypatch):
 
 
 @helpers.requires_backend("jax")
-def test_a_cpu_puts_new_codes_in_the_place_of_the_old_ones():
+def test_a_cpu_overwrites_old_codes_with_new_ones():
     import jax
 
     optimizer, variable = low(), keras.Variable(np.ones((64, 64), "float32"))
@@ -256,7 +258,7 @@ def test_a_cpu_puts_new_codes_in_the_place_of_the_old_ones():
 
 
 @pytest.mark.slow
-def test_small_variables_and_embeddings_keep_float32_slots():
+def test_small_variables_and_embeddings_keep_float32_state():
     embedding = keras.layers.Embedding(1000, 8)
     embedding.build()
     dense = keras.layers.Dense(100)
@@ -269,7 +271,7 @@ def test_small_variables_and_embeddings_keep_float32_slots():
     assert {v.shape for v in coded(everything)} == {(1000, 8), (100, 100)}
 
 
-def test_its_config_makes_the_same_again():
+def test_the_config_creates_an_equal_optimizer():
     optimizer = low("lion", slot_dtype=[("head", "float32"), (".", "int8")])
     again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
     assert again.get_config() == optimizer.get_config()
@@ -303,8 +305,8 @@ def test_bad_arguments_are_named(arguments, error, message):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("shapes", [[(64, 64)], [(64, 64), (64,)]])
-def test_slots_of_another_shape_are_refused_by_name(shapes):
-    # Rows and columns may have the shape of a bias.
+def test_state_of_another_shape_is_refused_by_name(shapes):
+    # Adafactor's rows and columns may have the shape of a bias.
     optimizer = low_memory.LowMemoryOptimizer(
         keras.optimizers.Adafactor(), [("", "int8")]
     )
@@ -317,7 +319,7 @@ def test_slots_of_another_shape_are_refused_by_name(shapes):
 @pytest.mark.parametrize(
     ("name", "slot"), [("ScheduleFreeAdamW", "momentum"), ("Ftrl", "linear")]
 )
-def test_slots_that_weights_are_made_of_are_not_rounded(name, slot):
+def test_state_that_weights_are_computed_from_is_not_rounded(name, slot):
     if (kind := getattr(keras.optimizers, name, None)) is None:
         pytest.skip(f"this Keras has no {name}")
     rng = np.random.default_rng(0)
@@ -331,10 +333,10 @@ def test_slots_that_weights_are_made_of_are_not_rounded(name, slot):
             optimizer.apply([keras.ops.full((64, 64), 1e-6)], [variable])
         moved.append(helpers.to_numpy(variable))
     np.testing.assert_allclose(*moved, atol=1e-5)
-    assert len(coded(optimizer)) == 1, f"{slot} is in 8 bits, or nothing is"
+    assert len(coded(optimizer)) == 1, f"{slot} is in 8 bits, or no state is"
 
 
-def test_a_model_called_after_embeddings_is_coded():
+def test_a_model_named_like_embeddings_has_8_bit_state():
     layers = [keras.Input((70,)), keras.layers.Dense(70)]
     model = keras.Sequential(layers, name="embedding_net")
     optimizer = low()
@@ -343,8 +345,8 @@ def test_a_model_called_after_embeddings_is_coded():
 
 
 @pytest.mark.parametrize("slots", ["int8", "bfloat16"])
-def test_slots_that_cannot_be_rounded_apart_are_refused(slots):
-    # The variance is what the square of one slot leaves of the other.
+def test_moments_that_depend_on_each_other_are_refused(slots):
+    # The variance is one moment minus the square of the other.
     inner = keras.optimizers.RMSprop(centered=True)
     if slots == "int8":
         optimizer, dtype = low_memory.LowMemoryOptimizer(inner), "float32"
@@ -356,7 +358,7 @@ def test_slots_that_cannot_be_rounded_apart_are_refused(slots):
 
 
 class Falling(keras.optimizers.Optimizer):
-    """Momentum in a slot that is called what Adam calls its second moment."""
+    """Momentum in a slot with the name of Adam's second moment."""
 
     def build(self, variables):
         if not self.built:
@@ -374,7 +376,7 @@ class Declared(Falling):
     never_negative = ()
 
 
-def test_a_class_with_slots_of_its_own_says_which_are_never_negative():
+def test_a_custom_class_declares_non_negative_moments():
     variables = [keras.Variable(np.zeros((64, 64)), dtype="float32")]
     with pytest.raises(ValueError, match="Write `never_negative ="):
         low_memory.LowMemoryOptimizer(Falling(0.1)).build(variables)
@@ -382,13 +384,13 @@ def test_a_class_with_slots_of_its_own_says_which_are_never_negative():
     optimizer.build(variables)
     for _ in range(2):
         optimizer.apply([keras.ops.ones((64, 64))], variables)
-    # Each weight moves by a slot that is rounded up or down.
+    # Each weight moves by a moment that is rounded up or down.
     mean = np.mean(helpers.to_numpy(variables[0]))
     np.testing.assert_allclose(mean, -0.29, rtol=0.01)
 
 
 @pytest.mark.parametrize("names", [("velocities",), "velocities"])
-def test_a_declared_name_that_is_no_slot_is_refused(names):
+def test_a_declared_name_without_a_slot_is_refused(names):
     kind = type("Misspelt", (Falling,), {"never_negative": names})
     with pytest.raises(ValueError, match=r"velocities.*\['velocity'\]"):
         low_memory.LowMemoryOptimizer(kind(0.1)).build(
@@ -397,7 +399,7 @@ def test_a_declared_name_that_is_no_slot_is_refused(names):
 
 
 class Signs(Falling):
-    """Uses its slot in all the ways that Keras's variables know."""
+    """Uses its slot in all ways that Keras's variables support."""
 
     never_negative = ()
 
@@ -415,7 +417,7 @@ def test_a_slot_can_be_negated_and_indexed():
     np.testing.assert_allclose(variable, 0.9, rtol=1e-6)
 
 
-def test_an_empty_variable_is_left_alone():
+def test_an_empty_variable_is_ignored():
     variables = [keras.Variable(np.zeros((2, 0, 3)), dtype="float32")]
     optimizer = low(slot_dtype=[("", "int8")])
     optimizer.build(variables)
@@ -432,7 +434,7 @@ def test_an_empty_variable_is_left_alone():
         ([("kernel", "int8")], {"embedding", "bias"}),
     ],
 )
-def test_flat_masters_join_what_has_slots_alike(rules, wide):
+def test_flat_masters_group_variables_by_their_state(rules, wide):
     sizes = {"embedding": (100, 64), "kernel": (64, 100), "bias": (100,)}
     variables = [
         keras.Variable(np.zeros(shape), dtype="bfloat16", name=name)
@@ -458,7 +460,7 @@ def test_flat_masters_join_what_has_slots_alike(rules, wide):
 
 
 @pytest.mark.slow
-def test_a_conversion_goes_on_with_them():
+def test_a_conversion_keeps_8_bit_state():
     model, twin = model_of(low()), model_of(MAKERS["adam"]())
     for each in (model, twin):
         fit(each, 1)
@@ -491,7 +493,7 @@ def test_pure_sixteen_bit_is_refused():
         low().build([variable])
 
 
-def test_a_state_of_float32_slots_does_not_fit(tmp_path):
+def test_a_file_with_float32_state_does_not_fit(tmp_path):
     model = model_of(MAKERS["adam"]())
     fit(model, 1)
     model.save_weights(path := tmp_path / "w.weights.h5")

@@ -1,4 +1,4 @@
-"""What the 16-bit optimizers refuse, save, load, export and mirror."""
+"""The 16-bit optimizers check arguments, save, load, export and mirror."""
 
 import keras
 import numpy as np
@@ -39,7 +39,7 @@ def refused(make, error, message):
         (lambda: "no_such", ValueError, "no_such"),
     ],
 )
-def test_what_cannot_be_wrapped_is_refused(inner, error, message):
+def test_an_optimizer_that_cannot_be_wrapped_is_refused(inner, error, message):
     optimizer = inner()
     refused(
         lambda: master_weights.MasterWeightOptimizer(optimizer), error, message
@@ -78,7 +78,7 @@ def test_flat_names_why_an_optimizer_does_not_fit(name, reason):
     refused(lambda: optimizer.build(stored), ValueError, reason)
 
 
-def test_flat_refuses_what_acts_on_one_variable():
+def test_flat_refuses_settings_for_single_variables():
     stored = sixteen_bit.variables("bfloat16")
     clipping = keras.optimizers.SGD(clipnorm=1.0)
     optimizer = master_weights.MasterWeightOptimizer(clipping, flat=True)
@@ -88,7 +88,7 @@ def test_flat_refuses_what_acts_on_one_variable():
     refused(lambda: optimizer.build(stored), ValueError, "'v1' with constr")
 
 
-def test_flat_refuses_an_unknown_update_and_believes_a_declared_one():
+def test_flat_refuses_an_unknown_update_unless_declared():
     class Mine(keras.optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):
             self.assign_sub(variable, gradient)
@@ -104,7 +104,7 @@ def test_flat_refuses_an_unknown_update_and_believes_a_declared_one():
     assert optimizer.built
 
 
-def test_flat_needs_every_gradient_and_says_which_is_missing():
+def test_flat_needs_every_gradient_and_names_missing_ones():
     stored = sixteen_bit.variables("bfloat16")
     optimizer = master_weights.MasterWeightOptimizer("sgd", flat=True)
     optimizer.build(stored)
@@ -168,7 +168,7 @@ def fit(model, epochs=1):
         pytest.param("split", marks=pytest.mark.slow),
     ],
 )
-def test_a_saved_run_goes_on_bit_for_bit(way, tmp_path):
+def test_a_saved_run_continues_bit_for_bit(way, tmp_path):
     model = compiled(way)
     fit(model)
     model.save(tmp_path / "model.keras")
@@ -182,7 +182,9 @@ def test_a_saved_run_goes_on_bit_for_bit(way, tmp_path):
 @pytest.mark.costly
 @TENSORFLOW
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
-def test_a_tensorflow_checkpoint_goes_on_bit_for_bit(way, tmp_path):
+def test_a_run_continues_from_a_tensorflow_checkpoint_bit_for_bit(
+    way, tmp_path
+):
     import tensorflow as tf
 
     states, steps = [], sixteen_bit.gradients(4)
@@ -267,7 +269,7 @@ def test_float32_weights_go_in_and_come_out_without_loss(way, tmp_path):
     assert dtypes == {"bfloat16"}
 
 
-def test_load_float32_takes_a_list_and_says_what_it_needs():
+def test_load_float32_accepts_a_list_and_names_what_it_needs():
     model = compiled("masters")
     weights = [v + 0.001 for v in float32_weights.export_float32(model)]
     float32_weights.load_float32(model, weights)

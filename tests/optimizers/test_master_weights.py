@@ -1,4 +1,4 @@
-"""Masters are the truth: exact, carried everywhere, never stale."""
+"""Master weights are exact, are used everywhere and are never stale."""
 
 import keras
 import numpy as np
@@ -53,7 +53,7 @@ def test_flat_masters_are_exact_op_by_op(name):
     assert sixteen_bit.bits_of(masters) == sixteen_bit.bits_of(expected)
 
 
-def test_only_what_fills_its_registers_is_joined_where_that_matters():
+def test_variables_with_partly_filled_registers_are_not_joined():
     for name, vectors in (("Adam", 1), ("RMSprop", 4)):
         stored = sixteen_bit.variables("bfloat16")
         optimizer = sixteen_bit.WAYS["flat"](helpers.make_optimizer(name))
@@ -64,9 +64,9 @@ def test_only_what_fills_its_registers_is_joined_where_that_matters():
 
 
 # XLA contracts a multiplication and an addition, and orders the terms of a
-# norm or a mean, depending on what else stands in the program. The reciprocal
-# roots of Adagrad and RMSprop, and the powers of Ftrl, depend on where its
-# vector loops end.
+# norm or a mean, depending on the rest of the program. The reciprocal roots of
+# Adagrad and RMSprop, and the powers of Ftrl, depend on where its vector loops
+# end.
 INEXACT_UNDER_JIT = {
     "ScheduleFreeAdamW",
     "Lamb",
@@ -97,15 +97,15 @@ def test_small_updates_add_up(way):
     optimizer.build([weight])
     gradient = np.ones(4096, "float32")
     sixteen_bit.run(optimizer, [weight], [[gradient]] * 512)
-    # 512 updates of 1/4096 are 1/8; each alone is lost to rounding. The
-    # stochastic mean has a standard error of 3e-4 at most.
+    # 512 updates of 1/4096 are 1/8, but rounding would lose each of them. The
+    # mean of stochastic rounding has a standard error of 3e-4 at most.
     mean = float(np.mean(ops.convert_to_numpy(ops.cast(weight, "float32"))))
     assert mean == pytest.approx(0.875, abs=2e-3)
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
-def test_weights_assigned_later_are_taken_over(way):
+def test_masters_follow_weights_assigned_later(way):
     steps = sixteen_bit.gradients(3)
     used = sixteen_bit.variables("bfloat16")
     optimizer = sixteen_bit.WAYS[way](keras.optimizers.SGD(0.1))
@@ -130,7 +130,7 @@ def assert_within_half_a_step(optimizer, variables):
         helpers.assert_close(rounded, ops.cast(variable, "float32"), "float32")
 
 
-def test_variables_that_are_not_16_bit_pass_straight_through():
+def test_variables_that_are_not_16_bit_have_no_masters():
     narrow = keras.Variable(np.ones(2), dtype="bfloat16", name="narrow")
     wide = keras.Variable(np.ones(3), dtype="float32", name="wide")
     optimizer = master_weights.MasterWeightOptimizer(keras.optimizers.SGD(0.5))
@@ -142,7 +142,7 @@ def test_variables_that_are_not_16_bit_pass_straight_through():
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_float16_adam_keeps_epsilon_beta_and_slots(flat):
+def test_float16_adam_keeps_epsilon_beta_and_state(flat):
     weight = keras.Variable(np.full(3, 0.25), dtype="float16", name="w")
     adam = keras.optimizers.Adam(0.001, beta_2=0.9999, epsilon=1e-8)
     optimizer = master_weights.MasterWeightOptimizer(adam, flat=flat)
@@ -160,7 +160,7 @@ def test_float16_adam_keeps_epsilon_beta_and_slots(flat):
 
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
 @pytest.mark.parametrize("by_name", [False, True])
-def test_what_is_excluded_from_weight_decay_stays_excluded(way, by_name):
+def test_excluded_variables_have_no_weight_decay(way, by_name):
     kernel = keras.Variable(np.ones(64), dtype="bfloat16", name="kernel")
     bias = keras.Variable(np.ones(64), dtype="bfloat16", name="bias")
     optimizer = sixteen_bit.WAYS[way](
@@ -250,7 +250,7 @@ def test_attributes_reach_the_inner_optimizer_both_ways():
 
 @pytest.mark.costly
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
-def test_a_skipped_step_moves_nothing(way):
+def test_a_skipped_step_changes_nothing(way):
     stored = sixteen_bit.variables("bfloat16")
     optimizer = tfmix.LossScaleOptimizer(
         sixteen_bit.WAYS[way](keras.optimizers.AdamW(0.1)), 4.0

@@ -1,4 +1,4 @@
-"""The noise of stochastic rounding: even over places and over steps."""
+"""The noise of stochastic rounding is uniform over positions and steps."""
 
 import keras
 import numpy as np
@@ -18,7 +18,7 @@ def numbers(seed=1, stream=0, step=0, shape=(COUNT,)):
 
 
 @pytest.mark.parametrize("step", [0, 1, 10**6, 2**31 - 1])
-def test_it_is_even_over_places(step):
+def test_noise_is_uniform_over_positions(step):
     found = numbers(step=step)
     assert found.mean() == pytest.approx(0.5, abs=0.005)
     assert found.std() == pytest.approx(12**-0.5, abs=0.005)
@@ -27,34 +27,34 @@ def test_it_is_even_over_places(step):
         assert abs(pairs[0, 1]) < 0.02, apart
 
 
-def test_seeds_and_streams_draw_numbers_of_their_own():
+def test_seeds_and_streams_draw_different_numbers():
     one = numbers()
     for other in (numbers(seed=2), numbers(stream=1), numbers(stream=-1)):
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.02
 
 
-def test_any_row_of_steps_is_more_even_than_random_numbers():
+def test_successive_steps_are_more_even_than_random_numbers():
     shape = (64,)
     steps = [numbers(step=step, shape=shape) for step in range(3, 103)]
     ordered = np.sort(steps, axis=0)
     gaps = np.diff(ordered, axis=0)
-    # A hundred random numbers leave gaps up to 0.05, and below 1e-4.
+    # A hundred random numbers would leave gaps of 0.05, and of less than 1e-4.
     assert gaps.max() < 0.02
     assert gaps.min() > 0.005
 
 
 @pytest.mark.costly
-def test_sums_of_rounded_numbers_stray_by_about_one_rounding():
-    # Each step adds a hundredth of the spacing to what is stored in ones.
+def test_sums_of_rounded_numbers_drift_by_one_rounding():
+    # Each step adds 0.01 to stored numbers, which are rounded to integers.
     stored = np.zeros(1000)
     for step in range(400):
         drawn = numbers(step=step, shape=stored.shape)
         stored = np.floor(stored + 0.01 + drawn)
-    # Independent numbers would stray by the root of 400 x 0.01: by 2.
+    # With independent numbers, the sums would drift by the root of 4, by 2.
     assert np.abs(stored - 4).max() <= 1
 
 
-def test_it_is_the_same_in_a_program():
+def test_noise_is_the_same_in_a_compiled_function():
     expected = numbers(shape=(5, 7), step=9)
 
     def draw():

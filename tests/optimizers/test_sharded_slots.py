@@ -1,4 +1,4 @@
-"""Slots in 8 bits of variables that JAX shards: same training, no fetching."""
+"""8-bit state of sharded variables trains alike, and is not fetched (JAX)."""
 
 import functools
 
@@ -36,12 +36,12 @@ WAYS = {
 
 @pytest.fixture
 def sharded():
-    """Kernels by columns over four of eight devices, rows of data over two."""
+    """Shards columns of kernels over four devices, and data over two."""
     mesh = keras.distribution.DeviceMesh(
         (2, 4), ("batch", "model"), keras.distribution.list_devices("cpu")
     )
     layouts = keras.distribution.LayoutMap(mesh)
-    # It fits the paths of slots, too.
+    # The pattern also matches the paths of optimizer state.
     layouts[".*kernel.*"] = (None, "model")
     keras.distribution.set_distribution(
         keras.distribution.ModelParallel(
@@ -89,7 +89,7 @@ def test_a_skipped_step_changes_no_byte_on_any_device(sharded):
     kept = [*model.trainable_variables, *inner.variables]
     before = helpers.snapshot(kept)
     bad = np.where(np.arange(64)[:, None] == 5, np.inf, X)
-    # Keras 3.12 has no `train_on_batch` on several devices.
+    # Keras 3.12 has no `train_on_batch` for several devices.
     model.fit(bad, Y, batch_size=64, verbose=0)
     helpers.assert_unchanged(kept, before)
     assert model.optimizer.skipped_steps == 1
@@ -102,11 +102,11 @@ def test_a_skipped_step_changes_no_byte_on_any_device(sharded):
         ((512, 1024), (None, "model")),
         ((512, 1000), ("model", None)),
         ((500, 1024), (None, "model")),
-        # The kernel of an attention's queries: width, heads, size of a head.
+        # An attention's query kernel has the axes width, heads and head size.
         ((500, 16, 64), (None, "model", None)),
     ],
 )
-def test_no_device_fetches_the_slots_of_others(shape, spec):
+def test_no_device_fetches_the_state_of_others(shape, spec):
     import jax
 
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("model",))
@@ -133,7 +133,7 @@ def test_no_device_fetches_the_slots_of_others(shape, spec):
     results = jax.tree.map(lambda one: one.sharding, (weights, slots))
     stepped = jax.jit(step, donate_argnums=(0, 1), out_shardings=results)
     text = stepped.lower(weights, slots, weights).compile().as_text()
-    # Both moments' sizes of blocks, which all devices keep, and the first one's
-    # sign, which moves the noise.
+    # All devices keep the block sizes of both moments, and exchange the sign
+    # of the first size, which offsets the noise.
     numbers = eight_bit.blocks(shape) + 1
     assert compiled_text.read(text).exchanged <= 2 * 4 * numbers

@@ -1,4 +1,4 @@
-"""What every way to train 16-bit variables does alike, in any order."""
+"""Behaviour that all optimizers of 16-bit variables share."""
 
 import warnings
 
@@ -16,7 +16,7 @@ TENSORFLOW = helpers.requires_backend("tensorflow")
 
 
 def built(way, inner, names="wb"):
-    """An optimizer of one way and ones for it to train."""
+    """Returns an optimizer of one way, built on variables of ones."""
     stored = [
         keras.Variable(np.ones(64), dtype="bfloat16", name=n) for n in names
     ]
@@ -31,7 +31,7 @@ def array(value):
 
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
-def test_weight_decay_can_be_taken_off_after_the_build(way, by_name):
+def test_variables_can_be_excluded_from_decay_after_the_build(way, by_name):
     sgd = keras.optimizers.SGD(0.5, weight_decay=0.5)
     (kernel, bias), optimizer = built(way, sgd, ("kernel", "bias"))
     exclude = optimizer.exclude_from_weight_decay
@@ -41,7 +41,7 @@ def test_weight_decay_can_be_taken_off_after_the_build(way, by_name):
             exclude(**arguments)
         return
     if version.numbers(keras.__version__) >= (3, 16):
-        # Keras itself takes none off then.
+        # Keras itself cannot exclude variables after the build.
         with pytest.raises(ValueError, match="before the optimizer is built"):
             exclude(**arguments)
         return
@@ -50,7 +50,7 @@ def test_weight_decay_can_be_taken_off_after_the_build(way, by_name):
     assert (float(kernel[0]), float(bias[0])) == (0.75, 1.0)
 
 
-def test_setting_one_value_takes_over_what_was_assigned_to_another():
+def test_setting_one_value_keeps_assignments_to_others():
     sgd = keras.optimizers.SGD(2.0**-12)
     (first, second), optimizer = built("split", sgd)
     optimizer.apply([np.ones(64, "float32")] * 2)
@@ -111,7 +111,7 @@ def test_float32_weights_that_do_not_fit_change_nothing():
     assert sixteen_bit.bits_of(model.weights) == before
 
 
-def test_an_optimizer_that_others_built_is_refused_when_it_is_needed():
+def test_an_inner_optimizer_built_later_is_refused():
     inner = keras.optimizers.SGD(momentum=0.9)
     stored = sixteen_bit.variables("bfloat16")
     optimizer = master_weights.MasterWeightOptimizer(inner, split=True)
@@ -132,7 +132,7 @@ def test_a_built_optimizer_in_a_map_is_refused():
         )
 
 
-def test_flat_refuses_clipnorm_that_is_set_after_the_build():
+def test_flat_refuses_clipnorm_set_after_the_build():
     stored, optimizer = built("flat", keras.optimizers.SGD())
     optimizer.clipnorm = 1.0
     with pytest.raises(ValueError, match="clipnorm=1.0"):
@@ -154,9 +154,7 @@ def test_flat_refuses_clipnorm_that_is_set_after_the_build():
         ),
     ],
 )
-def test_a_setting_of_the_same_name_is_left_to_the_inner_optimizer(
-    make, setting
-):
+def test_an_inner_setting_of_the_same_name_does_not_change(make, setting):
     inner = keras.optimizers.SGD()
     setattr(inner, setting, "theirs")
     optimizer = make(inner)
@@ -174,12 +172,12 @@ def test_repeated_rows_of_a_sparse_gradient_are_summed_in_float32(way):
     optimizer.build([table])
     rows = tf.ones((1024, 1), "bfloat16")
     optimizer.apply([tf.IndexedSlices(rows, tf.ones(1024, "int32"), (4, 1))])
-    # In bfloat16 the sum would stop at 256.
+    # A sum in bfloat16 would stop at 256.
     np.testing.assert_array_equal(array(table)[:, 0], [1.0, 0.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("way", sixteen_bit.WAYS)
-def test_a_step_on_some_variables_leaves_the_others(way):
+def test_a_step_on_some_variables_does_not_change_others(way):
     stored, optimizer = built(way, keras.optimizers.SGD(0.5, momentum=0.5))
     if way == "flat":
         with pytest.raises(ValueError, match=r"none for \['w'\]"):

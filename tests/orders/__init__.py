@@ -1,4 +1,4 @@
-"""Random orders of what users do to a model, and laws no order may break."""
+"""Random orders of actions on a model, and laws that no order may break."""
 
 from tests.orders.laws import fresh_dtypes as fresh_dtypes
 from tests.orders.order import Order as Order

@@ -1,4 +1,4 @@
-"""Random orders of what users do to a model, and laws no order may break.
+"""Random orders of actions on a model, and laws that no order may break.
 
 python -m tests.orders [--count 2000] [--seed 0] [--replicas 2]
                        [--modes eager graph xla] [--order JSON]
@@ -29,7 +29,7 @@ def _split_the_cpu():
 
 
 def main(arguments=None):
-    """Runs orders from the command line; 1 if any breaks a law."""
+    """Runs orders from the command line; returns 1 if any breaks a law."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""What holds after each step, and how it is looked at."""
+"""Laws that hold after each step, and functions that inspect a model."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ from tests.orders.order import FROZEN
 
 
 class Broken(AssertionError):
-    """A law that does not hold; the message starts with its letter."""
+    """A broken law; the message starts with its letter."""
 
 
 def law(letter, holds, message=""):
@@ -41,10 +41,10 @@ def fresh_dtypes(kind, policy):
 
 
 def converted_dtypes(kind, policy, before, found):
-    """Returns what a conversion may make, as near to `found` as allowed.
+    """Returns the allowed dtypes of a conversion that are closest to `found`.
 
-    In a model with 16-bit layers a float32 one may stay: somebody may have
-    meant it.
+    In a model with 16-bit layers, float32 layers may stay: they may be
+    deliberate.
     """
     fresh = fresh_dtypes(kind, policy)
     wide = ("float32", "float32")
@@ -57,7 +57,7 @@ def converted_dtypes(kind, policy, before, found):
 
 
 def chain_of(model):
-    """Returns the optimizer and what it wraps, outermost first."""
+    """Returns the optimizer and its inner optimizers, outermost first."""
     chain = [model.optimizer]
     while "inner_optimizer" in vars(chain[-1]):
         chain.append(chain[-1].inner_optimizer)
@@ -88,7 +88,7 @@ def same_state(before, after, what):
 
 @functools.cache
 def keras_before():
-    """Notes each attribute of each module and class of Keras."""
+    """Records each attribute of each module and class of Keras."""
     owners = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] != "keras" or module is None:
@@ -109,7 +109,7 @@ _MISSING = object()
 
 
 def replaced():
-    """Returns whether Keras is as it was, and what is not."""
+    """Returns whether Keras is unchanged, and the changed attributes."""
     different = [
         label
         for label, owner, name, value in keras_before()

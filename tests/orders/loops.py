@@ -1,4 +1,4 @@
-"""A training loop by hand, in TensorFlow and in JAX."""
+"""Custom training loops in TensorFlow and in JAX."""
 
 import keras
 
@@ -6,9 +6,9 @@ from tests.orders.models import small_data
 
 
 def tensorflow_loop(machine, scales=True):
-    """A loop that unscales gradients to log them, then applies them scaled.
+    """A loop that unscales gradients to log them, then applies scaled ones.
 
-    Or one that knows nothing of a scale.
+    Without `scales`, the loop ignores the loss scale.
     """
     import tensorflow as tf
 
@@ -37,7 +37,7 @@ def tensorflow_loop(machine, scales=True):
 
 
 def jax_loop(machine, scales=True):
-    """The same with the functions of Keras that hold no state."""
+    """The same loop with Keras's stateless functions."""
     import jax
 
     model, optimizer = machine.model, machine.model.optimizer

@@ -1,4 +1,4 @@
-"""Takes the steps of an order, and checks the laws after each."""
+"""Runs the steps of an order, and checks the laws after each."""
 
 import contextlib
 import pathlib
@@ -29,18 +29,18 @@ from tests.orders.models import (
 )
 from tests.orders.order import OPTIMIZERS, REFUSES, SIXTEEN, TENSORFLOW, WRAPS
 
-# Those that change neither the model nor what is in force for it.
+# Steps that change neither the model nor its active policy.
 LOOKING = ("check", "scale_monitor", "numerics_monitor")
 PASSIVE = ("guard", "check", "file", "weights")
-# Of one step's update, in float16 and bfloat16 arithmetic against float32.
+# Allowed errors of one update and loss in 16 bit, compared with float32.
 UPDATE_ERROR = 0.3
 LOSS_ERROR = 0.05
-# A scale that is too high halves once per skipped step; from 2**24 to 1.
+# A scale that is too high halves in each skipped step, from 2**24 to 1.
 MOST_SKIPS = 26
 
 
 class Refused(Exception):
-    """A step that tfmix refuses as documented: the order ends."""
+    """A step that tfmix refuses, as documented, which ends the order."""
 
 
 class Machine:
@@ -64,13 +64,13 @@ class Machine:
             made = tfmix.Policy(order.made)
             expected = made.compute_dtype, made.variable_dtype
             law("b", self.dtypes["first"] == expected, f"made {self.dtypes}")
-        # What a model is used under if it does not carry a policy itself.
+        # The policy under which the model is used if it has none itself.
         self.home = order.made
         self.carries = order.made != "float32"
         self.last = tfmix.optimizers.export_float32(self.model)
 
     def run(self):
-        """Runs the whole order; raises at the first law broken."""
+        """Runs the whole order; raises an error at the first broken law."""
         with contextlib.suppress(Refused), self._refusing():
             self.laws("made")
             for step in self.order.steps:
@@ -81,7 +81,7 @@ class Machine:
 
     @contextlib.contextmanager
     def _refusing(self):
-        """Ends the order where an optimizer says it cannot hold a dtype."""
+        """Ends the order if an optimizer refuses a dtype."""
         try:
             yield
         except ValueError as error:
@@ -91,7 +91,7 @@ class Machine:
             raise
 
     def do(self, step):
-        """Takes one step and checks the laws."""
+        """Runs one step and checks the laws."""
         name, *arguments = step.split(":")
         getattr(self, f"_{name}")(*arguments)
         if name != "scope":
@@ -99,9 +99,9 @@ class Machine:
             self.laws(step)
 
     def _check_guard(self):
-        """A guard that was asked for refuses an optimizer that cannot skip.
+        """A guard of the user refuses an optimizer that cannot skip steps.
 
-        Not if a conversion has taken tfmix's own wrapper off.
+        It does not if a conversion has removed tfmix's own wrapper.
         """
         if not self.asked or is_scaled(self.model) or not self.compiled_since:
             return
@@ -165,7 +165,7 @@ class Machine:
         )
 
     def _freeze(self, *layers):
-        # Not by `model.trainable`: in Keras that thaws no layer.
+        # In Keras, `model.trainable = True` does not unfreeze single layers.
         for layer in named_layers(self.model):
             layer.trainable = layer.name not in layers
         self.frozen = set(layers)
@@ -183,7 +183,7 @@ class Machine:
         law("s", *same_state(before, state_of(self.model), "a file"))
 
     def _replace(self, model):
-        """Goes on with another model, whose optimizer nobody gave by hand."""
+        """Continues with another model, whose optimizer is not the user's."""
         self.model, self.undos, self.carries = model, [], False
         self.wrap = "any"
         self.guarded = False
@@ -246,7 +246,7 @@ class Machine:
             tfmix.guard(self.model)
         except ValueError:
             return
-        raise Broken("d: a model was guarded whose optimizer skips nothing")
+        raise Broken("d: the model was guarded, but its optimizer cannot skip")
 
     def _check(self):
         before = state_of(self.model)
@@ -287,8 +287,8 @@ class Machine:
             self._phase(lambda: loop(self), 1, "loop")
 
     def _forget(self):
-        # Where the model scales no gradients they are divided, with a warning:
-        # pure 16-bit weights have gradients of their own dtype.
+        # For models that do not scale gradients, they are divided with a
+        # warning. Pure 16-bit weights have gradients of their own dtype.
         is_pure = self.home in SIXTEEN
         if not is_scaled(self.model) or (self.carries and not is_pure):
             loop = tensorflow_loop if TENSORFLOW else jax_loop
@@ -297,7 +297,7 @@ class Machine:
     # ------------------------------------------------------------- the laws
 
     def laws(self, step):
-        """Checks all of them, of which some train the model."""
+        """Checks all laws; some of the checks train the model."""
         self._check_dtypes()
         self._check_optimizer()
         self._check_weights(step)
@@ -308,7 +308,7 @@ class Machine:
         self._check_dtypes()
 
     def _step(self, bad=False):
-        """Trains on a batch; of two replicas only the last has a bad one."""
+        """Trains on a batch; only the last replica gets a bad one."""
         data, model = small_data(), self.model
         if bad and self.strategy:
             model.make_train_function()
@@ -319,7 +319,7 @@ class Machine:
         return float(logs["loss"])
 
     def _train(self, steps, step=None):
-        """Trains until so many steps were applied; returns the last loss."""
+        """Trains until `steps` steps were applied; returns the last loss."""
         iterations = self.model.optimizer.iterations
         first = number_in(iterations)
         tries, loss = 0, None
@@ -353,7 +353,7 @@ class Machine:
             if "moving" in name[-1] and dtype in SIXTEEN:
                 bound += steps * 2.0**-7 * np.linalg.norm(old)
             elif rounds and dtype in SIXTEEN:
-                # A whole step of the format, up or down.
+                # A rounding may move a weight by a whole step of the format.
                 bound += steps * 2.0**-7 * np.linalg.norm(np.abs(old) + wanted)
             error = np.linalg.norm(moved - wanted)
             law(
@@ -410,12 +410,12 @@ class Machine:
             law("e", ours, "the optimizer is Keras's own scaler")
 
     def _check_weights(self, step):
-        """No step but training moves a weight; a cast may round it."""
+        """Only training changes weights; a cast may round them."""
         now = tfmix.optimizers.export_float32(self.model)
         for variable, old, new in zip(
             self.model.weights, self.last, now, strict=True
         ):
-            # A new optimizer has new masters, made from 16-bit variables.
+            # A new optimizer has new masters, cast from 16-bit variables.
             casts = step.split(":")[0] not in ("global", "scope", *PASSIVE)
             bound = 2.0**-7 * np.abs(old) if casts else 0.0
             right = bool(np.all(np.abs(new - old) <= bound))
@@ -430,7 +430,7 @@ class Machine:
         kept[id(model.optimizer.iterations)] = model.optimizer.iterations
         rest = [*model.non_trainable_variables, *model.metrics_variables]
         if self.guarded:
-            # `train_on_batch` does so by itself.
+            # `train_on_batch` also resets the metrics.
             model.reset_metrics()
             kept |= {id(v): v for v in rest}
         kept = list(kept.values())
@@ -460,7 +460,7 @@ class Machine:
             law("c", equal or not plain, f"{variable.path} differs")
 
     def _at_home(self):
-        """A loaded 16-bit model is compiled under its policy, as one should."""
+        """Opens the policy under which users compile a loaded 16-bit model."""
         if getattr(self, "carries", True) or self.home == "float32":
             return contextlib.nullcontext()
         return tfmix.policy_scope(self.home)

@@ -1,4 +1,4 @@
-"""The small models of the orders, their data, and their float32 baseline."""
+"""Small models for the orders, their data, and a float32 baseline."""
 
 import functools
 import types
@@ -13,7 +13,7 @@ from tests.orders.order import FROZEN, OPTIMIZERS
 
 @keras.saving.register_keras_serializable(package="tests.orders")
 class Own(keras.Model):
-    """The same layers, in a `call`."""
+    """A subclassed model with the same layers."""
 
     def __init__(self, parts=None, **kwargs):
         super().__init__(**kwargs)
@@ -39,7 +39,7 @@ class Own(keras.Model):
 
 def layers_of_all():
     return (
-        # A bias before BatchNormalization has no gradient but noise.
+        # A bias before BatchNormalization would only have noise as gradient.
         keras.layers.Dense(4, use_bias=False, name="first"),
         keras.layers.BatchNormalization(momentum=0.9, name="bn"),
         keras.layers.Dense(2, name="last"),
@@ -56,7 +56,7 @@ def make_model(kind):
         tanh = keras.layers.Activation("tanh", name="tanh")
         layers = [first, bn, tanh, last]
         if kind == "functional":
-            # Its head computes in 16 bit, a sequential one's in float32.
+            # This head computes in 16 bit, and a sequential model's in float32.
             layers.append(tfmix.float32_output(name="out"))
             inputs = outputs = keras.Input((4,))
             for layer in layers:
@@ -97,7 +97,7 @@ def replica_batches():
 
 
 class Baseline:
-    """The same training in float32, by Keras alone."""
+    """The same training in float32, in plain Keras."""
 
     _models = {}
 
@@ -108,7 +108,7 @@ class Baseline:
 
     @classmethod
     def prepare(cls):
-        """Compiles all models while no policy is in force."""
+        """Compiles all models while no policy is active."""
         for name, make in OPTIMIZERS.items() if not cls._models else ():
             for frozen in (None, *FROZEN):
                 model = make_model("sequential")

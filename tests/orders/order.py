@@ -1,4 +1,4 @@
-"""An order: how a model is made, and what is done to it then."""
+"""An order: how a model is created, and the steps that follow."""
 
 import dataclasses
 import functools
@@ -13,9 +13,9 @@ TENSORFLOW = keras.backend.backend() == "tensorflow"
 SIXTEEN = ("float16", "bfloat16")
 POLICIES = ("mixed_float16", "mixed_bfloat16", *SIXTEEN, "O1", "O2")
 KINDS = ("sequential", "functional", "subclassed")
-# Slots in 8 bits, of variables as small as these, too.
+# These variables are small, so 8-bit state needs a rule for all variables.
 EIGHT_BITS = {"slot_dtype": [("", "int8")], "seed": 3}
-# What stands around the optimizer that a user gives, inside of the scaler.
+# Wrappers of the user's optimizer, inside of the loss scaler.
 WRAPS = {
     "bare": None,
     "scaled": None,
@@ -32,22 +32,22 @@ WRAPS = {
         tfmix.optimizers.MasterWeightOptimizer, **EIGHT_BITS
     ),
 }
-# The dtypes of variables that those refuse.
+# The dtypes of variables that some wrappers refuse.
 REFUSES = {
     **dict.fromkeys(("split", "stochastic"), ("float16",)),
     "low": SIXTEEN,
-    # It may be any of these.
+    # "any" may be any of these.
     "any": SIXTEEN,
 }
 FROZEN = ("first", "bn", "last")
-# So small that a 16-bit weight without a master stays where it is.
+# The updates are so small that a 16-bit weight without a master never changes.
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(1e-3),
     "momentum": lambda: keras.optimizers.SGD(1e-3, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(1e-3),
 }
-# Drawn as often as they stand here. A step that has no meaning where it
-# stands (an undo without a conversion) does nothing.
+# A step is drawn as often as it is listed. A step without a meaning at its
+# place (an undo without a conversion) does nothing.
 STEPS = (
     *(f"apply:{policy}" for policy in POLICIES),
     *(f"apply:{policy}" for policy in POLICIES[:4]),
@@ -66,13 +66,13 @@ STEPS = (
     *["log"] * 2,
     *["forget"] * 2,
 )
-# Of the steps after a conversion.
+# The share of undo among the steps after a conversion.
 UNDO_SHARE = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """How a model is made, and what is done to it then."""
+    """The settings of a model, and the steps that follow."""
 
     steps: tuple[str, ...]
     kind: str = "sequential"
@@ -81,7 +81,7 @@ class Order:
     wrap: str = "bare"
     mode: str = "eager"
     replicas: int = 1
-    # Whether conversions stand inside of the strategy's scope.
+    # True if conversions are inside of the strategy's scope.
     inside: bool = True
 
     def __str__(self):
@@ -98,7 +98,7 @@ def draw(rng, replicas=1, modes=None):
     weights = {"eager": 82, "graph": 12, "xla": 6}
     modes = modes or [m for m in weights if _runs(m, replicas)]
     mode = rng.choice([m for m in modes for _ in range(weights[m])])
-    # Each conversion and `compile` has a graph traced anew.
+    # Each conversion and each `compile` needs a new trace.
     longest = 6 if mode == "eager" else 3
     steps = []
     for _ in range(rng.randint(1, longest)):
@@ -118,11 +118,11 @@ def draw(rng, replicas=1, modes=None):
 
 
 def _runs(mode, replicas):
-    # Keras's own replicas do not run under XLA on a CPU; JAX always does.
+    # TensorFlow cannot run replicas under XLA on a CPU. JAX always uses XLA.
     return mode != "xla" or (TENSORFLOW and replicas == 1)
 
 
 def numbered(number, seed=0, replicas=1, modes=None):
-    """Returns the order of a number; the same for a seed, always."""
+    """Returns the order of a number; it is always the same for a seed."""
     rng = random.Random(f"{seed}/{number}")
     return draw(rng, replicas, modes)

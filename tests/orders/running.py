@@ -1,4 +1,4 @@
-"""Runs orders, one or many, and shrinks what breaks a law."""
+"""Runs orders, and shrinks those that break a law."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ from tests.orders.order import Order, numbered
 
 
 def run(order):
-    """Runs an order; raises what it breaks. Leaves no policy behind."""
+    """Runs an order, and restores the policy; raises an error for a break."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", RuntimeWarning)
@@ -32,7 +32,7 @@ def run(order):
 
 
 def failure(order):
-    """Returns in a line what an order breaks; an empty string if nothing."""
+    """Returns one line about the broken law; an empty string if none is."""
     try:
         run(order)
     except Exception as error:
@@ -52,13 +52,13 @@ def _gist(error):
 
 
 def kind_of(text):
-    """Returns what two failures with one cause have in common."""
+    """Returns the part of a message that failures of one cause share."""
     head = re.sub(r"[-+]?\d[\d.e+-]*|'[^']*'|\"[^\"]*\"", "#", text)
     return head[:90]
 
 
 def shrunk(order):
-    """Returns the smallest order found that still breaks the same."""
+    """Returns the smallest order found that still breaks the same law."""
     wanted = kind_of(failure(order))
     changed = True
     while changed and wanted:
@@ -71,7 +71,7 @@ def shrunk(order):
 
 
 def _smaller(order):
-    """Yields orders with a step less or a plainer setting."""
+    """Yields orders with one step fewer or a simpler setting."""
     for index in range(len(order.steps)):
         steps = order.steps[:index] + order.steps[index + 1 :]
         yield dataclasses.replace(order, steps=steps)

@@ -1,4 +1,4 @@
-"""Hardware facts lead to the policy the documentation promises."""
+"""Hardware facts lead to the documented policy."""
 
 import dataclasses
 import importlib
@@ -34,7 +34,7 @@ AMX = cpu({"amx_bf16"})
         ((AMX,), "mixed_bfloat16"),
         ((cpu({"sse", "avx512_bf16"}),), "mixed_bfloat16"),
         ((cpu({"avx512f", "amx_tile"}),), "float32"),
-        # XLA widens a product that returns bfloat16.
+        # XLA computes a bfloat16 product in float32.
         ((cpu({"amx_bf16"}, "jax"),), "float32"),
         ((gpu((6, 1)), AMX), "float32"),
         ((gpu((7, 5)), AMX), "mixed_float16"),
@@ -63,7 +63,7 @@ def test_the_reason_names_the_device_and_its_capability():
     assert "weakest of 2" in reason
 
 
-def test_an_unknown_capability_is_said_to_be_unknown():
+def test_an_unknown_capability_is_reported_as_unknown():
     assert "unknown" in devices.suited_policy((gpu(None),))[1]
 
 
@@ -84,16 +84,14 @@ def test_a_cpu_is_not_fast_by_itself_and_has_no_capability():
     [
         ("processor : 0\nflags\t\t: fpu amx_bf16 sse\n", True),
         ("flags : fpu avx512_bf16\n", True),
-        # ARM's word for the line, and a name that only looks alike.
+        # ARM names the line differently, and a model name may look alike.
         ("Features : fp asimd bf16\n", False),
         ("flags : fpu\nmodel name : amx_bf16\n", False),
         ("", False),
         (None, False),
     ],
 )
-def test_a_cpus_units_are_read_where_linux_tells_them(
-    text, found, monkeypatch, tmp_path
-):
+def test_a_cpus_units_are_read_from_linux(text, found, monkeypatch, tmp_path):
     monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
     file = tmp_path / "cpuinfo"
     if text is not None:
@@ -166,7 +164,7 @@ def test_tensorflow_gpus_are_read_with_their_details(monkeypatch):
     assert found == devices.describe("GPU", "Tesla T4", "tensorflow", (7, 5))
 
 
-def test_auto_says_why_in_one_line_where_it_takes_float32(caplog, monkeypatch):
+def test_auto_warns_in_one_line_if_it_is_float32(caplog, monkeypatch):
     monkeypatch.setattr(devices, "devices", lambda: (CPU,))
     caplog.set_level("INFO", "absl")
     names = {devices.auto_policy() for _ in range(2)}
@@ -178,7 +176,7 @@ def test_auto_says_why_in_one_line_where_it_takes_float32(caplog, monkeypatch):
     )
 
 
-def test_auto_says_it_of_16_bit_to_who_asks(caplog, monkeypatch):
+def test_auto_logs_16_bit_at_level_info(caplog, monkeypatch):
     suited = "mixed_float16", "a T4"
     monkeypatch.setattr(devices, "suited_policy", lambda found: suited)
     caplog.set_level("INFO", "absl")
@@ -190,7 +188,7 @@ def test_auto_says_it_of_16_bit_to_who_asks(caplog, monkeypatch):
     )
 
 
-def test_the_list_prints_as_a_table_and_shows_itself_in_a_notebook():
+def test_devices_print_as_a_table_also_in_a_notebook():
     found = devices.devices()
     assert isinstance(found, tuple)
     assert "not faster" in str(found)

@@ -1,4 +1,4 @@
-"""Layer rules: what an item may be, and what it matches."""
+"""Layer rules: their allowed items, and the layers that match."""
 
 import sys
 
@@ -10,7 +10,7 @@ import tfmix
 from tests import helpers
 from tfmix.policy import float32_layers
 
-# The public function of that name hides the module.
+# The public function `devices` hides the module.
 devices = sys.modules["tfmix.policy.devices"]
 
 
@@ -40,14 +40,14 @@ def test_an_item_matches_class_name_or_whole_path(item, name, path, expected):
 @pytest.mark.parametrize(
     "name", ["GroupQueryAttention", "AvgPool2D", "Convolution2D"]
 )
-def test_a_layer_is_known_by_every_name_keras_exports_it_under(name):
+def test_a_layer_matches_every_name_that_keras_exports(name):
     layer_class = getattr(keras.layers, name)
     assert layer_class.__name__ != name
     assert float32_layers.matches(name, layer_class, "x")
     assert not float32_layers.matches(name, keras.layers.Dense, "x")
 
 
-def test_a_class_rule_takes_subclasses_too():
+def test_a_class_rule_covers_subclasses():
     class MyDense(keras.layers.Dense):
         pass
 
@@ -72,7 +72,7 @@ def test_wrong_items_are_refused(items, error, message):
         float32_layers.resolve(items)
 
 
-def test_a_layer_in_place_of_its_class_is_told_what_to_write():
+def test_a_layer_instead_of_its_class_is_refused_with_advice():
     with pytest.raises(TypeError, match="Name its class or its name"):
         float32_layers.resolve([keras.layers.Dense(1)])
 
@@ -86,12 +86,12 @@ def test_defaults_can_be_extended_and_shortened():
     assert "Softmax" in float32_layers.default_float32_layers()
 
 
-def test_removing_what_is_not_there_suggests_what_is():
+def test_removing_an_unknown_name_suggests_the_closest():
     with pytest.raises(ValueError, match="Did you mean 'Softmax'"):
         float32_layers.default_float32_layers(remove=["softmax"])
 
 
-def test_adding_what_is_there_is_an_error():
+def test_adding_a_name_twice_is_an_error():
     with pytest.raises(ValueError, match="twice"):
         float32_layers.default_float32_layers(add=["Softmax"])
 
@@ -102,7 +102,7 @@ def test_every_default_rule_has_a_reason_and_names_a_class_once():
     assert all(rule.why for rule in float32_layers.DEFAULT_LAYER_RULES)
 
 
-def test_only_what_is_no_plain_name_waits_for_a_path():
+def test_only_expressions_need_a_path():
     assert float32_layers.needs_path(["net/.*"])
     assert not float32_layers.needs_path(
         ["Softmax", "head", keras.layers.Dense]
@@ -111,9 +111,7 @@ def test_only_what_is_no_plain_name_waits_for_a_path():
 
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("kind", ["CPU", "GPU"])
-def test_max_pooling_of_volumes_is_float32_where_no_kernel_is(
-    kind, monkeypatch
-):
+def test_max_pooling_of_volumes_is_float32_without_a_kernel(kind, monkeypatch):
     listed = devices.Devices([devices.describe(kind, "one", "tensorflow")])
     monkeypatch.setattr(devices, "devices", lambda: listed)
     expected = {"CPU": "float32", "GPU": "float16"}[kind]

@@ -1,4 +1,4 @@
-"""The default list of ops: the measurement, the guide and the old names."""
+"""The default list of ops agrees with the measurement and the guide."""
 
 import json
 import pathlib
@@ -25,14 +25,14 @@ def measured():
     return worth
 
 
-def test_the_default_list_is_what_the_measurement_on_record_justifies():
+def test_the_recorded_measurement_justifies_the_default_list():
     worth = measured()
     assert set(worth) == set(layer_ops.CASES)
-    # No layer calls these; see `DEFAULT_FLOAT32_OPS`.
+    # No layer calls the excluded ones; see `DEFAULT_FLOAT32_OPS`.
     called = {name for name in worth if not name.startswith("nan")}
     justified = {name for name in called - {"exp2", "psnr"} if worth[name]}
-    # The record has results. This one is there for its gradient, which is
-    # infinite in float16 below 6e-4.
+    # The record has errors of results. `rsqrt` is on the list for its
+    # gradient, which is infinite in float16 below 6e-4.
     assert set(float32_ops.DEFAULT_FLOAT32_OPS) == justified | {"rsqrt"}
 
 
@@ -42,7 +42,7 @@ def test_every_default_op_is_in_the_guide():
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
-def test_what_was_measured_and_left_out_can_be_asked_for():
+def test_an_omitted_op_can_be_added():
     others = [
         name
         for name in layer_ops.CASES

@@ -1,4 +1,4 @@
-"""The table of levels in the documentation is the one in the code."""
+"""The table of levels in the documentation matches the code."""
 
 from tests.tree import ROOT
 from tfmix.policy import float32_layers
@@ -16,7 +16,7 @@ def test_every_level_has_a_row():
     assert set(table()) == set(float32_layers.LEVELS)
 
 
-def test_rows_say_what_the_levels_do():
+def test_rows_match_the_levels():
     for name, cells in table().items():
         level = float32_layers.LEVELS[name]
         assert cells[1].startswith(f"`{level.policy}`")

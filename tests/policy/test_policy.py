@@ -1,4 +1,4 @@
-"""`Policy`: names, rules, and how it stands in Keras's eyes."""
+"""`Policy`: its names and rules, and how Keras treats it."""
 
 import copy
 import json
@@ -12,7 +12,7 @@ import tfmix
 from tfmix.policy import float32_layers, names
 from tfmix.policy import policy as policies
 
-pytestmark = pytest.mark.every_case("each row is a rule of its own, and fast")
+pytestmark = pytest.mark.every_case("each row is a separate rule, and fast")
 
 Policy = policies.Policy
 
@@ -37,7 +37,7 @@ UNUSUAL = {
         ("O3", "float16", "float16"),
     ],
 )
-def test_a_name_says_which_dtypes_are_used(name, compute, variable):
+def test_a_name_decides_the_dtypes(name, compute, variable):
     policy = Policy(name)
     assert (policy.compute_dtype, policy.variable_dtype) == (compute, variable)
 
@@ -66,7 +66,7 @@ def test_auto_becomes_the_policy_of_this_machine(monkeypatch):
         ("fp32", "float32"),
     ],
 )
-def test_a_wrong_name_is_met_with_the_nearest_and_all_allowed(name, meant):
+def test_a_wrong_name_is_refused_with_the_closest_and_all_names(name, meant):
     with pytest.raises(ValueError, match="must be one of") as error:
         Policy(name)
     text = str(error.value)
@@ -78,25 +78,25 @@ def test_a_wrong_name_is_met_with_the_nearest_and_all_allowed(name, meant):
 @pytest.mark.parametrize(
     "name", ["int8", "bool", "string", "uint8", "float64", "float8", ""]
 )
-def test_dtypes_that_are_no_policy_are_refused(name):
+def test_dtypes_that_are_not_a_policy_are_refused(name):
     with pytest.raises(ValueError, match="must be one of"):
         Policy(name)
 
 
 @pytest.mark.parametrize("name", [None, 16, np.float16, np.dtype("float16")])
-def test_what_is_no_string_is_refused(name):
+def test_a_name_that_is_not_a_string_is_refused(name):
     with pytest.raises(TypeError, match="must be a string, one of"):
         Policy(name)
 
 
 @pytest.mark.parametrize("name", ["int4", "bool", "double", ""])
-def test_no_name_is_guessed_that_is_not_near(name):
+def test_a_distant_name_is_not_suggested(name):
     with pytest.raises(ValueError, match="must be one of") as error:
         Policy(name)
     assert "Did you mean" not in str(error.value)
 
 
-def test_a_numpy_dtype_is_told_both_names_it_could_mean():
+def test_a_numpy_dtype_is_refused_with_both_possible_names():
     with pytest.raises(TypeError, match="'mixed_float16', or pure 'float16'"):
         Policy(np.float16)
 
@@ -178,7 +178,7 @@ def test_the_representation_can_be_run():
         ),
         ({"float32_layers": ["head"]}, "float32_layers=['head']"),
         ({"float32_ops": []}, "float32_ops=[]"),
-        # Not the order of the default list.
+        # The order differs from the default list's.
         (
             {"float32_layers": ["a", *tfmix.Policy.default_float32_layers()]},
             f"float32_layers={['a', *tfmix.Policy.default_float32_layers()]!r}",
@@ -191,7 +191,7 @@ def test_the_representation_names_what_is_not_default(settings, shown):
     assert eval(repr(policy), {"Policy": Policy, "tfmix": tfmix}) == policy
 
 
-def test_a_layer_that_was_given_a_policy_is_saved_as_plain_keras():
+def test_a_layer_with_a_policy_is_saved_as_plain_keras():
     layer = keras.layers.Dense(2, dtype=Policy("mixed_float16", **UNUSUAL))
     assert layer.get_config()["dtype"] == {
         "module": "keras",
@@ -201,7 +201,7 @@ def test_a_layer_that_was_given_a_policy_is_saved_as_plain_keras():
     }
 
 
-def test_a_policy_is_both_ours_and_kerass():
+def test_a_policy_is_of_our_class_and_of_kerass():
     policy = Policy("mixed_float16")
     assert isinstance(policy, Policy)
     assert isinstance(policy, keras.DTypePolicy)
@@ -214,7 +214,7 @@ def test_a_float32_policy_has_no_reason_to_keep_anything(name):
     assert Policy(name).why_float32(layer, "softmax") is None
 
 
-def test_reasons_tell_our_rule_from_the_users():
+def test_reasons_distinguish_our_rules_from_the_users():
     policy = Policy("mixed_float16", float32_layers=["Softmax", "head.*"])
     ours = policy.why_float32(keras.layers.Softmax, "softmax")
     users = policy.why_float32(keras.layers.Dense, "head_2")
@@ -255,7 +255,7 @@ def test_level_one_lets_only_matmuls_compute_in_16_bit():
         ),
     ],
 )
-def test_any_policy_of_kerass_has_rules_of_its_compute_dtype(policy, name):
+def test_any_keras_policy_has_the_rules_of_its_compute_dtype(policy, name):
     assert policies.with_rules(policy) == Policy(name)
 
 
@@ -280,17 +280,17 @@ def test_every_level_of_the_table_is_a_name():
     ],
     ids=repr,
 )
-def test_a_configuration_gives_the_same_policy_back(policy):
+def test_a_configuration_restores_the_same_policy(policy):
     config = policy.get_config()
     for given in (config, copy.deepcopy(config)):
         again = policies.Policy.from_config(given)
         assert again == policy
         assert repr(again) == repr(policy)
-    # Plain Keras reads it, too.
+    # Plain Keras can read it as well.
     assert config == {"name": policy.name}
     assert keras.DTypePolicy.from_config(config).name == policy.name
     config["name"] = "mixed_bfloat16"
     assert policies.Policy.from_config(config).name == "mixed_bfloat16"
-    # What comes from a file has the name alone.
+    # A file only keeps the name.
     bare = json.loads(json.dumps(policy.get_config()))
     assert policies.Policy.from_config(bare) == policies.Policy(policy.name)

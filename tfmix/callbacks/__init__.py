@@ -1,4 +1,4 @@
-"""Callbacks that show what loss scaling and 16-bit numbers do in `fit`."""
+"""Callbacks that monitor loss scaling and 16-bit numbers during `fit`."""
 
 from tfmix.callbacks.loss_scale_monitor import LossScaleMonitor
 from tfmix.callbacks.numerics_monitor import NumericsMonitor

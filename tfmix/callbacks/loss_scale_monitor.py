@@ -23,14 +23,15 @@ class Reading:
 
     Attributes:
         step: Training steps that the monitor has seen.
-        loss_scale: What losses are multiplied by; of several optimizers, as
-            a GAN has them, the lowest.
-        applied_steps: Steps applied over the optimizers' lives, all together.
-        skipped_steps: Steps skipped over them.
-        consecutive_skips: Steps skipped since the last one that was applied;
-            of several optimizers, the most.
-        gradient_norm: Of the true gradients of the last steps that were
-            applied, all together; `None` if it was not asked for.
+        loss_scale: The optimizer's loss scale; with several optimizers, as in
+            a GAN, the lowest.
+        applied_steps: Steps applied since the optimizers were created, all
+            optimizers together.
+        skipped_steps: Steps skipped in that time.
+        consecutive_skips: Steps skipped since the last applied one; with
+            several optimizers, the most.
+        gradient_norm: The norm of the unscaled gradients of the last applied
+            steps, all optimizers together; `None` if it is not recorded.
     """
 
     step: int
@@ -42,44 +43,44 @@ class Reading:
 
 
 class LossScaleMonitor(skip_report.SkipWatch):
-    """Puts loss scale and skipped steps where the loss is shown.
+    """Shows the loss scale and the skipped steps next to the loss.
 
-    Add it to every `fit` with a `tfmix.LossScaleOptimizer`, or several of
-    them as attributes of a model with a `train_step` of its own. A line at the
-    start says what the run computes in; the progress bar and the epoch's
-    logs, hence `History`, gain `loss_scale` and `skipped_steps`, the logs
-    `applied_steps` as well. A run in which no step is applied any more is
-    stopped with the diagnosis. Put it before `keras.callbacks.TensorBoard` and
-    `CSVLogger` in the list of callbacks, which then write these numbers: Keras
-    calls them in that order.
+    Add it to every `fit` with a `tfmix.LossScaleOptimizer`, or with a model
+    that has several of them as attributes and its own `train_step`. A line at
+    the start describes the dtypes of the run. The progress bar and the epoch's
+    logs, and so `History`, gain `loss_scale` and `skipped_steps`; the logs
+    gain `applied_steps` as well. A run that no longer applies any step is
+    stopped with a diagnosis. Put the monitor before
+    `keras.callbacks.TensorBoard` and `CSVLogger` in the list of callbacks, so
+    that they write these numbers: Keras calls callbacks in that order.
 
     Args:
         every: Integer, steps between two readings. A reading copies a few
             scalars to the host and waits for the running step, so it is not
-            made in each. Defaults to `100`; there is one more at the end of
-            each epoch.
-        max_consecutive_skips: Integer, steps skipped in a row after which
-            the run is stopped. Defaults to `50`: from the highest scale, 24
-            halvings lead to the floor.
+            taken in every step. Defaults to `100`; one more is taken at the
+            end of each epoch.
+        max_consecutive_skips: Integer, skipped steps in a row after which
+            the run is stopped. Defaults to `50`: it takes 24 halvings to get
+            from the highest scale to the lowest.
         alarm_after: Integer, steps without an applied update after which a
             warning is logged. Defaults to `max_consecutive_skips`.
-        gradient_norm: Bool, whether to show `gradient_norm`, too: the norm of
-            the last applied step's gradients, all variables and all replicas
-            together, divided by the loss scale and not clipped. NaN in the
-            logs of an epoch before the first such step. Each step then reads
-            its gradients once more, in later calls of `fit`, too, until the
-            model is compiled anew. Defaults to `False`.
+        gradient_norm: Bool, whether to show `gradient_norm` as well: the norm
+            of the last applied step's gradients, over all variables and
+            replicas, unscaled and not clipped. It is NaN in the logs before
+            the first such step. Each step then reads its gradients once more,
+            also in later calls of `fit`, until you compile the model again.
+            Defaults to `False`.
 
     Attributes:
-        timeline: List of `Reading`, which `plot` draws.
-            Their steps are the optimizer's, which a resumed run goes on with;
-            the first is made before the first step.
+        timeline: List of `Reading`, which `plot` draws. The first is taken
+            before the first step. They count the optimizer's steps, so the
+            count continues when a run is resumed.
 
     Raises:
         TypeError: If a number is not an integer, or `gradient_norm` not a
             bool; in `fit`, if the optimizer is Keras's own loss scaler.
         ValueError: If a number is below 1; in `fit`, if `gradient_norm` is
-            asked for and the optimizer accumulates gradients.
+            `True` and the optimizer accumulates gradients.
         tfmix.LossScaleError: In `fit`, when the run is stuck.
 
     Examples:
@@ -87,8 +88,8 @@ class LossScaleMonitor(skip_report.SkipWatch):
         []
     """
 
-    # Keras keeps its asynchronous dispatch: `on_train_batch_end` below only
-    # copies three numbers that the host already has.
+    # This keeps Keras's dispatch asynchronous: `on_train_batch_end` below only
+    # copies three numbers that are on the host already.
     async_safe = True
 
     def __init__(
@@ -114,36 +115,37 @@ class LossScaleMonitor(skip_report.SkipWatch):
         self.gradient_norm = gradient_norm
         self.timeline: list[Reading] = []
         self._step = self._next_reading = self._epoch_start = 0
-        self._has_scale = self._started = self._rung = False
+        self._has_scale = self._started = self._has_warned = False
         self._shown: dict[str, float] = {}
-        # Keras adds to it from a pool of threads, not always in order.
+        # Keras appends to it from a pool of threads, not always in order.
         self._batches: collections.deque[int] = collections.deque(maxlen=1024)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws the loss scale over the steps, and where steps were skipped.
 
         Args:
-            path: Where to write a picture. Defaults to `None`: nowhere.
+            path: Where to write a picture. Defaults to `None`: no file.
 
         Returns:
             The `matplotlib.figure.Figure`.
 
         Raises:
             ImportError: If matplotlib is missing.
-            ValueError: If the monitor has been in no `fit`.
+            ValueError: If the monitor was not used in `fit` yet.
         """
         if not self.timeline:
             raise ValueError(
-                "There is nothing to draw yet: this monitor was in no `fit` "
-                "with a tfmix.LossScaleOptimizer. Received: timeline=[]. Call "
-                "model.fit(..., callbacks=[monitor]), then monitor.plot()."
+                "There is nothing to draw yet: this monitor was not used in "
+                "`fit` with a tfmix.LossScaleOptimizer. Received: timeline=[]. "
+                "Call model.fit(..., callbacks=[monitor]), then "
+                "monitor.plot()."
             )
         from tfmix.diagnostics import plotting
 
         return plotting.loss_scale_timeline(self.timeline, path)
 
     def set_model(self, model: keras.Model) -> None:
-        """Lets the steps keep the norm, before `fit` makes its function."""
+        """Makes steps record the norm, before `fit` compiles its function."""
         super().set_model(model)
         if self.gradient_norm:
             with variables.strategy_scope(model):
@@ -155,7 +157,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
                 model.train_function = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Finds the optimizer, and prints what the run computes in."""
+        """Finds the optimizer, and prints the dtypes of the run."""
         super().on_train_begin(logs)
         self._has_scale, self._started = _has_scale(self.model), False
         if self._has_scale and (self.params or {}).get("verbose"):
@@ -165,15 +167,15 @@ class LossScaleMonitor(skip_report.SkipWatch):
         """Starts to count the batches of an epoch."""
         super().on_epoch_begin(epoch, logs)
         if self._has_scale and not self._started:
-            # Not before: other callbacks restore a run as training begins.
+            # Other callbacks may restore a run in `on_train_begin`.
             self._start()
         self._epoch_start = self._step
         self._batches.clear()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Reads the scale when it is time to, before the next step runs."""
-        # Counted by the batch, as one call may stand for several steps
-        # (`steps_per_execution`).
+        """Takes a reading if one is due, before the next step runs."""
+        # The batch number counts steps: one call of this method may stand for
+        # several steps (`steps_per_execution`).
         self._step = self._epoch_start + batch
         if self._has_scale and self._step >= self._next_reading:
             self._next_reading = self._step + self.every
@@ -189,7 +191,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
             logs.update(shown)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Reads the scale and puts it into the epoch's logs."""
+        """Takes a reading, and adds it to the epoch's logs."""
         self._step = self._epoch_start + max(self._batches, default=-1) + 1
         if self._has_scale:
             self._read()
@@ -200,21 +202,21 @@ class LossScaleMonitor(skip_report.SkipWatch):
         super().on_epoch_end(epoch, logs)
 
     def _start(self) -> None:
-        made = [sum(skip_report.steps(x)) for x in self._optimizers()]
-        # A critic makes several steps in one of the model's.
-        self._step = max(self._step, min(made))
+        counts = [sum(skip_report.steps(x)) for x in self._optimizers()]
+        # A critic takes several steps within one step of the model.
+        self._step = max(self._step, min(counts))
         start = self._reading()
-        # What the next change of the scale is counted from.
+        # The next change of the scale is compared with this reading.
         self._logged, self._quiet_until = start, 0.0
-        self._last_progress, self._rung = start, False
+        self._last_progress, self._has_warned = start, False
         self._next_reading = self._step + self.every
         self._started = True
         if not self.timeline or self.timeline[-1].step != self._step:
-            self._note(start)
+            self._record(start)
 
     def _read(self) -> None:
         reading = self._reading()
-        self._note(reading)
+        self._record(reading)
         self._log_change(reading)
         self._log_standstill(reading)
         try:
@@ -226,7 +228,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
             text = "\n".join([where, cause, advice])
             raise errors.LossScaleError(text) from None
 
-    def _note(self, reading: Reading) -> None:
+    def _record(self, reading: Reading) -> None:
         self.timeline.append(reading)
         self._shown = {
             name: progress_bar.Shown(getattr(reading, name))
@@ -237,15 +239,15 @@ class LossScaleMonitor(skip_report.SkipWatch):
             self._shown["gradient_norm"] = progress_bar.Shown(norm)
 
     def _reading(self) -> Reading:
-        # Asking for `self.model` is what brings the variables up to date on
-        # JAX, where `fit` keeps them to itself during an epoch.
+        # Reading `self.model` updates the variables on JAX, where `fit` does
+        # not write them during an epoch.
         optimizers = self._optimizers()
         applied, skipped = zip(*map(skip_report.steps, optimizers), strict=True)
         norm = None
         if self.gradient_norm:
-            every = [optimizer.gradient_norm for optimizer in optimizers]
-            known = [norm for norm in every if not math.isnan(norm)]
-            norm = math.hypot(*known) if known else math.nan
+            norms = [optimizer.gradient_norm for optimizer in optimizers]
+            numbers = [norm for norm in norms if not math.isnan(norm)]
+            norm = math.hypot(*numbers) if numbers else math.nan
         return Reading(
             self._step,
             min(optimizer.loss_scale for optimizer in optimizers),
@@ -256,11 +258,11 @@ class LossScaleMonitor(skip_report.SkipWatch):
         )
 
     def _log_change(self, now: Reading) -> None:
-        """Logs a line if the scale has changed and the log is not busy."""
+        """Logs a change of the scale, at most once in ten seconds."""
         last, seconds = self._logged, time.monotonic()
         if now.loss_scale == last.loss_scale or seconds < self._quiet_until:
             return
-        # A start that burns ten steps is one line in ten seconds, not ten.
+        # A scale that is too high at first may change ten times in a row.
         self._logged, self._quiet_until = now, seconds + 10.0
         _messages.info(
             "Loss scale %g -> %g by step %d; %d step(s) skipped since step %d.",
@@ -272,13 +274,13 @@ class LossScaleMonitor(skip_report.SkipWatch):
         )
 
     def _log_standstill(self, now: Reading) -> None:
-        """Logs a warning, once, when no step has been applied for a while."""
+        """Logs a warning, once, if no step was applied for a while."""
         if now.applied_steps != self._last_progress.applied_steps:
-            self._last_progress, self._rung = now, False
+            self._last_progress, self._has_warned = now, False
             return
         waited = now.step - self._last_progress.step
-        if waited >= self.alarm_after and not self._rung:
-            self._rung = self._told = True
+        if waited >= self.alarm_after and not self._has_warned:
+            self._has_warned = self._has_reported = True
             progress_bar.warn(
                 self,
                 "no update was applied in the last %d steps, at a loss scale "
@@ -294,7 +296,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
 
 
 def _opening(model: keras.Model) -> str:
-    """Says in one line what a run computes in, and how it scales the loss."""
+    """Describes a run's dtypes and its loss scaling in one line."""
     layers = own_code.layers_that_compute(model)
     sixteen = [
         layer for layer in layers if layer.compute_dtype in _formats.SIXTEEN_BIT
@@ -304,12 +306,15 @@ def _opening(model: keras.Model) -> str:
     rule, scale = optimizer.rule, optimizer.loss_scale
     fraction, power = math.frexp(scale)
     size = f"2^{power - 1}" if fraction == 0.5 else f"{scale:g}"
-    said = _RULES.get(type(rule), type(rule).__name__ + " {}").format(size)
+    scaling_text = _RULES.get(type(rule), type(rule).__name__ + " {}")
     policy = " and ".join(names) or _formats.FLOAT32.name
-    return f"{policy}: {len(sixteen)} of {len(layers)} layers in 16 bit; {said}"
+    return (
+        f"{policy}: {len(sixteen)} of {len(layers)} layers in 16 bit; "
+        f"{scaling_text.format(size)}"
+    )
 
 
-# What the line at the start of a run says of a rule.
+# The line at the start of a run describes each rule like this.
 _RULES: dict[type, str] = {
     rules.DynamicLossScale: "dynamic scale {}",
     rules.FixedLossScale: "fixed scale {}",
@@ -318,14 +323,14 @@ _RULES: dict[type, str] = {
 
 
 def _has_scale(model: keras.Model) -> bool:
-    """Says whether a model has tfmix's optimizer; warns where it has none."""
+    """Returns whether a model has tfmix's optimizer; warns if it does not."""
     optimizer = getattr(model, "optimizer", None)
     if scaling.scalers(model):
         return True
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise TypeError(
             "LossScaleMonitor needs tfmix.LossScaleOptimizer, which counts "
-            "the steps it skips; Keras's own class does not. Received: "
+            "skipped steps; Keras's own class does not. Received: "
             f"model.optimizer={optimizer!r}. Compile with "
             "tfmix.LossScaleOptimizer(inner_optimizer)."
         )

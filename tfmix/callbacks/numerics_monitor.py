@@ -1,4 +1,4 @@
-"""Watches every layer's numbers in a running `fit`, on sampled steps."""
+"""`NumericsMonitor` checks every layer's numbers on sampled steps of `fit`."""
 
 import dataclasses
 import itertools
@@ -25,36 +25,36 @@ from tfmix.float8 import chosen_layers
 
 
 class NumericsMonitor(keras.callbacks.Callback):
-    """Names the layer at which a running training goes wrong.
+    """Names the layer at which training goes wrong, while `fit` runs.
 
-    On each sampled step the same batch runs through a second, instrumented
-    copy of the training step, compiled like the first. It measures what every
-    layer returns, the gradients, the weights and their gradients, and
-    compares each layer with itself in float32. Nothing of the model changes;
-    the numbers are a few floats per layer, copied to the host on sampled
-    steps only. Under a distribution strategy the first replica is sampled.
+    On each sampled step, the batch also runs through an instrumented copy of
+    the training step, which is compiled like the original. It measures each
+    layer's outputs, the gradients, the weights and their gradients, and
+    compares each layer with itself in float32. The model does not change.
+    Only sampled steps copy numbers to the host, a few floats per layer. Under
+    a distribution strategy, the first replica is sampled.
 
-    A gradient that overflows under the current loss scale is no event if it
-    does not at a scale of 1: that is how dynamic scaling finds its scale.
+    A gradient that overflows under the current loss scale, but not at a scale
+    of 1, is not an event: dynamic scaling finds its scale in this way.
 
-    The epoch's logs gain `numerics_events`, how many faults were found so far,
-    and `headroom_bits`, how often the largest number that a 16-bit layer
-    returned in the last sample can be doubled before it overflows. Put the
-    monitor before `keras.callbacks.TensorBoard` in the list of callbacks, which
-    then writes both.
+    The epoch's logs gain `numerics_events`, the number of faults found so far,
+    and `headroom_bits`: how often the largest output of a 16-bit layer in the
+    last sample can be doubled before it overflows. Put the monitor before
+    `keras.callbacks.TensorBoard` in the list of callbacks, so that it writes
+    both.
 
-    Under `"mixed_float8"` the products of the layers that were chosen are
-    measured on the same batch, against the same in float32.
+    Under `"mixed_float8"`, the float8 products are compared with float32 on
+    the same batch.
 
     Args:
-        every: Integer, steps between two samples; the first step is one.
-            Defaults to `100`, which costs about as much as two steps more in
+        every: Integer, steps between two samples; the first step is sampled.
+            Defaults to `100`, which costs about as much as two more steps in
             a hundred.
 
     Attributes:
         events: List of `Event` (`step`, `layer`, `phase`, `verdict`): the
-            first layer at fault in the forward pass of a sampled step, and,
-            if there is none, in the backward pass.
+            first faulty layer in the forward pass of a sampled step or, if
+            there is none, in the backward pass.
         rows: The `TensorRanges` of the last sample (`layer`, `phase`,
             `measures`).
         products: The `Float8Product` of the last sample (`layer`, `product`,
@@ -82,7 +82,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         self._prepared = self._failed = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Puts the tap in front of the training function."""
+        """Replaces the training function with a `Tap`."""
         model = training.model_in_step(self)
         function = model.train_function
         while isinstance(function, Tap):
@@ -96,14 +96,14 @@ class NumericsMonitor(keras.callbacks.Callback):
                 _messages.warn("%s", note)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Takes the tap away."""
+        """Restores the training function."""
         if self._tap is not None:
             self._step = self._tap.step
             training.model_in_step(self).train_function = self._tap.original
             self._tap = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Puts what the samples show into the epoch's logs."""
+        """Adds the results of the samples to the epoch's logs."""
         if logs is not None and self._headroom is not None:
             logs["headroom_bits"] = self._headroom
             logs["numerics_events"] = float(len(self.events))
@@ -111,7 +111,7 @@ class NumericsMonitor(keras.callbacks.Callback):
     def _prepare(self, model: Any, batch: Any) -> None:
         if not layers.is_built(model):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            # By symbols: no seed is drawn from, and no statistics move.
+            # A symbolic call draws no random numbers and changes no variable.
             model(keras.tree.map_structure(_symbol, x))
         sixteen = planned_policies.sixteen_bit_layers(model)
         # A model without 16-bit layers is measured as float16 would see it.
@@ -134,7 +134,7 @@ class NumericsMonitor(keras.callbacks.Callback):
                 self._prepare(self._model_of, batch)
             self._read(self._sampler(state, batch), state, batch)
         except Exception as error:
-            # A monitor must not end the training that it watches.
+            # A fault of the monitor must not stop the training.
             self._failed = True
             _messages.warn(
                 "NumericsMonitor cannot sample this model and is off: %s: %s",
@@ -155,7 +155,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
         bad_rows = _bad_rows.find({"x": x, "y": y})
         for bad in bad_rows:
-            # No layer is at fault.
+            # The data is at fault, so no layer is named.
             forward, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
             self._add(bad.name, forward, verdict, bad.text)
         if bad_rows:
@@ -166,7 +166,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         elif overflowing := self._reader.overflow(sample):
             lowest = self._lowest_scale()
             if sample.scale > lowest:
-                # At a higher scale it is part of the search for one.
+                # At a higher scale, the rule lowers the scale by itself.
                 again = self._sampler(state, batch, lowest)
                 overflowing = self._reader.overflow(again)
             if overflowing:
@@ -174,7 +174,7 @@ class NumericsMonitor(keras.callbacks.Callback):
         else:
             self._add_underflow(sample, state, batch)
         if self._products is None:
-            # The model's first call has chosen them.
+            # The model's first call has chosen the float8 layers by now.
             chosen = chosen_layers.chosen(self._model_of)
             self._products = sampler.ProductSampler(self._model_of, chosen)
         self.products = self._products(state, batch)
@@ -193,7 +193,7 @@ class NumericsMonitor(keras.callbacks.Callback):
             self._exact = sampler.Sampler(
                 self._model_of, self._found, self._limits, plan
             )
-        # Zeros that are zeros in float32, too, are the model's own.
+        # A gradient that is zero in float32 as well has not vanished.
         exact = self._exact(state, batch, sample.scale)
         maker = self._reader.lost(sample, exact)
         if maker is None:
@@ -210,8 +210,8 @@ class NumericsMonitor(keras.callbacks.Callback):
     ) -> None:
         step = self._tap.step if self._tap else self._step
         event = Event(step, layer, phase, verdict)
-        known = {dataclasses.replace(old, step=step) for old in self.events}
-        if event not in known:
+        earlier = {dataclasses.replace(old, step=step) for old in self.events}
+        if event not in earlier:
             text = text or verdicts.fault(layer, phase, verdict)
             progress_bar.warn(self, "step %d: %s", step, text)
         self.events.append(event)
@@ -222,10 +222,10 @@ def _symbol(leaf: Any) -> keras.KerasTensor:
 
 
 class Tap:
-    """Stands for `model.train_function` and shows some batches to a function.
+    """Replaces `model.train_function`, and passes some batches to a function.
 
-    Before the step `step`, `look` gets the state, which is the values of all
-    variables on JAX and None on TensorFlow, and the batch.
+    Before a sampled step, `look` gets the batch and the state: the values of
+    all variables on JAX, and None on TensorFlow.
     """
 
     def __init__(
@@ -238,13 +238,13 @@ class Tap:
     ) -> None:
         self.original, self.step = original, step
         self._every, self._look = every, look
-        # One call makes several steps where `steps_per_execution` says so.
+        # One call runs several steps if `steps_per_execution` is above 1.
         self._stride = max(int(model.steps_per_execution), 1)
-        # The first step of a run, then every multiple.
+        # The first step of a run is sampled, then every multiple.
         self._next = -(-step // every) * every
 
     def __call__(self, *arguments: Any) -> Any:
-        """Makes the training step or steps."""
+        """Runs the training step or steps."""
         *state, batches = arguments
         if self.step < self._next:
             outputs = self.original(*state, batches)
@@ -253,15 +253,15 @@ class Tap:
             batch = next(batches)
             first = keras.tree.map_structure(_first_replica, batch)
             self._look(state[0] if state else None, first)
-            # The batch goes back in front of those to come.
+            # The training step gets the batch that was taken, too.
             outputs = self.original(*state, itertools.chain([batch], batches))
         self.step += self._stride
         return outputs
 
 
 def _first_replica(leaf: Any) -> Any:
-    """Returns what the first replica gets of a part of a batch."""
-    # Known by name, so that TensorFlow need not be imported.
+    """Returns the first replica's part of an array of the batch."""
+    # The class is compared by name, so that TensorFlow is not imported.
     distributed = type(leaf).__name__ in ("PerReplica", "DistributedValues")
     return leaf.values[0] if distributed else leaf
 
@@ -272,7 +272,7 @@ class Event:
 
     Attributes:
         step: The training step, from 0.
-        layer: The layer that made it, or `"loss"`; `"x"` or `"y"` for the
+        layer: The layer that caused it, or `"loss"`; `"x"` or `"y"` for the
             data.
         phase: `"forward"`, `"backward"`, or `"float8 "` and a product of the
             layer's.
@@ -308,8 +308,7 @@ class Reader:
     """Reads the samples of one model."""
 
     found: Sequence[probe.Target]
-    # Paths of the trainable weights.
-    variables: Sequence[str]
+    variables: Sequence[str]  # the paths of the trainable weights
     limits: _formats.Format
 
     def rows(self, sample: sampler.Sample) -> list[TensorRanges]:
@@ -327,7 +326,7 @@ class Reader:
         ]
 
     def forward(self, sample: sampler.Sample) -> tuple[str, str] | None:
-        """Returns layer and verdict of the first fault of the forward pass."""
+        """Returns the layer and verdict of the first fault, going forward."""
         faults: dict[str, str] = {}
         for call, row in zip(sample.calls, sample.forward, strict=True):
             if (verdict := self._own_fault(call, row)) != verdicts.OK:
@@ -340,7 +339,7 @@ class Reader:
             return (hard or list(faults.items()))[0]
         for call, row in zip(sample.calls, sample.forward, strict=True):
             if _not_finite(row):
-                # Its input or its weights are not finite themselves.
+                # The layer's input or weights were not finite before.
                 return self.found[call.target].name, verdicts.NOT_FINITE
         return None
 
@@ -349,10 +348,10 @@ class Reader:
     ) -> str | None:
         """Returns the layer whose gradients are bad first, going back.
 
-        `bad` judges a row of gradients. The layer is the one that computes bad
-        ones, of its inputs or weights, from good ones: `"loss"` if that is the
-        loss, None if none are bad. Where the code between two layers computes
-        them, it is the layer before.
+        `bad` judges a row of gradients. The layer is the one that receives
+        good gradients and computes bad ones, for its inputs or weights. The
+        result is `"loss"` if the loss does, and None if no gradient is bad.
+        Code between two layers counts as part of the layer before it.
         """
         received = {
             index: call.dtype in _formats.SIXTEEN_BIT
@@ -363,7 +362,7 @@ class Reader:
         def computes(rows: Sequence[int]) -> bool:
             return any(bad(self._rounded(sample.inputs[row])) for row in rows)
 
-        # What no layer receives harms none.
+        # A bad gradient that no layer receives does no harm.
         reached = min((at for at in received if received[at]), default=math.inf)
         if reached < math.inf and computes(sample.loss_inputs):
             return verdicts.LOSS
@@ -380,7 +379,7 @@ class Reader:
         return next((name for name in faulty if name not in outer), None)
 
     def _rounded(self, row: Any) -> Any:
-        """Returns the row of a gradient as a cast to the format leaves it."""
+        """Returns a gradient's row as it would be after a cast to 16 bit."""
         if _column(row, "largest") <= self.limits.max:
             return row
         row = np.array(row)
@@ -390,29 +389,30 @@ class Reader:
     def overflow(self, sample: sampler.Sample) -> str | None:
         """Returns the layer whose gradients overflow first, going back.
 
-        A loss that is itself out of the format's range, a sum over pixels
-        for instance, is the reason for all that overflow behind it.
+        If the loss itself is out of the format's range, as a sum over pixels
+        may be, it is the reason for all later overflows.
         """
         layer = self.backward(sample, _not_finite)
         too_large = abs(sample.loss) > self.limits.max
         return verdicts.LOSS if layer and too_large else layer
 
     def lost(self, sample: sampler.Sample, exact: sampler.Sample) -> str | None:
-        """Returns the layer, going back, that loses a whole gradient.
+        """Returns the first layer, going back, that loses a whole gradient.
 
-        None if what vanished is zero in `exact`, the step in float32, too.
+        `exact` is the same step in float32. Gradients that are zero there are
+        ignored; the result is None if no others vanish.
         """
         largest = ranges.COLUMNS.index("largest")
 
-        def known(rows: np.ndarray, right: np.ndarray) -> np.ndarray:
-            # An infinity is not a value that vanished.
+        def nonzero(rows: np.ndarray, right: np.ndarray) -> np.ndarray:
+            # Infinity marks a row to ignore: it does not count as vanished.
             return np.where(right[:, [largest]] > 0.0, rows, np.inf)
 
         kept = dataclasses.replace(
             sample,
-            backward=known(sample.backward, exact.backward),
-            inputs=known(sample.inputs, exact.inputs),
-            gradients=known(sample.gradients, exact.gradients),
+            backward=nonzero(sample.backward, exact.backward),
+            inputs=nonzero(sample.inputs, exact.inputs),
+            gradients=nonzero(sample.gradients, exact.gradients),
         )
         return self.underflow(kept)
 
@@ -420,7 +420,7 @@ class Reader:
         """Returns the layer whose gradients vanish first, going back."""
 
         def vanished(row: Any) -> bool:
-            # Below four bits a gradient is noise.
+            # A gradient with fewer than four bits is noise.
             small = _column(row, "largest") < 16 * self.limits.smallest
             return small and not _not_finite(row)
 
@@ -435,8 +435,8 @@ class Reader:
         paths = {variable.path for variable in target.weights}
         named = zip(self.variables, sample.gradients, strict=True)
         rows = [row for path, row in named if path in paths]
-        # One that overflowed is a fault; one that is zero, a bias before a
-        # normalisation perhaps, is none.
+        # One overflow is a fault. A single zero is not: it may be a bias
+        # before a normalisation.
         overflowed = any(map(_not_finite, rows)) and any(map(bad, rows))
         return overflowed or (bool(rows) and all(map(bad, rows)))
 
@@ -459,7 +459,7 @@ class Reader:
 
 
 def _not_finite(row: Any) -> bool:
-    """Says of a row of measures whether an entry was not finite."""
+    """Returns whether a row of measures is of a tensor with NaN or infinity."""
     return _column(row, "not_finite") > 0
 
 

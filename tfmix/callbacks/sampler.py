@@ -1,4 +1,4 @@
-"""One instrumented training step: measured on the device, nothing changed."""
+"""Runs an instrumented training step, which measures without any update."""
 
 import contextlib
 import dataclasses
@@ -25,25 +25,25 @@ from tfmix.loss_scaling import optimizer as scaling
 # A forward row holds `ranges.COLUMNS`, the relative error, and whether float32
 # is not finite either.
 _WIDTH = len(ranges.COLUMNS)
-# Rows kept for gradients of calls, and of what they are given: enough for
-# layers that are shared.
+# Each layer has this many rows for the gradients of its calls, and as many for
+# those of their inputs, because layers may be shared.
 _CALLS_PER_LAYER = 4
-# A rounding moves a value by up to half an epsilon; over all values that is a
-# fifth of one, in the mean of squares. As much comes of the half of them that
-# is moved here, each by the root of two more.
+# Rounding moves a value by up to half an epsilon, and by a fifth of an epsilon
+# in the mean of squares. `unrounded` moves only half of the values, so it moves
+# them by the root of two more.
 _MEAN_ROUNDING = 0.2 * 2**0.5
-# Turns neighbouring places into angles far apart.
+# This factor turns neighbouring positions into angles that are far apart.
 _SHUFFLE = 12.9898
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is known of one call when the step is traced."""
+    """One call of a layer, as recorded while the step is traced."""
 
-    target: int  # index of the layer
-    dtype: str  # of what it returns
-    # Rows of `Sample.inputs`: the gradients that it computes of what it was
-    # given, if weights lie before it.
+    target: int  # the index of the layer
+    dtype: str  # the dtype of its output
+    # The rows of `Sample.inputs` with the gradients of its inputs; empty if
+    # no weights come before the call.
     inputs: tuple[int, ...]
 
 
@@ -51,17 +51,17 @@ class Call:
 class Sample:
     """The numbers of one step, on the host."""
 
-    # In the order in which the calls ended.
+    # The calls are in the order in which they ended.
     calls: tuple[Call, ...]
-    # Rows of `inputs`: what the loss computes of the model's outputs.
+    # These rows of `inputs` are the loss's gradients of the model's outputs.
     loss_inputs: tuple[int, ...]
-    # A row for each call's output, and for its gradient.
+    # Both have a row for each call: its output, and the output's gradient.
     forward: np.ndarray
     backward: np.ndarray
-    # A row for each gradient that a call computes of a tensor it is given: a
-    # part of that tensor's, where other calls read it, too.
+    # There is a row for each gradient that a call computes for an input. It is
+    # only a part of the tensor's gradient if other calls read the tensor.
     inputs: np.ndarray
-    # A row for each trainable weight, and for its gradient.
+    # Both have a row for each trainable weight.
     weights: np.ndarray
     gradients: np.ndarray
     scale: float
@@ -69,7 +69,7 @@ class Sample:
 
 
 class _Trace:
-    """What becomes known of the calls of one step while it is traced."""
+    """The calls of one step, collected while it is traced."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -90,15 +90,15 @@ class Sampler:
         planned: planned_policies.Plan | None = None,
     ) -> None:
         self._model, self._found, self._limits = model, targets, limits
-        # Under such dtypes, layers are not compared with float32.
+        # With a plan, layers are not compared with float32.
         self._planned = planned
         self._reference = planned_policies.reference(model)
         self._room = _CALLS_PER_LAYER * len(targets) + 1
         self._trace = _Trace()
-        self._compiled = _compiled(model, self._step)
+        self._compiled = _compile(model, self._step)
 
     def __call__(self, state: Any, data: Any, scale: float = 0.0) -> Sample:
-        """Measures one step; a scale of 0 stands for the optimizer's."""
+        """Measures one step; a scale of 0 means the optimizer's scale."""
         values = self._compiled(state, data, ops.convert_to_tensor(scale))
         arrays = [np.asarray(ops.convert_to_numpy(value)) for value in values]
         forward, backward, weights, gradients, used, scaled = arrays
@@ -147,7 +147,7 @@ class Sampler:
             tensors = call.tensors
             inputs: tuple[int, ...] = ()
             if trace.has_weights:
-                tensors, inputs = self._inputs(tensors, tokens)
+                tensors, inputs = self._measure_inputs(tensors, tokens)
             outputs = call.proceed_with(tensors)
             trace.has_weights |= bool(call.target.weights)
             leaves, index = probe.floats(outputs), len(trace.calls)
@@ -157,30 +157,32 @@ class Sampler:
             trace.calls.append(
                 Call(call.key[0], probe.dtype(leaves[0]), inputs)
             )
-            sent = self._measured(leaves[0], tokens[index])
-            return probe.replaced(outputs, [sent, *leaves[1:]])
+            first = self._measure_gradient(leaves[0], tokens[index])
+            return probe.replaced(outputs, [first, *leaves[1:]])
 
         with probe.watched(self._found, on_call):
             outputs = _outputs(self._model, data)
-        leaves, trace.loss_inputs = self._inputs(probe.floats(outputs), tokens)
+        leaves, trace.loss_inputs = self._measure_inputs(
+            probe.floats(outputs), tokens
+        )
         loss = _loss(self._model, data, probe.replaced(outputs, leaves))
         rows, trace.rows = trace.rows, []
         return rows, loss
 
-    def _inputs(
+    def _measure_inputs(
         self, tensors: list[Any], tokens: Any
     ) -> tuple[list[Any], tuple[int, ...]]:
-        """Measures what a call computes of tensors; returns rows for that."""
+        """Measures the gradients of a call's inputs; returns their rows."""
         first = self._trace.inputs
         rows = range(first, min(first + len(tensors), self._room))
         measured = [
-            self._measured(tensor, tokens[self._room + row])
+            self._measure_gradient(tensor, tokens[self._room + row])
             for tensor, row in zip(tensors, rows, strict=False)
         ]
         self._trace.inputs = rows.stop
         return [*measured, *tensors[len(measured) :]], tuple(rows)
 
-    def _measured(self, tensor: Any, token: Any) -> Any:
+    def _measure_gradient(self, tensor: Any, token: Any) -> Any:
         return differentiation.export_gradient(
             tensor, token, lambda grad: ranges.vector(grad, self._limits)
         )
@@ -201,8 +203,8 @@ class Sampler:
         planned = call.target.planned(self._reference)
         with host.policies(planned), host.autocast("float32"), host.trial():
             right = probe.floats(call.try_with(exact))
-        # The weights were read again: no gradient may come from there, as
-        # that of a square root at an error of 0 would be NaN.
+        # The float32 call must not contribute gradients: that of the square
+        # root in `_error` is NaN where the error is 0.
         error = _error(leaves[0], ops.stop_gradient(right[0]))
         return ops.concatenate([measured, error])
 
@@ -223,14 +225,14 @@ class Sampler:
 
 
 class ProductSampler:
-    """Compiles and runs what measures a model's products in float8."""
+    """Compiles and runs a step that measures a model's float8 products."""
 
     def __init__(
         self, model: keras.Model, chosen: Sequence[keras.Layer]
     ) -> None:
         self._model, self._chosen = model, chosen
         self._called: list[keras.Layer] = []
-        self._compiled = _compiled(model, self._step)
+        self._compiled = _compile(model, self._step)
 
     def __call__(
         self, state: Any, data: Any
@@ -255,7 +257,7 @@ class ProductSampler:
         return table
 
 
-def _compiled(model: keras.Model, step: Any) -> Any:
+def _compile(model: keras.Model, step: Any) -> Any:
     """Compiles a step as the model compiles its own."""
     xla = bool(model.jit_compile)
     plain_jax = keras.backend.backend() == "jax" and not xla
@@ -265,7 +267,7 @@ def _compiled(model: keras.Model, step: Any) -> Any:
 
 
 def _values(model: keras.Model, state: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the trainable weights, and other variables with values."""
+    """Returns the trainable weights, and values for other variables."""
     if state is None:
         return [weight.value for weight in model.trainable_variables], []
     trainable, non_trainable, optimizer, metrics = state
@@ -285,41 +287,42 @@ def _outputs(model: keras.Model, data: Any) -> Any:
 
 def _loss(model: keras.Model, data: Any, outputs: Any) -> Any:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    given = {"x": x, "y": y, "y_pred": outputs, "training": True}
-    loss = host.compute_loss(model, sample_weight=sample_weight, **given)
+    arguments = {"x": x, "y": y, "y_pred": outputs, "training": True}
+    loss = host.compute_loss(model, sample_weight=sample_weight, **arguments)
     return ops.cast(loss, "float32")
 
 
 def unrounded(tensor: Any, operation: Any, limits: _formats.Format) -> Any:
-    """Returns what a 16-bit input may have been before it was rounded.
+    """Returns numbers that may have been a 16-bit input before rounding.
 
     A layer that subtracts a large offset enlarges that rounding. Ids of an
-    embedding were never rounded, nor was what the format holds with a bit to
-    spare, such as a -1 that marks what is masked.
+    embedding were never rounded. Neither were numbers that the format holds
+    with a bit to spare, such as a -1 that marks masked positions.
     """
     exact = ops.cast(tensor, "float32")
     is_lookup = isinstance(operation, keras.layers.Embedding)
     if probe.dtype(tensor) not in _formats.SIXTEEN_BIT or is_lookup:
         return exact
-    # Up or down by the place: what was rounded to one value differed before.
+    # Equal inputs may have differed before, so the position decides whether a
+    # number moves up or down.
     places = ops.cast(ops.arange(ops.size(exact)), "float32")
     signs = ops.sign(ops.sin(places * _SHUFFLE))
     step = limits.epsilon * _MEAN_ROUNDING
     moved = exact * (1.0 + step * ops.reshape(signs, ops.shape(exact)))
-    # Those with a last digit of zero in the format, by Dekker's split:
-    # float32's 24 bits less those that this shifts out.
+    # Dekker's split finds the numbers whose last digit in the format is zero.
+    # Of float32's 24 bits it keeps one fewer than the format has.
     shifted = exact * (2.0**24 * limits.epsilon + 1.0)
     is_short = shifted - (shifted - exact) == exact
     return ops.where(is_short, exact, moved)
 
 
 def _error(near: Any, exact: Any) -> Any:
-    """Returns the relative error and whether float32 is not finite: `(2,)`."""
+    """Returns two numbers: the relative error, and whether float32 is bad."""
     near = ops.cast(near, "float32")
     fine, alike = ops.isfinite(exact), ops.isfinite(near)
     right = ops.where(fine, exact, 0.0)
     largest = ops.max(ops.abs(right))
-    # In units of the largest value: squares of 1e30 leave float32's range.
+    # Squares of 1e30 would overflow float32, so the largest value is the unit.
     unit = ops.where(largest > 0, largest, 1.0)
     wrong = ops.where(fine & alike, near - right, 0.0) / unit
     size = ops.sum(ops.square(right / unit))

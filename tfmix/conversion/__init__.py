@@ -1,1 +1,1 @@
-"""Existing models: into 16 bit, in place or as a copy, and back."""
+"""Converts existing models to 16 bit, in place or as a copy, and back."""

@@ -1,4 +1,4 @@
-"""Existing models: into 16 bit, in place or as a copy, and back."""
+"""`apply_policy`, `convert_model` and `prepare`: converts existing models."""
 
 import contextlib
 import dataclasses
@@ -56,18 +56,18 @@ class Row:
 
 
 class ConversionReport(_tables.Printed):
-    """Says what `apply_policy` did; prints as a table.
+    """The changes that `apply_policy` made; prints as a table.
 
     Args:
         policy: The policy that was applied.
         rows: One row per layer, in the model's order.
-        undo: Takes the conversion back.
-        notes: Sentences on what a reader should know besides.
+        undo: Function that undoes the conversion.
+        notes: Sentences to print below the table.
         layers: The layer of each row. Defaults to none.
 
     Attributes:
         policy: The policy that was applied.
-        rows: Tuple of `Row`. A layer that has fallen back to float32 since,
+        rows: Tuple of `Row`. A layer that has since fallen back to float32,
             because its code cannot compute in 16 bit, is shown as float32.
         notes: Tuple of sentences.
 
@@ -92,16 +92,15 @@ class ConversionReport(_tables.Printed):
         self._undo: layer_changes.Undo | None = undo
 
     def undo(self) -> None:
-        """Puts every dtype, method and optimizer back as it was before.
+        """Restores every dtype, method and optimizer.
 
         Trained weights and the inner optimizer's state stay as they are now:
-        undoing a conversion does not undo training. An optimizer that the
-        model was compiled with since stays, too; the wrapper that tfmix put
-        on it goes.
+        undoing a conversion does not undo training. If you have compiled the
+        model again since, the new optimizer stays, without tfmix's wrapper.
 
         Raises:
-            RuntimeError: If it has been called before, or the model, or a
-                part of it, was converted again or quantized since.
+            RuntimeError: If you call it twice, or if the model or a part of
+                it was converted again or quantized since.
         """
         if self._undo is None:
             raise RuntimeError(
@@ -145,11 +144,11 @@ class ConversionReport(_tables.Printed):
 
 
 class Prepared(NamedTuple):
-    """What `prepare` returns.
+    """The result of `prepare`.
 
     Attributes:
-        model: The model that was given, converted in place.
-        optimizer: The optimizer to compile with, wrapped where it is needed.
+        model: Your model, converted in place.
+        optimizer: The optimizer to compile with, wrapped if necessary.
         report: The `ConversionReport`, with `undo()`.
     """
 
@@ -165,24 +164,24 @@ def apply_policy(
 
     Use it on a model that exists already: loaded, from `keras.applications`,
     trained, compiled or not. Its weights stay; the next `fit`, `predict` and
-    `evaluate` use the new dtypes. The model's outputs stay float32; those of
-    a subclassed model where a layer with a softmax makes them, and a warning
-    says where they do not. A compiled model's optimizer is wrapped if the
-    new dtypes call for it.
+    `evaluate` use the new dtypes. Layers that produce the outputs stay in
+    float32. In a subclassed model only those with a softmax are recognised;
+    a warning names others. The optimizer of a compiled model is wrapped if
+    the new dtypes require it.
 
     Args:
         model: A `keras.Model`: Functional, Sequential or subclassed, nested
             or with shared layers.
         policy: As for `set_global_policy`. Its rules decide which layers
-            stay in float32; a layer quantized or of an integer dtype, and
-            in a model with 16-bit layers a float32 one, is left alone.
+            stay in float32. Quantized and integer layers are not changed, nor
+            are float32 layers of a model that has 16-bit layers already.
 
     Returns:
         A `ConversionReport`: one row per layer, and `undo()`.
 
     Raises:
-        TypeError: If `model` is no Keras 3 model or `policy` no policy.
-        ValueError: If the policy is unknown or its dtype is no float.
+        TypeError: If `model` is not a Keras 3 model or `policy` not a policy.
+        ValueError: If the policy is unknown or its dtype is not a float.
 
     Examples:
         >>> model = keras.Sequential(
@@ -204,9 +203,9 @@ def apply_policy(
 def _convert(
     model: keras.Model,
     policy: keras.DTypePolicy,
-    given: keras.optimizers.Optimizer | None = None,
+    optimizer: keras.optimizers.Optimizer | None = None,
 ) -> tuple[ConversionReport, Any]:
-    """Converts, and returns the report and the optimizer to train with."""
+    """Converts a model; returns the report and the optimizer to train with."""
     steps = planned_policies.plan(model, policy)
     rows = [
         Row(
@@ -230,7 +229,7 @@ def _convert(
             note = "No layer changes: the last column says why."
         notes = (note, *notes)
     with variables.strategy_scope(model):
-        undo, optimizer = _converted(model, policy, steps, given)
+        undo, optimizer = _change(model, policy, steps, optimizer)
     for note in notes:
         _messages.warn("%s", note)
     shown = [step.layer for step in steps if step.shown]
@@ -238,43 +237,46 @@ def _convert(
     return report, optimizer
 
 
-def _converted(
+def _change(
     model: keras.Model,
     policy: keras.DTypePolicy,
     steps: list[planned_policies.Step],
-    given: keras.optimizers.Optimizer | None,
+    optimizer: keras.optimizers.Optimizer | None,
 ) -> tuple[layer_changes.Undo, keras.optimizers.Optimizer | None]:
-    """Changes a model, or after an error nothing; returns the way back."""
+    """Changes a model, and returns a function that undoes the change.
+
+    After an error, the model is as it was before.
+    """
     before = optimizer_state.optimizer_of(model)
     state_before = optimizer_state.take(model)
-    known = [
-        slots_by_variable.remembered(optimizer, model.variables)
-        for optimizer in (before, given)
+    rebind_state = [
+        slots_by_variable.remembered(candidate, model.variables)
+        for candidate in (before, optimizer)
     ]
     with contextlib.ExitStack() as way_back, contextlib.ExitStack() as failed:
         way_back.callback(layer_changes.forget_compiled, model)
         failed.callback(_adopt, model, before)
-        for know_again in known:
-            way_back.callback(know_again)
-        way_back.callback(_inside(given or before))
-        check = layer_changes.stand(steps, way_back)
+        for rebind in rebind_state:
+            way_back.callback(rebind)
+        way_back.callback(_save_settings(optimizer or before))
+        check = layer_changes.record(steps, way_back)
         for part in (model, *mixed_model.models_inside(model)):
             methods = model_methods.by_role(part)
             way_back.callback(model_methods.restore, part, methods)
             scaled = model_methods.RULES in methods
             way_back.callback(model_call.note_scaling, part, scaled)
         layer_changes.set_dtypes(steps, way_back)
-        for know_again in known:
-            know_again()
+        for rebind in rebind_state:
+            rebind()
         chosen = chosen_layers.reasons(model)
         way_back.callback(chosen_layers.restore, model, chosen)
         mixed_model.set_policy(model, policy)
         mixed_model.set_policy_inside(model, policy)
-        installed = _suit_optimizer(model, policy, state_before, given)
+        installed = _wrap_optimizer(model, policy, state_before, optimizer)
         if isinstance(installed, scaling.LossScaleOptimizer):
             train_step_guard.put_on(model)
         elif installed is not before:
-            # What could skip a step was tfmix's own, and is gone.
+            # Only tfmix's wrapper could skip a step, and it is gone.
             model_methods.take_off(model, model_methods.GUARD)
         layer_changes.forget_compiled(model)
         failed.pop_all()
@@ -283,30 +285,30 @@ def _converted(
     def undo() -> None:
         check()
         with variables.strategy_scope(model):
-            _take_back(model, undone, installed, before)
+            _undo(model, undone, installed, before)
 
     return undo, installed
 
 
-def _take_back(
+def _undo(
     model: keras.Model,
     way_back: contextlib.ExitStack,
     installed: keras.optimizers.Optimizer | None,
     before: keras.optimizers.Optimizer | None,
 ) -> None:
-    """Undoes a conversion that `installed` an optimizer for that `before`."""
+    """Undoes a conversion that replaced the optimizer `before`."""
     trained = optimizer_state.take(model)
     current = optimizer_state.optimizer_of(model)
-    known = slots_by_variable.remembered(current, model.variables)
+    rebind = slots_by_variable.remembered(current, model.variables)
     way_back.close()
-    known()
+    rebind()
     if current is installed:
         _adopt(model, before)
         optimizer_state.give(model, trained)
     else:
-        # The user has compiled anew since, and goes on with this optimizer.
-        carries = mixed_model.policy_of(model) or model.dtype_policy
-        _suit_optimizer(model, carries, trained)
+        # The user has compiled the model again, and keeps this optimizer.
+        policy = mixed_model.policy_of(model) or model.dtype_policy
+        _wrap_optimizer(model, policy, trained)
 
 
 def convert_model(
@@ -315,26 +317,26 @@ def convert_model(
     *,
     inference: bool = False,
 ) -> keras.Model:
-    """Makes a converted copy of a model; the source is left untouched.
+    """Returns a converted copy of a model, and does not change the model.
 
     Use it for a second, 16-bit version: to compare, to serve, or to save at
-    half the size under `"float16"` or `"bfloat16"`, whose variables are cast.
+    half the size under `"float16"` or `"bfloat16"`, which cast the variables.
 
     Args:
-        model: A `keras.Model`. A subclassed one must be loadable, that is
-            have a `get_config` that says how to make it.
+        model: A `keras.Model`. A subclassed model must be loadable: it needs
+            a `get_config` from which Keras can create it again.
         policy: As for `apply_policy`.
         inference: Boolean, whether the copy is only for prediction: it is
-            then not compiled, carries no optimizer state and has nothing
-            trainable. Defaults to `False`.
+            then not compiled, and has no optimizer state and no trainable
+            weights. Defaults to `False`.
 
     Returns:
-        The copy, weights carried over; compiled, with the optimizer's state,
-        if the source is.
+        The copy, with the same weights. If the model is compiled, so is the
+        copy, with the optimizer's state.
 
     Raises:
-        TypeError: If `model` is no Keras 3 model, or cannot be copied.
-        ValueError: As `apply_policy`.
+        TypeError: If `model` is not a Keras 3 model, or cannot be copied.
+        ValueError: As for `apply_policy`.
 
     Examples:
         >>> model = keras.Sequential(
@@ -349,7 +351,7 @@ def convert_model(
     accepted = global_policy.accept(policy)
     _arguments.model(model)
     with _progress.shown(f"Converting {model.name} to {accepted.name}"):
-        twin = copying.copied(model)
+        twin = copying.copy_model(model)
         if inference:
             twin.trainable = twin.compiled = False
             twin.optimizer = None
@@ -366,8 +368,8 @@ def prepare(
 ) -> Prepared:
     """Converts a model, wraps its optimizer and guards it, in one call.
 
-    The form other libraries have: Apex's `amp.initialize`, MindSpore's
-    `build_train_network`. `compile` the model with the optimizer returned.
+    It works like Apex's `amp.initialize` and MindSpore's
+    `build_train_network`. Compile the model with the optimizer it returns.
 
     Args:
         model: A `keras.Model`, changed in place.
@@ -375,15 +377,15 @@ def prepare(
         level: `"O0"` to `"O3"`, or any policy. Defaults to `"O2"`:
             `mixed_float16`, normalisation layers in float32, dynamic loss
             scale.
-        keep_batchnorm_fp32: Boolean, overrides the level's choice. Defaults
-            to `None`, the level's own.
+        keep_batchnorm_fp32: Boolean that overrides the level's choice.
+            Defaults to `None`, which keeps that choice.
 
     Returns:
         A named tuple `(model, optimizer, report)`.
 
     Raises:
-        TypeError, ValueError: As `apply_policy`; also if both a policy object
-            and `keep_batchnorm_fp32` are given.
+        TypeError, ValueError: As for `apply_policy`, and if you pass both a
+            policy object and `keep_batchnorm_fp32`.
 
     Examples:
         >>> model = keras.Sequential(
@@ -398,7 +400,7 @@ def prepare(
         if not isinstance(level, str):
             raise ValueError(
                 "`keep_batchnorm_fp32` goes with a level's name. Received: "
-                f"level={level!r}. Give it to the Policy instead."
+                f"level={level!r}. Pass it to the Policy instead."
             )
         level = policies.Policy(level, keep_batchnorm_fp32=keep_batchnorm_fp32)
     accepted = global_policy.accept(level)
@@ -408,62 +410,64 @@ def prepare(
     return Prepared(model, instance, report)
 
 
-def _suit_optimizer(
+def _wrap_optimizer(
     model: keras.Model,
     policy: keras.DTypePolicy,
     state: optimizer_state.Handover | None,
-    given: keras.optimizers.Optimizer | None = None,
+    optimizer: keras.optimizers.Optimizer | None = None,
 ) -> keras.optimizers.Optimizer | None:
-    """Gives a model the wrappers its dtypes need, and takes ours off."""
+    """Wraps an optimizer, by default the model's, as the dtypes require."""
     level = policies.with_rules(policy).level
-    optimizer = optimizer_state.optimizer_of(model)
-    if given is not None:
-        suited = compile_optimizer.suited(given, model, level)
-        if optimizer is not None:
-            _adopt(model, suited)
-        return suited
-    if optimizer is None:
+    current = optimizer_state.optimizer_of(model)
+    if optimizer is not None:
+        wrapped = compile_optimizer.suited(optimizer, model, level)
+        if current is not None:
+            _adopt(model, wrapped)
+        return wrapped
+    if current is None:
         return None
-    bare, anew = _bare(optimizer, model, state)
-    suited = compile_optimizer.suited(bare, model, level)
+    unwrapped, is_new = _unwrap_optimizer(current, model, state)
+    wrapped = compile_optimizer.suited(unwrapped, model, level)
     if (
-        not anew
-        and isinstance(suited, scaling.LossScaleOptimizer)
-        and isinstance(optimizer, scaling.LossScaleOptimizer)
-        and suited.inner_optimizer is optimizer.inner_optimizer
-        and suited.rule == optimizer.rule
+        not is_new
+        and isinstance(wrapped, scaling.LossScaleOptimizer)
+        and isinstance(current, scaling.LossScaleOptimizer)
+        and wrapped.inner_optimizer is current.inner_optimizer
+        and wrapped.rule == current.rule
     ):
-        # It scales the loss of the same optimizer alike.
-        suited = optimizer
-    _adopt(model, suited)
+        # The present wrapper does the same, and keeps its counts.
+        wrapped = current
+    _adopt(model, wrapped)
     optimizer_state.give(model, state)
-    return suited
+    return wrapped
 
 
-def _bare(
+def _unwrap_optimizer(
     optimizer: keras.optimizers.Optimizer,
     model: keras.Model,
     state: optimizer_state.Handover | None,
 ) -> tuple[keras.optimizers.Optimizer, bool]:
-    """Returns an optimizer to be wrapped, and whether it is another one."""
+    """Returns the optimizer to wrap, and whether it is a new instance."""
     pure = own_code.has_sixteen_bit_variables(model)
     cast = state is not None and state.cast
     on_masters = sixteen_bit_optimizer.owner(optimizer) is not None
     if pure and on_masters and not cast:
         return optimizer, False
-    bare = compile_optimizer.without_automatic(optimizer)
-    # Masters, and slots of another dtype, want one that is not built. One
-    # whose masters go has float32 slots already.
-    masters_go = on_masters and sixteen_bit_optimizer.owner(bare) is None
-    if not bare.built or not (pure or (cast and not masters_go)):
-        return bare, False
+    unwrapped = compile_optimizer.without_automatic(optimizer)
+    # Master weights, and optimizer state of another dtype, need an optimizer
+    # that is not built. One that loses its masters has float32 state already.
+    masters_go = on_masters and sixteen_bit_optimizer.owner(unwrapped) is None
+    if not unwrapped.built or not (pure or (cast and not masters_go)):
+        return unwrapped, False
     moved = {} if state is None else state.homes
-    return slots_by_variable.fresh(bare, moved), True
+    return slots_by_variable.fresh(unwrapped, moved), True
 
 
-def _inside(optimizer: keras.optimizers.Optimizer | None) -> layer_changes.Undo:
-    """Notes what fitting an optimizer to a model changes inside it."""
-    noted = [
+def _save_settings(
+    optimizer: keras.optimizers.Optimizer | None,
+) -> layer_changes.Undo:
+    """Saves the settings that a conversion changes inside an optimizer."""
+    settings = [
         (part, name, vars(part)[name])
         for part in optimizers.with_nested(optimizer)
         for name in ("inner_optimizer", "loss_scale_factor")
@@ -471,7 +475,7 @@ def _inside(optimizer: keras.optimizers.Optimizer | None) -> layer_changes.Undo:
     ]
 
     def restore() -> None:
-        for part, name, value in noted:
+        for part, name, value in settings:
             setattr(part, name, value)
 
     return restore

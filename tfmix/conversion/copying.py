@@ -1,4 +1,4 @@
-"""A second model like the first: same weights, nothing shared."""
+"""Copies a model: the same weights, and no shared objects."""
 
 import collections
 import contextlib
@@ -12,18 +12,19 @@ from tfmix._keras import layer_policies, layers, loading
 from tfmix.autocast import global_policy
 from tfmix.autocast import model as mixed_model
 
-# Of Keras's message: enough for its first sentence and a path.
+# This length holds the first sentence of Keras's message, and a path.
 _LONGEST = 300
 
 
-def copied(model: keras.Model) -> keras.Model:
+def copy_model(model: keras.Model) -> keras.Model:
     """Copies a model through Keras's own saving, optimizer included."""
-    # What the model's own code makes without a dtype gets the source's.
+    # The model's own code may create layers without a dtype. Under the
+    # source's policy they get the source's dtype.
     before = mixed_model.policy_of(model) or model.dtype_policy
     try:
-        # As pickle does it, which Keras supports: save, then load.
+        # Keras supports pickle, which saves the model and loads it again.
         load, saved, *_ = model.__reduce__()
-        with global_policy.policy_scope(before), _unwarned(model):
+        with global_policy.policy_scope(before), _load_trusted(model):
             twin = load(*saved)
         _copy_adapters(twin, model)
         _check_weights(twin, model)
@@ -39,23 +40,23 @@ def copied(model: keras.Model) -> keras.Model:
 
 
 @contextlib.contextmanager
-def _unwarned(model: keras.Model) -> Iterator[None]:
-    """Lets load what the caller has, Lambda layers and no state included."""
+def _load_trusted(model: keras.Model) -> Iterator[None]:
+    """Allows Lambda layers to load, and silences warnings about lost state."""
     with contextlib.ExitStack() as quiet:
         quiet.enter_context(loading.trusting())
         quiet.enter_context(warnings.catch_warnings())
         if not getattr(getattr(model, "optimizer", None), "built", True):
-            # It has taken no step and has no state to carry over.
+            # It has taken no step, so it has no state to copy.
             quiet.enter_context(_messages.silenced())
-            said = "Skipping variable loading for opt"
-            warnings.filterwarnings("ignore", said)
+            text = "Skipping variable loading for opt"
+            warnings.filterwarnings("ignore", text)
         yield
 
 
 def _copy_adapters(twin: keras.Model, model: keras.Model) -> None:
-    """Copies what `enable_lora` added: Keras saves the merged kernel alone.
+    """Copies LoRA weights: Keras only saves the merged kernel.
 
-    Of a layer inside another one it saves neither that nor what is frozen.
+    For nested layers Keras saves neither LoRA nor which weights are frozen.
     """
     both = layers.flat_layers(twin), layers.flat_layers(model)
     for copy, original in zip(*both, strict=False):
@@ -68,8 +69,9 @@ def _copy_adapters(twin: keras.Model, model: keras.Model) -> None:
 
 
 def _check_weights(twin: keras.Model, model: keras.Model) -> None:
-    """Keras only warns of some layers that it could not load."""
-    # A quantized layer that was loaded has them in another order.
+    """Raises an error for lost weights, about which Keras only warns."""
+    # The weights are compared as a multiset, because a quantized layer has
+    # them in another order once it is loaded.
     copies, originals = (
         collections.Counter(
             hash(weight.tobytes()) for weight in owner.get_weights()
@@ -81,9 +83,9 @@ def _check_weights(twin: keras.Model, model: keras.Model) -> None:
 
 
 def _copy_unsaved(twin: keras.Model, model: keras.Model) -> None:
-    """Gives layers paths, which rules and maps name them by, and RematScopes.
+    """Copies the layers' paths, which rules and maps use, and RematScopes.
 
-    Keras builds what it loads from the inside: "encoder/dense" is "dense".
+    Keras builds loaded layers from the inside: "encoder/dense" is "dense".
     """
     both = layers.flat_layers(twin), layers.flat_layers(model)
     pairs = list(zip(*both, strict=False))
@@ -95,7 +97,7 @@ def _copy_unsaved(twin: keras.Model, model: keras.Model) -> None:
 
 
 def _first_cause(error: BaseException) -> str:
-    """Says what went wrong first; what Keras adds to it is about files."""
+    """Describes the first error of a chain; later ones are about files."""
     before: BaseException | None = error
     while before is not None:
         error, before = before, before.__cause__ or before.__context__
@@ -106,7 +108,7 @@ def _first_cause(error: BaseException) -> str:
 
 
 def _advice(model: keras.Model) -> str:
-    """Says what to write, by what Keras can find again and what not."""
+    """Advises how to make the classes loadable that Keras cannot find."""
     own = {
         type(layer)
         for layer in layers.flat_layers(model)

@@ -1,4 +1,4 @@
-"""Changes a model's layers and variables, and can change them back."""
+"""Changes the dtypes of a model's layers and variables, and restores them."""
 
 import contextlib
 import weakref
@@ -16,10 +16,10 @@ from tfmix.conversion import planned_policies
 
 Undo = Callable[[], None]
 
-# What Keras compiled once and would go on using.
+# Keras keeps these compiled functions, and would go on using the old dtypes.
 _COMPILED = ("train_function", "test_function", "predict_function")
-# By layer, the conversions that stand, the latest one last.
-_standing: weakref.WeakKeyDictionary[keras.Layer, list[object]] = (
+# Each layer's conversions that have not been undone, the latest one last.
+_conversions: weakref.WeakKeyDictionary[keras.Layer, list[object]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -37,24 +37,24 @@ def set_dtypes(
         _cast_variables(step.layer, before, way_back)
         way_back.callback(layer_policies.widen_inputs(step.layer))
     for step in reversed(steps):
-        # Inner layers first: a nested model returns what they return. The
-        # caller decides what an input returns.
+        # Inner layers come first, because they decide what a nested model
+        # returns. The caller decides what an input returns.
         if not layers.is_input(step.layer):
             _set_spec(step.layer, way_back)
 
 
-def stand(
+def record(
     steps: list[planned_policies.Step], way_back: contextlib.ExitStack
 ) -> Undo:
-    """Notes a conversion as the latest of its layers."""
+    """Records a conversion; returns a check that it may still be undone."""
     token = object()
     for step in steps:
-        tokens = _standing.setdefault(step.layer, [])
+        tokens = _conversions.setdefault(step.layer, [])
         tokens.append(token)
         way_back.callback(tokens.remove, token)
 
     def check() -> None:
-        if any(_standing[step.layer][-1] is not token for step in steps):
+        if any(_conversions[step.layer][-1] is not token for step in steps):
             raise RuntimeError(
                 "The model, or a part of it, was converted again after this "
                 "conversion. Undo the later one first, or call "
@@ -66,7 +66,7 @@ def stand(
                 raise RuntimeError(
                     f"Layer {step.layer.name!r} was quantized after this "
                     f"conversion, with mode={now!r}, which rounds its weights "
-                    "for good. Convert and quantize a copy instead: "
+                    "permanently. Convert and quantize a copy instead: "
                     "`convert_model(model, 'float32').quantize('int8')`."
                 )
 
@@ -74,7 +74,7 @@ def stand(
 
 
 def forget_compiled(model: keras.Model) -> None:
-    """Lets Keras trace the functions of a model, and nested ones, anew."""
+    """Makes Keras trace the functions of a model and nested models again."""
     for layer in layers.flat_layers(model):
         for name in _COMPILED:
             if getattr(layer, name, None) is not None:
@@ -88,11 +88,11 @@ def _set_policy(
     way_back: contextlib.ExitStack,
 ) -> None:
     before = layer.dtype_policy
-    # A model's `call` stays; its methods have an owner of their own.
+    # A model's `call` stays: `autocast.model` replaces and restores it.
     names = [layer_policies.FIRST_CALLED]
     if not isinstance(layer, keras.Model):
         names += ["call", "compute_mask"]
-    fallen = own_code.take_off(layer)
+    fallback = own_code.take_off(layer)
     own = {name: vars(layer)[name] for name in names if name in vars(layer)}
     exact_call = layers.marks(layer).exact_call
 
@@ -103,10 +103,10 @@ def _set_policy(
         for name, value in own.items():
             layer_policies.put(layer, name, value)
         layers.mark(layer, exact_call=exact_call)
-        own_code.put_back(layer, fallen)
+        own_code.put_back(layer, fallback)
 
     way_back.callback(restore)
-    # Rules of the policy it was made under must not come back later.
+    # The layer must not apply its former policy's rules at its first call.
     vars(layer).pop(layer_policies.FIRST_CALLED, None)
     exact_inputs.forget_exact(layer)
     layer_policies.set_policy(layer, policy)
@@ -121,24 +121,24 @@ def _set_policy(
 def _cast_variables(
     layer: keras.Layer, before: str, way_back: contextlib.ExitStack
 ) -> None:
-    """Casts the variables a layer itself holds in its dtype before."""
+    """Casts a layer's own variables, if they have its former dtype."""
     dtype = layer.variable_dtype
     if dtype == before:
         return
     own = variables.own_variables(layer)
-    # One of another dtype was given it on purpose.
-    left_alone = {id(v) for v in own if v.dtype != before}
+    # A variable of another dtype has it on purpose.
+    deliberate = {id(v) for v in own if v.dtype != before}
     originals: dict[int, Any] = {}
 
     def restore() -> None:
-        # Those too that were made since: the layer may have been built late.
+        # The layer may have been built since, and have new variables.
         for variable in variables.own_variables(layer):
-            if variable.dtype == dtype and id(variable) not in left_alone:
+            if variable.dtype == dtype and id(variable) not in deliberate:
                 _cast_back(variable, before, originals.get(id(variable)))
 
     way_back.callback(restore)
     for variable in own:
-        if id(variable) not in left_alone:
+        if id(variable) not in deliberate:
             originals[id(variable)] = ops.convert_to_numpy(variable.value)
             variables.cast_in_place(variable, dtype)
 
@@ -147,14 +147,14 @@ def _cast_back(variable: keras.Variable, dtype: str, original: Any) -> None:
     now, narrow = ops.convert_to_numpy(variable.value), variable.dtype
     variables.cast_in_place(variable, dtype)
     if original is not None:
-        # What was not trained since gets back the bits the cast took.
+        # Weights that have not changed since get back their lost bits.
         narrowed = ops.convert_to_numpy(ops.cast(original, narrow))
         wide = now.astype(original.dtype)
         variable.assign(np.where(now == narrowed, original, wide))
 
 
 def _set_spec(layer: keras.Layer, way_back: contextlib.ExitStack) -> None:
-    """Corrects the dtypes a Functional graph noted for a layer's results."""
+    """Corrects the dtypes that a Functional graph keeps for its tensors."""
     for place, tensor in layers.noted_results(layer):
         dtype = keras.backend.standardize_dtype(tensor.dtype)
         if dtype in _formats.FORMATS:

@@ -1,7 +1,7 @@
-"""The state of a model's optimizer, handed over when its variables are cast.
+"""Carries the optimizer's state over when a model's variables are cast.
 
-With 16-bit variables the moments are those of masters, else of the variables
-themselves; a conversion, there or back, goes on with what was there.
+With 16-bit variables, the moments belong to the master weights, otherwise to
+the variables themselves. A conversion keeps them, in both directions.
 """
 
 import dataclasses
@@ -16,43 +16,43 @@ from tfmix._keras import optimizers, slots_by_variable
 from tfmix._keras import variables as variables_of
 from tfmix.optimizers import sixteen_bit_optimizer
 
-# Which of the optimizers that update, its attribute, which model variable.
+# The number of the optimizer, its attribute, and the number of the variable.
 Key = tuple[int, str, int]
-# In place of the last, for what an optimizer keeps once: counters, rates.
+# This number stands for no variable: counters and rates belong to all of them.
 _ONCE = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Handover:
-    """What an optimizer knew, by the model's variables."""
+    """The state of an optimizer, keyed by the model's variables."""
 
-    workers: list[keras.optimizers.Optimizer]  # that make the updates
-    variables: list[keras.Variable]  # the model's, they were built for
-    targets: list[keras.Variable]  # what is updated: masters, or these
-    dtypes: list[str]  # of the variables by then
-    # Slots and counters, `None` if it is not certain whose they are.
+    workers: list[keras.optimizers.Optimizer]  # the innermost optimizers
+    variables: list[keras.Variable]  # the model's variables they update
+    targets: list[keras.Variable]  # the masters, or the variables themselves
+    dtypes: list[str]  # the dtypes of the variables at that time
+    # The state and counters; `None` if their variables are not certain.
     numbers: dict[Key, np.ndarray] | None
-    weights: list[np.ndarray]  # in float32, from masters if there are
+    weights: list[np.ndarray]  # the weights in float32, from masters if any
 
     @property
     def cast(self) -> bool:
-        """Whether a variable has another dtype now."""
+        """True if any variable has been cast since."""
         return [v.dtype for v in self.variables] != self.dtypes
 
     @property
     def homes(self) -> dict[int, keras.Variable]:
-        """The model's variable by the `id` of what is updated for it."""
+        """The model's variables, by the `id` of their targets."""
         return dict(zip(map(id, self.targets), self.variables, strict=True))
 
 
 def optimizer_of(model: keras.Model) -> keras.optimizers.Optimizer | None:
-    """Returns the optimizer a model is compiled with, if it is."""
+    """Returns a compiled model's optimizer, `None` for other models."""
     compiled = getattr(model, "compiled", False)
     return getattr(model, "optimizer", None) if compiled else None
 
 
 def take(model: keras.Model) -> Handover | None:
-    """Notes the state of a model's optimizer; before variables are cast."""
+    """Saves the state of a model's optimizer, before variables are cast."""
     optimizer = optimizer_of(model)
     workers, masters = (
         optimizers.unwrapped(optimizer),
@@ -60,12 +60,12 @@ def take(model: keras.Model) -> Handover | None:
     )
     if not workers or not workers[0].built:
         return None
-    # A wrapper around them may not have been used yet.
+    # A wrapper around them may not be built yet.
     variables = optimizers.remembered(masters or workers[0])
-    behind = sixteen_bit_optimizer.stand_ins(optimizer)
-    if behind is not None:
-        behind.refresh()
-    read = (lambda v: v.value) if behind is None else behind.read
+    stand_ins = sixteen_bit_optimizer.stand_ins(optimizer)
+    if stand_ins is not None:
+        stand_ins.refresh()
+    read = (lambda v: v.value) if stand_ins is None else stand_ins.read
     places = _places(optimizer, variables)
     return Handover(
         workers,
@@ -78,7 +78,7 @@ def take(model: keras.Model) -> Handover | None:
 
 
 def give(model: keras.Model, state: Handover | None) -> None:
-    """Goes on with a state in the model's optimizer; after the cast."""
+    """Restores a state in the model's optimizer, after the cast."""
     optimizer = optimizer_of(model)
     if state is None or optimizer is None:
         return
@@ -87,22 +87,22 @@ def give(model: keras.Model, state: Handover | None) -> None:
             optimizer.build(state.variables)
     workers = optimizers.unwrapped(optimizer)
     if [id(x) for x in workers] == [id(x) for x in state.workers]:
-        # The slots are at hand; what they belong to may lie elsewhere now.
+        # The optimizer still has its state, but maybe for other variables.
         targets = _targets(optimizer, state.variables)
         moved = dict(zip(map(id, state.targets), targets, strict=True))
         for worker in workers:
             slots_by_variable.remembered(worker)(moved)
     elif not _write(optimizer, state):
         _messages.warn(
-            "%s cannot go on with the state of %s; its moments and its "
-            "count of steps start anew.",
+            "%s cannot continue with the optimizer state of %s: its moments "
+            "and its count of steps start from zero.",
             type(workers[0]).__name__,
             type(state.workers[0]).__name__,
         )
     masters = sixteen_bit_optimizer.owner(optimizer)
-    known = set(map(id, optimizers.remembered(masters))) if masters else ()
+    owned = set(map(id, optimizers.remembered(masters))) if masters else ()
     for variable, weight in zip(state.variables, state.weights, strict=True):
-        if masters is not None and id(variable) in known:
+        if masters is not None and id(variable) in owned:
             masters.assign_float32(variable, weight)
         else:
             variable.assign(ops.cast(weight, variable.dtype))
@@ -110,39 +110,41 @@ def give(model: keras.Model, state: Handover | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where one slot of one of the model's variables lies."""
+    """The place of one variable's state, such as a moment."""
 
     key: Key
     holder: keras.Variable
-    span: slice  # of the holder, as a vector
+    span: slice  # a part of the holder, flattened
     shape: tuple[int, ...]
 
 
 def _places(optimizer: Any, variables: list) -> list[_Place] | None:
-    """Finds the slots of variables, `None` where one is not certain."""
+    """Finds the optimizer state of variables, `None` if it is not certain."""
     position: dict[int, list[int]] = {}
     for number, target in enumerate(_targets(optimizer, variables)):
         position.setdefault(id(target), []).append(number)
-    behind = sixteen_bit_optimizer.stand_ins(optimizer)
+    stand_ins = sixteen_bit_optimizer.stand_ins(optimizer)
     places = []
     for number, worker in enumerate(optimizers.unwrapped(optimizer)):
         for name, value in slots_by_variable.numbers(worker).items():
             key = number, name, _ONCE
             places.append(_Place(key, value, slice(None), ()))
         slots = slots_by_variable.slots(worker)
-        known = optimizers.remembered(worker)
-        if slots is None or any(id(target) not in position for target in known):
+        updated = optimizers.remembered(worker)
+        if slots is None or any(
+            id(target) not in position for target in updated
+        ):
             return None
         pairs = (
             (name, target, slot)
             for name, values in slots.items()
-            for target, slot in zip(known, values, strict=True)
+            for target, slot in zip(updated, values, strict=True)
             if slot is not None
         )
         for name, target, slot in pairs:
             for index in position[id(target)]:
                 variable = variables[index]
-                span = behind.span(variable) if behind else None
+                span = stand_ins.span(variable) if stand_ins else None
                 shape = tuple(variable.shape if span else slot.shape)
                 key, part = (number, name, index), span or slice(None)
                 places.append(_Place(key, slot, part, shape))
@@ -158,7 +160,7 @@ def _read(places: list[_Place]) -> dict[Key, np.ndarray]:
 
 
 def _write(optimizer: Any, state: Handover) -> bool:
-    """Writes a state if each slot and counter finds its own, or nothing."""
+    """Writes a state if it fits the optimizer, and returns whether it does."""
     workers = optimizers.unwrapped(optimizer)
     places = _places(optimizer, state.variables)
     if (
@@ -187,6 +189,8 @@ def _vectors(places: list[_Place]) -> dict[int, np.ndarray]:
 
 
 def _targets(optimizer: Any, variables: list) -> list[keras.Variable]:
-    """Returns what an optimizer's workers update for the model's variables."""
-    behind = sixteen_bit_optimizer.stand_ins(optimizer)
-    return variables if behind is None else [*map(behind.target, variables)]
+    """Returns the masters of variables, or the variables themselves."""
+    stand_ins = sixteen_bit_optimizer.stand_ins(optimizer)
+    if stand_ins is None:
+        return variables
+    return [stand_ins.target(variable) for variable in variables]

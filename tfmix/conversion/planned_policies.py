@@ -1,4 +1,4 @@
-"""Which dtype policy each layer of a model gets, or has while checked."""
+"""Plans the dtype policy of each layer, for a conversion or a check."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -11,20 +11,20 @@ from tfmix.autocast import new_layers, own_code
 from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
-# Layers of Keras's that hold layers of the user's: those are decided on
-# their own. What other layers of Keras's hold (the projections of attention,
-# the cell of an LSTM) follows the layer it is in.
+# These Keras layers hold layers of the user, which are decided one by one. In
+# other Keras layers, inner layers (the projections of attention, the cell of
+# an LSTM) follow the outer layer.
 _WRAPPERS = ("Wrapper", "Bidirectional", "RNN", "StackedRNNCells", "Pipeline")
 
-_OWN = "has a dtype of its own"
+_OWN = "has its own dtype"
 Plan = dict[keras.Layer, keras.DTypePolicy]
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The plain policy one layer gets, and why.
+    """The plain policy that a layer gets, and why.
 
-    A report does not show inputs and models that only pass tensors on.
+    Reports do not show inputs and models, which compute nothing themselves.
     """
 
     layer: keras.Layer
@@ -34,14 +34,14 @@ class Step:
 
 
 def plan(model: keras.Layer, policy: keras.DTypePolicy) -> list[Step]:
-    """Decides on each layer of a model once, outer before inner."""
+    """Decides on each layer of a model once, outer layers first."""
     return _Planner(model, policy).steps
 
 
 def heads(model: keras.Layer) -> list[keras.Layer]:
-    """Lists the layers, also of nested models, whose results a model returns.
+    """Lists the layers, nested ones included, that produce a model's outputs.
 
-    Of what is neither Functional nor Sequential nothing is known.
+    The list is empty for models that are neither Functional nor Sequential.
     """
     if not layers.is_structure(model):
         return []
@@ -54,27 +54,27 @@ def heads(model: keras.Layer) -> list[keras.Layer]:
 
 
 def _makers(tensors: Iterable[keras.KerasTensor]) -> list[keras.Layer]:
-    """Lists the layers that results come from, through bare `keras.ops`."""
+    """Lists the layers that produce tensors, looking through `keras.ops`."""
     makers: list[keras.Layer] = []
     seen: set[int] = set()
     waiting = list(tensors)
     while waiting:
-        operation, taken = layers.maker(waiting.pop())
+        operation, inputs = layers.maker(waiting.pop())
         if id(operation) in seen:
             continue
         seen.add(id(operation))
         if isinstance(operation, keras.Layer):
             makers.append(operation)
-        # Else the user has cast the result to float32 already.
+        # A cast to float32 shows that the user has dealt with the output.
         elif type(operation).__name__ != "Cast" or (
             keras.backend.standardize_dtype(operation.dtype) != "float32"
         ):
-            waiting += taken
+            waiting += inputs
     return makers
 
 
 def entry(policy: keras.DTypePolicy, layer: keras.Layer) -> keras.DTypePolicy:
-    """Returns the entry of a map for a layer, else the policy as it is."""
+    """Returns a policy map's entry for a layer; other policies unchanged."""
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         policy = policy[layer_policies.path_of(layer)]
     return policy
@@ -83,17 +83,16 @@ def entry(policy: keras.DTypePolicy, layer: keras.Layer) -> keras.DTypePolicy:
 def unused_rules(
     model: keras.Layer, policy: keras.DTypePolicy
 ) -> tuple[str, ...]:
-    """Says of each layer rule a user wrote, if misspelt, that none matches."""
+    """Returns a note on each layer rule of the user that matches no layer."""
     if not isinstance(policy, policies.Policy):
         return ()
-    bare = policies.Policy(policy.level or policy.name)
-    known = bare.float32_layers
+    defaults = policies.Policy(policy.level or policy.name).float32_layers
     written = [("float32_layers", x) for x in policy.float32_layers]
     written += [("float8_layers", x) for x in policy.float8_layers or ()]
     return tuple(
         f"{item!r} in {argument} matches no layer."
         for argument, item in written
-        if item not in known
+        if item not in defaults
         and not any(
             float32_layers.matches(
                 item, type(x), x.name, layer_policies.path_of(x)
@@ -109,7 +108,7 @@ class _Planner:
         self._rules = policies.with_rules(policy)
         self._is_float32 = not policies.is_sixteen_bit(policy)
         self._heads = {id(layer) for layer in heads(model)}
-        # In a model with 16-bit layers, a float32 one was chosen to be it.
+        # In a model with 16-bit layers, float32 layers are deliberate.
         self._mixed_before = any(
             layer.compute_dtype in _formats.SIXTEEN_BIT
             for layer in own_code.layers_that_compute(model)
@@ -130,7 +129,7 @@ class _Planner:
 
     def _decide(self, layer: keras.Layer, inherited: Step | None) -> Step:
         if layers.is_input(layer):
-            # It computes nothing, but Keras refuses int8 for its dtype too.
+            # It computes nothing, but Keras does not accept int8 here either.
             policy = inherited.policy if inherited else self._target(layer)
             return Step(layer, policy, "", shown=False)
         if layers.is_structure(layer):
@@ -151,9 +150,9 @@ class _Planner:
     def _passed_on(
         self, layer: keras.Layer, step: Step, inherited: Step | None
     ) -> Step | None:
-        """Returns what the layers inside a layer get, `None` for their own."""
+        """Returns the step that inner layers inherit, `None` if they do not."""
         names = {base.__name__ for base in type(layer).__mro__}
-        # An RNN of Keras's with a cell of the user's decides on it, too.
+        # LSTM, GRU and SimpleRNN are wrappers by class, but own their cells.
         composite = bool(names & {"LSTM", "GRU", "SimpleRNN"}) or (
             layers.is_builtin(layer)
             and not isinstance(layer, keras.Model)
@@ -165,7 +164,7 @@ class _Planner:
         return dataclasses.replace(step, why=why or f"inside {layer.name}")
 
     def _own(self, layer: keras.Layer) -> str:
-        """Returns why a layer is left alone, "" if it is not."""
+        """Returns why a layer keeps its policy, "" if it does not."""
         current = layer.dtype_policy
         if getattr(current, "quantization_mode", None) is not None:
             return "quantized"
@@ -214,7 +213,7 @@ def sixteen_bit_layers(model: keras.Model) -> list[keras.Layer]:
 def reference(model: keras.Model) -> Plan:
     """Plans float32 for every layer that computes in floats.
 
-    A quantized layer stays one: with the same integers, around float32.
+    Quantized layers keep their integers, and compute the rest in float32.
     """
     return {
         layer: _in_float32(entry(layer.dtype_policy, layer))
@@ -230,11 +229,11 @@ def _in_float32(policy: keras.DTypePolicy) -> keras.DTypePolicy:
 
 
 def sixteen_bit(model: keras.Model, policy: keras.DTypePolicy | None) -> Plan:
-    """Plans what a model is trained under, for layers that compute in floats.
+    """Plans the policies of training, for layers that compute in floats.
 
-    `None` is the model as it stands. A `Policy` does what `apply_policy` does
-    with it; any other policy goes to every layer but those which the maker of
-    a 16-bit model left in float32.
+    With `None`, layers keep their policies. A `Policy` is applied as by
+    `apply_policy`. Any other policy goes to every layer, except the float32
+    layers of a model that has 16-bit layers.
     """
     movable = _movable(model)
     if policy is None:

@@ -1,4 +1,4 @@
-"""What each layer of a model computes in, as a table."""
+"""`summary`: a table of the dtypes of each layer of a model."""
 
 import dataclasses
 
@@ -19,9 +19,9 @@ class LayerDtypes:
         layer_class: The name of its class.
         policy: The name of its dtype policy.
         compute: The dtype it computes in.
-        variables: The dtype of the variables it makes.
-        output: The dtype of what it returns; empty where that is known only
-            once it is called, as inside a subclassed model.
+        variables: The dtype of the variables it creates.
+        output: The dtype of its outputs; empty if that is only known once
+            the layer is called, as inside a subclassed model.
     """
 
     layer: str
@@ -33,7 +33,7 @@ class LayerDtypes:
 
 
 class ModelSummary(_tables.Printed):
-    """Says what a model computes in; prints as a table.
+    """The dtypes of a model's layers; prints as a table.
 
     Attributes:
         rows: Tuple of `LayerDtypes`, in the model's order.
@@ -60,19 +60,19 @@ class ModelSummary(_tables.Printed):
 
 
 def summary(model: keras.Model) -> ModelSummary:
-    """Lists what each layer of a model computes in, keeps and returns.
+    """Lists the compute, variable and output dtypes of a model's layers.
 
-    `model.summary()` has no column for dtypes; print this one beside it.
+    `model.summary()` does not show dtypes, so print this table as well.
 
     Args:
-        model: A `keras.Model`, made under any policy; it is not changed.
+        model: A `keras.Model` under any policy; it is not changed.
 
     Returns:
-        A `ModelSummary`: one row per layer, nested ones included, without
-        the models that only pass tensors on.
+        A `ModelSummary`: one row per layer, nested ones included. Models and
+        inputs, which compute nothing themselves, have no row.
 
     Raises:
-        TypeError: If `model` is no Keras 3 model.
+        TypeError: If `model` is not a Keras 3 model.
 
     Examples:
         >>> model = keras.Sequential(

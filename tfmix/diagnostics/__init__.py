@@ -1,1 +1,1 @@
-"""Reports on a model's numbers, and on steps that skipped."""
+"""Reports on a model's numbers and on skipped steps."""

@@ -1,4 +1,4 @@
-"""A model, a batch and a loss, run with nothing changed."""
+"""Runs a model and a loss on a batch, without changing any variable."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,16 +15,15 @@ from tfmix.diagnostics import probe, programs
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """What a check runs: a built model on one batch, in training mode."""
+    """The input of a check: a built model, one batch and a loss."""
 
     model: keras.Model
     x: Any
     y: Any
-    # A function of `(y, outputs)`, or None.
-    loss: Any
-    # Sentences on what was left out of the data.
+    loss: Any  # a function of `(y, outputs)`, or None
+    # The notes say which data was left out.
     notes: tuple[str, ...] = ()
-    # Shared by all checks of the batch, as a search for a policy makes many.
+    # A search for a policy makes many checks of a batch, which share a runner.
     runner: programs.Runner = dataclasses.field(default_factory=programs.runner)
 
     def weights(self) -> list[Any]:
@@ -32,14 +31,14 @@ class Batch:
         return [weight.value for weight in self.model.trainable_variables]
 
     def outputs(self, weights: Sequence[Any]) -> Any:
-        """Returns the outputs at trainable weights; writes no variable."""
+        """Returns the outputs for given weights; writes no variable."""
         with self._at(weights):
             return layers.call_in_training(self.model, self.x)
 
     def run(self, weights: Sequence[Any]) -> tuple[Any, Any]:
-        """Returns the outputs and the loss, or None, at trainable weights.
+        """Returns the outputs and the loss, or None, for given weights.
 
-        No variable is written, the random seeds included.
+        It writes no variable, not even a random seed.
         """
         with self._at(weights) as scope:
             outputs = layers.call_in_training(self.model, self.x)
@@ -56,7 +55,7 @@ class Batch:
         return keras.StatelessScope(mapping, collect_losses=True)
 
     def loss_of(self, outputs: Sequence[Any], template: Any) -> Any:
-        """Computes the loss of other float outputs, as one scalar."""
+        """Computes the loss of some float outputs, as one scalar."""
         value = self.loss(self.y, probe.replaced(template, outputs))
         return ops.mean(value) if len(value.shape) else value
 
@@ -65,7 +64,7 @@ class Batch:
         return _bad_rows.find({"x": self.x, "y": self.y})
 
     def without(self, rows: Collection[int]) -> "Batch":
-        """Leaves out some rows, if others remain and the model allows it."""
+        """Drops some rows, if others remain and the batch size is not fixed."""
         count = _free_rows(self.model, (self.x, self.y))
         if count is None or len(rows) == count:
             return self
@@ -80,15 +79,15 @@ class Batch:
 def prepare(
     model: keras.Model, x: Any, y: Any, loss: Any, most: int | None = None
 ) -> Batch:
-    """Checks the arguments of a check and builds the model if need be.
+    """Checks the arguments of a check, and builds the model if necessary.
 
-    At most `most` rows are kept, of a dataset those of its first batch.
+    It keeps at most `most` rows, and only the first batch of a dataset.
     """
     _arguments.model(model)
     x, y = next(split(x, y), (x, y))
-    _refuse_what_is_no_array("x", x)
-    _refuse_what_is_no_array("y", y)
-    _refuse_a_single_row(model, x)
+    _check_arrays("x", x)
+    _check_arrays("y", y)
+    _check_batched(model, x)
     notes: tuple[str, ...] = ()
     rows = most and _free_rows(model, (x, y))
     if most and rows and rows > most:
@@ -96,7 +95,7 @@ def prepare(
         note = f"`x` has {rows:,} rows; the first {most} of them were checked."
         notes = (note,)
     x, y = tensors((x, y))
-    _refuse_empty(x)
+    _check_not_empty(x)
     if y is None and loss is not None:
         raise ValueError(
             "A loss needs targets: pass `y`, or leave `loss` out to check "
@@ -105,22 +104,22 @@ def prepare(
     function = None if y is None else _function(model, loss)
     batch = Batch(model, x, y, function, notes)
     if not layers.is_built(model):
-        # As `fit` would; the variables have to be there before the scopes.
+        # `fit` would build it, too. The scopes below need its variables.
         model(x)
     return batch
 
 
 def is_dataset(x: Any) -> bool:
-    """Says whether something is a `tf.data.Dataset`; imports no TensorFlow."""
+    """Returns whether `x` is a `tf.data.Dataset`, without TensorFlow."""
     return hasattr(x, "element_spec") and hasattr(x, "as_numpy_iterator")
 
 
 def split(x: Any, y: Any, rows: int | None = None) -> Iterator[tuple[Any, Any]]:
-    """Yields batches of `rows` rows, or those of a dataset as they are."""
+    """Yields batches of `rows` rows, or a dataset's own batches."""
     if is_dataset(x):
         if y is not None:
             raise ValueError(
-                "A dataset holds its targets. Received: `x` a dataset and "
+                "A dataset contains its targets. Received: `x` a dataset and "
                 f"y={y!r}. Leave `y` out."
             )
         for element in x.as_numpy_iterator():
@@ -133,7 +132,7 @@ def split(x: Any, y: Any, rows: int | None = None) -> Iterator[tuple[Any, Any]]:
 
 
 def tensors(nest: Any) -> Any:
-    """Converts arrays as `fit` does, NumPy's float64 to Keras's float type."""
+    """Converts arrays to tensors as `fit` does, float64 to Keras's default."""
     return tree.map_structure(_tensor, nest)
 
 
@@ -144,7 +143,7 @@ def _slice(nest: Any, start: int, stop: int) -> Any:
 
 
 def _free_rows(model: keras.Model, nest: Any) -> int | None:
-    """Counts rows; None if parts or the model ask for all of them."""
+    """Counts the rows; None if no row may be left out."""
     leaves = [leaf for leaf in tree.flatten(nest) if leaf is not None]
     counts = {tuple(np.shape(leaf))[:1] for leaf in leaves}
     inputs = getattr(model, "inputs", None) or ()
@@ -154,7 +153,7 @@ def _free_rows(model: keras.Model, nest: Any) -> int | None:
     return int(next(iter(counts))[0])
 
 
-def _refuse_what_is_no_array(name: str, nest: Any) -> None:
+def _check_arrays(name: str, nest: Any) -> None:
     for leaf in tree.flatten(nest):
         if leaf is None or is_dataset(leaf) or hasattr(leaf, "shape"):
             continue
@@ -166,14 +165,14 @@ def _refuse_what_is_no_array(name: str, nest: Any) -> None:
         )
 
 
-def _refuse_a_single_row(model: Any, x: Any) -> None:
-    """Refuses what lacks the axis of rows, as of a dataset not batched."""
+def _check_batched(model: Any, x: Any) -> None:
+    """Raises an error for inputs without a batch axis."""
     inputs: Sequence[Any] = getattr(model, "inputs", None) or ()
     leaves = tree.flatten(x)
     if is_dataset(x) or not len(leaves) == len(inputs) == 1:
         return
     shape, wanted = np.shape(leaves[0]), inputs[0].shape
-    # Keras itself appends an axis of one.
+    # Keras appends an axis of size one by itself.
     if len(shape) == len(wanted) - 1 and wanted[-1] != 1:
         raise ValueError(
             f"`x` must be a batch, of shape {wanted}. Received: shape {shape}. "
@@ -181,14 +180,14 @@ def _refuse_a_single_row(model: Any, x: Any) -> None:
         )
 
 
-def _refuse_empty(x: Any) -> None:
+def _check_not_empty(x: Any) -> None:
     received = "a dataset without a batch"
     if not is_dataset(x):
         shapes = [tuple(leaf.shape) for leaf in tree.flatten(x)]
         if all(shape[:1] != (0,) for shape in shapes):
             return
         received = f"x of shape {shapes[0]}"
-    # The mean of no losses is NaN, which is no fault of the model.
+    # The mean of no losses is NaN, which would look like the model's fault.
     raise ValueError(
         "`x` must hold at least one row; 16 to 64 are enough. "
         f"Received: {received}."
@@ -217,7 +216,7 @@ def _function(model: Any, loss: Any) -> Callable[[Any, Any], Any]:
         return layers.compile_loss(loss)
 
     def call(y: Any, outputs: Any) -> Any:
-        # In the outputs' dtype, as in a training loop of the user's.
+        # In a custom training loop, targets have the outputs' dtype.
         leaves = probe.floats(outputs)
         if len(leaves) == 1 and probe.is_float(y):
             y = ops.cast(y, leaves[0].dtype)

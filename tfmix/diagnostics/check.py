@@ -1,4 +1,4 @@
-"""The doctor: a model in 16 bit against itself in float32, layer by layer."""
+"""`check` compares a model in 16 bit with float32, layer by layer."""
 
 import contextlib
 import dataclasses
@@ -35,14 +35,14 @@ from tfmix.float8 import chosen_layers
 from tfmix.loss_scaling import rules
 from tfmix.policy import policy as policies
 
-# More rows would cost memory and tell nothing new.
+# More rows would cost memory and show nothing new.
 ROWS = 64
-# Where dynamic loss scaling starts, its rule's default.
+# Dynamic loss scaling starts at this scale by default.
 _LOSS_SCALE = rules.DynamicLossScale().initial_scale
 _IDLE = "No layer computes in 16 bit, so there was nothing to compare."
 _QUANTIZED = (
-    "Quantized layers keep their dtypes. For 16 bit around the integers make "
-    "the model under 'mixed_bfloat16' and quantize it then."
+    "Quantized layers keep their dtypes. To compute in 16 bit around the "
+    "integers, create the model under 'mixed_bfloat16', then quantize it."
 )
 
 
@@ -55,38 +55,39 @@ def check(
     policy: str | keras.DTypePolicy | None = None,
     verbose: bool = False,
 ) -> numerics_report.NumericsReport:
-    """Runs a model in 16 bit and in float32 and names the layers that fail.
+    """Runs a model in 16 bit and in float32, and names the layers that fail.
 
-    Call it before a long run, or after one went wrong. Each layer is judged
-    by itself, on the inputs and gradients it has in float32: a fault is found
-    where it arises, not where it shows. The model, its weights, statistics,
-    random seeds and compiled functions stay as they are. It runs op by op on
-    the device and copies a few numbers per layer to the host.
+    Call it before a long run, or after one that went wrong. Each layer is
+    judged by itself, on the inputs and gradients that it has in float32. So
+    the report names the layer that causes a fault, not those that pass it on.
+    The model, its weights, statistics, random seeds and compiled functions do
+    not change. The check runs op by op on the device, and copies a few numbers
+    per layer to the host.
 
     Args:
         model: A `keras.Model` of any kind, on Keras's TensorFlow or JAX
-            backend. It is built if it is not.
+            backend. It is built if necessary.
         x: One batch of inputs: an array, a nest of arrays, or a
-            `tf.data.Dataset`, of which the first batch is taken. Use real
-            rows; 16 to 64 are enough, and no more than 64 are checked.
+            `tf.data.Dataset`, whose first batch is used. Use real rows; 16
+            to 64 are enough, and at most 64 are checked.
         y: The targets. Defaults to `None`: only the forward pass is checked,
-            unless `x` is a dataset that holds them.
-        loss: As for `compile`, or a function of `(y, outputs)`, which is
-            called on the outputs as they are. Defaults to the loss that the
-            model was compiled with.
+            unless `x` is a dataset that contains them.
+        loss: As for `compile`, or a function of `(y, outputs)`, which gets
+            the outputs unchanged. Defaults to the loss that the model was
+            compiled with.
         policy: A name, a `tfmix.Policy` or a `keras.DTypePolicy`. Defaults to
-            the dtypes that the model has, and to `"mixed_float16"` for a
-            float32 model. A name leaves a model that is in that 16-bit
-            format as it is.
+            the model's dtypes, and to `"mixed_float16"` for a float32 model.
+            If you pass a name, and the model computes in that 16-bit format
+            already, its dtypes are checked.
         verbose: Boolean, whether the report prints all its rows and advice.
-            Defaults to `False`: what is at fault and what is nearest to it,
-            a screen at most.
+            Defaults to `False`: faulty layers and those with the least
+            headroom, one screen at most.
 
     Returns:
         A `NumericsReport`: `healthy`, and `rows` with the most severe first.
 
     Raises:
-        TypeError: If `model` is no Keras model, or `policy` no policy.
+        TypeError: If `model` is not a Keras model, or `policy` not a policy.
         ValueError: If `y` comes without a loss or a loss without `y`, or if
             `policy` computes in float32.
 
@@ -110,11 +111,11 @@ def checked(
     policy: str | keras.DTypePolicy | None,
     rows: int | None,
 ) -> numerics_report.NumericsReport:
-    """Does what `check` does, on as many rows as are asked for."""
+    """Does what `check` does, on at most `rows` rows."""
     batch = batches.prepare(model, x, y, loss, rows)
     chosen, base = _policy(model, policy)
     what = f"Checking {model.name} in {base.compute_dtype}"
-    # A policy that is tried out comes with loss scaling; what stands may not.
+    # A policy under test implies loss scaling. A model's own setup may lack it.
     warning = ""
     if chosen is None:
         warning = missing_scaler.warning(model)
@@ -125,7 +126,7 @@ def checked(
 
 
 def _run(
-    given: batches.Batch,
+    original: batches.Batch,
     chosen: keras.DTypePolicy | None,
     base: policies.Policy,
     warning: str = "",
@@ -133,24 +134,24 @@ def _run(
 ) -> numerics_report.NumericsReport:
     """Checks a batch; a warning says that the loss is not scaled."""
     limits = _formats.limits(base.compute_dtype)
-    sixteen = planned_policies.sixteen_bit(given.model, chosen)
-    bad_rows = given.bad_rows()
-    batch = given.without({row for bad in bad_rows for row in bad.rows})
-    with _as_under(chosen, batch.model, sixteen):
+    sixteen = planned_policies.sixteen_bit(original.model, chosen)
+    bad_rows = original.bad_rows()
+    batch = original.without({row for bad in bad_rows for row in bad.rows})
+    with _under_policy(chosen, batch.model, sixteen):
         highest = passes.LOWEST_SCALE if warning else _LOSS_SCALE
-        carried = mixed_model.policy_of(batch.model)
-        # What is tried out is made, or converted, under the policy.
-        carries = chosen is not None or carried is not None
+        own_policy = mixed_model.policy_of(batch.model)
+        # A model under test counts as created, or converted, under the policy.
+        has_policy = chosen is not None or own_policy is not None
         findings, judge = passes.find(
-            batch, sixteen, limits, highest, carries, show
+            batch, sixteen, limits, highest, has_policy, show
         )
         float8 = _float8(batch)
     bad = [*map(_bad_data, bad_rows)]
     bad += _bad_weights(batch.model)
     if bad:
-        # Where no row is fine, all that is not finite is so because of them.
+        # If no row is fine, bad rows explain everything that is not finite.
         findings = [finding for finding in findings if not finding.gap.broken]
-    dtypes = _returned_dtypes(judge, carries)
+    dtypes = _returned_dtypes(judge, has_policy)
     narrow = _narrow_layers(batch.model, judge.run.planned)
     idle = () if narrow else (_IDLE, *_why_idle(batch.model))
     return numerics_report.NumericsReport(
@@ -159,30 +160,30 @@ def _run(
             *_rows(findings, judge.targets, dtypes, limits, bool(warning)),
         ),
         policy=base,
-        model_name=given.model.name,
+        model_name=original.model.name,
         loss_scale=judge.scale,
-        again=lambda other: _run(given, other, other),
+        again=lambda other: _run(original, other, other),
         targets={target.name: target for target in judge.targets},
         sixteen_bit_layers=len(narrow),
         float8=float8,
         notes=(
             *filter(None, [warning]),
             *idle,
-            *judge.run.fallen,
+            *judge.run.fallbacks,
             *batch.notes,
         ),
     )
 
 
-def _returned_dtypes(judge: runs.Judge, carries: bool) -> dict[str, str]:
-    """Returns what each layer handed on in the 16-bit run, by name."""
+def _returned_dtypes(judge: runs.Judge, has_policy: bool) -> dict[str, str]:
+    """Returns each layer's output dtype in the 16-bit run, by name."""
     dtypes = {
-        judge.targets[index].name: made.outputs[0]
-        for (index, _), made in judge.run.signatures.items()
-        if made.outputs
+        judge.targets[index].name: signature.outputs[0]
+        for (index, _), signature in judge.run.signatures.items()
+        if signature.outputs
     }
-    given = {"float32"} if carries else {*judge.run.output_dtypes}
-    return {**dtypes, verdicts.LOSS: ", ".join(given)}
+    outputs = {"float32"} if has_policy else {*judge.run.output_dtypes}
+    return {**dtypes, verdicts.LOSS: ", ".join(outputs)}
 
 
 def _narrow_layers(
@@ -203,7 +204,7 @@ def _why_idle(model: keras.Model) -> list[str]:
 
 
 def _float8(batch: batches.Batch) -> tuple[float8_products.Float8Product, ...]:
-    """Measures what the chosen layers multiply in float8, in float32's run."""
+    """Measures the float8 products of the chosen layers, on float32 inputs."""
     chosen = chosen_layers.chosen(batch.model)
     if batch.loss is None or not chosen:
         return ()
@@ -215,12 +216,12 @@ def _float8(batch: batches.Batch) -> tuple[float8_products.Float8Product, ...]:
 
 
 @contextlib.contextmanager
-def _as_under(
+def _under_policy(
     chosen: keras.DTypePolicy | None,
     model: keras.Model,
     sixteen: planned_policies.Plan,
 ) -> Iterator[None]:
-    """Lets a model compute as under a policy, `None` for as it stands."""
+    """Makes a model compute under a policy; `None` keeps its own setup."""
     with contextlib.ExitStack() as conditions:
         conditions.enter_context(compilation.nothing_traced())
         conditions.enter_context(model_outputs.outputs_as_made())
@@ -242,29 +243,29 @@ def _as_under(
 def _policy(
     model: Any, policy: str | keras.DTypePolicy | None
 ) -> tuple[keras.DTypePolicy | None, policies.Policy]:
-    """Returns what to plan with, None for as it stands, and its rules."""
+    """Returns the policy to plan with, None for the model's, and its rules."""
     sixteen = planned_policies.sixteen_bit_layers(model)
     now = {layer.compute_dtype for layer in sixteen}
     if policy is None:
-        carried = mixed_model.policy_of(model)
+        own_policy = mixed_model.policy_of(model)
         name = f"mixed_{min(now)}" if now else "mixed_float16"
-        base = policies.with_rules(carried or keras.DTypePolicy(name))
+        base = policies.with_rules(own_policy or keras.DTypePolicy(name))
         return (None if now else base), base
     accepted = global_policy.accept(policy)
     if accepted.compute_dtype not in _formats.SIXTEEN_BIT:
         raise ValueError(
             "`policy` must compute in 16 bit, such as 'mixed_float16': "
-            "float32 is what it is checked against. "
+            "it is compared with float32. "
             f"Received: policy={policy!r}."
         )
     if isinstance(policy, str) and now == {accepted.compute_dtype}:
         return None, policies.with_rules(accepted)
     if isinstance(accepted, policies.Policy):
         return accepted, accepted
-    bare = policies.Policy(
+    without_rules = policies.Policy(
         f"mixed_{accepted.compute_dtype}", float32_layers=[], float32_ops=[]
     )
-    return accepted, bare
+    return accepted, without_rules
 
 
 def _rows(
@@ -302,7 +303,7 @@ def _rows(
 
 
 def _bad_data(bad: _bad_rows.BadRows) -> verdicts.LayerVerdict:
-    """Returns the row of the report for `x` or `y` with NaN or infinity."""
+    """Returns the report's row for `x` or `y` with NaN or infinity."""
     positions = f"numpy.argwhere(~numpy.isfinite({bad.name}))"
     advice = f"{positions}  # {bad.text}: fix that first"
     phase, verdict = verdicts.FORWARD, verdicts.NOT_FINITE
@@ -314,7 +315,7 @@ def _bad_data(bad: _bad_rows.BadRows) -> verdicts.LayerVerdict:
 def _bad_weights(model: keras.Model) -> list[verdicts.LayerVerdict]:
     """Returns a row for each variable, trained or not, with NaN or infinity."""
     phase, verdict, result = verdicts.WEIGHTS, verdicts.NOT_FINITE, []
-    # Inner layers come after outer ones.
+    # Inner layers come after outer ones, so a variable's innermost layer wins.
     every = layers.flat_layers(model)
     owners = {id(v): layer.name for layer in every for v in layer.variables}
     for variable in model.variables:
@@ -324,8 +325,8 @@ def _bad_weights(model: keras.Model) -> list[verdicts.LayerVerdict]:
             if count:
                 advice = (
                     f"# its {variable.name} is NaN or infinite in {count:,} of "
-                    f"{values.size:,} entries: set it anew, or load weights "
-                    "of before"
+                    f"{values.size:,} entries: initialise it again, or load "
+                    "an earlier checkpoint"
                 )
                 layer = owners.get(id(variable), variable.path)
                 fields = (layer, phase, verdict, math.inf, -math.inf, advice)

@@ -1,4 +1,4 @@
-"""Gradients of functions of tensors, by either backend."""
+"""Differentiates functions of tensors, on either backend."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +14,11 @@ def pullback(
     *,
     sparse: bool = False,
 ) -> tuple[Tensors, Callable[[Tensors], Tensors]]:
-    """Computes a function, and returns how gradients go back through it, once.
+    """Computes a function, and returns its outputs and its backward pass.
 
-    Gradients of the outputs, in their dtypes, become those of the inputs. With
-    `sparse`, a `tf.IndexedSlices` is returned as its values alone.
+    The backward pass can be called once. It takes gradients of the outputs, in
+    their dtypes, and returns those of the inputs. With `sparse`, it returns
+    only the values of a `tf.IndexedSlices`.
     """
     if keras.backend.backend() == "jax":
         import jax
@@ -26,7 +27,7 @@ def pullback(
         return outputs, lambda gradients: back(gradients)[0]
     import tensorflow as tf
 
-    # A tensor given twice would get the sum of both gradients for each.
+    # If a tensor came twice, both would get the sum of their gradients.
     inputs = [tf.identity(tensor) for tensor in inputs]
     with tf.GradientTape() as tape:
         tape.watch(inputs)
@@ -51,7 +52,7 @@ def export_gradient(
 ) -> Any:
     """Returns a tensor unchanged, and measures its gradient.
 
-    That becomes the gradient of `token`, a float32 vector that is not used.
+    The measures become the gradient of `token`, an unused float32 vector.
     """
 
     def back(grad: Any) -> tuple[Any, Any]:

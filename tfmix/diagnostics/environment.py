@@ -1,4 +1,4 @@
-"""What tfmix runs on and has changed: the facts that a bug report needs."""
+"""`environment` lists the facts that a bug report needs."""
 
 import dataclasses
 import importlib.metadata
@@ -18,17 +18,18 @@ _PACKAGES = ("tensorflow", "tensorflow-cpu", "jax", "numpy")
 
 @dataclasses.dataclass(frozen=True)
 class Environment(_tables.Printed):
-    """What `environment` found; prints as a table.
+    """The result of `environment`; prints as a table.
 
     Attributes:
-        versions: Of Python, tfmix and what it is built on, by name, and the
-            platform.
+        versions: The versions of Python, tfmix and its dependencies, by name,
+            and the platform.
         backend: The Keras backend in use.
-        devices: What it computes on.
-        auto: What `"auto"` is on them, in words.
+        devices: The backend's devices.
+        auto: The policy `"auto"` on these devices, in words.
         policy: The active policy, as text.
-        replaced: What is replaced in Keras just now, as `owner.attribute`.
-        extras: Each extra to install, and the packages it lacks here.
+        replaced: The names that tfmix replaces in Keras at the moment, as
+            `owner.attribute`.
+        extras: Each extra of tfmix, and its packages that are missing.
     """
 
     versions: dict[str, str]
@@ -59,7 +60,7 @@ class Environment(_tables.Printed):
 
 
 def environment() -> Environment:
-    """Lists versions, backend, devices, policy, and what tfmix has changed.
+    """Lists versions, backend, devices, policy, and replaced names of Keras.
 
     Paste it into a bug report. `tfmix doctor` prints the same from a shell.
 
@@ -85,21 +86,21 @@ def environment() -> Environment:
 
 
 def _versions() -> dict[str, str]:
-    known = {
+    packages = {
         "tfmix": _version("tfmix"),
-        # By itself: its package may be `keras-nightly`.
+        # The package of Keras may be `keras-nightly`, so Keras is asked.
         "keras": keras.__version__,
         **{name: _version(name) for name in _PACKAGES},
     }
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        **{name: version for name, version in known.items() if version},
+        **{name: version for name, version in packages.items() if version},
     }
 
 
 def _version(package: str) -> str:
-    """Returns the version of an installed package, "" if it is not there."""
+    """Returns the version of a package, "" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -107,11 +108,11 @@ def _version(package: str) -> str:
 
 
 def _extras() -> dict[str, tuple[str, ...]]:
-    """Returns what each extra of the installed tfmix lacks."""
+    """Returns the missing packages of each extra of the installed tfmix."""
     try:
         wanted = importlib.metadata.requires("tfmix") or []
     except importlib.metadata.PackageNotFoundError:
-        # Run from a checkout on the path.
+        # A checkout on the path has no metadata.
         return {}
     extras: dict[str, list[str]] = {}
     for requirement in wanted:

@@ -1,4 +1,4 @@
-"""What float8 makes of each product of the layers that were chosen for it."""
+"""Measures the float8 products of the chosen layers against float32."""
 
 import dataclasses
 import math
@@ -15,27 +15,27 @@ from tfmix.diagnostics import differentiation, probe, verdicts
 from tfmix.float8 import chosen_layers, product
 
 PRODUCTS = ("forward", "input gradient", "kernel gradient")
-# Training in float8 stays with bfloat16's where no gradient turns further.
+# Training in float8 is as good as in bfloat16 if gradients turn no further.
 _LEAST_COSINE = 0.98
-# Tails of an activation underflow and nobody misses them: it is a fault where
-# it shows in the rows of the result.
+# The small numbers of an activation may underflow without harm. They count as
+# a fault only if the rows of the result change.
 _MOST_UNDERFLOW = 0.1
 _HEADS = ("layer", "in float8", "verdict", "underflow", "saturated", "cosine")
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8Product:
-    """One product of one layer in float8, against the same in float32.
+    """One product of a layer in float8, compared with float32.
 
     Attributes:
         layer: The layer's path.
         product: `"forward"`, `"input gradient"` or `"kernel gradient"`.
         verdict: `"ok"`, `"underflow"`, `"inaccurate"` or `"not_finite"`.
-        underflow: Of a factor's numbers that are not zero, the share that
-            becomes zero, 0 to 1; the worse factor's.
-        saturated: Of all its numbers, the share that leaves the format, 0 to
-            1; the worse factor's.
-        cosine: Between both results, -1 to 1.
+        underflow: The share of nonzero numbers of a factor that become zero,
+            0 to 1; that of the worse factor.
+        saturated: The share of all numbers of a factor that leave the format,
+            0 to 1; that of the worse factor.
+        cosine: The cosine of the angle between both results, -1 to 1.
     """
 
     layer: str
@@ -47,7 +47,7 @@ class Float8Product:
 
     @property
     def is_fine(self) -> bool:
-        """Whether the layer can stay in float8, for all this tells."""
+        """True if the layer can stay in float8."""
         return self.verdict == verdicts.OK
 
 
@@ -58,25 +58,25 @@ def measure(
 
     Args:
         chosen: The layers, as `chosen_layers.choose` returned them.
-        loss_of: Runs the model, its variables' values in force.
+        loss_of: Function that runs the model and returns the loss.
 
     Returns:
-        The layer of each call, in their order, and a float32 tensor of shape
-        `(calls, 3, 4)`: for each of `PRODUCTS` the shares that underflow and
-        saturate, the cosine, and the mean of the rows' cosines.
+        The layer of each call, in order, and a float32 tensor of shape
+        `(calls, 3, 4)`: for each of `PRODUCTS`, the shares that underflow and
+        saturate, the cosine, and the mean cosine of the rows.
     """
     targets = [probe.Target(layer, layer.name, (), True) for layer in chosen]
     called: list[keras.Layer] = []
     zeros: list[Any] = []
 
-    def note(call: probe.Call) -> Any:
+    def record(call: probe.Call) -> Any:
         outputs = call.proceed()
         called.append(call.target.operation)
-        # Its rows may be unknown until it runs.
+        # The number of rows may be unknown until the call runs.
         zeros.append(ops.zeros_like(outputs, dtype="float32"))
         return outputs
 
-    with probe.watched(targets, note):
+    with probe.watched(targets, record):
         loss_of()
 
     def run(nudges: list[Any]) -> list[Any]:
@@ -88,7 +88,7 @@ def measure(
             bias = 0.0 if layer.bias is None else layer.bias
             for factor in (call.tensors[0], layer.kernel, bias):
                 factors.append(ops.cast(factor, "float32"))
-            # A zero is added to every output: its gradient is the output's.
+            # A zero is added to every output, to get the output's gradient.
             return outputs + ops.cast(next(rest), outputs.dtype)
 
         with probe.watched(targets, on_call):
@@ -99,12 +99,12 @@ def measure(
     gradients = back([ops.ones_like(loss), *map(ops.zeros_like, factors)])
     inputs, kernels, biases = (factors[start::3] for start in range(3))
     calls = zip(called, inputs, kernels, biases, gradients, strict=True)
-    rows = [_of_call(*call) for call in calls]
+    rows = [_measure_call(*call) for call in calls]
     return called, ops.stack(rows) if rows else ops.zeros((0, 3, 4))
 
 
 def read(called: Sequence[keras.Layer], table: Any) -> list[Float8Product]:
-    """Turns what `measure` returns into rows: of a layer's calls, the worst."""
+    """Reads the result of `measure`: the worst call of each layer."""
     worst: dict[tuple[str, str], Float8Product] = {}
     for layer, rows in zip(called, np.asarray(table), strict=True):
         path = layer_policies.path_of(layer)
@@ -151,7 +151,7 @@ def _verdict(
     return verdicts.OK if cosine >= _LEAST_COSINE else verdicts.INACCURATE
 
 
-def _of_call(
+def _measure_call(
     layer: keras.Layer, inputs: Any, kernel: Any, bias: Any, gradient: Any
 ) -> Any:
     """Measures the three products of one call: `(3, 4)`."""
@@ -161,41 +161,41 @@ def _of_call(
             lambda tensors: [layer.activation(tensors[0])], [before]
         )
         (gradient,) = back([gradient])
-    a, b, made = chosen_layers.matrices(layer, inputs, kernel, gradient)
+    a, b, c = chosen_layers.matrices(layer, inputs, kernel, gradient)
     forward, back_format = product.FORWARD, product.GRADIENT
     return ops.stack(
         [
-            _of_product(a, b, forward, forward),
-            _of_product(made, ops.transpose(b), back_format, forward),
-            _of_product(ops.transpose(a), made, forward, back_format),
+            _measure_product(a, b, forward, forward),
+            _measure_product(c, ops.transpose(b), back_format, forward),
+            _measure_product(ops.transpose(a), c, forward, back_format),
         ]
     )
 
 
-def _of_product(
+def _measure_product(
     a: Any, b: Any, to_a: product.Format, to_b: product.Format
 ) -> Any:
-    (near_a, *lost_a), (near_b, *lost_b) = _rounded(a, to_a), _rounded(b, to_b)
+    (near_a, *lost_a), (near_b, *lost_b) = _round(a, to_a), _round(b, to_b)
     near, exact = ops.matmul(near_a, near_b), ops.matmul(a, b)
     lost = [ops.maximum(*pair) for pair in zip(lost_a, lost_b, strict=True)]
     whole = _cosines(ops.reshape(near, (1, -1)), ops.reshape(exact, (1, -1)))
     return ops.stack([*lost, whole, _cosines(near, exact)])
 
 
-def _rounded(tensor: Any, to: product.Format) -> tuple[Any, Any, Any]:
-    """Returns a tensor in float8, still scaled, and the shares it lost."""
+def _round(tensor: Any, to: product.Format) -> tuple[Any, Any, Any]:
+    """Returns a tensor in float8, still scaled, and the shares it loses."""
     near, _ = product.rounded(ops.cast(tensor, "bfloat16"), to)
     near = ops.cast(near, "float32")
-    there, fine = tensor != 0, ops.isfinite(tensor)
-    flushed = ops.sum(ops.cast(there & (near == 0), "float32"))
-    count = ops.maximum(ops.sum(ops.cast(there, "float32")), 1.0)
+    nonzero, fine = tensor != 0, ops.isfinite(tensor)
+    flushed = ops.sum(ops.cast(nonzero & (near == 0), "float32"))
+    count = ops.maximum(ops.sum(ops.cast(nonzero, "float32")), 1.0)
     left = ops.mean(ops.cast(fine & ~ops.isfinite(near), "float32"))
     return near, flushed / count, left
 
 
 def _cosines(near: Any, exact: Any) -> Any:
     """Returns the mean of the rows' cosines; 1 where both are zero."""
-    # In units of the largest value: squares of 1e30 leave float32's range.
+    # Squares of 1e30 would overflow float32, so the largest value is the unit.
     near, exact = (
         matrix / ops.maximum(ops.max(ops.abs(matrix), -1, keepdims=True), 1e-37)
         for matrix in (near, exact)

@@ -1,4 +1,4 @@
-"""What to write for a float16 model whose loss nothing scales."""
+"""Warns about float16 models whose loss is not scaled."""
 
 import keras
 
@@ -8,12 +8,12 @@ from tfmix.autocast import own_code
 
 
 def warning(model: keras.Model) -> str:
-    """Says what to write for a float16 model whose loss is not scaled.
+    """Returns a warning for a float16 model whose loss is not scaled.
 
-    Empty for a model that is not compiled, has no layers in float16, has its
-    gradients scaled inside (it carries a policy), or an optimizer that scales
-    the loss. Keras scales it only where the model as
-    a whole is "mixed_float16", and not under `compile(auto_scale_loss=False)`.
+    It is empty for a model that is not compiled, has no float16 layers, has
+    a policy of tfmix (which scales gradients inside it), or has an optimizer
+    that scales the loss. Keras only scales the loss if the model's own policy
+    is "mixed_float16", and not with `compile(auto_scale_loss=False)`.
     """
     optimizer = getattr(model, "optimizer", None)
     if (

@@ -1,4 +1,4 @@
-"""What a check found: a table, a page, and the policy that fixes it."""
+"""The result of `check`: a table, a page, and a policy that fixes the model."""
 
 import base64
 import dataclasses
@@ -24,14 +24,14 @@ class NumericsReport(_tables.Printed):
         rows: One `LayerVerdict` per layer and phase, the most severe first.
         policy: The `tfmix.Policy` that was checked.
         model_name: The name of the model.
-        loss_scale: The loss scale that gradients were judged under.
-        again: Checks the same model and batch under another policy.
+        loss_scale: The loss scale at which gradients were judged.
+        again: Function that checks the same batch under another policy.
         targets: The watched layers by name.
         sixteen_bit_layers: How many layers computed in 16 bit.
-        float8: One `Float8Product` for each product that a layer computes in
-            float8, the worst first; empty where none does, and without `y`.
-        notes: Sentences on what is wrong with the model as a whole, on layers
-            that fell back to float32, and on what was not checked.
+        float8: One `Float8Product` for each float8 product of a layer, the
+            worst first; empty without float8 layers or without `y`.
+        notes: Sentences on faults of the model as a whole, on layers that
+            fell back to float32, and on parts that were not checked.
         verbose: Whether it prints every row.
     """
 
@@ -50,7 +50,7 @@ class NumericsReport(_tables.Printed):
 
     @property
     def healthy(self) -> bool:
-        """Whether every row is fine, and every product in float8."""
+        """True if every row and every float8 product is fine."""
         return not self.faults and all(
             product.is_fine for product in self.float8
         )
@@ -62,7 +62,7 @@ class NumericsReport(_tables.Printed):
 
     @property
     def forward_only(self) -> bool:
-        """Whether no gradient was checked, for want of targets."""
+        """True if no gradients were checked, because there were no targets."""
         return all(row.phase != verdicts.BACKWARD for row in self.rows)
 
     @property
@@ -72,30 +72,30 @@ class NumericsReport(_tables.Printed):
         count = len({row.layer for row in self.faults}) - len(data)
         state = f"{count} layer{'s' * (count != 1)} at fault"
         if data:
-            # Rows of `x` or `y`, which are no layers.
+            # Rows about `x` or `y` do not count as layers.
             bad = f"{' and '.join(data)} not finite"
             state = f"{bad}, {state}" if count else bad
         if self.healthy:
             nothing = "no layer computes in 16 bit"
             state = "healthy" if self.sixteen_bit_layers else nothing
         elif not self.faults:
-            state = "healthy but for float8"
+            state = "healthy except in float8"
         if self.forward_only:
             state += ", forward pass only"
         return f"{_name(self.policy)} against float32: {state}"
 
     def suggested_policy(self, *, progress: bool = True) -> policies.Policy:
-        """Puts the layers at fault in float32 until the model is healthy.
+        """Moves faulty layers to float32 until the model is healthy.
 
-        Each policy is checked on the same batch: it takes as long as a few
-        checks. A warning says so if nothing is left in 16 bit.
+        Each policy is checked on the same batch, so the search takes as long
+        as a few checks. A warning is logged if no layer is left in 16 bit.
 
         Args:
             progress: Boolean, whether to show the search. Defaults to `True`.
 
         Returns:
-            A `tfmix.Policy`: the one that was checked if that is healthy;
-            else one with fewer `float8_layers` or more `float32_layers`.
+            A `tfmix.Policy`: the checked one if it is healthy, otherwise one
+            with fewer `float8_layers` or more `float32_layers`.
 
         Raises:
             ValueError: If the model is not finite in float32 either.
@@ -109,13 +109,14 @@ class NumericsReport(_tables.Printed):
         return plotting.headroom(self, path)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes to `path` one page with table and figure, all in one file."""
+        """Writes one HTML file with the tables and the figure to `path`."""
         try:
             picture = _picture(self.plot())
         except ImportError:
-            # The table says all that the picture shows.
+            # Without matplotlib the page has no picture. The table holds the
+            # same numbers.
             picture = ""
-        # The worst rows and what to write come first, then every row.
+        # The worst rows and the advice come first, then all rows.
         rows, *float8 = dataclasses.replace(self, verbose=True).tables()
         worst = dataclasses.replace(
             self.tables()[0], notes=self.notes, code=rows.code
@@ -140,13 +141,12 @@ class NumericsReport(_tables.Printed):
         )
 
     def tables(self) -> list[_tables.Table]:
-        """Returns the table that is printed: the worst, and what is nearest.
+        """Returns the tables to print: the faults, and the least headroom.
 
-        Of the rows that are fine, those with the least headroom are shown;
-        `rows` and `to_html` have all, and so has a `verbose` report.
+        `rows`, `to_html` and a `verbose` report have all rows.
         """
         fine = [row for row in self.rows if row.verdict == verdicts.OK]
-        # What is in float32 does not leave it.
+        # Headroom in the 16-bit format does not matter for float32 layers.
         near = [row for row in fine if row.dtype in _formats.SIXTEEN_BIT]
         fine = near or fine
         fine.sort(key=lambda row: row.headroom_bits)
@@ -168,14 +168,14 @@ class NumericsReport(_tables.Printed):
         return [*tables, self._float8_table()] if self.float8 else tables
 
     def _float8_table(self) -> _tables.Table:
-        """Returns the worst products in float8, and what to write."""
+        """Returns the worst float8 products, and the code that fixes them."""
         shown = self.float8 if self.verbose else self.float8[:_FAULTS_SHOWN]
         table = float8_products.table(shown)
         notes = [f"{len(self.float8) - len(shown)} more: `report.float8`."]
         code: list[str] = []
         if not all(product.is_fine for product in self.float8):
             items = suggest.in_float8(self)
-            code = ["# What to write, at fault: back to bfloat16"]
+            code = ["# What to write: faulty layers go back to bfloat16"]
             code.append(
                 f"tfmix.Policy({names.FLOAT8!r}, float8_layers={items})"
                 if items
@@ -187,17 +187,17 @@ class NumericsReport(_tables.Printed):
     def _left_out(
         self, count: int, shown: Sequence[verdicts.LayerVerdict]
     ) -> str:
-        """Says how many rows are not shown, "" if all are."""
+        """Returns a note on the rows that are not shown, "" if all are."""
         if not count:
             return ""
         seen = sum(row.verdict != verdicts.OK for row in shown)
         faulty = len(self.faults) - seen
         more = f"{faulty} more at fault and {count - faulty} more"
         more = f"{more if faulty else f'{count} more rows'} ok: "
-        said = f"{more}`report.rows` and `report.to_html(path)` have all."
+        note = f"{more}`report.rows` and `report.to_html(path)` have all."
         if faulty:
-            said += " `report.suggested_policy()` says which to change."
-        return said
+            note += " `report.suggested_policy()` says which to change."
+        return note
 
 
 def _name(policy: policies.Policy) -> str:
@@ -205,7 +205,7 @@ def _name(policy: policies.Policy) -> str:
 
 
 _HEADS = ("layer", "dtype", "phase", "verdict", "error", "headroom")
-# Rows that are printed, and lines to write: a screen in all.
+# So many rows and lines of code fit on one screen.
 _FAULTS_SHOWN, _FINE_SHOWN, _ADVICE_SHOWN = 8, 5, 5
 
 
@@ -225,7 +225,7 @@ def _headroom(bits: float) -> str:
 
 
 def _error(row: verdicts.LayerVerdict) -> str:
-    """Returns the error beside its bound; of data and NaN there is none."""
+    """Returns the error and its bound, "" for rows about data or NaN."""
     is_fine = row.relative_error <= row.bound
     is_overflow = row.verdict == verdicts.OVERFLOW
     if not math.isfinite(row.relative_error) or (is_overflow and is_fine):
@@ -234,21 +234,20 @@ def _error(row: verdicts.LayerVerdict) -> str:
 
 
 def _code(rows: Iterable[verdicts.LayerVerdict]) -> list[str]:
-    """Returns the lines to write, each once, below a comment that says why."""
-    known: dict[str, str] = {}
+    """Returns the lines of code to write, each below its reason."""
+    reasons: dict[str, str] = {}
     for row in rows:
-        # A fault of float32's as well is told of without a line to write.
+        # A fault that float32 has as well comes with a comment, but no code.
         code, _, why = f" {row.advice}".partition(" # ")
         code = code.strip()
         if row.verdict != verdicts.OK:
-            said = f"{row.layer}, {row.phase}, {row.verdict}: {why}"
-            known.setdefault(code, said)
-    # Of what is not finite in float32 either there is a comment alone.
-    head = "What to write:" if any(known) else "What is at fault:"
-    lines = [head] if known else []
-    for code, said in known.items():
-        # Each line a comment, so that all of it can be pasted.
-        lines += [f"# {line}" for line in textwrap.wrap(said, 76)]
+            reason = f"{row.layer}, {row.phase}, {row.verdict}: {why}"
+            reasons.setdefault(code, reason)
+    head = "What to write:" if any(reasons) else "What is at fault:"
+    lines = [head] if reasons else []
+    for code, reason in reasons.items():
+        # Every other line is a comment, so that you can paste all of it.
+        lines += [f"# {line}" for line in textwrap.wrap(reason, 76)]
         lines += [code] * bool(code)
     return lines
 
@@ -264,7 +263,7 @@ def _plain(
 
 
 def _picture(figure: Any) -> str:
-    """Returns a figure as an address that holds all of it."""
+    """Returns a figure as a `data:` address."""
     written = io.BytesIO()
     figure.savefig(written, format="png", dpi=110)
     data = base64.b64encode(written.getvalue()).decode("ascii")

@@ -1,4 +1,4 @@
-"""The passes of a check, and what each layer was found to do in them."""
+"""Runs the passes of a check, and judges each layer by them."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from tfmix.loss_scaling import rules
 
 _Findings = list[verdicts.Finding]
 LOWEST_SCALE = rules.DynamicLossScale().lowest_scale
-# What scales gradients inside a model knows no lowest; this is beyond use.
+# Gradient scaling inside a model has no lowest scale. Lower ones have no use.
 _LOWEST_INSIDE = 2.0**-40
 
 
@@ -31,42 +31,42 @@ def find(
     planned: planned_policies.Plan,
     limits: _formats.Format,
     highest_scale: float,
-    carries: bool,
+    has_policy: bool,
     show: Callable[[float], None],
 ) -> tuple[_Findings, runs.Judge]:
-    """Makes the passes: in 16 bit, in float32, and call by call both ways.
+    """Runs the model in 16 bit, in float32, and then each call in both.
 
     Args:
-        batch: What the model is run on.
+        batch: The model and its data.
         planned: The dtypes of the 16-bit run.
-        limits: Of its format.
+        limits: The limits of the 16-bit format.
         highest_scale: The loss scale to start with.
-        carries: Whether the model as it stands carries a policy: it returns
-            float32, and scales its gradients inside.
-        show: Is told the share of the layers that are judged.
+        has_policy: Whether the model has a policy of tfmix, so that it returns
+            float32 and scales its gradients inside.
+        show: Function that displays the share of layers judged so far.
 
     Returns:
-        One finding per layer and phase, the worst of those called often; and
-        the judge of the last pass.
+        One finding per layer and phase, the worst of a layer's calls; and the
+        judge of the last pass.
     """
     targets = probe.targets(batch.model)
     run = runs.sixteen_bit(batch, targets, planned, limits.name)
-    is_inside = carries and not (
+    is_inside = has_policy and not (
         own_code.has_sixteen_bit_variables(batch.model)
     )
     lowest = _LOWEST_INSIDE if is_inside else LOWEST_SCALE
     truth, scale = None, 1.0
     if batch.loss is not None:
         truth = runs.truth(batch, targets, run.signatures)
-        # bfloat16 has float32's range.
+        # bfloat16 has float32's range, and needs no loss scale.
         if limits.name == _formats.FLOAT16.name:
             scale = _loss_scale(run, truth, lowest, highest_scale)
     judge = runs.Judge(batch, targets, run, truth, limits, scale, lowest)
-    findings = _judged(judge, carries, show)
+    findings = _judge_all(judge, has_policy, show)
     while judge.scale > lowest and _overflows_backward(findings):
         judge = judge.lower()
-        findings = _judged(judge, carries, show)
-    findings = _attributed(findings, targets)
+        findings = _judge_all(judge, has_policy, show)
+    findings = _clear_outer(findings, targets)
     worst: dict[tuple[str, str], verdicts.Finding] = {}
     for finding in sorted(findings, key=lambda finding: finding.rank):
         worst.setdefault((finding.layer, finding.phase), finding)
@@ -76,7 +76,7 @@ def find(
 def _loss_scale(
     run: runs.SixteenBitRun, truth: runs.Truth, lowest: float, highest: float
 ) -> float:
-    """Returns the power of two between two that scaling settles at."""
+    """Returns the loss scale that dynamic scaling would reach."""
     sixteen = [
         tensor
         for key, tensors in truth.outputs.items()
@@ -88,13 +88,13 @@ def _loss_scale(
     largest = max(map(ranges.largest, [*truth.weights, *sixteen]), default=0.0)
     if largest == 0.0:
         return highest
-    # Two bits are kept free for the sums inside a layer.
+    # Two bits stay free for the sums inside a layer.
     room = math.floor(math.log2(_formats.FLOAT16.max / largest)) - 2
     return min(max(2.0**room, lowest), highest)
 
 
-def _judged(
-    judge: runs.Judge, carries: bool, show: Callable[[float], None]
+def _judge_all(
+    judge: runs.Judge, has_policy: bool, show: Callable[[float], None]
 ) -> _Findings:
     """Judges each call of a float32 run, the weights, and the loss."""
     batch, signatures = judge.batch, judge.run.signatures
@@ -106,47 +106,45 @@ def _judged(
         nonlocal order, has_weights_before, read_last
         reaches_weights = has_weights_before
         signature = signatures.get(call.key)
-        # Judging computes the outputs of a layer with nothing inside, too.
-        is_judged_alone = (
-            signature and signature.is_tensor and call.target.whole
-        )
-        outputs = None if is_judged_alone else call.proceed()
+        # Judging a layer without inner layers computes its outputs as well.
+        is_whole = signature and signature.is_tensor and call.target.whole
+        outputs = None if is_whole else call.proceed()
         has_weights_before |= bool(call.target.weights)
         if signature is None:
             return outputs
         order += 1
         pairs = judge.pairs(call)
-        # While a device computes these.
+        # The last call's results are read while a device computes these.
         findings.extend(read_last())
         read_last = functools.partial(
-            _of_call, judge, call, pairs, order, reaches_weights
+            _judge_call, judge, call, pairs, order, reaches_weights
         )
         show(order / len(signatures))
-        return pairs[1][1][0] if is_judged_alone else outputs
+        return pairs[1][1][0] if is_whole else outputs
 
     with runs.in_float32(batch.model):
         with probe.watched(judge.targets, on_call):
             outputs = batch.outputs(batch.weights())
         with keras.StatelessScope():
             findings += read_last()
-    findings += _of_weights(judge.targets, judge.run.planned, judge.limits)
+    findings += _judge_weights(judge.targets, judge.run.planned, judge.limits)
     if batch.loss is not None:
-        findings += _of_loss(judge, outputs, order + 1, carries)
+        findings += _judge_loss(judge, outputs, order + 1, has_policy)
     return findings
 
 
-def _of_call(
+def _judge_call(
     judge: runs.Judge,
     call: probe.Call,
     pairs: list[runs.Pair],
     order: int,
     reaches_weights: bool,
 ) -> _Findings:
-    """Judges a call that was made both ways."""
+    """Judges a call by its results in 16 bit and in float32."""
     name, limits, gaps = call.target.name, judge.limits, judge.gaps(pairs)
-    given = verdicts.of_output(gaps.arguments, limits) != verdicts.OK
+    bad_input = verdicts.of_output(gaps.arguments, limits) != verdicts.OK
     verdict = verdicts.of_output(gaps.outputs, limits)
-    forward = (name, verdicts.FORWARD, verdict, gaps.outputs, order, given)
+    forward = (name, verdicts.FORWARD, verdict, gaps.outputs, order, bad_input)
     findings: list[verdicts.Finding | None] = [verdicts.Finding(*forward)]
     if reaches_weights or call.target.weights:
         findings.append(
@@ -155,8 +153,8 @@ def _of_call(
     return list(filter(None, findings))
 
 
-def _of_loss(
-    judge: runs.Judge, outputs: Any, order: int, carries: bool
+def _judge_loss(
+    judge: runs.Judge, outputs: Any, order: int, has_policy: bool
 ) -> _Findings:
     """Judges the loss on the float32 outputs, forward and backward."""
     batch, limits, dtypes = judge.batch, judge.limits, judge.run.output_dtypes
@@ -164,33 +162,33 @@ def _of_loss(
     near = [ops.cast(*pair) for pair in zip(exact, dtypes, strict=True)]
 
     def loss(leaves: list[Any]) -> list[Any]:
-        if carries:
+        if has_policy:
             leaves = [ops.cast(leaf, "float32") for leaf in leaves]
-        # The loss of several outputs keeps a mean of each in variables.
+        # A loss of several outputs has variables with the mean of each.
         with keras.StatelessScope():
             return [batch.loss_of(leaves, outputs)]
 
     def both(near: list[Any], exact: list[Any], scale: Any) -> Any:
-        made, made_back = differentiation.pullback(loss, near)
+        value, back = differentiation.pullback(loss, near)
         right, right_back = differentiation.pullback(loss, exact)
-        one = ops.ones_like(made[0])
-        wrong = made_back([one * ops.cast(scale, one.dtype)])
-        return made, right, wrong, right_back([ops.ones_like(right[0])])
+        one = ops.ones_like(value[0])
+        gradient = back([one * ops.cast(scale, one.dtype)])
+        return value, right, gradient, right_back([ops.ones_like(right[0])])
 
-    made, right, wrong, true = batch.runner.run(
+    value, right, gradient, right_gradient = batch.runner.run(
         both, near, exact, np.float32(judge.scale)
     )
-    forward = ranges.gap(made, right, limits)
-    backward = ranges.gap(wrong, true, limits, judge.scale)
+    forward = ranges.gap(value, right, limits)
+    backward = ranges.gap(gradient, right_gradient, limits, judge.scale)
     verdict, note = verdicts.of_output(forward, limits), ""
-    if verdict != verdicts.OK and tensors.is_16_bit(made[0]):
-        note = f"the loss is computed in {probe.dtype(made[0])}"
+    if verdict != verdicts.OK and tensors.is_16_bit(value[0]):
+        note = f"the loss is computed in {probe.dtype(value[0])}"
     arguments = ranges.gap(near, exact, limits)
     finding = functools.partial(
         verdicts.Finding,
         verdicts.LOSS,
         order=order,
-        given=verdicts.of_output(arguments, limits) != verdicts.OK,
+        bad_input=verdicts.of_output(arguments, limits) != verdicts.OK,
         is_own=isinstance(batch.loss, types.FunctionType),
     )
     back = verdicts.of_gradient(backward, limits)
@@ -200,16 +198,16 @@ def _of_loss(
     ]
 
 
-def _of_weights(
+def _judge_weights(
     targets: Sequence[probe.Target],
     planned: planned_policies.Plan,
     limits: _formats.Format,
 ) -> list[verdicts.Finding]:
-    """Judges all weights that are read in 16 bit, used in the batch or not."""
+    """Judges all weights that are cast to 16 bit, also unused ones."""
     result = []
     for order, target in enumerate(targets):
         if values := _cast_weights(target, planned):
-            # On the host: a device compiles a cast for each shape.
+            # NumPy casts on the host: a device would compile for each shape.
             with np.errstate(over="ignore"):
                 near = [value.astype(limits.name) for value in values]
             gap = ranges.gap(near, values, limits)
@@ -224,8 +222,8 @@ def _cast_weights(
 ) -> list[Any]:
     if not isinstance(target.operation, keras.Layer):
         return []
-    # Layers without autocast, such as the normalisations, cast by themselves
-    # where they need float32; an embedding casts what it looked up.
+    # Layers without autocast, such as normalisations, cast weights only where
+    # they do not need float32. An embedding casts the rows that it looks up.
     return [
         ops.convert_to_numpy(variable.value)
         for layer in (target.layers if target.whole else [target.operation])
@@ -236,7 +234,7 @@ def _cast_weights(
 
 
 def _overflows_backward(findings: _Findings) -> bool:
-    """Says whether dynamic loss scaling would go on to a lower scale."""
+    """Returns whether dynamic loss scaling would lower its scale further."""
     backward = verdicts.BACKWARD
     bad_forward = {
         finding.layer
@@ -250,13 +248,13 @@ def _overflows_backward(findings: _Findings) -> bool:
     )
 
 
-def _attributed(
+def _clear_outer(
     findings: list[verdicts.Finding], targets: list[probe.Target]
 ) -> list[verdicts.Finding]:
-    """Clears a layer of the faults of the layers inside it."""
+    """Clears layers of faults that their inner layers cause."""
     own: dict[str, list[str]] = {finding.phase: [] for finding in findings}
     for finding in findings:
-        if finding.verdict != verdicts.OK and not finding.given:
+        if finding.verdict != verdicts.OK and not finding.bad_input:
             own[finding.phase].append(finding.layer)
     cleared = {phase: probe.around(own[phase], targets) for phase in own}
     return [

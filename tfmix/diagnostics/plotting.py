@@ -1,4 +1,4 @@
-"""Figures of numerics, from plain records; matplotlib is imported late."""
+"""Draws headroom, exponents and loss scales, with matplotlib."""
 
 import io
 import os
@@ -12,11 +12,11 @@ from tfmix import _formats
 
 _RED, _YELLOW, _GREEN, _BLUE = "#b2182b", "#e0a526", "#4d9221", "#2166ac"
 _GREY = "#a6a6a6"
-# Faults are told apart without their colours, too.
+# Hatches distinguish faults for readers who do not see the colours.
 _HATCHES = {_RED: "////", _YELLOW: "...."}
-# Longest bar of headroom that is drawn; more is never a concern.
+# Bars are cut at this length, because more headroom is never a concern.
 _MOST_BITS = 24
-# Layers that are drawn: those at fault, and those with the least headroom.
+# At most this many layers are drawn: faulty ones, then the least headroom.
 _MOST_LAYERS = 40
 _VERDICT_COLOURS = {"ok": _GREEN, "underflow": _YELLOW, "inaccurate": _YELLOW}
 
@@ -28,7 +28,7 @@ def headroom(report: Any, path: Path | None = None) -> Any:
 
     Args:
         report: A `NumericsReport` of `tfmix.check`.
-        path: Where to write a picture. Defaults to `None`: nowhere.
+        path: Where to write a picture. Defaults to `None`: no file.
 
     Returns:
         The `matplotlib.figure.Figure`.
@@ -36,8 +36,8 @@ def headroom(report: Any, path: Path | None = None) -> Any:
     Raises:
         ImportError: If matplotlib is missing.
     """
-    known = {row.phase for row in report.rows}
-    phases = [phase for phase in ("forward", "backward") if phase in known]
+    found = {row.phase for row in report.rows}
+    phases = [phase for phase in ("forward", "backward") if phase in found]
     names, left_out = _layers(report)
     figure = _figure(2 + 4.5 * len(phases), 1.6 + 0.28 * len(names))
     axes = figure.subplots(1, len(phases), squeeze=False, sharey=True)[0]
@@ -58,7 +58,7 @@ def headroom(report: Any, path: Path | None = None) -> Any:
         axes[0].set_ylabel(f"{left_out} more layers are not shown")
     axes[0].invert_yaxis()
     _legend(figure)
-    return _written(figure, path)
+    return _finish(figure, path)
 
 
 def _layers(report: Any) -> tuple[list[str], int]:
@@ -67,7 +67,7 @@ def _layers(report: Any) -> tuple[list[str], int]:
     rows.sort(key=lambda row: (row.verdict == "ok", row.headroom_bits))
     ranked = list(dict.fromkeys(row.layer for row in rows))
     drawn = set(ranked[:_MOST_LAYERS])
-    # From input to output, the loss last.
+    # Layers go from input to output, and the loss comes last.
     names = [name for name in report.targets if name in drawn]
     names += sorted(drawn.difference(names))
     return names, len(ranked) - len(names)
@@ -76,23 +76,22 @@ def _layers(report: Any) -> tuple[list[str], int]:
 def exponents(
     tensors: Mapping[str, Any], fmt: str = "float16", path: Path | None = None
 ) -> Any:
-    """Draws where the values of tensors lie in the range of a format.
+    """Draws histograms of the exponents of tensors in a format's range.
 
-    The picture of the mixed-precision paper: a histogram of exponents, with
-    the part that the format flushes to zero, the subnormal one and the one
-    that overflows marked.
+    The mixed-precision paper has the same picture. The values that the format
+    flushes to zero, the subnormal ones and those that overflow are marked.
 
     Args:
-        tensors: Names to arrays, such as a layer's activations and gradients.
+        tensors: Dict of names to arrays, such as activations and gradients.
         fmt: `"float16"`, the default, or `"bfloat16"`.
-        path: Where to write a picture. Defaults to `None`: nowhere.
+        path: Where to write a picture. Defaults to `None`: no file.
 
     Returns:
         The `matplotlib.figure.Figure`.
 
     Raises:
         ImportError: If matplotlib is missing.
-        ValueError: If `tensors` is empty or `fmt` is no float format.
+        ValueError: If `tensors` is empty or `fmt` is not a float format.
     """
     limits = _formats.limits(fmt)
     if not tensors:
@@ -103,8 +102,8 @@ def exponents(
     powers = {name: _powers(values) for name, values in tensors.items()}
     bounds = [int(np.log2(v)) for v in (limits.smallest, limits.tiny)]
     top = int(np.log2(limits.max)) + 1
-    known = np.concatenate([*powers.values(), [bounds[0] - 2, top + 2]])
-    edges = np.arange(known.min(), known.max() + 2) - 0.5
+    shown = np.concatenate([*powers.values(), [bounds[0] - 2, top + 2]])
+    edges = np.arange(shown.min(), shown.max() + 2) - 0.5
     figure = _figure(8, 1.2 + 1.7 * len(powers))
     axes = figure.subplots(len(powers), 1, squeeze=False, sharex=True)[:, 0]
     for axis, (name, values) in zip(axes, powers.items(), strict=True):
@@ -115,7 +114,7 @@ def exponents(
             (bounds[0] - 0.5, bounds[1] - 0.5, _YELLOW),
             (top - 0.5, edges[-1], _RED),
         ):
-            # Behind the bars, which would change their colour with it.
+            # The background must not change the colour of the bars.
             axis.axvspan(start, end, color=colour, alpha=0.17, lw=0, zorder=0)
         axis.set_title(name, loc="left", fontsize=10, parse_math=False)
         axis.set_ylabel("share")
@@ -123,7 +122,7 @@ def exponents(
     axes[-1].set_xlabel(
         f"exponent, base 2. Red: zero or infinite in {fmt}; yellow: subnormal"
     )
-    return _written(figure, path)
+    return _finish(figure, path)
 
 
 def loss_scale_timeline(
@@ -133,7 +132,7 @@ def loss_scale_timeline(
 
     Args:
         readings: `LossScaleMonitor.timeline`.
-        path: Where to write a picture. Defaults to `None`: nowhere.
+        path: Where to write a picture. Defaults to `None`: no file.
 
     Returns:
         The `matplotlib.figure.Figure`.
@@ -145,7 +144,7 @@ def loss_scale_timeline(
     if not readings:
         raise ValueError(
             "There is nothing to draw. Received: readings=[]. Pass the "
-            "`timeline` of a LossScaleMonitor that has been through a `fit`."
+            "`timeline` of a LossScaleMonitor that was used in `fit`."
         )
     steps = [reading.step for reading in readings]
     scales = [reading.loss_scale for reading in readings]
@@ -161,7 +160,7 @@ def loss_scale_timeline(
     lower.yaxis.get_major_locator().set_params(integer=True)
     lower.set_ylabel("skipped")
     lower.set_xlabel(f"step; {skipped[-1]} skipped in all")
-    return _written(figure, path)
+    return _finish(figure, path)
 
 
 def _figure(width: float, height: float) -> Any:
@@ -174,19 +173,18 @@ def _figure(width: float, height: float) -> Any:
         ) from error
 
     class Figure(figure.Figure):
-        """Shows itself in a notebook, as figures of pyplot do."""
+        """A figure that a notebook displays, like those of pyplot."""
 
         def _repr_png_(self) -> bytes:
             written = io.BytesIO()
             self.savefig(written, format="png")
             return written.getvalue()
 
-    # Not pyplot's: such a figure belongs to the caller, and no display is
-    # opened nor left behind.
+    # pyplot would keep the figure alive, and might open a display.
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _written(figure: Any, path: Path | None) -> Any:
+def _finish(figure: Any, path: Path | None) -> Any:
     for axis in figure.axes:
         axis.spines[["top", "right"]].set_visible(False)
     if path is not None:
@@ -198,14 +196,14 @@ def _bar(axis: Any, place: int, row: Any) -> None:
     bits = min(max(row.headroom_bits, -_MOST_BITS), _MOST_BITS)
     colour = _VERDICT_COLOURS.get(row.verdict, _RED)
     if row.verdict == "ok" and row.dtype == _formats.FLOAT32.name:
-        # Its numbers never are in the format.
+        # A float32 layer's numbers are never in the 16-bit format.
         colour = _GREY
     hatch = _HATCHES.get(colour)
     axis.barh(place, bits, color=colour, height=0.7, hatch=hatch, ec="white")
     if row.verdict != "ok":
-        # Beside the bar where it has room, whatever the bar's sign.
-        said = row.verdict.replace("_", " ")
-        axis.text(max(bits, 0) + 0.4, place, said, va="center", fontsize=8)
+        # There is room to the right of the bar, even of a negative one.
+        text = row.verdict.replace("_", " ")
+        axis.text(max(bits, 0) + 0.4, place, text, va="center", fontsize=8)
 
 
 def _legend(figure: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which layers of a model are watched, and hooks on each of their calls."""
+"""Hooks into each call of a model's layers."""
 
 import contextlib
 import dataclasses
@@ -16,13 +16,13 @@ from tfmix.conversion import planned_policies
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
-    """A layer, or an op of a functional graph, that is judged by itself."""
+    """A layer, or an op of a functional graph, that a check judges."""
 
     operation: keras.Operation
-    name: str  # its path where another has the same name
-    inside: tuple[str, ...]  # the watched layers that hold it, outermost first
-    # Whether the parts inside it are judged with it, not by themselves: all
-    # of Keras's own layers, and layers without parts.
+    name: str  # the layer's path if another has the same name
+    inside: tuple[str, ...]  # the outer layers of this one, outermost first
+    # Keras's own layers and layers without parts are judged as a whole. Parts
+    # of other layers are judged by themselves.
     whole: bool
 
     @property
@@ -32,7 +32,7 @@ class Target:
 
     @property
     def weights(self) -> list[Any]:
-        """The trainable variables of these layers, each once."""
+        """The trainable variables of `layers`, without duplicates."""
         variables = [
             variable
             for at in self.layers
@@ -41,33 +41,32 @@ class Target:
         return list({id(variable): variable for variable in variables}.values())
 
     def planned(self, plan: planned_policies.Plan) -> planned_policies.Plan:
-        """The part of a plan that is about these layers."""
+        """Returns the part of a plan that is about `layers`."""
         return {layer: plan[layer] for layer in self.layers if layer in plan}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a watched layer, about to be made with arguments it cast."""
+    """A call of a watched layer that has cast its arguments."""
 
     target: Target
-    # The target's index and how often it was called before.
-    key: tuple[int, int]
+    key: tuple[int, int]  # the target's index, and its number of earlier calls
     watched: Callable[..., Any]
     unwatched: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def proceed(self) -> Any:
-        """Makes the call as it is; the layers inside are watched."""
+        """Makes the call; inner layers are watched."""
         return self.watched(*self.args, **self.kwargs)
 
     def proceed_with(self, tensors: Sequence[Any]) -> Any:
-        """Makes the call with other tensors in place of the float ones."""
+        """Makes the call with other float tensors; inner layers are watched."""
         args, kwargs = replaced((self.args, self.kwargs), tensors)
         return self.watched(*args, **kwargs)
 
     def try_with(self, tensors: Sequence[Any]) -> Any:
-        """Makes the call as well, with other tensors; nothing is watched."""
+        """Makes the call with other float tensors, and watches nothing."""
         args, kwargs = replaced((self.args, self.kwargs), tensors)
         return self.unwatched(*args, **kwargs)
 
@@ -78,7 +77,7 @@ class Call:
 
 
 def targets(model: keras.Model) -> list[Target]:
-    """Lists what is judged by itself in a built model, outer layers first."""
+    """Lists the layers of a built model to judge, outer layers first."""
     by_id: dict[int, Target] = {}
     _visit(model, (), by_id)
     names = Counter(target.name for target in by_id.values())
@@ -93,18 +92,18 @@ def targets(model: keras.Model) -> list[Target]:
 def watched(
     targets: Sequence[Target], on_call: Callable[[Call], Any]
 ) -> Iterator[None]:
-    """Hands each call of the targets to a function, for a block.
+    """Passes each call of the targets to a function, inside a block.
 
-    `on_call` returns the outputs to go on with. What it calls itself, other
-    than by proceeding, is not handed to it.
+    `on_call` returns the outputs to continue with. Layers that it calls itself
+    are not passed to it, unless it calls `proceed`.
     """
     counts: Counter[int] = Counter()
     is_watching = True
 
     @contextlib.contextmanager
-    def watching(whether: bool) -> Iterator[None]:
+    def watching(enabled: bool) -> Iterator[None]:
         nonlocal is_watching
-        before, is_watching = is_watching, whether
+        before, is_watching = is_watching, enabled
         try:
             yield
         finally:
@@ -118,7 +117,7 @@ def watched(
             target, key = targets[index], (index, counts[index])
             is_random = host.owns_random_numbers
             if "training" in kwargs and is_random(target.operation):
-                # Another mask in 16 bit would look like an error of it.
+                # Another dropout mask in 16 bit would look like an error.
                 kwargs["training"] = False
             if not is_watching:
                 return original(*args, **kwargs)
@@ -135,18 +134,18 @@ def watched(
 
 
 def around(names: Iterable[str], targets: Sequence[Target]) -> set[str]:
-    """Names the layers that hold others: the fault of one inside is not theirs.
+    """Returns the outer layers of faulty layers, which are not at fault.
 
     Args:
-        names: Of the layers at fault.
-        targets: All layers that are watched.
+        names: The names of the faulty layers.
+        targets: All watched layers.
     """
     inside = {target.name: target.inside for target in targets}
     return {outer for name in names for outer in inside.get(name, ())}
 
 
 def is_finite(nest: Any) -> bool:
-    """Says whether all numbers in the float tensors of a nest are finite."""
+    """Returns whether the float tensors of a nest are all finite."""
     return all(bool(ops.all(ops.isfinite(leaf))) for leaf in floats(nest))
 
 
@@ -156,7 +155,7 @@ def floats(nest: Any) -> list[Any]:
 
 
 def replaced(nest: Any, tensors: Sequence[Any]) -> Any:
-    """Puts other tensors in the places of a nest's float tensors."""
+    """Replaces the float tensors of a nest."""
     rest = iter(tensors)
 
     def replacement(leaf: Any) -> Any:
@@ -170,7 +169,7 @@ def replaced(nest: Any, tensors: Sequence[Any]) -> Any:
 
 
 def is_float(leaf: Any) -> bool:
-    """Says whether something is a tensor of a float dtype."""
+    """Returns whether a leaf is a tensor of a float dtype."""
     return ops.is_tensor(leaf) and keras.backend.is_float_dtype(dtype(leaf))
 
 
@@ -188,7 +187,7 @@ def _visit(
     inner = host.inner_operations(operation) if is_layer else []
     structure = is_layer and host.is_structure(operation)
     whole = not inner or (host.is_builtin(operation) and not structure)
-    # An op of a graph has no dtype of its own.
+    # An op of a graph has no dtype policy.
     floats = not is_layer or keras.backend.is_float_dtype(
         keras.backend.standardize_dtype(operation.compute_dtype)
     )

@@ -1,4 +1,4 @@
-"""Functions of tensors as programs; under JAX equal ones compiled once."""
+"""Compiles functions of tensors; on JAX, equal functions only once."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -7,15 +7,15 @@ from typing import Any
 import keras
 import numpy as np
 
-# A program runs once: it is to compile fast, and to round every 16-bit value
-# as one op after the other does. A CPU with AVX512-FP16 still multiplies and
-# adds in one instruction, which rounds once: no option rules that out.
+# A function runs once, so it must compile fast. It must round every 16-bit
+# value, like separate ops. No option prevents a CPU with AVX512-FP16 from
+# multiplying and adding in one instruction, which rounds once.
 _OPTIONS: dict[str, bool | int] = {
     "xla_allow_excess_precision": False,
     "xla_backend_optimization_level": 0,
-    # It is too small for parts that are compiled side by side.
+    # These functions are too small to compile in parallel.
     "xla_cpu_parallel_codegen_split_count": 1,
-    # These compile for 3 to 8 times as long as what they replace.
+    # These make compilation take 3 to 8 times as long.
     "xla_cpu_use_fusion_emitters": False,
     "xla_llvm_disable_expensive_passes": True,
 }
@@ -23,20 +23,21 @@ _OPTIONS: dict[str, bool | int] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Runner:
-    """Runs functions of tensors: compiled, or op by op as they are."""
+    """Runs functions of tensors, compiled or op by op."""
 
     compiles: bool
-    # By what they compute. Each keeps alive what is named by its address.
-    _known: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    # The key describes the computation. It contains the ids of constants, so
+    # each entry keeps the traced function, and with it the constants, alive.
+    _cache: dict[Any, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns what a function of nests of tensors returns, a nest."""
+        """Calls a function that takes and returns nests of tensors."""
         if not self.compiles:
             return function(*arguments)
         import jax
 
-        # Variables that the code makes get their values outside of the trace.
-        # NumPy makes the constants: one that overflows is what is looked for.
+        # The scope keeps values of new variables out of the trace. NumPy casts
+        # constants, and must not warn: the check finds overflows by itself.
         with keras.StatelessScope(), np.errstate(over="ignore"):
             trace = jax.make_jaxpr(function, return_shape=True)
             traced, form = trace(*arguments)
@@ -50,16 +51,16 @@ class Runner:
 
         types = tuple(map(jax.typeof, inputs))
         key = str(traced.jaxpr), types, tuple(_constants(traced.jaxpr))
-        if key not in self._known:
-            # An input that is left out is an input of an equal one.
+        if key not in self._cache:
+            # Functions with the same key must accept the same inputs.
             lowered = jax.jit(replay, keep_unused=True).lower(inputs)
-            self._known[key] = lowered.compile(_OPTIONS), traced
-        outputs = self._known[key][0](inputs)
+            self._cache[key] = lowered.compile(_OPTIONS), traced
+        outputs = self._cache[key][0](inputs)
         return jax.tree.unflatten(jax.tree.structure(form), outputs)
 
 
 def _constants(jaxpr: Any) -> Iterator[int]:
-    """Yields the ids of arrays inside a program, which its text leaves out."""
+    """Yields the ids of arrays in a jaxpr, which its text leaves out."""
     import jax
 
     for equation in jaxpr.eqns:
@@ -72,9 +73,9 @@ def _constants(jaxpr: Any) -> Iterator[int]:
 
 
 def runner() -> Runner:
-    """Returns one that compiles where JAX computes on a CPU.
+    """Returns a runner, which compiles if JAX computes on a CPU.
 
-    Programs for a GPU and a TPU were not compared with their single ops.
+    On a GPU or TPU, compiled functions were not compared with single ops.
     """
     if keras.backend.backend() != "jax":
         return Runner(compiles=False)
@@ -84,7 +85,7 @@ def runner() -> Runner:
 
 
 def compiled(function: Callable[..., Any], xla: bool | None = None) -> Any:
-    """Compiles a function of tensors, on JAX always with XLA."""
+    """Compiles a function of tensors; JAX always uses XLA."""
     if keras.backend.backend() == "jax":
         import jax
 

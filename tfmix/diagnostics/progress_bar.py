@@ -1,4 +1,4 @@
-"""What Keras's progress bar is told, and how a warning stays clear of it."""
+"""Prints numbers in Keras's progress bar, and warnings below it."""
 
 from typing import Any
 
@@ -8,24 +8,24 @@ from tfmix import _messages
 
 
 class Shown(float):
-    """A number that the progress bar prints as it is if it is whole.
+    """A number that the progress bar prints without digits if it is whole.
 
-    The bar divides each by a count of one and asks for four digits.
+    The bar divides each number by a count of one and asks for four digits.
     """
 
     def __truediv__(self, other: Any) -> "Shown":
         return Shown(float(self) / other)
 
     def __format__(self, spec: str) -> str:
-        asked_by_bar = spec in (".4f", ".4e") and self.is_integer()
-        return str(int(self)) if asked_by_bar else super().__format__(spec)
+        is_whole = spec in (".4f", ".4e") and self.is_integer()
+        return str(int(self)) if is_whole else super().__format__(spec)
 
     def __str__(self) -> str:
         return str(int(self)) if self.is_integer() else super().__repr__()
 
 
 def warn(callback: keras.callbacks.Callback, text: str, *values: Any) -> None:
-    """Says a warning, on a line of its own where the bar is drawn."""
+    """Logs a warning, on a new line if the progress bar is shown."""
     if (callback.params or {}).get("verbose") in (1, "auto"):
         print(flush=True)
     _messages.warn(text, *values)

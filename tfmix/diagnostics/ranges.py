@@ -1,4 +1,4 @@
-"""Where tensors lie in a 16-bit format's range, and how far from float32."""
+"""Measures the range of tensors, and their distance from float32."""
 
 import dataclasses
 import math
@@ -14,22 +14,22 @@ from tfmix import _formats
 
 @dataclasses.dataclass(frozen=True)
 class Measures:
-    """Where one tensor lies in a format's range; shares are of all entries.
+    """A tensor in the range of a format; shares go from 0 to 1.
 
     Attributes:
         largest: The amax: the largest finite magnitude, 0 without finite
             entries.
-        zero: Share of zeros, 0 to 1, as all shares.
+        zero: Share of zeros.
         subnormal: Share from half the smallest subnormal to the smallest
-            normal value: the format holds these with lost bits.
-        flushed: Share that is not zero, and rounded to it: 0 for a tensor
-            that is in the format.
+            normal value. The format holds these with fewer bits.
+        flushed: Share that is not zero, and would be rounded to zero; 0 for
+            a tensor in the format.
         near_overflow: Share that is finite and above a quarter of the
             format's largest value.
         not_finite: Share of infinities and NaN.
         headroom_bits: How often the tensor can be doubled before it
-            overflows: negative if it does already, `-inf` if an entry is not
-            finite, `inf` if all are zero.
+            overflows; negative if it overflows already, `-inf` if an entry
+            is not finite, `inf` if all are zero.
     """
 
     largest: float
@@ -46,9 +46,9 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(Measures))[:-1]
 
 
 def vector(values: Any, limits: _formats.Format) -> Any:
-    """Measures one tensor on the device, inside compiled code too.
+    """Measures one tensor on the device, also in compiled code.
 
-    Returns float32 of shape `(len(COLUMNS),)`, in their order. Where the
+    It returns a float32 vector with a number for each of `COLUMNS`. If the
     device flushes subnormals (most do in bfloat16), they count as zeros.
     """
     values = ops.convert_to_tensor(values)
@@ -60,19 +60,19 @@ def vector(values: Any, limits: _formats.Format) -> Any:
         )
     sizes = ops.abs(ops.reshape(ops.cast(values, "float32"), (-1,)))
     finite = ops.isfinite(sizes)
-    # The largest of nothing is an error in some backends: a zero is put in.
-    known = ops.append(ops.where(finite, sizes, 0.0), ops.zeros((1,)))
-    # One pass for all counts: XLA compiles a loop for each reduction.
+    # A zero is appended, because the maximum of an empty tensor may raise.
+    padded = ops.append(ops.where(finite, sizes, 0.0), ops.zeros((1,)))
+    # All counts are one reduction, since XLA compiles a loop for each.
     steps = ops.where(finite, sizes, np.float32(np.inf))[:, None]
     above = ops.cast(steps > _thresholds(limits), "int32")
     return ops.concatenate(
-        [ops.max(known)[None], _shares(ops.sum(above, 0), ops.size(sizes))]
+        [ops.max(padded)[None], _shares(ops.sum(above, 0), ops.size(sizes))]
     )
 
 
 def _thresholds(limits: _formats.Format) -> np.ndarray:
-    """Returns the bounds between the shares, each the last of the lower."""
-    # An entry of exactly half the smallest value is a tie: it rounds to zero.
+    """Returns the upper bounds of the shares."""
+    # An entry of exactly half the smallest value is a tie, rounded to zero.
     below_normal = np.nextafter(np.float32(limits.tiny), np.float32(0))
     bounds = [
         0.0,
@@ -87,7 +87,7 @@ def _thresholds(limits: _formats.Format) -> np.ndarray:
 
 def _shares(above: Any, size: Any) -> Any:
     """Turns counts above each threshold into the shares between them."""
-    # Integers count exactly; float32 stops counting at 2**24.
+    # The counts are integers, because float32 cannot count beyond 2**24.
     count = ops.cast(ops.append(ops.cast(size, "int32"), above), "float32")
     count = count / ops.maximum(count[:1], 1.0)
     zero, flushed, subnormal = (count[i] - count[i + 1] for i in range(3))
@@ -112,19 +112,20 @@ def _headroom(top: float, not_finite: float, limits: _formats.Format) -> float:
 class Gap:
     """The difference between some tensors and the same ones in float32."""
 
-    # Norm of the difference over the norm of the float32 values; 0 where those
-    # are all zero, infinite where a value is not finite in 16 bit alone.
+    # This is the norm of the difference over the norm of the float32 values;
+    # 0 if those are all zero, infinite if `lost`.
     relative_error: float
-    # Of the angle between both; 1 where the float32 values are all zero.
+    # This is the cosine of the angle between both; 1 if the float32 values are
+    # all zero.
     cosine: float
-    lost: bool  # whether a value is finite in float32 and not in 16 bit
-    only_nan: bool  # whether all of those are NaN, none an infinity
-    broken: bool  # whether the float32 values are not finite themselves
-    # Of the float32 values, in the 16-bit format, as in `Measures`.
+    lost: bool  # true if a value is finite in float32 and not in 16 bit
+    only_nan: bool  # true if the lost values are all NaN, and not infinite
+    broken: bool  # true if a float32 value is not finite
+    # These measure the float32 values in the 16-bit format, as in `Measures`.
     flushed: float
     subnormal: float
     headroom_bits: float
-    largest: float = 0.0  # of the float32 values, times the scale
+    largest: float = 0.0  # the largest float32 value, times the scale
 
 
 def gap(
@@ -133,9 +134,9 @@ def gap(
     limits: _formats.Format,
     scale: float = 1.0,
 ) -> Gap:
-    """Compares 16-bit with float32 tensors as if each list were one vector.
+    """Compares 16-bit with float32 tensors, each list as one long vector.
 
-    `near` was multiplied by `scale`, and so are the ranges of `exact`.
+    `near` was multiplied by `scale`, so `exact` is measured as if it was, too.
     """
     pairs = [*zip(map(_flat, near), map(_flat, exact), strict=True)]
     top = max((largest(right) for _, right in pairs), default=0.0)
@@ -145,7 +146,7 @@ def gap(
         with np.errstate(over="ignore", invalid="ignore"):
             sums = _sums(pairs, np.float32, scale, 1.0, bounds)
     if not np.isfinite(sums).all():
-        # In units of the largest value: squares of 1e200 leave every range.
+        # Squares of 1e200 would overflow, so the largest value is the unit.
         sums = _sums(pairs, np.float64, scale, max(top, 1e-300), bounds)
     error, size, other, product, *above, lost, nan, broken = sums
     relative, cosine = (math.sqrt(error / size), 0.0) if size else (0.0, 1.0)
@@ -165,9 +166,9 @@ def gap(
     )
 
 
-# What stays in a core's cache is read from memory once.
+# A block fits into a core's cache, so it is read from memory once.
 _BLOCK = 2**15
-# Squares of numbers in between, and sums of them, keep to float32.
+# Squares of numbers between these, and their sums, fit into float32.
 _ORDINARY = 1e-12, 1e12
 _SUMS = 10
 
@@ -191,7 +192,7 @@ def _sums(
     unit: float,
     bounds: np.ndarray,
 ) -> np.ndarray:
-    """Sums what `Gap` is made of, in the order in which `gap` reads it."""
+    """Returns the sums and counts that `gap` reads, in its order."""
     total = np.zeros(_SUMS)
     for near, right in (blocks for pair in pairs for blocks in _blocks(pair)):
         near, right = near.astype(kind) / kind(scale), right.astype(kind)
@@ -217,6 +218,6 @@ def _blocks(arrays: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
 
 
 def _flat(tensor: Any) -> np.ndarray:
-    # TensorFlow makes no array of a bfloat16 scalar.
+    # TensorFlow cannot convert a bfloat16 scalar to an array.
     tensor = tensor if len(tensor.shape) else ops.reshape(tensor, (1,))
     return np.asarray(ops.convert_to_numpy(tensor)).reshape(-1)

@@ -1,4 +1,4 @@
-"""A model, and each of its calls, in 16 bit and in float32 on equal inputs."""
+"""Runs a model, and each of its calls, in 16 bit and in float32."""
 
 import contextlib
 import dataclasses
@@ -17,45 +17,43 @@ from tfmix.diagnostics import batch as batches
 from tfmix.diagnostics import differentiation, probe, ranges
 
 Key = tuple[int, int]
-# Tensors in 16 bit, and the same ones in float32.
+# A list of tensors in 16 bit, and the same tensors in float32.
 Pair = tuple[list[Any], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What the float tensors of one call were in the 16-bit run."""
+    """The float tensors of one call in the 16-bit run."""
 
-    # Dtypes, and whether the values fit into 16 bits whatever the dtype: a
-    # 16-bit layer made them.
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # the dtypes of the inputs
+    # True for inputs whose values fit into 16 bits: even if their dtype is
+    # float32, they come from a 16-bit layer.
     rounded: tuple[bool, ...]
-    # Dtypes, shapes, and whether these are the model's own outputs.
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # the dtypes of the outputs
     shapes: tuple[tuple[int, ...], ...]
-    is_tensor: bool  # whether the call returns one tensor, and no nest
-    is_output: bool = False
+    is_tensor: bool  # true if the call returns one tensor, not a nest
+    is_output: bool = False  # true if the model returns these outputs
 
-    def told(self, rounded: list[Any], is_output: bool) -> "Signature":
-        """Returns it with what is known only after the run."""
+    def completed(self, rounded: list[Any], is_output: bool) -> "Signature":
+        """Returns the signature with the fields that need the run's end."""
         fits = tuple(map(bool, rounded))
         return dataclasses.replace(self, rounded=fits, is_output=is_output)
 
 
 @dataclasses.dataclass(frozen=True)
 class SixteenBitRun:
-    """The 16-bit run: every call's `Signature`, and what came out."""
+    """The result of the 16-bit run."""
 
     signatures: dict[Key, Signature]
     output_dtypes: tuple[str, ...]
-    # What was planned, and float32 for each layer that fell back to it.
+    # The plan has float32 for each layer that fell back to it.
     planned: planned_policies.Plan
-    # Why each of those fell back, by name.
-    fallen: list[str]
+    fallbacks: list[str]  # the reasons of these layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
-    """Gradients of the float32 run: of each call's outputs, of the weights."""
+    """The float32 gradients of each call's outputs and of the weights."""
 
     outputs: dict[Key, list[Any]]
     weights: list[Any]
@@ -63,7 +61,7 @@ class Truth:
 
 @contextlib.contextmanager
 def in_float32(model: keras.Model) -> Iterator[None]:
-    """Lets a model compute what it is compared with, for a block."""
+    """Makes a model compute in float32 inside a block."""
     reference = planned_policies.reference(model)
     with layers.policies(reference), layers.autocast("float32"):
         yield
@@ -75,11 +73,11 @@ def sixteen_bit(
     planned: planned_policies.Plan,
     fmt: str,
 ) -> SixteenBitRun:
-    """Runs the model forward in 16 bit and notes the dtypes."""
+    """Runs the model forward in 16 bit and records the dtypes."""
     signatures: dict[Key, Signature] = {}
     rounded: dict[Key, list[Any]] = {}
-    made: dict[int, Key] = {}
-    # Kept until the end, so that an `id` stands for one tensor only.
+    makers: dict[int, Key] = {}
+    # The tensors are kept alive, so that each `id` means one tensor.
     alive = []
     trace, outputs = None, None
 
@@ -87,13 +85,13 @@ def sixteen_bit(
         outputs = call.proceed()
         leaves = probe.floats(outputs)
         every = [*leaves, *call.tensors]
-        # A loop's body has no numbers.
+        # Calls in the body of a compiled loop have no values to read.
         if all(compilation.is_made_in(trace, leaf) for leaf in every):
             rounded[call.key] = [_fits(leaf, fmt) for leaf in call.tensors]
             signatures[call.key] = _signature(call, outputs)
             for leaf in leaves:
-                # What a layer hands on from one inside it is the inner one's.
-                made.setdefault(id(leaf), call.key)
+                # An outer layer may return an inner layer's tensor.
+                makers.setdefault(id(leaf), call.key)
             alive.append(leaves)
         return outputs
 
@@ -107,19 +105,19 @@ def sixteen_bit(
     with layers.policies(planned):
         fits = batch.runner.run(forward, batch.weights())
         ran = {layer: layer_policies.own(layer) for layer in planned}
-        fallen = own_code.notes(batch.model)
+        fallbacks = own_code.notes(batch.model)
     leaves = probe.floats(outputs)
-    of_outputs = {made[id(leaf)] for leaf in leaves if id(leaf) in made}
+    of_outputs = {makers[id(leaf)] for leaf in leaves if id(leaf) in makers}
     signatures = {
-        key: signature.told(fits[key], key in of_outputs)
+        key: signature.completed(fits[key], key in of_outputs)
         for key, signature in signatures.items()
     }
     dtypes = tuple(map(probe.dtype, leaves))
-    return SixteenBitRun(signatures, dtypes, ran, fallen)
+    return SixteenBitRun(signatures, dtypes, ran, fallbacks)
 
 
 def _signature(call: probe.Call, outputs: Any) -> Signature:
-    """Notes a call's dtypes and shapes; whether they fit is told later."""
+    """Records a call's dtypes and shapes; `completed` adds the rest."""
     leaves = probe.floats(outputs)
     return Signature(
         arguments=tuple(map(probe.dtype, call.tensors)),
@@ -135,10 +133,10 @@ def truth(
     targets: Sequence[probe.Target],
     signatures: dict[Key, Signature],
 ) -> Truth:
-    """Runs the model forward and back in float32."""
+    """Runs the model forward and backward in float32."""
 
     def losses(inputs: list[Any]) -> list[Any]:
-        nudges, weights = _dealt(inputs, signatures)
+        nudges, weights = _split(inputs, signatures)
 
         def on_call(call: probe.Call) -> Any:
             outputs = call.proceed()
@@ -155,7 +153,7 @@ def truth(
             return [batch.run(weights)[1]]
 
     def gradients_at(weights: list[Any]) -> list[Any]:
-        # A zero is added to every output: its gradient is the output's.
+        # A zero is added to every output, to get the output's gradient.
         zeros = [
             ops.zeros(shape, "float32")
             for signature in signatures.values()
@@ -166,13 +164,13 @@ def truth(
 
     with in_float32(batch.model):
         gradients = batch.runner.run(gradients_at, batch.weights())
-    return Truth(*_dealt(gradients, signatures))
+    return Truth(*_split(gradients, signatures))
 
 
-def _dealt(
+def _split(
     tensors: Sequence[Any], signatures: dict[Key, Signature]
 ) -> tuple[dict[Key, list[Any]], list[Any]]:
-    """Deals a list out to calls, and returns what is left over."""
+    """Splits a list into tensors for each call, and the remaining ones."""
     rest = iter(tensors)
     by_call = {
         key: [next(rest) for _ in signature.shapes]
@@ -191,11 +189,12 @@ def _fits(tensor: Any, fmt: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class CallGaps:
-    """The gaps one call opens by itself, in the order it opens them."""
+    """The differences between one call in 16 bit and in float32."""
 
-    arguments: ranges.Gap  # of the inputs, by the cast to 16 bit alone
+    # A cast to 16 bit is the only cause of the gaps of arguments and of
+    # incoming gradients.
+    arguments: ranges.Gap
     outputs: ranges.Gap
-    # Of the outputs' gradients, by the cast alone, and of those it computes.
     incoming: ranges.Gap | None = None
     inputs: ranges.Gap | None = None
     weights: ranges.Gap | None = None
@@ -203,7 +202,7 @@ class CallGaps:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Judge:
-    """Runs single calls both ways; `truth` is None without a loss."""
+    """Runs single calls in 16 bit and float32; `truth` is None without loss."""
 
     batch: batches.Batch
     targets: list[probe.Target]
@@ -214,15 +213,15 @@ class Judge:
     lowest_scale: float
 
     def lower(self) -> "Judge":
-        """Returns the one at the next lower scale, of the lowest at least."""
+        """Returns a judge at the next lower scale, or at the lowest."""
         scale = max(self.scale / 16.0, self.lowest_scale)
         return dataclasses.replace(self, scale=scale)
 
     def pairs(self, call: probe.Call) -> list[Pair]:
-        """Makes a call of the float32 run both ways.
+        """Makes a call of the float32 run in 16 bit and in float32.
 
-        What each of the `CallGaps` is between; of the second pair, the latter
-        are the call's outputs in float32.
+        It returns a pair for each of the `CallGaps`. The second pair contains
+        the call's float32 outputs.
         """
         values = [x.value for x in call.target.weights]
         gradients = (self.truth.outputs if self.truth else {}).get(call.key)
@@ -231,13 +230,13 @@ class Judge:
             return self._both_ways(call, *tensors)
 
         scale = np.float32(self.scale)
-        made: list[Pair] = self.batch.runner.run(
+        pairs: list[Pair] = self.batch.runner.run(
             both, call.tensors, values, gradients, scale
         )
-        return made
+        return pairs
 
     def gaps(self, pairs: list[Pair]) -> CallGaps:
-        """Measures what `pairs` returned, once it is computed."""
+        """Measures the results of `pairs`, once they are computed."""
         scales = [1.0, 1.0, *[self.scale] * (len(pairs) - 2)]
         return CallGaps(
             *(
@@ -267,24 +266,24 @@ class Judge:
             function, [*exact, *values]
         )
         with self._in_sixteen_bit(call.target):
-            made, made_back = differentiation.pullback(
+            outputs, outputs_back = differentiation.pullback(
                 function, [*near, *values]
             )
-        forward = [(near, exact), (made, truth)]
+        forward = [(near, exact), (outputs, truth)]
         if gradients is None:
             return forward
-        # Losses a layer adds come after its outputs; no gradient for them.
+        # Losses that a layer adds come after its outputs, and get no gradient.
         exact = [*gradients, *map(ops.zeros_like, truth[len(gradients) :])]
         near = [
             ops.cast(gradient * scale, leaf.dtype)
-            for gradient, leaf in zip(exact, made, strict=True)
+            for gradient, leaf in zip(exact, outputs, strict=True)
         ]
         right = truth_back(
             [ops.cast(a, b.dtype) for a, b in zip(exact, truth, strict=True)]
         )
         with self._in_sixteen_bit(call.target):
-            # The gradient of a quantized layer asks for its dtype then.
-            wrong = made_back(near)
+            # The gradient of a quantized layer reads the layer's dtype.
+            wrong = outputs_back(near)
         return [
             *forward,
             (near, exact),
@@ -316,7 +315,7 @@ class Judge:
 def _function(
     call: probe.Call, tensors: int, weights: Sequence[Any]
 ) -> Callable[[list[Any]], list[Any]]:
-    """Makes a call a function of its tensors and its weights."""
+    """Returns a call as a function of its tensors and its weights."""
 
     def function(inputs: list[Any]) -> list[Any]:
         with layers.trial() as scope:

@@ -1,4 +1,4 @@
-"""Why steps are skipped, by what can be measured: data, loss, layers."""
+"""Measures why steps are skipped: because of the data, the loss or a layer."""
 
 import functools
 import math
@@ -14,31 +14,31 @@ from tfmix._keras import layers
 from tfmix.autocast import own_code
 from tfmix.diagnostics import probe, verdicts
 
-# Rows that are run where `fit` was not told how many make a batch.
+# So many rows are run if the batch size of `fit` is unknown.
 _ROWS = 32
 
 
 class Cause(NamedTuple):
-    """Why steps are skipped: what kind of cause it is, and in words."""
+    """The cause of skipped steps: its kind, and a description."""
 
     kind: str
     text: str
 
 
 class BadData(NamedTuple):
-    """The rows of the arrays given to `fit` that are not finite."""
+    """The rows of `fit`'s arrays that hold NaN or infinity."""
 
     rows: frozenset[int]
     text: str
 
     @property
     def cause(self) -> Cause:
-        """What is said of them."""
+        """The rows as a `Cause`."""
         return Cause("data", self.text)
 
 
 def bad_data(data: Mapping[str, Any]) -> BadData:
-    """Finds the rows of the arrays given to `fit` that are not finite."""
+    """Finds the rows of `fit`'s arrays that hold NaN or infinity."""
     found = _bad_rows.find(data)
     rows = frozenset(row for each in found for row in each.rows)
     text = f"{found[0].text}; drop or fix them" if found else ""
@@ -48,7 +48,7 @@ def bad_data(data: Mapping[str, Any]) -> BadData:
 def without(
     data: Mapping[str, Any], rows: Collection[int]
 ) -> Mapping[str, Any]:
-    """Leaves rows out of arrays; nothing is left where all are left out."""
+    """Drops rows of arrays; returns no arrays if no row is left."""
     if not rows:
         return data
     drop = functools.partial(np.delete, obj=sorted(rows), axis=0)
@@ -66,13 +66,13 @@ def of_model(
     loss: float,
     overflowed: Mapping[str, int],
 ) -> Cause:
-    """Says where in the model it goes wrong, likeliest first.
+    """Returns the likeliest cause inside the model.
 
     Args:
         model: The model that `fit` trains.
-        data: Its arguments `x` and `y`, where these are arrays.
+        data: Its arguments `x` and `y`, if they are arrays.
         batch_size: Rows of a batch.
-        loss: What the epoch's logs say; NaN for unknown.
+        loss: The loss in the epoch's logs; NaN if unknown.
         overflowed: How often the gradient of each variable was not finite.
     """
     is_float16 = own_code.computes_in(model, "float16")
@@ -104,15 +104,15 @@ def of_model(
 
 
 class _Bad(NamedTuple):
-    """The first layer that returns what is not finite."""
+    """The first layer that returns NaN or infinity."""
 
     layer: str
-    is_given_finite: bool
+    has_finite_inputs: bool
 
 
 def _of_layer(bad: _Bad, data: Mapping[str, Any], largest: float) -> Cause:
     reached, targets = _largest(data["x"]), _largest(data.get("y"))
-    if reached > largest and not bad.is_given_finite:
+    if reached > largest and not bad.has_finite_inputs:
         return Cause(
             "x",
             _bad_rows.beyond("`x`", reached, "float16", largest)
@@ -125,11 +125,11 @@ def _of_layer(bad: _Bad, data: Mapping[str, Any], largest: float) -> Cause:
     return Cause(f"layer {bad.layer}", verdicts.fault(*finding, where))
 
 
-def arrays(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those arguments of `fit` that can be read again at any time."""
+def arrays(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `fit` that are arrays, and so can be reread."""
     return {
         name: nest
-        for name, nest in given.items()
+        for name, nest in arguments.items()
         if nest is not None and all(map(_is_array, tree.flatten(nest)))
     }
 
@@ -148,7 +148,7 @@ def _largest(nest: Any) -> float:
 
 
 def _worst_rows(data: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Returns a batch of those rows of `x` that hold the largest values."""
+    """Returns a batch of the rows of `x` with the largest values."""
     first, *_ = tree.flatten(data["x"])
     tops = [np.abs(block).max(axis=1) for _, block in _bad_rows.blocks(first)]
     order = np.argsort(-np.concatenate(tops), kind="stable") if tops else None
@@ -166,7 +166,7 @@ def _run(
 ) -> tuple[float, _Bad | None]:
     """Returns the loss of a batch, and the first layer that is not finite.
 
-    NaN and `None` if it cannot be run. No variable of the model is written.
+    The loss is NaN if the batch cannot be run. No variable is written.
     """
     bad: list[_Bad] = []
 
@@ -187,5 +187,5 @@ def _run(
             )
             return float(loss), next(iter(bad), None)
     except Exception:
-        # A step of the user's own may call the model otherwise.
+        # A custom `train_step` may call the model in another way.
         return math.nan, next(iter(bad), None)

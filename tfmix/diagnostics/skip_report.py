@@ -1,4 +1,4 @@
-"""Tells of skipped steps that no search for a loss scale explains."""
+"""Reports skipped steps."""
 
 import inspect
 import math
@@ -14,10 +14,10 @@ from tfmix.autocast import bare_optimizers
 from tfmix.diagnostics import progress_bar, skip_causes
 from tfmix.loss_scaling import rules
 
-# A scale that is too high costs the first steps of a run, and a few later on:
-# so many are no accident.
+# A scale that is too high costs the first steps of a run, and a few later on.
+# This many skips have another cause.
 _NOT_BY_ACCIDENT = 3
-# Share of an epoch's steps that may be skipped without a word.
+# A smaller share of an epoch's steps may be skipped without a report.
 _FEW = 0.05
 _DATA = ("x", "y", "sample_weight")
 _IDLE = "nothing is learnt; a LossScaleMonitor would stop the run"
@@ -28,58 +28,58 @@ class SkipWatch(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        # What `fit` was given, by its arguments' names.
+        # The arguments of `fit`, by their names.
         self.data: Mapping[str, Any] = {}
         self.batch_size: int | None = None
-        self._start_anew()
+        self._reset()
 
-    def _start_anew(self) -> None:
-        # Applied and skipped steps up to the end of the last epoch.
+    def _reset(self) -> None:
+        # The applied and skipped steps up to the end of the last epoch.
         self._counted: tuple[int, int] | None = None
-        # Whether an epoch has trained, and the skips since that one.
+        # `_later` counts skips after the first epoch that applied a step.
         self._trained, self._later = False, 0.0
-        # Skips of the last epochs that applied nothing.
+        # The number of skips in the last epochs, which applied no step.
         self._idle = 0
         # The loss scale at the end of the last epoch that skipped steps.
         self._scale: float | None = None
-        self._told = False
+        self._has_reported = False
         self._bad_data: skip_causes.BadData | None = None
         self._last_cause = ""
-        # A cause that stays is told of again after 2, 4, 8 epochs.
+        # A cause that stays is reported again after 2, 4, 8 epochs.
         self._wait, self._silent_until = 2, 0
-        # The epoch where it was told of first, applied and skipped steps since.
+        # The epoch of its first report, and applied and skipped steps since.
         self._since = 0, 0, 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Starts anew."""
-        self._start_anew()
+        """Forgets an earlier run."""
+        self._reset()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Reads what the first epoch starts from."""
-        # Not before: other callbacks restore a run as training begins.
+        """Reads the counts before the first epoch."""
+        # Other callbacks may restore a run in `on_train_begin`.
         self._counted = self._counted or self._count()
-        self._told = False
+        self._has_reported = False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Says how many steps were skipped, and the likeliest cause."""
+        """Reports how many steps were skipped, and the likeliest cause."""
         before, self._counted = self._counted, self._count()
         if self._counted is None:
             return
-        # Optimizers of the model's own count from their first step on.
+        # Optimizers that the model holds exist from their first step on.
         before = before or (0, 0)
         applied, skipped = (
             now - was for now, was in zip(self._counted, before, strict=True)
         )
         if (
             skipped
-            and not self._told
+            and not self._has_reported
             and self._is_unexplained(applied, skipped)
         ):
-            self._tell(epoch + 1, applied, skipped, _loss(logs or {}))
+            self._report(epoch + 1, applied, skipped, _loss(logs or {}))
         self._trained = self._trained or applied > 0
 
     def _count(self) -> tuple[int, int] | None:
-        # Asking for `self.model` brings the variables up to date on JAX.
+        # Reading `self.model` updates the variables on JAX.
         optimizers = bare_optimizers.skippers(self.model)
         if not optimizers:
             return None
@@ -87,26 +87,26 @@ class SkipWatch(keras.callbacks.Callback):
         return sum(applied), sum(skipped)
 
     def _optimizers(self) -> list[bare_optimizers.Skipper]:
-        """Lists what skips steps: a model may have several of its own."""
+        """Lists the optimizers that skip steps; a model may have several."""
         every = bare_optimizers.skippers(self.model)
-        # Beside a model's own, the one that `compile` made may have no use.
+        # A model with its own optimizers may never use that of `compile`.
         stepped = [x for x in every if any(steps(x))]
         return stepped or every
 
     def _is_unexplained(self, applied: int, skipped: int) -> bool:
-        """Says whether skips are more than a search for the scale costs."""
+        """Returns whether a search for a scale does not explain the skips."""
         optimizer = self._optimizers()[0]
         rule = optimizer.rule
         is_dynamic = isinstance(rule, rules.DynamicLossScale)
         is_lowest = is_dynamic and optimizer.loss_scale <= rule.lowest_scale
-        # Each growth of the scale is a trial, too.
+        # Each growth of the scale is a trial that may cost a step.
         trials = applied / getattr(rule, "growth_steps", math.inf)
         self._idle = 0 if applied else self._idle + skipped
         if self._trained:
             self._later += max(skipped - trials, 0.0)
-        bad_data = self._found_in_data().text
+        bad_data = self._find_bad_data().text
         if bad_data and not self._last_cause:
-            # However few: no search explains them.
+            # A search does not explain bad data, however few rows there are.
             return True
         if is_lowest or skipped <= _FEW * (applied + skipped) + trials:
             return is_lowest
@@ -115,18 +115,18 @@ class SkipWatch(keras.callbacks.Callback):
         before, self._scale = self._scale, optimizer.loss_scale
         first = float(rule.init()[0])
         if is_dynamic and self._scale >= (before or first):
-            # Bad data moves no scale: nothing was searched for.
+            # The scale did not fall, so this was not a search.
             return True
         new = self._later if applied else self._idle
         return bool(bad_data) or new >= _NOT_BY_ACCIDENT
 
-    def _tell(
+    def _report(
         self, epoch: int, applied: int, skipped: int, loss: float
     ) -> None:
-        self._told = True
+        self._has_reported = True
         cause = self.cause(skipped, loss)
         if cause.kind == self._last_cause:
-            self._tell_again(epoch, applied, skipped)
+            self._report_again(epoch, applied, skipped)
             return
         self._last_cause = cause.kind
         self._wait, self._silent_until = 2, epoch + 2
@@ -140,7 +140,7 @@ class SkipWatch(keras.callbacks.Callback):
         text = cause.text
         progress_bar.warn(self, "%s %s skipped%s: %s", what, verb, scale, text)
 
-    def _tell_again(self, epoch: int, applied: int, skipped: int) -> None:
+    def _report_again(self, epoch: int, applied: int, skipped: int) -> None:
         first, applied_before, skipped_before = self._since
         applied, skipped = applied + applied_before, skipped + skipped_before
         self._since = first, applied, skipped
@@ -152,7 +152,7 @@ class SkipWatch(keras.callbacks.Callback):
         end = "" if applied else f": {_IDLE}"
         progress_bar.warn(self, "%s were skipped, as before%s", what, end)
 
-    def _found_in_data(self) -> skip_causes.BadData:
+    def _find_bad_data(self) -> skip_causes.BadData:
         if self._bad_data is None:
             self.data = skip_causes.arrays(self.data)
             self._bad_data = skip_causes.bad_data(self.data)
@@ -161,9 +161,9 @@ class SkipWatch(keras.callbacks.Callback):
     def cause(
         self, skipped: float = math.inf, loss: float = math.nan
     ) -> skip_causes.Cause:
-        """Says why steps of an epoch are skipped, by what can be measured."""
-        bad_data = self._found_in_data()
-        # A row is in one step of an epoch.
+        """Measures why steps of an epoch are skipped."""
+        bad_data = self._find_bad_data()
+        # Each row is in one step of an epoch.
         if bad_data.text and skipped <= len(bad_data.rows):
             return bad_data.cause
         data = skip_causes.without(self.data, bad_data.rows)
@@ -192,13 +192,13 @@ class SkipWatch(keras.callbacks.Callback):
 
 
 def steps(optimizer: bare_optimizers.Skipper) -> tuple[int, int]:
-    """Returns how many steps were applied, and skipped."""
+    """Returns the numbers of applied and skipped steps."""
     applied = compilation.host_value(optimizer.applies)
     return int(applied), optimizer.skipped_steps
 
 
 def _loss(logs: Mapping[str, Any]) -> float:
-    """Returns an epoch's loss; of several, as a GAN's, the largest."""
+    """Returns an epoch's loss; the largest if there are several (a GAN)."""
     losses = {
         name: float(value)
         for name, value in logs.items()
@@ -214,15 +214,15 @@ def _share(applied: int, skipped: int) -> str:
 def fit(
     model: keras.Model, original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a model's `fit` with a watch among its callbacks."""
+    """Calls a model's `fit` with a `SkipWatch` among its callbacks."""
     try:
         bound = inspect.signature(original).bind(*args, **kwargs)
     except TypeError:
-        # Not our error to raise: Python's own says it better.
+        # Python's own error for wrong arguments is better than ours.
         return original(*args, **kwargs)
-    given = _arguments.of_call(bound, "callbacks")
-    is_list = isinstance(given, keras.callbacks.CallbackList)
-    callbacks = given.callbacks if is_list else tree.flatten(given or [])
+    argument = _arguments.of_call(bound, "callbacks")
+    is_list = isinstance(argument, keras.callbacks.CallbackList)
+    callbacks = argument.callbacks if is_list else tree.flatten(argument or [])
     watches = [
         callback for callback in callbacks if isinstance(callback, SkipWatch)
     ]
@@ -234,9 +234,9 @@ def fit(
     if not is_list:
         _arguments.put_in_call(bound, "callbacks", [*callbacks, watch])
         return original(*bound.args, **bound.kwargs)
-    # Keras takes such a list as it is, the model and parameters in it.
+    # Keras does not set the model and parameters of a `CallbackList`.
     watch.set_model(model)
-    watch.set_params(given.params)
+    watch.set_params(argument.params)
     callbacks.append(watch)
     try:
         return original(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The policy that fixes a model: the layers at fault in float32."""
+"""Searches for a policy that fixes a model: faulty layers in float32."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +11,7 @@ from tfmix.policy import policy as policies
 
 
 class Checked(Protocol):
-    """What the search asks of a `NumericsReport`."""
+    """The part of `NumericsReport` that the search needs."""
 
     @property
     def policy(self) -> policies.Policy:
@@ -23,11 +23,11 @@ class Checked(Protocol):
 
     @property
     def sixteen_bit_layers(self) -> int:
-        """How many layers computed in 16 bit."""
+        """The number of layers that computed in 16 bit."""
 
     @property
     def healthy(self) -> bool:
-        """Whether every row is fine."""
+        """True if every row is fine."""
 
     @property
     def faults(self) -> tuple[verdicts.LayerVerdict, ...]:
@@ -35,7 +35,7 @@ class Checked(Protocol):
 
     @property
     def float8(self) -> tuple[float8_products.Float8Product, ...]:
-        """The products in float8."""
+        """The float8 products."""
 
     @property
     def again(self) -> Callable[[policies.Policy], "Checked"]:
@@ -45,7 +45,7 @@ class Checked(Protocol):
 def float32_layers(report: Checked, progress: bool) -> policies.Policy:
     """Does the work of `NumericsReport.suggested_policy`."""
     if not all(product.is_fine for product in report.float8):
-        # Each was judged by itself: the others stay as they are.
+        # Each product was judged by itself, so the other layers keep float8.
         report = report.again(_without_faulty_float8(report))
     if report.healthy:
         return report.policy
@@ -57,12 +57,12 @@ def float32_layers(report: Checked, progress: bool) -> policies.Policy:
         )
     searching = "Searching float32 layers"
     with _progress.shown(searching, hidden=not progress) as say:
-        needed = _enough(report, lambda: say(f"{searching}: trying more"))
-    tried = _tried(report, needed)
+        needed = _search(report, lambda: say(f"{searching}: trying more"))
+    tried = _try(report, needed)
     if tried is not None and not tried.sixteen_bit_layers:
         is_float16 = report.policy.compute_dtype == "float16"
         _messages.warn(
-            "in the suggested policy nothing is left in 16 bit; use %r.",
+            "nothing is left in 16 bit under the suggested policy; use %r.",
             "mixed_bfloat16" if is_float16 else "float32",
         )
     return with_layers(report, needed)
@@ -71,13 +71,13 @@ def float32_layers(report: Checked, progress: bool) -> policies.Policy:
 def with_layers(report: Checked, names: Iterable[str]) -> policies.Policy:
     """Returns a report's policy with more layers in float32."""
     base = report.policy
-    known = base.float32_layers
+    before = base.float32_layers
     added = [re.escape(name) for name in names]
     return policies.Policy(
         base.level or base.name,
         float32_layers=[
-            *known,
-            *(pattern for pattern in added if pattern not in known),
+            *before,
+            *(pattern for pattern in added if pattern not in before),
         ],
         float32_ops=base.float32_ops,
         keep_batchnorm_fp32=base.keep_batchnorm_fp32,
@@ -86,7 +86,7 @@ def with_layers(report: Checked, names: Iterable[str]) -> policies.Policy:
 
 
 def in_float8(report: Checked) -> list[str]:
-    """Returns the paths of the layers whose products are all fine."""
+    """Returns patterns for the layers whose products are all fine."""
     paths = {product.layer for product in report.float8}
     faulty = {product.layer for product in report.float8 if not product.is_fine}
     return [re.escape(path) for path in sorted(paths - faulty)]
@@ -103,21 +103,21 @@ def _without_faulty_float8(report: Checked) -> policies.Policy:
     )
 
 
-def _tried(report: Checked, names: Iterable[str]) -> Checked | None:
+def _try(report: Checked, names: Iterable[str]) -> Checked | None:
     """Checks with more layers in float32; None if the model fails to run."""
     try:
         return report.again(with_layers(report, names))
     except Exception:
-        # A layer of the user's adds 16-bit inputs to what a float32 layer
-        # inside it returns: each backend has an error of its own for that.
+        # A custom layer may add 16-bit inputs to the output of an inner float32
+        # layer. Each backend raises another error for that.
         return None
 
 
-def _enough(report: Checked, step: Callable[[], None]) -> list[str]:
-    """Adds what is at fault until nothing is."""
+def _search(report: Checked, step: Callable[[], None]) -> list[str]:
+    """Adds faulty layers until the model is healthy."""
     names: dict[str, None] = {}
-    # A model that stands without the policy may be fine under it.
-    current = _tried(report, names)
+    # The first report may be about the model without the policy.
+    current = _try(report, names)
     while current is None or not current.healthy:
         step()
         before = len(names)
@@ -128,15 +128,15 @@ def _enough(report: Checked, step: Callable[[], None]) -> list[str]:
                 added = last if is_loss else _with_inner(report, row.layer)
                 names.update(dict.fromkeys(added))
         if len(names) == before:
-            # Nothing new to add: the rest of the model is what is left.
+            # No faulty layer is left to add, so all layers are added.
             names.update(dict.fromkeys(report.targets))
         if len(names) == before:
             break
-        current = _tried(report, names)
+        current = _try(report, names)
     return list(names)
 
 
 def _with_inner(report: Checked, name: str) -> list[str]:
-    """Returns a layer and what is inside: its tensors come from there."""
+    """Returns a layer and its inner layers, which compute its tensors."""
     targets = report.targets.values()
     return [name, *(target.name for target in targets if name in target.inside)]

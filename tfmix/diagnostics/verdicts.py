@@ -1,4 +1,4 @@
-"""What a measured gap means: a verdict, its rank, and what fixes it."""
+"""Turns measured gaps into verdicts, ranks them, and advises on fixes."""
 
 import dataclasses
 import math
@@ -14,22 +14,24 @@ NOT_FINITE = "not_finite"
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 
-# The name of the row that is about no layer.
+# The row about the loss has this name.
 LOSS = "loss"
 
-# Norm of the error over norm of the result. One rounding costs 0.0003 in
-# float16, 0.002 in bfloat16; healthy layers stayed below 0.001 and 0.006.
+# These limit the norm of the error over the norm of the result. One rounding
+# costs 0.0003 in float16, and 0.002 in bfloat16. Healthy layers stayed below
+# 0.001 and 0.006.
 FORWARD_TOLERANCES = {"float16": 0.01, "bfloat16": 0.08}
-# Gradients of weights are long sums, which a CPU makes in 16 bit: 0.3 and 0.6
-# were seen in layers that train well.
+# Gradients of weights are long sums, which a CPU computes in 16 bit. Layers
+# that train well had errors of 0.3 and 0.6.
 BACKWARD_TOLERANCES = {"float16": 0.25, "bfloat16": 0.5}
-# Such sums keep their direction, which is all that a step needs: the cosine was
-# 0.96 where the error was 0.3.
+# A step needs only the direction of a gradient, which such sums keep: at an
+# error of 0.3, the cosine was 0.96.
 _SAME_DIRECTION = {"float16": 0.95, "bfloat16": 0.8}
 
-# Most of a tensor below the normal range is underflow, whatever else it is.
+# A tensor that lies mostly below the normal range counts as underflow.
 _MOST = 0.5
-# Below the normal range every layer further down loses more digits.
+# Below the normal range, each further layer of the backward pass loses digits,
+# so the tolerance is smaller.
 _LOW_TOLERANCE = 0.05
 
 _LAST = 'keras.layers.Dense(..., dtype="float32")  # the last layer'
@@ -47,19 +49,18 @@ _NAMES = {FORWARD: "its output", BACKWARD: "its gradient", WEIGHTS: "a weight"}
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What is known about one layer, or the loss, in one phase."""
+    """The judgement on one layer, or the loss, in one phase."""
 
     layer: str
     phase: str
     verdict: str
     gap: ranges.Gap
-    # Rank of the layer in the order of computation.
-    order: int = 0
-    # Whether what the layer was given does not fit into 16 bits, so that the
-    # fault may come from elsewhere.
-    given: bool = False
-    note: str = ""  # what was seen, in words
-    is_own: bool = True  # whether the loss is a function of the user's
+    order: int = 0  # the position of the layer in the order of computation
+    # The layer's input does not fit into 16 bits, so that another layer may be
+    # the cause.
+    bad_input: bool = False
+    note: str = ""  # an observation, in words
+    is_own: bool = True  # true if the loss is the user's own function
 
     @property
     def rank(self) -> tuple[bool, bool, bool, int, int]:
@@ -67,20 +68,20 @@ class Finding:
         return (
             self.verdict == OK,
             self.verdict in (UNDERFLOW, INACCURATE),
-            self.given,
+            self.bad_input,
             (FORWARD, WEIGHTS, BACKWARD).index(self.phase),
             -self.order if self.phase == BACKWARD else self.order,
         )
 
 
 def fault(layer: str, phase: str, verdict: str, where: str = "") -> str:
-    """Says what is wrong with one layer or the loss, and what to do about it.
+    """Describes a fault of a layer or the loss, and its remedy.
 
     Args:
-        layer: Its name; `LOSS` for the loss.
-        phase: `FORWARD` or `BACKWARD`; else what kind of product it is.
-        verdict: Any but `OK`.
-        where: What else was seen, put in brackets.
+        layer: The name of the layer; `LOSS` for the loss.
+        phase: `FORWARD`, `BACKWARD`, or the kind of a float8 product.
+        verdict: Any verdict but `OK`.
+        where: A further observation, added in brackets.
 
     Examples:
         >>> print(fault("head", FORWARD, OVERFLOW))
@@ -91,19 +92,19 @@ def fault(layer: str, phase: str, verdict: str, where: str = "") -> str:
     what = f"the {nouns.get(phase, f'{phase} product')} of "
     if layer == LOSS:
         subject, what = "the loss", what * (phase == BACKWARD)
-    known = layer != LOSS and phase == FORWARD
-    remedy = 'give it `dtype="float32"`' if known else CHECK
+    is_output = layer != LOSS and phase == FORWARD
+    remedy = 'give it `dtype="float32"`' if is_output else CHECK
     where = where and f" ({where})"
     return f"{what}{subject} {_VERBS[verdict]}{where}; {remedy}"
 
 
 def of_output(gap: ranges.Gap, limits: _formats.Format) -> str:
-    """Names the verdict on the gap of a layer's output, or of any value."""
+    """Returns the verdict on the gap of a layer's output, or of any value."""
     return _of_gap(gap, FORWARD_TOLERANCES[limits.name])
 
 
 def of_gradient(gap: ranges.Gap, limits: _formats.Format) -> str:
-    """Names the verdict on a gradient's gap: its direction matters most."""
+    """Returns the verdict on a gradient's gap, mostly by its direction."""
     tolerance = BACKWARD_TOLERANCES[limits.name]
     if _is_low(gap):
         tolerance = _LOW_TOLERANCE
@@ -114,7 +115,7 @@ def of_gradient(gap: ranges.Gap, limits: _formats.Format) -> str:
 
 
 def bound(finding: Finding, limits: _formats.Format) -> float:
-    """Returns the error from which on a finding is no longer fine."""
+    """Returns the largest error with which a finding is fine."""
     if finding.phase != BACKWARD:
         return FORWARD_TOLERANCES[limits.name]
     is_low = _is_low(finding.gap)
@@ -143,19 +144,19 @@ def backward(
     limits: _formats.Format,
     reaches_weights: bool,
 ) -> Finding | None:
-    """Judges the gradients of one call; None where there are none.
+    """Judges the gradients of one call; None if there are none.
 
-    The gradient of its inputs counts only if a weight lies before the layer.
+    The gradient of its inputs only counts if weights come before the layer.
     """
     if gaps.incoming is None or gaps.weights is None or gaps.inputs is None:
         return None
-    worst, given = gaps.incoming, True
+    worst, bad_input = gaps.incoming, True
     if of_gradient(worst, limits) == OK:
-        known = [gaps.weights, *([gaps.inputs] if reaches_weights else [])]
-        worst = max(known, key=_badness)
-        given = of_output(gaps.arguments, limits) != OK
+        own = [gaps.weights, *([gaps.inputs] if reaches_weights else [])]
+        worst = max(own, key=_badness)
+        bad_input = of_output(gaps.arguments, limits) != OK
     verdict = of_gradient(worst, limits)
-    return Finding(layer, BACKWARD, verdict, worst, order, given)
+    return Finding(layer, BACKWARD, verdict, worst, order, bad_input)
 
 
 def _badness(gap: ranges.Gap) -> tuple[float, float]:
@@ -170,10 +171,10 @@ def advice(
     unscaled: bool,
     is_float32: bool,
 ) -> str:
-    """Returns a line of Python with a comment that says why, or nothing.
+    """Returns a line of Python, with the reason as its comment, or nothing.
 
-    An `unscaled` model trains without a loss scale, which fixes underflow; a
-    layer that `is_float32` already cannot fix what it is given.
+    An `unscaled` model trains without a loss scale, which would fix underflow.
+    A layer that `is_float32` already cannot fix its input.
     """
     if finding.verdict == OK:
         return finding.note and f"# {finding.note}"
@@ -182,8 +183,8 @@ def advice(
         code = _SCALER
     elif finding.gap.broken:
         return f"# {_why(finding, limits)}"
-    elif is_float32 and finding.given:
-        return f"# what it is given does not fit into {limits.name}"
+    elif is_float32 and finding.bad_input:
+        return f"# its input does not fit into {limits.name}"
     elif finding.layer == LOSS:
         code = _loss_code(finding)
     else:
@@ -220,22 +221,22 @@ class LayerVerdict:
     """A row of a report: one layer in one phase.
 
     Attributes:
-        layer: Its name, or its path where that is not unique; `"loss"`; `"x"`
-            or `"y"` for data that is not finite.
-        phase: `"forward"`: its outputs; `"backward"`: the gradients it
-            computes, of its inputs and weights; `"weights"`: their values.
+        layer: The layer's name, or its path if the name is not unique;
+            `"loss"`; `"x"` or `"y"` for data that is not finite.
+        phase: `"forward"`: the layer's outputs; `"backward"`: the gradients
+            of its inputs and weights; `"weights"`: the values of its weights.
         verdict: `"ok"`, `"overflow"`, `"underflow"`, `"inaccurate"` or
             `"not_finite"`.
-        relative_error: Norm of the error that this layer alone makes in 16
-            bit, over the norm of the float32 result; without a unit.
+        relative_error: The norm of the error that this layer adds in 16 bit,
+            over the norm of the float32 result.
         headroom_bits: How often the result can be doubled before it leaves
-            the format; negative beyond it.
-        advice: The line of code that fixes it, or a note.
-        gradient_cosine: Between the 16-bit and the float32 gradient, -1 to 1;
-            `None` where there is no gradient.
-        broken: Whether it is at fault, and not finite in float32 either.
+            the format; negative if it is outside.
+        advice: The line of code that fixes the fault, or a note.
+        gradient_cosine: The cosine between the 16-bit and the float32
+            gradient, -1 to 1; `None` without a gradient.
+        broken: Whether there is a fault in float32 as well.
         dtype: The dtype that the layer computes in; `""` for data.
-        bound: The relative error from which on it is at fault.
+        bound: The largest relative error that is fine.
     """
 
     layer: str

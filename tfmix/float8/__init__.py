@@ -1,1 +1,1 @@
-"""Matrix products in float8: the arithmetic, and the layers that get it."""
+"""Matrix products in float8: the arithmetic, and the layers that use it."""

@@ -1,4 +1,4 @@
-"""The layers of a model whose weights are multiplied by in float8."""
+"""Chooses the layers of a model that multiply in float8."""
 
 import math
 from collections.abc import Mapping
@@ -14,28 +14,31 @@ from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
 _CLASSES = (keras.layers.Dense, keras.layers.EinsumDense)
-# Tensor Cores take no others.
+# Tensor Cores only take matrices whose sides are multiples of this.
 _MULTIPLE = 16
 # Three products of (m, k, n) take 6 m k n operations, half as long in float8.
-# To round their factors takes as long as to move this many bytes for each
-# number: fitted to 24 shapes timed on an H100 (docs/benchmarks.md, "On a GPU").
-# Where float8 is as fast as bfloat16 it is 6 % off. (To find the amax, to read
-# it again and to write it in two orders are 6 bytes, 10 of a float32 weight.)
+# Rounding their factors takes as long as moving this many bytes per number,
+# fitted to 24 shapes timed on an H100 (docs/benchmarks.md, "On a GPU"). The
+# fit is 6 % off at the shapes where float8 is as fast as bfloat16. (Finding
+# the amax, reading the numbers again and writing them in two orders moves 6
+# bytes per number, 10 for a float32 weight.)
 CAST_BYTES = 11
-# So it pays on an H100 where 1/m + 1/k + 1/n is less than 6 times the seconds
-# that an operation saves, times 3.35e12 bytes a second, over those bytes.
+# So float8 is faster on an H100 if 1/m + 1/k + 1/n is less than 6 times the
+# seconds that an operation saves, times 3.35e12 bytes a second, over those
+# bytes.
 _PAYS = 6 * (1 / 989.4e12 - 1 / 1978.9e12) * 3.35e12 / CAST_BYTES
-# The rows, tokens in a batch, of which a layer must gain: with 1,024 none does.
+# A layer is chosen if it is faster with this many rows (tokens in a batch).
+# With 1,024 rows no layer is.
 _ROWS = 4096
 
 
 def choose(
     model: keras.Model, policy: policies.Policy
 ) -> list[keras.Layer] | None:
-    """Lets those of a model's layers that gain multiply in float8.
+    """Chooses the layers of a model that are faster in float8.
 
     Returns:
-        The chosen layers; `None` before any that could be is built.
+        The chosen layers; `None` if no layer that could be chosen is built.
     """
     every = layers.flat_layers(model)
     with_product = [layer for layer in every if isinstance(layer, _CLASSES)]
@@ -44,9 +47,9 @@ def choose(
         return None
     ends = _ends(every)
     for layer in built:
-        # What a model inside has chosen by itself stands.
+        # Nested models may have chosen already; their choice is kept.
         if why_not(layer) is None:
-            _note(layer, _why_not(layer, policy, layer in ends))
+            _mark(layer, _why_not(layer, policy, layer in ends))
     return chosen(model)
 
 
@@ -56,7 +59,7 @@ def chosen(model: keras.Model) -> list[keras.Layer]:
 
 
 def reasons(model: keras.Model) -> dict[keras.Layer, str]:
-    """Returns what `why_not` says of the layers that were looked at."""
+    """Returns the result of `why_not` for each layer that was considered."""
     return {
         layer: reason
         for layer in layers.flat_layers(model)
@@ -65,13 +68,13 @@ def reasons(model: keras.Model) -> dict[keras.Layer, str]:
 
 
 def restore(model: keras.Model, before: Mapping[keras.Layer, str]) -> None:
-    """Chooses the layers again that `reasons` told of, and no others."""
+    """Restores an earlier choice, which `reasons` returned."""
     for layer in layers.flat_layers(model):
         if layer in before or why_not(layer) is not None:
-            _note(layer, before.get(layer))
+            _mark(layer, before.get(layer))
 
 
-def _note(layer: keras.Layer, reason: str | None) -> None:
+def _mark(layer: keras.Layer, reason: str | None) -> None:
     layers.mark(layer, float8=reason)
     multiply = product.contracted if reason == "" else None
     weight_gradients.choose(layers.kernel_of(layer), multiply)
@@ -80,7 +83,8 @@ def _note(layer: keras.Layer, reason: str | None) -> None:
 def why_not(layer: keras.Layer) -> str | None:
     """Returns why a layer does not multiply in float8, "" if it does.
 
-    `None` if it has no product, or is under no policy for float8.
+    The result is `None` for a layer without a product, or without a float8
+    policy.
     """
     return layers.marks(layer).float8
 
@@ -91,25 +95,24 @@ def gains(depth: int, width: int) -> bool:
 
 
 def exact(layer: keras.Layer, inputs: Any, kernel: Any) -> Any:
-    """Computes a layer's product as its inputs' dtype does."""
+    """Computes a layer's product in the dtype of its inputs."""
     return ops.einsum(_equation(layer), inputs, kernel)
 
 
 def matrices(
     layer: keras.Layer, inputs: Any, kernel: Any, gradient: Any
 ) -> tuple[Any, Any, Any]:
-    """Returns what a layer multiplies as matrices (m, k), (k, n), (m, n).
+    """Returns inputs, kernel and gradient as matrices (m, k), (k, n), (m, n).
 
-    The last is the gradient of the product, which is that of the layer's
-    outputs before bias and activation.
+    The gradient is that of the layer's outputs before bias and activation.
     """
     axes = _axes(layer, len(inputs.shape))
-    made = product.matrix(gradient, axes.outputs, axes.free, axes.new)
-    return *product.factors(inputs, kernel, axes), made
+    upstream = product.matrix(gradient, axes.outputs, axes.free, axes.new)
+    return *product.factors(inputs, kernel, axes), upstream
 
 
 def _axes(layer: keras.Layer, rank: int | None = None) -> Any:
-    """Returns what a layer sums over, `None` if it is not one product."""
+    """Returns the axes of a layer's product, `None` for other computations."""
     equation = _equation(layer)
     if rank is None:
         rank = len(equation.split(",")[0].replace("...", ".").replace(" ", ""))
@@ -154,7 +157,7 @@ def _why_not(layer: keras.Layer, policy: policies.Policy, is_end: bool) -> str:
     depth = math.prod(sizes[letter] for letter in axes.summed)
     width = math.prod(sizes[letter] for letter in axes.new)
     if depth % _MULTIPLE or width % _MULTIPLE:
-        return f"{depth} x {width} are no multiples of {_MULTIPLE}"
+        return f"{depth} x {width} are not multiples of {_MULTIPLE}"
     if wanted is None and is_end:
         return "the first or the last with a matrix"
     if wanted is None and not gains(depth, width):

@@ -1,11 +1,11 @@
-"""A matrix product in float8, each factor scaled by its own largest number.
+"""Multiplies matrices in float8, each scaled by its own largest number.
 
-The scale is found anew in every product ("current scaling" in NVIDIA's
-Transformer Engine), so that there is no state that sharing, freezing, replicas
-or a skipped step could spoil. It is a power of two: to scale and to scale back
-round nothing. The formats are those of Micikevicius et al. 2022 ("FP8 Formats
-for Deep Learning", arXiv:2209.05433): e4m3 for what goes forward, e5m2, which
-reaches further, for gradients.
+Every product computes its scales again ("current scaling" in NVIDIA's
+Transformer Engine). There is no state, so shared or frozen layers, replicas
+and skipped steps need no special case. A scale is a power of two, which rounds
+nothing. The formats are those of Micikevicius et al. 2022 ("FP8 Formats for
+Deep Learning", arXiv:2209.05433): e4m3 in the forward pass, and e5m2, which
+has a larger range, for gradients.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ class Format:
     """A float8 format."""
 
     dtype: str
-    exponent: int  # of its largest number, which is 1.75 * 2**exponent
+    exponent: int  # the largest number is 1.75 * 2**exponent
 
 
 FORWARD = Format("float8_e4m3fn", 8)
 GRADIENT = Format("float8_e5m2", 15)
-# Of float32, whose exponents are 127 higher in its bits. A scale is no larger
-# than the highest power, so that its inverse is one, too.
+# The bits of a float32 hold its exponent plus 127. A scale does not exceed the
+# highest power, so that float32 can hold its inverse as well.
 _BIAS, _MANTISSA, _HIGHEST = 127, 23, 126
 _ONE = 1 << _MANTISSA
 # XLA reduces fewer than 16384 numbers in one kernel of a GPU, more in two.
@@ -57,7 +57,7 @@ def contracted(inputs: Any, weight: Any, axes: Contraction) -> Any:
 
 def factors(inputs: Any, weight: Any, axes: Contraction) -> tuple[Any, Any]:
     """Returns both factors as matrices (m, k) and (k, n)."""
-    # In the order in which the weight lies in memory.
+    # The weight's own order of axes avoids a transposition in memory.
     summed = [x for x in axes.weight if x in axes.summed]
     return (
         matrix(inputs, axes.inputs, axes.free, summed),
@@ -81,17 +81,17 @@ def product(
     formats: tuple[Format, Format] = (FORWARD, FORWARD),
     transposed: tuple[bool, bool] = (False, False),
 ) -> Any:
-    """Multiplies two matrices, rounded to float8; so do its gradients.
+    """Multiplies two matrices in float8, in the backward pass as well.
 
     Args:
         a: Tensor (m, k) of a float dtype, (k, m) if it is to be transposed.
         b: Tensor (k, n), or (n, k).
-        formats: What each is rounded to.
+        formats: The format of each matrix.
         transposed: Whether each is transposed first.
 
     Returns:
-        Tensor (m, n) of the dtype of `a`, summed in float32. Not finite where
-        a number of the same row or column is not.
+        Tensor (m, n) of the dtype of `a`, summed in float32. An entry is not
+        finite if a number in its row of `a` or its column of `b` is not.
     """
 
     @ops.custom_gradient
@@ -106,7 +106,7 @@ def product(
         )
         result = ops.cast(scaled, "float32")
         for half in (1, 2):
-            # One by one: the product of both would be a kernel of its own.
+            # The two are not multiplied first: that would be another kernel.
             result = result * powers_a[half] * powers_b[half]
         result = ops.cast(result, a.dtype)
 
@@ -126,7 +126,8 @@ def _gradients(
     formats: tuple[Format, Format],
     transposed: tuple[bool, bool],
 ) -> tuple[Any, Any]:
-    # To round the factors again costs nothing: compilers see that it was done.
+    # Rounding the factors again costs nothing, because compilers reuse the
+    # results of the forward pass.
     (of_a, of_b), (flip_a, flip_b) = formats, transposed
     if flip_a:
         to_a = product(b, g, (of_b, GRADIENT), (flip_b, True))
@@ -143,17 +144,18 @@ def rounded(tensor: Any, to: Format) -> tuple[Any, Any]:
     """Scales a matrix into a format's range and rounds it to nearest.
 
     Returns:
-        The float8 matrix, and three powers of two as a float32 vector: the
-        scale, which is the largest that lets no number overflow, and two
-        negative ones whose product is its inverse. Of them each has its
-        place in float32. What is not finite stays so.
+        The float8 matrix, and three numbers as a float32 vector: the scale,
+        which is the largest power of two that lets no number overflow, and
+        two negative powers of two whose product is its inverse. The inverse
+        itself may be too small for float32. NaN and infinity stay.
     """
-    # The largest that takes the highest scale; matrices may have no numbers.
+    # Numbers below `least` take the highest scale. Empty matrices need an
+    # initial value, too.
     least = 2.0 ** (to.exponent - _HIGHEST)
     largest = ops.max(ops.abs(_joined(tensor)), axis=-1, initial=least)
     largest = ops.pad(largest, (0, 1), constant_values=least)
-    # The powers of rows, then the least of all: what comes after a
-    # reduction would be a kernel of its own, what comes before is not.
+    # The powers are computed per row, before the minimum is taken: XLA fuses
+    # ops before a reduction into it, while ops after it need another kernel.
     word = compilation.bitcast(ops.cast(largest, "float32"), "int32")
     powers = compilation.bitcast(ops.stack(_powers(word, to)), "float32")
     powers = ops.min(powers, axis=1)
@@ -162,9 +164,9 @@ def rounded(tensor: Any, to: Format) -> tuple[Any, Any]:
 
 
 def _joined(matrix: Any) -> Any:
-    """Returns a matrix of the same numbers in no more than `_ROWS` rows."""
+    """Returns the same numbers as a matrix of `_ROWS` rows or fewer."""
     rows = matrix.shape[0]
-    # Their number may not be known, and may have no such divisor.
+    # The number of rows may be unknown or odd; then the matrix stays larger.
     while rows and rows > _ROWS and rows % 2 == 0:
         rows //= 2
     same = rows == matrix.shape[0]
@@ -173,8 +175,9 @@ def _joined(matrix: Any) -> Any:
 
 def _powers(word: Any, to: Format) -> list[Any]:
     """Returns the bits of a scale, and of the two halves of its inverse."""
-    # The inverse's exponent, above the mantissa: those above 1.75 take one
-    # more. Each is computed by itself, since compilers keep what two share.
+    # The exponent of the inverse lies above the mantissa. A mantissa above
+    # 1.75 takes one more. Nothing is shared between the three results, because
+    # compilers store what two results share.
     above = _ONE // 4 - 1
     inverse = word + (above - (_BIAS + to.exponent) * _ONE)
     scale = _BIAS * _ONE - ops.bitwise_and(inverse, -_ONE)
@@ -182,7 +185,7 @@ def _powers(word: Any, to: Format) -> list[Any]:
 
 
 def _half(inverse: Any) -> Any:
-    """Returns the bits of minus two to half an exponent, rounded down."""
+    """Returns the bits of -2**(exponent // 2)."""
     sign = -256
     exponent = ops.right_shift(inverse, _MANTISSA + 1)
     return ops.left_shift(exponent + (_BIAS + sign), _MANTISSA)

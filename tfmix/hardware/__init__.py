@@ -1,4 +1,4 @@
-"""What a device can do, and what a step needs on it."""
+"""Devices and their abilities, and the cost of a training step on them."""
 
 from tfmix.hardware.advice import advise
 from tfmix.hardware.compiling import compile_for

@@ -1,4 +1,4 @@
-"""How much of a model 16-bit hardware can speed up, and what it weighs."""
+"""`advise` estimates the speed and memory of a model on 16-bit hardware."""
 
 import dataclasses
 import json
@@ -24,18 +24,18 @@ Shapes = list[Shape]
 # guide), the MXU of a TPU on tiles of 128.
 GPU_MULTIPLE, TPU_MULTIPLE = 8, 128
 
-# Seconds until an accelerator starts what it is given, in round numbers.
+# An accelerator takes about this many seconds to start a kernel.
 _START = 5e-6
-# Whose rates count where no target is named.
+# The rates of this target count if you name none.
 _FLOAT8_TARGET = "h200"
 
-# The costliest layers are shown, all are in `rows` and JSON.
+# The table shows so many layers, the costliest ones. `rows` and JSON have all.
 _SHOWN = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product `(m, k) x (k, n)`, made `count` times a forward pass."""
+    """A matrix product `(m, k) x (k, n)`, `count` times in a forward pass."""
 
     m: int
     k: int
@@ -44,18 +44,18 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of all of them."""
+        """The multiplications and additions in a forward pass."""
         return 2 * self.m * self.k * self.n * self.count
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """One call of a layer: its products, and how many elements it returns."""
+    """One call of a layer: its products, and the size of its outputs."""
 
     layer: keras.Layer
     products: tuple[Product, ...]
     outputs: int
-    has_parts: bool  # whether other layers are called inside it
+    has_parts: bool  # true if it calls other layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +70,9 @@ class LayerProducts:
             Tensor Cores need.
         aligned_tpu: Whether they are multiples of 128, a TPU's tile.
         flops: Multiplications and additions of a forward pass.
-        padding: What to round up, as text; `""` if nothing helps.
-        float8: Under `"mixed_float8"` `"yes"`, or why it does not multiply in
-            float8.
+        padding: The sizes to round up, as text; `""` if that does not help.
+        float8: Under `"mixed_float8"`, `"yes"` or the reason why the layer
+            does not multiply in float8.
     """
 
     layer: str
@@ -87,17 +87,18 @@ class LayerProducts:
 
 @dataclasses.dataclass(frozen=True)
 class Advice(_tables.Printed):
-    """What `advise` found; prints as a table.
+    """The result of `advise`; prints as a table.
 
     Attributes:
         rows: One `LayerProducts` per layer with products, the costliest first.
         share_16bit: Share of the operations that run in 16 bit, 0 to 1.
-        memory: A way to train, the name of a policy and what is beside it, to
-            its `Memory`, in bytes.
-        batch_size: The batch size it holds for.
+        memory: Dict of ways to train, such as `"bfloat16, 8-bit state"`, to
+            their `Memory` in bytes.
+        batch_size: The batch size of these numbers.
         fitting: A sentence on the first way that fits the target, in the
-            16-bit dtype that `"auto"` takes there; `""` without one.
-        float8: Sentences on what `"mixed_float8"` gains; empty under others.
+            16-bit dtype of `"auto"` there; `""` without a target.
+        float8: Sentences on the gain of `"mixed_float8"`; empty under other
+            policies.
     """
 
     rows: tuple[LayerProducts, ...]
@@ -108,7 +109,7 @@ class Advice(_tables.Printed):
     float8: tuple[str, ...] = ()
 
     def tables(self) -> list[_tables.Table]:
-        """Returns the tables that are printed."""
+        """Returns the tables to print."""
         heads = ("layer", "dtype", "(m, k, n)", "GPU", "TPU", "GFLOP", "pad")
         rows = [
             (
@@ -125,20 +126,20 @@ class Advice(_tables.Printed):
         title = f"{self.share_16bit:.0%} of the work in 16 bit, "
         title += f"batch of {self.batch_size}"
         sizes = []
-        for name, held in self.memory.items():
-            known = (*held.by_title().values(), held.total)
-            sizes.append((name, *(f"{size / 2**20:.2f}" for size in known)))
-        # Of a terminal's 80 columns.
+        for name, memory in self.memory.items():
+            sums = (*memory.by_title().values(), memory.total)
+            sizes.append((name, *(f"{size / 2**20:.2f}" for size in sums)))
+        # Short titles keep the table within the 80 columns of a terminal.
         kinds = [
             title.removeprefix("optimizer ")
             for title in self.memory["float32"].by_title()
         ]
-        memory = _tables.Table(
+        memory_table = _tables.Table(
             ("MiB", *kinds, "together"),
             sizes,
             notes=[self.fitting] if self.fitting else (),
         )
-        return [_tables.Table(heads, rows, title, self._notes()), memory]
+        return [_tables.Table(heads, rows, title, self._notes()), memory_table]
 
     def _notes(self) -> list[str]:
         notes = list(self.float8)
@@ -153,8 +154,8 @@ class Advice(_tables.Printed):
             notes.append(f"and {more} cheaper layers: `rows` holds all")
         if self.rows and not self.share_16bit:
             notes.append(
-                "No product is in 16 bit: set a policy before the model is "
-                "made, or convert it, `tfmix.apply_policy(model, 'auto')`."
+                "No product is in 16 bit: set a policy before you create the "
+                "model, or convert it with `tfmix.apply_policy(model, 'auto')`."
             )
         return notes
 
@@ -171,33 +172,34 @@ def advise(
     input_shape: Any = None,
     target: str | None = None,
 ) -> Advice:
-    """Says where a model's shapes keep 16-bit hardware from being fast.
+    """Finds the layers whose shapes slow 16-bit hardware down.
 
-    And what training takes in memory, by kind, under each policy and with
-    optimizers that hold less. Nothing is computed: the model runs on shapes
-    alone.
+    It also estimates the memory of training, by kind, under each policy and
+    with optimizers that need less. The model only runs on shapes, so nothing
+    is computed.
 
     Args:
-        model: A `keras.Model`. It is built if it is not.
+        model: A `keras.Model`. It is built if necessary.
         batch_size: Integer, rows of a training batch.
-        x: Inputs as `fit` takes them: an array, a nest of arrays, or a
+        x: Inputs as for `fit`: an array, a nest of arrays, or a
             `tf.data.Dataset`. Only their shapes and dtypes are read, for a
-            model that is not built or leaves a length free. Defaults to
+            model that is not built or has inputs of any length. Defaults to
             `None`: the model's own input shapes.
-        input_shape: In place of `x`, the shape of one row, such as `(128,)`,
+        input_shape: Instead of `x`, the shape of one row, such as `(128,)`,
             for every input, or a nest of such shapes.
-        target: The name of one of `targets()`, whose memory it has to fit.
-            Defaults to `None`: none is said to fit. What float8 gains is told
-            by its rates, or by an H200's.
+        target: The name of one of `targets()`. Its memory decides what fits,
+            and its rates decide what float8 gains. Defaults to `None`: the
+            memory is not compared, and the rates are an H200's.
 
     Returns:
         An `Advice`: `rows`, `share_16bit`, `memory`, `fitting`, `float8`.
 
     Raises:
-        TypeError: If `model` is no Keras model, or `batch_size` no integer.
+        TypeError: If `model` is not a Keras model, or `batch_size` not an
+            integer.
         ValueError: If `batch_size` is below 1, the model's input shapes are
-            not known, `x` and `input_shape` are both given or do not fit, or
-            there is no such target.
+            not known, you pass both `x` and `input_shape`, they do not fit,
+            or there is no such target.
 
     Examples:
         >>> layers = [keras.Input((64,)), keras.layers.Dense(10)]
@@ -206,13 +208,13 @@ def advise(
     """
     _arguments.model(model)
     size = _arguments.count("batch_size", batch_size, example=32)
-    known = None if target is None else targets.find(target)
+    accelerator = None if target is None else targets.find(target)
     inputs = model_batches.inputs(model, size, x, input_shape)
     if not host.is_built(model):
         model(*inputs)
     policy = mixed_model.policy_of(model)
     if policy is not None and policies.with_rules(policy).is_float8:
-        # Else its first call does so.
+        # Otherwise its first call would choose them.
         chosen_layers.choose(model, policies.with_rules(policy))
     uses = _uses(model, inputs)
     rows = [_row(use.layer, use.products) for use in uses if use.products]
@@ -223,21 +225,21 @@ def advise(
     outputs = sum(use.outputs for use in uses if not use.has_parts)
     memory = training_memory.by_way(model, outputs)
     fitting = ""
-    if known is not None:
-        is_small = _is_small(rows, known)
-        fitting = training_memory.first_that_fits(memory, known, is_small)
-    float8 = _float8(rows, known or targets.find(_FLOAT8_TARGET))
+    if accelerator is not None:
+        is_small = _is_small(rows, accelerator)
+        fitting = training_memory.first_that_fits(memory, accelerator, is_small)
+    float8 = _float8(rows, accelerator or targets.find(_FLOAT8_TARGET))
     return Advice(tuple(rows), share, memory, size, fitting, float8)
 
 
 def _is_small(rows: Sequence[LayerProducts], target: targets.Target) -> bool:
-    """Says whether a step's products in float32 take less than their start."""
+    """Returns whether float32 products take less time than their start."""
     seconds = sum(3 * row.flops for row in rows) / target.rates["float32"]
     return seconds < _START * sum(3 * len(row.shapes) for row in rows)
 
 
 def _float8(rows: list[LayerProducts], target: targets.Target) -> tuple:
-    """Says which layers are in float8, which not and why, and what it gains."""
+    """Describes which layers are in float8, why not others, and the gain."""
     if not any(row.float8 for row in rows):
         return ()
     chosen = [row for row in rows if row.float8 == "yes"]
@@ -245,27 +247,30 @@ def _float8(rows: list[LayerProducts], target: targets.Target) -> tuple:
     for row in rows:
         if row not in chosen and row.float8:
             others.setdefault(row.float8, []).append(row.layer)
-    said = [f"{len(chosen)} layers multiply in float8."]
+    sentences = [f"{len(chosen)} layers multiply in float8."]
     for why, names in others.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        said.append(f"Not {', '.join(names[:3])}{more}: {why}.")
+        sentences.append(f"Not {', '.join(names[:3])}{more}: {why}.")
     if "float8" not in target.rates:
-        return (*said, f"{target.title} has no float8: it is slower there.")
+        return (
+            *sentences,
+            f"{target.title} has no float8: it is slower there.",
+        )
     wide = sum(_seconds(row, target, "bfloat16") for row in rows)
     narrow = sum(
         _seconds(row, target, "float8" if row in chosen else "bfloat16")
         for row in rows
     )
-    said.append(
-        f"By the rates of {target.title} a step's products take "
+    sentences.append(
+        f"By the rates of {target.title}, a step's products take "
         f"{1e3 * narrow:.3g} ms, casts included; {1e3 * wide:.3g} ms in "
         f"bfloat16 ({wide / narrow:.2f} times)."
     )
-    return tuple(said)
+    return tuple(sentences)
 
 
 def _seconds(row: LayerProducts, target: targets.Target, dtype: str) -> float:
-    """Returns what a step's three products of a layer take, at the least."""
+    """Returns the least time of a layer's three products in a step."""
     if dtype == "bfloat16" and row.dtype not in _formats.SIXTEEN_BIT:
         dtype = "float32"
     seconds = 3 * row.flops / target.rates[dtype]
@@ -299,14 +304,14 @@ def _padding(product: Product) -> str:
     for name, size in (("k", product.k), ("n", product.n)):
         padded = -(-size // GPU_MULTIPLE) * GPU_MULTIPLE
         small = size < GPU_MULTIPLE * 2
-        # Padding that adds more to the work gives away what it wins.
+        # Padding that adds more work costs more than it gains.
         if padded != size and (small or padded / size <= 1.25):
             hints.append(f"{name} {size} -> {padded}")
     return ", ".join(hints)
 
 
 def _uses(model: keras.Model, inputs: list) -> list[Use]:
-    """Runs a built model on shapes alone; returns the calls as they end."""
+    """Runs a built model on shapes; returns the calls in the order they end."""
     layers = host.called(model)
     uses: list[Use] = []
 
@@ -315,11 +320,11 @@ def _uses(model: keras.Model, inputs: list) -> list[Use]:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             outputs = original(*args, **kwargs)
-            given, made = _shapes((args, kwargs)), _shapes(outputs)
-            multiplied = tuple(_products(layer, given, made))
-            elements = sum(map(math.prod, made))
+            inputs, results = _shapes((args, kwargs)), _shapes(outputs)
+            products = tuple(_products(layer, inputs, results))
+            elements = sum(map(math.prod, results))
             has_parts = len(host.flat_layers(layer)) > 1
-            uses.append(Use(layer, multiplied, elements, has_parts))
+            uses.append(Use(layer, products, elements, has_parts))
             return outputs
 
         return call
@@ -337,52 +342,52 @@ def _shapes(nest: Any) -> Shapes:
     ]
 
 
-def _products(layer: Any, given: Shapes, made: Shapes) -> list[Product]:
+def _products(layer: Any, inputs: Shapes, outputs: Shapes) -> list[Product]:
     names = {base.__name__ for base in type(layer).__mro__}
     for name, formula in _FORMULAS.items():
-        if name in names and given and made:
-            return formula(layer, given, made[0])
+        if name in names and inputs and outputs:
+            return formula(layer, inputs, outputs[0])
     return []
 
 
-def _dense(layer: Any, given: Shapes, made: Shape) -> list[Product]:
-    return [Product(math.prod(made[:-1]), given[0][-1], made[-1])]
+def _dense(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
+    return [Product(math.prod(output[:-1]), inputs[0][-1], output[-1])]
 
 
-def _einsum(layer: Any, given: Shapes, made: Shape) -> list[Product]:
+def _einsum(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
     kernel = tuple(layer.kernel.shape)
     left, right, out = layer.equation.replace("->", ",").split(",")
-    # An ellipsis stands for leading dimensions, which are rows.
+    # An ellipsis means leading dimensions, which are rows.
     sizes = dict(zip(reversed(right), reversed(kernel), strict=False))
     summed = [label for label in right if label in left and label not in out]
     k = math.prod(sizes[label] for label in summed)
     n = math.prod(kernel) // max(k, 1)
-    return [Product(math.prod(made) // max(n, 1), k, n)]
+    return [Product(math.prod(output) // max(n, 1), k, n)]
 
 
-def _convolution(layer: Any, given: Shapes, made: Shape) -> list[Product]:
+def _convolution(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
     *window, per_group, filters = tuple(layer.kernel.shape)
     groups = getattr(layer, "groups", 1)
-    rows, k = math.prod(made) // filters, math.prod(window) * per_group
+    rows, k = math.prod(output) // filters, math.prod(window) * per_group
     return [Product(rows, k, filters // groups, groups)]
 
 
-def _transposed(layer: Any, given: Shapes, made: Shape) -> list[Product]:
+def _transposed(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
     *window, filters, channels = tuple(layer.kernel.shape)
-    rows = math.prod(given[0]) // channels
+    rows = math.prod(inputs[0]) // channels
     return [Product(rows, channels, math.prod(window) * filters)]
 
 
-def _separable(layer: Any, given: Shapes, made: Shape) -> list[Product]:
+def _separable(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
     *_, channels, filters = tuple(layer.pointwise_kernel.shape)
-    return [Product(math.prod(made) // filters, channels, filters)]
+    return [Product(math.prod(output) // filters, channels, filters)]
 
 
-def _recurrent(layer: Any, given: Shapes, made: Shape) -> list[Product]:
-    batch, steps = given[0][:2]
+def _recurrent(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
+    batch, steps = inputs[0][:2]
     products = []
     for cell in getattr(layer.cell, "cells", [layer.cell]):
-        # Not of a convolution's cell, nor of one of the user's own making.
+        # Cells of convolutions and custom cells may have other kernels.
         for name, count in (("kernel", 1), ("recurrent_kernel", steps)):
             kernel = getattr(cell, name, None)
             if kernel is not None and len(kernel.shape) == 2:
@@ -391,15 +396,15 @@ def _recurrent(layer: Any, given: Shapes, made: Shape) -> list[Product]:
     return products
 
 
-def _attention(layer: Any, given: Shapes, made: Shape) -> list[Product]:
-    inner = range(1, len(given[0]) - 1)
+def _attention(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
+    inner = range(1, len(inputs[0]) - 1)
     axes, width = host.attention_sizes(layer)
-    # Keys are the queries' own where none are given.
+    # Without keys, the queries are the keys.
     queries, keys = (
         math.prod(shape[axis] for axis in axes or inner)
-        for shape in (given * 2)[:2]
+        for shape in (inputs * 2)[:2]
     )
-    batch = math.prod(given[0][:-1]) // queries
+    batch = math.prod(inputs[0][:-1]) // queries
     heads = getattr(layer, "num_heads", None) or layer.num_query_heads
     size = getattr(layer, "key_dim", None) or layer.head_dim
     return [
@@ -408,19 +413,19 @@ def _attention(layer: Any, given: Shapes, made: Shape) -> list[Product]:
     ]
 
 
-def _dot_attention(layer: Any, given: Shapes, made: Shape) -> list[Product]:
-    (batch, queries, size), keys = given[0], given[1][1]
+def _dot_attention(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
+    (batch, queries, size), keys = inputs[0], inputs[1][1]
     return [
         Product(queries, size, keys, batch),
-        Product(queries, keys, made[-1], batch),
+        Product(queries, keys, output[-1], batch),
     ]
 
 
-def _additive(layer: Any, given: Shapes, made: Shape) -> list[Product]:
-    return _dot_attention(layer, given, made)[1:]
+def _additive(layer: Any, inputs: Shapes, output: Shape) -> list[Product]:
+    return _dot_attention(layer, inputs, output)[1:]
 
 
-# By the names of Keras's classes and bases, so that subclasses count, too.
+# The names are those of Keras's classes and bases, so subclasses count as well.
 _FORMULAS: dict[str, Callable[[Any, Shapes, Shape], list[Product]]] = {
     "Dense": _dense,
     "EinsumDense": _einsum,

@@ -1,4 +1,4 @@
-"""What a training step became, as a record that prints."""
+"""Records of compiled training steps, which print as tables."""
 
 import dataclasses
 import json
@@ -9,7 +9,8 @@ from typing import Any
 from tfmix import _tables
 from tfmix.hardware import training_memory
 
-# The costliest products are shown, all are in `rows`, JSON and HTML.
+# The table shows so many products, the costliest ones. `rows`, JSON and HTML
+# have all.
 _SHOWN = 20
 
 
@@ -18,15 +19,15 @@ class CompiledProduct:
     """One matrix product or convolution of the compiled step.
 
     Attributes:
-        layer: The path of the layer it belongs to; `""` for the optimizer's
-            and the loss's own.
+        layer: The path of its layer; `""` for products of the optimizer and
+            the loss.
         phase: `"forward"` or `"backward"`.
         shape: `(m, k, n)` of `(m, k) x (k, n)`, as the device multiplies.
-        count: How many of them one kernel computes.
-        dtype: What is multiplied, `"float16"` for example.
+        count: How many of these products one kernel computes.
+        dtype: The dtype of the factors, `"float16"` for example.
         kernel: What computes it: `"Triton"`, `"cuBLAS"`, `"cuDNN"`, `"MXU"`.
-        flops: Multiplications and additions of all of them, in all rounds of a
-            loop.
+        flops: The multiplications and additions of all these products, in all
+            rounds of a loop.
     """
 
     layer: str
@@ -40,17 +41,16 @@ class CompiledProduct:
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """Bytes on one device.
+    """The memory of a step on one device, in bytes.
 
     Attributes:
         arguments: Weights, optimizer, metrics and batch.
-        temporaries: What the step needs besides, while it runs.
-        peak: Both, and results that take no argument's place.
-        available: What the device has.
-        kinds: A `Memory` of what is held, by kind: weights, masters, optimizer
-            state among the arguments, gradients and activations among the
-            temporaries. The compiler may free a gradient before the next one
-            is made, and use its place.
+        temporaries: Further memory that the step needs while it runs.
+        peak: Both, and results that do not overwrite an argument.
+        available: The memory of the device.
+        kinds: A `Memory`: weights, masters and optimizer state among the
+            arguments; gradients and activations among the temporaries. The
+            compiler may free a gradient before it computes the next one.
     """
 
     arguments: int
@@ -61,32 +61,34 @@ class StepMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has that much."""
+        """True if the device has enough memory."""
         return self.peak <= self.available
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep(_tables.Printed):
-    """What a training step became on an accelerator; prints as a table.
+    """A training step, compiled for an accelerator; prints as a table.
 
     Attributes:
         rows: One `CompiledProduct` for each product, the costliest first.
-        kernels: Launches that compute something.
-        copies: Copies inside the device's memory.
-        conditionals: Branches, at which a GPU waits for the host.
+        kernels: The number of launches that compute something.
+        copies: The number of copies inside the device's memory.
+        conditionals: The number of branches, at which a GPU waits for the
+            host.
         memory: A `StepMemory`, of one device.
-        exchanges: Exchanges between devices.
-        exchanged: Bytes that each device gets by them.
+        exchanges: The number of exchanges between devices.
+        exchanged: Bytes that each device receives in exchanges.
         flops: Operations of all products, on one device.
-        bytes: Bytes read and written in the device's memory: what its kernels
-            take and give, of gathers and slices the part. What a TPU fetches
-            into its own memory counts once.
-        open_loops: Loops of as many rounds as the data say: their bodies count
-            once, here and in all the numbers above. Others count each round.
+        bytes: Bytes that kernels read and write in the device's memory; only
+            the used part for gathers and slices. Data that a TPU fetches into
+            its on-chip memory counts once.
+        open_loops: The number of loops whose rounds depend on the data. Their
+            bodies count once in all numbers above; other loops count each
+            round.
         seconds: The larger of two bounds: products at the published rate,
-            bytes at the published bandwidth. A step is faster only by what
-            is still in a GPU's cache when it is read.
-        bound: `"compute"` or `"memory"`, the bound that is larger.
+            bytes at the published bandwidth. A step can only be faster if a
+            GPU reads data from its cache.
+        bound: `"compute"` or `"memory"`, the larger bound.
         model: The name of the model.
         policy: The name of the policy.
         target: The name of the target.
@@ -139,7 +141,7 @@ class CompiledStep(_tables.Printed):
         )
 
     def tables(self) -> list[_tables.Table]:
-        """Returns the tables that are printed."""
+        """Returns the tables to print."""
         return [self._products(_SHOWN), _summary({self.policy: self})]
 
     def to_json(self) -> str:
@@ -177,8 +179,8 @@ class CompiledStep(_tables.Printed):
         notes = []
         if not self.rows:
             notes.append(
-                "to XLA a product of one row or one column is a sum, which is "
-                "counted by its bytes alone"
+                "to XLA, a product with one row or one column is a sum, of "
+                "which only the bytes are counted"
             )
         if (more := len(self.rows) - most) > 0:
             notes.append(f"and {more} smaller ones: see `rows`")
@@ -187,7 +189,7 @@ class CompiledStep(_tables.Printed):
             notes.append(f"products in float32: {names}")
         if self.open_loops:
             notes.append(
-                f"{self.open_loops} loop(s) of as many rounds as the data say: "
+                f"{self.open_loops} loop(s) whose rounds depend on the data: "
                 "their bodies count once"
             )
         return _tables.Table(heads, rows, self.title, notes)
@@ -198,8 +200,8 @@ class CompiledSteps(_tables.Printed, Mapping[str, CompiledStep]):
     """Several steps side by side, by name; prints as a table.
 
     Attributes:
-        steps: Policy, or `"policy, Adam"` where several optimizers were
-            given, to `CompiledStep`.
+        steps: Dict of policies, or of `"policy, Adam"` for several
+            optimizers, to `CompiledStep`.
     """
 
     steps: Mapping[str, CompiledStep]
@@ -229,19 +231,19 @@ class CompiledSteps(_tables.Printed, Mapping[str, CompiledStep]):
             return (
                 "None fits: take a smaller batch, or see "
                 "`tfmix.hardware.advise(model, "
-                "batch_size, target=...)` for optimizers that hold less."
+                "batch_size, target=...)` for optimizers that need less."
             )
         least = min(peaks, key=lambda name: peaks[name])
         return f"The least memory: {least}, {peaks[least] / 1e6:,.1f} MB."
 
     def tables(self) -> list[_tables.Table]:
-        """Returns the table that is printed."""
+        """Returns the table to print."""
         return [_summary(self.steps, self.fitting)]
 
     def to_json(self) -> str:
         """Returns the records as JSON, by policy."""
-        made = {name: step.to_dict() for name, step in self.steps.items()}
-        return json.dumps(made, indent=2)
+        records = {name: step.to_dict() for name, step in self.steps.items()}
+        return json.dumps(records, indent=2)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes one page with all policies and their products to `path`."""
@@ -251,7 +253,7 @@ class CompiledSteps(_tables.Printed, Mapping[str, CompiledStep]):
 
 
 def _summary(steps: Mapping[str, CompiledStep], *notes: str) -> _tables.Table:
-    """Returns what is counted in each of some steps."""
+    """Returns a table of the figures of some steps."""
     figures = [_figures(step) for step in steps.values()]
     rows = [
         (name, *(column[name] for column in figures)) for name in figures[0]
@@ -280,6 +282,6 @@ def _figures(step: CompiledStep) -> dict[str, str]:
 
 
 def _is_wide(row: CompiledProduct) -> bool:
-    # What is rounded before it is multiplied counts by what is multiplied; a
-    # product of integers (a TPU adds up masks so) is as fast as one in 16 bit.
+    # The dtype of the factors counts, even if they were rounded before. A TPU
+    # adds up masks in products of integers, which are as fast as 16 bit.
     return not {"float32", "float64"}.isdisjoint(row.dtype.split("/"))

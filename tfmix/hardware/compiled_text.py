@@ -1,4 +1,4 @@
-"""Reads what a compiler made of a training step: kernels, products, copies."""
+"""Counts the kernels, products and copies of a compiled training step."""
 
 import dataclasses
 
@@ -7,22 +7,23 @@ from tfmix.hardware import hlo_products, hlo_text, hlo_traffic
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What can be counted in a program.
+    """The counts of a program of XLA.
 
-    A loop's body counts as often as it runs, and once where only the data say.
+    A loop's body counts as often as it runs, and once if that depends on data.
 
     Attributes:
         kernels: Launches that compute something.
         copies: Copies in the device's memory.
-        conditionals: Branches; a GPU's wait for the host.
+        conditionals: Branches; at these a GPU waits for the host.
         exchanges: Exchanges between devices.
         exchanged: Bytes that each device sends.
-        bytes: Bytes of the device's memory that are read and written. What a
-            TPU fetches into its own memory counts once, as it is fetched; of
-            what is gathered and scattered, the rows.
+        bytes: Bytes that are read and written in the device's memory. Data
+            that a TPU fetches into its on-chip memory counts once, when it is
+            fetched. Gathers and scatters count the rows that they use.
         products: Matrix products and convolutions, with the operations of all
             rounds of a loop.
-        open_loops: Loops whose body counts once, since only the data say.
+        open_loops: Loops whose body counts once, because the number of rounds
+            depends on data.
     """
 
     kernels: int
@@ -45,7 +46,9 @@ def read(text: str) -> Program:
         for name in steps
         for instruction in computations[name].values()
     ]
-    given = [(x, n) for x, _, n in run if x.operation in hlo_traffic.EXCHANGES]
+    exchanges = [
+        (x, n) for x, _, n in run if x.operation in hlo_traffic.EXCHANGES
+    ]
     return Program(
         kernels=sum(
             n for instruction, _, n in run if hlo_traffic.is_kernel(instruction)
@@ -54,12 +57,13 @@ def read(text: str) -> Program:
             n for instruction, _, n in run if hlo_traffic.is_copy(instruction)
         ),
         conditionals=sum(n for x, _, n in run if x.operation == "conditional"),
-        exchanges=sum(n for _, n in given),
+        exchanges=sum(n for _, n in exchanges),
         exchanged=sum(
-            n * hlo_traffic.given_bytes(instruction) for instruction, n in given
+            n * hlo_traffic.exchanged_bytes(instruction)
+            for instruction, n in exchanges
         ),
         bytes=sum(
-            n * hlo_traffic.moved(instruction, among, computations)
+            n * hlo_traffic.moved_bytes(instruction, among, computations)
             for instruction, among, n in run
             if hlo_traffic.is_kernel(instruction)
             or hlo_traffic.is_transfer(instruction)

@@ -1,7 +1,8 @@
-"""XLA's compilers for accelerators that are not here, out of their wheels.
+"""Runs XLA's compilers for accelerators that are not attached.
 
-The one file that compiles with what jaxlib keeps private; checked on jax 0.10.2
-with libtpu 0.0.52 and the CUDA 12 plugin.
+The compilers come from the accelerators' wheels. Only this file compiles with
+private names of jaxlib; they were checked on jax 0.10.2 with libtpu 0.0.52 and
+the CUDA 12 plugin.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from tfmix._keras import compilation
 from tfmix.hardware import target as targets
 
 _CUDA = "jax_plugins.xla_cuda12"
-# The wheels that each extra of setup.cfg brings, by the module they hold.
+# The extras of setup.cfg, and the modules in their wheels.
 _NEEDED = {
     "TPU": ("tpu", ("jax", "libtpu")),
     "GPU": (
@@ -33,12 +34,12 @@ _NEEDED = {
         ),
     ),
 }
-# Products are Triton's where XLA is asked for nothing; with a GPU at hand the
-# library's are timed beside them.
+# By default Triton computes products. With a GPU attached, XLA would also time
+# the library's kernels.
 _NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
-# What libtpu reads where no TPU is at hand. Else it asks the cloud for minutes
-# which machine it is on, lets no second process load it, as if each took the
-# TPU, and complains that it has found none.
+# libtpu reads these. Without them, and without a TPU, it asks the cloud for
+# minutes which machine it runs on, allows only one process to load it, and
+# complains that there is no TPU.
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -49,17 +50,16 @@ _LIBTPU = {
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program as the accelerator's compiler made it.
+    """A program from the accelerator's compiler.
 
     Attributes:
         text: The optimized program, as HLO text.
-        arguments: Bytes of the arguments on each device, of which `aliased`
-            are overwritten by outputs.
+        arguments: Bytes of the arguments on each device.
         outputs: Bytes of the outputs on each device.
-        aliased: Bytes of the outputs that take the place of arguments.
-        temporaries: Bytes that each device needs besides while it runs.
-        accessed: A TPU's compiler's own count of bytes, "bytes accessed". What
-            is kept on the chip counts, too. 0 for a GPU.
+        aliased: Bytes of the outputs that overwrite arguments.
+        temporaries: Further bytes that each device needs while it runs.
+        accessed: The "bytes accessed" that a TPU's compiler counts itself,
+            including data that stays on the chip. 0 for a GPU.
     """
 
     text: str
@@ -71,14 +71,16 @@ class Compiled:
 
     @property
     def extra(self) -> int:
-        """Bytes beside the arguments: temporaries, and outputs of their own."""
+        """Bytes of temporaries, and of outputs that overwrite no argument."""
         return self.temporaries + self.outputs - self.aliased
 
 
 def missing(target: targets.Target) -> list[str]:
-    """Names the modules that the target's compiler needs and that lack."""
+    """Returns the missing modules of the target's compiler."""
     return [
-        module for module in _NEEDED[target.kind][1] if not _is_there(module)
+        module
+        for module in _NEEDED[target.kind][1]
+        if not _is_installed(module)
     ]
 
 
@@ -111,7 +113,7 @@ def devices(target: targets.Target, count: int) -> list[Any]:
             target_config=targets.config(target),
         )
     else:
-        # The two cores of a v4 chip are one device to JAX.
+        # JAX takes the two cores of a v4 chip for one device.
         cores = {"chip_config_name": "megacore"} if target.name == "v4" else {}
         description = topologies.get_topology_desc(
             platform="tpu", topology_name=f"{target.name}:{grid}", **cores
@@ -120,7 +122,7 @@ def devices(target: targets.Target, count: int) -> list[Any]:
 
 
 def _start_jax() -> None:
-    """Starts JAX, without a GPU or TPU where that is TensorFlow's."""
+    """Starts JAX; without a GPU or TPU if TensorFlow uses it."""
     import jax
     from jax._src import xla_bridge
 
@@ -131,10 +133,10 @@ def _start_jax() -> None:
 
 
 def _register_cuda() -> None:
-    """Registers NVIDIA's compiler where JAX did not.
+    """Registers NVIDIA's compiler if JAX did not.
 
-    Without `JAX_PLATFORMS=cpu`, JAX drops it on a machine that lacks any of
-    the libraries that programs run with.
+    Without `JAX_PLATFORMS=cpu`, JAX does not register it on a machine that
+    lacks any of the libraries for running programs.
     """
     from jax._src import xla_bridge
 
@@ -144,8 +146,10 @@ def _register_cuda() -> None:
 
 
 def compile_jax(lowered: Any) -> Compiled:
-    """Compiles what `jax.jit(...).lower(...)` returned."""
-    compiled = _tried(lambda flags: lowered.compile(compiler_options=flags))
+    """Compiles the result of `jax.jit(...).lower(...)`."""
+    compiled = _compile_with_fallback(
+        lambda flags: lowered.compile(compiler_options=flags)
+    )
     return _record(
         compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis()
     )
@@ -165,14 +169,14 @@ def compile_tensorflow(function: Any, arguments: Any, device: Any) -> Compiled:
     text = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
     module = ir.Module.parse(_without_copies(text), mlir.make_ir_context())
 
-    def compiled(flags: dict[str, Any]) -> Any:
+    def compile_with(flags: dict[str, Any]) -> Any:
         settings = compiler.get_compile_options(
             num_replicas=1, num_partitions=1, env_options_overrides=flags
         )
         devices = _jax.DeviceList((device,))
         return device.client.compile(module, devices, settings)
 
-    executable = _tried(compiled)
+    executable = _compile_with_fallback(compile_with)
     (optimized,) = executable.hlo_modules()
     memory = executable.get_compiled_memory_stats()
     on_tpu = device.platform == "tpu"
@@ -180,19 +184,21 @@ def compile_tensorflow(function: Any, arguments: Any, device: Any) -> Compiled:
     return _record(optimized.to_string(), memory, costs)
 
 
-def _tried(compiled: Callable[[dict[str, Any]], Any]) -> Any:
-    """Compiles; without Triton where that has no kernel for a product."""
-    # With a GPU at hand XLA would time others, and drop this one.
+def _compile_with_fallback(
+    compile_with: Callable[[dict[str, Any]], Any],
+) -> Any:
+    """Compiles, without Triton if it has no kernel for a product."""
+    # With a GPU attached, XLA would time other kernels instead of failing.
     try:
-        return compiled({})
+        return compile_with({})
     except RuntimeError as error:
         if "Couldn't find output tile sizes" not in str(error):
             raise
-    return compiled(_NO_TRITON)
+    return compile_with(_NO_TRITON)
 
 
 def _without_copies(text: str) -> str:
-    """Makes an identity of the one operation that StableHLO does not have."""
+    """Replaces `mhlo.copy`, which StableHLO does not have, by an identity."""
     return re.sub(
         r"mhlo\.copy(.*?) : (tensor<[^>]*>)",
         r"stablehlo.reshape\1 : (\2) -> \2",
@@ -211,7 +217,7 @@ def _record(text: str, memory: Any, costs: dict | None) -> Compiled:
     )
 
 
-def _is_there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""A model's training step, compiled for an accelerator that is not here."""
+"""`compile_for` compiles a training step for an accelerator you do not have."""
 
 import collections
 import contextlib
@@ -31,7 +31,6 @@ from tfmix.hardware import target as targets
 from tfmix.policy import policy as policies
 
 
-# One call says the whole question: model, device, how it is trained.
 def compile_for(
     model: keras.Model,
     batch_size: int,
@@ -41,38 +40,40 @@ def compile_for(
     loss: Any = None,
     policy: str | keras.DTypePolicy | Sequence[Any] | None = None,
 ) -> compiled_step.CompiledStep | compiled_step.CompiledSteps:
-    """Compiles a model's training step for an accelerator that is not here.
+    """Compiles a model's training step for an accelerator you do not have.
 
-    Use it to see what a policy is worth on the hardware you will rent: which
-    products run in 16 bit, by which kernels, and whether the memory is enough.
-    The accelerator's own compiler makes the program that `fit` would run, from
-    shapes alone; nothing is trained, and the model stays as it is. Seconds for
-    a small model, minutes for a large one.
+    Use it to see what a policy gains on hardware before you rent it: which
+    products run in 16 bit, in which kernels, and whether the memory is enough.
+    The accelerator's own compiler compiles the program that `fit` would run,
+    from shapes. Nothing is trained, and the model does not change. It takes
+    seconds for a small model, and minutes for a large one.
 
     Args:
         model: A built `keras.Model`, compiled or not.
         batch_size: Integer, rows of a training batch, of all devices together.
         target: String, the name of one of `targets()`. Defaults to `"h200"`.
-        devices: Integer, how many of them share the batch, each with all
-            weights. Defaults to `1`; more under JAX only.
+        devices: Integer, how many devices share the batch, each with all
+            weights. Defaults to `1`; only JAX supports more.
         optimizer: A Keras optimizer or its name, or a list of them to compare.
-            Defaults to `None`: the model's own, or Adam. It is copied.
+            It is copied. Defaults to `None`: the model's own, or Adam.
         loss: A Keras loss or its name. Defaults to `None`: the model's own,
             or the mean squared error.
-        policy: As for `apply_policy`, or a list of them to compare; `"auto"`
-            is what suits the target. Defaults to `None`: the model as it is.
+        policy: As for `apply_policy`, or a list of policies to compare;
+            `"auto"` is the policy for the target. Defaults to `None`: the
+            model keeps its dtypes.
 
     Returns:
-        A `CompiledStep`; for a list of policies or optimizers `CompiledSteps`,
-        by policy; for several optimizers by `"policy, Adam"`.
+        A `CompiledStep`. For a list of policies or optimizers,
+        `CompiledSteps`: a mapping with the policy as its key, or
+        `"policy, Adam"` for several optimizers.
 
     Raises:
         ImportError: If the target's compiler is not installed.
-        TypeError: If an argument is of a wrong type, or `model` cannot be
+        TypeError: If an argument has the wrong type, or `model` cannot be
             copied.
         ValueError: If the target is unknown or cannot run the policy, the
-            model is not built, or the batch cannot be shared; without
-            `optimizer` and `loss` for a model with a `compile` of its own.
+            model is not built, the batch cannot be shared, or `optimizer` or
+            `loss` is missing for a model with its own `compile`.
 
     Examples:
         >>> model = keras.Sequential([keras.Input((64,))])
@@ -86,13 +87,15 @@ def compile_for(
     accelerator = targets.find(target)
     if rows % count:
         raise ValueError(
-            "`batch_size` must be a multiple of `devices`, which share it. "
+            "`batch_size` must be a multiple of `devices`. "
             f"Received: batch_size={rows}, devices={count}."
         )
-    wanted = [_resolved(p, accelerator) for p in _listed("policy", policy)]
-    given = _listed("optimizer", optimizer)
-    _listed("loss", loss)
-    for chosen in wanted:
+    chosen_policies = [
+        _resolve_auto(item, accelerator) for item in _as_list("policy", policy)
+    ]
+    chosen_optimizers = _as_list("optimizer", optimizer)
+    _as_list("loss", loss)
+    for chosen in chosen_policies:
         _check_policy(chosen, model, accelerator)
     if not model.built:
         raise ValueError(
@@ -100,48 +103,48 @@ def compile_for(
             f"model={model!r}. Call it once on a batch, or begin it with "
             "keras.Input(shape)."
         )
-    places = compilers.devices(accelerator, count)
-    made = {}
-    for chosen, inner in itertools.product(wanted, given):
-        twin = _compilable(model, chosen, inner, loss)
+    records = compilers.devices(accelerator, count)
+    steps = {}
+    for chosen, inner in itertools.product(chosen_policies, chosen_optimizers):
+        twin = _compile_copy(model, chosen, inner, loss)
         name = title = _name(chosen, twin)
-        if len(given) > 1:
+        if len(chosen_optimizers) > 1:
             title += f", {_optimizer_name(inner, model)}"
-        if title in made:
+        if title in steps:
             raise ValueError(
-                "What is compared must differ in policy or in the classes of "
-                f"optimizers. Received: {title!r} twice. Compile for one of "
+                "The steps to compare must differ in policy or in the classes "
+                f"of optimizers. Received: {title!r} twice. Compile for one of "
                 "them at a time."
             )
         with _progress.shown(f"Compiling {title} for {accelerator.name}"):
-            compiled = lowering.compile_training_step(twin, rows, places)
-        made[title] = record(compiled, twin, accelerator, count, rows, name)
+            compiled = lowering.compile_training_step(twin, rows, records)
+        steps[title] = record(compiled, twin, accelerator, count, rows, name)
     if isinstance(policy, list | tuple) or isinstance(optimizer, list | tuple):
-        return compiled_step.CompiledSteps(made)
-    (only,) = made.values()
+        return compiled_step.CompiledSteps(steps)
+    (only,) = steps.values()
     return only
 
 
-def _listed(name: str, given: Any) -> list[Any]:
-    if isinstance(given, list | tuple | dict) and not given:
+def _as_list(name: str, value: Any) -> list[Any]:
+    if isinstance(value, list | tuple | dict) and not value:
         raise ValueError(
-            f"`{name}` must not be empty. Received: {name}={given!r}. Leave it "
-            "out to take the model's own."
+            f"`{name}` must not be empty. Received: {name}={value!r}. Leave it "
+            "out to use the model's own."
         )
-    return list(given) if isinstance(given, list | tuple) else [given]
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _resolved(policy: Any, target: targets.Target) -> Any:
-    """Returns what a policy is on the target, not on this machine."""
+def _resolve_auto(policy: Any, target: targets.Target) -> Any:
+    """Replaces "auto" by the policy for the target, not for this machine."""
     is_auto = isinstance(policy, str) and policy == "auto"
     return target.auto() if is_auto else policy
 
 
-def _optimizer_name(given: Any, model: keras.Model) -> str:
-    """Returns the classes of an optimizer and of what is in it."""
-    given = given or getattr(model, "optimizer", None) or "adam"
-    chain = optimizers.chain(keras.optimizers.get(given))
-    names = [type(optimizer).__name__ for optimizer in chain]
+def _optimizer_name(optimizer: Any, model: keras.Model) -> str:
+    """Returns the class names of an optimizer and its inner optimizers."""
+    optimizer = optimizer or getattr(model, "optimizer", None) or "adam"
+    chain = optimizers.chain(keras.optimizers.get(optimizer))
+    names = [type(part).__name__ for part in chain]
     return "(".join(names) + ")" * (len(names) - 1)
 
 
@@ -154,29 +157,29 @@ def _check_policy(
         float16 = global_policy.accept(policy).compute_dtype == "float16"
     if float16 and target.kind == "TPU":
         raise ValueError(
-            "A TPU has no float16 products: XLA refuses to compile them. "
+            "A TPU has no float16 products: XLA does not compile them. "
             f"Received: policy={policy!r}, target={target.name!r}. Take "
             "policy='mixed_bfloat16'."
         )
 
 
 @contextlib.contextmanager
-def _no_draws() -> Iterator[None]:
-    """Puts Python's generator back, which Keras draws seeds from."""
-    drawn = random.getstate()
+def _keep_random_state() -> Iterator[None]:
+    """Restores Python's generator, from which Keras draws seeds."""
+    state = random.getstate()
     try:
         yield
     finally:
-        random.setstate(drawn)
+        random.setstate(state)
 
 
-@_no_draws()
-def _compilable(
+@_keep_random_state()
+def _compile_copy(
     model: keras.Model, policy: Any, optimizer: Any, loss: Any
 ) -> keras.Model:
-    """Returns a copy of the model, compiled as it is to be trained."""
+    """Returns a copy of the model, compiled for training."""
     if policy is None:
-        twin = copying.copied(model)
+        twin = copying.copy_model(model)
         policy = mixed_model.policy_of(twin)
     else:
         twin = convert.convert_model(model, policy)
@@ -184,8 +187,8 @@ def _compilable(
     if own is None and getattr(model, "compiled", False):
         _check_both_given(model, optimizer, loss)
     if optimizer is not None:
-        given = keras.optimizers.get(optimizer)
-        optimizer = type(given).from_config(given.get_config())
+        original = keras.optimizers.get(optimizer)
+        optimizer = type(original).from_config(original.get_config())
     accepted = policy and global_policy.accept(policy)
     if own is None or loss is not None:
         with (
@@ -199,19 +202,19 @@ def _compilable(
             )
     elif optimizer is not None:
         level = accepted and policies.with_rules(accepted).level
-        suited = compile_optimizer.suited(optimizer, twin, level)
-        compile_method.adopt_optimizer(twin, suited)
+        wrapped = compile_optimizer.suited(optimizer, twin, level)
+        compile_method.adopt_optimizer(twin, wrapped)
     return twin
 
 
 def _check_both_given(model: keras.Model, optimizer: Any, loss: Any) -> None:
     if optimizer is None or loss is None:
         raise ValueError(
-            "`optimizer` and `loss` must be given for a model whose class "
-            "writes its own `compile`: Keras does not call it on a copy. "
+            "A model with its own `compile` needs `optimizer` and `loss` here: "
+            "Keras does not call its `compile` on a copy. "
             f"Received: optimizer={optimizer!r}, loss={loss!r} and a "
-            f"{type(model).__name__}, which has no `compile_from_config` "
-            "either."
+            f"{type(model).__name__} without `compile_from_config`. Pass both, "
+            "or define that method."
         )
 
 
@@ -236,7 +239,7 @@ def record(
     batch_size: int,
     policy: str,
 ) -> compiled_step.CompiledStep:
-    """Reads what a model's compiled step says of itself."""
+    """Turns a compiled program into a record of the model's step."""
     program = compiled_text.read(compiled.text)
     called = layers.called(model)
     rows = [_row(product, called, target) for product in program.products]
@@ -256,7 +259,7 @@ def record(
             compiled.temporaries,
             compiled.arguments + compiled.extra,
             target.memory,
-            training_memory.held(model, compiled.temporaries),
+            training_memory.of_step(model, compiled.temporaries),
         ),
         exchanges=program.exchanges,
         exchanged=program.exchanged,
@@ -280,7 +283,7 @@ def _row(
     target: targets.Target,
 ) -> compiled_step.CompiledProduct:
     index = lowering.layer_of(product.label)
-    # JAX marks what comes of transposing, TensorFlow what its tape makes.
+    # JAX labels transposed ops, and TensorFlow the ops of its tape.
     backward = "transpose(" in product.label or "gradient_tape" in product.label
     return compiled_step.CompiledProduct(
         "" if index is None else layer_policies.path_of(layers[index]),
@@ -294,7 +297,7 @@ def _row(
 
 
 def _rate(dtype: str, target: targets.Target) -> float:
-    # What has no units of its own is computed in float32.
+    # A dtype without its own units is computed in float32.
     return min(
         target.rates.get(name, target.rates["float32"])
         for name in dtype.split("/")

@@ -1,4 +1,4 @@
-"""Matrix products and convolutions of a program: shapes and operations."""
+"""Finds the matrix products and convolutions of a program of XLA."""
 
 import dataclasses
 import math
@@ -13,12 +13,12 @@ class Product:
     """One matrix product or convolution, `count` times `(m, k) x (k, n)`.
 
     Attributes:
-        label: Where in the model it comes from, as the framework says.
+        label: The framework's label, which names the place in the model.
         shape: `(m, k, n)`.
-        count: How many there are of it.
-        dtype: Of what is multiplied.
-        kernel: What computes it.
-        flops: Multiplications and additions, of zeros at the edge none.
+        count: The number of equal products in one kernel.
+        dtype: The dtype of the factors.
+        kernel: The library or compiler of the kernel.
+        flops: Multiplications and additions, without those of padded zeros.
     """
 
     label: str
@@ -48,9 +48,9 @@ def products(
             ):
                 if measure := _MEASURES.get(mark):
                     kernel = _kernel(instruction, callers.get(name))
-                    made = _product(instruction, among, measure, kernel)
-                    flops = made.flops * times.get(name, 1)
-                    yield dataclasses.replace(made, flops=flops)
+                    product = _product(instruction, among, measure, kernel)
+                    flops = product.flops * times.get(name, 1)
+                    yield dataclasses.replace(product, flops=flops)
 
 
 def _product(
@@ -70,7 +70,7 @@ def _product(
 def _kernel(
     instruction: hlo_text.Instruction, caller: hlo_text.Instruction | None
 ) -> str:
-    """Names what computes a product."""
+    """Returns the library or compiler of a product's kernel."""
     for target in hlo_text.targets_of(instruction):
         return LIBRARIES[target]
     text = caller.rest if caller else ""
@@ -79,7 +79,7 @@ def _kernel(
     return "XLA"
 
 
-# The shape of a product, how many there are, and the operations of all.
+# The shape of a product, their number, and the operations of all.
 _Measured = tuple[tuple[int, int, int], int, int]
 _Measure = Callable[[hlo_text.Instruction, list[list[int]]], _Measured]
 
@@ -106,41 +106,45 @@ def _axes(instruction: hlo_text.Instruction, name: str) -> list[int]:
 def _convolution(
     instruction: hlo_text.Instruction, shapes: list[list[int]]
 ) -> _Measured:
-    given, kernel = shapes
-    return _convolved(
-        instruction, given, kernel, hlo_text.shape_of(instruction.result)
+    inputs, kernel = shapes
+    return _measure_convolution(
+        instruction, inputs, kernel, hlo_text.shape_of(instruction.result)
     )
 
 
 def _data_gradient(
     instruction: hlo_text.Instruction, shapes: list[list[int]]
 ) -> _Measured:
-    made, kernel = shapes
-    given = hlo_text.shape_of(instruction.result)
-    (m, k, n), count, flops = _convolved(instruction, given, kernel, made)
+    outputs, kernel = shapes
+    inputs = hlo_text.shape_of(instruction.result)
+    (m, k, n), count, flops = _measure_convolution(
+        instruction, inputs, kernel, outputs
+    )
     return (m, n, k), count, flops
 
 
 def _filter_gradient(
     instruction: hlo_text.Instruction, shapes: list[list[int]]
 ) -> _Measured:
-    given, made = shapes
+    inputs, outputs = shapes
     kernel = hlo_text.shape_of(instruction.result)
-    (m, k, n), count, flops = _convolved(instruction, given, kernel, made)
+    (m, k, n), count, flops = _measure_convolution(
+        instruction, inputs, kernel, outputs
+    )
     return (k, m, n), count, flops
 
 
-def _convolved(
+def _measure_convolution(
     instruction: hlo_text.Instruction,
-    given: list[int],
+    inputs: list[int],
     kernel: list[int],
-    made: list[int],
+    outputs: list[int],
 ) -> _Measured:
-    """Measures a convolution: positions, what is summed at each, filters."""
+    """Measures a convolution as a product of (positions, summed, filters)."""
     labels = re.findall(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)[0]
     by_label = [
         dict(zip(names, shape, strict=False))
-        for names, shape in zip(labels, (given, kernel, made), strict=True)
+        for names, shape in zip(labels, (inputs, kernel, outputs), strict=True)
     ]
     groups = re.search(r"feature_group_count=(\d+)", instruction.rest)
     count = int(groups[1]) if groups else 1
@@ -149,8 +153,8 @@ def _convolved(
         into, over, out = (sizes[str(axis)] for sizes in by_label)
         hit = _hits(into, over, out, window)
         positions, hits = positions * out, hits * hit
-        # Of a window that is mostly over the edge, or between the numbers
-        # that a dilation spreads, what it hits.
+        # Taps that fall beyond the edge, or between the numbers of a dilated
+        # input, do not count.
         taps *= -(-hit // out)
     rows, features = by_label[2]["b"], by_label[1]["i"]
     filters = by_label[1]["o"]
@@ -159,7 +163,7 @@ def _convolved(
 
 
 def _windows(instruction: hlo_text.Instruction) -> list[dict[str, int]]:
-    """Returns how a convolution moves along each of its axes."""
+    """Returns the window of a convolution along each of its axes."""
     match = re.search(r"window=\{([^}]*)\}", instruction.rest)
     fields = (
         dict(field.split("=") for field in match[1].split()) if match else {}
@@ -173,8 +177,8 @@ def _windows(instruction: hlo_text.Instruction) -> list[dict[str, int]]:
     return axes
 
 
-def _hits(given: int, over: int, made: int, window: dict[str, int]) -> int:
-    """Counts the pairs of place and tap that fall on a number."""
+def _hits(inputs: int, over: int, outputs: int, window: dict[str, int]) -> int:
+    """Counts the pairs of position and tap that fall on a number."""
     stride, between = window.get("stride", 1), window.get("rhs_dilate", 1)
     spread = window.get("lhs_dilate", 1)
     hits = 0
@@ -182,12 +186,12 @@ def _hits(given: int, over: int, made: int, window: dict[str, int]) -> int:
         first = tap * between - window["pad"]
         if spread == 1:
             low = max(0, -(first // stride))
-            high = min(made - 1, (given - 1 - first) // stride)
+            high = min(outputs - 1, (inputs - 1 - first) // stride)
             hits += max(0, high - low + 1)
             continue
-        reached = range(first, first + made * stride, stride)
+        reached = range(first, first + outputs * stride, stride)
         hits += sum(
-            0 <= place <= (given - 1) * spread and not place % spread
+            0 <= place <= (inputs - 1) * spread and not place % spread
             for place in reached
         )
     return hits

@@ -1,4 +1,4 @@
-"""XLA's text form of a program: instructions, and how often each runs."""
+"""Parses XLA's text form of a program, and counts how often each part runs."""
 
 import dataclasses
 import math
@@ -14,9 +14,9 @@ _NAMES = {
     "s": "int",
     "u": "uint",
 }
-# What runs step by step as the program does; a fusion's body is one kernel.
+# These run their bodies instruction by instruction. A fusion is one kernel.
 _STEPWISE = frozenset("while conditional call async-start".split())
-# What a loop counts to where its framework sets no limit.
+# Frameworks use this limit for a loop without a limit.
 _NO_LIMIT = 2**31 - 1
 _INSTRUCTION = re.compile(
     r"\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([a-z][\w\-]*)\((.*)"
@@ -34,18 +34,18 @@ class Instruction:
     """One line of a program."""
 
     name: str
-    result: str  # its type, with layout
+    result: str  # the type of the result, with its layout
     operation: str
-    rest: str  # operands and all that follows them
+    rest: str  # the operands, and everything after them
 
     @property
     def operands(self) -> list[str]:
-        """The names of what it reads."""
+        """The names of the instructions that it reads."""
         return re.findall(r"%([\w.\-]+)", self.rest.partition(")")[0])
 
     @property
     def called(self) -> list[str]:
-        """The names of computations that it runs."""
+        """The names of the computations that it runs."""
         calls = _CALLED.findall(self.rest)
         return [
             name.strip().lstrip("%")
@@ -55,7 +55,7 @@ class Instruction:
 
     @property
     def label(self) -> str:
-        """Where in the model it comes from, as the framework says."""
+        """The framework's label, which names the place in the model."""
         match = re.search(r'op_name="([^"]*)"', self.rest)
         return match[1] if match else ""
 
@@ -84,7 +84,7 @@ def _bits(dtype: str) -> int:
 
 
 def parse(text: str) -> tuple[Computations, str]:
-    """Returns the computations of a program, and the first one's name."""
+    """Returns the computations of a program, and the name of its entry."""
     computations: Computations = {}
     entry = name = ""
     for line in text.splitlines():
@@ -98,7 +98,7 @@ def parse(text: str) -> tuple[Computations, str]:
 
 
 def stepwise(name: str, computations: Computations) -> list[str]:
-    """Returns a computation and what it runs step by step, each once."""
+    """Returns a computation and those that it runs, without duplicates."""
     names: dict[str, None] = {}
     waiting = [name]
     while waiting:
@@ -114,7 +114,7 @@ def stepwise(name: str, computations: Computations) -> list[str]:
 
 
 def times(name: str, computations: Computations) -> dict[str, int]:
-    """Returns how often each computation runs that one of them leads to."""
+    """Returns how often a computation and those that it calls run."""
     counts = {name: 1}
     waiting = [name]
     while waiting:
@@ -133,13 +133,13 @@ def rounds(
     among: dict[str, Instruction],
     computations: Computations,
 ) -> int | None:
-    """Returns how often a loop's body runs, if it can be told; else `None`."""
+    """Returns how often a loop's body runs; `None` if that is unknown."""
     if loop.operation != "while":
         return 1
     if known := re.search(r'known_trip_count":{"n":"(\d+)"', loop.rest):
         return int(known[1])
-    # Frameworks count up from 0, to a number that the condition holds or that
-    # goes into the loop: a constant, or where another loop's count ended.
+    # Frameworks count up from 0. The limit is in the condition or enters the
+    # loop: it is a constant, or the final count of another loop.
     (name,) = re.findall(r"condition=%([\w.\-]+)", loop.rest)
     condition = list(computations[name].values())
     inner = [callee for x in condition for callee in x.called]
@@ -150,12 +150,12 @@ def rounds(
     for instruction in condition:
         place = re.search(r"index=(\d+)", instruction.rest)
         if instruction.operation == "get-tuple-element" and place and start:
-            given = among[start[int(place[1])]]
-            limits.append(_number(given))
-            if given.operation == "get-tuple-element":
-                given = among[given.operands[0]]
-                if given.operation == "while":
-                    limits.append(rounds(given, among, computations))
+            source = among[start[int(place[1])]]
+            limits.append(_number(source))
+            if source.operation == "get-tuple-element":
+                source = among[source.operands[0]]
+                if source.operation == "while":
+                    limits.append(rounds(source, among, computations))
     return max(filter(None, limits), default=None)
 
 
@@ -168,12 +168,12 @@ def _number(instruction: Instruction) -> int | None:
 
 
 def targets_of(instruction: Instruction) -> list[str]:
-    """Returns what a custom call calls; nothing of others."""
+    """Returns the target of a custom call; an empty list for others."""
     return re.findall(r'custom_call_target="([^"]*)"', instruction.rest)
 
 
 def shape_of(kind: str) -> list[int]:
-    """Returns the shape of a type, of a tuple's first."""
+    """Returns the shape of a type; of a tuple, that of its first element."""
     match = _ARRAY.search(kind)
     return [int(side) for side in match[2].split(",") if side] if match else []
 

@@ -1,11 +1,11 @@
-"""Which instructions are kernels and copies, and what bytes they move."""
+"""Finds the kernels and copies of a program, and counts the bytes they move."""
 
 import math
 import re
 
 from tfmix.hardware import hlo_products, hlo_text
 
-# Instructions that cost nothing, or are counted by themselves.
+# These instructions cost nothing, or are counted separately.
 _FREE = frozenset(
     "parameter constant get-tuple-element tuple bitcast after-all partition-id "
     "replica-id copy conditional while call optimization-barrier "
@@ -15,9 +15,9 @@ EXCHANGES = frozenset(
     "all-reduce all-gather reduce-scatter all-to-all collective-permute "
     "all-reduce-start all-gather-start collective-permute-start".split()
 )
-# Parts of what is begun in one line and waited for in another.
+# Asynchronous instructions begin in one line and end in another.
 _PARTS = ("-start", "-update", "-done")
-# Custom calls that tell the compiler something, and run nothing.
+# These custom calls are hints to the compiler, and run nothing.
 _NO_WORK = (
     "AssumeGatherIndicesInBound",
     "ConcatBitcast",
@@ -26,19 +26,19 @@ _NO_WORK = (
     "X64Combine",
     "Sharding",
 )
-_PLACED = re.compile(r"[a-z][a-z0-9]*\[[\d,<=]*\](?:\{[^}]*\})?")
-# A layout's mark of a TPU's own memory, beside its units.
+_ARRAY = re.compile(r"[a-z][a-z0-9]*\[[\d,<=]*\](?:\{[^}]*\})?")
+# A layout with this mark is in a TPU's on-chip memory.
 _INSIDE = "S(1)"
-# What reads of its first operand only what it returns.
+# These read only the part of their first operand that they return.
 _PICK = ("gather", "dynamic-slice", "slice")
-# What writes in place, by the operand that says how much.
+# These write in place, as much as the operand of this number holds.
 _WRITE_PART = {"dynamic-update-slice": 1, "scatter": 2}
-# Beside the places of operands: what an instruction returns.
+# This stands for the result, where other numbers stand for operands.
 _RESULT = -1
 
 
 def is_kernel(instruction: hlo_text.Instruction) -> bool:
-    """Says whether an instruction is a launch that computes something."""
+    """Returns whether an instruction is a launch that computes something."""
     if instruction.operation == "fusion":
         return True
     if instruction.operation == "custom-call":
@@ -48,13 +48,13 @@ def is_kernel(instruction: hlo_text.Instruction) -> bool:
         or instruction.operation.endswith(_PARTS)
     ):
         return False
-    # A TPU's scalars are the business of its control unit.
+    # Scalars are computed by a TPU's control unit.
     return "[]" not in instruction.result
 
 
 def is_copy(instruction: hlo_text.Instruction) -> bool:
-    """Says whether an instruction copies in the device's memory."""
-    # What a TPU fetches into its own memory ahead of time is no copy.
+    """Returns whether an instruction copies within the device's memory."""
+    # Data that a TPU fetches into its on-chip memory does not count.
     return (
         instruction.operation in ("copy", "copy-start")
         and "S(" not in instruction.result
@@ -62,19 +62,20 @@ def is_copy(instruction: hlo_text.Instruction) -> bool:
 
 
 def is_transfer(instruction: hlo_text.Instruction) -> bool:
-    """Says whether an instruction only moves numbers."""
-    known = ("copy", "copy-start", "slice-start", "dynamic-slice-start")
-    return instruction.operation in known
+    """Returns whether an instruction only moves numbers."""
+    transfers = ("copy", "copy-start", "slice-start", "dynamic-slice-start")
+    return instruction.operation in transfers
 
 
-def moved(
+def moved_bytes(
     instruction: hlo_text.Instruction,
     among: dict[str, hlo_text.Instruction],
     computations: hlo_text.Computations,
 ) -> int:
     """Counts the bytes of the device's memory that an instruction moves."""
     if instruction.operation.endswith("-start"):
-        # Into a TPU's own memory or out of it; else from and to.
+        # The result lists source and destination. Of a transfer to or from
+        # on-chip memory, only one of them is in the device's memory.
         return _inside(instruction.result) or hlo_text.size(instruction.result)
     body = (
         computations[instruction.called[0]]
@@ -87,19 +88,19 @@ def moved(
         for place, name in enumerate(instruction.operands)
         if name in among
     ]
-    made = instruction.result
+    result = instruction.result
     if any(
         target in hlo_products.LIBRARIES
         for target in hlo_text.targets_of(instruction)
     ):
-        # The rest is a library's room to work in.
-        made = _PLACED.findall(made)[0]
-    written = min(_outside(made), parts.get(_RESULT, math.inf))
+        # The other arrays are the library's workspace.
+        result = _ARRAY.findall(result)[0]
+    written = min(_outside(result), parts.get(_RESULT, math.inf))
     return int(sum(read) + written)
 
 
 def _needed_in_part(body: dict[str, hlo_text.Instruction]) -> dict[int, int]:
-    """Returns, by place, the bytes of operands that a fusion needs in part."""
+    """Returns the bytes of the operands that a fusion only uses in part."""
     parts = {}
     for name, instruction in body.items():
         if instruction.operation == "parameter":
@@ -117,7 +118,7 @@ def _needed_in_part(body: dict[str, hlo_text.Instruction]) -> dict[int, int]:
 def _part(
     use: hlo_text.Instruction, name: str, body: dict[str, hlo_text.Instruction]
 ) -> int | None:
-    """Returns the bytes of an operand that are used; `None` for all."""
+    """Returns how many bytes of an operand are used; `None` for all."""
     if use.operands.index(name) or use.operands.count(name) > 1:
         return None
     if use.operation in _PICK:
@@ -132,7 +133,7 @@ def _part(
 def _inside(kind: str) -> int:
     return sum(
         hlo_text.size(array)
-        for array in _PLACED.findall(kind)
+        for array in _ARRAY.findall(kind)
         if _INSIDE in array
     )
 
@@ -141,9 +142,9 @@ def _outside(kind: str) -> int:
     return hlo_text.size(kind) - _inside(kind)
 
 
-def given_bytes(exchange: hlo_text.Instruction) -> int:
+def exchanged_bytes(exchange: hlo_text.Instruction) -> int:
     """Returns the bytes that an exchange takes from each device."""
-    # One that is begun here returns what it was given, too.
+    # Asynchronous exchanges also return their input.
     operation = exchange.operation
-    begun = operation.endswith("-start") and operation != "all-reduce-start"
-    return hlo_text.size(exchange.result) // (2 if begun else 1)
+    is_start = operation.endswith("-start") and operation != "all-reduce-start"
+    return hlo_text.size(exchange.result) // (2 if is_start else 1)

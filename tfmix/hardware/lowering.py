@@ -1,4 +1,4 @@
-"""A model's training step, handed to the compiler of another machine."""
+"""Lowers a model's training step for the compiler of another device."""
 
 import contextlib
 import functools
@@ -19,51 +19,52 @@ _MARK = "tfmix_layer_"
 def compile_training_step(
     model: keras.Model, batch_size: int, devices: list[Any]
 ) -> compilers.Compiled:
-    """Compiles what `fit` runs for each batch, the guard included.
+    """Compiles the step that `fit` runs for each batch, including the guard.
 
     Args:
-        model: A compiled model, which gets an optimizer's variables.
+        model: A compiled model. Its optimizer is built.
         batch_size: Rows of a batch, of all devices together.
-        devices: Records of JAX, as `compilers.devices` gives them.
+        devices: JAX's records of the devices, from `compilers.devices`.
     """
     (x,) = model_batches.inputs(model, batch_size)
     outputs = host.run_on_shapes(model, [x])
     y = model_batches.targets(model, outputs)
     data = keras.utils.pack_x_y_sample_weight(x, y)
     try:
-        return _compiled(model, data, devices)
+        return _compile(model, data, devices)
     except Exception:
         if y is not None or not training.has_own_step(model):
             raise
-        # A step of the user's may compare with targets by itself.
-        return _compiled(model, (x, outputs), devices)
+        # A custom `train_step` may read targets without a loss of the model.
+        return _compile(model, (x, outputs), devices)
 
 
-def _compiled(
+def _compile(
     model: keras.Model, data: Any, devices: list[Any]
 ) -> compilers.Compiled:
     training.build_for_training(model, data)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    by_jax = keras.backend.backend() == "jax"
-    compiled = _by_jax if by_jax else _by_tensorflow
+    on_jax = keras.backend.backend() == "jax"
+    compile_step = _compile_on_jax if on_jax else _compile_on_tensorflow
     layers = host.called(model)
-    marked = functools.partial(_marked, layers)
-    with host.calls_replaced(layers, marked):
-        return compiled(model, data, devices)
+    mark = functools.partial(_with_scope, layers)
+    with host.calls_replaced(layers, mark):
+        return compile_step(model, data, devices)
 
 
 def layer_of(label: str) -> int | None:
-    """Returns which of `called` layers a product is from, by its label."""
-    # A framework's own name scopes count layers of one name in their way.
+    """Returns the index of the `called` layer that a product is from."""
+    # Frameworks number layers of the same name differently in their scopes, so
+    # tfmix has its own.
     indices = re.findall(rf"{_MARK}(\d+)", label)
     return int(indices[-1]) if indices else None
 
 
-def _marked(layers: list, index: int, original: Callable) -> Callable:
-    """Returns a layer's `call`, in a name scope of its own."""
-    # TensorFlow's Keras makes a grouped convolution in a function of its own,
-    # whose gradients would be outside of the scope.
+def _with_scope(layers: list, index: int, original: Callable) -> Callable:
+    """Returns a layer's `call` with its own name scope."""
+    # On TensorFlow, Keras compiles a grouped convolution as a separate
+    # function, whose gradients would be outside of the scope.
     inlined: Callable[[], Any] = contextlib.nullcontext
     if hasattr(layers[index], "groups"):
         inlined = compilation.nothing_traced
@@ -85,7 +86,7 @@ def _scope(name: str) -> contextlib.AbstractContextManager:
     return tf.name_scope(name)
 
 
-def _by_jax(
+def _compile_on_jax(
     model: keras.Model, data: Any, devices: list[Any]
 ) -> compilers.Compiled:
     import jax
@@ -95,13 +96,13 @@ def _by_jax(
     everywhere = jax.sharding.PartitionSpec()
     rows = jax.sharding.PartitionSpec("batch")
 
-    def described(leaf: Any, spec: Any) -> Any:
-        placed = jax.sharding.NamedSharding(mesh, spec)
+    def describe(leaf: Any, spec: Any) -> Any:
+        sharding = jax.sharding.NamedSharding(mesh, spec)
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=placed)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
     state = tuple(
-        [described(variable, everywhere) for variable in variables]
+        [describe(variable, everywhere) for variable in variables]
         for variables in (
             model.trainable_variables,
             model.non_trainable_variables,
@@ -109,24 +110,24 @@ def _by_jax(
             model.metrics_variables,
         )
     )
-    batch = tree.map_structure(lambda leaf: described(leaf, rows), data)
+    batch = tree.map_structure(lambda leaf: describe(leaf, rows), data)
     step = jax.jit(model.train_step, donate_argnums=0)
     return compilers.compile_jax(step.lower(state, batch))
 
 
-def _by_tensorflow(
+def _compile_on_tensorflow(
     model: keras.Model, data: Any, devices: list[Any]
 ) -> compilers.Compiled:
     import tensorflow as tf
 
     if len(devices) > 1:
         raise ValueError(
-            "Under the TensorFlow backend `devices` must be 1: its replicas "
-            "learn of each other only when they run. Received: "
-            f"devices={len(devices)}. Give one device's share of the batch, "
+            "Under the TensorFlow backend, `devices` must be 1: its replicas "
+            "are only connected when they run. Received: "
+            f"devices={len(devices)}. Pass one device's share of the batch, "
             "or set KERAS_BACKEND=jax."
         )
-    # TensorFlow compiles for descriptions of tensors, but for no nest of them.
+    # TensorFlow compiles for specs of tensors, but not for nests of specs.
     leaves = [
         tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in tree.flatten(data)
     ]
@@ -142,8 +143,8 @@ def _by_tensorflow(
         if not lacking:
             raise
         raise ValueError(
-            f"Under TensorFlow XLA does not compile {sorted(set(lacking))}, "
-            f"which {model.name!r} runs; `fit` trains it without XLA. Leave "
-            "such layers out of the model (those that augment images can work "
-            "on the dataset), or set KERAS_BACKEND=jax."
+            "Under TensorFlow, XLA cannot compile the ops "
+            f"{sorted(set(lacking))} of {model.name!r}; `fit` trains it "
+            "without XLA. Remove their layers from the model (apply image "
+            "augmentation to the dataset), or set KERAS_BACKEND=jax."
         ) from error

@@ -1,4 +1,4 @@
-"""The batch that a model would take, as shapes and dtypes."""
+"""Describes a model's training batch by shapes and dtypes."""
 
 import itertools
 from typing import Any
@@ -10,7 +10,7 @@ from keras import tree
 from tfmix._keras import layers as host
 from tfmix.diagnostics import batch as batches
 
-# Choices of dtypes for the inputs of a model, each traced once.
+# At most so many combinations of input dtypes are tried, each traced once.
 _MOST_TRIED = 64
 
 
@@ -20,14 +20,14 @@ def inputs(
     x: Any = None,
     input_shape: Any = None,
 ) -> list:
-    """Returns what to call a model with, as symbols of one batch size.
+    """Returns symbolic inputs for a model, with a given batch size.
 
-    Shapes are those of `x`, a batch or a dataset, or of `input_shape`, that of
-    one row; else those the model was built with.
+    The shapes are those of `x`, a batch or a dataset, or `input_shape`, the
+    shape of one row; by default those that the model was built with.
 
     Raises:
-        ValueError: If the model's input shapes are not known, or `x` and
-            `input_shape` are both given or do not fit.
+        ValueError: If the model's input shapes are not known, if `x` and
+            `input_shape` are both given, or if they do not fit.
     """
     if x is not None and input_shape is not None:
         raise ValueError(
@@ -40,7 +40,7 @@ def inputs(
     else:
         symbols = host.symbolic_arguments(model) if model.built else []
         if input_shape is not None:
-            symbols = _of_shape(symbols, input_shape)
+            symbols = _with_shape(symbols, input_shape)
     if not symbols:
         raise ValueError(
             "The model's input shapes are not known. Received: "
@@ -51,11 +51,11 @@ def inputs(
     symbols = tree.map_structure(lambda leaf: _fixed(leaf, batch_size), symbols)
     if x is not None or not model.built or host.knows_input_dtypes(model):
         return symbols
-    return _of_dtypes_that_work(model, symbols)
+    return _with_accepted_dtypes(model, symbols)
 
 
-def _of_dtypes_that_work(model: keras.Model, untyped: list) -> list:
-    """Gives inputs of which only shapes are known dtypes a model takes."""
+def _with_accepted_dtypes(model: keras.Model, untyped: list) -> list:
+    """Finds dtypes that a model accepts for inputs of known shapes."""
     shapes = [leaf.shape for leaf in tree.flatten(untyped)]
     choices = itertools.product(("float32", "int32"), repeat=len(shapes))
     for dtypes in itertools.islice(choices, _MOST_TRIED):
@@ -68,11 +68,10 @@ def _of_dtypes_that_work(model: keras.Model, untyped: list) -> list:
             continue
         return list(symbols)
     raise ValueError(
-        "A subclassed model does not say of which dtypes its inputs are, and "
-        f"takes neither float32 nor int32. Received: model={model!r} and "
-        f"inputs of shapes {shapes}. Make them with `inputs = "
-        "keras.Input(shape, dtype=dtype)`, and give `keras.Model(inputs, "
-        "model(inputs))`."
+        "The input dtypes of a subclassed model are unknown, and it accepts "
+        f"neither float32 nor int32. Received: model={model!r} and inputs of "
+        f"shapes {shapes}. Create `inputs = keras.Input(shape, dtype=dtype)`, "
+        "and pass `keras.Model(inputs, model(inputs))`."
     ) from last
 
 
@@ -81,23 +80,23 @@ def _symbol(leaf: Any) -> keras.KerasTensor:
     return _row_symbol(np.shape(leaf)[1:], dtype)
 
 
-def _of_shape(known: list, input_shape: Any) -> list:
-    """Gives the known inputs, or one that is not known, the shape of a row."""
-    made = tree.map_shape_structure(_row_symbol, input_shape)
-    if not known:
-        return [made]
-    leaves = tree.flatten(known)
-    given = [symbol.shape[1:] for symbol in tree.flatten(made)]
-    shapes = given * len(leaves) if len(given) == 1 else given
-    wanted = [tuple(leaf.shape[1:]) for leaf in leaves]
-    if list(map(len, shapes)) != list(map(len, wanted)):
+def _with_shape(symbols: list, input_shape: Any) -> list:
+    """Changes the row shapes of symbolic inputs, or creates an input."""
+    rows = tree.map_shape_structure(_row_symbol, input_shape)
+    if not symbols:
+        return [rows]
+    leaves = tree.flatten(symbols)
+    shapes = [row.shape[1:] for row in tree.flatten(rows)]
+    shapes = shapes * len(leaves) if len(shapes) == 1 else shapes
+    expected = [tuple(leaf.shape[1:]) for leaf in leaves]
+    if list(map(len, shapes)) != list(map(len, expected)):
         raise ValueError(
             "`input_shape` must be the shape of one row, for all inputs or "
             f"for each. Received: input_shape={input_shape!r} for inputs with "
-            f"rows of {', '.join(map(str, wanted))}."
+            f"rows of {', '.join(map(str, expected))}."
         )
-    symbols = map(_row_symbol, shapes, [leaf.dtype for leaf in leaves])
-    return list(tree.pack_sequence_as(known, list(symbols)))
+    changed = map(_row_symbol, shapes, [leaf.dtype for leaf in leaves])
+    return list(tree.pack_sequence_as(symbols, list(changed)))
 
 
 def _row_symbol(shape: Any, dtype: Any = "float32") -> keras.KerasTensor:
@@ -105,13 +104,13 @@ def _row_symbol(shape: Any, dtype: Any = "float32") -> keras.KerasTensor:
 
 
 def targets(model: keras.Model, outputs: Any) -> Any:
-    """Returns what a model's losses compare outputs with, as symbols.
+    """Returns symbolic targets for a model's losses.
 
-    Of the form of an output, or its classes where the loss takes only those;
-    `None` without a loss.
+    A target has the shape of its output, or holds classes if the loss only
+    accepts classes. The result is `None` for a model without losses.
 
     Raises:
-        ValueError: If a loss takes neither.
+        ValueError: If a loss accepts neither.
     """
     losses = host.losses(model, outputs)
     if not losses:
@@ -128,7 +127,7 @@ def _target(loss: Any, output: Any) -> keras.KerasTensor:
     if loss is None:
         return alike
     kinds = [alike, keras.KerasTensor(output.shape[:-1], "int32")]
-    # A function of the user's may take both, and make of one much too much.
+    # A custom loss may accept both, and compute far too much for one of them.
     if "sparse" in str(loss.name).lower():
         kinds.reverse()
     for kind in kinds:
@@ -139,10 +138,10 @@ def _target(loss: Any, output: Any) -> keras.KerasTensor:
             continue
         return kind
     raise ValueError(
-        "A loss must take targets of its output's form, or classes, to be "
-        f"compiled. Received: {loss.name!r}, which takes none of "
-        f"{[(kind.shape, kind.dtype) for kind in kinds]}. Give another, such "
-        "as loss='mean_squared_error', to see what the rest of the step takes."
+        "To be compiled, a loss must accept targets of its output's shape, or "
+        f"classes. Received: {loss.name!r}, which accepts none of "
+        f"{[(kind.shape, kind.dtype) for kind in kinds]}. Pass another, such "
+        "as loss='mean_squared_error', to compile the rest of the step."
     ) from last
 
 
@@ -151,8 +150,8 @@ def _fixed(tensor: Any, batch_size: int) -> Any:
     if None in shape:
         example = tuple(128 if size is None else size for size in shape[1:])
         raise ValueError(
-            "Every dimension of an input besides the first must be known, to "
-            f"count products. Received: an input of shape {tensor.shape!r}. "
+            "To count products, every dimension of an input but the first must "
+            f"be known. Received: an input of shape {tensor.shape!r}. "
             "Build the model for one length, such as keras.Input((128,)); "
             "`tfmix.hardware.advise` also takes `x`, a batch of inputs, or "
             f"input_shape={example!r}."

@@ -1,4 +1,4 @@
-"""Accelerators that need not be here: what they are made of, what they can."""
+"""Published figures of accelerators, which need not be attached."""
 
 import dataclasses
 import math
@@ -14,16 +14,16 @@ _TERA, _GIB, _MIB = 1e12, 2**30, 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """One kind of accelerator, with the figures that its maker publishes.
+    """One kind of accelerator, with its maker's published figures.
 
     Attributes:
-        name: What `compile_for` takes, `"h200"` for example.
+        name: The name for `compile_for`, `"h200"` for example.
         kind: `"GPU"` or `"TPU"`.
         title: The maker's own name.
         memory: Bytes of one device.
-        bandwidth: Bytes a second between a device and its memory.
-        rates: Operations a second in matrix products, by dtype. A dtype that
-            is not there has no units of its own: XLA computes it in another.
+        bandwidth: Bytes per second between a device and its memory.
+        rates: Operations per second in matrix products, by dtype. XLA computes
+            a missing dtype in another one.
         capability: A GPU's compute capability, `(9, 0)` for example.
     """
 
@@ -36,7 +36,7 @@ class Target:
     capability: tuple[int, int] | None = None
 
     def auto(self) -> str:
-        """Returns the policy that `"auto"` is there."""
+        """Returns the policy of `"auto"` on this accelerator."""
         device = describe(self.kind, self.title, "", self.capability)
         return suited_policy((device,))[0]
 
@@ -45,11 +45,11 @@ class Targets(tuple[Target, ...], _tables.Printed):
     """A tuple of `Target` records that prints as a table."""
 
     def tables(self) -> list[_tables.Table]:
-        """Returns what to print: rates in 10^12 operations a second."""
-        known = dict.fromkeys(
+        """Returns the table to print, with rates in 10^12 operations/s."""
+        found = dict.fromkeys(
             dtype for target in self for dtype in target.rates
         )
-        dtypes = sorted(known, key="int8".__eq__)
+        dtypes = sorted(found, key="int8".__eq__)
         rows = [
             (
                 target.name,
@@ -79,8 +79,8 @@ def targets() -> Targets:
     """Lists the accelerators that `compile_for` can compile for.
 
     Returns:
-        GPUs first, then TPUs, each from the oldest on: a tuple of frozen
-        `Target` records, which prints as a table.
+        A tuple of frozen `Target` records, which prints as a table: first
+        GPUs, then TPUs, the oldest first.
 
     Examples:
         >>> [target.name for target in targets()][:4]
@@ -90,10 +90,10 @@ def targets() -> Targets:
 
 
 def find(name: str) -> Target:
-    """Returns the target of a name, ours or the one that its driver tells.
+    """Returns the target of a name, tfmix's own or that of a driver.
 
     Raises:
-        TypeError: If `name` is no string.
+        TypeError: If `name` is not a string.
         ValueError: If there is no such target.
     """
     if not isinstance(name, str):
@@ -104,14 +104,16 @@ def find(name: str) -> Target:
     if name.lower() in _TARGETS:
         return _TARGETS[name.lower()]
     words = _words(name)
-    # Of the same chip with other memory, or on a card, other figures hold.
+    # The same chip has other figures with other memory, or on another card.
     near = [x for x in _TARGETS.values() if x.name.split("-")[0] in words]
     matches = [target for target in near if words <= _words(target.title)]
     if len(matches) > 1:
         matches = [target for target in matches if target.name in words]
     if not matches:
-        said = near[0].name if near else "-".join(sorted(words, reverse=True))
-        hint = _arguments.did_you_mean(said, list(_TARGETS))
+        similar = (
+            near[0].name if near else "-".join(sorted(words, reverse=True))
+        )
+        hint = _arguments.did_you_mean(similar, list(_TARGETS))
         raise ValueError(
             f"`target` must be one of {sorted(_TARGETS)!r}. Received: "
             f"target={name!r}.{hint}"
@@ -119,27 +121,27 @@ def find(name: str) -> Target:
     return matches[0]
 
 
-# What drivers add to the names of chips, as in "NVIDIA H100 80GB HBM3".
+# Drivers add these words to the names of chips: "NVIDIA H100 80GB HBM3".
 _ADDED = frozenset(("nvidia", "tesla", "geforce", "hbm3", "hbm3e", "tpu"))
 
 
 def _words(name: str) -> frozenset[str]:
-    """Returns what a maker's name says of a chip, in lower case."""
+    """Returns the words of a chip's name, in lower case, without brands."""
     joined = re.sub(r"(rtx)\W*|(\d)\W*(?=gb)", r"\1\2", name.lower())
     plain = re.sub(r"sxm\d", "sxm", joined)
     return frozenset(re.split(r"[\W_]+", plain)) - _ADDED
 
 
 def topology(target: Target, devices: int) -> str:
-    """Returns the grid in which a number of devices is linked, as XLA's text.
+    """Returns the grid that links a number of devices, as text for XLA.
 
     Raises:
         ValueError: If there is no such grid.
     """
     if target.kind == "GPU":
         return f"1x1x{devices}"
-    # TPUs come in squares, twice as long as wide for the odd powers of two;
-    # v4 and v5p in boxes.
+    # TPUs form squares, or rectangles twice as long as wide for odd powers of
+    # two. v4 and v5p form boxes.
     axes = 3 if target.name in ("v4", "v5p") else 2
     power = int(math.log2(devices))
     if 2**power != devices or not 1 <= devices <= 256:
@@ -152,9 +154,9 @@ def topology(target: Target, devices: int) -> str:
 
 
 def config(target: Target) -> str:
-    """Returns a GPU's description as XLA's compiler reads it.
+    """Returns a GPU's description for XLA's compiler.
 
-    The text of a `stream_executor.GpuTargetConfigProto`.
+    It is the text of a `stream_executor.GpuTargetConfigProto`.
     """
     cores, cache, clock = _CHIPS[target.name]
     major, minor = target.capability or (0, 0)
@@ -164,13 +166,13 @@ def config(target: Target) -> str:
         "threads_per_core_limit": threads,
         "fpus_per_core": fpus,
         "shared_memory_per_core": shared * 1024,
-        # From Ampere on each block leaves one KiB to the system.
+        # From Ampere on, the system keeps one KiB of each block.
         "shared_memory_per_block_optin": (shared - (major >= 8)) * 1024,
         "core_count": cores,
         "l2_cache_size": int(cache * _MIB),
         "clock_rate_ghz": clock,
     }
-    # The units of its own kind: Hopper's and Blackwell's wide products.
+    # Hopper and Blackwell have special units for wide products.
     own = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     fields = "\n  ".join(f"{name}: {value}" for name, value in figures.items())
     return f"""gpu_device_info {{
@@ -221,7 +223,7 @@ def _by_dtype(rates: Mapping[str, float]) -> Mapping[str, float]:
     return MappingProxyType(per_second)
 
 
-# What all of them have in common, in the words of XLA's description.
+# All GPUs share these figures of XLA's description.
 _ANY_GPU: dict[str, float] = {
     "threads_per_block_limit": 1024,
     "threads_per_warp": 32,
@@ -232,8 +234,8 @@ _ANY_GPU: dict[str, float] = {
     "block_dim_limit_y": 65535,
     "block_dim_limit_z": 65535,
 }
-# Of one core (SM), by compute capability: threads, float32 units and KiB of
-# shared memory, from the tables of the CUDA programming guide.
+# These are the threads, float32 units and KiB of shared memory of one core
+# (SM), by compute capability, from the tables of the CUDA programming guide.
 _CORES = {
     (7, 0): (2048, 64, 96),
     (7, 5): (1024, 64, 64),
@@ -244,8 +246,8 @@ _CORES = {
     (10, 0): (2048, 128, 228),
     (12, 0): (1536, 128, 100),
 }
-# Cores, MiB of L2 cache and the highest clock in GHz, from NVIDIA's white
-# papers.
+# These are the cores, MiB of L2 cache and the highest clock in GHz, from
+# NVIDIA's white papers.
 _CHIPS = {
     "v100": (80, 6, 1.53),
     "t4": (40, 4, 1.59),
@@ -261,12 +263,12 @@ _CHIPS = {
     "b200": (148, 126.5, 1.965),
     "rtx5090": (170, 96, 2.407),
 }
-# Memory in bytes as the driver tells it, bandwidth in TB/s, products in
-# TFLOP/s without sparsity and summed in float32, from the makers' data sheets
-# and white papers: docs/hardware-you-do-not-have.md names them. float32 is what
-# XLA takes for it by default: TF32 on GPUs from Ampere on, numbers rounded to
-# bfloat16 on a TPU. int8 on a V100 is what its ordinary units do, four products
-# at a time.
+# Memory is in bytes, as the driver reports it, and bandwidth in TB/s. Products
+# are in TFLOP/s, without sparsity and summed in float32. The figures come from
+# the makers' data sheets and white papers, which
+# docs/hardware-you-do-not-have.md lists. For float32, XLA uses TF32 on GPUs
+# from Ampere on, and numbers rounded to bfloat16 on a TPU. The ordinary units
+# of a V100 compute int8, four products at a time.
 _TARGETS = {
     target.name: target
     for target in (

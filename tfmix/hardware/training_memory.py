@@ -1,4 +1,4 @@
-"""What training holds in memory, by kind, for each way to train a model."""
+"""Estimates the memory of training, for each way to train a model."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from tfmix.hardware import target as targets
 from tfmix.optimizers import eight_bit, eight_bit_slots, sixteen_bit_optimizer
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-_ADAMS = 2  # moments of a weight, where the model has no optimizer yet
+_ADAMS = 2  # the moments of a weight, for a model without an optimizer
 _MASTERS = "tfmix.optimizers.MasterWeightOptimizer(optimizer{})"
 _LOW = "tfmix.optimizers.LowMemoryOptimizer(optimizer)"
 _STOCHASTIC = "tfmix.optimizers.BFloat16Optimizer(optimizer{})"
@@ -22,17 +22,17 @@ _INT8 = ', slot_dtype="int8"'
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that training holds in one way.
+    """The memory of training, in bytes.
 
     Attributes:
-        weights: Of all variables of the model.
-        masters: Of the float32 masters behind 16-bit weights.
-        slots: Of the optimizer state, Adam's two moments for example.
-        gradients: Of all gradients at once. A compiler may free one before the
-            next is made.
-        activations: Of what layers return, kept for the backward pass. A
-            framework may keep more, JAX a ReLU's input for instance, and a
-            CPU without 16-bit arithmetic keeps them in float32.
+        weights: All variables of the model.
+        masters: The float32 masters of 16-bit weights.
+        slots: The optimizer state, Adam's two moments for example.
+        gradients: All gradients at once. A compiler may free one before it
+            computes the next.
+        activations: The layers' outputs, kept for the backward pass. A
+            framework may keep more, such as a ReLU's input on JAX. A CPU
+            without 16-bit arithmetic keeps them in float32.
     """
 
     weights: int
@@ -43,11 +43,11 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of them together."""
+        """The sum of all kinds."""
         return sum(dataclasses.astuple(self))
 
     def by_title(self) -> dict[str, int]:
-        """Returns the bytes by what tables call each kind."""
+        """Returns the bytes by the titles of kinds in tables."""
         titles = {"slots": "optimizer state"}
         fields = dataclasses.asdict(self)
         return {titles.get(name, name): size for name, size in fields.items()}
@@ -55,7 +55,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
-    """A way to train: the dtypes, and what becomes of the optimizer."""
+    """A way to train: the dtypes, and the wrapper of the optimizer."""
 
     weights: str
     activations: str
@@ -66,11 +66,11 @@ class _Way:
         return self.optimizer.startswith(_MASTERS.partition("(")[0])
 
     @property
-    def is_coded(self) -> bool:
+    def has_eight_bits(self) -> bool:
         return self.optimizer == _LOW or _INT8 in self.optimizer
 
 
-# From the one that changes least to the one that changes most.
+# The ways are in the order of how much they change.
 _WAYS = {
     "float32": _Way("float32", "float32"),
     "mixed_float16": _Way("float32", "float16"),
@@ -97,34 +97,36 @@ def by_way(model: Any, outputs: int) -> dict[str, Memory]:
 
     Args:
         model: A built model.
-        outputs: How many elements its layers return in a training step.
+        outputs: The number of elements that layers return in a training step.
     """
     trainable = _elements(model.trainable_variables)
     weights = trainable + _elements(model.non_trainable_variables)
     slots = _slots(model, trainable)
     slots_per_weight = round(slots / trainable) if trainable else 0
-    coded = slots_per_weight * sum(map(_coded_bytes, model.trainable_variables))
+    eight_bits = slots_per_weight * sum(
+        map(_eight_bit_bytes, model.trainable_variables)
+    )
     return {
         name: Memory(
             weights * _BYTES[way.weights],
             trainable * _BYTES["float32"] * way.has_masters,
-            coded if way.is_coded else slots * _BYTES["float32"],
+            eight_bits if way.has_eight_bits else slots * _BYTES["float32"],
             trainable * _BYTES[way.weights],
             outputs * _BYTES[way.activations],
         )
         for name, way in _WAYS.items()
-        # Without optimizer state there is none to code.
-        if slots_per_weight or not way.is_coded
+        # Without optimizer state, 8-bit state makes no difference.
+        if slots_per_weight or not way.has_eight_bits
     }
 
 
-def held(model: Any, temporaries: int) -> Memory:
-    """Returns the bytes that a compiled model's training holds, by kind.
+def of_step(model: Any, temporaries: int) -> Memory:
+    """Returns the memory of a compiled model's training step.
 
     Args:
         model: A compiled model whose optimizer is built.
-        temporaries: What a step takes besides its arguments: its gradients; the
-            rest counts as activations.
+        temporaries: Bytes that a step needs besides its arguments: gradients,
+            and the rest counts as activations.
     """
     *wrappers, inner = optimizers.chain(model.optimizer)
     masters = [
@@ -153,18 +155,18 @@ def first_that_fits(
     target: targets.Target,
     is_small: bool = False,
 ) -> str:
-    """Says which way in the 16-bit dtype of a target is the first that fits.
+    """Describes the first way to train that fits a target.
 
-    That dtype is what `"auto"` takes there; a model that `is_small` gains no
-    time by it.
+    It considers float32 and the 16-bit dtype of `"auto"` there. A model that
+    `is_small` is not faster in 16 bit.
     """
     has = f"{target.name} has {target.memory / 2**20:,.0f} MiB"
     auto = target.auto()
     fits = memories["float32"].total <= target.memory
     if fits and is_small:
         return (
-            f"{has}. float32 fits, and 16 bit would be no faster: the products "
-            "take less time than their start"
+            f"{has}. float32 fits, and 16 bit would not be faster: the "
+            "products take less time than their start"
         )
     if fits:
         return f"{has}. float32 fits; faster is {auto}, which is 'auto' there"
@@ -174,19 +176,19 @@ def first_that_fits(
         if fits and f"mixed_{way.activations}" == auto:
             compiled = way.optimizer and f". Compile with {way.optimizer}"
             return f"{has}. The first that fits: {name}{compiled}"
-    return f"{has}. None of these fits: take a smaller batch, or LoRA"
+    return f"{has}. None of these fits: use a smaller batch, or LoRA"
 
 
 def _slots(model: Any, trainable: int) -> int:
     chain = list(optimizers.chain(getattr(model, "optimizer", None)))
-    # The optimizer inside all wrappers.
+    # The last optimizer of the chain is inside all wrappers.
     if not chain or not chain[-1].built:
         return _ADAMS * trainable
     return _elements(chain[-1].variables)
 
 
-def _coded_bytes(variable: keras.Variable) -> int:
-    """Returns the bytes of one slot of a variable, in 8 bits by the rules."""
+def _eight_bit_bytes(variable: keras.Variable) -> int:
+    """Returns the bytes of one slot of a variable, by the default rules."""
     elements = math.prod(variable.shape)
     if eight_bit_slots.keeps_float32(eight_bit_slots.INT8, variable):
         return elements * _BYTES["float32"]
@@ -195,7 +197,7 @@ def _coded_bytes(variable: keras.Variable) -> int:
 
 
 def _bytes(variables: Iterable[keras.Variable]) -> int:
-    """Returns the bytes of all but scalars, which are nobody's kind."""
+    """Returns the bytes of variables; scalars do not count."""
     return sum(
         math.prod(variable.shape) * _size(variable.dtype)
         for variable in variables
@@ -213,6 +215,6 @@ def _elements(variables: Iterable[keras.Variable]) -> int:
         math.prod(variable.shape)
         for variable in variables
         if keras.backend.is_float_dtype(variable.dtype)
-        # What is kept in 8 bits, whose scales are few.
+        # 8-bit state counts as well. Its scales are few.
         or variable.dtype == "uint8"
     )

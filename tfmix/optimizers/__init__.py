@@ -1,4 +1,4 @@
-"""Optimizers that save memory, and float32 weights of 16-bit models."""
+"""Optimizers for 16-bit variables and for 8-bit optimizer state."""
 
 from tfmix.optimizers.bfloat16_optimizer import BFloat16Optimizer
 from tfmix.optimizers.float32_weights import export_float32, load_float32

@@ -1,4 +1,4 @@
-"""Stochastic rounding, which trains bfloat16 variables without masters."""
+"""Trains bfloat16 variables without masters, by stochastic rounding."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,16 +11,17 @@ from tfmix._keras import compilation, optimizers, replacements, variables
 from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer, views
 
 # A step may assign a variable more than once (weight decay, then the update,
-# then a constraint); each assignment needs bits of its own.
+# then a constraint), and each assignment needs its own random bits.
 ASSIGNMENTS_PER_STEP = 16
 
 
 def stochastic(value: Any, noise: Any) -> Any:
-    """Rounds float32 to bfloat16, up with the chance that keeps the mean.
+    """Rounds float32 to bfloat16, up or down at random, and keeps the mean.
 
     Args:
-        value: Float32 tensor. What is a bfloat16, infinite or NaN stays.
-        noise: Int32 tensor of its shape; see `noise.noise`.
+        value: Float32 tensor. Numbers that bfloat16 can hold, infinities and
+            NaN stay.
+        noise: Int32 tensor of the same shape; see `noise.noise`.
     """
     word = compilation.bitcast(bits.quiet(value), "int32")
     word = word + bits.upper(noise, 16)
@@ -29,7 +30,7 @@ def stochastic(value: Any, noise: Any) -> Any:
 
 
 class _StochasticView(variables.Float32View):
-    """A bfloat16 variable that rounds stochastically what it is assigned."""
+    """A bfloat16 variable that rounds assigned values stochastically."""
 
     def __init__(self, variable: Any, stream: int, draw: Any) -> None:
         super().__init__(variable)
@@ -60,7 +61,7 @@ class _StochasticRounding(views.Views):
 
     @contextlib.contextmanager
     def creating_slots(self) -> Iterator[None]:
-        """Places the slots, and makes them bfloat16 if that was asked for."""
+        """Places the optimizer state, in bfloat16 if `slot_dtype` says so."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(super().creating_slots())
             if self.optimizer.slot_dtype == "bfloat16":
@@ -84,15 +85,15 @@ class _StochasticRounding(views.Views):
                 return original(reference_variable, name, initializer)
             slot = original(reference_variable.stored, name, initializer)
             view = self.make_view(slot)
-            # The variable behind the view is tracked already, and a list that
-            # lost an element is one TensorFlow would not save.
+            # The variable behind the view is tracked already. Removing it from
+            # the list of tracked variables would stop TensorFlow from saving.
             optimizers.count_as_tracked(optimizer, view)
             return view
 
         replacements.swap(undo, optimizer, "add_variable_from_reference", add)
 
     def swap(self, target: keras.Variable, average: keras.Variable) -> None:
-        """Swaps the upper halves: of the lower ones a weight has none."""
+        """Swaps the upper halves: a bfloat16 weight has no lower half."""
         if not isinstance(target, _StochasticView):
             super().swap(target, average)
             return
@@ -104,7 +105,7 @@ class _StochasticRounding(views.Views):
     def overwrite(
         self, target: keras.Variable, average: keras.Variable
     ) -> None:
-        """Puts the upper half back beside the lower one."""
+        """Joins the upper half, which was swapped, with the lower one again."""
         if isinstance(target, _StochasticView):
             _, lower = bits.split(ops.convert_to_tensor(average))
             average.assign(bits.join(target.stored, lower))
@@ -112,7 +113,7 @@ class _StochasticRounding(views.Views):
             super().overwrite(target, average)
 
     def refresh(self) -> None:
-        """Starts the streams of a step anew."""
+        """Starts the streams of random bits again, for a new step."""
         super().refresh()
         for view in self.created:
             view.assignments = 0
@@ -134,15 +135,16 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
             Defaults to `None`: drawn from Python's `random`, which
             `keras.utils.set_random_seed` seeds.
         slot_dtype: `"float32"`; `"bfloat16"` to store the inner optimizer's
-            state in bfloat16, too, rounded stochastically; or `"int8"`, or
-            a list of rules, as in `LowMemoryOptimizer`. Defaults to
+            state in bfloat16 as well, rounded stochastically; or `"int8"`,
+            or a list of rules, as in `LowMemoryOptimizer`. Defaults to
             `"float32"`.
         name: String. Defaults to the snake-case class name.
 
     Raises:
         ValueError: If an argument is wrong or, when built, if a variable is
             float16.
-        TypeError: If `inner_optimizer` is no optimizer, or `seed` no integer.
+        TypeError: If `inner_optimizer` is not an optimizer, or `seed` not an
+            integer.
 
     Examples:
         >>> weight = keras.Variable(keras.ops.ones(4096, "bfloat16"))
@@ -184,11 +186,11 @@ class BFloat16Optimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     ) -> "BFloat16Optimizer":
         """Creates the optimizer, without state, from `get_config()`."""
         config = dict(config)
-        # Files of tfmix 0.1 name it.
+        # Files of tfmix 0.1 contain this setting.
         rounding = config.pop("rounding", "stochastic")
         if rounding != "stochastic":
             raise ValueError(
-                "BFloat16Optimizer rounds stochastically alone. Received: "
+                "BFloat16Optimizer only rounds stochastically. Received: "
                 f"rounding={rounding!r} in a file. Load the model with "
                 "compile=False, and compile it with "
                 "MasterWeightOptimizer(optimizer, split=True)."

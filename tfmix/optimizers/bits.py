@@ -1,4 +1,4 @@
-"""Float32 numbers taken apart into bits, the same on every backend."""
+"""Splits, joins and hashes the bits of numbers, alike on every backend."""
 
 import math
 from collections import defaultdict
@@ -9,18 +9,18 @@ from keras import ops
 
 from tfmix._keras import compilation
 
-# Tensors that one kernel sums, small ones and large: more of these need more
-# memory in between.
+# One kernel sums at most this many small or large tensors. A kernel for more
+# tensors would need more memory for their hashes.
 _TOGETHER = 32, 8
 _LARGE = 2**18
 
 
 def split(value: Any) -> tuple[Any, Any]:
-    """Splits float32 into a bfloat16 and the 16 bits it lacks, an int16."""
+    """Splits float32 into a bfloat16 and an int16 with the other 16 bits."""
     # The upper half is rounded to nearest, ties away from zero, and the lower
-    # half is what is missing, with a sign. Ties to even would not be
-    # invertible: the remainder +32768 does not fit, and -32768 would stand for
-    # both neighbours.
+    # half is the signed remainder. Ties to even would not be invertible: the
+    # remainder +32768 does not fit, and -32768 would stand for both
+    # neighbours.
     bits = compilation.bitcast(quiet(value), "uint32")
     upper = ops.right_shift(ops.add(bits, unsigned(0x8000)), unsigned(16))
     upper = compilation.bitcast(ops.cast(upper, "uint16"), "bfloat16")
@@ -29,22 +29,22 @@ def split(value: Any) -> tuple[Any, Any]:
 
 
 def join(upper: Any, lower: Any) -> Any:
-    """Puts together, exactly, what `split` took apart."""
+    """Reverses `split` exactly."""
     bits = ops.cast(compilation.bitcast(upper, "uint16"), "uint32")
     bits = ops.left_shift(bits, unsigned(16))
-    # Sign-extended and added modulo 2**32.
+    # The remainder is sign-extended, and added modulo 2**32.
     rest = compilation.bitcast(ops.cast(lower, "int32"), "uint32")
     return compilation.bitcast(ops.add(bits, rest), "float32")
 
 
-def refreshed(master: Any, stored: Any) -> Any:
-    """Returns a float32 master where its rounding is stored, or the stored."""
-    # Somebody may have assigned a 16-bit variable (`load_weights`); an
-    # untouched element equals the master's rounded value exactly.
+def refresh_master(master: Any, stored: Any) -> Any:
+    """Returns a float32 master, updated where the 16-bit variable changed."""
+    # `load_weights`, for example, assigns the 16-bit variable. An element that
+    # was not assigned equals the rounded master exactly.
     master = ops.convert_to_tensor(master)
     stored = ops.convert_to_tensor(stored)
     rounded = ops.cast(master, stored.dtype)
-    # Compared as bits: XLA may drop a rounding whose result it computes with.
+    # Bits are compared, because XLA may skip a rounding before a computation.
     untouched = ops.equal(
         compilation.bitcast(rounded, "uint16"),
         compilation.bitcast(stored, "uint16"),
@@ -53,7 +53,7 @@ def refreshed(master: Any, stored: Any) -> Any:
 
 
 def quiet(value: Any) -> Any:
-    """Makes every NaN of a float32 tensor the same one."""
+    """Replaces every NaN of a float32 tensor by the default one."""
     # A NaN whose mantissa bits are all set would round up into -0.0.
     nan = ops.full_like(value, float("nan"))
     return ops.where(ops.isnan(value), nan, value)
@@ -67,24 +67,24 @@ def fingerprints(tensors: Sequence) -> Any:
     sums, order = [], []
     for shape, positions in shapes.items():
         order += positions
-        hashed = [_hashed(tensors[position]) for position in positions]
+        hashes = [_hash(tensors[position]) for position in positions]
         small, large = _TOGETHER
         count = large if math.prod(shape) > _LARGE else small
-        for start in range(0, len(hashed), count):
-            sums.append(compilation.sums(hashed[start : start + count]))
+        for start in range(0, len(hashes), count):
+            sums.append(compilation.sums(hashes[start : start + count]))
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return ops.take(ops.concatenate(sums), inverse)
 
 
-def _hashed(tensor: Any) -> Any:
-    # Elements are hashed with their positions before they are added up: a
-    # plain weighted sum is the same for many pairs of constant tensors.
+def _hash(tensor: Any) -> Any:
+    # Each element is hashed with its position before the sum, because a plain
+    # weighted sum is the same for many pairs of constant tensors.
     words = compilation.bitcast(tensor, "uint16")
     words = compilation.bitcast(ops.cast(words, "uint32"), "int32")
     positions = ops.arange(math.prod(tensor.shape), dtype="int32")
     positions = ops.reshape(positions, tensor.shape)
-    # As MurmurHash3 mixes bits, in arithmetic that wraps around.
-    # Not `ops.add`, which takes an empty tensor for a bias.
+    # MurmurHash3 mixes bits in this way, in arithmetic that wraps around.
+    # `ops.add` would take an empty tensor for a bias, so `+` is used.
     mixed = words + ops.multiply(positions, signed(0x9E3779B1))
     mixed = ops.bitwise_xor(mixed, ops.right_shift(mixed, signed(16)))
     mixed = ops.multiply(mixed, signed(0x85EBCA6B))
@@ -102,6 +102,6 @@ def signed(number: int) -> Any:
 
 
 def upper(words: Any, shift: int) -> Any:
-    """Shifts int32 to the right, and zeros in from the left."""
+    """Shifts int32 to the right, and fills with zeros."""
     shifted = ops.right_shift(words, signed(shift))
     return ops.bitwise_and(shifted, signed(2 ** (32 - shift) - 1))

@@ -1,4 +1,4 @@
-"""Slots of an optimizer that are stored in 8 bits."""
+"""Stores the state of an optimizer in 8 bits."""
 
 import collections
 import contextlib
@@ -13,30 +13,29 @@ from keras import ops
 from tfmix._keras import optimizers, replacements, variables
 from tfmix.optimizers import eight_bit
 
-# `slot_dtype`: a dtype, or pairs of a pattern of paths and a dtype.
+# `slot_dtype` is a dtype, or pairs of a pattern of paths and a dtype.
 Rules = str | Sequence[tuple[str, str]]
 INT8 = "int8"
-# Sums and averages over many steps stay in float32, and what a weight is made
-# of in each step: rounded, it would round the weight.
+# Sums and averages over many steps stay in float32. So does state from which
+# weights are computed in each step, because rounding it would round them.
 _WIDE = ("average", "gradient_accumulator")
 _WEIGHTS = {"ScheduleFreeAdamW": "momentum", "Ftrl": "linear"}
-# What Keras's own optimizers call second moments, which are never negative, and
-# where other classes name theirs.
+# Second moments are never negative. Keras's optimizers give them these names;
+# other classes list theirs in an attribute.
 _SECOND_MOMENTS = re.compile("velocity|accumul|norm|squared")
 _DECLARED = "never_negative"
-# Elements of a variable whose slots are not worth it, and a part of the paths
-# of those whose gradients differ most from row to row.
+# Variables with fewer elements save too little memory. Embeddings, which have
+# this in their paths, have gradients that differ most from row to row.
 _SMALL, _RARE = 4096, "embedding"
 
 
-def checked(slot_dtype: Rules, allowed: Sequence[str]) -> Rules:
-    """Returns the argument `slot_dtype`, or says what is wrong with it."""
+def check(slot_dtype: Rules, allowed: Sequence[str]) -> Rules:
+    """Checks the argument `slot_dtype`, and returns it in its saved form."""
     if isinstance(slot_dtype, str):
         if slot_dtype in allowed:
             return slot_dtype
     elif isinstance(slot_dtype, list | tuple) and slot_dtype:
         if all(map(_is_rule, slot_dtype)):
-            # As a file holds it, whatever it was.
             return [(pattern, dtype) for pattern, dtype in slot_dtype]
     raise ValueError(
         f"`slot_dtype` must be one of {list(allowed)}, or a list of pairs of a "
@@ -53,22 +52,22 @@ def _is_rule(rule: Any) -> bool:
         re.compile(rule[0])
     except (TypeError, re.error):
         return False
-    # Of what a file holds.
+    # `re.compile` also accepts patterns and bytes, which cannot be saved.
     return isinstance(rule[0], str) and rule[1] in ("float32", INT8)
 
 
-def are_coded(slot_dtype: Rules) -> bool:
-    """Says whether there may be slots in 8 bits."""
+def has_eight_bits(slot_dtype: Rules) -> bool:
+    """Returns whether any state may be stored in 8 bits."""
     if isinstance(slot_dtype, str):
         return slot_dtype == INT8
     return any(dtype == INT8 for _, dtype in slot_dtype)
 
 
 def keeps_float32(slot_dtype: Rules, variable: keras.Variable) -> bool:
-    """Says whether the slots of a variable stay in float32, by the rules."""
+    """Returns whether the rules keep a variable's state in float32."""
     size = math.prod(variable.shape)
     if isinstance(slot_dtype, str):
-        # The layer's name and the variable's own, not the model's.
+        # The names of the layer and the variable count, not the model's.
         names = variable.path.split("/")[-2:]
         return size < _SMALL or any(_RARE in name for name in names)
     if not size:
@@ -80,27 +79,28 @@ def keeps_float32(slot_dtype: Rules, variable: keras.Variable) -> bool:
 
 
 def stays_wide(optimizer: Any, name: str | None) -> bool:
-    """Says whether a slot of an optimizer is never rounded."""
+    """Returns whether an optimizer's state of this name is never rounded."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     return name in _WIDE or any(_WEIGHTS.get(kind) == name for kind in kinds)
 
 
 def check_rounding(optimizer: Any) -> None:
-    """Refuses an optimizer whose slots cannot be rounded each by itself."""
+    """Raises an error for an optimizer whose moments depend on each other."""
     if getattr(optimizer, "centered", False):
         raise ValueError(
-            "Slots of RMSprop(centered=True) cannot be rounded: it subtracts "
-            "the square of one from another, and takes the root of what is "
-            f"left. Received: inner_optimizer={optimizer.name!r}, with "
+            "The state of RMSprop(centered=True) cannot be rounded: it "
+            "subtracts the square of one moment from the other, and takes the "
+            f"root. Received: inner_optimizer={optimizer.name!r}, with "
             "centered=True. Write RMSprop(centered=False), or "
             "slot_dtype='float32'."
         )
 
 
 def _never_negative(optimizer: Any) -> tuple[str, ...] | None:
-    """Returns the slots that a class of one's own declares; `None` of Keras's.
+    """Returns the non-negative moments that a custom class declares.
 
-    Such a class must declare them: Keras's names say which they are.
+    Keras's classes declare none, because their names are known: the result is
+    `None` for them.
     """
     kind = type(optimizer)
     if hasattr(kind, _DECLARED):
@@ -109,17 +109,17 @@ def _never_negative(optimizer: Any) -> tuple[str, ...] | None:
     if kind.update_step.__module__.split(".")[0] == "keras":
         return None
     raise ValueError(
-        "A class with an `update_step` of its own must say which of its "
-        "moments are never negative, to have them in 8 bits. Received: "
+        "To store moments in 8 bits, a class with its own `update_step` must "
+        "declare which of them are never negative. Received: "
         f"inner_optimizer={optimizer.name!r} of type {kind.__name__}. "
         f"Write `{_DECLARED} = ('velocity',)` into {kind.__name__}, with "
-        "the names of such, or `()` if there are none; or leave out "
+        "the names of these moments, or `()` if there are none; or leave out "
         "slot_dtype='int8'."
     )
 
 
 def _code(optimizer: Any, name: str) -> eight_bit.Code:
-    """Returns how a slot is coded."""
+    """Returns the 8-bit format for a moment."""
     declared = _never_negative(optimizer)
     if declared is None:
         is_second = bool(_SECOND_MOMENTS.search(name))
@@ -132,11 +132,11 @@ def _code(optimizer: Any, name: str) -> eight_bit.Code:
 
 
 class EightBitSlots:
-    """Lets an inner optimizer create its slots in 8 bits.
+    """Makes an inner optimizer create its state in 8 bits.
 
     Args:
-        draw: Returns the noise of a shape and a stream in the current step,
-            moved by a number.
+        draw: Function of a shape, a stream and an offset of the seed; it
+            returns the noise of the current step.
     """
 
     def __init__(
@@ -150,11 +150,12 @@ class EightBitSlots:
         optimizer: optimizers.Optimizer,
         keeps_float32: Callable[[keras.Variable], bool],
     ) -> Iterator[None]:
-        """Opens while an inner optimizer is built.
+        """A context in which an inner optimizer is built.
 
         Args:
             optimizer: The optimizer.
-            keeps_float32: Says so of the slots of a variable.
+            keeps_float32: Function that returns whether the state of a
+                variable stays in float32.
         """
         with contextlib.ExitStack() as undo:
             created = []
@@ -173,7 +174,7 @@ class EightBitSlots:
         worker: Any,
         keeps_float32: Callable[[keras.Variable], bool],
     ) -> list[tuple[str | None, keras.Variable]]:
-        """Returns a list that will hold the slots, by name."""
+        """Returns a list to which the names and slots will be added."""
         _never_negative(worker)
         created: list[tuple[str | None, keras.Variable]] = []
         slots_of: collections.Counter[int] = collections.Counter()
@@ -188,9 +189,9 @@ class EightBitSlots:
             if wide or keeps_float32(reference_variable):
                 slot = original(reference_variable, name, initializer)
             else:
-                # Slots of a variable are rounded apart. Those of others may be
-                # alike: so may be the kernels that do it, which a compiler
-                # then makes once for all variables of a shape.
+                # Each slot of a variable is rounded with its own noise. Slots
+                # of different variables share theirs, so that one kernel
+                # serves all variables of a shape. Views use streams from 0 on.
                 stream = -1 - slots_of[id(reference_variable)]
                 slots_of[id(reference_variable)] += 1
                 slot = self._make(
@@ -200,7 +201,7 @@ class EightBitSlots:
                     initializer,
                     stream,
                 )
-                # What it consists of is tracked already.
+                # Its codes and sizes are tracked already.
                 optimizers.count_as_tracked(worker, slot)
             created.append((name, slot))
             return slot
@@ -219,9 +220,10 @@ class EightBitSlots:
         shape, code = tuple(variable.shape), _code(worker, name)
         first = keras.initializers.get(initializer)
 
-        def encoded(part: int) -> Any:
+        def initializer_of(part: int) -> Any:
             if isinstance(first, keras.initializers.Zeros):
-                # What zeros are coded as; else a program for each operation.
+                # The codes of zeros are zeros. Encoding them would compile
+                # each operation.
                 return "zeros"
 
             def initial(_: Any, dtype: Any = None) -> Any:
@@ -233,47 +235,48 @@ class EightBitSlots:
         path = f"{variable.path.replace('/', '_')}_{name}"
         codes = worker.add_variable(
             shape=shape,
-            initializer=encoded(0),
+            initializer=initializer_of(0),
             dtype="uint8",
             name=path,
             **variables.placement(variable),
         )
         sizes = worker.add_variable(
             shape=(eight_bit.blocks(shape),),
-            initializer=encoded(1),
+            initializer=initializer_of(1),
             dtype="float32",
             name=f"{path}_sizes",
             **variables.on_each_device(variable),
         )
 
-        def noise(moved: Any) -> Any:
-            # Streams from 0 on are those of the variables.
-            return self._draw(shape, stream, moved)
+        def noise(offset: Any) -> Any:
+            return self._draw(shape, stream, offset)
 
         return _Slot(codes, sizes, code, noise)
 
 
 def _check_declared(worker: Any, created: list) -> None:
-    """Refuses what a class declares and has not."""
+    """Raises an error if a class declares moments that do not exist."""
     slots = sorted({name for name, _ in created if name})
     for name in _never_negative(worker) or ():
         if created and name not in slots:
             raise ValueError(
                 f"`{_DECLARED}` must name moments. Received: {name!r} in "
                 f"{type(worker).__name__}, whose moments are {slots}. Write "
-                "one of these; where one is not always there, make a "
-                "property of it."
+                "one of these. If a moment does not always exist, make "
+                f"`{_DECLARED}` a property."
             )
 
 
 def _refuse_others(worker: Any, created: list) -> None:
-    """Refuses an optimizer that keeps more than slots and scalars."""
-    known = set()
+    """Raises an error for state that is neither a slot nor a scalar."""
+    expected = set()
     for _, slot in created:
         stored = getattr(slot, "stored", slot)
-        known |= {id(part) for part in (stored, *getattr(slot, "beside", ()))}
+        expected |= {
+            id(part) for part in (stored, *getattr(slot, "beside", ()))
+        }
     for variable in worker.variables:
-        if tuple(variable.shape) and id(variable) not in known:
+        if tuple(variable.shape) and id(variable) not in expected:
             raise ValueError(
                 "Optimizer state in 8 bits must be shaped like its variable. "
                 f"Received: inner_optimizer={type(worker).__name__}, with "
@@ -285,9 +288,9 @@ def _refuse_others(worker: Any, created: list) -> None:
 class _Slot(variables.Float32View):
     """A float32 slot that is stored as codes and sizes of blocks.
 
-    What was assigned is read as it was rounded, also in the same step: so no
-    kernel that updates a weight reads the old codes, and new ones take their
-    place without a copy.
+    Reading an assigned value returns it rounded, also within the same step. So
+    the kernel that updates a weight does not read the old codes, and the new
+    ones replace them without a copy.
     """
 
     def __init__(
@@ -306,7 +309,7 @@ class _Slot(variables.Float32View):
         return eight_bit.decode(codes, sizes, self.code)
 
     def store(self, value: Any) -> None:
-        """Keeps a float32 tensor, rounded stochastically."""
+        """Stores a float32 tensor, rounded stochastically."""
         parts = eight_bit.encode(value, self.code, self.noise)
         for part, new in zip((self.stored, *self.beside), parts, strict=True):
             part.assign(new)

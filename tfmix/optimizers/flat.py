@@ -1,4 +1,4 @@
-"""Flat masters: all 16-bit variables of a dtype behind one float32 vector."""
+"""Flat masters: one float32 vector for all 16-bit variables of a dtype."""
 
 import math
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ from keras import ops
 from tfmix._keras import optimizers
 from tfmix.optimizers import bits, eight_bit_slots, sixteen_bit_optimizer
 
-# Optimizers whose update of an element reads that element alone, by the
-# `update_step` they run (so subclasses that keep it count too).
+# These optimizers update an element from that element only. They are
+# recognised by their `update_step`, so subclasses that inherit it count too.
 # `ScheduleFreeAdamW` is in Keras 3.13 and newer.
 ELEMENTWISE = tuple(
     "SGD Adam AdamW Adamax Adagrad Adadelta RMSprop Nadam Ftrl Lion "
     "ScheduleFreeAdamW".split()
 )
-# Those that raise to a power, or divide by a square root: TensorFlow's kernels
-# compute both to the last bit in one way in whole SIMD registers and in another
-# in what is left. A variable that fills its last register partly stays alone
-# under these, on every backend, so that a checkpoint fits all of them.
+# These optimizers use powers or square roots. TensorFlow's kernels round both
+# differently in whole SIMD registers and in the rest of a tensor. Under these
+# optimizers, a variable that does not fill its last register gets its own
+# vector, on every backend, so that a checkpoint fits all of them.
 UNEVEN = ("Adadelta", "Adagrad", "Ftrl", "RMSprop")
-# In the names of vectors whose slots stay in float32 beside others in 8 bits.
+# This suffix marks vectors with float32 state next to vectors with 8-bit state.
 _WIDE = "_float32_slots"
-# Floats in the widest register there is, AVX-512's.
+# The widest register, of AVX-512, holds this many floats.
 REGISTER = 16
 REFUSED = {
     "Lamb": "it scales each variable's update by that variable's norm",
@@ -37,28 +37,28 @@ REFUSED = {
 class FlatMasters(sixteen_bit_optimizer.StandIns):
     """Keeps one float32 vector per group of 16-bit variables.
 
-    A group has one dtype, is with or without weight decay, and has its slots in
-    float32 or in 8 bits.
+    All variables of a group have the same dtype, the same weight decay, and
+    the same format of the optimizer state.
     """
 
     def make(self) -> dict[int, keras.Variable]:
-        """Creates the groups, or says why the variables cannot be joined."""
+        """Creates the groups; raises an error if variables cannot be joined."""
         inner = self.optimizer.inner_optimizer
         _check_optimizer(inner)
         _check_variables(self.narrow)
         rules = self.optimizer.slot_dtype
-        coded = eight_bit_slots.are_coded(rules)
+        eight_bits = eight_bit_slots.has_eight_bits(rules)
         members: dict[tuple[str, ...], list[keras.Variable]] = {}
         for variable in self.narrow:
             decays = optimizers.uses_weight_decay(inner, variable)
             uneven = math.prod(variable.shape) % REGISTER
-            alone = uneven and _runs_update_of(inner, UNEVEN)
-            wide = coded and eight_bit_slots.keeps_float32(rules, variable)
+            single = uneven and _runs_update_of(inner, UNEVEN)
+            wide = eight_bits and eight_bit_slots.keeps_float32(rules, variable)
             key = (
                 keras.backend.standardize_dtype(variable.dtype),
                 "" if decays else "_no_decay",
                 _WIDE if wide else "",
-                f"_{len(members)}" if alone else "",
+                f"_{len(members)}" if single else "",
             )
             members.setdefault(key, []).append(variable)
         self.groups = [Group(self.optimizer, *item) for item in members.items()]
@@ -70,7 +70,7 @@ class FlatMasters(sixteen_bit_optimizer.StandIns):
         return {key: group.master for key, group in self._group_of.items()}
 
     def span(self, variable: keras.Variable) -> slice | None:
-        """Returns the part of its vector that is a variable's."""
+        """Returns a variable's part of its vector."""
         group = self._group_of.get(id(variable))
         if group is None:
             return None
@@ -78,7 +78,7 @@ class FlatMasters(sixteen_bit_optimizer.StandIns):
         return slice(end - math.prod(variable.shape), end)
 
     def keeps_float32_slots(self, variable: keras.Variable) -> bool:
-        """Says so of a vector as of the variables that are in it."""
+        """Returns whether the state of a vector or variable is in float32."""
         for group in self.groups:
             if group.master is variable:
                 return group.keeps_float32_slots
@@ -108,30 +108,30 @@ class FlatMasters(sixteen_bit_optimizer.StandIns):
         return [v for v in these if id(v) not in self._group_of]
 
     def refresh(self) -> None:
-        """Takes over what somebody assigned to the model's variables."""
+        """Updates the vectors with values assigned to the model's variables."""
         for group in self.groups:
-            stored = joined(group.variables)
-            group.master.assign(bits.refreshed(group.master, stored))
+            stored = concatenate(group.variables)
+            group.master.assign(bits.refresh_master(group.master, stored))
 
     def route(
         self, grads: Sequence, of: sixteen_bit_optimizer.Variables
     ) -> tuple[list, list]:
         """Joins the model's gradients into the inner optimizer's."""
-        # Once more: `clipnorm` may have been set since.
+        # `clipnorm` may have been set since the first check.
         _check_optimizer(self.optimizer.inner_optimizer)
-        grad_of = dict(zip(map(id, of), self.wide(grads, of), strict=True))
+        grad_of = dict(zip(map(id, of), self.widen(grads, of), strict=True))
         vectors = []
         for group in self.groups:
             grads = [grad_of.get(id(v)) for v in group.variables]
             pairs = zip(group.variables, grads, strict=True)
-            if lost := [v.path for v, grad in pairs if grad is None]:
+            if missing := [v.path for v, grad in pairs if grad is None]:
                 raise ValueError(
                     "flat=True updates all 16-bit variables at once and needs "
-                    f"a gradient for each. Received: none for {lost}. Freeze "
-                    "them (`trainable = False`) before the optimizer is "
-                    "built, or use flat=False."
+                    f"a gradient for each. Received: none for {missing}. "
+                    "Freeze them (`trainable = False`) before the optimizer "
+                    "is built, or use flat=False."
                 )
-            vectors.append(joined(grads))
+            vectors.append(concatenate(grads))
         vectors += [grad_of[id(variable)] for variable in self._others(of)]
         return vectors, self.targets(of)
 
@@ -154,7 +154,7 @@ class FlatMasters(sixteen_bit_optimizer.StandIns):
         if group := self._group_of.get(id(variable)):
             parts = group.cut(group.master)
             parts[group.position(variable)] = value
-            group.master.assign(joined(parts))
+            group.master.assign(concatenate(parts))
         variable.assign(ops.cast(value, variable.dtype))
 
 
@@ -174,14 +174,16 @@ class Group:
         self.master = optimizers.add_variable(
             optimizer,
             shape=(self.ends[-1],),
-            initializer=lambda shape, dtype: ops.cast(joined(members), dtype),
+            initializer=lambda shape, dtype: ops.cast(
+                concatenate(members), dtype
+            ),
             dtype="float32",
             name=f"flat_{''.join(key)}",
             aggregation=members[0].aggregation,
         )
 
     def position(self, variable: keras.Variable) -> int:
-        """Returns the place of a variable among the group's."""
+        """Returns the index of a variable in the group."""
         return [id(member) for member in self.variables].index(id(variable))
 
     def cut(self, vector: Any) -> list:
@@ -192,18 +194,18 @@ class Group:
         return [ops.reshape(piece, variable.shape) for piece, variable in pairs]
 
 
-def joined(tensors: Sequence) -> Any:
-    """Joins tensors of one dtype, sparse gradients too, into a vector."""
+def concatenate(tensors: Sequence) -> Any:
+    """Joins tensors of one dtype, also sparse gradients, into one vector."""
     flat = [ops.reshape(ops.convert_to_tensor(t), (-1,)) for t in tensors]
     return flat[0] if len(flat) == 1 else ops.concatenate(flat)
 
 
 def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses an optimizer that must see each variable apart."""
+    """Raises an error for an optimizer that needs each variable separately."""
     name = type(optimizer).__name__
     for refused, reason in REFUSED.items():
-        known: Any = getattr(keras.optimizers, refused, ())
-        if isinstance(optimizer, known):
+        kind: Any = getattr(keras.optimizers, refused, ())
+        if isinstance(optimizer, kind):
             raise ValueError(
                 f"flat=True cannot run {name}: {reason}. Received: "
                 f"inner_optimizer={optimizer.name!r}. Use flat=False."
@@ -219,14 +221,14 @@ def _check_optimizer(optimizer: keras.optimizers.Optimizer) -> None:
     if not declared and not _runs_update_of(optimizer, ELEMENTWISE):
         raise ValueError(
             f"flat=True needs an element-wise optimizer: {list(ELEMENTWISE)}, "
-            f"or a class that says so with `elementwise = True`. Received: "
+            f"or a class that declares `elementwise = True`. Received: "
             f"inner_optimizer={optimizer.name!r} of type {name}. Use "
             "flat=False."
         )
 
 
 def _check_variables(narrow: sixteen_bit_optimizer.Variables) -> None:
-    """Refuses 16-bit variables that cannot be parts of one vector."""
+    """Raises an error for variables that cannot be parts of one vector."""
     for variable in narrow:
         if variable.constraint is not None:
             raise ValueError(
@@ -243,5 +245,5 @@ def _check_variables(narrow: sixteen_bit_optimizer.Variables) -> None:
 
 
 def _runs_update_of(optimizer: Any, names: Sequence[str]) -> bool:
-    known = [vars(keras.optimizers).get(name) for name in names]
-    return type(optimizer).update_step in [c.update_step for c in known if c]
+    kinds = [vars(keras.optimizers).get(name) for name in names]
+    return type(optimizer).update_step in [c.update_step for c in kinds if c]

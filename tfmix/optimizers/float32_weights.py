@@ -1,4 +1,4 @@
-"""Float32 weights out of a 16-bit model, and into one, without loss."""
+"""Exports float32 weights of 16-bit models, and loads them, without loss."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,25 +14,25 @@ from tfmix.optimizers import sixteen_bit_optimizer
 
 
 def export_float32(model: keras.Model, path: Any = None) -> list[np.ndarray]:
-    """Returns a 16-bit model's weights in float32, masters where it has some.
+    """Returns a 16-bit model's weights in float32, from masters if it has any.
 
-    Use it to go on in float32, or to publish weights with all their bits.
+    Use it to continue in float32, or to publish weights with all their bits.
 
     Args:
         model: A built Keras model.
-        path: File name that ends in `.weights.h5`, to write the weights to as
-            `save_weights` of a float32 model would. Defaults to `None`: no
+        path: File name that ends in `.weights.h5`. The weights are written to
+            it as by `save_weights` of a float32 model. Defaults to `None`: no
             file.
 
     Returns:
-        A list of arrays in the order of `model.weights`, as `set_weights` of
-        the same model in float32 takes it. Weights that are not 16-bit come
-        in their own dtype. Copied to the host.
+        A list of arrays on the host, in the order of `model.weights`. You can
+        pass it to `set_weights` of the same model in float32. Weights that
+        are not 16-bit keep their dtype.
 
     Raises:
-        TypeError: If `model` is no Keras model.
+        TypeError: If `model` is not a Keras model.
         ValueError: If the model is not built, or has quantized layers, whose
-            weights are no floats.
+            weights are not floats.
 
     Examples:
         >>> model = keras.Sequential([keras.layers.Dense(1, dtype="bfloat16")])
@@ -61,27 +61,28 @@ def load_float32(model: keras.Model, source: Any) -> None:
     """Loads float32 weights into a 16-bit model and its masters.
 
     Use it instead of `load_weights` or `set_weights` to start from a float32
-    checkpoint: those round the weights to 16 bits before the masters see them.
+    checkpoint. These would round the weights to 16 bits before they reach the
+    masters.
 
     Args:
         model: A built Keras model, compiled with a `MasterWeightOptimizer` or
             a `BFloat16Optimizer`, also inside a loss-scale optimizer.
-        source: File name that `load_weights` takes, or a list of arrays as
+        source: File name that `load_weights` accepts, or a list of arrays as
             `get_weights` of the float32 model returns it.
 
     Raises:
-        TypeError: If `model` is no Keras model.
+        TypeError: If `model` is not a Keras model.
         ValueError: If the model is not built, or has no such optimizer.
     """
     _check_model(model)
     owner = sixteen_bit_optimizer.owner(getattr(model, "optimizer", None))
     if owner is None:
         raise ValueError(
-            "The model has no place for more than 16 bits. Received: a model "
-            f"with optimizer={getattr(model, 'optimizer', None)!r}. Compile "
-            "it with tfmix.optimizers.MasterWeightOptimizer (or "
-            "BFloat16Optimizer) "
-            "first, or call load_weights if 16 bits are enough."
+            "The model cannot store more than 16 bits per weight. Received: a "
+            f"model with optimizer={getattr(model, 'optimizer', None)!r}. "
+            "Compile it with tfmix.optimizers.MasterWeightOptimizer (or "
+            "BFloat16Optimizer) first, or call load_weights if 16 bits are "
+            "enough."
         )
     if not owner.built:
         model.optimizer.build(model.trainable_variables)
@@ -97,7 +98,7 @@ def load_float32(model: keras.Model, source: Any) -> None:
 
 
 def _check_model(model: keras.Model) -> None:
-    """Refuses what has no weights yet."""
+    """Raises an error for a model without weights."""
     _arguments.model(model)
     if not model.built:
         raise ValueError(
@@ -107,7 +108,7 @@ def _check_model(model: keras.Model) -> None:
 
 
 def _refuse_quantized(model: keras.Model) -> None:
-    """Refuses a model whose weights fit no float32 model like it."""
+    """Raises an error for quantized layers, which have other weights."""
     modes = {
         layer.path: layer.quantization_mode
         for layer in layers.flat_layers(model)
@@ -124,15 +125,16 @@ def _refuse_quantized(model: keras.Model) -> None:
 
 def _owns(owner: Any, variable: keras.Variable) -> bool:
     """Returns whether an optimizer was built with a variable."""
-    known = optimizers.remembered(owner) if owner and owner.built else ()
-    return any(variable is own for own in known)
+    owned = optimizers.remembered(owner) if owner and owner.built else ()
+    return any(variable is own for own in owned)
 
 
 @contextlib.contextmanager
 def _float32_storage(model: keras.Model) -> Iterator[None]:
-    """Lets 16-bit variables store float32, to read or write a file."""
-    # Every variable stores its value elsewhere meanwhile: a file that does not
-    # fit changes nothing. A file of weights holds no state of an optimizer.
+    """Makes 16-bit variables store float32, to read or write a file."""
+    # Every variable stores its value elsewhere meanwhile, so a file that does
+    # not fit changes nothing. A weights file holds no optimizer state, so the
+    # model has no optimizer meanwhile.
     with contextlib.ExitStack() as undo:
         for variable in model.weights:
             dtype = keras.backend.standardize_dtype(variable.dtype)

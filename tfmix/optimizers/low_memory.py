@@ -1,4 +1,4 @@
-"""The optimizer whose inner optimizer keeps its state in 8 bits."""
+"""`LowMemoryOptimizer` keeps the state of its inner optimizer in 8 bits."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from tfmix._keras import optimizers, variables
 from tfmix.optimizers import eight_bit_slots, sixteen_bit_optimizer
 
 
-class _Themselves(sixteen_bit_optimizer.StandIns):
-    """Lets the inner optimizer update the model's variables."""
+class _NoStandIns(sixteen_bit_optimizer.StandIns):
+    """Passes the model's own variables to the inner optimizer."""
 
     def make(self) -> dict[int, keras.Variable]:
         for variable in self.narrow:
@@ -34,30 +34,31 @@ class LowMemoryOptimizer(
 ):
     """Keeps the state of an optimizer in 8 bits instead of 32.
 
-    For models with float32 variables, mixed ones among them; those in pure 16
-    bit have `slot_dtype` in `MasterWeightOptimizer` and `BFloat16Optimizer`.
-    Both moments of Adam take 2.03 bytes a weight instead of 8. Each number is
-    an 8-bit float, signed for means, unsigned for second moments, in blocks of
-    256 that share a scale (after arXiv 2110.02861, whose code is a table).
-    A step computes in float32, rounds stochastically what it stores, and moves
-    weights by what is stored. (A second moment moves by 0.1 % a step, which
-    rounding to nearest would drop.)
+    Use it for models with float32 variables, including mixed precision. For
+    pure 16-bit models, set `slot_dtype` of `MasterWeightOptimizer` or
+    `BFloat16Optimizer` instead. Both moments of Adam take 2.03 bytes per
+    weight instead of 8. Each number is an 8-bit float, signed for means and
+    unsigned for second moments, in blocks of 256 that share a scale (after
+    arXiv 2110.02861, which uses a table of codes). A step computes in float32,
+    rounds its new state stochastically, and updates weights from the rounded
+    state. (A second moment moves by 0.1 % a step, which rounding to nearest
+    would drop.)
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
-            Its moments must be shaped like the variables. A class with an
-            `update_step` of its own declares those that are never negative,
-            which get the code of second moments: `never_negative =
+            Its moments must have the shapes of the variables. A class with
+            its own `update_step` must declare the moments that are never
+            negative, so that they are stored unsigned: `never_negative =
             ("velocity",)`.
-        slot_dtype: `"int8"`, or a list of pairs of a pattern, searched in the
-            variable's path, and `"int8"` or `"float32"`; the first that fits
-            holds, and float32 where none does. (Patterns should leave out the
-            model's name: a loaded `Sequential` has none in its paths.) What
-            weights are made of anew in each step stays float32:
-            ScheduleFreeAdamW's momentum, Ftrl's `linear`. Defaults to
-            `"int8"`: all but the state of variables with fewer than 4096
-            elements, where there is nothing to save, and of embeddings, whose
-            rare rows have gradients of other sizes.
+        slot_dtype: `"int8"`, or a list of pairs of a regular expression,
+            searched in the variable's path, and `"int8"` or `"float32"`. The
+            first match counts; variables without one keep float32. (Leave the
+            model's name out of patterns: a loaded `Sequential` does not have
+            it in its paths.) State from which weights are computed in each
+            step stays in float32: ScheduleFreeAdamW's momentum, Ftrl's
+            `linear`. Defaults to `"int8"`: all state except that of variables
+            with fewer than 4096 elements, which would save little, and of
+            embeddings, whose rare rows have gradients of other sizes.
         seed: Integer of 31 bits that decides the stochastic rounding.
             Defaults to `None`: drawn from Python's `random`, which
             `keras.utils.set_random_seed` seeds.
@@ -65,10 +66,12 @@ class LowMemoryOptimizer(
 
     Raises:
         ValueError: If an argument is wrong or, when built, if a variable is
-            16-bit, a moment is not shaped like its variable, a class does not
-            say rightly which are never negative, or the optimizer is
-            `RMSprop(centered=True)`, whose moments cannot be rounded apart.
-        TypeError: If `inner_optimizer` is no optimizer, or `seed` no integer.
+            16-bit, a moment does not have the shape of its variable, a class
+            does not declare its non-negative moments correctly, or the
+            optimizer is `RMSprop(centered=True)`, whose moments depend on
+            each other.
+        TypeError: If `inner_optimizer` is not an optimizer, or `seed` not an
+            integer.
 
     Examples:
         >>> dense = keras.layers.Dense(64)
@@ -93,5 +96,5 @@ class LowMemoryOptimizer(
     def make_stand_ins(
         self, model_variables: variables.Variables
     ) -> sixteen_bit_optimizer.StandIns:
-        """Lets variables stand for themselves; see `SixteenBitOptimizer`."""
-        return _Themselves(self, model_variables)
+        """Creates no stand-ins; see `SixteenBitOptimizer`."""
+        return _NoStandIns(self, model_variables)

@@ -1,4 +1,4 @@
-"""Float32 master weights behind a model's 16-bit variables."""
+"""`MasterWeightOptimizer` keeps float32 masters of 16-bit variables."""
 
 from typing import Any
 
@@ -21,14 +21,14 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
 
     Use it for models whose variables are float16 or bfloat16 (the policies
     `"float16"` and `"bfloat16"`), where an update smaller than half a step of
-    the format would be lost. The inner optimizer sees float32 only:
-    gradients, masters and state; its weight decay, clipping, constraints, EMA
+    the format would be lost. Gradients, masters and state of the inner
+    optimizer are all in float32. Its weight decay, clipping, constraints, EMA
     and accumulation act on the masters. Variables that are not 16-bit are
-    passed straight through. Put it inside the loss-scale optimizer:
+    passed to it unchanged. Put it inside the loss-scale optimizer:
     `LossScaleOptimizer(MasterWeightOptimizer(Adam()))`.
 
-    Weights assigned to the model after the optimizer was built (loaded from a
-    file, for instance) are taken over by the masters at the next step.
+    If you assign weights to the model after the optimizer was built, by
+    loading a file for example, the next step updates the masters.
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, its name or config.
@@ -47,7 +47,7 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
     Raises:
         ValueError: If the arguments contradict each other, or (when built)
             if `flat` or `split` does not fit the optimizer or the variables.
-        TypeError: If `inner_optimizer` is no optimizer.
+        TypeError: If `inner_optimizer` is not an optimizer.
 
     Examples:
         >>> weight = keras.Variable([1.0], dtype="bfloat16")
@@ -59,7 +59,8 @@ class MasterWeightOptimizer(sixteen_bit_optimizer.SixteenBitOptimizer):
         0.9921875
     """
 
-    # Declared, so that an inner optimizer's of the same name is left alone.
+    # These are class attributes, so that setting them does not reach an inner
+    # optimizer with attributes of the same names.
     flat = split = False
 
     def __init__(
@@ -123,7 +124,7 @@ class _PerVariableMasters(sixteen_bit_optimizer.StandIns):
     def refresh(self) -> None:
         for variable in self.narrow:
             master = self.target(variable)
-            master.assign(bits.refreshed(master, variable))
+            master.assign(bits.refresh_master(master, variable))
 
     def write_back(self) -> None:
         for variable in self.narrow:
@@ -131,7 +132,7 @@ class _PerVariableMasters(sixteen_bit_optimizer.StandIns):
 
 
 class _SplitView(views.RestView):
-    """An exact float32 in the model's variable and 16 more bits."""
+    """An exact float32: the model's bfloat16 variable and 16 more bits."""
 
     rest_dtype, rest_name = "int16", "lost_bits"
 
@@ -149,6 +150,6 @@ class _SplitMasters(views.Views):
 
     view = _SplitView
     only_bfloat16 = (
-        "split=True keeps the 16 bits that a bfloat16 lacks to a float32; a "
-        "float16 is no part of one"
+        "split=True stores the 16 bits of a float32 that a bfloat16 lacks; a "
+        "float16 is not part of a float32"
     )

@@ -1,7 +1,8 @@
-"""Numbers that decide which way a value is rounded stochastically.
+"""Computes the random numbers of stochastic rounding.
 
-They take no generator: each is computed where it is used, in the kernel that
-rounds, and is the same in eager code, in graphs, under XLA and on each replica.
+There is no generator. The kernel that rounds a tensor also computes its random
+numbers, which are the same in eager code, in graphs, under XLA and on each
+replica.
 """
 
 import math
@@ -13,34 +14,35 @@ from tfmix.optimizers import bits
 
 # 2**32 divided by the golden ratio, and odd.
 _GOLDEN = 0x9E3779B9
-# What tells the streams of a step apart, and a place from the next.
+# These odd factors separate the streams of a step, and neighbouring positions.
 _STREAM, _PLACE = 0x3C6EF372, 0x9E3779B1
 
 
 def noise(shape: tuple[int, ...], seed: Any, stream: int, step: Any) -> Any:
-    """Returns int32 tensors whose bits, highest first, are a number in [0, 1).
+    """Returns an int32 tensor whose bits are fractions, uniform in [0, 1).
 
-    An element's number of the first step is a hash of its place; each step adds
-    the golden ratio, modulo 1. In any row of steps such numbers lie more
-    evenly than random ones (Knuth, The Art of Computer Programming 3, 6.4), so
-    what is rounded again and again strays by about one rounding, not by the
-    root of the number of steps.
+    In the first step, an element's number is a hash of its position. Each step
+    adds the golden ratio, modulo 1. In successive steps such numbers are
+    spread more evenly than random ones (Knuth, The Art of Computer Programming
+    3, 6.4). So a number that is rounded in each step drifts by about one
+    rounding, not by the root of the number of steps.
 
     Args:
         shape: Shape of the result.
         seed: Int32 scalar.
-        stream: Integer, another for each use within a step. What is shared
-            would be computed once and kept, as large as the tensor in float32.
+        stream: Integer, a different one for each use within a step. XLA would
+            compute shared noise once and store it, in as much memory as the
+            tensor takes in float32.
         step: Int32 scalar, the number of the step.
     """
     places = ops.reshape(ops.arange(math.prod(shape), dtype="int32"), shape)
     places = places * bits.signed(_PLACE) + bits.signed(stream * _STREAM)
-    # The product last: of the step alone it would be a kernel of its own.
-    return (_mixed(places + seed) + step) * bits.signed(_GOLDEN)
+    # Multiplying last saves a kernel, which the product of the step would need.
+    return (_mix(places + seed) + step) * bits.signed(_GOLDEN)
 
 
-def _mixed(words: Any) -> Any:
-    """Scatters the bits of int32, as MurmurHash3 does at its end."""
+def _mix(words: Any) -> Any:
+    """Mixes the bits of int32, as MurmurHash3 does at its end."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         words = ops.bitwise_xor(words, bits.upper(words, shift))
         words = words * bits.signed(factor)

@@ -1,4 +1,4 @@
-"""The optimizer of 16-bit variables whose inner optimizer works in float32."""
+"""The base class of optimizers that update 16-bit variables in float32."""
 
 import contextlib
 import numbers
@@ -17,10 +17,10 @@ Variables = variables.Variables
 
 
 class StandIns:
-    """What the inner optimizer updates in the place of 16-bit variables.
+    """Float32 stand-ins that the inner optimizer updates for 16-bit variables.
 
-    `make` says where the bits that do not fit into a variable are kept. Other
-    variables stand for themselves.
+    A subclass creates them in `make`, and decides where the bits are stored
+    that do not fit into 16. Other variables have no stand-in.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class StandIns:
         self.optimizer = optimizer
         self.narrow = [*filter(variables.is_sixteen_bit, model_variables)]
         self.stand_ins = self.make()
-        # What runs on every replica, by name.
+        # Traced functions that run on every replica, by name.
         self.traced: dict[str, Callable] = {}
 
     def make(self) -> dict[int, keras.Variable]:
@@ -37,40 +37,40 @@ class StandIns:
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Takes over what somebody assigned to the model's variables."""
+        """Updates the stand-ins with values assigned to model variables."""
         raise NotImplementedError
 
     def write_back(self) -> None:
-        """Notes in the model's variables what the inner optimizer did."""
+        """Copies the inner optimizer's update to the model's variables."""
         raise NotImplementedError
 
     def target(self, variable: keras.Variable) -> keras.Variable:
-        """Returns what the inner optimizer updates for a variable."""
+        """Returns a variable's stand-in, or the variable if it has none."""
         return self.stand_ins.get(id(variable), variable)
 
     def targets(self, these: Variables) -> list[keras.Variable]:
-        """Does so for some variables, if that updates no others."""
+        """Returns the stand-ins of some variables, if they have no others."""
         return [self.target(variable) for variable in these]
 
     def span(self, variable: keras.Variable) -> slice | None:
-        """Returns a variable's part of a vector it shares; `None` for none."""
+        """Returns a variable's part of a shared vector, `None` without one."""
         return None
 
     def keeps_float32_slots(self, variable: keras.Variable) -> bool:
-        """Says whether the slots of an inner variable are not in 8 bits."""
+        """Returns whether the state of an inner variable is in float32."""
         rules = self.optimizer.slot_dtype
         return eight_bit_slots.keeps_float32(rules, variable)
 
     def creating_slots(self) -> contextlib.AbstractContextManager:
-        """Opens while the inner optimizer is built."""
+        """A context in which the inner optimizer is built."""
         return contextlib.nullcontext()
 
     def route(self, grads: Sequence, of: Variables) -> tuple[list, list]:
         """Returns the inner optimizer's gradients and their variables."""
-        return self.wide(grads, of), self.targets(of)
+        return self.widen(grads, of), self.targets(of)
 
-    def wide(self, grads: Sequence, of: Variables) -> list:
-        """Returns the gradients, in float32 where a stand-in takes them."""
+    def widen(self, grads: Sequence, of: Variables) -> list:
+        """Casts the gradients of variables with stand-ins to float32."""
         return [
             ops.cast(grad, "float32")
             if grad is not None and id(variable) in self.stand_ins
@@ -83,7 +83,7 @@ class StandIns:
         return ops.cast(self.target(variable), "float32")
 
     def swap(self, target: keras.Variable, average: keras.Variable) -> None:
-        """Swaps what the inner optimizer updates with its average."""
+        """Swaps a variable of the inner optimizer with its average."""
         value = ops.copy(target)
         target.assign(average)
         average.assign(value)
@@ -91,7 +91,7 @@ class StandIns:
     def overwrite(
         self, target: keras.Variable, average: keras.Variable
     ) -> None:
-        """Makes an average what stands in its place since a swap."""
+        """Sets an average to its variable, which holds it after a swap."""
         average.assign(target)
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
@@ -103,9 +103,10 @@ class StandIns:
 class SixteenBitOptimizer(
     inner_attributes.DelegatesToInner, keras.optimizers.Optimizer
 ):
-    """Lets an inner optimizer update 16-bit variables in float32."""
+    """Makes an inner optimizer update 16-bit variables in float32."""
 
-    # Declared, so that an inner optimizer's of the same name is left alone.
+    # These are class attributes, so that setting them does not reach an inner
+    # optimizer with attributes of the same names.
     slot_dtype: eight_bit_slots.Rules = "float32"
     slot_dtypes: tuple[str, ...] = ("float32", eight_bit_slots.INT8)
     seed: int | None = None
@@ -119,9 +120,9 @@ class SixteenBitOptimizer(
         seed: int | None = None,
         draws: bool = False,
     ) -> None:
-        inner_optimizer = _checked_inner(type(self).__name__, inner_optimizer)
-        slot_dtype = eight_bit_slots.checked(slot_dtype, self.slot_dtypes)
-        draws = draws or eight_bit_slots.are_coded(slot_dtype)
+        inner_optimizer = _check_inner(type(self).__name__, inner_optimizer)
+        slot_dtype = eight_bit_slots.check(slot_dtype, self.slot_dtypes)
+        draws = draws or eight_bit_slots.has_eight_bits(slot_dtype)
         if seed is not None and not draws:
             raise ValueError(
                 f"{type(self).__name__} draws no random numbers here. "
@@ -131,8 +132,9 @@ class SixteenBitOptimizer(
         self.inner_optimizer = inner_optimizer
         self.slot_dtype = slot_dtype
         if draws:
-            self.seed = _checked_seed(seed)
-            # In a variable, so that a checkpoint continues the same numbers.
+            self.seed = _check_seed(seed)
+            # It is a variable, so that a loaded checkpoint continues the same
+            # random numbers.
             self.seed_variable = self.add_variable(
                 shape=(),
                 initializer=keras.initializers.Constant(self.seed),
@@ -140,30 +142,30 @@ class SixteenBitOptimizer(
                 aggregation="only_first_replica",
                 name="seed",
             )
-        self._coded = eight_bit_slots.EightBitSlots(self.draw_noise)
+        self._eight_bit = eight_bit_slots.EightBitSlots(self.draw_noise)
 
     def draw_noise(
-        self, shape: tuple[int, ...], stream: int, moved: Any = 0
+        self, shape: tuple[int, ...], stream: int, offset: Any = 0
     ) -> Any:
-        """Returns what rounds a tensor in the current step; see `noise`."""
-        seed = ops.convert_to_tensor(self.seed_variable) + moved
+        """Returns the noise that rounds a tensor in this step; see `noise`."""
+        seed = ops.convert_to_tensor(self.seed_variable) + offset
         step = ops.cast(self.iterations, "int32")
         return noise.noise(shape, seed, stream, step)
 
     def make_stand_ins(self, model_variables: Variables) -> StandIns:
-        """Creates what stands between the model's and the inner variables."""
+        """Creates the stand-ins of the model's 16-bit variables."""
         raise NotImplementedError
 
     def build(self, variables: Variables) -> None:
         """Creates the state for a model's trainable variables.
 
         Args:
-            variables: The variables, in the order of the gradients to come. A
+            variables: The variables, in the order of later gradients. A
                 second call changes nothing.
 
         Raises:
-            ValueError: If a variable does not fit, or somebody else has built
-                the inner optimizer.
+            ValueError: If a variable does not fit, or the inner optimizer is
+                built already.
         """
         if self.built:
             return
@@ -172,7 +174,8 @@ class SixteenBitOptimizer(
         optimizers.remember(self, variables)
         with compilation.outside_of_tracing(variables):
             self._store = self.make_stand_ins(variables)
-            # Keras remembers by identity what has no weight decay.
+            # Keras excludes variables from weight decay by identity, so the
+            # stand-ins must be excluded, too.
             for worker in optimizers.workers(self.inner_optimizer):
                 if excluded := optimizers.undecayed(worker, variables):
                     targets = self._store.targets(excluded)
@@ -185,16 +188,17 @@ class SixteenBitOptimizer(
     def _creating_slots(self) -> Iterator[None]:
         with contextlib.ExitStack() as undo:
             undo.enter_context(self._store.creating_slots())
-            if eight_bit_slots.are_coded(self.slot_dtype):
-                inner = self.inner_optimizer
-                keeps_float32 = self._store.keeps_float32_slots
-                undo.enter_context(self._coded.creating(inner, keeps_float32))
+            if eight_bit_slots.has_eight_bits(self.slot_dtype):
+                context = self._eight_bit.creating(
+                    self.inner_optimizer, self._store.keeps_float32_slots
+                )
+                undo.enter_context(context)
             yield
 
     def exclude_from_weight_decay(
         self, var_list: Variables | None = None, var_names: Any = None
     ) -> None:
-        """Excludes variables, or their stand-ins; see `DelegatesToInner`."""
+        """Excludes variables and their stand-ins; see `DelegatesToInner`."""
         if self.built:
             known = optimizers.remembered(self)
             excluded = optimizers.named(known, var_list, var_names)
@@ -202,7 +206,7 @@ class SixteenBitOptimizer(
         super().exclude_from_weight_decay(var_list, var_names)
 
     def scale_loss(self, loss: Any) -> Any:
-        """Scales the loss as the inner optimizer does."""
+        """Scales the loss like the inner optimizer."""
         return self.inner_optimizer.scale_loss(loss)
 
     def apply(
@@ -233,7 +237,7 @@ class SixteenBitOptimizer(
                 self.build(trainable_variables)
         variables = optimizers.remembered(self)
         if trainable_variables is not None:
-            # The same objects as in `build`, whatever stands for them here.
+            # This finds the objects that `build` received.
             variables = optimizers.recognised(self, trainable_variables)
         if len(grads) != len(variables):
             raise ValueError(
@@ -248,7 +252,7 @@ class SixteenBitOptimizer(
             self._store.write_back()
 
     def finalize_variable_values(self, var_list: Variables) -> None:
-        """Gives the model the inner optimizer's final (averaged) weights."""
+        """Assigns the inner optimizer's final (averaged) weights."""
         self._on_each_replica(self._finalize)
 
     def swap_averages(self) -> None:
@@ -256,7 +260,7 @@ class SixteenBitOptimizer(
         self._on_each_replica(self._swap_averages)
 
     def overwrite_averages(self) -> None:
-        """Makes the weights the averages, as `swap_averages` left them."""
+        """Copies the weights, as `swap_averages` left them, to the averages."""
         self._on_each_replica(self._overwrite_averages)
 
     def _on_each_replica(self, action: Callable[[], None]) -> None:
@@ -265,7 +269,7 @@ class SixteenBitOptimizer(
 
     @contextlib.contextmanager
     def _stand_ins(self) -> Iterator[StandIns]:
-        """Takes over what was assigned, and notes what is done."""
+        """Refreshes the stand-ins, and writes back what the block changes."""
         self._store.refresh()
         yield self._store
         self._store.write_back()
@@ -315,10 +319,10 @@ class SixteenBitOptimizer(
         """Reads the whole state, or nothing; see Keras's class.
 
         Args:
-            store: What Keras opens of a file: places, as strings, to arrays.
+            store: Keras's mapping of indices, as strings, to arrays.
         """
         if not self.built:
-            # The inner optimizer says so, which Keras loads next.
+            # Keras loads the inner optimizer next, which warns about this.
             return
         count = len(self.variables)
         if len(store.keys()) != count:
@@ -348,7 +352,7 @@ class SixteenBitOptimizer(
 
 
 def owner(optimizer: Any) -> SixteenBitOptimizer | None:
-    """Returns what keeps an optimizer's 16-bit variables, if anything does."""
+    """Returns the 16-bit optimizer inside an optimizer, if there is one."""
     for candidate in optimizers.with_nested(optimizer):
         if isinstance(candidate, SixteenBitOptimizer):
             return candidate
@@ -356,15 +360,15 @@ def owner(optimizer: Any) -> SixteenBitOptimizer | None:
 
 
 def stand_ins(optimizer: Any) -> StandIns | None:
-    """Returns what stands for an optimizer's 16-bit variables, once built."""
-    keeper = owner(optimizer)
-    return keeper._store if keeper is not None and keeper.built else None
+    """Returns the stand-ins of an optimizer, `None` until it is built."""
+    sixteen = owner(optimizer)
+    return sixteen._store if sixteen is not None and sixteen.built else None
 
 
-def _checked_inner(
+def _check_inner(
     wrapper: str, optimizer: keras.optimizers.Optimizer | str | dict
 ) -> keras.optimizers.Optimizer:
-    """Returns the optimizer to wrap, or says why it cannot be wrapped."""
+    """Returns the optimizer to wrap; raises an error if it does not fit."""
     optimizer = inner_attributes.checked(optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
@@ -394,8 +398,8 @@ def _check_not_built(wrapper: str, optimizer: optimizers.Optimizer) -> None:
             )
 
 
-def _checked_seed(seed: int | None) -> int:
-    """Returns a seed of 31 bits, drawn if none is given."""
+def _check_seed(seed: int | None) -> int:
+    """Checks a seed of 31 bits; draws one for `None`."""
     if seed is None:
         return random.randrange(2**31)
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):

@@ -1,4 +1,4 @@
-"""Views of all bfloat16 variables, and how they notice a loaded weight."""
+"""Float32 views of bfloat16 variables, which notice loaded weights."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tfmix.optimizers import bits, sixteen_bit_optimizer
 
 
 class RestView(variables.Float32View):
-    """A view that keeps more than the model's variable, in a `rest`."""
+    """A view that stores bits beyond the model's variable, in a `rest`."""
 
     rest_dtype: str
     rest_name: str
@@ -23,17 +23,17 @@ class RestView(variables.Float32View):
 
 
 class Views(sixteen_bit_optimizer.StandIns):
-    """Lets the inner optimizer update float32 views of bfloat16 variables."""
+    """Makes the inner optimizer update float32 views of bfloat16 variables."""
 
     view: type[RestView]
-    # Why a float16 variable does not fit; opens the message.
+    # The message about a float16 variable opens with this reason.
     only_bfloat16 = (
         "BFloat16Optimizer rounds to bfloat16; updates of float16 variables "
         "need float32 masters"
     )
 
     def make(self) -> dict[int, keras.Variable]:
-        """Creates the views, and the fingerprints of what they show."""
+        """Creates the views, and fingerprints of their variables."""
         for variable in self.narrow:
             dtype = keras.backend.standardize_dtype(variable.dtype)
             if dtype != "bfloat16":
@@ -43,10 +43,10 @@ class Views(sixteen_bit_optimizer.StandIns):
                     "'bfloat16', or MasterWeightOptimizer(optimizer) for "
                     "float16."
                 )
-        made = {
+        views = {
             id(variable): self.make_view(variable) for variable in self.narrow
         }
-        self.with_rest = [v for v in made.values() if isinstance(v, RestView)]
+        self.with_rest = [v for v in views.values() if isinstance(v, RestView)]
         if self.with_rest:
             self.seen = optimizers.add_variable(
                 self.optimizer,
@@ -56,10 +56,10 @@ class Views(sixteen_bit_optimizer.StandIns):
                 name="fingerprints",
                 aggregation="only_first_replica",
             )
-        return made
+        return views
 
     def make_view(self, variable: keras.Variable) -> variables.Float32View:
-        """Creates the view of one bfloat16 variable, and its rest of zeros."""
+        """Creates the view of a bfloat16 variable, and its rest of zeros."""
         path = variable.path.replace("/", "_")
         rest = self.optimizer.add_variable(
             shape=variable.shape,
@@ -71,15 +71,16 @@ class Views(sixteen_bit_optimizer.StandIns):
 
     @contextlib.contextmanager
     def creating_slots(self) -> Iterator[None]:
-        """Lets the inner optimizer place its slots beside the variables."""
+        """Makes the inner optimizer place its state beside the variables."""
         with contextlib.ExitStack() as undo:
             for view in self.stand_ins.values():
                 replacements.swap(undo, view, "colocating", True)
             yield
 
     def refresh(self) -> None:
-        """Drops the rest of every variable that somebody assigned."""
-        # After `load_weights` it would shift the weight by up to half a step.
+        """Clears the rest of every variable that was assigned since."""
+        # After `load_weights`, the old rest would shift a weight by up to half
+        # a step of bfloat16.
         if not self.with_rest:
             return
         now, seen = self._fingerprints(), ops.convert_to_tensor(self.seen)
@@ -89,7 +90,7 @@ class Views(sixteen_bit_optimizer.StandIns):
             view.rest.assign(ops.where(same, rest, ops.zeros_like(rest)))
 
     def write_back(self) -> None:
-        """Notes what the variables hold now."""
+        """Records the fingerprints of the variables."""
         if self.with_rest:
             self.seen.assign(self._fingerprints())
 
@@ -102,7 +103,8 @@ class Views(sixteen_bit_optimizer.StandIns):
         target = self.target(variable)
         target.assign(value)
         if isinstance(target, RestView):
-            # Of this variable alone: somebody may have assigned the others.
+            # Only this fingerprint changes: other variables may have been
+            # assigned as well, which `refresh` must still notice.
             row = [[list(map(id, self.with_rest)).index(id(target))]]
             now = bits.fingerprints([target.stored])
             self.seen.assign(ops.scatter_update(self.seen, row, now))

@@ -1,1 +1,1 @@
-"""Which dtype is used where: policies, their rules, and devices."""
+"""Policies: which layers and ops compute in which dtype, on which device."""

@@ -1,4 +1,4 @@
-"""What the hardware can do: devices as frozen records, the policy they suit."""
+"""Lists the devices, and chooses the policy that suits them."""
 
 import dataclasses
 import importlib.util
@@ -15,9 +15,9 @@ from tfmix import _messages, _tables
 # float16 from 7.0 (Volta) on; below that 16 bit saves memory, not time.
 BFLOAT16_CAPABILITY = (8, 0)
 FLOAT16_CAPABILITY = (7, 0)
-# Ada and Hopper.
+# Tensor Cores take float8 from Ada and Hopper on.
 FLOAT8_CAPABILITY = (8, 9)
-# What Linux calls a CPU's bfloat16 products: tiles (AMX) and vectors.
+# Linux lists these flags for CPUs with bfloat16 products: AMX and vectors.
 BFLOAT16_FLAGS = frozenset(("amx_bf16", "avx512_bf16"))
 CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
@@ -29,8 +29,8 @@ class Device:
     Attributes:
         kind: `"GPU"`, `"TPU"` or `"CPU"`.
         name: The name the backend gives it, `"NVIDIA H100"` for example.
-        compute_capability: NVIDIA's `(major, minor)`; `None` where there is
-            none or the backend does not tell.
+        compute_capability: NVIDIA's `(major, minor)`; `None` if the device
+            has none or the backend does not report it.
         float16: Whether float16 is faster than float32 there.
         bfloat16: Whether bfloat16 is faster than float32 there.
         float8: Whether float8 is faster than 16 bit there.
@@ -67,7 +67,7 @@ class Devices(tuple[Device, ...], _tables.Printed):
         return [_tables.Table(heads, rows, notes=[self.auto()])]
 
     def auto(self) -> str:
-        """Says in words what `"auto"` is on these devices."""
+        """Describes what `"auto"` is on these devices."""
         name, reason = suited_policy(self)
         return f"'auto' is '{name}' here: {reason}"
 
@@ -85,24 +85,24 @@ def describe(
         kind: `"GPU"`, `"TPU"` or `"CPU"`.
         name: The name the backend gives it.
         backend: The Keras backend that lists it.
-        compute_capability: A GPU's `(major, minor)`, where it is known.
-        flags: A CPU's features, in Linux's words.
+        compute_capability: A GPU's `(major, minor)`, if known.
+        flags: A CPU's features, as Linux names them.
 
     Examples:
         >>> describe("GPU", "Tesla V100", "tensorflow", (7, 0)).bfloat16
         False
     """
     capability = compute_capability if kind == "GPU" else None
-    known = capability or (0, 0)
+    version = capability or (0, 0)
     # A TPU has no float16 units, and XLA compiles no float16 products for it.
-    float16 = known >= FLOAT16_CAPABILITY
-    bfloat16 = kind == "TPU" or known >= BFLOAT16_CAPABILITY
+    float16 = version >= FLOAT16_CAPABILITY
+    bfloat16 = kind == "TPU" or version >= BFLOAT16_CAPABILITY
     # TensorFlow's CPU kernels (oneDNN) use these units: two transformer blocks
     # trained 2.6 times as fast on an EPYC. XLA, and so JAX, widens a product
     # that returns bfloat16 to float32.
     if kind == "CPU" and backend == "tensorflow":
         bfloat16 = not BFLOAT16_FLAGS.isdisjoint(flags)
-    float8 = known >= FLOAT8_CAPABILITY
+    float8 = version >= FLOAT8_CAPABILITY
     return Device(kind, name, capability, float16, bfloat16, float8, backend)
 
 
@@ -128,9 +128,9 @@ def devices() -> Devices:
 
 
 def is_on_tpu() -> bool:
-    """Says whether Keras's backend computes on a TPU."""
-    # To ask JAX starts its devices, which must not happen before several
-    # processes have found each other; without libtpu there is no TPU.
+    """Returns whether Keras's backend computes on a TPU."""
+    # Asking JAX for its devices starts them, which must not happen before
+    # several processes have connected. Without libtpu there is no TPU.
     on_jax = keras.backend.backend() == "jax"
     if on_jax and importlib.util.find_spec("libtpu") is None:
         return False
@@ -138,7 +138,7 @@ def is_on_tpu() -> bool:
 
 
 def is_on_tensorflows_cpu() -> bool:
-    """Says whether TensorFlow computes without an accelerator."""
+    """Returns whether TensorFlow computes without an accelerator."""
     on_tensorflow = keras.backend.backend() == "tensorflow"
     return on_tensorflow and {device.kind for device in devices()} == {"CPU"}
 
@@ -176,11 +176,11 @@ def suited_policy(usable: tuple[Device, ...]) -> tuple[str, str]:
 
 
 def auto_policy() -> str:
-    """Chooses the policy for this machine; says once why."""
+    """Chooses the policy for this machine, and logs the reason once."""
     name, reason = suited_policy(devices())
     text = f"policy 'auto' is {name!r} here: {reason}"
     if name == "float32":
-        # Who asked for 16 bit would wonder.
+        # float32 is not what a user of 16 bit expects, so this is a warning.
         _messages.warn_once(text)
     else:
         _messages.info(text)
@@ -207,9 +207,9 @@ def _read_tensorflow() -> list[Device]:
 
 
 def _cpu_flags() -> Collection[str]:
-    """Returns what a CPU can do that TensorFlow's kernels may use.
+    """Returns the CPU features that TensorFlow's kernels may use.
 
-    Nothing is known outside Linux on x86, and nothing used without oneDNN.
+    Only Linux on x86 lists them, and only oneDNN uses them.
     """
     if os.environ.get("TF_ENABLE_ONEDNN_OPTS") == "0":
         return ()
@@ -237,7 +237,7 @@ def _read_jax() -> list[Device]:
 
 
 def _capability(value: object) -> tuple[int, int] | None:
-    """Reads `(8, 0)` as TensorFlow gives it, `"8.0"` as JAX does."""
+    """Reads a capability: TensorFlow returns `(8, 0)`, JAX `"8.0"`."""
     if isinstance(value, str):
         match = re.fullmatch(r"(\d+)\.(\d+)", value)
         return (int(match[1]), int(match[2])) if match else None

@@ -13,7 +13,7 @@ RuleItem = str | type
 
 @dataclasses.dataclass(frozen=True)
 class LayerRule:
-    """The name of a class that stays in float32, and why, for reports."""
+    """The name of a class that stays in float32, and the reason for reports."""
 
     layer_class: str
     why: str
@@ -28,10 +28,10 @@ _RAW = "raw features lose their digits in 16 bit"
 _SOFTMAX = "probabilities lose their small values"
 _SPECTRUM = "infinite in float16, a TypeError in bfloat16"
 
-# Measured by `benchmarks/layers.py` and in Keras's own gaps, on Keras 3.12 to
-# 3.15; the global averages over images and volumes, which Keras sums in
-# float32 by itself, complete their family. Op rules cover some as well, but
-# only layers take their dtype with them into a model that plain Keras loads.
+# `benchmarks/layers.py` measured these on Keras 3.12 to 3.15. The global
+# averages over images and volumes complete their family, although Keras sums
+# them in float32 by itself. Op rules cover some of these layers as well, but
+# only a layer's dtype is saved with a model that plain Keras loads.
 DEFAULT_LAYER_RULES: tuple[LayerRule, ...] = (
     LayerRule("Softmax", _SOFTMAX),
     LayerRule("Attention", _ATTENTION),
@@ -45,7 +45,8 @@ DEFAULT_LAYER_RULES: tuple[LayerRule, ...] = (
     LayerRule("AveragePooling2D", _AVERAGED),
     LayerRule("AveragePooling3D", _AVERAGED),
     LayerRule("STFTSpectrogram", _SPECTRUM),
-    # The bases of all preprocessing layers, Keras 3.15's name and 3.12's.
+    # All preprocessing layers derive from this class, which is `DataLayer` in
+    # Keras 3.15 and `TFDataLayer` in 3.12.
     LayerRule("DataLayer", _RAW),
     LayerRule("TFDataLayer", _RAW),
 )
@@ -53,7 +54,7 @@ DEFAULT_LAYER_RULES: tuple[LayerRule, ...] = (
 BATCH_NORMALIZATION = LayerRule(
     "BatchNormalization", "its moving statistics need small updates"
 )
-# In float16 under TensorFlow without an accelerator (TensorFlow 2.21).
+# TensorFlow 2.21 cannot run these in float16 without an accelerator.
 NO_CPU_KERNELS = tuple(
     LayerRule(name, "TensorFlow has no float16 kernel for it on a CPU")
     for name in ("MaxPooling3D", "AdaptiveMaxPooling3D")
@@ -62,13 +63,13 @@ LAYER_NORMALIZATION = LayerRule(
     "LayerNormalization", "on the black list of level O2"
 )
 _BLACK_LIST = (LAYER_NORMALIZATION, *DEFAULT_LAYER_RULES)
-# Why each layer that a rule of tfmix's names stays in float32.
+# The reason why each layer of tfmix's own rules stays in float32.
 REASONS: dict[RuleItem, str] = {
     rule.layer_class: rule.why for rule in (*_BLACK_LIST, BATCH_NORMALIZATION)
 }
 
-# MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, and the
-# attention whose logits are scaled.
+# This is MindSpore's AMP_WHITE_LIST (`train/amp.py`) in Keras's names, with
+# the attention layers that scale their logits.
 MATMUL_LAYERS: tuple[str, ...] = (
     *("Dense", "EinsumDense", "BaseConv", "BaseConvTranspose"),
     *("BaseDepthwiseConv", "BaseSeparableConv", "LSTMCell", "GRUCell"),
@@ -84,7 +85,7 @@ class Level:
     policy: str
     only_matmuls: bool  # only the white list computes in 16 bit
     rules: tuple[LayerRule, ...]
-    op_rules: bool  # whether the default ones are in force
+    op_rules: bool  # true if the default op rules are active
     keep_batchnorm_fp32: bool
     loss_scale: str | None  # "dynamic" or nothing
 
@@ -92,15 +93,16 @@ class Level:
 LEVELS: dict[str, Level] = {
     # Everything in float32: Apex's and MindSpore's baseline.
     "O0": Level("float32", False, (), False, False, None),
-    # Only what is on the white list computes in 16 bit. The loss is scaled,
-    # as in Apex; MindSpore leaves that to its user.
+    # Only layers on the white list compute in 16 bit. The loss is scaled, as
+    # in Apex; MindSpore leaves that to its user.
     "O1": Level(
         "mixed_float16", True, DEFAULT_LAYER_RULES, True, True, "dynamic"
     ),
-    # Everything but the black list: batch and layer normalisation, and what
-    # tfmix measured.
+    # Everything but the black list computes in 16 bit. On it are batch and
+    # layer normalisation, and the layers that tfmix measured.
     "O2": Level("mixed_float16", False, _BLACK_LIST, True, True, "dynamic"),
-    # Everything, variables included: the speed limit, not a recipe.
+    # Everything is in 16 bit, variables included. It shows the highest speed,
+    # but is not meant for training.
     "O3": Level("float16", False, (), False, False, None),
 }
 
@@ -137,7 +139,7 @@ def default_float32_layers(
 def without(
     default: Sequence[str], remove: Iterable[str], allowed: str
 ) -> list[str]:
-    """Returns a default list without what `remove` names of it."""
+    """Returns a default list without the names in `remove`."""
     removed = list(remove)
     for name in removed:
         if name not in default:
@@ -171,16 +173,17 @@ def resolve(
 def matches(
     item: RuleItem, layer_class: type, name: str, path: str | None = None
 ) -> bool:
-    """Says whether an item covers a layer; `path` is `None` if not known yet.
+    """Returns whether a rule covers a layer; `path` is `None` if unknown yet.
 
     A class covers its subclasses. A string is the name of a class or of one
-    of its bases, or an expression for the whole of the layer's name or path.
+    of its bases, or a regular expression that must match the layer's whole
+    name or path.
     """
     if isinstance(item, type):
         return issubclass(layer_class, item)
     if any(base.__name__ == item for base in layer_class.__mro__):
         return True
-    # `keras.layers.GroupQueryAttention` is a class of another name.
+    # The class behind `keras.layers.GroupQueryAttention` has another name.
     exported = getattr(keras.layers, item, None)
     if isinstance(exported, type) and issubclass(layer_class, exported):
         return True
@@ -189,7 +192,7 @@ def matches(
 
 
 def needs_path(items: Iterable[RuleItem]) -> bool:
-    """Says whether an item could match a path that is more than a name."""
+    """Returns whether any item could match a path that is not just a name."""
     return any(
         isinstance(item, str) and not item.isidentifier() for item in items
     )

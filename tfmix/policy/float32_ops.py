@@ -6,16 +6,17 @@ from tfmix import _arguments
 from tfmix._keras import op_places
 from tfmix.policy import float32_layers
 
-# `python -m benchmarks.layers --part ops` measured each of these, and what
-# other libraries keep in float32, against float32: forward and backward, in
-# both formats, under TensorFlow in graph mode and XLA and under JAX. On the
-# list is what a rule lets run at all, makes finite, or makes 4 times more
-# accurate under XLA (16 times in graph mode, where a CPU adds up in 16 bit and
-# accelerators do not). Not worth their casts are exponentials, logarithms and
-# powers, whose results are rounded to 16 bit anyway (`exp`, `log1p`,
-# `logsumexp`, `log_softmax`), and what Keras computes in float32 by itself
-# (`mean`, `var`, `layer_normalization`, `rms_normalization`). The `nan...`
-# reductions, `exp2` and `psnr` are left out because no layer calls them.
+# `python -m benchmarks.layers --part ops` compared these ops, and those that
+# other libraries keep in float32, with float32: forward and backward, in both
+# formats, under TensorFlow in graph mode and XLA, and under JAX. An op is on
+# the list if a rule lets it run at all, makes it finite, or makes it 4 times
+# more accurate under XLA (16 times in graph mode, where a CPU adds up in 16
+# bit and accelerators do not). Exponentials, logarithms and powers are not
+# worth their casts, because their results are rounded to 16 bit anyway (`exp`,
+# `log1p`, `logsumexp`, `log_softmax`). Keras computes others in float32 by
+# itself (`mean`, `var`, `layer_normalization`, `rms_normalization`). The
+# `nan...` reductions, `exp2` and `psnr` are left out because no layer calls
+# them.
 DEFAULT_FLOAT32_OPS: tuple[str, ...] = (
     # Softmax and attention.
     *("softmax", "sparsemax", "dot_product_attention"),
@@ -23,18 +24,18 @@ DEFAULT_FLOAT32_OPS: tuple[str, ...] = (
     *("norm", "normalize", "cdist", "sum", "average", "std", "cumsum"),
     *("corrcoef", "logaddexp", "logaddexp2", "segment_sum"),
     *("average_pool", "adaptive_average_pool"),
-    # Activations that overflow inside, or whose gradient is lost where they
+    # These activations overflow inside, or lose their gradient where they
     # saturate: 1 - y**2 is 0 once y is rounded to 1, and x + 3 is rounded onto
     # the kink at 6.
     *("softplus", "squareplus", "tanh", "sigmoid", "softsign", "selu"),
     *("hard_sigmoid", "sparse_sigmoid", "hard_silu"),
     # The cube of its result, in its gradient, overflows below 6e-4.
     "rsqrt",
-    # No 16-bit kernels. The orthogonal start of every recurrent layer is a
-    # `qr`; one replacement serves all of `backend.linalg`.
+    # These have no 16-bit kernels. The orthogonal initializer of every
+    # recurrent layer needs `qr`.
     *("cholesky", "det", "eigh", "inv", "lstsq", "qr", "slogdet", "solve"),
     *("solve_triangular", "svd"),
-    # Losses: gradients that are infinite where float32's are not.
+    # The gradients of these losses are infinite where float32's are not.
     *("categorical_crossentropy", "sparse_categorical_crossentropy"),
     "binary_crossentropy",
 )
@@ -89,8 +90,8 @@ def resolve(names: Iterable[str]) -> tuple[str, ...]:
                 f"`float32_ops` names an op twice. Received: {name!r} again. "
                 "Leave one of them out."
             )
-        # Names of the default list are taken in every Keras version, so that a
-        # list written on a newer one (3.12 has no `nansum`) loads on an older.
+        # Every Keras version accepts the names of the default list, so that a
+        # list written on a newer version loads on an older one.
         if name not in DEFAULT_FLOAT32_OPS and not op_places.is_op(name):
             raise ValueError(
                 "`float32_ops` must name functions of `keras.ops` or "

@@ -1,4 +1,4 @@
-"""The names a policy may have, and what people write instead of them."""
+"""The names of policies, and what people write instead of them."""
 
 from tfmix import _arguments, _formats
 from tfmix.policy import float32_layers
@@ -10,11 +10,11 @@ DTYPE_NAMES = (
     "float16",
     "bfloat16",
 )
-# bfloat16, but for the matrix products of some layers.
+# This policy is bfloat16, except for the matrix products of some layers.
 FLOAT8 = "mixed_float8"
 NAMES = (*DTYPE_NAMES, FLOAT8, "auto", *float32_layers.LEVELS)
 
-# What people write who come from other libraries.
+# Other libraries use these names.
 _ALIASES = {
     **dict.fromkeys(
         ("fp32", "float", "single", "full", "mixed_float32"), "float32"
@@ -38,7 +38,7 @@ _ALIASES = {
 
 
 def check(name: object) -> None:
-    """Refuses what is not the name of a policy, and suggests the nearest."""
+    """Raises an error for an unknown policy name, and suggests the closest."""
     allowed = f"one of {list(NAMES)}"
     if not isinstance(name, str):
         dtype = getattr(name, "name", None) or getattr(name, "__name__", "")
@@ -58,8 +58,8 @@ def check(name: object) -> None:
 
 def _hint(name: str) -> str:
     key = name.strip().lower()
-    known = {own: own for own in (*DTYPE_NAMES, FLOAT8, "auto")} | _ALIASES
-    # One letter is enough to make "bool" look like "O3".
+    candidates = {own: own for own in (*DTYPE_NAMES, FLOAT8, "auto")} | _ALIASES
+    # Any word with an "o", such as "bool", would otherwise look like "O3".
     if key.startswith("o") and len(key) <= 3:
-        known = {level.lower(): level for level in float32_layers.LEVELS}
-    return _arguments.did_you_mean(key, known, cutoff=0.5)
+        candidates = {level.lower(): level for level in float32_layers.LEVELS}
+    return _arguments.did_you_mean(key, candidates, cutoff=0.5)

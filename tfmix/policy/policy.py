@@ -24,8 +24,8 @@ class Policy(keras.DTypePolicy):
     """A dtype policy, and the layers and ops it leaves in float32.
 
     Use it where a name is not enough: to keep more, or less, in float32 than
-    the defaults. On layers and in saved models it stands as the plain
-    `keras.DTypePolicy` of the same name, which loads without tfmix.
+    the defaults. Layers and saved models hold the plain `keras.DTypePolicy` of
+    the same name instead, which loads without tfmix.
 
     Args:
         name: String. `"float32"`, `"mixed_float16"`, `"mixed_bfloat16"`,
@@ -49,9 +49,9 @@ class Policy(keras.DTypePolicy):
         float8_layers: List of the layers that multiply in float8 under
             `"mixed_float8"`, as in `float32_layers`: `Dense` and
             `EinsumDense` layers, those inside of attention included, whose
-            kernels' sides are multiples of 16. Defaults to `None`: those of
-            a model that gain by an H200's published rates (1024 x 1024, 768 x
-            3072 and larger), but for its first and its last.
+            kernels' sides are multiples of 16. Defaults to `None`: those that
+            gained on an H100 (2048 x 8192, 4096 x 4096 and larger), except
+            the model's first and last.
 
     Raises:
         TypeError: If `name` or a list has the wrong type.
@@ -82,7 +82,7 @@ class Policy(keras.DTypePolicy):
         names.check(name)
         level = layer_rules.LEVELS.get(name)
         self.is_float8 = name == names.FLOAT8
-        # What it is made by, if that is not the name of its dtypes.
+        # The name it was created with, if its dtypes have another name.
         self.level = name if level or self.is_float8 else None
         self._only_matmuls = bool(level and level.only_matmuls)
         dtypes = level.policy if level else name
@@ -109,16 +109,16 @@ class Policy(keras.DTypePolicy):
             )
         self._keep_batchnorm = keep_batchnorm_fp32
         self._float8_layers = _float8_layers(name, float8_layers)
-        # Keras asks for it on every layer made.
+        # Keras asks for it whenever a layer is created.
         self._plain = keras.DTypePolicy(self.name)
 
-    # mypy takes `__class__` for an attribute that no property may replace.
+    # mypy does not allow a property to replace `__class__`.
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # Keras writes `obj.__class__` into a saved model: this makes it the
-        # plain class, which loads without tfmix. `type(policy)` and
-        # `isinstance` still say `Policy`. It is also why `super()` above is
-        # spelt out: the short form needs this name for itself.
+        # Keras writes `obj.__class__` into a saved model. Returning the plain
+        # class here lets that model load without tfmix. `type(policy)` and
+        # `isinstance` still see `Policy`. The short form of `super()` would
+        # need this name for itself, so the long form stands above.
         return keras.DTypePolicy
 
     @property
@@ -138,14 +138,14 @@ class Policy(keras.DTypePolicy):
 
     @property
     def float8_layers(self) -> list[layer_rules.RuleItem] | None:
-        """The layers that multiply in float8, `None` for those that gain."""
+        """The layers that multiply in float8; `None`: all that get faster."""
         chosen = self._float8_layers
         return None if chosen is None else list(chosen)
 
     @property
     def has_default_rules(self) -> bool:
-        """Whether the rules are those of the bare name."""
-        return self._content() == _bare(self.name)._content()
+        """Whether the rules are the defaults of the policy's name."""
+        return self._content() == _default(self.name)._content()
 
     def why_float32(
         self, layer_class: type, name: str, path: str | None = None
@@ -155,8 +155,8 @@ class Policy(keras.DTypePolicy):
         Args:
             layer_class: The layer's class.
             name: The layer's name.
-            path: Its path. Defaults to `None`, not known yet: rules that name
-                a path are then left out.
+            path: Its path. Defaults to `None` for a path that is not known
+                yet: rules that name a path are then left out.
 
         Returns:
             The reason, as reports print it.
@@ -188,7 +188,7 @@ class Policy(keras.DTypePolicy):
         return None
 
     def outside_white_list(self, layer_class: type) -> bool:
-        """Says whether level O1 keeps a class in float32: it has no matmul."""
+        """Returns whether level O1 keeps a class in float32 (no matmul)."""
         return self._only_matmuls and not any(
             base.__name__ in layer_rules.MATMUL_LAYERS
             for base in layer_class.__mro__
@@ -197,10 +197,10 @@ class Policy(keras.DTypePolicy):
     def get_config(self) -> dict[str, str]:
         """Returns the configuration of the plain policy: its name.
 
-        The lists are no part of it, because plain Keras must be able to load
-        a layer that was given this policy, and a policy cannot tell whether a
-        layer or its user asks. `from_config` finds them beside it; a file
-        keeps the name alone. `copy`, `pickle` and `repr` keep the lists.
+        The configuration leaves out the lists, because plain Keras must be
+        able to load a layer that has this policy. `from_config` finds the
+        lists on the object that this method returns; a file keeps only the
+        name. `copy`, `pickle` and `repr` keep the lists.
         """
         config = _Config(name=self.name)
         config.policy = self
@@ -208,7 +208,7 @@ class Policy(keras.DTypePolicy):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Policy":
-        """Returns the policy a configuration was made of, lists included."""
+        """Returns the policy of a configuration, lists included."""
         known: Policy | None = getattr(config, "policy", None)
         if known is not None and config == {"name": known.name}:
             return known
@@ -216,10 +216,10 @@ class Policy(keras.DTypePolicy):
 
     def __repr__(self) -> str:
         shown = [repr(self.level or self.name)]
-        bare = _bare(self.level or self.name)
+        default = _default(self.level or self.name)
         for field in _SETTINGS:
             value = getattr(self, field)
-            if value != getattr(bare, field):
+            if value != getattr(default, field):
                 shown.append(f"{field}={_shown(field, value)}")
         return f"Policy({', '.join(shown)})"
 
@@ -227,7 +227,7 @@ class Policy(keras.DTypePolicy):
         if type(other) is Policy:
             return self._content() == other._content()
         if isinstance(other, keras.DTypePolicy):
-            # Equal objects must act alike wherever a policy is asked for.
+            # Equal policies must behave in the same way everywhere.
             classes = (keras.DTypePolicy, keras.FloatDTypePolicy)
             same = type(other) in classes and self.name == other.name
             return same and self.has_default_rules
@@ -237,7 +237,7 @@ class Policy(keras.DTypePolicy):
         return hash(self._content())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # `copy` and `pickle` would look `__class__` up and lose the rules.
+        # `copy` and `pickle` would use `__class__`, and lose the rules.
         settings = {field: getattr(self, field) for field in _SETTINGS}
         return functools.partial(Policy, **settings), (self.level or self.name,)
 
@@ -261,25 +261,25 @@ def _float8_layers(
 
 
 class _Config(dict[str, str]):
-    """A configuration that remembers which policy it was made of."""
+    """A configuration that remembers its policy."""
 
     policy: Policy
 
 
 def with_rules(policy: keras.DTypePolicy) -> Policy:
-    """Returns a `Policy` as it is, and the default one for any other policy.
+    """Returns a `Policy` unchanged, and the default one for any other policy.
 
     Maps and quantized policies get the rules of their compute dtype.
     """
     if isinstance(policy, Policy):
         return policy
     if policy.name in names.DTYPE_NAMES:
-        return _bare(policy.name)
+        return _default(policy.name)
     dtype = policy.compute_dtype
     mixed = policy.variable_dtype != dtype
     if dtype in _formats.SIXTEEN_BIT:
-        return _bare(f"mixed_{dtype}" if mixed else dtype)
-    return _bare("float32")
+        return _default(f"mixed_{dtype}" if mixed else dtype)
+    return _default("float32")
 
 
 def plain(policy: keras.DTypePolicy) -> keras.DTypePolicy:
@@ -288,13 +288,13 @@ def plain(policy: keras.DTypePolicy) -> keras.DTypePolicy:
 
 
 @functools.cache
-def _bare(name: str) -> Policy:
+def _default(name: str) -> Policy:
     """Returns the policy with the default rules of a dtype or a level."""
     return Policy(name)
 
 
 def _shown(field: str, value: Any) -> str:
-    """Shows a setting; of a default list only what was added or removed."""
+    """Returns a setting as code; a default list as the changes to it."""
     make = _DEFAULT_LISTS.get(field)
     if make is not None:
         default: list[Any] = make()
@@ -319,7 +319,7 @@ _DEFAULT_LISTS: dict[str, Callable[..., list]] = {
 
 
 def is_sixteen_bit(policy: keras.DTypePolicy) -> bool:
-    """Says whether a policy, or any policy of a map, computes in 16 bit."""
+    """Returns whether a policy, or any policy of a map, computes in 16 bit."""
     parts = [policy]
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap):
         parts += [policy[key] for key in policy]
