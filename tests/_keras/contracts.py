@@ -382,6 +382,7 @@ ATTRIBUTES = [
     ("an optimizer", optimizer, "_exclude_from_weight_decay", set),
     ("an optimizer", optimizer, "_exclude_from_weight_decay_cache", dict),
     ("an optimizer", averaging, "_model_variables_moving_average", list),
+    ("an optimizer", optimizer, "_iterations", keras.Variable),
     ("an optimizer", optimizer, "_tracker", object),
     ("an optimizer", optimizer, "_trainable_variables", list),
     ("an optimizer", optimizer, "_trainable_variables_indices", dict),
