@@ -85,7 +85,10 @@ def _copy(weight: Any, dtype: Any) -> Any:
 
 
 def _read(value: Any) -> Any:
-    return value.value if isinstance(value, keras.Variable) else value
+    """Returns what a variable holds now, and anything else as it is."""
+    # TensorFlow's variable is no value: what is assigned later shows in it.
+    is_variable = isinstance(value, keras.Variable)
+    return layers.as_tensor(value.value) if is_variable else value
 
 
 def _autocast(original: Callable) -> Callable:
@@ -200,7 +203,8 @@ def _wide(original: Callable) -> Callable:
 
 def _take(original: Callable) -> Callable:
     def take(x: Any, indices: Any, axis: Any = None) -> Any:
-        x = _read(x)
+        # Not a snapshot: TensorFlow reads the rows alone from a variable.
+        x = x.value if isinstance(x, keras.Variable) else x
         weight = source(x)
         if weight is None:
             return original(x, indices, axis=axis)
