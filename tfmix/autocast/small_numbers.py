@@ -63,7 +63,8 @@ def followed(op: Callable, name: str) -> Callable:
         args = tuple(map(weight_gradients.snapshot, args))
         values = (*args, *kwargs.values())
         notes = float32_values.find(values)
-        if not notes and not _begins(name, values):
+        begins = _begins(name, values)
+        if not (notes or begins or _has_copy(name, values)):
             return op(*args, **kwargs)
         if op_places.wanted_dtype(args, kwargs, dtype_at) is not None:
             return op(*args, **kwargs)
@@ -71,6 +72,9 @@ def followed(op: Callable, name: str) -> Callable:
         if dtype is None:
             # Beside float32, which the result then is.
             args, kwargs = tensors.map_leaves((args, kwargs), _if_lost)
+            return op(*args, **kwargs)
+        if not (notes or begins or _is_exact(values)):
+            # Of a weight and activations.
             return op(*args, **kwargs)
         if name == "moments":
             return _moments(op, args, kwargs, dtype)
@@ -82,8 +86,8 @@ def followed(op: Callable, name: str) -> Callable:
             return _kept(in_float32({}), name, values, dtype)
         result = op(*args, **kwargs)
         depth = 1 + max((note.depth for note in notes), default=0)
-        is_lost = any(note.is_lost for note in notes)
-        is_lost = is_lost or name not in _SATURATING
+        is_lost = (begins or not notes) and name not in _SATURATING
+        is_lost = is_lost or any(note.is_lost for note in notes)
         if not any(result is value for value in values):
             exact = _is_exact(values)
             note = Value(in_float32, depth, is_lost, is_exact=exact)
@@ -120,6 +124,13 @@ def _asks(name: str, args: tuple) -> bool:
     elif name not in (*_ROOTS, *_NORMS):
         return False
     return bool(float32_values.find(at))
+
+
+def _has_copy(name: str, values: tuple) -> bool:
+    """Says whether a 16-bit copy of a variable is added or multiplied."""
+    return name in _ELEMENTWISE and any(
+        weight_gradients.source(value) is not None for value in values
+    )
 
 
 def _is_exact(values: tuple) -> bool:

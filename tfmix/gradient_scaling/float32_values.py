@@ -15,7 +15,6 @@ import keras
 from tfmix._keras import global_state, gradients
 from tfmix.gradient_scaling import tensors
 
-_NOTE = "_tfmix_float32"
 # A note keeps what the ops before it were given: of so many, as eager tensors
 # would otherwise never be freed.
 _DEEPEST = 6
@@ -48,7 +47,7 @@ class Value(NamedTuple):
 def put(tensor: Any, value: Value) -> None:
     """Notes the float32 value of a 16-bit tensor, unless it goes too deep."""
     if value.depth <= _DEEPEST and tensors.is_16_bit(tensor):
-        global_state.put_note(tensor, _NOTE, value)
+        global_state.put_note(tensor, tensors.UNCAST, value)
 
 
 def find(values: Iterable[Any]) -> list[Value]:
@@ -60,16 +59,16 @@ def find(values: Iterable[Any]) -> list[Value]:
         elif hasattr(value, "shape") and not isinstance(
             value, keras.KerasTensor
         ):
-            note = global_state.note(value, _NOTE)
-            if note is not None:
+            note = global_state.note(value, tensors.UNCAST)
+            if isinstance(note, Value):
                 found.append(note)
     return found
 
 
 def of(tensor: Any, known: Known | None = None) -> Any:
     """Returns the float32 value behind a 16-bit tensor, `None` without one."""
-    note = global_state.note(tensor, _NOTE)
-    if note is None:
+    note = global_state.note(tensor, tensors.UNCAST)
+    if not isinstance(note, Value):
         return None
     known = {} if known is None else known
     if id(tensor) not in known:
