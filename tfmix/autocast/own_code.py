@@ -25,7 +25,7 @@ from tfmix._keras import (
     variables,
 )
 from tfmix.autocast import exact_inputs, finite_constants
-from tfmix.gradient_scaling import tensors, weight_gradients
+from tfmix.gradient_scaling import float32_values, tensors, weight_gradients
 from tfmix.policy import policy as policies
 
 _CALL = "call"
@@ -307,8 +307,17 @@ class _State:
         is_model = isinstance(self._layer, keras.Model)
         if is_model and global_state.is_outermost(self._layer):
             return outputs
-        narrow = functools.partial(finite_constants.finite, dtype=self.returns)
-        return tensors.map_leaves(outputs, narrow)
+        return tensors.map_leaves(outputs, self._narrow)
+
+    def _narrow(self, value: Any) -> Any:
+        """Rounds a result, and keeps what a loaded file's layer returns."""
+        result = finite_constants.finite(value, self.returns)
+        if result is not value:
+            float32_values.put(
+                result,
+                float32_values.Value(lambda known: value, is_wide=True),
+            )
+        return result
 
     def _tell(self) -> None:
         if not self._tells:
