@@ -105,7 +105,9 @@ def of_backend(v, b, momentum):
     if ON_JAX:
         import jax
 
-        return jax.lax.add(v * momentum, jax.lax.mul(b, b.dtype.type(1 - momentum)))
+        return jax.lax.add(
+            v * momentum, jax.lax.mul(b, b.dtype.type(1 - momentum))
+        )
     import tensorflow as tf
 
     return tf.add(

@@ -29,8 +29,8 @@ FUNCTIONS = {
     "operators": lambda t: ops.log(ops.mean(t * t, 1) + 1e-10),
     "power": lambda t: ops.log(ops.sum(t**2, 1) + 1e-10),
     "root": lambda t: ops.sqrt(ops.sum(ops.square(t), 1) + 1e-12),
-    "entropy": lambda t: -ops.sum(
-        ops.softmax(8 * t) * ops.log(ops.softmax(8 * t) + 1e-10), 1
+    "entropy": lambda t: (
+        -ops.sum(ops.softmax(8 * t) * ops.log(ops.softmax(8 * t) + 1e-10), 1)
     ),
     **{
         f"mean of powers {power}, {constant}": generalised_mean(power, constant)
@@ -112,7 +112,9 @@ def test_pooling_of_powers_behind_a_relu_learns(power, jit):
         keras.utils.set_random_seed(0)
         pool = Calls(generalised_mean(power, 1e-6))
         first = layers.Dense(8, activation="relu")
-        model = keras.Sequential([first, pool, layers.Dense(4, dtype="float32")])
+        model = keras.Sequential(
+            [first, pool, layers.Dense(4, dtype="float32")]
+        )
         model.build((None, 16, 4))
         # A channel that nothing reaches.
         kernel = np.array(first.kernel)

@@ -312,11 +312,7 @@ class _State:
     def _narrow(self, value: Any) -> Any:
         """Rounds a result, and keeps what a loaded file's layer returns."""
         result = finite_constants.finite(value, self.returns)
-        if result is not value:
-            float32_values.put(
-                result,
-                float32_values.Value(lambda known: value, is_wide=True),
-            )
+        float32_values.keep(result, value, is_wide=True)
         return result
 
     def _tell(self) -> None:

@@ -53,7 +53,6 @@ _BEGIN = (*_SUMS, *_CURVED, *_POWERS, *_SATURATING, "moments")
 _SMALL = 2.0**-6
 
 
-
 def followed(op: Callable, name: str) -> Callable:
     """Returns an op that keeps, and asks for, float32 values behind 16 bit."""
     dtype_at = op_places.dtype_position(op)
@@ -159,17 +158,18 @@ def _computed(op: Callable, args: tuple, kwargs: dict, known: Known) -> Any:
 def _summed(value: Any, dtype: str) -> Any:
     """Rounds a sum that was computed in float32, and notes it."""
     result = tensors.narrow_once(value, dtype)
-    float32_values.put(result, Value(lambda known: value))
+    float32_values.keep(result, value)
     return result
 
 
 def _moments(op: Callable, args: tuple, kwargs: dict, dtype: str) -> tuple:
     args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
+    values = op(*args, **kwargs)
     # Of large numbers, the variance is beyond float16, and Keras limits it.
-    parts = [(finite_constants.finite(x, dtype), x) for x in op(*args, **kwargs)]
-    for result, value in parts:
-        float32_values.put(result, Value(lambda known, value=value: value))
-    return tuple(result for result, _ in parts)
+    results = tuple(finite_constants.finite(x, dtype) for x in values)
+    for result, value in zip(results, values, strict=True):
+        float32_values.keep(result, value)
+    return results
 
 
 def _kept(value: Any, name: str, values: tuple, dtype: str) -> Any:
@@ -184,10 +184,10 @@ def _kept(value: Any, name: str, values: tuple, dtype: str) -> Any:
         result = finite_constants.finite(value, dtype)
     else:
         result = tensors.narrow(value, dtype)
-    if result is not value:
-        exact = _is_exact(values)
-        note = Value(lambda known: value, 0, is_wide, is_wide, exact)
-        float32_values.put(result, note)
+    exact = _is_exact(values)
+    float32_values.keep(
+        result, value, is_lost=is_wide, is_wide=is_wide, is_exact=exact
+    )
     return result
 
 
@@ -199,7 +199,5 @@ def _is_wide(name: str, value: Any) -> bool:
 
 def _is_alike(value: Any, other: Any) -> bool:
     """Says whether two tensors have one shape."""
-    shapes = [getattr(x, "shape", None) for x in (value, other)]
-    return None not in shapes and tuple(shapes[0]) == tuple(shapes[1])
-
-
+    shape = getattr(other, "shape", None)
+    return shape is not None and bool(value.shape == shape)

@@ -50,6 +50,12 @@ def put(tensor: Any, value: Value) -> None:
         global_state.put_note(tensor, tensors.UNCAST, value)
 
 
+def keep(rounded: Any, value: Any, **properties: bool) -> None:
+    """Keeps a float32 tensor behind the 16-bit one that it was rounded to."""
+    if rounded is not value:
+        put(rounded, Value(lambda known: value, **properties))
+
+
 def find(values: Iterable[Any]) -> list[Value]:
     """Returns the notes on arguments of an op, also on lists of tensors."""
     found = []
