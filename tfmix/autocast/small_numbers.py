@@ -180,7 +180,8 @@ def _kept(value: Any, name: str, values: tuple, dtype: str) -> Any:
     """
     wide = [x for x in values if _is_wide(name, x)]
     is_wide = name in _ROOTS or any(_is_alike(value, x) for x in wide)
-    if is_wide:
+    if is_wide and name in _QUOTIENTS:
+        # Of a small number beside 0, as `fitting` promises.
         result = finite_constants.finite(value, dtype)
     else:
         result = tensors.narrow(value, dtype)
