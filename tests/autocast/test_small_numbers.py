@@ -28,6 +28,9 @@ FUNCTIONS = {
     "log of 1e-10": lambda t: ops.log(ops.mean(ops.square(t), 1) + 1e-10),
     "operators": lambda t: ops.log(ops.mean(t * t, 1) + 1e-10),
     "power": lambda t: ops.log(ops.sum(t**2, 1) + 1e-10),
+    "used by a product": lambda t: ops.matmul(
+        ops.log(ops.mean(ops.square(t), 1) + 1e-6), ops.ones((6, 2), t.dtype)
+    ),
     "root": lambda t: ops.sqrt(ops.sum(ops.square(t), 1) + 1e-12),
     "entropy": lambda t: (
         -ops.sum(ops.softmax(8 * t) * ops.log(ops.softmax(8 * t) + 1e-10), 1)
