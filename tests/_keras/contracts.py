@@ -93,6 +93,7 @@ FUNCTIONS = [
     (f"{COMMON}.variables", "get_autocast_scope", ""),
     (f"{COMMON}.variables.Variable", "_maybe_autocast", "self value"),
     (f"{COMMON}.variables.Variable", "__getitem__", "self idx"),
+    (f"{COMMON}.variables.Variable", "assign", "self value"),
     ("keras.src.backend", "compute_output_spec", "fn *args **kwargs"),
     ("keras.src.backend.core", "cast", "x dtype"),
     ("keras.src.backend.core", "convert_to_tensor", "x dtype"),

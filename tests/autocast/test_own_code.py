@@ -715,3 +715,23 @@ def test_code_that_fails_runs_once_more_however_deep_it_is(error, depth):
         layer(X)
     assert Raises.runs == 2
     assert layer.compute_dtype == "float16"
+
+
+@pytest.mark.parametrize("then", ["nothing", "dense", "residual"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_that_fell_back_predicts_the_same_once_loaded(
+    name, then, tmp_path
+):
+    tfmix.set_global_policy(name)
+    inputs = keras.Input((8,))
+    x = layers.Dense(8)(inputs)
+    y = Mixes()(x)
+    if then == "dense":
+        y = layers.Dense(4)(y)
+    elif then == "residual":
+        y = layers.Dense(4)(x + y)
+    model = keras.Model(inputs, y)
+    before = model.predict(X, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded.predict(X, verbose=0), before)

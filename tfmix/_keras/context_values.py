@@ -24,6 +24,8 @@ class Block:
         placing: A factor that says where gradients are placed inside of a
             border; `None` where no rule places them.
         in_loop: Whether it is computed in each step of a loop.
+        may_fall_back: Whether a layer of the user's own is tried in 16 bit, and
+            computes in float32 if that fails.
         is_chosen: Whether somebody around decides if a step is applied.
         step: The train step around the caller, `None` if there is none.
         platform: What TensorFlow traces for, "" if that is not known.
@@ -35,6 +37,7 @@ class Block:
     has_borders: bool = True
     placing: Any = None
     in_loop: bool = False
+    may_fall_back: bool = False
     is_chosen: bool = False
     step: Any = None
     platform: str = ""

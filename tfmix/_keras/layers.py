@@ -25,6 +25,8 @@ _CALL_CONTEXT = "current_call_ctx"
 # What casts each variable that a layer reads, and what takes a part of one.
 AUTOCAST: replacements.Place = (variables.Variable, "_maybe_autocast")
 ITEM: replacements.Place = (variables.Variable, "__getitem__")
+# What a layer writes to a variable with, in any way.
+ASSIGN: replacements.Place = (variables.Variable, "assign")
 # What runs through the time steps of a recurrent layer.
 LOOP: replacements.Place = (keras.layers.RNN, "inner_loop")
 # What multiplies by a weight with an operator of the backend.

@@ -22,9 +22,9 @@ BACKEND_OPS = getattr(backend, "ops", backend)
 # In the order in which the public ops prefer them: `tanh` is in `numpy` and
 # `nn`, and Keras 3.12 has a second, unused `norm` in `math`.
 _THEMES = ("linalg", "numpy", "nn", "math", "image")
-# Where numbers become tensors of a dtype by `keras.ops`. Of the rest of that
-# module (loops, branches, variables), nothing is an op with a dtype.
-CONVERSIONS = ("cast", "convert_to_tensor")
+# Where numbers become tensors of a dtype by `keras.ops`, and what only hands
+# on. Of the rest of that module (loops, branches), nothing has a dtype.
+CONVERSIONS = ("cast", "convert_to_tensor", "stop_gradient")
 _CORE: replacements.Place = (
     BACKEND_OPS if hasattr(BACKEND_OPS, "core") else backend,
     "core",

@@ -7,6 +7,7 @@ from tfmix._keras import replacements
 OPERATORS = (
     *("__add__", "__radd__", "__sub__", "__rsub__"),
     *("__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
+    *("__pow__", "__neg__", "__abs__"),
 )
 
 if keras.backend.backend() == "tensorflow":

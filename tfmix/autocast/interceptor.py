@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from tfmix._keras import (
     context_values,
+    layers,
     op_places,
     penalties,
     replacements,
@@ -25,7 +26,9 @@ from tfmix.autocast import (
     finite_constants,
     float32_ops,
     losses_from_logits,
+    own_code,
     recomputation,
+    small_numbers,
 )
 from tfmix.gradient_scaling import weight_gradients
 
@@ -54,6 +57,8 @@ def rows_of_op(name: str) -> list[Row]:
     if name in finite_constants.OPS:
         fit = functools.partial(finite_constants.fitting, name=name)
         rows.append(Row(SIXTEEN_BIT, fit))
+    if name in small_numbers.OPS:
+        rows.append(Row(SIXTEEN_BIT, _following(name)))
     if name in losses_from_logits.ACTIVATIONS:
         rows.append(Row(SIXTEEN_BIT, losses_from_logits.noting))
     if name in losses_from_logits.LOSSES:
@@ -62,34 +67,47 @@ def rows_of_op(name: str) -> list[Row]:
     return rows
 
 
+def _following(name: str) -> Maker:
+    follow = functools.partial(small_numbers.followed, name=name)
+    return weight_gradients.on_tensors(follow)
+
+
+def _rows_of_scalar(name: str) -> list[Row]:
+    """Lists what an operator of tensors, or a function beside it, runs."""
+    fit = functools.partial(finite_constants.fitting, name=name)
+    rows = [Row(SIXTEEN_BIT, fit)]
+    if name in small_numbers.OPS:
+        rows.append(Row(SIXTEEN_BIT, _following(name)))
+    return rows
+
+
 # Ops under `SIXTEEN_BIT`, and those that need no rule of their own.
 _OPS_IN_16_BIT = {
     *weight_gradients.OPS,
     *finite_constants.OPS,
+    *small_numbers.OPS,
     *losses_from_logits.ACTIVATIONS,
     *losses_from_logits.LOSSES,
 }
 
 
 # What is not an op.
-_METHODS: dict[replacements.Place, Row] = {
-    **dict.fromkeys(penalties.PLACES, Row(SIXTEEN_BIT, float32_ops.widened)),
-    **{
-        (owner, name): Row(
-            SIXTEEN_BIT, functools.partial(finite_constants.fitting, name=name)
-        )
-        for owner, name in scalars.PLACES
-    },
+_METHODS: dict[replacements.Place, list[Row]] = {
+    **dict.fromkeys(penalties.PLACES, [Row(SIXTEEN_BIT, float32_ops.widened)]),
+    **{place: _rows_of_scalar(place[1]) for place in scalars.PLACES},
     **dict.fromkeys(
-        bare_optimizers.PLACES, Row(SIXTEEN_BIT, bare_optimizers.applying)
+        bare_optimizers.PLACES, [Row(SIXTEEN_BIT, bare_optimizers.applying)]
     ),
-    **dict.fromkeys(recomputation.PLACES, Row(_ALWAYS, recomputation.alike)),
+    layers.ASSIGN: [
+        Row(SIXTEEN_BIT, weight_gradients.on_tensors(own_code.assigning))
+    ],
+    **dict.fromkeys(recomputation.PLACES, [Row(_ALWAYS, recomputation.alike)]),
     **{
-        place: Row(SIXTEEN_BIT, make)
+        place: [Row(SIXTEEN_BIT, make)]
         for place, make in weight_gradients.METHODS.items()
     },
 }
-_ATTENTION = Row(op_places.ATTENTION, float32_ops.attention_in_float32)
+_ATTENTION = [Row(op_places.ATTENTION, float32_ops.attention_in_float32)]
 
 _lock = threading.RLock()
 _replacements = replacements.Replacements()
@@ -171,7 +189,7 @@ def _stand_ins(rules: frozenset[str]) -> dict[replacements.Place, Maker]:
     """Returns where a set of rules needs stand-ins, and what makes them."""
     stand_ins: dict[replacements.Place, Maker] = {}
     ops = set(rules) - {SIXTEEN_BIT}
-    methods: dict[replacements.Place, Row] = {}
+    methods: dict[replacements.Place, list[Row]] = {}
     if SIXTEEN_BIT in rules:
         ops |= _OPS_IN_16_BIT
         methods |= _METHODS
@@ -181,8 +199,8 @@ def _stand_ins(rules: frozenset[str]) -> dict[replacements.Place, Maker]:
         # A module is copied as a whole, with a wrapper for each of its ops.
         make = functools.partial(_intercepted_op, name=name)
         stand_ins |= dict.fromkeys(op_places.targets(name), make)
-    for place, row in methods.items():
-        stand_ins[place] = functools.partial(_intercepted, rows=[row])
+    for place, rows in methods.items():
+        stand_ins[place] = functools.partial(_intercepted, rows=rows)
     return stand_ins
 
 

@@ -112,7 +112,10 @@ class Outputs:
         if narrow:
             _, leaf = leaves[narrow[0]]
             dtype = tensors.float_dtype(leaf)
-            _messages.warn(_line(self._model, narrow, dtype))
+            # Once in a process: a package may make many models, whose layers
+            # its user cannot change.
+            line = _line(self._model, narrow, dtype)
+            _messages.warn_once(line, about=("last layer", dtype))
 
 
 def _last_layer(model: keras.Model, place: int) -> keras.Layer | None:

@@ -22,9 +22,10 @@ from tfmix._keras import (
     layers,
     model_methods,
     replacements,
+    variables,
 )
 from tfmix.autocast import exact_inputs, finite_constants
-from tfmix.gradient_scaling import tensors
+from tfmix.gradient_scaling import float32_values, tensors, weight_gradients
 from tfmix.policy import policy as policies
 
 _CALL = "call"
@@ -169,6 +170,29 @@ def notes(model: keras.Layer) -> list[str]:
     ]
 
 
+def assigning(original: Callable) -> Callable:
+    """Returns what assigns what float32 has to a float32 variable.
+
+    16-bit numbers whose float32 values are not known make the layer whose code
+    assigns them fall back.
+    """
+
+    def assign(self: Any, value: Any) -> Any:
+        is_wide = variables.stored_dtype(self) == "float32"
+        if not is_wide or not tensors.is_16_bit(value):
+            return original(self, value)
+        value = tensors.uncast(value)
+        may_fall_back = context_values.block.get().may_fall_back
+        if may_fall_back and not weight_gradients.is_exact(value):
+            raise TypeError(
+                f"16-bit numbers are assigned to the variable {self.path!r}, "
+                "which is float32."
+            )
+        return original(self, weight_gradients.exact(value))
+
+    return assign
+
+
 class _State:
     """How the `call` of one layer computes; also a part of a model."""
 
@@ -218,7 +242,8 @@ class _State:
             return self._in_float32(original, args, kwargs)
         restore = attempts.noted(self._layer, is_new)
         try:
-            return original(*args, **kwargs)
+            with self._attempt():
+                return original(*args, **kwargs)
         except Exception as error:
             restore()
             if _is_final(error) or not _may_change(self._layer):
@@ -234,6 +259,21 @@ class _State:
                 undo.pop_all()
             self._tell()
             return outputs
+
+    def _attempt(self) -> contextlib.AbstractContextManager[None]:
+        """Says around a call what the code in it may assign.
+
+        Keras's own layers keep 16 bit in a state, such as that of an RNN.
+        """
+        layer = self._layer
+        before = context_values.block.get().may_fall_back
+        if _users_code.in_library(type(layer).__module__):
+            now = False
+        else:
+            now = _may_change(layer)
+        if now == before:
+            return contextlib.nullcontext()
+        return context_values.holding(may_fall_back=now)
 
     def _ask_for_float32(self) -> None:
         """Lets what is inside a float32 layer of the user's hand float32 on.
@@ -267,8 +307,13 @@ class _State:
         is_model = isinstance(self._layer, keras.Model)
         if is_model and global_state.is_outermost(self._layer):
             return outputs
-        narrow = functools.partial(finite_constants.finite, dtype=self.returns)
-        return tensors.map_leaves(outputs, narrow)
+        return tensors.map_leaves(outputs, self._narrow)
+
+    def _narrow(self, value: Any) -> Any:
+        """Rounds a result, and keeps what a loaded file's layer returns."""
+        result = finite_constants.finite(value, self.returns)
+        float32_values.keep(result, value, is_wide=True)
+        return result
 
     def _tell(self) -> None:
         if not self._tells:

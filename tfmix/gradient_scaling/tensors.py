@@ -11,8 +11,9 @@ import keras
 from tfmix import _formats
 from tfmix._keras import global_state, gradients, layers
 
-# On a 16-bit tensor: what it was before a layer, or a rule, rounded it.
-_UNCAST = "_tfmix_uncast"
+# On a 16-bit tensor: what it was before a layer, or a rule, rounded it; or how
+# that is computed (`float32_values`).
+UNCAST = "_tfmix_uncast"
 
 
 def float_dtype(value: Any) -> str:
@@ -75,7 +76,7 @@ def narrow_once(value: Any, dtype: str) -> Any:
         # JAX arrays take no attributes; the penalty is then what the 16-bit
         # format can hold.
         with contextlib.suppress(AttributeError):
-            setattr(result, _UNCAST, value)
+            setattr(result, UNCAST, value)
     return result
 
 
@@ -88,7 +89,7 @@ def wide(value: Any) -> Any:
     if not is_16_bit(value):
         return value
     is_scalar = getattr(value, "ndim", None) == 0
-    result = getattr(value, _UNCAST, None) if is_scalar else None
+    result = getattr(value, UNCAST, None) if is_scalar else None
     if float_dtype(result) != "float32":
         result = keras.ops.cast(value, "float32")
     global_state.copy_notes(value, result, widen)
@@ -97,7 +98,7 @@ def wide(value: Any) -> Any:
 
 def note_uncast(source: Any, converted: Any, tensor: Any) -> None:
     """Remembers what a cast tensor was, and the mask of what it is made of."""
-    global_state.put_note(converted, _UNCAST, tensor)
+    global_state.put_note(converted, UNCAST, tensor)
     layers.copy_mask(source, converted)  # which Keras 3.12 loses in a cast
 
 
@@ -105,8 +106,8 @@ def uncast(x: Any) -> Any:
     """Returns what a tensor was before a layer cast it, else the tensor."""
     original = None
     if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
-        original = global_state.note(x, _UNCAST)
-    if original is None:
+        original = global_state.note(x, UNCAST)
+    if not hasattr(original, "dtype"):
         return x
     if keras.backend.backend() != "tensorflow" or not keras.ops.is_tensor(x):
         return original

@@ -24,7 +24,7 @@ from tfmix._keras import (
     replacements,
     variables,
 )
-from tfmix.gradient_scaling import contraction, tensors
+from tfmix.gradient_scaling import contraction, float32_values, tensors
 
 products: Any
 if keras.backend.backend() == "tensorflow":
@@ -77,6 +77,31 @@ def source(tensor: Any) -> Any:
     return global_state.note(tensor, SOURCE)
 
 
+def exact(value: Any, known: float32_values.Known | None = None) -> Any:
+    """Returns a 16-bit tensor or a variable in float32, as exact as is known.
+
+    Anything else is returned as it is.
+    """
+    value = snapshot(value)
+    if not tensors.is_16_bit(value):
+        return value
+    found = source(value)
+    if found is None:
+        found = float32_values.of(value, known)
+    return tensors.widen(value) if found is None else found
+
+
+def is_exact(value: Any) -> bool:
+    """Says whether the float32 value behind a 16-bit tensor is what it was.
+
+    It is one of a variable, or was made of such values and of sums alone.
+    """
+    if source(value) is not None:
+        return True
+    notes = float32_values.find([value])
+    return bool(notes) and notes[0].is_exact
+
+
 def _copy(weight: Any, dtype: Any) -> Any:
     """Returns a 16-bit copy of a float32 weight."""
     copy = keras.ops.cast(weight, dtype)
@@ -84,8 +109,11 @@ def _copy(weight: Any, dtype: Any) -> Any:
     return copy
 
 
-def _read(value: Any) -> Any:
-    return value.value if isinstance(value, keras.Variable) else value
+def snapshot(value: Any) -> Any:
+    """Returns what a variable holds now, and anything else as it is."""
+    # TensorFlow's variable is no value: what is assigned later shows in it.
+    is_variable = isinstance(value, keras.Variable)
+    return layers.as_tensor(value.value) if is_variable else value
 
 
 def _autocast(original: Callable) -> Callable:
@@ -115,14 +143,17 @@ def _loop(original: Callable) -> Callable:
 
 
 def _cast(original: Callable) -> Callable:
-    """A copy that is cast back to float32 is the weight as it was."""
+    """What is cast back to float32 is what it was before it was rounded."""
 
     def cast(x: Any, dtype: Any) -> Any:
-        x = _read(x)
+        x = snapshot(x)
         weight = source(x)
         dtype = keras.backend.standardize_dtype(dtype)
-        if weight is not None and dtype == "float32":
-            return weight
+        if dtype == "float32":
+            if weight is not None:
+                return weight
+            if any(note.is_lost for note in float32_values.find([x])):
+                return float32_values.of(x)
         result = original(x, dtype)
         if weight is not None and dtype in _formats.SIXTEEN_BIT:
             global_state.put_note(result, SOURCE, weight)
@@ -173,7 +204,7 @@ def _item(original: Callable) -> Callable:
 def _alone(original: Callable) -> Callable:
     def alone(x: Any, *args: Any, **kwargs: Any) -> Any:
         several = isinstance(x, list | tuple)
-        copies = [_read(one) for one in (x if several else [x])]
+        copies = [snapshot(one) for one in (x if several else [x])]
         weights = [source(one) for one in copies]
         if not weights or any(weight is None for weight in weights):
             return original(x if several else copies[0], *args, **kwargs)
@@ -188,7 +219,7 @@ def _alone(original: Callable) -> Callable:
 def _wide(original: Callable) -> Callable:
     def wide(*args: Any, **kwargs: Any) -> Any:
         def exact(x: Any) -> Any:
-            x = _read(x)
+            x = snapshot(x)
             weight = source(x)
             return x if weight is None else weight
 
@@ -200,7 +231,8 @@ def _wide(original: Callable) -> Callable:
 
 def _take(original: Callable) -> Callable:
     def take(x: Any, indices: Any, axis: Any = None) -> Any:
-        x = _read(x)
+        # Not a snapshot: TensorFlow reads the rows alone from a variable.
+        x = x.value if isinstance(x, keras.Variable) else x
         weight = source(x)
         if weight is None:
             return original(x, indices, axis=axis)
@@ -215,13 +247,16 @@ def _factors(x1: Any, x2: Any) -> tuple[Any, Any, int | None]:
 
     `None` if it is none of them; a product of two copies is a copy.
     """
-    x1, x2 = _read(x1), _read(x2)
+    x1, x2 = snapshot(x1), snapshot(x2)
     found = [n for n, x in enumerate((x1, x2)) if source(x) is not None]
     if not found:
         return x1, x2, None
     if len(found) == 2:
         return x1, x2, 2
     dtypes = [tensors.float_dtype(x) for x in (x1, x2)]
+    if "float32" in dtypes:
+        # The product is float32, of the weight as it is.
+        return exact(x1), exact(x2), None
     if dtypes[0] != dtypes[1] or dtypes[0] not in _formats.SIXTEEN_BIT:
         return x1, x2, None
     return x1, x2, found[0]
@@ -261,7 +296,7 @@ def _multiplied(original: Callable, sums: Callable, x1: Any, x2: Any) -> Any:
         x1: The first factor.
         x2: The second.
     """
-    x1, x2 = _read(x1), _read(x2)
+    x1, x2 = snapshot(x1), snapshot(x2)
 
     def compute(function: Any, inputs: Any, weight: Any, place: int) -> Any:
         shapes = [weight.shape, weight.shape]
@@ -332,8 +367,8 @@ def _separable(original: Callable) -> Callable:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
-        kernel = _read(given.pop("depthwise_kernel"))
-        pointwise = _read(given.pop("pointwise_kernel"))
+        kernel = snapshot(given.pop("depthwise_kernel"))
+        pointwise = snapshot(given.pop("pointwise_kernel"))
         if source(kernel) is None and source(pointwise) is None:
             return original(*args, **kwargs)
         inner = keras.ops.depthwise_conv(kernel=kernel, **given)
@@ -356,7 +391,7 @@ def _elementwise(original: Callable, bilinear: bool) -> Callable:
         )
 
     def elementwise(x1: Any, x2: Any) -> Any:
-        x1, x2 = _read(x1), _read(x2)
+        x1, x2 = snapshot(x1), snapshot(x2)
         if isinstance(x2, int | float):
             return _alone(lambda x: original(x, x2))(x1)
         if isinstance(x1, int | float):
@@ -462,7 +497,7 @@ def _pointwise(
     )
 
 
-def _on_tensors(make: Maker) -> Maker:
+def on_tensors(make: Maker) -> Maker:
     """Returns what makes a stand-in that leaves mere shapes to Keras."""
 
     def made(original: Callable) -> Callable:
@@ -501,5 +536,5 @@ _OF_METHODS: dict[replacements.Place, Maker] = {
     **dict.fromkeys(layers.ADAPTED_KERNELS, _adapted),
 }
 # What makes stand-ins of Keras's ops, by their names, and of its methods.
-OPS = {name: _on_tensors(make) for name, make in _OF_OPS.items()}
-METHODS = {place: _on_tensors(make) for place, make in _OF_METHODS.items()}
+OPS = {name: on_tensors(make) for name, make in _OF_OPS.items()}
+METHODS = {place: on_tensors(make) for place, make in _OF_METHODS.items()}

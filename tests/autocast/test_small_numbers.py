@@ -1,0 +1,157 @@
+"""What a logarithm, a root or a quotient is given, has not been rounded."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfmix
+
+ON_JAX = keras.backend.backend() == "jax"
+NAMES = ("mixed_float16", "mixed_bfloat16")
+WAYS = ("eager", "xla") if ON_JAX else ("eager", "graph", "xla")
+# A gradient and a result are rounded to 16 bit once or twice.
+ROUNDED = {"float16": {"rtol": 2e-3, "atol": 1e-6}}
+ROUNDED["bfloat16"] = {"rtol": 2e-2, "atol": 1e-6}
+
+
+def generalised_mean(power, constant):
+    def pool(t):
+        powers = ops.power(ops.maximum(t, constant), power)
+        return ops.power(ops.mean(powers, 1), 1 / power)
+
+    return pool
+
+
+FUNCTIONS = {
+    "log": lambda t: ops.log(ops.mean(ops.square(t), 1) + 1e-6),
+    "log of 1e-10": lambda t: ops.log(ops.mean(ops.square(t), 1) + 1e-10),
+    "operators": lambda t: ops.log(ops.mean(t * t, 1) + 1e-10),
+    "power": lambda t: ops.log(ops.sum(t**2, 1) + 1e-10),
+    "used by a product": lambda t: ops.matmul(
+        ops.log(ops.mean(ops.square(t), 1) + 1e-6), ops.ones((6, 2), t.dtype)
+    ),
+    "root": lambda t: ops.sqrt(ops.sum(ops.square(t), 1) + 1e-12),
+    "entropy": lambda t: (
+        -ops.sum(ops.softmax(8 * t) * ops.log(ops.softmax(8 * t) + 1e-10), 1)
+    ),
+    **{
+        f"mean of powers {power}, {constant}": generalised_mean(power, constant)
+        for power in (2, 3)
+        for constant in (1e-6, 1e-3)
+    },
+}
+
+
+class Calls(layers.Layer):
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
+
+    def call(self, t):
+        return self.function(t)
+
+
+def result_and_gradient(function, x, way):
+    model = keras.Sequential([keras.Input(x.shape[1:]), Calls(function)])
+    if ON_JAX:
+        import jax
+
+        def total(x):
+            y = model.stateless_call([], [], x)[0]
+            return ops.sum(y), y
+
+        compute = jax.grad(total, has_aux=True)
+        gradient, y = (compute if way == "eager" else jax.jit(compute))(x)
+        return np.array(y), np.array(gradient)
+    import tensorflow as tf
+
+    def compute(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = model(x)
+        return y, tape.gradient(y, x)
+
+    if way != "eager":
+        compute = tf.function(compute, jit_compile=way == "xla")
+    return [part.numpy() for part in compute(tf.constant(x))]
+
+
+def activations(dtype):
+    """Returns 16-bit numbers, zeros in the first channel, small in others."""
+    x = np.random.default_rng(0).normal(size=(4, 16, 6))
+    x *= [0.0, 1e-3, 1e-2, 1.0, 1.0, 3.0]
+    x[..., 3:] = np.abs(x[..., 3:])
+    return np.array(ops.cast(ops.cast(x, dtype), "float32"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_small_numbers_and_their_gradients_are_those_of_float32(
+    name, function, way
+):
+    dtype = name.removeprefix("mixed_")
+    x = activations(dtype)
+    tfmix.set_global_policy("float32")
+    right = result_and_gradient(FUNCTIONS[function], x, "eager")
+    tfmix.set_global_policy(name)
+    found = result_and_gradient(FUNCTIONS[function], x, way)
+    for actual, expected in zip(found, right, strict=True):
+        np.testing.assert_allclose(actual, expected, **ROUNDED[dtype])
+    assert not found[1][..., 0].any() or function == "entropy"
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("power", [2, 3])
+def test_pooling_of_powers_behind_a_relu_learns(power, jit):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 16, 4)).astype("float32")
+    y = rng.integers(0, 4, 64)
+
+    def losses(name):
+        tfmix.set_global_policy(name)
+        keras.utils.set_random_seed(0)
+        pool = Calls(generalised_mean(power, 1e-6))
+        first = layers.Dense(8, activation="relu")
+        model = keras.Sequential(
+            [first, pool, layers.Dense(4, dtype="float32")]
+        )
+        model.build((None, 16, 4))
+        # A channel that nothing reaches.
+        kernel = np.array(first.kernel)
+        kernel[:, 0] = 0.0
+        first.kernel.assign(kernel)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01), loss, jit_compile=jit)
+        return model.fit(x, y, 16, 4, verbose=0).history["loss"]
+
+    right, found = losses("float32"), losses("mixed_float16")
+    assert right[-1] < right[0] - 0.01
+    np.testing.assert_allclose(found, right, rtol=5e-3)
+
+
+def test_a_tape_sees_the_16_bit_tensor_that_it_watches():
+    tf = pytest.importorskip("tensorflow")
+    if ON_JAX:
+        pytest.skip("a tape is TensorFlow's")
+    tfmix.set_global_policy("mixed_float16")
+
+    class Watches(layers.Layer):
+        def call(self, t):
+            with tf.GradientTape() as tape:
+                square = ops.square(t)
+                tape.watch(square)
+                y = ops.log(ops.sum(square, 1) + 1e-6)
+            return tape.gradient(y, square)
+
+    x = np.full((1, 2), 2.0, "float32")
+    np.testing.assert_allclose(Watches()(x), [[0.125, 0.125]], rtol=1e-3)
+
+
+def test_what_nobody_asks_for_is_not_computed():
+    tfmix.set_global_policy("mixed_float16")
+    x = ops.cast(np.ones((2, 3)), "float16")
+    assert keras.backend.standardize_dtype(ops.square(x).dtype) == "float16"
+    assert keras.backend.standardize_dtype(ops.log(x * x).dtype) == "float16"
