@@ -295,6 +295,17 @@ def host_value(variable: Any) -> np.ndarray:
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
+def value_outside(variable: keras.Variable) -> np.ndarray:
+    """Returns what a variable holds outside of a trace that goes on; or 0."""
+    if keras.backend.backend() == "jax":
+        return np.asarray(variable._value)
+    with tf.init_scope():
+        value = held(variable)
+        if not (tf.executing_eagerly() and value.is_initialized()):
+            return np.zeros((), "int64")
+        return np.asarray(value.numpy())
+
+
 def trace() -> Any:
     """Returns what equals itself only while the same function is compiled.
 
