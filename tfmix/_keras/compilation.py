@@ -295,15 +295,17 @@ def host_value(variable: Any) -> np.ndarray:
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
-def value_outside(variable: keras.Variable) -> np.ndarray:
-    """Returns what a variable holds outside of a trace that goes on; or 0."""
+def value_outside(variable: keras.Variable) -> np.ndarray | None:
+    """Returns what a variable holds outside of a trace, None for nothing."""
     if keras.backend.backend() == "jax":
-        return np.asarray(variable._value)
+        # A step of `fit` takes the values out.
+        value = variable._value
+        return None if value is None else np.asarray(value)
     with tf.init_scope():
-        value = held(variable)
-        if not (tf.executing_eagerly() and value.is_initialized()):
-            return np.zeros((), "int64")
-        return np.asarray(value.numpy())
+        inner = held(variable)
+        if not (tf.executing_eagerly() and inner.is_initialized()):
+            return None
+        return np.asarray(inner.numpy())
 
 
 def trace() -> Any:

@@ -20,6 +20,7 @@ class Run:
     why: str  # why this policy
     device: str
     fast: bool  # whether the device is faster in the policy's dtype
+    failed: str  # why something could not be measured, "" for nothing
     ended: str  # the error that ended it, "" for none
     steps: int  # of optimizers, skipped ones included
     skipped: int | None
@@ -58,6 +59,8 @@ class Run:
                 "No optimizer step was seen in this process, so nothing was "
                 "measured."
             )
+        if self.failed:
+            notes.append(f"not measured to the end, because of {self.failed}")
         if self.cause:
             notes.append(f"skipped, most likely: {self.cause}")
         if self.steps and not self.is_float32():
@@ -152,7 +155,7 @@ class Report(_tables.Printed):
         speedup = self.speedup()
         if speedup is None:
             return "Not compared: one of the runs has too few steps to time."
-        times = f"{speedup:.2g} times as fast as {wide.policy}"
+        times = f"{speedup:.2f} times as fast as {wide.policy}"
         saved = _saved(narrow, wide)
         if speedup >= _FASTER:
             said = f"Worth it: {times}{saved}."

@@ -70,8 +70,8 @@ class _Session:
         names.check(name)
         self._asked = name
         self._policy = policies.Policy(name)
-        # The policies that the script sets itself.
-        self._by_script: list[str] = []
+        # The policies that the script asks for itself, the latest at the end.
+        self._by_script: dict[str, keras.DTypePolicy] = {}
         self._replacements = replacements.Replacements()
         # The layers made in 16 bit, numbered, and what was found of each.
         self._layers: weakref.WeakKeyDictionary[Any, int] = (
@@ -79,8 +79,6 @@ class _Session:
         )
         self._numbers = itertools.count()
         self._found: dict[int, tuple[str, str, str]] = {}
-        # The policy that the last of them was made in.
-        self._used: keras.DTypePolicy | None = None
         self._steps = steps.Steps(self._look_at_layers)
         self.cause = ""
 
@@ -101,9 +99,9 @@ class _Session:
 
     def _decide(self, policy: keras.DTypePolicy) -> keras.DTypePolicy:
         """Returns the policy that a script gets which asks for one."""
-        name = getattr(policy, "level", None) or policy.name
-        if name not in self._by_script:
-            self._by_script.append(name)
+        name = _name(policy)
+        self._by_script.pop(name, None)
+        self._by_script[name] = policy
         if self._settings.is_strict and policy.name != "float32":
             return self._policy
         return policy
@@ -126,9 +124,7 @@ class _Session:
         @functools.wraps(original)
         def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:
             original(layer, *args, **kwargs)
-            policy = global_policy.global_policy()
-            if policies.is_sixteen_bit(policy):
-                self._used = policy
+            if policies.is_sixteen_bit(global_policy.global_policy()):
                 self._layers[layer] = next(self._numbers)
 
         vars(__init__)["__signature__"] = inspect.signature(original)
@@ -176,19 +172,19 @@ class _Session:
 
     def _measured(self) -> report.Run:
         self._look_at_layers()
-        policy = self._used or global_policy.global_policy()
-        name = getattr(policy, "level", None) or policy.name
+        policy, why = self._in_force()
         found = [self._found[number] for number in sorted(self._found)]
         kinds = Counter(kind for kind, dtype, _ in found if dtype == "float32")
         here = devices()
         group = self._steps.longest()
         last = self._steps.last
         return report.Run(
-            policy=name,
+            policy=_name(policy),
             dtype=policy.compute_dtype,
-            why=self._why(),
+            why=why,
             device=_device(here),
             fast=any(vars(device).get(policy.compute_dtype) for device in here),
+            failed=self._steps.error,
             ended=_ended(),
             steps=self._steps.count(),
             skipped=self._steps.skipped(),
@@ -203,22 +199,30 @@ class _Session:
             fallen=tuple(filter(None, (why for *_, why in found))),
         )
 
-    def _why(self) -> str:
-        """Says why the policy is what it is at the end."""
-        theirs = ", ".join(map(repr, self._by_script))
+    def _in_force(self) -> tuple[keras.DTypePolicy, str]:
+        """Returns the policy of the run, and why it is that one."""
+        # Conversions compute in float32 on their way to 16 bit.
+        *_, theirs = sorted(
+            ["", *self._by_script], key=lambda name: name not in ("", "float32")
+        )
         if theirs and self._settings.is_strict:
-            return f"asked for, in place of the script's {theirs}"
+            return self._policy, f"asked for, in place of the script's {theirs}"
         if theirs:
-            return f"the script sets {theirs} itself"
+            return self._by_script[theirs], "the script asks for it itself"
         if self._asked == "auto":
-            return f"'auto', {suited_policy(devices())[1]}"
-        return "asked for"
+            return self._policy, f"'auto', {suited_policy(devices())[1]}"
+        return self._policy, "asked for"
 
     def _cause(self) -> str:
         if not self._steps.skipped():
             return ""
         # What `fit` knows is more: it has the data.
         return self.cause or self._steps.cause() or "not known"
+
+
+def _name(policy: keras.DTypePolicy) -> str:
+    """Returns the name that a policy is asked for by."""
+    return str(getattr(policy, "level", None) or policy.name)
 
 
 def _is_new(policy: keras.DTypePolicy | None) -> bool:

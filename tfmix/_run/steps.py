@@ -39,7 +39,7 @@ class Counter:
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._iterations = optimizers.apply_count(optimizer)
-        self._start = int(compilation.value_outside(self._iterations))
+        self._start = compilation.value_outside(self._iterations)
         # A variable, or what counts for an optimizer that nobody wrapped.
         self._skips: Any = None
         self._calls = 0
@@ -55,18 +55,21 @@ class Counter:
 
     def steps(self) -> int:
         """Returns how many steps were made, skipped ones included."""
-        applied = int(compilation.host_value(self._iterations)) - self._start
-        counted = applied + (self.skipped() or 0)
+        now = compilation.value_outside(self._iterations)
+        if now is None or self._start is None:
+            return self._calls
+        counted = int(now - self._start) + (self.skipped() or 0)
         # A function that JAX compiles may keep the count to itself.
         return max(counted, self._calls) if _ON_JAX else counted
 
     def skipped(self) -> int | None:
         """Returns how many of them were skipped, None if nobody counts."""
-        if self._skips is None:
-            return None
         if isinstance(self._skips, bare_optimizers.Skips):
             return self._skips.skipped_steps
-        return int(compilation.host_value(self._skips))
+        if self._skips is None:
+            return None
+        skipped = compilation.value_outside(self._skips)
+        return None if skipped is None else int(skipped)
 
     def note_overflow(self) -> None:
         """Notes where gradients overflow, while the optimizer is there."""
@@ -169,6 +172,8 @@ class Steps:
         )
         self.groups: list[Group] = []
         self.last: Group | None = None
+        # Why something could not be measured, "" if nothing went wrong.
+        self.error = ""
         self._inside = threading.local()
         self._replacements = replacements.Replacements()
 
@@ -206,25 +211,26 @@ class Steps:
             if getattr(self._inside, "apply", False):
                 # An optimizer inside another is a part of its step.
                 return original(optimizer, *args, **kwargs)
+            counter = self._counter(optimizer)
             self._inside.apply = True
             try:
                 result = original(optimizer, *args, **kwargs)
             finally:
                 self._inside.apply = False
-            self._applied(optimizer)
+            if compiled_calls.is_compiling():
+                compiled_calls.note(counter)
+            else:
+                self._called(optimizer, [counter], None, None)
             return result
 
         return apply
 
-    def _applied(self, optimizer: Any) -> None:
+    def _counter(self, optimizer: Any) -> Counter:
         counter = self._counters.get(optimizer)
         if counter is None:
             counter = self._counters[optimizer] = Counter(optimizer)
             self._every.append(counter)
-        if compiled_calls.is_compiling():
-            compiled_calls.note(counter)
-        else:
-            self._called(optimizer, [counter], None, None)
+        return counter
 
     def _compiled_call(
         self, function: Any, notes: list[Any], began: float, outputs: Any
@@ -239,7 +245,11 @@ class Steps:
             group = self._groups[by] = Group()
             self.groups.append(group)
         self.last = group
-        group.called(counters, began, outputs)
+        try:
+            group.called(counters, began, outputs)
+        except Exception as error:
+            # What is measured is no reason to stop the script.
+            self.error = f"{type(error).__name__}: {error}"
         if group.calls == 1:
             self._on_first()
 
