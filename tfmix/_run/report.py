@@ -43,7 +43,7 @@ class Run:
         return [
             f"{self.steps:,}",
             _UNKNOWN if self.skipped is None else f"{self.skipped:,}",
-            _shown(self.milliseconds, ".3g"),
+            _shown(self.milliseconds, ",.3g" if _is_short(self) else ",.0f"),
             _shown(self.first_seconds, ".2f"),
             _shown(self.peak_bytes and self.peak_bytes / 2**20, ",.0f"),
             _shown(self.loss, ".4g"),
@@ -82,7 +82,7 @@ class Run:
         return kept
 
 
-_HEADS = (
+HEADS = (
     "optimizer steps",
     "skipped",
     "milliseconds a step",
@@ -110,7 +110,7 @@ class Report(_tables.Printed):
         columns = [run.cells() for run in self.runs]
         rows = [
             row
-            for row in zip(_HEADS, *columns, strict=True)
+            for row in zip(HEADS, *columns, strict=True)
             if set(row[1:]) != {_UNKNOWN}
         ]
         notes = [note for run in self.runs for note in run.notes()]
@@ -172,6 +172,10 @@ class Report(_tables.Printed):
                 f"{narrow.dtype}."
             )
         return said + _losses(narrow, wide)
+
+
+def _is_short(run: Run) -> bool:
+    return run.milliseconds is not None and run.milliseconds < 100
 
 
 def _saved(narrow: Run, wide: Run) -> str:

@@ -117,7 +117,8 @@ class Group:
         """Notes a call that has returned."""
         self.counters = counters
         self.calls += 1
-        self.losses.append(_loss(outputs))
+        if (loss := _loss(outputs)) is not None:
+            self.losses.append(loss)
         for counter in counters:
             counter.called()
         if self.calls > _ONE_BY_ONE:
@@ -171,6 +172,7 @@ class Steps:
             weakref.WeakKeyDictionary()
         )
         self.groups: list[Group] = []
+        # The latest one that has a loss.
         self.last: Group | None = None
         # Why something could not be measured, "" if nothing went wrong.
         self.error = ""
@@ -244,12 +246,13 @@ class Steps:
         if group is None:
             group = self._groups[by] = Group()
             self.groups.append(group)
-        self.last = group
         try:
             group.called(counters, began, outputs)
         except Exception as error:
             # What is measured is no reason to stop the script.
             self.error = f"{type(error).__name__}: {error}"
+        if group.losses:
+            self.last = group
         if group.calls == 1:
             self._on_first()
 

@@ -253,6 +253,9 @@ def _end_scope(*, failed: bool) -> None:
 
 def _replaced_by_keras(policy: keras.DTypePolicy) -> None:
     """Follows a `keras.config.set_dtype_policy` made while tfmix is on."""
+    if not hooks_keras():
+        # Somebody has replaced the attribute after us, and keeps us inside.
+        return
     before = _lookup()
     # Maps cannot be compared: Keras's `==` fails on them.
     if before is policy or (
