@@ -26,9 +26,9 @@ QUICK = {
         *("unscaled_train_step", "where_raw_tf"),
     ),
     "jax": (
-        *("autoencoder_pixels", "color_affine", "cutout_layer", "epsilon_1e9"),
-        *("guide_loop_jax", "guide_train_step_jax", "language_model_jax"),
-        *("stateless_loop", "time2vec", "nested_models"),
+        *("drop_path_keras_random", "epsilon_1e9", "guide_loop_jax"),
+        *("guide_train_step_jax", "highway_numpy_bias", "language_model_jax"),
+        *("maml_jax", "masked_attention", "stateless_loop", "time2vec"),
     ),
 }
 
@@ -197,13 +197,17 @@ def test_the_policies_that_it_knows_are_all_there_are():
     assert sorted(cli._POLICIES) == sorted(names.NAMES)
 
 
-# Steps of each kind, and a layer that cannot compute in 16 bit.
+# What cannot be computed in 16 bit.
+MIXES = {
+    "tensorflow": "x + keras.ops.convert_to_tensor(np.ones(4, 'float32'))",
+    "jax": "jax.lax.add(x, jax.numpy.ones_like(x, 'float32'))",
+}
 TRAINS = """
-import keras, numpy as np
-
+import importlib, keras, numpy as np
+{backend} = importlib.import_module("{backend}")
 class Mixes(keras.layers.Layer):
     def call(self, x):
-        return x + keras.ops.convert_to_tensor(np.ones(4, "float32"))
+        return {mixes}
 
 def network():
     return keras.Sequential([
@@ -213,7 +217,7 @@ def network():
 random = np.random.default_rng(0)
 x = random.normal(size=(64, 8)).astype("float32")
 y = x.sum(1, keepdims=True)
-"""
+""".replace("{mixes}", MIXES[BACKEND]).replace("{backend}", BACKEND)
 FITS = (
     TRAINS
     + """

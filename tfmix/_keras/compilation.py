@@ -298,9 +298,10 @@ def host_value(variable: Any) -> np.ndarray:
 def value_outside(variable: keras.Variable) -> np.ndarray | None:
     """Returns what a variable holds outside of a trace, None for nothing."""
     if keras.backend.backend() == "jax":
-        # A step of `fit` takes the values out.
+        # A step of `fit` takes the values out, or lets XLA write over them.
         value = variable._value
-        return None if value is None else np.asarray(value)
+        is_gone = value is None or getattr(value, "is_deleted", bool)()
+        return None if is_gone else np.asarray(value)
     with tf.init_scope():
         inner = held(variable)
         if not (tf.executing_eagerly() and inner.is_initialized()):
