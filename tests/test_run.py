@@ -413,6 +413,25 @@ def test_two_policies_stand_side_by_side(tmp_path):
     assert data["verdict"] in " ".join(done.stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("source", "code", "said"),
+    [
+        ("raise SystemExit(4)", 4, "with exit code 4, so the one in 'float32'"),
+        ("print(1)", 0, "did not import Keras 3"),
+    ],
+)
+def test_a_second_run_that_makes_no_sense_is_not_started(
+    source, code, said, tmp_path
+):
+    script = tmp_path / "script.py"
+    script.write_text(f"print('ran')\n{source}")
+    done = run("--against", "float32", script, TMPDIR=str(tmp_path))
+    assert done.returncode == code
+    assert done.stdout.count("ran") == 1
+    assert said in done.stderr
+    assert list(tmp_path.iterdir()) == [script]
+
+
 def test_a_launcher_may_set_the_policy(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(FITS.replace("import keras", "import tfmix, keras"))

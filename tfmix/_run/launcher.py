@@ -45,13 +45,16 @@ def run(
         pass
     quiet = {"json": first.name, "is_quiet": True}
     code = _wait(words, policy, quiet)
+    report = pathlib.Path(first.name)
     if code:
-        pathlib.Path(first.name).unlink()
         print(
-            f"tfmix run: the run in {policy!r} failed with exit code {code}, "
+            f"tfmix run: the run in {policy!r} ended with exit code {code}, "
             f"so the one in {against!r} was not started.",
             file=sys.stderr,
         )
+    if code or not report.stat().st_size:
+        # Without Keras there is nothing to compare.
+        report.unlink()
         return code
     compared = {"json": target, "before": first.name, "is_strict": True}
     return _become(words, against, compared)
