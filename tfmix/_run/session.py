@@ -42,7 +42,11 @@ class Settings:
 def begin() -> None:
     """Trains what this process trains in the policy of the environment."""
     settings = Settings(**json.loads(os.environ.get(SETTINGS, "{}")))
-    _Session(os.environ[POLICY], settings).begin()
+    name = os.environ[POLICY]
+    try:
+        _Session(name, settings).begin()
+    except ValueError as error:
+        raise ValueError(f"{error} It is what {POLICY} says.") from None
 
 
 class _Watch(skip_report.SkipWatch):
