@@ -1,5 +1,6 @@
 """`tfmix run` runs a script as `python` does, in a policy, and measures it."""
 
+import importlib.util
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import keras
 import pytest
 
+from tests import helpers
 from tests.tree import ROOT
 from tests.wild import test_wild as wild
 from tfmix import cli
@@ -17,6 +19,8 @@ from tfmix._run import report
 from tfmix.policy import names
 
 BACKEND = keras.backend.backend()
+# Without Keras there is no backend to try it with.
+once = helpers.requires_backend("tensorflow")
 START = "import sys, tfmix_script; sys.exit(tfmix_script.main())"
 # Ten that train within seconds, with loops, `fit` and steps of their own.
 QUICK = {
@@ -110,6 +114,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 }
 
 
+@once
 @pytest.mark.every_case("each is a behaviour, and starts in no time")
 @pytest.mark.parametrize("name", AS_UNDER_PYTHON)
 def test_a_script_runs_as_under_python(name, tmp_path):
@@ -128,6 +133,7 @@ def test_a_script_runs_as_under_python(name, tmp_path):
     assert done.stderr.removeprefix(expected.stderr).count("\n") <= 1
 
 
+@once
 def test_a_module_runs_as_under_python(tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
@@ -139,6 +145,7 @@ def test_a_module_runs_as_under_python(tmp_path):
     assert "package.train" in done.stdout
 
 
+@once
 def test_another_sitecustomize_is_imported_too(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('theirs')")
     (tmp_path / "script.py").write_text(
@@ -151,6 +158,7 @@ def test_another_sitecustomize_is_imported_too(tmp_path):
     assert (theirs, file) == ("theirs", str(tmp_path / "sitecustomize.py"))
 
 
+@once
 def test_ctrl_c_reaches_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -351,6 +359,7 @@ model.fit(x, y, batch_size=8, epochs=4, verbose=0, callbacks=[Sleeps()])
 )
 
 
+@pytest.mark.costly
 def test_a_step_takes_the_time_until_the_next_one(tmp_path):
     data, _ = measured(tmp_path, SLEEPS, "--policy", "float32")
     assert 30 <= data["run"]["milliseconds"] < 100
@@ -364,6 +373,7 @@ print(keras.layers.Dense(1).compute_dtype)
 """
 
 
+@pytest.mark.costly
 def test_keras_own_policies_are_those_of_tfmix(tmp_path):
     source = (
         ASKS
@@ -385,6 +395,7 @@ print(keras.layers.Dense(1).compute_dtype)
     assert "replaces tfmix's policy" not in done.stderr
 
 
+@pytest.mark.costly
 def test_a_script_that_names_float32_is_asked_no_more(tmp_path):
     source = 'import keras\nkeras.config.set_dtype_policy("float32")\n' + FITS
     data, _ = measured(
@@ -396,6 +407,7 @@ def test_a_script_that_names_float32_is_asked_no_more(tmp_path):
     assert found["steps"] == 13
 
 
+@pytest.mark.costly
 def test_two_policies_stand_side_by_side(tmp_path):
     source = ASKS + FITS.replace("np.nan", "0")
     data, done = measured(
@@ -432,6 +444,7 @@ def test_a_second_run_that_makes_no_sense_is_not_started(
     assert list(tmp_path.iterdir()) == [script]
 
 
+@pytest.mark.costly
 def test_a_launcher_may_set_the_policy(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(FITS.replace("import keras", "import tfmix, keras"))
@@ -459,8 +472,11 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.costly
 def test_processes_have_the_policy_and_backends_are_the_scripts(tmp_path):
     other = {"jax": "tensorflow", "tensorflow": "jax"}[BACKEND]
+    if importlib.util.find_spec(other) is None:
+        pytest.skip(f"{other} is not installed")
     script = tmp_path / "script.py"
     script.write_text(STARTS_OTHERS.replace("{other}", other))
     done = run("--policy", "mixed_bfloat16", script)
@@ -589,6 +605,7 @@ def test_what_nobody_measured_is_left_out():
     assert "nan" not in printed
 
 
+@pytest.mark.costly
 def test_the_watch_costs_next_to_nothing(tmp_path):
     """A call of a compiled step costs microseconds more."""
     script = tmp_path / "script.py"
