@@ -82,7 +82,8 @@ def _called(function: Any, original: Callable, args: Any, kwargs: Any) -> Any:
     began = time.perf_counter()
     with _outermost(function) as call:
         outputs = original(*args, **kwargs)
-    if call.notes:
+    # A part of another function is no call of its own.
+    if call.notes and not is_compiling():
         for listener in _listeners:
             listener(function, call.notes, began, outputs)
     return outputs

@@ -64,10 +64,10 @@ class Counter:
 
     def skipped(self) -> int | None:
         """Returns how many of them were skipped, None if nobody counts."""
-        if isinstance(self._skips, bare_optimizers.Skips):
-            return self._skips.skipped_steps
         if self._skips is None:
             return None
+        if not isinstance(self._skips, keras.Variable):
+            return int(self._skips.skipped_steps)
         skipped = compilation.value_outside(self._skips)
         return None if skipped is None else int(skipped)
 
@@ -101,7 +101,6 @@ class Group:
     """The steps that one function makes, or one optimizer in eager code."""
 
     def __init__(self) -> None:
-        self.counters: list[Counter] = []
         self.calls = 0
         # Seconds from the call of the function to the end of its first step.
         self.first: float | None = None
@@ -115,7 +114,6 @@ class Group:
         self, counters: list[Counter], began: float | None, outputs: Any
     ) -> None:
         """Notes a call that has returned."""
-        self.counters = counters
         self.calls += 1
         if (loss := _loss(outputs)) is not None:
             self.losses.append(loss)
