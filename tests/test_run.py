@@ -582,6 +582,11 @@ WIDE = {"policy": "float32", "dtype": "float32", "skipped": None}
             "Not worth it: 0.40 times as fast as float32, as this CPU emulates "
             "float16.",
         ),
+        (
+            {"device": "CPU", "fast": False},
+            {"milliseconds": 10.5},
+            "Not worth it: 1.05 times as fast as float32. ",
+        ),
         ({}, {"milliseconds": None}, "too few steps to time"),
         ({"policy": "float32"}, {}, "nothing to compare"),
         ({"loss": 0.51}, {}, "The last losses differ by +0.01."),

@@ -161,21 +161,22 @@ class Report(_tables.Printed):
             said = f"Worth it: {times}{saved}."
         elif saved:
             said = f"Worth it for memory alone: {times}{saved}."
-        elif narrow.fast:
-            said = (
-                f"Not worth it: {times}. The layers may be too small, see "
-                "`tfmix advise`."
-            )
         else:
-            said = (
-                f"Not worth it: {times}, as this {narrow.device} emulates "
-                f"{narrow.dtype}."
-            )
+            said = f"Not worth it: {times}{_reason(narrow, speedup)}."
         return said + _losses(narrow, wide)
 
 
 def _is_short(run: Run) -> bool:
     return run.milliseconds is not None and run.milliseconds < 100
+
+
+def _reason(narrow: Run, speedup: float) -> str:
+    """Says why a run in 16 bit gains nothing, as far as that is known."""
+    if narrow.fast:
+        return ". The layers may be too small, see `tfmix advise`"
+    emulates = speedup < 1 / _FASTER
+    known = f", as this {narrow.device} emulates {narrow.dtype}"
+    return known if emulates else ""
 
 
 def _saved(narrow: Run, wide: Run) -> str:
