@@ -15,7 +15,7 @@ from tests import helpers
 from tests.tree import ROOT
 from tests.wild import test_wild as wild
 from tfmix import cli
-from tfmix._run import report
+from tfmix._run import report, session
 from tfmix.policy import names
 
 BACKEND = keras.backend.backend()
@@ -452,6 +452,12 @@ def test_a_launcher_may_set_the_policy(tmp_path):
     assert done.returncode == 0, done.stderr
     assert re.search("^optimizer steps +13 *$", done.stderr, re.M)
     assert "mixed_bfloat16" in done.stderr
+
+
+def test_a_wrong_policy_of_a_launcher_is_refused(monkeypatch):
+    monkeypatch.setenv("TFMIX_POLICY", "fp16")
+    with pytest.raises(ValueError, match="'mixed_float16'.*TFMIX_POLICY says"):
+        session.begin()
 
 
 STARTS_OTHERS = """
