@@ -70,7 +70,7 @@ $(STAMP): $(LIBRARY)
 $(VENV): $(STAMP)
 
 demo: $(LIBRARY)
-	@$(BIN)/python -m tfmix demo
+	@$(BIN)/tfmix demo
 
 # A sample of the tests' cases and no slow test: under six minutes on two cores.
 test: test-tensorflow test-jax test-doctest

@@ -22,6 +22,7 @@ from tfmix.hardware import target as targets
 
 COMMANDS = [
     *("advise", "bench", "check", "compile", "convert", "demo", "devices"),
+    *("doctor", "run"),
 ]
 ROOT = pathlib.Path(__file__).parent.parent
 ROWS = 12

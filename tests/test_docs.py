@@ -299,13 +299,18 @@ def test_the_guide_says_which_modes_of_remat_scope_train(mode):
             model.fit(inputs, np.ones((32, 4)), verbose=0)
 
 
-def test_each_answer_of_the_faq_names_a_test_that_there_is():
-    answers = (DOCS / "faq.md").read_text("utf-8").split("\n## ")[1:]
-    assert len(answers) == 10
-    for answer in answers:
-        _, said = answer.split("\nTest: ")
-        paths = re.findall(r"`(tests/[\w/]+\.py)`", said)
-        texts = [(ROOT / path).read_text("utf-8") for path in paths]
-        assert texts
-        for name in re.findall(r"`(test_\w+)`", said):
-            assert any(f"def {name}(" in text for text in texts), name
+def letters(page):
+    """Returns the letters of the table of ways, and the tests by letter."""
+    table, _, tests = page.partition("## Tests")
+    rows = [row for row in table.splitlines() if row.startswith("| ")]
+    cells = [cell.strip() for row in rows[1:] for cell in row.split("|")[2:-1]]
+    used = {each for cell in cells for each in cell.split(", ")} - {"-"}
+    return used, dict(re.findall(r"^\| (\w) \| `(.+)` \|$", tests, re.M))
+
+
+def test_each_way_to_train_names_tests_that_there_are():
+    used, tests = letters((DOCS / "ways-to-train.md").read_text("utf-8"))
+    assert used == set(tests)
+    for place in tests.values():
+        file, _, name = place.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text("utf-8"), place

@@ -9,7 +9,7 @@ SOURCES = {
     for path in sorted((ROOT / "tfmix").rglob("*.py"))
 }
 MARK = re.compile(r'"_tfmix_(\w+)"')
-PAGE = ROOT / "docs" / "how-it-works.md"
+PAGE = ROOT / "CONTRIBUTING.md"
 
 
 def listed():

@@ -31,6 +31,7 @@ LAYERS = (
     ("conversion",),
     ("diagnostics", "hardware"),
     ("callbacks",),
+    ("_run",),
     ("demo",),
     ("commands",),
     ("cli",),

@@ -1,5 +1,7 @@
 """16-bit training for Keras 3 that reports its own failures."""
 
+import os as _os
+
 from tfmix import cli as _cli
 
 with _cli.startup_log_held_back(only_of="python -m tfmix"):
@@ -40,6 +42,12 @@ _model.report_skips(_skip_report.fit)
 _compile_method.watch()
 
 __version__ = "0.2.0"
+
+if _os.environ.get("TFMIX_POLICY"):
+    # As `tfmix run` sets it, or a launcher that owns the command line.
+    from tfmix._run import session as _session
+
+    _session.begin()
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return OK
     try:
+        if options.name == "run":
+            return _launch(options)
         return _run(options)
     except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"tfmix {options.name}: error: {error}", file=sys.stderr)
@@ -75,6 +78,43 @@ def _run(options: argparse.Namespace) -> int:
         width = None if is_known else 160
         console.Console(width=width).print(outcome.text, crop=False)
     return OK if outcome.healthy else UNHEALTHY
+
+
+def _launch(options: argparse.Namespace) -> int:
+    """Starts a script in a policy; this process never imports Keras."""
+    if options.policy not in _POLICIES or options.against not in (
+        None,
+        *_POLICIES,
+    ):
+        with startup_log_held_back():
+            from tfmix.policy import names
+
+        names.check(options.policy)
+        names.check(options.against or "float32")
+    words = options.words
+    if not words:
+        raise ValueError(
+            "There is no script to run. Write `tfmix run train.py`, or `tfmix "
+            "run -m package.train`; options of tfmix stand before it."
+        )
+    if options.module:
+        words = ["-m", *words]
+    elif not os.path.exists(words[0]):
+        raise ValueError(
+            f"There is no file {words[0]!r}. Give the path of a script, or "
+            "`-m` and the name of a module."
+        )
+    place = options.json
+    if place and not os.path.isdir(os.path.dirname(os.path.abspath(place))):
+        raise ValueError(
+            f"There is no folder to write {place!r} in. Make it first, or give "
+            "another path."
+        )
+    launcher = runpy.run_path(
+        str(pathlib.Path(__file__).with_name("_run") / "launcher.py")
+    )
+    code = launcher["run"](words, options.policy, options.against, place)
+    return int(code)
 
 
 @contextlib.contextmanager
@@ -150,10 +190,7 @@ def build_parser() -> argparse.ArgumentParser:
             epilog=f"examples:\n{lines}\n\n{EXIT_CODES}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.add_argument(
-            "--json", action="store_true", help="print JSON instead of a table"
-        )
-        for option, settings in options.items():
+        for option, settings in {**_JSON, **options}.items():
             # One name in all commands, and a short one.
             short = ["--batch"] if option == "--batch-size" else []
             command.add_argument(option, *short, **settings)
@@ -168,6 +205,9 @@ def _version() -> str:
 
 
 _Options = dict[str, dict[str, Any]]
+_JSON: _Options = {
+    "--json": {"action": "store_true", "help": "print JSON instead of a table"}
+}
 _MODEL: _Options = {"model": {"type": pathlib.Path, "help": "a .keras file"}}
 
 
@@ -228,6 +268,33 @@ _DEMO: _Options = {
     "--seeds": {"type": int, "help": "runs per policy"},
     "--out": {"default": "out", "help": "folder for the plot (default: out)"},
 }
+# Those of `tfmix.policy.names`, which cannot be imported without Keras.
+_POLICIES = (
+    *("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16"),
+    *("mixed_float8", "auto", "O0", "O1", "O2", "O3"),
+)
+_RUN: _Options = {
+    "--policy": {
+        "default": "auto",
+        "help": "mixed_float16, mixed_bfloat16, ... (default: auto, which "
+        "suits the device)",
+    },
+    "--against": {
+        "metavar": "POLICY",
+        "help": "run once more in this policy, and compare",
+    },
+    "--json": {"metavar": "FILE", "help": "write the report to this file, too"},
+    "-m": {
+        "action": "store_true",
+        "dest": "module",
+        "help": "run a module, as `python -m` does",
+    },
+    "words": {
+        "nargs": argparse.REMAINDER,
+        "metavar": "SCRIPT ...",
+        "help": "a script or module, and its arguments",
+    },
+}
 _BENCH: _Options = {
     "names": {"nargs": "*", "metavar": "NAME", "help": "which to run"},
     "--list": _flag("print the names, run nothing"),
@@ -235,6 +302,15 @@ _BENCH: _Options = {
 _FOR_DEVELOPERS = ("bench",)
 # By name: summary, the words of the examples, and the options.
 _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
+    "run": (
+        "a script as it is in 16 bit, with a report at its end",
+        (
+            " train.py --epochs 3",
+            " --policy mixed_float16 -m package.train",
+            " --against float32 train.py",
+        ),
+        _RUN,
+    ),
     "devices": (
         "what the hardware can do, and the policy 'auto' takes here",
         ("", " --json"),

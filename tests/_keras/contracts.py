@@ -73,6 +73,7 @@ TRAINER = "keras.src.trainers.trainer." + (
 PACKAGES = (
     "keras.src",
     "keras.src.backend",
+    "keras.src.backend.jax.trainer",
     "keras.src.layers",
     OPS,
 )
@@ -228,6 +229,7 @@ CONSTANTS = [
     ("keras.src.trainers.trainer", "BaseTrainer", type),
     ("keras.src.trainers.trainer", "Trainer", type),
     ("jax._src.array", "ArrayImpl", type),
+    ("keras.src.backend.jax.trainer", "jit", types.FunctionType),
     ("tensorflow.python.eager.record", "VariableWatcher", type),
     (FUNCTION, "Function", type),
     (f"{FUNCTION}.Function", "_run_functions_eagerly", property),
@@ -379,6 +381,7 @@ ATTRIBUTES = [
     ("a loss", lambda: compiled()._compile_loss, "_user_loss", str),
     ("a loss", lambda: compiled()._compile_loss, "_user_loss_weights", list),
     ("a loss", lambda: compiled()._compile_loss, "_flat_losses", type(None)),
+    ("an optimizer", optimizer, "_iterations", keras.Variable),
     ("an optimizer", optimizer, "_distribution_strategy", object),
     ("an optimizer", optimizer, "_exclude_from_weight_decay", set),
     ("an optimizer", optimizer, "_exclude_from_weight_decay_cache", dict),

@@ -295,6 +295,20 @@ def host_value(variable: Any) -> np.ndarray:
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
+def value_outside(variable: keras.Variable) -> np.ndarray | None:
+    """Returns what a variable holds outside of a trace, None for nothing."""
+    if keras.backend.backend() == "jax":
+        # A step of `fit` takes the values out, or lets XLA write over them.
+        value = variable._value
+        is_gone = value is None or getattr(value, "is_deleted", bool)()
+        return None if is_gone else np.asarray(value)
+    with tf.init_scope():
+        inner = held(variable)
+        if not (tf.executing_eagerly() and inner.is_initialized()):
+            return None
+        return np.asarray(inner.numpy())
+
+
 def trace() -> Any:
     """Returns what equals itself only while the same function is compiled.
 

@@ -24,6 +24,24 @@ def chain(optimizer: Optimizer | None) -> Iterator[Optimizer]:
         optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
+def appliers() -> list[type]:
+    """Lists the classes of optimizers that have an `apply` of their own."""
+    found, (base, _) = [], APPLY
+    waiting = [base]
+    while waiting:
+        each = waiting.pop()
+        waiting += each.__subclasses__()
+        if "apply" in vars(each) and each not in found:
+            found.append(each)
+    return found
+
+
+def apply_count(optimizer: Optimizer) -> keras.Variable:
+    """Returns what counts the calls of `apply`, those that accumulate too."""
+    *_, innermost = chain(optimizer)
+    return innermost._iterations
+
+
 def paths(variables: Sequence) -> list[str]:
     """Returns the paths of variables, of TensorFlow's own the names."""
     return [getattr(v, "path", v.name) for v in variables]

@@ -32,6 +32,20 @@ _base: keras.DTypePolicy | None = None
 # The scopes of all threads that are open just now, latest last. Replaced,
 # never changed, so that it can be read without the lock.
 _open: tuple["_Scope", ...] = ()
+# What a policy that a user asks for becomes; `None` for itself.
+_decide: Callable[[keras.DTypePolicy], keras.DTypePolicy] | None = None
+
+
+def decide_by(decide: Callable[[keras.DTypePolicy], keras.DTypePolicy]) -> None:
+    """Has a function choose the policy in place of each that is asked for."""
+    global _decide
+    _decide = decide
+
+
+def asked(policy: Any) -> keras.DTypePolicy:
+    """Returns the policy that a user gets who asks for one."""
+    accepted = accept(policy)
+    return _decide(accepted) if _decide else accepted
 
 
 def set_global_policy(policy: str | keras.DTypePolicy) -> None:
@@ -60,7 +74,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
         >>> set_global_policy("float32")
     """
     global _base
-    accepted = accept(policy)
+    accepted = asked(policy)
     with _lock:
         scopes = _own_scopes()
         if scopes:
@@ -118,7 +132,7 @@ class policy_scope(contextlib.ContextDecorator):
     """
 
     def __init__(self, policy: str | keras.DTypePolicy) -> None:
-        self._policy = accept(policy)
+        self._policy = asked(policy)
         self._entered: list[_Scope] = []
 
     def __enter__(self) -> keras.DTypePolicy:
@@ -232,6 +246,9 @@ def _refresh() -> None:
 
 def _replaced_by_keras(policy: keras.DTypePolicy) -> None:
     """Follows a `keras.config.set_dtype_policy` made while tfmix is on."""
+    if not hooks_keras():
+        # Somebody has replaced the attribute after us, and keeps us inside.
+        return
     before = _lookup()
     # Maps cannot be compared: Keras's `==` fails on them.
     if before is policy or (

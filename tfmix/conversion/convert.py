@@ -195,7 +195,7 @@ def apply_policy(
         >>> model.layers[0].compute_dtype
         'float32'
     """
-    accepted = global_policy.accept(policy)
+    accepted = global_policy.asked(policy)
     _arguments.model(model)
     return _convert(model, accepted)[0]
 
@@ -348,7 +348,7 @@ def convert_model(
         >>> model.layers[0].compute_dtype
         'float32'
     """
-    accepted = global_policy.accept(policy)
+    accepted = global_policy.asked(policy)
     _arguments.model(model)
     with _progress.shown(f"Converting {model.name} to {accepted.name}"):
         twin = copying.copy_model(model)
@@ -403,7 +403,7 @@ def prepare(
                 f"level={level!r}. Pass it to the Policy instead."
             )
         level = policies.Policy(level, keep_batchnorm_fp32=keep_batchnorm_fp32)
-    accepted = global_policy.accept(level)
+    accepted = global_policy.asked(level)
     _arguments.model(model)
     instance = keras.optimizers.get(optimizer)
     report, instance = _convert(model, accepted, instance)

@@ -1,5 +1,6 @@
 """Reports skipped steps."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -211,8 +212,17 @@ def _share(applied: int, skipped: int) -> str:
     return f"{skipped} of {applied + skipped} steps"
 
 
-def fit(
-    model: keras.Model, original: Callable, *args: Any, **kwargs: Any
+def reporting(watch_class: type[SkipWatch]) -> Callable:
+    """Returns what calls a model's `fit` with a watch of that class."""
+    return functools.partial(_fit, watch_class)
+
+
+def _fit(
+    watch_class: type[SkipWatch],
+    model: keras.Model,
+    original: Callable,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Calls a model's `fit` with a `SkipWatch` among its callbacks."""
     try:
@@ -226,7 +236,7 @@ def fit(
     watches = [
         callback for callback in callbacks if isinstance(callback, SkipWatch)
     ]
-    watch = watches[0] if watches else SkipWatch()
+    watch = watches[0] if watches else watch_class()
     watch.data = {name: _arguments.of_call(bound, name) for name in _DATA}
     watch.batch_size = _arguments.of_call(bound, "batch_size")
     if watches:
@@ -242,3 +252,6 @@ def fit(
         return original(*args, **kwargs)
     finally:
         callbacks.remove(watch)
+
+
+fit = reporting(SkipWatch)

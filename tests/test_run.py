@@ -1,0 +1,641 @@
+"""`tfmix run` runs a script as `python` does, in a policy, and measures it."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import keras
+import pytest
+
+from tests import helpers
+from tests.tree import ROOT
+from tests.wild import test_wild as wild
+from tfmix import cli
+from tfmix._run import report, session
+from tfmix.policy import names
+
+BACKEND = keras.backend.backend()
+# Without Keras there is no backend to try it with.
+once = helpers.requires_backend("tensorflow")
+START = "import sys, tfmix_script; sys.exit(tfmix_script.main())"
+# Ten that train within seconds, with loops, `fit` and steps of their own.
+QUICK = {
+    "tensorflow": (
+        *("custom_train_step", "gan", "guide_loop", "in_top_k", "loop_eager"),
+        *("lambda_raw_tf", "loop_with_batch_norm", "physics_informed"),
+        *("unscaled_train_step", "where_raw_tf"),
+    ),
+    "jax": (
+        *("drop_path_keras_random", "epsilon_1e9", "guide_loop_jax"),
+        *("guide_train_step_jax", "highway_numpy_bias", "language_model_jax"),
+        *("maml_jax", "masked_attention", "stateless_loop", "time2vec"),
+    ),
+}
+
+
+def environment(**variables):
+    known = {k: v for k, v in os.environ.items() if not k.startswith("TFMIX_")}
+    here = str(ROOT)
+    return {**known, "PYTHONPATH": here, "KERAS_BACKEND": BACKEND, **variables}
+
+
+def python(*words, folder=None, **variables):
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        env=environment(**variables),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def run(*words, folder=None, **variables):
+    """Runs `tfmix run`, as the installed script does."""
+    return python("-c", START, "run", *words, folder=folder, **variables)
+
+
+def measured(folder, source, *options, **variables):
+    """Returns the report on a script, and what it printed."""
+    script = folder / "script.py"
+    script.write_text(source)
+    file = folder / "report.json"
+    done = run("--json", file, *options, script, folder=folder, **variables)
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text()), done
+
+
+SHOWS_ITSELF = """
+import os, sys
+print(__name__, sys.argv, sys.path[0], sys.orig_argv[1:], __file__)
+print(__spec__ and __spec__.name, sorted(set(globals()) & {"cli", "run"}))
+print([path for path in sys.path if "_run" in path])
+"""
+AS_UNDER_PYTHON = {
+    "itself": SHOWS_ITSELF,
+    "argparse": """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int)
+parser.add_argument("--policy")
+parser.add_argument("--json")
+print(parser.parse_known_args())
+""",
+    "usage": """
+import argparse
+argparse.ArgumentParser().parse_args()
+""",
+    "raises": """
+def inner():
+    return {}["missing"]
+inner()
+""",
+    "syntax": "if True print",
+    "exits with 3": "raise SystemExit(3)",
+    "exits with a text": "raise SystemExit('no data')",
+    "multiprocessing": """
+import multiprocessing, os
+def work(number):
+    return number + 1, __name__
+if __name__ == "__main__":
+    for method in ("spawn", "fork"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            print(pool.map(work, [1, 2]))
+""",
+    "kills itself": """
+import os, signal
+os.kill(os.getpid(), signal.SIGTERM)
+""",
+    "stdin": "print(input())",
+}
+
+
+@once
+@pytest.mark.every_case("each is a behaviour, and starts in no time")
+@pytest.mark.parametrize("name", AS_UNDER_PYTHON)
+def test_a_script_runs_as_under_python(name, tmp_path):
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    script = folder / "script of mine.py"
+    script.write_text(AS_UNDER_PYTHON[name])
+    words = script, "--epochs", "3", "--policy", "theirs", "--json", "x"
+    expected, done = python(*words), run(*words)
+    assert (done.returncode, done.stdout) == (
+        expected.returncode,
+        expected.stdout,
+    )
+    assert done.stderr.startswith(expected.stderr)
+    # What it says besides is one line, or nothing if Python was killed.
+    assert done.stderr.removeprefix(expected.stderr).count("\n") <= 1
+
+
+@once
+def test_a_module_runs_as_under_python(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "train.py").write_text(SHOWS_ITSELF)
+    words = "-m", "package.train", "--epochs", "3"
+    expected = python(*words, folder=tmp_path)
+    done = run(*words, folder=tmp_path)
+    assert done.stdout == expected.stdout
+    assert "package.train" in done.stdout
+
+
+@once
+def test_another_sitecustomize_is_imported_too(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('theirs')")
+    (tmp_path / "script.py").write_text(
+        "import sitecustomize; print(sitecustomize.__file__)"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run(tmp_path / "script.py", PYTHONPATH=path)
+    # The process that starts the script has imported it as well.
+    *_, theirs, file = done.stdout.splitlines()
+    assert (theirs, file) == ("theirs", str(tmp_path / "sitecustomize.py"))
+
+
+@once
+def test_ctrl_c_reaches_the_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\ntry:\n    print('on', flush=True)\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print('interrupted')\n    raise\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, "run", str(script)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # It may be ignored where the tests run.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout.readline() == "on\n"
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=30)
+    assert out == "interrupted\n"
+    assert process.returncode == -signal.SIGINT
+    assert re.search("^KeyboardInterrupt", errors, re.M)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nowhere.py",), "no file 'nowhere.py'. Give the path of a script"),
+        ((), "no script to run. Write `tfmix run train.py`"),
+        (("--policy", "fp16", "x.py"), "Did you mean 'mixed_float16'?"),
+        (("--against", "fp32", "x.py"), "Did you mean 'float32'?"),
+        (("--json", "no/where.json", __file__), "no folder to write"),
+    ],
+)
+def test_a_wrong_word_is_one_line_and_code_2(words, said, capsys):
+    assert cli.main(["run", *words]) == cli.BAD_INPUT
+    captured = capsys.readouterr()
+    assert captured.err.startswith("tfmix run: error: ")
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert not captured.out
+
+
+def test_the_policies_that_it_knows_are_all_there_are():
+    assert sorted(cli._POLICIES) == sorted(names.NAMES)
+
+
+# What cannot be computed in 16 bit.
+MIXES = {
+    "tensorflow": "x + keras.ops.convert_to_tensor(np.ones(4, 'float32'))",
+    "jax": "jax.lax.add(x, jax.numpy.ones_like(x, 'float32'))",
+}
+TRAINS = """
+import importlib, keras, numpy as np
+{backend} = importlib.import_module("{backend}")
+class Mixes(keras.layers.Layer):
+    def call(self, x):
+        return {mixes}
+
+def network():
+    return keras.Sequential([
+        keras.Input((8,)), keras.layers.Dense(4), Mixes(), keras.layers.Dense(1)
+    ])
+
+random = np.random.default_rng(0)
+x = random.normal(size=(64, 8)).astype("float32")
+y = x.sum(1, keepdims=True)
+""".replace("{mixes}", MIXES[BACKEND]).replace("{backend}", BACKEND)
+FITS = (
+    TRAINS
+    + """
+x[5] = np.nan
+model = network()
+model.compile("sgd", "mse")
+model.fit(x, y, batch_size=16, epochs=3, verbose=0, shuffle=False)
+model.train_on_batch(x[32:], y[32:])
+"""
+)
+LOOPS = {
+    "tensorflow": TRAINS
+    + """
+import tensorflow as tf
+model, optimizer = network(), keras.optimizers.Adam()
+
+def step(x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+    grads = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply(grads, model.trainable_variables)
+    return loss
+
+step(x, y)  # eager
+for jit in (False, True):
+    compiled = tf.function(step, jit_compile=jit)
+    for _ in range(5):
+        loss = compiled(x, y)
+x[5] = np.nan
+compiled(x, y)
+x[5] = 0.0
+print(float(compiled(x, y)))
+
+@tf.function
+def epoch():
+    for _ in tf.range(7):
+        step(x, y)
+
+epoch()
+""",
+    "jax": TRAINS
+    + """
+import functools, jax
+model, optimizer = network(), keras.optimizers.Adam()
+optimizer.build(model.trainable_variables)
+
+def loss_of(trainable, frozen, x, y):
+    predictions, frozen = model.stateless_call(trainable, frozen, x)
+    return keras.ops.mean((predictions - y) ** 2), frozen
+
+def step(state, x, y):
+    trainable, frozen, slots = state
+    (loss, frozen), grads = jax.value_and_grad(loss_of, has_aux=True)(
+        trainable, frozen, x, y
+    )
+    trainable, slots = optimizer.stateless_apply(slots, grads, trainable)
+    return loss, (trainable, frozen, slots)
+
+state = tuple(
+    [v.value for v in each]
+    for each in (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        optimizer.variables,
+    )
+)
+_, state = step(state, x, y)  # eager
+compiled = jax.jit(step, donate_argnums=0)
+for _ in range(10):
+    loss, state = compiled(state, x, y)
+x[5] = np.nan
+_, state = compiled(state, x, y)
+x[5] = 0.0
+
+@functools.partial(jax.jit, static_argnames="twice")
+def other(state, x, y, twice=False):
+    return step(state, x, y)
+
+print(compiled.lower(state, x, y).compile is not None)
+for _ in range(8):
+    loss, state = other(state, x, y, twice=True)
+print(float(loss))
+""",
+}
+
+
+def test_fit_is_counted_and_explained(tmp_path):
+    data, done = measured(tmp_path, FITS, "--policy", "mixed_float16")
+    found = data["run"]
+    assert not found["failed"]
+    assert (found["policy"], found["why"]) == ("mixed_float16", "asked for")
+    assert (found["steps"], found["skipped"]) == (13, 3)
+    assert "`x`" in found["cause"]
+    assert found["milliseconds"] > 0
+    assert found["first_seconds"] > found["milliseconds"] / 1000
+    assert found["float32_layers"] == {"Mixes": 1}
+    (fallen,) = found["fallen"]
+    assert "script.py:6" in fallen
+    # The report is on stderr, as it prints at the end.
+    assert not done.stdout
+    printed = done.stderr.partition("tfmix run: script.py\n")[2]
+    assert re.search(r"^optimizer steps +13 *$", printed, re.M)
+    assert "skipped, most likely: " in printed
+
+
+def test_a_loop_is_counted_and_explained(tmp_path):
+    source = LOOPS[BACKEND]
+    data, done = measured(tmp_path, source, "--policy", "mixed_float16")
+    found = data["run"]
+    assert not found["failed"]
+    assert (found["steps"], found["skipped"]) == (20, 1)
+    assert "NaN in a batch" in found["cause"]
+    assert found["milliseconds"] > 0
+    assert found["loss"] is not None
+    assert "script.py:6" in found["fallen"][0]
+
+
+SLEEPS = (
+    TRAINS
+    + """
+import time
+
+class Sleeps(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        time.sleep(0.03)
+
+model = network()
+model.compile("sgd", "mse")
+model.fit(x, y, batch_size=8, epochs=4, verbose=0, callbacks=[Sleeps()])
+"""
+)
+
+
+@pytest.mark.costly
+def test_a_step_takes_the_time_until_the_next_one(tmp_path):
+    data, _ = measured(tmp_path, SLEEPS, "--policy", "float32")
+    assert 30 <= data["run"]["milliseconds"] < 100
+    assert data["run"]["skipped"] is None
+
+
+ASKS = """
+import keras
+keras.mixed_precision.set_global_policy("mixed_bfloat16")
+print(keras.layers.Dense(1).compute_dtype)
+"""
+
+
+@pytest.mark.costly
+def test_keras_own_policies_are_those_of_tfmix(tmp_path):
+    source = (
+        ASKS
+        + FITS
+        + """
+import tfmix
+print(type(model.optimizer).__module__, tfmix.global_policy())
+keras.config.set_dtype_policy("float32")
+print(keras.layers.Dense(1).compute_dtype)
+"""
+    )
+    data, done = measured(tmp_path, source, "--policy", "mixed_float16")
+    first, second, third = done.stdout.splitlines()
+    assert first == "bfloat16"
+    assert second.startswith("tfmix.loss_scaling.optimizer ")
+    assert third == "float32"
+    assert data["run"]["policy"] == "mixed_bfloat16"
+    assert data["run"]["why"] == "the script asks for it itself"
+    assert "replaces tfmix's policy" not in done.stderr
+
+
+@pytest.mark.costly
+def test_a_script_that_names_float32_is_asked_no_more(tmp_path):
+    source = 'import keras\nkeras.config.set_dtype_policy("float32")\n' + FITS
+    data, _ = measured(
+        tmp_path, source.replace("np.nan", "0"), "--policy", "mixed_float16"
+    )
+    found = data["run"]
+    assert (found["policy"], found["layers"]) == ("float32", 0)
+    assert found["why"] == "the script asks for it itself"
+    assert found["steps"] == 13
+
+
+@pytest.mark.costly
+def test_two_policies_stand_side_by_side(tmp_path):
+    source = ASKS + FITS.replace("np.nan", "0")
+    data, done = measured(
+        tmp_path, source, "--policy", "mixed_float16", "--against", "float32"
+    )
+    assert done.stdout.split() == ["bfloat16", "float32"]
+    assert data["run"]["policy"] == "mixed_bfloat16"
+    assert data["other"]["policy"] == "float32"
+    assert data["other"]["why"].endswith(
+        "in place of the script's mixed_bfloat16"
+    )
+    assert data["run"]["steps"] == data["other"]["steps"] == 13
+    narrow, wide = (data[n]["milliseconds"] for n in ("run", "other"))
+    assert data["speedup"] == pytest.approx(wide / narrow)
+    assert data["verdict"] in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "said"),
+    [
+        ("raise SystemExit(4)", 4, "with exit code 4, so the one in 'float32'"),
+        ("print(1)", 0, "did not import Keras 3"),
+    ],
+)
+def test_a_second_run_that_makes_no_sense_is_not_started(
+    source, code, said, tmp_path
+):
+    script = tmp_path / "script.py"
+    script.write_text(f"print('ran')\n{source}")
+    done = run("--against", "float32", script, TMPDIR=str(tmp_path))
+    assert done.returncode == code
+    assert done.stdout.count("ran") == 1
+    assert said in done.stderr
+    assert list(tmp_path.iterdir()) == [script]
+
+
+@pytest.mark.costly
+def test_a_launcher_may_set_the_policy(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FITS.replace("import keras", "import tfmix, keras"))
+    done = python(script, TFMIX_POLICY="mixed_bfloat16")
+    assert done.returncode == 0, done.stderr
+    assert re.search("^optimizer steps +13 *$", done.stderr, re.M)
+    assert "mixed_bfloat16" in done.stderr
+
+
+def test_a_wrong_policy_of_a_launcher_is_refused(monkeypatch):
+    monkeypatch.setenv("TFMIX_POLICY", "fp16")
+    with pytest.raises(ValueError, match="'mixed_float16'.*TFMIX_POLICY says"):
+        session.begin()
+
+
+STARTS_OTHERS = """
+import multiprocessing, os
+if __name__ != "__main__":
+    import keras
+
+def dtype(number):
+    return keras.layers.Dense(1).compute_dtype
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(dtype, [1]))
+    os.environ["KERAS_BACKEND"] = "{other}"
+    import keras
+    print(keras.backend.backend(), keras.layers.Dense(1).compute_dtype)
+    raise ValueError("of theirs")
+"""
+
+
+@pytest.mark.costly
+def test_processes_have_the_policy_and_backends_are_the_scripts(tmp_path):
+    other = {"jax": "tensorflow", "tensorflow": "jax"}[BACKEND]
+    if importlib.util.find_spec(other) is None:
+        pytest.skip(f"{other} is not installed")
+    script = tmp_path / "script.py"
+    script.write_text(STARTS_OTHERS.replace("{other}", other))
+    done = run("--policy", "mixed_bfloat16", script)
+    assert done.returncode == 1
+    assert done.stdout.split() == ["['bfloat16']", other, "bfloat16"]
+    trace = done.stderr.partition("Traceback (most recent call last):\n")[2]
+    assert trace.startswith(f'  File "{script}", line 15, in <module>\n')
+    assert "ended by ValueError: of theirs" in trace
+    assert done.stderr.count("tfmix run: ") == 1
+
+
+WILD = """
+import json, runpy, sys
+import keras
+for script in sys.argv[1:]:
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    main = runpy.run_path(f"{FOLDER}/{script}.py")["main"]
+    print(json.dumps([script, main(jit=False)]), flush=True)
+"""
+
+
+def check_wild(scripts, folder):
+    driver, file = folder / "wild.py", folder / "report.json"
+    driver.write_text(WILD.replace("{FOLDER}", str(wild.HERE)))
+    done = run("--policy", "mixed_float16", "--json", file, driver, *scripts)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line[:1] == "["]
+    losses = dict(map(json.loads, lines))
+    assert list(losses) == list(scripts)
+    assert all(abs(each[-1]) < 1e4 for each in losses.values()), losses
+    found = json.loads(file.read_text())["run"]
+    assert not found["failed"]
+    # Each trains for several steps, whatever makes them.
+    assert found["steps"] >= 4 * len(scripts)
+    assert found["skipped"] <= len(scripts)
+    assert found["policy"] == "mixed_float16"
+
+
+def test_ten_scripts_of_others_run(tmp_path):
+    pytest.importorskip("sklearn", reason="the scripts' data come with it")
+    check_wild(QUICK[BACKEND], tmp_path)
+
+
+def runs_here(script):
+    source = (wild.HERE / f"{script}.py").read_text()
+    other = {"tensorflow": "jax", "jax": "tensorflow"}[BACKEND]
+    return f"import {other}" not in source
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [*filter(runs_here, wild.SCRIPTS)])
+def test_every_script_of_others_runs(script, tmp_path):
+    pytest.importorskip("sklearn", reason="the scripts' data come with it")
+    check_wild([script], tmp_path)
+
+
+def a_run(**values):
+    known = {
+        "policy": "mixed_float16",
+        "dtype": "float16",
+        "why": "asked for",
+        "device": "NVIDIA H100",
+        "fast": True,
+        "failed": "",
+        "ended": "",
+        "steps": 100,
+        "skipped": 0,
+        "cause": "",
+        "milliseconds": 10.0,
+        "first_seconds": 1.0,
+        "peak_bytes": 100 * 2**20,
+        "loss": 0.5,
+        "float32_layers": {},
+        "layers": 3,
+        "float32_ops": (),
+        "fallen": (),
+    }
+    return report.Run(**{**known, **values})
+
+
+WIDE = {"policy": "float32", "dtype": "float32", "skipped": None}
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide", "said"),
+    [
+        ({}, {"milliseconds": 18.0}, "Worth it: 1.80 times as fast as float32"),
+        (
+            {},
+            {"milliseconds": 18.0, "peak_bytes": 200 * 2**20},
+            "float32, with 50% of the memory.",
+        ),
+        (
+            {},
+            {"milliseconds": 10.2, "peak_bytes": 200 * 2**20},
+            "Worth it for memory alone: 1.02 times",
+        ),
+        ({}, {"milliseconds": 10.2}, "may be too small, see `tfmix advise`"),
+        (
+            {"device": "CPU", "fast": False},
+            {"milliseconds": 4.0},
+            "Not worth it: 0.40 times as fast as float32, as this CPU emulates "
+            "float16.",
+        ),
+        (
+            {"device": "CPU", "fast": False},
+            {"milliseconds": 10.5},
+            "Not worth it: 1.05 times as fast as float32. ",
+        ),
+        ({}, {"milliseconds": None}, "too few steps to time"),
+        ({"policy": "float32"}, {}, "nothing to compare"),
+        ({"loss": 0.51}, {}, "The last losses differ by +0.01."),
+        ({"loss": 0.9}, {}, "differ by +0.4; so may those of two seeds"),
+        ({"loss": float("nan")}, {}, "A loss is not finite"),
+    ],
+)
+def test_the_verdict_is_a_sentence(narrow, wide, said):
+    runs = a_run(**narrow), a_run(**{**WIDE, **wide})
+    assert said in report.Report("train.py", *runs).verdict()
+    # Whichever of the two was run first.
+    assert said in report.Report("train.py", *reversed(runs)).verdict() or (
+        "nothing" in said
+    )
+
+
+def test_what_nobody_measured_is_left_out():
+    printed = str(report.Report("train.py", a_run(peak_bytes=None, loss=None)))
+    assert "memory" not in printed
+    assert "loss" not in printed
+    assert "nan" not in printed
+
+
+@pytest.mark.costly
+def test_the_watch_costs_next_to_nothing(tmp_path):
+    """A call of a compiled step costs microseconds more."""
+    script = tmp_path / "script.py"
+    script.write_text(COSTS)
+    costs = [float(run(script).stdout) for _ in range(2)]
+    # 1 % of a step of 3 milliseconds, which is a short one.
+    assert min(costs) < 30e-6
+
+
+COSTS = """
+import time
+import keras, numpy as np
+from tfmix._keras import compiled_calls
+
+def call():
+    pass
+
+start = time.perf_counter()
+for _ in range(1000):
+    compiled_calls._called(call, lambda: None, (), {})
+print((time.perf_counter() - start) / 1000)
+"""

@@ -1,0 +1,139 @@
+"""Tells of calls of compiled functions: `tf.function`, `jax.jit`, and `fit`'s.
+
+Only of those in whose trace `note` was called, and only of the outermost ones.
+"""
+
+import contextlib
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from tfmix._keras import compilation, replacements
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+else:
+    import jax
+    from keras.src.backend.jax import trainer
+
+# What is told of a call: the function, what was noted in its trace, when the
+# call began, and what it returned.
+Listener = Callable[[Any, list[Any], float, Any], None]
+_listeners: list[Listener] = []
+_replacements = replacements.Replacements()
+# The functions that are traced or called just now, by any thread: a strategy
+# traces each replica in a thread of its own.
+_running: list["_Call"] = []
+_local = threading.local()
+# What was noted in the traces of each function.
+_notes: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def listen(listener: Listener) -> None:
+    """Calls a function after each call of a compiled one, from now on."""
+    _listeners[:] = [listener]
+    if keras.backend.backend() == "tensorflow":
+        function = type(tf.function(lambda: None))
+        _replacements.set({(function, "__call__"): _tensorflows_call})
+    else:
+        # The trainer has taken its own when Keras was imported.
+        _replacements.set({(jax, "jit"): _jit, (trainer, "jit"): _jit})
+
+
+def is_compiling() -> bool:
+    """Says whether what runs now is traced, and does not compute."""
+    return bool(compilation.trace() != compilation.EAGER)
+
+
+def note(what: Any) -> None:
+    """Notes something of the functions that are traced just now."""
+    for call in _running:
+        if what not in call.notes:
+            call.notes.append(what)
+
+
+class _Call:
+    """One call of a function, and what is noted in its trace."""
+
+    def __init__(self, function: Any) -> None:
+        self.notes = _notes.setdefault(function, [])
+
+
+@contextlib.contextmanager
+def _outermost(function: Any) -> Iterator[_Call]:
+    call = _Call(function)
+    _running.append(call)
+    _local.is_in_call = True
+    try:
+        yield call
+    finally:
+        _local.is_in_call = False
+        _running.remove(call)
+
+
+def _called(function: Any, original: Callable, args: Any, kwargs: Any) -> Any:
+    if getattr(_local, "is_in_call", False):
+        return original(*args, **kwargs)
+    began = time.perf_counter()
+    with _outermost(function) as call:
+        outputs = original(*args, **kwargs)
+    # A part of another function is no call of its own.
+    if call.notes and not is_compiling():
+        for listener in _listeners:
+            listener(function, call.notes, began, outputs)
+    return outputs
+
+
+def _tensorflows_call(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = functools.partial(original, self)
+        return _called(self, call, args, kwargs)
+
+    return __call__
+
+
+def _jit(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def jit(*functions: Any, **settings: Any) -> Any:
+        if not functions:
+            # As a decorator with settings alone.
+            return functools.partial(jit, **settings)
+        return Jitted(original(*functions, **settings))
+
+    return jit
+
+
+class Jitted:
+    """What `jax.jit` returns, and tells of its calls."""
+
+    def __init__(self, jitted: Any) -> None:
+        functools.update_wrapper(self, jitted, updated=())
+        self._jitted = jitted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _called(self, self._jitted, args, kwargs)
+
+    def __get__(self, owner: Any, of: Any = None) -> Any:
+        return self if owner is None else functools.partial(self, owner)
+
+    # By these two methods, as by a call, `jax.export` knows what is compiled.
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        return self._jitted.trace(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        return self._jitted.lower(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
+
+
+def wait(outputs: Any) -> None:
+    """Waits until what a call returned is computed, where JAX computes it."""
+    if keras.backend.backend() == "jax":
+        jax.block_until_ready(outputs)

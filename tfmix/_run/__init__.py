@@ -1,0 +1,1 @@
+"""`tfmix run`: trains a script in another policy, and measures it."""

@@ -1,0 +1,202 @@
+"""What `tfmix run` measured of one run or two, as records and as a table."""
+
+import dataclasses
+import math
+from typing import Any
+
+from tfmix import _tables
+
+# Smaller differences are no reason to choose a policy.
+_FASTER, _SMALLER, _OTHER_LOSS = 1.1, 0.9, 0.05
+_UNKNOWN = "-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of a script. `None` stands for what could not be measured."""
+
+    policy: str
+    dtype: str  # what it computes in
+    why: str  # why this policy
+    device: str
+    fast: bool  # whether the device is faster in the policy's dtype
+    failed: str  # why something could not be measured, "" for nothing
+    ended: str  # the error that ended it, "" for none
+    steps: int  # of optimizers, skipped ones included
+    skipped: int | None
+    cause: str  # the likeliest one of skipped steps, "" without any
+    milliseconds: float | None  # the median of a step, without the first
+    first_seconds: float | None  # the first step
+    peak_bytes: int | None
+    loss: float | None  # the last one
+    float32_layers: dict[str, int]  # by class
+    layers: int  # that compute, all of them
+    float32_ops: tuple[str, ...]
+    fallen: tuple[str, ...]  # layers that fell back, each with the reason
+
+    def is_float32(self) -> bool:
+        """Says whether nothing ran in 16 bit by the policy."""
+        return self.policy == "float32"
+
+    def cells(self) -> list[str]:
+        """Returns the column of the table."""
+        return [
+            f"{self.steps:,}",
+            _UNKNOWN if self.skipped is None else f"{self.skipped:,}",
+            _shown(self.milliseconds, ",.3g" if _is_short(self) else ",.0f"),
+            _shown(self.first_seconds, ".2f"),
+            _shown(self.peak_bytes and self.peak_bytes / 2**20, ",.0f"),
+            _shown(self.loss, ".4g"),
+        ]
+
+    def notes(self) -> list[str]:
+        """Returns the sentences below the table."""
+        notes = [f"{self.policy} on {self.device}: {self.why}"]
+        if self.ended:
+            notes.append(f"ended by {self.ended}")
+        if not self.steps:
+            notes.append(
+                "No optimizer step was seen in this process, so nothing was "
+                "measured."
+            )
+        if self.failed:
+            notes.append(f"not measured to the end, because of {self.failed}")
+        if self.cause:
+            notes.append(f"skipped, most likely: {self.cause}")
+        if self.steps and not self.is_float32():
+            notes.append(f"in float32: {self._kept()}")
+        notes += self.fallen
+        return notes
+
+    def _kept(self) -> str:
+        """Says which layers and ops stay in float32."""
+        total = sum(self.float32_layers.values())
+        kinds = ", ".join(
+            name if count == 1 else f"{count} {name}"
+            for name, count in self.float32_layers.items()
+        )
+        kept = f"{total} of {self.layers} layers" + f" ({kinds})" * bool(kinds)
+        if self.float32_ops:
+            shown = self.float32_ops[0]
+            kept += f", and {len(self.float32_ops)} ops, such as {shown}"
+        return kept
+
+
+HEADS = (
+    "optimizer steps",
+    "skipped",
+    "milliseconds a step",
+    "first step, seconds",
+    "peak memory, MiB",
+    "last loss",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report(_tables.Printed):
+    """One run, or two to compare."""
+
+    script: str
+    run: Run
+    other: Run | None = None
+
+    @property
+    def runs(self) -> list[Run]:
+        """The runs, in their order."""
+        return [self.run, *([self.other] if self.other else [])]
+
+    def tables(self) -> list[_tables.Table]:
+        """Returns what to print."""
+        columns = [run.cells() for run in self.runs]
+        rows = [
+            row
+            for row in zip(HEADS, *columns, strict=True)
+            if set(row[1:]) != {_UNKNOWN}
+        ]
+        notes = [note for run in self.runs for note in run.notes()]
+        if self.other:
+            notes.append(self.verdict())
+        heads = ["", *(run.policy for run in self.runs)]
+        title = f"tfmix run: {self.script}"
+        return [_tables.Table(heads, rows, title, notes)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain JSON values."""
+        data = dataclasses.asdict(self)
+        if self.other:
+            data["speedup"] = self.speedup()
+            data["verdict"] = self.verdict()
+        return data
+
+    def pair(self) -> tuple[Run, Run]:
+        """Returns the run in 16 bit, or the first, and the other one."""
+        if self.other is None:
+            raise ValueError("There is one run alone, and nothing to compare.")
+        if self.run.is_float32() and not self.other.is_float32():
+            return self.other, self.run
+        return self.run, self.other
+
+    def speedup(self) -> float | None:
+        """Returns how many times as fast the run in 16 bit is."""
+        narrow, wide = self.pair()
+        if not narrow.milliseconds or not wide.milliseconds:
+            return None
+        return wide.milliseconds / narrow.milliseconds
+
+    def verdict(self) -> str:
+        """Says in a sentence or two whether 16 bit is worth it."""
+        narrow, wide = self.pair()
+        if narrow.policy == wide.policy:
+            return (
+                f"Both ran in {narrow.policy}, so there is nothing to compare: "
+                "name a policy, as in `tfmix run --policy mixed_bfloat16 "
+                "--against float32 ...`."
+            )
+        speedup = self.speedup()
+        if speedup is None:
+            return "Not compared: one of the runs has too few steps to time."
+        times = f"{speedup:.2f} times as fast as {wide.policy}"
+        saved = _saved(narrow, wide)
+        if speedup >= _FASTER:
+            said = f"Worth it: {times}{saved}."
+        elif saved:
+            said = f"Worth it for memory alone: {times}{saved}."
+        else:
+            said = f"Not worth it: {times}{_reason(narrow, speedup)}."
+        return said + _losses(narrow, wide)
+
+
+def _is_short(run: Run) -> bool:
+    return run.milliseconds is not None and run.milliseconds < 100
+
+
+def _reason(narrow: Run, speedup: float) -> str:
+    """Says why a run in 16 bit gains nothing, as far as that is known."""
+    if narrow.fast:
+        return ". The layers may be too small, see `tfmix advise`"
+    emulates = speedup < 1 / _FASTER
+    known = f", as this {narrow.device} emulates {narrow.dtype}"
+    return known if emulates else ""
+
+
+def _saved(narrow: Run, wide: Run) -> str:
+    if not narrow.peak_bytes or not wide.peak_bytes:
+        return ""
+    share = narrow.peak_bytes / wide.peak_bytes
+    return f", with {share:.0%} of the memory" if share <= _SMALLER else ""
+
+
+def _losses(narrow: Run, wide: Run) -> str:
+    if narrow.loss is None or wide.loss is None:
+        return ""
+    gap = narrow.loss - wide.loss
+    if not math.isfinite(gap):
+        return " A loss is not finite: see the notes above."
+    said = f" The last losses differ by {gap:+.2g}"
+    if abs(gap) <= _OTHER_LOSS * abs(wide.loss):
+        return f"{said}."
+    return f"{said}; so may those of two seeds: try a few."
+
+
+def _shown(value: float | None, form: str) -> str:
+    return _UNKNOWN if value is None else format(value, form)

@@ -1,0 +1,265 @@
+"""Sets the policy that `TFMIX_POLICY` names, and reports when Python ends."""
+
+import atexit
+import dataclasses
+import functools
+import inspect
+import itertools
+import json
+import os
+import pathlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import rich.console
+
+from tfmix._keras import global_state, layers, memory, replacements
+from tfmix._run import report, steps
+from tfmix.autocast import global_policy, model, own_code
+from tfmix.diagnostics import skip_report
+from tfmix.policy import names
+from tfmix.policy import policy as policies
+from tfmix.policy.devices import devices, suited_policy
+
+POLICY, SETTINGS = "TFMIX_POLICY", "TFMIX_RUN"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How `tfmix run` started the process."""
+
+    json: str | None = None  # the file for the report
+    before: str | None = None  # the file of the run to compare with
+    is_quiet: bool = False  # whether the next run will print
+    is_strict: bool = False  # whether the script's own policies are left out
+    process: int | None = None  # what `tfmix run` started, if it did
+
+
+def begin() -> None:
+    """Trains what this process trains in the policy of the environment."""
+    settings = Settings(**json.loads(os.environ.get(SETTINGS, "{}")))
+    name = os.environ[POLICY]
+    try:
+        _Session(name, settings).begin()
+    except ValueError as error:
+        raise ValueError(f"{error} It is what {POLICY} says.") from None
+
+
+class _Watch(skip_report.SkipWatch):
+    """Keeps the likeliest cause of skipped steps for the report."""
+
+    session: "_Session"
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        super().on_train_begin(logs)
+        self._is_known = False
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        before = (self._counted or (0, 0))[1]
+        super().on_epoch_end(epoch, logs)
+        after = (self._counted or (0, 0))[1]
+        if after > before and not self._is_known:
+            self._is_known = True
+            loss = float((logs or {}).get("loss", "nan"))
+            self.session.cause = self.cause(after - before, loss).text
+
+
+class _Session:
+    def __init__(self, name: str, settings: Settings) -> None:
+        self._settings, self._process = settings, os.getpid()
+        names.check(name)
+        self._asked = name
+        self._policy = policies.Policy(name)
+        # The policies that the script asks for itself, the latest at the end.
+        self._by_script: dict[str, keras.DTypePolicy] = {}
+        self._replacements = replacements.Replacements()
+        # The layers made in 16 bit, numbered, and what was found of each.
+        self._layers: weakref.WeakKeyDictionary[Any, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._numbers = itertools.count()
+        self._found: dict[int, tuple[str, str, str]] = {}
+        self._steps = steps.Steps(self._look_at_layers)
+        self.cause = ""
+
+    def begin(self) -> None:
+        """Sets the policy, and watches what the script does."""
+        global_policy.set_global_policy(self._policy)
+        global_policy.decide_by(self._decide)
+        self._replacements.set(
+            {
+                global_state.SETTER: self._setter,
+                (keras.Layer, "__init__"): self._initializer,
+            }
+        )
+        self._steps.watch()
+        watch = type("_Watch", (_Watch,), {"session": self})
+        model.report_skips(skip_report.reporting(watch))
+        atexit.register(self._end)
+
+    def _decide(self, policy: keras.DTypePolicy) -> keras.DTypePolicy:
+        """Returns the policy that a script gets which asks for one."""
+        name = _name(policy)
+        self._by_script.pop(name, None)
+        self._by_script[name] = policy
+        if self._settings.is_strict and policy.name != "float32":
+            return self._policy
+        return policy
+
+    def _setter(self, original: Callable) -> Callable:
+        """Lets the script get from tfmix what it asks of Keras."""
+
+        @functools.wraps(original)
+        def set_global_attribute(name: str, value: Any) -> None:
+            if name != global_state.POLICY_KEY or not _is_new(value):
+                original(name, value)
+                return
+            global_policy.set_global_policy(value)
+
+        return set_global_attribute
+
+    def _initializer(self, original: Callable) -> Callable:
+        """Notes each layer that is made in 16 bit."""
+
+        @functools.wraps(original)
+        def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:
+            original(layer, *args, **kwargs)
+            if policies.is_sixteen_bit(global_policy.global_policy()):
+                self._layers[layer] = next(self._numbers)
+
+        vars(__init__)["__signature__"] = inspect.signature(original)
+        return __init__
+
+    def _look_at_layers(self) -> None:
+        """Notes what each layer computes in, while it is there."""
+        for layer, number in list(self._layers.items()):
+            computes = own_code.can_have(layer) and not layers.is_input(layer)
+            if layer.built and computes:
+                why = own_code.why(layer)
+                self._found[number] = (
+                    type(layer).__name__,
+                    layer.compute_dtype,
+                    f"{layer.name} fell back: {why}" if why else "",
+                )
+
+    def _end(self) -> None:
+        if os.getpid() != self._process:
+            # A copy of the process, which did not begin here.
+            return
+        try:
+            self._report()
+        except Exception as error:
+            # Whatever ended the script may have broken what is measured.
+            print(f"tfmix run: no report: {error!r}", file=sys.stderr)
+
+    def _report(self) -> None:
+        measured = self._measured()
+        settings = self._settings
+        is_started_here = settings.process == os.getpid()
+        if not (is_started_here or measured.steps):
+            # It only loads data, or is no training at all.
+            return
+        name = os.path.basename(sys.argv[0]) if sys.argv else ""
+        made = report.Report(name, measured)
+        if settings.before and is_started_here:
+            made = report.Report(name, _read(settings.before), measured)
+        if settings.json and is_started_here:
+            text = json.dumps(made.to_dict(), indent=2)
+            pathlib.Path(settings.json).write_text(text, "utf-8")
+        if not settings.is_quiet:
+            sys.stdout.flush()
+            rich.console.Console(stderr=True).print(made)
+
+    def _measured(self) -> report.Run:
+        self._look_at_layers()
+        policy, why = self._in_force()
+        found = [self._found[number] for number in sorted(self._found)]
+        kinds = Counter(kind for kind, dtype, _ in found if dtype == "float32")
+        here = devices()
+        group = self._steps.longest()
+        last = self._steps.last
+        return report.Run(
+            policy=_name(policy),
+            dtype=policy.compute_dtype,
+            why=why,
+            device=_device(here),
+            fast=any(vars(device).get(policy.compute_dtype) for device in here),
+            failed=self._steps.error,
+            ended=_ended(),
+            steps=self._steps.count(),
+            skipped=self._steps.skipped(),
+            cause=self._cause(),
+            milliseconds=None if group is None else group.milliseconds(),
+            first_seconds=None if group is None else group.first,
+            peak_bytes=memory.peak(),
+            loss=None if last is None else last.loss(),
+            float32_layers=dict(kinds.most_common()),
+            layers=len(found),
+            float32_ops=tuple(getattr(policy, "float32_ops", ())),
+            fallen=tuple(filter(None, (why for *_, why in found))),
+        )
+
+    def _in_force(self) -> tuple[keras.DTypePolicy, str]:
+        """Returns the policy of the run, and why it is that one."""
+        # Conversions compute in float32 on their way to 16 bit.
+        *_, theirs = sorted(
+            ["", *self._by_script], key=lambda name: name not in ("", "float32")
+        )
+        if theirs and self._settings.is_strict:
+            return self._policy, f"asked for, in place of the script's {theirs}"
+        if theirs:
+            return self._by_script[theirs], "the script asks for it itself"
+        if self._asked == "auto":
+            return self._policy, f"'auto', {suited_policy(devices())[1]}"
+        return self._policy, "asked for"
+
+    def _cause(self) -> str:
+        if not self._steps.skipped():
+            return ""
+        # What `fit` knows is more: it has the data.
+        return self.cause or self._steps.cause() or "not known"
+
+
+def _name(policy: keras.DTypePolicy) -> str:
+    """Returns the name that a policy is asked for by."""
+    return str(getattr(policy, "level", None) or policy.name)
+
+
+def _is_new(policy: keras.DTypePolicy | None) -> bool:
+    """Says whether it is another policy to train in than the one in force."""
+    if policy is None:
+        return False
+    # While tfmix is off, to ask for the policy makes Keras set its own.
+    is_on = global_policy.hooks_keras()
+    current = global_state.policy_name()
+    if is_on:
+        current = global_policy.global_policy().name
+    is_float = keras.backend.is_float_dtype(policy.compute_dtype)
+    return is_float and policy.name != current
+
+
+def _device(here: Any) -> str:
+    first = here[0]
+    alike = sum(device.name == first.name for device in here)
+    name = first.kind if first.kind == "CPU" else first.name
+    return name if alike == 1 else f"{alike} x {name}"
+
+
+def _ended() -> str:
+    """Returns the error that Python ends with, "" without any."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    said = str(error).strip().partition("\n")[0][:100]
+    return type(error).__name__ + (f": {said}" if said else "")
+
+
+def _read(path: str) -> report.Run:
+    file = pathlib.Path(path)
+    data = json.loads(file.read_text("utf-8"))
+    file.unlink()
+    return report.Run(**data["run"])
