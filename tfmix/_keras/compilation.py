@@ -81,6 +81,13 @@ def for_gpu(tensor: Any = None) -> bool:
     return not on_cpu and bool(tf.config.list_logical_devices("GPU"))
 
 
+def by_gpu_kernels() -> bool:
+    """Says whether TensorFlow's own kernels run it on a GPU, without XLA."""
+    if keras.backend.backend() != "tensorflow":
+        return False
+    return for_gpu() and not by_xla()
+
+
 def kept_apart(tensor: Any) -> Any:
     """Returns the tensor, through which no compiler looks."""
     if keras.backend.backend() == "jax":
