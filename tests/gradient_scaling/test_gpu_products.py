@@ -137,3 +137,66 @@ def test_sixteen_bits_of_bfloat16_are_not_scaled():
     x = np.full((4096, 2), 1e20, tf.bfloat16.as_numpy_dtype)
     found, error = summed(x, x[:, ::-1] * 1e-30)
     assert error < 0.004
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("layer_class", [layers.LSTM, layers.GRU])
+def test_recurrent_layers_take_the_kernel_of_cudnn(
+    layer_class, policy, monkeypatch
+):
+    devices = tf.config.list_logical_devices
+
+    def with_gpu(kind=None):
+        return ["GPU:0"] if kind == "GPU" else devices(kind)
+
+    monkeypatch.setattr(tf.config, "list_logical_devices", with_gpu)
+    found = {}
+    for name in ("keras", "tfmix"):
+        if name == "tfmix":
+            tfmix.set_global_policy(policy)
+        else:
+            keras.config.set_dtype_policy(policy)
+        layer = layer_class(4)
+        assert not layer.supports_jit
+        step = tf.function(lambda x, layer=layer: layer(x, training=True))
+        graph = step.get_concrete_function(tf.zeros((2, 5, 3))).graph
+        found[name] = [
+            (op.type, op.inputs[0].dtype.name)
+            for op in graph.get_operations()
+            if op.type.startswith("CudnnRNN")
+        ]
+    assert found["tfmix"] == found["keras"] != []
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("op", [keras.ops.add, keras.ops.subtract])
+def test_the_gradient_of_a_bias_is_summed_in_float32(op, policy):
+    tfmix.set_global_policy(policy)
+
+    class Bias(layers.Layer):
+        def build(self, shape):
+            self.b = self.add_weight(shape=(1, *shape[-2:]))
+
+        def call(self, x):
+            return op(x, self.b)
+
+    layer = Bias()
+    layer.build((None, 2, 3))
+
+    @tf.function
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            value = tf.cast(layer(x), "float32")
+        # Their sum leaves float16, and has more digits than bfloat16.
+        upstream = tf.fill(tf.shape(value), 256.0)
+        return tape.gradient(value, layer.b.value, upstream)
+
+    x = tf.zeros((1024, 2, 3))
+    with compilation.compiled_for("cuda"):
+        graph = gradient.get_concrete_function(x).graph
+        found = gradient(x)
+    sign = -1 if op is keras.ops.subtract else 1
+    np.testing.assert_array_equal(found, np.full((1, 2, 3), sign * 2.0**18))
+    assert found.dtype == "float32"
+    found = product_dtypes(graph, set())
+    assert found == {policy.removeprefix("mixed_"): 1}

@@ -81,11 +81,15 @@ def for_gpu(tensor: Any = None) -> bool:
     return not on_cpu and bool(tf.config.list_logical_devices("GPU"))
 
 
-def by_gpu_kernels() -> bool:
-    """Says whether TensorFlow's own kernels run it on a GPU, without XLA."""
+def by_gpu_kernels(tensor: Any = None) -> bool:
+    """Says whether TensorFlow's own kernels run it on a GPU, without XLA.
+
+    Args:
+        tensor: As for `for_gpu`.
+    """
     if keras.backend.backend() != "tensorflow":
         return False
-    return for_gpu() and not by_xla()
+    return for_gpu(tensor) and not by_xla()
 
 
 def kept_apart(tensor: Any) -> Any:

@@ -1,6 +1,7 @@
 """The power of two that gradients are scaled by inside a border."""
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ _BIAS, _MANTISSA = 127, 23
 # that reaches its layer, and a kernel that sum times its inputs: below this
 # 4 bits are left for these, however many pixels or tokens there are.
 _LARGEST_SUM = 2.0**12
+# Without XLA to join them with others, operations that only say why a gradient
+# is not finite run for gradients of so many numbers at most.
+_SMALL = 4096
 
 
 class Power(NamedTuple):
@@ -89,21 +93,34 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     return Power(up, 1.0 / ops.where(is_finite, up, float("nan")))
 
 
+def has_cause(gradient: Any) -> bool:
+    """Says whether a gradient that is not finite says why, as it leaves.
+
+    A border returns NaN for all gradients if what entered was not finite. What
+    overflows inside of it leaves as infinity, or, of other gradients than
+    these, as it was computed.
+    """
+    shape = tuple(gradient.shape)
+    small = None in shape or math.prod(shape) <= _SMALL
+    return small or compilation.by_xla()
+
+
 def blames_data(gradients: Sequence) -> Any:
     """Says whether gradients are not finite because what entered was not.
 
-    A border returns NaN for all gradients then. What overflows inside of it
-    leaves as infinity, so that one number of a gradient tells both apart.
+    One number of a gradient that `has_cause` tells.
 
     Args:
         gradients: Gradients of a model with a border; `None` where there is
             none.
 
     Returns:
-        Boolean scalar tensor; `False` where no rule places gradients.
+        Boolean scalar tensor; `False` where no rule places gradients, or
+        none of them says why.
     """
     values = [getattr(g, "values", g) for g in gradients if g is not None]
     values = [value for value in values if 0 not in tuple(value.shape)]
+    values = [value for value in values if has_cause(value)]
     if not values or not is_placed():
         return False
     # The first variable gets gradients from all that comes after it. What

@@ -180,7 +180,9 @@ def _as_before(gradient: Any, values: Any) -> Any:
 
 
 def _unscaled(down: Any, tensor: Any) -> Any:
-    """Divides a gradient; what overflowed inside leaves as infinity, or NaN."""
+    """Divides a gradient; one that is not finite says why (`has_cause`)."""
+    if not power.has_cause(tensor):
+        return _times(down, tensor)
     # Infinity, unless `down` is NaN.
     lost = tf.cast(down + math.inf, tensor.dtype)
     is_finite = tf.math.is_finite(tf.math.real(tensor))

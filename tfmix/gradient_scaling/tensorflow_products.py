@@ -143,22 +143,51 @@ def combined(
         function: What computes it, of two tensors that broadcast.
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
-        bilinear: Whether `function` multiplies; nothing depends on it here.
-        in_loop: Whether it is computed in each step of a loop; the same.
+        bilinear: Whether `function` multiplies.
+        in_loop: Whether it is computed in each step of a loop; nothing depends
+            on it here.
 
     Returns:
         What `function` returns of the inputs and the rounded weight.
     """
-    del bilinear, in_loop
+    del in_loop
 
     def of_inputs(upstream: Any, narrow: Any) -> Any:
         return _pulled(lambda x: function(x, narrow), inputs, upstream)
 
     def of_weight(upstream: Any, narrow: Any) -> Any:
-        del narrow
-        return _of_wide_weight(function, inputs, weight, upstream)
+        if bilinear or not _adds_rows(weight, upstream):
+            return _of_wide_weight(function, inputs, weight, upstream)
+        total = _row_sum(upstream, narrow)
+        # The sign, if it was subtracted.
+        zeros = tf.zeros_like(weight)
+        return _pulled(lambda w: function(zeros, w), weight, total)
 
     return _with_gradients(function, inputs, weight, of_inputs, of_weight)
+
+
+def _adds_rows(weight: Any, upstream: Any) -> bool:
+    """Says whether a GPU's kernels sum rows, each of the weight's shape."""
+    sizes, known = weight.shape.as_list(), upstream.shape.as_list()
+    while sizes[:1] == [1]:
+        sizes = sizes[1:]
+    is_row = len(known) > len(sizes) > 0 and known[-len(sizes) :] == sizes
+    return is_row and compilation.by_gpu_kernels(upstream)
+
+
+def _row_sum(upstream: Any, narrow: Any) -> Any:
+    """Returns the sum of rows as a product with ones.
+
+    `BiasAddGrad` rounds what each block of threads adds to 16 bit.
+    """
+    rows = tf.reshape(upstream, (-1, _times(_shape(narrow))))
+    count = _shape(rows)[0]
+    dtype = upstream.dtype
+    power = _root_of_two(count) if dtype == tf.float16 else 1.0
+    parts = tf.fill((1, count), tf.cast(1.0 / power, dtype))
+    total = _wide(tf.matmul(parts, rows))
+    total = total * power if dtype == tf.float16 else total
+    return tf.reshape(total, _shape(narrow))
 
 
 def _summed(
