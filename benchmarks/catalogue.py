@@ -205,6 +205,16 @@ BENCHMARKS = (
         minutes=10,
     ),
     Benchmark(
+        "graph",
+        "TensorFlow without XLA",
+        "What one step runs on a GPU in TensorFlow's own kernels, over Keras's "
+        "own policy: the time of products at a T4's peaks, bytes, kernels. "
+        "Each finite check and, in float16, each factor's scaling is a kernel.",
+        (TENSORFLOW,),
+        quotes=None,
+        minutes=2,
+    ),
+    Benchmark(
         "sparse_memory",
         "Sparse gradients",
         "Keras's check for infinity makes the gradient of an embedding dense. "

@@ -1,5 +1,7 @@
 """A 16-bit layer's weights get their gradients in float32."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -7,10 +9,13 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers
+from tfmix._keras import compilation
 from tfmix.gradient_scaling import weight_gradients
 
 ON_JAX = keras.backend.backend() == "jax"
-WAYS = ("eager", "jit") if ON_JAX else ("eager", "graph", "jit")
+# The last two run what TensorFlow traces for a GPU.
+ON_TENSORFLOW = "eager", "graph", "jit", "eager-gpu", "gpu"
+WAYS = ("eager", "jit") if ON_JAX else ON_TENSORFLOW
 RNG = np.random.default_rng(0)
 
 
@@ -117,7 +122,7 @@ MODELS = {
     "adapted": (adapted, normal(64, 10)),
     "shared": (shared, normal(64, 16)),
 }
-QUICK = {(name, "jit") for name in MODELS} | {
+QUICK = {(name, way) for name in MODELS for way in ("jit", WAYS[-1])} | {
     (name, way) for name in ("dense", "conv", "tied") for way in WAYS
 }
 
@@ -156,10 +161,16 @@ def gradients(policy, name, way, weights=None):
             found = tape.gradient(value, model.trainable_variables)
             return [tf.convert_to_tensor(g) for g in found]
 
-        if way != "eager":
+        if "eager" not in way:
             step = tf.function(step, jit_compile=way == "jit")
-        found = step(tf.constant(x))
+        with traced(way):
+            found = step(tf.constant(x))
     return [np.asarray(g) for g in found], model.get_weights()
+
+
+def traced(way):
+    for_gpu = compilation.compiled_for("cuda")
+    return for_gpu if "gpu" in way else contextlib.nullcontext()
 
 
 def cases():
@@ -241,10 +252,11 @@ class Alone(layers.Layer):
         (Alone, 100 + normal(4096, 8)),
     ],
 )
-def test_a_sum_beyond_float16_is_that_of_float32(make, x, monkeypatch):
+@pytest.mark.parametrize("way", ["jit", WAYS[-1]])
+def test_a_sum_beyond_float16_is_that_of_float32(way, make, x, monkeypatch):
     monkeypatch.setitem(MODELS, "large", (stack(make), x))
-    right, weights = gradients("float32", "large", "jit")
-    found, _ = gradients("mixed_float16", "large", "jit", weights)
+    right, weights = gradients("float32", "large", way)
+    found, _ = gradients("mixed_float16", "large", way, weights)
     for a, b in zip(right, found, strict=True):
         assert np.linalg.norm(a - b) < 0.01 * np.linalg.norm(a)
 

@@ -66,14 +66,30 @@ def for_tpu() -> bool:
     return context_values.block.get().platform == "tpu" or "TPU" in strategy
 
 
-def for_gpu() -> bool:
-    """Says whether TensorFlow traces what will run on an NVIDIA GPU."""
+def for_gpu(tensor: Any = None) -> bool:
+    """Says whether TensorFlow traces what will run on an NVIDIA GPU.
+
+    Args:
+        tensor: What is computed with, which may have been put on a CPU.
+    """
     platform = context_values.block.get().platform
     if platform:
         return platform == "cuda"
-    return tf.test.is_built_with_cuda() and bool(
-        tf.config.list_logical_devices("GPU")
-    )
+    if not tf.test.is_built_with_cuda():
+        return False
+    on_cpu = tensor is not None and "CPU" in tensor.device
+    return not on_cpu and bool(tf.config.list_logical_devices("GPU"))
+
+
+def by_gpu_kernels(tensor: Any = None) -> bool:
+    """Says whether TensorFlow's own kernels run it on a GPU, without XLA.
+
+    Args:
+        tensor: As for `for_gpu`.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return False
+    return for_gpu(tensor) and not by_xla()
 
 
 def kept_apart(tensor: Any) -> Any:

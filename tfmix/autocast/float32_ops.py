@@ -2,11 +2,12 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
 from tfmix import _formats
-from tfmix._keras import op_places
+from tfmix._keras import compilation, op_places
 from tfmix.gradient_scaling import tensors
 
 
@@ -30,6 +31,36 @@ def in_float32(op: Callable) -> Callable:
     return rule
 
 
+def attention(op: Callable) -> Callable:
+    """Returns `dot_product_attention` with a softmax of float32 logits.
+
+    TensorFlow's own kernels return logits of 16-bit queries in 16 bit. A GPU
+    would lose its Tensor Cores to a cast before. So the logits are scaled
+    before the product, where they would overflow, and not after it.
+    """
+    wide = in_float32(op)
+    signature = inspect.signature(op)
+
+    @functools.wraps(op)
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        if not compilation.by_gpu_kernels():
+            return wide(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        scale = given.get("scale")
+        if scale is None:
+            scale = 1.0 / math.sqrt(given["key"].shape[-1])
+        is_half = tensors.float_dtype(given["query"]) == "float16"
+        if is_half and isinstance(scale, int | float) and scale > 0:
+            # A power of two rounds nothing. Logits may reach a million.
+            power = 2.0 ** (math.floor(math.log2(scale)) - 4)
+            given["query"] = given["query"] * power
+            given["scale"] = scale / power
+        return op(*bound.args, **bound.kwargs)
+
+    return rule
+
+
 def attention_in_float32(method: Callable) -> Callable:
     """Makes a layer's own attention compute as the op's rule says.
 
@@ -42,6 +73,9 @@ def attention_in_float32(method: Callable) -> Callable:
         source = tensors.only_16_bit((args, kwargs))
         bound = signature.bind(self, *args, **kwargs).arguments
         if source is None or not op_places.writes_out(self, bound):
+            return method(self, *args, **kwargs)
+        if source == "bfloat16" and compilation.by_gpu_kernels():
+            # Its logits have float32's range.
             return method(self, *args, **kwargs)
         args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
         with op_places.float32_softmax(self):

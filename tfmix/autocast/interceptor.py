@@ -52,8 +52,10 @@ def rows_of_op(name: str) -> list[Row]:
     rows = []
     if name in weight_gradients.OPS:
         rows.append(Row(SIXTEEN_BIT, weight_gradients.OPS[name]))
-    if name != op_places.ATTENTION or not op_places.has_float32_logits():
+    if name != op_places.ATTENTION:
         rows.append(Row(name, float32_ops.in_float32))
+    elif not op_places.has_float32_logits():
+        rows.append(Row(name, float32_ops.attention))
     if name in finite_constants.OPS:
         fit = functools.partial(finite_constants.fitting, name=name)
         rows.append(Row(SIXTEEN_BIT, fit))

@@ -1,6 +1,7 @@
 """The power of two that gradients are scaled by inside a border."""
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ _BIAS, _MANTISSA = 127, 23
 # that reaches its layer, and a kernel that sum times its inputs: below this
 # 4 bits are left for these, however many pixels or tokens there are.
 _LARGEST_SUM = 2.0**12
+# Without XLA to join them with others, operations that only say why a gradient
+# is not finite run for gradients of so many numbers at most.
+_SMALL = 4096
 
 
 class Power(NamedTuple):
@@ -90,11 +94,27 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     return Power(up, 1.0 / ops.where(is_finite, up, float("nan")))
 
 
+def say_why(gradients: Sequence) -> list[bool]:
+    """Says which gradients, not being finite, say why as they leave a border.
+
+    A border returns NaN for all gradients if what entered was not finite. What
+    overflows inside of it leaves as infinity, or, of the other gradients, as it
+    was computed. TensorFlow's own kernels would read each gradient once more.
+
+    Args:
+        gradients: Those of a model's variables, at least one.
+    """
+    if compilation.by_xla():
+        return [True] * len(gradients)
+    shapes = [tuple(gradient.shape) for gradient in gradients]
+    small = [None in s or math.prod(s) <= _SMALL for s in shapes]
+    return small if any(small) else [True] * len(gradients)
+
+
 def blames_data(gradients: Sequence) -> Any:
     """Says whether gradients are not finite because what entered was not.
 
-    A border returns NaN for all gradients then. What overflows inside of it
-    leaves as infinity, so that one number of a gradient tells both apart.
+    One number of a gradient tells, if that says why.
 
     Args:
         gradients: Gradients of a model with a border; `None` where there is
@@ -105,6 +125,11 @@ def blames_data(gradients: Sequence) -> Any:
     """
     values = [getattr(g, "values", g) for g in gradients if g is not None]
     values = [value for value in values if 0 not in tuple(value.shape)]
+    values = [
+        value
+        for value, says in zip(values, say_why(values), strict=True)
+        if says
+    ]
     if not values:
         return False
     # The first variable gets gradients from all that comes after it. What

@@ -131,8 +131,16 @@ class _Border:
                 (values, []),
             )
             values, _ = border.results([])
-        for n, dense in zip(kept, values, strict=True):
-            inside[n] = _as_before(inside[n], _unscaled(by.down, dense))
+        # Those of the arguments come first: no optimizer asks these why.
+        of_variables = [
+            value
+            for n, value in zip(kept, values, strict=True)
+            if n >= len(self._tensors)
+        ]
+        says_why = [False] * (len(values) - len(of_variables))
+        says_why += power.say_why(of_variables)
+        for n, dense, says in zip(kept, values, says_why, strict=True):
+            inside[n] = _as_before(inside[n], _unscaled(by.down, dense, says))
         return inside
 
     def _inside(self, tapes: list, scaled: Sequence) -> list:
@@ -179,8 +187,16 @@ def _as_before(gradient: Any, values: Any) -> Any:
     return values
 
 
-def _unscaled(down: Any, tensor: Any) -> Any:
-    """Divides a gradient; what overflowed inside leaves as infinity, or NaN."""
+def _unscaled(down: Any, tensor: Any, says_why: bool) -> Any:
+    """Divides a gradient; infinity then means an overflow inside.
+
+    Args:
+        down: What to multiply by; NaN if what entered was not finite.
+        tensor: The gradient.
+        says_why: Whether it has to, or may leave as it was computed.
+    """
+    if not says_why:
+        return _times(down, tensor)
     # Infinity, unless `down` is NaN.
     lost = tf.cast(down + math.inf, tensor.dtype)
     is_finite = tf.math.is_finite(tf.math.real(tensor))

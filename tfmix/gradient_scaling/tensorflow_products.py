@@ -1,10 +1,14 @@
 """Weight gradients in float32, under TensorFlow.
 
 A function of a 16-bit tensor and a float32 weight rounds the weight inside, and
-hands its gradient back in float32. Inside XLA that is one product of float16
-factors with a float32 result, and as before in bfloat16, which has float32's
-range. Outside of XLA no kernel has that form, and some add up in 16 bit: there
-the factors are widened first.
+hands its gradient back in float32. Accelerators multiply 16-bit factors on
+Tensor Cores, add up in float32 and round the sum once. In bfloat16, which has
+float32's range, that sum is the gradient. In float16 one factor is divided by
+a power of two first, so that the sum does not overflow; the result is
+multiplied by it in float32. Two products differ:
+
+* XLA writes the float32 sum of a plain product of matrices at once.
+* A CPU's kernels may add up in 16 bit: there the factors are widened.
 """
 
 import functools
@@ -67,23 +71,25 @@ def contracted(
     to_weight = Contraction(axes.inputs, axes.outputs, axes.weight)
 
     def of_inputs(upstream: Any, narrow: Any) -> Any:
-        if used is not None or compilation.by_xla():
-            return _pulled(lambda x: function(x, narrow), inputs, upstream)
-        return _product(upstream, narrow, to_inputs)
+        if used is None and tf.executing_eagerly():
+            return _product(upstream, narrow, to_inputs)
+        return _pulled(lambda x: function(x, narrow), inputs, upstream)
+
+    def multiplied(inputs: Any, upstream: Any, narrow: Any) -> Any:
+        # In eager mode the other way computes the result once more.
+        if not tf.executing_eagerly():
+            return _pulled(lambda w: function(inputs, w), narrow, upstream)
+        factor = inputs if used is None else used(inputs)
+        return _product(factor, upstream, to_weight)
 
     def of_weight(upstream: Any, narrow: Any) -> Any:
-        factor = inputs if used is None else used(inputs)
-        if not compilation.by_xla():
-            return _product(_wide(factor), _wide(upstream), to_weight)
-        if inputs.dtype != tf.float16:
-            pulled = _pulled(lambda w: function(inputs, w), narrow, upstream)
-            return _wide(pulled)
-        if not in_loop:
+        is_half = inputs.dtype == tf.float16
+        if is_half and compilation.by_xla() and not in_loop:
+            factor = inputs if used is None else used(inputs)
             return _wide_product(factor, upstream, to_weight)
         sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
-        power = _root_of_two(_times([sizes[x] for x in axes.free]))
-        factor = factor * tf.cast(1.0 / power, factor.dtype)
-        return _wide(_product(factor, upstream, to_weight)) * power
+        count = _times([sizes[x] for x in axes.free])
+        return _summed(multiplied, [inputs, upstream, narrow], count)
 
     return _with_gradients(function, inputs, weight, of_inputs, of_weight)
 
@@ -93,10 +99,6 @@ def convolved(
     function: Function, inputs: Any, weight: Any, positions: Callable
 ) -> Any:
     """Computes a convolution.
-
-    Inside XLA no accelerator returns a filter's gradient of 16-bit factors in
-    float32. In float16 what enters is divided by about the square root of the
-    number of positions that are summed, and the result multiplied in float32.
 
     Args:
         function: What computes the convolution.
@@ -112,17 +114,16 @@ def convolved(
     def of_inputs(upstream: Any, narrow: Any) -> Any:
         return _pulled(lambda x: function(x, narrow), inputs, upstream)
 
+    def multiplied(inputs: Any, upstream: Any, narrow: Any) -> Any:
+        return _pulled(lambda w: function(inputs, w), narrow, upstream)
+
     def of_weight(upstream: Any, narrow: Any) -> Any:
-        if not compilation.by_xla():
-            return _of_wide_weight(function, inputs, weight, upstream)
-        if inputs.dtype != tf.float16:
-            return _wide(
-                _pulled(lambda w: function(inputs, w), narrow, upstream)
-            )
-        power = _root_of_two(positions(_shape(inputs), _shape(upstream)))
-        upstream = upstream * tf.cast(1.0 / power, upstream.dtype)
-        gradient = _pulled(lambda w: function(inputs, w), narrow, upstream)
-        return _wide(gradient) * power
+        count = positions(_shape(inputs), _shape(upstream))
+        factors = [inputs, upstream, narrow]
+        # XLA divides in the kernel that computes what enters; the inputs were
+        # computed long ago.
+        divided = int(compilation.by_xla())
+        return _summed(multiplied, factors, count, divided=divided)
 
     return _with_gradients(function, inputs, weight, of_inputs, of_weight)
 
@@ -142,26 +143,84 @@ def combined(
         function: What computes it, of two tensors that broadcast.
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
-        bilinear: Whether `function` multiplies; nothing depends on it here.
-        in_loop: Whether it is computed in each step of a loop; the same.
+        bilinear: Whether `function` multiplies.
+        in_loop: Whether it is computed in each step of a loop; nothing depends
+            on it here.
 
     Returns:
         What `function` returns of the inputs and the rounded weight.
     """
-    del bilinear, in_loop
+    del in_loop
 
     def of_inputs(upstream: Any, narrow: Any) -> Any:
         return _pulled(lambda x: function(x, narrow), inputs, upstream)
 
     def of_weight(upstream: Any, narrow: Any) -> Any:
-        del narrow
-        return _of_wide_weight(function, inputs, weight, upstream)
+        if bilinear or not _adds_rows(weight, upstream):
+            return _of_wide_weight(function, inputs, weight, upstream)
+        total = _row_sum(upstream, narrow)
+        # The sign, if it was subtracted.
+        zeros = tf.zeros_like(weight)
+        return _pulled(lambda w: function(zeros, w), weight, total)
 
     return _with_gradients(function, inputs, weight, of_inputs, of_weight)
 
 
+def _adds_rows(weight: Any, upstream: Any) -> bool:
+    """Says whether a GPU's kernels sum rows, each of the weight's shape."""
+    sizes, known = weight.shape.as_list(), upstream.shape.as_list()
+    while sizes[:1] == [1]:
+        sizes = sizes[1:]
+    is_row = len(known) > len(sizes) > 0 and known[-len(sizes) :] == sizes
+    return is_row and compilation.by_gpu_kernels(upstream)
+
+
+def _row_sum(upstream: Any, narrow: Any) -> Any:
+    """Returns the sum of rows as a product with ones.
+
+    `BiasAddGrad` rounds what each block of threads adds to 16 bit.
+    """
+    rows = tf.reshape(upstream, (-1, _times(_shape(narrow))))
+    count = _shape(rows)[0]
+    dtype = upstream.dtype
+    power = _root_of_two(count) if dtype == tf.float16 else 1.0
+    parts = tf.fill((1, count), tf.cast(1.0 / power, dtype))
+    total = _wide(tf.matmul(parts, rows))
+    total = total * power if dtype == tf.float16 else total
+    return tf.reshape(total, _shape(narrow))
+
+
+def _summed(
+    multiplied: Callable[..., Any],
+    factors: Sequence,
+    count: Any,
+    *,
+    divided: int = 0,
+) -> Any:
+    """Returns a weight's gradient in float32, from 16-bit factors.
+
+    Args:
+        multiplied: Computes the gradient in the factors' dtype.
+        factors: What it takes: tensors of one 16-bit dtype.
+        count: How many products each number of the gradient adds up.
+        divided: Which factor float16 divides. By default the inputs, which are
+            of order one, as no scaling helps the forward pass: they lose fewer
+            digits than what enters.
+    """
+    if not (compilation.by_xla() or compilation.for_gpu(factors[0])):
+        return multiplied(*map(_wide, factors))
+    if factors[0].dtype != tf.float16:
+        return _wide(multiplied(*factors))
+    power = _root_of_two(count)
+    factors = list(factors)
+    factors[divided] *= tf.cast(1.0 / power, tf.float16)
+    return _wide(multiplied(*factors)) * power
+
+
 def _root_of_two(count: Any) -> Any:
     """Returns a power of two of about the square root of a count."""
+    if isinstance(count, int):
+        return 2.0 ** math.ceil(math.log(max(count, 1), 4))
     halves = tf.math.log(tf.cast(count, tf.float32)) / math.log(4.0)
     return 2.0 ** tf.math.ceil(tf.maximum(halves, 0.0))
 
@@ -233,13 +292,16 @@ def _product(
     a: Any, b: Any, axes: Contraction, dtype: tf.DType | None = None
 ) -> Any:
     """Multiplies as matrices."""
-    batch = [axes.batch] if axes.batch else []
-    left = _matrices(a, axes.inputs, *batch, axes.free, axes.summed)
-    right = _matrices(b, axes.weight, *batch, axes.summed, axes.new)
+    left, adjoint_left = _matrices(a, axes.inputs, axes.batch, axes.free)
+    right, adjoint_right = _matrices(b, axes.weight, axes.batch, axes.summed)
     if dtype is None:
-        result = tf.matmul(left, right)
+        result = tf.matmul(
+            left, right, transpose_a=adjoint_left, transpose_b=adjoint_right
+        )
     else:
-        result = tf.raw_ops.BatchMatMulV3(x=left, y=right, Tout=dtype)
+        result = tf.raw_ops.BatchMatMulV3(
+            x=left, y=right, Tout=dtype, adj_x=adjoint_left, adj_y=adjoint_right
+        )
     order = axes.batch + axes.free + axes.new
     sizes = dict(zip(axes.inputs, _shape(a), strict=True))
     sizes |= dict(zip(axes.weight, _shape(b), strict=True))
@@ -249,14 +311,21 @@ def _product(
     return tf.transpose(result, [order.index(x) for x in axes.outputs])
 
 
-def _matrices(tensor: Any, letters: str, *groups: str) -> Any:
-    """Returns a tensor with one axis for each group of its letters."""
-    order = "".join(groups)
+def _matrices(
+    tensor: Any, letters: str, batch: str, rows: str
+) -> tuple[Any, bool]:
+    """Returns a matrix, or a batch of them, and whether it is transposed."""
+    columns = "".join(x for x in letters if x not in batch + rows)
+    is_transposed = batch + rows + columns != letters == batch + columns + rows
+    if is_transposed:
+        rows, columns = columns, rows
+    order = batch + rows + columns
     if order != letters:
         tensor = tf.transpose(tensor, [letters.index(x) for x in order])
     sizes = dict(zip(order, _shape(tensor), strict=True))
+    groups = [*([batch] if batch else []), rows, columns]
     shape = [_times([sizes[x] for x in group]) for group in groups]
-    return tf.reshape(tensor, shape)
+    return tf.reshape(tensor, shape), is_transposed
 
 
 def _times(sizes: Sequence) -> Any:

@@ -1,0 +1,202 @@
+"""What TensorFlow's own kernels multiply on a GPU, counted without one."""
+
+import collections
+import math
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfmix
+from tests import helpers
+from tfmix._keras import compilation
+
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
+    from tfmix.gradient_scaling import tensorflow_products
+else:
+    pytestmark = helpers.requires_backend("tensorflow")
+
+MODELS = {
+    "dense": lambda: [keras.Input((8,)), layers.Dense(16)],
+    "einsum": lambda: [
+        keras.Input((4, 8)),
+        layers.EinsumDense("abc,cde->abde", (None, 2, 4)),
+    ],
+    "conv": lambda: [keras.Input((8, 8, 4)), layers.Conv2D(8, 3)],
+    "pointwise": lambda: [
+        keras.Input((8, 8, 4)),
+        layers.Conv2D(8, 1, strides=2),
+    ],
+    "conv1d": lambda: [keras.Input((8, 4)), layers.Conv1D(8, 3)],
+    "conv3d": lambda: [keras.Input((4, 4, 4, 4)), layers.Conv3D(8, 3)],
+    "separable": lambda: [keras.Input((8, 8, 4)), layers.SeparableConv2D(8, 3)],
+    "transposed": lambda: [
+        keras.Input((4, 4, 4)),
+        layers.Conv2DTranspose(8, 3),
+    ],
+    "lstm": lambda: [keras.Input((6, 4)), layers.LSTM(8)],
+    "gru": lambda: [keras.Input((6, 4)), layers.Bidirectional(layers.GRU(8))],
+    "conv_lstm": lambda: [keras.Input((3, 6, 6, 2)), layers.ConvLSTM2D(4, 3)],
+}
+PRODUCTS = ("MatMul", "Conv", "Depthwise", "Einsum")
+
+
+def product_dtypes(graph, seen):
+    """Counts the dtypes of all products that results of a graph need."""
+    found = collections.Counter()
+    todo = [tensor.op for tensor in graph.outputs]
+    while todo:
+        op = todo.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        todo += [tensor.op for tensor in op.inputs]
+        if any(name in op.type for name in PRODUCTS):
+            found[op.inputs[-1].dtype.name] += 1
+        for value in op.node_def.attr.values():
+            for name in [value.func.name, *(f.name for f in value.list.func)]:
+                if name:
+                    inner = graph._get_function(name).graph
+                    found += product_dtypes(inner, seen)
+    return found
+
+
+def step(name, policy):
+    tfmix.set_global_policy(policy)
+    model = keras.Sequential(MODELS[name]())
+    x = tf.zeros((4, *model.input_shape[1:]))
+
+    @tf.function
+    def gradients(x):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_sum(model(x, training=True))
+        return tape.gradient(value, model.trainable_variables)
+
+    return gradients.get_concrete_function(x)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_gpu_multiplies_16_bit_factors(name, policy):
+    with compilation.compiled_for("cuda"):
+        found = product_dtypes(step(name, policy).graph, set())
+    assert set(found) == {policy.removeprefix("mixed_")}
+
+
+def test_a_cpu_multiplies_wide_factors_for_weights():
+    found = product_dtypes(step("dense", "mixed_float16").graph, set())
+    assert found == {"float32": 1}
+
+
+def summed(x, upstream):
+    """Emulates a product that adds up in float32 and rounds once."""
+
+    def product(x, upstream, narrow):
+        x, upstream = (np.asarray(t, "float64") for t in (x, upstream))
+        return tf.constant(
+            (x * upstream).sum(0).astype(narrow.dtype.as_numpy_dtype)
+        )
+
+    with compilation.compiled_for("cuda"):
+        found = tensorflow_products._summed(
+            product,
+            [tf.constant(x), tf.constant(upstream), tf.constant(x[0])],
+            len(x),
+        )
+    exact = (x.astype("float64") * upstream.astype("float64")).sum(0)
+    error = np.linalg.norm(found.numpy() - exact) / np.linalg.norm(exact)
+    return found, error
+
+
+# The inputs of a layer live in float16 unscaled. What enters backwards is of
+# order one, or smaller in the layers below.
+@pytest.mark.parametrize("rows", [64, 4096, 2**18])
+@pytest.mark.parametrize("inputs", [0.1, 1.0, 100.0, 5000.0])
+@pytest.mark.parametrize("upstream", [1e-4, 1e-2, 1.0])
+@pytest.mark.parametrize("is_alike", [False, True])
+def test_a_scaled_sum_is_that_of_float32(rows, inputs, upstream, is_alike):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, 8)) * inputs
+    d = rng.normal(size=(rows, 8)) * upstream
+    if is_alike:
+        # Every product has one sign; their mean is limited to 2^16 less half
+        # of the rows' digits.
+        x, d = np.abs(x), np.minimum(np.abs(d), 0.5 * upstream)
+        d = d / max(1.0, math.sqrt(rows) * inputs * upstream / 2**16)
+    found, error = summed(x.astype("float16"), d.astype("float16"))
+    assert found.dtype == "float32"
+    # Sums of less than 2^-14 have fewer digits.
+    assert error < (0.002 if inputs * upstream > 1e-3 else 0.02)
+
+
+def test_sixteen_bits_of_bfloat16_are_not_scaled():
+    x = np.full((4096, 2), 1e20, tf.bfloat16.as_numpy_dtype)
+    found, error = summed(x, x[:, ::-1] * 1e-30)
+    assert error < 0.004
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("layer_class", [layers.LSTM, layers.GRU])
+def test_recurrent_layers_take_the_kernel_of_cudnn(
+    layer_class, policy, monkeypatch
+):
+    devices = tf.config.list_logical_devices
+
+    def with_gpu(kind=None):
+        return ["GPU:0"] if kind == "GPU" else devices(kind)
+
+    monkeypatch.setattr(tf.config, "list_logical_devices", with_gpu)
+    found = {}
+    for name in ("keras", "tfmix"):
+        if name == "tfmix":
+            tfmix.set_global_policy(policy)
+        else:
+            keras.config.set_dtype_policy(policy)
+        layer = layer_class(4)
+        assert not layer.supports_jit
+        step = tf.function(lambda x, layer=layer: layer(x, training=True))
+        graph = step.get_concrete_function(tf.zeros((2, 5, 3))).graph
+        found[name] = [
+            (op.type, op.inputs[0].dtype.name)
+            for op in graph.get_operations()
+            if op.type.startswith("CudnnRNN")
+        ]
+    assert found["tfmix"] == found["keras"] != []
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("op", [keras.ops.add, keras.ops.subtract])
+def test_the_gradient_of_a_bias_is_summed_in_float32(op, policy):
+    tfmix.set_global_policy(policy)
+
+    class Bias(layers.Layer):
+        def build(self, shape):
+            self.b = self.add_weight(shape=(1, *shape[-2:]))
+
+        def call(self, x):
+            return op(x, self.b)
+
+    layer = Bias()
+    layer.build((None, 2, 3))
+
+    @tf.function
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            value = tf.cast(layer(x), "float32")
+        # Their sum leaves float16, and has more digits than bfloat16.
+        upstream = tf.fill(tf.shape(value), 256.0)
+        return tape.gradient(value, layer.b.value, upstream)
+
+    x = tf.zeros((1024, 2, 3))
+    with compilation.compiled_for("cuda"):
+        graph = gradient.get_concrete_function(x).graph
+        found = gradient(x)
+    sign = -1 if op is keras.ops.subtract else 1
+    np.testing.assert_array_equal(found, np.full((1, 2, 3), sign * 2.0**18))
+    assert found.dtype == "float32"
+    found = product_dtypes(graph, set())
+    assert found == {policy.removeprefix("mixed_"): 1}
