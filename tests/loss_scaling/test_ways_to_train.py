@@ -509,15 +509,23 @@ def assert_same(make, bad, leave_out, policy):
     assert all(np.isfinite(one).all() for one in ours.values())
 
 
+QUICK = {
+    ("fit", "graph"),
+    ("loop, compiled", "xla"),
+    ("OwnName", "graph"),
+    ("GanOfLayers", "graph"),
+    ("OwnStepOnJax", "xla"),
+}
+CASES = [one for one in itertools.product(WAYS, MODES) if one not in NEVER]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [one for one in itertools.product(WAYS, MODES) if one not in NEVER],
-)
+@pytest.mark.parametrize(("name", "mode"), helpers.quick_are(QUICK, CASES))
 def test_a_bad_batch_is_as_if_it_had_not_been_there(name, mode, policy):
     assert_same(lambda: WAYS[name](mode), 3, [3], policy)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", in_turns)
@@ -527,6 +535,7 @@ def test_a_bad_batch_whose_gradients_are_to_be_applied(kind, mode, policy):
     assert_same(lambda: make(mode), 3, [3], policy)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", in_turns[:-1])
