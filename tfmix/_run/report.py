@@ -35,7 +35,7 @@ class Run:
     fallen: tuple[str, ...]  # layers that fell back, each with the reason
 
     def is_float32(self) -> bool:
-        """Says whether nothing ran in 16 bit by the policy."""
+        """Returns whether nothing ran in 16 bit by the policy."""
         return self.policy == "float32"
 
     def cells(self) -> list[str]:

@@ -230,7 +230,7 @@ def _name(policy: keras.DTypePolicy) -> str:
 
 
 def _is_new(policy: keras.DTypePolicy | None) -> bool:
-    """Says whether it is another policy to train in than the one in force."""
+    """Returns whether it is another policy to train in than the one in force."""
     if policy is None:
         return False
     # While tfmix is off, to ask for the policy makes Keras set its own.

@@ -76,7 +76,7 @@ def fitting(original: Callable, name: str) -> Callable:
 def _is_any_unfit(
     values: Any, limits: _formats.Format = _formats.FLOAT16
 ) -> bool:
-    """Says whether some number would be infinite, or zero, in a format."""
+    """Returns whether some number would be infinite, or zero, in a format."""
     return any(
         limits.max < abs(value) < math.inf
         # The half is where rounding to nearest turns.

@@ -266,7 +266,7 @@ def _replaced_by_keras(policy: keras.DTypePolicy) -> None:
 
 
 def hooks_keras() -> bool:
-    """Says whether Keras asks tfmix for its policy just now."""
+    """Returns whether Keras asks tfmix for its policy just now."""
     return bool(_hooks.places())
 
 

@@ -202,7 +202,7 @@ class _MixedModel:
         return make(*args, **kwargs)
 
     def _averages(self) -> bool:
-        """Says whether the optimizer averages the weights it updates."""
+        """Returns whether the optimizer averages the weights it updates."""
         optimizer = getattr(self._model, "optimizer", None)
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             return False

@@ -28,7 +28,7 @@ def outputs_as_made() -> contextlib.AbstractContextManager[None]:
 
 
 def is_outermost(model: keras.Model) -> bool:
-    """Says whether a model's results leave what computes in 16 bit.
+    """Returns whether a model's results leave what computes in 16 bit.
 
     With real tensors, and called by no layer but a graph that only passes on.
     """
@@ -52,7 +52,7 @@ class Outputs:
 
     @functools.cached_property
     def has_parts(self) -> bool:
-        """Says whether the model is a graph whose parts have own borders."""
+        """Returns whether the model is a graph whose parts have own borders."""
         several = len(layers.results(self._model)) > 1
         return several and self.graph.has_parts
 
@@ -126,7 +126,7 @@ def _last_layer(model: keras.Model, place: int) -> keras.Layer | None:
 
 
 def is_undone(layer: keras.Layer | None, loss: Any) -> bool:
-    """Says whether a loss does not see the last rounding of probabilities."""
+    """Returns whether a loss does not see the last rounding of probabilities."""
     activation = getattr(getattr(layer, "activation", None), "__name__", "")
     function = getattr(getattr(loss, "fn", None), "__name__", "")
     from_logits = getattr(loss, "from_logits", False)

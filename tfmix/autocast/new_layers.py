@@ -31,7 +31,7 @@ def settle(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
 
 
 def is_chosen(layer: keras.Layer) -> bool:
-    """Says whether a layer's dtype came from the policy, not from its user."""
+    """Returns whether a layer's dtype came from the policy, not from its user."""
     return layers.marks(layer).by_policy
 
 

@@ -93,7 +93,7 @@ def anew(model: keras.Layer) -> Iterator[None]:
 
 
 def can_have(layer: keras.Layer) -> bool:
-    """Says whether a layer has code of its own: a graph only passes on."""
+    """Returns whether a layer has code of its own: a graph only passes on."""
     return not layers.is_structure(layer)
 
 
@@ -121,7 +121,7 @@ def layers_that_compute(model: keras.Layer) -> list[keras.Layer]:
 
 
 def computes_in(model: keras.Layer, dtype: str) -> bool:
-    """Says whether any layer of a model computes, or returns, in a dtype."""
+    """Returns whether any layer of a model computes, or returns, in a dtype."""
     return any(
         dtype in (layer.compute_dtype, returned_dtype(layer))
         for layer in layers_that_compute(model)
@@ -129,7 +129,7 @@ def computes_in(model: keras.Layer, dtype: str) -> bool:
 
 
 def has_sixteen_bit_variables(model: keras.Layer) -> bool:
-    """Says whether a model keeps, or will keep, variables in 16 bit."""
+    """Returns whether a model keeps, or will keep, variables in 16 bit."""
     return any(
         layer.variable_dtype in _formats.SIXTEEN_BIT
         for layer in layers_that_compute(model)
@@ -215,7 +215,7 @@ class _State:
         self.wrappers: Mapping[str, model_methods.Wrapper] = {_CALL: self.run}
 
     def is_float32(self) -> bool:
-        """Says whether it has fallen back, and nobody chose a dtype since."""
+        """Returns whether it has fallen back, and nobody chose a dtype since."""
         policy = self._policy
         return policy is not None and policy is layer_policies.own(self._layer)
 
@@ -332,7 +332,7 @@ class _State:
 
 
 def _is_final(error: BaseException | None) -> bool:
-    """Says whether float32 has been tried; Keras raises errors anew."""
+    """Returns whether float32 has been tried; Keras raises errors anew."""
     while error is not None:
         if vars(error).get(_FINAL):
             return True
@@ -382,7 +382,7 @@ def _is_cell(layer: keras.Layer) -> bool:
 
 
 def _may_change(layer: keras.Layer) -> bool:
-    """Says whether anything of a layer is in 16 bit, and is its own affair."""
+    """Returns whether anything of a layer is in 16 bit, and is its own affair."""
     return not _is_cell(layer) and any(
         inner.compute_dtype in _formats.SIXTEEN_BIT
         for inner in layers.flat_layers(layer)

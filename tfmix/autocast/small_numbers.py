@@ -97,7 +97,7 @@ def followed(op: Callable, name: str) -> Callable:
 
 
 def _begins(name: str, values: tuple) -> bool:
-    """Says whether an op on tensors without a note leaves one."""
+    """Returns whether an op on tensors without a note leaves one."""
     if name in _ELEMENTWISE:
         if name in _TIMES and values[0] is values[1]:
             return True
@@ -111,7 +111,7 @@ def _is_small(value: Any) -> bool:
 
 
 def _asks(name: str, args: tuple) -> bool:
-    """Says whether an op has an unbounded derivative where it is noted."""
+    """Returns whether an op has an unbounded derivative where it is noted."""
     at = args[:1]
     if name in _QUOTIENTS:
         at = args[:1] if name == "__rtruediv__" else args[1:2]
@@ -126,14 +126,14 @@ def _asks(name: str, args: tuple) -> bool:
 
 
 def _has_copy(name: str, values: tuple) -> bool:
-    """Says whether a 16-bit copy of a variable is added or multiplied."""
+    """Returns whether a 16-bit copy of a variable is added or multiplied."""
     return name in _ELEMENTWISE and any(
         weight_gradients.source(value) is not None for value in values
     )
 
 
 def _is_exact(values: tuple) -> bool:
-    """Says whether all 16-bit tensors have float32 values that are exact."""
+    """Returns whether all 16-bit tensors have float32 values that are exact."""
     return all(
         weight_gradients.is_exact(value)
         for value in values
@@ -199,6 +199,6 @@ def _is_wide(name: str, value: Any) -> bool:
 
 
 def _is_alike(value: Any, other: Any) -> bool:
-    """Says whether two tensors have one shape."""
+    """Returns whether two tensors have one shape."""
     shape = getattr(other, "shape", None)
     return shape is not None and bool(value.shape == shape)

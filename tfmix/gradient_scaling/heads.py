@@ -52,7 +52,7 @@ class Graph:
 
     @property
     def has_parts(self) -> bool:
-        """Says whether there are several, so that each has its own border."""
+        """Returns whether there are several, so that each has its own border."""
         return len(self._parts) > 1
 
     def run(

@@ -41,7 +41,7 @@ def note_scaling(model: keras.Model, scales: bool) -> None:
 
 
 def scales(variables: Iterable[keras.Variable]) -> bool:
-    """Says whether gradients of all these variables are scaled inside models.
+    """Returns whether gradients of all these variables are scaled inside models.
 
     Then nothing has to be multiplied or divided around: whatever scales the
     loss is taken in at the border and handed out again, to the last bit. A

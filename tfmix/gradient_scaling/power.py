@@ -40,7 +40,7 @@ def placing() -> Any:
 
 
 def is_placed() -> bool:
-    """Says whether a rule places the gradients of what is called just now."""
+    """Returns whether a rule places the gradients of what is called just now."""
     return context_values.block.get().placing is not None
 
 
@@ -112,7 +112,7 @@ def say_why(gradients: Sequence) -> list[bool]:
 
 
 def blames_data(gradients: Sequence) -> Any:
-    """Says whether gradients are not finite because what entered was not.
+    """Returns whether gradients are not finite because what entered was not.
 
     One number of a gradient tells, if that says why.
 

@@ -167,7 +167,7 @@ def combined(
 
 
 def _adds_rows(weight: Any, upstream: Any) -> bool:
-    """Says whether a GPU's kernels sum rows, each of the weight's shape."""
+    """Returns whether a GPU's kernels sum rows, each of the weight's shape."""
     sizes, known = weight.shape.as_list(), upstream.shape.as_list()
     while sizes[:1] == [1]:
         sizes = sizes[1:]

@@ -42,7 +42,7 @@ def _float_dtype(kind: Any, dtype: Any) -> str:
 
 
 def is_16_bit(value: Any) -> bool:
-    """Says whether a value is a dense float16 or bfloat16 tensor."""
+    """Returns whether a value is a dense float16 or bfloat16 tensor."""
     return float_dtype(value) in _formats.SIXTEEN_BIT
 
 

@@ -92,7 +92,7 @@ def exact(value: Any, known: float32_values.Known | None = None) -> Any:
 
 
 def is_exact(value: Any) -> bool:
-    """Says whether the float32 value behind a 16-bit tensor is what it was.
+    """Returns whether the float32 value behind a 16-bit tensor is what it was.
 
     It is one of a variable, or was made of such values and of sums alone.
     """
@@ -329,7 +329,7 @@ def _matmul(original: Callable) -> Callable:
 
 
 def _has_same_stack(first: Any, second: Any) -> bool:
-    """Says whether stacks of matrices do not repeat each other."""
+    """Returns whether stacks of matrices do not repeat each other."""
     ranks = len(first), len(second)
     return min(ranks) < 3 or tuple(first)[:-2] == tuple(second)[:-2]
 
@@ -461,7 +461,7 @@ def _channels_last(data_format: str | None) -> bool:
 def _is_pointwise(
     original: Callable, inputs: Any, weight: Any, last: bool
 ) -> bool:
-    """Says whether a convolution is a product of matrices."""
+    """Returns whether a convolution is a product of matrices."""
     channels = inputs.shape[-1 if last else 1]
     return (
         original.__name__ == "conv"

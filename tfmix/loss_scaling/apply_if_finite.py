@@ -117,7 +117,7 @@ def by_variable(bad: Any, rows: Sequence[int], count: int) -> Any:
 
 
 def is_chosen() -> bool:
-    """Says whether the caller is run by an `apply_if_finite` around it.
+    """Returns whether the caller is run by an `apply_if_finite` around it.
 
     What that runs does not check once more.
     """

@@ -596,7 +596,7 @@ class LossScaleOptimizer(
         return optimizer
 
     def last_step_applied(self) -> Any:
-        """Says whether the last `apply` changed anything.
+        """Returns whether the last `apply` changed anything.
 
         Returns:
             Boolean scalar tensor, not copied to the host; true before the
@@ -605,7 +605,7 @@ class LossScaleOptimizer(
         return ops.equal(self._consecutive_skips.value, 0)
 
     def _is_scaling(self) -> bool:
-        """Says whether a loss is multiplied by the scale, or by 1."""
+        """Returns whether a loss is multiplied by the scale, or by 1."""
         if self._scales is None:
             # The variables of a loss that is scaled before the build are not
             # known; to multiply and divide is right for any.
@@ -627,7 +627,7 @@ class LossScaleOptimizer(
             step.scaled.add(id(self))
 
     def _are_scaled(self, told: bool = False) -> bool:
-        """Says whether gradients are those of a scaled loss.
+        """Returns whether gradients are those of a scaled loss.
 
         In a model's train step they are if the step has scaled its loss.
 
@@ -738,7 +738,7 @@ class LossScaleOptimizer(
         step_outcome.report(applied)
 
     def _blames_data(self, grads: Sequence) -> Any:
-        """Says whether the data is not finite, where a rule has to know.
+        """Returns whether the data is not finite, where a rule has to know.
 
         Outside of models that scale their gradients, NaN may be an overflow.
         """
@@ -866,7 +866,7 @@ def _attribute(field: str) -> str:
 
 
 def _has_value_here(variable: keras.Variable) -> bool:
-    """Says whether a variable has a number here that is no constant later."""
+    """Returns whether a variable has a number here that is no constant later."""
     return compilation.is_host_readable(
         variable
     ) and not compilation.becomes_constant(variable)

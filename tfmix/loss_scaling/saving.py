@@ -122,7 +122,7 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
 
 
 def _is_unbuilt(store: Mapping) -> bool:
-    """Says whether Keras's class wrote settings alone: it was not built."""
+    """Returns whether Keras's class wrote settings alone: it was not built."""
     keys = sorted(map(str, store.keys()))
     return keys == list("0123") and not any(np.ndim(store[k]) for k in keys)
 

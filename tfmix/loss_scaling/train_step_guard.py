@@ -82,7 +82,7 @@ def put_on(model: keras.Model, *, asked_for: bool | None = None) -> None:
 
 
 def is_guarded(model: keras.Model) -> bool:
-    """Says whether a skipped step of the model leaves no trace."""
+    """Returns whether a skipped step of the model leaves no trace."""
     return model_methods.part(model, model_methods.GUARD) is not None
 
 
