@@ -222,7 +222,7 @@ def test_a_stateless_scope_collects_added_losses():
 
 
 @tensorflow_only
-def test_a_graph_of_its_own_takes_tensors_and_assigns_nothing():
+def test_a_separate_graph_takes_tensors_and_assigns_nothing():
     import tensorflow as tf
 
     variable, seen = keras.Variable(1.0), []

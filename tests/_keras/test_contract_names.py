@@ -184,7 +184,7 @@ def test_an_injected_name_is_found(tmp_path, code, name):
         check_all_are_in_a_contract(tmp_path)
 
 
-def test_names_of_our_own_are_no_private_names(tmp_path):
+def test_our_own_names_are_not_private_names(tmp_path):
     (tmp_path / "ours.py").write_text(
         '"""About `keras.src.secret`.\n\n_secret\n"""\n'
         "from tfmix import _formats\n"
@@ -289,7 +289,7 @@ def test_a_name_of_ours_is_not_looked_for(tmp_path):
     assert names_outside(tmp_path, "_keras") == {}
 
 
-def test_what_is_no_secret_is_still_there():
+def test_underscore_names_that_are_public_still_exist():
     found = set()
     for path in OURS.rglob("*.py"):
         found |= private_names.private_names(path.read_text("utf-8"))

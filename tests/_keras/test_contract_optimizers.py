@@ -18,7 +18,7 @@ def ones():
     return [keras.ops.ones((1,)), keras.ops.ones((1,))]
 
 
-def test_the_key_of_a_variable_takes_nothing_of_the_optimizer():
+def test_the_key_of_a_variable_does_not_use_the_optimizer():
     made, (variable, _) = ready()
     key = keras.optimizers.Optimizer._var_key(None, variable)
     assert key == made._var_key(variable)

@@ -84,7 +84,7 @@ def test_a_reduction_of_several_tensors_adds_up_each():
 
 
 @tensorflow_only
-def test_what_reads_a_variable_is_told_from_what_writes_it():
+def test_reads_of_a_variable_are_distinguished_from_writes():
     import tensorflow as tf
 
     variable = tf.Variable([1.0, 2.0])

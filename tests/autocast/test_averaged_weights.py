@@ -148,7 +148,7 @@ def test_replicas_swap_as_one_device_does_and_trace_it_once(monkeypatch):
 
 
 @pytest.mark.costly
-def test_weights_loaded_before_the_first_step_are_told_of_once_by_each(
+def test_weights_loaded_before_the_first_step_get_one_warning_from_each(
     tmp_path, caplog
 ):
     model, _ = fitted("masters")

@@ -90,7 +90,7 @@ OF_TFMIX = {
     [("masters", mode) for mode in MODES]
     + [(kind, MODES[1]) for kind in OF_TFMIX if kind != "masters"],
 )
-def test_so_does_one_of_tfmix_without_a_scaler_around_it(kind, mode, said):
+def test_an_unwrapped_optimizer_of_tfmix_skips_a_bad_step(kind, mode, said):
     wrapper, dtype = OF_TFMIX[kind]
     tfmix.set_global_policy("mixed_float16" if dtype == "float32" else dtype)
     weights = [keras.Variable(START, dtype=dtype) for _ in range(2)]
@@ -109,7 +109,7 @@ def test_so_does_one_of_tfmix_without_a_scaler_around_it(kind, mode, said):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
-def test_it_is_said_that_weights_in_16_bit_need_masters(mode, said):
+def test_a_warning_says_that_16_bit_weights_need_masters(mode, said):
     tfmix.set_global_policy("bfloat16")
     weights = [keras.Variable(START, dtype="bfloat16")]
     step = stepper(keras.optimizers.Adam(0.1), weights, mode)
@@ -310,7 +310,7 @@ class TwoOptimizers(keras.Model):
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("jit", [False, True])
-def test_a_fit_tells_of_what_its_optimizers_skipped(jit, said):
+def test_fit_reports_the_steps_that_its_optimizers_skipped(jit, said):
     tfmix.set_global_policy("mixed_float16")
     model = TwoOptimizers()
     x = np.ones((32, 3), "float32")
@@ -381,7 +381,7 @@ def test_the_optimizer_given_to_compile_skips_where_a_step_uses_it_itself(
     not hasattr(keras.optimizers, "MultiOptimizer"), reason="of Keras 3.15"
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_those_inside_one_that_is_wrapped_skip_with_it(mode):
+def test_optimizers_inside_a_wrapped_one_skip_with_it(mode):
     tfmix.set_global_policy("mixed_float16")
     weights = [keras.Variable(START), keras.Variable(START)]
     inside = {id(w): keras.optimizers.SGD(0.1) for w in weights}

@@ -140,7 +140,7 @@ def made_too_early(caplog):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("kind", [make, Subclassed])
-def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
+def test_a_model_made_before_the_policy_warns_once(kind, caplog):
     model = kind()
     global_policy.set_global_policy("mixed_float16")
     model.compile(scaling.LossScaleOptimizer("adam"), "mse")
@@ -152,7 +152,7 @@ def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("kind", [make, Subclassed])
-def test_it_is_not_told_of_a_loss_that_needs_no_scale_as_well(kind, caplog):
+def test_it_does_not_also_warn_of_a_loss_that_needs_no_scale(kind, caplog):
     model = kind()
     global_policy.set_global_policy("mixed_float16")
     model.compile("adam", "mse")
@@ -162,7 +162,7 @@ def test_it_is_not_told_of_a_loss_that_needs_no_scale_as_well(kind, caplog):
 
 
 @pytest.mark.costly
-def test_a_float32_model_trains_without_a_word_of_a_scale(caplog):
+def test_a_float32_model_trains_without_a_message_about_a_scale(caplog):
     global_policy.set_global_policy("mixed_float16")
     model = make(dtype="float32")
     model.compile("adam", "mse")
@@ -171,7 +171,7 @@ def test_a_float32_model_trains_without_a_word_of_a_scale(caplog):
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
-def test_a_model_made_under_the_policy_is_told_nothing(dtype, caplog):
+def test_a_model_made_under_the_policy_does_not_warn(dtype, caplog):
     global_policy.set_global_policy("mixed_float16")
     model = make(dtype=dtype)
     model.compile("adam", "mse")
@@ -203,7 +203,7 @@ def test_auto_scale_loss_off_is_respected_and_saved(policy, tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
-def test_what_the_user_did_not_say_of_the_scale_is_not_saved(policy):
+def test_scale_settings_that_the_user_did_not_give_are_not_saved(policy):
     with global_policy.policy_scope(policy):
         models = [make(), keras.models.clone_model(make())]
     global_policy.set_global_policy("mixed_float16")
@@ -371,7 +371,7 @@ def test_copies_of_a_model_train(copies):
     twin.fit(X, Y, verbose=0)
 
 
-def test_what_a_model_carries_can_be_dropped():
+def test_the_record_of_a_model_can_be_dropped():
     with global_policy.policy_scope("mixed_float16"):
         model = make()
     before = set(vars(make()))
@@ -426,7 +426,7 @@ def small_steps(policy, optimizer):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
-def test_a_loss_scale_optimizer_of_the_users_gets_the_masters_it_lacks(policy):
+def test_a_users_loss_scale_optimizer_gets_the_masters_it_lacks(policy):
     own = scaling.LossScaleOptimizer(keras.optimizers.SGD(3e-3))
     model, got = small_steps(policy, own)
     assert model.optimizer is own
@@ -436,7 +436,7 @@ def test_a_loss_scale_optimizer_of_the_users_gets_the_masters_it_lacks(policy):
     assert abs(got - expected) < 0.1 * (before - expected)
 
 
-def test_masters_that_cannot_be_put_in_are_asked_for():
+def test_masters_that_cannot_be_added_are_requested():
     global_policy.set_global_policy("bfloat16")
     built = scaling.LossScaleOptimizer("sgd")
     built.build([keras.Variable([1.0])])
@@ -446,7 +446,7 @@ def test_masters_that_cannot_be_put_in_are_asked_for():
             make().compile(optimizer, "mse")
 
 
-def test_what_tfmix_put_on_comes_off_and_what_the_user_did_stays():
+def test_the_wrappers_of_tfmix_are_removed_and_the_users_stay():
     global_policy.set_global_policy("float16")
     adam = keras.optimizers.Adam()
     model = make()

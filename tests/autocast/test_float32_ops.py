@@ -322,7 +322,7 @@ def _gradient(function, array):
     return tape.gradient(y, x).numpy()
 
 
-def test_a_functional_model_obeys_the_rules_in_force_when_it_runs():
+def test_a_functional_model_obeys_the_rules_active_when_it_runs():
     inputs = keras.Input((8192,), dtype="float16")
     model = keras.Model(inputs, kops.cumsum(inputs, axis=-1))
     x = np.full((1, 8192), 0.5, "float16")
@@ -546,7 +546,7 @@ def test_a_wrong_list_is_an_error(names, error, message):
         Policy("mixed_float16", float32_ops=names)
 
 
-def test_what_stands_by_is_replaced_once_and_put_back_by_an_install():
+def test_kept_replacements_are_made_once_and_removed_by_an_install():
     before = touched_places()
     interceptor.stand_by(frozenset(["normalize"]))
     standing = touched_places()

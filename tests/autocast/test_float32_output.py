@@ -191,7 +191,7 @@ def test_what_is_no_activation_is_refused(activation, error, message):
         float32_output.float32_output(activation)
 
 
-def test_a_layer_in_place_of_an_activation_is_told_what_to_write():
+def test_a_layer_in_place_of_an_activation_is_refused_with_advice():
     with pytest.raises(TypeError, match='dtype="float32"'):
         float32_output.float32_output(keras.layers.Softmax())
 

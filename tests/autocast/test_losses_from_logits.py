@@ -181,7 +181,7 @@ def test_the_other_cross_entropies_have_it(activation, loss, y, kernel, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("head", ["Softmax in float32", "Dense", "subclassed"])
-def test_a_loop_of_ones_own_has_it(head, policy, is_compiled):
+def test_your_own_loop_has_it(head, policy, is_compiled):
     model = made(head, policy)
     loss_of = keras.losses.SparseCategoricalCrossentropy()
     if ON_JAX:

@@ -206,7 +206,7 @@ def test_a_model_trains_under_its_policy_outside_of_the_scope(eager):
     assert not interceptor.installed()
 
 
-def test_a_carried_policy_is_taken_off_whole():
+def test_the_policy_of_a_model_is_detached_completely():
     # Else `compile` gives the model a record.
     compile_method.stop_watching()
     model = penalised.penalised_model()
@@ -220,7 +220,7 @@ def test_a_carried_policy_is_taken_off_whole():
 
 
 @pytest.mark.costly
-def test_a_carried_policy_holds_in_a_plain_call():
+def test_the_policy_of_a_model_holds_in_a_plain_call():
     inputs = keras.Input((1024,), dtype="float16")
     model = keras.Model(inputs, kops.normalize(inputs))
     x = np.full((1, 1024), 10.0, "float16")
@@ -266,7 +266,7 @@ def test_a_method_set_on_top_is_left_alone():
     assert vars(model)["train_step"] is theirs
 
 
-def test_calls_outside_of_the_scope_replace_nothing_anew(monkeypatch):
+def test_calls_outside_the_scope_replace_nothing_again(monkeypatch):
     x, _ = penalised.batch()
     with global_policy.policy_scope("mixed_float16"):
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
@@ -281,7 +281,7 @@ def test_calls_outside_of_the_scope_replace_nothing_anew(monkeypatch):
     assert refreshed == []
 
 
-def test_a_carrying_model_saves_and_loads(tmp_path):
+def test_a_model_with_its_policy_saves_and_loads(tmp_path):
     x, _ = penalised.batch()
     with global_policy.policy_scope("mixed_float16"):
         model = penalised.penalised_model()
@@ -299,7 +299,7 @@ def test_a_carrying_model_saves_and_loads(tmp_path):
 
 
 @pytest.mark.costly
-def test_a_16_bit_output_is_told_of_once_in_one_line(said):
+def test_a_16_bit_output_is_reported_once_in_one_line(said):
     x, y = penalised.batch()
     with global_policy.policy_scope("mixed_float16"):
         model = penalised.penalised_model()
@@ -352,7 +352,7 @@ def two_heads():
 
 
 @pytest.mark.costly
-def test_of_a_dict_of_outputs_the_one_in_16_bit_is_named(said):
+def test_the_16_bit_output_of_a_dict_is_named(said):
     with global_policy.policy_scope("mixed_float16"):
         model = two_heads()
     model.compile("sgd", {"price": "mse", "kind": "mse"})
@@ -419,7 +419,7 @@ def test_each_output_in_16_bit_is_named(said, activations, line):
         ("softmax", "mse", [30.0, 0.0], [0.0, 1.0]),
     ],
 )
-def test_it_is_told_of_only_where_the_loss_sees_it(
+def test_it_is_reported_only_where_the_loss_sees_it(
     said, activation, loss, logits, label
 ):
     x = np.array([logits], "float32")

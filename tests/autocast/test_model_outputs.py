@@ -72,7 +72,7 @@ def encoder():
 @pytest.mark.costly
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", WAYS)
-def test_results_that_others_are_made_of_are_float32(way, name):
+def test_results_that_others_use_are_float32(way, name):
     keras.utils.set_random_seed(0)
     expected = WAYS[way](encoder())
     keras.utils.set_random_seed(0)

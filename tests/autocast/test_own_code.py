@@ -318,7 +318,7 @@ def test_an_error_in_float32_too_comes_through_once():
     assert layer.compute_dtype == "float16"
 
 
-def test_of_two_errors_the_first_is_raised():
+def test_the_first_of_two_errors_is_raised():
     class Wrong(layers.Layer):
         calls = 0
 
@@ -335,7 +335,7 @@ def test_of_two_errors_the_first_is_raised():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("error", [RuntimeError, KeyError, AttributeError])
-def test_what_an_error_says_does_not_matter(name, error):
+def test_the_text_of_an_error_does_not_matter(name, error):
     class Refuses(layers.Layer):
         def call(self, x):
             if dtype_of(x) != "float32":
@@ -670,7 +670,7 @@ def by_a_branch(x, tmp_path):
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("by", [by_a_saved_model, by_a_branch])
-def test_what_takes_float32_alone_has_it(by, tmp_path):
+def test_layers_that_only_take_float32_get_it(by, tmp_path):
     with tfmix.policy_scope("mixed_float16"):
         inputs = keras.Input((8,))
         model = keras.Model(inputs, by(layers.Dense(8)(inputs), tmp_path))

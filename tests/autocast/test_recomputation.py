@@ -190,7 +190,7 @@ def test_a_layer_of_a_scope_trains_as_in_float32(kind, scope, mode, policy):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
-def test_so_does_a_model_that_carries_its_policy(mode):
+def test_a_model_with_its_policy_trains_as_in_float32(mode):
     exact = losses(model_of(ByAnOpUnderARule), mode)
     with tfmix.policy_scope("mixed_float16"):
         model = model_of(ByAnOpUnderARule)

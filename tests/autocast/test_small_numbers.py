@@ -150,7 +150,7 @@ def test_a_tape_sees_the_16_bit_tensor_that_it_watches():
     np.testing.assert_allclose(Watches()(x), [[0.125, 0.125]], rtol=1e-3)
 
 
-def test_what_nobody_asks_for_is_not_computed():
+def test_unused_float32_values_are_not_computed():
     tfmix.set_global_policy("mixed_float16")
     x = ops.cast(np.ones((2, 3)), "float16")
     assert keras.backend.standardize_dtype(ops.square(x).dtype) == "float16"

@@ -35,7 +35,7 @@ def test_the_largest_of_several_gradients_decides():
 
 
 def test_a_sum_that_reaches_far_leaves_room():
-    # 2**14 ones: a bias gets their sum.
+    # These are 2**14 ones: a bias gets their sum.
     assert of(np.ones(2**14, "float32")) == 0.25
     assert of(np.ones(2**12, "float32")) == 1.0
 
@@ -54,14 +54,14 @@ def test_what_has_no_size_is_left_as_it_is(values):
     assert of(np.float32(values), factor=0.5) == 0.5
 
 
-def test_it_is_placed_by_a_factor():
+def test_a_factor_moves_the_power():
     with power.placed(0.25):
         assert power.placing() == 0.25
         assert of(np.float32([4.0]), factor=power.placing()) == 0.0625
     assert power.placing() == 1.0
 
 
-def test_it_is_back_after_an_error():
+def test_the_factor_is_restored_after_an_error():
     with pytest.raises(KeyError), power.placed(0.25):
         raise KeyError
     assert power.placing() == 1.0

@@ -259,7 +259,7 @@ def test_a_free_loop_leaves_all_as_it_was(kind, mode):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES[:1])
-def test_float32_is_lost_for_good(mode):
+def test_float32_does_not_recover(mode):
     loop = loop_of(autoencoder, mode)
     loop.step(bad(X))
     loop.step(X)

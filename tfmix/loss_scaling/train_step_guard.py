@@ -60,6 +60,7 @@ def guard(model: keras.Model) -> keras.Model:
         ValueError: In `fit`, if its optimizer cannot skip a step.
 
     Examples:
+        >>> import tfmix
         >>> model = keras.Sequential([keras.layers.Dense(1)])
         >>> model.compile(tfmix.LossScaleOptimizer("adam"), loss="mse")
         >>> guard(model) is model
