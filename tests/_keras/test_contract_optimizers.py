@@ -44,7 +44,7 @@ def test_the_index_of_a_variable_is_that_of_the_dictionary():
         made._get_variable_index(one)
 
 
-def test_a_variable_of_no_build_is_refused():
+def test_a_variable_outside_the_build_is_refused():
     made, variables = ready()
     made._check_variables_are_known(variables)
     with pytest.raises(ValueError, match="[Uu]nknown variable"):

@@ -1,4 +1,4 @@
-"""An optimizer that nobody wrapped skips what is not finite."""
+"""An unwrapped optimizer skips steps that are not finite."""
 
 import keras
 import numpy as np
@@ -13,7 +13,7 @@ START = np.ones((3,), "float32")
 
 
 def stepper(optimizer, weights, mode):
-    """Returns a step of a loop that knows nothing of tfmix."""
+    """Returns a step of a loop that does not use tfmix."""
     if ON_JAX:
         apply = optimizer.stateless_apply
         if mode == "jit":
@@ -282,7 +282,7 @@ def test_a_float32_model_keeps_keras_own_optimizer():
 
 
 class TwoOptimizers(keras.Model):
-    """Trains two layers by an optimizer each, as a GAN does."""
+    """Trains two layers with an optimizer each, like a GAN."""
 
     def __init__(self):
         super().__init__()
@@ -327,7 +327,7 @@ def test_fit_reports_the_steps_that_its_optimizers_skipped(jit, said):
 
 
 class Around(keras.Model):
-    """Keeps the optimizer that it is compiled with, as Keras's guides do."""
+    """Stores the optimizer that it is compiled with, like Keras's guides."""
 
     def __init__(self, steps_own):
         super().__init__()
@@ -393,6 +393,6 @@ def test_optimizers_inside_a_wrapped_one_skip_with_it(mode):
         step(first, START)
     for weight in weights:
         np.testing.assert_allclose(weight.numpy(), START - 0.2, rtol=1e-6)
-    # Nor is anything kept to look at them once more.
+    # Nor are values kept for a second check.
     attributes = {name for inner in inside.values() for name in vars(inner)}
     assert not [name for name in attributes if "skipping" in name]

@@ -314,7 +314,7 @@ def test_a_compile_that_keeps_its_optimizers_elsewhere_still_works():
     with global_policy.policy_scope("mixed_float16"):
         model = Gan()
     model.compile(keras.optimizers.SGD(), keras.optimizers.Adam())
-    # `super().compile()` made RMSprop of its own accord.
+    # `super().compile()` created RMSprop by itself.
     assert is_wrapped(model)
     assert type(model.first) is keras.optimizers.SGD
 
@@ -413,7 +413,7 @@ def test_the_multi_optimizer_is_wrapped_as_a_whole():
 
 
 def small_steps(policy, optimizer):
-    """The loss after updates that 16-bit variables alone would lose."""
+    """Returns the loss after updates too small for 16-bit variables."""
     rng = np.random.default_rng(5)
     with global_policy.policy_scope(policy):
         model = make()
@@ -540,7 +540,7 @@ def test_a_loaded_model_is_guarded_as_before(policy, tmp_path):
     model.compile("sgd", "mse")
     model.fit(X, Y, verbose=0)
     model.save(tmp_path / "model.keras")
-    # As in a new process, which no policy was set in.
+    # A new process, in which no policy was set, starts like this.
     global_policy.set_global_policy(policy)
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert train_step_guard.is_guarded(loaded)
@@ -591,7 +591,7 @@ def test_what_is_made_of_a_float16_model_is_scaled_and_guarded(
     source, how, tmp_path
 ):
     model = MADE_FROM_ANOTHER[how](source(), tmp_path)
-    # Far below what float16 holds, unscaled.
+    # Unscaled, the loss is far below float16's range.
     model.compile("sgd", lambda y, x: 1e-9 * keras.ops.abs(y - x))
     model.optimizer.learning_rate = 1e9
     model.fit(np.full_like(X, np.nan), Y, verbose=0)
@@ -649,7 +649,7 @@ def test_a_loaded_model_goes_on_bit_for_bit_under_any_policy(policy, tmp_path):
 
 
 class CallsItself(keras.Sequential):
-    """Is a Sequential model by its bases, and computes in its own call."""
+    """A Sequential model by its bases, which computes in its own `call`."""
 
     def call(self, inputs, **kwargs):
         return 2.0 * super().call(inputs, **kwargs)
@@ -675,7 +675,7 @@ def test_a_graph_with_a_call_of_its_own_computes():
 def test_masters_of_a_model_that_fit_builds_start_from_its_weights(
     policy, jit, run
 ):
-    """Under TensorFlow XLA refused them, and loops ran before they were set."""
+    """Builds masters in `fit`, which XLA once refused under TensorFlow."""
     with global_policy.policy_scope(policy):
         recurrent = keras.layers.RNN(keras.layers.SimpleRNNCell(3))
         model = keras.Sequential([recurrent, keras.layers.Dense(1)])

@@ -23,7 +23,7 @@ def raw():
     return importlib.import_module("tensorflow")
 
 
-# What is given to an op beside float16 numbers, and what it returns for these.
+# Maps an op to its constant beside float16 numbers, and to its result.
 MEETINGS = {
     "a_product": (lambda x: ops.multiply(x, -1e9), [-32752, 0, 32752, -32752]),
     "a_sum": (lambda x: ops.add(-1e9, x), [-32752] * 4),
@@ -168,7 +168,7 @@ def test_switched_off_it_is_infinite_as_in_keras():
 
 @keras.saving.register_keras_serializable("tests")
 class Masked(layers.Layer):
-    """The same in a `call`, by ops."""
+    """Does the same in a `call`, with ops."""
 
     def call(self, scores, mask):
         return masked(scores, mask)

@@ -1,4 +1,4 @@
-"""What a new layer gets: the policy, its rules, and the user's own word."""
+"""A new layer gets the policy and its rules, unless its user sets a dtype."""
 
 import keras
 import numpy as np
@@ -76,7 +76,7 @@ def test_a_rule_may_match_the_path(rule):
             ],
             name="net",
         )
-    # Paths exist from the first call on, which may be after the scope.
+    # Paths exist only after the first call, which may be after the scope.
     model(np.ones((1, 2)))
     assert [computes_in(layer) for layer in model.layers] == [
         "float32",
@@ -104,7 +104,7 @@ def test_a_rule_by_path_sees_the_inputs_uncast_at_the_first_call():
 def test_what_a_ruled_layer_holds_is_float32_too():
     policy = Policy("float16", float32_layers=["LSTM", "Bidirectional"])
     with global_policy.policy_scope(policy):
-        # JAX has no float16 for Keras's default, orthogonal matrices.
+        # JAX cannot create Keras's default orthogonal matrices in float16.
         any_dtype = {"recurrent_initializer": "glorot_uniform"}
         plain = keras.layers.LSTM(2)
         both_ways = keras.layers.Bidirectional(keras.layers.GRU(2, **any_dtype))

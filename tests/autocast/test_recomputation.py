@@ -1,4 +1,4 @@
-"""What runs again in the backward pass computes as it did before."""
+"""Code that runs again in the backward pass computes as it did before."""
 
 import keras
 import numpy as np
@@ -17,7 +17,7 @@ Y = np.full((16, 1), 0.3, "float32")
 
 
 class Recomputes(layers.Layer):
-    """Has a weight, and what was made once of a function."""
+    """Has a weight, and a function wrapped once."""
 
     def build(self, shape):
         self.w = self.add_weight(shape=(shape[-1], 8))
@@ -112,7 +112,7 @@ OWN = {
         ByWhatBuildMade,
         ByAnOpUnderARule,
         ByALayerInside,
-        # JAX refuses a weight that a gradient closes over, in float32 too.
+        # JAX refuses a weight that a gradient closes over, even in float32.
         *([] if ON_JAX else [ByAWeightInItsGradient]),
         *([] if ON_JAX else [ByTensorFlow, ByAFunctionImportedBefore]),
         *([] if ON_JAX else [ByATapeInItsGradient]),
@@ -128,7 +128,7 @@ IN_SCOPE = {
     "dense": lambda: layers.Dense(8, "relu", name="it"),
     "residual": lambda: Residual(name="it"),
 }
-# Keras cannot, in float32 either.
+# Keras cannot compute these, even in float32.
 REFUSED_BY_KERAS = {
     ("full", "graph"),
     ("full", "jit"),

@@ -1,4 +1,4 @@
-"""What a logarithm, a root or a quotient is given, has not been rounded."""
+"""Inputs of logarithms, roots and quotients have not been rounded."""
 
 import keras
 import numpy as np
@@ -119,7 +119,7 @@ def test_pooling_of_powers_behind_a_relu_learns(power, jit):
             [first, pool, layers.Dense(4, dtype="float32")]
         )
         model.build((None, 16, 4))
-        # A channel that nothing reaches.
+        # Nothing reaches this channel.
         kernel = np.array(first.kernel)
         kernel[:, 0] = 0.0
         first.kernel.assign(kernel)

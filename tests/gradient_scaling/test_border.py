@@ -168,7 +168,7 @@ def test_it_gives_back_every_factor_from_outside(factor, mode):
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_what_is_not_finite_stays_so(bad):
+def test_numbers_that_are_not_finite_stay_so(bad):
     net = Net("float16")
     found = net.gradients(lambda net, w: of_a_mean(net, w) * bad)
     assert not any(np.isfinite(np.asarray(each)).any() for each in found)

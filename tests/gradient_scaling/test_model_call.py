@@ -72,7 +72,7 @@ class Nested(keras.Model):
         return {"a": self.Pair(y, [keras.ops.arange(3)]), "b": (y + 1, None)}
 
 
-def test_nests_and_what_is_no_float_pass():
+def test_nests_and_other_dtypes_pass():
     model = Nested()
     model({"in": [keras.ops.convert_to_tensor(X)]})
     x = {"in": [X]}

@@ -261,7 +261,7 @@ def test_on_a_tpu_the_optimizer_does_not_sum_a_second_time(monkeypatch):
     strategy.run(on_replica)
 
 
-def test_gradients_outside_of_a_replica_are_refused():
+def test_gradients_outside_a_replica_are_refused():
     train = Trainer()
     with train.strategy.scope():
         with pytest.raises(ValueError, match="strategy.run"):
