@@ -1,4 +1,4 @@
-"""How optimizers of Keras know their variables and apply gradients."""
+"""Keras's optimizers know their variables and apply gradients like this."""
 
 import contextlib
 
@@ -157,7 +157,7 @@ def test_a_multi_optimizer_finds_the_optimizer_of_a_variable_by_its_key():
     assert made._var_to_optimizer_idx == {
         made._var_key(each): index for index, each in enumerate(variables)
     }
-    # The other optimizer does not know the variable: it was asked.
+    # The other optimizer does not know the variable, and was asked.
     vars(made)["_var_to_optimizer_idx"].clear()
     swapped = zip(map(made._var_key, variables), (1, 0), strict=True)
     vars(made)["_var_to_optimizer_idx"].update(dict(swapped))
@@ -178,7 +178,7 @@ def test_apply_sums_the_gradients_over_the_replicas_once():
     made.apply(ones(), variables)
     assert len(calls) == 1
     assert [pair[1] for pair in calls[0]] == [v.value for v in variables]
-    # What it returns is applied.
+    # Its result is applied.
     assert float(variables[0].value[0]) == pytest.approx(0.8)
 
 

@@ -18,7 +18,8 @@ def is_eager():
 
     def ask():
         seen = []
-        # A new function each time: one that was traced keeps its answer.
+        # This is a new function each time, because a traced one keeps its
+        # answer.
         tf.function(lambda: seen.append(tf.executing_eagerly()))()
         return seen[0]
 

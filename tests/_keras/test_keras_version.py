@@ -1,4 +1,4 @@
-"""The wrong Keras is refused at import, with what to change."""
+"""A wrong Keras is refused at import, with advice on what to change."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""Where ops are replaced: the place that public ops use, and each only once."""
+"""Ops are replaced where public ops look them up, and only once."""
 
 import types
 
@@ -41,7 +41,7 @@ def test_one_name_stands_for_all_linear_algebra(name):
 
 
 def test_a_rule_for_one_op_leaves_the_rest_of_linear_algebra_alone():
-    # The root of 3 * 40000: its square overflows float16, it does not.
+    # This is the root of 3 * 40000: its square overflows float16.
     x = np.full(3, 200, "float16")
     policy = tfmix.Policy("mixed_float16", float32_ops=["qr"])
     with tfmix.policy_scope(policy):

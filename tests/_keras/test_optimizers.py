@@ -1,4 +1,4 @@
-"""What is asked of Keras's optimizers is there, and answers as expected."""
+"""Keras's optimizers have the attributes that tfmix reads."""
 
 import keras
 import pytest

@@ -1,4 +1,4 @@
-"""What is replaced is listed while it is, and comes back as it was."""
+"""Replacements are listed while they are active, and restored."""
 
 import contextlib
 
