@@ -131,7 +131,7 @@ class Report(_tables.Printed):
     def pair(self) -> tuple[Run, Run]:
         """Returns the 16-bit run, or the first, and the other one."""
         if self.other is None:
-            raise ValueError("There is one run alone, and nothing to compare.")
+            raise ValueError("There is only one run, so nothing to compare.")
         if self.run.is_float32() and not self.other.is_float32():
             return self.other, self.run
         return self.run, self.other

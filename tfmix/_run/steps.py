@@ -83,8 +83,8 @@ class Counter:
             if not worst or not counts[worst]:
                 continue
             self.cause = (
-                "all gradients are not finite at once, as of NaN in a batch "
-                "or in the loss"
+                "all gradients are NaN or infinite at once, as with NaN in a "
+                "batch or in the loss"
                 if len(set(counts.values())) == 1
                 else f"the gradient of {worst!r} overflows most often"
             )

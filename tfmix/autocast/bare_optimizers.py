@@ -191,11 +191,11 @@ def _tell_of_lost_updates(optimizer: Any, variables: Any) -> None:
     if any(map(keras_variables.is_narrow, variables)):
         _messages.warn_once(
             "a Keras optimizer updates 16-bit variables without float32 "
-            "masters: what is smaller than half a step of the format is lost, "
+            "masters: updates below half a step of the format are lost, "
             "and Adam's epsilon is 0 in float16. Write "
             f"tfmix.optimizers.MasterWeightOptimizer("
             f"{type(optimizer).__name__}(...)), or "
-            "take a 'mixed_' policy."
+            "use a 'mixed_' policy."
         )
 
 

@@ -71,9 +71,9 @@ def refuse_two_scales(given: Any) -> None:
     if len(scalers) > 1:
         raise ValueError(
             "`optimizer` holds two loss scales, one inside the other: the "
-            "gradients are divided by both, the loss is multiplied by the "
-            f"outer one alone. Received: optimizer={given!r} around "
-            f"{scalers[1]!r}. Take off the outer one: "
+            "gradients are divided by both, but the loss is multiplied only by "
+            f"the outer one. Received: optimizer={given!r} around "
+            f"{scalers[1]!r}. Remove the outer one: "
             "`compile(optimizer.inner_optimizer, ...)`."
         )
 

@@ -153,7 +153,7 @@ def mended_step(
             raise error from None
         undo.pop_all()
     _messages.warn(
-        "the layers that the `train_step` of %r calls hand float32 on "
+        "the layers that the `train_step` of %r calls return float32 "
         "to it from now on, because its code cannot compute in 16 bit. %s",
         model.name,
         _cause(error),

@@ -248,7 +248,7 @@ class LossScaleOptimizer(
                 raise ValueError(
                     "`gradient_norm` cannot be kept where gradients are "
                     "accumulated: an update takes the mean of several "
-                    "batches, and none of theirs is its norm. Received: "
+                    "batches, and no batch has the norm of it. Received: "
                     f"gradient_accumulation_steps={steps!r} in "
                     f"{optimizer.name!r}. Leave out one of the two."
                 )
@@ -329,8 +329,8 @@ class LossScaleOptimizer(
         ):
             raise ValueError(
                 "JAX is compiling this function, and the values of "
-                "`optimizer.variables` are none of its arguments: the loss "
-                "scale would stay what it is now. Make them an argument "
+                "`optimizer.variables` are not among its arguments: the loss "
+                "scale would keep its present value. Make them an argument "
                 "`values`, and write `with keras.StatelessScope("
                 "zip(optimizer.variables, values)):` around the call of "
                 f"{self.name!r}'s `scale_loss`, `unscale_gradients`, "
@@ -663,7 +663,7 @@ class LossScaleOptimizer(
             variables = self._model_variables
         else:
             raise ValueError(
-                "The optimizer is not built yet, so it must be told which "
+                "The optimizer is not built yet, so it does not know which "
                 "variables the gradients belong to. Write "
                 "optimizer.apply(grads, model.trainable_variables)."
             )
@@ -876,11 +876,11 @@ def _has_value_here(variable: keras.Variable) -> bool:
 def _host(variable: keras.Variable) -> np.ndarray:
     if not _has_value_here(variable):
         raise ValueError(
-            "This function is being compiled, and counters are numbers of the "
+            "This function is being compiled, and counters are numbers on the "
             f"host. Received: a call that reads {variable.path!r} in it. Read "
             "`skipped_steps`, `consecutive_skips`, `overflow_counts` and "
-            "`gradient_norm`, and call `check_health`, outside of the compiled "
-            "function, between two steps; in it, `apply` returns whether the "
-            "step takes place."
+            "`gradient_norm`, and call `check_health`, outside the compiled "
+            "function, between two steps; in it, `last_step_applied()` "
+            "returns whether the step was applied."
         )
     return compilation.host_value(variable)

@@ -25,7 +25,7 @@ if keras.backend.backend() == "tensorflow":
 # Under these strategies variables do not live on the replicas, so that a joint
 # step cannot be skipped.
 _REFUSED = {
-    "ParameterServerStrategy": "its workers update shared variables alone",
+    "ParameterServerStrategy": "its workers update shared variables separately",
     "CentralStorageStrategy": "its variables are not copied to each replica",
 }
 
@@ -54,7 +54,7 @@ def checked_dtype(dtype: Any, rule: rules.LossScale) -> str:
         )
     if keras.backend.backend() != "tensorflow":
         raise ValueError(
-            "`reduce_dtype` is of the sum that `tf.distribute` makes. Under "
+            "`reduce_dtype` is for the sums of `tf.distribute`. Under "
             "JAX the compiler places the sum over a sharded batch, in the "
             f"dtype of the gradients. Received: reduce_dtype={dtype!r} on the "
             f"{keras.backend.backend()!r} backend. Leave it out; in a "
@@ -76,8 +76,8 @@ def drop_unsupported(config: dict) -> None:
     if keras.backend.backend() != "tensorflow":
         if dtype := config.pop("reduce_dtype", None):
             _messages.warn(
-                "the optimizer was saved with reduce_dtype=%r, which is of the "
-                "sum that `tf.distribute` makes; under JAX it is left out.",
+                "the optimizer was saved with reduce_dtype=%r, which is for "
+                "the sums of `tf.distribute`; under JAX it is left out.",
                 dtype,
             )
 
