@@ -148,7 +148,7 @@ def replaced(
 
 
 def _named(gradient: Gradient, count: int) -> Any:
-    """Gives the identities that a block creates a gradient function."""
+    """Sets the gradient function of the identities that a block creates."""
     graph = tf.compat.v1.get_default_graph()
     name = f"Tfmix{next(_numbers)}"
     if not hasattr(graph, _OF_GRAPH):

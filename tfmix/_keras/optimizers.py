@@ -122,7 +122,7 @@ def alone(optimizer: Optimizer | None, strategy: Any = None) -> Iterator[None]:
     # A strategy replaces the one that the optimizer has.
     with contextlib.ExitStack() as undo:
         for part in with_nested(optimizer):
-            # If there is no strategy, this saves an operation per gradient.
+            # This saves an operation per gradient if there is no strategy.
             replaced = {"_all_reduce_sum_gradients": list}
             if strategy is not None:
                 replaced["_distribution_strategy"] = strategy

@@ -41,7 +41,7 @@ Maker = Callable[[Any], Any]
 
 
 class Row(NamedTuple):
-    """A rule, and the function that makes what it puts in Keras's place."""
+    """A rule, and the function that makes its replacement."""
 
     rule: str | None
     make: Maker

@@ -205,7 +205,7 @@ class _State:
         self.returns = ""
         # True if it returns float32, to the code of a layer that fell back.
         self.hands_float32 = False
-        # True until the first call has succeeded.
+        # True until the first call.
         self._new = True
         # The modes, training or not, in which its call has succeeded.
         self._proven: set[bool] = set()
@@ -310,7 +310,7 @@ class _State:
         return tensors.map_leaves(outputs, self._narrow)
 
     def _narrow(self, value: Any) -> Any:
-        """Rounds a result, and keeps the float32 of a loaded layer."""
+        """Rounds a result, and keeps its float32 value, like a loaded layer."""
         result = finite_constants.finite(value, self.returns)
         float32_values.keep(result, value, is_wide=True)
         return result

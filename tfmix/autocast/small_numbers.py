@@ -175,8 +175,9 @@ def _moments(op: Callable, args: tuple, kwargs: dict, dtype: str) -> tuple:
 def _kept(value: Any, name: str, values: tuple, dtype: str) -> Any:
     """Rounds what was computed in float32, and keeps it if it stays small.
 
-    Results larger than their small input, such as activations divided by their
-    norm, end the chain: to keep both versions of these would cost memory.
+    A result that is larger than the wide tensor it comes from, such as a
+    layer's activations divided by their norm, is not wide any more: both
+    versions of it would cost memory.
     """
     wide = [x for x in values if _is_wide(name, x)]
     is_wide = name in _ROOTS or any(_is_alike(value, x) for x in wide)

@@ -46,10 +46,7 @@ def call(
 
 
 def _told_apart(tensors: Iterable) -> list:
-    """Copies repeated tensors: a tape has one gradient per tensor.
-
-    Otherwise each copy would get the sum of the gradients.
-    """
+    """Copies repeated tensors: a tape has one gradient per tensor."""
     apart: dict[int, Any] = {}
     for tensor in tensors:
         new = tf.identity(tensor) if id(tensor) in apart else tensor
@@ -131,7 +128,8 @@ class _Border:
                 (values, []),
             )
             values, _ = border.results([])
-        # Gradients of the arguments come first; optimizers never get these.
+        # Gradients of the arguments come first. They need not show why they are
+        # not finite, because no optimizer gets them.
         of_variables = [
             value
             for n, value in zip(kept, values, strict=True)
