@@ -226,8 +226,9 @@ _FLOAT8_PRODUCT = """module attributes {{jax.uses_shape_polymorphism = true}} {{
     return %c : {2}
   }}
 }}"""
-# Multiplies any two float8 formats and sums as Tensor Cores do by default,
-# because XLA has no kernels of its own for it. JAX and StableHLO name it alike.
+# This algorithm multiplies any two float8 formats, and sums as Tensor Cores do
+# by default. XLA has no kernels of its own for it, so it calls the library. JAX
+# and StableHLO both have it.
 _BY_LIBRARY = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
 _STABLEHLO_BY_LIBRARY = """, algorithm = <
       lhs_precision_type = {0}, rhs_precision_type = {1},

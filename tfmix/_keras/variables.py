@@ -43,7 +43,7 @@ def placement(variable: keras.Variable) -> dict:
 
 
 def on_each_device(variable: keras.Variable) -> dict:
-    """Returns the arguments that replicate a variable over a sharded one's."""
+    """Returns arguments that copy a variable to each device of another's."""
     layout = getattr(variable, "_layout", None)
     if layout is None:
         return {}
