@@ -183,7 +183,7 @@ def test_apply_sums_the_gradients_over_the_replicas_once():
 
 
 @tensorflow_only
-def test_list_may_stand_for_the_sum_over_the_replicas():
+def test_list_may_replace_the_sum_over_the_replicas():
     made, variables = ready()
     vars(made)["_all_reduce_sum_gradients"] = list
     made.apply(ones(), variables)

@@ -137,7 +137,7 @@ def test_good_steps_are_keras_own(mode):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-def test_in_float32_nothing_is_kept_from_keras():
+def test_in_float32_keras_applies_every_step():
     weights = [keras.Variable(START)]
     step = stepper(keras.optimizers.SGD(0.1), weights, "eager")
     step(np.float32([np.nan] * 3))
@@ -261,7 +261,7 @@ def test_each_of_several_optimizers_skips_by_itself():
 
 
 @helpers.requires_backend("tensorflow")
-def test_an_optimizer_that_is_built_may_be_given_gradients_alone():
+def test_a_built_optimizer_may_get_only_gradients():
     tfmix.set_global_policy("mixed_float16")
     weights = [keras.Variable(START), keras.Variable(START)]
     optimizer = keras.optimizers.SGD(1.0)

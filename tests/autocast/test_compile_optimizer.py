@@ -587,7 +587,7 @@ MADE_FROM_ANOTHER = {
 @pytest.mark.costly
 @pytest.mark.parametrize("how", MADE_FROM_ANOTHER)
 @pytest.mark.parametrize("source", [converted, scoped])
-def test_what_is_made_of_a_float16_model_is_scaled_and_guarded(
+def test_models_made_from_a_float16_model_are_scaled_and_guarded(
     source, how, tmp_path
 ):
     model = MADE_FROM_ANOTHER[how](source(), tmp_path)
@@ -632,7 +632,9 @@ def test_float32_leaves_copies_to_keras():
 
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
-def test_a_loaded_model_goes_on_bit_for_bit_under_any_policy(policy, tmp_path):
+def test_a_loaded_model_continues_bit_for_bit_under_any_policy(
+    policy, tmp_path
+):
     global_policy.set_global_policy("mixed_float16")
     model = make()
     model.compile("adam", "mse")

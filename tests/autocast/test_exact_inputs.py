@@ -172,7 +172,7 @@ def test_a_mask_survives():
 
 
 @pytest.mark.costly
-def test_integer_ids_and_their_gradient_are_as_ever():
+def test_integer_ids_and_their_gradient_do_not_change():
     with global_policy.policy_scope("mixed_float16"):
         model = keras.Sequential(
             [
@@ -229,7 +229,7 @@ def text_models():
 @pytest.mark.parametrize("form", text_models())
 @pytest.mark.parametrize("dtype", ["int32", "int64", "float32"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_ids_reach_an_embedding_as_they_are(form, dtype, policy):
+def test_ids_reach_an_embedding_unchanged(form, dtype, policy):
     with global_policy.policy_scope(policy):
         model, embedding = text_models()[form]
     # 16 bit rounds this id, but float32 does not.
@@ -265,7 +265,7 @@ class Tabular(keras.Model):
 @pytest.mark.parametrize("how", ["eager", "graph", "xla"])
 @pytest.mark.parametrize("form", ["a layer", "functional", "sequential"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_raw_features_reach_a_normalization_as_they_are(how, form, policy):
+def test_raw_features_reach_a_normalization_unchanged(how, form, policy):
     # They have three digits more than bfloat16, and exceed float16.
     generator = np.random.default_rng(0)
     x = generator.normal(1e5, 100.0, (64, 4)).astype("float32")

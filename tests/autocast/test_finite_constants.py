@@ -116,7 +116,7 @@ def test_a_product_that_float16_holds_is_exact():
 
 
 @pytest.mark.skipif(ON_JAX, reason="names functions of TensorFlow")
-def test_what_tensorflow_makes_of_a_constant_is_finite():
+def test_a_constant_that_tensorflow_converts_is_finite():
     import tensorflow as tf
 
     tfmix.set_global_policy("mixed_float16")

@@ -376,7 +376,7 @@ def test_the_logits_of_a_softmax_are_still_found():
 
 
 @pytest.mark.parametrize("name", ["matmul", "multiply", "maximum"])
-def test_a_rule_holds_for_an_op_that_has_stand_ins_of_other_kinds(
+def test_a_rule_holds_for_an_op_with_replacements_of_other_kinds(
     monkeypatch, name
 ):
     # These are weight gradients or finite constants; Keras computes in 16 bit.
@@ -398,7 +398,7 @@ def test_a_rule_holds_for_an_op_that_has_stand_ins_of_other_kinds(
 
 
 @pytest.mark.parametrize("name", ["add", "cast", "sum", "where", "exp"])
-def test_one_wrapper_stands_before_keras_own_function(name):
+def test_one_wrapper_precedes_keras_own_function(name):
     ((package, theme),) = op_places.targets(name)
     original = vars(getattr(package, theme))[name]
     with policy_scope("mixed_float16"):

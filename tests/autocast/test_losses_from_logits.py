@@ -226,7 +226,7 @@ def test_each_of_several_results_has_its_own():
 
 @pytest.mark.skipif(not ON_JAX, reason="Keras's TensorFlow takes any axis")
 @pytest.mark.parametrize("axis", [1, -2, 2, -1])
-def test_a_loss_takes_logits_of_its_own_axis_alone(axis):
+def test_a_loss_only_takes_logits_of_its_own_axis(axis):
     logits = np.array([[[9.0, 0.0], [0.0, 9.0]]], "float32")
     y = np.array([[[0.0, 1.0], [0.0, 1.0]]], "float32")
     values = []

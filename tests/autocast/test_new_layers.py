@@ -101,7 +101,7 @@ def test_a_rule_by_path_sees_the_inputs_uncast_at_the_first_call():
 
 
 @pytest.mark.costly
-def test_what_a_ruled_layer_holds_is_float32_too():
+def test_layers_inside_a_ruled_layer_are_float32_too():
     policy = Policy("float16", float32_layers=["LSTM", "Bidirectional"])
     with global_policy.policy_scope(policy):
         # JAX cannot create Keras's default orthogonal matrices in float16.
@@ -146,7 +146,7 @@ def test_a_users_composite_under_a_rule_is_float32_inside():
 
 
 @pytest.mark.costly
-def test_what_attention_holds_follows_it_and_uses_the_op_rules():
+def test_layers_inside_attention_follow_it_and_use_the_op_rules():
     with global_policy.policy_scope("mixed_float16"):
         layer = keras.layers.MultiHeadAttention(2, 4)
         x = np.full((1, 3, 8), 100.0, "float32")

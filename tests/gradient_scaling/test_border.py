@@ -275,7 +275,7 @@ FORWARDS = {
 @pytest.mark.skipif(not ON_JAX, reason="only JAX has them")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FORWARDS)
-def test_what_jax_differentiates_forwards_is_as_in_float32(name, mode):
+def test_jaxs_forward_mode_gives_the_derivatives_of_float32(name, mode):
     first = tensor(WEIGHTS[0])
 
     def by(dtype):

@@ -387,7 +387,7 @@ class Codes(keras.Model):
 
 @pytest.mark.parametrize("has_weights", [True, False])
 @pytest.mark.parametrize("run", ["__call__", "predict", "compiled"])
-def test_a_model_without_any_float_outside_of_it_runs(run, has_weights):
+def test_a_model_without_any_float_outside_it_runs(run, has_weights):
     if keras.backend.backend() == "jax" and not has_weights:
         pytest.skip("IntegerLookup under JAX runs outside of compiled code")
     ids = np.array([[5, 7, 9]])

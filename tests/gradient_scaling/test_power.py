@@ -40,7 +40,7 @@ def test_a_sum_that_reaches_far_leaves_room():
     assert of(np.ones(2**12, "float32")) == 1.0
 
 
-def test_added_losses_count_in_the_sum_alone():
+def test_added_losses_only_count_in_the_sum():
     small = np.float32([2.0**-8])
     assert of(small, losses=[np.float32(1.0)]) == 2.0**8
     assert of(small, losses=[np.float32(2.0**8)]) == 2.0**4
@@ -49,7 +49,7 @@ def test_added_losses_count_in_the_sum_alone():
 @pytest.mark.parametrize(
     "values", [[], [0.0], [np.inf, 1.0], [np.nan, 1.0], [-np.inf]]
 )
-def test_what_has_no_size_is_left_as_it_is(values):
+def test_gradients_without_a_size_are_left_unchanged(values):
     assert of(np.float32(values)) == 1.0
     assert of(np.float32(values), factor=0.5) == 0.5
 

@@ -214,7 +214,7 @@ SPARSE = {
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("inner", SPARSE)
-def test_an_embedding_trains_and_skips_as_outside_of_xla(inner):
+def test_an_embedding_trains_and_skips_under_xla_as_without(inner):
     import tensorflow as tf
 
     def trained(jit):

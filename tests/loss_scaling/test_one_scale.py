@@ -44,7 +44,7 @@ def network(policy):
 
 
 def train(model, optimizer, mode, loop, steps=4):
-    """Trains in a loop of one's own; returns the weights."""
+    """Trains in the user's own loop; returns the weights."""
     x, y = data()
 
     def loss_of(got):

@@ -106,7 +106,7 @@ def test_a_batch_of_nan_trains_and_reports_nothing(mode):
 
 
 @pytest.mark.costly
-def test_an_epoch_that_was_not_measured_is_no_best_one(tmp_path):
+def test_an_epoch_that_was_not_measured_is_not_the_best(tmp_path):
     class Batches(keras.utils.PyDataset):
         epoch = 0
 

@@ -114,7 +114,7 @@ def test_the_state_of_kerass_own_class_is_read():
         helpers.assert_same_bits(left, right)
 
 
-def test_a_run_without_loss_scaling_can_go_on_with_it():
+def test_a_run_without_loss_scaling_can_continue_with_it():
     bare = keras.optimizers.Adam(0.1)
     step = steps.stepper(bare, steps.variables(), steps.MODES[1])
     step(steps.gradients(0))

@@ -263,7 +263,7 @@ def test_a_model_that_cannot_skip_is_refused_with_what_to_write():
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", ["graph", "xla"])
-def test_frozen_weights_are_left_alone_and_a_teacher_is_put_back(
+def test_frozen_weights_are_left_alone_and_a_teacher_is_restored(
     mode, monkeypatch
 ):
     from tfmix._keras import compilation

@@ -291,7 +291,7 @@ class TestJax:
 
     @pytest.mark.filterwarnings("ignore:The gradients are divided")
     @pytest.mark.parametrize("call", CALLS)
-    def test_what_would_become_a_constant_is_refused(self, call):
+    def test_a_value_that_would_become_a_constant_is_refused(self, call):
         import jax
 
         wrapped, weight = Wrapped("sgd"), keras.Variable(np.zeros(1, "float32"))

@@ -366,7 +366,7 @@ def untouched(function: Function) -> Function:
 def outside_of_tracing(
     variables: Sequence,
 ) -> contextlib.AbstractContextManager:
-    """Creates variables outside of the function that TensorFlow traces."""
+    """Creates variables outside the function that TensorFlow traces."""
     # A first value that is read from the model would become part of the step,
     # which XLA refuses.
     if keras.backend.backend() != "tensorflow":
