@@ -213,7 +213,7 @@ def test_numbers_of_the_host_are_refused_in_a_compiled_function(mode, read):
         read(loop.optimizer)
         return
     count = loop._compiled(lambda _: read(loop.optimizer), mode)
-    with pytest.raises(ValueError, match="outside of the compiled function"):
+    with pytest.raises(ValueError, match="outside the compiled function"):
         count(array(0.0))
 
 
@@ -308,7 +308,7 @@ class TestJax:
         import jax
 
         wrapped = Wrapped("sgd")
-        with pytest.raises(ValueError, match="outside of the compiled"):
+        with pytest.raises(ValueError, match="outside the compiled"):
             jax.jit(lambda value: value * wrapped.skipped_steps)(array(1.0))
 
     def test_a_loop_that_jax_does_not_compile_needs_no_scope(self):
