@@ -44,7 +44,7 @@ _compile_method.watch()
 __version__ = "0.2.0"
 
 if _os.environ.get("TFMIX_POLICY"):
-    # As `tfmix run` sets it, or a launcher that owns the command line.
+    # `tfmix run` sets it, or a launcher that owns the command line.
     from tfmix._run import session as _session
 
     _session.begin()

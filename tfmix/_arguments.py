@@ -90,7 +90,7 @@ def of_call(
 
 
 def put_in_call(bound: inspect.BoundArguments, name: str, value: Any) -> None:
-    """Sets an argument, if the method takes one of that name."""
+    """Sets an argument, if the method has one of that name."""
     declared = name in bound.signature.parameters
     (bound.arguments if declared else _extra(bound))[name] = value
 

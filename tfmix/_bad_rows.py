@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-# So many values are checked at a time, and so many rows named in a message.
+# The number of values checked at a time, and of rows named in a message.
 _BLOCK, _MOST_NAMED = 2**20, 3
 
 

@@ -1,7 +1,7 @@
 """tfmix's messages, which go to absl's log and begin with `tfmix:`.
 
-`absl.logging.set_verbosity("error")` silences them, together with the warnings
-of Keras, and "info" shows more of them.
+`absl.logging.set_verbosity("error")` silences them and Keras's warnings, and
+"info" shows more of them.
 """
 
 import contextlib
@@ -11,12 +11,12 @@ from typing import Any
 from absl import logging
 
 _said_once: set[Any] = set()
-# One token for each `silenced` block that is open, outer ones included.
+# A token for each open `silenced` block, outer ones included.
 _silencers: list[object] = []
 
 
 def warn(text: str, *values: Any) -> None:
-    """Warns; the values are put into the text with `%`."""
+    """Logs a warning; `%` puts the values into the text."""
     if not _silencers:
         logging.warning("tfmix: " + text, *values)
 

@@ -19,7 +19,7 @@ class Say(Protocol):
 
 @contextlib.contextmanager
 def shown(what: str, *, hidden: bool = False) -> Iterator[Say]:
-    """Shows a line that moves while it is open, on stderr.
+    """Shows a moving line on stderr during a block.
 
     Args:
         what: The line.

@@ -114,7 +114,7 @@ class Printed(abc.ABC, rich.jupyter.JupyterMixin):
 
     @abc.abstractmethod
     def tables(self) -> Sequence[Table]:
-        """Returns what to print."""
+        """Returns the tables to print."""
 
     def __rich__(self) -> rich.console.Group:
         return rich.console.Group(*self.tables())

@@ -1,7 +1,7 @@
-"""The command line: reads the words, then starts what they ask for.
+"""The command line: reads its words, then starts what they ask for.
 
-Nothing of tfmix is imported before the words are understood, so that help and
-a wrong word need not wait for TensorFlow: `tfmix_script.py` loads this file.
+It imports nothing of tfmix before it has understood the words, so that help and
+a wrong word need not wait for TensorFlow. `tfmix_script.py` loads this file.
 """
 
 import argparse
@@ -31,13 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command, as `python -m tfmix` and the `tfmix` script do.
 
     Args:
-        arguments: The words after the program's name. Defaults to those of
-            the process.
+        arguments: The words after the program's name. Defaults to those of the
+            process.
 
     Returns:
-        The exit code: 0 for done, 1 for an unhealthy finding, 2 for a wrong
-        input. Wrong words on the command line raise `SystemExit(2)`, as
-        argparse does.
+        The exit code: 0 for success, 1 for an unhealthy finding, 2 for wrong
+            input. Wrong words on the command line raise `SystemExit(2)`, like
+            argparse.
 
     Examples:
         >>> main(["devices", "--json"])
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.name == "compile":  # which runs nothing on a GPU or a TPU
+    if options.name == "compile":  # it runs nothing on a GPU or a TPU
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with _loading(), startup_log_held_back():
         from rich import console
@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(outcome.data, indent=2))
     else:
-        # A pipe has no width; wrapped advice would be no line to copy.
+        # A pipe has no width, and wrapped advice could not be copied.
         is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
         width = None if is_known else 160
         console.Console(width=width).print(outcome.text, crop=False)
@@ -81,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    """Starts a script in a policy; this process never imports Keras."""
+    """Starts a script with a policy; this process never imports Keras."""
     if options.policy not in _POLICIES or options.against not in (
         None,
         *_POLICIES,
@@ -119,10 +119,10 @@ def _launch(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _loading() -> Iterator[None]:
-    """Shows on a terminal that TensorFlow or JAX is loaded, for seconds."""
+    """Shows on a terminal that TensorFlow or JAX is loading, for seconds."""
     from rich import console
 
-    # Apart from the log that is held back.
+    # This stream stays open while the log is held back.
     with os.fdopen(os.dup(2), "w") as stderr:
         terminal = console.Console(file=stderr)
         terminal.quiet = not stderr.isatty()
@@ -132,10 +132,10 @@ def _loading() -> Iterator[None]:
 
 @contextlib.contextmanager
 def startup_log_held_back(only_of: str = "") -> Iterator[None]:
-    """Holds back what TensorFlow says of itself, unless it fails to start.
+    """Holds back TensorFlow's startup log, unless it fails to start.
 
-    Its libraries write past Python, some of it at any log level. `only_of`
-    does so for that start of the process alone.
+    Its libraries write past Python, in part at any log level. `only_of` limits
+    this to one start in the process.
     """
     if only_of and sys.orig_argv[1:3] != only_of.split()[1:3]:
         yield
@@ -156,7 +156,7 @@ def startup_log_held_back(only_of: str = "") -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says which command a misspelt one may have meant."""
+    """Suggests the command that a misspelled one may mean."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search("argument COMMAND: invalid choice: '(.+?)'", message)
@@ -179,7 +179,7 @@ def build_parser() -> argparse.ArgumentParser:
     added = parser.add_subparsers(dest="name", metavar="COMMAND")
     for name, (summary, examples, options) in _COMMANDS.items():
         lines = "\n".join(f"  tfmix {name}{words}" for words in examples)
-        # What has no help is not listed.
+        # Commands without help are not listed.
         listed: dict[str, Any] = {"help": summary}
         if name in _FOR_DEVELOPERS:
             listed.clear()
@@ -191,14 +191,14 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for option, settings in {**_JSON, **options}.items():
-            # One name in all commands, and a short one.
+            # All commands use one name, and a short form of it.
             short = ["--batch"] if option == "--batch-size" else []
             command.add_argument(option, *short, **settings)
     return parser
 
 
 def _version() -> str:
-    """Reads the version where it is written, without importing it."""
+    """Reads the version from the source, without importing it."""
     source = pathlib.Path(__file__).with_name("__init__.py")
     (version,) = re.findall(r'^__version__ = "(.+)"$', source.read_text(), re.M)
     return str(version)
@@ -268,7 +268,7 @@ _DEMO: _Options = {
     "--seeds": {"type": int, "help": "runs per policy"},
     "--out": {"default": "out", "help": "folder for the plot (default: out)"},
 }
-# Those of `tfmix.policy.names`, which cannot be imported without Keras.
+# These are `tfmix.policy.names`, which cannot be imported without Keras.
 _POLICIES = (
     *("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16"),
     *("mixed_float8", "auto", "O0", "O1", "O2", "O3"),
@@ -300,7 +300,7 @@ _BENCH: _Options = {
     "--list": _flag("print the names, run nothing"),
 }
 _FOR_DEVELOPERS = ("bench",)
-# By name: summary, the words of the examples, and the options.
+# Maps a name to its summary, its examples' words and its options.
 _COMMANDS: dict[str, tuple[str, tuple[str, ...], _Options]] = {
     "run": (
         "a script as it is in 16 bit, with a report at its end",

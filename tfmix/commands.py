@@ -1,4 +1,4 @@
-"""What each command of the shell does: reads its input, calls one function."""
+"""Runs each command of the shell: reads its input, calls one function."""
 
 import argparse
 import dataclasses
@@ -25,15 +25,15 @@ from tfmix.policy.devices import devices, suited_policy
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a command found: for people, for programs and for the shell."""
+    """A command's result: for people, for programs and for the shell."""
 
     text: Any  # a string or anything rich can print
     data: Any  # the same as plain JSON values
-    healthy: bool = True  # whether there is nothing to object to
+    healthy: bool = True  # true if nothing is wrong
 
 
 def run_devices(options: argparse.Namespace) -> Outcome:
-    """Lists the devices, and says what `"auto"` would choose."""
+    """Lists the devices, and the policy that `"auto"` would choose."""
     usable = devices()
     name, reason = suited_policy(usable)
     listed = [dataclasses.asdict(device) for device in usable]
@@ -52,7 +52,7 @@ def run_check(options: argparse.Namespace) -> Outcome:
     if options.html:
         _check_folder(options.html)
     x, y = read_batch(options.data, options.rows)
-    # A loss that is given replaces the compiled one, which then need not load.
+    # A given loss replaces the compiled one, which need not load then.
     model = load_model(options.model, compiled=options.loss is None)
     x = arranged(x, model)
     notes = _said_of_rows(x, options.rows)
@@ -69,7 +69,7 @@ def run_check(options: argparse.Namespace) -> Outcome:
     except (TypeError, ValueError):
         raise
     except Exception as error:
-        # Each backend has exceptions of its own for data that do not fit.
+        # Each backend raises its own exceptions for data that do not fit.
         raise ValueError(
             f"The model could not be checked on {str(options.data)!r}: "
             f"{type(error).__name__}: {error}"
@@ -98,8 +98,8 @@ def _said_of_rows(x: Any, most: int) -> list[str]:
 
 
 def run_advise(options: argparse.Namespace) -> Outcome:
-    """Says where a saved model's shapes are slow, and what it weighs."""
-    # An optimizer that was saved with the model has its slots counted.
+    """Reports where a saved model's shapes are slow, and its memory."""
+    # The state of an optimizer that was saved with the model counts, too.
     model = _loaded(options.model)
     shape = options.input_shape and tuple(options.input_shape)
     advice = advise.advise(
@@ -132,7 +132,7 @@ def _loaded(path: pathlib.Path) -> keras.Model:
     try:
         return load_model(path, compiled=True)
     except ValueError:
-        # A loss of the user's own keeps no one from counting the rest.
+        # A loss of the user's own should not prevent the other counts.
         return load_model(path, compiled=False)
 
 
@@ -152,7 +152,7 @@ def run_convert(options: argparse.Namespace) -> Outcome:
     _check_folder(target)
     model = load_model(options.source, compiled=not options.inference)
     with _messages.silenced():
-        # What it says is part of its report, which is printed.
+        # Its messages are part of its report, which is printed.
         report = convert.apply_policy(model, options.policy)
     model.save(target)
     said = [devices().auto()] if options.policy == "auto" else []
@@ -162,7 +162,7 @@ def run_convert(options: argparse.Namespace) -> Outcome:
         "rows": [dataclasses.asdict(row) for row in report.rows],
         "notes": [*said, *report.notes],
     }
-    # A path that is wrapped cannot be copied.
+    # A wrapped path cannot be copied.
     written = text.Text(f"written: {target}", no_wrap=True, overflow="ignore")
     notes = map(markup.escape, said)
     return Outcome(console.Group(report, *notes, written), data)
@@ -182,7 +182,7 @@ def run_demo(options: argparse.Namespace) -> Outcome:
 
 
 def run_bench(options: argparse.Namespace) -> Outcome:
-    """Runs the benchmarks of the checkout, each in a process of its own."""
+    """Runs the benchmarks of the checkout, each in its own process."""
     root = pathlib.Path(__file__).parents[1]
     if not (root / "benchmarks" / "__main__.py").is_file():
         raise ImportError(
@@ -212,7 +212,7 @@ def run_bench(options: argparse.Namespace) -> Outcome:
 def _benchmarks(
     root: pathlib.Path, words: list[str], captured: bool = True
 ) -> subprocess.CompletedProcess:
-    """Runs `python -m benchmarks`; its messages and tables are shown."""
+    """Runs `python -m benchmarks`, and shows its messages and tables."""
     return subprocess.run(
         [sys.executable, "-m", "benchmarks", *words],
         cwd=root,
@@ -223,14 +223,14 @@ def _benchmarks(
 
 
 def load_model(path: pathlib.Path, compiled: bool) -> keras.Model:
-    """Loads a model from a `.keras` file, with optimizer and loss or not."""
+    """Loads a model from a `.keras` file, with or without compiled parts."""
     saved = "a model that was saved with `model.save('NAME.keras')`."
     _check_file(path, f"Give the path of {saved}")
     try:
         return keras.saving.load_model(path, compile=compiled)
     except Exception as error:
-        # A broken file makes Keras raise what its parts raise: zipfile's
-        # errors, h5py's, KeyError for a missing entry.
+        # For a broken file, Keras passes on errors of zipfile and h5py, and
+        # KeyError for a missing entry.
         raise ValueError(
             f"Keras cannot load {str(path)!r}: {type(error).__name__}: "
             f"{error} A model with classes of your own is used from "
@@ -246,7 +246,7 @@ def _check_file(path: pathlib.Path, advice: str) -> None:
 
 
 def _check_folder(path: pathlib.Path) -> None:
-    """Refuses a file to write in a folder that is not there, or a folder."""
+    """Refuses an output file that is a folder, or whose folder is missing."""
     if path.is_dir():
         raise ValueError(
             f"{str(path)!r} is a folder. Give the name of a file in it."
@@ -271,7 +271,7 @@ def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
             return loaded[:rows], None
         arrays = {name: loaded[name][:rows] for name in loaded.files}
     except Exception as error:
-        # NumPy raises zipfile's, zlib's and its own errors on a broken file.
+        # NumPy passes on errors of zipfile and zlib for a broken file.
         raise ValueError(
             f"NumPy cannot read {str(path)!r}: {type(error).__name__}: {error}"
         ) from error
@@ -285,7 +285,7 @@ def read_batch(path: pathlib.Path, rows: int) -> tuple[Any, Any]:
 
 
 def arranged(x: Any, model: keras.Model) -> Any:
-    """Puts arrays given by name into the structure of a model's inputs."""
+    """Arranges named arrays in the structure of a model's inputs."""
     inputs = getattr(model, "input", None)
     if not isinstance(x, dict) or inputs is None:
         return x

@@ -1,10 +1,10 @@
 """Trains one network on scanned digits under three policies and compares.
 
 The data are scikit-learn's 1,797 handwritten digits, scanned at 8 x 8 pixels.
-Three in ten are held out for the test, and every policy starts from the same
-seeds and trains on the same images, so the rows of the table differ only in
-arithmetic. A processor that emulates a 16-bit format is slow: the demo times a
-few batches first, and trains on as many images as it has time for.
+Three in ten are held out for the test. Every policy starts from the same seeds
+and trains on the same images, so the rows of the table differ only in
+arithmetic. A processor that emulates a 16-bit format is slow. So the demo times
+a few batches first, and trains on as many images as it has time for.
 
 `make demo` and `tfmix demo` run it, in a minute and a half at most.
 """
@@ -25,30 +25,30 @@ from tfmix.loss_scaling import rules
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 BATCH_SIZE, EPOCHS, SEEDS = 64, 8, 2
-# What the mean over the seeds must reach: accuracy, and the largest gap between
-# policies. With a fifth of the images, seeds differ by up to 1 point (0.6 with
-# all of them).
+# The mean over the seeds must reach this accuracy, and stay within this gap
+# between policies. With a fifth of the images, seeds differ by up to 1 point;
+# with all of them by 0.6.
 GOAL = (0.98, 0.007)
 GOAL_FOR_FEWER = (0.95, 0.01)
-# The scans among the training images, and the copies of each: as it is, moved
-# up, down, left and right.
+# The scans among the training images, and the copies of each: unchanged, and
+# moved up, down, left and right.
 SCANNED, COPIES = 1257, 5
-# Seconds that all steps together may take. Starting up, compiling and testing
+# All steps together may take this many seconds. Starting, compiling and testing
 # take half a minute more on two slow cores.
 BUDGET = 45.0
-# Batches that are timed; the first ones compile.
+# The number of timed batches, and of the first ones, which compile.
 TIMED, COMPILING = 10, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one training run came to."""
+    """The results of one training run."""
 
     policy: str
     seed: int
     accuracy: float  # share of the test images named correctly
     losses: tuple[float, ...]  # training loss of each epoch
-    loss_scale: float  # after the last step
+    loss_scale: float  # the scale at the end
     skipped_steps: int
     seconds: float  # in `fit`, compilation included
     activation_bytes: int  # all layers' outputs for one batch
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def healthy(self) -> bool:
-        """Whether every policy is accurate, and as accurate as the others."""
+        """Returns whether all policies are accurate, and equally so."""
         least, gap = self.goal()
         means = [
             float(np.mean([run.accuracy for run in runs]))
@@ -167,7 +167,7 @@ class _Trainings:
 
     def copies_in_time(self, data: tuple[Any, ...]) -> int:
         """Times a few batches; returns how many copies of the images to use."""
-        # The bar is all that shows on a terminal, and nothing elsewhere.
+        # A terminal shows only the bar, and other outputs nothing.
         self.print("timing a few batches of each policy")
         seconds = 0.0
         for policy in POLICIES:
@@ -192,7 +192,7 @@ class _Trainings:
             ticks = keras.callbacks.LambdaCallback(on_epoch_end=self._tick)
             run = train(policy, seed, data, self.epochs, [ticks])
             self.runs.append(run)
-            # Where the output is no terminal, the bar shows only its end.
+            # Outputs other than a terminal show only the end of the bar.
             self.print(f"{name}: {run.accuracy:.2%} in {run.seconds:.0f} s")
 
     def print(self, line: str) -> None:
@@ -221,7 +221,7 @@ def load() -> tuple[Any, ...]:
 
 
 def first_copies(data: tuple[Any, ...], copies: int) -> tuple[Any, ...]:
-    """Returns the data with some copies of the images; one is as scanned."""
+    """Returns the data with some copies of the images; one is unchanged."""
     train_x, test_x, train_y, test_y = data
     kept = copies * SCANNED
     return train_x[:kept], test_x, train_y[:kept], test_y
@@ -231,7 +231,7 @@ class Pace(keras.callbacks.Callback):
     """Measures the batches after those that compile.
 
     Attributes:
-        seconds: What the fastest of them took.
+        seconds: The time of the fastest of them.
     """
 
     def __init__(self) -> None:
@@ -243,14 +243,14 @@ class Pace(keras.callbacks.Callback):
         self._start = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Reads it."""
+        """Reads the clock."""
         if batch >= COMPILING:
             seconds = time.perf_counter() - self._start
             self.seconds = min(self.seconds, seconds)
 
 
 def seconds_of_a_batch(policy: str, data: tuple[Any, ...]) -> float:
-    """Trains a network on a few batches, and returns what one takes."""
+    """Trains a network on a few batches, and returns the time of one."""
     kept, pace = TIMED * BATCH_SIZE, Pace()
     with global_policy.policy_scope(policy):
         model = compiled_model(policy, steps=TIMED)
@@ -288,7 +288,7 @@ def build_model() -> keras.Model:
 
 
 def compiled_model(policy: str, steps: int) -> keras.Model:
-    """Builds the network, to be trained for so many steps."""
+    """Builds the network, compiled for a number of steps."""
     model = build_model()
     decay = keras.optimizers.schedules.CosineDecay(0.003, steps)
     optimizer = scaling.LossScaleOptimizer(
@@ -324,7 +324,7 @@ def train(
 ) -> Run:
     """Trains and tests one network."""
     train_x, test_x, train_y, test_y = data
-    # Whole batches: for a smaller last one, XLA would compile again.
+    # Batches are whole, because XLA would compile a smaller last one again.
     steps = len(train_x) // BATCH_SIZE
     train_x, train_y = (part[: steps * BATCH_SIZE] for part in data[::2])
     keras.utils.set_random_seed(seed)
@@ -350,15 +350,15 @@ def train(
 
 
 def loss_scale_for(policy: str) -> Any:
-    """Returns the loss scale a format needs: only float16 lacks range."""
+    """Returns a format's loss scale; only float16 needs one."""
     if policy == "mixed_float16":
-        # Grows ten times faster than the default, to move in a short run.
+        # It grows ten times faster than the default, to move in a short run.
         return rules.DynamicLossScale(growth_steps=200)
     return rules.NoLossScale()
 
 
 def activation_bytes(model: keras.Model, batch: np.ndarray) -> int:
-    """Runs a batch and adds up what every layer's output occupies."""
+    """Runs a batch and adds up the bytes of every layer's output."""
     outputs = [layer.output for layer in model.layers]
     tensors = keras.Model(model.inputs, outputs)([batch])
     return sum(keras.ops.convert_to_numpy(tensor).nbytes for tensor in tensors)

@@ -1,9 +1,9 @@
-"""What tfmix asks of the private side of Keras and TensorFlow, name by name.
+"""The private names of Keras and TensorFlow that tfmix uses, one by one.
 
-Each name that `tfmix/_keras/` reaches into is in one of the tables: it is
-there, and takes these arguments (`test_contract_names.py`). The other tests of
-contracts say what it means and who calls it. A version of Keras that breaks
-tfmix breaks a test here first, which says by its name what changed.
+Each name that `tfmix/_keras/` reaches into is in one of the tables: it exists,
+and takes these arguments (`test_contract_names.py`). The other contract tests
+check what the name means and who calls it. A version of Keras that breaks tfmix
+fails one of these tests first, which names what changed.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ XLA = "tensorflow.compiler.tf2xla.ops.gen_xla_ops"
 tensorflow_only = helpers.requires_backend("tensorflow")
 jax_only = helpers.requires_backend("jax")
 
-# Names that belong to one backend, and those of some versions of Keras.
+# These names belong to one backend, or to some versions of Keras.
 TENSORFLOW_ONLY = {
     "_maybe_symbolic_build",
     "_all_reduce_sum_gradients",
@@ -69,7 +69,7 @@ TRAINER = "keras.src.trainers.trainer." + (
     "BaseTrainer" if KERAS >= SINCE["BaseTrainer"] else "Trainer"
 )
 
-# What is only named as a place to look in.
+# These are only named as places to search.
 PACKAGES = (
     "keras.src",
     "keras.src.backend",
@@ -78,7 +78,7 @@ PACKAGES = (
     OPS,
 )
 
-# (owner, attribute, the arguments it takes, further ones having defaults)
+# (owner, attribute, its arguments; further ones have defaults)
 SWAP = "keras.src.callbacks.swap_ema_weights"
 FUNCTIONS = [
     (f"{COMMON}.global_state", "get_global_attribute", "name default"),
@@ -237,7 +237,7 @@ CONSTANTS = [
 
 
 def built(make):
-    """Returns an object's maker that runs it once with one batch."""
+    """Returns a function that makes an object and runs it once on a batch."""
 
     def run():
         layer = make()
@@ -314,7 +314,7 @@ def masked():
     return keras.layers.Masking()(keras.Input((3, 4)))
 
 
-# (what has it, how it is made, attribute, its type)
+# (the kind of object, how to make it, the attribute, its type)
 ATTRIBUTES = [
     ("a layer", built(dense), "_called", bool),
     ("a layer", built(dense), "_call_has_training_arg", bool),
@@ -405,26 +405,27 @@ ATTRIBUTES = [
     ),
 ]
 
-# Names that have a test of their own only, further down.
+# These names have their own tests in the files below.
 ELSEWHERE = {
-    # `f"_{name}"`, the worker of an op: see the test of `_normalize`.
+    # `f"_{name}"` is the function of an op: see the test of `_normalize`.
     "_*",
-    # A replica's copy of a variable: `test_get_returns_this_replicas_copy`.
+    # `test_get_returns_this_replicas_copy` tests it.
     "_get",
-    # TensorFlow's variables have none in Keras 3.12: read with a default, see
-    # `test_the_layout_of_a_variable_places_another_beside_it`.
+    # TensorFlow's variables have none in Keras 3.12, so it is read with a
+    # default. `test_the_layout_of_a_variable_places_another_beside_it` tests
+    # it.
     "_layout",
-    # `test_what_tensorflow_tracks_starts_with_self`.
+    # `test_what_tensorflow_tracks_starts_with_self` tests it.
     "_self_",
-    # `test_a_constant_belongs_to_the_function_that_jax_compiles`.
+    # `test_a_constant_belongs_to_the_function_that_jax_compiles` tests it.
     "_trace",
-    # `test_a_class_of_activations_works_in_static_call`.
+    # `test_a_class_of_activations_works_in_static_call` tests it.
     "keras.src.activations.activations",
 }
 
 
 def contracts():
-    """Returns every name that is in a contract."""
+    """Returns every name that has a contract."""
     rows = [(owner, name) for owner, name, _ in FUNCTIONS + CONSTANTS]
     modules = {owner for owner, _ in rows if is_module(owner)}
     inside = {f"{owner}.{name}" for owner, name in rows}
@@ -437,7 +438,7 @@ def is_module(owner):
 
 
 def find(owner):
-    """Returns a module, or what is in one, by its dotted name."""
+    """Returns a module, or an object in one, by its dotted name."""
     parts, left = owner.split("."), []
     while parts:
         with contextlib.suppress(ModuleNotFoundError):
@@ -450,7 +451,7 @@ def find(owner):
 
 
 def skip_unless_here(name):
-    """Skips what belongs to the other backend or to another Keras."""
+    """Skips names of the other backend or of another Keras."""
     if name in TENSORFLOW_ONLY and BACKEND != "tensorflow":
         pytest.skip(f"{name} belongs to the TensorFlow backend")
     if not SINCE.get(name, KERAS) <= KERAS <= UNTIL.get(name, KERAS):
@@ -474,9 +475,9 @@ def check_takes(function, expected):
 
 
 def spy(monkeypatch, owner, name, log=None, result=None):
-    """Notes the arguments of each call of an attribute, and passes it on.
+    """Records the arguments of each call of an attribute, and calls it.
 
-    Past Keras's tracking, as tfmix does it, where the owner is an object.
+    If the owner is an object, Keras does not track the change, as in tfmix.
     """
     calls = [] if log is None else log
     original = getattr(owner, name)

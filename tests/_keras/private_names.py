@@ -1,8 +1,8 @@
-"""Finds in source code what is private to Keras and TensorFlow.
+"""Finds the private names of Keras and TensorFlow in source code.
 
-A name is found as it is written: as an import, as an underscore attribute of
-an object that is not ours, or as a string, since most of what tfmix/_keras/
-reaches into is read with `vars`, `getattr` or `importlib.import_module`.
+A name is found as it is written: as an import, as an underscore attribute of an
+object that is not ours, or as a string. Strings count because most names in
+tfmix/_keras/ are read with `vars`, `getattr` or `importlib.import_module`.
 """
 
 import ast
@@ -12,9 +12,9 @@ import re
 ROOTS = r"keras\.src|tensorflow\.(?:python|compiler)"
 _DOTTED = re.compile(rf"(?<![\w.])(?:{ROOTS})(?:\.\w+)*")
 _UNDERSCORED = re.compile(r"_[a-z]\w*")
-# The names of attributes that tfmix itself puts on other people's objects.
+# tfmix's own attributes on objects of others begin like this.
 OWN_PREFIX = "_tfmix_"
-# Stands for what is only known at run time, and so is in no contract.
+# A part that is only known at run time, and so is in no contract.
 UNKNOWN = "*"
 
 
@@ -49,10 +49,10 @@ def imports(tree):
 
 
 def mentions(source):
-    """Returns the modules private to Keras or TensorFlow that code names.
+    """Returns the private modules of Keras or TensorFlow that code names.
 
-    Comments and docstrings do not count. A string that is put together counts
-    by the part that is written out.
+    Comments and docstrings do not count. A composed string counts by its
+    literal part.
     """
     tree = ast.parse(source)
     dotted = (
@@ -69,14 +69,14 @@ def private_names(source):
     """Returns all private names of Keras and TensorFlow in a module's code.
 
     Returns:
-        A set of dotted names of modules and of what is in them, and of plain
-        names for the underscore attributes of objects.
+        A set of dotted names of modules and their contents, and of plain names
+        for the underscore attributes of objects.
     """
     return frozenset(_Scan(ast.parse(source)).found)
 
 
 def defined(source):
-    """Returns the names that a module gives itself, its classes' included."""
+    """Returns the names that a module defines, its classes' included."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -100,7 +100,7 @@ class _Scan(ast.NodeVisitor):
             if isinstance(node, ast.FunctionDef)
         }
         self._calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-        # What a name is bound to: our own modules, and private ones.
+        # Maps names to what they are bound to: our modules, and private ones.
         self._ours, self._modules, self._constants = set(), {}, {}
         self._foreign_self = False
         for node in tree.body:
@@ -176,13 +176,13 @@ class _Scan(ast.NodeVisitor):
     def visit_JoinedStr(self, node):
         for text in self._texts(node):
             self._text(text)
-            # `f"_{name}"` may become any attribute; so must be declared.
+            # `f"_{name}"` may become any attribute, so it must be declared.
             if re.fullmatch(rf"_[\w{UNKNOWN}]*\{UNKNOWN}\w*", text):
                 self.found.add(text)
         self.generic_visit(node)
 
     def visit_Tuple(self, node):
-        """Reads an `replacements.Place`, `(module, "name")`."""
+        """Reads a `replacements.Place`, `(module, "name")`."""
         if len(node.elts) == 2:
             self._pair(*node.elts)
         self.generic_visit(node)
@@ -216,7 +216,7 @@ class _Scan(ast.NodeVisitor):
         return set()
 
     def _returned(self, function, call):
-        """Returns the modules that a call of one of our functions may give."""
+        """Returns the modules that a call of our functions may return."""
         values = dict(zip(_arguments(function), call.args, strict=False))
         return {
             text
@@ -228,7 +228,7 @@ class _Scan(ast.NodeVisitor):
         }
 
     def _texts(self, node, values=None):
-        """Returns what a string expression may be; `UNKNOWN` where not known.
+        """Returns the possible values of a string; `UNKNOWN` where not known.
 
         The argument of a function of this module is what its callers pass.
         """

@@ -1,4 +1,4 @@
-"""Masters that come into being while TensorFlow traces a train step."""
+"""Float32 masters are created while TensorFlow traces a train step."""
 
 import keras
 import numpy as np
@@ -9,7 +9,7 @@ from tests import sixteen_bit
 
 
 def mixed_model(way, inputs=True, **settings):
-    """bfloat16 layers below a float32 head, the optimizer not yet built."""
+    """Returns bfloat16 layers below a float32 head, optimizer not built."""
     keras.utils.set_random_seed(1)
     start = [keras.Input((4,), dtype="float32")] if inputs else []
     model = keras.Sequential(

@@ -1,4 +1,4 @@
-"""What holds for a block holds for it alone, and ends with it."""
+"""The settings of a block hold only in it, and end with it."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""How Keras keeps the graph of a model's layers."""
+"""Keras keeps the graph of a model's layers like this."""
 
 import keras
 
@@ -41,7 +41,7 @@ def test_a_functional_model_casts_to_the_dtypes_of_its_symbols():
     symbol.__dict__["_dtype"] = "float32"
     model(batch(2, 4))
     assert seen == ["float16", "float32"]
-    # The layer's is what a saved model says.
+    # A saved model contains the layer's dtype.
     layer = symbol._keras_history.operation
     assert layer.get_config()["dtype"] == "float16"
     layer.__dict__["_dtype"] = "float32"

@@ -1,4 +1,4 @@
-"""What layers of Keras do with their private names."""
+"""Keras's layers use their private names like this."""
 
 import importlib
 
@@ -25,9 +25,9 @@ def test_a_layer_calls_check_super_called_before_it_casts_or_builds():
 
     layer.__dict__["_check_super_called"] = hook
     result = layer(batch())
-    # Keras asks again in `build` and `add_weight`, while it is being built.
+    # Keras calls it again in `build` and `add_weight`, during the build.
     assert seen[0] == (False, False)
-    # The policy of the hook is the one the first call computes in.
+    # The first call computes in the policy that the hook has set.
     assert keras.backend.standardize_dtype(result.dtype) == "float16"
     assert layer._called
     assert layer.built
@@ -45,7 +45,7 @@ def test_a_layers_policy_is_its_dtype_policy_attribute():
 
 
 def test_the_setter_of_a_layers_policy_writes_into_the_users_map():
-    # Why tfmix goes past it.
+    # This is why tfmix does not use it.
     policies = keras.dtype_policies.DTypePolicyMap()
     layer = keras.layers.Dense(4, dtype=policies, name="one")
     layer(batch())
@@ -208,7 +208,7 @@ def test_a_stateless_scope_maps_the_id_of_a_variable_to_its_value():
         assert scope.losses == []
         one.assign([5.0])
         assert float(scope.get_current_value(one)[0]) == 5.0
-        # Put back, it is as if nothing had been assigned.
+        # After it is restored, nothing counts as assigned.
         scope.state_mapping = {}
         assert float(one.value[0]) == 1.0
 
@@ -222,7 +222,7 @@ def test_a_stateless_scope_collects_added_losses():
 
 
 @tensorflow_only
-def test_a_graph_of_its_own_takes_tensors_and_assigns_nothing():
+def test_a_separate_graph_takes_tensors_and_assigns_nothing():
     import tensorflow as tf
 
     variable, seen = keras.Variable(1.0), []

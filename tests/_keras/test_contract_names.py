@@ -1,4 +1,4 @@
-"""Each private name is there as expected, in a contract, and needed."""
+"""Each private name exists as expected, has a contract, and is used."""
 
 import importlib
 import inspect
@@ -74,7 +74,7 @@ def test_package_is_there(package):
 
 
 def names_of(folder):
-    """Maps the private names in a folder's files to the files they are in."""
+    """Maps the private names in a folder's files to these files."""
     found = {}
     for path in sorted(folder.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
@@ -111,7 +111,7 @@ def test_each_private_name_is_in_a_contract():
 def check_each_contract_is_needed(folder):
     found = set(names_of(folder))
     for path in folder.glob("*.py"):
-        # What has no underscore is known by its word.
+        # Names without an underscore are found as words.
         found |= set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
     rows = {row[1] for row in FUNCTIONS + CONSTANTS}
     rows |= {row[2] for row in ATTRIBUTES}
@@ -184,7 +184,7 @@ def test_an_injected_name_is_found(tmp_path, code, name):
         check_all_are_in_a_contract(tmp_path)
 
 
-def test_names_of_our_own_are_no_private_names(tmp_path):
+def test_our_own_names_are_not_private_names(tmp_path):
     (tmp_path / "ours.py").write_text(
         '"""About `keras.src.secret`.\n\n_secret\n"""\n'
         "from tfmix import _formats\n"
@@ -228,7 +228,7 @@ def test_a_private_module_elsewhere_is_found(tmp_path, code):
         check_no_private_module(tmp_path, "_keras")
 
 
-# Underscore names that are nobody's secret, by whose they are.
+# These underscore names are documented; the keys are their owners.
 NOT_PRIVATE = {
     "_fields": "a named tuple's",
     "_replace": "a named tuple's",
@@ -243,7 +243,7 @@ NOT_PRIVATE = {
 
 
 def names_outside(folder, allowed):
-    """Maps files to private names that are neither theirs nor known."""
+    """Maps files to private names that are neither their own nor known."""
     found = {}
     for path in sorted(folder.rglob("*.py")):
         if path.relative_to(folder).parts[0] == allowed:
@@ -289,7 +289,7 @@ def test_a_name_of_ours_is_not_looked_for(tmp_path):
     assert names_outside(tmp_path, "_keras") == {}
 
 
-def test_what_is_no_secret_is_still_there():
+def test_underscore_names_that_are_public_still_exist():
     found = set()
     for path in OURS.rglob("*.py"):
         found |= private_names.private_names(path.read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""Where Keras's ops and attention look their functions up."""
+"""Keras's ops and attention look up their functions like this."""
 
 import importlib
 import inspect
@@ -12,7 +12,7 @@ from tfmix._keras import op_places
 
 
 def replaced_op(monkeypatch, owner, name):
-    """Lets a function of Keras return the constant 7 wherever it is called."""
+    """Makes a Keras function return the constant 7 wherever it is called."""
     seven = keras.ops.full((2, 3, 4), 7.0)
     return spy(monkeypatch, owner, name, result=lambda *_: seven)
 
@@ -33,7 +33,7 @@ def test_an_op_looks_its_function_up_at_each_call(monkeypatch, theme, name):
     before = float(op(batch())[0, 0, 0])
     calls = replaced_op(monkeypatch, module, name)
     assert before != 7.0
-    # Eagerly, and from the `Operation` in a graph.
+    # It holds eagerly, and for the `Operation` in a graph.
     assert float(op(batch())[0, 0, 0]) == 7.0
     assert float(model(batch())[0, 0, 0]) == 7.0
     assert len(calls) == 2
@@ -132,7 +132,7 @@ def test_attention_with_scores_calls_compute_attention(monkeypatch, name):
     layer(batch(), batch(), return_attention_scores=True)
     assert len(methods) == len(softmaxes) == 1
     assert not op
-    # Its first argument is the layer, which knows what was asked for.
+    # Its first argument is the layer, which knows the requested outputs.
     assert methods[0][1] is layer
     if name == "GroupQueryAttention":
         assert layer._return_attention_scores is True

@@ -1,4 +1,4 @@
-"""How optimizers of Keras know their variables and apply gradients."""
+"""Keras's optimizers know their variables and apply gradients like this."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ def ones():
     return [keras.ops.ones((1,)), keras.ops.ones((1,))]
 
 
-def test_the_key_of_a_variable_takes_nothing_of_the_optimizer():
+def test_the_key_of_a_variable_does_not_use_the_optimizer():
     made, (variable, _) = ready()
     key = keras.optimizers.Optimizer._var_key(None, variable)
     assert key == made._var_key(variable)
@@ -44,7 +44,7 @@ def test_the_index_of_a_variable_is_that_of_the_dictionary():
         made._get_variable_index(one)
 
 
-def test_a_variable_of_no_build_is_refused():
+def test_a_variable_outside_the_build_is_refused():
     made, variables = ready()
     made._check_variables_are_known(variables)
     with pytest.raises(ValueError, match="[Uu]nknown variable"):
@@ -157,7 +157,7 @@ def test_a_multi_optimizer_finds_the_optimizer_of_a_variable_by_its_key():
     assert made._var_to_optimizer_idx == {
         made._var_key(each): index for index, each in enumerate(variables)
     }
-    # The other optimizer does not know the variable: it was asked.
+    # The other optimizer does not know the variable, and was asked.
     vars(made)["_var_to_optimizer_idx"].clear()
     swapped = zip(map(made._var_key, variables), (1, 0), strict=True)
     vars(made)["_var_to_optimizer_idx"].update(dict(swapped))
@@ -178,12 +178,12 @@ def test_apply_sums_the_gradients_over_the_replicas_once():
     made.apply(ones(), variables)
     assert len(calls) == 1
     assert [pair[1] for pair in calls[0]] == [v.value for v in variables]
-    # What it returns is applied.
+    # Its result is applied.
     assert float(variables[0].value[0]) == pytest.approx(0.8)
 
 
 @tensorflow_only
-def test_list_may_stand_for_the_sum_over_the_replicas():
+def test_list_may_replace_the_sum_over_the_replicas():
     made, variables = ready()
     vars(made)["_all_reduce_sum_gradients"] = list
     made.apply(ones(), variables)

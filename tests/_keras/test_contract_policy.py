@@ -1,4 +1,4 @@
-"""How Keras keeps its own global policy."""
+"""Keras keeps its own global policy like this."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""What TensorFlow's graphs, functions and tapes know of themselves."""
+"""TensorFlow's graphs, functions and tapes describe themselves like this."""
 
 import importlib
 
@@ -34,7 +34,7 @@ def test_a_graph_knows_whether_it_becomes_part_of_an_xla_program(jit):
         return tf.cond(x > 0.0, look, lambda: 0.0)
 
     step(tf.constant(1.0))
-    # In the function itself, and in a branch, by way of the outer graph.
+    # It holds in the function itself, and in a branch, through the outer graph.
     assert found == [jit, jit]
 
 
@@ -84,7 +84,7 @@ def test_a_reduction_of_several_tensors_adds_up_each():
 
 
 @tensorflow_only
-def test_what_reads_a_variable_is_told_from_what_writes_it():
+def test_reads_of_a_variable_are_distinguished_from_writes():
     import tensorflow as tf
 
     variable = tf.Variable([1.0, 2.0])
@@ -112,7 +112,7 @@ def test_what_reads_a_variable_is_told_from_what_writes_it():
     assert "AssignAddVariableOp" in kinds(
         lambda: variable.assign_add([3.0, 4.0])
     )
-    # A function that is traced apart takes the handle and is a user itself.
+    # A separately traced function takes the handle and is a user itself.
     inner = tf.function(lambda: variable.assign([3.0, 4.0]))
     assert kinds(inner) - {"ReadVariableOp"}
 

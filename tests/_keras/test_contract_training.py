@@ -1,4 +1,4 @@
-"""What `fit` and `compile` of Keras call, and in which order."""
+"""Keras's `fit` and `compile` call these methods, in this order."""
 
 import inspect
 
@@ -25,7 +25,7 @@ def data():
 @pytest.mark.costly
 @pytest.mark.parametrize("jit", [True, False])
 def test_fit_scales_the_loss_and_then_applies_the_gradients(monkeypatch, jit):
-    # TensorFlow's step keeps its state in variables, JAX's hands it on.
+    # TensorFlow's step keeps its state in variables, and JAX's returns it.
     apply = {"tensorflow": "apply_gradients", "jax": "stateless_apply"}
     model, calls = compiled(jit_compile=jit), []
     for name in ("scale_loss", apply[BACKEND], "apply"):
@@ -35,7 +35,7 @@ def test_fit_scales_the_loss_and_then_applies_the_gradients(monkeypatch, jit):
 
 
 def test_fit_takes_the_methods_of_the_one_model(monkeypatch):
-    # Where tfmix puts its wrappers: on the model, not on its class.
+    # tfmix puts its wrappers on the model, not on its class.
     model, calls = compiled(), []
     names = ["compute_loss", "_compute_loss", "compute_metrics"]
     step = {"tensorflow": "train_step", "jax": "compute_loss_and_updates"}
@@ -150,7 +150,7 @@ def test_safe_mode_is_what_the_scope_says():
 
 
 def test_keras_classes_are_in_modules_of_its_name():
-    # How tfmix tells Keras's own layers and regularizers from a user's.
+    # tfmix distinguishes Keras's own layers and regularizers by this.
     assert keras.layers.Dense.__module__.startswith("keras.src.")
     assert keras.regularizers.L2.__module__.startswith("keras.src.")
     assert inspect.isfunction(vars(keras.regularizers.L2)["__call__"])

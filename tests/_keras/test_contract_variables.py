@@ -1,4 +1,4 @@
-"""How variables of Keras and TensorFlow hold their values."""
+"""Variables of Keras and TensorFlow hold their values like this."""
 
 import keras
 import numpy as np
@@ -91,7 +91,7 @@ def test_a_constant_belongs_to_the_function_that_jax_compiles():
 
     @jax.jit
     def outer(x):
-        # Kept alive: equal addresses would say nothing.
+        # It is kept alive, because equal addresses would prove nothing.
         found.append(jax.numpy.zeros(())._trace)
         return jax.grad(inner)(x) + jax.vmap(inner)(x[None])[0] + outer_too(x)
 
@@ -106,7 +106,7 @@ def test_a_constant_belongs_to_the_function_that_jax_compiles():
 
 @jax_only
 def test_the_layout_of_a_variable_places_another_beside_it():
-    # Its type is one thing in Keras 3.12, another in 3.15; it is passed on.
+    # Its type differs between Keras 3.12 and 3.15, and tfmix passes it on.
     devices = keras.distribution.list_devices("cpu")[:2]
     mesh = keras.distribution.DeviceMesh((2,), ["model"], devices)
     layouts = keras.distribution.LayoutMap(mesh)
@@ -187,11 +187,11 @@ def test_a_checkpoint_asks_a_variable_for_its_tensors(tmp_path, tensors):
         def _restore_from_tensors(self, restored_tensors):
             calls.append({k: float(v) for k, v in restored_tensors.items()})
 
-    # With another variable beside it, or there may be nothing to write.
+    # There is a second variable, since there may be nothing to write.
     checkpoint = tf.train.Checkpoint(one=Own([1.0]), two=tf.Variable(2.0))
     path = checkpoint.write(str(tmp_path / "saved"))
     assert calls == ["save"]
     checkpoint.read(path).assert_existing_objects_matched()
     given = [call for call in calls if call != "save"]
-    # What saved nothing is not asked to restore.
+    # An object that saved nothing is not asked to restore.
     assert given == ([tensors] if tensors else [])

@@ -18,7 +18,8 @@ def is_eager():
 
     def ask():
         seen = []
-        # A new function each time: one that was traced keeps its answer.
+        # This is a new function each time, because a traced one keeps its
+        # answer.
         tf.function(lambda: seen.append(tf.executing_eagerly()))()
         return seen[0]
 
@@ -48,7 +49,7 @@ def test_a_block_inside_a_block_ends_neither(is_eager):
     assert not is_eager()
 
 
-def test_blocks_of_two_threads_end_apart(is_eager):
+def test_blocks_of_two_threads_end_separately(is_eager):
     both, over = threading.Barrier(2), threading.Event()
     found = []
 
@@ -69,7 +70,7 @@ def test_blocks_of_two_threads_end_apart(is_eager):
     assert not is_eager()
 
 
-def test_what_tensorflow_had_is_there_again_also_after_an_error():
+def test_tensorflows_own_property_is_restored_after_an_error():
     owner = compilation._function_class()
     before = vars(owner)[compilation._RUNS_EAGERLY]
 

@@ -1,4 +1,4 @@
-"""The wrong Keras is refused at import, with what to change."""
+"""A wrong Keras is refused at import, with advice on what to change."""
 
 import importlib
 import os
@@ -66,7 +66,7 @@ def test_a_newer_keras_without_a_private_name_is_refused(monkeypatch):
         _host.require_private_names("3.99.0")
 
 
-def test_a_fault_of_our_own_is_raised_as_it_is(monkeypatch):
+def test_our_own_fault_is_raised_unchanged(monkeypatch):
     lacks_a_name(monkeypatch)
     with pytest.raises(AttributeError, match="Trainer"):
         _host.require_private_names("3.15.1")

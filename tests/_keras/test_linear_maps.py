@@ -1,4 +1,4 @@
-"""A linear map has the transpose it was given, and all other derivatives."""
+"""A linear map has its given transpose, and all other derivatives."""
 
 import keras
 import pytest
@@ -14,7 +14,7 @@ if keras.backend.backend() == "jax":
 
 
 def tripled(factor, vector):
-    """Multiplies by a factor; its transpose is three times what it should."""
+    """Multiplies by a factor; its transpose is three times the right one."""
 
     def forward(factor, vector):
         return [factor * vector]

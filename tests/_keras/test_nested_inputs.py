@@ -1,4 +1,4 @@
-"""A nested model made in 16 bit passes float32 on once it is converted."""
+"""A nested model made in 16 bit passes float32 on after its conversion."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ OFFSET = 2000.0
 
 
 def build():
-    """Makes a model whose inner one normalises a feature of large offset."""
+    """Makes a model with an inner one that normalizes a feature near 2000."""
     keras.config.set_dtype_policy("mixed_float16")
     inner = keras.Sequential(
         [keras.layers.LayerNormalization(), keras.layers.Dense(4)]
@@ -47,7 +47,7 @@ def test_a_model_converted_to_float32_computes_in_float32(tmp_path):
     loaded = keras.saving.load_model(tmp_path / "converted.keras")
     helpers.assert_close(loaded.predict(x, verbose=0), expected, "float32")
     report.undo()
-    # A feature of 2000 keeps no digit behind the point in float16.
+    # A feature of 2000 keeps no decimal place in float16.
     assert np.abs(rounded - expected).max() > 0.01
     helpers.assert_same_bits(model.predict(x, verbose=0), rounded)
 

@@ -1,4 +1,4 @@
-"""Where ops are replaced: the place that public ops use, and each only once."""
+"""Ops are replaced where public ops look them up, and only once."""
 
 import types
 
@@ -26,7 +26,7 @@ def test_an_op_that_two_modules_define_is_replaced_where_keras_calls_it():
 
 
 @pytest.mark.parametrize("name", op_places.CONVERSIONS)
-def test_of_the_core_only_conversions_are_replaced(name):
+def test_only_conversions_of_the_core_are_replaced(name):
     ((owner, attribute),) = op_places.targets(name)
     core = getattr(owner, attribute)
     copy = op_places.stand_in(core, lambda function, name: name)
@@ -41,7 +41,7 @@ def test_one_name_stands_for_all_linear_algebra(name):
 
 
 def test_a_rule_for_one_op_leaves_the_rest_of_linear_algebra_alone():
-    # The root of 3 * 40000: its square overflows float16, it does not.
+    # This is the root of 3 * 40000: its square overflows float16.
     x = np.full(3, 200, "float16")
     policy = tfmix.Policy("mixed_float16", float32_ops=["qr"])
     with tfmix.policy_scope(policy):
@@ -52,7 +52,7 @@ def test_a_rule_for_one_op_leaves_the_rest_of_linear_algebra_alone():
         assert float(keras.ops.norm(x)) == 346.5
 
 
-def test_a_stand_in_has_rules_for_functions_and_all_else_as_it_was():
+def test_a_copied_module_has_rules_for_functions_and_the_rest_unchanged():
     module = types.ModuleType("theirs")
     source = "import math\ndef f(x): return x\ndef _g(x): return x\nlimit = 3"
     exec(source, vars(module))

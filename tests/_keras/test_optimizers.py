@@ -1,4 +1,4 @@
-"""What is asked of Keras's optimizers is there, and answers as expected."""
+"""Keras's optimizers have the attributes that tfmix reads."""
 
 import keras
 import pytest
@@ -66,7 +66,7 @@ def test_a_variable_takes_its_first_value_from_one_made_in_the_same_trace():
     assert sgd.variables[-1] is made[1]
 
 
-def test_what_is_excluded_from_weight_decay_is_named_as_in_keras():
+def test_variables_without_weight_decay_are_named_as_in_keras():
     kernel = keras.Variable([1.0], name="kernel")
     bias = keras.Variable([1.0], name="bias")
     for arguments in ([bias], None), (None, ["bia"]):

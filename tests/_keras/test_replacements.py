@@ -1,4 +1,4 @@
-"""What is replaced is listed while it is, and comes back as it was."""
+"""Replacements are listed while they are active, and restored."""
 
 import contextlib
 
@@ -17,7 +17,7 @@ def ours(original):
     return lambda: "ours"
 
 
-def test_what_is_replaced_is_listed_until_it_is_back():
+def test_a_replacement_is_listed_until_it_is_restored():
     original = vars(Owner)["method"]
     place = (Owner, "method")
     first, second = replacements.Replacements(), replacements.Replacements()

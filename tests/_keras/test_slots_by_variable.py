@@ -13,7 +13,7 @@ def variables(dtype="float32"):
     return [
         keras.Variable(np.ones((3, 2)), dtype=dtype, name="kernel"),
         keras.Variable(np.ones(2), dtype=dtype, name="bias"),
-        # Of the same shape and name as another one.
+        # It has the shape and name of another one.
         keras.Variable(np.ones(2), dtype=dtype, name="bias"),
     ]
 
@@ -25,7 +25,7 @@ def test_every_slot_is_found_and_belongs_to_its_variable(name):
     optimizer.build(known)
     slots = slots_by_variable.slots(optimizer)
     if name == "Muon" and not hasattr(keras.optimizers, "MultiOptimizer"):
-        # Those of Keras 3.12's do not tell their variable: it is refused.
+        # Slots in Keras 3.12 do not name their variable, and are refused.
         assert slots is None
         return
     assert slots["_model_variables_moving_average"][0].shape == (3, 2)

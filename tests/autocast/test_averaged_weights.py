@@ -1,4 +1,4 @@
-"""`SwapEMAWeights` shows averages and puts the weights back, in 16 bit, too."""
+"""`SwapEMAWeights` shows averages and restores the weights, in 16 bit, too."""
 
 import keras
 import numpy as np
@@ -71,7 +71,7 @@ def test_a_swap_shows_the_averages_and_changes_no_training(case):
     model, losses = fitted(case)
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
     swapped, found = fitted(case, swap)
-    # TensorFlow swaps by sums of the two.
+    # TensorFlow swaps with sums of the two.
     np.testing.assert_allclose(found, losses, rtol=1e-4)
     pairs = zip(swapped.get_weights(), model.get_weights(), strict=True)
     for weight, average in pairs:
@@ -103,7 +103,7 @@ def test_evaluate_sees_averages_and_leaves_the_weights(case):
 
 @pytest.mark.costly
 def test_predict_sees_averages():
-    # Which Keras's callback does not swap back after.
+    # Keras's callback does not swap back after `predict`.
     model, _ = fitted("masters")
     expected = model(X)
     optimizer = model.optimizer.inner_optimizer
@@ -148,7 +148,7 @@ def test_replicas_swap_as_one_device_does_and_trace_it_once(monkeypatch):
 
 
 @pytest.mark.costly
-def test_weights_loaded_before_the_first_step_are_told_of_once_by_each(
+def test_weights_loaded_before_the_first_step_get_one_warning_from_each(
     tmp_path, caplog
 ):
     model, _ = fitted("masters")

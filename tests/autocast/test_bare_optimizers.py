@@ -1,4 +1,4 @@
-"""An optimizer that nobody wrapped skips what is not finite."""
+"""An unwrapped optimizer skips steps that are not finite."""
 
 import keras
 import numpy as np
@@ -13,7 +13,7 @@ START = np.ones((3,), "float32")
 
 
 def stepper(optimizer, weights, mode):
-    """Returns a step of a loop that knows nothing of tfmix."""
+    """Returns a step of a loop that does not use tfmix."""
     if ON_JAX:
         apply = optimizer.stateless_apply
         if mode == "jit":
@@ -90,7 +90,7 @@ OF_TFMIX = {
     [("masters", mode) for mode in MODES]
     + [(kind, MODES[1]) for kind in OF_TFMIX if kind != "masters"],
 )
-def test_so_does_one_of_tfmix_without_a_scaler_around_it(kind, mode, said):
+def test_an_unwrapped_optimizer_of_tfmix_skips_a_bad_step(kind, mode, said):
     wrapper, dtype = OF_TFMIX[kind]
     tfmix.set_global_policy("mixed_float16" if dtype == "float32" else dtype)
     weights = [keras.Variable(START, dtype=dtype) for _ in range(2)]
@@ -109,7 +109,7 @@ def test_so_does_one_of_tfmix_without_a_scaler_around_it(kind, mode, said):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
-def test_it_is_said_that_weights_in_16_bit_need_masters(mode, said):
+def test_a_warning_says_that_16_bit_weights_need_masters(mode, said):
     tfmix.set_global_policy("bfloat16")
     weights = [keras.Variable(START, dtype="bfloat16")]
     step = stepper(keras.optimizers.Adam(0.1), weights, mode)
@@ -137,7 +137,7 @@ def test_good_steps_are_keras_own(mode):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-def test_in_float32_nothing_is_kept_from_keras():
+def test_in_float32_keras_applies_every_step():
     weights = [keras.Variable(START)]
     step = stepper(keras.optimizers.SGD(0.1), weights, "eager")
     step(np.float32([np.nan] * 3))
@@ -261,7 +261,7 @@ def test_each_of_several_optimizers_skips_by_itself():
 
 
 @helpers.requires_backend("tensorflow")
-def test_an_optimizer_that_is_built_may_be_given_gradients_alone():
+def test_a_built_optimizer_may_get_only_gradients():
     tfmix.set_global_policy("mixed_float16")
     weights = [keras.Variable(START), keras.Variable(START)]
     optimizer = keras.optimizers.SGD(1.0)
@@ -282,7 +282,7 @@ def test_a_float32_model_keeps_keras_own_optimizer():
 
 
 class TwoOptimizers(keras.Model):
-    """Trains two layers by an optimizer each, as a GAN does."""
+    """Trains two layers with an optimizer each, like a GAN."""
 
     def __init__(self):
         super().__init__()
@@ -310,7 +310,7 @@ class TwoOptimizers(keras.Model):
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("jit", [False, True])
-def test_a_fit_tells_of_what_its_optimizers_skipped(jit, said):
+def test_fit_reports_the_steps_that_its_optimizers_skipped(jit, said):
     tfmix.set_global_policy("mixed_float16")
     model = TwoOptimizers()
     x = np.ones((32, 3), "float32")
@@ -327,7 +327,7 @@ def test_a_fit_tells_of_what_its_optimizers_skipped(jit, said):
 
 
 class Around(keras.Model):
-    """Keeps the optimizer that it is compiled with, as Keras's guides do."""
+    """Stores the optimizer that it is compiled with, like Keras's guides."""
 
     def __init__(self, steps_own):
         super().__init__()
@@ -381,7 +381,7 @@ def test_the_optimizer_given_to_compile_skips_where_a_step_uses_it_itself(
     not hasattr(keras.optimizers, "MultiOptimizer"), reason="of Keras 3.15"
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_those_inside_one_that_is_wrapped_skip_with_it(mode):
+def test_optimizers_inside_a_wrapped_one_skip_with_it(mode):
     tfmix.set_global_policy("mixed_float16")
     weights = [keras.Variable(START), keras.Variable(START)]
     inside = {id(w): keras.optimizers.SGD(0.1) for w in weights}
@@ -393,6 +393,6 @@ def test_those_inside_one_that_is_wrapped_skip_with_it(mode):
         step(first, START)
     for weight in weights:
         np.testing.assert_allclose(weight.numpy(), START - 0.2, rtol=1e-6)
-    # Nor is anything kept to look at them once more.
+    # Nor are values kept for a second check.
     attributes = {name for inner in inside.values() for name in vars(inner)}
     assert not [name for name in attributes if "skipping" in name]

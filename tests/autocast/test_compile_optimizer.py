@@ -140,7 +140,7 @@ def made_too_early(caplog):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("kind", [make, Subclassed])
-def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
+def test_a_model_made_before_the_policy_warns_once(kind, caplog):
     model = kind()
     global_policy.set_global_policy("mixed_float16")
     model.compile(scaling.LossScaleOptimizer("adam"), "mse")
@@ -152,7 +152,7 @@ def test_a_model_made_before_the_policy_is_told_so_once(kind, caplog):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("kind", [make, Subclassed])
-def test_it_is_not_told_of_a_loss_that_needs_no_scale_as_well(kind, caplog):
+def test_it_does_not_also_warn_of_a_loss_that_needs_no_scale(kind, caplog):
     model = kind()
     global_policy.set_global_policy("mixed_float16")
     model.compile("adam", "mse")
@@ -162,7 +162,7 @@ def test_it_is_not_told_of_a_loss_that_needs_no_scale_as_well(kind, caplog):
 
 
 @pytest.mark.costly
-def test_a_float32_model_trains_without_a_word_of_a_scale(caplog):
+def test_a_float32_model_trains_without_a_message_about_a_scale(caplog):
     global_policy.set_global_policy("mixed_float16")
     model = make(dtype="float32")
     model.compile("adam", "mse")
@@ -171,7 +171,7 @@ def test_a_float32_model_trains_without_a_word_of_a_scale(caplog):
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
-def test_a_model_made_under_the_policy_is_told_nothing(dtype, caplog):
+def test_a_model_made_under_the_policy_does_not_warn(dtype, caplog):
     global_policy.set_global_policy("mixed_float16")
     model = make(dtype=dtype)
     model.compile("adam", "mse")
@@ -203,7 +203,7 @@ def test_auto_scale_loss_off_is_respected_and_saved(policy, tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "float16"])
-def test_what_the_user_did_not_say_of_the_scale_is_not_saved(policy):
+def test_scale_settings_that_the_user_did_not_give_are_not_saved(policy):
     with global_policy.policy_scope(policy):
         models = [make(), keras.models.clone_model(make())]
     global_policy.set_global_policy("mixed_float16")
@@ -314,7 +314,7 @@ def test_a_compile_that_keeps_its_optimizers_elsewhere_still_works():
     with global_policy.policy_scope("mixed_float16"):
         model = Gan()
     model.compile(keras.optimizers.SGD(), keras.optimizers.Adam())
-    # `super().compile()` made RMSprop of its own accord.
+    # `super().compile()` created RMSprop by itself.
     assert is_wrapped(model)
     assert type(model.first) is keras.optimizers.SGD
 
@@ -371,7 +371,7 @@ def test_copies_of_a_model_train(copies):
     twin.fit(X, Y, verbose=0)
 
 
-def test_what_a_model_carries_can_be_dropped():
+def test_the_record_of_a_model_can_be_dropped():
     with global_policy.policy_scope("mixed_float16"):
         model = make()
     before = set(vars(make()))
@@ -413,7 +413,7 @@ def test_the_multi_optimizer_is_wrapped_as_a_whole():
 
 
 def small_steps(policy, optimizer):
-    """The loss after updates that 16-bit variables alone would lose."""
+    """Returns the loss after updates too small for 16-bit variables."""
     rng = np.random.default_rng(5)
     with global_policy.policy_scope(policy):
         model = make()
@@ -426,7 +426,7 @@ def small_steps(policy, optimizer):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
-def test_a_loss_scale_optimizer_of_the_users_gets_the_masters_it_lacks(policy):
+def test_a_users_loss_scale_optimizer_gets_the_masters_it_lacks(policy):
     own = scaling.LossScaleOptimizer(keras.optimizers.SGD(3e-3))
     model, got = small_steps(policy, own)
     assert model.optimizer is own
@@ -436,7 +436,7 @@ def test_a_loss_scale_optimizer_of_the_users_gets_the_masters_it_lacks(policy):
     assert abs(got - expected) < 0.1 * (before - expected)
 
 
-def test_masters_that_cannot_be_put_in_are_asked_for():
+def test_masters_that_cannot_be_added_are_requested():
     global_policy.set_global_policy("bfloat16")
     built = scaling.LossScaleOptimizer("sgd")
     built.build([keras.Variable([1.0])])
@@ -446,7 +446,7 @@ def test_masters_that_cannot_be_put_in_are_asked_for():
             make().compile(optimizer, "mse")
 
 
-def test_what_tfmix_put_on_comes_off_and_what_the_user_did_stays():
+def test_the_wrappers_of_tfmix_are_removed_and_the_users_stay():
     global_policy.set_global_policy("float16")
     adam = keras.optimizers.Adam()
     model = make()
@@ -540,7 +540,7 @@ def test_a_loaded_model_is_guarded_as_before(policy, tmp_path):
     model.compile("sgd", "mse")
     model.fit(X, Y, verbose=0)
     model.save(tmp_path / "model.keras")
-    # As in a new process, which no policy was set in.
+    # A new process, in which no policy was set, starts like this.
     global_policy.set_global_policy(policy)
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert train_step_guard.is_guarded(loaded)
@@ -587,11 +587,11 @@ MADE_FROM_ANOTHER = {
 @pytest.mark.costly
 @pytest.mark.parametrize("how", MADE_FROM_ANOTHER)
 @pytest.mark.parametrize("source", [converted, scoped])
-def test_what_is_made_of_a_float16_model_is_scaled_and_guarded(
+def test_models_made_from_a_float16_model_are_scaled_and_guarded(
     source, how, tmp_path
 ):
     model = MADE_FROM_ANOTHER[how](source(), tmp_path)
-    # Far below what float16 holds, unscaled.
+    # Unscaled, the loss is far below float16's range.
     model.compile("sgd", lambda y, x: 1e-9 * keras.ops.abs(y - x))
     model.optimizer.learning_rate = 1e9
     model.fit(np.full_like(X, np.nan), Y, verbose=0)
@@ -632,7 +632,9 @@ def test_float32_leaves_copies_to_keras():
 
 @pytest.mark.costly
 @pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
-def test_a_loaded_model_goes_on_bit_for_bit_under_any_policy(policy, tmp_path):
+def test_a_loaded_model_continues_bit_for_bit_under_any_policy(
+    policy, tmp_path
+):
     global_policy.set_global_policy("mixed_float16")
     model = make()
     model.compile("adam", "mse")
@@ -649,7 +651,7 @@ def test_a_loaded_model_goes_on_bit_for_bit_under_any_policy(policy, tmp_path):
 
 
 class CallsItself(keras.Sequential):
-    """Is a Sequential model by its bases, and computes in its own call."""
+    """A Sequential model by its bases, which computes in its own `call`."""
 
     def call(self, inputs, **kwargs):
         return 2.0 * super().call(inputs, **kwargs)
@@ -675,7 +677,7 @@ def test_a_graph_with_a_call_of_its_own_computes():
 def test_masters_of_a_model_that_fit_builds_start_from_its_weights(
     policy, jit, run
 ):
-    """Under TensorFlow XLA refused them, and loops ran before they were set."""
+    """Builds masters in `fit`, which XLA once refused under TensorFlow."""
     with global_policy.policy_scope(policy):
         recurrent = keras.layers.RNN(keras.layers.SimpleRNNCell(3))
         model = keras.Sequential([recurrent, keras.layers.Dense(1)])

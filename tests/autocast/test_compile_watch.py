@@ -1,4 +1,4 @@
-"""`import tfmix` watches `compile` for models with 16-bit layers alone."""
+"""`import tfmix` only changes `compile` for models with 16-bit layers."""
 
 import keras
 import numpy as np
@@ -22,7 +22,7 @@ MODES = {
     "xla": {"jit_compile": True},
 }
 if keras.backend.backend() == "jax":
-    # It has no graph without XLA: it is what eager mode is there.
+    # JAX has no graph without XLA, and eager mode covers that.
     MODES.pop("graph")
 
 

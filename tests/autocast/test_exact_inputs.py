@@ -1,4 +1,4 @@
-"""Ids and raw features reach the layer that needs them uncast."""
+"""Ids and raw features reach the layer that needs them before any cast."""
 
 import keras
 import numpy as np
@@ -23,7 +23,7 @@ class Embedder(keras.Model):
 
 
 class TokenLayer(keras.layers.Layer):
-    """As in Keras's own example of text classification."""
+    """A layer from Keras's example of text classification."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class TokenLayer(keras.layers.Layer):
 
 
 def number_rows(embedding):
-    """Makes the row's value tell the row, in steps float16 can hold."""
+    """Sets each row's value to a number for that row, exact in float16."""
     embedding.build((None, 4))
     embedding.set_weights([np.arange(ROWS)[:, None] % 2048])
 
@@ -51,7 +51,7 @@ def test_float_ids_of_a_subclassed_model_find_their_rows(run, said):
     number_rows(model.embedding)
     result = model(IDS) if run == "__call__" else model.predict(IDS, verbose=0)
     np.testing.assert_array_equal(rows(result), IDS % 2048)
-    # The embedding answers in 16 bit, the outermost model in float32.
+    # The embedding returns 16 bit, the outermost model float32.
     assert model.embedding.compute_dtype == "float16"
     assert keras.backend.standardize_dtype(result.dtype) == "float32"
     assert not said
@@ -92,7 +92,7 @@ def test_ids_that_were_changed_after_the_cast_are_reported(said):
     assert "int32" in said[0]
 
 
-def test_few_rows_are_no_reason_to_warn(said):
+def test_few_rows_do_not_warn(said):
     class Small(keras.Model):
         def __init__(self):
             super().__init__()
@@ -108,7 +108,7 @@ def test_few_rows_are_no_reason_to_warn(said):
 
 @pytest.mark.parametrize("kind", ["subclassed", "functional"])
 def test_raw_features_reach_normalization_with_all_digits(kind):
-    # Unix seconds: 1.7e9, one second apart, in a format that ends at 65504.
+    # These are Unix seconds, 1.7e9, one second apart; float16 ends at 65504.
     raw = (1.7e9 + 128.0 * np.arange(4.0)[:, None]).astype("float32")
     mean, variance = float(raw.mean()), float(raw.var())
 
@@ -151,7 +151,7 @@ def test_discretization_sees_values_beside_its_boundaries():
     assert keras.ops.convert_to_numpy(result).ravel().tolist() == [0, 1]
 
 
-# Keras 3.16 says so of recurrent layers.
+# Keras 3.16 warns of this for recurrent layers.
 @pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:.*does not support masking")
 def test_a_mask_survives():
@@ -172,7 +172,7 @@ def test_a_mask_survives():
 
 
 @pytest.mark.costly
-def test_integer_ids_and_their_gradient_are_as_ever():
+def test_integer_ids_and_their_gradient_do_not_change():
     with global_policy.policy_scope("mixed_float16"):
         model = keras.Sequential(
             [
@@ -191,7 +191,7 @@ def test_integer_ids_and_their_gradient_are_as_ever():
 
 
 class Around(keras.Model):
-    """Hands its input on to a model inside it, as many of users' own do."""
+    """Passes its input to an inner model, like many users' models."""
 
     def __init__(self, inner):
         super().__init__()
@@ -229,10 +229,10 @@ def text_models():
 @pytest.mark.parametrize("form", text_models())
 @pytest.mark.parametrize("dtype", ["int32", "int64", "float32"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_ids_reach_an_embedding_as_they_are(form, dtype, policy):
+def test_ids_reach_an_embedding_unchanged(form, dtype, policy):
     with global_policy.policy_scope(policy):
         model, embedding = text_models()[form]
-    # One that 16 bit rounds, and that float32 does not.
+    # 16 bit rounds this id, but float32 does not.
     ids = np.array([[257, 2049, 60_001]])
     found = model.predict(ids.astype(dtype), verbose=0)
     rows = keras.ops.convert_to_numpy(embedding.embeddings)[ids[0]]
@@ -244,7 +244,7 @@ def test_ids_reach_an_embedding_as_they_are(form, dtype, policy):
 
 
 class Tabular(keras.Model):
-    """Normalizes raw features, as Keras's guide to structured data does."""
+    """Normalizes raw features, as in Keras's guide to structured data."""
 
     def __init__(self, features, form):
         super().__init__()
@@ -265,8 +265,8 @@ class Tabular(keras.Model):
 @pytest.mark.parametrize("how", ["eager", "graph", "xla"])
 @pytest.mark.parametrize("form", ["a layer", "functional", "sequential"])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_raw_features_reach_a_normalization_as_they_are(how, form, policy):
-    # Of three digits more than bfloat16 has, and beyond the end of float16.
+def test_raw_features_reach_a_normalization_unchanged(how, form, policy):
+    # They have three digits more than bfloat16, and exceed float16.
     generator = np.random.default_rng(0)
     x = generator.normal(1e5, 100.0, (64, 4)).astype("float32")
     with global_policy.policy_scope(policy):

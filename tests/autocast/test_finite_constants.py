@@ -23,7 +23,7 @@ def raw():
     return importlib.import_module("tensorflow")
 
 
-# What is given to an op beside float16 numbers, and what it returns for these.
+# Maps an op to its constant beside float16 numbers, and to its result.
 MEETINGS = {
     "a_product": (lambda x: ops.multiply(x, -1e9), [-32752, 0, 32752, -32752]),
     "a_sum": (lambda x: ops.add(-1e9, x), [-32752] * 4),
@@ -116,7 +116,7 @@ def test_a_product_that_float16_holds_is_exact():
 
 
 @pytest.mark.skipif(ON_JAX, reason="names functions of TensorFlow")
-def test_what_tensorflow_makes_of_a_constant_is_finite():
+def test_a_constant_that_tensorflow_converts_is_finite():
     import tensorflow as tf
 
     tfmix.set_global_policy("mixed_float16")
@@ -168,7 +168,7 @@ def test_switched_off_it_is_infinite_as_in_keras():
 
 @keras.saving.register_keras_serializable("tests")
 class Masked(layers.Layer):
-    """The same in a `call`, by ops."""
+    """Does the same in a `call`, with ops."""
 
     def call(self, scores, mask):
         return masked(scores, mask)

@@ -1,4 +1,4 @@
-"""A first step that takes long says what it waits for; others say nothing."""
+"""A long first step explains why it takes long; a short one prints nothing."""
 
 import threading
 import time
@@ -61,7 +61,7 @@ def test_a_long_first_step_says_once_what_it_waits_for(
     function = model.train_function
     model.fit(X, X, verbose=0)
     assert len(waited(caplog)) == 1
-    # Nothing stands in front of the steps after the first.
+    # Nothing wraps the steps after the first.
     assert model.train_function is function
     assert function.__module__ != first_step.__name__
 

@@ -15,7 +15,7 @@ from tfmix.autocast.global_policy import policy_scope
 from tfmix.policy import float32_ops
 from tfmix.policy.policy import Policy
 
-# JAX compiles each op anew for each dtype; one of the two is enough there.
+# JAX compiles each op again for each dtype, so one of the two is enough.
 FORMATS_OF_ALL_OPS = (
     ("float16", "bfloat16")
     if keras.backend.backend() == "tensorflow"
@@ -36,13 +36,13 @@ LINEAR_ALGEBRA = (
 
 
 def definite(x):
-    """A positive definite matrix both formats hold exactly."""
+    """Returns a positive definite matrix that both formats hold exactly."""
     places = np.arange(4)
     values = 2.0 ** -abs(places[:, None] - places) + np.diag(places)
     return tensor(values, x.dtype)
 
 
-# How to call each default op on one (4, 6) tensor of positive numbers.
+# These call each default op on one (4, 6) tensor of positive numbers.
 SPECIAL_CALLS = {
     "logaddexp": lambda f, x: f(x, x),
     "logaddexp2": lambda f, x: f(x, x),
@@ -72,8 +72,8 @@ SPECIAL_CALLS = {
         lambda f, x: f(definite(x)),
     ),
 }
-# Without a rule there is nothing to compare with: no 16-bit kernel under
-# TensorFlow, and under JAX this loss is float32 because its one-hot table is.
+# These cannot be compared with Keras. TensorFlow has no 16-bit kernel for them,
+# and under JAX this loss is float32 because its one-hot table is.
 NO_16_BIT_IN_KERAS = (
     "sparsemax",
     "erfinv",
@@ -252,7 +252,7 @@ def test_attention_multiplies_16_bit_factors_on_a_gpu(policy):
     import tensorflow as tf
 
     rng = np.random.default_rng(0)
-    # Unscaled, logits of such queries leave float16.
+    # Unscaled logits of such queries exceed float16.
     size = 60 if policy == "mixed_float16" else 1
     query, key, value = rng.normal(size=(3, 2, 6, 2, 8))
     factors = [
@@ -322,11 +322,11 @@ def _gradient(function, array):
     return tape.gradient(y, x).numpy()
 
 
-def test_a_functional_model_obeys_the_rules_in_force_when_it_runs():
+def test_a_functional_model_obeys_the_rules_active_when_it_runs():
     inputs = keras.Input((8192,), dtype="float16")
     model = keras.Model(inputs, kops.cumsum(inputs, axis=-1))
     x = np.full((1, 8192), 0.5, "float16")
-    # 2048 + 0.5 rounds to 2048 and to 2050 at best: the true end is 4096.
+    # 2048 + 0.5 rounds to 2048, or to 2050 at best, but the sum is 4096.
     with interceptor.block(["cumsum"]):
         assert float(model(x)[0, -1]) == 4096.0
     interceptor.install(["cumsum"])
@@ -334,7 +334,7 @@ def test_a_functional_model_obeys_the_rules_in_force_when_it_runs():
 
 
 class Penalty(keras.layers.Layer):
-    """A custom layer that reaches the ops on every route."""
+    """A custom layer that reaches the ops in every way."""
 
     def call(self, x):
         total = kops.cumsum(x, axis=-1)[:, -1:]
@@ -376,10 +376,10 @@ def test_the_logits_of_a_softmax_are_still_found():
 
 
 @pytest.mark.parametrize("name", ["matmul", "multiply", "maximum"])
-def test_a_rule_holds_for_an_op_that_has_stand_ins_of_other_kinds(
+def test_a_rule_holds_for_an_op_with_replacements_of_other_kinds(
     monkeypatch, name
 ):
-    # Weight gradients or finite constants; Keras itself computes in 16 bit.
+    # These are weight gradients or finite constants; Keras computes in 16 bit.
     module = sys.modules[op_places.BACKEND_OPS.numpy.__name__]
     original, seen = getattr(module, name), []
 
@@ -398,13 +398,13 @@ def test_a_rule_holds_for_an_op_that_has_stand_ins_of_other_kinds(
 
 
 @pytest.mark.parametrize("name", ["add", "cast", "sum", "where", "exp"])
-def test_one_wrapper_stands_before_keras_own_function(name):
+def test_one_wrapper_precedes_keras_own_function(name):
     ((package, theme),) = op_places.targets(name)
     original = vars(getattr(package, theme))[name]
     with policy_scope("mixed_float16"):
         stand_in = vars(getattr(package, theme))[name]
         assert stand_in.__wrapped__ is original
-        # What has imported the function itself goes on with it.
+        # Code that has imported the function itself still has the original.
         assert vars(sys.modules[original.__module__])[name] is original
     assert vars(getattr(package, theme))[name] is original
 
@@ -546,7 +546,7 @@ def test_a_wrong_list_is_an_error(names, error, message):
         Policy("mixed_float16", float32_ops=names)
 
 
-def test_what_stands_by_is_replaced_once_and_put_back_by_an_install():
+def test_kept_replacements_are_made_once_and_removed_by_an_install():
     before = touched_places()
     interceptor.stand_by(frozenset(["normalize"]))
     standing = touched_places()

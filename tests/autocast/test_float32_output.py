@@ -14,7 +14,7 @@ SIXTEEN_BIT = ["mixed_float16", "mixed_bfloat16"]
 
 
 def logit_gradient(model, x, y):
-    """Gradient of the mean cross-entropy by the last Dense layer's bias."""
+    """Returns the gradient of the mean cross-entropy by the last bias."""
     loss_of = keras.losses.SparseCategoricalCrossentropy()
     bias = model.layers[-2].bias
     if keras.backend.backend() == "tensorflow":
@@ -133,7 +133,7 @@ def test_a_confidently_wrong_sample_is_learnt_from_in_fit(activation):
     ],
 )
 def test_a_loss_takes_no_logits_of_another_activation(activation, loss, policy):
-    # Keras's TensorFlow backend does, in float32 as well.
+    # Keras's TensorFlow backend does, even in float32.
     kernel, x = np.array([[1.0, -0.5, 2.0]]), np.ones((1, 1))
     results = []
     for make in (float32_output.float32_output, plain_output):
@@ -186,12 +186,12 @@ def test_50000_classes_have_the_loss_and_gradient_of_float32(policy):
         (np.ones((2, 2)), TypeError, r"float32_output\('softmax'\)\(x\)"),
     ],
 )
-def test_what_is_no_activation_is_refused(activation, error, message):
+def test_a_wrong_activation_is_refused(activation, error, message):
     with pytest.raises(error, match=message):
         float32_output.float32_output(activation)
 
 
-def test_a_layer_in_place_of_an_activation_is_told_what_to_write():
+def test_a_layer_in_place_of_an_activation_is_refused_with_advice():
     with pytest.raises(TypeError, match='dtype="float32"'):
         float32_output.float32_output(keras.layers.Softmax())
 

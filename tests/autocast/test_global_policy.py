@@ -1,4 +1,4 @@
-"""The policy in force: process-wide, in scopes, in threads, and gone again."""
+"""The active policy: process-wide, in scopes, in threads, and removed."""
 
 import importlib.util
 import threading
@@ -19,7 +19,7 @@ def new_layer_policy():
 
 
 def in_thread(function):
-    """Runs a function in a thread of its own, returns what it returned."""
+    """Runs a function in a new thread, and returns its result."""
     results = []
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
@@ -162,7 +162,7 @@ def test_a_scope_of_one_thread_is_seen_by_threads_without_one():
 
 
 def test_scopes_of_threads_that_interleave_restore_their_own():
-    # Opened A, B and closed A, B: no stack of one thread has that order.
+    # A and B are opened and closed in this order, unlike a stack's.
     entered, left = threading.Event(), threading.Event()
     seen = {}
 
@@ -200,7 +200,7 @@ def test_float32_holds_against_kerass_own_policy():
     assert new_layer_policy() == "float32"
 
 
-def test_setting_a_policy_through_keras_takes_effect_and_is_said(
+def test_setting_a_policy_through_keras_takes_effect_and_warns(
     said,
 ):
     state.set_global_policy("mixed_float16")
@@ -219,7 +219,7 @@ def test_setting_float32_through_keras_switches_tfmix_off(said):
     assert len(said) == 1
 
 
-def test_setting_the_same_policy_through_keras_is_no_news(said):
+def test_setting_the_same_policy_through_keras_does_not_warn(said):
     state.set_global_policy("mixed_float16")
     keras.config.set_dtype_policy("mixed_float16")
     assert new_layer_policy() == "mixed_float16"
@@ -268,7 +268,7 @@ def test_a_thread_without_a_scope_is_under_the_one_opened_last():
 
 
 def test_a_float32_scope_has_no_op_rules_of_the_policy_around_it():
-    # The squares leave float16's range, their root does not.
+    # The squares exceed float16's range, but their root does not.
     x = keras.ops.full((1024,), 300.0, dtype="float16")
     state.set_global_policy("mixed_float16")
     assert float(keras.ops.norm(x)) == 9600.0

@@ -1,7 +1,7 @@
-"""What is replaced in Keras for the whole process: counted, listed, undone.
+"""All that is replaced in Keras for the process is counted and restored.
 
-The registry is what tfmix says it replaced; the comparison looks at every
-attribute of every module and class of Keras and asks nobody.
+The registry lists what tfmix has replaced. The comparison checks every
+attribute of every module and class of Keras without it.
 """
 
 import inspect
@@ -15,12 +15,12 @@ import tfmix
 from tfmix._keras import op_places, replacements, scalars
 from tfmix.optimizers import sixteen_bit_optimizer
 
-# Five modules of ops, each by a stand-in, and what is not looked up in one.
+# These are five modules of ops, and what is not looked up in one.
 LIMIT = 31
 
 
 def registered():
-    """Returns `owner.attribute` of what tfmix says is replaced just now."""
+    """Returns `owner.attribute` for all registered replacements."""
     return sorted(label(owner, name) for owner, name in replacements.replaced())
 
 
@@ -30,10 +30,10 @@ def label(owner, attribute):
 
 
 def owners():
-    """Returns every module below `keras`, every class in them, and a few more.
+    """Returns every module of `keras`, every class in them, and a few more.
 
-    tfmix's own wrappers have an `apply` beside that of Keras's optimizers,
-    TensorFlow a module for custom gradients, and tensors have operators.
+    tfmix's own wrappers have an `apply` beside that of Keras's optimizers.
+    TensorFlow has a module for custom gradients, and tensors have operators.
     """
     modules = [
         module
@@ -58,7 +58,7 @@ def snapshot(everything):
         label(owner, name): value
         for owner in everything
         for name, value in list(vars(owner).items())
-        # Python makes these on first sight.
+        # Python creates these on first use.
         if name not in ("__annotations__", "__warningregistry__")
     }
 
@@ -82,7 +82,7 @@ def everything():
 
 
 def train():
-    """Makes Keras import and cache whatever it does on first use."""
+    """Makes Keras import and cache everything that it does on first use."""
     model = keras.Sequential([keras.layers.Dense(2)])
     model.compile("sgd", "mse")
     model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)

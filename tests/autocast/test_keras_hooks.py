@@ -1,4 +1,4 @@
-"""The hooks into Keras: there while a policy is on, gone without a trace."""
+"""The hooks into Keras exist while a policy is active, and leave no trace."""
 
 import importlib
 import inspect
@@ -13,7 +13,7 @@ from tfmix.autocast import global_policy
 
 
 def snapshot():
-    """Every function, class attribute and global of Keras, by identity."""
+    """Returns every function, class attribute and global of Keras."""
     found = {}
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] != "keras" or module is None:
@@ -35,7 +35,7 @@ def differences(before, after):
 
 
 def is_ours(key, value):
-    # Rebound by Keras itself with each session or each class definition.
+    # Keras itself replaces these with each session or class definition.
     volatile = ("_abc_impl", "GLOBAL_STATE_TRACKER", "GLOBAL_SETTINGS_TRACKER")
     plain = (int, float, str, tuple, types.MappingProxyType)
     return key[-1] not in volatile and not isinstance(value, plain)

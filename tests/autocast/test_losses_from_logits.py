@@ -1,4 +1,4 @@
-"""A confidently wrong sample is learnt from, whichever layer is the last."""
+"""A confidently wrong sample has a gradient, whichever layer is the last."""
 
 import functools
 
@@ -13,8 +13,8 @@ from tfmix._keras import global_state
 ON_JAX = keras.backend.backend() == "jax"
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 X, LABEL = np.ones((1, 1), "float32"), np.array([1])
-# Logits of 36 and -36 where the second is right: the loss is their gap, and
-# its gradient by the logits is 1 and -1.
+# These give logits of 36 and -36 where the second is right. The loss is their
+# gap, and its gradient by the logits is 1 and -1.
 KERNEL = np.array([[36.0, -36.0]], "float32")
 LOSS = 72.0
 MOVED = np.array([[-0.01, 0.01]], "float32")
@@ -23,7 +23,7 @@ PARAMETERS = {
     "graph": {"jit_compile": False},
     "xla": {"jit_compile": True},
 }
-# JAX has no graph without XLA: it is what eager mode is there.
+# JAX has no graph without XLA, and eager mode covers that.
 MODES = ("eager", "xla") if ON_JAX else ("eager", "graph", "xla")
 
 
@@ -164,7 +164,7 @@ def test_a_converted_model_has_it(policy, how):
     ("activation", "loss", "y", "kernel"),
     [
         ("softmax", "categorical_crossentropy", [[0.0, 1.0]], KERNEL),
-        # One logit of 72 that is to be 0, and one of -72 that is to be 1.
+        # One logit of 72 has target 0, and one of -72 has target 1.
         ("sigmoid", "binary_crossentropy", [[0.0, 1.0]], 2 * KERNEL),
     ],
 )
@@ -181,7 +181,7 @@ def test_the_other_cross_entropies_have_it(activation, loss, y, kernel, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("head", ["Softmax in float32", "Dense", "subclassed"])
-def test_a_loop_of_ones_own_has_it(head, policy, is_compiled):
+def test_your_own_loop_has_it(head, policy, is_compiled):
     model = made(head, policy)
     loss_of = keras.losses.SparseCategoricalCrossentropy()
     if ON_JAX:
@@ -226,7 +226,7 @@ def test_each_of_several_results_has_its_own():
 
 @pytest.mark.skipif(not ON_JAX, reason="Keras's TensorFlow takes any axis")
 @pytest.mark.parametrize("axis", [1, -2, 2, -1])
-def test_a_loss_takes_logits_of_its_own_axis_alone(axis):
+def test_a_loss_only_takes_logits_of_its_own_axis(axis):
     logits = np.array([[[9.0, 0.0], [0.0, 9.0]]], "float32")
     y = np.array([[[0.0, 1.0], [0.0, 1.0]]], "float32")
     values = []

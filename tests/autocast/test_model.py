@@ -1,4 +1,4 @@
-"""A model carries its policy: rules, float32 outputs, losses and metrics."""
+"""A model keeps its policy: rules, float32 outputs, losses and metrics."""
 
 import keras
 import numpy as np
@@ -14,7 +14,7 @@ from tfmix.autocast import model as mixed_model
 from tfmix.policy import policy as policies
 
 SIXTEEN = ("float16", "bfloat16")
-# Loss functions of two (4, 3) arrays; those left out need other arguments.
+# Loss functions that take other arguments than two (4, 3) arrays.
 OTHER_ARGUMENTS = {
     "circle",
     "categorical_generalized_cross_entropy",
@@ -36,7 +36,7 @@ METRICS = [
     if name[0].isupper()
     and name
     not in {
-        # Bases and wrappers, and metrics of class ids or matrices.
+        # These are bases and wrappers, and metrics of class ids or matrices.
         "Metric",
         "MeanMetricWrapper",
         "ConcordanceCorrelation",
@@ -166,13 +166,13 @@ def test_a_subclassed_model_returns_its_nest_in_float32():
 def test_a_16_bit_softmax_head_keeps_the_gradient_of_a_wrong_sample():
     import tensorflow as tf
 
-    # A logit gap of 20: the probability is below float16's range, and
+    # The logits differ by 20. The probability is below float16's range, and
     # Keras's loss then has no gradient at all.
     with global_policy.policy_scope("mixed_float16"):
         model = keras.Sequential(
             [keras.Input((2,)), keras.layers.Activation("softmax")]
         )
-    # The default rules keep it in float32; this one is the user's choice.
+    # The default rules keep it in float32, but the user may choose this.
     model.layers[0].dtype_policy = "mixed_float16"
     logits = tf.constant([[20.0, 0.0]])
     with tf.GradientTape() as tape:
@@ -197,7 +197,7 @@ def test_the_mask_of_a_models_output_is_kept():
 
 @pytest.mark.costly
 @pytest.mark.parametrize("eager", [True, False])
-def test_a_model_trains_under_its_policy_outside_of_the_scope(eager):
+def test_a_model_trains_under_its_policy_outside_the_scope(eager):
     x, y = penalised.batch()
     with global_policy.policy_scope("mixed_float16"):
         model = penalised.penalised_model(eager)
@@ -206,8 +206,8 @@ def test_a_model_trains_under_its_policy_outside_of_the_scope(eager):
     assert not interceptor.installed()
 
 
-def test_a_carried_policy_is_taken_off_whole():
-    # Else `compile` gives the model a record.
+def test_the_policy_of_a_model_is_detached_completely():
+    # Otherwise `compile` gives the model a record.
     compile_method.stop_watching()
     model = penalised.penalised_model()
     before = set(vars(model))
@@ -220,7 +220,7 @@ def test_a_carried_policy_is_taken_off_whole():
 
 
 @pytest.mark.costly
-def test_a_carried_policy_holds_in_a_plain_call():
+def test_the_policy_of_a_model_holds_in_a_plain_call():
     inputs = keras.Input((1024,), dtype="float16")
     model = keras.Model(inputs, kops.normalize(inputs))
     x = np.full((1, 1024), 10.0, "float16")
@@ -234,7 +234,7 @@ def test_a_carried_policy_holds_in_a_plain_call():
 
 @pytest.mark.costly
 def test_a_method_that_the_user_sets_is_wrapped_and_given_back():
-    # Else `compile` gives the model a record.
+    # Otherwise `compile` gives the model a record.
     compile_method.stop_watching()
     model = penalised.penalised_model()
     calls = []
@@ -253,7 +253,7 @@ def test_a_method_that_the_user_sets_is_wrapped_and_given_back():
 
 
 def test_a_method_set_on_top_is_left_alone():
-    # Else `compile` gives the model a record.
+    # Otherwise `compile` gives the model a record.
     compile_method.stop_watching()
     model = penalised.penalised_model()
     mixed_model.set_policy(model, policies.Policy("mixed_float16"))
@@ -266,7 +266,7 @@ def test_a_method_set_on_top_is_left_alone():
     assert vars(model)["train_step"] is theirs
 
 
-def test_calls_outside_of_the_scope_replace_nothing_anew(monkeypatch):
+def test_calls_outside_the_scope_replace_nothing_again(monkeypatch):
     x, _ = penalised.batch()
     with global_policy.policy_scope("mixed_float16"):
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
@@ -281,7 +281,7 @@ def test_calls_outside_of_the_scope_replace_nothing_anew(monkeypatch):
     assert refreshed == []
 
 
-def test_a_carrying_model_saves_and_loads(tmp_path):
+def test_a_model_with_its_policy_saves_and_loads(tmp_path):
     x, _ = penalised.batch()
     with global_policy.policy_scope("mixed_float16"):
         model = penalised.penalised_model()
@@ -292,14 +292,14 @@ def test_a_carrying_model_saves_and_loads(tmp_path):
         compile=False,
         custom_objects={"Penalised": penalised.Penalised},
     )
-    # Plain Keras hands the 16-bit numbers out as they are.
+    # Plain Keras returns the 16-bit numbers.
     helpers.assert_same_bits(
         loaded.predict(x, verbose=0).astype("float32"), expected
     )
 
 
 @pytest.mark.costly
-def test_a_16_bit_output_is_told_of_once_in_one_line(said):
+def test_a_16_bit_output_is_reported_once_in_one_line(said):
     x, y = penalised.batch()
     with global_policy.policy_scope("mixed_float16"):
         model = penalised.penalised_model()
@@ -334,7 +334,7 @@ def test_a_model_that_does_not_say_which_layer_is_last_is_named(said):
 
 
 def headed(*activations):
-    """A model with a head for each activation."""
+    """Returns a model with a head for each activation."""
     inputs = keras.Input((4,))
     hidden = keras.layers.Dense(4)(inputs)
     outputs = [
@@ -352,7 +352,7 @@ def two_heads():
 
 
 @pytest.mark.costly
-def test_of_a_dict_of_outputs_the_one_in_16_bit_is_named(said):
+def test_the_16_bit_output_of_a_dict_is_named(said):
     with global_policy.policy_scope("mixed_float16"):
         model = two_heads()
     model.compile("sgd", {"price": "mse", "kind": "mse"})
@@ -419,7 +419,7 @@ def test_each_output_in_16_bit_is_named(said, activations, line):
         ("softmax", "mse", [30.0, 0.0], [0.0, 1.0]),
     ],
 )
-def test_it_is_told_of_only_where_the_loss_sees_it(
+def test_it_is_reported_only_where_the_loss_sees_it(
     said, activation, loss, logits, label
 ):
     x = np.array([logits], "float32")
@@ -430,7 +430,7 @@ def test_it_is_told_of_only_where_the_loss_sees_it(
         model = keras.Sequential([keras.Input((len(logits),)), dense])
     model.compile("sgd", loss)
     got = model.evaluate(x, np.array([label]), verbose=0)
-    # The loss of the logits, to which Keras goes back under TensorFlow.
+    # TensorFlow's loss uses the logits behind it.
     assert (abs(got - 30.0) < 0.1) is (said == [])
 
 

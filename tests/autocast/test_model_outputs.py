@@ -1,4 +1,4 @@
-"""The dtype of what comes out of a model, by the way it is called."""
+"""The dtype of a model's results depends on how it is called."""
 
 import collections
 
@@ -61,7 +61,7 @@ def test_a_layer_and_a_model_inside_another_return_16_bit(name):
 
 
 def encoder():
-    """Returns what it makes others of: two of one layer, one with a mask."""
+    """Returns results that others use: two of one layer, one with a mask."""
     start = keras.Input((3,))
     twice = layers.Dense(3)
     first = twice(layers.Masking()(keras.layers.Reshape((1, 3))(start)))
@@ -72,7 +72,7 @@ def encoder():
 @pytest.mark.costly
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", WAYS)
-def test_results_that_others_are_made_of_are_float32(way, name):
+def test_results_that_others_use_are_float32(way, name):
     keras.utils.set_random_seed(0)
     expected = WAYS[way](encoder())
     keras.utils.set_random_seed(0)
@@ -119,7 +119,7 @@ def test_an_exported_model_returns_float32(tmp_path):
 
 
 class Record(dict):
-    """Gives its entries as attributes, as many a library's outputs do."""
+    """Offers its entries as attributes, like many a library's outputs."""
 
     def __getattr__(self, name):
         if name not in self:

@@ -1,4 +1,4 @@
-"""What a new layer gets: the policy, its rules, and the user's own word."""
+"""A new layer gets the policy and its rules, unless its user sets a dtype."""
 
 import keras
 import numpy as np
@@ -76,7 +76,7 @@ def test_a_rule_may_match_the_path(rule):
             ],
             name="net",
         )
-    # Paths exist from the first call on, which may be after the scope.
+    # Paths exist only after the first call, which may be after the scope.
     model(np.ones((1, 2)))
     assert [computes_in(layer) for layer in model.layers] == [
         "float32",
@@ -101,10 +101,10 @@ def test_a_rule_by_path_sees_the_inputs_uncast_at_the_first_call():
 
 
 @pytest.mark.costly
-def test_what_a_ruled_layer_holds_is_float32_too():
+def test_layers_inside_a_ruled_layer_are_float32_too():
     policy = Policy("float16", float32_layers=["LSTM", "Bidirectional"])
     with global_policy.policy_scope(policy):
-        # JAX has no float16 for Keras's default, orthogonal matrices.
+        # JAX cannot create Keras's default orthogonal matrices in float16.
         any_dtype = {"recurrent_initializer": "glorot_uniform"}
         plain = keras.layers.LSTM(2)
         both_ways = keras.layers.Bidirectional(keras.layers.GRU(2, **any_dtype))
@@ -146,7 +146,7 @@ def test_a_users_composite_under_a_rule_is_float32_inside():
 
 
 @pytest.mark.costly
-def test_what_attention_holds_follows_it_and_uses_the_op_rules():
+def test_layers_inside_attention_follow_it_and_use_the_op_rules():
     with global_policy.policy_scope("mixed_float16"):
         layer = keras.layers.MultiHeadAttention(2, 4)
         x = np.full((1, 3, 8), 100.0, "float32")

@@ -1,4 +1,4 @@
-"""A layer that cannot compute in 16 bit computes in float32, and says so."""
+"""A layer that cannot compute in 16 bit uses float32, and reports it."""
 
 import keras
 import numpy as np
@@ -14,7 +14,7 @@ NAMES = ("mixed_float16", "mixed_bfloat16")
 
 
 def strict_add(x, y):
-    """Adds as raw TensorFlow and `jax.lax` do: of one dtype or not at all."""
+    """Adds like raw TensorFlow and `jax.lax`, which refuse two dtypes."""
     if keras.backend.backend() == "tensorflow":
         return x + y
     from jax import lax
@@ -24,7 +24,7 @@ def strict_add(x, y):
 
 @keras.saving.register_keras_serializable("fallback")
 class Mixes(layers.Layer):
-    """Adds a float32 tensor that it makes in its `call`."""
+    """Adds a float32 tensor that it creates in its `call`."""
 
     calls = 0
 
@@ -34,7 +34,7 @@ class Mixes(layers.Layer):
 
 
 class MixesAlike(Mixes):
-    """The same with what `TimeDistributed` asks for."""
+    """Does the same, with the methods that `TimeDistributed` needs."""
 
     def compute_output_shape(self, shape):
         return shape
@@ -42,7 +42,7 @@ class MixesAlike(Mixes):
 
 @keras.saving.register_keras_serializable("fallback")
 class Block(layers.Layer):
-    """Mixes dtypes in its own code, around a product in a layer of its own."""
+    """Mixes dtypes in its own code, around a product in an inner layer."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -57,7 +57,7 @@ class Block(layers.Layer):
 
 
 class BlockModel(keras.Model):
-    """The same, as a model."""
+    """Does the same, as a model."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -90,7 +90,7 @@ def test_a_layer_that_mixes_dtypes_computes_in_float32(name, caplog):
         layer = Mixes()
     outputs = [layer(X) for _ in range(2)]
     assert layer.compute_dtype == "float32"
-    # The layers after it get what they got before.
+    # The layers after it get the same dtypes as before.
     assert dtype_of(outputs[0]) == dtype_of(outputs[1]) == name[6:]
     np.testing.assert_allclose(
         ops.cast(outputs[1], "float32"), X + 0.25, atol=0.02
@@ -212,7 +212,7 @@ def test_a_layer_that_computes_in_16_bit_is_called_once():
 
 
 class Doubles(Mixes):
-    """Computes in whatever it is given."""
+    """Computes in the dtype of its input."""
 
     def call(self, x):
         type(self).calls += 1
@@ -250,7 +250,7 @@ def test_a_failed_call_leaves_no_loss_behind():
 
 @pytest.mark.costly
 @pytest.mark.parametrize("name", ["", "mixed_float16"])
-def test_it_is_kept_by_saving_and_loading(name, tmp_path):
+def test_a_fallback_survives_saving_and_loading(name, tmp_path):
     with tfmix.policy_scope("mixed_float16"):
         model = functional(Mixes(), Block())
     expected = model.predict(X, verbose=0)
@@ -318,7 +318,7 @@ def test_an_error_in_float32_too_comes_through_once():
     assert layer.compute_dtype == "float16"
 
 
-def test_of_two_errors_the_first_is_raised():
+def test_the_first_of_two_errors_is_raised():
     class Wrong(layers.Layer):
         calls = 0
 
@@ -335,7 +335,7 @@ def test_of_two_errors_the_first_is_raised():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("error", [RuntimeError, KeyError, AttributeError])
-def test_what_an_error_says_does_not_matter(name, error):
+def test_the_text_of_an_error_does_not_matter(name, error):
     class Refuses(layers.Layer):
         def call(self, x):
             if dtype_of(x) != "float32":
@@ -401,7 +401,7 @@ def test_the_warning_names_the_line_that_autograph_copied(caplog):
 
 @keras.saving.register_keras_serializable("fallback")
 class MixesAround(layers.Layer):
-    """Masks by -1e9, in float32, what a layer inside it returns."""
+    """Masks the results of an inner layer by -1e9, in float32."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -432,12 +432,12 @@ def test_a_loaded_layer_computes_as_before_it_was_saved(name, tmp_path, caplog):
     found = loaded.predict(X, verbose=0)
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02)
-    # The layer inside hands float32 on from the start.
+    # The layer inside returns float32 from the start.
     assert not warnings_in(caplog)
 
 
 class Root(layers.Layer):
-    """An RMS normalization as many write it."""
+    """An RMS normalization, in a common form."""
 
     def __init__(self, epsilon=1e-6, **kwargs):
         super().__init__(**kwargs)
@@ -457,7 +457,7 @@ def test_small_inputs_of_a_root_have_finite_gradients(mode):
         settings = {"run_eagerly": mode == "eager"}
         model.compile("sgd", "mse", jit_compile=mode == "xla", **settings)
     before = model.layers[0].get_weights()[0]
-    # Gradients are as steep as 1000: the first scales are too high for them.
+    # Gradients are as steep as 1000, too much for the first scales.
     model.fit(X, X[:, :1], epochs=25, verbose=0)
     assert model.optimizer.consecutive_skips == 0
     assert not np.array_equal(before, model.layers[0].get_weights()[0])
@@ -529,7 +529,7 @@ def test_a_train_step_that_mixes_dtypes_gets_float32_from_its_layers(caplog):
     model.compile("sgd", jit_compile=False)
     before = float(model.seen)
     model.fit(X, epochs=3, verbose=0)
-    # Nothing of the failed trace has run.
+    # The failed trace has run nothing.
     assert float(model.seen) == before + 3
     assert model.dense.compute_dtype == "float16"
     (warning,) = warnings_in(caplog)
@@ -537,7 +537,7 @@ def test_a_train_step_that_mixes_dtypes_gets_float32_from_its_layers(caplog):
 
 
 class JoinsInCall(layers.Layer):
-    """Makes a layer inside `call`, as keras-io's decision forests do."""
+    """Creates a layer inside `call`, like keras-io's decision forests."""
 
     def __init__(self):
         super().__init__()
@@ -573,7 +573,7 @@ def test_a_layer_made_inside_a_call_in_float32_is_float32(name):
 
 
 class Averages(layers.Layer):
-    """Keeps state of its own in a layer that mixes dtypes."""
+    """Has its own state, in a layer that mixes dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -641,7 +641,7 @@ def test_replicas_fall_back_together():
     with strategy.scope(), tfmix.policy_scope("mixed_float16"):
         layer = Counts()
         layer.build((4, 8))
-    # A replica that sends more assignments than another waits for ever.
+    # A replica that sends more assignments than another waits forever.
     step = tf.function(lambda: strategy.run(lambda: layer(tf.ones((4, 8)))))
     step()
     assert layer.compute_dtype == "float32"
@@ -670,7 +670,7 @@ def by_a_branch(x, tmp_path):
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("by", [by_a_saved_model, by_a_branch])
-def test_what_takes_float32_alone_has_it(by, tmp_path):
+def test_layers_that_only_take_float32_get_it(by, tmp_path):
     with tfmix.policy_scope("mixed_float16"):
         inputs = keras.Input((8,))
         model = keras.Model(inputs, by(layers.Dense(8)(inputs), tmp_path))

@@ -1,4 +1,4 @@
-"""What a layer reads of its own variables, and writes to them, is exact."""
+"""A layer reads and writes its own variables exactly."""
 
 import keras
 import numpy as np
@@ -9,14 +9,14 @@ import tfmix
 
 ON_JAX = keras.backend.backend() == "jax"
 NAMES = ("mixed_float16", "mixed_bfloat16")
-# Eager, by a compiled function, and by XLA; JAX compiles by XLA alone.
+# They are eager, a compiled function, and XLA; JAX compiles only with XLA.
 WAYS = ("eager", "graph", "xla")
-# Of what is averaged over many inputs that were rounded to 16 bit.
+# A mean over many inputs that were rounded to 16 bit differs by this.
 ROUNDED_INPUTS = {"rtol": 1e-3}
 
 
 def results(layer, x, way, count=3):
-    """Returns what `count` calls of a layer return."""
+    """Returns the results of `count` calls of a layer."""
     if way == "eager":
         return [float(layer(x)[0, 0]) for _ in range(count)]
     model = keras.Sequential([layer])
@@ -25,7 +25,7 @@ def results(layer, x, way, count=3):
 
 
 class Counts(layers.Layer):
-    """Returns what a counter holds before it counts on."""
+    """Returns the value of a counter, then increases it."""
 
     def __init__(self, counter, **kwargs):
         super().__init__(**kwargs)
@@ -78,7 +78,7 @@ def test_linear_algebra_takes_a_variable_that_was_cast(name, layer, way):
 
 
 def mean_by(spelling, v, b, momentum):
-    """Moves a variable `v` towards `b` in one of the ways people write it."""
+    """Moves a variable `v` towards `b` in one of the common ways."""
     if spelling == "sum of two":
         v.assign(momentum * v + (1 - momentum) * b)
     elif spelling == "ops":
@@ -101,7 +101,7 @@ def mean_by(spelling, v, b, momentum):
 
 
 def of_backend(v, b, momentum):
-    """The same by the backend's own functions, of which tfmix sees nothing."""
+    """Does the same with the backend's own functions, unseen by tfmix."""
     if ON_JAX:
         import jax
 
@@ -123,7 +123,7 @@ SPELLINGS = (
 
 
 class Averages(layers.Layer):
-    """A batch normalization of one's own, without a variance."""
+    """A user's batch normalization, without a variance."""
 
     def __init__(self, spelling, momentum, **kwargs):
         super().__init__(**kwargs)
@@ -147,7 +147,7 @@ class Averages(layers.Layer):
 
 
 def averages_after(spelling, momentum, way, steps=20, batch=25):
-    """Returns the statistics of a layer that was trained on steady data."""
+    """Returns a layer's statistics after training on steady data."""
     rng = np.random.default_rng(0)
     x = rng.normal([5.0, 5.1, 4.9], 0.2, (steps * batch, 3)).astype("float32")
     y = np.zeros((len(x), 1), "float32")
@@ -169,5 +169,5 @@ def test_running_statistics_are_those_of_float32(name, spelling, way):
     tfmix.set_global_policy(name)
     found = averages_after(spelling, 0.98, way)
     for actual, expected in zip(found, right, strict=True):
-        # The inputs of a layer are rounded to 16 bit, at random.
+        # The inputs of a layer are rounded to 16 bit, with random errors.
         np.testing.assert_allclose(actual, expected, **ROUNDED_INPUTS)

@@ -72,7 +72,7 @@ def test_an_activity_regularizer_of_large_outputs_is_finite():
         "linear", activity_regularizer="l2", dtype="float16"
     )
     layer(np.full((1, 4), 300.0))
-    # 0.01 * 4 * 90000.
+    # This is 0.01 * 4 * 90000.
     np.testing.assert_allclose(
         float(layer.losses[0]), 3600.0, **helpers.tolerance("float32")
     )

@@ -1,4 +1,4 @@
-"""What runs again in the backward pass computes as it did before."""
+"""Code that runs again in the backward pass computes as it did before."""
 
 import keras
 import numpy as np
@@ -17,7 +17,7 @@ Y = np.full((16, 1), 0.3, "float32")
 
 
 class Recomputes(layers.Layer):
-    """Has a weight, and what was made once of a function."""
+    """Has a weight, and a function wrapped once."""
 
     def build(self, shape):
         self.w = self.add_weight(shape=(shape[-1], 8))
@@ -112,7 +112,7 @@ OWN = {
         ByWhatBuildMade,
         ByAnOpUnderARule,
         ByALayerInside,
-        # JAX refuses a weight that a gradient closes over, in float32 too.
+        # JAX refuses a weight that a gradient closes over, even in float32.
         *([] if ON_JAX else [ByAWeightInItsGradient]),
         *([] if ON_JAX else [ByTensorFlow, ByAFunctionImportedBefore]),
         *([] if ON_JAX else [ByATapeInItsGradient]),
@@ -128,7 +128,7 @@ IN_SCOPE = {
     "dense": lambda: layers.Dense(8, "relu", name="it"),
     "residual": lambda: Residual(name="it"),
 }
-# Keras cannot, in float32 either.
+# Keras cannot compute these, even in float32.
 REFUSED_BY_KERAS = {
     ("full", "graph"),
     ("full", "jit"),
@@ -190,7 +190,7 @@ def test_a_layer_of_a_scope_trains_as_in_float32(kind, scope, mode, policy):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
-def test_so_does_a_model_that_carries_its_policy(mode):
+def test_a_model_with_its_policy_trains_as_in_float32(mode):
     exact = losses(model_of(ByAnOpUnderARule), mode)
     with tfmix.policy_scope("mixed_float16"):
         model = model_of(ByAnOpUnderARule)

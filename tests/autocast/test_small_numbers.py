@@ -1,4 +1,4 @@
-"""What a logarithm, a root or a quotient is given, has not been rounded."""
+"""Inputs of logarithms, roots and quotients have not been rounded."""
 
 import keras
 import numpy as np
@@ -119,7 +119,7 @@ def test_pooling_of_powers_behind_a_relu_learns(power, jit):
             [first, pool, layers.Dense(4, dtype="float32")]
         )
         model.build((None, 16, 4))
-        # A channel that nothing reaches.
+        # Nothing reaches this channel.
         kernel = np.array(first.kernel)
         kernel[:, 0] = 0.0
         first.kernel.assign(kernel)
@@ -150,7 +150,7 @@ def test_a_tape_sees_the_16_bit_tensor_that_it_watches():
     np.testing.assert_allclose(Watches()(x), [[0.125, 0.125]], rtol=1e-3)
 
 
-def test_what_nobody_asks_for_is_not_computed():
+def test_unused_float32_values_are_not_computed():
     tfmix.set_global_policy("mixed_float16")
     x = ops.cast(np.ones((2, 3)), "float16")
     assert keras.backend.standardize_dtype(ops.square(x).dtype) == "float16"

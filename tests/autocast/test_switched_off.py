@@ -1,4 +1,4 @@
-"""In a process of its own: Keras before `import tfmix` and after all of it."""
+"""Compares Keras before `import tfmix` and after all uses of it."""
 
 import subprocess
 import sys
@@ -126,7 +126,7 @@ monitors = [callbacks.LossScaleMonitor(), callbacks.NumericsMonitor()]
 model.fit(X, Y, verbose=0, callbacks=monitors)
 """,
 }
-# A model that carries its policy leaves its rules standing by until then.
+# A model with a policy leaves its rules' replacements until then.
 LAST = """
 tfmix.set_global_policy("float32")
 assert not differences(), differences()

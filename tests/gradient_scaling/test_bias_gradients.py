@@ -1,4 +1,4 @@
-"""On JAX a bias' gradient is summed over all rows in float32."""
+"""On JAX a bias's gradient is summed over all rows in float32."""
 
 import keras
 import numpy as np
@@ -30,7 +30,8 @@ def test_a_bias_gets_the_sum_of_all_rows(jit):
     tfmix.set_global_policy("mixed_float16")
     found, exact = of_bias(jit), SHARES.sum(0)
     assert found.dtype == "float16"
-    # Half a unit of the last place; summed in float16 it is off by thrice that.
+    # This is half a unit of the last place; a sum in float16 is off by three
+    # times that.
     assert np.abs(found - exact).max() < 0.0007 * exact.max()
 
 

@@ -1,4 +1,4 @@
-"""A border gives true gradients of a float16 function, of any order."""
+"""A border gives unscaled gradients of a float16 function, of any order."""
 
 import keras
 import numpy as np
@@ -21,7 +21,7 @@ WEIGHTS = [
     0.3 * RNG.normal(size=(8, 32)).astype("float32"),
     0.2 * RNG.normal(size=(32, 1)).astype("float32"),
 ]
-# Far below what float16 holds.
+# This is far below float16's range.
 FAINT = 1e-7
 
 
@@ -30,7 +30,7 @@ def mean(values):
 
 
 class Net:
-    """Two layers, in float32 or, behind a border, in float16."""
+    """Two layers, in float32, or in float16 inside a border."""
 
     def __init__(self, dtype):
         self._dtype = dtype
@@ -42,7 +42,7 @@ class Net:
         if ON_JAX:
             return jax_border.call(self._net, [x, *weights])[0][0]
 
-        # The variables are read inside, as a model's are.
+        # The variables are read inside, like a model's.
         def net(x):
             return self._net(x, *self.weights)[:2]
 
@@ -64,7 +64,7 @@ class Net:
         return tape.gradient(value, self.weights)
 
     def inner_gradients(self, loss, x):
-        """Returns the gradient of a loss by the input, to be used on."""
+        """Returns the gradient of a loss by the input, for further use."""
         if ON_JAX:
             return jax.grad(loss)(x)
         with tf.GradientTape() as tape:
@@ -168,7 +168,7 @@ def test_it_gives_back_every_factor_from_outside(factor, mode):
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_what_is_not_finite_stays_so(bad):
+def test_numbers_that_are_not_finite_stay_so(bad):
     net = Net("float16")
     found = net.gradients(lambda net, w: of_a_mean(net, w) * bad)
     assert not any(np.isfinite(np.asarray(each)).any() for each in found)
@@ -213,7 +213,7 @@ def test_the_gradient_of_a_nested_function_can_be_had_once_more():
 
     found = in_mode(lambda: net.gradients(loss), "graph")
     exact = in_mode(lambda: plain.gradients(plain_loss), "graph")
-    # Exact, though not scaled.
+    # It is exact, but not scaled.
     assert distance(found, exact) < 0.01
 
 
@@ -241,7 +241,7 @@ def along(loss, first):
     return jax.linearize(loss, first)[1](first)
 
 
-# What callers differentiate forwards, by what they make of a loss and a point.
+# Maps a loss and a point to a function for forward mode.
 FORWARDS = {
     "jvp_of_jit": lambda loss, w: jax.jvp(jax.jit(loss), (w,), (w,))[1],
     "jvp_of_scan": lambda loss, w: jax.jvp(in_a_loop(loss), (w,), (w,))[1],
@@ -275,7 +275,7 @@ FORWARDS = {
 @pytest.mark.skipif(not ON_JAX, reason="only JAX has them")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FORWARDS)
-def test_what_jax_differentiates_forwards_is_as_in_float32(name, mode):
+def test_jaxs_forward_mode_gives_the_derivatives_of_float32(name, mode):
     first = tensor(WEIGHTS[0])
 
     def by(dtype):

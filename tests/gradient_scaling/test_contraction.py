@@ -1,4 +1,4 @@
-"""What a product sums over, found from how Keras writes it."""
+"""The summed axes of a product are found from Keras's arguments."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ RNG = np.random.default_rng(0)
 
 
 def by_letters(axes, first, second, weight_at):
-    """Computes the product of two factors as the letters say."""
+    """Computes the product of two factors from the letters."""
     inputs, weight = (first, second) if weight_at else (second, first)
     equation = f"{axes.inputs},{axes.weight}->{axes.outputs}"
     return np.einsum(equation, inputs, weight)
@@ -77,7 +77,7 @@ def test_einsum(equation, ranks, expected):
         ("ab,...c->ac", (2, 2)),
     ],
 )
-def test_what_is_no_product_of_matrices_is_left_alone(equation, ranks):
+def test_products_that_are_not_of_matrices_are_left_alone(equation, ranks):
     assert contraction.of_einsum(equation, ranks, 1) is None
 
 

@@ -1,4 +1,4 @@
-"""What TensorFlow's own kernels multiply on a GPU, counted without one."""
+"""Counts the products of TensorFlow's GPU kernels, without a GPU."""
 
 import collections
 import math
@@ -93,7 +93,7 @@ def test_a_cpu_multiplies_wide_factors_for_weights():
 
 
 def summed(x, upstream):
-    """Emulates a product that adds up in float32 and rounds once."""
+    """Emulates a product that sums in float32 and rounds once."""
 
     def product(x, upstream, narrow):
         x, upstream = (np.asarray(t, "float64") for t in (x, upstream))
@@ -112,7 +112,7 @@ def summed(x, upstream):
     return found, error
 
 
-# The inputs of a layer live in float16 unscaled. What enters backwards is of
+# The inputs of a layer are unscaled in float16. The incoming gradient is of
 # order one, or smaller in the layers below.
 @pytest.mark.parametrize("rows", [64, 4096, 2**18])
 @pytest.mark.parametrize("inputs", [0.1, 1.0, 100.0, 5000.0])
@@ -123,8 +123,8 @@ def test_a_scaled_sum_is_that_of_float32(rows, inputs, upstream, is_alike):
     x = rng.normal(size=(rows, 8)) * inputs
     d = rng.normal(size=(rows, 8)) * upstream
     if is_alike:
-        # Every product has one sign; their mean is limited to 2^16 less half
-        # of the rows' digits.
+        # All products have the same sign. Their mean is limited to 2^16 less
+        # half of the rows' digits.
         x, d = np.abs(x), np.minimum(np.abs(d), 0.5 * upstream)
         d = d / max(1.0, math.sqrt(rows) * inputs * upstream / 2**16)
     found, error = summed(x.astype("float16"), d.astype("float16"))
@@ -187,7 +187,7 @@ def test_the_gradient_of_a_bias_is_summed_in_float32(op, policy):
     def gradient(x):
         with tf.GradientTape() as tape:
             value = tf.cast(layer(x), "float32")
-        # Their sum leaves float16, and has more digits than bfloat16.
+        # Their sum exceeds float16, and has more digits than bfloat16.
         upstream = tf.fill(tf.shape(value), 256.0)
         return tape.gradient(value, layer.b.value, upstream)
 

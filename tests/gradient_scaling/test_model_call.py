@@ -1,4 +1,4 @@
-"""The border of a model leaves everything but its gradients as it was."""
+"""The border of a model changes nothing but its gradients."""
 
 import collections
 import gc
@@ -29,7 +29,7 @@ def dense(*sizes):
 
 
 def called(model, x=X, **kwargs):
-    """Calls a model where gradients may be asked for."""
+    """Calls a model where a caller may ask for gradients."""
     if ON_JAX:
         import jax
 
@@ -45,7 +45,7 @@ def called(model, x=X, **kwargs):
 
 
 def bordered(model, x=X, **kwargs):
-    """Returns what a model returns with a border, and what without."""
+    """Returns a model's results with a border, and without."""
     with model_call.left_out():
         without = called(model, x, **kwargs)
     return called(model, x, **kwargs), without
@@ -72,7 +72,7 @@ class Nested(keras.Model):
         return {"a": self.Pair(y, [keras.ops.arange(3)]), "b": (y + 1, None)}
 
 
-def test_nests_and_what_is_no_float_pass():
+def test_nests_and_other_dtypes_pass():
     model = Nested()
     model({"in": [keras.ops.convert_to_tensor(X)]})
     x = {"in": [X]}
@@ -194,7 +194,7 @@ def test_statistics_are_updated_once_and_losses_added_once(mode):
     twin.set_weights(model.get_weights())
 
     def penalised():
-        # Second order: the model is run once more.
+        # Second order runs the model once more.
         x = tf.constant(X)
         with tf.GradientTape() as outer:
             with tf.GradientTape() as tape:
@@ -228,13 +228,13 @@ def test_a_second_run_drops_the_same_numbers():
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = model(x, training=True)
-        # A linear model: its slope is the product of kernels, less the units
-        # that were dropped.
+        # The model is linear: its slope is the product of the kernels, without
+        # the dropped units.
         slope = tape.gradient(y, x)
         loss = tf.reduce_sum(slope)
     found = outer.gradient(loss, kernel)
     # The derivative by a kernel's column is twice the weight behind a unit, in
-    # each row that kept it: what was dropped in all rows has none.
+    # each row that kept it. If all rows dropped the unit, it is zero.
     rows = found.numpy()[0] / (2 * last.numpy()[:, 0])
     np.testing.assert_allclose(rows, np.round(rows), atol=0.02)
     counts = slope.numpy() @ np.ones((4, 1))
@@ -287,7 +287,7 @@ def test_a_plain_graph_around_a_model_does_not_hide_it():
 @pytest.mark.costly
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_model_that_amplifies_finds_its_place(run_eagerly):
-    # Backwards everything grows by 2**18: too much for one in [1, 2).
+    # Backwards everything grows by 2**18, too much for a start in [1, 2).
     kernel = keras.initializers.Constant(2.0**9)
     layers = [
         keras.layers.Dense(1, kernel_initializer=kernel, use_bias=False)
@@ -356,7 +356,7 @@ def called_under_a_tape_that_is_not_asked(model):
         ),
     ],
 )
-def test_a_model_that_nobody_holds_is_freed(use):
+def test_an_unreferenced_model_is_freed(use):
     def used():
         with tfmix.policy_scope("mixed_float16"):
             model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
@@ -370,7 +370,7 @@ def test_a_model_that_nobody_holds_is_freed(use):
 
 
 class Codes(keras.Model):
-    """Returns whole numbers for whole numbers: of a table, or of a class."""
+    """Returns whole numbers for whole numbers, from a table or a class."""
 
     def __init__(self, has_weights):
         super().__init__()
@@ -387,7 +387,7 @@ class Codes(keras.Model):
 
 @pytest.mark.parametrize("has_weights", [True, False])
 @pytest.mark.parametrize("run", ["__call__", "predict", "compiled"])
-def test_a_model_without_any_float_outside_of_it_runs(run, has_weights):
+def test_a_model_without_any_float_outside_it_runs(run, has_weights):
     if keras.backend.backend() == "jax" and not has_weights:
         pytest.skip("IntegerLookup under JAX runs outside of compiled code")
     ids = np.array([[5, 7, 9]])

@@ -35,12 +35,12 @@ def test_the_largest_of_several_gradients_decides():
 
 
 def test_a_sum_that_reaches_far_leaves_room():
-    # 2**14 ones: a bias gets their sum.
+    # These are 2**14 ones: a bias gets their sum.
     assert of(np.ones(2**14, "float32")) == 0.25
     assert of(np.ones(2**12, "float32")) == 1.0
 
 
-def test_added_losses_count_in_the_sum_alone():
+def test_added_losses_only_count_in_the_sum():
     small = np.float32([2.0**-8])
     assert of(small, losses=[np.float32(1.0)]) == 2.0**8
     assert of(small, losses=[np.float32(2.0**8)]) == 2.0**4
@@ -49,19 +49,19 @@ def test_added_losses_count_in_the_sum_alone():
 @pytest.mark.parametrize(
     "values", [[], [0.0], [np.inf, 1.0], [np.nan, 1.0], [-np.inf]]
 )
-def test_what_has_no_size_is_left_as_it_is(values):
+def test_gradients_without_a_size_are_left_unchanged(values):
     assert of(np.float32(values)) == 1.0
     assert of(np.float32(values), factor=0.5) == 0.5
 
 
-def test_it_is_placed_by_a_factor():
+def test_a_factor_moves_the_power():
     with power.placed(0.25):
         assert power.placing() == 0.25
         assert of(np.float32([4.0]), factor=power.placing()) == 0.0625
     assert power.placing() == 1.0
 
 
-def test_it_is_back_after_an_error():
+def test_the_factor_is_restored_after_an_error():
     with pytest.raises(KeyError), power.placed(0.25):
         raise KeyError
     assert power.placing() == 1.0

@@ -1,4 +1,4 @@
-"""A loss that nobody scales: its gradients are true, and applied as such."""
+"""The gradients of a loss that is not scaled are unscaled."""
 
 import keras
 import numpy as np
@@ -24,11 +24,11 @@ def saved_and_loaded(path):
     return keras.saving.load_model(path)
 
 
-# No file keeps a guard.
+# A file keeps no guard.
 @pytest.mark.costly
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_step_without_a_scaled_loss_is_whole(loaded, tmp_path):
-    # As a `train_step` does that was written for float32.
+    # A `train_step` that was written for float32 does this.
     model = saved_and_loaded(tmp_path / "m.keras") if loaded else compiled()
     optimizer, weights = model.optimizer, model.trainable_variables
     before = model.get_weights()
@@ -52,7 +52,7 @@ def test_a_stateless_step_without_a_scaled_loss_is_whole():
 
 
 def unscaled_loop(optimizer, weights, mode):
-    """Returns a step of a loop that knows nothing of a loss scale."""
+    """Returns a step of a loop that ignores loss scales."""
     gradients = [keras.ops.ones(one.shape) for one in weights]
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
@@ -103,7 +103,7 @@ def test_after_a_fit_a_step_without_a_scaled_loss_is_whole(fitted, mode):
     step()
     for one, start in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(one, start - 1 - 1)
-    # `fit` goes on scaling, here by what its float16 gradients can hold.
+    # `fit` continues to scale, here by what its float16 gradients can hold.
     model.optimizer.loss_scale = 8.0
     model.fit(X, X[:, :1], verbose=0)
     assert np.isfinite(model.get_weights()[0]).all()
@@ -112,7 +112,7 @@ def test_after_a_fit_a_step_without_a_scaled_loss_is_whole(fitted, mode):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
-def test_after_a_fit_a_step_of_the_users_own_scaler_is_whole(mode):
+def test_after_a_fit_a_step_with_the_users_own_scaler_is_whole(mode):
     scaler = tfmix.LossScaleOptimizer(keras.optimizers.SGD(1.0))
     model = after_a_fit(mode, scaler)
     before = model.get_weights()

@@ -13,7 +13,7 @@ from tfmix._keras import compilation
 from tfmix.gradient_scaling import weight_gradients
 
 ON_JAX = keras.backend.backend() == "jax"
-# The last two run what TensorFlow traces for a GPU.
+# The last two run code that TensorFlow traces for a GPU.
 ON_TENSORFLOW = "eager", "graph", "jit", "eager-gpu", "gpu"
 WAYS = ("eager", "jit") if ON_JAX else ON_TENSORFLOW
 RNG = np.random.default_rng(0)
@@ -24,12 +24,12 @@ def normal(*shape):
 
 
 IDS = RNG.integers(0, 50, (32, 20))
-# Half of all tokens are one.
+# Half of all tokens are the same.
 IDS[:, ::2] = 3
 
 
 class Own(layers.Layer):
-    """A layer as people write it: Keras ops on its own weights."""
+    """A typical user's layer: Keras ops on its own weights."""
 
     def build(self, shape):
         self.w = self.add_weight(shape=(shape[-1], 8))
@@ -41,7 +41,7 @@ class Own(layers.Layer):
 
 
 class Tied(layers.Layer):
-    """A table that words are looked up in, and multiplied by."""
+    """A table for looking up words, and for a product."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -186,18 +186,18 @@ def cases():
 def test_gradients_are_those_of_float32(name, way, policy):
     right, weights = gradients("float32", name, way)
     found, _ = gradients(policy, name, way, weights)
-    # Each number that is multiplied is rounded once, and some more than once.
+    # Each factor is rounded once, and some are rounded more often.
     within = 0.004 if policy == "mixed_float16" else 0.03
     largest = max(np.linalg.norm(g) for g in right)
     for a, b in zip(right, found, strict=True):
         assert b.dtype == "float32"
         error = np.linalg.norm(a - b)
-        # What a normalisation takes away again is rounding noise.
+        # Gradients that a normalization cancels are rounding noise.
         assert error < within * max(np.linalg.norm(a), 1e-3 * largest)
 
 
 def of_kernel(x, upstream, dtype):
-    """Returns the gradient of a kernel by `Dense`, and the kernel's dtype."""
+    """Returns the gradient of a `Dense` kernel, and the kernel's dtype."""
     tfmix.set_global_policy(dtype)
     layer = layers.Dense(upstream.shape[1], use_bias=False)
     layer.build(x.shape)
@@ -223,7 +223,7 @@ def of_kernel(x, upstream, dtype):
 
 
 def test_a_sum_beyond_float16_stays_finite():
-    # 1024 rows of 100 times 1: the sum is 102,400.
+    # 1024 rows of 100 times 1 sum to 102,400.
     found = of_kernel(
         np.full((1024, 4), 100, "float32"),
         np.ones((1024, 2), "float32"),
@@ -268,7 +268,7 @@ def test_a_sum_keeps_the_digits_of_float32():
     np.testing.assert_array_equal(found, 4097)
 
 
-def test_a_copy_knows_its_weight_in_a_layer_alone():
+def test_a_copy_knows_its_weight_only_in_a_layer():
     tfmix.set_global_policy("mixed_float16")
     seen = []
 
@@ -289,7 +289,7 @@ def test_a_copy_knows_its_weight_in_a_layer_alone():
     assert weight_gradients.source(layer.w.value) is None
 
 
-def test_what_was_chosen_for_a_weight_multiplies_by_it():
+def test_the_function_chosen_for_a_weight_multiplies_by_it():
     tfmix.set_global_policy("mixed_float16")
     asked = []
 

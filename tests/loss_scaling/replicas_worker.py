@@ -1,4 +1,4 @@
-"""One training on several replicas, for `test_replicas.py`: prints its end."""
+"""Trains on several replicas, for `test_replicas.py`, and prints the result."""
 
 import json
 import sys

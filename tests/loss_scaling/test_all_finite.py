@@ -37,7 +37,7 @@ def test_one_bad_number_anywhere_is_found(dtype, bad, position):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", [(700, 600), (30, 20, 800), (480_000,)])
 @pytest.mark.parametrize("bad", BAD)
-def test_the_bad_one_of_some_large_ones_is_told(shape, dtype, bad):
+def test_a_bad_large_tensor_is_found(shape, dtype, bad):
     largest = ops.full(shape, 3e38, dtype)
     array = np.ones(shape, "float32")
     array[(-1, *[0] * (len(shape) - 1))] = bad
@@ -116,7 +116,7 @@ def test_rows_that_overflow_only_when_summed_are_caught(
 
 @pytest.mark.costly
 @helpers.requires_backend("jax")
-def test_a_check_may_stand_inside_of_jaxs_transformations():
+def test_a_check_works_inside_jaxs_transformations():
     import jax
 
     rows = np.float32([[1.0, 2.0], [3.0, np.inf]])
@@ -132,7 +132,7 @@ def test_a_check_may_stand_inside_of_jaxs_transformations():
 
 @pytest.mark.parametrize("variant", all_finite.VARIANTS)
 @pytest.mark.parametrize("bad", [None, 0, 2, 3, 4, 5, 6])
-def test_each_variant_tells_all_tensors_apart(variant, bad, monkeypatch):
+def test_each_variant_distinguishes_all_tensors(variant, bad, monkeypatch):
     name = "_not_finite_of_a_shape"
     monkeypatch.setattr(all_finite, name, all_finite.VARIANTS[variant])
     large = 520, 520
@@ -150,7 +150,7 @@ def test_each_variant_tells_all_tensors_apart(variant, bad, monkeypatch):
 
 
 @helpers.requires_backend("tensorflow")
-def test_tensorflow_compiles_for_a_tpu_what_it_is_told_to(monkeypatch):
+def test_tensorflow_compiles_the_variant_for_a_tpu(monkeypatch):
     import tensorflow as tf
 
     names = ("tpu", "several", "default")

@@ -10,7 +10,7 @@ RNG = np.random.default_rng(0)
 
 
 def trained(kernel, x, epochs=1):
-    """Fits a float16 model whose first kernel is given."""
+    """Fits a float16 model with the given first kernel."""
     tfmix.set_global_policy("mixed_float16")
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
@@ -51,8 +51,8 @@ def test_a_target_of_infinity_moves_nothing():
 
 
 @pytest.mark.costly
-def test_an_overflow_inside_lowers_the_placement():
-    # Tiny numbers go forward; what comes back grows by 60,000 in each layer.
+def test_an_overflow_inside_lowers_the_loss_scale():
+    # Small numbers go forward; gradients grow by 60,000 in each layer.
     x = np.full((8, 4), 1e-6, "float32")
     kernel = np.full((4, 4), 3e4)
     kernel[:, 1::2] *= -1

@@ -1,4 +1,4 @@
-"""What XLA makes of a step: no branch, no copy, and no word to the host."""
+"""XLA compiles a step without branches, copies, or calls to the host."""
 
 import keras
 import numpy as np
@@ -29,7 +29,7 @@ def jax_program(model, optimizer):
     values = [v.value for v in model]
 
     def step(*values):
-        # As `fit` does: a loop of one's own has a branch that warns.
+        # `fit` does this, too; your own loop has a branch that warns.
         with power.placed(1.0):
             return optimizer.stateless_apply(*values)
 
@@ -49,8 +49,9 @@ def tensorflow_program(model, optimizer):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("shape", [(256, 128), (4,)])
-def test_the_skip_is_no_branch(shape):
-    # An accelerator's program copies no slots either: `tests/hardware`.
+def test_the_skip_is_not_a_branch(shape):
+    # `tests/hardware` tests that an accelerator's program copies no slots
+    # either.
     model, optimizer = built(shape, 2)
     assert " conditional(" not in program_of(model, optimizer)
 
@@ -130,7 +131,7 @@ _MODES = ["jit"] if keras.backend.backend() == "jax" else ["graph", "xla"]
     ("value", "scale", "applied"),
     [
         (3e38, 1.0, True),  # Its square overflows; it does not.
-        (3e38, 0.5, False),  # Finite until it is divided.
+        (3e38, 0.5, False),  # This is finite until it is divided.
         (1.6e38, 0.5, True),
         (-np.inf, 0.5, False),
         (np.nan, 2.0, False),
@@ -213,7 +214,7 @@ SPARSE = {
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("inner", SPARSE)
-def test_an_embedding_trains_and_skips_as_outside_of_xla(inner):
+def test_an_embedding_trains_and_skips_under_xla_as_without(inner):
     import tensorflow as tf
 
     def trained(jit):

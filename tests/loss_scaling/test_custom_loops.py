@@ -1,4 +1,4 @@
-"""Training loops of one's own: what Keras gets wrong in silence."""
+"""Your own training loops, in cases where Keras fails silently."""
 
 import warnings
 
@@ -22,7 +22,7 @@ def array(*values):
     return ops.convert_to_tensor(np.asarray(values, "float32"))
 
 
-def test_forgetting_to_scale_the_loss_is_said_once():
+def test_forgetting_to_scale_the_loss_warns_once():
     wrapped, w = Wrapped("sgd"), keras.Variable(np.ones(1, "float32"))
     with pytest.warns(UserWarning, match="optimizer.scale_loss"):
         wrapped.apply([array(1.0)], [w])
@@ -199,7 +199,8 @@ class TestTensorFlow:
         assert table.numpy()[:, 0].tolist() == [1, -1, 1, 0, 1, 1]
         wrapped.apply([gradient(np.inf)], [table])
         assert not bool(wrapped.last_step_applied())
-        # Two float16 values of one row, whose sum float16 could not hold.
+        # These are two float16 values of one row, whose sum float16 cannot
+        # hold.
         wrapped.apply([gradient(64000.0)], [table])
         assert table.numpy()[1, 0] == -1 - 2 * 64000 / 4
         assert wrapped.skipped_steps == 1
@@ -207,7 +208,7 @@ class TestTensorFlow:
 
 @helpers.requires_backend("jax")
 class TestJax:
-    def test_a_compiled_step_of_ones_own_uses_the_live_scale(self):
+    def test_your_own_compiled_step_uses_the_live_scale(self):
         import jax
 
         w = weight()

@@ -1,7 +1,7 @@
 """A model that scales its own gradients needs no loss scale outside.
 
-Whatever multiplies its loss is taken in at the border and handed out again, so
-that an optimizer of its variables multiplies and divides by 1.
+A factor on its loss cancels at the model's border, so an optimizer of its
+variables multiplies and divides by 1.
 """
 
 import warnings
@@ -44,7 +44,7 @@ def network(policy):
 
 
 def train(model, optimizer, mode, loop, steps=4):
-    """Trains in a loop of one's own; returns the weights."""
+    """Trains in the user's own loop; returns the weights."""
     x, y = data()
 
     def loss_of(got):
@@ -149,7 +149,9 @@ LOOPS = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("built", [True, False])
-def test_updates_are_the_bare_optimizers(policy, mode, loop, built):
+def test_updates_are_those_of_the_unwrapped_optimizer(
+    policy, mode, loop, built
+):
     if not built and ("unscale" in LOOPS[loop] and "scale" not in LOOPS[loop]):
         pytest.skip("before the build the contract is Keras's")
     if not built and loop == "divided":
@@ -169,7 +171,7 @@ def test_updates_are_the_bare_optimizers(policy, mode, loop, built):
 
 @pytest.mark.parametrize("exponent", [-24, -10, 0, 15, 24])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_scale_outside_does_nothing_to_a_bit(exponent, mode):
+def test_a_scale_outside_changes_no_bit(exponent, mode):
     results = []
     for scale in (1.0, 2.0**exponent):
         model = network("mixed_float16")
@@ -198,7 +200,7 @@ def test_the_old_names_change_nothing(policy):
         optimizer.get_unscaled_gradients,
     ):
         assert all(np.all(np.array(g) == 1.0) for g in divided(grads))
-    # What the rule does stays to be seen.
+    # The action of the rule stays visible.
     assert optimizer.loss_scale == 2.0**15
 
 
@@ -227,7 +229,7 @@ def test_sixteen_bit_variables_keep_the_contract_of_keras():
     assert float(optimizer.scale_loss(1.0)) == 2.0**15
 
 
-def test_an_optimizer_decides_anew_when_its_model_is_converted():
+def test_an_optimizer_decides_again_when_its_model_is_converted():
     model = network("float32")
     optimizer = tfmix.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     model.compile(optimizer, "mse")

@@ -1,4 +1,4 @@
-"""The optimizer applies true gradients as a whole, or leaves no trace."""
+"""The optimizer applies unscaled gradients as a whole, or leaves no trace."""
 
 import math
 import types
@@ -11,7 +11,7 @@ from tests import helpers, steps
 from tfmix.loss_scaling import errors, rules
 from tfmix.loss_scaling import optimizer as optimizers
 
-# These tests give gradients to `apply` that they have scaled themselves.
+# These tests scale the gradients for `apply` themselves.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The gradients are divided by the loss scale"
 )
@@ -25,7 +25,9 @@ def scaled(grads, scale):
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", steps.MODES)
 @pytest.mark.parametrize("name", helpers.optimizer_names())
-def test_good_steps_equal_the_bare_optimizer_and_bad_ones_nothing(name, mode):
+def test_good_steps_equal_the_unwrapped_optimizer_and_bad_ones_nothing(
+    name, mode
+):
     if mode == "xla" and name not in ("Adam", "SGD", "Muon", "Lamb"):
         pytest.skip("compiled for four optimizers; make test-all runs all")
     check_against_bare(name, mode)
@@ -34,7 +36,7 @@ def test_good_steps_equal_the_bare_optimizer_and_bad_ones_nothing(name, mode):
 @pytest.mark.slow
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("name", helpers.optimizer_names())
-def test_under_xla_good_steps_equal_the_bare_optimizer(name):
+def test_under_xla_good_steps_equal_the_unwrapped_optimizer(name):
     check_against_bare(name, "xla")
 
 
@@ -116,7 +118,7 @@ def test_sixteen_bit_gradients_are_divided_in_float32(dtype):
     assert float(weight.numpy()[0]) == -1.5 / 2**15
 
 
-def test_clipping_acts_on_true_gradients():
+def test_clipping_acts_on_unscaled_gradients():
     wrapped = Wrapped(keras.optimizers.SGD(1.0, global_clipnorm=1.0))
     weight = keras.Variable(np.zeros(2, "float32"))
     wrapped.build([weight])
@@ -176,7 +178,7 @@ def test_health_fails_at_the_floor_before_the_count_is_reached():
     bad = scaled(steps.gradients(0), np.inf)
     wrapped.check_health()
     step(bad)
-    # One bad batch is no standstill.
+    # One bad batch is not a standstill.
     wrapped.check_health()
     step(bad)
     with pytest.raises(errors.LossScaleError, match="reached its floor, 1"):
@@ -213,7 +215,7 @@ def test_a_variable_that_takes_its_gradient_as_value_is_not_unscaled():
     helpers.assert_same_bits(ours[1], steps.gradients(0)[1])
 
 
-def test_what_is_asked_of_the_wrapper_reaches_the_inner_optimizer():
+def test_the_wrapper_has_the_attributes_of_the_inner_optimizer():
     inner = keras.optimizers.AdamW(
         0.01, beta_1=0.7, clipnorm=3.0, weight_decay=0.02, use_ema=True
     )
@@ -284,7 +286,7 @@ def test_the_scale_can_be_set_by_hand_within_its_bounds():
 
 
 def legacy(name):
-    """An object whose class says that it comes from `tf_keras`."""
+    """An object whose class claims to come from `tf_keras`."""
     return types.new_class(
         name, exec_body=lambda ns: ns.update(__module__="tf_keras.optimizers")
     )()

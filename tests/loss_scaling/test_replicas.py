@@ -1,4 +1,4 @@
-"""One bad replica: all skip, the scale moves once, nothing hangs."""
+"""If one replica is bad, all skip, the scale moves once, and nothing hangs."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def assert_replicas_agree(variables):
 
 
 class Trainer:
-    """A linear model under two replicas whose gradients the test gives."""
+    """A linear model under two replicas, with gradients from the test."""
 
     def __init__(self, wrapped_arguments=None, graph=True, **inner):
         self.strategy = helpers.mirrored_strategy()
@@ -141,7 +141,7 @@ def test_unscaled_gradients_of_one_bad_replica_make_all_skip():
         def on_replica(grads):
             gradient = grads[Trainer._replica()]
             true = wrapped.unscale_gradients([gradient])
-            # Clipping by value hides the infinity of the one replica.
+            # Clipping by value hides the infinity of this replica.
             clipped = [tf.clip_by_value(true[0], -1.0, 1.0)]
             wrapped.apply(clipped, [weight], unscaled=True)
 
@@ -206,7 +206,7 @@ def test_the_ordinary_start_up_overflow_does_not_hurt_two_replicas(seed):
     before, _ = model.evaluate(*data, verbose=0)
     history = model.fit(*data, epochs=4, verbose=0).history
     helpers.assert_all_finite(history["loss"])
-    # An epoch's loss is of the steps that were not skipped: of few batches.
+    # An epoch's loss is that of the applied steps, and so of few batches.
     assert model.evaluate(*data, verbose=0)[0] < before
     assert wrapped.skipped_steps > 0
     for variable in model.variables:
@@ -226,7 +226,7 @@ def test_one_device_strategy_takes_the_same_path():
 
 
 def test_a_strategy_without_merge_calls_takes_the_same_path(monkeypatch):
-    # What MirroredStrategy reports on GPUs under XLA, and TPUStrategy always.
+    # MirroredStrategy reports this on GPUs under XLA, and TPUStrategy always.
     train = Trainer({"initial_scale": 8.0})
     monkeypatch.setattr(
         train.strategy.extended, "_use_merge_call", lambda: False
@@ -238,8 +238,8 @@ def test_a_strategy_without_merge_calls_takes_the_same_path(monkeypatch):
 
 
 def test_on_a_tpu_the_optimizer_does_not_sum_a_second_time(monkeypatch):
-    # No TPU here, and no stand-in for its variables: the one method that
-    # differs there is looked at.
+    # There is no TPU here, and no replacement for its variables. So only the
+    # method that differs there is tested.
     strategy = helpers.mirrored_strategy()
     with strategy.scope():
         weight = keras.Variable(np.zeros(1, "float32"))
@@ -254,14 +254,14 @@ def test_on_a_tpu_the_optimizer_does_not_sum_a_second_time(monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(tf.distribute, "get_strategy", TPUStrategy)
                 alone.enter_context(replicas.one_replica([weight], inner))
-            # Returned as they are, whatever the number of replicas.
+            # They are returned unchanged, for any number of replicas.
             assert inner._all_reduce_sum_gradients(pairs) == pairs
         assert "_all_reduce_sum_gradients" not in vars(inner)
 
     strategy.run(on_replica)
 
 
-def test_gradients_outside_of_a_replica_are_refused():
+def test_gradients_outside_a_replica_are_refused():
     train = Trainer()
     with train.strategy.scope():
         with pytest.raises(ValueError, match="strategy.run"):
@@ -361,7 +361,7 @@ def test_a_float8_model_trains_on_two_replicas_as_on_one():
         helpers.assert_unchanged(model.trainable_variables, before)
     assert_replicas_agree(model.trainable_variables)
     (one_loss, one), (two_loss, two) = results
-    # Each replica rounds to 8 bits what one device rounds as a whole.
+    # Each replica rounds its part to 8 bits, one device the whole.
     np.testing.assert_allclose(two_loss, one_loss, rtol=0.05)
     assert two_loss[-1] < two_loss[0] / 2
     assert len(one) == 12
@@ -369,7 +369,7 @@ def test_a_float8_model_trains_on_two_replicas_as_on_one():
         np.testing.assert_allclose(right, left, rtol=0.1)
 
 
-def test_what_overwrites_its_variable_is_maxed_and_the_rest_summed():
+def test_overwriting_values_are_maxed_and_the_rest_is_summed():
     strategy = helpers.mirrored_strategy()
     with strategy.scope():
         variables = [
@@ -436,7 +436,7 @@ HALF = {"reduce_dtype": "float16"}
 
 
 def bytes_summed(function, *arguments):
-    """Lists the bytes that each replica gives to the sums of a function."""
+    """Lists the bytes that each replica sends for the sums of a function."""
     graph = function.get_concrete_function(*arguments).graph
     sent = [
         operation.inputs[0]
@@ -453,21 +453,21 @@ def test_half_the_bytes_are_summed_in_16_bit(dtype):
     half = bytes_summed(
         Trainer({"loss_scale": 4.0, "reduce_dtype": dtype}).step, grads
     )
-    # Three numbers, and nothing else is exchanged.
+    # Three numbers are exchanged, and nothing else.
     assert (whole, half) == ([12, 12], [6, 6])
 
 
 @pytest.mark.parametrize("graph", [True, False])
 def test_a_sum_that_overflows_in_16_bit_is_skipped_on_all(graph):
     train = Trainer({"initial_scale": 1024.0, **HALF}, graph)
-    # Each fits in float16, scaled; their sum does not.
+    # Each is finite in float16 when scaled, but their sum is not.
     assert not train([40.0] * 3, [1.0, 40.0, 1.0])
     assert (train.optimizer.loss_scale, train.value()) == (512.0, [0.0] * 3)
     assert train([40.0] * 3, [1.0, 40.0, 1.0])
     assert train.value() == [-41.0, -80.0, -41.0]
 
 
-def test_true_gradients_are_summed_in_16_bit_at_the_loss_scale():
+def test_unscaled_gradients_are_summed_in_16_bit_at_the_loss_scale():
     train = Trainer({"initial_scale": 2.0**15, **HALF})
     tiny = tf.constant([3e-8, -1e-7, 0.5])
 
@@ -516,7 +516,7 @@ def test_dense_and_sparse_gradients_are_summed_in_16_bit(dtype):
 
 
 def in_a_process_of_its_own(*words):
-    """Trains on digits; strategies of two sizes cannot share a process."""
+    """Trains on digits; two numbers of replicas cannot share a process."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.loss_scaling.replicas_worker", *words],
         cwd=pathlib.Path(__file__).parents[2],
@@ -534,7 +534,7 @@ def test_training_with_sums_in_16_bit_ends_as_in_float32(count):
     assert whole["skipped"] == 0
     for dtype, skipped in (("float16", 1), ("bfloat16", 0)):
         half = in_a_process_of_its_own(count, dtype)
-        # The sum alone overflows, in float16.
+        # Only the sum overflows, in float16.
         assert half["skipped"] == skipped
         assert half["agree"]
         # One step of 72 is missing.
@@ -554,6 +554,6 @@ def test_only_a_16_bit_dtype_is_one_for_sums(dtype):
         Wrapped("sgd", reduce_dtype=dtype)
 
 
-def test_gradients_that_nobody_scales_are_not_summed_in_float16():
+def test_gradients_without_a_scale_are_not_summed_in_float16():
     with pytest.raises(ValueError, match="must be scaled"):
         Wrapped("sgd", loss_scale=rules.NoLossScale(), **HALF)

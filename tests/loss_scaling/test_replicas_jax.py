@@ -1,4 +1,4 @@
-"""Data parallelism under JAX: one bad shard of eight, and all skip."""
+"""Under JAX, one bad shard of eight makes all skip."""
 
 import keras
 import numpy as np
@@ -66,7 +66,7 @@ def trained(x, y, **inner):
     "inner", [{}, {"global_clipnorm": 0.5}, {"gradient_accumulation_steps": 2}]
 )
 def test_one_bad_shard_makes_all_skip(eight_devices, inner):
-    # Row 19 is the second shard's of the second batch.
+    # Row 19 is in the second shard of the second batch.
     model, history = trained(*data(bad_row=19), **inner)
     assert model.optimizer.skipped_steps == 2
     assert model.optimizer.loss_scale == 256.0

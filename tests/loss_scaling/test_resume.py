@@ -1,4 +1,4 @@
-"""A run that was killed and resumed ends as if it had never been killed."""
+"""A run that was killed and resumed ends like an uninterrupted one."""
 
 import pathlib
 import random
@@ -14,7 +14,7 @@ from tests import helpers
 
 TFMIX = systems.by_name("tfmix")
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
-# After the first of the states that an epoch's end saves, before the last.
+# Lies after the first state saved at an epoch's end, and before the last.
 FIRST, LAST = resumable.STEPS_PER_EPOCH + 1, resumable.STEPS - 1
 
 
@@ -70,7 +70,7 @@ def test_the_comparison_sees_one_lost_counter(whole_run):
 
 
 def after_some_steps(wrap=TFMIX, steps=8):
-    """Returns a model whose every number differs from a fresh one's."""
+    """Returns a model with numbers that all differ from a new one's."""
     model = resumable.build(wrap)
     batches = resumable.Batches()
     for step in range(steps):
@@ -94,7 +94,7 @@ def test_a_saved_model_continues_under_any_policy(tmp_path, loading_policy):
     after, of_loaded = resumable.state(model), resumable.state(loaded)
     if loading_policy == "float32":
         assert not resumable.differing(after, of_loaded)
-    # The model was made without a policy of tfmix's. Under one, its weight
+    # The model was created without a tfmix policy. Under one, its weight
     # gradients are summed in float32.
     for one, other in zip(after.values(), of_loaded.values(), strict=True):
         error = np.linalg.norm(np.subtract(other, one, dtype="float64"))
@@ -164,7 +164,7 @@ def test_a_checkpoint_that_keras_saved_loads(tmp_path):
     path = checkpoint.write(str(tmp_path / "checkpoint"))
     model = resumable.build(TFMIX)
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    # Keras's scaler has no counters, so ours stay what they are.
+    # Keras's scaler has no counters, so ours keep their values.
     checkpoint.read(path).expect_partial()
     assert_holds_keras_state(model, saved)
 

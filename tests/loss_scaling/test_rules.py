@@ -1,4 +1,4 @@
-"""Loss scales are pure rules: settings stay, the state goes in and out."""
+"""Loss scales are pure rules: settings are fixed, and the state is passed."""
 
 import copy
 import dataclasses
@@ -104,7 +104,7 @@ def test_powers_of_two_stay_powers_of_two():
 
 
 def test_a_growth_factor_near_one_grows_log_additively():
-    # NNabla's alternative scaler: +0.001 in log2 for every good step.
+    # NNabla's alternative scaler adds 0.001 in log2 for every good step.
     rule = rules.DynamicLossScale(
         1024.0, growth_factor=2.0**0.001, growth_steps=1
     )
@@ -113,7 +113,7 @@ def test_a_growth_factor_near_one_grows_log_additively():
 
 
 class Oracle:
-    """The dynamic rule in plain Python, written apart from it."""
+    """The dynamic rule in plain Python, written independently of it."""
 
     def __init__(self, scale, window, patience, low, high):
         self.scale, self.window, self.patience = scale, window, patience
@@ -190,7 +190,7 @@ def test_a_fixed_scale_stays_whatever_happened(stored):
     assert run(rule, [True, False, False], state) == [512.0] * 3
 
 
-def test_a_rule_of_the_users_own_is_healed_by_the_base_class():
+def test_the_base_class_repairs_the_state_of_a_users_rule():
     class Square(rules.LossScale):
         def init(self):
             return rules.LossScaleState(np.float32(16.0))

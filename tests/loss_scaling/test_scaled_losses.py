@@ -1,4 +1,4 @@
-"""Whether gradients can be of a scaled loss, in every split of a loop."""
+"""A step knows whether gradients are scaled, however a loop is split."""
 
 import warnings
 
@@ -32,13 +32,13 @@ def nothing_else_warns():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_loss_scaled_in_a_function_of_its_own_reaches_every_step(mode):
+def test_a_loss_scaled_in_a_separate_function_reaches_every_step(mode):
     loop = Loop(mode)
     for count in range(1, 4):
         assert loop.apply(loop.scaled(array(2.0))) == -2.0 * count
 
 
-# Keras says so of the variables left out.
+# Keras warns of the variables that are left out.
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_one_scaled_loss_serves_all_variables_in_any_number_of_calls():
     first, second = weight(), weight()
@@ -61,7 +61,7 @@ def test_gradients_may_be_applied_again_and_looked_at_afterwards():
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_each_of_several_losses_gives_gradients_of_its_own(together):
+def test_each_of_several_losses_gives_its_own_gradients(together):
     one = weight()
     wrapped = scaler(one)
     for _ in range(2):
@@ -116,10 +116,10 @@ def test_a_gradient_taken_at_once_is_of_the_loss_it_scaled():
     assert one.numpy() == -2.0
 
 
-def test_gradients_of_a_loss_that_was_not_scaled_may_be_called_divided():
+def test_gradients_of_a_plain_loss_may_be_passed_as_unscaled():
     one = weight()
     wrapped = scaler(one)
     wrapped.apply([wrapped.scale_loss(array(1.0))], [one])
-    # A warning is an error here.
+    # A warning would be an error here.
     wrapped.apply([array(1.0)], [one], unscaled=True)
     assert float(one.numpy()[0]) == -2.0

@@ -1,4 +1,4 @@
-"""What a step reports is its metrics' own, and knows of no skipped step."""
+"""A step reports its metrics, without any skipped step."""
 
 import keras
 import numpy as np
@@ -22,7 +22,7 @@ EACH_MODE = pytest.mark.parametrize("mode", MODES)
 
 
 def batches(count, bad=()):
-    """Returns inputs and targets; those of some batches of four are NaN."""
+    """Returns inputs and targets, with NaN in some batches of four."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4 * count, 3)).astype("float32")
     y = x.sum(axis=1, keepdims=True) + 5.0
@@ -77,7 +77,7 @@ def fit(model, arrays, **arguments):
 
 
 def epochs(model, *bad_epochs, count=4, **arguments):
-    """Trains epochs of one batch, which is NaN in some; returns the losses."""
+    """Trains epochs of one batch, NaN in some; returns the losses."""
     history = []
     for epoch in range(count):
         arrays = batches(1, [0] if epoch in bad_epochs else [])
@@ -106,7 +106,7 @@ def test_a_batch_of_nan_trains_and_reports_nothing(mode):
 
 
 @pytest.mark.costly
-def test_an_epoch_that_was_not_measured_is_no_best_one(tmp_path):
+def test_an_epoch_that_was_not_measured_is_not_the_best(tmp_path):
     class Batches(keras.utils.PyDataset):
         epoch = 0
 
@@ -152,7 +152,7 @@ def own_step_on_tensorflow():
     import tensorflow as tf
 
     class Own(keras.Model):
-        """Reports each batch's own loss, under a name of its own."""
+        """Reports each batch's own loss, under its own name."""
 
         def train_step(self, data):
             x, y = data
@@ -172,7 +172,7 @@ def own_step_on_tensorflow():
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @EACH_MODE
-def test_a_loss_of_the_users_own_is_left_alone(mode):
+def test_the_users_own_loss_is_left_alone(mode):
     own = own_step_on_tensorflow()
     _, logs = fit(make(own, **MODES[mode]), batches(4, [1]))
     arrays = without(batches(4), [1])
@@ -221,7 +221,7 @@ class NoVariables(keras.metrics.Metric):
 class FirstWithoutVariables(keras.Model):
     @property
     def metrics(self):
-        # Always the same, as Keras would hold it.
+        # It is always the same object, as if Keras held it.
         if "_seventh" not in vars(self):
             object.__setattr__(self, "_seventh", NoVariables(name="seven"))
         return [vars(self)["_seventh"], *super().metrics]
@@ -230,7 +230,7 @@ class FirstWithoutVariables(keras.Model):
 @pytest.mark.costly
 @EACH_MODE
 @pytest.mark.parametrize("kind", [Nested, FirstWithoutVariables])
-def test_what_a_model_reports_of_its_own(kind, mode):
+def test_a_models_own_logs_are_kept(kind, mode):
     history, _ = fit(make(kind, **MODES[mode]), batches(4, [0, 3]))
     oracle = make(kind, **MODES[mode])
     expected, _ = fit(oracle, without(batches(4), [0, 3]))
@@ -294,6 +294,6 @@ def test_each_replica_knows_its_metrics_results():
             model = make(Adds, jit_compile=False)
         arrays = batches(3, bad) if bad else without(batches(3), [2])
         found.append(fit(model, arrays)[0])
-    # Other keys than the metrics': Keras reports the last step's logs.
+    # Other keys than the metrics' are those of the last step.
     helpers.assert_close(*[history["loss"] for history in found], "float32")
     assert all("result" not in vars(metric) for metric in model.metrics)

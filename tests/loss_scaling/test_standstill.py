@@ -1,4 +1,4 @@
-"""A loop that skips step after step says so, once."""
+"""A loop that skips step after step warns once."""
 
 import keras
 import numpy as np
@@ -14,7 +14,7 @@ GOOD = np.ones((2, 4), "float32")
 
 
 def run(batches, way, wrap=lambda optimizer: optimizer):
-    """Trains a float16 model in a loop, a step for each batch."""
+    """Trains a float16 model in a loop, one step per batch."""
     tfmix.set_global_policy("mixed_float16")
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     optimizer = wrap(keras.optimizers.Adam(name="adam"))
@@ -59,7 +59,7 @@ def wrapped(optimizer):
 @pytest.mark.parametrize(
     "wrap", [lambda x: x, wrapped], ids=["bare", "wrapped"]
 )
-def test_the_eighth_skip_in_a_row_is_said_once(way, wrap, said):
+def test_the_eighth_skip_in_a_row_warns_once(way, wrap, said):
     run([BAD] * 7, way, wrap)
     assert said == []
     run([BAD] * 20, way, wrap)
@@ -70,7 +70,7 @@ def test_the_eighth_skip_in_a_row_is_said_once(way, wrap, said):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
-def test_an_applied_step_begins_the_count_anew(way, said):
+def test_an_applied_step_restarts_the_count(way, said):
     run([BAD] * 7 + [GOOD] + [BAD] * 7, way)
     assert said == []
 

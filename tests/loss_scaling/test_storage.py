@@ -1,4 +1,4 @@
-"""State is exact: what is saved comes back whole, or is refused."""
+"""Saved state is restored exactly, or refused."""
 
 import warnings
 
@@ -90,7 +90,7 @@ def test_a_state_of_another_optimizer_is_refused_and_changes_nothing():
         helpers.assert_same_bits(now, then)
 
 
-def test_the_state_of_kerass_own_class_is_taken_over():
+def test_the_state_of_kerass_own_class_is_read():
     theirs = keras.optimizers.LossScaleOptimizer(
         keras.optimizers.Adam(0.1), initial_scale=256.0
     )
@@ -114,7 +114,7 @@ def test_the_state_of_kerass_own_class_is_taken_over():
         helpers.assert_same_bits(left, right)
 
 
-def test_a_run_without_loss_scaling_can_go_on_with_it():
+def test_a_run_without_loss_scaling_can_continue_with_it():
     bare = keras.optimizers.Adam(0.1)
     step = steps.stepper(bare, steps.variables(), steps.MODES[1])
     step(steps.gradients(0))
@@ -127,7 +127,7 @@ def test_a_run_without_loss_scaling_can_go_on_with_it():
     assert ours.loss_scale == 2.0**15
 
 
-# Keras says the same of the inner optimizer.
+# Keras gives the same warning for the inner optimizer.
 @pytest.mark.costly
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")
 def test_weights_can_be_loaded_where_there_is_no_state_to_restore(
@@ -221,7 +221,7 @@ def test_a_model_loads_after_other_layers_became_trainable(
         model.layers[0].trainable = frozen_first
         model.save(tmp_path / "model.keras")
         with warnings.catch_warnings():
-            # Keras says the same of the optimizers inside.
+            # Keras gives the same warning for the optimizers inside.
             warnings.simplefilter("ignore")
             loaded = keras.models.load_model(tmp_path / "model.keras")
     assert any("trainable variables" in text for text in said)

@@ -1,4 +1,4 @@
-"""A guarded model's skipped step leaves no trace, whatever runs it."""
+"""A guarded model's skipped step leaves no trace, in every mode."""
 
 import itertools
 
@@ -21,7 +21,7 @@ MODES = {
 
 @keras.saving.register_keras_serializable(package="tests")
 class CountsCalls(keras.layers.Layer):
-    """Keeps state of the user's own: a float and an integer."""
+    """Keeps the user's own state: a float and an integer."""
 
     def build(self, input_shape):
         self.total = self.add_weight(
@@ -140,7 +140,7 @@ def test_guarding_twice_and_compiling_again_change_nothing():
 
 
 @pytest.mark.costly
-def test_a_model_that_was_trained_before_is_compiled_anew():
+def test_a_model_that_was_trained_before_is_compiled_again():
     model = make_model()
     model.fit(*data(), batch_size=16, verbose=0)
     guards.guard(model).fit(*data(bad_row=3), batch_size=16, verbose=0)
@@ -172,14 +172,14 @@ def test_a_guarded_models_file_changes_no_model_made_after_it(tmp_path):
     model = guards.guard(make_model())
     model.fit(*data(), verbose=0)
     model.save(tmp_path / "model.keras")
-    # It loads also where tfmix was switched off.
+    # It also loads where tfmix is switched off.
     tfmix.set_global_policy("float32")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert guards.is_guarded(loaded)
     assert not guards.is_guarded(make_model())
 
 
-def test_that_a_model_is_guarded_is_no_fact_about_its_optimizer():
+def test_a_guard_belongs_to_the_model_and_not_to_its_optimizer():
     model = guards.guard(make_model())
     saved = model.get_compile_config()
     assert saved["guarded"]["config"] == {"alone": True}
@@ -192,7 +192,7 @@ def test_that_a_model_is_guarded_is_no_fact_about_its_optimizer():
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 def test_an_epoch_without_an_applied_step_does_not_report_a_loss_of_zero(mode):
-    # The loss is finite, the gradients are not: the scale is far too high.
+    # The loss is finite, but not the gradients: the scale is far too high.
     model = make_model(**MODES[mode])
     rule = rules.DynamicLossScale(2.0**120, max_scale=2.0**120)
     wrapped = optimizers.LossScaleOptimizer("sgd", loss_scale=rule)
@@ -219,7 +219,7 @@ def test_a_stuck_run_does_not_hide_that_its_loss_is_not_finite():
 
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
-def test_a_train_step_of_the_users_own_is_guarded_and_keeps_its_logs():
+def test_a_users_train_step_is_guarded_and_keeps_its_logs():
     import tensorflow as tf
 
     class Own(keras.Model):
@@ -263,7 +263,7 @@ def test_a_model_that_cannot_skip_is_refused_with_what_to_write():
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", ["graph", "xla"])
-def test_frozen_weights_are_left_alone_and_a_teacher_is_put_back(
+def test_frozen_weights_are_left_alone_and_a_teacher_is_restored(
     mode, monkeypatch
 ):
     from tfmix._keras import compilation
@@ -278,7 +278,7 @@ def test_frozen_weights_are_left_alone_and_a_teacher_is_put_back(
     monkeypatch.setattr(compilation, "may_be_written", spying)
 
     class Student(keras.Model):
-        """Lets a frozen teacher follow in its training step."""
+        """Moves a frozen teacher in its training step."""
 
         def __init__(self):
             super().__init__()
@@ -309,7 +309,7 @@ def test_frozen_weights_are_left_alone_and_a_teacher_is_put_back(
 
 
 class Averaging(keras.Model):
-    """Keeps an average of a network's weights, as Keras's DDIM example does.
+    """Keeps an average of a network's weights, like Keras's DDIM example.
 
     The average is a network as well, whose weights count as trainable.
     """
@@ -492,7 +492,7 @@ def compiled(kind, mode):
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_a_step_itself_writes_is_no_nan_for_good(mode, bad):
+def test_a_nan_that_a_step_itself_writes_does_not_stay(mode, bad):
     flat, sums = compiled(LooksForFlatMinima, mode), compiled(Accumulates, mode)
     x, y = data()
     flat.train_on_batch(x, y)

@@ -1,4 +1,4 @@
-"""A model that was compiled and not yet trained goes through a file."""
+"""A compiled, untrained model can be saved and loaded."""
 
 import copy
 
@@ -34,7 +34,7 @@ def compiled(inner):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("inner", INNER)
-# Keras says so of every optimizer that was saved before it was built.
+# Keras warns of every optimizer that was saved before it was built.
 @pytest.mark.filterwarnings("ignore:Skipping variable loading:UserWarning")
 def test_a_model_saved_before_its_first_step_loads_and_trains(inner, tmp_path):
     model = compiled(inner)

@@ -1,4 +1,4 @@
-"""A bad batch leaves no NaN in running statistics, whoever wrote the loop."""
+"""A bad batch leaves no NaN in running statistics, in any loop."""
 
 import keras
 import numpy as np
@@ -123,7 +123,7 @@ class Smallest(keras.layers.Layer):
 
 
 @helpers.requires_backend("tensorflow")
-def test_what_begins_infinite_is_no_bad_batch():
+def test_an_infinite_initial_value_is_not_a_bad_batch():
     tfmix.set_global_policy("mixed_float16")
     model = keras.Sequential([keras.Input((4,)), Smallest(), layers.Dense(4)])
     step_on_tensorflow(model, "graph")(X)

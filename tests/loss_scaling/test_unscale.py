@@ -1,4 +1,4 @@
-"""Gradients are divided, and found not finite, each at its own place."""
+"""Gradients are divided, and found not finite, each at its own index."""
 
 import keras
 import numpy as np

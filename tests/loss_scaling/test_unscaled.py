@@ -1,4 +1,4 @@
-"""What a step does follows from its arguments alone, in any split."""
+"""A step depends only on its arguments, however a loop is split."""
 
 import keras
 import numpy as np
@@ -20,7 +20,7 @@ def array(*values):
 
 
 class Loop:
-    """Functions of a training loop, each compiled apart in the given mode.
+    """The functions of a training loop, each compiled separately in a mode.
 
     The gradient of the loss is the argument `factor`.
     """
@@ -93,7 +93,7 @@ class Loop:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_scaled_gradients_are_applied_as_such_after_a_look_at_true_ones(mode):
+def test_scaled_gradients_stay_scaled_after_a_look_at_unscaled_ones(mode):
     loop = Loop(mode)
     gradient = loop.scaled(array(2.0))
     assert float(loop.unscaled(gradient)[0]) == 2.0
@@ -101,7 +101,7 @@ def test_scaled_gradients_are_applied_as_such_after_a_look_at_true_ones(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_compiled_before_the_first_unscaling_applies_true_ones(mode):
+def test_a_step_compiled_before_the_first_unscaling_applies_unscaled_ones(mode):
     loop = Loop(mode)
     assert loop.apply(loop.scaled(array(2.0))) == -2.0
     assert loop.apply(array(2.0), unscaled=True) == -4.0
@@ -131,10 +131,10 @@ def test_an_unscaling_without_a_step_does_not_touch_the_next_one(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scale", [2.0**-10, 1.0])
-def test_true_gradients_are_checked_as_they_are_at_any_scale(mode, scale):
+def test_unscaled_gradients_are_checked_unchanged_at_any_scale(mode, scale):
     rule = rules.DynamicLossScale(initial_scale=scale, min_scale=scale)
     loop = Loop(mode, loss_scale=rule)
-    # Finite, though what it would be divided by such a scale is not.
+    # It is finite, but divided by such a scale it would not be.
     assert loop.apply(array(1e38), unscaled=True) < -9e37
     assert loop.optimizer.skipped_steps == 0
 
@@ -159,7 +159,7 @@ def scaled_step():
     return wrapped, weight, [wrapped.scale_loss(array(2.0))]
 
 
-def test_gradients_looked_at_or_of_another_step_are_not_warned_of():
+def test_gradients_of_another_step_or_only_inspected_do_not_warn():
     wrapped, weight, grads = scaled_step()
     true = wrapped.unscale_gradients(grads)
     wrapped.apply(grads, [weight])
@@ -213,7 +213,7 @@ def test_numbers_of_the_host_are_refused_in_a_compiled_function(mode, read):
         read(loop.optimizer)
         return
     count = loop._compiled(lambda _: read(loop.optimizer), mode)
-    with pytest.raises(ValueError, match="outside of the compiled function"):
+    with pytest.raises(ValueError, match="outside the compiled function"):
         count(array(0.0))
 
 
@@ -249,7 +249,7 @@ class TestOldNames:
             grads = wrapped.get_unscaled_gradients([array([8.0])])
             wrapped.apply_gradients([(grads[0], weight)])
             assert float(weight.numpy()[0, 0]) == 3.0
-            # The gradient is twice the weight, which the step sets to zero.
+            # The gradient is twice the weight, so the step sets it to zero.
             model.fit(np.ones((4, 1)), np.zeros((4, 1)), verbose=0)
             assert float(weight.numpy()[0, 0]) == 0.0
 
@@ -291,7 +291,7 @@ class TestJax:
 
     @pytest.mark.filterwarnings("ignore:The gradients are divided")
     @pytest.mark.parametrize("call", CALLS)
-    def test_what_would_become_a_constant_is_refused(self, call):
+    def test_a_value_that_would_become_a_constant_is_refused(self, call):
         import jax
 
         wrapped, weight = Wrapped("sgd"), keras.Variable(np.zeros(1, "float32"))
@@ -299,7 +299,7 @@ class TestJax:
         with pytest.raises(ValueError, match="StatelessScope|stateless_apply"):
             jax.jit(lambda value: call(wrapped, value))(array(1.0))
         with keras.StatelessScope([(weight, array(1.0))]):
-            # A scope that holds other variables' values does not help.
+            # A scope with values of other variables does not help.
             with pytest.raises(ValueError, match="Stateless|stateless_apply"):
                 jax.jit(lambda value: call(wrapped, value))(array(1.0))
         call(wrapped, array(1.0))
@@ -308,7 +308,7 @@ class TestJax:
         import jax
 
         wrapped = Wrapped("sgd")
-        with pytest.raises(ValueError, match="outside of the compiled"):
+        with pytest.raises(ValueError, match="outside the compiled"):
             jax.jit(lambda value: value * wrapped.skipped_steps)(array(1.0))
 
     def test_a_loop_that_jax_does_not_compile_needs_no_scope(self):

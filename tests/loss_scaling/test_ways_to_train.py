@@ -1,6 +1,6 @@
-"""A bad batch leaves no trace, in whichever way a model is trained.
+"""A bad batch leaves no trace, whichever way a model is trained.
 
-The oracle is the same run without that batch: weights, statistics, the
+The reference is the same run without that batch: weights, statistics, the
 optimizer's state and the epochs' metrics are equal.
 """
 
@@ -23,7 +23,8 @@ else:
 ROWS, BATCHES, EPOCHS = 8, 6, 2
 MODES = ("eager", "xla") if ON_JAX else ("eager", "graph", "xla")
 POLICIES = ("mixed_float16", "mixed_bfloat16")
-# What a skipped step counts, and a model that applies every second time.
+# A skipped step changes these counts, and those of a model that applies every
+# second step.
 COUNTS = ("skipped_steps", "consecutive_skips", "overflow_counts", "count")
 
 
@@ -60,7 +61,7 @@ def how(mode):
 
 
 class Fit:
-    """`fit`, of a model that `make` compiles."""
+    """Trains a model of `make` with `fit`."""
 
     def __init__(self, make, mode, epochs=EPOCHS):
         self.model = make(mode)
@@ -130,7 +131,7 @@ def mirrored(mode):
 
 
 class Own(keras.Model):
-    """Has a `train_step` of the user's own; subclasses say which."""
+    """Has a `train_step` of the user's own, which subclasses define."""
 
     def __init__(self):
         super().__init__()
@@ -169,7 +170,7 @@ class OwnStep(Own):
 
 
 class OwnName(Own):
-    """Nothing is given to `compile`."""
+    """Gives `compile` no optimizer."""
 
     def compiled_as(self, mode):
         self.compile(**how(mode))
@@ -183,7 +184,7 @@ class OwnName(Own):
 
 
 class OwnLayers(OwnName):
-    """No model is called."""
+    """Calls layers but no model."""
 
     def call(self, x, training=False):
         for layer in self.network.layers:
@@ -193,7 +194,7 @@ class OwnLayers(OwnName):
 
 
 class Gan(Own):
-    """Both optimizers see the batch."""
+    """Has two optimizers, which both see the batch."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +239,7 @@ class GanOfLayers(Gan):
 
 
 class ByHand(Own):
-    """Accumulates gradients, and applies those of every second batch."""
+    """Accumulates gradients, and applies them after every second batch."""
 
     def __init__(self):
         super().__init__()
@@ -313,7 +314,7 @@ class SharpnessAware(OwnName):
 
 
 class Loop:
-    """A loop of one's own, of a model that is compiled or not."""
+    """A user's own loop, for a model that is compiled or not."""
 
     def __init__(self, mode, is_compiled, is_models=False, **settings):
         self.model = network()
@@ -481,7 +482,7 @@ else:
     in_turns = [ByHand, ByHandOwnName, Branch]
     WAYS["fit of two replicas"] = fit(mirrored)
 WAYS |= {kind.__name__: fit(kind.made) for kind in own_steps}
-# An execution of several steps, and replicas, are no eager steps.
+# Several steps per execution, and replicas, cannot run eagerly.
 NEVER = {
     *(("fit of two replicas", mode) for mode in ("eager", "xla")),
     ("fit, three steps an execution", "eager"),
@@ -530,7 +531,7 @@ def test_a_bad_batch_is_as_if_it_had_not_been_there(name, mode, policy):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", in_turns)
 def test_a_bad_batch_whose_gradients_are_to_be_applied(kind, mode, policy):
-    # The next epoch would apply those of the others.
+    # The next epoch would apply the gradients of the other batches.
     make = fit(kind.made, epochs=1)
     assert_same(lambda: make(mode), 3, [3], policy)
 

@@ -15,7 +15,7 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
 def measured():
-    """Maps each op to whether a rule is worth it on any backend."""
+    """Maps each op to whether a rule pays off on any backend."""
     worth = {}
     for backend in ("tensorflow", "jax"):
         path = DOCS / "benchmarks" / f"layers-ops-{backend}.json"
@@ -31,8 +31,8 @@ def test_the_recorded_measurement_justifies_the_default_list():
     # No layer calls the excluded ones; see `DEFAULT_FLOAT32_OPS`.
     called = {name for name in worth if not name.startswith("nan")}
     justified = {name for name in called - {"exp2", "psnr"} if worth[name]}
-    # The record has errors of results. `rsqrt` is on the list for its
-    # gradient, which is infinite in float16 below 6e-4.
+    # The record has errors of results. `rsqrt` is on the list for its gradient,
+    # which is infinite in float16 below 6e-4.
     assert set(float32_ops.DEFAULT_FLOAT32_OPS) == justified | {"rsqrt"}
 
 

@@ -1,4 +1,4 @@
-"""SimCLR: two views, similarities over raw `tf` on float32 labels."""
+"""SimCLR with two views: similarities with raw `tf` on float32 labels."""
 
 import keras
 import numpy as np

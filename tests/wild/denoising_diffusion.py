@@ -1,4 +1,4 @@
-"""A denoiser of digits with an average of its weights, as diffusion has it."""
+"""A denoiser of digits with an average of its weights, as in diffusion."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A neural decision forest, as on keras.io: joins in `call`, a raw mask."""
+"""A neural decision forest from keras.io: joins in `call`, a raw mask."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Normalises by a root with an epsilon of 1e-9."""
+"""Normalizes by a root with an epsilon of 1e-9."""
 
 import keras
 import numpy as np

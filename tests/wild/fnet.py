@@ -1,4 +1,4 @@
-"""FNet: mixes tokens by a Fourier transform, complex numbers and all."""
+"""FNet mixes tokens with a Fourier transform, in complex numbers."""
 
 import keras
 import numpy as np

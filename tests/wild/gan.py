@@ -1,4 +1,4 @@
-"""DCGAN in the manner of Keras's guide: `concat` of real and made images."""
+"""DCGAN as in Keras's guide: `concat` of real and generated images."""
 
 import keras
 import numpy as np

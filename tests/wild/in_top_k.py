@@ -1,4 +1,4 @@
-"""A loss of rankings, and top-k accuracy by raw `tf`."""
+"""A ranking loss, and top-k accuracy with raw `tf`."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A loop of one's own over a block that makes a float32 tensor."""
+"""A user's own loop over a block that makes a float32 tensor."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""MAML on sine waves: a step inside of the loss, by `stateless_call`."""
+"""MAML on sine waves: a step inside the loss, with `stateless_call`."""
 
 import keras
 import numpy as np

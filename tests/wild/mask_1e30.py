@@ -1,4 +1,4 @@
-"""Masked pooling by a maximum, with -1e30 where there is padding."""
+"""Masked max pooling, with -1e30 where there is padding."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Attention of one's own with a mask of -1e9, as in many tutorials."""
+"""A user's own attention with a mask of -1e9, as in many tutorials."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Mixup inside the model, its shares drawn by raw TensorFlow."""
+"""Mixup inside the model, with shares drawn by raw TensorFlow."""
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ class Mixup(layers.Layer):
     def call(self, x, training=None):
         if not training:
             return x
-        # Gamma and beta have no XLA kernel, in float32 neither.
+        # Gamma and beta have no XLA kernel, even in float32.
         part = tf.random.uniform((tf.shape(x)[0], 1, 1, 1), 0.7, 1.0)
         return part * x + (1 - part) * tf.reverse(x, [0])
 

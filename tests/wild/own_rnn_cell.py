@@ -1,4 +1,4 @@
-"""A recurrent cell of one's own that mixes in a float32 constant."""
+"""A user's own recurrent cell that adds a float32 constant."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A siamese net with a triplet loss of one's own."""
+"""A siamese net with a user's own triplet loss."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Keras's example of SimCLR: two bare optimizers, a probe, digits."""
+"""Keras's example of SimCLR: two unwrapped optimizers, a probe, digits."""
 
 import keras
 import numpy as np

@@ -1,6 +1,6 @@
-"""One infinite pixel leaves all as it was, whoever wrote the loop.
+"""One infinite pixel changes nothing, whoever wrote the loop.
 
-With bare optimizers: nobody wrapped them, and no loss is scaled by hand.
+The optimizers are not wrapped, and no loss is scaled by hand.
 """
 
 import pathlib
@@ -43,8 +43,9 @@ def network(inputs, outputs):
     )
 
 
-# What a loop trains: its models, and for each optimizer the models it steps
-# and their loss, of a function that calls a model and of a batch.
+# Each function returns what a loop trains: its models, and for each optimizer
+# the models it steps and their loss. The loss takes a function that calls a
+# model, and a batch.
 
 
 def autoencoder():
@@ -97,7 +98,7 @@ def simclr():
     return models, [((0, 1), contrastive), ((2,), probe)]
 
 
-# With the number of optimizers, of the first, whose loss sees the batch.
+# Maps each kind to how many of its first optimizers have a loss of the batch.
 KINDS = {autoencoder: 1, gan: 1, wgan_gp: 1, simclr: 2}
 
 
@@ -111,7 +112,7 @@ def slope(function, x):
 
 
 class Loop:
-    """Trains what a kind has, as a free loop does."""
+    """Trains one kind in a loop without `fit`."""
 
     def __init__(self, kind):
         self.models, self.parts = kind()
@@ -259,7 +260,7 @@ def test_a_free_loop_leaves_all_as_it_was(kind, mode):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES[:1])
-def test_float32_is_lost_for_good(mode):
+def test_float32_does_not_recover(mode):
     loop = loop_of(autoencoder, mode)
     loop.step(bad(X))
     loop.step(X)
@@ -267,8 +268,8 @@ def test_float32_is_lost_for_good(mode):
         assert_finite(loop.state())
 
 
-# The scripts' own models with a `train_step`: what `fit` is given, and what
-# has to be as it was.
+# Each function returns what `fit` gets for a script's own model, and what must
+# not change.
 
 
 def adams():

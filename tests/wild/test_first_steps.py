@@ -1,4 +1,4 @@
-"""No step is burnt in search of a scale: the first gradients are finite."""
+"""No step is lost in search of a scale: the first gradients are finite."""
 
 import keras
 import numpy as np
@@ -44,14 +44,14 @@ def test_the_first_step_of_an_application_is_finite(name):
     found = first_gradients(model, x, np.arange(8))
     for gradients in found:
         assert all(np.isfinite(each).all() for each in gradients)
-    # Nor is any lost: they are those of 1, times a factor.
+    # None underflows either: they are those of factor 1, times the factor.
     one, middle, other = map(direction, found)
     assert one @ middle > 0.999
     assert other @ middle > 0.999
 
 
 def regression(policy, targets):
-    """Returns the last loss of `fit`, and how many steps were skipped."""
+    """Returns the last loss of `fit`, and the number of skipped steps."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(1)
     tfmix.set_global_policy(policy)

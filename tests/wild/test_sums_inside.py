@@ -1,7 +1,7 @@
-"""Sums inside a model that pass float16's range: no step is lost, none differs.
+"""Sums inside a model that exceed float16's range lose no step.
 
 A weight gradient is a sum over rows, pixels, time steps or tokens. Each loop
-here trains under float32 and in 16 bit from the same weights on the same data.
+here trains in float32 and in 16 bit from the same weights on the same data.
 """
 
 import functools
@@ -17,12 +17,12 @@ from tests import helpers
 ON_JAX = keras.backend.backend() == "jax"
 WAYS = ("fit", "loop", "jit") if ON_JAX else ("fit", "loop", "graph", "jit")
 EPOCHS = 5
-# Of the epoch losses.
+# This tolerance is for the losses of epochs.
 WITHIN = 0.05
 
 
 def raw_features(rng):
-    """Tabular data in the units they come in, as in California housing."""
+    """Tabular data in their usual units, as in California housing."""
     x = rng.random((512, 8)) * [10, 50, 10, 2, 5000, 5, 40, 120]
     y = x @ rng.normal(size=8) * 0.02
     model = keras.Sequential(
@@ -123,7 +123,7 @@ def loss_of(kind, y, predicted):
 
 
 def epoch_losses(policy, name, way):
-    """Returns the loss of each epoch, and how many steps were applied."""
+    """Returns the loss of each epoch, and the number of applied steps."""
     tfmix.set_global_policy(policy)
     keras.utils.set_random_seed(0)
     model, x, y, rate, kind = MODELS[name](np.random.default_rng(0))
@@ -197,7 +197,7 @@ def jax_loop(model, optimizer, kind, batches, way):
 
 
 def cases():
-    """Yields each model one way in the gate, all ways where time is given."""
+    """Yields each model one way in the quick tier, and all ways otherwise."""
     quick = {
         ("raw_features", way, policy)
         for way in WAYS
@@ -223,7 +223,7 @@ def test_every_epoch_is_as_in_float32(name, way, policy):
     right, steps = epoch_losses("float32", name, way)
     found, applied = epoch_losses(policy, name, way)
     assert applied == steps == 2 * EPOCHS
-    # bfloat16 rounds its inputs to 8 bits, whatever is summed.
+    # bfloat16 rounds inputs to 8 bits, whatever is summed.
     within = WITHIN
     np.testing.assert_allclose(found, right, rtol=within)
 

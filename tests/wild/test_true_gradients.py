@@ -1,6 +1,6 @@
-"""Whoever asks TensorFlow for gradients gets those of float32.
+"""Gradients that you take with TensorFlow are those of float32.
 
-Every form is run as it is, under float32 and with one line in front of it.
+Every form runs unchanged, in float32 and with one line before it.
 """
 
 import keras
@@ -15,7 +15,7 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-# What float16's own rounding leaves, with room for it to add up.
+# float16's own rounding errors are below this, even when they add up.
 WITHIN = 0.005
 MODES = ("eager", "graph", "jit", "nested")
 QUICK = {
@@ -39,10 +39,10 @@ QUICK = {
     ("forces_by_a_functional", "eager"),
 }
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
-# Not around 0, where what adds up to a bias cancels but for its roundings.
+# Targets are not around 0, where the sum for a bias would cancel.
 Y = np.random.default_rng(1).normal(3.0, size=(64, 1)).astype("float32")
 FORMS = {}
-# Through a `tf.function` float32 has no gradient of these, or tfmix none.
+# In a `tf.function`, float32 or tfmix has no gradient of these.
 NOT_NESTED = {
     "one_output_by_another",
     "memory_between_calls",
@@ -51,17 +51,17 @@ NOT_NESTED = {
 
 
 def form(function):
-    """Lists what returns a function of nothing that returns gradients.
+    """Registers a function that returns a function for gradients.
 
-    It is given what a model is called through: itself, or a `tf.function`.
+    Its argument is a wrapper for a model's calls: none, or `tf.function`.
     """
     FORMS[function.__name__] = function
     return function
 
 
 def network(inputs=16, outputs=1, **first):
-    # No `relu`: of numbers that round to the other side of 0, it lets through
-    # those that float32 keeps back.
+    # There is no `relu`: numbers that round to the other side of 0 would pass,
+    # while float32 blocks them.
     return keras.Sequential(
         [
             keras.Input((inputs,)),
@@ -136,7 +136,7 @@ FORMS["loss_times_1e6"] = summed(1e6)
 
 
 class LeavesScores(layers.Layer):
-    """Leaves on itself what a loss takes besides the results."""
+    """Leaves a value on itself that a loss uses besides the results."""
 
     def call(self, x):
         self.scores = ops.cast(x, "float32")
@@ -159,7 +159,7 @@ def scores_left_on_a_layer(called):
 
 
 class Forces(keras.Model):
-    """Energies of positions, and what they lose along these: the forces."""
+    """Energies of positions, and their derivatives: the forces."""
 
     def __init__(self, energy):
         super().__init__()
@@ -330,7 +330,7 @@ def three_calls_of_one_model(called):
         return tf.reduce_mean(tf.maximum(near - far + 100.0, 0.0))
 
     found = gradients_of_loss(model, loss)
-    # A bias of the last layer cancels out.
+    # The last layer's bias cancels.
     return lambda: found()[:-1]
 
 
@@ -392,7 +392,7 @@ def input_of_a_classifier_in_training(called):
 
 @form
 def one_output_by_another(called):
-    """Grad-CAM, as in Keras's example."""
+    """Computes Grad-CAM, as in Keras's example."""
     inputs = keras.Input((12, 12, 3))
     last = layers.Conv2D(8, 3, activation="tanh")(inputs)
     pooled = layers.GlobalAveragePooling2D()(layers.Conv2D(8, 3)(last))
@@ -410,7 +410,7 @@ def one_output_by_another(called):
 
 
 class Around(keras.Model):
-    """A model of one's own class around another."""
+    """A user's own model around another."""
 
     def __init__(self, inner):
         super().__init__()
@@ -423,7 +423,7 @@ class Around(keras.Model):
 
 @form
 def a_variable_as_input(called):
-    """Style transfer, a latent that is looked for."""
+    """Optimizes an input, as in style transfer or a search for a latent."""
     latent, models = tf.Variable(X), (network(), Around(network()))
     calls = list(map(called, models))
 
@@ -454,7 +454,7 @@ def heads_of_unlike_losses(called):
 
 @form
 def an_encoder_that_returns_what_it_draws_from(called):
-    """A variational autoencoder, as in Keras's example."""
+    """Trains a variational autoencoder, as in Keras's example."""
     inputs = keras.Input((64,))
     hidden = layers.Dense(32, activation="relu")(inputs)
     mean, log_var = layers.Dense(4)(hidden), layers.Dense(4)(hidden)
@@ -467,7 +467,7 @@ def an_encoder_that_returns_what_it_draws_from(called):
     def loss():
         mean, log_var, drawn = call(x)
         kl = keras.ops.exp(log_var) + mean**2 - 1 - log_var
-        # A mean over very many pixels.
+        # This is a mean over very many pixels.
         made = tf.reduce_mean((decoder(drawn) - x) ** 2) * 1e-6
         return made + 1e-7 * tf.reduce_mean(kl)
 
@@ -475,7 +475,7 @@ def an_encoder_that_returns_what_it_draws_from(called):
 
 
 def given(another, called, make):
-    """Gradients of a model whose result, made something of, `another` takes."""
+    """Takes gradients of a model whose changed result is `another`'s input."""
     model = network(outputs=8)
     call = called(model)
 
@@ -529,7 +529,7 @@ def complex_argument(called):
 
 
 class Memory(keras.Model):
-    """Takes what it has found before, by an attribute."""
+    """Uses its earlier results, through an attribute."""
 
     def __init__(self):
         super().__init__()
@@ -570,7 +570,7 @@ def gradients_under(policy, name, mode):
 
 
 def errors(right, found):
-    """Returns how far each gradient is from the right one, by its norm."""
+    """Returns each gradient's distance from the right one, by its norm."""
     return [
         float(np.linalg.norm(a - b) / np.linalg.norm(a))
         for a, b in zip(right, found, strict=True)

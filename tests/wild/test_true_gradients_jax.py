@@ -1,6 +1,6 @@
-"""Whoever asks JAX for gradients gets those of float32.
+"""Gradients that you take with JAX are those of float32.
 
-Every form is run as it is, under float32 and with one line in front of it.
+Every form runs unchanged, in float32 and with one line before it.
 """
 
 import keras
@@ -16,7 +16,7 @@ if keras.backend.backend() != "jax":
 import jax
 import jax.numpy as jnp
 
-# What float16's own rounding leaves, with room for it to add up.
+# float16's own rounding errors are below this, even when they add up.
 WITHIN = 0.005
 MODES = ("eager", "jit")
 # The tangent takes ten seconds op by op.
@@ -27,13 +27,13 @@ QUICK = {
     ("loss_on_a_tangent", "jit"),
 }
 X = np.random.default_rng(0).normal(size=(64, 16)).astype("float32")
-# Not around 0, where what adds up to a bias cancels but for its roundings.
+# Targets are not around 0, where the sum for a bias would cancel.
 Y = np.random.default_rng(1).normal(3.0, size=(64, 1)).astype("float32")
 FORMS = {}
 
 
 def form(function):
-    """Lists what returns a function that returns gradients, and its weights."""
+    """Registers a function that returns a gradient function and weights."""
     FORMS[function.__name__] = function
     return function
 
@@ -111,7 +111,7 @@ def penalty_on_heads_of_unlike_losses():
 
 
 class LeavesScores(layers.Layer):
-    """Leaves on itself what a loss takes besides the results."""
+    """Leaves a value on itself that a loss uses besides the results."""
 
     def call(self, x):
         self.scores = ops.cast(x, "float32")
@@ -513,7 +513,7 @@ def loss_on_a_tangent():
     of, along, weights = classifier()
 
     def loss(weights):
-        """As in consistency models and mean flows."""
+        """Computes the loss of consistency models and mean flows."""
         made, along_x = jax.jvp(lambda x: of(weights, x), (X,), (along,))
         return 1e-6 * jnp.mean(made**2 + along_x**2)
 
@@ -521,7 +521,7 @@ def loss_on_a_tangent():
 
 
 class Film(keras.Model):
-    """Takes complex numbers, and what scales it by an attribute."""
+    """Takes complex numbers, and a scale from an attribute."""
 
     by = 1.0
 
@@ -558,7 +558,7 @@ def gradients_under(policy, name, mode):
 
 
 def errors(right, found):
-    """Returns how far each gradient is from the right one, by its norm."""
+    """Returns each gradient's distance from the right one, by its norm."""
     return [
         float(np.linalg.norm(a - b) / np.linalg.norm(a))
         for a, b in zip(right, found, strict=True)

@@ -1,6 +1,6 @@
-"""Scripts as people write them train under a policy as they do in float32.
+"""Users' scripts train under a policy as they do in float32.
 
-Each script is run as it is, once more with one line in front of it.
+Each script runs unchanged, and again with one line before it.
 """
 
 import functools
@@ -22,7 +22,8 @@ SCRIPTS = sorted(
     if not path.stem.startswith(("_", "test"))
 )
 SEEDS = (1, 2, 3)
-# Small and fast, one of each kind: mixed dtypes, a constant, a model's output.
+# These are small and fast, one of each kind: mixed dtypes, a constant, a
+# model's output.
 QUICK = ("guide_loop", "drop_path_keras_random", "guide_loop_jax")
 
 
@@ -40,17 +41,17 @@ def run(script, policy, jit, seed=SEEDS[0]):
 
 @functools.cache
 def in_float32(script, jit):
-    """Returns the final losses of float32 by seed, which XLA has its own of."""
+    """Returns the final losses of float32 by seed, separately for XLA."""
     return [final(run(script, "float32", jit, seed)) for seed in SEEDS]
 
 
 def final(losses):
-    """Averages a script's last losses: one alone is of the noise it drew."""
+    """Averages a script's last losses, because a single one is noisy."""
     return losses[-max(len(losses) // 4, 1) :].mean()
 
 
 class Skips:
-    """Counts steps that optimizers, wrapped or bare, have not applied."""
+    """Counts steps that optimizers, wrapped or unwrapped, did not apply."""
 
     def __init__(self, monkeypatch):
         self._optimizers, self._unfinished = [], []
@@ -71,7 +72,7 @@ class Skips:
 
         monkeypatch.setattr(tfmix.LossScaleOptimizer, "__init__", noted)
         if keras.backend.backend() == "jax":
-            # Where a bare optimizer keeps no count.
+            # An unwrapped optimizer may keep no count.
             monkeypatch.setattr(finite, "not_finite", told)
 
     def count(self):
@@ -82,8 +83,8 @@ class Skips:
 def check(script, policy, jit, monkeypatch, seeds=SEEDS[:1]):
     skip_unless_it_can_run(script)
     expected = in_float32(script, jit)
-    # Three seeds show less than the whole noise; 1 % is what one rounding of
-    # 8 bits may do to a loss.
+    # Three seeds show only a part of the noise, and rounding to 8 bits may
+    # change a loss by 1 %.
     spread = max(expected) - min(expected)
     noise = spread + 0.01 * max(map(abs, expected))
     found = []
@@ -94,8 +95,8 @@ def check(script, policy, jit, monkeypatch, seeds=SEEDS[:1]):
             assert skips.count() <= 1
         assert np.all(np.isfinite(losses)), losses
         found.append(final(losses))
-    # Their mean: random numbers that a step draws under XLA are not the same
-    # ones in float32, and one seed of eight lies outside of three.
+    # The mean is compared: under XLA a step draws other random numbers than in
+    # float32, and one seed of eight lies outside the range of three.
     mean = np.mean(found)
     assert min(expected) - noise <= mean <= max(expected) + noise, expected
 
@@ -116,10 +117,10 @@ def test_it_trains_with_one_line(script, monkeypatch):
 
 
 def modes(script):
-    """Returns how a script is run: by one of two, which both backends share."""
+    """Returns the modes of a script: one of two that both backends share."""
     source = (HERE / f"{script}.py").read_text()
     if "import tensorflow" in source or "import jax" in source:
-        # It runs under this backend alone.
+        # It runs only under this backend.
         return ["graph", "jit"]
     backend = ("tensorflow", "jax").index(keras.backend.backend())
     return ["jit" if SCRIPTS.index(script) % 2 == backend else "graph"]

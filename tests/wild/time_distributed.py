@@ -1,4 +1,4 @@
-"""A layer of one's own in `TimeDistributed`, on a short series."""
+"""A user's own layer in `TimeDistributed`, on a short series."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A block of one's own around Keras's attention, scaled in raw `tf`."""
+"""A user's own block around Keras's attention, scaled in raw `tf`."""
 
 import keras
 import numpy as np

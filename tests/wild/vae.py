@@ -1,4 +1,4 @@
-"""VAE whose whole code is one model's: sampling, `add_loss`, `call`."""
+"""VAE in a single model: sampling, `add_loss`, `call`."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Keras's example of a VAE: a summed loss in a `train_step` of its own."""
+"""Keras's example of a VAE: a summed loss in its own `train_step`."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A gate of one's own with `tf.where` over a float32 tensor."""
+"""A user's own gate with `tf.where` over a float32 tensor."""
 
 import keras
 import numpy as np

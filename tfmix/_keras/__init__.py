@@ -1,1 +1,1 @@
-"""What Keras, TensorFlow and JAX keep private: all that we reach into."""
+"""The private names of Keras, TensorFlow and JAX that tfmix uses."""

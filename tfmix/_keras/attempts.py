@@ -1,8 +1,8 @@
-"""What a failed call of a layer has assigned and added, and how it is undone.
+"""Undoes what a failed call of a layer has assigned and added.
 
-Nothing can be undone in a graph that TensorFlow traces, and replicas wait for
-each other at what they assign: there the first call is tried in a graph of its
-own, that nobody runs.
+A graph that TensorFlow traces cannot be undone, and replicas wait for each
+other at assignments. There the first call is tried in a separate graph that
+never runs.
 """
 
 import contextlib
@@ -21,9 +21,10 @@ _KERAS = "keras.src.layers."
 
 
 def would_last(layer: keras.Layer) -> bool:
-    """Says whether what a call assigns here cannot be taken back.
+    """Returns whether the assignments of a call cannot be undone here.
 
-    No call of a layer that is Keras's own, and nobody else's inside, has to.
+    Keras's own layers do not need that, unless they hold a layer that is not
+    Keras's.
     """
     if not _is_traced() or not layers.is_built(layer):
         return False
@@ -34,16 +35,17 @@ def would_last(layer: keras.Layer) -> bool:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[None]:
-    """Runs a block in a graph of its own, in which nothing is assigned."""
+    """Runs a block in a separate graph, in which nothing is assigned."""
     graph = tf.__internal__.FuncGraph("tfmix_scratch")
     with keras.StatelessScope(), graph.as_default():
         yield
 
 
 def noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
-    """Notes what a call may assign and add; returns what takes it back.
+    """Notes what a call may assign and add; returns a function that undoes it.
 
-    Outside of a stateless scope only for a new call: values are copied.
+    Outside a stateless scope it notes only new calls, because it copies the
+    values.
     """
     scope, values = stateless_scope.get_stateless_scope(), []
     if scope is not None:
@@ -58,7 +60,7 @@ def noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
             for variable, value in values:
                 variable.assign(value)
         for inner in layers.flat_layers(layer):
-            # Those of a call that failed would count twice.
+            # The losses of a failed call would count twice.
             inner._losses.clear()
             inner._loss_ids.clear()
 
@@ -66,7 +68,7 @@ def noted(layer: keras.Layer, is_new: bool) -> Callable[[], None]:
 
 
 def _is_traced() -> bool:
-    """Says whether TensorFlow traces what a graph will run."""
+    """Returns whether TensorFlow traces a graph that will run."""
     if keras.backend.backend() != "tensorflow" or tf.executing_eagerly():
         return False
     return stateless_scope.get_stateless_scope() is None

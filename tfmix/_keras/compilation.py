@@ -1,4 +1,4 @@
-"""How the code that runs now is traced and compiled, and by what."""
+"""Finds out how the running code is traced and compiled."""
 
 import collections
 import contextlib
@@ -24,22 +24,22 @@ else:
 
 Function = TypeVar("Function", bound=Callable)
 
-# Operations that take a variable's handle and leave the variable alone.
+# These operations take a variable's handle and do not change the variable.
 _READS = frozenset(
     "ReadVariableOp ResourceGather VarIsInitializedOp VariableShape".split()
 )
 _RUNS_EAGERLY = "_run_functions_eagerly"
-# The trace of what runs at once.
+# `trace` returns this for code that is not traced.
 EAGER = "eager"
 _lock = threading.Lock()
-# How many blocks each thread is in; what is replaced comes back when none is.
+# Counts the blocks that each thread is in; the last one to end restores all.
 _blocks: collections.Counter[int] = collections.Counter()
 _replacements = replacements.Replacements()
 
 
 def by_xla() -> bool:
-    """Returns whether what is traced now becomes part of an XLA program."""
-    # No if TensorFlow does not tell: the step is right then, only slower.
+    """Returns whether the traced code becomes part of an XLA program."""
+    # If TensorFlow does not know, "no" is the safe answer: slower, but correct.
     if keras.backend.backend() != "tensorflow":
         return True
     if tf.executing_eagerly():
@@ -56,21 +56,21 @@ def by_xla() -> bool:
 
 
 def compiled_for(platform: str) -> contextlib.AbstractContextManager[None]:
-    """Tells TensorFlow what it traces for in a block: "tpu", "cuda"."""
+    """Sets the platform that a block is traced for: "tpu", "cuda"."""
     return context_values.holding(platform=platform)
 
 
 def for_tpu() -> bool:
-    """Says whether TensorFlow traces what will run on a TPU, if it knows."""
+    """Returns whether TensorFlow is known to trace for a TPU."""
     strategy = type(tf.distribute.get_strategy()).__name__
     return context_values.block.get().platform == "tpu" or "TPU" in strategy
 
 
 def for_gpu(tensor: Any = None) -> bool:
-    """Says whether TensorFlow traces what will run on an NVIDIA GPU.
+    """Returns whether TensorFlow traces for an NVIDIA GPU.
 
     Args:
-        tensor: What is computed with, which may have been put on a CPU.
+        tensor: An operand, which may lie on a CPU.
     """
     platform = context_values.block.get().platform
     if platform:
@@ -82,10 +82,10 @@ def for_gpu(tensor: Any = None) -> bool:
 
 
 def by_gpu_kernels(tensor: Any = None) -> bool:
-    """Says whether TensorFlow's own kernels run it on a GPU, without XLA.
+    """Returns whether TensorFlow's own GPU kernels run the code, without XLA.
 
     Args:
-        tensor: As for `for_gpu`.
+        tensor: An operand, as for `for_gpu`.
     """
     if keras.backend.backend() != "tensorflow":
         return False
@@ -93,7 +93,7 @@ def by_gpu_kernels(tensor: Any = None) -> bool:
 
 
 def kept_apart(tensor: Any) -> Any:
-    """Returns the tensor, through which no compiler looks."""
+    """Returns the tensor behind a barrier to compiler optimizations."""
     if keras.backend.backend() == "jax":
         return jax.lax.optimization_barrier(tensor)
     if not by_xla():
@@ -130,7 +130,7 @@ def bitcast(tensor: Any, dtype: str) -> Any:
 def sums(tensors: Sequence) -> Any:
     """Returns the sums of integer tensors of one shape, as a vector.
 
-    XLA reads them in one kernel, where each sum of its own takes two.
+    XLA reads all of them in one kernel. Separate sums take two kernels each.
     """
 
     def added(*both: Any) -> tuple:
@@ -168,13 +168,13 @@ def float8_product(
 ) -> Any:
     """Multiplies two float8 matrices, each transposed first or not.
 
-    A GPU is told the algorithm, that of its library of products: left to
-    choose, XLA compiles and times kernels of its own for each of them, minutes
-    in a first step, to end with slower ones.
+    On a GPU the algorithm is set to that of the vendor's library. Otherwise XLA
+    compiles and times kernels of its own for each product, which takes minutes
+    in a first step and gives slower kernels.
 
     Returns:
-        The product, summed in float32: in bfloat16 where `dtype` is that, as
-        the library returns it at once; in float32 else.
+        The product, summed in float32. It is bfloat16 if `dtype` is, because
+        the library returns that at once, and float32 otherwise.
     """
     dtype = "bfloat16" if dtype == "bfloat16" else "float32"
     axes = int(not transposed[0]), int(transposed[1])
@@ -191,7 +191,7 @@ def float8_product(
             a, b, cuda=by_library, default=default
         )
     if not by_xla():
-        # TensorFlow's own operations have no float8.
+        # TensorFlow's own operations do not support float8.
         wide = tf.cast(a, tf.float32), tf.cast(b, tf.float32)
         return tf.cast(tf.matmul(*wide, *transposed), dtype)
     shape = a.shape[1 - axes[0]], b.shape[1 - axes[1]]
@@ -209,7 +209,7 @@ def float8_product(
         module=_FLOAT8_PRODUCT.format(*types, *axes, algorithm),
         Sout=[list(shape)],
         Tout=[tf.as_dtype(dtype)],
-        # Any: this says nothing that one of them would not know.
+        # The module holds nothing that depends on the platform.
         platforms=["CPU"],
         disabled_checks=["platform"],
         function_list=[],
@@ -218,7 +218,7 @@ def float8_product(
     return product
 
 
-# The attribute lets batches be of any size until it is compiled.
+# The attribute leaves the batch size open until it is compiled.
 _FLOAT8_PRODUCT = """module attributes {{jax.uses_shape_polymorphism = true}} {{
   func.func public @main(%a: {0}, %b: {1}) -> {2} {{
     %c = stablehlo.dot_general %a, %b, contracting_dims = [{3}] x [{4}]{5}
@@ -226,8 +226,9 @@ _FLOAT8_PRODUCT = """module attributes {{jax.uses_shape_polymorphism = true}} {{
     return %c : {2}
   }}
 }}"""
-# Any two float8 formats, summed as Tensor Cores do it without being told: XLA
-# has no kernels of its own for it. The same for JAX and as StableHLO.
+# This algorithm multiplies any two float8 formats, and sums as Tensor Cores do
+# by default. XLA has no kernels of its own for it, so it calls the library. JAX
+# and StableHLO both have it.
 _BY_LIBRARY = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
 _STABLEHLO_BY_LIBRARY = """, algorithm = <
       lhs_precision_type = {0}, rhs_precision_type = {1},
@@ -250,11 +251,12 @@ def _stablehlo_type(shape: Sequence, dtype: str) -> str:
 def by_target(
     tpu: Callable, several: Callable, default: Callable
 ) -> Callable[..., Any]:
-    """Returns a function of tensors that XLA compiles as its target wants it.
+    """Returns a function of tensors that XLA compiles for its target.
 
-    All compute the same: for a TPU, for several devices that share the tensors,
-    for any other target. That of the host says nothing.
-    TensorFlow knows no target but a TPU, and shares no tensors.
+    All three compute the same: `tpu` on a TPU, `several` where several devices
+    share the tensors, and `default` on any other target. The host's own devices
+    do not matter. TensorFlow only knows whether the target is a TPU, and its
+    tensors are not shared.
     """
     if keras.backend.backend() == "tensorflow":
         return lambda *values: (tpu if for_tpu() else default)(*values)
@@ -282,7 +284,7 @@ def by_target(
     mlir.register_lowering(primitive, rule(default))
     mlir.register_lowering(primitive, rule(tpu), platform="tpu")
     batching.primitive_batchers[primitive] = batched
-    # What is said of numbers has no gradient.
+    # The result has no gradient.
     return lambda *values: primitive.bind(*jax.lax.stop_gradient(values))
 
 
@@ -293,7 +295,7 @@ def becomes_constant(variable: keras.Variable) -> bool:
     scope = stateless_scope.get_stateless_scope()
     if scope is not None and scope.get_current_value(variable) is not None:
         return False
-    # Only while it compiles does JAX make a tracer out of a constant.
+    # JAX makes a tracer out of a constant only while it compiles.
     return is_symbolic(jax.numpy.zeros(())) and not is_symbolic(variable.value)
 
 
@@ -305,16 +307,16 @@ def is_host_readable(variable: keras.Variable) -> bool:
 
 
 def host_value(variable: Any) -> np.ndarray:
-    """Returns what a variable, or a tensor, holds that is host readable."""
-    # NumPy 2 warns of how it would have to ask TensorFlow's variables.
+    """Returns the value of a host-readable variable or tensor."""
+    # NumPy 2 warns about the conversion that TensorFlow's variables offer.
     value = held(variable)
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
 def value_outside(variable: keras.Variable) -> np.ndarray | None:
-    """Returns what a variable holds outside of a trace, None for nothing."""
+    """Returns a variable's value outside any trace, None if it has none."""
     if keras.backend.backend() == "jax":
-        # A step of `fit` takes the values out, or lets XLA write over them.
+        # A step of `fit` takes the values out, or lets XLA overwrite them.
         value = variable._value
         is_gone = value is None or getattr(value, "is_deleted", bool)()
         return None if is_gone else np.asarray(value)
@@ -326,12 +328,12 @@ def value_outside(variable: keras.Variable) -> np.ndarray | None:
 
 
 def trace() -> Any:
-    """Returns what equals itself only while the same function is compiled.
+    """Returns a token that equals itself only within one compiled function.
 
-    `EAGER` if none is, also inside of `jax.grad`.
+    It is `EAGER` if nothing is compiled, also inside `jax.grad`.
     """
     if keras.backend.backend() == "jax":
-        # What transforms a function leaves a constant to the one around it.
+        # A transformation such as `jax.grad` does not trace constants.
         constant = jax.numpy.zeros(())
         if not is_symbolic(constant):
             return EAGER
@@ -342,9 +344,10 @@ def trace() -> Any:
 
 
 def is_made_in(function: Any, tensor: Any) -> bool:
-    """Says whether a tensor is of the function whose `trace` is given.
+    """Returns whether a tensor belongs to the function of a `trace` token.
 
-    It is no part of one traced inside of it, as the body of a loop is.
+    A tensor of a function that is traced inside it, such as the body of a loop,
+    does not.
     """
     if keras.backend.backend() == "jax":
         return not is_symbolic(tensor) or function == weakref.ref(tensor._trace)
@@ -352,8 +355,9 @@ def is_made_in(function: Any, tensor: Any) -> bool:
 
 
 def untouched(function: Function) -> Function:
-    """Returns the function, to be run by AutoGraph as it is written."""
-    # Ours hold no Python control flow on tensors: to rewrite them takes time.
+    """Returns the function, marked so that AutoGraph does not rewrite it."""
+    # Our functions have no Python control flow on tensors, and rewriting is
+    # slow.
     if keras.backend.backend() != "tensorflow":
         return function
     return tf.autograph.experimental.do_not_convert(function)
@@ -362,9 +366,9 @@ def untouched(function: Function) -> Function:
 def outside_of_tracing(
     variables: Sequence,
 ) -> contextlib.AbstractContextManager:
-    """Creates variables outside of the function that TensorFlow traces."""
-    # It cannot move a first value that is read from the model out of the
-    # function by itself, and XLA refuses what stays in.
+    """Creates variables outside the function that TensorFlow traces."""
+    # A first value that is read from the model would become part of the step,
+    # which XLA refuses.
     if keras.backend.backend() != "tensorflow":
         return contextlib.nullcontext()
     if not tf.inside_function() or tf.distribute.has_strategy():
@@ -377,12 +381,12 @@ def outside_of_tracing(
 
 
 def held(variable: Any) -> Any:
-    """Returns the `tf.Variable` in one of Keras's, or the one given."""
+    """Returns the `tf.Variable` of a Keras variable, or the one given."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def read(variable: Any) -> Any:
-    """Returns what a variable holds now, as a tensor that stays as it is."""
+    """Returns a variable's current value, as a tensor that does not change."""
     value = held(variable)
     return tf.convert_to_tensor(value) if hasattr(value, "handle") else value
 
@@ -390,26 +394,26 @@ def read(variable: Any) -> Any:
 def selected(condition: Any, if_true: Any, if_false: Any) -> Any:
     """Returns one of two tensors of one shape and dtype, by a scalar (XLA)."""
     if keras.backend.backend() == "jax":
-        # `where` is a program of its own in each place, with broadcasts.
+        # `where` compiles a program of its own at each place, with broadcasts.
         return jax.lax.select(condition, if_true, if_false)
     return tf.where(condition, if_true, if_false)
 
 
 def wait_for_callbacks() -> None:
-    """Waits until what compiled steps call on the host has been called."""
+    """Waits until compiled steps have made their calls on the host."""
     if keras.backend.backend() == "jax":
         jax.effects_barrier()
 
 
 def is_symbolic(tensor: Any) -> bool:
-    """Says whether a tensor's value is not known yet."""
+    """Returns whether a tensor's value is not known yet."""
     if keras.backend.backend() == "tensorflow":
         return bool(tf.is_symbolic_tensor(tensor))
     return isinstance(tensor, jax.core.Tracer)
 
 
 def cast_from(tensor: Any) -> Any:
-    """Returns what a tensor of TensorFlow's graph was cast from, or `None`."""
+    """Returns the source of a cast in TensorFlow's graph, or `None`."""
     is_symbol = keras.backend.backend() == "tensorflow" and isinstance(
         tensor, tf.Tensor
     )
@@ -419,7 +423,7 @@ def cast_from(tensor: Any) -> Any:
 
 
 def may_be_written(variable: Any) -> bool:
-    """Says whether what was traced so far may change a variable."""
+    """Returns whether the code traced so far may change a variable."""
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or not hasattr(graph, "capture"):
         return True

@@ -1,6 +1,6 @@
-"""Tells of calls of compiled functions: `tf.function`, `jax.jit`, and `fit`'s.
+"""Reports calls of compiled functions: `tf.function`, `jax.jit`, and `fit`'s.
 
-Only of those in whose trace `note` was called, and only of the outermost ones.
+Only outermost calls count, and only functions that call `note` in their trace.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ else:
     import jax
     from keras.src.backend.jax import trainer
 
-# What is told of a call: the function, what was noted in its trace, when the
+# A listener gets the function, the notes of its trace, the time at which the
 # call began, and what it returned.
 Listener = Callable[[Any, list[Any], float, Any], None]
 _listeners: list[Listener] = []
 _replacements = replacements.Replacements()
-# The functions that are traced or called just now, by any thread: a strategy
-# traces each replica in a thread of its own.
+# The functions that run now in any thread; a strategy traces each replica in a
+# thread of its own.
 _running: list["_Call"] = []
 _local = threading.local()
-# What was noted in the traces of each function.
+# The notes from the traces of each function.
 _notes: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -41,24 +41,24 @@ def listen(listener: Listener) -> None:
         function = type(tf.function(lambda: None))
         _replacements.set({(function, "__call__"): _tensorflows_call})
     else:
-        # The trainer has taken its own when Keras was imported.
+        # The trainer imported its own reference when Keras was imported.
         _replacements.set({(jax, "jit"): _jit, (trainer, "jit"): _jit})
 
 
 def is_compiling() -> bool:
-    """Says whether what runs now is traced, and does not compute."""
+    """Returns whether the running code is traced rather than computed."""
     return bool(compilation.trace() != compilation.EAGER)
 
 
 def note(what: Any) -> None:
-    """Notes something of the functions that are traced just now."""
+    """Adds a note to the functions that are being traced."""
     for call in _running:
         if what not in call.notes:
             call.notes.append(what)
 
 
 class _Call:
-    """One call of a function, and what is noted in its trace."""
+    """One call of a function, with the notes of its trace."""
 
     def __init__(self, function: Any) -> None:
         self.notes = _notes.setdefault(function, [])
@@ -82,7 +82,7 @@ def _called(function: Any, original: Callable, args: Any, kwargs: Any) -> Any:
     began = time.perf_counter()
     with _outermost(function) as call:
         outputs = original(*args, **kwargs)
-    # A part of another function is no call of its own.
+    # A function inside another one does not count as a call.
     if call.notes and not is_compiling():
         for listener in _listeners:
             listener(function, call.notes, began, outputs)
@@ -102,7 +102,7 @@ def _jit(original: Callable) -> Callable:
     @functools.wraps(original)
     def jit(*functions: Any, **settings: Any) -> Any:
         if not functions:
-            # As a decorator with settings alone.
+            # This is the decorator form, `@jax.jit(**settings)`.
             return functools.partial(jit, **settings)
         return Jitted(original(*functions, **settings))
 
@@ -110,7 +110,7 @@ def _jit(original: Callable) -> Callable:
 
 
 class Jitted:
-    """What `jax.jit` returns, and tells of its calls."""
+    """A jitted function that reports its calls."""
 
     def __init__(self, jitted: Any) -> None:
         functools.update_wrapper(self, jitted, updated=())
@@ -122,7 +122,7 @@ class Jitted:
     def __get__(self, owner: Any, of: Any = None) -> Any:
         return self if owner is None else functools.partial(self, owner)
 
-    # By these two methods, as by a call, `jax.export` knows what is compiled.
+    # `jax.export` recognizes a jitted function by these two methods.
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         return self._jitted.trace(*args, **kwargs)
 
@@ -134,6 +134,6 @@ class Jitted:
 
 
 def wait(outputs: Any) -> None:
-    """Waits until what a call returned is computed, where JAX computes it."""
+    """Waits until the outputs of a call are computed, which JAX does later."""
     if keras.backend.backend() == "jax":
         jax.block_until_ready(outputs)

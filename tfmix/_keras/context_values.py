@@ -1,6 +1,6 @@
-"""What holds for the code of a block, and for all that it calls: one record.
+"""Settings that hold inside a `with` block and everything it calls.
 
-It is one of the thread's, so that no other thread sees it.
+Each thread has its own record, so other threads do not see it.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ import keras
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What holds for the caller.
+    """The settings of the running code.
 
     Attributes:
-        rules: Which rules of ops; `None` for those that are installed.
-        policy: Which policy new layers get; `None` for that of the scopes.
-        around: What models are called inside of, `None` if of nothing.
-        has_borders: Whether their gradients are scaled at a border.
-        placing: A factor that says where gradients are placed inside of a
-            border; `None` where no rule places them.
-        in_loop: Whether it is computed in each step of a loop.
-        may_fall_back: Whether a layer of the user's own is tried in 16 bit, and
-            computes in float32 if that fails.
-        is_chosen: Whether somebody around decides if a step is applied.
-        step: The train step around the caller, `None` if there is none.
-        platform: What TensorFlow traces for, "" if that is not known.
+        rules: The active op rules; `None` for those that are installed.
+        policy: The policy of new layers; `None` for that of the scopes.
+        around: What the running model call is part of, `None` if of nothing.
+        has_borders: Whether models scale their gradients at a border.
+        placing: The factor by which gradients inside a border are placed higher
+            or lower; `None` if no rule sets one.
+        in_loop: Whether the code runs in each step of a loop.
+        may_fall_back: Whether a user's layer is tried in 16 bit, and falls back
+            to float32 if that fails.
+        is_chosen: Whether a caller decides whether the step is applied.
+        step: The train step that is running, `None` if there is none.
+        platform: The platform that TensorFlow traces for, "" if unknown.
     """
 
     rules: frozenset[str] | None = None
@@ -44,16 +44,16 @@ class Block:
 
 
 _NOTHING = Block()
-# `block.get()` is what holds for the caller.
+# `block.get()` returns the caller's settings.
 block = contextvars.ContextVar("tfmix_block", default=_NOTHING)
 
 
 @contextlib.contextmanager
 def holding(**values: Any) -> Iterator[None]:
-    """Lets other values hold for a block.
+    """Changes some settings for a block.
 
     Args:
-        **values: By the names of `Block`; the others stay what they are.
+        **values: New values by the names of `Block`; others stay.
     """
     outside = block.get()
     before = {name: getattr(outside, name) for name in values}
@@ -61,5 +61,5 @@ def holding(**values: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # Only these: scopes need not end in the order in which they began.
+        # Scopes need not end in reverse order, so only these are restored.
         block.set(dataclasses.replace(block.get(), **before))

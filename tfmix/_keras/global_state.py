@@ -1,8 +1,8 @@
-"""What Keras keeps globally: its policy, the running call, notes on tensors.
+"""Keras's global state: its policy, the running call, notes on tensors.
 
-Its own policy is kept per thread, dropped by `clear_session()`, and read and
-written through two functions, looked up as attributes of their module:
-replacing those two reaches every thread and every caller.
+Keras keeps its policy per thread, and `clear_session()` drops it. Two
+functions, looked up in their module, read and write it. Replacing these two
+reaches every thread and every caller.
 """
 
 import numbers
@@ -21,7 +21,7 @@ from keras.src.backend.common import (
 from tfmix._keras import replacements
 
 POLICY_KEY = "dtype_policy"
-# The functions `(name, *defaults) -> value` and `(name, value) -> None`.
+# Their signatures: `(name, *defaults) -> value` and `(name, value) -> None`.
 GETTER: replacements.Place = (global_state, "get_global_attribute")
 SETTER: replacements.Place = (global_state, "set_global_attribute")
 _DATA = (numbers.Number, np.generic, np.ndarray)
@@ -34,27 +34,27 @@ def policy_name() -> str:
 
 
 def make_float32() -> None:
-    """Sets Keras's own policy of this thread to float32, unless it is."""
+    """Sets Keras's own policy of this thread to float32."""
     if policy_name() != "float32":
         tracker = global_state.GLOBAL_STATE_TRACKER
         setattr(tracker, POLICY_KEY, keras.DTypePolicy("float32"))
 
 
 def on_shapes_only() -> bool:
-    """Says whether Keras infers shapes, on stand-ins that remember nothing."""
+    """Returns whether Keras infers shapes, on symbols that keep no notes."""
     return bool(symbolic_scope.in_symbolic_scope())
 
 
 def entry_layer() -> keras.Layer | None:
-    """Returns the layer that was called first, around the caller."""
+    """Returns the outermost layer whose call is running."""
     context = global_state.get_global_attribute("current_call_ctx")
-    # `stateless_call` runs `call` without one.
+    # `stateless_call` runs `call` without a context.
     entry: keras.Layer | None = getattr(context, "entry_layer", None)
     return entry
 
 
 def is_outermost(layer: keras.Layer) -> bool:
-    """Says whether no layer called this one, and with real tensors."""
+    """Returns whether no other layer called this one, and tensors are real."""
     return entry_layer() in (None, layer) and not on_shapes_only()
 
 
@@ -64,21 +64,21 @@ def open_scope() -> keras.StatelessScope | None:
     return scope
 
 
-# On probabilities, their logits: Keras's note, which its losses use on
-# TensorFlow alone, and ours.
+# Both are notes on probabilities that hold their logits. Keras's losses use
+# Keras's note on TensorFlow only.
 LOGITS_OF_KERAS, LOGITS = "_keras_logits", "_tfmix_logits"
-# What is noted on a tensor for the losses and metrics that take it.
+# Losses and metrics read these notes of a tensor.
 NOTES = ("_keras_mask", LOGITS_OF_KERAS, LOGITS)
 
 
 def note(tensor: Any, name: str) -> Any:
-    """Returns what was noted on a tensor, `None` if nothing was."""
+    """Returns a note of a tensor, `None` if it has none."""
     return tensor_attributes.get_tensor_attr(tensor, name)
 
 
 def put_note(tensor: Any, name: str, value: Any) -> None:
-    """Notes a value for as long as a tensor lives; its results have no note."""
-    # Numbers and NumPy arrays, which a caller may hold as data, get none.
+    """Adds a note to a tensor; results computed from it do not inherit it."""
+    # Numbers and NumPy arrays may be the caller's data, so they get no notes.
     if tensor is not None and not isinstance(tensor, _DATA):
         tensor_attributes.set_tensor_attr(tensor, name, value)
 
@@ -86,7 +86,7 @@ def put_note(tensor: Any, name: str, value: Any) -> None:
 def copy_notes(
     source: Any, target: Any, change: Callable[[Any], Any] = lambda x: x
 ) -> None:
-    """Notes on another tensor, each changed, what is for losses and metrics."""
+    """Copies the notes for losses and metrics, each changed by a function."""
     for name in NOTES:
         value = note(source, name)
         if value is not None:

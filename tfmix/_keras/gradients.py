@@ -1,4 +1,4 @@
-"""What TensorFlow records of gradients, and what it takes instead."""
+"""Reads and replaces the gradients that TensorFlow records."""
 
 import contextlib
 import itertools
@@ -10,7 +10,7 @@ import keras
 
 from tfmix._keras import layers, replacements
 
-# What records the gradient that a user's function returns.
+# This function records the gradients of users' custom gradients.
 CUSTOM: tuple[replacements.Place, ...] = ()
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
@@ -22,25 +22,25 @@ if keras.backend.backend() == "tensorflow":
         (custom_gradient, "_graph_mode_decorator"),
     )
 
-# Of a graph, the gradients of one's own in it, by name.
+# A graph holds its own gradient functions under this name.
 _OF_GRAPH = "_tfmix_gradients"
 _numbers = itertools.count()
 
-# Takes what enters backwards, a tensor for each result; returns what leaves.
+# Takes a gradient for each result, and returns one for each input.
 Gradient = Callable[..., list]
 
 
 def is_recorded() -> bool:
-    """Says whether a tape is around what runs now."""
+    """Returns whether a tape records the running code."""
     return bool(record.could_possibly_record())
 
 
 def may_be_asked() -> bool:
-    """Says whether gradients of what runs now may be asked for.
+    """Returns whether a caller may ask for gradients of the running code.
 
-    By a tape around the caller. What a graph holds that was traced without
-    one, outside of training, is TensorFlow's own: it can be exported. Forward
-    accumulators have no gradient of one's own.
+    Only a tape around the caller does so. A graph that is traced without a
+    tape, outside training, keeps TensorFlow's own operations, so it can be
+    exported. Forward accumulators do not support custom gradients.
     """
     if runs_forward():
         return False
@@ -49,7 +49,7 @@ def may_be_asked() -> bool:
 
 
 def unrecorded() -> contextlib.AbstractContextManager[None]:
-    """Hides what runs in a block from all tapes."""
+    """Hides the operations of a block from all tapes."""
     hidden: contextlib.AbstractContextManager[None] = record.stop_recording()
     return hidden
 
@@ -57,8 +57,7 @@ def unrecorded() -> contextlib.AbstractContextManager[None]:
 def local(tensor: Any) -> Any:
     """Returns a tensor of the graph that is traced now.
 
-    The gradient of a branch takes nothing from around the branch but by what
-    the branch has captured.
+    The gradient of a branch can only use tensors that the branch has captured.
     """
     if tf.executing_eagerly():
         return tensor
@@ -68,21 +67,21 @@ def local(tensor: Any) -> Any:
 
 
 def reach(tensor: Any) -> bool:
-    """Says whether a gradient asked of what runs now may reach a tensor."""
+    """Returns whether a gradient of the running code may reach a tensor."""
     if is_recorded():
         return bool(record.should_record_backprop([tensor]))
-    # An eager one has none.
+    # An eager tensor has no graph.
     graph = getattr(tensor, "graph", None)
     return graph is not None and graph is tf.compat.v1.get_default_graph()
 
 
 def by_way_of(source: Any, tensor: Any) -> Any:
-    """Returns a float tensor of which gradients by another may be asked, too.
+    """Returns a tensor through which gradients reach another tensor, too.
 
     Args:
-        source: What was made of `tensor` and is as good: a cast. A tape that
-            watches it alone has the gradient by it.
-        tensor: Float tensor. All other tapes have the gradient by it.
+        source: A cast of `tensor`. A tape that watches only this cast gets the
+            gradient through it.
+        tensor: Float tensor. All other tapes get the gradient through it.
     """
     if not is_recorded() or runs_forward():
         return tensor
@@ -92,19 +91,19 @@ def by_way_of(source: Any, tensor: Any) -> Any:
     def by_source(upstream: Any) -> list:
         return [tf.cast(upstream, source.dtype)]
 
-    # A tape takes the last one that it has recorded.
+    # A tape uses the last operation that it has recorded.
     record.record_operation("Tfmix", [made], [source], by_source)
     record.record_operation("Tfmix", [made], [tensor], lambda up: [up])
     return made
 
 
 def runs_forward() -> bool:
-    """Says whether a `tf.autodiff.ForwardAccumulator` is around the caller."""
+    """Returns whether a `tf.autodiff.ForwardAccumulator` is active."""
     return bool(forwardprop_util.pack_tangents([]).indices)
 
 
 def and_variables(function: Callable, *args: Any) -> tuple[Any, list]:
-    """Returns what a function returns, and the trainable variables it reads."""
+    """Returns a function's results, and the trainable variables it reads."""
     with record.VariableWatcher() as watcher:
         result = function(*args)
     return result, list(watcher.watched_variables())
@@ -117,22 +116,22 @@ def replaced(
     by_tape: Gradient,
     by_graph: Gradient,
 ) -> list:
-    """Returns tensors whose gradient is computed by functions of one's own.
+    """Returns tensors whose gradients other functions compute.
 
-    As `tf.custom_gradient` does it, which reads every variable twice, makes
-    zeros for each, and keeps the graph alive for good.
+    `tf.custom_gradient` does the same, but reads every variable twice, makes
+    zeros for each, and keeps the graph alive forever.
 
     Args:
         results: Float tensors.
-        tensors: The float tensors that they were made of.
+        tensors: The float tensors that they were computed from.
         variables: The variables that were read for them.
-        by_tape: What a tape calls; it returns the gradients of the tensors,
-            then of the variables, `None` where there is none.
-        by_graph: What is called where gradients are asked of a graph, as
-            those of a nested `tf.function` are. The graph holds it.
+        by_tape: A tape calls it. It returns the gradients of the tensors, then
+            those of the variables; `None` where there is none.
+        by_graph: Called where gradients of a graph are computed, such as a
+            nested `tf.function`. The graph holds it.
 
     Returns:
-        Tensors of the values of `results`.
+        Tensors with the values of `results`.
     """
     if not results:
         return []
@@ -149,13 +148,13 @@ def replaced(
 
 
 def _named(gradient: Gradient, count: int) -> Any:
-    """Gives the identities that are made in a block a gradient."""
+    """Sets the gradient function of the identities that a block creates."""
     graph = tf.compat.v1.get_default_graph()
     name = f"Tfmix{next(_numbers)}"
     if not hasattr(graph, _OF_GRAPH):
         setattr(graph, _OF_GRAPH, {})
     getattr(graph, _OF_GRAPH)[name] = gradient
-    # TensorFlow knows the name for good: it must not know the graph.
+    # TensorFlow never forgets the name, so it must not hold the graph.
     reference = weakref.ref(graph)
 
     def of_name(operation: Any, *upstream: Any) -> list:
@@ -167,8 +166,8 @@ def _named(gradient: Gradient, count: int) -> Any:
 
 
 def handles(variables: Sequence) -> list:
-    """Returns what the code traced now knows variables that it reads by."""
-    # A branch of a conditional, once complete, would take them for others.
+    """Returns the handles under which the traced code reads variables."""
+    # A completed branch of a conditional would not recognize its own handles.
     own = [variable.handle for variable in variables]
     if tf.executing_eagerly():
         return own
@@ -179,13 +178,13 @@ def handles(variables: Sequence) -> list:
 def of_graph(
     results: Sequence, tensors: Sequence, handles: Sequence, by: Sequence
 ) -> list:
-    """Returns gradients of what was traced, as a tape would have it.
+    """Returns gradients of traced results, as a tape would compute them.
 
     Args:
-        results: Tensors of one graph, which may be another one's by now.
-        tensors: What they were made of, which is not gone beyond.
-        handles: Of the variables that were read for them.
-        by: What enters backwards, a tensor for each result.
+        results: Tensors of one graph, not necessarily the current one.
+        tensors: Their inputs, at which the backward pass ends.
+        handles: The handles of the variables that were read for them.
+        by: The gradients of the results, a tensor for each.
     """
     gradients: list = gradients_util._GradientsHelper(
         list(results),

@@ -1,4 +1,4 @@
-"""The dtype policy of one layer, set past Keras's tracking and maps."""
+"""Reads and sets one layer's dtype policy without Keras's side effects."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +8,8 @@ from keras.src.backend.common import name_scope
 
 from tfmix import _formats
 
-# `Layer.__call__` starts with this method, before it casts its inputs. An
-# instance attribute of that name is a hook for one layer, not for a class.
+# `Layer.__call__` calls this method first, before it casts inputs. An instance
+# attribute of that name hooks one layer and leaves its class alone.
 FIRST_CALLED = "_check_super_called"
 
 
@@ -24,17 +24,17 @@ def set_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
 
 
 def own(layer: keras.Layer) -> keras.DTypePolicy:
-    """Returns a layer's policy as it stands; Keras's getter may copy a map."""
+    """Returns a layer's own policy; Keras's getter may copy a map."""
     policy: keras.DTypePolicy = vars(layer)["_dtype_policy"]
     return policy
 
 
 def save_as_float32(layer: keras.Layer) -> None:
-    """Lets a layer be saved as a float32 one, whatever it computes in now."""
+    """Makes a layer's saved configuration float32, whatever it computes in."""
     policy = layer.dtype_policy
     if type(policy) is keras.DTypePolicy:
         own = keras.DTypePolicy(policy.name)
-        # With what else stands on it, such as a way to convert inputs.
+        # Other attributes, such as a way to convert inputs, stay.
         vars(own).update(vars(policy), get_config=_float32_config)
         set_policy(layer, own)
 
@@ -44,7 +44,7 @@ def _float32_config() -> dict[str, str]:
 
 
 def path_of(layer: keras.Layer) -> str:
-    """Returns a layer's path, also before its first call has set it."""
+    """Returns a layer's path, even before its first call sets it."""
     if layer.path:
         return str(layer.path)
     parent = layer._parent_path
@@ -84,13 +84,14 @@ def until_built(layer: keras.Layer, action: Callable) -> None:
 
 
 def widen_inputs(layer: Any) -> Callable[[], None]:
-    """Lets a nested model pass its inputs on in float32; returns the undo."""
-    # A Functional or Sequential model casts to the dtype of the tensors it was
-    # made of. Each layer inside casts what it takes anyway.
+    """Makes a nested model pass its inputs on in float32; returns an undo."""
+    # A Functional or Sequential model casts to the dtype of its symbolic
+    # inputs. Each layer inside casts its own inputs anyway.
     graph = getattr(layer, "_functional", None) or layer
     noted = []
     for tensor in getattr(graph, "_inputs", None) or ():
-        # The tensor decides at run time, its layer in a saved model.
+        # Calls read the dtype of the tensor; saved files read that of its
+        # layer.
         history = getattr(tensor, "_keras_history", None)
         for holder in (tensor, getattr(history, "operation", None)):
             dtype = vars(holder).get("_dtype") if holder is not None else None

@@ -1,4 +1,4 @@
-"""What Keras's layers hold, and what they are called with."""
+"""Reads what Keras's layers hold, and calls them."""
 
 import collections
 import contextlib
@@ -22,16 +22,16 @@ from keras.src.trainers import compile_utils
 from tfmix._keras import layer_policies, replacements
 
 _CALL_CONTEXT = "current_call_ctx"
-# What casts each variable that a layer reads, and what takes a part of one.
+# These two cast each variable that a layer reads, and take a part of one.
 AUTOCAST: replacements.Place = (variables.Variable, "_maybe_autocast")
 ITEM: replacements.Place = (variables.Variable, "__getitem__")
-# What a layer writes to a variable with, in any way.
+# Layers write to their variables with this method.
 ASSIGN: replacements.Place = (variables.Variable, "assign")
-# What runs through the time steps of a recurrent layer.
+# This method runs the time steps of a recurrent layer.
 LOOP: replacements.Place = (keras.layers.RNN, "inner_loop")
-# What multiplies by a weight with an operator of the backend.
+# PReLU multiplies by its weight with an operator of the backend.
 PRELU: replacements.Place = (keras.layers.PReLU, "call")
-# Where layers add a product of two low-rank matrices to their kernel.
+# These properties add a product of two low-rank matrices to a kernel.
 ADAPTED_KERNELS: tuple[replacements.Place, ...] = tuple(
     (kind, "kernel")
     for kind in (
@@ -40,7 +40,7 @@ ADAPTED_KERNELS: tuple[replacements.Place, ...] = tuple(
         base_conv.BaseConv,
     )
 )
-# The base of all preprocessing layers, which has changed its name since 3.12.
+# The base class of preprocessing layers; its name changed after Keras 3.12.
 DATA_LAYER: type = keras.layers.Rescaling.__bases__[0]
 _BROKEN_BY_CASTS = (
     keras.layers.Embedding,
@@ -51,23 +51,23 @@ _BROKEN_BY_CASTS = (
     keras.layers.Lambda,
     keras.layers.TFSMLayer,
 )
-# The one attribute that tfmix adds to a layer.
+# tfmix adds only this attribute to a layer.
 _MARKS = "_tfmix_marks"
-# The method of a Functional model that runs through what it is made of.
+# A Functional model runs its operations with this method.
 RUN_GRAPH = "_run_through_graph"
 
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """What tfmix keeps on one layer.
+    """Everything that tfmix stores on one layer.
 
     Attributes:
-        exact_call: What stands as its `call`, to see inputs before a cast.
-        by_policy: Whether the policy chose its dtype, not its user.
-        fallback: What its `call` falls back to float32 by.
-        float8: Why it does not multiply in float8, "" if it does; `None` if it
-            was not looked at.
-        methods: What stands around its methods, of a model.
+        exact_call: The replacement of `call` that sees inputs before a cast.
+        by_policy: Whether the policy chose the dtype rather than the user.
+        fallback: The object that makes `call` fall back to float32.
+        float8: Why it does not multiply in float8, "" if it does; `None` if
+            that has not been decided.
+        methods: The owner of a model's wrapped methods.
     """
 
     exact_call: Callable | None = None
@@ -81,46 +81,46 @@ _NO_MARKS = Marks()
 
 
 def marks(layer: keras.Layer) -> Marks:
-    """Returns what tfmix keeps on a layer."""
+    """Returns what tfmix stores on a layer."""
     kept: Marks = vars(layer).get(_MARKS, _NO_MARKS)
     return kept
 
 
 def mark(layer: keras.Layer, **values: Any) -> None:
-    """Keeps other values on a layer, by the names of `Marks`."""
+    """Changes what tfmix stores on a layer, by the names of `Marks`."""
     kept = dataclasses.replace(marks(layer), **values)
-    # Past Keras's tracking, which is for a layer's state.
+    # Keras tracks what is set on a layer as its state.
     vars(layer)[_MARKS] = kept
     if kept == _NO_MARKS:
         del vars(layer)[_MARKS]
 
 
 def is_structure(layer: Any) -> bool:
-    """Says whether a layer only connects others: Sequential, Functional."""
-    # A subclass with a `call` of its own computes what it likes.
+    """Returns whether a layer only connects others: Sequential, Functional."""
+    # A subclass with its own `call` may compute anything.
     own = keras.Sequential.call, functional.Functional.call
     return getattr(type(layer), "call", None) in own
 
 
 def is_graph(layer: Any) -> bool:
-    """Says whether a layer is Functional, with no `call` of its own."""
+    """Returns whether a layer is Functional, without a `call` of its own."""
     return getattr(type(layer), "call", None) is functional.Functional.call
 
 
 def is_input(layer: Any) -> bool:
-    """Says whether a layer is the `Input` of a graph or Sequential."""
+    """Returns whether a layer is the `Input` of a graph or Sequential."""
     return isinstance(layer, keras.layers.InputLayer)
 
 
 def is_builtin(layer: Any) -> bool:
-    """Says whether a layer's class is part of Keras."""
+    """Returns whether a layer's class is part of Keras."""
     return type(layer).__module__.split(".")[0] == "keras"
 
 
 def takes_casts(layer: Any) -> bool:
-    """Says whether a layer is Keras's, and a cast of its inputs does no harm.
+    """Returns whether casts of a Keras layer's inputs do no harm.
 
-    To the others belong those that run somebody else's code.
+    False also for layers that run user code, such as `Lambda`.
     """
     return is_builtin(layer) and not isinstance(layer, _BROKEN_BY_CASTS)
 
@@ -135,13 +135,13 @@ def inner_operations(layer: Any) -> list:
 
 
 def flat_layers(layer: Any) -> list:
-    """Returns a layer and every layer inside it, each once, as they follow."""
+    """Returns a layer and all layers inside it, each once, in order."""
     by_id: dict[int, keras.Layer] = {}
 
     def visit(outer: keras.Layer) -> None:
         if id(outer) not in by_id:
             by_id[id(outer)] = outer
-            # Keras's own walk takes what is in inner models backwards.
+            # Keras's own walk reverses the order inside inner models.
             for inner in outer._layers:
                 visit(inner)
 
@@ -151,12 +151,12 @@ def flat_layers(layer: Any) -> list:
 
 
 def unlisted_variables(model: keras.Model) -> list:
-    """Lists the variables on a model's layers that Keras does not know of.
+    """Lists the variables on a model's layers that Keras does not list.
 
-    The states of a stateful RNN, and variables of TensorFlow's own.
+    These are the states of stateful RNNs, and TensorFlow's own variables.
     """
     if keras.backend.backend() != "tensorflow":
-        # Keras hands them to no step that JAX compiles.
+        # Keras passes them to no step that JAX compiles.
         return []
     import tensorflow as tf
 
@@ -173,22 +173,22 @@ def unlisted_variables(model: keras.Model) -> list:
 
 
 def called(model: keras.Layer) -> list[keras.Layer]:
-    """Returns a model and every layer inside it that can be called."""
+    """Returns a model and all layers inside it that can be called."""
     return [x for x in flat_layers(model) if not is_input(x)]
 
 
 def is_built(model: keras.Layer) -> bool:
-    """Says whether a model and every layer inside it are built."""
+    """Returns whether a model and all layers inside it are built."""
     return all(layer.built for layer in flat_layers(model))
 
 
 def own_layers(layer: keras.Layer) -> list[keras.Layer]:
-    """Returns the layers that a layer holds itself."""
+    """Returns the layers that a layer holds directly."""
     return list(layer._layers)
 
 
 def rematerialize_alike(layer: keras.Layer, other: keras.Layer) -> None:
-    """Gives a layer the `keras.RematScope` that another was made in."""
+    """Gives a layer the `keras.RematScope` of another layer."""
     mode = getattr(other, "_remat_mode", None)
     if mode is not None:
         layer_policies.put(layer, "_remat_mode", mode)
@@ -196,16 +196,16 @@ def rematerialize_alike(layer: keras.Layer, other: keras.Layer) -> None:
 
 
 def rematerialize_anew(layer: keras.Layer) -> None:
-    """Lets JAX trace a layer's own `call` anew where it is rematerialized."""
-    # JAX keeps what it has traced of a function, with the tracers around it.
-    # Keras's bound method is another one each time, but not what stands on an
-    # instance.
+    """Makes JAX trace a layer's own `call` again when it recomputes it."""
+    # JAX caches the trace of a function, including the tracers around it.
+    # Keras's bound method is a new object in each call, but an instance
+    # attribute is not.
     if getattr(layer, "_remat_mode", None) is None:
         return
     original = type(layer).rematerialized_call.__get__(layer)
 
     def rematerialized_call(call: Callable, *args: Any, **kwargs: Any) -> Any:
-        # JAX would make arrays of `training` and its like.
+        # JAX would make arrays of `training` and similar arguments.
         static = {k: v for k, v in kwargs.items() if isinstance(v, bool)}
 
         def of_static(*args: Any, **kwargs: Any) -> Any:
@@ -229,14 +229,14 @@ def results(model: keras.Layer) -> list:
 
 
 def maker(tensor: keras.KerasTensor) -> tuple[Any, list]:
-    """Returns what made a symbolic tensor, and the tensors it took."""
+    """Returns the operation that made a symbolic tensor, and its inputs."""
     operation, node, _ = tensor._keras_history
     nodes = operation._inbound_nodes
     return operation, nodes[node].input_tensors if nodes else []
 
 
 def packed_results(model: keras.Layer, tensors: list) -> Any:
-    """Returns what stands for a Functional model's results in their nest."""
+    """Packs tensors as a Functional model packs its results."""
     return keras.tree.pack_sequence_as(model._outputs_struct, tensors)
 
 
@@ -246,9 +246,9 @@ def graph_parts(
     """Groups the operations of a graph by the results that they reach.
 
     Returns:
-        For each group its nodes, in the order that Keras runs them in, and the
-        `id`s of the symbols that it takes from other groups and gives to them
-        or as results. No group takes from one that follows.
+        For each group its nodes, in the order in which Keras runs them, and the
+        `id`s of the symbols that it takes from other groups, and of those that
+        it passes to them or returns. No group takes from a later one.
     """
     symbols = results(model)
     reached: dict[int, set[int]] = collections.defaultdict(set)
@@ -261,7 +261,7 @@ def graph_parts(
             groups[frozenset(own)].insert(0, node)
             for x in node.input_tensors:
                 reached[id(x)] |= own
-    # What reaches fewer results is made of what reaches more.
+    # Operations that reach fewer results use those that reach more.
     in_order = sorted(groups.items(), key=lambda item: -len(item[0]))
     parts: list[tuple[list, list[int], list[int]]] = []
     needed = {id(x) for x in symbols}
@@ -276,10 +276,10 @@ def graph_parts(
 
 
 def run_node(node: Any, values: dict[int, Any], operation_fn: Callable) -> Any:
-    """Runs a node of a graph on what stands for symbols, by their `id`s.
+    """Runs a node of a graph on values for its symbols, by their `id`s.
 
     Returns:
-        Pairs of an `id` and what stands for that symbol.
+        Pairs of a symbol's `id` and its value.
     """
     args, kwargs = node.arguments.fill_in(values)
     made = operation_fn(node.operation)(*args, **kwargs)
@@ -287,7 +287,7 @@ def run_node(node: Any, values: dict[int, Any], operation_fn: Callable) -> Any:
 
 
 def noted_results(layer: keras.Layer) -> list[tuple[int, Any]]:
-    """Returns the results that graphs noted for a layer, with their place."""
+    """Returns a layer's results in the graphs it is in, with positions."""
     return [
         (place, tensor)
         for node in layer._inbound_nodes
@@ -303,13 +303,13 @@ def note_dtype(
 
 
 def attention_sizes(layer: keras.Layer) -> tuple[tuple | None, int | None]:
-    """Returns the axes that attention is over, and the width of its values."""
+    """Returns the axes that attention uses, and the width of its values."""
     axes = getattr(layer, "_attention_axes", None)
     return axes, getattr(layer, "_value_dim", None)
 
 
 def symbolic_arguments(model: keras.Model) -> list:
-    """Returns what to call a model with, as symbols; empty if not known."""
+    """Returns symbolic arguments for a call of a model; empty if unknown."""
     structure = getattr(model, "_inputs_struct", None)
     if structure is not None:
         return [structure]
@@ -320,7 +320,7 @@ def symbolic_arguments(model: keras.Model) -> list:
 
 
 def _symbols(shapes: Any) -> Any:
-    # Keras notes shapes in containers of its own, which JAX does not know.
+    # Keras notes shapes in containers of its own, which JAX does not accept.
     if isinstance(shapes, dict):
         return {name: _symbols(shape) for name, shape in shapes.items()}
     if any(isinstance(part, list | tuple) for part in shapes):
@@ -329,31 +329,32 @@ def _symbols(shapes: Any) -> Any:
 
 
 def knows_input_dtypes(model: keras.Model) -> bool:
-    """Says whether the symbols of `symbolic_arguments` have true dtypes."""
+    """Returns whether `symbolic_arguments` have the right dtypes."""
     is_sequential = isinstance(model, keras.Sequential) and model.inputs
     return hasattr(model, "_inputs_struct") or bool(is_sequential)
 
 
 def call_in_training(model: keras.Model, inputs: Any) -> Any:
-    """Calls a model in training mode, if it knows modes."""
+    """Calls a model in training mode, if it has modes."""
     knows_modes = getattr(model, "_call_has_training_arg", False)
     return model(inputs, training=True) if knows_modes else model(inputs)
 
 
 def owns_random_numbers(layer: Any) -> bool:
-    """Says whether a layer, or a part of a layer of Keras's, draws numbers."""
+    """Returns whether a layer, or a Keras layer in it, draws random numbers."""
     parts = flat_layers(layer) if is_builtin(layer) else [layer]
     return any(getattr(part, "_seed_generators", None) for part in parts)
 
 
 @contextlib.contextmanager
 def policies(plan: Mapping[Any, keras.DTypePolicy]) -> Iterator[None]:
-    """Gives layers other dtype policies for a block."""
+    """Gives layers other dtype policies in a block."""
     # Keras's setter would write into the user's own `DTypePolicyMap`.
     with contextlib.ExitStack() as undo:
         for layer, policy in plan.items():
             before = vars(layer)["_dtype_policy"]
-            # One that stays may be changed inside the block, for good.
+            # A policy that is not replaced may change inside the block; that
+            # stays.
             if policy is not before:
                 replacements.swap(undo, layer, "_dtype_policy", policy)
                 undo.callback(layer_policies.widen_inputs(layer))
@@ -366,7 +367,7 @@ def autocast(dtype: str | None) -> Any:
 
 
 def as_tensor(value: Any) -> Any:
-    """Returns the tensor that a variable of the backend holds."""
+    """Returns the tensor of a backend variable."""
     if keras.backend.backend() != "tensorflow":
         return value
     import tensorflow as tf
@@ -375,17 +376,17 @@ def as_tensor(value: Any) -> Any:
 
 
 def is_quantized(layer: Any) -> bool:
-    """Says whether a layer's kernel is stored in a quantized form."""
+    """Returns whether a layer's kernel is stored in a quantized form."""
     return getattr(layer, "quantization_mode", None) is not None
 
 
 def kernel_of(layer: Any) -> keras.Variable | None:
-    """Returns the variable behind a layer's kernel, if it is built."""
+    """Returns the variable of a layer's kernel, if it is built."""
     return getattr(layer, "_kernel", None)
 
 
 def adapted_kernel(layer: Any) -> Any:
-    """Returns a layer's kernel with its LoRA matrices, in float32."""
+    """Returns a layer's kernel plus its LoRA matrices, in float32."""
     with autocast(None):
         kernel, left, right = (
             keras.ops.cast(variable, "float32")
@@ -400,9 +401,9 @@ def adapted_kernel(layer: Any) -> Any:
 
 
 def call_state() -> tuple[Any, Any, Any]:
-    """Returns what the call that runs now knows: its mode, layer and dtype.
+    """Returns the training mode, layer and dtype of the running call.
 
-    The layer by a weak reference.
+    The layer is a weak reference.
     """
     context = global_state.get_global_attribute(_CALL_CONTEXT)
     entry = None
@@ -413,7 +414,7 @@ def call_state() -> tuple[Any, Any, Any]:
 
 
 def is_training() -> bool:
-    """Says whether the call that runs now is one in training mode."""
+    """Returns whether the running call is in training mode."""
     context = global_state.get_global_attribute(_CALL_CONTEXT)
     return bool(getattr(context, "training", None))
 
@@ -427,7 +428,7 @@ def _with_entry(context: Any, entry: Any) -> Any:
 
 @contextlib.contextmanager
 def as_called(state: tuple[Any, Any, Any]) -> Iterator[None]:
-    """Runs a block as a part of an earlier call, by its `call_state`."""
+    """Runs a block as part of an earlier call, given its `call_state`."""
     context, entry, scope = state
     if context is not None:
         context = _with_entry(context, entry())
@@ -442,7 +443,7 @@ def as_called(state: tuple[Any, Any, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trial() -> Iterator[Any]:
-    """Yields the open `keras.StatelessScope`, and puts it back as it was."""
+    """Yields the open `keras.StatelessScope`, and restores it afterwards."""
     scope = stateless_scope.get_stateless_scope()
     mapping, losses = dict(scope.state_mapping), list(scope.losses)
     try:
@@ -453,9 +454,9 @@ def trial() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def calls_replaced(operations: list, make: Callable) -> Iterator[None]:
-    """Replaces `operation.call` by `make(index, call)` for a block.
+    """Replaces `operation.call` by `make(index, call)` in a block.
 
-    Of a quantized layer, what Keras calls in its place.
+    In a quantized layer it replaces the method that Keras calls instead.
     """
     with contextlib.ExitStack() as undo:
         for index, operation in enumerate(operations):
@@ -472,19 +473,19 @@ def run_on_shapes(function: Callable, inputs: list) -> Any:
 
 
 def put_mask(tensor: Any, mask: Any) -> None:
-    """Gives a tensor a mask, for the layers that take it."""
+    """Gives a tensor a mask, for the layers that use masks."""
     masking.set_keras_mask(tensor, mask)
 
 
 def copy_mask(source: Any, destination: Any) -> None:
-    """Hands the mask of one tensor, if it has one, on to another."""
+    """Copies the mask of one tensor, if it has one, to another."""
     mask = masking.get_keras_mask(source)
     if mask is not None:
         masking.set_keras_mask(destination, mask)
 
 
 def added_losses(model: keras.Layer) -> list[tuple[keras.Layer, Any]]:
-    """Lists the losses that calls have added, each with the layer it is of."""
+    """Lists the losses that calls have added, each with its layer."""
     return [
         (layer, loss)
         for layer in flat_layers(model)
@@ -493,9 +494,9 @@ def added_losses(model: keras.Layer) -> list[tuple[keras.Layer, Any]]:
 
 
 def put_loss(layer: keras.Layer, before: Any, loss: Any) -> None:
-    """Puts a loss in the place of one that a call has added to a layer.
+    """Replaces a loss that a call has added to a layer.
 
-    What a call added in a scope of its own is not there: it is added.
+    A loss that was added in another scope is not there; it is added.
     """
     if any(added is before for added in layer._losses):
         layer._losses[:] = [
@@ -523,12 +524,12 @@ def compiled_loss(model: Any) -> Any:
 
 
 def losses(model: Any, outputs: Any) -> dict[tuple, Any]:
-    """Returns the losses of a model's outputs, by their paths among these."""
+    """Returns the losses of a model's outputs, by the paths of these."""
     compiled = getattr(model, "_compile_loss", None)
     if compiled is None:
         return {}
     if not compiled.built:
-        # Not the model's own: that is built with the targets.
+        # The model's own loss is built with its targets, so a copy is used.
         compiled = compiled_loss(model)
         compiled.build(outputs, outputs)
     return {tuple(entry.path): entry.loss for entry in compiled._flat_losses}

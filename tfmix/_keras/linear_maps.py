@@ -1,8 +1,8 @@
 """Linear maps with a transpose of their own, under JAX.
 
-What a `custom_vjp` can't be: pushed forward (`jvp`, `linearize`), also once it
-is part of a compiled function. What `linear_call` can't be: differentiated by
-what the map depends on, and batched.
+Like `custom_vjp`, but with forward mode (`jvp`, `linearize`), also inside a
+compiled function. Like `linear_call`, but maps can be batched, and
+differentiated by the values that they depend on.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ def apply(
         forward: Takes `*fixed, *vector`; returns a list of arrays.
         transpose: Takes `*fixed` and an array for each of `like`; returns a
             list with an array for each of `vector`.
-        differentiable: As `forward`: what its derivatives are taken of.
+        differentiable: Like `forward`; its derivatives are used.
         fixed: Arrays that the map depends on.
-        vector: Float arrays, what is mapped.
+        vector: The float arrays to map.
         like: Arrays of the shapes and dtypes that `forward` returns.
     """
     mapped: list = _map.bind(
@@ -85,7 +85,7 @@ def _batched(
         if axis is not None
     ]
     size = sizes[0]
-    # Each row has its own vector, or the transpose would have to sum them.
+    # Each row gets its own vector, so that the transpose need not sum them.
     vector = [
         jax.numpy.broadcast_to(value, (size, *value.shape))
         if axis is None

@@ -1,4 +1,4 @@
-"""What Keras refuses to load from a file, and not from its own caller."""
+"""Loads layers that Keras refuses to load from files."""
 
 import contextlib
 
@@ -6,5 +6,5 @@ from keras.src.saving import serialization_lib
 
 
 def trusting() -> contextlib.AbstractContextManager:
-    """Lets Lambda layers load: their code is the caller's, not a file's."""
+    """Lets Lambda layers load, because the code is the caller's own."""
     return serialization_lib.SafeModeScope(False)

@@ -1,4 +1,4 @@
-"""How much memory of its device a process has used, where the device tells."""
+"""Measures the device memory of a process, where the device reports it."""
 
 import keras
 

@@ -1,7 +1,7 @@
-"""The methods of one model that tfmix changes: one owner, each wrapped once.
+"""Wraps methods of one model, each once.
 
-Every wrapper is an attribute of the one model, so no class of Keras keeps a
-trace, and all that one role of tfmix put on comes off together.
+Every wrapper is an attribute of that model, so Keras's classes stay unchanged,
+and all wrappers of one role are attached and detached together.
 """
 
 import functools
@@ -12,56 +12,56 @@ import keras
 
 from tfmix._keras import layers
 
-# Called with the method inside it, then the arguments of the call.
+# A wrapper gets the wrapped method, then the arguments of the call.
 Wrapper = Callable[..., Any]
-# From the inside out: code that falls back to float32 is traced anew under the
-# policy's rules, and a guard restores what ran under them.
+# The first is the innermost. A layer that falls back to float32 is traced again
+# under the policy's rules, and the guard restores what ran under them.
 FALLBACK, RULES, GUARD = "fallback", "rules", "guard"
 
 
 class Part(Protocol):
-    """What plays a role for one model."""
+    """Wrappers that have one role for a model."""
 
     @property
     def wrappers(self) -> Mapping[str, Wrapper]:
-        """What is put around each method, by its name."""
+        """The wrapper of each method, by the method's name."""
 
 
 def part(model: keras.Model, role: str) -> Part | None:
-    """Returns what has a role for a model, `None` if nothing has."""
+    """Returns the part that has a role for a model, or `None`."""
     return by_role(model).get(role)
 
 
 def by_role(model: keras.Model) -> dict[str, Part]:
-    """Returns what is in force, by role, as a copy that `restore` takes."""
+    """Returns a copy of the attached parts by role, for `restore`."""
     owner: _Owner | None = layers.marks(model).methods
     return {} if owner is None else dict(owner.parts)
 
 
 def put(model: keras.Model, role: str, part: Part) -> None:
-    """Puts a part's wrappers on a model, in place of what had the role."""
+    """Attaches a part to a model, in place of the one that had the role."""
     restore(model, {**by_role(model), role: part})
 
 
 def take_off(model: keras.Model, role: str) -> None:
-    """Removes what has a role; one that nothing has is no error."""
+    """Detaches the part that has a role, if there is one."""
     restore(model, {r: part for r, part in by_role(model).items() if r != role})
 
 
 def restore(model: keras.Model, parts: Mapping[str, Part]) -> None:
-    """Makes what is in force exactly these parts."""
+    """Attaches exactly these parts."""
     owner = layers.marks(model).methods or _Owner(model)
     owner.set(parts)
     layers.mark(model, methods=owner if parts else None)
 
 
 class _Owner:
-    """Owns what stands around the methods of one model."""
+    """Owns the wrapped methods of one model."""
 
     def __init__(self, model: keras.Model) -> None:
         self.parts: Mapping[str, Part] = {}
         self._model = model
-        # What stands on the model now, and what the user had put there.
+        # The attributes on the model now, and those that the user had set.
         self._installed: dict[str, Callable] = {}
         self._users: dict[str, Callable] = {}
 
@@ -79,7 +79,7 @@ class _Owner:
             return
         self._users.pop(name, None)
         if own is not None:
-            # The user set it, before or after us: it is what we wrap.
+            # The user set it, before or after us, so we wrap it.
             self._users[name] = own
         self._installed[name] = method = self._composed(name)
         object.__setattr__(self._model, name, method)
@@ -87,7 +87,7 @@ class _Owner:
     def _remove(self, name: str) -> None:
         method, users = self._installed.pop(name), self._users.pop(name, None)
         if vars(self._model).get(name) is not method:
-            # Somebody has put another on top, which is theirs to remove.
+            # Other code has wrapped it since, and has to remove that itself.
             return
         if users is None:
             object.__delattr__(self._model, name)
@@ -97,7 +97,7 @@ class _Owner:
     def _composed(self, name: str) -> Callable:
         @functools.wraps(getattr(self._model, name))
         def method(*args: Any, **kwargs: Any) -> Any:
-            # Looked up at each call: parts and hooks come and go.
+            # It is looked up in each call, because parts and hooks change.
             call = self._users.get(name) or functools.partial(
                 getattr(type(self._model), name), self._model
             )

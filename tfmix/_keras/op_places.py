@@ -1,8 +1,8 @@
-"""Where Keras does the work of each op: the functions behind `keras.ops`.
+"""Finds the functions behind `keras.ops` that compute each op.
 
-Keras looks every backend function up (`backend.numpy.sum`) at each call, on
-all routes: a stand-in for the module `backend.numpy` reaches every caller. Ops
-composed in `keras.src.ops` have a private worker there (`_normalize`).
+Keras looks up every backend function (`backend.numpy.sum`) in each call, so a
+copy in place of the module `backend.numpy` reaches every caller. Ops composed
+in `keras.src.ops` have a private function there (`_normalize`).
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from keras.src.activations import activations
 
 from tfmix._keras import replacements
 
-# Since Keras 3.16 they are one level deeper.
+# Keras 3.16 moved them one level deeper.
 BACKEND_OPS = getattr(backend, "ops", backend)
-# In the order in which the public ops prefer them: `tanh` is in `numpy` and
-# `nn`, and Keras 3.12 has a second, unused `norm` in `math`.
+# The public ops prefer this order: `tanh` is in `numpy` and `nn`, and Keras
+# 3.12 has a second, unused `norm` in `math`.
 _THEMES = ("linalg", "numpy", "nn", "math", "image")
-# Where numbers become tensors of a dtype by `keras.ops`, and what only hands
-# on. Of the rest of that module (loops, branches), nothing has a dtype.
+# These make tensors of a dtype from numbers, or return their argument. No other
+# function of that module (loops, branches) takes a dtype.
 CONVERSIONS = ("cast", "convert_to_tensor", "stop_gradient")
 _CORE: replacements.Place = (
     BACKEND_OPS if hasattr(BACKEND_OPS, "core") else backend,
@@ -31,7 +31,7 @@ _CORE: replacements.Place = (
 )
 ATTENTION = "dot_product_attention"
 # With dropout, returned scores or more than one attention axis, the attention
-# layers do not call `ops.dot_product_attention` but this method of their own.
+# layers call this method instead of `ops.dot_product_attention`.
 _ATTENTION_METHOD = "_compute_attention"
 ATTENTION_METHODS: tuple[replacements.Place, ...] = tuple(
     (layer, _ATTENTION_METHOD)
@@ -44,23 +44,23 @@ ATTENTION_METHODS: tuple[replacements.Place, ...] = tuple(
 
 
 def is_op(name: str) -> bool:
-    """Says whether a name is a public op or activation that can be ruled."""
+    """Returns whether a rule can have this name of an op or activation."""
     public = hasattr(keras.ops, name) or hasattr(keras.activations, name)
     return public and name not in CONVERSIONS and bool(targets(name))
 
 
 def op_names() -> list[str]:
-    """Returns the sorted names of all ops that can be put under a rule."""
+    """Returns the sorted names of all ops that a rule can have."""
     public = {*dir(keras.ops), *dir(keras.activations)}
     return sorted(n for n in public if not n.startswith("_") and is_op(n))
 
 
 @functools.cache
 def targets(name: str) -> tuple[replacements.Place, ...]:
-    """Finds what to replace for all work of an op: its module, or a function.
+    """Finds what to replace for an op: its module, or a function.
 
-    Keras's backends import their functions from each other, and call what is
-    in the same module past its name in the package: both stay as they are.
+    Keras's backends import functions from each other, and call those of their
+    own module directly. Neither kind of call is replaced.
     """
     if name in CONVERSIONS:
         return (_CORE,)
@@ -85,7 +85,7 @@ def stand_in(module: types.ModuleType, make: Callable) -> types.ModuleType:
 
 
 def writes_out(layer: keras.Layer, arguments: dict) -> bool:
-    """Says whether a call will not use `ops.dot_product_attention`."""
+    """Returns whether a call will not use `ops.dot_product_attention`."""
     dropout = getattr(layer, "_dropout", getattr(layer, "dropout", 0.0))
     scores = arguments.get("return_attention_scores") or getattr(
         layer, "_return_attention_scores", False
@@ -104,13 +104,13 @@ def float32_softmax(layer: keras.Layer) -> Iterator[None]:
 
 
 def dtype_position(function: Callable) -> int:
-    """Returns where a backend function takes its dtype, if by position."""
+    """Returns the position of a backend function's `dtype` argument."""
     names = list(inspect.signature(function).parameters)
     return names.index("dtype") if "dtype" in names else len(names) + 1
 
 
 def wanted_dtype(args: tuple, kwargs: dict, position: int) -> str | None:
-    """Returns the dtype that a call asks for, `None` if it leaves it open."""
+    """Returns the dtype that a call asks for, `None` if it asks for none."""
     wanted = kwargs.get("dtype")
     if len(args) > position:
         wanted = args[position]
@@ -127,9 +127,9 @@ def with_float32(
 
 
 def has_float32_logits() -> bool:
-    """Says whether the backend makes float32 logits of 16-bit queries."""
-    # JAX does on accelerators, where a cast before it would only rule flash
-    # attention out; on a CPU it has no such product of float16 and raises.
+    """Returns whether the backend makes float32 logits of 16-bit queries."""
+    # JAX does on accelerators, where a cast before it would only rule out flash
+    # attention. On a CPU it has no such product of float16 and raises an error.
     if keras.backend.backend() != "jax":
         return False
     import jax
@@ -138,7 +138,7 @@ def has_float32_logits() -> bool:
 
 
 def _defines(module: types.ModuleType, name: str) -> bool:
-    """Says whether a module wrote a function itself, not only imports it."""
+    """Returns whether a module defines a function rather than imports it."""
     value = vars(module).get(name)
     return inspect.isfunction(value) and value.__module__ == module.__name__
 

@@ -10,7 +10,7 @@ import keras
 from tfmix._keras import replacements
 
 Optimizer: TypeAlias = keras.optimizers.Optimizer
-# Where every optimizer but a wrapper applies its gradients.
+# Every optimizer except a wrapper applies its gradients here.
 APPLY: replacements.Place = (
     next(c for c in keras.optimizers.Optimizer.__mro__ if "apply" in vars(c)),
     "apply",
@@ -25,7 +25,7 @@ def chain(optimizer: Optimizer | None) -> Iterator[Optimizer]:
 
 
 def appliers() -> list[type]:
-    """Lists the classes of optimizers that have an `apply` of their own."""
+    """Lists the optimizer classes that define an `apply` of their own."""
     found, (base, _) = [], APPLY
     waiting = [base]
     while waiting:
@@ -37,18 +37,18 @@ def appliers() -> list[type]:
 
 
 def apply_count(optimizer: Optimizer) -> keras.Variable:
-    """Returns what counts the calls of `apply`, those that accumulate too."""
+    """Returns the counter of all `apply` calls, including accumulating ones."""
     *_, innermost = chain(optimizer)
     return innermost._iterations
 
 
 def paths(variables: Sequence) -> list[str]:
-    """Returns the paths of variables, of TensorFlow's own the names."""
+    """Returns the paths of variables, or the names of TensorFlow's own."""
     return [getattr(v, "path", v.name) for v in variables]
 
 
 def with_nested(optimizer: Any) -> Iterator[Optimizer]:
-    """Yields an optimizer of Keras's and all that it holds, outermost first."""
+    """Yields a Keras optimizer and all optimizers it holds, outermost first."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         return
     yield optimizer
@@ -58,7 +58,7 @@ def with_nested(optimizer: Any) -> Iterator[Optimizer]:
 
 
 def unwrapped(optimizer: Any) -> list[Optimizer]:
-    """Returns an optimizer and all that it holds, without those around one."""
+    """Returns an optimizer and all it holds, except wrappers."""
     return [
         part
         for part in with_nested(optimizer)
@@ -73,14 +73,14 @@ def workers(optimizer: Optimizer) -> list[Optimizer]:
 
 def key(variable: Any) -> Any:
     """Returns an optimizer's key for a variable or a replica's copy of it."""
-    # It reads nothing of the optimizer.
+    # The method does not use `self`.
     return keras.optimizers.Optimizer._var_key(None, variable)
 
 
 def add_variable(optimizer: Optimizer, **settings: Any) -> keras.Variable:
     """Adds a variable whose first value is read from the model's."""
-    # Keras 3.16 makes it outside of the function that TensorFlow traces, where
-    # the model's may have no value yet, unless its base class is asked.
+    # Keras 3.16 creates it outside the function that TensorFlow traces, where
+    # the model's variable may have no value yet. Its base class does not.
     base, _ = APPLY
     return base.add_variable(optimizer, **settings)
 
@@ -91,7 +91,7 @@ def own_variables(optimizer: Optimizer) -> list[keras.Variable]:
 
 
 def remember(optimizer: Optimizer, variables: list[keras.Variable]) -> None:
-    """Lets a wrapper know the model's variables, without tracking them."""
+    """Gives a wrapper the model's variables, without tracking them."""
     vars(optimizer)["_trainable_variables"] = variables
     vars(optimizer)["_trainable_variables_indices"] = {
         key(variable): index for index, variable in enumerate(variables)
@@ -104,25 +104,25 @@ def remembered(optimizer: Optimizer) -> list[keras.Variable]:
 
 
 def recognised(optimizer: Optimizer, variables: Sequence) -> list:
-    """Returns the variables of the build that others stand for, or raises."""
+    """Returns the built variables that these stand for, or raises an error."""
     optimizer._check_variables_are_known(variables)
     known = optimizer._trainable_variables
     return [known[optimizer._get_variable_index(v)] for v in variables]
 
 
 def positions(optimizer: Optimizer, variables: Sequence) -> list[int]:
-    """Returns the places of variables among those of the build."""
+    """Returns the positions of variables among those of the build."""
     places = optimizer._trainable_variables_indices
     return [places[key(variable)] for variable in variables]
 
 
 @contextlib.contextmanager
 def alone(optimizer: Optimizer | None, strategy: Any = None) -> Iterator[None]:
-    """Lets an optimizer, and all in it, sum no gradients over replicas."""
-    # A strategy takes the place of its own.
+    """Stops an optimizer, and all in it, from summing over replicas."""
+    # A strategy replaces the one that the optimizer has.
     with contextlib.ExitStack() as undo:
         for part in with_nested(optimizer):
-            # Without a strategy this saves an operation for each gradient.
+            # This saves an operation per gradient if there is no strategy.
             replaced = {"_all_reduce_sum_gradients": list}
             if strategy is not None:
                 replaced["_distribution_strategy"] = strategy
@@ -146,15 +146,15 @@ class OverwritesThroughInner:
 
 
 def count_as_tracked(optimizer: Optimizer, variable: keras.Variable) -> None:
-    """Keeps an optimizer from adding a variable to those that it saves."""
+    """Keeps an optimizer from saving a variable as one of its own."""
     optimizer._tracker.stored_ids["variables"].add(id(variable))
 
 
 def applies(optimizer: Optimizer) -> keras.Variable:
-    """Returns what counts the `apply`s of an optimizer or the one it wraps.
+    """Returns the counter of `apply` calls of the innermost optimizer.
 
-    `iterations` is no variable where gradients are accumulated: there it counts
-    the updates.
+    With gradient accumulation, `iterations` is not a variable and counts
+    updates.
     """
     *_, innermost = chain(optimizer)
     return innermost._iterations
@@ -162,7 +162,7 @@ def applies(optimizer: Optimizer) -> keras.Variable:
 
 def uses_weight_decay(optimizer: Optimizer, variable: keras.Variable) -> bool:
     """Returns False if `exclude_from_weight_decay` named the variable."""
-    # Keras 3.16 decides at the build, and tells by another name before.
+    # Keras 3.16 decides in `build`; earlier versions use another name.
     excluded = getattr(optimizer, "_is_excluded_from_weight_decay", None)
     if excluded is not None:
         return not excluded(variable)
@@ -177,7 +177,7 @@ def undecayed(optimizer: Optimizer, variables: Sequence) -> list:
 def named(
     variables: Sequence, var_list: Sequence | None, var_names: Sequence | None
 ) -> list[keras.Variable]:
-    """Returns what the arguments of `exclude_from_weight_decay` mean."""
+    """Returns the variables that `exclude_from_weight_decay` names."""
     keys = {key(variable) for variable in var_list or ()}
     pattern = "|".join(var_names or ())
     return [
@@ -188,12 +188,12 @@ def named(
 
 
 def keeps_averages(optimizer: Optimizer) -> bool:
-    """Says whether an optimizer averages weights (`use_ema=True`)."""
+    """Returns whether an optimizer averages weights (`use_ema=True`)."""
     return any(worker.use_ema for worker in workers(optimizer))
 
 
 def averages(optimizer: Optimizer) -> list[tuple[Any, Any]]:
-    """Returns what a built optimizer updates, each with its average."""
+    """Returns the variables that a built optimizer updates, with averages."""
     return [
         pair
         for worker in workers(optimizer)
@@ -208,7 +208,7 @@ def averages(optimizer: Optimizer) -> list[tuple[Any, Any]]:
 
 
 class AveragesOfInner:
-    """Mixin: lets Keras's callback find the averages of what is inside."""
+    """Mixin: Keras's callback finds the averages of the inner optimizer."""
 
     inner_optimizer: Optimizer
 
@@ -223,11 +223,11 @@ def swap_averages_by(
     swap: Callable[[], None],
     overwrite: Callable[[], None],
 ) -> None:
-    """Lets a callback swap by other functions until a stack unwinds."""
+    """Makes a callback swap with other functions until a stack unwinds."""
 
     def acting(action: Callable[[], None]) -> Callable[[], None]:
         def act() -> None:
-            # Asking for its model brings the variables up to date on JAX.
+            # On JAX, reading `callback.model` updates the variables.
             if callback.model is not None:
                 action()
 

@@ -1,4 +1,4 @@
-"""Where Keras adds up what a model is trained on besides its loss."""
+"""Lists the methods that add penalties to a loss."""
 
 import inspect
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from tfmix._keras import replacements, training
 
 
 def _own_classes(base: type[Any], method: str) -> Iterator[type]:
-    """Yields Keras's own subclasses that write a method themselves."""
+    """Yields Keras's own subclasses that define a method themselves."""
     for subclass in base.__subclasses__():
         if subclass.__module__.startswith("keras.src."):
             if inspect.isfunction(vars(subclass).get(method)):
@@ -18,7 +18,7 @@ def _own_classes(base: type[Any], method: str) -> Iterator[type]:
             yield from _own_classes(subclass, method)
 
 
-# The methods that take penalties: regularizers, added losses.
+# These methods compute penalties: regularizers and added losses.
 PLACES: tuple[replacements.Place, ...] = (
     *(
         (regularizer, "__call__")
@@ -27,7 +27,7 @@ PLACES: tuple[replacements.Place, ...] = (
         )
     ),
     (keras.Layer, "add_loss"),
-    # Losses that were added before tfmix had a say, on their way into the sum
-    # with the compiled loss, where TensorFlow mixes no dtypes.
+    # Losses that were added before tfmix was active. TensorFlow cannot add them
+    # to the compiled loss in another dtype.
     (training.TRAINER, "_aggregate_additional_loss"),
 )

@@ -1,4 +1,4 @@
-"""Replaces attributes of others, and puts back what was there."""
+"""Replaces attributes of other objects, and restores them."""
 
 import contextlib
 import threading
@@ -11,8 +11,8 @@ _registry: list["Replacements"] = []
 
 
 def swap(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Gives one object another attribute until a stack unwinds."""
-    # Not by `setattr`: Keras and TensorFlow would begin to track the value.
+    """Replaces an attribute of one object until a stack unwinds."""
+    # With `setattr`, Keras and TensorFlow would begin to track the value.
     own = vars(owner)
     if name in own:
         undo.callback(own.__setitem__, name, own[name])
@@ -22,7 +22,7 @@ def swap(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 def replaced() -> list[Place]:
-    """Returns every place that is replaced for the whole process just now."""
+    """Returns every place that is replaced for the whole process now."""
     return list(
         dict.fromkeys(
             p for replacements in _registry for p in replacements.places()
@@ -35,22 +35,23 @@ class Replacements:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        # (owner, attribute) -> (what was there, what stands there now).
+        # (owner, attribute) -> (the original, our replacement).
         self._replaced: dict[Place, tuple[Any, Any]] = {}
         _registry.append(self)
 
     def places(self) -> list[Place]:
-        """Returns the `(owner, attribute)` pairs replaced just now."""
+        """Returns the `(owner, attribute)` pairs that are replaced now."""
         return list(self._replaced)
 
     def set(self, wanted: Mapping[Place, Callable[[Any], Any]]) -> None:
-        """Replaces the places of `wanted`, by old value, and no others."""
+        """Replaces exactly the places of `wanted`, each made from the old."""
         with self._lock:
             for place in [p for p in self._replaced if p not in wanted]:
                 owner, name = place
                 original, ours = self._replaced.pop(place)
-                # Whoever replaced the attribute after us keeps their version;
-                # ours inside it then finds nothing in force and passes on.
+                # Code that replaced the attribute after us keeps its version.
+                # Our function inside it then finds no active rule and calls the
+                # original.
                 if vars(owner).get(name) is ours:
                     setattr(owner, name, original)
             for (owner, name), make in wanted.items():

@@ -1,4 +1,4 @@
-"""Where a number meets a tensor past Keras: operators, and a few functions."""
+"""Lists the operators and functions that mix numbers and tensors."""
 
 import keras
 
@@ -28,7 +28,7 @@ elif keras.backend.backend() == "jax":
 else:
     _TENSORS, _FUNCTIONS = (), ()
 
-# Those that give a number of NumPy's the dtype of the tensor beside it.
+# These give a NumPy number the dtype of the tensor beside it.
 CAST_NUMBERS = OPERATORS if keras.backend.backend() == "tensorflow" else ()
 PLACES: tuple[replacements.Place, ...] = (
     *((tensor, name) for tensor in _TENSORS for name in OPERATORS),

@@ -1,4 +1,4 @@
-"""What a Keras optimizer keeps for each variable, found by the variable."""
+"""Finds what a Keras optimizer keeps for each variable."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -7,25 +7,25 @@ import keras
 
 from tfmix._keras import optimizers
 
-# Lists of the model's and of all variables, not of one slot of each.
+# These list the model's and all variables, not a slot of each variable.
 _NO_SLOTS = ("_trainable_variables", "_variables")
 _BY_KEY = (
     "_trainable_variables_indices",
     "_var_to_optimizer_idx",
-    # Since Keras 3.16.
+    # Keras 3.16 added this one.
     "_weight_decay_by_var_key",
 )
 _EXCLUDED = "_exclude_from_weight_decay"
 
-# By attribute of the optimizer: one slot, or `None`, for each variable.
+# Maps an optimizer's attribute to a slot, or `None`, for each variable.
 Slots = dict[str, list[keras.Variable | None]]
-# By the `id` of a variable, the one that takes its place.
+# Maps the `id` of a variable to the variable that replaces it.
 Moved = Mapping[int, keras.Variable]
 
 
 def slots(worker: optimizers.Optimizer) -> Slots | None:
     """Returns the slots of a built optimizer in the order of its variables."""
-    # `None` unless each list agrees with the slots' names, and none is left.
+    # `None` unless the lists and the slots' names agree and cover everything.
     known = optimizers.remembered(worker)
     by_attribute: Slots = {
         name: list(values)
@@ -57,11 +57,11 @@ def numbers(worker: optimizers.Optimizer) -> dict[str, keras.Variable]:
 
 
 def remembered(optimizer: Any, variables: Iterable = ()) -> Callable[..., None]:
-    """Notes the variables an optimizer knows; returns what makes it know them.
+    """Notes an optimizer's variables; returns a function that restores them.
 
-    TensorFlow's know a variable by the `tf.Variable` inside, which a cast
-    replaces. `variables` are the model's, for what is said of them before
-    `build`. Those in `moved` get the slots of the ones they replace.
+    TensorFlow's optimizers know a variable by its inner `tf.Variable`, which a
+    cast replaces. `variables` are the model's, for settings made before
+    `build`. Variables in `moved` get the slots of those they replace.
     """
     parts = optimizers.with_nested(optimizer)
     noted = [_noted(part, list(variables)) for part in parts]
@@ -74,7 +74,7 @@ def remembered(optimizer: Any, variables: Iterable = ()) -> Callable[..., None]:
 
 
 def fresh(optimizer: Any, moved: Moved) -> Any:
-    """Returns an optimizer of the same settings that is not built."""
+    """Returns an optimizer with the same settings that is not built."""
     made = type(optimizer).from_config(optimizer.get_config())
     for old, new in zip(
         optimizers.unwrapped(optimizer),
@@ -87,7 +87,7 @@ def fresh(optimizer: Any, moved: Moved) -> Any:
 
 
 def _belongs(slot: keras.Variable, variable: keras.Variable) -> bool:
-    # Adafactor's rows and columns have no more than the variable's own name.
+    # Adafactor's rows and columns have only the variable's own name.
     path = variable.path.replace("/", "_")
     return slot.name == variable.name or slot.name.startswith(f"{path}_")
 
@@ -104,8 +104,9 @@ def _noted(part: Any, variables: list) -> Callable[[Moved], None]:
     def restore(moved: Moved) -> None:
         if built:
             now = _moved(known, moved)
-            # Past the automatic tracking: these are the model's. The tables
-            # are new: TensorFlow saves no dict that was changed behind it.
+            # The optimizer does not track the model's variables. The tables are
+            # new, because TensorFlow saves no dict that was changed without its
+            # knowledge.
             vars(part)["_trainable_variables"] = now
             for name, values in tables.items():
                 keys = map(optimizers.key, now)

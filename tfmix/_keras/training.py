@@ -1,4 +1,4 @@
-"""How Keras trains a model: its step, metrics, callbacks and building."""
+"""Reads how Keras trains a model: step, metrics, callbacks and building."""
 
 import contextlib
 import inspect
@@ -11,28 +11,28 @@ from keras.src.trainers import trainer as trainers
 
 from tfmix._keras import layers, version
 
-# The class that gives models `compile` and `fit`.
+# This class gives models `compile` and `fit`.
 TRAINER: type = getattr(trainers, "BaseTrainer", None) or trainers.Trainer
-# Whether a batch is taken before TensorFlow traces the step on it, and so lost
-# where that fails.
+# Since Keras 3.16, TensorFlow's trainer takes a batch before it traces the
+# step. If tracing fails, that batch is lost.
 _TAKES_FIRST = keras.backend.backend() == "tensorflow" and version.numbers(
     keras.__version__
 ) >= (3, 16)
 
-# What gives variables their first values before a step is made, and what
-# TensorFlow's trainer alone calls before that.
+# The first gives variables their first values before a step is made. Only
+# TensorFlow's trainer calls the second before that.
 BUILD = "_symbolic_build"
 BEFORE_TRACING = "_maybe_symbolic_build"
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Says whether a model's class writes its `train_step` itself."""
+    """Returns whether a model's class defines its own `train_step`."""
     module = type(model).train_step.__module__ or ""
     return module.split(".")[0] != "keras"
 
 
 def weights_of_own_step(model: keras.Model) -> list[keras.Variable]:
-    """Lists weights that a user's own `train_step` may write."""
+    """Lists the weights that a user's own `train_step` may write."""
     return list(model.trainable_variables) if has_own_step(model) else []
 
 
@@ -62,7 +62,7 @@ def callbacks(method: Callable, args: tuple, kwargs: dict) -> list:
     try:
         bound = inspect.signature(method).bind(*args, **kwargs)
     except TypeError:
-        # Not our error to raise: Python's own says it better.
+        # Python's own error message is better than ours.
         return []
     given = {**bound.arguments, **kwargs}.get("callbacks")
     nest = getattr(given, "callbacks", given)
@@ -70,7 +70,7 @@ def callbacks(method: Callable, args: tuple, kwargs: dict) -> list:
 
 
 def for_two_calls(model: keras.Model, arguments: tuple) -> tuple:
-    """Returns a train function's arguments, of which two calls see the same."""
+    """Returns a train function's arguments so that two calls see one batch."""
     if not _TAKES_FIRST or model.steps_per_execution > 1:
         return arguments
     (iterator,) = arguments
@@ -80,12 +80,13 @@ def for_two_calls(model: keras.Model, arguments: tuple) -> tuple:
 def build_before_tracing(model: keras.Model, **batch: Any) -> None:
     """Builds a model before TensorFlow traces its step.
 
-    Float32 masters start from what the weights hold. TensorFlow cannot move a
-    first value that is read from another variable out of a step: XLA refuses
-    what stays in, and loops may run before it.
+    Float32 master weights start from the weights' values. A first value that is
+    read from another variable would become part of the step, which XLA refuses,
+    and loops may run before it.
     """
     if not layers.is_built(model):
-        # As under JAX; what cannot be built so is left to the trace.
+        # JAX does the same; a model that cannot be built so is built in the
+        # trace.
         with contextlib.suppress(RuntimeError):
             model._symbolic_build(**batch)
 
@@ -93,7 +94,7 @@ def build_before_tracing(model: keras.Model, **batch: Any) -> None:
 def build_for_training(model: keras.Model, data: Any) -> None:
     """Builds what a model trains with: losses, metrics, optimizer.
 
-    `data` are inputs and targets, as symbols.
+    `data` are symbolic inputs and targets.
     """
-    # As `fit` does with its first batch.
+    # `fit` does this with its first batch.
     model._symbolic_build(data_batch=data)

@@ -1,7 +1,7 @@
 """The parts of Keras's variables that tfmix reaches into.
 
-Under TensorFlow the optimizers unwrap `variable.value`, assign to that, and
-find slots by `_unique_id`.
+Under TensorFlow the optimizers unwrap `variable.value`, assign to it, and find
+slots by `_unique_id`.
 """
 
 import contextlib
@@ -37,27 +37,27 @@ def is_sixteen_bit(variable: keras.Variable) -> bool:
 
 
 def placement(variable: keras.Variable) -> dict:
-    """Returns the arguments of `add_variable` that place one beside another."""
+    """Returns the `add_variable` arguments that place it beside another."""
     layout = getattr(variable, "_layout", None)
     return {"layout": layout, "aggregation": variable.aggregation}
 
 
 def on_each_device(variable: keras.Variable) -> dict:
-    """Returns the arguments that put one whole where another has its parts."""
+    """Returns arguments that copy a variable to each device of another's."""
     layout = getattr(variable, "_layout", None)
     if layout is None:
         return {}
     import jax
 
-    # What a user's map of layouts says of the other's path is not for it.
+    # A user's map of layouts by path does not apply to the new variable.
     mesh = getattr(layout, "backend_layout", layout).mesh
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return {"layout": whole}
 
 
 def adopt(target: keras.Variable, variable: keras.Variable) -> keras.Variable:
-    """Gives a stand-in the identity of the model's variable; returns it."""
-    # What goes by path (`MultiOptimizer`, weight decay) matches as in float32.
+    """Gives a replacement the identity of the model's variable; returns it."""
+    # Settings by path (`MultiOptimizer`, weight decay) then match it, too.
     target._path = variable.path
     for name in ("trainable", "constraint", "regularizer"):
         setattr(target, name, getattr(variable, name))
@@ -65,7 +65,7 @@ def adopt(target: keras.Variable, variable: keras.Variable) -> keras.Variable:
 
 
 def stored_dtype(variable: keras.Variable) -> str:
-    """Returns the dtype that a variable has, whoever reads it."""
+    """Returns the dtype that a variable is stored in."""
     stored: str = variable._dtype
     return stored
 
@@ -73,7 +73,7 @@ def stored_dtype(variable: keras.Variable) -> str:
 def store_apart(
     undo: contextlib.ExitStack, variable: keras.Variable, dtype: str
 ) -> None:
-    """Gives a variable another storage, of a dtype, until a stack unwinds."""
+    """Gives a variable separate storage of a dtype until a stack unwinds."""
     other = keras.Variable("zeros", variable.shape, dtype, trainable=False)
     other.assign(variable.value)
     replacements.swap(undo, variable, "_value", other._value)
@@ -82,7 +82,7 @@ def store_apart(
 
 @contextlib.contextmanager
 def local_copies(these: Iterable[keras.Variable]) -> Iterator[None]:
-    """Lets each variable stand for this replica's copy of it (TensorFlow)."""
+    """Makes each variable mean this replica's copy of it (TensorFlow)."""
     with contextlib.ExitStack() as undo:
         for variable in these:
             copy = local(variable._value)
@@ -102,7 +102,7 @@ def local(variable: Any) -> Any:
 
 
 def read(value: Any) -> Any:
-    """Returns what a `tf.Variable` holds, and anything else as it is."""
+    """Returns the value of a `tf.Variable`, and anything else unchanged."""
     return value.value() if hasattr(value, "read_value") else value
 
 
@@ -127,23 +127,23 @@ def assign_all(variables: Variables, values: Sequence) -> None:
 
 
 def own_trainable(layer: keras.Layer) -> list[keras.Variable]:
-    """Returns the variables made to be trained that a layer itself holds."""
+    """Returns the variables a layer itself created as trainable."""
     return list(layer._trainable_variables)
 
 
 def own_variables(layer: keras.Layer) -> list[keras.Variable]:
-    """Returns the variables a layer itself holds, not those of its layers."""
+    """Returns a layer's own variables, not those of its inner layers."""
     return own_trainable(layer) + list(layer._non_trainable_variables)
 
 
 def own_state(layer: keras.Layer) -> list[keras.Variable]:
-    """Returns the variables that a layer itself keeps its state in."""
+    """Returns the variables in which a layer itself keeps its state."""
     metrics = [v for metric in layer._metrics for v in metric.variables]
     return list(layer._non_trainable_variables) + metrics
 
 
 def cast_in_place(variable: keras.Variable, dtype: str) -> None:
-    """Gives a variable another dtype, keeping its value as far as it fits."""
+    """Gives a variable another dtype, and rounds its value to that."""
     # TensorFlow then stores it where the strategy in scope puts it.
     if not all(hasattr(variable, name) for name in ("_dtype", "_initialize")):
         raise RuntimeError(
@@ -154,7 +154,7 @@ def cast_in_place(variable: keras.Variable, dtype: str) -> None:
     value = ops.cast(variable.value, dtype)
     before, trainable = variable._dtype, variable._trainable
     variable._dtype = dtype
-    # A frozen one may be thawed: as before, its gradients must be recorded.
+    # A frozen variable may be unfrozen, so its gradients must be recorded.
     variable._trainable = getattr(variable.value, "trainable", trainable)
     try:
         variable._initialize(value)
@@ -166,7 +166,7 @@ def cast_in_place(variable: keras.Variable, dtype: str) -> None:
 
 
 def strategy_scope(model: keras.Model) -> contextlib.AbstractContextManager:
-    """Opens the scope in which new variables lie beside a model's."""
+    """Opens the scope that places new variables beside a model's."""
     strategy = getattr(model, "distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
@@ -174,18 +174,18 @@ def strategy_scope(model: keras.Model) -> contextlib.AbstractContextManager:
 class Float32View(keras.Variable):
     """A float32 variable that stores nothing but a model's 16-bit variable.
 
-    Reads and assignments go through `load` and `store`, so it holds inside
+    Reads and assignments go through `load` and `store`, so it works inside
     `tf.cond`, `jax.jit` and stateless scopes alike.
     """
 
-    # Set while slots are created: TensorFlow then places them beside the
-    # variable behind the view.
+    # True while slots are created: TensorFlow then places them beside the
+    # model's variable.
     colocating = False
-    # Variables that hold the rest of what it stands for.
+    # These variables hold the bits that the 16-bit variable lacks.
     beside: tuple[keras.Variable, ...] = ()
 
     def __init__(self, variable: keras.Variable) -> None:
-        # All but what TensorFlow remembers of the variable, for checkpoints.
+        # TensorFlow's notes on the variable, for checkpoints, are not copied.
         for name, value in vars(variable).items():
             if not name.startswith("_self_"):
                 self.__dict__[name] = value
@@ -201,7 +201,7 @@ class Float32View(keras.Variable):
 
     @property
     def value(self) -> Any:
-        """The float32 tensor; under TensorFlow the view, to be assigned to."""
+        """The float32 tensor; under TensorFlow the view, for assignments."""
         if keras.backend.backend() != "tensorflow":
             return self.load()
         return self.stored.value if self.colocating else self
@@ -220,7 +220,7 @@ class Float32View(keras.Variable):
         """Subtracts a value; see `assign`."""
         return self.assign(ops.subtract(self.load(), value))
 
-    # What Keras calls for `tf.IndexedSlices`.
+    # Keras calls these for `tf.IndexedSlices`.
     scatter_add = assign_add
     scatter_sub = assign_sub
 
@@ -229,10 +229,10 @@ class Float32View(keras.Variable):
         return ops.convert_to_numpy(self.load())
 
     def __truediv__(self, other: Any) -> Any:
-        # `tf.divide` asks its argument to do it, and `value` is the view.
+        # `tf.divide` delegates to its argument, and `value` is the view.
         return ops.divide(self.load(), other)
 
-    # What Keras asks of `value`, too.
+    # Keras also uses these operators on `value`.
     def __neg__(self) -> Any:
         return ops.negative(self.load())
 
@@ -253,14 +253,14 @@ class Float32View(keras.Variable):
         return self.load()
 
     def _serialize_to_tensors(self) -> dict:
-        # Nothing of its own for a checkpoint: the model saves its variable,
-        # the wrapper what stands beside it.
+        # A checkpoint needs nothing of the view: the model saves its variable,
+        # and the wrapper saves the rest.
         return {}
 
     def _restore_from_tensors(self, restored_tensors: dict) -> None:
         pass
 
-    # Nor for a SavedModel, where it stands for the model's variable, too.
+    # In a SavedModel, too, the view is the model's variable.
     @property
     def handle(self) -> Any:
         """The handle of the model's variable (TensorFlow)."""
@@ -274,6 +274,6 @@ class Float32View(keras.Variable):
 
     @property
     def _unique_id(self) -> str:
-        # The key under which an optimizer finds the slots of a variable; it
-        # is asked with one replica's copy, or while slots are created, too.
+        # Optimizers find a variable's slots under this key. They also pass one
+        # replica's copy, or ask while slots are created.
         return optimizers.key(self.stored)

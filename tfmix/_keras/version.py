@@ -1,4 +1,4 @@
-"""Refuses, at import, a Keras that tfmix cannot work with."""
+"""Refuses a Keras version that tfmix cannot work with, at import."""
 
 import importlib
 import pkgutil
@@ -15,16 +15,16 @@ except ModuleNotFoundError as error:
 
 BACKENDS = ("tensorflow", "jax")
 OLDEST_KERAS = (3, 12)
-# What is private may have changed in what came since.
+# Newer versions may have changed their private names.
 NEWEST_SEEN = (3, 15)
 
 
 def require_supported(
     version: str = keras.__version__, backend: str = keras.backend.backend()
 ) -> None:
-    """Raises `ImportError` for a version or backend that tfmix does not fit."""
-    # Called before any other module of tfmix is imported, so that the first
-    # error a user sees is the one that says what to change.
+    """Raises `ImportError` for an unsupported version or backend."""
+    # This runs before any other module of tfmix is imported, so that the first
+    # error a user sees says what to change.
     if numbers(version) < OLDEST_KERAS:
         raise ImportError(
             "tfmix needs Keras 3.12 or newer. "

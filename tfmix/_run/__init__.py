@@ -1,1 +1,1 @@
-"""`tfmix run`: trains a script in another policy, and measures it."""
+"""`tfmix run`: trains a script with another policy, and measures it."""

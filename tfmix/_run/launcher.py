@@ -1,7 +1,7 @@
-"""Starts Python on a script, with what makes it import tfmix beside Keras.
+"""Starts Python on a script so that it imports tfmix along with Keras.
 
-It imports nothing of tfmix, which would bring Keras: the script may yet choose
-a backend.
+It does not import tfmix, because that would import Keras, and the script may
+still choose a backend.
 """
 
 import json
@@ -27,15 +27,15 @@ def run(
     """Runs a script as `python` would, and returns its exit code.
 
     Args:
-        words: What stands behind `python`: `["train.py", "--epochs", "3"]`,
-            or `["-m", "package.train"]`.
-        policy: The policy it is trained in.
+        words: The words after `python`: `["train.py", "--epochs", "3"]`, or
+            `["-m", "package.train"]`.
+        policy: The policy for the training.
         against: The policy of a second run to compare with.
-        json_file: Where the report is written as JSON.
+        json_file: The file for the report as JSON.
 
     Returns:
-        The exit code, on POSIX only of a first run that failed: the process
-        becomes the one of the script.
+        The exit code. On POSIX it returns only if a first run failed, because
+        this process becomes the script's.
     """
     # The script may change its folder.
     target = json_file and os.path.abspath(json_file)
@@ -76,7 +76,7 @@ def _command(
 
 def _become(words: Sequence[str], policy: str, settings: dict[str, Any]) -> int:
     if os.name != "posix":
-        # Windows would end this process before the script's.
+        # On Windows this process would end before the script's.
         return _wait(words, policy, settings)
     command, environment = _command(words, policy, settings)
     sys.stdout.flush()
@@ -87,7 +87,7 @@ def _wait(words: Sequence[str], policy: str, settings: dict[str, Any]) -> int:
     command, environment = _command(words, policy, settings)
 
     def leave_to_script(*_: Any) -> None:
-        # Ctrl-C reaches both processes; the script's decides what it means.
+        # Ctrl-C reaches both processes; the script decides what it means.
         pass
 
     before = signal.signal(signal.SIGINT, leave_to_script)
@@ -95,5 +95,5 @@ def _wait(words: Sequence[str], policy: str, settings: dict[str, Any]) -> int:
         code = subprocess.Popen(command, env=environment).wait()
     finally:
         signal.signal(signal.SIGINT, before)
-    # As a shell says that a signal ended it.
+    # Shells report a program ended by a signal like this.
     return code if code >= 0 else 128 - code

@@ -1,4 +1,4 @@
-"""What `tfmix run` measured of one run or two, as records and as a table."""
+"""Holds what `tfmix run` measured of one run or two, and prints it."""
 
 import dataclasses
 import math
@@ -13,29 +13,29 @@ _UNKNOWN = "-"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run of a script. `None` stands for what could not be measured."""
+    """One run of a script. `None` means that something was not measured."""
 
     policy: str
-    dtype: str  # what it computes in
-    why: str  # why this policy
+    dtype: str  # the compute dtype
+    why: str  # the reason for this policy
     device: str
-    fast: bool  # whether the device is faster in the policy's dtype
+    fast: bool  # true if the device is faster in this dtype
     failed: str  # why something could not be measured, "" for nothing
     ended: str  # the error that ended it, "" for none
-    steps: int  # of optimizers, skipped ones included
+    steps: int  # the optimizer steps, skipped ones included
     skipped: int | None
-    cause: str  # the likeliest one of skipped steps, "" without any
-    milliseconds: float | None  # the median of a step, without the first
-    first_seconds: float | None  # the first step
+    cause: str  # the likeliest cause of skipped steps, or ""
+    milliseconds: float | None  # the median time of a step, without the first
+    first_seconds: float | None  # the time of the first step
     peak_bytes: int | None
-    loss: float | None  # the last one
-    float32_layers: dict[str, int]  # by class
-    layers: int  # that compute, all of them
+    loss: float | None  # the loss of the last step
+    float32_layers: dict[str, int]  # their number by class
+    layers: int  # the number of layers that compute
     float32_ops: tuple[str, ...]
     fallen: tuple[str, ...]  # layers that fell back, each with the reason
 
     def is_float32(self) -> bool:
-        """Says whether nothing ran in 16 bit by the policy."""
+        """Returns whether the policy ran nothing in 16 bit."""
         return self.policy == "float32"
 
     def cells(self) -> list[str]:
@@ -69,7 +69,7 @@ class Run:
         return notes
 
     def _kept(self) -> str:
-        """Says which layers and ops stay in float32."""
+        """Describes which layers and ops stay in float32."""
         total = sum(self.float32_layers.values())
         kinds = ", ".join(
             name if count == 1 else f"{count} {name}"
@@ -94,7 +94,7 @@ HEADS = (
 
 @dataclasses.dataclass(frozen=True)
 class Report(_tables.Printed):
-    """One run, or two to compare."""
+    """A report of one run, or of two to compare."""
 
     script: str
     run: Run
@@ -106,7 +106,7 @@ class Report(_tables.Printed):
         return [self.run, *([self.other] if self.other else [])]
 
     def tables(self) -> list[_tables.Table]:
-        """Returns what to print."""
+        """Returns the tables to print."""
         columns = [run.cells() for run in self.runs]
         rows = [
             row
@@ -129,22 +129,22 @@ class Report(_tables.Printed):
         return data
 
     def pair(self) -> tuple[Run, Run]:
-        """Returns the run in 16 bit, or the first, and the other one."""
+        """Returns the 16-bit run, or the first, and the other one."""
         if self.other is None:
-            raise ValueError("There is one run alone, and nothing to compare.")
+            raise ValueError("There is only one run, so nothing to compare.")
         if self.run.is_float32() and not self.other.is_float32():
             return self.other, self.run
         return self.run, self.other
 
     def speedup(self) -> float | None:
-        """Returns how many times as fast the run in 16 bit is."""
+        """Returns how many times as fast the 16-bit run is."""
         narrow, wide = self.pair()
         if not narrow.milliseconds or not wide.milliseconds:
             return None
         return wide.milliseconds / narrow.milliseconds
 
     def verdict(self) -> str:
-        """Says in a sentence or two whether 16 bit is worth it."""
+        """Returns a sentence or two on whether 16 bit is worth it."""
         narrow, wide = self.pair()
         if narrow.policy == wide.policy:
             return (
@@ -171,7 +171,7 @@ def _is_short(run: Run) -> bool:
 
 
 def _reason(narrow: Run, speedup: float) -> str:
-    """Says why a run in 16 bit gains nothing, as far as that is known."""
+    """Returns the reason that 16 bit gains nothing, if it is known."""
     if narrow.fast:
         return ". The layers may be too small, see `tfmix advise`"
     emulates = speedup < 1 / _FASTER

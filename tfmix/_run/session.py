@@ -1,4 +1,4 @@
-"""Sets the policy that `TFMIX_POLICY` names, and reports when Python ends."""
+"""Sets the policy in `TFMIX_POLICY`, and reports when Python ends."""
 
 import atexit
 import dataclasses
@@ -30,17 +30,17 @@ POLICY, SETTINGS = "TFMIX_POLICY", "TFMIX_RUN"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How `tfmix run` started the process."""
+    """The settings with which `tfmix run` started the process."""
 
     json: str | None = None  # the file for the report
     before: str | None = None  # the file of the run to compare with
-    is_quiet: bool = False  # whether the next run will print
-    is_strict: bool = False  # whether the script's own policies are left out
-    process: int | None = None  # what `tfmix run` started, if it did
+    is_quiet: bool = False  # true if a second run will print
+    is_strict: bool = False  # true if the script's own policies are ignored
+    process: int | None = None  # the process that `tfmix run` started
 
 
 def begin() -> None:
-    """Trains what this process trains in the policy of the environment."""
+    """Trains this process with the policy in its environment."""
     settings = Settings(**json.loads(os.environ.get(SETTINGS, "{}")))
     name = os.environ[POLICY]
     try:
@@ -74,10 +74,10 @@ class _Session:
         names.check(name)
         self._asked = name
         self._policy = policies.Policy(name)
-        # The policies that the script asks for itself, the latest at the end.
+        # The policies that the script sets itself, the latest at the end.
         self._by_script: dict[str, keras.DTypePolicy] = {}
         self._replacements = replacements.Replacements()
-        # The layers made in 16 bit, numbered, and what was found of each.
+        # The layers created in 16 bit, numbered, and what is known of each.
         self._layers: weakref.WeakKeyDictionary[Any, int] = (
             weakref.WeakKeyDictionary()
         )
@@ -87,7 +87,7 @@ class _Session:
         self.cause = ""
 
     def begin(self) -> None:
-        """Sets the policy, and watches what the script does."""
+        """Sets the policy, and watches the script."""
         global_policy.set_global_policy(self._policy)
         global_policy.decide_by(self._decide)
         self._replacements.set(
@@ -102,7 +102,7 @@ class _Session:
         atexit.register(self._end)
 
     def _decide(self, policy: keras.DTypePolicy) -> keras.DTypePolicy:
-        """Returns the policy that a script gets which asks for one."""
+        """Returns the policy that replaces one that a script sets."""
         name = _name(policy)
         self._by_script.pop(name, None)
         self._by_script[name] = policy
@@ -111,7 +111,7 @@ class _Session:
         return policy
 
     def _setter(self, original: Callable) -> Callable:
-        """Lets the script get from tfmix what it asks of Keras."""
+        """Makes the script set policies in tfmix rather than in Keras."""
 
         @functools.wraps(original)
         def set_global_attribute(name: str, value: Any) -> None:
@@ -123,7 +123,7 @@ class _Session:
         return set_global_attribute
 
     def _initializer(self, original: Callable) -> Callable:
-        """Notes each layer that is made in 16 bit."""
+        """Notes each layer that is created in 16 bit."""
 
         @functools.wraps(original)
         def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +135,7 @@ class _Session:
         return __init__
 
     def _look_at_layers(self) -> None:
-        """Notes what each layer computes in, while it is there."""
+        """Notes the dtype of each layer, while it exists."""
         for layer, number in list(self._layers.items()):
             computes = own_code.can_have(layer) and not layers.is_input(layer)
             if layer.built and computes:
@@ -148,12 +148,12 @@ class _Session:
 
     def _end(self) -> None:
         if os.getpid() != self._process:
-            # A copy of the process, which did not begin here.
+            # A forked process did not begin here.
             return
         try:
             self._report()
         except Exception as error:
-            # Whatever ended the script may have broken what is measured.
+            # The error that ended the script may also break a measurement.
             print(f"tfmix run: no report: {error!r}", file=sys.stderr)
 
     def _report(self) -> None:
@@ -161,7 +161,7 @@ class _Session:
         settings = self._settings
         is_started_here = settings.process == os.getpid()
         if not (is_started_here or measured.steps):
-            # It only loads data, or is no training at all.
+            # The process only loads data, or does not train at all.
             return
         name = os.path.basename(sys.argv[0]) if sys.argv else ""
         made = report.Report(name, measured)
@@ -204,7 +204,7 @@ class _Session:
         )
 
     def _in_force(self) -> tuple[keras.DTypePolicy, str]:
-        """Returns the policy of the run, and why it is that one."""
+        """Returns the policy of the run, and the reason for it."""
         # Conversions compute in float32 on their way to 16 bit.
         *_, theirs = sorted(
             ["", *self._by_script], key=lambda name: name not in ("", "float32")
@@ -220,20 +220,20 @@ class _Session:
     def _cause(self) -> str:
         if not self._steps.skipped():
             return ""
-        # What `fit` knows is more: it has the data.
+        # `fit` knows more, because it has the data.
         return self.cause or self._steps.cause() or "not known"
 
 
 def _name(policy: keras.DTypePolicy) -> str:
-    """Returns the name that a policy is asked for by."""
+    """Returns the name under which a policy can be set."""
     return str(getattr(policy, "level", None) or policy.name)
 
 
 def _is_new(policy: keras.DTypePolicy | None) -> bool:
-    """Says whether it is another policy to train in than the one in force."""
+    """Returns whether a policy to train with differs from the active one."""
     if policy is None:
         return False
-    # While tfmix is off, to ask for the policy makes Keras set its own.
+    # While tfmix is off, setting the policy makes Keras set its own.
     is_on = global_policy.hooks_keras()
     current = global_state.policy_name()
     if is_on:
@@ -250,7 +250,7 @@ def _device(here: Any) -> str:
 
 
 def _ended() -> str:
-    """Returns the error that Python ends with, "" without any."""
+    """Returns the error with which Python ends, or ""."""
     error = getattr(sys, "last_value", None)
     if error is None:
         return ""

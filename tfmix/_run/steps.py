@@ -1,9 +1,9 @@
-"""Counts and times the optimizer steps of a process, however they are made.
+"""Counts and times all optimizer steps of a process.
 
-A step is an optimizer's `apply`: in `fit`, in a compiled function of the
-user's own, or in eager code. The clock is read between two steps. The first
-ones are timed one by one, later ones a quarter of a second at a time, because
-each reading waits for the device.
+A step is an optimizer's `apply`: in `fit`, in your own compiled function, or in
+eager code. The clock is read between two steps. The first steps are timed one
+by one, and later ones for a quarter of a second at a time, because each reading
+waits for the device.
 """
 
 import collections
@@ -40,30 +40,30 @@ class Counter:
         self._optimizer = weakref.ref(optimizer)
         self._iterations = optimizers.apply_count(optimizer)
         self._start = compilation.value_outside(self._iterations)
-        # A variable, or what counts for an optimizer that nobody wrapped.
+        # A variable, or the counter of an unwrapped optimizer.
         self._skips: Any = None
         self._calls = 0
-        # Why steps are skipped, by their gradients.
+        # The cause of skipped steps, from their gradients.
         self.cause = ""
 
     def called(self) -> None:
-        """Counts a call of what makes a step, and finds what counts skips."""
+        """Counts a call of a step function, and finds its counter of skips."""
         self._calls += 1
         optimizer = self._optimizer()
         if self._skips is None and optimizer is not None:
             self._skips = _skips(optimizer)
 
     def steps(self) -> int:
-        """Returns how many steps were made, skipped ones included."""
+        """Returns the number of steps, skipped ones included."""
         now = compilation.value_outside(self._iterations)
         if now is None or self._start is None:
             return self._calls
         counted = int(now - self._start) + (self.skipped() or 0)
-        # A function that JAX compiles may keep the count to itself.
+        # A function that JAX compiles may not write its count back.
         return max(counted, self._calls) if _ON_JAX else counted
 
     def skipped(self) -> int | None:
-        """Returns how many of them were skipped, None if nobody counts."""
+        """Returns the number of skipped steps, None if nothing counts them."""
         if self._skips is None:
             return None
         if not isinstance(self._skips, keras.Variable):
@@ -72,7 +72,7 @@ class Counter:
         return None if skipped is None else int(skipped)
 
     def note_overflow(self) -> None:
-        """Notes where gradients overflow, while the optimizer is there."""
+        """Notes where gradients overflow, while the optimizer exists."""
         optimizer = self._optimizer()
         if optimizer is None or not self.skipped():
             return
@@ -83,8 +83,8 @@ class Counter:
             if not worst or not counts[worst]:
                 continue
             self.cause = (
-                "all gradients are not finite at once, as of NaN in a batch "
-                "or in the loss"
+                "all gradients are NaN or infinite at once, as with NaN in a "
+                "batch or in the loss"
                 if len(set(counts.values())) == 1
                 else f"the gradient of {worst!r} overflows most often"
             )
@@ -98,16 +98,16 @@ def _skips(optimizer: keras.optimizers.Optimizer) -> Any:
 
 
 class Group:
-    """The steps that one function makes, or one optimizer in eager code."""
+    """The steps of one function, or of one optimizer in eager code."""
 
     def __init__(self) -> None:
         self.calls = 0
         # Seconds from the call of the function to the end of its first step.
         self.first: float | None = None
-        # The clock, and the steps until then.
+        # The clock at some calls, with the steps until then.
         self._marks: list[tuple[float, int]] = []
-        # What the last two calls returned as a loss: at the end of an epoch
-        # Keras makes a call for a batch that is not there.
+        # The losses of the last two calls: at the end of an epoch, Keras makes
+        # a call without a batch.
         self.losses: collections.deque = collections.deque(maxlen=2)
 
     def called(
@@ -132,20 +132,20 @@ class Group:
             self.first = self._marks[0][0] - began
 
     def steps_timed(self) -> int:
-        """Returns how many steps the clock was read for."""
+        """Returns the number of timed steps."""
         return self._marks[-1][1] - self._marks[0][1] if self._marks else 0
 
     def loss(self) -> float | None:
         """Returns the loss of the last step, None if it is not known."""
         for loss in reversed(self.losses):
-            # An array that JAX was given to write over cannot be read.
+            # JAX may have overwritten this array, which then cannot be read.
             with contextlib.suppress(Exception):
                 if (number := _number(loss)) is not None:
                     return number
         return None
 
     def milliseconds(self) -> float | None:
-        """Returns the median of a step, the first one left out."""
+        """Returns the median time of a step, without the first."""
         if self.steps_timed() < 1:
             return None
         clock, steps = map(np.asarray, zip(*self._marks, strict=True))
@@ -158,7 +158,7 @@ class Group:
 
 
 class Steps:
-    """All steps of the process, by what makes them."""
+    """All steps of the process, by the function that makes them."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self._on_first = on_first
@@ -170,9 +170,9 @@ class Steps:
             weakref.WeakKeyDictionary()
         )
         self.groups: list[Group] = []
-        # The latest one that has a loss.
+        # The latest group that has a loss.
         self.last: Group | None = None
-        # Why something could not be measured, "" if nothing went wrong.
+        # The reason that something was not measured, "" if all went well.
         self.error = ""
         self._inside = threading.local()
         self._replacements = replacements.Replacements()
@@ -186,22 +186,22 @@ class Steps:
         self._replacements.set(places)
 
     def count(self) -> int:
-        """Returns how many steps were made."""
+        """Returns the number of steps."""
         return sum(counter.steps() for counter in self._every)
 
     def skipped(self) -> int | None:
-        """Returns how many were skipped, None if nobody counts."""
+        """Returns the number of skipped steps, None if nothing counts them."""
         counts = [counter.skipped() for counter in self._every]
         return sum(filter(None, counts)) if set(counts) - {None} else None
 
     def cause(self) -> str:
-        """Says why steps were skipped, by their gradients; "" if unknown."""
+        """Returns the cause of skipped steps, from their gradients, or ""."""
         for counter in self._every:
             counter.note_overflow()
         return next((each.cause for each in self._every if each.cause), "")
 
     def longest(self) -> Group | None:
-        """Returns what made most of the steps that were timed."""
+        """Returns the group with most timed steps."""
         return max(self.groups, key=Group.steps_timed, default=None)
 
     def _applying(self, original: Callable) -> Callable:
@@ -247,7 +247,7 @@ class Steps:
         try:
             group.called(counters, began, outputs)
         except Exception as error:
-            # What is measured is no reason to stop the script.
+            # A failed measurement is no reason to stop the script.
             self.error = f"{type(error).__name__}: {error}"
         if group.losses:
             self.last = group
@@ -256,9 +256,9 @@ class Steps:
 
 
 def _loss(outputs: Any) -> Any:
-    """Returns what looks like the loss in what a step returned, or None."""
+    """Returns the likely loss in the results of a step, or None."""
     if hasattr(outputs, "has_value"):
-        # A `tf.experimental.Optional`, to be opened at the end.
+        # A `tf.experimental.Optional` is opened at the end.
         return outputs
     if isinstance(outputs, tuple | list) and outputs:
         outputs = outputs[0]

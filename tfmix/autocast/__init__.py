@@ -1,1 +1,1 @@
-"""What Keras does differently while a 16-bit policy is active."""
+"""Changes what Keras does while a 16-bit policy is active."""

@@ -1,6 +1,6 @@
-"""An optimizer that nobody wrapped skips the steps that are not finite, too.
+"""Makes unwrapped optimizers skip the steps that are not finite.
 
-In loops without `compile`, and in models with several optimizers.
+This protects loops without `compile`, and models with several optimizers.
 """
 
 import functools
@@ -28,7 +28,7 @@ from tfmix.loss_scaling import (
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.optimizers import sixteen_bit_optimizer
 
-# Where gradients are applied that no scaler has looked at.
+# Gradients are applied here, by optimizers that nothing has wrapped.
 PLACES = (
     optimizers.APPLY,
     (sixteen_bit_optimizer.SixteenBitOptimizer, "apply"),
@@ -37,10 +37,10 @@ _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 
 
 class Skips:
-    """The skipped steps of one optimizer, as far as `LossScaleOptimizer` has.
+    """Counts the skipped steps of one optimizer, like `LossScaleOptimizer`.
 
-    TensorFlow counts them on the device, JAX on the host: a function that JAX
-    compiles has no place for variables that it is not given.
+    TensorFlow counts them on the device, JAX on the host, because a function
+    that JAX compiles can only change the variables that it is given.
     """
 
     rule = rules.NoLossScale()
@@ -51,29 +51,29 @@ class Skips:
         self.applies = optimizers.applies(optimizer)
         self._paths = optimizers.paths(variables)
         self._watch = standstill.Watch(optimizer.name, self._paths)
-        # All skipped steps, those in a row, and those in which the gradient of
-        # each variable was not finite.
+        # It holds all skipped steps, those in a row, and for each variable
+        # those in which its gradient was not finite.
         count = 2 + len(variables)
         self._counts: Any = (
             keras.Variable(np.zeros(count), "zeros", "int32", trainable=False)
             if _ON_TENSORFLOW
             else np.zeros(count, "int32")
         )
-        # Steps applied before the last skipped one (JAX).
+        # The number of steps applied before the last skipped one (JAX).
         self._applied = -1
 
     @property
     def skipped_steps(self) -> int:
-        """Steps not applied so far."""
+        """The number of skipped steps."""
         return int(self._host_counts()[0])
 
     @property
     def consecutive_skips(self) -> int:
-        """Steps not applied since the last that was."""
+        """The number of skipped steps since the last applied one."""
         in_a_row = int(self._host_counts()[1])
         if _ON_TENSORFLOW:
             return in_a_row
-        # On the host nothing is heard of steps that are applied.
+        # The host gets no call for an applied step.
         applied = int(compilation.host_value(self.applies))
         return in_a_row if applied == self._applied else 0
 
@@ -85,7 +85,7 @@ class Skips:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """What it counts with on the device."""
+        """The variables with the counts on the device."""
         return [self._counts] if _ON_TENSORFLOW else []
 
     def count(self, applied: Any, bad: Any) -> None:
@@ -98,7 +98,7 @@ class Skips:
             in_a_row = np.arange(len(self._paths) + 2) == 1
             ended = ops.logical_and(in_a_row, ops.logical_not(is_bad))
             self._counts.assign(ops.where(ended, 0, counts))
-        # In `fit` the line after the epoch says more.
+        # The line after an epoch of `fit` says more.
         in_fit = power.is_placed()
         if not (in_fit and _ON_TENSORFLOW):
             note = self._count if in_fit else self._count_and_watch
@@ -119,14 +119,14 @@ class Skips:
         return compilation.host_value(self._counts)
 
 
-# What counts the skipped steps of an optimizer.
+# Objects that count the skipped steps of an optimizer.
 Skipper: TypeAlias = scaling.LossScaleOptimizer | Skips
 _skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
 _left_alone: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def applying(original: Callable) -> Callable:
-    """Returns what stands in for an `apply` of `PLACES`."""
+    """Returns the replacement of an `apply` of `PLACES`."""
 
     @functools.wraps(original)
     def apply(
@@ -183,7 +183,7 @@ def _build(optimizer: Any, variables: Sequence) -> None:
 
 
 def _tell_of_lost_updates(optimizer: Any, variables: Any) -> None:
-    """Warns of 16-bit variables that are updated without float32 masters."""
+    """Warns of 16-bit variables without float32 master weights."""
     if isinstance(optimizer, sixteen_bit_optimizer.SixteenBitOptimizer):
         return
     if variables is None:
@@ -191,25 +191,25 @@ def _tell_of_lost_updates(optimizer: Any, variables: Any) -> None:
     if any(map(keras_variables.is_narrow, variables)):
         _messages.warn_once(
             "a Keras optimizer updates 16-bit variables without float32 "
-            "masters: what is smaller than half a step of the format is lost, "
+            "masters: updates below half a step of the format are lost, "
             "and Adam's epsilon is 0 in float16. Write "
             f"tfmix.optimizers.MasterWeightOptimizer("
             f"{type(optimizer).__name__}(...)), or "
-            "take a 'mixed_' policy."
+            "use a 'mixed_' policy."
         )
 
 
 def leave_alone(optimizer: keras.optimizers.Optimizer | None) -> None:
-    """Lets an optimizer be Keras's own: its model is not in 16 bit."""
+    """Leaves an optimizer to Keras, because its model is not in 16 bit."""
     if optimizer is not None:
         _left_alone.add(optimizer)
 
 
 def held_beside(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Lists the optimizers inside a model's scaler that it holds beside it.
+    """Lists the optimizers in a model's scaler that the model also holds.
 
-    A step of the user's own may use the one that was given to `compile`, past
-    what `compile` has put around it.
+    A user's own step may use the optimizer that `compile` got, without the
+    wrappers that `compile` has added.
     """
     held = {id(value) for value in vars(model).values()}
     return [
@@ -221,7 +221,7 @@ def held_beside(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 def skippers(model: keras.Model) -> list[Skipper]:
-    """Lists what counts the skips of the optimizers that a model holds."""
+    """Lists the counters of skips of the optimizers that a model holds."""
     held = [
         value
         for value in vars(model).values()

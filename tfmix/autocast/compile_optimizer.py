@@ -1,4 +1,4 @@
-"""Which optimizer a model needs: decided from the dtypes of its layers."""
+"""Decides from the dtypes of a model's layers which optimizer it needs."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ def suited(
     model: keras.Layer,
     level: str | None = None,
 ) -> keras.optimizers.Optimizer:
-    """Returns an optimizer with what a model's dtypes call for around it.
+    """Wraps an optimizer as a model's dtypes require.
 
-    float16 layers get loss scaling, bfloat16 ones a check that skips steps
-    that are not finite, 16-bit variables get float32 masters.
-    What is there already stays; into tfmix's loss-scale optimizer masters are
-    put where they are missing.
+    float16 layers get loss scaling, bfloat16 layers a check that skips steps
+    that are not finite, and 16-bit variables float32 master weights. Existing
+    wrappers stay. If tfmix's loss-scale optimizer lacks master weights, they
+    are added inside it.
     """
     pure = own_code.has_sixteen_bit_variables(model)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -34,8 +34,9 @@ def suited(
         return optimizer
     fixed = optimizer.loss_scale_factor
     if fixed is not None:
-        # Two scales would be divided out twice. The optimizer stays the
-        # user's own object: a copy would ignore a later change of its rate.
+        # Otherwise gradients would be divided twice. The user's own object is
+        # changed, because a copy would ignore later changes of the learning
+        # rate.
         optimizer.loss_scale_factor = None
         _messages.info(
             "the fixed loss_scale_factor=%r of %r is now "
@@ -70,9 +71,9 @@ def refuse_two_scales(given: Any) -> None:
     if len(scalers) > 1:
         raise ValueError(
             "`optimizer` holds two loss scales, one inside the other: the "
-            "gradients are divided by both, the loss is multiplied by the "
-            f"outer one alone. Received: optimizer={given!r} around "
-            f"{scalers[1]!r}. Take off the outer one: "
+            "gradients are divided by both, but the loss is multiplied only by "
+            f"the outer one. Received: optimizer={given!r} around "
+            f"{scalers[1]!r}. Remove the outer one: "
             "`compile(optimizer.inner_optimizer, ...)`."
         )
 
@@ -80,12 +81,12 @@ def refuse_two_scales(given: Any) -> None:
 def without_automatic(
     optimizer: keras.optimizers.Optimizer,
 ) -> keras.optimizers.Optimizer:
-    """Takes off what `suited` put around an optimizer, or inside a user's."""
+    """Removes what `suited` put around an optimizer, or inside a user's."""
     fixed = None
     while getattr(optimizer, "is_automatic", False):
         rule = getattr(optimizer, "rule", None)
         if isinstance(rule, rules.FixedLossScale):
-            # Made of the factor that the user had given the optimizer.
+            # The scale comes from the factor that the user gave the optimizer.
             fixed = rule.scale
         optimizer = optimizer.inner_optimizer
     if fixed is not None:

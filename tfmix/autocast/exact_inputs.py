@@ -1,8 +1,9 @@
-"""Exact numbers for the layers that a cast to 16 bit would break.
+"""Gives exact numbers to the layers that a cast to 16 bit would break.
 
-What is subclassed casts float inputs to 16 bit before its `call`: ids reach an
-`Embedding` rounded (2049 becomes 2048), raw features a `Normalization` without
-their digits. So it remembers on the tensor what it cast, and those look there.
+Keras casts the float inputs of a subclassed layer to 16 bit before its `call`.
+Ids then reach an `Embedding` rounded (2049 becomes 2048), and raw features lose
+digits before a `Normalization`. So each cast notes its input on the tensor, and
+these layers use that.
 """
 
 import functools
@@ -24,21 +25,21 @@ from tfmix.gradient_scaling import tensors
 
 _CALL, _MASK = "call", "compute_mask"
 _CONVERT = "convert_input"
-# Whole numbers above these are no longer exact: 2 to the significand's bits.
+# Larger whole numbers are not exact: 2 to the number of significant bits.
 _EXACT_UP_TO = {"float16": 2048, "bfloat16": 256}
 
 
 def keep_exact(layer: keras.Layer) -> None:
-    """Lets one layer remember, or look up, what was cast before it."""
+    """Makes a layer note what it casts, or use earlier notes."""
     if isinstance(layer, keras.layers.Embedding):
         _look_up(layer, warn=True)
     elif isinstance(layer, layers.DATA_LAYER):
         look_behind_casts(layer)
-        # Some of them switch the conversion of their inputs off, and in a graph
-        # of TensorFlow all of them do, as in a pipeline of data.
+        # Some of them turn off the conversion of their inputs, and all of them
+        # do in a graph of TensorFlow, such as a data pipeline.
         _look_up(layer, warn=False)
     elif isinstance(layer, keras.Sequential):
-        # Each of its layers casts what it takes.
+        # Each of its layers casts its own inputs.
         _use_converter(layer, _pass_on)
     elif isinstance(layer, keras.layers.Masking):
         _use_converter(layer, _remember)
@@ -50,9 +51,9 @@ def keep_exact(layer: keras.Layer) -> None:
 
 
 def begin_exact(model: keras.Model) -> None:
-    """Lets in exactly what a Sequential hands on to a model it begins with."""
+    """Passes exact inputs from a Sequential to a model at its beginning."""
     is_sequential = isinstance(model, keras.Sequential) and model.layers
-    # Keras has made its input by then, of the first model's shape.
+    # Keras has created its input by then, with the first model's shape.
     if is_sequential and hasattr(model.layers[0], "input_shape"):
         layer_policies.widen_inputs(model)
 
@@ -60,9 +61,9 @@ def begin_exact(model: keras.Model) -> None:
 def built_exact(
     model: keras.Sequential, build: Callable, *args: Any, **kwargs: Any
 ) -> None:
-    """Builds a Sequential, whose input casts no ids and no raw features.
+    """Builds a Sequential whose input rounds no ids and no raw features.
 
-    Where nobody has made an `Input`, Keras makes one in 16 bit.
+    Without an `Input` of the user's, Keras creates one in 16 bit.
     """
     first = layers.own_layers(model)[:1]
     build(*args, **kwargs)
@@ -71,7 +72,7 @@ def built_exact(
 
 
 def make_float32(layer: keras.Layer) -> None:
-    """Lets a layer compute in float32, on inputs that no cast has rounded."""
+    """Makes a layer compute in float32, on inputs before any cast."""
     layer_policies.set_policy(layer, keras.DTypePolicy("float32"))
     look_behind_casts(layer)
 
@@ -82,7 +83,7 @@ def look_behind_casts(layer: keras.Layer) -> None:
 
 
 def forget_exact(layer: keras.Layer) -> None:
-    """Takes back what `keep_exact` attached."""
+    """Undoes `keep_exact`."""
     policy = layer.dtype_policy
     if _CONVERT in vars(policy):
         layer_policies.set_policy(layer, keras.DTypePolicy(policy.name))
@@ -125,7 +126,7 @@ def _pass_on(policy: Any, x: Any, autocast: bool, dtype: str) -> Any:
 
 
 def _behind_cast(x: Any) -> Any:
-    """Returns what a tensor of a graph was before it was cast twice."""
+    """Returns a graph's tensor as it was before two casts."""
     source = compilation.cast_from(x)
     original = tensors.uncast(source)
     return x if original is source else original
@@ -147,7 +148,7 @@ def _look_up(layer: keras.Layer, warn: bool) -> None:
 
 
 def _mask_exactly(layer: keras.layers.Masking) -> None:
-    """Lets a layer find a value that need not be one of 16 bit."""
+    """Compares with a mask value that 16 bit need not represent."""
     original, mask_of = layer.call, layer.compute_mask
 
     @functools.wraps(original)
@@ -155,13 +156,13 @@ def _mask_exactly(layer: keras.layers.Masking) -> None:
         exact = tensors.uncast(inputs)
         found = original(exact, *args, **kwargs)
         result = keras.ops.cast(found, inputs.dtype)
-        # Before 3.15 Keras asks for it later, by the rounded inputs.
+        # Keras before 3.15 computes it later, from the rounded inputs.
         layers.put_mask(result, mask_of(exact))
         return result
 
     @functools.wraps(mask_of)
     def compute_mask(inputs: Any, mask: Any = None) -> Any:
-        # A graph notes how a mask is made, of the inputs as they are given.
+        # A graph notes how to compute a mask from the given inputs.
         return mask_of(tensors.uncast(inputs), mask)
 
     _put_call(layer, call)
@@ -169,12 +170,12 @@ def _mask_exactly(layer: keras.layers.Masking) -> None:
 
 
 def _read_as_stored(layer: keras.Layer) -> None:
-    """Lets a layer that writes its weights back read them in float32."""
+    """Makes a layer that writes its weights back read them in float32."""
     original = layer.call
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # What is inside the layer has a dtype of its own.
+        # Layers inside it have a dtype of their own.
         with layers.autocast(None):
             return original(*args, **kwargs)
 
@@ -193,7 +194,7 @@ def _warn_of_rounded_ids(layer: keras.layers.Embedding, ids: Any) -> None:
         return
     if layer.input_dim <= exact:
         return
-    # A model meets this while it is traced, so a few times, not each step.
+    # A model runs this only while it is traced, so a few times, not each step.
     _messages.warn(
         "ids reach Embedding %r as %s, which rounds whole numbers "
         "above %d, and it has %d rows. Feed ids as integers, or slice and "

@@ -1,8 +1,8 @@
-"""A constant that 16-bit tensors meet stays finite, and does not turn zero.
+"""Keeps constants finite, and not zero, where they meet 16-bit tensors.
 
-`scores + (1 - mask) * -1e9` is infinity times 0 in float16, and
-`x / (x + 1e-9)` is 0 divided by 0. An op or an operator that is given such a
-number computes in float32, and what it returns is fitted into 16 bit.
+`scores + (1 - mask) * -1e9` is infinity times 0 in float16, and `x / (x +
+1e-9)` is 0 divided by 0. An op or operator with such a number computes in
+float32, and its result is limited to the 16-bit range.
 """
 
 import functools
@@ -17,7 +17,7 @@ from tfmix import _formats
 from tfmix._keras import op_places, scalars
 from tfmix.gradient_scaling import tensors
 
-# The ops that a number is given to beside a tensor, or beside a dtype.
+# These ops take a number beside a tensor, or beside a dtype.
 OPS = (
     "add",
     "array",
@@ -37,8 +37,8 @@ OPS = (
 )
 
 
-# A product that rounds to zero is right. Anywhere else a number that would
-# be zero guards against zero.
+# A product may round to zero. In other ops, a number that would become zero is
+# there to prevent a division by zero.
 _PRODUCTS = frozenset(
     ("multiply", "divide", "divide_no_nan", "true_divide")
     + ("__mul__", "__rmul__", "__truediv__", "__rtruediv__")
@@ -46,12 +46,12 @@ _PRODUCTS = frozenset(
 
 
 def fitting(original: Callable, name: str) -> Callable:
-    """Returns an op that no number makes infinite, or zero, in 16 bit."""
+    """Wraps an op so that no number becomes infinite, or zero, in 16 bit."""
     position = op_places.dtype_position(original)
 
     @functools.wraps(original)
     def op(*args: Any, **kwargs: Any) -> Any:
-        # Asked first, as it is rare.
+        # This is rare, so it is tested first.
         if not _is_any_unfit((*args, *kwargs.values())):
             return original(*args, **kwargs)
         if name in scalars.CAST_NUMBERS:
@@ -76,10 +76,10 @@ def fitting(original: Callable, name: str) -> Callable:
 def _is_any_unfit(
     values: Any, limits: _formats.Format = _formats.FLOAT16
 ) -> bool:
-    """Says whether some number would be infinite, or zero, in a format."""
+    """Returns whether a number would be infinite, or zero, in a format."""
     return any(
         limits.max < abs(value) < math.inf
-        # The half is where rounding to nearest turns.
+        # Half of the smallest number rounds to zero.
         or 0 < abs(value) <= limits.smallest / 2
         for value in values
         if _is_number(value)
@@ -99,8 +99,9 @@ def _plain(value: Any) -> Any:
 def finite(value: Any, dtype: str) -> Any:
     """Casts a float32 tensor; finite numbers stay finite.
 
-    What is beyond the format becomes half of its largest value: a score may
-    be added to it. Infinity stays infinity. Anything else is left alone.
+    Numbers beyond the format become half of its largest value, because a score
+    may be added to them. Infinity stays infinity. Anything else is returned
+    unchanged.
     """
     if tensors.float_dtype(value) != "float32":
         return value
@@ -113,9 +114,10 @@ def finite(value: Any, dtype: str) -> Any:
 
 
 def _not_zero(value: Any, dtype: str) -> Any:
-    """Moves what a cast would round to zero to the smallest normal number.
+    """Replaces what a cast would round to zero by the smallest normal number.
 
-    Below that, some processors read zeros. The gradient is that of the cast.
+    Some processors read smaller numbers as zero. The gradient is that of the
+    cast.
     """
     if tensors.float_dtype(value) != "float32":
         return value

@@ -1,4 +1,4 @@
-"""Says what a first step waits for, if it takes long."""
+"""Explains a first step that takes long."""
 
 import contextlib
 import threading
@@ -21,10 +21,10 @@ def watched(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Makes a train function whose first call says why it takes long.
+    """Makes a train function that explains a long first call.
 
-    `original` is the model's `make_train_function`. The calls after the first
-    one are those of the function that it made.
+    `original` is the model's `make_train_function`. Later calls go to the
+    function that it made.
     """
     before = model.train_function
     original(*args, **kwargs)
@@ -37,12 +37,12 @@ def watched(
     def first(*arguments: Any) -> Any:
         nonlocal is_done
         if is_done:
-            # A callback has kept it.
+            # A callback has stored this function.
             return function(*arguments)
         is_done = True
         with _explained(model):
             logs = function(*arguments)
-        # A callback may have put something in front of it.
+        # A callback may have replaced it.
         if model.train_function is first:
             model.train_function = function
         return logs
@@ -71,12 +71,12 @@ def _explained(model: keras.Model) -> Iterator[None]:
 
 
 def _cause(model: keras.Model) -> str:
-    """Returns what takes longest in a first step, as was measured."""
+    """Returns what takes longest in a first step, by measurements."""
     is_xla = keras.backend.backend() == "jax" or model.jit_compile
     if not is_xla:
         return "TensorFlow, which builds its graph"
     nested = optimizers.with_nested(model.optimizer)
     if any(isinstance(one, low_memory.LowMemoryOptimizer) for one in nested):
-        # 114 s on an H100, 42 with Adam.
+        # It took 114 s on an H100, and 42 s with Adam.
         return "XLA, which compiles the 8-bit optimizer state of each variable"
     return "XLA, which compiles it"

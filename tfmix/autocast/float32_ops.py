@@ -1,4 +1,4 @@
-"""Rules in force: Keras ops, and penalties, in float32 on 16-bit input."""
+"""Runs Keras ops and penalties with 16-bit input in float32."""
 
 import functools
 import inspect
@@ -34,9 +34,10 @@ def in_float32(op: Callable) -> Callable:
 def attention(op: Callable) -> Callable:
     """Returns `dot_product_attention` with a softmax of float32 logits.
 
-    TensorFlow's own kernels return logits of 16-bit queries in 16 bit. A GPU
-    would lose its Tensor Cores to a cast before. So the logits are scaled
-    before the product, where they would overflow, and not after it.
+    TensorFlow's own kernels return 16-bit logits for 16-bit queries. A cast
+    before them would keep a GPU from using its Tensor Cores. So the queries are
+    scaled before the product, where it would overflow, rather than the logits
+    after it.
     """
     wide = in_float32(op)
     signature = inspect.signature(op)
@@ -62,9 +63,9 @@ def attention(op: Callable) -> Callable:
 
 
 def attention_in_float32(method: Callable) -> Callable:
-    """Makes a layer's own attention compute as the op's rule says.
+    """Makes a layer's own attention compute as the op's rule does.
 
-    Logits of 16-bit queries and keys overflow float16 there just the same.
+    Logits of 16-bit queries and keys overflow float16 there, too.
     """
     signature = inspect.signature(method)
 
@@ -89,7 +90,7 @@ def attention_in_float32(method: Callable) -> Callable:
 def widened(method: Callable) -> Callable:
     """Returns a method that takes penalties in float32.
 
-    They are widened at their door, beside a compiled loss.
+    Penalties become float32 here, before they meet a compiled loss.
     """
 
     @functools.wraps(method)

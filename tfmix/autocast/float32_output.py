@@ -1,4 +1,4 @@
-"""`float32_output`: the last layer, where 16-bit results become float32."""
+"""`float32_output`: a last layer that turns 16-bit results into float32."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +13,10 @@ def float32_output(
 ) -> keras.layers.Activation:
     """Makes the model's last layer: a cast to float32, then an activation.
 
-    Use it after the last matmul, which so stays in 16 bit, where the hardware
-    is fast, while softmax and loss see float32. In 16 bit a softmax loses the
-    gradient of samples that are confidently wrong. What it is given is in 16
-    bit: predictions beyond float16's 65504 take a last layer with
+    Use it after the last matmul. That stays in 16 bit, where the hardware is
+    fast, while softmax and loss compute in float32. In 16 bit a softmax loses
+    the gradient of samples that are confidently wrong. The inputs are 16-bit:
+    for predictions beyond float16's 65504, use a last layer with
     `dtype="float32"` instead.
 
     Args:

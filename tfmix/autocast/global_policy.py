@@ -1,6 +1,6 @@
-"""The policy in force, as Keras's layers look it up when they are made.
+"""The active policy, which Keras's layers read when they are created.
 
-There is one for the process, and scopes on top of it.
+There is one for the process, and scopes override it.
 """
 
 import contextlib
@@ -27,23 +27,23 @@ _lock = threading.RLock()
 _local = threading.local()
 _hooks = replacements.Replacements()
 compile_method.use(model.compiling)
-# What `set_global_policy` set; `None` before its first call.
+# The policy of `set_global_policy`; `None` before its first call.
 _base: keras.DTypePolicy | None = None
-# The scopes of all threads that are open just now, latest last. Replaced,
-# never changed, so that it can be read without the lock.
+# The open scopes of all threads, latest last. The tuple is replaced rather than
+# changed, so that it can be read without the lock.
 _open: tuple["_Scope", ...] = ()
-# What a policy that a user asks for becomes; `None` for itself.
+# Replaces each policy that a user sets; `None` keeps it.
 _decide: Callable[[keras.DTypePolicy], keras.DTypePolicy] | None = None
 
 
 def decide_by(decide: Callable[[keras.DTypePolicy], keras.DTypePolicy]) -> None:
-    """Has a function choose the policy in place of each that is asked for."""
+    """Sets the function that replaces each policy that a user sets."""
     global _decide
     _decide = decide
 
 
 def asked(policy: Any) -> keras.DTypePolicy:
-    """Returns the policy that a user gets who asks for one."""
+    """Returns the policy that a user gets for a request."""
     accepted = accept(policy)
     return _decide(accepted) if _decide else accepted
 
@@ -51,12 +51,11 @@ def asked(policy: Any) -> keras.DTypePolicy:
 def set_global_policy(policy: str | keras.DTypePolicy) -> None:
     """Sets the dtype policy of every layer created from now on.
 
-    It holds in all threads and survives `keras.utils.clear_session()`. Inside
-    a `policy_scope` of the same thread it lasts until the scope ends.
-    `"float32"` switches tfmix off: Keras is as if tfmix had never been there.
-    Until then, `compile` scales and guards every model whose layers compute in
-    16 bit, copies, loaded ones and Keras's own included, with or without a
-    policy.
+    It holds in all threads and survives `keras.utils.clear_session()`. Inside a
+    `policy_scope` of the same thread it lasts until the scope ends. `"float32"`
+    switches tfmix off: new layers are those of plain Keras. Until then,
+    `compile` scales and guards every model whose layers compute in 16 bit. This
+    includes copies, loaded models and Keras's own, with or without a policy.
 
     Args:
         policy: A name (see `Policy`), a `Policy`, or any
@@ -64,7 +63,7 @@ def set_global_policy(policy: str | keras.DTypePolicy) -> None:
 
     Raises:
         TypeError: If `policy` is none of these.
-        ValueError: If its name is unknown, its dtype is no float, or it is
+        ValueError: If its name is unknown, its dtype is not a float, or it is
             float16 on a TPU, which cannot multiply it.
 
     Examples:
@@ -92,8 +91,8 @@ def global_policy() -> keras.DTypePolicy:
     """Returns the dtype policy new layers get, rules included.
 
     Returns:
-        What `set_global_policy` or `policy_scope` was given, names as a
-        `Policy`; Keras's own policy while tfmix is off.
+        The policy that `set_global_policy` or `policy_scope` got, with names as
+        a `Policy`; Keras's own policy while tfmix is off.
 
     Examples:
         >>> with policy_scope("mixed_float16"):
@@ -113,10 +112,10 @@ def global_policy() -> keras.DTypePolicy:
 class policy_scope(contextlib.ContextDecorator):
     """Context (or decorator) in which new layers get another dtype policy.
 
-    The policy before is back on exit, also after an exception and also when
-    other threads open and close scopes of their own meanwhile. A thread
-    without a scope of its own is under the one opened last by any thread, so
-    that a model may be built by worker threads inside the block.
+    The previous policy is restored on exit, also after an exception and while
+    other threads open and close scopes. A thread without its own scope uses the
+    one opened last by any thread, so worker threads inside the block may build
+    the model.
 
     Args:
         policy: As for `set_global_policy`.
@@ -144,7 +143,7 @@ class policy_scope(contextlib.ContextDecorator):
             try:
                 _refresh()
             except BaseException:
-                # Python does not call `__exit__` of what was never entered.
+                # Python does not call `__exit__` if `__enter__` failed.
                 self._leave()
                 with contextlib.suppress(Exception):
                     _refresh()
@@ -164,7 +163,7 @@ class policy_scope(contextlib.ContextDecorator):
 
 
 def accept(policy: Any) -> keras.DTypePolicy:
-    """Checks what a user gave as a policy and makes names a `Policy`."""
+    """Checks a policy that a user gave, and makes a `Policy` of a name."""
     if not isinstance(policy, keras.DTypePolicy):
         policy = policies.Policy(policy)
     if policy.compute_dtype == "float16" and is_on_tpu():
@@ -183,7 +182,7 @@ def accept(policy: Any) -> keras.DTypePolicy:
 
 
 class _Scope:
-    """One open scope; knows the thread's stack it is on."""
+    """One open scope; it knows its thread's stack."""
 
     def __init__(
         self, policy: keras.DTypePolicy, scopes: list["_Scope"]
@@ -229,13 +228,13 @@ def _rules(policy: keras.DTypePolicy | None) -> frozenset[str]:
 
 
 def _refresh() -> None:
-    """Brings Keras in line with the policies in force, under the lock."""
+    """Updates Keras for the active policies, under the lock."""
     standing = [scope.policy for scope in _open]
     if _base is not None:
         standing.append(_base)
     hooked = True
     if all(policy.name == "float32" for policy in standing):
-        # A float32 scope needs the hooks only against a policy of Keras's.
+        # A float32 scope only needs the hooks if Keras has another policy.
         hooked = bool(_open) and global_state.policy_name() != "float32"
     interceptor.install(_rules(_open[-1].policy if _open else _base))
     if hooked:
@@ -247,10 +246,10 @@ def _refresh() -> None:
 def _replaced_by_keras(policy: keras.DTypePolicy) -> None:
     """Follows a `keras.config.set_dtype_policy` made while tfmix is on."""
     if not hooks_keras():
-        # Somebody has replaced the attribute after us, and keeps us inside.
+        # Other code has wrapped the attribute since, and calls our function.
         return
     before = _lookup()
-    # Maps cannot be compared: Keras's `==` fails on them.
+    # Maps cannot be compared, because Keras's `==` fails on them.
     if before is policy or (
         isinstance(before, policies.Policy) and before == policy
     ):
@@ -266,12 +265,12 @@ def _replaced_by_keras(policy: keras.DTypePolicy) -> None:
 
 
 def hooks_keras() -> bool:
-    """Says whether Keras asks tfmix for its policy just now."""
+    """Returns whether Keras gets its policy from tfmix now."""
     return bool(_hooks.places())
 
 
 def _hook() -> None:
-    """Lets Keras ask tfmix; does nothing when it does already."""
+    """Makes Keras get its policy from tfmix, if it does not yet."""
     if hooks_keras():
         return
     wanted: dict[replacements.Place, Callable[[Any], Any]] = {
@@ -321,7 +320,7 @@ def _initializer(original: Callable) -> Callable:
         if policy is not None:
             new_layers.settle(self, kwargs.get("dtype"), policy)
 
-    # Keras makes configurations out of constructors' arguments, by two
-    # readers of signatures, of which one does not look through wrappers.
+    # Keras makes configurations out of constructors' arguments, with two
+    # readers of signatures. One of them does not look through wrappers.
     vars(__init__)["__signature__"] = inspect.signature(original)
     return __init__

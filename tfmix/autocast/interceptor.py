@@ -1,8 +1,8 @@
-"""Keras's ops, and a few methods, run through what the rules in force make.
+"""Replaces Keras's ops and some methods while a rule is active.
 
-Keras looks its ops up in a handful of modules. While a rule is in force for
-anybody, stand-ins are in their places, whose functions ask for the rules of
-their caller and run what these make of Keras's own function.
+Keras looks up its ops in a few modules. While a rule is active for any caller,
+these modules are replaced by copies. Their functions look up the caller's rules
+and apply them to Keras's own function.
 """
 
 import contextlib
@@ -32,23 +32,23 @@ from tfmix.autocast import (
 )
 from tfmix.gradient_scaling import weight_gradients
 
-# In force under every 16-bit policy, beside what is named like ops.
+# Every 16-bit policy has this rule, in addition to its ops.
 SIXTEEN_BIT = "(16 bit)"
-# Of a row that holds for every caller.
+# A row with this rule holds for every caller.
 _ALWAYS = None
 
 Maker = Callable[[Any], Any]
 
 
 class Row(NamedTuple):
-    """Under which rule a function of Keras's is replaced, and by what."""
+    """A rule, and the function that makes its replacement."""
 
     rule: str | None
     make: Maker
 
 
 def rows_of_op(name: str) -> list[Row]:
-    """Lists what an op may run through, from the inside out."""
+    """Lists the rows that an op may run through, innermost first."""
     rows = []
     if name in weight_gradients.OPS:
         rows.append(Row(SIXTEEN_BIT, weight_gradients.OPS[name]))
@@ -64,7 +64,8 @@ def rows_of_op(name: str) -> list[Row]:
     if name in losses_from_logits.ACTIVATIONS:
         rows.append(Row(SIXTEEN_BIT, losses_from_logits.noting))
     if name in losses_from_logits.LOSSES:
-        # Also where a loop takes the loss, outside of the model's rules.
+        # It also holds where a loop computes the loss, outside the model's
+        # rules.
         rows.append(Row(_ALWAYS, losses_from_logits.recovering))
     return rows
 
@@ -75,7 +76,7 @@ def _following(name: str) -> Maker:
 
 
 def _rows_of_scalar(name: str) -> list[Row]:
-    """Lists what an operator of tensors, or a function beside it, runs."""
+    """Lists the rows of an operator of tensors, or a function beside it."""
     fit = functools.partial(finite_constants.fitting, name=name)
     rows = [Row(SIXTEEN_BIT, fit)]
     if name in small_numbers.OPS:
@@ -93,7 +94,7 @@ _OPS_IN_16_BIT = {
 }
 
 
-# What is not an op.
+# These are methods rather than ops.
 _METHODS: dict[replacements.Place, list[Row]] = {
     **dict.fromkeys(penalties.PLACES, [Row(SIXTEEN_BIT, float32_ops.widened)]),
     **{place: _rows_of_scalar(place[1]) for place in scalars.PLACES},
@@ -113,17 +114,17 @@ _ATTENTION = [Row(op_places.ATTENTION, float32_ops.attention_in_float32)]
 
 _lock = threading.RLock()
 _replacements = replacements.Replacements()
-# In force where no block says otherwise.
+# These rules are active outside blocks.
 _installed: frozenset[str] = frozenset()
-# Needed by blocks that are running now, counted over all threads.
+# Rules of running blocks, counted over all threads.
 _running: Counter[frozenset[str]] = Counter()
-# Replaced until the next `install`, whether a block runs or not.
+# These stay replaced until the next `install`, even without a block.
 _standing_by: frozenset[str] = frozenset()
 _replaced: frozenset[str] = frozenset()
 
 
 def install(rules: Iterable[str]) -> None:
-    """Puts exactly these rules in force for the process.
+    """Activates exactly these rules for the process.
 
     Functions traced earlier (`tf.function`, `jax.jit`, a model's compiled
     `train_step`) keep the rules they were traced under.
@@ -135,15 +136,15 @@ def install(rules: Iterable[str]) -> None:
 
 
 def installed() -> frozenset[str]:
-    """Returns the rules in force where no block says otherwise."""
+    """Returns the rules that are active outside blocks."""
     return _installed
 
 
 def stand_by(rules: frozenset[str]) -> None:
-    """Keeps what rules replace in its place until the next `install`.
+    """Keeps the replacements of these rules until the next `install`.
 
-    For a model that carries its policy: its calls are blocks, and each would
-    replace and put back.
+    A model with a policy runs each call in a block, and would otherwise replace
+    and restore them each time.
     """
     global _standing_by
     if not rules <= _standing_by:
@@ -156,7 +157,7 @@ def stand_by(rules: frozenset[str]) -> None:
 def block(rules: Iterable[str]) -> Iterator[None]:
     """Runs a block under exactly these rules, whatever is installed.
 
-    Other threads, and the code after the block, keep theirs.
+    Other threads, and the code after the block, keep their rules.
     """
     wanted = frozenset(rules)
     with _lock:
@@ -172,13 +173,13 @@ def block(rules: Iterable[str]) -> Iterator[None]:
 
 
 def of_caller() -> frozenset[str]:
-    """Returns the rules in force for the caller."""
+    """Returns the caller's active rules."""
     local = context_values.block.get().rules
     return _installed if local is None else local
 
 
 def _refresh() -> None:
-    """Replaces in Keras what somebody needs, and nothing else."""
+    """Replaces exactly what active rules need."""
     global _replaced
     running = [rules for rules, blocks in _running.items() if blocks]
     needed = _installed.union(_standing_by, *running)
@@ -188,7 +189,7 @@ def _refresh() -> None:
 
 
 def _stand_ins(rules: frozenset[str]) -> dict[replacements.Place, Maker]:
-    """Returns where a set of rules needs stand-ins, and what makes them."""
+    """Returns what a set of rules replaces, with functions that make it."""
     stand_ins: dict[replacements.Place, Maker] = {}
     ops = set(rules) - {SIXTEEN_BIT}
     methods: dict[replacements.Place, list[Row]] = {}
@@ -213,7 +214,7 @@ def _intercepted_op(original: Any, name: str) -> Any:
 
 
 def _intercepted(original: Any, rows: Sequence[Row]) -> Any:
-    """Returns what runs the rows that hold for its caller."""
+    """Returns a function that applies the rows that hold for its caller."""
     if isinstance(original, property):
         return property(_intercepted(original.fget, rows))
     if isinstance(original, staticmethod):

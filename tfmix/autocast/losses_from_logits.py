@@ -1,9 +1,9 @@
-"""Losses find the logits behind a softmax, also on JAX and in 16 bit.
+"""Makes losses use the logits behind a softmax, also on JAX and in 16 bit.
 
-On TensorFlow, Keras attaches the logits to the probabilities; a rule that
-computes these in float32 would lose them. To JAX's arrays Keras attaches none:
-there a sample wrong by more than 16 has loss 16.118 and gradient 0, also in
-float32. So the ops note what they were given, whichever layer calls them.
+On TensorFlow, Keras attaches the logits to the probabilities, but a rule that
+computes these in float32 would lose them. On JAX, Keras attaches none: a sample
+wrong by more than 16 has loss 16.118 and gradient 0, even in float32. So the
+ops note their inputs, whichever layer calls them.
 """
 
 import functools
@@ -15,10 +15,10 @@ import keras
 from tfmix._keras import global_state
 
 _ON_JAX = keras.backend.backend() == "jax"
-# Ops that note their input beside their output.
+# These ops note their input on their output.
 ACTIVATIONS = ("softmax", "sigmoid")
-# Losses of `keras.ops` that have a `from_logits`, and whose logits these are;
-# on TensorFlow, Keras's own look for a note.
+# Losses of `keras.ops` with `from_logits`, and the activation that they invert.
+# On TensorFlow, Keras's own losses also look for a note.
 LOSSES: dict[str, str] = {}
 if _ON_JAX:
     LOSSES = {
@@ -45,7 +45,7 @@ def noting(activation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def recovering(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a cross-entropy of `LOSSES` that uses the logits noted."""
+    """Returns a cross-entropy of `LOSSES` that uses the noted logits."""
     activation = LOSSES[loss.__name__]
 
     @functools.wraps(loss)
@@ -64,9 +64,9 @@ def recovering(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _key(activation: str, probabilities: Any, axis: Any = -1) -> str:
-    """Names an activation, with the axis that its results add up to 1 along.
+    """Names an activation, with the axis along which its results sum to 1.
 
-    A loss along another axis takes the probabilities as they are.
+    A loss along another axis uses the probabilities.
     """
     if isinstance(axis, int) and axis < 0:
         axis += len(probabilities.shape)

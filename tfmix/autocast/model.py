@@ -1,8 +1,8 @@
-"""The one record of a 16-bit model: its policy, and what it lets Keras do.
+"""The record of a 16-bit model: its policy, and the methods it wraps.
 
-A model has it from its constructor on, or from the `compile` that finds 16-bit
-layers in a copy, a loaded model or a new head. So the policy lasts when the
-scope that the model was made in has ended.
+A model gets it from its constructor, or from the `compile` that finds 16-bit
+layers in a copy, a loaded model or a new head. So the policy remains active for
+a model after the scope that created it has ended.
 """
 
 import contextlib
@@ -49,12 +49,12 @@ def _in_silence(
     return fit(*args, **kwargs)
 
 
-# What calls a model's `fit` and says afterwards why steps were skipped.
+# Calls a model's `fit` and reports afterwards why steps were skipped.
 _report_skips: Callable[..., Any] = _in_silence
 
 
 def report_skips(by: Callable[..., Any]) -> None:
-    """Has `fit` called by a function that is given the model and `fit`."""
+    """Sets a function that gets a model and its `fit`, and calls `fit`."""
     global _report_skips
     _report_skips = by
 
@@ -76,7 +76,7 @@ def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
 
 
 def set_policy_inside(model: keras.Model, policy: keras.DTypePolicy) -> None:
-    """Gives those models inside one a record that compute in 16 bit."""
+    """Gives a record to those models inside one that compute in 16 bit."""
     for inner in models_inside(model):
         narrow = any(
             own_code.computes_in(inner, x) for x in _formats.SIXTEEN_BIT
@@ -102,10 +102,10 @@ def _record(model: keras.Model) -> "_MixedModel | None":
 
 
 class _MixedModel:
-    """A policy on one model: what stands around the model's methods.
+    """A policy on one model: wraps the model's methods.
 
-    A step is under the rules as a whole, its gradient included, so that
-    rematerialised layers are traced under those they were first run under.
+    The whole step runs under the rules, its gradient included, so that
+    recomputed layers are traced under the rules of their first run.
     """
 
     def __init__(self, model: keras.Model, policy: keras.DTypePolicy) -> None:
@@ -113,7 +113,7 @@ class _MixedModel:
         self._model = model
         ruled = policies.with_rules(policy)
         self.level = ruled.level
-        # Whose layers have yet to be chosen.
+        # The float8 layers are chosen later.
         self._float8 = ruled if ruled.is_float8 else None
         self._rules = frozenset({*ruled.float32_ops, interceptor.SIXTEEN_BIT})
         self._outputs = model_outputs.Outputs(model)
@@ -121,7 +121,7 @@ class _MixedModel:
         self.wrappers = self._wrappers()
 
     def _wrappers(self) -> dict[str, model_methods.Wrapper]:
-        """Returns what stands around the model's methods, by their names."""
+        """Returns the wrappers of the model's methods, by their names."""
         model = self._model
         wrappers: dict[str, model_methods.Wrapper] = {
             "call": self._call,
@@ -130,18 +130,18 @@ class _MixedModel:
             "make_train_function": self._make_train_function,
             "train_step": self._train_step,
             "test_step": self._under_rules,
-            # They get 16 bit from layers that a step calls, and as symbols.
+            # Layers of a step pass 16-bit tensors to these, also as symbols.
             "compute_loss": self._in_float32,
             "compute_metrics": self._in_float32,
-            # Which Keras prints without asking anybody.
+            # Keras prints the table directly.
             "summary": self._summary,
         }
         if isinstance(model, keras.Sequential):
-            # It makes its own input, which casts, before it is called.
+            # It creates its own input, which casts, before it is called.
             wrappers["build"] = self._build
         is_pure = self.policy.variable_dtype in _formats.SIXTEEN_BIT
         if is_pure:
-            # Layers draw there what they start from, in 16 bit.
+            # Layers draw their initial values there, in 16 bit.
             wrappers[training.BUILD] = self._under_rules
         if is_pure and hasattr(model, training.BEFORE_TRACING):
             wrappers[training.BEFORE_TRACING] = self._before_tracing
@@ -155,7 +155,7 @@ class _MixedModel:
             return original(*args, **kwargs)
 
     def _call(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Returns float32 from the outermost call of a model, else as made."""
+        """Returns float32 from a model's outermost call, else the results."""
         if self._float8 is not None and global_state.is_outermost(self._model):
             self._choose_float8(self._float8)
         if layers.is_structure(self._model):
@@ -166,7 +166,7 @@ class _MixedModel:
         return self._outputs.of(call, *args, **kwargs)
 
     def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
-        # What a file says is so by the record.
+        # The record replaces what the file says.
         kwargs.pop("guarded", None)
         self.is_compiling = True
         _adopt(self._model)
@@ -181,7 +181,7 @@ class _MixedModel:
             self._wrap(evaluate=self._swapped, predict=self._swapped)
 
     def _wrap(self, **more: model_methods.Wrapper) -> None:
-        """Wraps more of the model's methods than it was made with."""
+        """Wraps further methods of the model."""
         if not more.keys() <= self.wrappers.keys():
             self.wrappers |= more
             model_methods.put(self._model, model_methods.RULES, self)
@@ -202,14 +202,14 @@ class _MixedModel:
         return make(*args, **kwargs)
 
     def _averages(self) -> bool:
-        """Says whether the optimizer averages the weights it updates."""
+        """Returns whether the optimizer averages the weights it updates."""
         optimizer = getattr(self._model, "optimizer", None)
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             return False
         return optimizers.keeps_averages(optimizer)
 
     def _swapped(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Lets `SwapEMAWeights` swap the weights behind 16-bit variables."""
+        """Makes `SwapEMAWeights` swap master weights of 16-bit variables."""
         owner = sixteen_bit_optimizer.owner(self._model.optimizer)
         if owner is None:
             return original(*args, **kwargs)
@@ -230,7 +230,8 @@ class _MixedModel:
             return 1.0
         if keras.backend.backend() == "tensorflow":
             return optimizer.placing()
-        # The state of a step under JAX: its third part is the optimizer's.
+        # This is the state of a step under JAX: the optimizer's part is the
+        # third.
         mapping = zip(optimizer.variables, args[0][2], strict=True)
         with keras.StatelessScope(mapping):
             return optimizer.placing()
@@ -241,18 +242,18 @@ class _MixedModel:
         return self._under_rules(original, *args, **kwargs)
 
     def _build(self, original: Callable, *args: Any, **kwargs: Any) -> None:
-        """Builds a Sequential, whose layers draw what they start from."""
+        """Builds a Sequential, whose layers draw their initial values."""
         build = functools.partial(exact_inputs.built_exact, self._model)
         self._under_rules(build, original, *args, **kwargs)
 
     def _before_tracing(self, original: Callable, **batch: Any) -> None:
         original(**batch)
-        # One that a step uses itself has the model's weights, not masters.
+        # A step that uses the optimizer itself needs the model's weights.
         if not bare_optimizers.held_beside(self._model):
             training.build_before_tracing(self._model, **batch)
 
     def _summary(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Says below the table which layers fell back to float32."""
+        """Lists below the table which layers fell back to float32."""
         shown = original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         show = given.get("print_fn") or print
@@ -266,7 +267,7 @@ class _MixedModel:
     def _choose_float8(self, policy: policies.Policy) -> None:
         chosen = chosen_layers.choose(self._model, policy)
         if chosen is None:
-            # Its first call builds it; from the second on.
+            # The first call builds the model; later calls get here.
             return
         self._float8 = None
         if not chosen:
@@ -289,7 +290,7 @@ class _MixedModel:
 
 
 def compiling(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns what stands in for Keras's `compile`, of all models."""
+    """Returns the replacement of Keras's `compile` for all models."""
 
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
@@ -297,13 +298,13 @@ def compiling(original: Callable[..., None]) -> Callable[..., None]:
 
         @functools.wraps(method)
         def inner(*args: Any, **kwargs: Any) -> None:
-            # Keras makes an optimizer here, and computes nothing in 16 bit.
+            # Keras creates an optimizer here, and computes nothing in 16 bit.
             with interceptor.block(()):
                 method(*args, **kwargs)
 
         record = _record(self)
         if record is not None and record.is_compiling:
-            # The `compile` of the model is around this, and does the rest.
+            # The model's own wrapper of `compile` does the rest.
             inner(*args, **kwargs)
             return
         guarded = kwargs.pop("guarded", None)
@@ -356,13 +357,13 @@ def _compile(
     Args:
         model: The model.
         original: The `compile` of its class or, without a record, of Keras.
-        args: Positional arguments of that.
-        kwargs: Keyword arguments of that.
+        args: Positional arguments of `compile`.
+        kwargs: Keyword arguments of `compile`.
     """
     try:
         bound = inspect.signature(original).bind(*args, **kwargs)
     except TypeError:
-        # Not our error to raise: the user's own says it better.
+        # The error of the user's own method is better than ours.
         original(*args, **kwargs)
         return
     wanted = _arguments.of_call(bound, _AUTO, True)
@@ -374,12 +375,12 @@ def _compile(
     original(*bound.args, **bound.kwargs)
     compile_method.save_argument(model, _AUTO, wanted)
     record = _record(model)
-    # Also where a `compile` of the model's own has made it.
+    # The model's own `compile` may have created it, too.
     optimizer = getattr(model, "optimizer", None)
     if wanted and optimizer is not None:
         plain = type(optimizer) is keras.optimizers.LossScaleOptimizer
         if plain and optimizer is not given:
-            # Keras has put it on by itself.
+            # Keras has added this wrapper by itself.
             optimizer = optimizer.inner_optimizer
         level = None if record is None else record.level
         with interceptor.block(()):

@@ -1,4 +1,4 @@
-"""Numbers leave a model as float32: the results of its outermost call."""
+"""Returns float32 from the outermost call of a model."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from tfmix.autocast import own_code
 from tfmix.gradient_scaling import heads, model_call, tensors
 from tfmix.loss_scaling import train_step_guard
 
-# Losses that go back to the logits behind these, whatever the dtype of the
+# These losses use the logits of these activations, whatever the dtype of the
 # probabilities.
 _THROUGH: dict[str, tuple[str, ...]] = {
     "softmax": ("categorical_crossentropy", "sparse_categorical_crossentropy"),
@@ -23,14 +23,15 @@ _HOLDS = {"float16": "3 digits, up to 65504", "bfloat16": "2 digits"}
 
 
 def outputs_as_made() -> contextlib.AbstractContextManager[None]:
-    """Lets models return what their last layers make, for the doctor."""
+    """Makes models return their last layers' results unchanged, for `check`."""
     return model_call.inside(model_call.AS_MADE)
 
 
 def is_outermost(model: keras.Model) -> bool:
-    """Says whether a model's results leave what computes in 16 bit.
+    """Returns whether a model's results leave the 16-bit layers.
 
-    With real tensors, and called by no layer but a graph that only passes on.
+    The call must have real tensors, and come from no layer except a graph that
+    only connects layers.
     """
     if model_call.around() is not None or global_state.on_shapes_only():
         return False
@@ -41,29 +42,29 @@ def is_outermost(model: keras.Model) -> bool:
 
 
 class Outputs:
-    """What one model returns from its calls."""
+    """The results of one model's calls."""
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self.graph = heads.Graph(model)
         self._told = False
-        # What the model computes by: the same in each call.
+        # The model's own method, the same in each call.
         self._call: Callable[..., Any] = model.call
 
     @functools.cached_property
     def has_parts(self) -> bool:
-        """Says whether the model is a graph whose parts have own borders."""
+        """Returns whether the model is a graph whose parts scale separately."""
         several = len(layers.results(self._model)) > 1
         return several and self.graph.has_parts
 
     def of(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Calls; returns float32 if the call is the outermost, else as made."""
+        """Calls the model. Its outermost call returns float32."""
         if not is_outermost(self._model):
             with outputs_as_made():
                 return call(*args, **kwargs)
         self._call = call
         if self.has_parts:
-            # Each has a border.
+            # Each part scales its own gradients.
             return self._kept_finite(*args, **kwargs)
         compute = self._kept_finite
         return model_call.call_inside(
@@ -94,14 +95,14 @@ class Outputs:
         if self._told or not getattr(self._model, "compiled", False):
             return
         self._told = True
-        # In Keras's order, which for a dict is that of its sorted keys.
+        # This is Keras's order, by sorted keys for a dict.
         leaves = keras.tree.flatten_with_path(outputs)
         if not any(tensors.is_16_bit(leaf) for _, leaf in leaves):
             return
         try:
             losses = layers.losses(self._model, outputs)
         except (KeyError, ValueError):
-            # Of losses that do not fit, which Keras says better.
+            # Keras's own error about such losses is better.
             return
         narrow = [
             place
@@ -112,21 +113,21 @@ class Outputs:
         if narrow:
             _, leaf = leaves[narrow[0]]
             dtype = tensors.float_dtype(leaf)
-            # Once in a process: a package may make many models, whose layers
-            # its user cannot change.
+            # It is reported once per process: a package may create many models,
+            # whose layers its user cannot change.
             line = _line(self._model, narrow, dtype)
             _messages.warn_once(line, about=("last layer", dtype))
 
 
 def _last_layer(model: keras.Model, place: int) -> keras.Layer | None:
-    """Returns the layer that makes a graph's result, if it is known."""
+    """Returns the layer that computes a graph's result, if it is known."""
     results = layers.results(model)
     made_by = layers.maker(results[place])[0] if place < len(results) else None
     return made_by if isinstance(made_by, keras.Layer) else None
 
 
 def is_undone(layer: keras.Layer | None, loss: Any) -> bool:
-    """Says whether a loss does not see the last rounding of probabilities."""
+    """Returns whether a loss ignores the last rounding of probabilities."""
     activation = getattr(getattr(layer, "activation", None), "__name__", "")
     function = getattr(getattr(loss, "fn", None), "__name__", "")
     from_logits = getattr(loss, "from_logits", False)
@@ -134,7 +135,7 @@ def is_undone(layer: keras.Layer | None, loss: Any) -> bool:
 
 
 def _line(model: keras.Model, narrow: list[int], dtype: str) -> str:
-    """Says which layer returns 16 bit, what that holds, and what to write."""
+    """Describes the layer that returns 16 bit, and says what to write."""
     dtype = f"{dtype} ({_HOLDS[dtype]})"
     made_by = [_last_layer(model, place) for place in narrow]
     names = [repr(layer.name) for layer in made_by if layer is not None]

@@ -1,4 +1,4 @@
-"""What a new layer gets from the policy in force, rules applied."""
+"""Gives new layers the active policy, with its rules."""
 
 import functools
 import re
@@ -14,13 +14,14 @@ from tfmix.policy import policy as policies
 
 
 def settle(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
-    """Gives a layer that was just initialised what the policy says."""
+    """Gives a layer that was just initialized its part of the policy."""
     if not layers.takes_casts(layer):
         exact_inputs.keep_exact(layer)
     if dtype is None:
         layers.mark(layer, by_policy=True)
     if dtype is None or layer.dtype_policy.name == "float32":
-        # A file says the dtype that a rule chose, not what it holds inside.
+        # A file stores the dtype that a rule chose, but not that of inner
+        # layers.
         _apply_rules(layer, policy)
     if isinstance(dtype, policies.Policy):
         layer_policies.set_policy(layer, policies.plain(dtype))
@@ -31,19 +32,19 @@ def settle(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
 
 
 def is_chosen(layer: keras.Layer) -> bool:
-    """Says whether a layer's dtype came from the policy, not from its user."""
+    """Returns whether the policy chose a layer's dtype, not its user."""
     return layers.marks(layer).by_policy
 
 
 def keep_float32(layer: keras.Layer) -> None:
-    """Makes a layer, and what it holds without a dtype of its own, float32."""
+    """Makes a layer, and inner layers without an own dtype, float32."""
     exact_inputs.make_float32(layer)
     _keep_inside_float32(layer)
 
 
 def _keep_inside_float32(layer: keras.Layer) -> None:
-    # `Bidirectional` runs copies made from the configuration of the layer it
-    # was given, in which every dtype looks as if the user had chosen it.
+    # `Bidirectional` runs copies made from the configuration of its layer, in
+    # which every dtype looks as if the user had chosen it.
     copies = any(x.__name__ == "Bidirectional" for x in type(layer).__mro__)
     for inner in layers.flat_layers(layer)[1:]:
         chosen = copies or is_chosen(inner)
@@ -54,7 +55,7 @@ def _keep_inside_float32(layer: keras.Layer) -> None:
 def _apply_rules(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     if policy.compute_dtype not in _formats.SIXTEEN_BIT:
         return
-    # An entry of a map that may be meant for the layer decides on it. Paths
+    # An entry of a map that may be meant for the layer decides its dtype. Paths
     # are not known yet; the part after the last slash is the name.
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and any(
         re.fullmatch(key.split("/")[-1], layer.name) for key in policy
@@ -63,7 +64,7 @@ def _apply_rules(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     ruled = policies.with_rules(policy)
     if ruled.why_float32(type(layer), layer.name):
         keep_float32(layer)
-        # What it holds is attached after this constructor, or in `build`.
+        # Inner layers are attached after this constructor, or in `build`.
         layer_policies.until_built(layer, _keep_inside_float32)
     elif ruled.outside_white_list(type(layer)):
         layer_policies.set_policy(layer, keras.DTypePolicy("float32"))

@@ -1,8 +1,8 @@
-"""The layers that compute: in 16 bit or, where their code fails, in float32.
+"""Runs layers in 16 bit, or in float32 if their own code fails in 16 bit.
 
-Its own code then sees float32 alone. The layers inside it stay in 16 bit and
-hand float32 on to it, so that their products stay fast. If it fails as well,
-the first error is raised.
+After a fallback, the layer's own code gets only float32. The layers inside it
+stay in 16 bit and return float32 to it, so that their products stay fast. If
+that fails as well, the first error is raised.
 """
 
 import contextlib
@@ -29,20 +29,20 @@ from tfmix.gradient_scaling import float32_values, tensors, weight_gradients
 from tfmix.policy import policy as policies
 
 _CALL = "call"
-# Marks an error that float32 did not fix: no layer further out tries again.
+# Marks an error that float32 did not fix, so that outer layers do not retry.
 _FINAL = "_tfmix_final"
 _FLOAT32 = policies.Policy("float32")
 
 
 def put_on(layer: keras.Layer) -> None:
-    """Lets a layer fall back to float32 where its code needs it."""
+    """Makes a layer fall back to float32 where its code needs it."""
     if layers.marks(layer).fallback is None:
         layers.rematerialize_anew(layer)
         put_back(layer, _State(layer))
 
 
 def put_back(layer: keras.Layer, state: Any) -> None:
-    """Lets a layer be again as `take_off` found it."""
+    """Restores what `take_off` removed."""
     if state is None:
         return
     layers.mark(layer, fallback=state)
@@ -60,10 +60,10 @@ def put_back(layer: keras.Layer, state: Any) -> None:
 
 
 def take_off(layer: keras.Layer) -> Any:
-    """Takes a layer's way to fall back off, and returns it."""
+    """Removes a layer's fallback, and returns it."""
     state: _State | None = layers.marks(layer).fallback
     is_model = isinstance(layer, keras.Model)
-    # What somebody has put on top is theirs to remove.
+    # Other code that has wrapped it since has to remove its own wrapper.
     if state is None or not (is_model or vars(layer).get(_CALL) is state.call):
         return None
     layers.mark(layer, fallback=None)
@@ -78,7 +78,7 @@ def take_off(layer: keras.Layer) -> Any:
 
 @contextlib.contextmanager
 def anew(model: keras.Layer) -> Iterator[None]:
-    """Lets a model's layers fall back for a block, unseen, as if new."""
+    """Gives a model's layers new fallbacks in a block, without messages."""
     with_code = list(filter(can_have, layers.flat_layers(model)))
     before = [(layer, take_off(layer)) for layer in with_code]
     try:
@@ -93,7 +93,7 @@ def anew(model: keras.Layer) -> Iterator[None]:
 
 
 def can_have(layer: keras.Layer) -> bool:
-    """Says whether a layer has code of its own: a graph only passes on."""
+    """Returns whether a layer has code of its own; a graph has none."""
     return not layers.is_structure(layer)
 
 
@@ -104,7 +104,7 @@ def why(layer: keras.Layer) -> str:
 
 
 def returned_dtype(layer: keras.Layer) -> str:
-    """Returns the dtype of a layer's results, also of one that fell back."""
+    """Returns the dtype of a layer's results, also after a fallback."""
     state: _State | None = layers.marks(layer).fallback
     if state is None or not state.is_float32():
         return str(layer.compute_dtype)
@@ -114,14 +114,14 @@ def returned_dtype(layer: keras.Layer) -> str:
 def layers_that_compute(model: keras.Layer) -> list[keras.Layer]:
     """Lists the layers of a model that compute something, at any depth.
 
-    Functional and Sequential models only pass tensors on, whatever their own
-    dtype policy says; a subclassed model may compute in its `call`.
+    Functional and Sequential models only connect layers, whatever their own
+    dtype policy is; a subclassed model may compute in its `call`.
     """
     return list(filter(can_have, layers.called(model)))
 
 
 def computes_in(model: keras.Layer, dtype: str) -> bool:
-    """Says whether any layer of a model computes, or returns, in a dtype."""
+    """Returns whether a layer of a model computes, or returns, in a dtype."""
     return any(
         dtype in (layer.compute_dtype, returned_dtype(layer))
         for layer in layers_that_compute(model)
@@ -129,7 +129,7 @@ def computes_in(model: keras.Layer, dtype: str) -> bool:
 
 
 def has_sixteen_bit_variables(model: keras.Layer) -> bool:
-    """Says whether a model keeps, or will keep, variables in 16 bit."""
+    """Returns whether a model has, or will have, 16-bit variables."""
     return any(
         layer.variable_dtype in _formats.SIXTEEN_BIT
         for layer in layers_that_compute(model)
@@ -139,9 +139,9 @@ def has_sixteen_bit_variables(model: keras.Layer) -> bool:
 def mended_step(
     model: keras.Model, error: Exception, trace: Callable[[], Any]
 ) -> Any:
-    """Traces a `train_step` that failed, on layers that hand float32 on to it.
+    """Traces a failed `train_step` on layers that return float32 to it.
 
-    Raises the error as it was if that does not fix it.
+    Raises the original error if that does not fix it.
     """
     if _is_final(error):
         raise error
@@ -153,7 +153,7 @@ def mended_step(
             raise error from None
         undo.pop_all()
     _messages.warn(
-        "the layers that the `train_step` of %r calls hand float32 on "
+        "the layers that the `train_step` of %r calls return float32 "
         "to it from now on, because its code cannot compute in 16 bit. %s",
         model.name,
         _cause(error),
@@ -162,7 +162,7 @@ def mended_step(
 
 
 def notes(model: keras.Layer) -> list[str]:
-    """Says which layers of a model have fallen back to float32, and why."""
+    """Lists which layers of a model have fallen back to float32, and why."""
     return [
         f"{layer.name} computes in float32: {cause}"
         for layer in layers.flat_layers(model)
@@ -171,10 +171,10 @@ def notes(model: keras.Layer) -> list[str]:
 
 
 def assigning(original: Callable) -> Callable:
-    """Returns what assigns what float32 has to a float32 variable.
+    """Makes `assign` write exact float32 values to a float32 variable.
 
-    16-bit numbers whose float32 values are not known make the layer whose code
-    assigns them fall back.
+    If 16-bit numbers have no known float32 values, the layer whose code assigns
+    them falls back.
     """
 
     def assign(self: Any, value: Any) -> Any:
@@ -194,28 +194,28 @@ def assigning(original: Callable) -> Callable:
 
 
 class _State:
-    """How the `call` of one layer computes; also a part of a model."""
+    """The dtype in which one layer's `call` computes; also a model's part."""
 
     def __init__(self, layer: keras.Layer, tells: bool = True) -> None:
         self._layer = layer
         self._tells = tells
         self.why = ""
-        # The policy it fell back to, and the dtype it returns as before.
+        # The float32 policy after a fallback, and the dtype it still returns.
         self._policy: keras.DTypePolicy | None = None
         self.returns = ""
-        # It returns float32, to the code of a layer that fell back.
+        # True if it returns float32, to the code of a layer that fell back.
         self.hands_float32 = False
-        # It has not been called yet.
+        # True until the first call.
         self._new = True
-        # In which modes its call has run through without an error.
+        # The modes, training or not, in which its call has succeeded.
         self._proven: set[bool] = set()
-        # What stands as the layer's `call`, and what had stood there before.
+        # The wrapper that replaces the layer's `call`, and the previous `call`.
         self.call: Callable | None = None
         self.own_call: Callable | None = None
         self.wrappers: Mapping[str, model_methods.Wrapper] = {_CALL: self.run}
 
     def is_float32(self) -> bool:
-        """Says whether it has fallen back, and nobody chose a dtype since."""
+        """Returns whether it has fallen back, and kept that dtype since."""
         policy = self._policy
         return policy is not None and policy is layer_policies.own(self._layer)
 
@@ -237,7 +237,7 @@ class _State:
     def _run(
         self, original: Callable, args: Any, kwargs: Any, is_new: bool = True
     ) -> Any:
-        """Calls; once more in float32 if that fails, as if never tried."""
+        """Calls the layer; if that fails, undoes it and tries in float32."""
         if self.is_float32():
             return self._in_float32(original, args, kwargs)
         restore = attempts.noted(self._layer, is_new)
@@ -261,9 +261,9 @@ class _State:
             return outputs
 
     def _attempt(self) -> contextlib.AbstractContextManager[None]:
-        """Says around a call what the code in it may assign.
+        """Sets what code in a call may assign.
 
-        Keras's own layers keep 16 bit in a state, such as that of an RNN.
+        Keras's own layers keep a 16-bit state, such as that of an RNN.
         """
         layer = self._layer
         before = context_values.block.get().may_fall_back
@@ -276,9 +276,9 @@ class _State:
         return context_values.holding(may_fall_back=now)
 
     def _ask_for_float32(self) -> None:
-        """Lets what is inside a float32 layer of the user's hand float32 on.
+        """Makes layers inside a user's float32 layer return float32.
 
-        So its code computes as it did before it was saved, if it fell back.
+        If it fell back before it was saved, its code then computes as before.
         """
         layer = self._layer
         if layer.compute_dtype != "float32":
@@ -290,7 +290,7 @@ class _State:
                 layers.marks(inner).fallback.hands_float32 = True
 
     def _fall_back(self, cause: str, undo: contextlib.ExitStack) -> None:
-        """Makes the layer float32, and lets what is inside hand float32 on."""
+        """Makes the layer float32, with inner layers that return float32."""
         self.why, self.returns = cause, self._layer.compute_dtype
         _own_code(self._layer, undo)
         _make_float32(self._layer, undo)
@@ -300,7 +300,7 @@ class _State:
         args, kwargs = tensors.map_leaves((args, kwargs), tensors.exact)
         with (
             layers.autocast("float32"),
-            # Of the layers that it makes, too.
+            # Layers that it creates are float32, too.
             context_values.holding(policy=_FLOAT32),
         ):
             outputs = original(*args, **kwargs)
@@ -310,7 +310,7 @@ class _State:
         return tensors.map_leaves(outputs, self._narrow)
 
     def _narrow(self, value: Any) -> Any:
-        """Rounds a result, and keeps what a loaded file's layer returns."""
+        """Rounds a result, and keeps its float32 value, like a loaded layer."""
         result = finite_constants.finite(value, self.returns)
         float32_values.keep(result, value, is_wide=True)
         return result
@@ -332,7 +332,7 @@ class _State:
 
 
 def _is_final(error: BaseException | None) -> bool:
-    """Says whether float32 has been tried; Keras raises errors anew."""
+    """Returns whether float32 has been tried; Keras re-raises errors."""
     while error is not None:
         if vars(error).get(_FINAL):
             return True
@@ -345,14 +345,14 @@ def _cause(error: Exception) -> str:
     text = re.sub(r"\x1b\[\d+m|Exception encountered .*", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kind = f"{type(error).__name__}: "
-    # AutoGraph says where before it says what.
+    # AutoGraph prints the place before the message.
     first = [line for line in lines if line.startswith(kind)] or lines or [""]
     said = first[0].removeprefix(kind).rstrip(".")
     return f"{_users_code.users_line(error)}{kind}{said}."
 
 
 def _own_code(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
-    """Lets the layers inside one hand float32 on to its own code."""
+    """Makes the layers inside one return float32 to its own code."""
     for inner in layers.own_layers(layer):
         if _is_cell(inner):
             # It shares its states with the loop around it.
@@ -382,7 +382,7 @@ def _is_cell(layer: keras.Layer) -> bool:
 
 
 def _may_change(layer: keras.Layer) -> bool:
-    """Says whether anything of a layer is in 16 bit, and is its own affair."""
+    """Returns whether a layer has 16-bit parts that are its own."""
     return not _is_cell(layer) and any(
         inner.compute_dtype in _formats.SIXTEEN_BIT
         for inner in layers.flat_layers(layer)

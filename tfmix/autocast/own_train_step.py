@@ -1,4 +1,4 @@
-"""A `train_step` that its user wrote, where it mixes dtypes."""
+"""Retries a user's own `train_step` if it mixes dtypes."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from tfmix.autocast import own_code
 
 
 class _First:
-    """Stands in for a `train_function` until its first step."""
+    """Replaces a `train_function` until its first step."""
 
     def __init__(self, function: Callable, step: Callable) -> None:
         functools.update_wrapper(self, function)
@@ -24,11 +24,11 @@ class _First:
 def traced(
     model: keras.Model, original: Callable, *args: Any, **kwargs: Any
 ) -> Any:
-    """Makes a train function, whose `train_step` may be traced a second time.
+    """Makes a train function that may trace its `train_step` a second time.
 
-    `original` is the model's `make_train_function`. If a `train_step` of the
-    user's own fails in its first step, that is traced anew on layers that
-    hand float32 on to it.
+    `original` is the model's `make_train_function`. If a user's own
+    `train_step` fails in its first step, it is traced again on layers that
+    return float32 to it.
     """
     original(*args, **kwargs)
     function = model.train_function
@@ -36,7 +36,7 @@ def traced(
         return function
 
     def trace_anew(*arguments: Any) -> Any:
-        # So that nothing of the failed trace runs.
+        # Otherwise a part of the failed trace could run.
         original(force=True)
         return model.train_function(*arguments)
 
@@ -47,7 +47,7 @@ def traced(
             logs = function(*arguments)
         except Exception as error:
             if not built:
-                # Variables made in a failed trace have no value.
+                # Variables created in a failed trace have no value.
                 raise
             trace = functools.partial(trace_anew, *arguments)
             return own_code.mended_step(model, error, trace)

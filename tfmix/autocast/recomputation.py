@@ -1,9 +1,9 @@
-"""Code that runs in the backward pass under TensorFlow is cast as before.
+"""Runs users' gradient code under the settings of the layer's call.
 
-The gradient of a `tf.custom_gradient` is the user's code, which runs after the
-layer's call is over: its variables would be read in float32, and no rule would
-be in force. `tf.recompute_grad` (`keras.remat`, `keras.RematScope`) is one that
-runs the layer's own code once more.
+The gradient of a `tf.custom_gradient` is the user's code and runs after the
+layer's call. Its variables would be read in float32, and no rule would be
+active. `tf.recompute_grad` (`keras.remat`, `keras.RematScope`) is such a
+function: it runs the layer's own code again.
 """
 
 import contextvars
@@ -18,11 +18,11 @@ PLACES = gradients.CUSTOM
 
 
 def alike(original: Callable) -> Callable:
-    """Returns what records a custom gradient, which runs as its function did.
+    """Returns a recorder of custom gradients that keeps the call's settings.
 
     Args:
-        original: TensorFlow's, which calls a function of the user's that
-            returns a result and the function of its gradient.
+        original: TensorFlow's recorder. It calls a user's function, which
+            returns a result and its gradient function.
     """
 
     @functools.wraps(original)
@@ -38,7 +38,7 @@ def alike(original: Callable) -> Callable:
 
 
 def _as_now(gradient: Callable) -> Callable:
-    """Returns a function that runs as a part of the call that runs now."""
+    """Returns a function that runs with the settings of the current call."""
     state, context = layers.call_state(), contextvars.copy_context()
 
     def as_called(*args: Any, **kwargs: Any) -> Any:
@@ -46,10 +46,10 @@ def _as_now(gradient: Callable) -> Callable:
             return gradient(*args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # No context is entered twice at a time, as in a second order.
+        # A context cannot be entered twice at a time, as second order would.
         return context.copy().run(as_called, *args, **kwargs)
 
-    # TensorFlow looks for an argument `variables`; mypy knows no such attribute
-    # of a function.
+    # TensorFlow looks for an argument `variables`. mypy does not know this
+    # attribute of functions.
     run.__signature__ = inspect.signature(gradient)  # type: ignore[attr-defined]
     return run

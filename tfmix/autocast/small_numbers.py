@@ -1,8 +1,8 @@
-"""Small numbers reach logarithms, roots and quotients in float32.
+"""Passes small numbers to logarithms, roots and quotients in float32.
 
-Torch's autocast returns float32 from such ops. Here every op returns 16 bit,
-so that nobody's code meets another dtype, and the float32 value stays behind
-the result (`float32_values`) until a product uses it.
+Torch's autocast returns float32 from such ops. Here every op returns 16 bit, so
+that your code never meets another dtype. The float32 value is kept behind the
+result (`float32_values`) until a product uses it.
 """
 
 import functools
@@ -16,7 +16,7 @@ from tfmix.autocast import finite_constants
 from tfmix.gradient_scaling import float32_values, tensors, weight_gradients
 from tfmix.gradient_scaling.float32_values import Known, Value
 
-# Their derivative is unbounded near 0, of the last three at some arguments.
+# The derivative is unbounded near 0; for the last three at some arguments.
 _ROOTS = ("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal")
 _NORMS = ("norm", "normalize", "std")
 _QUOTIENTS = (
@@ -24,19 +24,19 @@ _QUOTIENTS = (
     *("__truediv__", "__rtruediv__"),
 )
 _POWERS = ("power", "__pow__")
-# They add up what is lost in 16 bit.
+# These sum what would be lost in 16 bit.
 _SUMS = ("sum", "mean", "var", "average", "prod", "segment_sum")
-# Their results are small, or large, where their arguments are neither.
+# Their results can be small or large for arguments that are neither.
 _CURVED = ("square", "exp", "expm1")
-# Of these only an op with an unbounded derivative wants the float32 value: its
-# argument is 1 - p, or p, of a probability that 16 bit rounds.
+# Only ops with an unbounded derivative use the float32 value of these. Their
+# argument is a probability p, or 1 - p, which 16 bit rounds.
 _SATURATING = ("softmax", "sigmoid", "tanh", "softplus", "hard_sigmoid")
 _TIMES = ("multiply", "__mul__", "__rmul__")
 _LINEAR = (
     *("add", "subtract", "maximum", "minimum", "clip", "where"),
     *("__add__", "__radd__", "__sub__", "__rsub__"),
 )
-# They hand on what they were given.
+# These return their argument's values.
 _ALIKE = (
     *("negative", "abs", "absolute", "max", "min", "amax", "amin", "relu"),
     *("reshape", "transpose", "expand_dims", "squeeze", "broadcast_to"),
@@ -48,13 +48,13 @@ OPS = (
 )
 _ELEMENTWISE = (*_TIMES, *_LINEAR, *_QUOTIENTS)
 _BEGIN = (*_SUMS, *_CURVED, *_POWERS, *_SATURATING, "moments")
-# A number below this is one of a sum's last digits in bfloat16, and the power
-# of it that a layer may take underflows in float16.
+# A smaller number is one of a sum's last digits in bfloat16, and its powers in
+# a layer may underflow in float16.
 _SMALL = 2.0**-6
 
 
 def followed(op: Callable, name: str) -> Callable:
-    """Returns an op that keeps, and asks for, float32 values behind 16 bit."""
+    """Returns an op that keeps and uses the float32 values behind 16 bit."""
     dtype_at = op_places.dtype_position(op)
 
     @functools.wraps(op)
@@ -69,11 +69,11 @@ def followed(op: Callable, name: str) -> Callable:
             return op(*args, **kwargs)
         dtype = tensors.only_16_bit((args, kwargs))
         if dtype is None:
-            # Beside float32, which the result then is.
+            # Beside float32 the result is float32.
             args, kwargs = tensors.map_leaves((args, kwargs), _if_lost)
             return op(*args, **kwargs)
         if not (notes or begins or _is_exact(values)):
-            # Of a weight and activations.
+            # This is a product of a weight and activations.
             return op(*args, **kwargs)
         if name == "moments":
             return _moments(op, args, kwargs, dtype)
@@ -97,7 +97,7 @@ def followed(op: Callable, name: str) -> Callable:
 
 
 def _begins(name: str, values: tuple) -> bool:
-    """Says whether an op on tensors without a note leaves one."""
+    """Returns whether an op on tensors without a note adds one."""
     if name in _ELEMENTWISE:
         if name in _TIMES and values[0] is values[1]:
             return True
@@ -111,7 +111,7 @@ def _is_small(value: Any) -> bool:
 
 
 def _asks(name: str, args: tuple) -> bool:
-    """Says whether an op has an unbounded derivative where it is noted."""
+    """Returns whether an op's derivative is unbounded at a noted input."""
     at = args[:1]
     if name in _QUOTIENTS:
         at = args[:1] if name == "__rtruediv__" else args[1:2]
@@ -126,14 +126,14 @@ def _asks(name: str, args: tuple) -> bool:
 
 
 def _has_copy(name: str, values: tuple) -> bool:
-    """Says whether a 16-bit copy of a variable is added or multiplied."""
+    """Returns whether a 16-bit copy of a variable is added or multiplied."""
     return name in _ELEMENTWISE and any(
         weight_gradients.source(value) is not None for value in values
     )
 
 
 def _is_exact(values: tuple) -> bool:
-    """Says whether all 16-bit tensors have float32 values that are exact."""
+    """Returns whether all 16-bit tensors have exact float32 values."""
     return all(
         weight_gradients.is_exact(value)
         for value in values
@@ -142,7 +142,7 @@ def _is_exact(values: tuple) -> bool:
 
 
 def _if_lost(value: Any) -> Any:
-    """Returns a 16-bit tensor in float32 if that is known, else as it is."""
+    """Returns a 16-bit tensor's known float32 value, else the tensor."""
     is_known = weight_gradients.source(value) is not None
     if is_known or any(note.is_lost for note in float32_values.find([value])):
         return weight_gradients.exact(value)
@@ -156,7 +156,7 @@ def _computed(op: Callable, args: tuple, kwargs: dict, known: Known) -> Any:
 
 
 def _summed(value: Any, dtype: str) -> Any:
-    """Rounds a sum that was computed in float32, and notes it."""
+    """Rounds a sum that was computed in float32, and adds a note."""
     result = tensors.narrow_once(value, dtype)
     float32_values.keep(result, value)
     return result
@@ -165,7 +165,7 @@ def _summed(value: Any, dtype: str) -> Any:
 def _moments(op: Callable, args: tuple, kwargs: dict, dtype: str) -> tuple:
     args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
     values = op(*args, **kwargs)
-    # Of large numbers, the variance is beyond float16, and Keras limits it.
+    # The variance of large numbers is beyond float16, and Keras limits it.
     results = tuple(finite_constants.finite(x, dtype) for x in values)
     for result, value in zip(results, values, strict=True):
         float32_values.keep(result, value)
@@ -175,13 +175,14 @@ def _moments(op: Callable, args: tuple, kwargs: dict, dtype: str) -> tuple:
 def _kept(value: Any, name: str, values: tuple, dtype: str) -> Any:
     """Rounds what was computed in float32, and keeps it if it stays small.
 
-    What is larger than what made it wide, such as a layer's activations
-    divided by their norm, is used: of those, both would cost memory.
+    A result that is larger than the wide tensor it comes from, such as a
+    layer's activations divided by their norm, is not wide any more: both
+    versions of it would cost memory.
     """
     wide = [x for x in values if _is_wide(name, x)]
     is_wide = name in _ROOTS or any(_is_alike(value, x) for x in wide)
     if is_wide and name in _QUOTIENTS:
-        # Of a small number beside 0, as `fitting` promises.
+        # A small number beside 0 stays above 0, as `fitting` promises.
         result = finite_constants.finite(value, dtype)
     else:
         result = tensors.narrow(value, dtype)
@@ -199,6 +200,6 @@ def _is_wide(name: str, value: Any) -> bool:
 
 
 def _is_alike(value: Any, other: Any) -> bool:
-    """Says whether two tensors have one shape."""
+    """Returns whether two tensors have the same shape."""
     shape = getattr(other, "shape", None)
     return shape is not None and bool(value.shape == shape)

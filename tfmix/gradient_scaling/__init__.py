@@ -1,1 +1,1 @@
-"""Gradients of float16 models, scaled inside and true outside."""
+"""Scales gradients inside float16 models; outside they are unscaled."""

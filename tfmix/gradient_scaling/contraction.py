@@ -1,4 +1,4 @@
-"""A product of a tensor and a weight, written with a letter for each axis."""
+"""A product of a tensor and a weight, with a letter for each axis."""
 
 import dataclasses
 import string
@@ -9,12 +9,12 @@ _UNUSED = string.ascii_letters
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
-    """What an einsum of two factors sums, and what it keeps.
+    """The axes that an einsum of two factors sums, and those that it keeps.
 
     Args:
         inputs: The letters of the axes of the tensor.
-        weight: Those of the weight.
-        outputs: Those of the result.
+        weight: The letters of the axes of the weight.
+        outputs: The letters of the axes of the result.
     """
 
     inputs: str
@@ -28,7 +28,7 @@ class Contraction:
 
     @property
     def summed(self) -> str:
-        """The letters that both factors have, and the result has not."""
+        """The letters that both factors have, but not the result."""
         return "".join(x for x in self._shared if x not in self.outputs)
 
     @property
@@ -47,7 +47,7 @@ class Contraction:
 
     @property
     def is_product(self) -> bool:
-        """Whether it is one product of matrices, or a batch of them."""
+        """Returns whether it is a product of matrices, or a batch of them."""
         kept = self.batch + self.free + self.new
         return bool(
             self.summed
@@ -58,16 +58,16 @@ class Contraction:
 
 
 def of_matmul(ranks: Sequence[int], weight_at: int) -> Contraction | None:
-    """Returns what `matmul` sums over, or `None` if ranks make it broadcast.
+    """Returns the axes that `matmul` sums; `None` if ranks make it broadcast.
 
     Args:
         ranks: The ranks of both factors.
-        weight_at: Which of them is the weight, 0 or 1.
+        weight_at: Which factor is the weight, 0 or 1.
     """
     rank = max(ranks)
     if 0 in ranks or (ranks[0] != ranks[1] and min(ranks) > 2):
         return None
-    # A matrix times a stack of matrices repeats over the stack.
+    # A matrix times a stack of matrices is repeated over the stack.
     outer = _UNUSED[: rank - 2] if rank > 2 else ""
     stacks = [outer if r > 2 else "" for r in ranks]
     left = stacks[0] + ("Y" if ranks[0] > 1 else "") + "X"
@@ -80,11 +80,11 @@ def of_matmul(ranks: Sequence[int], weight_at: int) -> Contraction | None:
 def of_tensordot(
     ranks: Sequence[int], axes: int | Sequence, weight_at: int
 ) -> Contraction | None:
-    """Returns what `tensordot` sums over.
+    """Returns the axes that `tensordot` sums.
 
     Args:
         ranks: The ranks of both factors.
-        axes: How many axes are summed, or which of each factor.
+        axes: The number of axes to sum, or the axes of each factor.
         weight_at: Which factor is the weight, 0 or 1.
     """
     if isinstance(axes, int):
@@ -108,12 +108,12 @@ def of_tensordot(
 def of_einsum(
     equation: str, ranks: Sequence[int], weight_at: int
 ) -> Contraction | None:
-    """Returns what an einsum of two factors sums over.
+    """Returns the axes that an einsum of two factors sums.
 
     Args:
-        equation: As `keras.ops.einsum` takes it.
+        equation: An equation that `keras.ops.einsum` accepts.
         ranks: The ranks of both factors.
-        weight_at: Which of them is the weight, 0 or 1.
+        weight_at: Which factor is the weight, 0 or 1.
     """
     equation = equation.replace(" ", "")
     if equation.count("->") != 1 or equation.count(",") != 1:

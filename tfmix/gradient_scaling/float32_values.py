@@ -1,10 +1,10 @@
 """The float32 value behind a 16-bit tensor that an op has just rounded.
 
-Near 0, the derivative of a logarithm, a root or a quotient has no bound. What
-such an op is given must not be rounded to 16 bit on the way, and neither must
-the gradient that comes back. So a square, a mean or a sum with a small number
-notes on its 16-bit result how the value is computed in float32, and these ops
-compute from that. A note costs nothing where nobody asks for it.
+Near 0, the derivative of a logarithm, a root or a quotient is unbounded. The
+input of such an op must not be rounded to 16 bit, and neither must the gradient
+that comes back. So a square, a mean or a sum with a small number adds a note to
+its 16-bit result that says how to compute the value in float32. These ops use
+that note. A note that is not used costs nothing.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,26 +15,26 @@ import keras
 from tfmix._keras import global_state, gradients
 from tfmix.gradient_scaling import tensors
 
-# A note keeps what the ops before it were given: of so many, as eager tensors
-# would otherwise never be freed.
+# A note holds the inputs of this many ops before it. Without a limit, eager
+# tensors would never be freed.
 _DEEPEST = 6
 
-# The values of one computation, by the `id` of the tensor they are behind.
+# The values of one computation, by the `id` of the 16-bit tensor.
 Known = dict[int, tuple[Any, Any]]
 
 
 class Value(NamedTuple):
-    """How the float32 value of a 16-bit tensor is computed.
+    """Computes the float32 value of a 16-bit tensor.
 
     Attributes:
-        compute: Takes what is known of other tensors; returns the value.
-        depth: The number of ops that are computed once more for it.
-        is_lost: Whether 16 bit loses it, so that casts and sums ask for it,
-            too. Otherwise only ops with an unbounded derivative do.
-        is_wide: Whether it came from such an op: what is computed of it is
-            computed in float32, until a product uses it.
-        is_exact: Whether it is made of sums and of float32 variables only,
-            and so is what float32 has.
+        compute: Takes the known values of other tensors; returns the value.
+        depth: The number of ops that are computed again for it.
+        is_lost: Whether 16 bit loses the value. Then casts and sums use it,
+            too; otherwise only ops with an unbounded derivative do.
+        is_wide: Whether such an op computed it. Results that use it are then
+            computed in float32, up to the next product.
+        is_exact: Whether it was made only of sums and float32 variables, and so
+            is what float32 gives.
     """
 
     compute: Callable[[Known], Any]
@@ -51,13 +51,13 @@ def put(tensor: Any, value: Value) -> None:
 
 
 def keep(rounded: Any, value: Any, **properties: bool) -> None:
-    """Keeps a float32 tensor behind the 16-bit one that it was rounded to."""
+    """Keeps the float32 tensor that was rounded to a 16-bit one."""
     if rounded is not value:
         put(rounded, Value(lambda known: value, **properties))
 
 
 def find(values: Iterable[Any]) -> list[Value]:
-    """Returns the notes on arguments of an op, also on lists of tensors."""
+    """Returns the notes on an op's arguments, including lists of tensors."""
     found = []
     for value in values:
         if isinstance(value, list | tuple):
@@ -80,8 +80,8 @@ def of(tensor: Any, known: Known | None = None) -> Any:
     if id(tensor) not in known:
         value = note.compute(known)
         if keras.backend.backend() == "tensorflow":
-            # A tape of the caller's may watch the 16-bit tensor alone.
+            # A caller's tape may watch only the 16-bit tensor.
             value = gradients.by_way_of(tensor, value)
-        # With the tensor, whose `id` is another one's once it is freed.
+        # It holds the tensor, because the `id` of a freed one is used again.
         known[id(tensor)] = tensor, value
     return known[id(tensor)][1]

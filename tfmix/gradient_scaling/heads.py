@@ -1,10 +1,10 @@
-"""A graph with several results, in parts that have a border each.
+"""Runs a graph with several results in parts, each with its own scaling.
 
-A part is made of the operations that reach the same results: a trunk, and the
-head of each. So each head finds its own power of two, and results whose losses
-differ by orders of magnitude all have true gradients. A result that others are
-made of, as the mean beside a sample or feature maps beside a prediction, ends
-a part: who asks for gradients by it has them.
+A part holds the operations that reach the same results: the trunk is one part,
+and each head another. Each head finds its own power of two, so gradients are
+right even if losses differ by orders of magnitude. A part also ends at a result
+that others are computed from, such as the mean beside a sample, so that
+gradients with respect to it exist.
 """
 
 import functools
@@ -18,14 +18,14 @@ from tfmix.gradient_scaling import model_call, tensors
 
 
 class Results:
-    """What the parts of one call have returned: in float32, and as made."""
+    """The results of the parts of one call: in float32, and unchanged."""
 
     def __init__(self, model: keras.Model, is_float16: bool) -> None:
         self.model, self.is_float16 = model, is_float16
         self._pairs: list[tuple[Any, Any]] = []
 
     def as_made(self, outside: Any, dtype: str) -> Any:
-        """Returns a result of a part in the dtype that it was made in."""
+        """Returns a result of a part in its original dtype."""
         inside = _narrow(outside, dtype)
         self._pairs.append((inside, outside))
         return inside
@@ -52,7 +52,7 @@ class Graph:
 
     @property
     def has_parts(self) -> bool:
-        """Says whether there are several, so that each has its own border."""
+        """Returns whether there are several parts, which scale separately."""
         return len(self._parts) > 1
 
     def run(
@@ -62,14 +62,14 @@ class Graph:
         operation_fn: Callable = lambda operation: operation,
         **kwargs: Any,
     ) -> Any:
-        """Runs through the graph; `original` is Keras's method that does."""
+        """Runs the graph; `original` is Keras's method for that."""
         model, results = self._model, model_call.around()
-        # A model inside of another has no results of its own to hand on.
+        # A model inside another one returns no results of its own.
         if not isinstance(results, Results) or results.model is not model:
             return original(inputs, operation_fn=operation_fn, **kwargs)
         given = keras.tree.flatten(inputs)
-        # By the `id` of a symbol, what stands for it and the dtype it was made
-        # in: what other parts take is float32.
+        # Maps the `id` of a symbol to its value and original dtype. Other parts
+        # get the value in float32.
         known = {
             id(symbol): (value, "")
             for symbol, value in zip(model.inputs, given, strict=True)
@@ -90,20 +90,20 @@ class Graph:
 class _Part:
     """The operations of a graph that reach the same results.
 
-    Tensors are known by the `id`s of the symbols in whose place they stand.
+    Tensors are found by the `id`s of their symbols.
     """
 
     def __init__(self, nodes: list, takes: list[int], gives: list[int]) -> None:
         self._nodes, self.takes, self.gives = nodes, takes, gives
-        #: What it gave last, as it was made.
+        #: The original dtypes of its last results.
         self.dtypes: list[str] = []
 
     def run(self, operation_fn: Callable, taken: list) -> list:
-        """Returns what it gives, in float32.
+        """Returns the part's results in float32.
 
         Args:
-            operation_fn: Gives an operation what it is called with.
-            taken: Pairs of a tensor and the dtype that it was made in.
+            operation_fn: Gives an operation its arguments.
+            taken: Pairs of a tensor and its original dtype.
         """
         values = {
             key: _narrow(*pair)

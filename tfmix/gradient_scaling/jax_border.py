@@ -1,4 +1,4 @@
-"""A border around a function, under JAX."""
+"""The scaling border around a function, under JAX."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,31 +12,31 @@ from jax.custom_derivatives import SymbolicZero
 from tfmix._keras import linear_maps
 from tfmix.gradient_scaling import jax_products, power
 
-# A function with a border: of arrays, two lists of float arrays, and others.
+# A function of arrays that returns float results, losses, and the rest.
 Results = tuple[list, list, Any]
 Function = Callable[..., Results]
 
 
 def call(function: Function, values: Sequence) -> Results:
-    """Calls a function whose gradient is scaled inside and true outside.
+    """Calls a function whose gradients are scaled inside it only.
 
-    What enters backwards is brought to order one by a power of two that is
-    found anew in each backward pass, and divided out where gradients leave.
-    Its own gradient has such a border as well; it runs the function again,
-    once for each order.
+    Each backward pass finds a power of two that brings the incoming gradients
+    to order one, and divides by it where gradients leave. Gradients of these
+    gradients have such a border, too, which runs the function again for each
+    order.
 
     Args:
-        function: Takes arrays; returns results, losses that were added on the
-            way, whose gradients are often far larger, and a nest of others
+        function: Takes arrays; returns results, losses that were added inside,
+            whose gradients are often far larger, and a nest of other values
             that no gradient passes through.
         values: All arrays it depends on. Those of float dtypes get gradients.
 
     Returns:
         What the function returns.
     """
-    # Of NumPy's, JAX makes constants that it does not take back.
+    # JAX turns NumPy arrays into constants, for which it takes no gradients.
     values = jax_products.varying_alike(map(jnp.asarray, values))
-    # Who differentiates does so at the border alone.
+    # Derivatives are taken only at the border.
     fixed = lax.stop_gradient(values)
     results, pull, others = jax.vjp(
         _of_floats(function, fixed), *_floats(fixed), has_aux=True
@@ -58,26 +58,26 @@ def _known(
     function: Function,
     gradients: Callable,
 ) -> Any:
-    """Returns results, whose gradients a function of one's own finds.
+    """Returns results whose gradients come from a function of our own.
 
-    What they were made of beside `values`, as what a function closes over, is
-    beyond the border: it gets true gradients that nothing scales.
+    Other inputs, such as values that a function closes over, lie outside the
+    border. Their gradients are unscaled.
 
     Args:
         results: The float arrays that `function` returned: results, losses.
-        kept: A nest of arrays that `gradients` takes.
+        kept: A nest of arrays for `gradients`.
         values: The arrays that get gradients, and others.
-        function: What the results were made of `values` by.
-        gradients: Takes `kept`, `values` and what enters; returns a gradient
-            for each float of `values`.
+        function: Computes the results from `values`.
+        gradients: Takes `kept`, `values` and the incoming gradients; returns a
+            gradient for each float of `values`.
     """
 
     @jax.custom_jvp
     def known(results: Any, kept: Any, values: Sequence) -> Any:
         return results
 
-    # No zeros are made for all that is kept: for hundreds of layers these
-    # take a tenth of a step's tracing.
+    # Zeros for all that is kept would take a tenth of a step's tracing in a
+    # model with hundreds of layers.
     @functools.partial(known.defjvp, symbolic_zeros=True)
     def _(primals: tuple, tangents: tuple) -> tuple:
         results, kept, values = primals
@@ -120,7 +120,7 @@ def _known(
             leaves,
         )
         moved = jax.tree.map(_moved, beyond, nest.unflatten(pushed))
-        # Not `results` themselves, which no second derivative passes through.
+        # A second derivative cannot pass through `results` themselves.
         return known(*primals), moved
 
     return known(results, kept, values)
@@ -129,7 +129,7 @@ def _known(
 def _gradients(
     function: Function, kept: tuple, values: tuple, upstream: tuple
 ) -> list:
-    """Returns true gradients of what `call` was given."""
+    """Returns the unscaled gradients of the arguments of `call`."""
     pull, factor = kept
     results, losses = upstream
     by = power.of(results, losses, factor)
@@ -175,7 +175,7 @@ def _moved(first: Any, second: Any) -> Any:
 
 
 def _of_floats(function: Function, values: Sequence) -> Callable:
-    """Returns a function of the floats among its arguments, as `vjp` wants."""
+    """Returns a function of the floats among its arguments, for `vjp`."""
 
     def of_floats(*floats: Any) -> tuple[tuple[list, list], Any]:
         results, losses, others = function(*_with_floats(values, floats))
@@ -189,7 +189,7 @@ def _floats(values: Sequence) -> list:
 
 
 def _with_floats(values: Sequence, floats: Sequence) -> list:
-    """Returns the values with others in the place of the floats."""
+    """Returns the values with the floats replaced."""
     new = iter(floats)
     return [next(new) if _is_float(value) else value for value in values]
 
@@ -199,17 +199,18 @@ def _is_float(value: Any) -> bool:
 
 
 def _unscaled(down: Any, array: Any) -> Any:
-    """Divides a gradient; what overflowed inside leaves as infinity, or NaN."""
+    """Divides a gradient; an overflow inside leaves as infinity or NaN."""
     lost = lax.full_like(array, jnp.inf)
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
     is_finite = jnp.isfinite if is_complex else lax.is_finite
-    # Infinity, unless `down` is NaN.
+    # This is infinity, unless `down` is NaN.
     return _times(down, lax.select(is_finite(array), array, lost))
 
 
 def _times(factor: Any, array: Any) -> Any:
-    # In float32 or wider, which hold every factor. By plain operations: for
-    # hundreds of gradients those of `jnp` take a tenth of a step's tracing.
+    # Float32 and wider dtypes hold every factor. Plain operations are used
+    # because those of `jnp` take a tenth of a step's tracing for hundreds of
+    # gradients.
     dtype = jnp.promote_types(array.dtype, "float32")
     wide = lax.convert_element_type(array, dtype)
     factor = lax.convert_element_type(factor, dtype)

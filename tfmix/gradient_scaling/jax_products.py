@@ -1,8 +1,8 @@
 """Weight gradients in float32, under JAX.
 
 A function of a 16-bit tensor and a float32 weight rounds the weight inside, and
-hands its gradient back in float32. What is linear in the weight is told to JAX
-as a linear function of a float32 tangent, whose transpose JAX finds: so
+returns its gradient in float32. JAX gets the part that is linear in the weight
+as a linear function of a float32 tangent, and finds the transpose itself. So
 `jax.grad`, `jax.jvp`, `jax.vmap`, `jax.checkpoint` and any mix of them work.
 """
 
@@ -23,9 +23,9 @@ from tfmix.gradient_scaling.contraction import Contraction
 # Computes a result from a tensor and a weight of the same 16-bit dtype.
 Function = Callable[[Any, Any], Any]
 # Takes a tensor, a float32 weight, the weight's tangent and the result; returns
-# what the tangent adds to the result, in the dtype of the tensor.
+# the change of the result, in the dtype of the tensor.
 Linear = Callable[[Any, Any, Any, Any], Any]
-# Contracted axes of both factors, and batch axes of both, as `lax` takes them.
+# The contracted axes of both factors and their batch axes, as in `lax`.
 Axes = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
 
 
@@ -40,24 +40,24 @@ def contracted(
 ) -> Any:
     """Computes a product of matrices.
 
-    In float16 the weight's gradient is one product, too, which adds up in
-    float32 and returns that, as GPUs do at the speed of a 16-bit result. In a
-    loop, which reads and writes the sum over all steps in float32 as well, that
-    would be an eighth more bytes: there, the inputs are divided by about the
-    square root of the number of rows, and the 16-bit result is multiplied in
-    float32. bfloat16 has float32's range, so that one rounding of the result
-    is all that it loses: it is widened afterwards.
+    In float16 the weight's gradient is one product that sums in float32 and
+    returns float32; GPUs run that as fast as with a 16-bit result. In a loop,
+    which also reads and writes the sum over all steps in float32, this would
+    move an eighth more bytes. There, the inputs are divided by about the square
+    root of the number of rows, and the 16-bit result is multiplied in float32.
+    bfloat16 has float32's range, so its result is only rounded once and then
+    widened.
 
     Args:
-        function: What computes the product.
+        function: Computes the product.
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
-        axes: What `function` sums over.
+        axes: The axes that `function` sums.
         used: Returns the part of the inputs that is multiplied.
-        in_loop: Whether it is computed in each step of a loop.
+        in_loop: Whether the product is computed in each step of a loop.
 
     Returns:
-        What `function` returns of the inputs and the rounded weight.
+        The result of `function` for the inputs and the rounded weight.
     """
     if inputs.dtype != jnp.float16:
         return function(inputs, weight.astype(inputs.dtype))
@@ -80,19 +80,19 @@ def convolved(
 ) -> Any:
     """Computes a convolution.
 
-    No accelerator returns a filter's gradient of 16-bit factors in float32.
-    In float16, what enters is divided by about the square root of the number
-    of positions that are summed, and the result multiplied in float32.
+    No accelerator returns a filter's gradient of 16-bit factors in float32. In
+    float16, the incoming gradient is divided by about the square root of the
+    number of summed positions, and the result is multiplied in float32.
 
     Args:
-        function: What computes the convolution.
+        function: Computes the convolution.
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
         positions: Returns the number of summed positions for the shapes of
             the inputs and the result.
 
     Returns:
-        What `function` returns of the inputs and the rounded weight.
+        The result of `function` for the inputs and the rounded weight.
     """
     if inputs.dtype != jnp.float16:
         return function(inputs, weight.astype(inputs.dtype))
@@ -122,19 +122,19 @@ def combined(
     """Computes a function of each element, such as a sum with a bias.
 
     Args:
-        function: What computes it, of two tensors that broadcast.
+        function: Computes it, from two tensors that broadcast.
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
         bilinear: Whether `function` multiplies.
-        in_loop: Whether it is computed in each step of a loop, which would
-            keep what is repeated below from all steps.
+        in_loop: Whether it runs in each step of a loop, which would keep the
+            repeated weights of all steps.
 
     Returns:
-        What `function` returns of the inputs and the rounded weight.
+        The result of `function` for the inputs and the rounded weight.
     """
     if not (bilinear or in_loop):
-        # Repeated in float32, rounded, and added: backwards, the sum of the
-        # rounded values is one of float32 numbers.
+        # The weight is repeated in float32, rounded and added. Backwards, the
+        # sum of the rounded values is then one of float32 numbers.
         shape = jnp.broadcast_shapes(inputs.shape, weight.shape)
         whole = jnp.broadcast_to(weight, shape)
         return function(inputs, whole.astype(inputs.dtype))
@@ -188,7 +188,7 @@ def _with_gradient(
 
 
 def _mixed(inputs: Any, weight: Any, axes: Contraction) -> Any:
-    """Multiplies 16-bit inputs by a float32 weight, of which it is linear."""
+    """Multiplies 16-bit inputs by a float32 weight; linear in the weight."""
     at = tuple(
         tuple(
             tuple(map(side.index, letters))
@@ -204,10 +204,10 @@ def _mixed(inputs: Any, weight: Any, axes: Contraction) -> Any:
 
 
 def varying_alike(values: Iterable) -> tuple:
-    """Lets all arrays vary over the mesh axes of `shard_map` that any does.
+    """Makes all arrays vary over every `shard_map` axis that one varies over.
 
-    JAX then sums the gradients of those that did not, which it leaves to the
-    author of a function with its own gradient.
+    JAX then sums the gradients of the others. In a function with a custom
+    gradient it leaves that to the author.
     """
     by_value = [(value, _varying_axes(value)) for value in values]
     every = frozenset().union(*(axes for _, axes in by_value))
@@ -229,10 +229,10 @@ def _varying_axes(value: Any) -> frozenset[str]:
     return varying
 
 
-# A product of two factors in 16 bit that returns the dtype which is asked for:
-# what `dot_general` does, but for the gradients. Each is such a product, too,
-# and has the dtype of its factor; those of `dot_general` have that of the
-# result, and are cast.
+# A product of two 16-bit factors that returns a chosen dtype, like
+# `dot_general`. The difference is in the gradients: each is such a product,
+# too, in the dtype of its factor. Those of `dot_general` get the dtype of the
+# result and are cast.
 _product = jax.extend.core.Primitive("tfmix_product")
 
 
@@ -244,11 +244,11 @@ def _computed(
     Args:
         a: The first factor, of a float dtype.
         b: The second.
-        axes: What is summed, and what is a batch.
+        axes: The summed axes and the batch axes.
         narrow: The dtype that factors are rounded to.
         dtype: The dtype of the result, `narrow` or float32.
-        widen: Whether factors are cast to `dtype` after they were rounded,
-            where a device lacks the product: it is the same number.
+        widen: Whether to cast the rounded factors to `dtype`, where a device
+            lacks the product. The result is the same.
     """
     a, b = a.astype(narrow), b.astype(narrow)
     if widen:
@@ -321,7 +321,7 @@ def _of_second(
 def _batched(
     values: tuple, at: tuple, *, axes: Axes, **dtypes: Any
 ) -> tuple[Any, int]:
-    """Adds an axis: to the batch if both have it, else to what is free."""
+    """Adds an axis: to the batch if both factors have it, else to the free."""
 
     def moved(pair: tuple) -> tuple:
         return tuple(

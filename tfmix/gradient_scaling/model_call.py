@@ -1,4 +1,4 @@
-"""A float16 model has true gradients: a border stands around its calls."""
+"""Calls a float16 model so that its gradients are scaled inside it only."""
 
 import contextlib
 import weakref
@@ -23,15 +23,15 @@ else:
 
     from tfmix.gradient_scaling import jax_border
 
-# Models whose gradients are scaled inside them, and true outside.
+# Models that scale their gradients inside.
 _scaling: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-# Values of variables, by the variables' `id`, as a `keras.StatelessScope` has.
+# Maps the `id` of a variable to its value, like a `keras.StatelessScope`.
 States = dict[int, Any]
-# By a layer's `id` and a name, its attributes and the array of that name.
+# Maps a layer's `id` and a name to its attributes and its array.
 Attributes = dict[tuple[int, str], tuple[dict, Any]]
 
-# What models are called inside of: nothing, what takes their results `AS_MADE`,
-# or what takes those of a graph's parts.
+# Marks the callers that models are called inside of. One takes a model's
+# results `AS_MADE`; others take those of a graph's parts.
 AS_MADE = "as made"
 
 
@@ -41,12 +41,11 @@ def note_scaling(model: keras.Model, scales: bool) -> None:
 
 
 def scales(variables: Iterable[keras.Variable]) -> bool:
-    """Says whether gradients of all these variables are scaled inside models.
+    """Returns whether models scale the gradients of all these variables.
 
-    Then nothing has to be multiplied or divided around: whatever scales the
-    loss is taken in at the border and handed out again, to the last bit. A
-    variable of 16 bit does not count: its gradient has 16 bits outside of the
-    model, too, and may underflow there.
+    Then the loss need not be scaled: any factor on the loss cancels at the
+    border exactly. A 16-bit variable does not count, because its gradient is
+    16-bit outside the model, too, and may underflow there.
     """
     held = {id(variable) for model in _scaling for variable in model.variables}
     return all(
@@ -56,7 +55,7 @@ def scales(variables: Iterable[keras.Variable]) -> bool:
 
 
 def inside(what: Any) -> contextlib.AbstractContextManager[None]:
-    """Calls models as parts of something, in a block."""
+    """Marks the model calls of a block as parts of something."""
     return context_values.holding(around=what)
 
 
@@ -66,7 +65,7 @@ def around() -> Any:
 
 
 def left_out() -> contextlib.AbstractContextManager[None]:
-    """Calls models without a border, to see what gradients are inside one."""
+    """Calls models without a border, to show the gradients inside one."""
     return context_values.holding(has_borders=False)
 
 
@@ -80,14 +79,14 @@ def call_inside(
     """Calls a model, inside a border if it computes in float16.
 
     Args:
-        model: The model, which no other carried one has called.
-        call: The method that computes its results, in float32.
+        model: The outermost model of the call.
+        call: Computes its results, in float32.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         is_float16: Whether a layer of the model computes in float16.
 
     Returns:
-        What `call` returns, as tensors of the same values.
+        The results of `call`, as tensors of the same values.
     """
     if not (is_float16 and context_values.block.get().has_borders):
         return call(*args, **kwargs)
@@ -95,8 +94,8 @@ def call_inside(
         return call(*args, **kwargs)
     run = _Run(model, call, (args, kwargs))
     if _TENSORFLOW:
-        # What a second run starts from, so that it draws the same numbers: in
-        # a graph there is none.
+        # A second run starts from these values, so that it draws the same
+        # random numbers. A graph needs no second run.
         frozen = model.non_trainable_variables if tf.executing_eagerly() else ()
         start = {id(v): tf.convert_to_tensor(v.value) for v in frozen}
         floats, losses = tensorflow_border.call(
@@ -106,7 +105,7 @@ def call_inside(
         )
         rest = run.rest
     else:
-        # One that is not built makes its variables in the call.
+        # An unbuilt model creates its variables in the call.
         is_traced = any(map(compilation.is_symbolic, run.values))
         if not is_traced or not layers.is_built(model):
             return call(*args, **kwargs)
@@ -117,15 +116,15 @@ def call_inside(
 
 
 class _Run:
-    """A model's call as a function of arrays, as a border takes it.
+    """A model's call as a function of arrays, for a border.
 
-    Under TensorFlow only what has a gradient has to be an argument, and the
-    scope around the call is entered anew only if there is one.
+    Under TensorFlow only values with gradients have to be arguments, and the
+    scope around the call is opened again only if there is one.
     """
 
     def __init__(self, model: keras.Model, call: Any, nest: Any) -> None:
-        # What JAX has compiled knows it, and the model knows that: no model
-        # would be freed.
+        # JAX's compiled code holds this object. A strong reference to the model
+        # would keep it alive forever.
         self._model, self._call = weakref.ref(model), weakref.WeakMethod(call)
         nest = self._nest = tensors.map_leaves(nest, keras_variables.read)
         self._state = layers.call_state()
@@ -134,8 +133,8 @@ class _Run:
         self._states = dict(states)
         self._given = list(filter(_is_argument, _arrays(nest)))
         self._mapped = [k for k, v in states.items() if _is_argument(v)]
-        #: The arguments: of the call, as exact as they are known, what
-        #: stands for variables, and what layers hold.
+        #: The arguments: those of the call, as exact as they are known, the
+        #: values of variables, and what layers hold.
         self.values = [
             *map(_copied, map(tensors.uncast, self._given)),
             *(states[key] for key in self._mapped),
@@ -144,12 +143,12 @@ class _Run:
             known = set(map(id, self.values))
             held = _held(model, nest)
             self.values += [x for x in held if id(x) not in known]
-        # Of the first run: its results, what it left on layers, and the layers
-        # that added losses.
+        # The first run sets these: its results, what it left on layers, and the
+        # layers that added losses.
         self._outputs: Any = None
         self._left: Attributes = {}
         self._added: list[tuple[keras.Layer, Any]] | None = None
-        #: What else the first run returned.
+        #: The other results of the first run.
         self.rest: tuple[list, States] = ([], {})
 
     def __call__(
@@ -158,13 +157,13 @@ class _Run:
         """Calls the model.
 
         Args:
-            values: In place of `self.values`.
-            start: The values of variables that nothing stands for; for a run
-                that is to leave no trace.
+            values: Replace `self.values`.
+            start: The values of the other variables, for a run that must not
+                change anything.
 
         Returns:
-            Its float results with what it left on layers, the losses it
-            added, and the rest: other results, and what it assigned.
+            Its float results with what it left on layers, the losses it added,
+            and the rest: other results, and what it assigned.
         """
         count = len(self._given)
         args, kwargs = _with_arrays(self._nest, self._given, values[:count])
@@ -200,10 +199,10 @@ class _Run:
     def finished(
         self, floats: list, losses: list, others: list, updates: States
     ) -> Any:
-        """Does what the call was to do, with results of the border.
+        """Applies the effects of the call, with the results of the border.
 
         Returns:
-            What the call is to return.
+            The results of the call.
         """
         for (layer, inner), loss in zip(self._added or [], losses, strict=True):
             layers.put_loss(layer, inner, loss)
@@ -235,7 +234,7 @@ class _Run:
 
 
 def _attributes(model: keras.Model) -> Attributes:
-    """Returns the arrays that hang on a model's layers."""
+    """Returns the arrays that are attributes of a model's layers."""
     return {
         (id(layer), name): (vars(layer), value)
         for layer in layers.flat_layers(model)
@@ -245,9 +244,9 @@ def _attributes(model: keras.Model) -> Attributes:
 
 
 def _taken_off(model: keras.Model, before: Attributes) -> Attributes:
-    """Returns what a call left on layers, such as scores for a loss to come.
+    """Returns what a call left on layers, such as scores for a later loss.
 
-    What hung there before hangs there again: a border hands on its own.
+    The earlier attributes are restored, because a border returns its own.
     """
     left = {
         place: (attributes, value)
@@ -264,9 +263,9 @@ def _taken_off(model: keras.Model, before: Attributes) -> Attributes:
 
 
 def _held(model: keras.Model, nest: Any) -> list:
-    """Lists the tensors that gradients reach beside a call's arguments.
+    """Lists further tensors of a call that gradients reach.
 
-    They hang on a layer, or on an argument of the user's own class.
+    They are attributes of a layer, or of an argument of the user's own class.
     """
     owners = [*layers.flat_layers(model)]
     tensors.map_leaves(nest, owners.append)
@@ -281,13 +280,13 @@ def _held(model: keras.Model, nest: Any) -> list:
 
 
 def _copied(array: Any) -> Any:
-    # Tracers of NumPy's arrays, too, which `custom_vjp` refuses under `vmap`.
-    # A compiled program has none of these copies.
+    # Tracers of NumPy arrays get copied as well, because `custom_vjp` refuses
+    # them under `vmap`. A compiled program has none of these copies.
     return array if _TENSORFLOW else jax.numpy.array(array)
 
 
 def _with_arrays(nest: Any, given: list, values: Iterable) -> Any:
-    """Returns a nest with values in the place of the arrays that are given."""
+    """Returns a nest with values in place of the given arrays."""
     pairs = zip(given, values, strict=True)
 
     def replaced(array: Any) -> Any:
@@ -296,7 +295,7 @@ def _with_arrays(nest: Any, given: list, values: Iterable) -> Any:
         before, value = next(pairs)
         if tensors.uncast(before) is before:
             return value
-        # Exact numbers, rounded here as they were at the model's door.
+        # Exact numbers are rounded here, as they are where the model begins.
         cast = keras.ops.cast(value, before.dtype)
         tensors.note_uncast(before, cast, value)
         return cast
@@ -321,7 +320,7 @@ def _rebuilt(nest: Any, function: Callable[[Any], Any]) -> Any:
 
     def of_leaf(leaf: Any) -> Any:
         if _TENSORFLOW and isinstance(leaf, tf.__internal__.CompositeTensor):
-            # Ragged, or sparse.
+            # These are ragged or sparse tensors.
             return tf.nest.map_structure(of_leaf, leaf, expand_composites=True)
         if not _is_array(leaf):
             return leaf

@@ -1,4 +1,4 @@
-"""The power of two that gradients are scaled by inside a border."""
+"""The power of two that scales gradients inside a model."""
 
 import contextlib
 import math
@@ -12,17 +12,17 @@ from tfmix._keras import compilation, context_values
 # Float32 holds this power of two and its reciprocal as normal numbers.
 _HIGHEST = 100
 _BIAS, _MANTISSA = 127, 23
-# What a gradient may add up to where it enters. A bias gets the sum of all
-# that reaches its layer, and a kernel that sum times its inputs: below this
-# 4 bits are left for these, however many pixels or tokens there are.
+# Limits the sum of the incoming gradients. A bias gets the sum of all that
+# reaches its layer, and a kernel gets that sum times its inputs. Below this
+# limit they have 4 bits left, however many pixels or tokens there are.
 _LARGEST_SUM = 2.0**12
-# Without XLA to join them with others, operations that only say why a gradient
-# is not finite run for gradients of so many numbers at most.
+# Operations that only explain why a gradient is not finite run for gradients of
+# at most this size. XLA fuses them, so it has no limit.
 _SMALL = 4096
 
 
 class Power(NamedTuple):
-    """What gradients are multiplied by inside a border, and outside again.
+    """The factors for gradients that enter a model, and that leave it.
 
     Attributes:
         up: Float32 scalar, a power of two.
@@ -34,22 +34,23 @@ class Power(NamedTuple):
 
 
 def placing() -> Any:
-    """Returns where gradients are placed just now: a factor, 1.0 by default."""
+    """Returns the factor that moves gradients in float16's range."""
     factor = context_values.block.get().placing
     return 1.0 if factor is None else factor
 
 
 def is_placed() -> bool:
-    """Says whether a rule places the gradients of what is called just now."""
+    """Returns whether a rule moves gradients in float16's range now."""
     return context_values.block.get().placing is not None
 
 
 def placed(factor: Any) -> contextlib.AbstractContextManager[None]:
-    """Places the gradients of what is called in a block elsewhere.
+    """Moves the gradients of a block within float16's range.
 
     Args:
-        factor: Float or float32 scalar tensor, a power of two: below 1 more of
-            the format is left for what grows inside, above 1 for what shrinks.
+        factor: Float or float32 scalar tensor, a power of two. Below 1 it
+            leaves more room for gradients that grow inside, above 1 for those
+            that shrink.
     """
     return context_values.holding(placing=factor)
 
@@ -57,13 +58,13 @@ def placed(factor: Any) -> contextlib.AbstractContextManager[None]:
 def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     """Returns the power of two that brings gradients to order one.
 
-    Scaled by it, the largest number of all lies in [1, 2), or lower where
-    their sum would leave float16 too little room, times `factor`.
+    Scaled by it, the largest number lies in [1, 2) times `factor`. It lies
+    lower if the sum of the gradients would leave float16 too little room.
 
     Args:
-        gradients: Float tensors of any shapes, by results.
-        losses: The same, by losses that were added inside: these count in
-            the sum alone, for they are often far larger than the others.
+        gradients: Float tensors of any shapes, one per result.
+        losses: The same for losses that were added inside. They only count in
+            the sum, because they are often far larger than the others.
         factor: As for `placed`.
 
     Returns:
@@ -83,26 +84,28 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
     reaches = ops.maximum(reaches, total / _LARGEST_SUM)
     word = compilation.bitcast(reaches, "int32")
     exponent = _BIAS - ops.right_shift(word, _MANTISSA)
-    # XLA's maximum on a CPU may lose a NaN, a sum keeps it.
+    # XLA's maximum on a CPU may lose a NaN, but a sum keeps it.
     is_finite = ops.isfinite(total)
     usable = ops.logical_and(reaches > 0, is_finite)
     exponent = ops.where(usable, exponent, 0)
     exponent = ops.clip(exponent, -_HIGHEST, _HIGHEST)
     power = ops.left_shift(exponent + _BIAS, _MANTISSA)
     up = compilation.bitcast(power, "float32") * factor
-    # Last a division: XLA computes it once, and a choice anew in each kernel.
+    # The division comes last: XLA computes it once, but repeats a selection in
+    # each kernel.
     return Power(up, 1.0 / ops.where(is_finite, up, float("nan")))
 
 
 def say_why(gradients: Sequence) -> list[bool]:
-    """Says which gradients, not being finite, say why as they leave a border.
+    """Returns which gradients must show why they are not finite.
 
-    A border returns NaN for all gradients if what entered was not finite. What
-    overflows inside of it leaves as infinity, or, of the other gradients, as it
-    was computed. TensorFlow's own kernels would read each gradient once more.
+    A border returns NaN for all gradients if an incoming gradient was not
+    finite. An overflow inside leaves as infinity, or, in the other gradients,
+    as it was computed. TensorFlow's own kernels would read each gradient once
+    more for it.
 
     Args:
-        gradients: Those of a model's variables, at least one.
+        gradients: The gradients of a model's variables, at least one.
     """
     if compilation.by_xla():
         return [True] * len(gradients)
@@ -112,16 +115,16 @@ def say_why(gradients: Sequence) -> list[bool]:
 
 
 def blames_data(gradients: Sequence) -> Any:
-    """Says whether gradients are not finite because what entered was not.
+    """Returns whether gradients are not finite because the loss was not.
 
-    One number of a gradient tells, if that says why.
+    One number of a gradient that shows the reason is enough.
 
     Args:
-        gradients: Gradients of a model with a border; `None` where there is
+        gradients: Gradients of a model that scales them; `None` where there is
             none.
 
     Returns:
-        Boolean scalar tensor; `False` where there is no gradient.
+        Boolean scalar tensor; `False` if there is no gradient.
     """
     values = [getattr(g, "values", g) for g in gradients if g is not None]
     values = [value for value in values if 0 not in tuple(value.shape)]
@@ -132,10 +135,10 @@ def blames_data(gradients: Sequence) -> Any:
     ]
     if not values:
         return False
-    # The first variable gets gradients from all that comes after it. What
-    # makes the last may be the one head whose loss is not finite. Scalars fuse
-    # with what moves the rule: no kernel more. Made flat first, a TPU would
-    # copy the whole gradient.
+    # The first variable gets gradients from everything after it. The last one
+    # may belong to the one head whose loss is not finite. Scalars fuse with the
+    # update of the rule, so they add no kernel. If the gradient were flattened
+    # first, a TPU would copy all of it.
     first, last = (
         ops.isnan(ops.reshape(value[(slice(1),) * len(value.shape)], ()))
         for value in (values[0], values[-1])

@@ -1,4 +1,4 @@
-"""A border around a function, under TensorFlow."""
+"""The scaling border around a function, under TensorFlow."""
 
 import contextlib
 import functools
@@ -11,34 +11,34 @@ import tensorflow as tf
 from tfmix._keras import compilation, gradients
 from tfmix.gradient_scaling import power
 
-# Float tensors: the results of a function, and losses added on the way.
+# The float results of a function, and the losses that were added inside.
 Results = tuple[list, list]
-# A function with a border: of float tensors.
+# A function of float tensors.
 Function = Callable[..., Results]
 
 
 def call(
     function: Function, tensors: Sequence, *, again: Function | None = None
 ) -> Results:
-    """Calls a function whose gradient is scaled inside and true outside.
+    """Calls a function whose gradients are scaled inside it only.
 
-    What enters backwards is brought to order one by a power of two that is
-    found anew in each backward pass, and divided out where gradients leave:
-    of tensors and of the variables that the function reads. Its own gradient
-    has such a border as well; in eager mode it runs the function again, once
-    for each order.
+    Each backward pass finds a power of two that brings the incoming gradients
+    to order one, and divides by it where gradients leave, both of tensors and
+    of the variables that the function reads. Gradients of these gradients have
+    such a border, too; in eager mode that runs the function again for each
+    order.
 
     Args:
         function: Takes tensors; returns results, and losses that were added
-            on the way, whose gradients are often far larger.
+            inside, whose gradients are often far larger.
         tensors: Its arguments, float tensors.
-        again: What runs the function again, without a trace of its own.
-            Defaults to the function.
+        again: Runs the function again, without side effects. Defaults to the
+            function.
 
     Returns:
-        What the function returns.
+        The results of the function.
     """
-    # Eager ones become part of the graph, of which gradients may be asked.
+    # Eager tensors become part of the graph, so that it has their gradients.
     inside = _told_apart(map(tf.convert_to_tensor, tensors))
     run, variables = gradients.and_variables(_Run, function, inside)
     border = _Border(again or function, inside, variables, run.results)
@@ -46,10 +46,7 @@ def call(
 
 
 def _told_apart(tensors: Iterable) -> list:
-    """Returns the tensors; in place of one that is there already, a copy.
-
-    A tape has one gradient for a tensor, however often it is asked for it.
-    """
+    """Copies repeated tensors: a tape has one gradient per tensor."""
     apart: dict[int, Any] = {}
     for tensor in tensors:
         new = tf.identity(tensor) if id(tensor) in apart else tensor
@@ -58,7 +55,7 @@ def _told_apart(tensors: Iterable) -> list:
 
 
 class _Run:
-    """One run of a function: what it returned, and what recorded it."""
+    """One run of a function: its results, and the tape that recorded it."""
 
     def __init__(
         self,
@@ -67,10 +64,10 @@ class _Run:
         *,
         taped: bool | None = None,
     ) -> None:
-        # Where no tape is around, a gradient can be asked of a graph alone.
+        # Without a tape, gradients can only be taken from the graph.
         taped = gradients.is_recorded() if taped is None else taped
-        # In eager mode a tape around it may be asked more than once. In a
-        # graph a persistent one keeps it alive for good.
+        # In eager mode an outer tape may use it more than once. In a graph a
+        # persistent tape keeps the graph alive forever.
         eager = tf.executing_eagerly()
         self.tape = tf.GradientTape(persistent=eager) if taped else None
         with self.tape or contextlib.nullcontext():
@@ -80,7 +77,7 @@ class _Run:
 
 
 class _Border:
-    """What stands around one run of a function."""
+    """Scales the gradients of one run of a function."""
 
     def __init__(
         self,
@@ -97,10 +94,10 @@ class _Border:
         self._trace = compilation.trace()
 
     def results(self, tapes: list) -> Results:
-        """Returns results whose gradients have the border.
+        """Returns results whose gradients are scaled inside.
 
         Args:
-            tapes: The one that recorded the run, if one did.
+            tapes: The tape that recorded the run, if there is one.
         """
         of_results, of_losses = self._results
         made = gradients.replaced(
@@ -108,7 +105,7 @@ class _Border:
             self._tensors,
             self._variables,
             by_tape=functools.partial(self._gradient, tapes),
-            # A graph that held a tape would live for good.
+            # A graph that held a tape would never be freed.
             by_graph=functools.partial(self._gradient, []),
         )
         return made[: len(of_results)], made[len(of_results) :]
@@ -120,8 +117,8 @@ class _Border:
         inside = self._inside(tapes, scaled)
         kept = [n for n, g in enumerate(inside) if g is not None]
         values = [_values(inside[n]) for n in kept]
-        # In another graph, that of a nested `tf.function`'s gradient, the
-        # results of this one cannot be differentiated once more.
+        # In another graph, such as that of a nested `tf.function`'s gradient,
+        # the results of this one cannot be differentiated again.
         if gradients.is_recorded() and compilation.trace() == self._trace:
             pull = functools.partial(self._pull, kept)
             border = _Border(
@@ -131,7 +128,8 @@ class _Border:
                 (values, []),
             )
             values, _ = border.results([])
-        # Those of the arguments come first: no optimizer asks these why.
+        # Gradients of the arguments come first. They need not show why they are
+        # not finite, because no optimizer gets them.
         of_variables = [
             value
             for n, value in zip(kept, values, strict=True)
@@ -147,7 +145,7 @@ class _Border:
         """Returns the gradients of the tensors, then of the variables."""
         is_eager = self._trace == compilation.EAGER
         if tapes:
-            # In a graph it is asked once, and gone.
+            # In a graph it is used once, and then freed.
             tape = tapes[0] if is_eager else tapes.pop()
             return self._asked(tape, self._results, self._tensors, scaled)
         if is_eager:
@@ -168,7 +166,7 @@ class _Border:
         return asked
 
     def _pull(self, kept: Sequence, *given: Any) -> Results:
-        """Computes the gradients inside anew: of tensors and what enters."""
+        """Computes the inner gradients again, as results of a border."""
         count = len(self._tensors)
         tensors, scaled = given[:count], given[count:]
         run = _Run(self._again, tensors, taped=True)
@@ -177,7 +175,7 @@ class _Border:
 
 
 def _values(gradient: Any) -> Any:
-    """Returns a gradient's numbers, of one by rows those of its rows."""
+    """Returns a gradient's numbers; of a sparse one, those of its rows."""
     return getattr(gradient, "values", gradient)
 
 
@@ -191,22 +189,22 @@ def _unscaled(down: Any, tensor: Any, says_why: bool) -> Any:
     """Divides a gradient; infinity then means an overflow inside.
 
     Args:
-        down: What to multiply by; NaN if what entered was not finite.
+        down: The factor; NaN if an incoming gradient was not finite.
         tensor: The gradient.
-        says_why: Whether it has to, or may leave as it was computed.
+        says_why: Whether it must show why it is not finite.
     """
     if not says_why:
         return _times(down, tensor)
-    # Infinity, unless `down` is NaN.
+    # This is infinity, unless `down` is NaN.
     lost = tf.cast(down + math.inf, tensor.dtype)
     is_finite = tf.math.is_finite(tf.math.real(tensor))
     return tf.where(is_finite, _times(down, tensor), lost)
 
 
 def _times(factor: Any, tensor: Any) -> Any:
-    # In float32, which holds every factor.
+    # Float32 holds every factor.
     if tensor.dtype == tf.float32:
-        # Quick to trace, for hundreds of gradients.
+        # It is quick to trace, for hundreds of gradients.
         return tf.raw_ops.Mul(x=tensor, y=factor)
     wide = tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor
     return tf.cast(wide * tf.cast(factor, wide.dtype), tensor.dtype)

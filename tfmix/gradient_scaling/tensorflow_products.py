@@ -1,14 +1,14 @@
 """Weight gradients in float32, under TensorFlow.
 
 A function of a 16-bit tensor and a float32 weight rounds the weight inside, and
-hands its gradient back in float32. Accelerators multiply 16-bit factors on
-Tensor Cores, add up in float32 and round the sum once. In bfloat16, which has
-float32's range, that sum is the gradient. In float16 one factor is divided by
-a power of two first, so that the sum does not overflow; the result is
-multiplied by it in float32. Two products differ:
+returns its gradient in float32. Accelerators multiply 16-bit factors on Tensor
+Cores, sum in float32 and round the sum once. In bfloat16, which has float32's
+range, that sum is the gradient. In float16 one factor is first divided by a
+power of two, so that the sum does not overflow; the result is multiplied by it
+in float32. There are two exceptions:
 
-* XLA writes the float32 sum of a plain product of matrices at once.
-* A CPU's kernels may add up in 16 bit: there the factors are widened.
+* XLA returns the float32 sum of a plain product of matrices directly.
+* A CPU's kernels may sum in 16 bit, so there the factors are widened.
 """
 
 import functools
@@ -23,12 +23,12 @@ from tfmix.gradient_scaling.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same dtype.
 Function = Callable[[Any, Any], Any]
-# Takes what enters backwards, and the 16-bit weight; returns a gradient.
+# Takes the incoming gradient and the 16-bit weight; returns a gradient.
 Gradient = Callable[[Any, Any], Any]
 
 
 def _if_asked(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Leaves the function alone where nobody may ask for its gradient."""
+    """Returns the plain function where no caller may ask for its gradient."""
 
     @functools.wraps(compute)
     def computed(
@@ -55,17 +55,17 @@ def contracted(
     """Computes a product of matrices.
 
     Args:
-        function: What computes the product.
+        function: Computes the product.
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
-        axes: What `function` sums over.
+        axes: The axes that `function` sums.
         used: Returns the part of the inputs that is multiplied. Defaults to
             all.
-        in_loop: Whether it is computed in each step of a loop, where XLA would
-            write the float32 result and read it again in every step.
+        in_loop: Whether it runs in each step of a loop, where XLA would write
+            the float32 result and read it again in every step.
 
     Returns:
-        What `function` returns of the inputs and the rounded weight.
+        The result of `function` for the inputs and the rounded weight.
     """
     to_inputs = Contraction(axes.outputs, axes.weight, axes.inputs)
     to_weight = Contraction(axes.inputs, axes.outputs, axes.weight)
@@ -101,14 +101,14 @@ def convolved(
     """Computes a convolution.
 
     Args:
-        function: What computes the convolution.
+        function: Computes the convolution.
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
         positions: Returns the number of summed positions for the shapes of
             the inputs and the result.
 
     Returns:
-        What `function` returns of the inputs and the rounded weight.
+        The result of `function` for the inputs and the rounded weight.
     """
 
     def of_inputs(upstream: Any, narrow: Any) -> Any:
@@ -120,8 +120,8 @@ def convolved(
     def of_weight(upstream: Any, narrow: Any) -> Any:
         count = positions(_shape(inputs), _shape(upstream))
         factors = [inputs, upstream, narrow]
-        # XLA divides in the kernel that computes what enters; the inputs were
-        # computed long ago.
+        # XLA divides in the kernel that computes the incoming gradient. The
+        # inputs were computed long before.
         divided = int(compilation.by_xla())
         return _summed(multiplied, factors, count, divided=divided)
 
@@ -140,15 +140,14 @@ def combined(
     """Computes a function of each element, such as a sum with a bias.
 
     Args:
-        function: What computes it, of two tensors that broadcast.
+        function: Computes it, from two tensors that broadcast.
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
         bilinear: Whether `function` multiplies.
-        in_loop: Whether it is computed in each step of a loop; nothing depends
-            on it here.
+        in_loop: Whether it runs in each step of a loop; not used here.
 
     Returns:
-        What `function` returns of the inputs and the rounded weight.
+        The result of `function` for the inputs and the rounded weight.
     """
     del in_loop
 
@@ -159,7 +158,7 @@ def combined(
         if bilinear or not _adds_rows(weight, upstream):
             return _of_wide_weight(function, inputs, weight, upstream)
         total = _row_sum(upstream, narrow)
-        # The sign, if it was subtracted.
+        # This is the sign: -1 if the weight was subtracted.
         zeros = tf.zeros_like(weight)
         return _pulled(lambda w: function(zeros, w), weight, total)
 
@@ -167,7 +166,7 @@ def combined(
 
 
 def _adds_rows(weight: Any, upstream: Any) -> bool:
-    """Says whether a GPU's kernels sum rows, each of the weight's shape."""
+    """Returns whether a GPU's kernels sum rows, each of the weight's shape."""
     sizes, known = weight.shape.as_list(), upstream.shape.as_list()
     while sizes[:1] == [1]:
         sizes = sizes[1:]
@@ -178,7 +177,7 @@ def _adds_rows(weight: Any, upstream: Any) -> bool:
 def _row_sum(upstream: Any, narrow: Any) -> Any:
     """Returns the sum of rows as a product with ones.
 
-    `BiasAddGrad` rounds what each block of threads adds to 16 bit.
+    `BiasAddGrad` rounds the partial sum of each block of threads to 16 bit.
     """
     rows = tf.reshape(upstream, (-1, _times(_shape(narrow))))
     count = _shape(rows)[0]
@@ -201,11 +200,11 @@ def _summed(
 
     Args:
         multiplied: Computes the gradient in the factors' dtype.
-        factors: What it takes: tensors of one 16-bit dtype.
-        count: How many products each number of the gradient adds up.
-        divided: Which factor float16 divides. By default the inputs, which are
-            of order one, as no scaling helps the forward pass: they lose fewer
-            digits than what enters.
+        factors: Its arguments, tensors of one 16-bit dtype.
+        count: The number of products in each sum.
+        divided: The factor that float16 divides. By default the inputs: they
+            are of order one, because no scaling helps the forward pass, and
+            lose fewer digits than the incoming gradient.
     """
     if not (compilation.by_xla() or compilation.for_gpu(factors[0])):
         return multiplied(*map(_wide, factors))
@@ -255,8 +254,8 @@ def _of_wide_weight(
 
 def _pulled(function: Callable[[Any], Any], at: Any, upstream: Any) -> Any:
     """Returns a gradient; the function's result is dead code in a graph."""
-    # The gradient of a loop has a graph of its own, where a tape does not know
-    # what the loop has computed.
+    # The gradient of a loop has a graph of its own, in which a tape does not
+    # know what the loop has computed.
     at = tf.identity(at)
     with tf.GradientTape() as tape:
         tape.watch(at)
@@ -281,7 +280,7 @@ def _wide_product(a: Any, b: Any, axes: Contraction) -> Any:
     with gradients.unrecorded():
         result = _product(a, b, axes, tf.float32)
     if gradients.is_recorded():
-        # TensorFlow's own gradient takes float32 for 16 bit.
+        # TensorFlow's own gradient takes the float32 result for 16-bit.
         (result,) = gradients.replaced(
             [result], [a, b], [], by_tape=of_both, by_graph=of_both
         )

@@ -1,4 +1,4 @@
-"""Finds the 16-bit tensors in a nest, and what they were before a cast."""
+"""Finds the 16-bit tensors in a nest, and their values before a cast."""
 
 import contextlib
 import copy
@@ -11,8 +11,8 @@ import keras
 from tfmix import _formats
 from tfmix._keras import global_state, gradients, layers
 
-# On a 16-bit tensor: what it was before a layer, or a rule, rounded it; or how
-# that is computed (`float32_values`).
+# A 16-bit tensor carries this note: its value before a layer or a rule rounded
+# it, or how to compute that (`float32_values`).
 UNCAST = "_tfmix_uncast"
 
 
@@ -31,18 +31,18 @@ def float_dtype(value: Any) -> str:
 
 @functools.cache
 def _float_dtype(kind: Any, dtype: Any) -> str:
-    # Asked of each argument of each op, and the same for most.
+    # Every op asks this of each argument, and most dtypes repeat.
     name = keras.backend.standardize_dtype(dtype)
     if not name.startswith(("float", "bfloat", "complex")):
         return ""
-    # Sparse and ragged tensors of both backends carry their parts under these
-    # names; `is_tensor` alone is true for a `tf.SparseTensor`.
+    # Sparse and ragged tensors of both backends have these attributes.
+    # `is_tensor` is true for a `tf.SparseTensor`, too.
     parts = ("todense", "indices", "row_splits")
     return "sparse" if any(hasattr(kind, part) for part in parts) else name
 
 
 def is_16_bit(value: Any) -> bool:
-    """Says whether a value is a dense float16 or bfloat16 tensor."""
+    """Returns whether a value is a dense float16 or bfloat16 tensor."""
     return float_dtype(value) in _formats.SIXTEEN_BIT
 
 
@@ -56,35 +56,35 @@ def only_16_bit(nest: Any) -> str | None:
 
 
 def widen(value: Any) -> Any:
-    """Casts a 16-bit tensor to float32 and leaves anything else alone."""
+    """Casts a 16-bit tensor to float32 and returns anything else unchanged."""
     return keras.ops.cast(value, "float32") if is_16_bit(value) else value
 
 
 def narrow(value: Any, dtype: str) -> Any:
-    """Casts a float32 tensor to a dtype and leaves anything else alone."""
+    """Casts a float32 tensor to a dtype and returns anything else unchanged."""
     is_wide = float_dtype(value) == "float32"
     return keras.ops.cast(value, dtype) if is_wide else value
 
 
 def narrow_once(value: Any, dtype: str) -> Any:
-    """Casts as `narrow`; a scalar remembers its float32 value for `wide`.
+    """Casts as `narrow`; a scalar keeps its float32 value for `wide`.
 
-    A large penalty that was summed in float32 so reaches `add_loss` as it is.
+    So a large penalty that was summed in float32 reaches `add_loss` unchanged.
     """
     result = narrow(value, dtype)
     if result is not value and len(value.shape) == 0:
-        # JAX arrays take no attributes; the penalty is then what the 16-bit
-        # format can hold.
+        # JAX arrays take no attributes. The penalty is then limited to the
+        # range of the 16-bit format.
         with contextlib.suppress(AttributeError):
             setattr(result, UNCAST, value)
     return result
 
 
 def wide(value: Any) -> Any:
-    """Casts a 16-bit tensor to float32 and keeps what is noted on it.
+    """Casts a 16-bit tensor to float32 and keeps its notes.
 
-    With the mask and the logits of the 16-bit tensor a masked metric and the
-    loss of a softmax head stay right.
+    Masked metrics and losses of softmax heads need the mask and the logits that
+    are noted on the 16-bit tensor.
     """
     if not is_16_bit(value):
         return value
@@ -97,13 +97,13 @@ def wide(value: Any) -> Any:
 
 
 def note_uncast(source: Any, converted: Any, tensor: Any) -> None:
-    """Remembers what a cast tensor was, and the mask of what it is made of."""
+    """Notes the tensor before a cast, and copies the mask of its source."""
     global_state.put_note(converted, UNCAST, tensor)
-    layers.copy_mask(source, converted)  # which Keras 3.12 loses in a cast
+    layers.copy_mask(source, converted)  # Keras 3.12 loses it in a cast
 
 
 def uncast(x: Any) -> Any:
-    """Returns what a tensor was before a layer cast it, else the tensor."""
+    """Returns a tensor as it was before a layer cast it, else the tensor."""
     original = None
     if keras.ops.is_tensor(x) or isinstance(x, keras.KerasTensor):
         original = global_state.note(x, UNCAST)
@@ -111,7 +111,7 @@ def uncast(x: Any) -> Any:
         return x
     if keras.backend.backend() != "tensorflow" or not keras.ops.is_tensor(x):
         return original
-    # A tape inside of `call` may watch what `call` was given, the cast.
+    # A tape inside `call` may watch the argument of `call`, which is the cast.
     exact = gradients.by_way_of(x, original)
     if exact is not original:
         layers.copy_mask(original, exact)
@@ -119,7 +119,7 @@ def uncast(x: Any) -> Any:
 
 
 def exact(value: Any) -> Any:
-    """Returns a float tensor as float32, as it was before a cast if known."""
+    """Returns a float tensor in float32, from before a cast if known."""
     value = uncast(value)
     if float_dtype(value) == "float64":
         return keras.ops.cast(value, "float32")
@@ -129,7 +129,7 @@ def exact(value: Any) -> Any:
 def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
     """Applies a function to the leaves of lists, tuples and dicts.
 
-    Their types are kept, and what does not change is handed on as it is.
+    Types are kept, and parts that do not change are returned as they are.
     """
     if isinstance(nest, dict):
         keys, values = list(nest), list(nest.values())
@@ -144,7 +144,7 @@ def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:
         return type(nest)(*mapped)
     if isinstance(nest, tuple):
         return tuple.__new__(type(nest), mapped)
-    # Not by the constructor, which may take what it likes.
+    # A copy is made because the constructor may take other arguments.
     other = copy.copy(nest)
     for key, value in zip(keys, mapped, strict=True):
         other[key] = value

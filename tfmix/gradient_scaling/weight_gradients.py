@@ -1,10 +1,10 @@
-"""Float32 weights stay behind the 16-bit copies that layers compute with.
+"""Forms the gradients of float32 weights in float32.
 
 Keras casts a float32 variable when a 16-bit layer reads it. A product, a sum or
 a lookup with that copy would form the variable's gradient in 16 bit, where the
 sum over rows, pixels, time steps or tokens overflows or loses digits. Here each
-copy knows the float32 values that it was made of, and Keras's operations hand
-the gradient back to these in float32.
+copy knows its float32 source, and Keras's operations return the gradient to
+that source in float32.
 """
 
 import functools
@@ -36,41 +36,41 @@ else:
 
     products = jax_products
 
-# On a 16-bit copy of a weight: the float32 tensor that it was cast from.
+# A 16-bit copy of a weight carries this note: its float32 source.
 SOURCE = "_tfmix_weight"
-# On a variable, and its copy: what was chosen to multiply by it.
+# A variable and its copy carry this: the function that multiplies by it.
 _CHOSEN = "_tfmix_chosen_product"
-# Operations on one argument: of weights alone, their result is a copy, too.
+# Operations on one argument. If that is a weight's copy, so is the result.
 _ALONE = (
     *("transpose", "reshape", "split", "squeeze", "expand_dims"),
     *("moveaxis", "swapaxes", "broadcast_to", "tile", "repeat", "flip"),
     *("concatenate", "stack", "negative", "abs", "absolute", "clip"),
     *("relu", "sigmoid", "tanh"),
 )
-# Operations that compute in float32 in any case, so that they can take float32.
+# Operations that always compute in float32, so they can take float32.
 _WIDE = ("layer_normalization", "rms_normalization")
 _CONVOLUTIONS = ("conv", "depthwise_conv", "conv_transpose")
-# The sum of so few is exact to some units of a 16-bit format's last place.
+# The sum of so few terms is exact to some units of a 16-bit last place.
 _FEW = 64
 
 Maker = Callable[[Callable], Callable]
-# Takes a 16-bit tensor, the float32 weight and what is summed over; returns
-# the product in the dtype of the tensor, or `None` if it has no such form.
+# Takes a 16-bit tensor, the float32 weight and the contraction; returns the
+# product in the dtype of the tensor, or `None` if it does not support that.
 Multiply = Callable[[Any, Any, contraction.Contraction], Any]
 
 
 def choose(variable: keras.Variable, multiply: Multiply | None) -> None:
-    """Lets a function multiply by a variable; `None` ends that.
+    """Sets the function that computes products with this variable.
 
-    Here alone somebody may choose what multiplies by a weight.
+    `None` removes it.
     """
     layer_policies.put(variable, _CHOSEN, multiply)
 
 
 def source(tensor: Any) -> Any:
-    """Returns the float32 weight behind a 16-bit copy, `None` if there is none.
+    """Returns the float32 weight behind a 16-bit copy, `None` without one.
 
-    A variable is read first, as the layer around the caller reads it.
+    A variable is read first, as the calling layer reads it.
     """
     if isinstance(tensor, keras.KerasTensor) or not tensors.is_16_bit(tensor):
         return None
@@ -78,9 +78,9 @@ def source(tensor: Any) -> Any:
 
 
 def exact(value: Any, known: float32_values.Known | None = None) -> Any:
-    """Returns a 16-bit tensor or a variable in float32, as exact as is known.
+    """Returns a 16-bit tensor or variable in float32, as exact as is known.
 
-    Anything else is returned as it is.
+    Anything else is returned unchanged.
     """
     value = snapshot(value)
     if not tensors.is_16_bit(value):
@@ -92,9 +92,9 @@ def exact(value: Any, known: float32_values.Known | None = None) -> Any:
 
 
 def is_exact(value: Any) -> bool:
-    """Says whether the float32 value behind a 16-bit tensor is what it was.
+    """Returns whether the float32 value behind a 16-bit tensor is exact.
 
-    It is one of a variable, or was made of such values and of sums alone.
+    It is if it comes from a variable, or was made only of such values and sums.
     """
     if source(value) is not None:
         return True
@@ -110,21 +110,21 @@ def _copy(weight: Any, dtype: Any) -> Any:
 
 
 def snapshot(value: Any) -> Any:
-    """Returns what a variable holds now, and anything else as it is."""
-    # TensorFlow's variable is no value: what is assigned later shows in it.
+    """Returns a variable's current value, and anything else unchanged."""
+    # TensorFlow's variable is a reference, which later assignments change.
     is_variable = isinstance(value, keras.Variable)
     return layers.as_tensor(value.value) if is_variable else value
 
 
 def _autocast(original: Callable) -> Callable:
-    """Returns what casts a variable that a 16-bit layer reads."""
+    """Returns the function that casts variables for 16-bit layers."""
 
     def maybe_cast(self: Any, value: Any) -> Any:
         if variables.stored_dtype(self) != "float32":
             return original(self, value)
         copy = original(self, value)
         if tensors.is_16_bit(copy):
-            # Read once: as a tensor of which the copy is made.
+            # The variable is read once, as the tensor that is then copied.
             weight = layers.as_tensor(value)
             copy = copy if weight is value else original(self, weight)
             global_state.put_note(copy, SOURCE, weight)
@@ -143,7 +143,7 @@ def _loop(original: Callable) -> Callable:
 
 
 def _cast(original: Callable) -> Callable:
-    """What is cast back to float32 is what it was before it was rounded."""
+    """Makes a cast back to float32 return the value before rounding."""
 
     def cast(x: Any, dtype: Any) -> Any:
         x = snapshot(x)
@@ -163,7 +163,7 @@ def _cast(original: Callable) -> Callable:
 
 
 def _adapted(original: Callable) -> Callable:
-    """A kernel with LoRA is made in float32, and cast as a whole."""
+    """Computes a kernel with LoRA in float32, and casts the sum."""
 
     def kernel(self: Any) -> Any:
         narrow = self.compute_dtype in _formats.SIXTEEN_BIT
@@ -178,7 +178,7 @@ def _adapted(original: Callable) -> Callable:
 
 
 def _prelu(original: Callable) -> Callable:
-    """PReLU multiplies tensors, by an operator that is not Keras's."""
+    """Computes PReLU, which multiplies without a Keras op."""
     del original
 
     def call(self: Any, inputs: Any) -> Any:
@@ -231,7 +231,7 @@ def _wide(original: Callable) -> Callable:
 
 def _take(original: Callable) -> Callable:
     def take(x: Any, indices: Any, axis: Any = None) -> Any:
-        # Not a snapshot: TensorFlow reads the rows alone from a variable.
+        # A snapshot would read all rows; TensorFlow reads only those needed.
         x = x.value if isinstance(x, keras.Variable) else x
         weight = source(x)
         if weight is None:
@@ -243,9 +243,9 @@ def _take(original: Callable) -> Callable:
 
 
 def _factors(x1: Any, x2: Any) -> tuple[Any, Any, int | None]:
-    """Returns two factors as they are read, and which is a weight's copy.
+    """Returns two factors as they are read, and the index of a weight's copy.
 
-    `None` if it is none of them; a product of two copies is a copy.
+    The index is `None` if there is none. A product of two copies is a copy.
     """
     x1, x2 = snapshot(x1), snapshot(x2)
     found = [n for n, x in enumerate((x1, x2)) if source(x) is not None]
@@ -255,7 +255,7 @@ def _factors(x1: Any, x2: Any) -> tuple[Any, Any, int | None]:
         return x1, x2, 2
     dtypes = [tensors.float_dtype(x) for x in (x1, x2)]
     if "float32" in dtypes:
-        # The product is float32, of the weight as it is.
+        # The product uses the float32 weight.
         return exact(x1), exact(x2), None
     if dtypes[0] != dtypes[1] or dtypes[0] not in _formats.SIXTEEN_BIT:
         return x1, x2, None
@@ -263,12 +263,12 @@ def _factors(x1: Any, x2: Any) -> tuple[Any, Any, int | None]:
 
 
 def _by_weight(original: Callable, compute: Callable, x1: Any, x2: Any) -> Any:
-    """Computes of two factors, by `compute` if one is a copy of a weight.
+    """Applies an op to two factors, by `compute` if one is a weight's copy.
 
     Args:
-        original: What computes it, of both factors.
-        compute: Takes a function of inputs and weight, both, and the weight's
-            place; returns the result, or `None` if it can't.
+        original: Computes the result from both factors.
+        compute: Takes a function of inputs and weight, both of these, and the
+            weight's index; returns the result, or `None` if it cannot.
         x1: The first factor.
         x2: The second.
     """
@@ -287,12 +287,12 @@ def _by_weight(original: Callable, compute: Callable, x1: Any, x2: Any) -> Any:
 
 
 def _multiplied(original: Callable, sums: Callable, x1: Any, x2: Any) -> Any:
-    """Multiplies two factors; by a weight, as was chosen for it.
+    """Multiplies two factors; for a weight, with its chosen function.
 
     Args:
-        original: What computes it, of both factors.
-        sums: Takes the shapes of both factors and the weight's place; returns
-            what is summed over.
+        original: Computes the product of both factors.
+        sums: Takes the shapes of both factors and the weight's index; returns
+            the contraction.
         x1: The first factor.
         x2: The second.
     """
@@ -329,7 +329,7 @@ def _matmul(original: Callable) -> Callable:
 
 
 def _has_same_stack(first: Any, second: Any) -> bool:
-    """Says whether stacks of matrices do not repeat each other."""
+    """Returns whether stacks of matrices need not be repeated."""
     ranks = len(first), len(second)
     return min(ranks) < 3 or tuple(first)[:-2] == tuple(second)[:-2]
 
@@ -360,7 +360,7 @@ def _einsum(original: Callable) -> Callable:
 
 
 def _separable(original: Callable) -> Callable:
-    """A separable convolution is two."""
+    """Computes a separable convolution as two convolutions."""
     signature = inspect.signature(original)
 
     def separable(*args: Any, **kwargs: Any) -> Any:
@@ -399,7 +399,7 @@ def _elementwise(original: Callable, bilinear: bool) -> Callable:
         place = None if bilinear else _often_repeated(x1, x2)
         if place is None:
             return _by_weight(original, compute, x1, x2)
-        # A bias in 16 bit, whose gradient JAX would sum in 16 bit.
+        # JAX would sum the gradient of a 16-bit bias in 16 bit.
         pair = [x1, x2]
         pair[place] = _copy(keras.ops.cast(pair[place], "float32"), x1.dtype)
         return _by_weight(original, compute, *pair)
@@ -443,7 +443,7 @@ def _convolution(original: Callable) -> Callable:
             return _pointwise(function, inputs, weight, given["strides"], last)
 
         def positions(inputs: Any, outputs: Any) -> Any:
-            # A filter is multiplied once for each of these.
+            # A filter is multiplied once for each of these positions.
             shape = list(inputs if is_transposed else outputs)
             shape.pop(-1 if last else 1)
             return math.prod(shape)
@@ -461,7 +461,7 @@ def _channels_last(data_format: str | None) -> bool:
 def _is_pointwise(
     original: Callable, inputs: Any, weight: Any, last: bool
 ) -> bool:
-    """Says whether a convolution is a product of matrices."""
+    """Returns whether a convolution is a product of matrices."""
     channels = inputs.shape[-1 if last else 1]
     return (
         original.__name__ == "conv"
@@ -498,7 +498,7 @@ def _pointwise(
 
 
 def on_tensors(make: Maker) -> Maker:
-    """Returns what makes a stand-in that leaves mere shapes to Keras."""
+    """Returns a function whose replacements leave symbolic shapes to Keras."""
 
     def made(original: Callable) -> Callable:
         replaced = make(original)
@@ -535,6 +535,6 @@ _OF_METHODS: dict[replacements.Place, Maker] = {
     layers.LOOP: _loop,
     **dict.fromkeys(layers.ADAPTED_KERNELS, _adapted),
 }
-# What makes stand-ins of Keras's ops, by their names, and of its methods.
+# Makes the replacements of Keras's ops by name, and of its methods.
 OPS = {name: on_tensors(make) for name, make in _OF_OPS.items()}
 METHODS = {place: on_tensors(make) for place, make in _OF_METHODS.items()}

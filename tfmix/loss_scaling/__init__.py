@@ -1,4 +1,4 @@
-"""The loss scale, and steps applied or skipped as a whole."""
+"""Loss scaling, and steps that are applied or skipped as a whole."""
 
 from tfmix.loss_scaling.rules import LossScale, LossScaleState
 

@@ -1,4 +1,4 @@
-"""Is every number of a nest of tensors finite?"""
+"""Checks whether tensors hold only finite numbers."""
 
 import functools
 import math
@@ -15,13 +15,13 @@ from tfmix._keras import compilation
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-# Where the word for every place would take more than 1 MiB.
+# The words for all places of a larger tensor would take more than 1 MiB.
 _LARGE = 2**18
-# Tensors that one kernel reads together, small ones and large: as many as a
-# word has bits, and as many as XLA still fuses with the reduction.
+# The numbers of small and large tensors that one kernel reads together: as many
+# as a word has bits, and as many as XLA still fuses with the reduction.
 _TOGETHER = 32, 8
-# A TPU fetches what the next kernel reads into its own memory, where the update
-# finds it again.
+# A TPU prefetches what the next kernel reads into its own memory, where the
+# update finds it again.
 _TOGETHER_ON_TPU = 8, 1
 
 
@@ -58,12 +58,13 @@ def all_finite(tensors: Any) -> Any:
 def not_finite(tensors: Sequence) -> Any:
     """Returns a boolean vector, true for each tensor that is not finite.
 
-    Under XLA, for tensors of one shape, each of its places gets a word in which
-    every tensor has a bit, and all words are joined by "or". So one read tells
-    all apart, in a handful of kernels for a model with hundreds of variables.
+    Under XLA, tensors of one shape share a word for each place, in which every
+    tensor has a bit. All words are joined by "or". So one read tells which
+    tensors are not finite, in a few kernels for a model with hundreds of
+    variables.
     """
     if not tensors:
-        # Of a model that is frozen, or holds no weights.
+        # The model is frozen, or has no weights.
         return ops.zeros((0,), "bool")
     if not compilation.by_xla():
         all_fine = [tensor is None or is_finite(tensor) for tensor in tensors]
@@ -86,7 +87,7 @@ def not_finite(tensors: Sequence) -> Any:
 
 
 def is_finite(tensor: Any) -> Any:
-    """Returns a boolean scalar tensor: is every number of one tensor finite?"""
+    """Returns a boolean scalar tensor: whether all numbers are finite."""
     if is_sparse(tensor):
         return _is_finite_sparse(tensor)
     dtype = _dtype(tensor)
@@ -104,13 +105,13 @@ def is_sparse(tensor: Any) -> bool:
 
 
 def summed(tensor: Any) -> Any:
-    """Returns a dense tensor as it is, and the sums of a sparse one's rows.
+    """Returns a dense tensor unchanged, and sums of a sparse one's rows.
 
-    Zeros follow the sums, as many rows as there were values in all.
+    Zeros follow the sums, so that there are as many rows as values.
     """
     if not is_sparse(tensor):
         return tensor
-    # Of `tf.unique` XLA makes a loop with a round for each value.
+    # XLA compiles `tf.unique` to a loop with an iteration for each value.
     order = tf.argsort(tensor.indices)
     rows, count = tf.gather(tensor.indices, order), tf.size(order)
     is_next = tf.cast(rows[1:] != rows[:-1], tf.int32)
@@ -135,7 +136,7 @@ def _by_words(
         for start in range(0, len(tensors), bits)
     ]
     joined = ops.expand_dims(any_bits(words), -1)
-    # Keras makes floats of NumPy's integers where its float type is bfloat16.
+    # Keras casts NumPy integers to float where its float type is bfloat16.
     masks = ops.convert_to_tensor(1 << np.arange(bits), "uint32")
     flags = ops.bitwise_and(joined, masks)
     return ops.reshape(ops.not_equal(flags, 0), (-1,))[: len(tensors)]
@@ -151,20 +152,21 @@ def _words(tensors: Sequence) -> Any:
 
 
 def _any_bits_at_once(words: Sequence) -> Any:
-    # Two kernels for a GPU, where each tensor alone takes two.
+    # This takes two kernels on a GPU, where single tensors take two each.
     axes = range(1, 1 + len(words[0].shape))
     return compilation.any_bits(ops.stack(words), axes)
 
 
 def _any_bits_one_by_one(words: Sequence) -> Any:
-    # For a TPU each is one with what computes the words. Joined first, every
-    # tensor of the step is copied to the fast memory and back.
+    # On a TPU each reduction is fused with the kernel that computes the words.
+    # If they were joined first, every tensor of the step would be copied to the
+    # fast memory and back.
     axes = range(len(words[0].shape))
     return ops.stack([compilation.any_bits(word, axes) for word in words])
 
 
 def _by_flags(*tensors: Any) -> Any:
-    # Devices exchange booleans, but no words joined by "or".
+    # Devices can exchange booleans, but not words joined by "or".
     flags = [
         ops.any(ops.logical_not(ops.isfinite(tensor))) for tensor in tensors
     ]
@@ -182,8 +184,8 @@ _not_finite_of_a_shape = compilation.by_target(**VARIANTS)
 
 
 def _is_finite_sparse(slices: Any) -> Any:
-    # The optimizer adds up the values of a row. No partial sum exceeds the
-    # sum of all magnitudes: while the format holds that, every row is finite.
+    # The optimizer sums the values of a row. No partial sum exceeds the sum of
+    # all magnitudes, so every row is finite if the format holds that sum.
     total = tf.reduce_sum(tf.cast(tf.abs(slices.values), tf.float32))
 
     def by_rows() -> Any:

@@ -1,8 +1,9 @@
-"""A step is applied as a whole or skipped as a whole: here alone it is chosen.
+"""Decides whether a step is applied or skipped, as a whole.
 
-In a graph of TensorFlow by a conditional, which saves the work. Under XLA and
-JAX each value is selected when the step is over: a kernel that updates selects
-as well, where a conditional would make a GPU wait for the host.
+TensorFlow's graphs use a conditional, which saves the work of a skipped step.
+Under XLA and JAX each value is selected at the end of the step. An update
+kernel can select, too, whereas a conditional would make a GPU wait for the
+host.
 """
 
 import functools
@@ -29,12 +30,13 @@ def apply_if_finite(
 
     Args:
         grads: Gradients, dense or sparse; `None` where there is none.
-        update: Assigns to the variables. Under XLA and JAX it runs in any case.
-        variables: All that it may assign to.
+        update: Assigns to the variables. Under XLA and JAX it always runs.
+        variables: All variables that it may assign to.
 
     Returns:
-        Was it applied? A bool where that is known by now, else a boolean scalar
-        tensor; and a boolean vector, the gradients that are not finite.
+        Whether it was applied: a bool where that is known already, else a
+        boolean scalar tensor. Also a boolean vector: which gradients are not
+        finite.
     """
     bad = _not_finite(list(grads))
     applied = _known(ops.logical_not(ops.any(bad)))
@@ -52,11 +54,11 @@ def apply_if_finite(
 
 
 def put_back(applied: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Gives variables the values that they had, unless a step was applied.
+    """Restores the values of variables, unless a step was applied.
 
     Args:
         applied: Bool or boolean scalar tensor.
-        pairs: Variables, each with what it held before the step.
+        pairs: Variables, each with its value before the step.
     """
     these = written(pairs)
     applied = _known(applied)
@@ -77,11 +79,11 @@ def put_back(applied: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
 
 
 def either(condition: Any, function: Callable[[], Any]) -> Any:
-    """Returns a condition, or what a function says where it is false.
+    """Returns a condition, or a function's result where it is false.
 
     Args:
         condition: Bool or boolean scalar tensor.
-        function: Returns the same. It changes nothing.
+        function: Returns a bool or boolean scalar tensor, and changes nothing.
     """
     condition = _known(condition)
     if isinstance(condition, bool):
@@ -92,20 +94,20 @@ def either(condition: Any, function: Callable[[], Any]) -> Any:
 
 
 def written(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Returns those of the variables that may hold something else by now.
+    """Returns the variables that may have a new value by now.
 
-    The others are left alone: XLA would copy each.
+    The others are left alone, because XLA would copy each.
     """
     return [pair for pair in pairs if _may_be_written(*pair)]
 
 
 def by_variable(bad: Any, rows: Sequence[int], count: int) -> Any:
-    """Joins the flags of all gradients that a variable is given.
+    """Joins the flags of all gradients of each variable.
 
     Args:
         bad: Boolean vector, a flag for each gradient.
-        rows: The place of each gradient's variable.
-        count: How many variables there are.
+        rows: The index of each gradient's variable.
+        count: The number of variables.
 
     Returns:
         Boolean vector, a flag for each variable.
@@ -117,9 +119,9 @@ def by_variable(bad: Any, rows: Sequence[int], count: int) -> Any:
 
 
 def is_chosen() -> bool:
-    """Says whether the caller is run by an `apply_if_finite` around it.
+    """Returns whether an `apply_if_finite` runs the caller.
 
-    What that runs does not check once more.
+    Then the caller does not check again.
     """
     return context_values.block.get().is_chosen
 
@@ -141,7 +143,7 @@ def _then(function: Callable[[], Any] | None) -> Callable[[], Any]:
 
 
 def _known(condition: Any) -> Any:
-    """Returns a bool if the code is run as it is, op by op."""
+    """Returns a bool if the code runs op by op."""
     if isinstance(condition, bool):
         return condition
     return condition if compilation.is_symbolic(condition) else bool(condition)
@@ -151,16 +153,17 @@ def _may_be_written(variable: Any, old: Any) -> bool:
     value = compilation.held(variable)
     if hasattr(value, "handle"):
         return compilation.may_be_written(value)
-    # A value of JAX, or of a scope that holds what Keras's variables hold.
+    # The value is JAX's, or belongs to a scope that holds variables' values.
     return value is not old
 
 
 def _flags(grads: list) -> Any:
-    # Where XLA looks through the flags, it may order a step for more memory.
+    # If XLA could look through the flags, it might order a step so that it
+    # needs more memory.
     return compilation.kept_apart(all_finite.not_finite(grads))
 
 
-# Compiled for eager steps, too, where every operation costs.
+# It is compiled even for eager steps, where every operation costs time.
 _not_finite = (
     jax.jit(_flags)
     if keras.backend.backend() == "jax"

@@ -1,4 +1,4 @@
-"""Exceptions of a training run; wrong arguments stay ValueError, TypeError."""
+"""The exceptions of a training run; wrong arguments raise standard errors."""
 
 
 class LossScaleError(RuntimeError):

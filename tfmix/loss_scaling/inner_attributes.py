@@ -1,4 +1,4 @@
-"""What a wrapper may wrap; it has the attributes and settings of that."""
+"""Checks which optimizer is wrapped, and shares its attributes and settings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +8,8 @@ import keras
 from tfmix import _arguments, _messages
 from tfmix._keras import optimizers, variables
 
-# What Keras's base class keeps on every optimizer, also on a wrapper that does
-# not use it (Keras 3.12.4, 3.15.1).
+# Keras's base class sets these on every optimizer, even on a wrapper that does
+# not use them (Keras 3.12.4, 3.15.1).
 _SHARED_SETTINGS = (
     "clipnorm clipvalue ema_momentum ema_overwrite_frequency global_clipnorm "
     "gradient_accumulation_steps iterations learning_rate use_ema weight_decay"
@@ -17,7 +17,7 @@ _SHARED_SETTINGS = (
 
 
 def checked(optimizer: Any) -> keras.optimizers.Optimizer:
-    """Returns the optimizer to wrap, given as it is, by name or as a config."""
+    """Returns the optimizer to wrap, from an object, a name or a config."""
     if isinstance(optimizer, str):
         optimizer = _by_name(optimizer)
     if isinstance(optimizer, dict):
@@ -44,7 +44,7 @@ def checked(optimizer: Any) -> keras.optimizers.Optimizer:
 
 
 def checked_to_scale(optimizer: Any) -> Any:
-    """Returns the optimizer to wrap with a loss scale; `checked` as well."""
+    """Returns the optimizer to wrap with a loss scale; see `checked`."""
     optimizer = checked(optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
@@ -84,21 +84,21 @@ def _by_name(name: str) -> Any:
 
 
 class DelegatesToInner(optimizers.OverwritesThroughInner):
-    """Mixin of the optimizers that leave the update to another one.
+    """Mixin for optimizers that leave the update to another optimizer.
 
     Every public attribute that the class does not declare, and the settings of
-    `_SHARED_SETTINGS`, are the inner optimizer's. Stands before Keras's class
+    `_SHARED_SETTINGS`, are the inner optimizer's. List it before Keras's class
     among the bases.
     """
 
     built: bool
-    # Whether tfmix has put it on, and takes it off again.
+    # True if tfmix attached it by itself, and detaches it again.
     is_automatic = False
 
     def __getattr__(self, name: str) -> Any:
-        """Looks up on the inner optimizer what the wrapper does not have."""
-        # Private names stay here: Keras and TensorFlow probe them to track
-        # each object's own state.
+        """Looks up missing attributes on the inner optimizer."""
+        # Private names are not delegated: Keras and TensorFlow read them to
+        # track each object's own state.
         inner = vars(self).get("inner_optimizer")
         if inner is None or name.startswith("_"):
             raise AttributeError(
@@ -107,7 +107,7 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
         return getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets on the inner optimizer what only that one has."""
+        """Sets attributes that only the inner optimizer has there."""
         inner = vars(self).get("inner_optimizer")
         private = name.startswith("_")
         mine = private or name in vars(self) or hasattr(type(self), name)
@@ -145,7 +145,7 @@ class DelegatesToInner(optimizers.OverwritesThroughInner):
         """Excludes variables from the inner optimizer's weight decay.
 
         Args:
-            var_list: The model's variables. Defaults to `None`.
+            var_list: Variables of the model. Defaults to `None`.
             var_names: Strings; a variable whose name contains one of them is
                 excluded. Defaults to `None`.
 
@@ -178,7 +178,7 @@ def _shared(name: str) -> property:
 
 
 def _write(wrapper: DelegatesToInner, name: str, value: Any) -> None:
-    # Keras's base class sets its defaults before there is an inner one.
+    # Keras's base class sets its defaults before the inner one exists.
     if "inner_optimizer" in vars(wrapper):
         setattr(wrapper.inner_optimizer, name, value)
 

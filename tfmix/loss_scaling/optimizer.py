@@ -24,8 +24,8 @@ from tfmix.loss_scaling import (
     unscale,
 )
 
-# How the variables of a loss scale's state are called in Keras's own class,
-# so that a checkpoint written by either can be read by tfmix.
+# Keras's class uses these names for a loss scale's state, so that tfmix can
+# read a checkpoint of either.
 _KERAS_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 
 
@@ -41,17 +41,16 @@ class LossScaleOptimizer(
     inner optimizer applies them; if not, no variable, slot, counter or
     average changes on any replica, and the loss scale reacts.
 
-    A Keras model under a tfmix policy needs no scaled loss: its gradients are
-    scaled inside it, and true outside. An optimizer of such a model's
-    variables multiplies and divides by 1, so that `scale_loss` and
-    `unscale_gradients` may be called or left out. In `fit` the loss scale
-    then says where in float16 the gradients are placed, by its ratio to its
-    first value.
+    Losses of a Keras model under a tfmix policy need no scaling, because the
+    model scales its gradients inside and returns them unscaled. An optimizer of
+    such a model's variables multiplies and divides by 1, so you may call or
+    omit `scale_loss` and `unscale_gradients`. In `fit` the loss scale then
+    moves the gradients within float16's range, by its ratio to its first value.
 
     Args:
         inner_optimizer: A `keras.optimizers.Optimizer`, or the name of one
             (`"adam"`). Clipping, weight decay, EMA and gradient accumulation
-            are its arguments; clipping then acts on true, summed gradients.
+            are its arguments; clipping then acts on unscaled, summed gradients.
         initial_scale: Float, the first loss scale of the dynamic rule.
             Defaults to `2.0**15`.
         dynamic_growth_steps: Integer, finite steps before the dynamic scale
@@ -59,25 +58,26 @@ class LossScaleOptimizer(
         loss_scale: `"dynamic"`, a positive number for a fixed scale, or a
             `tfmix.loss_scaling.LossScale` object, which then holds all
             settings. Defaults to `"dynamic"`.
-        reduce_dtype: `"float16"` or `"bfloat16"`, in which the gradients are
-            summed over the replicas of a `tf.distribute` strategy: half the
-            bytes of float32. They are checked after the sum, so that one
-            which overflows is a skipped step. Defaults to `None`: the dtype
-            of each gradient. Needs the TensorFlow backend.
+        reduce_dtype: `"float16"` or `"bfloat16"`, the dtype in which the
+            gradients are summed over the replicas of a `tf.distribute`
+            strategy, which halves the bytes sent. They are checked after the
+            sum, so an overflow skips the step. Defaults to `None`: the dtype of
+            each gradient. Needs the TensorFlow backend.
         name: String. Defaults to `"loss_scale_optimizer"`.
 
     Attributes:
-        inner_optimizer: The wrapped optimizer. `learning_rate`, `iterations`
-            and every attribute this class has not, such as `beta_1`, are its.
+        inner_optimizer: The wrapped optimizer. It has `learning_rate`,
+            `iterations` and every attribute that this class lacks, such as
+            `beta_1`.
         loss_scale: Float, the current scale. Reading it copies a scalar to
             the host; inside a compiled function it is a tensor. It can be set.
-        skipped_steps: Integer, steps not applied so far.
-        consecutive_skips: Integer, steps not applied since the last that was.
+        skipped_steps: Integer, the number of steps that were not applied.
+        consecutive_skips: Integer, skipped steps since the last applied one.
         overflow_counts: Dict from variable path to the number of skipped
             steps in which that variable's gradient was not finite.
 
     Raises:
-        TypeError: If `inner_optimizer` is no Keras 3 optimizer, or a setting
+        TypeError: If `inner_optimizer` is not a Keras 3 optimizer, or a setting
             is not a number.
         ValueError: If a setting is out of range, contradicts another, or
             belongs to the inner optimizer; under a distribution strategy
@@ -92,9 +92,9 @@ class LossScaleOptimizer(
         >>> optimizer.loss_scale, optimizer.skipped_steps
         (32768.0, 0)
 
-    For layers that no model under a tfmix policy holds, the contract is
-    Keras's: `apply` takes gradients of the scaled loss, as they are. For such
-    a model the same loop is right with `scale_loss` or without:
+    For layers outside such a model, the contract is Keras's: `apply` takes the
+    gradients of the scaled loss. For such a model the same loop works with
+    `scale_loss` or without:
 
         with tf.GradientTape() as tape:
             loss = compute_loss()
@@ -102,13 +102,13 @@ class LossScaleOptimizer(
         grads = tape.gradient(scaled, model.trainable_variables)
         optimizer.apply(grads, model.trainable_variables)
 
-    To clip them yourself, in place of the last line:
+    To clip the gradients yourself, replace the last line:
 
         grads = optimizer.unscale_gradients(grads)
         grads, norm = tf.clip_by_global_norm(grads, 1.0)
         optimizer.apply(grads, model.trainable_variables, unscaled=True)
 
-    `last_step_applied()` then says whether the step took place.
+    `last_step_applied()` then returns whether the step was applied.
     """
 
     built: bool
@@ -148,14 +148,14 @@ class LossScaleOptimizer(
         )
         self.reduce_dtype = reduce_dtype
         self._gradient_norm: keras.Variable | None = None
-        # Whether losses are multiplied and gradients divided by the scale, not
-        # by 1: what `_is_scaling` has decided.
+        # Whether losses are multiplied and gradients divided by the scale
+        # rather than by 1, as `_is_scaling` has decided.
         self._scales: bool | None = None
-        # Whether any loss was scaled.
+        # True once a loss was scaled.
         self._has_scaled = False
-        # Whether `apply_gradients` is given true gradients, as in tf.keras.
+        # Whether `apply_gradients` gets unscaled gradients, as in tf.keras.
         self._next_are_true = False
-        # What warns of a user's own loop that stands still.
+        # It warns if a user's own loop stands still.
         self._watch: standstill.Watch | None = None
         self._create_state(rule)
 
@@ -182,7 +182,7 @@ class LossScaleOptimizer(
 
     @property
     def skipped_steps(self) -> int:
-        """Steps not applied so far; reading it waits for the device."""
+        """The number of skipped steps; reading it waits for the device."""
         return int(_host(self._skipped_steps))
 
     @property
@@ -197,7 +197,7 @@ class LossScaleOptimizer(
 
     @property
     def consecutive_skips(self) -> int:
-        """Steps not applied since the last that was; waits for the device."""
+        """Skipped steps since the last applied one; waits for the device."""
         return int(_host(self._consecutive_skips))
 
     @property
@@ -211,23 +211,23 @@ class LossScaleOptimizer(
 
     @property
     def gradient_norm(self) -> float:
-        """Norm of the last applied step's true gradients, before clipping.
+        """Norm of the last applied step's unscaled gradients, before clipping.
 
-        NaN before `keep_gradient_norm` was called and a step applied; reading
-        it waits for the device.
+        It is NaN until `keep_gradient_norm` was called and a step applied.
+        Reading it waits for the device.
         """
         kept = self._gradient_norm
         return float("nan") if kept is None else float(_host(kept))
 
     def keep_gradient_norm(self) -> bool:
-        """Lets each step note the norm of its gradients in `gradient_norm`.
+        """Makes each step store the norm of its gradients in `gradient_norm`.
 
-        Call it before the first step: a step that is compiled already goes on
-        without. It reads every gradient once more. Under a `tf.distribute`
-        strategy it is the norm of the sum over all replicas.
+        Call it before the first step; a compiled step does not change. It reads
+        every gradient once more. Under a `tf.distribute` strategy it is the
+        norm of the sum over all replicas.
 
         Returns:
-            Bool, whether it was not kept before.
+            Bool, whether it was off before.
 
         Raises:
             ValueError: If an optimizer inside accumulates gradients.
@@ -248,7 +248,7 @@ class LossScaleOptimizer(
                 raise ValueError(
                     "`gradient_norm` cannot be kept where gradients are "
                     "accumulated: an update takes the mean of several "
-                    "batches, and none of theirs is its norm. Received: "
+                    "batches, and no batch has the norm of it. Received: "
                     f"gradient_accumulation_steps={steps!r} in "
                     f"{optimizer.name!r}. Leave out one of the two."
                 )
@@ -271,7 +271,7 @@ class LossScaleOptimizer(
 
         Raises:
             LossScaleError: If two steps in a row are skipped and the scale is
-                at its floor, or that many anywhere. It names the variables
+                at its floor, or that many at any scale. It names the variables
                 whose gradients were not finite and says what to change.
         """
         limit = _arguments.count("max_consecutive_skips", max_consecutive_skips)
@@ -285,9 +285,9 @@ class LossScaleOptimizer(
             loss: Scalar tensor, number, or a nest of them.
 
         Returns:
-            The scaled loss, of the same structure; float32 where it was
-            16-bit, since a float16 loss would overflow at once. The loss
-            itself where the model scales its gradients.
+            The scaled loss, of the same structure. 16-bit losses become
+            float32, because a float16 loss would overflow at once. If the model
+            scales its gradients, the loss is returned unchanged.
 
         Raises:
             ValueError: If `jax.jit` would make a constant of the scale.
@@ -302,9 +302,9 @@ class LossScaleOptimizer(
 
     @compilation.untouched
     def current_scale(self) -> Any:
-        """Returns what `scale_loss` multiplies by: a float32 scalar tensor.
+        """Returns the factor of `scale_loss`: a float32 scalar tensor.
 
-        Not copied to the host; 1 where the model scales its gradients.
+        It is not copied to the host. It is 1 if the model scales its gradients.
 
         Raises:
             ValueError: If `jax.jit` would make a constant of it.
@@ -329,8 +329,8 @@ class LossScaleOptimizer(
         ):
             raise ValueError(
                 "JAX is compiling this function, and the values of "
-                "`optimizer.variables` are none of its arguments: the loss "
-                "scale would stay what it is now. Make them an argument "
+                "`optimizer.variables` are not among its arguments: the loss "
+                "scale would keep its present value. Make them an argument "
                 "`values`, and write `with keras.StatelessScope("
                 "zip(optimizer.variables, values)):` around the call of "
                 f"{self.name!r}'s `scale_loss`, `unscale_gradients`, "
@@ -339,10 +339,10 @@ class LossScaleOptimizer(
         return self.rule.current(self._scale_state())
 
     def placing(self) -> Any:
-        """Returns where gradients are placed inside a model: 1.0 at first.
+        """Returns the factor that moves gradients inside a model; 1.0 at first.
 
-        It moves as the loss scale does, a factor of its first value: float, or
-        a float32 scalar tensor, not copied to the host.
+        It is the loss scale divided by its first value: a float, or a float32
+        scalar tensor that is not copied to the host.
         """
         if _is_constant(self.rule):
             return 1.0
@@ -352,10 +352,10 @@ class LossScaleOptimizer(
     def unscale_gradients(self, grads: Sequence) -> list:
         """Divides gradients by the loss scale, for clipping or logging.
 
-        To apply them, write `apply(grads, variables, unscaled=True)`; for a
-        model that scales its gradients these are true already. What is
-        not finite comes back as NaN, an infinity too, so that clipping by
-        value cannot hide it. Under a `tf.distribute` strategy these are this
+        To apply them, write `apply(grads, variables, unscaled=True)`. If the
+        model scales its gradients, they are unscaled already. Numbers that are
+        not finite, infinities included, become NaN, so that clipping by value
+        cannot hide them. Under a `tf.distribute` strategy these are this
         replica's gradients; to clip the sum over all replicas, give
         `global_clipnorm` to the inner optimizer instead.
 
@@ -363,7 +363,7 @@ class LossScaleOptimizer(
             grads: Scaled gradients; `None` where there is none.
 
         Returns:
-            A list of the true gradients, float32 where they were 16-bit.
+            A list of the unscaled gradients, float32 where they were 16-bit.
 
         Raises:
             ValueError: If `jax.jit` would make a constant of the scale.
@@ -396,23 +396,22 @@ class LossScaleOptimizer(
     ) -> None:
         """Applies gradients if all are finite; else skips the step.
 
-        `last_step_applied()` says which. As Keras's, it returns nothing, so
-        that a branch of a conditional may call it.
+        `last_step_applied()` returns which. Like Keras's method it returns
+        nothing, so that a branch of a conditional may call it.
 
         Args:
             grads: Gradients of the scaled loss, one per variable, dense or
                 `tf.IndexedSlices`; `None` where there is none.
             trainable_variables: The variables. Defaults to those that the
                 optimizer was built with; on the first call they build it.
-            unscaled: Bool, whether the gradients are divided by the loss
-                scale already, as by `unscale_gradients`. Defaults to `False`:
-                the step divides them, where that costs least. Where the model
-                scales its gradients both are the same.
+            unscaled: Bool, whether the gradients are already divided by the
+                loss scale, as by `unscale_gradients`. Defaults to `False`: the
+                step divides them, where that costs least. If the model scales
+                its gradients, this makes no difference.
 
         Raises:
             ValueError: If there is no gradient at all, a variable is unknown,
-                or the call stands outside of `strategy.run` or inside
-                `jax.jit`.
+                or the call is outside `strategy.run` or inside `jax.jit`.
 
         Examples:
             >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0)
@@ -430,8 +429,9 @@ class LossScaleOptimizer(
         variables = self._variables_of(grads, trainable_variables)
         step_outcome.note_update(variables)
         unscaled = unscaled or not self._are_scaled(told=True)
-        # In the order of the build, which the counts have as well. A trunk that
-        # two networks share is given a gradient by each: the second follows.
+        # Gradients and counts are in the order of the build. If two networks
+        # share a trunk, each gives it a gradient, and the second is added at
+        # the end.
         by_row: list = [None] * len(self._model_variables)
         places: list[int] = []
         repeated: list[int] = []
@@ -505,15 +505,15 @@ class LossScaleOptimizer(
     def apply_gradients(self, grads_and_vars: Iterable) -> Any:
         """Does what `apply` does with pairs of a gradient and its variable.
 
-        As in Keras the gradients are scaled ones; as in tf.keras they are
-        true ones if `get_unscaled_gradients` was called since `scale_loss`.
-        Where the model scales its gradients both are the same.
+        As in Keras it takes scaled gradients. As in tf.keras it takes unscaled
+        ones if `get_unscaled_gradients` was called since `scale_loss`. If the
+        model scales its gradients, both are the same.
 
         Args:
             grads_and_vars: Pairs of a gradient and a variable.
 
         Returns:
-            The inner optimizer's count of iterations, as Keras does.
+            The inner optimizer's iteration count, like Keras's method.
 
         """
         pairs = list(grads_and_vars)
@@ -523,7 +523,7 @@ class LossScaleOptimizer(
 
     @compilation.untouched
     def get_scaled_loss(self, loss: Any) -> Any:
-        """Does what `scale_loss` does, by its old tf.keras name."""
+        """Does what `scale_loss` does, under its old tf.keras name."""
         if not self._is_scaling():
             return loss
         self._note_scaled()
@@ -537,19 +537,19 @@ class LossScaleOptimizer(
 
     @compilation.untouched
     def get_unscaled_gradients(self, grads: Sequence) -> list:
-        """Divides gradients for `apply_gradients`, as the old tf.keras did.
+        """Divides gradients for `apply_gradients`, as in the old tf.keras.
 
-        `apply_gradients` then takes true gradients until `scale_loss` is
-        called again. Arguments and result are those of `unscale_gradients`.
+        After it, `apply_gradients` takes unscaled gradients until `scale_loss`
+        is called again. Arguments and result are those of `unscale_gradients`.
         """
         self._next_are_true = True
         return self.unscale_gradients(grads)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        """Creates the slots and counts for a model's trainable variables.
+        """Creates the optimizer state and counts for a model's variables.
 
-        Args:
-            variables: The variables, in the order of the gradients to come. A
+        variables: The trainable variables, in the order of the gradients to
+            come. A second call changes nothing.
                 second call changes nothing.
         """
         if self.built:
@@ -561,18 +561,18 @@ class LossScaleOptimizer(
         self.built = True
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes the whole state, the inner optimizer's included."""
+        """Writes the whole state, including the inner optimizer's."""
         saving.write(store, self._saved_variables(), self._saved_inner())
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads the whole state; also one that Keras's class has written.
+        """Reads the whole state, including one that Keras's class has written.
 
-        An optimizer that is not built, or a file without state or with that
-        of other variables, gets a warning, as in Keras: weights can be loaded
-        into any model.
+        It warns, like Keras, if the optimizer is not built, or if the file has
+        no state or that of other variables, because weights can be loaded into
+        any model.
 
         Args:
-            store: What Keras opens of a file: places, as strings, to arrays.
+            store: Maps positions, as strings, to arrays, as Keras opens a file.
 
         Raises:
             ValueError: If it does not fit. Nothing is changed then.
@@ -596,29 +596,29 @@ class LossScaleOptimizer(
         return optimizer
 
     def last_step_applied(self) -> Any:
-        """Says whether the last `apply` changed anything.
+        """Returns whether the last `apply` changed anything.
 
         Returns:
-            Boolean scalar tensor, not copied to the host; true before the
-            first.
+            Boolean scalar tensor, not copied to the host; true before the first
+            call.
         """
         return ops.equal(self._consecutive_skips.value, 0)
 
     def _is_scaling(self) -> bool:
-        """Says whether a loss is multiplied by the scale, or by 1."""
+        """Returns whether losses are multiplied by the scale, not by 1."""
         if self._scales is None:
-            # The variables of a loss that is scaled before the build are not
-            # known; to multiply and divide is right for any.
+            # If a loss is scaled before the build, the variables are not known
+            # yet. To multiply and divide is right for any variables.
             if not self.built and step_outcome.around() is not None:
                 return True
-            # For good: what is compiled now has to agree with what is compiled
-            # later.
+            # The decision is final, because later compiled code has to agree
+            # with earlier code.
             variables = self._model_variables
             self._scales = not (self.built and model_call.scales(variables))
         return self._scales
 
     def decide_anew(self) -> None:
-        """Forgets whether it scales: its model computes otherwise now."""
+        """Decides again whether to scale, since the model's dtypes changed."""
         self._scales = None
 
     def _note_scaled(self) -> None:
@@ -627,9 +627,9 @@ class LossScaleOptimizer(
             step.scaled.add(id(self))
 
     def _are_scaled(self, told: bool = False) -> bool:
-        """Says whether gradients are those of a scaled loss.
+        """Returns whether gradients are those of a scaled loss.
 
-        In a model's train step they are if the step has scaled its loss.
+        In a model's train step, they are if the step has scaled its loss.
 
         Args:
             told: Whether to warn if no loss was ever scaled.
@@ -663,7 +663,7 @@ class LossScaleOptimizer(
             variables = self._model_variables
         else:
             raise ValueError(
-                "The optimizer is not built yet, so it must be told which "
+                "The optimizer is not built yet, so it does not know which "
                 "variables the gradients belong to. Write "
                 "optimizer.apply(grads, model.trainable_variables)."
             )
@@ -688,13 +688,13 @@ class LossScaleOptimizer(
         repeated: list[int],
         unscaled: bool,
     ) -> None:
-        """Steps.
+        """Applies a step, or skips it.
 
         Args:
-            grads: By the variables of the build; after them, second ones.
-            places: Those of the gradients that were given, as they were.
-            repeated: The rows of the variables that get a second one.
-            unscaled: Whether they are not of a scaled loss.
+            grads: Gradients in the order of the build, then second ones.
+            places: The indices of the gradients that were given.
+            repeated: The indices of the variables with a second gradient.
+            unscaled: Whether they are not gradients of a scaled loss.
         """
         own, rule = self._model_variables, self.rule
         variables = own + [own[row] for row in repeated]
@@ -703,7 +703,7 @@ class LossScaleOptimizer(
             replicas.check_replica_context()
         with replicas.one_replica(used):
             state = self._state()
-        # In 16 bit true gradients may be too small to be summed.
+        # Unscaled 16-bit gradients may be too small to be summed.
         current = rule.current(state.scale)
         factor = current if unscaled and self.reduce_dtype else None
         grads = replicas.sum_gradients(
@@ -738,9 +738,9 @@ class LossScaleOptimizer(
         step_outcome.report(applied)
 
     def _blames_data(self, grads: Sequence) -> Any:
-        """Says whether the data is not finite, where a rule has to know.
+        """Returns whether the data is not finite, if the rule needs to know.
 
-        Outside of models that scale their gradients, NaN may be an overflow.
+        Outside models that scale their gradients, NaN may be an overflow.
         """
         if _is_constant(self.rule) or self._is_scaling():
             return False
@@ -761,12 +761,12 @@ class LossScaleOptimizer(
         standstill.call_if(is_eighth, self._watch.warn, bad)
 
     def _create_state(self, rule: rules.LossScale) -> None:
-        """Creates variables for what the rule remembers."""
-        # From the start: a function compiled before the first step reads it.
+        """Creates the variables of the rule's state."""
+        # A function that was compiled before the first step reads it.
         self.rule = rule
         initial = rule.init()
         self._state_type = type(initial)
-        # Keras's order, so that its files can be read by position.
+        # Keras's order lets its files be read by position.
         fields = sorted(initial._fields, key=lambda name: name != "good_steps")
         for field in fields:
             value = getattr(initial, field)
@@ -777,7 +777,8 @@ class LossScaleOptimizer(
                 initializer=keras.initializers.Constant(value),
                 name=_KERAS_NAMES.get(field, field),
             )
-            # Keras tracks what is assigned, and what it has made only once.
+            # Keras tracks what is assigned, and must track what it made only
+            # once.
             setattr(self, _attribute(field), variable)
         self._skipped_steps = self._counter("skipped_steps")
         self._consecutive_skips = self._counter("consecutive_skips")
@@ -791,15 +792,15 @@ class LossScaleOptimizer(
         return optimizers.remembered(self)
 
     def _saved_variables(self) -> list[keras.Variable]:
-        # A norm is no state: a file is the same with it and without.
+        # A file holds the same state with the norm and without.
         own = optimizers.own_variables(self)
         return [
             variable for variable in own if variable is not self._gradient_norm
         ]
 
     def _saved_inner(self) -> list[keras.Variable]:
-        # Before it is built the inner one has settings alone, which its
-        # config holds as well.
+        # Before the build the inner optimizer has only settings, which its
+        # config also holds.
         return self.inner_optimizer.variables if self.built else []
 
     def _scale_variables(self) -> list[keras.Variable]:
@@ -833,13 +834,13 @@ class LossScaleOptimizer(
 
 
 def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
-    """Lists the loss-scale optimizers of a model; a GAN's may be several."""
+    """Lists the loss-scale optimizers of a model; a GAN may have several."""
     held = vars(model).values()
     return [value for value in held if isinstance(value, LossScaleOptimizer)]
 
 
 def _refuse_misspelt(given: Iterable[str]) -> None:
-    """Refuses what is nearly an argument of `LossScaleOptimizer`."""
+    """Refuses misspelled arguments of `LossScaleOptimizer`."""
     fields = inspect.signature(rules.DynamicLossScale).parameters
     own = "initial_scale dynamic_growth_steps loss_scale reduce_dtype".split()
     meant = {
@@ -866,7 +867,7 @@ def _attribute(field: str) -> str:
 
 
 def _has_value_here(variable: keras.Variable) -> bool:
-    """Says whether a variable has a number here that is no constant later."""
+    """Returns whether a variable has a value here that can still change."""
     return compilation.is_host_readable(
         variable
     ) and not compilation.becomes_constant(variable)
@@ -875,11 +876,11 @@ def _has_value_here(variable: keras.Variable) -> bool:
 def _host(variable: keras.Variable) -> np.ndarray:
     if not _has_value_here(variable):
         raise ValueError(
-            "This function is being compiled, and counters are numbers of the "
+            "This function is being compiled, and counters are numbers on the "
             f"host. Received: a call that reads {variable.path!r} in it. Read "
             "`skipped_steps`, `consecutive_skips`, `overflow_counts` and "
-            "`gradient_norm`, and call `check_health`, outside of the compiled "
-            "function, between two steps; in it, `apply` returns whether the "
-            "step takes place."
+            "`gradient_norm`, and call `check_health`, outside the compiled "
+            "function, between two steps; in it, `last_step_applied()` "
+            "returns whether the step was applied."
         )
     return compilation.host_value(variable)

@@ -1,8 +1,9 @@
-"""One optimizer step per replica, without a merge call (`tf.distribute`).
+"""Runs one optimizer step per replica, without merge calls.
 
-Keras's sum gradients and write mirrored variables through merge calls, which
-may not stand inside a `tf.cond`. Here gradients are summed first; then every
-replica takes its step alone, on its own copies and under no strategy.
+Keras's optimizers sum gradients and write mirrored variables through
+`tf.distribute` merge calls, which may not be inside a `tf.cond`. Here gradients
+are summed first. Then every replica takes its step by itself, on its own copies
+and without a strategy.
 """
 
 import contextlib
@@ -21,9 +22,10 @@ from tfmix.loss_scaling import all_finite, rules
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
 
-# Strategies whose variables do not live on the replicas: no joint step to skip.
+# Under these strategies variables do not live on the replicas, so that a joint
+# step cannot be skipped.
 _REFUSED = {
-    "ParameterServerStrategy": "its workers update shared variables alone",
+    "ParameterServerStrategy": "its workers update shared variables separately",
     "CentralStorageStrategy": "its variables are not copied to each replica",
 }
 
@@ -44,7 +46,7 @@ def check_strategy(strategy: Any = None) -> None:
 
 
 def checked_dtype(dtype: Any, rule: rules.LossScale) -> str:
-    """Returns the dtype that gradients are summed over replicas in, checked."""
+    """Checks and returns the dtype in which replicas sum gradients."""
     if not isinstance(dtype, str) or dtype not in _formats.SIXTEEN_BIT:
         raise ValueError(
             '`reduce_dtype` must be "float16", "bfloat16" or None. Received: '
@@ -52,7 +54,7 @@ def checked_dtype(dtype: Any, rule: rules.LossScale) -> str:
         )
     if keras.backend.backend() != "tensorflow":
         raise ValueError(
-            "`reduce_dtype` is of the sum that `tf.distribute` makes. Under "
+            "`reduce_dtype` is for the sums of `tf.distribute`. Under "
             "JAX the compiler places the sum over a sharded batch, in the "
             f"dtype of the gradients. Received: reduce_dtype={dtype!r} on the "
             f"{keras.backend.backend()!r} backend. Leave it out; in a "
@@ -70,18 +72,18 @@ def checked_dtype(dtype: Any, rule: rules.LossScale) -> str:
 
 
 def drop_unsupported(config: dict) -> None:
-    """Drops from an optimizer's config what this backend does not know."""
+    """Drops settings from an optimizer's config that the backend lacks."""
     if keras.backend.backend() != "tensorflow":
         if dtype := config.pop("reduce_dtype", None):
             _messages.warn(
-                "the optimizer was saved with reduce_dtype=%r, which is of the "
-                "sum that `tf.distribute` makes; under JAX it is left out.",
+                "the optimizer was saved with reduce_dtype=%r, which is for "
+                "the sums of `tf.distribute`; under JAX it is left out.",
                 dtype,
             )
 
 
 def check_replica_context() -> None:
-    """Refuses to apply gradients outside of `strategy.run`."""
+    """Refuses to apply gradients outside `strategy.run`."""
     if tf.distribute.in_cross_replica_context():
         raise ValueError(
             "Gradients must be applied in a replica context. Call "
@@ -91,14 +93,14 @@ def check_replica_context() -> None:
 
 
 def once_for_all(function: Callable[[], None]) -> None:
-    """Calls what makes variables once, also where every replica asks for it."""
+    """Calls a function that creates variables once for all replicas."""
     if not _in_replica_of_many():
         function()
         return
 
     def made(strategy: Any) -> None:
-        # Not in the function that is traced: one replica's first value is
-        # read from another's variable there.
+        # In the traced function, one replica's first value would be read from
+        # another's variable.
         with tf.init_scope(), strategy.scope():
             function()
 
@@ -113,11 +115,11 @@ def sum_gradients(
 ) -> list:
     """Sums each gradient over all replicas of all workers; `None`s stay.
 
-    With a `dtype` they are summed in that, multiplied by a `factor` meanwhile,
-    and come back in their own.
+    With a `dtype` they are multiplied by `factor`, summed in that dtype, and
+    converted back.
     """
-    # Of what overwrites its variable (Keras's scales of quantized products and
-    # histories of maxima) the largest is taken.
+    # Some values overwrite their variable (Keras's scales of quantized products
+    # and histories of maxima). The largest of these is used.
     result = list(grads)
     present = [n for n, gradient in enumerate(result) if gradient is not None]
     if not _in_replica_of_many() or not present:
@@ -126,12 +128,12 @@ def sum_gradients(
     if context.num_replicas_in_sync == 1:
         return result
     maxed = {n for n in present if keras_variables.is_overwritten(variables[n])}
-    # There is no reduction by maximum: each replica adds a row of its own.
+    # There is no reduction by maximum, so each replica adds its own row.
     sent = [
         _as_row(grads[n]) if n in maxed else _sent(grads[n], dtype, factor)
         for n in present
     ]
-    # What is reduced together is packed into one vector, so has one dtype.
+    # Tensors of one reduction are packed into a vector, so they share a dtype.
     for dtype in dict.fromkeys(tensor.dtype for tensor in sent):
         alike = [i for i, tensor in enumerate(sent) if tensor.dtype == dtype]
         sums = context.all_reduce(
@@ -151,7 +153,7 @@ def _sent(gradient: Any, dtype: str | None, factor: Any) -> Any:
         factor = tf.cast(factor, gradient.dtype)
         gradient = tf.math.scalar_mul(factor, gradient)
     dtype = tf.as_dtype(dtype or gradient.dtype)
-    # Rows are gathered, and TensorFlow gathers no bfloat16.
+    # Rows are gathered, and TensorFlow does not gather bfloat16.
     gathered = dtype == tf.bfloat16 and all_finite.is_sparse(gradient)
     return tf.cast(gradient, tf.float32 if gathered else dtype)
 
@@ -164,7 +166,7 @@ def _received(total: Any, dtype: Any, factor: Any) -> Any:
 
 
 def _as_row(tensor: Any) -> Any:
-    """Returns a matrix with a row for each replica, zeros but in its own."""
+    """Returns a matrix of zeros that has the tensor in this replica's row."""
     context = tf.distribute.get_replica_context()
     rows = tf.range(context.num_replicas_in_sync)
     mine = tf.equal(rows, context.replica_id_in_sync_group)
@@ -173,7 +175,7 @@ def _as_row(tensor: Any) -> Any:
 
 
 def _largest(rows: Any) -> Any:
-    # Plus zero, or NaN where a row holds a number that is not finite.
+    # This adds zero, or NaN if a row holds a number that is not finite.
     return tf.reduce_max(rows, axis=0) + tf.reduce_sum(rows * 0, axis=0)
 
 
@@ -191,12 +193,12 @@ def single(
 def one_replica(
     these: Iterable, optimizer: optimizers.Optimizer | None = None
 ) -> Iterator[None]:
-    """Lets variables stand for this replica's copies, with no strategy."""
+    """Makes variables mean this replica's copies, without a strategy."""
     if keras.backend.backend() != "tensorflow":
         yield
         return
-    # A TPU's step is traced once for all replicas: there are no local copies
-    # to show, and no merge calls either.
+    # A TPU's step is traced once for all replicas, without local copies or
+    # merge calls.
     if not tf.distribute.has_strategy() or compilation.for_tpu():
         with optimizers.alone(optimizer):
             yield
@@ -217,7 +219,7 @@ def run_on_each(
 ) -> None:
     """Runs a function of a built optimizer's variables on every replica.
 
-    What it does is known by its name, and traced once, into `traced`.
+    The function is identified by its name, and traced once, into `traced`.
     """
     strategy = optimizers.strategy_of(optimizer)
     if strategy is None or strategy.num_replicas_in_sync == 1:
@@ -232,7 +234,7 @@ def run_on_each(
 
     if name not in traced:
         traced[name] = tf.function(lambda: strategy.run(on_replica))
-    # In the scope it is traced anew, and elsewhere once more.
+    # In the scope it is traced again, and elsewhere once more.
     with strategy.scope():
         traced[name]()
 

@@ -14,10 +14,10 @@ from tfmix import _arguments
 
 
 class LossScaleState(NamedTuple):
-    """What a loss scale remembers between two steps.
+    """The state of a loss scale between two steps.
 
     Attributes:
-        scale: Float32 scalar; read it through `LossScale.current(state)`.
+        scale: Float32 scalar; read it with `LossScale.current(state)`.
         good_steps: Integer scalar, finite steps since the last change.
         overflows: Integer scalar, non-finite steps in a row.
     """
@@ -28,7 +28,7 @@ class LossScaleState(NamedTuple):
 
 
 class LossScale(abc.ABC):
-    """A rule for the loss scale: settings only, the state goes in and out.
+    """A rule for the loss scale: it holds only settings, not the state.
 
     Subclass it to train with a rule of your own and pass an instance as
     `LossScaleOptimizer(..., loss_scale=...)`. The laws:
@@ -36,11 +36,11 @@ class LossScale(abc.ABC):
     - `init()` returns a named tuple of scalars whose first field is `scale`;
       the optimizer keeps one variable for each field, so they are saved and
       restored with it.
-    - `update(state, finite)` returns the next state and touches nothing else.
+    - `update(state, finite)` returns the next state and changes nothing else.
       It has to work on tensors inside a compiled step (`keras.ops.where`
       instead of `if`).
-    - `current(state)` is finite and positive whatever the state holds, and
-      never below `lowest_scale` (0.0; from 1 on, XLA's check is cheaper).
+    - `current(state)` is finite and positive for any state, and never below
+      `lowest_scale` (0.0; from 1 on, XLA's check is cheaper).
 
     Examples:
         >>> class Halving(LossScale):
@@ -56,14 +56,14 @@ class LossScale(abc.ABC):
 
     @property
     def lowest_scale(self) -> float:
-        """A bound that no scale is below."""
+        """A lower bound of the scale."""
         return 0.0
 
     @property
     def may_enlarge(self) -> bool:
-        """Whether a division by the scale may make an infinity.
+        """Whether dividing by the scale may produce infinity.
 
-        Else gradients can be checked as they come, before they are divided.
+        If not, gradients can be checked before they are divided.
         """
         return self.lowest_scale < 1.0
 
@@ -77,14 +77,14 @@ class LossScale(abc.ABC):
 
         Args:
             state: What `init` or the previous `update` returned.
-            finite: Bool or boolean scalar tensor, was the step applied?
+            finite: Bool or boolean scalar tensor, whether the step was applied.
         """
 
     def current(self, state: Any) -> Any:
         """Returns the loss scale to use now, a positive finite scalar.
 
-        A stored value that no training can use (0, negative, inf or NaN, as
-        from the checkpoint of a run gone wrong) gives way to the initial one.
+        If the stored value is unusable (0, negative, inf or NaN, as from the
+        checkpoint of a failed run), it is the initial one.
         """
         stored = state.scale
         initial = _constant_like(self.init()[0], stored)
@@ -107,7 +107,7 @@ class LossScale(abc.ABC):
 @keras.saving.register_keras_serializable(package="tfmix")
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(LossScale):
-    """Halves the scale on an overflow, doubles it after a calm stretch.
+    """Halves the scale on an overflow, doubles it after many finite steps.
 
     The rule, for each step:
 
@@ -123,8 +123,9 @@ class DynamicLossScale(LossScale):
     (arXiv:1710.03740), with bounds and hysteresis as in Apex and Megatron-LM.
 
     Args:
-        initial_scale: Float. Defaults to `2.0**15`, Keras's own: too high is
-            fixed in a few steps, too low takes `growth_steps` per doubling.
+        initial_scale: Float. Defaults to `2.0**15`, like Keras. A scale that is
+            too high falls in a few steps; one that is too low needs
+            `growth_steps` for each doubling.
         growth_factor: Float above 1. Defaults to `2.0`, which keeps the scale
             a power of two, so that scaling never rounds. A factor close to 1
             with `growth_steps=1` grows log-additively.
@@ -134,13 +135,13 @@ class DynamicLossScale(LossScale):
             finding the limit.
         hysteresis: Integer, overflows in a row before the scale shrinks.
             Defaults to `1`. Larger values ride out single bad batches.
-        min_scale: Float, the floor. Defaults to `1.0`: an overflow there is
-            not the scale's doing. May be below 1 for losses that are huge.
+        min_scale: Float, the floor. Defaults to `1.0`: a scale of 1 does
+            not cause an overflow. May be below 1 for losses that are huge.
         max_scale: Float, the ceiling. Defaults to `2.0**24`: beyond it a
             scale no longer saves any float16 value from underflow.
 
     Raises:
-        TypeError, ValueError: If a value is no number, or out of range.
+        TypeError, ValueError: If a value is not a number, or out of range.
 
     Examples:
         >>> rule = DynamicLossScale(initial_scale=8.0, growth_steps=2)
@@ -197,10 +198,10 @@ class DynamicLossScale(LossScale):
         return LossScaleState(np.float32(self.initial_scale))
 
     def current(self, state: Any) -> Any:
-        """Returns the stored scale inside the bounds; NaN starts afresh."""
+        """Returns the stored scale inside the bounds; the initial if NaN."""
         stored = state.scale
         initial = _constant_like(np.float32(self.initial_scale), stored)
-        # NaN is the one value that does not equal itself.
+        # NaN is the only value that does not equal itself.
         return self._bounded(_select(stored == stored, stored, initial))
 
     def update(self, state: Any, finite: Any) -> LossScaleState:
@@ -226,7 +227,7 @@ class DynamicLossScale(LossScale):
 
 
 class _ConstantLossScale(LossScale):
-    """A scale that stays what it was at first."""
+    """A scale that keeps its first value."""
 
     scale = 1.0
 
@@ -277,8 +278,8 @@ class FixedLossScale(_ConstantLossScale):
 class NoLossScale(_ConstantLossScale):
     """A scale of one: only the check and the skip of bad steps remain.
 
-    For float32 and bfloat16 runs, whose gradients need no scaling but can
-    still meet a batch that makes them infinite.
+    Use it in float32 and bfloat16, where gradients need no scaling but a bad
+    batch can still make them infinite.
 
     Examples:
         >>> float(NoLossScale().init().scale)
@@ -287,16 +288,17 @@ class NoLossScale(_ConstantLossScale):
 
 
 class StepState(NamedTuple):
-    """What a step of the optimizer moves on.
+    """The part of an optimizer's state that each step updates.
 
     Attributes:
         scale: The rule's state, a named tuple of scalars.
         skipped_steps: Int32 scalar, steps not applied so far.
-        consecutive_skips: Int32 scalar, those since the last that was.
-        overflow_counts: Int32 vector, of skipped steps in which the gradient
-            of each variable was not finite.
-        gradient_norm: Float32 scalar, of the last applied step's gradients;
-            `None` if it is not kept.
+        consecutive_skips: Int32 scalar, skipped steps since the last applied
+            one.
+        overflow_counts: Int32 vector, for each variable the number of skipped
+            steps in which its gradient was not finite.
+        gradient_norm: Float32 scalar, the norm of the last applied step's
+            gradients; `None` if it is not kept.
     """
 
     scale: Any
@@ -319,10 +321,10 @@ class StepState(NamedTuple):
             rule: The rule of the loss scale.
             applied: Bool or boolean scalar tensor, whether it was applied.
             bad: Boolean vector, the variables with a gradient not finite.
-            norm: Float32 scalar, of the true gradients; `None` if not kept.
-            is_data: Bool or boolean scalar tensor, whether the step is not
-                applied because the data or the loss is not finite. No scale
-                helps there, so that the rule does not move.
+            norm: Float32 scalar, of the unscaled gradients; `None` if not kept.
+            is_data: Bool or boolean scalar tensor, whether the step is skipped
+                because the data or the loss is not finite. No scale helps then,
+                so the scale does not change.
         """
         scale = rule.update(self.scale, applied)
         if is_data is not False:
@@ -355,17 +357,17 @@ def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether a value is known now, not a tensor to come."""
+    """Returns whether a value is known now, rather than a tensor."""
     return isinstance(value, numbers.Number | np.generic | np.ndarray)
 
 
 def _store(loss_scale: LossScale, name: str, value: float | int) -> None:
-    # The documented way to set a field of a frozen dataclass while it is made.
+    # This is the documented way to set a field of a frozen dataclass.
     object.__setattr__(loss_scale, name, value)
 
 
 def _constant_like(number: np.float32, like: Any) -> Any:
-    """Returns the number as what `like` is: a number or a tensor."""
+    """Returns the number in the form of `like`: a number or a tensor."""
     return number if _is_number(like) else ops.convert_to_tensor(number)
 
 

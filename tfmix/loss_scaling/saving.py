@@ -1,4 +1,4 @@
-"""A loss-scale optimizer in files: its state and its config."""
+"""Writes and reads a loss-scale optimizer's state and config."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,12 +11,12 @@ from tfmix import _messages
 from tfmix._keras import variables as keras_variables
 from tfmix.loss_scaling import replicas, rules
 
-# Keys of a saved state: own variables by name, the inner ones by position.
+# A saved state names own variables, and numbers the inner optimizer's.
 _OWN, _INNER = "own_", "inner_"
 # Keras's class stores its variables by position: these four, then the inner
 # optimizer's.
 _KERAS_OWN = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
-# Of the own ones, a number for each of the model's variables.
+# This own variable holds a number for each of the model's variables.
 _COUNTS = _OWN + "overflow_counts"
 
 
@@ -37,25 +37,26 @@ def read(
     inner: Sequence[keras.Variable],
     trained: int | None,
 ) -> None:
-    """Reads what `write`, an older version or Keras's class has written.
+    """Reads the state that `write`, an older version or Keras's class wrote.
 
-    Warns of a state that is not there or is of other variables, as in Keras:
-    weights can be loaded into any model.
+    It warns if there is no state, or that of other variables, like Keras,
+    because weights can be loaded into any model.
 
     Args:
-        store: What Keras opens of a file: places, as strings, to arrays.
-        name: String, the optimizer's.
+        store: Maps positions, as strings, to arrays, as Keras opens a file.
+        name: String, the optimizer's name.
         own: Its own variables.
         inner: The inner optimizer's variables, if it is built.
-        trained: How many variables it was built with; `None` if it was not.
+        trained: The number of variables it was built with; `None` if it was
+            not.
 
     Raises:
-        ValueError: If it does not fit. Nothing is changed then.
+        ValueError: If the state does not fit. Nothing changes then.
     """
     keys = list(store.keys())
     saved = len(store[_COUNTS]) if _COUNTS in keys else 0
     if trained is None:
-        # Neither was built: there are no slots on either side.
+        # Neither was built, so there is no optimizer state on either side.
         fits = bool(keys) and all(key.startswith(_OWN) for key in keys)
         reason = (
             "it is not built yet; to restore its state as well, call "
@@ -80,7 +81,7 @@ def read(
 
 
 def config(optimizer: Any) -> dict:
-    """Returns the arguments that make an optimizer, in Keras's form if fit."""
+    """Returns the constructor's arguments, in Keras's form if possible."""
     serialize = keras.saving.serialize_keras_object
     inner = serialize(optimizer.inner_optimizer)
     arguments = {"name": optimizer.name, "inner_optimizer": inner}
@@ -88,7 +89,7 @@ def config(optimizer: Any) -> dict:
         "initial_scale": optimizer.initial_scale,
         "dynamic_growth_steps": optimizer.dynamic_growth_steps,
     }
-    # The rule may differ from the default in more.
+    # The rule may differ from the default in other settings.
     if type(optimizer.rule) is rules.DynamicLossScale and optimizer.rule == (
         rules.of_arguments("dynamic", *keras_form.values())
     ):
@@ -105,8 +106,8 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
 
     Args:
         kind: The class.
-        config: What `config` returned, also of an older version.
-        custom_objects: Dict of classes by name, as Keras takes it, or `None`.
+        config: A config of this or of an older version.
+        custom_objects: Dict of classes by name, as in Keras, or `None`.
     """
     arguments = dict(config)
     for key in ("inner_optimizer", "loss_scale"):
@@ -115,28 +116,29 @@ def made_from(kind: type, config: Mapping, custom_objects: Any) -> Any:
                 arguments[key], custom_objects=custom_objects
             )
     replicas.drop_unsupported(arguments)
-    # Of its model, in older files.
+    # Older files store this setting of the model.
     arguments.pop("guarded", None)
     optimizer = kind(**arguments)
     return optimizer
 
 
 def _is_unbuilt(store: Mapping) -> bool:
-    """Says whether Keras's class wrote settings alone: it was not built."""
+    """Returns whether Keras's class was saved before its build."""
     keys = sorted(map(str, store.keys()))
     return keys == list("0123") and not any(np.ndim(store[k]) for k in keys)
 
 
 def _load(store: Mapping, own: Sequence, inner: Sequence) -> None:
     """Reads a state that this class, an older one or Keras's has written."""
-    # A variable that an older version did not have keeps its initial value, and
-    # so does an inner optimizer that was saved before it was built.
+    # A variable that an older version did not have keeps its initial value. So
+    # does an inner optimizer that was saved before it was built.
     arrays = {str(key): np.asarray(store[key]) for key in store.keys()}
     if all(re.fullmatch(r"\d+", key) for key in arrays):
         keys = [_OWN + name for name in _KERAS_OWN]
         if len(arrays) != len(keys) + len(inner):
-            # The inner optimizer's alone: a run without loss scaling can go
-            # on with it. It is refused below if the count differs.
+            # The file holds only an inner optimizer, so a run without loss
+            # scaling can continue with it. It is refused below if the count
+            # differs.
             keys = []
         keys += [f"{_INNER}{n}" for n in range(len(arrays) - len(keys))]
         arrays = {key: arrays[str(n)] for n, key in enumerate(keys)}

@@ -1,6 +1,6 @@
-"""A run that skips step after step: the warning in a loop, and the error.
+"""Warns, or raises an error, if a run skips step after step.
 
-In `fit` the line after the epoch warns; a loop of one's own has no epochs.
+In `fit` the line after the epoch warns; your own loop has no epochs.
 """
 
 import functools
@@ -18,9 +18,9 @@ if keras.backend.backend() == "tensorflow":
 else:
     import jax
 
-# A loss scale that falls from its first value to its best one skips fewer.
+# A scale that falls from its first value to its best one skips fewer steps.
 AFTER = 8
-# Variables that the error names.
+# The error names at most this many variables.
 _MOST_NAMED = 5
 
 
@@ -28,7 +28,7 @@ class Watch:
     """Counts the skipped steps in a row of one optimizer, on the host.
 
     Args:
-        name: String, the optimizer's.
+        name: String, the optimizer's name.
         paths: The paths of its variables.
     """
 
@@ -42,8 +42,8 @@ class Watch:
         """Counts a skipped step, and warns of the eighth in a row.
 
         Args:
-            applied: Integer, the steps applied before. A skipped step leaves
-                it alone, so that it tells whether one was applied between.
+            applied: Integer, the steps applied before. A skipped step does not
+                change it, so that it shows whether one was applied in between.
             bad: Booleans, the variables whose gradient was not finite.
         """
         again = self._applied == int(applied)
@@ -52,7 +52,7 @@ class Watch:
             self.warn(bad)
 
     def warn(self, bad: Any) -> None:
-        """Warns that the loop stands still, unless it was said before.
+        """Warns that the loop stands still, unless it has warned before.
 
         Args:
             bad: Booleans, the variables whose gradient was not finite.
@@ -88,15 +88,15 @@ def _cause(lost: Sequence[str], count: int) -> str:
 
 
 def call_if(condition: Any, function: Callable, *values: Any) -> None:
-    """Calls a function on the host, where a condition holds on the device.
+    """Calls a function on the host, if a condition holds on the device.
 
-    Where it does not hold, nothing waits and nothing is copied. XLA calls no
-    host under TensorFlow: what it compiles says nothing.
+    If it does not hold, nothing waits and nothing is copied. XLA makes no calls
+    to the host under TensorFlow, so code that it compiles never warns.
 
     Args:
         condition: Bool or boolean scalar tensor.
-        function: Takes NumPy arrays.
-        *values: Tensors for it.
+        function: Takes the values as NumPy arrays.
+        *values: Tensors for the function.
     """
     if keras.backend.backend() == "jax":
         _call_if(condition, function, *values)
@@ -126,17 +126,17 @@ def check(optimizer: Any, limit: int) -> None:
     """Raises if an optimizer's training is stuck.
 
     Args:
-        optimizer: What counts skipped steps, with a rule and a loss scale.
-        limit: Steps skipped in a row that are too many at any scale.
+        optimizer: An object with counts of skipped steps, a rule and a scale.
+        limit: The number of skipped steps in a row that is too many.
 
     Raises:
-        LossScaleError: If it is. It names the variables whose gradients were
-            not finite and says what to change.
+        LossScaleError: If training is stuck. It names the variables whose
+            gradients were not finite and says what to change.
     """
     skips, rule = optimizer.consecutive_skips, optimizer.rule
     is_dynamic = isinstance(rule, rules.DynamicLossScale)
     floor = rule.lowest_scale if is_dynamic else 0.0
-    # One at the floor is a bad batch; another in a row no scale can save.
+    # One skip at the floor is a bad batch, but no scale saves two in a row.
     if skips > 1 and optimizer.loss_scale <= floor:
         where = f"The loss scale has reached its floor, {floor:g}"
     elif skips >= limit:
@@ -170,7 +170,7 @@ def _most_often(counts: Mapping[str, int]) -> str:
 _ADVICE = """What to change, most likely first:
   - if the loss is not finite: rows with NaN, infinity or, in float16, numbers
     beyond 65504 in the data; drop or fix them;
-  - if it is finite and large, as of targets of 5e4: standardise the targets,
+  - if it is finite and large, as with targets of 5e4: standardise the targets,
     y = (y - y.mean()) / y.std();
   - keep the layer named first in float32: Layer(..., dtype="float32"), and
     end the model in tfmix.float32_output(...);

@@ -1,9 +1,9 @@
-"""What the `apply`s inside one train step did: applied, skipped, or neither.
+"""Records what each `apply` in a train step did: applied, skipped, neither.
 
-Each `apply`, of whichever optimizer, reports to the step around it. TensorFlow
-counts the reports in a variable, which every branch of a conditional reaches.
-Under JAX a step is a function of its state, so the optimizer's own counters say
-it: they are part of that state.
+Each `apply`, of any optimizer, reports to the step around it. TensorFlow counts
+the reports in a variable, which every branch of a conditional reaches. Under
+JAX a step is a function of its state, so the optimizer's own counters are used;
+they are part of that state.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from tfmix.loss_scaling import replicas
 
 
 class Outcome(NamedTuple):
-    """What happened in a step: booleans, or boolean scalar tensors.
+    """The outcome of a step: booleans, or boolean scalar tensors.
 
     Attributes:
         applied: Whether an `apply` changed weights.
@@ -33,15 +33,15 @@ class Outcome(NamedTuple):
 
 @dataclasses.dataclass
 class Step:
-    """One train step while it runs or is traced.
+    """A train step while it runs or is traced.
 
     Attributes:
         is_own: Whether the user wrote the `train_step`. Keras's own applies
             gradients once, whatever happens.
-        counter: The `Counter` of TensorFlow, `None` under JAX.
-        watched: The `id`s of what a guard puts back if the step is skipped.
-        reports: Whether any `apply` that can skip was called.
-        updated: The `id`s of the variables that an `apply` was given.
+        counter: TensorFlow's `Counter`, `None` under JAX.
+        watched: The `id`s of what a guard restores if the step is skipped.
+        reports: Whether an `apply` that can skip was called.
+        updated: The `id`s of the variables that an `apply` got.
         scaled: The `id`s of the optimizers that scaled a loss.
     """
 
@@ -63,18 +63,18 @@ def around() -> Step | None:
 def step(
     is_own: bool, counter: "Counter | None", watched: Iterable[int]
 ) -> Iterator[Step]:
-    """Lets every `apply` inside a block report to one step."""
+    """Makes every `apply` inside a block report to one step."""
     new = Step(is_own, counter, frozenset(watched))
     with context_values.holding(step=new):
         yield new
 
 
 def note_update(variables: Iterable) -> None:
-    """Notes what an `apply` is about to update, for the step around it.
+    """Tells the step around an `apply` which variables it will update.
 
     Args:
-        variables: The variables. One that the step has written itself by now,
-            as a search for flat minima does, is not the optimizer's alone.
+        variables: The variables. If the step has written one itself before, as
+            a search for flat minima does, the optimizer does not own it alone.
     """
     if (step := around()) is not None:
         step.reports = True
@@ -92,10 +92,10 @@ def report(applied: Any) -> None:
 
 
 class Counter:
-    """How many `apply`s of one model's steps were applied and skipped so far.
+    """Counts the applied and skipped `apply`s of one model's steps.
 
-    It only counts upwards, so that a step inside another may share it: what
-    happened in a step is the difference between its end and its start.
+    The counts only grow, so that a nested step may share them: the result of a
+    step is the difference between its end and its start.
     """
 
     def __init__(self) -> None:
@@ -129,14 +129,14 @@ class Counter:
 def of_optimizer(
     optimizer: Any, is_own: bool, before: Callable, after: Callable
 ) -> Outcome:
-    """Returns what happened to an optimizer from one state to another (JAX).
+    """Returns what an optimizer did between two states (JAX).
 
     Args:
-        optimizer: The optimizer. One that is not wrapped counts no skipped
-            steps: then a step of the user's own is never known as skipped.
+        optimizer: The optimizer. An unwrapped one counts no skipped steps, so a
+            skip in a user's own step cannot be known.
         is_own: Whether the user wrote the `train_step`.
-        before: Returns what a variable held before the step.
-        after: Returns what it holds now.
+        before: Returns a variable's value before the step.
+        after: Returns its current value.
     """
     applies = optimizers.applies(optimizer)
     applied = ops.not_equal(before(applies), after(applies))
@@ -149,6 +149,6 @@ def of_optimizer(
 
 
 def _is_written(variable: Any) -> bool:
-    # Nobody knows it of an eager step, nor under JAX.
+    # It is not known for an eager step, or under JAX.
     on_tensorflow = keras.backend.backend() == "tensorflow"
     return on_tensorflow and compilation.may_be_written(variable)

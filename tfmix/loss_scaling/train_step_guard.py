@@ -1,4 +1,4 @@
-"""A train step, or a call in training, that leaves no trace of a bad batch."""
+"""Undoes what a bad batch has written in a train step, or in a call."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -30,28 +30,27 @@ if keras.backend.backend() == "tensorflow":
 def guard(model: keras.Model) -> keras.Model:
     """Makes a model's whole train step atomic.
 
-    The optimizer skips a step whose gradients are not finite, but by then
-    the forward pass has already written: BatchNormalization has averaged an
-    infinity into its statistics, and the epoch's loss and metrics are NaN
-    until it ends. In a guarded model a step that every `apply` in it skipped
-    gives every variable that is not trained, and every metric, its old value
-    back, but not the seeds of dropout; in a `train_step` of your own also
-    weights that no optimizer is given, such as averages of others. The step's
-    logs are those of the metrics without it; where no step has been applied
-    since they were reset, the skipped batch's own, or NaN if these are not
-    finite.
+    The optimizer skips a step whose gradients are not finite. By then the
+    forward pass has already written: BatchNormalization has averaged an
+    infinity into its statistics, and the epoch's loss and metrics are NaN until
+    it ends. If every `apply` of a guarded step skipped, each untrained variable
+    and each metric gets its old value back, except dropout's seeds. In your own
+    `train_step` this includes weights that no optimizer gets, such as averages
+    of others. The step's logs are those of the metrics without it. If no step
+    was applied since the metrics were reset, they are the skipped batch's own,
+    or NaN if these are not finite.
 
-    Where a `train_step` of your own calls no `apply`, or several of which
-    only some skip, statistics and metrics that were finite stay so.
+    If your own `train_step` calls no `apply`, or several of which only some
+    skip, statistics and metrics that were finite stay finite.
 
-    Under a 16-bit tfmix policy `compile` does this by itself. In float32 or
-    bfloat16 compile with `LossScaleOptimizer(optimizer,
-    loss_scale=NoLossScale())` to use it. A step that is applied pays for one
-    read of the guarded variables.
+    Under a 16-bit tfmix policy, `compile` does this for you. To use it in
+    float32 or bfloat16, compile with `LossScaleOptimizer(optimizer,
+    loss_scale=NoLossScale())`. An applied step pays for one read of the
+    guarded variables.
 
     Args:
-        model: A `keras.Model`, compiled or not. A `train_step` of its own is
-            kept and guarded.
+        model: A `keras.Model`, compiled or not. Its own `train_step` is kept
+            and guarded.
 
     Returns:
         The model itself.
@@ -61,6 +60,7 @@ def guard(model: keras.Model) -> keras.Model:
         ValueError: In `fit`, if its optimizer cannot skip a step.
 
     Examples:
+        >>> import tfmix
         >>> model = keras.Sequential([keras.layers.Dense(1)])
         >>> model.compile(tfmix.LossScaleOptimizer("adam"), loss="mse")
         >>> guard(model) is model
@@ -72,46 +72,46 @@ def guard(model: keras.Model) -> keras.Model:
 
 
 def put_on(model: keras.Model, *, asked_for: bool | None = None) -> None:
-    """Guards a model; `None` keeps whether its user has asked for that."""
+    """Guards a model; `None` keeps whether the user asked for that."""
     before = model_methods.part(model, model_methods.GUARD)
     if asked_for is None:
         asked_for = isinstance(before, _Guard) and before.asked_for
     model_methods.put(model, model_methods.GUARD, _Guard(model, asked_for))
-    # A step that was compiled before would go on without the guard.
+    # A step that was compiled before would run without the guard.
     model.train_function = None
 
 
 def is_guarded(model: keras.Model) -> bool:
-    """Says whether a skipped step of the model leaves no trace."""
+    """Returns whether a skipped step of the model leaves no trace."""
     return model_methods.part(model, model_methods.GUARD) is not None
 
 
 @keras.saving.register_keras_serializable("tfmix")
 class Guarded:
-    """Says in a model's file that it was guarded; `compile` gets it of there.
+    """Records in a model's file that it was guarded, for its `compile`.
 
     Args:
-        alone: Boolean, whether the model has no record of a policy: it is to
-            compute as it did. Defaults to `False`.
+        alone: Boolean, whether the model has no record of a policy, and so
+            computes as before. Defaults to `False`.
     """
 
     def __init__(self, alone: bool = False) -> None:
         self.alone = alone
 
     def get_config(self) -> dict[str, bool]:
-        """Returns the arguments that make it."""
+        """Returns the constructor's arguments."""
         return {"alone": self.alone}
 
     @classmethod
     def from_config(cls, config: Mapping[str, bool]) -> "Guarded":
-        """Makes it of a file, whose model is compiled with it next."""
+        """Creates it from a file, whose model is compiled next."""
         # Keras's own `compile` does not know it.
         compile_method.watch()
         return cls(**config)
 
 
 class _Guard:
-    """The guard of one model: what stands around its methods."""
+    """The guard of one model, which wraps its methods."""
 
     def __init__(self, model: keras.Model, asked_for: bool) -> None:
         self._model = model
@@ -179,7 +179,7 @@ class _Guard:
     def _run(
         self, counter: Any, original: Callable, *args: Any
     ) -> tuple[Any, step_outcome.Step]:
-        """Steps; returns the result, and what the step noted."""
+        """Runs a step; returns its result and its record."""
         is_own = training.has_own_step(self._model)
         watched = map(id, self._watched())
         with step_outcome.step(is_own, counter, watched) as step:
@@ -201,12 +201,12 @@ class _Guard:
         old: Callable,
         logs: Any,
     ) -> Any:
-        """Takes a skipped step back; returns the logs of the step.
+        """Undoes a skipped step; returns the logs of the step.
 
         Args:
-            step: What the step noted.
+            step: The record of the step.
             outcome: What its `apply`s did.
-            old: Returns what a variable held before the step, or `None`.
+            old: Returns a variable's value before the step, or `None`.
             logs: What the step returned, of any structure.
         """
 
@@ -218,7 +218,7 @@ class _Guard:
 
         applied, skipped = outcome
         if not step.is_own:
-            # Its one `apply` decides.
+            # The step's only `apply` decides.
             applied = ops.logical_not(skipped)
         model = self._model
         watched = pairs(v for v in self._watched() if id(v) not in step.updated)
@@ -234,8 +234,8 @@ class _Guard:
         with replicas.one_replica(model.metrics_variables):
             apply_if_finite.put_back(stays, watched)
             if step.is_own:
-                # Of a batch without an `apply`, or of one that only some of
-                # several optimizers skipped, NaN is all that is known.
+                # A batch without an `apply`, or one that only some optimizers
+                # skipped, is only known to be bad if something became NaN.
                 every = [*sum(of_layers, []), *reported]
                 for these, unless in (
                     (every, applied),
@@ -248,7 +248,7 @@ class _Guard:
             return self._logs(stays, logs)
 
     def _logs(self, stays: Any, logs: Any) -> Any:
-        """Returns what a step reports: the metrics without a skipped one."""
+        """Returns the logs of a step: the metrics without a skipped one."""
         results = self._model.get_metrics_result()
         if not (isinstance(logs, dict) and isinstance(results, dict)):
             return logs
@@ -260,9 +260,9 @@ class _Guard:
         return logs | tree.map_structure(choose, own, without)
 
     def _chosen(self, stays: Any, fine: Any, own: Any, without: Any) -> Any:
-        """Returns what a metric reports: without a skipped step, if it can.
+        """Returns a metric's log: without a skipped step, if possible.
 
-        Where no step was applied since the reset, the skipped batch's own
+        If no step was applied since the reset, it is the skipped batch's own
         result, or NaN if one of these is not finite.
         """
         if keras.backend.is_float_dtype(own.dtype):
@@ -271,9 +271,9 @@ class _Guard:
         return ops.where(stays, own, without)
 
     def _metrics_result(self, original: Callable) -> Any:
-        """Hides metrics that skipped steps left empty from the end of an epoch.
+        """Hides metrics that skipped steps left empty at the end of an epoch.
 
-        Keras then takes the last step's logs, as it does for other keys.
+        Keras then uses the last step's logs, as it does for other keys.
         """
         results = original()
         if not results:
@@ -293,7 +293,7 @@ class _Guard:
         return ops.any(ops.stack([ops.not_equal(c, 0) for c in counts]))
 
     def _watched(self) -> list[keras.Variable]:
-        """Returns what a skipped step must not have changed."""
+        """Returns the variables that a skipped step must not change."""
         own = training.weights_of_own_step(self._model)
         unlisted = layers.unlisted_variables(self._model)
         others = [*self._model.non_trainable_variables, *unlisted]
@@ -317,10 +317,10 @@ class _Guard:
 
 
 def _mended(pairs: list) -> list:
-    """Returns what a skipped step of the user's own puts back.
+    """Returns the values that a skipped step of the user's own restores.
 
-    Where the step began with NaN, as in a sum of gradients, it keeps the zeros
-    that it has set in its place, and its integers have counted it.
+    If a value was NaN before the step, as in a sum of gradients, the zeros that
+    the step has written stay. Integers keep the count of the step.
     """
     floats = [old for _, old in pairs if _is_float(old)]
     begins_fine = all_finite.all_finite(floats)
@@ -337,22 +337,22 @@ def _mended(pairs: list) -> list:
 def kept_finite(
     model: keras.Model, call: Callable, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a model in training; takes back what it wrote if that is NaN.
+    """Calls a model in training; undoes what it wrote if that is NaN.
 
-    The step may be skipped, but BatchNormalization has written by then; in a
-    loop of one's own nobody else knows when a step is over.
+    The step may be skipped, but BatchNormalization has already written. In your
+    own loop, tfmix does not know when a step ends.
 
     Args:
         model: The model.
-        call: What calls it.
+        call: Calls the model.
         *args: Positional arguments of the call.
         **kwargs: Keyword arguments of the call.
 
     Returns:
-        What `call` returns. If a number of a float variable that is not
-        trained was finite before and is not now, all of these variables have
-        their old values; under XLA in a step of Keras's own, which is taken
-        back as a whole where gradients are not finite, that number alone.
+        What `call` returns. If a float variable that is not trained was finite
+        before and is not now, all of these variables get their old values.
+        Under XLA, in a step of Keras's own, only that number is restored,
+        because the guard undoes the whole step if gradients are not finite.
     """
     in_training = kwargs.get("training")
     if in_training is None:
@@ -363,9 +363,9 @@ def kept_finite(
     variables = [*model.non_trainable_variables, *unlisted]
     step = step_outcome.around()
     if step is not None and step.is_own:
-        # The others are its guard's.
+        # The guard restores the others.
         variables = [v for v in variables if id(v) not in step.watched]
-    # As they are stored, not as layers in 16 bit read them.
+    # Values are compared as they are stored, not as 16-bit layers read them.
     with layers.autocast(None):
         before = [
             (_local(v), compilation.read(v))
@@ -379,7 +379,7 @@ def kept_finite(
             _put_back_if_lost(written)
             return outputs
         for variable, old in written:
-            # Part of the kernel that computes it.
+            # This is fused with the kernel that computes the value.
             if _is_float(old):
                 new = compilation.read(variable)
                 variable.assign(ops.where(_is_lost(old, new), old, new))
@@ -387,14 +387,14 @@ def kept_finite(
 
 
 def _put_back_if_lost(written: list, unless: Any = False) -> Any:
-    """Puts all of these back if a number was finite and is not any more.
+    """Restores all of these if a number was finite and is not any more.
 
     Args:
-        written: Variables, each with what it held before.
-        unless: Boolean scalar; where it is true, nothing is put back.
+        written: Variables, each with its value before.
+        unless: Boolean scalar; if it is true, nothing is restored.
 
     Returns:
-        Boolean scalar, whether they hold what was written.
+        Boolean scalar, whether they keep what was written.
     """
     floats = [(v, old) for v, old in written if _is_float(old)]
     if not floats:
@@ -427,7 +427,7 @@ def _local(variable: Any) -> Any:
 
 
 def _is_watched(variable: Any) -> bool:
-    # Seeds, which are unsigned, move on.
+    # Seeds, which are unsigned, keep their new values.
     dtype = str(keras.backend.standardize_dtype(variable.dtype))
     return dtype.startswith(("float", "bfloat", "int", "bool"))
 

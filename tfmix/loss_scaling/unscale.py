@@ -1,4 +1,4 @@
-"""From scaled 16-bit gradients to true float32 ones."""
+"""Turns scaled 16-bit gradients into unscaled float32 ones."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ _HALFWAY = 2.0**64
 
 
 def true_gradients(grads: Sequence, variables: Sequence, scale: Any) -> list:
-    """Returns gradients, dense or sparse, in float32 and divided by the scale.
+    """Returns gradients, dense or sparse, in float32, divided by the scale.
 
-    None is divided if the scale is `None`. A value that overwrites its variable
-    stays as it is.
+    If the scale is `None`, nothing is divided. A value that overwrites its
+    variable stays unchanged.
     """
     divided = _quotient(scale)
 
@@ -26,8 +26,8 @@ def true_gradients(grads: Sequence, variables: Sequence, scale: Any) -> list:
         wide = widened(gradient)
         if scale is None or not all_finite.is_sparse(gradient):
             return _on_values(divided, wide)
-        # XLA may have to evaluate it at compile time (`divides_gradients`),
-        # which it cannot do with what is kept apart.
+        # XLA may have to evaluate the scale at compile time
+        # (`divides_gradients`), which a barrier would prevent.
         return _on_values(functools.partial(_divided, scale), wide)
 
     return [
@@ -39,9 +39,9 @@ def true_gradients(grads: Sequence, variables: Sequence, scale: Any) -> list:
 
 
 def narrow_if_dense(grads: Sequence, true: Sequence) -> list:
-    """Returns gradients as they came, sparse ones as they are when true.
+    """Returns what to check: dense gradients as given, sparse ones in float32.
 
-    To check these reads fewer bytes; the rows of sparse ones are added up, in
+    Fewer bytes are read so. The rows of sparse gradients are summed, in
     float32.
     """
     return [
@@ -51,7 +51,7 @@ def narrow_if_dense(grads: Sequence, true: Sequence) -> list:
 
 
 def _quotient(scale: Any) -> Callable[[Any], Any]:
-    """Returns what divides a tensor by a scale."""
+    """Returns a function that divides a tensor by a scale."""
     if scale is None:
         return lambda tensor: tensor
     # The reciprocal of a constant beyond 2^126 would be folded to zero.
@@ -66,19 +66,20 @@ def _divided(scale: Any, tensor: Any) -> Any:
 
 
 def _by_reciprocal(scale: Any) -> Callable[[Any], Any]:
-    # XLA repeats a product in every kernel that reads it, where a division
-    # gets a kernel and a tensor of its own. Exact for powers of two; else the
-    # product rounds once more.
+    # XLA repeats a product in every kernel that reads it, where a division gets
+    # a kernel and a tensor of its own. It is exact for powers of two; otherwise
+    # the product rounds once more.
     is_huge = ops.greater(scale, _HALFWAY)
     lowered = ops.where(is_huge, scale / _HALFWAY, scale)
 
-    # All gradients share the scalars: each operation takes time to compile.
+    # All gradients share the scalars, because each operation takes time to
+    # compile.
     @functools.cache
     def reciprocal(dtype: Any) -> Any:
         return 1.0 / ops.cast(lowered, dtype)
 
     def multiplied(tensor: Any) -> Any:
-        # No second factor: XLA would join the two.
+        # XLA would join two factors into one.
         tensor = ops.where(is_huge, tensor / _HALFWAY, tensor)
         return tensor * reciprocal(tensor.dtype)
 
@@ -107,14 +108,14 @@ def widened(gradient: Any) -> Any:
 
 
 def to_float32(tensor: Any) -> Any:
-    """Widens a 16-bit float tensor; leaves every other tensor alone."""
+    """Widens a 16-bit float tensor; returns any other tensor unchanged."""
     narrow = keras_variables.is_narrow(tensor)
     return ops.cast(tensor, "float32") if narrow else tensor
 
 
 def norm(true: Sequence, variables: Sequence) -> Any:
-    """Returns the float32 norm of all true gradients together."""
-    # What overwrites its variable is no gradient.
+    """Returns the float32 norm of all unscaled gradients together."""
+    # A value that overwrites its variable is not a gradient.
     squares = [
         ops.sum(ops.square(ops.cast(all_finite.summed(gradient), "float32")))
         for gradient, variable in zip(true, variables, strict=True)

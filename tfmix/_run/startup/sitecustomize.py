@@ -1,9 +1,9 @@
 """Imports tfmix in a script of `tfmix run` as soon as that imports Keras.
 
 Python imports this file when it starts, because `tfmix run` puts its folder
-first on PYTHONPATH. The script is then run by Python itself, and a backend that
-it chooses before it imports Keras is still its choice. Processes that the
-script starts inherit the folder.
+first on PYTHONPATH. Python itself then runs the script, which may still choose
+a backend before it imports Keras. Processes that the script starts inherit the
+folder.
 """
 
 import atexit
@@ -54,7 +54,7 @@ def _import_tfmix() -> None:
 
 
 def _mark_process() -> None:
-    """Lets the processes that the script starts know that they are its own."""
+    """Tells the processes that the script starts that they are its own."""
     settings = json.loads(os.environ["TFMIX_RUN"])
     if "process" not in settings:
         settings["process"] = os.getpid()
@@ -72,7 +72,7 @@ def _say_what_is_missing(process: int) -> None:
 
 
 def _import_next() -> None:
-    """Runs the `sitecustomize` that stands behind this one, if any."""
+    """Runs the next `sitecustomize` on the path, if there is one."""
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize")
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
