@@ -109,8 +109,12 @@ def test_the_own_variables_of_a_layer_are_not_those_of_its_parts():
 
 
 def test_the_seed_generators_are_those_of_layers_that_draw():
-    assert keras.layers.Dropout(0.5)._seed_generators
+    layer = keras.layers.Dropout(0.5)
+    (generator,) = layer._seed_generators
     assert not dense()._seed_generators
+    # Its dtype is that of counters under TensorFlow.
+    assert generator.state.name == "seed_generator_state"
+    assert layer.non_trainable_variables == [generator.state]
 
 
 def test_the_training_argument_is_known_of_a_models_call():

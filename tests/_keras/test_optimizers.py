@@ -30,6 +30,20 @@ def test_a_map_of_optimizers_is_searched_as_well():
     assert list(optimizers.with_nested("adam")) == []
 
 
+def test_only_keras_and_ours_apply_in_place():
+    class Own(keras.optimizers.SGD):
+        def apply(self, *args, **kwargs):
+            return super().apply(*args, **kwargs)
+
+    sgd, patched = keras.optimizers.SGD(), keras.optimizers.SGD()
+    patched.apply = lambda *args: None
+    masters = tfmix.optimizers.MasterWeightOptimizer(sgd)
+    for one in (sgd, masters, tfmix.LossScaleOptimizer(Own())):
+        assert optimizers.is_applied_in_place(one)
+    others = [Own(), patched, keras.optimizers.LossScaleOptimizer(sgd), None]
+    assert not any(map(optimizers.is_applied_in_place, others))
+
+
 def test_variables_are_recognised_and_strangers_refused():
     known = [keras.Variable([1.0]), keras.Variable([2.0])]
     sgd = keras.optimizers.SGD()

@@ -393,6 +393,25 @@ def test_an_average_of_weights_does_not_move_in_a_skipped_step(mode):
 @pytest.mark.costly
 @helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", MODES)
+def test_seeds_move_on_in_a_skipped_step(mode):
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    )
+    wrapped = optimizers.LossScaleOptimizer("sgd")
+    model.compile(wrapped, loss="mse", **MODES[mode])
+    guards.guard(model)
+    (seed,) = model.non_trainable_variables
+    x, y = data()
+    y[0] = np.inf
+    states = [helpers.to_numpy(seed).tolist()]
+    for _ in range(2):
+        model.train_on_batch(x, y)
+        states.append(helpers.to_numpy(seed).tolist())
+    assert wrapped.skipped_steps == 2
+    assert len(set(map(tuple, states))) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_states_that_keras_does_not_list_are_as_before(mode):
     import tensorflow as tf
 

@@ -121,6 +121,24 @@ def unwrapped(mode):
     return compiled(mode, auto_scale_loss=False)
 
 
+class InBranch(keras.optimizers.Adam):
+    """Applies in a branch of a conditional, as one that accumulates does."""
+
+    def apply(self, grads, trainable_variables=None):
+        if not self.built:
+            self.build(trainable_variables)
+
+        def branch():
+            keras.optimizers.Adam.apply(self, grads, trainable_variables)
+            return True
+
+        tf.cond(self.iterations >= 0, branch, lambda: False)
+
+
+def in_branch(mode):
+    return compiled(mode, InBranch(0.01), auto_scale_loss=False)
+
+
 def three_steps(mode):
     return compiled(mode, steps_per_execution=1 if mode == "eager" else 3)
 
@@ -481,6 +499,7 @@ else:
     own_steps = [OwnStep, OwnName, OwnLayers, Gan, GanOfLayers, SharpnessAware]
     in_turns = [ByHand, ByHandOwnName, Branch]
     WAYS["fit of two replicas"] = fit(mirrored)
+    WAYS["fit, applied in a branch"] = fit(in_branch)
 WAYS |= {kind.__name__: fit(kind.made) for kind in own_steps}
 # Several steps per execution, and replicas, cannot run eagerly.
 NEVER = {

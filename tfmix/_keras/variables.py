@@ -36,6 +36,12 @@ def is_sixteen_bit(variable: keras.Variable) -> bool:
     return is_narrow(variable) and not is_overwritten(variable)
 
 
+def is_seed(variable: Any) -> bool:
+    """Returns whether a variable is the state of a `SeedGenerator`."""
+    name: str = variable.name
+    return name.startswith("seed_generator_state")
+
+
 def placement(variable: keras.Variable) -> dict:
     """Returns the `add_variable` arguments that place it beside another."""
     layout = getattr(variable, "_layout", None)

@@ -735,7 +735,9 @@ class LossScaleOptimizer(
             after = state.after(rule, applied, bad, norm, is_data)
             self._warn_if_still(state, after)
             self._assign(after)
-        step_outcome.report(applied)
+        # A flag of its own would keep XLA from counting in the kernel that
+        # computes the logs.
+        step_outcome.report(self.last_step_applied())
 
     def _blames_data(self, grads: Sequence) -> Any:
         """Returns whether the data is not finite, if the rule needs to know.

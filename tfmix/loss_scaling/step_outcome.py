@@ -1,13 +1,15 @@
 """Records what each `apply` in a train step did: applied, skipped, neither.
 
-Each `apply`, of any optimizer, reports to the step around it. TensorFlow counts
-the reports in a variable, which every branch of a conditional reaches. Under
-JAX a step is a function of its state, so the optimizer's own counters are used;
-they are part of that state.
+Each `apply`, of any optimizer, reports to the step around it. Keras's own step
+calls one `apply`, in no branch: what that reports is the answer. Elsewhere
+TensorFlow counts the reports in a variable, which every branch of a conditional
+reaches. Under JAX a step is a function of its state, so the optimizer's own
+counters are used; they are part of that state.
 """
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -38,11 +40,15 @@ class Step:
     Attributes:
         is_own: Whether the user wrote the `train_step`. Keras's own applies
             gradients once, whatever happens.
-        counter: TensorFlow's `Counter`, `None` under JAX.
+        counter: TensorFlow's `Counter`; `None` under JAX, and where no branch
+            has to reach it.
         watched: The `id`s of what a guard restores if the step is skipped.
         reports: Whether an `apply` that can skip was called.
         updated: The `id`s of the variables that an `apply` got.
         scaled: The `id`s of the optimizers that scaled a loss.
+        flags: What the `apply`s reported that the step itself called, not a
+            branch in it.
+        trace: The `compilation.trace` of the step.
     """
 
     is_own: bool
@@ -51,6 +57,13 @@ class Step:
     reports: bool = False
     updated: set[int] = dataclasses.field(default_factory=set)
     scaled: set[int] = dataclasses.field(default_factory=set)
+    flags: list[Any] = dataclasses.field(default_factory=list)
+    trace: Any = dataclasses.field(default_factory=compilation.trace)
+
+    def outcome(self) -> Outcome:
+        """Returns what the `apply`s did that no branch called."""
+        skips = [ops.logical_not(applied) for applied in self.flags]
+        return Outcome(_any(self.flags), _any(skips))
 
 
 def around() -> Step | None:
@@ -87,7 +100,11 @@ def report(applied: Any) -> None:
     Args:
         applied: Bool or boolean scalar tensor, whether it changed anything.
     """
-    if (step := around()) is not None and step.counter is not None:
+    if (step := around()) is None:
+        return
+    if compilation.trace() == step.trace:
+        step.flags.append(applied)
+    if step.counter is not None:
         step.counter.add(applied)
 
 
@@ -146,6 +163,10 @@ def of_optimizer(
     else:
         skipped = False if is_own else ops.logical_not(applied)
     return Outcome(applied, skipped)
+
+
+def _any(flags: list) -> Any:
+    return functools.reduce(ops.logical_or, flags) if flags else False
 
 
 def _is_written(variable: Any) -> bool:

@@ -13,6 +13,7 @@ from tfmix._keras import (
     compile_method,
     layers,
     model_methods,
+    optimizers,
     training,
 )
 from tfmix._keras import variables as keras_variables
@@ -128,8 +129,10 @@ class _Guard:
 
     def _on_tensorflow(self, original: Callable, data: Any) -> Any:
         outside = step_outcome.around()
-        counter: Any = outside.counter if outside else self._counter
-        counts = counter.read()
+        counter = outside.counter if outside else None
+        if counter is None and not self._applies_once():
+            counter = self._counter
+        counts = None if counter is None else counter.read()
         before = {
             id(variable): compilation.read(variable)
             for variable in map(compilation.held, self._watched())
@@ -148,7 +151,8 @@ class _Guard:
         def old(variable: Any) -> Any:
             return before.get(id(compilation.held(variable)))
 
-        return self._put_back(step, counter.since(counts), old, logs)
+        outcome = step.outcome() if counter is None else counter.since(counts)
+        return self._put_back(step, outcome, old, logs)
 
     def _on_jax(self, original: Callable, state: Any, data: Any) -> tuple:
         model = self._model
@@ -170,11 +174,20 @@ class _Guard:
 
         with keras.StatelessScope(state_mapping=mapping) as scope:
             value = scope.get_current_value
-            outcome = step_outcome.of_optimizer(
-                model.optimizer, step.is_own, held, value
-            )
+            if self._applies_once():
+                outcome = step.outcome()
+            else:
+                outcome = step_outcome.of_optimizer(
+                    model.optimizer, step.is_own, held, value
+                )
             logs = self._put_back(step, outcome, held, logs)
         return logs, tuple([*map(value, group)] for group in groups)
+
+    def _applies_once(self) -> bool:
+        """Says whether a step calls one `apply`, and in no branch."""
+        model = self._model
+        is_own = training.has_own_step(model)
+        return not is_own and optimizers.is_applied_in_place(model.optimizer)
 
     def _run(
         self, counter: Any, original: Callable, *args: Any
@@ -427,7 +440,9 @@ def _local(variable: Any) -> Any:
 
 
 def _is_watched(variable: Any) -> bool:
-    # Seeds, which are unsigned, keep their new values.
+    # Seeds keep their new values. The user's own are unsigned, as JAX's are.
+    if keras_variables.is_seed(variable):
+        return False
     dtype = str(keras.backend.standardize_dtype(variable.dtype))
     return dtype.startswith(("float", "bfloat", "int", "bool"))
 
