@@ -6,6 +6,7 @@ import pytest
 
 import tfmix
 from tests import helpers
+from tfmix.autocast import bare_optimizers
 
 ON_JAX = keras.backend.backend() == "jax"
 MODES = ["eager", "jit"] if ON_JAX else ["eager", "graph", "jit"]
@@ -135,6 +136,45 @@ def test_good_steps_are_keras_own(mode):
         assert not any("scale" in name or "skipped" in name for name in names)
     for one, other in zip(*found.values(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("mode", MODES)
+def test_skips_in_a_row_end_with_a_step_that_is_applied(mode):
+    tfmix.set_global_policy("mixed_float16")
+    weights = [keras.Variable(START), keras.Variable(START)]
+    model = keras.Model()
+    model.own = keras.optimizers.SGD(0.1)
+    step = stepper(model.own, weights, mode)
+    counts = []
+    for size in (np.nan, np.inf, 1.0, np.nan, 1.0):
+        step(START, size * START)
+        (skips,) = bare_optimizers.skippers(model)
+        counts.append((skips.skipped_steps, skips.consecutive_skips))
+    assert counts == [(1, 1), (2, 2), (2, 0), (3, 1), (3, 0)]
+    assert [*skips.overflow_counts.values()] == [0, 3]
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_good_eager_step_writes_nothing_that_keras_does_not_write(
+    monkeypatch,
+):
+    # Keras's own tests of sparse gradients forbid it.
+    tfmix.set_global_policy("mixed_float16")
+    weights = [keras.Variable(START)]
+    optimizer = keras.optimizers.SGD(0.1)
+    step = stepper(optimizer, weights, "eager")
+    step(START)
+    kind, written = type(weights[0].value), []
+    original = kind.assign
+
+    def assign(variable, *args, **kwargs):
+        written.append(variable)
+        return original(variable, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "assign", assign)
+    step(START)
+    assert [v is optimizer.iterations.value for v in written] == [True]
 
 
 def test_in_float32_nothing_is_kept_from_keras():
