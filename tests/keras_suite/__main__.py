@@ -101,7 +101,13 @@ def main():
             for folder in folders
         ]
         for folder, pair in zip(folders, pairs, strict=True):
-            found = comparison.compare(*[p.result() for p in pair], reasons)
+            try:
+                both = [one.result() for one in pair]
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                print(error, flush=True)
+                failed = True
+                continue
+            found = comparison.compare(*both, reasons)
             title = f"{folder}, {backend}, {options.policy}"
             print(comparison.table(title, found), flush=True)
             failed = failed or bool(found.new or found.stale)
