@@ -51,14 +51,16 @@ class Skips:
         self.applies = optimizers.applies(optimizer)
         self._paths = optimizers.paths(variables)
         self._watch = standstill.Watch(optimizer.name, self._paths)
-        # All skipped steps, those in a row, what was applied before the last of
-        # them, and those in which the gradient of each variable was not finite.
-        count = 3 + len(variables)
+        # All skipped steps, those in a row, and those in which the gradient of
+        # each variable was not finite.
+        count = 2 + len(variables)
         self._counts: Any = (
             keras.Variable(np.zeros(count), "zeros", "int32", trainable=False)
             if _ON_TENSORFLOW
             else np.zeros(count, "int32")
         )
+        # Steps applied before the last skipped one (JAX).
+        self._applied = -1
 
     @property
     def skipped_steps(self) -> int:
@@ -68,15 +70,17 @@ class Skips:
     @property
     def consecutive_skips(self) -> int:
         """Steps not applied since the last that was."""
-        _, in_a_row, applied, *_ = self._host_counts()
-        # Nothing is counted in a step that is applied.
-        is_last = applied == compilation.host_value(self.applies)
-        return int(in_a_row) if is_last else 0
+        in_a_row = int(self._host_counts()[1])
+        if _ON_TENSORFLOW:
+            return in_a_row
+        # On the host nothing is heard of steps that are applied.
+        applied = int(compilation.host_value(self.applies))
+        return in_a_row if applied == self._applied else 0
 
     @property
     def overflow_counts(self) -> dict[str, int]:
         """Skipped steps per variable, by its path."""
-        counts = self._host_counts()[3:].tolist()
+        counts = self._host_counts()[2:].tolist()
         return dict(zip(self._paths, counts, strict=True))
 
     @property
@@ -86,46 +90,36 @@ class Skips:
 
     def count(self, applied: Any, bad: Any) -> None:
         """Counts a step if it was skipped; in a loop, warns of eight."""
-        if applied is True:
+        # An eager step that was applied writes only if it ends skips in a row.
+        if applied is True and not (_ON_TENSORFLOW and self._counts[1]):
             return
         is_bad = ops.logical_not(applied)
         if _ON_TENSORFLOW:
-            counts = compilation.read(self._counts)
-            applies = ops.cast(self.applies.value, "int32")
-            after = _after_skip(counts, applies, ops.cast(bad, "int32"), ops)
-            self._counts.assign(ops.where(is_bad, after, counts))
+            one = ops.reshape(is_bad, (1,))
+            flags = ops.cast(ops.concatenate([one, one, bad]), "int32")
+            counts = ops.add(self._counts, flags)
+            in_a_row = np.arange(len(self._paths) + 2) == 1
+            ended = ops.logical_and(in_a_row, ops.logical_not(is_bad))
+            self._counts.assign(ops.where(ended, 0, counts))
         # In `fit` the line after the epoch says more.
         in_fit = power.is_placed()
         if not (in_fit and _ON_TENSORFLOW):
             note = self._count if in_fit else self._count_and_watch
             standstill.call_if(is_bad, note, self.applies.value, bad)
 
-    def _count(self, applies: Any, bad: Any) -> None:
+    def _count(self, applied: Any, bad: Any) -> None:
         if not _ON_TENSORFLOW:
-            self._counts = _after_skip(self._counts, applies, bad, np)
+            self._counts[1] *= self._applied == int(applied)
+            self._counts += np.concatenate([[True, True], bad])
+            self._applied = int(applied)
 
-    def _count_and_watch(self, applies: Any, bad: Any) -> None:
-        self._count(applies, bad)
-        self._watch.skipped(applies, bad)
+    def _count_and_watch(self, applied: Any, bad: Any) -> None:
+        self._count(applied, bad)
+        self._watch.skipped(applied, bad)
 
     def _host_counts(self) -> np.ndarray:
         compilation.wait_for_callbacks()
         return compilation.host_value(self._counts)
-
-
-def _after_skip(counts: Any, applies: Any, bad: Any, module: Any) -> Any:
-    """Returns the counts of `Skips` after one more skipped step.
-
-    Args:
-        counts: Int32 vector, the counts before.
-        applies: Integer, the steps applied before. Two steps were skipped in a
-            row if it is the same for both.
-        bad: Vector, 1 for each variable whose gradient was not finite.
-        module: What computes it, `keras.ops` or `numpy`.
-    """
-    in_a_row = module.where(counts[2] == applies, counts[1], 0) + 1
-    head = module.stack([counts[0] + 1, in_a_row, applies])
-    return module.concatenate([head, counts[3:] + bad])
 
 
 # What counts the skipped steps of an optimizer.
