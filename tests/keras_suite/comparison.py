@@ -94,7 +94,7 @@ def table(title, found):
         f"reason, {len(found.new)} for no known reason"
     ]
     lines += [f"  NEW {name}\n      {text}" for name, text in found.new.items()]
-    lines += [f"  NO LONGER FAILS, take it out: {one}" for one in found.stale]
+    lines += [f"  known, but it passes: {one}" for one in found.stale]
     lines += [f"  known {name}: {text}" for name, text in found.known.items()]
     return "\n".join(lines)
 
