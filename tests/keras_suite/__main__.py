@@ -1,6 +1,6 @@
 """Runs Keras's tests under Keras's policy and under tfmix's, and compares.
 
-    python -m tests.keras_suite                        all folders, an hour
+    python -m tests.keras_suite                        all folders, hours
     python -m tests.keras_suite optimizers layers/core
     python -m tests.keras_suite --policy=mixed_bfloat16 optimizers
 
@@ -109,7 +109,7 @@ def main():
             found = comparison.compare(*both, known.REASONS)
             title = f"{folder}, {backend}, {options.policy}"
             print(comparison.table(title, found), flush=True)
-            failed = failed or bool(found.new)
+            failed = failed or bool(found.new) or not found.count
     sys.exit(failed)
 
 
