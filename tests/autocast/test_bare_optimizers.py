@@ -225,6 +225,32 @@ def test_rows_that_are_not_finite_are_skipped(mode):
     assert table.numpy()[:, 0].tolist() == [1.0, 1.0, 1.0, 0.0, 1.0]
 
 
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_jax_that_are_not_finite_are_skipped(mode):
+    import jax
+    from jax.experimental import sparse
+
+    tfmix.set_global_policy("mixed_float16")
+    table = keras.Variable(np.ones((5, 2), "float32"))
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build([table])
+
+    def step(value, state, weights):
+        # Both values belong to one row, and add up.
+        rows = np.array([[3], [3]])
+        values = value * np.ones((2, 2), "float32")
+        gradient = sparse.BCOO((values, rows), shape=(5, 2))
+        return optimizer.stateless_apply(state, [gradient], weights)
+
+    if mode == "jit":
+        step = jax.jit(step)
+    for value, expected in ((1.0, -1.0), (np.inf, 1.0), (3e38, 1.0)):
+        state = [v.value for v in optimizer.variables]
+        (new,), _ = step(np.float32(value), state, [table.value])
+        assert new[:, 0].tolist() == [1.0, 1.0, 1.0, expected, 1.0]
+
+
 def branches(mode, step):
     """Returns loops in one function, which step in a branch of it."""
     import tensorflow as tf

@@ -14,6 +14,8 @@ from tfmix._keras import compilation
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
+else:
+    from jax.experimental import sparse
 
 # Where the word for every place would take more than 1 MiB.
 _LARGE = 2**18
@@ -29,7 +31,7 @@ def all_finite(tensors: Any) -> Any:
     """Returns whether no tensor holds an infinity or a NaN.
 
     Reads each tensor once and copies nothing to the host. Sparse gradients
-    (`tf.IndexedSlices`) are checked on their values and on the sums of the
+    (`tf.IndexedSlices`, `BCOO`) are checked on their values and on the sums of the
     rows that several values share, never as a dense tensor.
 
     Args:
@@ -46,7 +48,9 @@ def all_finite(tensors: Any) -> Any:
         False
     """
     leaves = [
-        leaf if is_sparse(leaf) else ops.convert_to_tensor(leaf)
+        leaf
+        if is_sparse(leaf) or is_sparse_of_jax(leaf)
+        else ops.convert_to_tensor(leaf)
         for leaf in tree.flatten(tensors)
         if leaf is not None
     ]
@@ -65,6 +69,7 @@ def not_finite(tensors: Sequence) -> Any:
     if not tensors:
         # Of a model that is frozen, or holds no weights.
         return ops.zeros((0,), "bool")
+    tensors = [summed(t) if is_sparse_of_jax(t) else t for t in tensors]
     if not compilation.by_xla():
         all_fine = [tensor is None or is_finite(tensor) for tensor in tensors]
         return ops.logical_not(ops.stack(all_fine))
@@ -103,11 +108,19 @@ def is_sparse(tensor: Any) -> bool:
     return hasattr(tensor, "values") and hasattr(tensor, "dense_shape")
 
 
+def is_sparse_of_jax(tensor: Any) -> bool:
+    """Returns whether `tensor` is a sparse gradient of Keras's under JAX."""
+    on_jax = keras.backend.backend() == "jax"
+    return on_jax and isinstance(tensor, sparse.BCOO)
+
+
 def summed(tensor: Any) -> Any:
     """Returns a dense tensor as it is, and the sums of a sparse one's rows.
 
     Zeros follow the sums, as many rows as there were values in all.
     """
+    if is_sparse_of_jax(tensor):
+        return tensor.sum_duplicates(nse=tensor.nse).data
     if not is_sparse(tensor):
         return tensor
     # Of `tf.unique` XLA makes a loop with a round for each value.
