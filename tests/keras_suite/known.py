@@ -9,8 +9,8 @@ REASONS = {
         "begin with that one, the loss is NaN and training stops."
     ),
     "optimizers/adam_test.py::AdamTest::test_ema": (
-        "In bfloat16, too, `compile` puts a loss scale around the optimizer, to "
-        "skip steps that are not finite. The test reads a private attribute of "
+        "In bfloat16, too, `compile` puts a loss scale around the optimizer: it "
+        "skips steps that are not finite. The test reads a private attribute of "
         "`model.optimizer` that Keras's own LossScaleOptimizer does not have: "
         "under Keras's mixed_float16 it fails as well."
     ),

@@ -31,8 +31,8 @@ def all_finite(tensors: Any) -> Any:
     """Returns whether no tensor holds an infinity or a NaN.
 
     Reads each tensor once and copies nothing to the host. Sparse gradients
-    (`tf.IndexedSlices`, `BCOO`) are checked on their values and on the sums of the
-    rows that several values share, never as a dense tensor.
+    (`tf.IndexedSlices`, JAX's `BCOO`) are checked on their values and on the
+    sums of the rows that several values share, never as a dense tensor.
 
     Args:
         tensors: A tensor, or any nest of lists, tuples and dicts of tensors
