@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-tensorflow test-jax test-doctest
 .PHONY: pretrained test-all test-all-tensorflow test-all-jax test-optimized
-.PHONY: mutations test-matrix
+.PHONY: mutations test-matrix test-keras
 .PHONY: test-oldest test-ecosystem test-wheel test-wheel-with notebooks
 .PHONY: check bench docs publish-docs dist clean targets test-targets
 .DELETE_ON_ERROR:
@@ -118,6 +118,16 @@ test-optimized: $(STAMP)
 # Breaks tfmix in twelve ways and says whether the quick tests notice each one.
 mutations: $(STAMP)
 	@XLA_FLAGS='$(QUICK_XLA)' $(BIN)/python -m tests.mutations
+
+# Keras's own tests, under Keras's policy and under tfmix's: fails if one passes
+# only under Keras's. FOLDERS="optimizers layers/core" for some of `keras/src`.
+FOLDERS ?=
+POLICY ?= mixed_float16
+KERAS_TESTS = XLA_FLAGS='$(QUICK_XLA)' $(BIN)/python -m tests.keras_suite
+KERAS_TESTS += --policy=$(POLICY) --jobs=$(JOBS) $(FOLDERS)
+test-keras: $(STAMP)
+	@KERAS_BACKEND=tensorflow $(KERAS_TESTS)
+	@KERAS_BACKEND=jax $(KERAS_TESTS)
 
 # KerasHub, KerasRS, keras-tuner, bayesflow and ONNX, in an environment beside ours
 # that sees ours: half an hour on one core. `pytest --all` there also runs the

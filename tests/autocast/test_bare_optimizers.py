@@ -6,6 +6,7 @@ import pytest
 
 import tfmix
 from tests import helpers
+from tfmix.autocast import bare_optimizers
 
 ON_JAX = keras.backend.backend() == "jax"
 MODES = ["eager", "jit"] if ON_JAX else ["eager", "graph", "jit"]
@@ -137,6 +138,45 @@ def test_good_steps_are_keras_own(mode):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+@pytest.mark.costly
+@pytest.mark.parametrize("mode", MODES)
+def test_skips_in_a_row_end_with_a_step_that_is_applied(mode):
+    tfmix.set_global_policy("mixed_float16")
+    weights = [keras.Variable(START), keras.Variable(START)]
+    model = keras.Model()
+    model.own = keras.optimizers.SGD(0.1)
+    step = stepper(model.own, weights, mode)
+    counts = []
+    for size in (np.nan, np.inf, 1.0, np.nan, 1.0):
+        step(START, size * START)
+        (skips,) = bare_optimizers.skippers(model)
+        counts.append((skips.skipped_steps, skips.consecutive_skips))
+    assert counts == [(1, 1), (2, 2), (2, 0), (3, 1), (3, 0)]
+    assert [*skips.overflow_counts.values()] == [0, 3]
+
+
+@helpers.requires_backend("tensorflow")
+def test_a_good_eager_step_writes_nothing_that_keras_does_not_write(
+    monkeypatch,
+):
+    # Keras's own tests of sparse gradients forbid it.
+    tfmix.set_global_policy("mixed_float16")
+    weights = [keras.Variable(START)]
+    optimizer = keras.optimizers.SGD(0.1)
+    step = stepper(optimizer, weights, "eager")
+    step(START)
+    kind, written = type(weights[0].value), []
+    original = kind.assign
+
+    def assign(variable, *args, **kwargs):
+        written.append(variable)
+        return original(variable, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "assign", assign)
+    step(START)
+    assert [v is optimizer.iterations.value for v in written] == [True]
+
+
 def test_in_float32_keras_applies_every_step():
     weights = [keras.Variable(START)]
     step = stepper(keras.optimizers.SGD(0.1), weights, "eager")
@@ -183,6 +223,32 @@ def test_rows_that_are_not_finite_are_skipped(mode):
     step(tf.constant(1.0))
     step(tf.constant(np.inf, "float32"))
     assert table.numpy()[:, 0].tolist() == [1.0, 1.0, 1.0, 0.0, 1.0]
+
+
+@helpers.requires_backend("jax")
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_jax_that_are_not_finite_are_skipped(mode):
+    import jax
+    from jax.experimental import sparse
+
+    tfmix.set_global_policy("mixed_float16")
+    table = keras.Variable(np.ones((5, 2), "float32"))
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build([table])
+
+    def step(value, state, weights):
+        # Both values belong to one row, and add up.
+        rows = np.array([[3], [3]])
+        values = value * np.ones((2, 2), "float32")
+        gradient = sparse.BCOO((values, rows), shape=(5, 2))
+        return optimizer.stateless_apply(state, [gradient], weights)
+
+    if mode == "jit":
+        step = jax.jit(step)
+    for value, expected in ((1.0, -1.0), (np.inf, 1.0), (3e38, 1.0)):
+        state = [v.value for v in optimizer.variables]
+        (new,), _ = step(np.float32(value), state, [table.value])
+        assert new[:, 0].tolist() == [1.0, 1.0, 1.0, expected, 1.0]
 
 
 def branches(mode, step):

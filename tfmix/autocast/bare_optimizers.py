@@ -90,6 +90,9 @@ class Skips:
 
     def count(self, applied: Any, bad: Any) -> None:
         """Counts a step if it was skipped; in a loop, warns of eight."""
+        # An eager step that was applied writes only if it ends skips in a row.
+        if applied is True and not (_ON_TENSORFLOW and self._counts[1]):
+            return
         is_bad = ops.logical_not(applied)
         if _ON_TENSORFLOW:
             one = ops.reshape(is_bad, (1,))

@@ -14,6 +14,8 @@ from tfmix._keras import compilation
 
 if keras.backend.backend() == "tensorflow":
     import tensorflow as tf
+else:
+    from jax.experimental import sparse
 
 # The words for all places of a larger tensor would take more than 1 MiB.
 _LARGE = 2**18
@@ -29,8 +31,8 @@ def all_finite(tensors: Any) -> Any:
     """Returns whether no tensor holds an infinity or a NaN.
 
     Reads each tensor once and copies nothing to the host. Sparse gradients
-    (`tf.IndexedSlices`) are checked on their values and on the sums of the
-    rows that several values share, never as a dense tensor.
+    (`tf.IndexedSlices`, JAX's `BCOO`) are checked on their values and on the
+    sums of the rows that several values share, never as a dense tensor.
 
     Args:
         tensors: A tensor, or any nest of lists, tuples and dicts of tensors
@@ -46,7 +48,9 @@ def all_finite(tensors: Any) -> Any:
         False
     """
     leaves = [
-        leaf if is_sparse(leaf) else ops.convert_to_tensor(leaf)
+        leaf
+        if is_sparse(leaf) or is_sparse_of_jax(leaf)
+        else ops.convert_to_tensor(leaf)
         for leaf in tree.flatten(tensors)
         if leaf is not None
     ]
@@ -66,6 +70,7 @@ def not_finite(tensors: Sequence) -> Any:
     if not tensors:
         # The model is frozen, or has no weights.
         return ops.zeros((0,), "bool")
+    tensors = [summed(t) if is_sparse_of_jax(t) else t for t in tensors]
     if not compilation.by_xla():
         all_fine = [tensor is None or is_finite(tensor) for tensor in tensors]
         return ops.logical_not(ops.stack(all_fine))
@@ -104,11 +109,19 @@ def is_sparse(tensor: Any) -> bool:
     return hasattr(tensor, "values") and hasattr(tensor, "dense_shape")
 
 
+def is_sparse_of_jax(tensor: Any) -> bool:
+    """Returns whether `tensor` is a sparse gradient of Keras's under JAX."""
+    on_jax = keras.backend.backend() == "jax"
+    return on_jax and isinstance(tensor, sparse.BCOO)
+
+
 def summed(tensor: Any) -> Any:
     """Returns a dense tensor unchanged, and sums of a sparse one's rows.
 
     Zeros follow the sums, so that there are as many rows as values.
     """
+    if is_sparse_of_jax(tensor):
+        return tensor.sum_duplicates(nse=tensor.nse).data
     if not is_sparse(tensor):
         return tensor
     # XLA compiles `tf.unique` to a loop with an iteration for each value.

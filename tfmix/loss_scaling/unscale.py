@@ -95,6 +95,9 @@ def without_infinities(tensor: Any) -> Any:
 
 
 def _on_values(function: Callable[[Any], Any], tensor: Any) -> Any:
+    if all_finite.is_sparse_of_jax(tensor):
+        parts = function(tensor.data), tensor.indices
+        return type(tensor)(parts, shape=tensor.shape)
     if not all_finite.is_sparse(tensor):
         return function(tensor)
     values = function(tensor.values)

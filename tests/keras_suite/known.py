@@ -1,0 +1,30 @@
+"""Keras's tests that rightly fail under a policy of tfmix, with the reason."""
+
+# By a pattern of `fnmatch` for the test's name below `keras/src`.
+REASONS = {
+    "callbacks/terminate_on_nan_test.py::TerminateOnNaNTest::"
+    "test_raise_error_terminate_stops_on_later_batch": (
+        "A step whose target is infinite is skipped, and its loss is left out "
+        "of the epoch's, so that training goes on. If the shuffled batches "
+        "begin with that one, the loss is NaN and training stops."
+    ),
+    "optimizers/adam_test.py::AdamTest::test_ema": (
+        "In bfloat16, too, `compile` puts a loss scale around the optimizer: it "
+        "skips steps that are not finite. The test reads a private attribute of "
+        "`model.optimizer` that Keras's own LossScaleOptimizer does not have: "
+        "under Keras's mixed_float16 it fails as well."
+    ),
+    "optimizers/optimizer_test.py::OptimizerTest::test_tf_checkpointing": (
+        "The same: `tf.train.Checkpoint(model, optimizer=...)` has to be given "
+        "`model.optimizer`, the loss scale, as under Keras's mixed_float16."
+    ),
+    "models/functional_test.py::FunctionalTest::test_dtype_standardization": (
+        "A model returns float32, also where its last layer computes in 16 bit."
+    ),
+    "saving/saving_lib_test.py::SavingTest::"
+    "test_saved_module_paths_and_class_names": (
+        "The file of a compiled model names the loss scale around its "
+        "optimizer, so that a run which loads it goes on exactly, also in a "
+        "process that sets no policy."
+    ),
+}
