@@ -9,10 +9,10 @@ REASONS = {
         "begin with that one, the loss is NaN and training stops."
     ),
     "optimizers/adam_test.py::AdamTest::test_ema": (
-        "In bfloat16, too, `compile` puts a loss scale around the optimizer: it "
-        "skips steps that are not finite. The test reads a private attribute of "
-        "`model.optimizer` that Keras's own LossScaleOptimizer does not have: "
-        "under Keras's mixed_float16 it fails as well."
+        "In bfloat16, too, `compile` puts a loss scale around the optimizer, "
+        "which skips steps that are not finite. The test reads a private "
+        "attribute of `model.optimizer` that Keras's own LossScaleOptimizer "
+        "does not have: under Keras's mixed_float16 it fails as well."
     ),
     "optimizers/optimizer_test.py::OptimizerTest::test_tf_checkpointing": (
         "The same: `tf.train.Checkpoint(model, optimizer=...)` has to be given "
