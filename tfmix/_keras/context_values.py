@@ -44,6 +44,8 @@ class Block:
 
 
 _NOTHING = Block()
+# Of code of tfmix's own, which says itself what is float32.
+NO_RULES: frozenset[str] = frozenset()
 # `block.get()` is what holds for the caller.
 block = contextvars.ContextVar("tfmix_block", default=_NOTHING)
 
@@ -57,9 +59,9 @@ def holding(**values: Any) -> Iterator[None]:
     """
     outside = block.get()
     before = {name: getattr(outside, name) for name in values}
-    block.set(dataclasses.replace(outside, **values))
+    block.set(Block(**{**vars(outside), **values}))
     try:
         yield
     finally:
         # Only these: scopes need not end in the order in which they began.
-        block.set(dataclasses.replace(block.get(), **before))
+        block.set(Block(**{**vars(block.get()), **before}))

@@ -40,8 +40,10 @@ def may_be_asked() -> bool:
 
     By a tape around the caller. What a graph holds that was traced without
     one, outside of training, is TensorFlow's own: it can be exported. Forward
-    accumulators have no gradient of one's own.
+    accumulators have no gradient of one's own. JAX asks later, of anything.
     """
+    if keras.backend.backend() != "tensorflow":
+        return True
     if runs_forward():
         return False
     is_graph = not tf.executing_eagerly()

@@ -116,7 +116,7 @@ def combined(
     inputs: Any,
     weight: Any,
     *,
-    bilinear: bool,
+    signs: tuple[int, int] | None,
     in_loop: bool = False,
 ) -> Any:
     """Computes a function of each element, such as a sum with a bias.
@@ -125,13 +125,15 @@ def combined(
         function: What computes it, of two tensors that broadcast.
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
-        bilinear: Whether `function` multiplies.
+        signs: What `function` multiplies inputs and weight by before it adds
+            them; `None` if it multiplies one by the other.
         in_loop: Whether it is computed in each step of a loop, which would
             keep what is repeated below from all steps.
 
     Returns:
         What `function` returns of the inputs and the rounded weight.
     """
+    bilinear = signs is None
     if not (bilinear or in_loop):
         # Repeated in float32, rounded, and added: backwards, the sum of the
         # rounded values is one of float32 numbers.
