@@ -508,9 +508,12 @@ def _pointwise(
     )
 
 
-# What makes stand-ins of Keras's ops, by their names, and of its methods. They
-# leave mere shapes to Keras.
-OPS: dict[str, Maker] = {
+def _alike(make: Maker) -> Maker:
+    """Returns what makes a stand-in of the original's name and signature."""
+    return lambda original: functools.wraps(original)(make(original))
+
+
+_OF_OPS: dict[str, Maker] = {
     "matmul": _matmul,
     "dot": _matmul,
     "tensordot": _tensordot,
@@ -525,10 +528,14 @@ OPS: dict[str, Maker] = {
     **dict.fromkeys(_ALONE, _alone),
     **dict.fromkeys(_WIDE, _wide),
 }
-METHODS: dict[replacements.Place, Maker] = {
+_OF_METHODS: dict[replacements.Place, Maker] = {
     layers.AUTOCAST: _autocast,
     layers.ITEM: _item,
     layers.PRELU: _prelu,
     layers.LOOP: _loop,
     **dict.fromkeys(layers.ADAPTED_KERNELS, _adapted),
 }
+# What makes stand-ins of Keras's ops, by their names, and of its methods. They
+# leave mere shapes to Keras.
+OPS = {name: _alike(make) for name, make in _OF_OPS.items()}
+METHODS = {place: _alike(make) for place, make in _OF_METHODS.items()}
