@@ -393,6 +393,7 @@ ATTRIBUTES = [
     ("an optimizer", optimizer, "_variables", list),
     ("an optimizer", optimizer, "_weight_decay_by_var_key", dict),
     ("a MultiOptimizer", multi_optimizer, "_var_to_optimizer_idx", dict),
+    ("a variable", lambda: keras.Variable([1.0]), "_autocast", bool),
     ("a variable", lambda: keras.Variable([1.0]), "_dtype", str),
     ("a variable", lambda: keras.Variable([1.0]), "_path", str),
     ("a variable", lambda: keras.Variable([1.0]), "_trainable", bool),

@@ -44,6 +44,8 @@ class Block:
 
 
 _NOTHING = Block()
+# tfmix's own code says itself what is float32.
+NO_RULES: frozenset[str] = frozenset()
 # `block.get()` returns the caller's settings.
 block = contextvars.ContextVar("tfmix_block", default=_NOTHING)
 
@@ -57,9 +59,9 @@ def holding(**values: Any) -> Iterator[None]:
     """
     outside = block.get()
     before = {name: getattr(outside, name) for name in values}
-    block.set(dataclasses.replace(outside, **values))
+    block.set(Block(**{**vars(outside), **values}))
     try:
         yield
     finally:
         # Scopes need not end in reverse order, so only these are restored.
-        block.set(dataclasses.replace(block.get(), **before))
+        block.set(Block(**{**vars(block.get()), **before}))

@@ -24,6 +24,7 @@ POLICY_KEY = "dtype_policy"
 # Their signatures: `(name, *defaults) -> value` and `(name, value) -> None`.
 GETTER: replacements.Place = (global_state, "get_global_attribute")
 SETTER: replacements.Place = (global_state, "set_global_attribute")
+_ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 _DATA = (numbers.Number, np.generic, np.ndarray)
 
 
@@ -73,6 +74,11 @@ NOTES = ("_keras_mask", LOGITS_OF_KERAS, LOGITS)
 
 def note(tensor: Any, name: str) -> Any:
     """Returns a note of a tensor, `None` if it has none."""
+    # Keras asks for an attribute, and TensorFlow looks long for one that its
+    # tensors lack.
+    held = getattr(tensor, "__dict__", None)
+    if held is not None and _ON_TENSORFLOW:
+        return held.get(name)
     return tensor_attributes.get_tensor_attr(tensor, name)
 
 

@@ -40,8 +40,11 @@ def may_be_asked() -> bool:
 
     Only a tape around the caller does so. A graph that is traced without a
     tape, outside training, keeps TensorFlow's own operations, so it can be
-    exported. Forward accumulators do not support custom gradients.
+    exported. Forward accumulators do not support custom gradients. JAX may ask
+    for the gradient of anything later.
     """
+    if keras.backend.backend() != "tensorflow":
+        return True
     if runs_forward():
         return False
     is_graph = not tf.executing_eagerly()

@@ -366,13 +366,24 @@ def autocast(dtype: str | None) -> Any:
     return variables.AutocastScope(dtype)
 
 
+def autocast_dtype(variable: keras.Variable) -> str | None:
+    """Returns what the layer around the caller casts a float variable to."""
+    scope = variables.get_autocast_scope()
+    if scope is None or not variable._autocast:
+        return None
+    dtype: str | None = scope.dtype
+    return dtype
+
+
 def as_tensor(value: Any) -> Any:
     """Returns the tensor of a backend variable."""
     if keras.backend.backend() != "tensorflow":
         return value
     import tensorflow as tf
 
-    return tf.convert_to_tensor(value)
+    # TensorFlow asks a tensor much before it returns it.
+    is_tensor = isinstance(value, tf.Tensor)
+    return value if is_tensor else tf.convert_to_tensor(value)
 
 
 def is_quantized(layer: Any) -> bool:

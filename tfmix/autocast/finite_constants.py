@@ -37,6 +37,7 @@ OPS = (
 )
 
 
+_NUMBERS = (int, float, np.integer, np.floating)
 # A product may round to zero. In other ops, a number that would become zero is
 # there to prevent a division by zero.
 _PRODUCTS = frozenset(
@@ -52,14 +53,15 @@ def fitting(original: Callable, name: str) -> Callable:
     @functools.wraps(original)
     def op(*args: Any, **kwargs: Any) -> Any:
         # This is rare, so it is tested first.
-        if not _is_any_unfit((*args, *kwargs.values())):
+        numbers = [x for x in (*args, *kwargs.values()) if _is_number(x)]
+        if not (numbers and _is_any_unfit(numbers)):
             return original(*args, **kwargs)
         if name in scalars.CAST_NUMBERS:
             args = tuple(map(_plain, args))
         wanted = op_places.wanted_dtype(args, kwargs, position)
         dtype = wanted or tensors.only_16_bit((args, kwargs))
         if dtype not in _formats.SIXTEEN_BIT or not _is_any_unfit(
-            (*args, *kwargs.values()), _formats.limits(dtype)
+            numbers, _formats.limits(dtype)
         ):
             return original(*args, **kwargs)
         args, kwargs = tensors.map_leaves((args, kwargs), tensors.widen)
@@ -74,22 +76,21 @@ def fitting(original: Callable, name: str) -> Callable:
 
 
 def _is_any_unfit(
-    values: Any, limits: _formats.Format = _formats.FLOAT16
+    numbers: Any, limits: _formats.Format = _formats.FLOAT16
 ) -> bool:
     """Returns whether a number would be infinite, or zero, in a format."""
     return any(
-        limits.max < abs(value) < math.inf
+        limits.max < abs(number) < math.inf
         # Half of the smallest number rounds to zero.
-        or 0 < abs(value) <= limits.smallest / 2
-        for value in values
-        if _is_number(value)
+        or 0 < abs(number) <= limits.smallest / 2
+        for number in numbers
     )
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.shape == () and value.dtype.kind in "iuf"
-    return isinstance(value, int | float | np.integer | np.floating)
+    return isinstance(value, _NUMBERS)
 
 
 def _plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from tfmix._keras import (
     context_values,
+    global_state,
     layers,
     op_places,
     penalties,
@@ -41,17 +42,21 @@ Maker = Callable[[Any], Any]
 
 
 class Row(NamedTuple):
-    """A rule, and the function that makes its replacement."""
+    """A rule, and the function that makes its replacement.
+
+    Symbolic shapes are left to Keras unless `on_shapes` is true.
+    """
 
     rule: str | None
     make: Maker
+    on_shapes: bool = True
 
 
 def rows_of_op(name: str) -> list[Row]:
     """Lists the rows that an op may run through, innermost first."""
     rows = []
     if name in weight_gradients.OPS:
-        rows.append(Row(SIXTEEN_BIT, weight_gradients.OPS[name]))
+        rows.append(Row(SIXTEEN_BIT, weight_gradients.OPS[name], False))
     if name != op_places.ATTENTION:
         rows.append(Row(name, float32_ops.in_float32))
     elif not op_places.has_float32_logits():
@@ -60,7 +65,7 @@ def rows_of_op(name: str) -> list[Row]:
         fit = functools.partial(finite_constants.fitting, name=name)
         rows.append(Row(SIXTEEN_BIT, fit))
     if name in small_numbers.OPS:
-        rows.append(Row(SIXTEEN_BIT, _following(name)))
+        rows.append(_following(name))
     if name in losses_from_logits.ACTIVATIONS:
         rows.append(Row(SIXTEEN_BIT, losses_from_logits.noting))
     if name in losses_from_logits.LOSSES:
@@ -70,9 +75,9 @@ def rows_of_op(name: str) -> list[Row]:
     return rows
 
 
-def _following(name: str) -> Maker:
+def _following(name: str) -> Row:
     follow = functools.partial(small_numbers.followed, name=name)
-    return weight_gradients.on_tensors(follow)
+    return Row(SIXTEEN_BIT, follow, on_shapes=False)
 
 
 def _rows_of_scalar(name: str) -> list[Row]:
@@ -80,7 +85,7 @@ def _rows_of_scalar(name: str) -> list[Row]:
     fit = functools.partial(finite_constants.fitting, name=name)
     rows = [Row(SIXTEEN_BIT, fit)]
     if name in small_numbers.OPS:
-        rows.append(Row(SIXTEEN_BIT, _following(name)))
+        rows.append(_following(name))
     return rows
 
 
@@ -101,12 +106,10 @@ _METHODS: dict[replacements.Place, list[Row]] = {
     **dict.fromkeys(
         bare_optimizers.PLACES, [Row(SIXTEEN_BIT, bare_optimizers.applying)]
     ),
-    layers.ASSIGN: [
-        Row(SIXTEEN_BIT, weight_gradients.on_tensors(own_code.assigning))
-    ],
+    layers.ASSIGN: [Row(SIXTEEN_BIT, own_code.assigning, on_shapes=False)],
     **dict.fromkeys(recomputation.PLACES, [Row(_ALWAYS, recomputation.alike)]),
     **{
-        place: [Row(SIXTEEN_BIT, make)]
+        place: [Row(SIXTEEN_BIT, make, on_shapes=False)]
         for place, make in weight_gradients.METHODS.items()
     },
 }
@@ -160,6 +163,10 @@ def block(rules: Iterable[str]) -> Iterator[None]:
     Other threads, and the code after the block, keep their rules.
     """
     wanted = frozenset(rules)
+    if context_values.block.get().rules == wanted:
+        # The block around this one lasts longer.
+        yield
+        return
     with _lock:
         _running[wanted] += 1
         _refresh()
@@ -219,18 +226,21 @@ def _intercepted(original: Any, rows: Sequence[Row]) -> Any:
         return property(_intercepted(original.fget, rows))
     if isinstance(original, staticmethod):
         return staticmethod(_intercepted(original.__func__, rows))
-    composed: dict[frozenset[str], Callable] = {}
+    composed: dict[tuple[frozenset[str], bool], Callable] = {}
+    differs = not all(row.on_shapes for row in rows)
 
     @functools.wraps(original)
     def intercepted(*args: Any, **kwargs: Any) -> Any:
         rules = of_caller()
-        call = composed.get(rules)
+        on_shapes = differs and global_state.on_shapes_only()
+        call = composed.get((rules, on_shapes))
         if call is None:
             call = original
-            for rule, make in rows:
-                if rule is _ALWAYS or rule in rules:
-                    call = make(call)
-            composed[rules] = call
+            for row in rows:
+                holds = row.rule is _ALWAYS or row.rule in rules
+                if holds and (row.on_shapes or not on_shapes):
+                    call = row.make(call)
+            composed[rules, on_shapes] = call
         return call(*args, **kwargs)
 
     return intercepted

@@ -116,7 +116,7 @@ def combined(
     inputs: Any,
     weight: Any,
     *,
-    bilinear: bool,
+    signs: tuple[int, int] | None,
     in_loop: bool = False,
 ) -> Any:
     """Computes a function of each element, such as a sum with a bias.
@@ -125,13 +125,15 @@ def combined(
         function: Computes it, from two tensors that broadcast.
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
-        bilinear: Whether `function` multiplies.
+        signs: The signs with which `function` adds inputs and weight; `None`
+            if it multiplies them.
         in_loop: Whether it runs in each step of a loop, which would keep the
             repeated weights of all steps.
 
     Returns:
         The result of `function` for the inputs and the rounded weight.
     """
+    bilinear = signs is None
     if not (bilinear or in_loop):
         # The weight is repeated in float32, rounded and added. Backwards, the
         # sum of the rounded values is then one of float32 numbers.

@@ -7,7 +7,13 @@ from typing import Any
 
 import keras
 
-from tfmix._keras import compilation, context_values, global_state, layers
+from tfmix._keras import (
+    compilation,
+    context_values,
+    global_state,
+    gradients,
+    layers,
+)
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import tensors
 
@@ -15,7 +21,6 @@ _TENSORFLOW = keras.backend.backend() == "tensorflow"
 if _TENSORFLOW:
     import tensorflow as tf
 
-    from tfmix._keras import gradients
     from tfmix.gradient_scaling import tensorflow_border
 else:
     import jax
@@ -90,7 +95,7 @@ def call_inside(
     """
     if not (is_float16 and context_values.block.get().has_borders):
         return call(*args, **kwargs)
-    if _TENSORFLOW and not gradients.may_be_asked():
+    if not gradients.may_be_asked():
         return call(*args, **kwargs)
     run = _Run(model, call, (args, kwargs))
     if _TENSORFLOW:

@@ -1,6 +1,7 @@
 """The power of two that scales gradients inside a model."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -74,13 +75,11 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
         >>> float(of([ops.array([0.0, -3e-6])], [], 1.0).up) * 3e-6
         1.572864
     """
-    reaches, total = ops.zeros(()), ops.zeros(())
-    for place, gradient in enumerate([*gradients, *losses]):
-        size = ops.cast(ops.abs(gradient), "float32")
-        if place < len(gradients):
-            # There may be no rows.
-            reaches = ops.maximum(reaches, ops.max(size, initial=0))
-        total = ops.add(total, ops.sum(size))
+    sizes = [ops.cast(ops.abs(x), "float32") for x in (*gradients, *losses)]
+    total = functools.reduce(ops.add, map(ops.sum, sizes))
+    # There may be no rows.
+    largest = [ops.max(size, initial=0) for size in sizes[: len(gradients)]]
+    reaches = functools.reduce(ops.maximum, largest or [ops.zeros(())])
     reaches = ops.maximum(reaches, total / _LARGEST_SUM)
     word = compilation.bitcast(reaches, "int32")
     exponent = _BIAS - ops.right_shift(word, _MANTISSA)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmix._keras import compilation, gradients
+from tfmix._keras import compilation, context_values, gradients
 from tfmix.gradient_scaling import power
 
 # The float results of a function, and the losses that were added inside.
@@ -112,8 +112,9 @@ class _Border:
 
     def _gradient(self, tapes: list, *upstream: Any) -> list:
         count = len(self._results[0])
-        by = power.of(upstream[:count], upstream[count:], self._factor)
-        scaled = [_times(by.up, gradient) for gradient in upstream]
+        with _as_written():
+            by = power.of(upstream[:count], upstream[count:], self._factor)
+            scaled = [_times(by.up, gradient) for gradient in upstream]
         inside = self._inside(tapes, scaled)
         kept = [n for n, g in enumerate(inside) if g is not None]
         values = [_values(inside[n]) for n in kept]
@@ -137,8 +138,12 @@ class _Border:
         ]
         says_why = [False] * (len(values) - len(of_variables))
         says_why += power.say_why(of_variables)
-        for n, dense, says in zip(kept, values, says_why, strict=True):
-            inside[n] = _as_before(inside[n], _unscaled(by.down, dense, says))
+        with _as_written():
+            # Infinity, unless `down` is NaN.
+            lost = by.down + math.inf
+            for n, dense, says in zip(kept, values, says_why, strict=True):
+                true = _unscaled(by.down, dense, lost if says else None)
+                inside[n] = _as_before(inside[n], true)
         return inside
 
     def _inside(self, tapes: list, scaled: Sequence) -> list:
@@ -185,18 +190,23 @@ def _as_before(gradient: Any, values: Any) -> Any:
     return values
 
 
-def _unscaled(down: Any, tensor: Any, says_why: bool) -> Any:
+def _as_written() -> contextlib.AbstractContextManager[None]:
+    """Runs a block by no rules: they are for the code of models."""
+    return context_values.holding(rules=context_values.NO_RULES)
+
+
+def _unscaled(down: Any, tensor: Any, lost: Any) -> Any:
     """Divides a gradient; infinity then means an overflow inside.
 
     Args:
         down: The factor; NaN if an incoming gradient was not finite.
         tensor: The gradient.
-        says_why: Whether it must show why it is not finite.
+        lost: The value of such a gradient; `None` where it may leave as it
+            was computed.
     """
-    if not says_why:
+    if lost is None:
         return _times(down, tensor)
-    # This is infinity, unless `down` is NaN.
-    lost = tf.cast(down + math.inf, tensor.dtype)
+    lost = tf.cast(lost, tensor.dtype)
     is_finite = tf.math.is_finite(tf.math.real(tensor))
     return tf.where(is_finite, _times(down, tensor), lost)
 

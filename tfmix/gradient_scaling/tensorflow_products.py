@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfmix._keras import compilation, gradients
+from tfmix._keras import compilation, context_values, gradients
 from tfmix.gradient_scaling.contraction import Contraction
 
 # Computes a result from a tensor and a weight of the same dtype.
@@ -27,22 +27,20 @@ Function = Callable[[Any, Any], Any]
 Gradient = Callable[[Any, Any], Any]
 
 
-def _if_asked(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the plain function where no caller may ask for its gradient."""
+def _on_local(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Passes a function tensors of the graph that is traced now."""
 
     @functools.wraps(compute)
     def computed(
         function: Function, inputs: Any, weight: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not gradients.may_be_asked():
-            return function(inputs, tf.cast(weight, inputs.dtype))
         factors = map(gradients.local, (inputs, weight))
         return compute(function, *factors, *args, **kwargs)
 
     return computed
 
 
-@_if_asked
+@_on_local
 def contracted(
     function: Function,
     inputs: Any,
@@ -69,15 +67,16 @@ def contracted(
     """
     to_inputs = Contraction(axes.outputs, axes.weight, axes.inputs)
     to_weight = Contraction(axes.inputs, axes.outputs, axes.weight)
+    is_eager = tf.executing_eagerly()
 
     def of_inputs(upstream: Any, narrow: Any) -> Any:
-        if used is None and tf.executing_eagerly():
+        if used is None and is_eager:
             return _product(upstream, narrow, to_inputs)
         return _pulled(lambda x: function(x, narrow), inputs, upstream)
 
-    def multiplied(inputs: Any, upstream: Any, narrow: Any) -> Any:
+    def multiplied(inputs: Any, upstream: Any, narrow: Any = None) -> Any:
         # In eager mode the other way computes the result once more.
-        if not tf.executing_eagerly():
+        if narrow is not None:
             return _pulled(lambda w: function(inputs, w), narrow, upstream)
         factor = inputs if used is None else used(inputs)
         return _product(factor, upstream, to_weight)
@@ -89,12 +88,13 @@ def contracted(
             return _wide_product(factor, upstream, to_weight)
         sizes = dict(zip(axes.outputs, _shape(upstream), strict=True))
         count = _times([sizes[x] for x in axes.free])
-        return _summed(multiplied, [inputs, upstream, narrow], count)
+        factors = [inputs, upstream, narrow]
+        return _summed(multiplied, factors[: 2 if is_eager else 3], count)
 
     return _with_gradients(function, inputs, weight, of_inputs, of_weight)
 
 
-@_if_asked
+@_on_local
 def convolved(
     function: Function, inputs: Any, weight: Any, positions: Callable
 ) -> Any:
@@ -128,13 +128,13 @@ def convolved(
     return _with_gradients(function, inputs, weight, of_inputs, of_weight)
 
 
-@_if_asked
+@_on_local
 def combined(
     function: Function,
     inputs: Any,
     weight: Any,
     *,
-    bilinear: bool,
+    signs: tuple[int, int] | None,
     in_loop: bool = False,
 ) -> Any:
     """Computes a function of each element, such as a sum with a bias.
@@ -143,7 +143,8 @@ def combined(
         function: Computes it, from two tensors that broadcast.
         inputs: Tensor of a 16-bit dtype.
         weight: Float32 tensor.
-        bilinear: Whether `function` multiplies.
+        signs: The signs with which `function` adds inputs and weight; `None`
+            if it multiplies them.
         in_loop: Whether it runs in each step of a loop; not used here.
 
     Returns:
@@ -151,18 +152,34 @@ def combined(
     """
     del in_loop
 
+    # In eager mode the other way computes the result once more.
+    is_eager = tf.executing_eagerly()
+
     def of_inputs(upstream: Any, narrow: Any) -> Any:
+        if is_eager and signs is not None:
+            return _of_term(upstream, inputs, signs[0])
         return _pulled(lambda x: function(x, narrow), inputs, upstream)
 
     def of_weight(upstream: Any, narrow: Any) -> Any:
-        if bilinear or not _adds_rows(weight, upstream):
-            return _of_wide_weight(function, inputs, weight, upstream)
-        total = _row_sum(upstream, narrow)
-        # This is the sign: -1 if the weight was subtracted.
-        zeros = tf.zeros_like(weight)
-        return _pulled(lambda w: function(zeros, w), weight, total)
+        if signs is not None and _adds_rows(weight, upstream):
+            return signs[1] * _row_sum(upstream, narrow)
+        if is_eager and signs is not None:
+            return _of_term(_wide(upstream), weight, signs[1])
+        return _of_wide_weight(function, inputs, weight, upstream)
 
     return _with_gradients(function, inputs, weight, of_inputs, of_weight)
+
+
+def _of_term(upstream: Any, term: Any, sign: int) -> Any:
+    """Returns the gradient of a term of a sum that may have repeated it."""
+    shape = [1] * (len(upstream.shape) - len(term.shape)) + list(term.shape)
+    sizes = zip(shape, upstream.shape, strict=True)
+    axes = [n for n, (size, whole) in enumerate(sizes) if size != whole]
+    if axes:
+        upstream = tf.reduce_sum(upstream, axes)
+    if upstream.shape != term.shape:
+        upstream = tf.reshape(upstream, term.shape)
+    return -upstream if sign < 0 else upstream
 
 
 def _adds_rows(weight: Any, upstream: Any) -> bool:
@@ -235,7 +252,8 @@ def _with_gradients(
     narrow = tf.cast(weight, inputs.dtype)
 
     def both(upstream: Any) -> list:
-        return [of_inputs(upstream, narrow), of_weight(upstream, narrow)]
+        with context_values.holding(rules=context_values.NO_RULES):
+            return [of_inputs(upstream, narrow), of_weight(upstream, narrow)]
 
     with gradients.unrecorded():
         result = function(inputs, narrow)
@@ -302,6 +320,8 @@ def _product(
             x=left, y=right, Tout=dtype, adj_x=adjoint_left, adj_y=adjoint_right
         )
     order = axes.batch + axes.free + axes.new
+    if len(order) == len(result.shape) and order == axes.outputs:
+        return result
     sizes = dict(zip(axes.inputs, _shape(a), strict=True))
     sizes |= dict(zip(axes.weight, _shape(b), strict=True))
     result = tf.reshape(result, [sizes[letter] for letter in order])
@@ -321,8 +341,10 @@ def _matrices(
     order = batch + rows + columns
     if order != letters:
         tensor = tf.transpose(tensor, [letters.index(x) for x in order])
-    sizes = dict(zip(order, _shape(tensor), strict=True))
     groups = [*([batch] if batch else []), rows, columns]
+    if all(len(group) == 1 for group in groups):
+        return tensor, is_transposed
+    sizes = dict(zip(order, _shape(tensor), strict=True))
     shape = [_times([sizes[x] for x in group]) for group in groups]
     return tf.reshape(tensor, shape), is_transposed
 

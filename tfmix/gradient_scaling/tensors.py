@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -19,14 +19,17 @@ UNCAST = "_tfmix_uncast"
 def float_dtype(value: Any) -> str:
     """Returns a tensor's float dtype, "sparse" if it is that, else ""."""
     dtype = getattr(value, "dtype", None)
-    # Layers and metrics have a dtype too, but no shape.
-    if dtype is None or not hasattr(value, "shape"):
+    if dtype is None:
         return ""
     kind: Any = type(value)
     try:
-        return _float_dtype(kind, dtype)
+        name = _float_dtype(kind, dtype)
     except (TypeError, ValueError):
         return ""
+    # Layers and metrics have a dtype too, but no shape. A tensor's own shape
+    # may have to be made.
+    is_tensor = hasattr(kind, "shape") or hasattr(value, "shape")
+    return name if is_tensor else ""
 
 
 @functools.cache
@@ -48,9 +51,7 @@ def is_16_bit(value: Any) -> bool:
 
 def only_16_bit(nest: Any) -> str | None:
     """Returns the 16-bit dtype all float tensors of a nest share, else None."""
-    seen: set[str] = set()
-    map_leaves(nest, lambda value: seen.add(float_dtype(value)))
-    seen.discard("")
+    seen = {float_dtype(leaf) for leaf in _leaves(nest)} - {""}
     alike = len(seen) == 1 and seen <= set(_formats.SIXTEEN_BIT)
     return seen.pop() if alike else None
 
@@ -124,6 +125,15 @@ def exact(value: Any) -> Any:
     if float_dtype(value) == "float64":
         return keras.ops.cast(value, "float32")
     return wide(value)
+
+
+def _leaves(nest: Any) -> Iterator[Any]:
+    """Yields the leaves of lists, tuples and dicts."""
+    if not isinstance(nest, list | tuple | dict):
+        yield nest
+        return
+    for inner in nest.values() if isinstance(nest, dict) else nest:
+        yield from _leaves(inner)
 
 
 def map_leaves(nest: Any, function: Callable[[Any], Any]) -> Any:

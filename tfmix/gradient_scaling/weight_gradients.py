@@ -19,6 +19,7 @@ from tfmix import _formats
 from tfmix._keras import (
     context_values,
     global_state,
+    gradients,
     layer_policies,
     layers,
     replacements,
@@ -122,13 +123,15 @@ def _autocast(original: Callable) -> Callable:
     def maybe_cast(self: Any, value: Any) -> Any:
         if variables.stored_dtype(self) != "float32":
             return original(self, value)
-        copy = original(self, value)
-        if tensors.is_16_bit(copy):
-            # The variable is read once, as the tensor that is then copied.
-            weight = layers.as_tensor(value)
-            copy = copy if weight is value else original(self, weight)
-            global_state.put_note(copy, SOURCE, weight)
-            global_state.put_note(copy, _CHOSEN, getattr(self, _CHOSEN, None))
+        if layers.autocast_dtype(self) not in _formats.SIXTEEN_BIT:
+            return original(self, value)
+        # The variable is read once, as the tensor that is then copied.
+        weight = layers.as_tensor(value)
+        copy = original(self, weight)
+        global_state.put_note(copy, SOURCE, weight)
+        chosen = getattr(self, _CHOSEN, None)
+        if chosen is not None:
+            global_state.put_note(copy, _CHOSEN, chosen)
         return copy
 
     return maybe_cast
@@ -299,14 +302,17 @@ def _multiplied(original: Callable, sums: Callable, x1: Any, x2: Any) -> Any:
     x1, x2 = snapshot(x1), snapshot(x2)
 
     def compute(function: Any, inputs: Any, weight: Any, place: int) -> Any:
+        own = global_state.note((x1, x2)[place], _CHOSEN)
+        is_asked = gradients.may_be_asked()
+        if own is None and not is_asked:
+            return None
         shapes = [weight.shape, weight.shape]
         shapes[1 - place] = inputs.shape
         axes = sums(shapes, place)
         if axes is None:
             return None
-        own = global_state.note((x1, x2)[place], _CHOSEN)
         result = own and own(inputs, weight, axes)
-        if result is not None:
+        if result is not None or not is_asked:
             return result
         in_loop = context_values.block.get().in_loop
         return products.contracted(
@@ -379,14 +385,19 @@ def _separable(original: Callable) -> Callable:
     return separable
 
 
-def _elementwise(original: Callable, bilinear: bool) -> Callable:
+def _elementwise(
+    original: Callable, signs: tuple[int, int] | None = None
+) -> Callable:
+    """Adds two factors, each by its sign, or multiplies them."""
+
     def compute(function: Any, inputs: Any, weight: Any, place: int) -> Any:
-        del place
+        if not gradients.may_be_asked():
+            return None
         return products.combined(
             function,
             inputs,
             weight,
-            bilinear=bilinear,
+            signs=signs and (signs[1 - place], signs[place]),
             in_loop=context_values.block.get().in_loop,
         )
 
@@ -396,7 +407,7 @@ def _elementwise(original: Callable, bilinear: bool) -> Callable:
             return _alone(lambda x: original(x, x2))(x1)
         if isinstance(x1, int | float):
             return _alone(lambda x: original(x1, x))(x2)
-        place = None if bilinear else _often_repeated(x1, x2)
+        place = None if signs is None else _often_repeated(x1, x2)
         if place is None:
             return _by_weight(original, compute, x1, x2)
         # JAX would sum the gradient of a 16-bit bias in 16 bit.
@@ -429,7 +440,7 @@ def _convolution(original: Callable) -> Callable:
         bound.apply_defaults()
         given = bound.arguments
         inputs, kernel, place = _factors(given["inputs"], given["kernel"])
-        if place != 1:
+        if place != 1 or not gradients.may_be_asked():
             given |= {"inputs": inputs, "kernel": kernel}
             return original(*bound.args, **bound.kwargs)
 
@@ -497,20 +508,9 @@ def _pointwise(
     )
 
 
-def on_tensors(make: Maker) -> Maker:
-    """Returns a function whose replacements leave symbolic shapes to Keras."""
-
-    def made(original: Callable) -> Callable:
-        replaced = make(original)
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            on_shapes = global_state.on_shapes_only()
-            return (original if on_shapes else replaced)(*args, **kwargs)
-
-        return call
-
-    return made
+def _alike(make: Maker) -> Maker:
+    """Returns what makes a stand-in of the original's name and signature."""
+    return lambda original: functools.wraps(original)(make(original))
 
 
 _OF_OPS: dict[str, Maker] = {
@@ -518,9 +518,9 @@ _OF_OPS: dict[str, Maker] = {
     "dot": _matmul,
     "tensordot": _tensordot,
     "einsum": _einsum,
-    "add": functools.partial(_elementwise, bilinear=False),
-    "subtract": functools.partial(_elementwise, bilinear=False),
-    "multiply": functools.partial(_elementwise, bilinear=True),
+    "add": functools.partial(_elementwise, signs=(1, 1)),
+    "subtract": functools.partial(_elementwise, signs=(1, -1)),
+    "multiply": _elementwise,
     "take": _take,
     "cast": _cast,
     **dict.fromkeys(_CONVOLUTIONS, _convolution),
@@ -535,6 +535,7 @@ _OF_METHODS: dict[replacements.Place, Maker] = {
     layers.LOOP: _loop,
     **dict.fromkeys(layers.ADAPTED_KERNELS, _adapted),
 }
-# Makes the replacements of Keras's ops by name, and of its methods.
-OPS = {name: on_tensors(make) for name, make in _OF_OPS.items()}
-METHODS = {place: on_tensors(make) for place, make in _OF_METHODS.items()}
+# What makes stand-ins of Keras's ops, by their names, and of its methods. They
+# leave mere shapes to Keras.
+OPS = {name: _alike(make) for name, make in _OF_OPS.items()}
+METHODS = {place: _alike(make) for place, make in _OF_METHODS.items()}
