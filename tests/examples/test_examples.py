@@ -1,7 +1,6 @@
 """The example scripts run, and train as well as float32."""
 
 import ast
-import re
 
 import keras
 import pytest
@@ -151,11 +150,10 @@ def test_a_script_needs_nothing_but_tfmix_and_its_data(path):
     assert len(path.read_text("utf-8").splitlines()) <= 90
 
 
-def test_every_script_is_compared_and_in_the_readme():
+def test_every_script_is_compared_and_the_readme_leads_to_them():
     names = {path.stem for path in SCRIPTS}
     assert {one.script for one in compared.COMPARISONS.values()} == names
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert set(re.findall(r"\(examples/(\w+)\.py\)", readme)) == names
+    assert "(examples)" in (ROOT / "README.md").read_text("utf-8")
 
 
 def test_an_unknown_constant_of_a_script_is_refused():

@@ -252,6 +252,10 @@ def test_a_users_train_step_is_guarded_and_keeps_its_logs():
 
 
 def test_a_model_that_cannot_skip_is_refused_with_what_to_write():
+    model = make_model()
+    model.compile("adam", loss="mse")
+    with pytest.raises(ValueError, match="tfmix.NoLossScale"):
+        guards.guard(model)
     with pytest.raises(TypeError, match="model=3"):
         guards.guard(3)
     late = guards.guard(make_model())

@@ -43,7 +43,6 @@ class Step:
         counter: TensorFlow's `Counter`; `None` under JAX, and where no branch
             has to reach it.
         watched: The `id`s of what a guard restores if the step is skipped.
-        reports: Whether an `apply` that can skip was called.
         updated: The `id`s of the variables that an `apply` got.
         scaled: The `id`s of the optimizers that scaled a loss.
         flags: What the `apply`s reported that the step itself called, not a
@@ -54,7 +53,6 @@ class Step:
     is_own: bool
     counter: "Counter | None" = None
     watched: frozenset[int] = frozenset()
-    reports: bool = False
     updated: set[int] = dataclasses.field(default_factory=set)
     scaled: set[int] = dataclasses.field(default_factory=set)
     flags: list[Any] = dataclasses.field(default_factory=list)
@@ -90,7 +88,6 @@ def note_update(variables: Iterable) -> None:
             a search for flat minima does, the optimizer does not own it alone.
     """
     if (step := around()) is not None:
-        step.reports = True
         step.updated |= {id(v) for v in variables if not _is_written(v)}
 
 

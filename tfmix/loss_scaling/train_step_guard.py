@@ -58,7 +58,9 @@ def guard(model: keras.Model) -> keras.Model:
 
     Raises:
         TypeError: If `model` is not a Keras 3 model.
-        ValueError: In `fit`, if its optimizer cannot skip a step.
+        ValueError: If it is compiled with an optimizer that cannot skip a
+            step, and its `train_step` is Keras's; in `fit`, if it was compiled
+            with such an optimizer afterwards.
 
     Examples:
         >>> import tfmix
@@ -68,8 +70,24 @@ def guard(model: keras.Model) -> keras.Model:
         True
     """
     _arguments.model(model)
+    if getattr(model, "compiled", False):
+        _check_optimizer(model)
     put_on(model, asked_for=True)
     return model
+
+
+def _check_optimizer(model: keras.Model) -> None:
+    # The user's own step may use any optimizer.
+    is_own = training.has_own_step(model)
+    if is_own or getattr(model.optimizer, "skips", None) is not None:
+        return
+    raise ValueError(
+        "A model can be guarded only if its optimizer can skip a step. "
+        f"Received: optimizer={model.optimizer!r}. Compile with "
+        "tfmix.LossScaleOptimizer(optimizer), or, for a float32 or "
+        "bfloat16 model, with tfmix.LossScaleOptimizer(optimizer, "
+        "loss_scale=tfmix.NoLossScale())."
+    )
 
 
 def put_on(model: keras.Model, *, asked_for: bool | None = None) -> None:
@@ -193,18 +211,12 @@ class _Guard:
         self, counter: Any, original: Callable, *args: Any
     ) -> tuple[Any, step_outcome.Step]:
         """Runs a step; returns its result and its record."""
+        if self.asked_for:
+            _check_optimizer(self._model)
         is_own = training.has_own_step(self._model)
         watched = map(id, self._watched())
         with step_outcome.step(is_own, counter, watched) as step:
             result = original(*args)
-        if self.asked_for and not (step.reports or is_own):
-            raise ValueError(
-                "A model can be guarded only if its optimizer can skip a step. "
-                f"Received: optimizer={self._model.optimizer!r}. Compile with "
-                "tfmix.LossScaleOptimizer(optimizer), or, for a float32 or "
-                "bfloat16 model, with tfmix.LossScaleOptimizer(optimizer, "
-                "loss_scale=tfmix.NoLossScale())."
-            )
         return result, step
 
     def _put_back(
