@@ -415,6 +415,8 @@ def test_seeds_move_on_in_a_skipped_step(mode):
     assert len(set(map(tuple, states))) == 3
 
 
+@pytest.mark.costly
+@helpers.requires_backend("tensorflow")
 @pytest.mark.parametrize("mode", MODES)
 def test_states_that_keras_does_not_list_are_as_before(mode):
     import tensorflow as tf
