@@ -48,6 +48,7 @@ class Step:
         flags: What the `apply`s reported that the step itself called, not a
             branch in it.
         trace: The `compilation.trace` of the step.
+        counts: What the counter held when the step began.
     """
 
     is_own: bool
@@ -57,9 +58,12 @@ class Step:
     scaled: set[int] = dataclasses.field(default_factory=set)
     flags: list[Any] = dataclasses.field(default_factory=list)
     trace: Any = dataclasses.field(default_factory=compilation.trace)
+    counts: Any = None
 
     def outcome(self) -> Outcome:
-        """Returns what the `apply`s did that no branch called."""
+        """Returns what the `apply`s did; without a counter, in no branch."""
+        if self.counter is not None:
+            return self.counter.since(self.counts)
         skips = [ops.logical_not(applied) for applied in self.flags]
         return Outcome(_any(self.flags), _any(skips))
 
@@ -75,7 +79,11 @@ def step(
     is_own: bool, counter: "Counter | None", watched: Iterable[int]
 ) -> Iterator[Step]:
     """Makes every `apply` inside a block report to one step."""
-    new = Step(is_own, counter, frozenset(watched))
+    if (outside := around()) is not None:
+        # What happens in this step happens in that one, too.
+        counter = outside.counter or counter
+    counts = None if counter is None else counter.read()
+    new = Step(is_own, counter, frozenset(watched), counts=counts)
     with context_values.holding(step=new):
         yield new
 
