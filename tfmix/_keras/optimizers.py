@@ -36,12 +36,6 @@ def appliers() -> list[type]:
     return found
 
 
-def apply_count(optimizer: Optimizer) -> keras.Variable:
-    """Returns the counter of all `apply` calls, including accumulating ones."""
-    *_, innermost = chain(optimizer)
-    return innermost._iterations
-
-
 def paths(variables: Sequence) -> list[str]:
     """Returns the paths of variables, or the names of TensorFlow's own."""
     return [getattr(v, "path", v.name) for v in variables]

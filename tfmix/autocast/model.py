@@ -16,6 +16,7 @@ import keras
 from tfmix import _arguments, _formats, _messages
 from tfmix._keras import (
     compile_method,
+    context_values,
     global_state,
     layers,
     model_methods,
@@ -221,7 +222,10 @@ class _MixedModel:
             return original(*args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        with power.placed(self._placing(args)):
+        with (
+            power.placed(self._placing(args)),
+            context_values.holding(in_fit=True),
+        ):
             return self._under_rules(original, *args, **kwargs)
 
     def _placing(self, args: tuple) -> Any:

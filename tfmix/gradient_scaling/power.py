@@ -36,13 +36,7 @@ class Power(NamedTuple):
 
 def placing() -> Any:
     """Returns the factor that moves gradients in float16's range."""
-    factor = context_values.block.get().placing
-    return 1.0 if factor is None else factor
-
-
-def is_placed() -> bool:
-    """Returns whether a rule moves gradients in float16's range now."""
-    return context_values.block.get().placing is not None
+    return context_values.block.get().placing
 
 
 def placed(factor: Any) -> contextlib.AbstractContextManager[None]:

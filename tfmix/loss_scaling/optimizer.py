@@ -1,5 +1,6 @@
 """The optimizer that scales the loss and skips steps that overflowed."""
 
+import functools
 import inspect
 import numbers
 from collections.abc import Iterable, Sequence
@@ -9,8 +10,8 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix import _arguments, _users_code
-from tfmix._keras import compilation, optimizers
+from tfmix import _arguments
+from tfmix._keras import compilation, context_values, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import model_call, power
 from tfmix.loss_scaling import (
@@ -19,6 +20,7 @@ from tfmix.loss_scaling import (
     replicas,
     rules,
     saving,
+    scaled_losses,
     standstill,
     step_outcome,
     unscale,
@@ -148,13 +150,11 @@ class LossScaleOptimizer(
         )
         self.reduce_dtype = reduce_dtype
         self._gradient_norm: keras.Variable | None = None
-        # Whether losses are multiplied and gradients divided by the scale
-        # rather than by 1, as `_is_scaling` has decided.
-        self._scales: bool | None = None
-        # True once a loss was scaled.
-        self._has_scaled = False
+        # `None` until it is decided.
+        self._losses: scaled_losses.Scaled | scaled_losses.Unscaled | None
+        self._losses = None
         # Whether `apply_gradients` gets unscaled gradients, as in tf.keras.
-        self._next_are_true = False
+        self._gets_unscaled = False
         # It warns if a user's own loop stands still.
         self._watch: standstill.Watch | None = None
         self._create_state(rule)
@@ -297,7 +297,7 @@ class LossScaleOptimizer(
             >>> float(optimizer.scale_loss(0.5))
             4.0
         """
-        self._next_are_true = False
+        self._gets_unscaled = False
         return self.get_scaled_loss(loss)
 
     @compilation.untouched
@@ -313,9 +313,10 @@ class LossScaleOptimizer(
             >>> float(LossScaleOptimizer("sgd", 64.0).current_scale())
             64.0
         """
-        if not self._is_scaling():
+        losses = self._of_losses()
+        if not isinstance(losses, scaled_losses.Scaled):
             return ops.ones((), "float32")
-        self._note_scaled()
+        losses.note(self)
         return self.rule_scale()
 
     def rule_scale(self) -> Any:
@@ -324,7 +325,7 @@ class LossScaleOptimizer(
         Raises:
             ValueError: If `jax.jit` would make a constant of it.
         """
-        if not _is_constant(self.rule) and any(
+        if not rules.is_constant(self.rule) and any(
             map(compilation.becomes_constant, self._scale_variables())
         ):
             raise ValueError(
@@ -344,7 +345,7 @@ class LossScaleOptimizer(
         It is the loss scale divided by its first value: a float, or a float32
         scalar tensor that is not copied to the host.
         """
-        if _is_constant(self.rule):
+        if rules.is_constant(self.rule):
             return 1.0
         return self.rule.current(self._scale_state()) / self.rule.init()[0]
 
@@ -379,7 +380,8 @@ class LossScaleOptimizer(
         variables: list = self._model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        scale = self.rule_scale() if self._are_scaled() else None
+        is_scaled = self._of_losses().are_gradients_scaled(self)
+        scale = self.rule_scale() if is_scaled else None
         true = unscale.true_gradients(grads, variables, scale)
         return [
             after if after is before else unscale.without_infinities(after)
@@ -428,29 +430,16 @@ class LossScaleOptimizer(
             return
         variables = self._variables_of(grads, trainable_variables)
         step_outcome.note_update(variables)
-        unscaled = unscaled or not self._are_scaled(told=True)
-        # Gradients and counts are in the order of the build. If two networks
-        # share a trunk, each gives it a gradient, and the second is added at
-        # the end.
-        by_row: list = [None] * len(self._model_variables)
-        places: list[int] = []
-        repeated: list[int] = []
-        rows = optimizers.positions(self, variables)
-        for row, gradient in zip(rows, grads, strict=True):
-            if row in places:
-                places.append(len(by_row))
-                by_row.append(gradient)
-                repeated.append(row)
-            else:
-                places.append(row)
-                by_row[row] = gradient
+        if not unscaled:
+            losses = self._of_losses()
+            unscaled = not losses.are_gradients_scaled(self, warns=True)
         if compilation.becomes_constant(self._skipped_steps):
             raise ValueError(
                 "`apply` cannot assign variables inside a function that JAX "
                 "compiles. Write `optimizer.stateless_apply("
                 "optimizer_variables, grads, trainable_variables)` there."
             )
-        self._step(by_row, places, repeated, unscaled)
+        self._step(grads, variables, unscaled)
 
     def stateless_apply(
         self,
@@ -518,16 +507,15 @@ class LossScaleOptimizer(
         """
         pairs = list(grads_and_vars)
         grads, variables = [pair[0] for pair in pairs], [p[1] for p in pairs]
-        self.apply(grads, variables, unscaled=self._next_are_true)
+        self.apply(grads, variables, unscaled=self._gets_unscaled)
         return self.iterations
 
     @compilation.untouched
     def get_scaled_loss(self, loss: Any) -> Any:
         """Does what `scale_loss` does, under its old tf.keras name."""
-        if not self._is_scaling():
+        if not isinstance(self._of_losses(), scaled_losses.Scaled):
             return loss
-        self._note_scaled()
-        scale = self.rule_scale()
+        scale = self.current_scale()
 
         def scaled(value: Any) -> Any:
             value = unscale.to_float32(ops.convert_to_tensor(value))
@@ -542,7 +530,7 @@ class LossScaleOptimizer(
         After it, `apply_gradients` takes unscaled gradients until `scale_loss`
         is called again. Arguments and result are those of `unscale_gradients`.
         """
-        self._next_are_true = True
+        self._gets_unscaled = True
         return self.unscale_gradients(grads)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
@@ -604,53 +592,26 @@ class LossScaleOptimizer(
         """
         return ops.equal(self._consecutive_skips.value, 0)
 
-    def _is_scaling(self) -> bool:
-        """Returns whether losses are multiplied by the scale, not by 1."""
-        if self._scales is None:
-            # If a loss is scaled before the build, the variables are not known
-            # yet. To multiply and divide is right for any variables.
-            if not self.built and step_outcome.around() is not None:
-                return True
-            # The decision is final, because later compiled code has to agree
-            # with earlier code.
-            variables = self._model_variables
-            self._scales = not (self.built and model_call.scales(variables))
-        return self._scales
+    def _of_losses(self) -> scaled_losses.Scaled | scaled_losses.Unscaled:
+        """Returns whether the optimizer multiplies losses by its scale."""
+        if self._losses is not None:
+            return self._losses
+        if not self.built and step_outcome.around() is not None:
+            # A loss may be scaled before the variables are known. To multiply
+            # and divide is right for any.
+            return scaled_losses.Scaled()
+        # The decision is final, because later compiled code has to agree with
+        # earlier code.
+        variables = self._model_variables
+        inside = self.built and model_call.scales(variables)
+        self._losses = (
+            scaled_losses.Unscaled() if inside else scaled_losses.Scaled()
+        )
+        return self._losses
 
     def decide_anew(self) -> None:
         """Decides again whether to scale, since the model's dtypes changed."""
-        self._scales = None
-
-    def _note_scaled(self) -> None:
-        self._has_scaled = True
-        if (step := step_outcome.around()) is not None:
-            step.scaled.add(id(self))
-
-    def _are_scaled(self, told: bool = False) -> bool:
-        """Returns whether gradients are those of a scaled loss.
-
-        In a model's train step, they are if the step has scaled its loss.
-
-        Args:
-            told: Whether to warn if no loss was ever scaled.
-        """
-        if (step := step_outcome.around()) is not None:
-            return id(self) in step.scaled
-        if not self._is_scaling():
-            return False
-        is_one = _is_constant(self.rule) and self.rule.lowest_scale == 1.0
-        if told and not (self._has_scaled or is_one):
-            self._has_scaled = True
-            _users_code.warn(
-                "The gradients are divided by the loss scale, but the loss was "
-                "not multiplied by it, so every update is too small by that "
-                "factor. Take the gradients of the scaled loss: `scaled = "
-                "optimizer.scale_loss(loss)` inside the tape, then "
-                "`tape.gradient(scaled, ...)`; or, if the gradients are those "
-                "of the loss, write optimizer.apply(grads, variables, "
-                "unscaled=True)."
-            )
-        return True
+        self._losses = None
 
     def _variables_of(self, grads: list, trainable_variables: Any) -> list:
         """Returns the gradients' variables; builds the optimizer on them."""
@@ -681,23 +642,18 @@ class LossScaleOptimizer(
             )
         return variables
 
-    def _step(
-        self,
-        grads: list,
-        places: list[int],
-        repeated: list[int],
-        unscaled: bool,
-    ) -> None:
+    def _step(self, grads: list, variables: list, unscaled: bool) -> None:
         """Applies a step, or skips it.
 
         Args:
-            grads: Gradients in the order of the build, then second ones.
-            places: The indices of the gradients that were given.
-            repeated: The indices of the variables with a second gradient.
+            grads: The gradients. Two networks that share a trunk may each give
+                one for its variables.
+            variables: The variable of each.
             unscaled: Whether they are not gradients of a scaled loss.
         """
         own, rule = self._model_variables, self.rule
-        variables = own + [own[row] for row in repeated]
+        rows = optimizers.positions(self, variables)
+        variables = [own[row] for row in rows]
         used = self.variables + own
         if keras.backend.backend() == "tensorflow":
             replicas.check_replica_context()
@@ -713,13 +669,8 @@ class LossScaleOptimizer(
         scale = None if unscaled else current
         with replicas.one_replica(used, self):
             true = unscale.true_gradients(grads, variables, scale)
-
-            def update() -> None:
-                self.inner_optimizer.apply(
-                    [true[n] for n in places],
-                    [keras_variables.local(variables[n]) for n in places],
-                )
-
+            local = [*map(keras_variables.local, variables)]
+            update = functools.partial(self.inner_optimizer.apply, true, local)
             checked = unscale.narrow_if_dense(grads, true)
             if scale is not None and rule.may_enlarge:
                 checked = true
@@ -727,7 +678,6 @@ class LossScaleOptimizer(
             applied, bad = apply_if_finite.apply_if_finite(
                 checked, update, updated
             )
-            rows = [*range(len(own)), *repeated]
             bad = apply_if_finite.by_variable(bad, rows, len(own))
             norm = None
             if self._gradient_norm is not None:
@@ -744,7 +694,8 @@ class LossScaleOptimizer(
 
         Outside models that scale their gradients, NaN may be an overflow.
         """
-        if _is_constant(self.rule) or self._is_scaling():
+        is_scaled = isinstance(self._of_losses(), scaled_losses.Scaled)
+        if rules.is_constant(self.rule) or is_scaled:
             return False
         return power.blames_data(grads)
 
@@ -752,7 +703,7 @@ class LossScaleOptimizer(
         self, before: rules.StepState, after: rules.StepState
     ) -> None:
         """Warns of the eighth skipped step in a row of a user's own loop."""
-        if power.is_placed():
+        if context_values.block.get().in_fit:
             # The line after the epoch says more.
             return
         if self._watch is None:
@@ -858,10 +809,6 @@ def _refuse_misspelt(given: Iterable[str]) -> None:
             raise ValueError(
                 f"LossScaleOptimizer has no argument `{name}`.{hint}"
             )
-
-
-def _is_constant(rule: rules.LossScale) -> bool:
-    return isinstance(rule, rules.FixedLossScale | rules.NoLossScale)
 
 
 def _attribute(field: str) -> str:

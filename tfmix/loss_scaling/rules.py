@@ -344,6 +344,11 @@ class StepState(NamedTuple):
         )
 
 
+def is_constant(rule: LossScale) -> bool:
+    """Returns whether a scale stays as it is."""
+    return isinstance(rule, _ConstantLossScale)
+
+
 def _select_all(condition: Any, if_true: Any, if_false: Any) -> Any:
     pairs = zip(if_true, if_false, strict=True)
     return type(if_true)(*(_select(condition, *pair) for pair in pairs))
