@@ -313,10 +313,9 @@ class LossScaleOptimizer(
             >>> float(LossScaleOptimizer("sgd", 64.0).current_scale())
             64.0
         """
-        losses = self._of_losses()
-        if not isinstance(losses, scaled_losses.Scaled):
+        if not self._of_losses().are_scaled:
             return ops.ones((), "float32")
-        losses.note(self)
+        self._of_losses().note(self)
         return self.rule_scale()
 
     def rule_scale(self) -> Any:
@@ -513,7 +512,7 @@ class LossScaleOptimizer(
     @compilation.untouched
     def get_scaled_loss(self, loss: Any) -> Any:
         """Does what `scale_loss` does, under its old tf.keras name."""
-        if not isinstance(self._of_losses(), scaled_losses.Scaled):
+        if not self._of_losses().are_scaled:
             return loss
         scale = self.current_scale()
 
@@ -594,19 +593,17 @@ class LossScaleOptimizer(
 
     def _of_losses(self) -> scaled_losses.Scaled | scaled_losses.Unscaled:
         """Returns whether the optimizer multiplies losses by its scale."""
-        if self._losses is not None:
-            return self._losses
-        if not self.built and step_outcome.around() is not None:
-            # A loss may be scaled before the variables are known. To multiply
-            # and divide is right for any.
-            return scaled_losses.Scaled()
-        # The decision is final, because later compiled code has to agree with
-        # earlier code.
-        variables = self._model_variables
-        inside = self.built and model_call.scales(variables)
-        self._losses = (
-            scaled_losses.Unscaled() if inside else scaled_losses.Scaled()
-        )
+        if self._losses is None:
+            if not self.built and step_outcome.around() is not None:
+                # A loss may be scaled before the variables are known. To
+                # multiply and divide is right for any.
+                return scaled_losses.Scaled()
+            # The decision is final, because later compiled code has to agree
+            # with earlier code.
+            inside = self.built and model_call.scales(self._model_variables)
+            self._losses = (
+                scaled_losses.Unscaled() if inside else scaled_losses.Scaled()
+            )
         return self._losses
 
     def decide_anew(self) -> None:
@@ -694,8 +691,7 @@ class LossScaleOptimizer(
 
         Outside models that scale their gradients, NaN may be an overflow.
         """
-        is_scaled = isinstance(self._of_losses(), scaled_losses.Scaled)
-        if rules.is_constant(self.rule) or is_scaled:
+        if rules.is_constant(self.rule) or self._of_losses().are_scaled:
             return False
         return power.blames_data(grads)
 

@@ -14,6 +14,11 @@ from tfmix.loss_scaling import rules, step_outcome
 class Unscaled:
     """Losses keep their values, because the models scale their gradients."""
 
+    are_scaled = False
+
+    def note(self, optimizer: Any) -> None:
+        """Notes that an optimizer has scaled a loss, which this one cannot."""
+
     def are_gradients_scaled(self, optimizer: Any, warns: bool = False) -> bool:
         """Returns whether the gradients are those of a scaled loss.
 
@@ -28,6 +33,8 @@ class Unscaled:
 
 class Scaled(Unscaled):
     """Losses are multiplied by the loss scale."""
+
+    are_scaled = True
 
     def __init__(self) -> None:
         self._has_scaled = False
