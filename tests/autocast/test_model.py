@@ -410,30 +410,6 @@ def test_each_output_in_16_bit_is_named(said, activations, line):
     assert said == [f'{line} `dtype="float32"`']
 
 
-@pytest.mark.parametrize(
-    ("activation", "loss", "logits", "label"),
-    [
-        ("softmax", "sparse_categorical_crossentropy", [30.0, 0.0], 1),
-        ("sigmoid", "binary_crossentropy", [30.0], 0.0),
-        ("sigmoid", keras.losses.BinaryCrossentropy(), [30.0], 0.0),
-        ("softmax", "mse", [30.0, 0.0], [0.0, 1.0]),
-    ],
-)
-def test_it_is_reported_only_where_the_loss_sees_it(
-    said, activation, loss, logits, label
-):
-    x = np.array([logits], "float32")
-    with global_policy.policy_scope("mixed_float16"):
-        dense = keras.layers.Dense(
-            len(logits), activation, kernel_initializer="identity"
-        )
-        model = keras.Sequential([keras.Input((len(logits),)), dense])
-    model.compile("sgd", loss)
-    got = model.evaluate(x, np.array([label]), verbose=0)
-    # TensorFlow's loss uses the logits behind it.
-    assert (abs(got - 30.0) < 0.1) is (said == [])
-
-
 @pytest.mark.costly
 def test_a_float32_output_is_not_reported(said):
     x, y = penalised.batch()

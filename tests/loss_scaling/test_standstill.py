@@ -64,7 +64,9 @@ def test_the_eighth_skip_in_a_row_warns_once(way, wrap, said):
     assert said == []
     run([BAD] * 20, way, wrap)
     (line,) = said
-    assert line.startswith("no update was applied in the last 8 steps of 'adam'")
+    assert line.startswith(
+        "no update was applied in the last 8 steps of 'adam'"
+    )
     assert "all gradients are NaN or infinite" in line
 
 
