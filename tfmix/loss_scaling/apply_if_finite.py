@@ -127,7 +127,11 @@ def is_chosen() -> bool:
 
 
 def _as_chosen(update: Callable[[], Any]) -> None:
-    with context_values.holding(is_chosen=True):
+    # An optimizer computes in the dtypes of its variables: the rules of a
+    # model's step only cost time here.
+    with context_values.holding(
+        is_chosen=True, rules=context_values.NO_RULES
+    ):
         update()
 
 

@@ -287,7 +287,9 @@ class _Guard:
         """
         if keras.backend.is_float_dtype(own.dtype):
             own = ops.where(ops.logical_or(stays, fine), own, float("nan"))
-        stays = ops.logical_or(stays, ops.logical_not(self._is_measured()))
+        if counts := self._counts():
+            is_empty = ops.all(ops.equal(ops.stack(counts), 0))
+            stays = ops.logical_or(stays, is_empty)
         return ops.where(stays, own, without)
 
     def _metrics_result(self, original: Callable) -> Any:
@@ -296,21 +298,18 @@ class _Guard:
         Keras then uses the last step's logs, as it does for other keys.
         """
         results = original()
-        if not results:
+        counts = self._counts()
+        if not results or any(map(compilation.is_symbolic, counts)):
             return results
-        empty = ops.logical_not(self._is_measured())
-        return {} if not compilation.is_symbolic(empty) and empty else results
+        return {} if counts and not any(map(bool, counts)) else results
 
-    def _is_measured(self) -> Any:
-        """Boolean scalar: has a mean among the metrics seen any batch?"""
-        counts = [
-            metric.count
+    def _counts(self) -> list:
+        """Returns what the means among the metrics have counted so far."""
+        return [
+            ops.convert_to_tensor(metric.count)
             for metric in training.metrics(self._model)
             if isinstance(metric, keras.metrics.Mean)
         ]
-        if not counts:
-            return ops.convert_to_tensor(True)
-        return ops.any(ops.stack([ops.not_equal(c, 0) for c in counts]))
 
     def _watched(self) -> list[keras.Variable]:
         """Returns the variables that a skipped step must not change."""
