@@ -313,6 +313,16 @@ def host_value(variable: Any) -> np.ndarray:
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
+def number_or_value(variable: keras.Variable) -> Any:
+    """Returns a NumPy number for a variable of an eager step (TensorFlow)."""
+    if keras.backend.backend() != "tensorflow":
+        return variable.value
+    is_eager = tf.executing_eagerly() and not tf.distribute.has_strategy()
+    if is_eager and stateless_scope.get_stateless_scope() is None:
+        return host_value(variable)[()]
+    return variable.value
+
+
 def value_outside(variable: keras.Variable) -> np.ndarray | None:
     """Returns a variable's value outside any trace, None if it has none."""
     if keras.backend.backend() == "jax":

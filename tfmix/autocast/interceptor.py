@@ -228,10 +228,13 @@ def _intercepted(original: Any, rows: Sequence[Row]) -> Any:
         return staticmethod(_intercepted(original.__func__, rows))
     composed: dict[tuple[frozenset[str], bool], Callable] = {}
     differs = not all(row.on_shapes for row in rows)
+    sometimes = all(row.rule is not _ALWAYS for row in rows)
 
     @functools.wraps(original)
     def intercepted(*args: Any, **kwargs: Any) -> Any:
         rules = of_caller()
+        if sometimes and not rules:
+            return original(*args, **kwargs)
         on_shapes = differs and global_state.on_shapes_only()
         call = composed.get((rules, on_shapes))
         if call is None:

@@ -129,9 +129,7 @@ def is_chosen() -> bool:
 def _as_chosen(update: Callable[[], Any]) -> None:
     # An optimizer computes in the dtypes of its variables: the rules of a
     # model's step only cost time here.
-    with context_values.holding(
-        is_chosen=True, rules=context_values.NO_RULES
-    ):
+    with context_values.holding(is_chosen=True, rules=context_values.NO_RULES):
         update()
 
 

@@ -662,7 +662,6 @@ class LossScaleOptimizer(
         grads = replicas.sum_gradients(
             grads, variables, self.reduce_dtype, factor
         )
-        is_data = self._blames_data(grads)
         scale = None if unscaled else current
         with replicas.one_replica(used, self):
             true = unscale.true_gradients(grads, variables, scale)
@@ -679,9 +678,10 @@ class LossScaleOptimizer(
             norm = None
             if self._gradient_norm is not None:
                 norm = unscale.norm(true, variables)
+            is_data = applied is not True and self._blames_data(grads)
             after = state.after(rule, applied, bad, norm, is_data)
             self._warn_if_still(state, after)
-            self._assign(after)
+            self._assign(state, after)
         # A flag of its own would keep XLA from counting in the kernel that
         # computes the logs.
         step_outcome.report(self.last_step_applied())
@@ -699,6 +699,9 @@ class LossScaleOptimizer(
         self, before: rules.StepState, after: rules.StepState
     ) -> None:
         """Warns of the eighth skipped step in a row of a user's own loop."""
+        skips = after.consecutive_skips
+        if rules.is_number(skips) and skips != standstill.AFTER:
+            return
         if context_values.block.get().in_fit:
             # The line after the epoch says more.
             return
@@ -706,7 +709,7 @@ class LossScaleOptimizer(
             paths = optimizers.paths(self._model_variables)
             self._watch = standstill.Watch(self.inner_optimizer.name, paths)
         bad = ops.not_equal(before.overflow_counts, after.overflow_counts)
-        is_eighth = ops.equal(after.consecutive_skips, standstill.AFTER)
+        is_eighth = ops.equal(skips, standstill.AFTER)
         standstill.call_if(is_eighth, self._watch.warn, bad)
 
     def _create_state(self, rule: rules.LossScale) -> None:
@@ -764,22 +767,33 @@ class LossScaleOptimizer(
             variable.assign(value)
 
     def _state(self) -> rules.StepState:
+        """Returns the values of the state: numbers, if the step is eager."""
+        # Each operation on a scalar would take longer than its copy.
+        value = compilation.number_or_value
         norm = self._gradient_norm
         return rules.StepState(
-            scale=self._scale_state(),
-            skipped_steps=self._skipped_steps.value,
-            consecutive_skips=self._consecutive_skips.value,
-            overflow_counts=self._overflow_counts.value,
-            gradient_norm=None if norm is None else norm.value,
+            scale=self._state_type(*map(value, self._scale_variables())),
+            skipped_steps=value(self._skipped_steps),
+            consecutive_skips=value(self._consecutive_skips),
+            overflow_counts=value(self._overflow_counts),
+            gradient_norm=None if norm is None else value(norm),
         )
 
-    def _assign(self, state: rules.StepState) -> None:
-        self._assign_scale(state.scale)
-        self._skipped_steps.assign(state.skipped_steps)
-        self._consecutive_skips.assign(state.consecutive_skips)
-        self._overflow_counts.assign(state.overflow_counts)
-        if self._gradient_norm is not None:
-            self._gradient_norm.assign(state.gradient_norm)
+    def _assign(self, before: rules.StepState, after: rules.StepState) -> None:
+        """Assigns the state after a step, except numbers that stay."""
+        variables = [
+            *self._scale_variables(),
+            self._skipped_steps,
+            self._consecutive_skips,
+            self._overflow_counts,
+            self._gradient_norm,
+        ]
+        olds = *before.scale, *before[1:]
+        news = *after.scale, *after[1:]
+        for variable, old, new in zip(variables, olds, news, strict=True):
+            stays = rules.is_number(new) and np.array_equal(old, new)
+            if variable is not None and not stays:
+                variable.assign(new)
 
 
 def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
