@@ -306,7 +306,7 @@ class _Guard:
     def _counts(self) -> list:
         """Returns what the means among the metrics have counted so far."""
         return [
-            ops.convert_to_tensor(metric.count)
+            compilation.read(metric.count)
             for metric in training.metrics(self._model)
             if isinstance(metric, keras.metrics.Mean)
         ]
