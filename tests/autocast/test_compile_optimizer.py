@@ -257,6 +257,12 @@ def test_the_users_own_objects_stay_and_are_given_back():
     model = under("float16", optimizer=own)
     tfmix.apply_policy(model, "float32")
     assert (model.optimizer, own.inner_optimizer) == (own, inside)
+    fixed = optimizers.SGD(loss_scale_factor=64.0)
+    model = under(F16, optimizer=fixed)
+    # Keras would divide by it once more.
+    assert fixed.loss_scale_factor is None
+    tfmix.apply_policy(model, "float32")
+    assert fixed.loss_scale_factor == 64.0
     model = under(F16, KeepsItsOptimizersElsewhere, adam, own)
     assert (model.first, model.second) == (adam, own)
 
