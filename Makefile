@@ -115,7 +115,7 @@ test-optimized: $(STAMP)
 	@KERAS_BACKEND=tensorflow $(SAMPLE)
 	@KERAS_BACKEND=jax $(SAMPLE)
 
-# Breaks tfmix in twelve ways and says whether the quick tests notice each one.
+# Breaks tfmix in many ways and says whether the quick tests notice each one.
 mutations: $(STAMP)
 	@XLA_FLAGS='$(QUICK_XLA)' $(BIN)/python -m tests.mutations
 

@@ -19,7 +19,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import keras
 
-import tfmix
 from benchmarks import compiled_steps, results
 from tfmix.hardware import compilers
 from tfmix.hardware import target as targets
@@ -32,70 +31,16 @@ ON_JAX = keras.backend.backend() == "jax"
 Rows = list[dict[str, Any]]
 
 
-def steps(target: str, inner: str = "Adam") -> results.Table:
-    """One optimizer's step under each scaler, on both lists of variables."""
+def steps() -> results.Table:
+    """Adam's step under each scaler, on both lists of variables."""
     rows: Rows = []
     for model, shapes in MODELS.items():
         for way, wrap in compiled_steps.WRAPPERS.items():
-            optimizer = wrap(getattr(keras.optimizers, inner)())
-            made = compiled_steps.compiled(optimizer, shapes, target)
-            row = {"model": model, "optimizer": way, **compiled_steps.row(made)}
-            if targets.find(target).kind == "TPU":
-                row["GB accessed"] = made.accessed / 1e9
-            rows.append(row)
-    return results.Table(f"One {inner} step, compiled for {target}", rows)
-
-
-def pure() -> results.Table:
-    """Ways to keep the bits that bfloat16 variables lose."""
-    adam = keras.optimizers.Adam
-    ways: dict[str, Callable[[], Any]] = {
-        "bare": adam,
-        "masters": lambda: tfmix.optimizers.MasterWeightOptimizer(adam()),
-        "split": lambda: tfmix.optimizers.MasterWeightOptimizer(
-            adam(), split=True
-        ),
-        "stochastic": lambda: tfmix.optimizers.BFloat16Optimizer(
-            adam(), seed=1
-        ),
-        "masters in tfmix": lambda: tfmix.LossScaleOptimizer(
-            tfmix.optimizers.MasterWeightOptimizer(adam())
-        ),
-    }
-    rows: Rows = []
-    for model, shapes in MODELS.items():
-        for way, make in ways.items():
-            made = compiled_steps.compiled(make(), shapes, "h200", "bfloat16")
+            optimizer = wrap(keras.optimizers.Adam())
+            made = compiled_steps.compiled(optimizer, shapes, "h200")
             names = {"model": model, "optimizer": way}
             rows.append(names | compiled_steps.row(made))
-    return results.Table("Adam on bfloat16 variables, for h200", rows)
-
-
-def sparse() -> results.Table:
-    """A sparse gradient under each scaler."""
-    rows: Rows = []
-    for inner in ("SGD", "Adagrad"):
-        for way, wrap in compiled_steps.WRAPPERS.items():
-            optimizer = wrap(getattr(keras.optimizers, inner)())
-            made = compiled_steps.sparse(optimizer, "h200")
-            names = {"optimizer": f"{inner}, {way}"}
-            rows.append(names | compiled_steps.row(made))
-    title = "1024 rows of a 1,000,000 x 64 table, compiled for h200"
-    return results.Table(title, rows)
-
-
-def everywhere() -> results.Table:
-    """The step on few large variables, on each target."""
-    rows: Rows = []
-    for target in targets.targets():
-        for way in ("bare", "tfmix"):
-            adam = compiled_steps.WRAPPERS[way](keras.optimizers.Adam())
-            made = compiled_steps.compiled(
-                adam, compiled_steps.FEW_LARGE, target.name
-            )
-            names = {"target": target.name, "optimizer": way}
-            rows.append(names | compiled_steps.row(made))
-    return results.Table("One Adam step on 6 x 2048 x 2048 everywhere", rows)
+    return results.Table("One Adam step, compiled for h200", rows)
 
 
 def whole(target: str, devices: int = 1) -> results.Table:
@@ -116,40 +61,12 @@ def whole(target: str, devices: int = 1) -> results.Table:
     return results.Table(title, rows)
 
 
-def chips() -> results.Table:
-    """The exchanges that scaling adds between many chips."""
-    rows: Rows = []
-    for devices in (4, 64, 256):
-        for way in compiled_steps.WRAPPERS:
-            step = compiled_steps.transformer(
-                "mixed_bfloat16", way, "v5e", devices
-            )
-            rows.append(
-                {
-                    "chips": devices,
-                    "optimizer": way,
-                    "exchanges": step.exchanges,
-                    "bytes exchanged": step.exchanged,
-                    "conditionals": step.conditionals,
-                }
-            )
-    title = "The transformer on v5e, mixed_bfloat16, data parallel"
-    return results.Table(title, rows)
-
-
 PARTS: dict[str, Callable[[], results.Table]] = {
-    "h200": lambda: steps("h200"),
-    "v5e": lambda: steps("v5e"),
-    "sgd": lambda: steps("h200", "SGD"),
-    "adamw": lambda: steps("h200", "AdamW"),
-    "muon": lambda: steps("h200", "Muon"),
-    "pure": pure,
-    "everywhere": everywhere,
+    "h200": steps,
     "transformer": lambda: whole("h200"),
+    # Only JAX compiles for several devices.
     "transformer-v5e": lambda: whole("v5e", 4 if ON_JAX else 1),
 }
-# Only TensorFlow has sparse gradients, and only JAX several devices.
-PARTS |= {"chips": chips} if ON_JAX else {"sparse": sparse}
 
 
 def _table(part: str) -> results.Table:

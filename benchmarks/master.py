@@ -1,13 +1,12 @@
 """Compares the ways of pure 16-bit training to keep the lost bits.
 
-    python -m benchmarks.master            # the table: two tasks, five seeds
+    python -m benchmarks.master            # the tables, five seeds
     python -m benchmarks.master --seeds 1  # a quick look
     python -m benchmarks.master --steps    # 400 layers: flat against plain
 
-The tasks are digits (scikit-learn) with a small dense net, accuracy in percent
-on the last 360 images, and sunspots (statsmodels) with an LSTM that sees twelve
-years, R2 in percent on the last sixty. Bytes are counted from the variables.
-Times are ratios of runs that alternate in this process.
+The task is digits (scikit-learn) with a small dense net, accuracy in percent on
+the last 360 images. Bytes are counted from the variables. Times are ratios of
+runs that alternate in this process.
 """
 
 import dataclasses
@@ -29,7 +28,6 @@ from tfmix.optimizers import bfloat16_optimizer, low_memory, master_weights
 class Task:
     """Data, a model of one policy and the metric of a benchmark task."""
 
-    name: str
     train: tuple
     test: tuple
     model: Callable
@@ -58,49 +56,9 @@ def digits() -> Task:
         return 100.0 * float(np.mean(predicted.argmax(axis=-1) == true))
 
     train, test = (images[:-360], labels[:-360]), (images[-360:], labels[-360:])
-    return Task("digits", train, test, model, score, epochs=20)
+    return Task(train, test, model, score, epochs=20)
 
 
-def sunspots() -> Task:
-    """Yearly sunspot numbers, an LSTM, R2 in percent."""
-    import statsmodels.api as sm
-
-    series = sm.datasets.sunspots.load_pandas().data["SUNACTIVITY"]
-    values = (series.to_numpy("float32") / 100.0)[:, None]
-    years = 12
-    windows = np.stack(
-        [values[i : i + years] for i in range(len(values) - years)]
-    )
-    following = values[years:]
-
-    def model(policy: str) -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.Input((years, 1)),
-                # The orthogonal default needs `qr`, which bfloat16 lacks.
-                keras.layers.LSTM(
-                    16, recurrent_initializer="glorot_uniform", dtype=policy
-                ),
-                keras.layers.Dense(1, dtype=policy),
-                keras.layers.Activation("linear", dtype="float32"),
-            ]
-        )
-
-    def score(predicted: np.ndarray, true: np.ndarray) -> float:
-        rest = np.sum((predicted - true) ** 2) / np.sum(
-            (true - true.mean()) ** 2
-        )
-        return 100.0 * float(1.0 - rest)
-
-    train = (windows[:-60], following[:-60])
-    test = (windows[-60:], following[-60:])
-    return Task("sunspots", train, test, model, score, epochs=60)
-
-
-_SCORES = {
-    "digits": "Score: accuracy in percent on the last 360 images.",
-    "sunspots": "Score: R2 in percent on the last sixty years.",
-}
 # The values are the policy of the layers and the wrapper of Adam.
 VARIANTS: dict[str, tuple[str, Callable]] = {
     "float32": ("float32", lambda adam: adam),
@@ -135,12 +93,9 @@ def compiled(task: Task, variant: str, seed: int) -> keras.Model:
     policy, around = VARIANTS[variant]
     keras.utils.set_random_seed(seed)
     model = task.model(policy)
-    learning_rate = 1e-3 if task.name == "digits" else 1e-2
-    optimizer = around(keras.optimizers.Adam(learning_rate))
+    optimizer = around(keras.optimizers.Adam(1e-3))
     optimizer.build(model.trainable_variables)
-    loss = (
-        "mse" if task.name == "sunspots" else "sparse_categorical_crossentropy"
-    )
+    loss = "sparse_categorical_crossentropy"
     model.compile(optimizer, loss=loss, jit_compile=False)
     return model
 
@@ -205,8 +160,9 @@ def run_task(task: Task, seeds: int, rounds: int = 9) -> results.Table:
                 "epoch, ratio to float32": results.spread(ratios),
             }
         )
-    title = f"{task.name}: {task.epochs} epochs, {seeds} seeds"
-    return results.Table(title, rows, _SCORES[task.name])
+    title = f"digits: {task.epochs} epochs, {seeds} seeds"
+    note = "Score: accuracy in percent on the last 360 images."
+    return results.Table(title, rows, note)
 
 
 def optimizer_step(flat: bool, layers: int) -> Callable[[], Any]:
@@ -255,9 +211,6 @@ def run_steps(
 FLAGS = results.flag_values()
 flags.DEFINE_integer("seeds", 5, "runs of each task", flag_values=FLAGS)
 flags.DEFINE_bool("steps", False, "only time steps", flag_values=FLAGS)
-flags.DEFINE_enum(
-    "task", None, ["digits", "sunspots"], "one task", flag_values=FLAGS
-)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -270,12 +223,7 @@ def main(arguments: list[str] | None = None) -> None:
         keras.backend.backend(),
         f"seeds 0 to {FLAGS.seeds - 1}; score: mean and standard deviation",
     )
-    chosen = [] if FLAGS.steps else [digits, sunspots]
-    tables = [
-        run_task(task(), FLAGS.seeds)
-        for task in results.track(chosen, "tasks")
-        if FLAGS.task in (None, task.__name__)
-    ]
+    tables = [] if FLAGS.steps else [run_task(digits(), FLAGS.seeds)]
     if keras.backend.backend() == "tensorflow":
         tables.append(run_steps())
     results.publish(run.record(tables), FLAGS)

@@ -1,172 +1,162 @@
-"""Measures the overhead of loss scaling: time, first step, memory.
+"""Measures the overhead of loss scaling in the optimizer's step.
 
-    python -m benchmarks.overhead [--only SECTION,...] [--runs 60]
-                                  [--keras_compile] [--json] [--save=docs]
+    python -m benchmarks.overhead [--runs 60] [--json] [--save=docs]
 
 The unwrapped optimizer, Keras's scaler and tfmix's take turns in one process. A
 ratio or an overhead is taken within a turn, so that a slow moment of the
-machine affects all of them. The sections run in separate processes:
-
-graph, xla, jax  Variables only and Adam, so that nothing but the optimizer is
-                 timed: two hundred 32 x 32 layers, six 2048 x 2048 layers.
-training         Whole steps of dense layers in graph mode, a batch of 64.
-mirrored         As `graph` on two replicas, which share the CPU.
-compile          Seconds to the first step of 100 and of 300 dense layers,
-                 forward, backward and update, under XLA.
-sparse           A step of a model with an embedding of 1,000,000 x 64.
-memory           Peak of a step above the memory before it.
-tracing, jax_tracing
-                 Building a model of 100 dense layers and one of 8 blocks of a
-                 transformer, and tracing loss and gradient, with and without
-                 the layers' fallback to float32.
+machine affects all of them. There are only variables and Adam, so that nothing
+but the optimizer is timed: two hundred 32 x 32 layers, six 2048 x 2048 layers;
+under XLA with TensorFlow, compiled and with donated state with JAX.
 """
 
 import os
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
 from absl import flags
 
-from benchmarks import answers, pairs, results
+import tfmix
+from benchmarks import pairs, results
 
-_TENSORFLOW = (
-    "graph",
-    "xla",
-    "training",
-    "compile",
-    "sparse",
-    "mirrored",
-    "memory",
-    "tracing",
-)
-_JAX = ("jax", "jax_tracing")
-SECTIONS = (*_TENSORFLOW, *_JAX)
-_LAYERS = (100, 300)
-_SYSTEMS = ("bare", "keras", "tfmix")
-# Each takes half a minute at 300 layers.
-_COMPILATIONS = 3
-# Memory depends on TensorFlow's threads, so it is measured several times there.
-_MEMORY = (
-    ("graph", "tensorflow", 5),
-    ("xla", "tensorflow", 3),
-    ("jax", "jax", 1),
-)
+# The values are layers, width, and steps in a turn. A turn takes a tenth of a
+# second, because a shared machine's memory changes its speed every few seconds.
+MODELS = {
+    "many small (200 x 32 x 32)": (200, 32, 4),
+    "few large (6 x 2048 x 2048)": (6, 2048, 1),
+}
+SYSTEMS = {
+    "bare": lambda inner: inner,
+    "keras": keras.optimizers.LossScaleOptimizer,
+    "tfmix": tfmix.LossScaleOptimizer,
+}
+# `benchmarks.low_memory` compares this with the first.
+WAYS = SYSTEMS | {"8 bits": tfmix.optimizers.LowMemoryOptimizer}
+Step = Callable[[], Any]
 
 
-def measure(
-    sections: Sequence[str] = SECTIONS,
-    runs: int = 60,
-    keras_compile: bool = False,
+def variables(layers: int, width: int) -> list[Any]:
+    """Returns the kernels and biases of some dense layers."""
+    shapes = [(width, width), (width,)] * layers
+    return [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
+
+
+def wrapped(system: str, model: list[Any]) -> Any:
+    """Returns Adam, wrapped by a system and built."""
+    optimizer = WAYS[system](keras.optimizers.Adam())
+    optimizer.build(model)
+    if system in ("keras", "tfmix"):
+        optimizer.scale_loss(1.0)
+    return optimizer
+
+
+def compiled_step(system: str, size: tuple[int, int]) -> Step:
+    """Returns a step of Adam on variables of a size."""
+    if keras.backend.backend() == "jax":
+        return _jax_step(system, size)
+    import tensorflow as tf
+
+    model = variables(*size)
+    optimizer = wrapped(system, model)
+    grads = [tf.fill(v.shape, np.float32(1e-3)) for v in model]
+
+    @tf.function(autograph=False, jit_compile=True)
+    def step(grads: list[Any]) -> Any:
+        optimizer.apply(grads, model)
+        return optimizer.iterations.value
+
+    return lambda: step(grads).numpy()
+
+
+def _jax_step(system: str, size: tuple[int, int]) -> Step:
+    """Returns a compiled step that keeps its state between calls."""
+    import jax
+
+    model = variables(*size)
+    optimizer = wrapped(system, model)
+
+    # Inputs and outputs have the same order, so donated inputs are not copied.
+    def stateless(state: list[Any], grads: list[Any]) -> list[Any]:
+        return list(optimizer.stateless_apply(state[1], grads, state[0]))
+
+    grads = [jax.numpy.full(v.shape, 1e-3) for v in model]
+    state = [
+        [jax.numpy.array(v.value) for v in each]
+        for each in (model, optimizer.variables)
+    ]
+    lowered = jax.jit(stateless, donate_argnums=0).lower(state, grads)
+    compiled = lowered.compile()
+
+    def step() -> None:
+        state[:] = compiled(state, grads)
+        jax.block_until_ready(state)
+
+    return step
+
+
+def in_turns(
+    what: dict[str, Any], steps: dict[str, Step], repeats: int, runs: int
 ) -> list[dict[str, Any]]:
-    """Measures the sections.
+    """Times steps in turn; returns rows with ratios within a turn."""
+    timed = {name: pairs.timed(step, repeats) for name, step in steps.items()}
+    times = pairs.in_turns(timed, runs)
+    bare = times["bare"]
+    rows = []
+    for system, own in times.items():
+        extra = pairs.differences(own, bare)
+        measured = {
+            "ms": own,
+            "ratio": pairs.ratios(own, bare),
+            "overhead_ms": extra,
+        }
+        row = {**what, "system": system}
+        for name, values in measured.items():
+            row[name] = results.spread(values, quartiles=True)
+        if system == "tfmix" and "keras" in times:
+            of_keras = pairs.differences(times["keras"], bare)
+            keras_extra = statistics.median(of_keras)
+            # If this is negative, the machine was too busy to measure it.
+            if keras_extra > 0:
+                share = statistics.median(extra) / keras_extra
+                row["overhead_of_keras"] = share
+        rows.append(row)
+    return rows
 
-    Args:
-        sections: Names out of `SECTIONS`.
-        runs: Integer, turns of each timing.
-        keras_compile: Whether to compile with Keras's scaler as well, which
-            takes minutes for 300 layers.
 
-    Returns:
-        Rows with `section`, `model` and `system`. Timings have `ms`, `ratio`
-        to the unwrapped optimizer and `overhead_ms`, each with `median`,
-        `low`, `high` and `runs`. tfmix's rows also have `overhead_of_keras`,
-        the ratio of the median overheads. `compile` has `seconds` and
-        `ratio`, and `memory` has `mb`, as spreads of fewer runs.
+def measure(runs: int) -> list[dict[str, Any]]:
+    """Returns a row for each model and system.
+
+    It has `ms`, `ratio` to the unwrapped optimizer and `overhead_ms`. tfmix's
+    rows also have `overhead_of_keras`, the ratio of the median overheads.
     """
     rows = []
-    for section in results.track(sections, "measuring"):
-        if section == "compile":
-            found = _compile(keras_compile)
-        elif section == "memory":
-            found = _memory()
-        else:
-            found = _worker(section, str(runs))
-        rows += [{"section": section, **row} for row in found]
-    return rows
-
-
-def _worker(name: str, *arguments: str, backend: str = "") -> Any:
-    backend = backend or ("jax" if name in _JAX else "tensorflow")
-    return answers.answer_of(
-        "benchmarks.overhead_steps",
-        name,
-        *arguments,
-        environment={"KERAS_BACKEND": backend},
-    )
-
-
-def _compile(with_keras: bool) -> list[dict[str, Any]]:
-    systems = _SYSTEMS if with_keras else ("bare", "tfmix")
-    rows = []
-    for layers in _LAYERS:
-        found: dict[str, list[float]] = {system: [] for system in systems}
-        for _ in range(_COMPILATIONS):
-            for system in systems:
-                (row,) = _worker("first_step", system, str(layers))
-                found[system].append(row["seconds"])
-        for system, own in found.items():
-            ratios = pairs.ratios(own, found["bare"])
-            row = {"model": f"{layers} dense layers", "system": system}
-            row |= {"seconds": results.spread(own)}
-            rows.append({**row, "ratio": results.spread(ratios)})
-    return rows
-
-
-def _memory() -> list[dict[str, Any]]:
-    rows = []
-    for mode, backend, runs in _MEMORY:
-        for system in _SYSTEMS:
-            found = [
-                row["mb"]
-                for _ in range(runs)
-                for row in _worker("peak", system, mode, backend=backend)
-            ]
-            rows.append(
-                {"model": mode, "system": system, "mb": results.spread(found)}
-            )
-    return rows
-
-
-def tables(rows: Sequence[dict[str, Any]]) -> list[results.Table]:
-    """Returns a table for each section."""
-    made = []
-    for section in dict.fromkeys(row["section"] for row in rows):
-        own = [row for row in rows if row["section"] == section]
-        keys = list(dict.fromkeys(key for row in own for key in row))[1:]
-        shown = [{key: row.get(key, "") for key in keys} for row in own]
-        made.append(results.Table(f"Overhead: {section}", shown))
-    return made
+    for name, (*size, repeats) in MODELS.items():
+        steps = {
+            system: compiled_step(system, tuple(size)) for system in SYSTEMS
+        }
+        rows += in_turns({"model": name}, steps, repeats, runs)
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return [{key: row.get(key, "") for key in keys} for row in rows]
 
 
 FLAGS = results.flag_values()
 flags.DEFINE_integer("runs", 60, "turns of each system", flag_values=FLAGS)
-# `python -m benchmarks` starts this once for each backend.
-results.add_names(
-    FLAGS,
-    "only",
-    SECTIONS,
-    {"jax": _JAX, "tensorflow": _TENSORFLOW}.get(
-        os.environ.get("KERAS_BACKEND", ""), SECTIONS
-    ),
-    "sections",
-)
-flags.DEFINE_bool(
-    "keras_compile", False, "compile as Keras does", flag_values=FLAGS
-)
 
 
 def main() -> None:
-    """Measures, prints and saves the tables."""
+    """Measures, prints and saves the table."""
     results.parse(FLAGS, sys.argv[1:])
-    backend = os.environ.get("KERAS_BACKEND", "")
-    how = (
-        f"median and quartiles of {FLAGS.runs} turns; of compile (3 runs) "
-        "and memory (5 and 3) the extremes"
-    )
+    backend = keras.backend.backend()
+    how = f"median and quartiles of {FLAGS.runs} turns"
     run = results.Run("overhead", sys.argv[1:], backend, how)
-    rows = measure(FLAGS.only, FLAGS.runs, FLAGS.keras_compile)
-    results.publish(run.record(tables(rows)), FLAGS)
+    title = f"Overhead: {'jax' if backend == 'jax' else 'xla'}"
+    made = results.Table(title, measure(FLAGS.runs))
+    results.publish(run.record([made]), FLAGS)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,6 @@ TENSORFLOW_IS_ENOUGH = (
     "test_tables.py",
     "test_untrusted_files.py",
     "wild/test_sums_inside.py",
-    "wild/test_true_gradients.py",
     "wild/test_wild.py",
 )
 JAX_IS_ENOUGH = (
@@ -80,7 +79,6 @@ JAX_IS_ENOUGH = (
     "optimizers/test_master_state.py",
     "optimizers/test_sharded_slots.py",
     "test_import_light.py",
-    "wild/test_true_gradients_jax.py",
 )
 
 # Test files may import these in their first lines. An environment with an

@@ -69,6 +69,9 @@ TRAINER = "keras.src.trainers.trainer." + (
     "BaseTrainer" if KERAS >= SINCE["BaseTrainer"] else "Trainer"
 )
 
+# Keras 3.16 moved it one level deeper.
+CORE_OWNER = "keras.src.backend" + (".ops" if KERAS >= SINCE["ops"] else "")
+
 # These are only named as places to search.
 PACKAGES = (
     "keras.src",
@@ -96,8 +99,8 @@ FUNCTIONS = [
     (f"{COMMON}.variables.Variable", "__getitem__", "self idx"),
     (f"{COMMON}.variables.Variable", "assign", "self value"),
     ("keras.src.backend", "compute_output_spec", "fn *args **kwargs"),
-    ("keras.src.backend.core", "cast", "x dtype"),
-    ("keras.src.backend.core", "convert_to_tensor", "x dtype"),
+    (f"{CORE_OWNER}.core", "cast", "x dtype"),
+    (f"{CORE_OWNER}.core", "convert_to_tensor", "x dtype"),
     (f"{SWAP}.SwapEMAWeights", "_swap_variables", "self"),
     (f"{SWAP}.SwapEMAWeights", "_finalize_ema_values", "self"),
     ("keras.src.models.functional.Functional", "call", "self inputs"),
@@ -219,7 +222,7 @@ FUNCTIONS = [
 # (owner, attribute, its type)
 CONSTANTS = [
     (f"{COMMON}.global_state", "GLOBAL_STATE_TRACKER", threading.local),
-    ("keras.src.backend", "core", types.ModuleType),
+    (CORE_OWNER, "core", types.ModuleType),
     ("keras.src.backend", "ops", types.ModuleType),
     (f"{COMMON}.variables", "Variable", type),
     ("keras.src.layers.convolutional.base_conv", "BaseConv", type),

@@ -1,11 +1,9 @@
 """TensorFlow's graphs, functions and tapes describe themselves like this."""
 
-import importlib
-
 import keras
 import pytest
 
-from tests._keras.contracts import FUNCTION, XLA, batch, find, tensorflow_only
+from tests._keras.contracts import batch, tensorflow_only
 
 
 @tensorflow_only
@@ -36,51 +34,6 @@ def test_a_graph_knows_whether_it_becomes_part_of_an_xla_program(jit):
     step(tf.constant(1.0))
     # It holds in the function itself, and in a branch, through the outer graph.
     assert found == [jit, jit]
-
-
-@tensorflow_only
-def test_the_optimization_barrier_returns_a_list_of_what_it_was_given():
-    import tensorflow as tf
-
-    barrier = importlib.import_module(XLA).xla_optimization_barrier
-
-    @tf.function(jit_compile=True)
-    def through(x):
-        (result,) = barrier([x])
-        return result
-
-    assert float(through(tf.constant(3.0))) == 3.0
-
-
-@tensorflow_only
-def test_a_reduction_by_a_function_of_ours_leaves_the_other_axes():
-    import tensorflow as tf
-
-    @tf.function(jit_compile=True)
-    def joined(words):
-        either = tf.function(tf.bitwise.bitwise_or)
-        reducer = either.get_concrete_function(
-            *[tf.TensorSpec((), "int32")] * 2
-        )
-        return importlib.import_module(XLA).xla_reduce(words, 0, [1], reducer)
-
-    assert joined(tf.constant([[1, 4], [2, 2]])).numpy().tolist() == [5, 2]
-
-
-@tensorflow_only
-def test_a_reduction_of_several_tensors_adds_up_each():
-    import tensorflow as tf
-
-    @tf.function(jit_compile=True)
-    def sums(*words):
-        added = tf.function(lambda a, b, c, d: (a + c, b + d))
-        scalars = [tf.TensorSpec((), "int32")] * 4
-        reducer = added.get_concrete_function(*scalars)
-        reduce = importlib.import_module(XLA).xla_variadic_reduce_v2
-        return reduce(list(words), [0, 0], [0], reducer)
-
-    found = sums(tf.constant([1, 4]), tf.constant([2, 2]))
-    assert [int(one) for one in found] == [5, 4]
 
 
 @tensorflow_only
@@ -115,29 +68,6 @@ def test_reads_of_a_variable_are_distinguished_from_writes():
     # A separately traced function takes the handle and is a user itself.
     inner = tf.function(lambda: variable.assign([3.0, 4.0]))
     assert kinds(inner) - {"ReadVariableOp"}
-
-
-@tensorflow_only
-def test_a_function_asks_its_class_at_each_call_whether_to_run_eagerly(
-    monkeypatch,
-):
-    import tensorflow as tf
-
-    runs = []
-    function = tf.function(lambda: runs.append(1), autograph=False)
-    function()
-    function()
-    assert len(runs) == 1
-    function_class = find(f"{FUNCTION}.Function")
-    assert type(function) is function_class
-    original = vars(function_class)["_run_functions_eagerly"]
-    assert original.__get__(function, type(function)) is False
-    monkeypatch.setattr(
-        function_class, "_run_functions_eagerly", property(lambda _: True)
-    )
-    function()
-    function()
-    assert len(runs) == 3
 
 
 @tensorflow_only

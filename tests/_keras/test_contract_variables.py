@@ -6,77 +6,10 @@ import pytest
 
 from tests import helpers
 from tests._keras.contracts import (
-    BACKEND,
-    built,
-    dense,
     jax_only,
     ready,
     tensorflow_only,
 )
-
-
-def test_value_wraps_what_the_attribute_holds():
-    variable, other = keras.Variable([1.0]), keras.Variable([2.0])
-    assert vars(variable)["_value"] is variable._value
-    assert variable.value is variable._value
-    vars(variable)["_value"] = other._value
-    assert float(variable.value[0]) == 2.0
-    variable.assign([3.0])
-    shared = BACKEND == "tensorflow"
-    assert float(other.value[0]) == (3.0 if shared else 2.0)
-
-
-def test_the_dtype_and_the_path_are_attributes_of_a_variable():
-    variable = keras.Variable([1.0], name="one")
-    variable._dtype, variable._path = "bfloat16", "somewhere/one"
-    assert variable.dtype == "bfloat16"
-    assert variable.path == "somewhere/one"
-    assert variable.name == "one"
-
-
-def test_a_variable_is_what_its_dictionary_holds():
-    variable = keras.Variable([1.0], name="one", trainable=False)
-    copy = object.__new__(keras.Variable)
-    for name, value in vars(variable).items():
-        if not name.startswith("_self_"):
-            vars(copy)[name] = value
-    for name in ("name", "path", "shape", "dtype", "trainable", "aggregation"):
-        assert getattr(copy, name) == getattr(variable, name)
-    assert copy.value is variable.value
-
-
-def test_initialize_stores_a_value_in_the_dtype_that_is_set():
-    variable = keras.Variable([1.5])
-    before = variable._value
-    variable._dtype = "float16"
-    variable._initialize(keras.ops.cast(before, "float16"))
-    assert variable._value is not before
-    stored = keras.backend.standardize_dtype(variable._value.dtype)
-    assert stored == variable.dtype == "float16"
-    assert float(variable.value[0]) == 1.5
-
-
-def test_trainable_is_what_a_new_storage_is_created_with():
-    variable = keras.Variable([1.5])
-    variable._trainable = False
-    assert not variable.trainable
-    variable._initialize(keras.ops.ones((1,)))
-    variable._trainable = True
-    assert variable.trainable
-    if BACKEND == "tensorflow":
-        assert not variable._value.trainable
-
-
-def test_a_layer_trainable_or_not_leaves_the_storage_as_it_is():
-    layer = built(dense)()
-    layer.trainable = False
-    assert not layer.kernel._trainable
-    if BACKEND == "tensorflow":
-        assert layer.kernel._value.trainable
-
-
-def test_a_variable_without_a_distribution_has_no_layout():
-    assert getattr(keras.Variable([1.0]), "_layout", None) is None
 
 
 @jax_only
@@ -121,24 +54,6 @@ def test_the_layout_of_a_variable_places_another_beside_it():
     assert len(one.value.sharding.device_set) == 2
     assert not one.value.sharding.is_fully_replicated
     assert slot.value.sharding.is_equivalent_to(one.value.sharding, 2)
-
-
-@tensorflow_only
-def test_the_key_of_a_variable_is_the_unique_id_of_what_value_is():
-    class View(keras.Variable):
-        @property
-        def value(self):
-            return self
-
-        @property
-        def _unique_id(self):
-            return "ours"
-
-    made, (one, two) = ready()
-    assert one.value._unique_id != two.value._unique_id
-    view = object.__new__(View)
-    vars(view).update(vars(one))
-    assert made._var_key(view) == "ours"
 
 
 @tensorflow_only

@@ -1,9 +1,9 @@
 """Mixup inside the model, with shares drawn by raw TensorFlow."""
 
-import keras
-import numpy as np
 import tensorflow as tf
 from keras import layers
+
+from tests.wild import _fit
 
 
 class Mixup(layers.Layer):
@@ -16,16 +16,9 @@ class Mixup(layers.Layer):
 
 
 def main(jit=False):
-    rng = np.random.default_rng(0)
-    x = rng.random((64, 8, 8, 3), "float32")
-    y = rng.integers(0, 3, 64)
-    model = keras.Sequential(
-        [
-            layers.Conv2D(8, 3, padding="same"),
-            Mixup(),
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(3, activation="softmax"),
-        ]
+    return _fit.images(
+        layers.Conv2D(8, 3, padding="same"),
+        Mixup(),
+        layers.GlobalAveragePooling2D(),
+        jit=jit,
     )
-    model.compile("adam", "sparse_categorical_crossentropy", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]

@@ -1,9 +1,9 @@
 """ViT's patches: `tf.image` and an embedding of `ops.arange`."""
 
-import keras
-import numpy as np
 import tensorflow as tf
 from keras import layers
+
+from tests.wild import _fit
 
 
 class Patches(layers.Layer):
@@ -21,16 +21,9 @@ class Patches(layers.Layer):
 
 
 def main(jit=False):
-    rng = np.random.default_rng(0)
-    x = rng.random((64, 8, 8, 3), "float32")
-    y = rng.integers(0, 3, 64)
-    model = keras.Sequential(
-        [
-            layers.Conv2D(8, 3, padding="same"),
-            Patches(),
-            layers.GlobalAveragePooling1D(),
-            layers.Dense(3, activation="softmax"),
-        ]
+    return _fit.images(
+        layers.Conv2D(8, 3, padding="same"),
+        Patches(),
+        layers.GlobalAveragePooling1D(),
+        jit=jit,
     )
-    model.compile("adam", "sparse_categorical_crossentropy", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]

@@ -1,8 +1,9 @@
 """Time2Vec for a series: `ops.sin` of a product with own weights."""
 
-import keras
 import numpy as np
 from keras import layers, ops
+
+from tests.wild import _fit
 
 
 class Time2Vec(layers.Layer):
@@ -17,14 +18,4 @@ class Time2Vec(layers.Layer):
 
 
 def main(jit=False):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(64, 8)).astype("float32")
-    y = x.sum(1, keepdims=True)
-    model = keras.Sequential(
-        [
-            Time2Vec(),
-            layers.Dense(1),
-        ]
-    )
-    model.compile("adam", "mse", jit_compile=jit)
-    return model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]
+    return _fit.rows(Time2Vec(), jit=jit)
