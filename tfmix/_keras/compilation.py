@@ -387,7 +387,20 @@ def outside_of_tracing(
         ready = tf.executing_eagerly() and all(
             bool(held(variable).is_initialized()) for variable in variables
         )
-    return tf.init_scope() if ready else contextlib.nullcontext()
+    return _lifted() if ready else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _lifted() -> Iterator[None]:
+    """Creates variables as eager code does, within a traced function."""
+
+    def create(following: Callable, **kwargs: Any) -> Any:
+        # A function that lifts variables itself is traced a second time.
+        kwargs["experimental_enable_variable_lifting"] = False
+        return following(**kwargs)
+
+    with tf.init_scope(), tf.variable_creator_scope(create):
+        yield
 
 
 def held(variable: Any) -> Any:

@@ -542,8 +542,12 @@ class LossScaleOptimizer(
         if self.built:
             return
         variables = list({id(v): v for v in variables}.values())
-        self.inner_optimizer.build(variables)
-        self._overflow_counts = self._counter("overflow_counts", len(variables))
+        # TensorFlow traces a function that creates variables a second time.
+        with compilation.outside_of_tracing(variables):
+            self.inner_optimizer.build(variables)
+            self._overflow_counts = self._counter(
+                "overflow_counts", len(variables)
+            )
         optimizers.remember(self, variables)
         self.built = True
 
