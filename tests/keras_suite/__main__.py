@@ -5,8 +5,8 @@
     python -m tests.keras_suite --policy=mixed_bfloat16 optimizers
 
 Many tests fail under either, because they expect the digits of float32. The
-exit status is 1 if one that fails under tfmix's policy passes under Keras's,
-unless `known.py` gives the reason.
+exit status is 1 if one that fails under tfmix's policy passes under Keras's or
+fails there with another error, unless `known.py` gives the reason.
 """
 
 import argparse

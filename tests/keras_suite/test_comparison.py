@@ -7,7 +7,7 @@ import pytest
 from tests.keras_suite import comparison, known
 
 PASSED = comparison.Result("passed", "")
-FAILED = comparison.Result("failed", "1 is not 2")
+FAILED = comparison.Result("failed", "AssertionError: 1 is not 2")
 SKIPPED = comparison.Result("skipped", "")
 TEST = "layers/a_test.py::ATest::test_a"
 
@@ -21,6 +21,17 @@ def test_a_test_that_only_keras_passes_is_new(tfmix):
     found = comparison.compare({TEST: PASSED}, tfmix, {})
     assert list(found.new) == [TEST]
     assert f"NEW {TEST}" in comparison.table("layers", found)
+
+
+@pytest.mark.parametrize(
+    ("message", "is_new"),
+    [("AssertionError: 1 is not 3", False), ("TypeError: 1 is not 2", True)],
+    ids=["other digits", "another error"],
+)
+def test_another_error_than_under_keras_policy_is_new(message, is_new):
+    tfmix = {TEST: comparison.Result("failed", message)}
+    found = comparison.compare({TEST: FAILED}, tfmix, {})
+    assert list(found.new) == ([TEST] if is_new else [])
 
 
 @pytest.mark.parametrize("both", [FAILED, SKIPPED])
@@ -55,7 +66,7 @@ def test_a_reason_is_stale_if_its_test_passes(tfmix, is_stale):
 def test_a_failure_in_the_teardown_overrules_a_pass():
     lines = [
         {"test": TEST, "outcome": "passed", "message": ""},
-        {"test": TEST, "outcome": "failed", "message": "1 is not 2"},
+        {"test": TEST, "outcome": "failed", "message": FAILED.message},
     ]
     assert comparison.results(lines) == {TEST: FAILED}
     assert comparison.results(lines[::-1]) == {TEST: FAILED}
