@@ -18,6 +18,10 @@ REASONS = {
         "The same: `tf.train.Checkpoint(model, optimizer=...)` has to be given "
         "`model.optimizer`, the loss scale, as under Keras's mixed_float16."
     ),
+    "trainers/trainer_test.py::TestTrainer::test_adds_loss_scaling_optimizer": (
+        "In bfloat16, too, `compile` puts a loss scale around the optimizer, "
+        "and the test wants the plain RMSprop there."
+    ),
     "models/functional_test.py::FunctionalTest::test_dtype_standardization": (
         "A model returns float32, also where its last layer computes in 16 bit."
     ),
