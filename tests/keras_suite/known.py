@@ -25,6 +25,11 @@ REASONS = {
     "models/functional_test.py::FunctionalTest::test_dtype_standardization": (
         "A model returns float32, also where its last layer computes in 16 bit."
     ),
+    "saving/file_editor_test.py::SavingTest::test_scalar_weight": (
+        "The test counts the weights in the file of a compiled model. In "
+        "bfloat16, too, the loss scale around the optimizer has some, as under "
+        "Keras's mixed_float16."
+    ),
     "saving/saving_lib_test.py::SavingTest::"
     "test_saved_module_paths_and_class_names": (
         "The file of a compiled model names the loss scale around its "
