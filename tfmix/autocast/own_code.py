@@ -17,15 +17,14 @@ from tfmix import _formats, _messages, _users_code
 from tfmix._keras import (
     attempts,
     context_values,
-    global_state,
     layer_policies,
     layers,
     model_methods,
     replacements,
     variables,
 )
-from tfmix.autocast import exact_inputs, finite_constants
-from tfmix.gradient_scaling import float32_values, tensors, weight_gradients
+from tfmix.autocast import exact_inputs
+from tfmix.gradient_scaling import tensors, weight_gradients
 from tfmix.policy import policy as policies
 
 _CALL = "call"
@@ -103,14 +102,6 @@ def why(layer: keras.Layer) -> str:
     return state.why if state is not None and state.is_float32() else ""
 
 
-def returned_dtype(layer: keras.Layer) -> str:
-    """Returns the dtype of a layer's results, also after a fallback."""
-    state: _State | None = layers.marks(layer).fallback
-    if state is None or not state.is_float32():
-        return str(layer.compute_dtype)
-    return state.returns
-
-
 def layers_that_compute(model: keras.Layer) -> list[keras.Layer]:
     """Lists the layers of a model that compute something, at any depth.
 
@@ -121,10 +112,9 @@ def layers_that_compute(model: keras.Layer) -> list[keras.Layer]:
 
 
 def computes_in(model: keras.Layer, dtype: str) -> bool:
-    """Returns whether a layer of a model computes, or returns, in a dtype."""
+    """Returns whether a layer of a model computes in a dtype."""
     return any(
-        dtype in (layer.compute_dtype, returned_dtype(layer))
-        for layer in layers_that_compute(model)
+        layer.compute_dtype == dtype for layer in layers_that_compute(model)
     )
 
 
@@ -200,9 +190,8 @@ class _State:
         self._layer = layer
         self._tells = tells
         self.why = ""
-        # The float32 policy after a fallback, and the dtype it still returns.
+        # The float32 policy after a fallback.
         self._policy: keras.DTypePolicy | None = None
-        self.returns = ""
         # True if it returns float32, to the code of a layer that fell back.
         self.hands_float32 = False
         # True until the first call.
@@ -291,7 +280,7 @@ class _State:
 
     def _fall_back(self, cause: str, undo: contextlib.ExitStack) -> None:
         """Makes the layer float32, with inner layers that return float32."""
-        self.why, self.returns = cause, self._layer.compute_dtype
+        self.why = cause
         _own_code(self._layer, undo)
         _make_float32(self._layer, undo)
         self._policy = layer_policies.own(self._layer)
@@ -303,17 +292,7 @@ class _State:
             # Layers that it creates are float32, too.
             context_values.holding(policy=_FLOAT32),
         ):
-            outputs = original(*args, **kwargs)
-        is_model = isinstance(self._layer, keras.Model)
-        if is_model and global_state.is_outermost(self._layer):
-            return outputs
-        return tensors.map_leaves(outputs, self._narrow)
-
-    def _narrow(self, value: Any) -> Any:
-        """Rounds a result, and keeps its float32 value, like a loaded layer."""
-        result = finite_constants.finite(value, self.returns)
-        float32_values.keep(result, value, is_wide=True)
-        return result
+            return original(*args, **kwargs)
 
     def _tell(self) -> None:
         if not self._tells:
