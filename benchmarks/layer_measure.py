@@ -3,11 +3,12 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 
-from benchmarks import layer_deviation, layer_weights
+from benchmarks import layer_deviation
 from benchmarks.layer_recipe import Recipe
 from tfmix.autocast import global_policy as state
 
@@ -126,7 +127,7 @@ class _Run:
         self._dtype = dtype
         self.first_weights: list[np.ndarray] = []
         if isinstance(self._layer, keras.Layer):
-            with layer_weights.drawn_by_numpy():
+            with drawn_by_numpy():
                 _build(self._call, cast_all(inputs, dtype))
             self.first_weights = self._layer.get_weights()
         self._variables = list(getattr(self._layer, "trainable_variables", []))
@@ -283,3 +284,30 @@ def rounded(array: np.ndarray, fmt: str) -> np.ndarray:
 def to_numpy(tensor: Any) -> np.ndarray:
     wide = keras.ops.cast(tensor, "float32")
     return np.asarray(keras.ops.convert_to_numpy(wide)).astype("float64")
+
+
+_RANDOM = ("VarianceScaling", "RandomUniform", "RandomNormal", "Orthogonal")
+
+
+@contextlib.contextmanager
+def drawn_by_numpy() -> Iterator[None]:
+    """Draws weights with NumPy; does nothing under TensorFlow.
+
+    XLA takes a second to compile the random draw of every new shape.
+    """
+    with contextlib.ExitStack() as stack:
+        if keras.backend.backend() == "jax":
+            for name in _RANDOM:
+                initializer = getattr(keras.initializers, name)
+                stack.enter_context(
+                    mock.patch.object(initializer, "__call__", _draw)
+                )
+        yield
+
+
+def _draw(self: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
+    """Glorot's uniform distribution."""
+    generator = np.random.default_rng(7)
+    fans = np.prod(shape[:-1], dtype=float) + shape[-1]
+    values = generator.uniform(-1, 1, shape) * np.sqrt(6 / fans)
+    return keras.ops.convert_to_tensor(values.astype("float32"), dtype)

@@ -115,8 +115,12 @@ def test_the_registry_lists_exactly_what_is_replaced(everything, policy):
 @pytest.mark.costly
 def test_float32_leaves_nothing_replaced(everything):
     before = snapshot(everything)
-    tfmix.set_global_policy("mixed_float16")
-    train()
+    for policy in ("mixed_float16", "mixed_bfloat16", "float16"):
+        tfmix.set_global_policy(policy)
+        train()
+        with tfmix.policy_scope("O2"):
+            train()
+    assert registered()
     tfmix.set_global_policy("float32")
     assert changed(before, snapshot(everything)) == []
     assert registered() == []
