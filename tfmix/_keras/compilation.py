@@ -309,7 +309,7 @@ def is_host_readable(variable: keras.Variable) -> bool:
 def host_value(variable: Any) -> np.ndarray:
     """Returns the value of a host-readable variable or tensor."""
     # NumPy 2 warns about the conversion that TensorFlow's variables offer.
-    value = held(variable)
+    value = backend_variable(variable)
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
@@ -331,7 +331,7 @@ def value_outside(variable: keras.Variable) -> np.ndarray | None:
         is_gone = value is None or getattr(value, "is_deleted", bool)()
         return None if is_gone else np.asarray(value)
     with tf.init_scope():
-        inner = held(variable)
+        inner = backend_variable(variable)
         if not (tf.executing_eagerly() and inner.is_initialized()):
             return None
         return np.asarray(inner.numpy())
@@ -385,7 +385,8 @@ def outside_of_tracing(
         return contextlib.nullcontext()
     with tf.init_scope():
         ready = tf.executing_eagerly() and all(
-            bool(held(variable).is_initialized()) for variable in variables
+            bool(backend_variable(variable).is_initialized())
+            for variable in variables
         )
     return _lifted() if ready else contextlib.nullcontext()
 
@@ -403,14 +404,14 @@ def _lifted() -> Iterator[None]:
         yield
 
 
-def held(variable: Any) -> Any:
+def backend_variable(variable: Any) -> Any:
     """Returns the `tf.Variable` of a Keras variable, or the one given."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def read(variable: Any) -> Any:
     """Returns a variable's current value, as a tensor that does not change."""
-    value = held(variable)
+    value = backend_variable(variable)
     return tf.convert_to_tensor(value) if hasattr(value, "handle") else value
 
 
@@ -450,7 +451,7 @@ def may_be_written(variable: Any) -> bool:
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or not hasattr(graph, "capture"):
         return True
-    users = graph.capture(held(variable).handle).consumers()
+    users = graph.capture(backend_variable(variable).handle).consumers()
     return any(user.type not in _READS for user in users)
 
 

@@ -46,12 +46,12 @@ def by_role(model: keras.Model) -> dict[str, Part]:
     return {} if owner is None else dict(owner.parts)
 
 
-def put(model: keras.Model, role: str, part: Part) -> None:
+def attach(model: keras.Model, role: str, part: Part) -> None:
     """Attaches a part to a model, in place of the one that had the role."""
     restore(model, {**by_role(model), role: part})
 
 
-def take_off(model: keras.Model, role: str) -> None:
+def detach(model: keras.Model, role: str) -> None:
     """Detaches the part that has a role, if there is one."""
     restore(model, {r: part for r, part in by_role(model).items() if r != role})
 

@@ -126,7 +126,9 @@ def positions(optimizer: Optimizer, variables: Sequence) -> list[int]:
 
 
 @contextlib.contextmanager
-def alone(optimizer: Optimizer | None, strategy: Any = None) -> Iterator[None]:
+def without_reduction(
+    optimizer: Optimizer | None, strategy: Any = None
+) -> Iterator[None]:
     """Stops an optimizer, and all in it, from summing over replicas."""
     # A strategy replaces the one that the optimizer has.
     with contextlib.ExitStack() as undo:

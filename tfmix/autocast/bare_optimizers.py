@@ -162,7 +162,7 @@ def _apply(
     skips = _skips[optimizer]
     used = [*optimizer.variables, *optimizers.remembered(optimizer)]
     with replicas.one_replica([*used, *skips.variables], optimizer):
-        true = unscale.true_gradients(grads, these, None)
+        true = unscale.in_float32(grads, these)
         local = [*map(keras_variables.local, these)]
 
         def update() -> None:

@@ -9,9 +9,9 @@ import keras
 
 from tfmix import _messages
 from tfmix._keras import global_state, layers, model_methods
-from tfmix.autocast import own_code
 from tfmix.gradient_scaling import heads, model_call, tensors
 from tfmix.loss_scaling import train_step_guard
+from tfmix.policy import layer_dtypes
 
 _HOLDS = {"float16": "3 digits, up to 65504", "bfloat16": "2 digits"}
 
@@ -66,7 +66,7 @@ class Outputs:
         )
 
     def _is_float16(self) -> bool:
-        return own_code.computes_in(self._model, "float16")
+        return layer_dtypes.computes_in(self._model, "float16")
 
     def _kept_finite(self, *args: Any, **kwargs: Any) -> Any:
         compute = self._in_float32

@@ -11,11 +11,11 @@ import keras
 
 from tfmix import _arguments, _formats, _messages
 from tfmix._keras import variables
-from tfmix.autocast import own_code
 from tfmix.diagnostics import missing_scaler, progress_bar, skip_report
 from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import errors, rules, standstill
 from tfmix.loss_scaling import optimizer as scaling
+from tfmix.policy import layer_dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,7 +299,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
 
 def _opening(model: keras.Model) -> str:
     """Describes a run's dtypes and its loss scaling in one line."""
-    layers = own_code.layers_that_compute(model)
+    layers = layer_dtypes.layers_that_compute(model)
     sixteen = [
         layer for layer in layers if layer.compute_dtype in _formats.SIXTEEN_BIT
     ]

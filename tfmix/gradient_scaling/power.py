@@ -39,7 +39,7 @@ def placing() -> Any:
     return context_values.block.get().placing
 
 
-def placed(factor: Any) -> contextlib.AbstractContextManager[None]:
+def placement(factor: Any) -> contextlib.AbstractContextManager[None]:
     """Moves the gradients of a block within float16's range.
 
     Args:

@@ -379,9 +379,10 @@ class LossScaleOptimizer(
         variables: list = self._model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        is_scaled = self._of_losses().are_gradients_scaled(self)
-        scale = self.rule_scale() if is_scaled else None
-        true = unscale.true_gradients(grads, variables, scale)
+        if self._of_losses().are_gradients_scaled(self):
+            true = unscale.unscaled(grads, variables, self.rule_scale())
+        else:
+            true = unscale.in_float32(grads, variables)
         return [
             after if after is before else unscale.without_infinities(after)
             for before, after in zip(grads, true, strict=True)
@@ -666,13 +667,15 @@ class LossScaleOptimizer(
         grads = replicas.sum_gradients(
             grads, variables, self.reduce_dtype, factor
         )
-        scale = None if unscaled else current
         with replicas.one_replica(used, self):
-            true = unscale.true_gradients(grads, variables, scale)
+            if unscaled:
+                true = unscale.in_float32(grads, variables)
+            else:
+                true = unscale.unscaled(grads, variables, current)
             local = [*map(keras_variables.local, variables)]
             update = functools.partial(self.inner_optimizer.apply, true, local)
             checked = unscale.narrow_if_dense(grads, true)
-            if scale is not None and rule.may_enlarge:
+            if rule.may_enlarge and not unscaled:
                 checked = true
             updated = own + self.inner_optimizer.variables
             applied, bad = apply_if_finite.apply_if_finite(

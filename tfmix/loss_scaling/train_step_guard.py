@@ -73,7 +73,7 @@ def guard(model: keras.Model) -> keras.Model:
     _arguments.model(model)
     if getattr(model, "compiled", False):
         _check_optimizer(model)
-    put_on(model, asked_for=True)
+    attach(model, asked_for=True)
     return model
 
 
@@ -91,12 +91,12 @@ def _check_optimizer(model: keras.Model) -> None:
     )
 
 
-def put_on(model: keras.Model, *, asked_for: bool | None = None) -> None:
+def attach(model: keras.Model, *, asked_for: bool | None = None) -> None:
     """Guards a model; `None` keeps whether the user asked for that."""
     before = model_methods.part(model, model_methods.GUARD)
     if asked_for is None:
         asked_for = isinstance(before, _Guard) and before.asked_for
-    model_methods.put(model, model_methods.GUARD, _Guard(model, asked_for))
+    model_methods.attach(model, model_methods.GUARD, _Guard(model, asked_for))
     # A step that was compiled before would run without the guard.
     model.train_function = None
 
@@ -149,7 +149,7 @@ class _Guard:
     def _on_tensorflow(self, original: Callable, data: Any) -> Any:
         before = {
             id(variable): compilation.read(variable)
-            for variable in map(compilation.held, self._watched())
+            for variable in map(compilation.backend_variable, self._watched())
         }
 
         def note(create: Callable, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ class _Guard:
             return variable
 
         def old(variable: Any) -> Any:
-            return before.get(id(compilation.held(variable)))
+            return before.get(id(compilation.backend_variable(variable)))
 
         counter = None if self._applies_once() else self._counter
         # A model, or a metric, may be built in its first step.
@@ -238,7 +238,7 @@ class _Guard:
             if not step.is_own:
                 # The step's only `apply` decides.
                 stays = ops.logical_not(skipped)
-                apply_if_finite.put_back(stays, watched)
+                apply_if_finite.restore_unless(stays, watched)
                 return self._logs(stays, logs)
             of_layers = [
                 pairs(filter(_is_watched, layer.non_trainable_variables))
@@ -254,17 +254,17 @@ class _Guard:
             # became NaN. What it adds to sums of gradients stays, so that their
             # `apply` is skipped and counted.
             only_skipped = ops.logical_and(skipped, ops.logical_not(applied))
-            apply_if_finite.put_back(
+            apply_if_finite.restore_unless(
                 ops.logical_not(only_skipped), _mended(watched)
             )
             stays = ops.logical_or(applied, ops.logical_not(is_bad))
             for of_layer, is_lost in zip(of_layers, lost, strict=True):
                 is_kept = ops.logical_and(stays, ops.logical_not(is_lost))
-                apply_if_finite.put_back(is_kept, of_layer)
+                apply_if_finite.restore_unless(is_kept, of_layer)
             # One of several optimizers may have skipped.
             reports_lost = ops.logical_and(reports_lost, skipped)
             stays = ops.logical_and(stays, ops.logical_not(reports_lost))
-            apply_if_finite.put_back(stays, reported)
+            apply_if_finite.restore_unless(stays, reported)
             return self._logs(stays, logs)
 
     def _logs(self, stays: Any, logs: Any) -> Any:
@@ -396,7 +396,7 @@ def kept_finite(
         written = apply_if_finite.written(before)
         if not one_by_one:
             stays = ops.logical_not(_any_lost(written))
-            apply_if_finite.put_back(stays, written)
+            apply_if_finite.restore_unless(stays, written)
             return outputs
         for variable, old in written:
             # This is fused with the kernel that computes the value.
@@ -437,7 +437,7 @@ def _is_lost(old: Any, new: Any) -> Any:
 def _local(variable: Any) -> Any:
     """Returns this replica's copy of a variable (TensorFlow)."""
     on_jax = keras.backend.backend() == "jax"
-    held = variable if on_jax else compilation.held(variable)
+    held = variable if on_jax else compilation.backend_variable(variable)
     return keras_variables.local(held)
 
 

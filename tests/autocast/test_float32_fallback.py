@@ -7,7 +7,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers
-from tfmix.autocast import own_code
+from tfmix.autocast import float32_fallback
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 NAMES = ("mixed_float16", "mixed_bfloat16")
@@ -93,7 +93,7 @@ def test_a_layer_that_mixes_dtypes_computes_in_float32(name, caplog):
     assert dtype_of(outputs[0]) == dtype_of(outputs[1]) == "float32"
     np.testing.assert_allclose(outputs[1], X + 0.25, atol=0.02)
     (warning,) = warnings_in(caplog)
-    for part in ("'mixes'", "(Mixes)", "test_own_code.py:", "`return "):
+    for part in ("'mixes'", "(Mixes)", "test_float32_fallback.py:", "`return "):
         assert part in warning
     assert 'dtype="float32"' in warning
     assert "x.dtype" in warning
@@ -280,11 +280,11 @@ def test_summary_and_report_name_it():
         model = functional(Mixes(name="guilty"))
     lines = []
     model.summary(print_fn=lines.append)
-    assert "guilty computes in float32: test_own_code.py:" in lines[-1]
+    assert "guilty computes in float32: test_float32_fallback.py:" in lines[-1]
     report = tfmix.apply_policy(model, "mixed_float16")
     row = row_of("guilty", report)
     assert row.after == "float32"
-    assert "test_own_code.py" in row.why
+    assert "test_float32_fallback.py" in row.why
 
 
 def test_a_report_names_what_falls_back_after_it():
@@ -405,7 +405,7 @@ def test_the_warning_names_the_line_that_autograph_copied(caplog):
     with tfmix.policy_scope("mixed_float16"):
         Calls()(X)
     (warning,) = warnings_in(caplog)
-    assert "test_own_code.py:" in warning
+    assert "test_float32_fallback.py:" in warning
     assert "`return x + tf.ones(tf.shape(x))`: TypeError: Input" in warning
 
 
@@ -684,7 +684,7 @@ def test_layers_that_only_take_float32_get_it(by, tmp_path):
     with tfmix.policy_scope("mixed_float16"):
         inputs = keras.Input((8,))
         model = keras.Model(inputs, by(layers.Dense(8)(inputs), tmp_path))
-    assert own_code.why(model.layers[-1])
+    assert float32_fallback.reason(model.layers[-1])
     model.compile("sgd", "mse")
     assert np.isfinite(model.train_on_batch(X, X))
 
