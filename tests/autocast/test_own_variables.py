@@ -12,7 +12,7 @@ import tfmix
 ON_JAX = keras.backend.backend() == "jax"
 NAMES = ("mixed_float16", "mixed_bfloat16")
 # They are eager, a compiled function, and XLA; JAX compiles only with XLA.
-WAYS = ("eager", "graph", "xla")
+WAYS = ("xla", "eager") if ON_JAX else ("eager", "graph", "xla")
 # A mean over many inputs that were rounded to 16 bit differs by this.
 ROUNDED_INPUTS = {"rtol": 1e-3}
 
