@@ -81,7 +81,7 @@ def refuse_two_scales(given: Any) -> None:
 def without_automatic(
     optimizer: keras.optimizers.Optimizer,
 ) -> keras.optimizers.Optimizer:
-    """Removes what `suited` put around an optimizer, or inside a user's."""
+    """Removes what `choose` put around an optimizer, or inside a user's."""
     fixed = None
     while getattr(optimizer, "is_automatic", False):
         rule = getattr(optimizer, "rule", None)

@@ -60,7 +60,7 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
         gradients: Float tensors of any shapes, one per result.
         losses: The same for losses that were added inside. They only count in
             the sum, because they are often far larger than the others.
-        factor: As for `placed`.
+        factor: As for `placement`.
 
     Returns:
         The power, which is `factor` if all are zero or one is not finite.

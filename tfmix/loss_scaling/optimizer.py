@@ -536,9 +536,11 @@ class LossScaleOptimizer(
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Creates the optimizer state and counts for a model's variables.
 
-        variables: The trainable variables, in the order of the gradients to
-            come. A second call changes nothing.
-                second call changes nothing.
+        A second call changes nothing.
+
+        Args:
+            variables: The trainable variables, in the order of the gradients
+                to come.
         """
         if self.built:
             return
@@ -599,10 +601,15 @@ class LossScaleOptimizer(
     def _of_losses(self) -> scaled_losses.Scaled | scaled_losses.Unscaled:
         """Returns whether the optimizer multiplies losses by its scale."""
         if self._losses is None:
-            if not self.built and step_outcome.around() is not None:
-                # A loss may be scaled before the variables are known. To
-                # multiply and divide is right for any.
-                return scaled_losses.Scaled()
+            step = step_outcome.around()
+            if step is not None and not self.built:
+                variables = step.model.trainable_variables
+                is_its = not step.is_own and step.model.optimizer is self
+                if not (is_its and variables):
+                    # The variables are not known yet. This step multiplies the
+                    # loss and divides the gradients, which is right for any.
+                    return scaled_losses.Scaled()
+                self.build(variables)
             # The decision is final, because later compiled code has to agree
             # with earlier code.
             inside = self.built and model_call.scales(self._model_variables)

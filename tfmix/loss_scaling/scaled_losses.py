@@ -22,16 +22,13 @@ class Unscaled:
     def are_gradients_scaled(self, optimizer: Any, warns: bool = False) -> bool:
         """Returns whether the gradients are those of a scaled loss.
 
-        Args:
-            optimizer: The optimizer. In its first step a loss may be scaled
-                before it knows its variables.
-            warns: Whether to warn if no loss was ever scaled.
+        They are in a step that scaled its loss before the optimizer knew its
+        variables.
         """
-        step = step_outcome.around()
-        return step is not None and id(optimizer) in step.scaled
+        return _has_scaled_in_step(optimizer) is True
 
 
-class Scaled(Unscaled):
+class Scaled:
     """Losses are multiplied by the loss scale."""
 
     are_scaled = True
@@ -49,15 +46,26 @@ class Scaled(Unscaled):
         """Returns whether the gradients are those of a scaled loss.
 
         In a model's train step, they are if the step has scaled its loss.
+
+        Args:
+            optimizer: The optimizer.
+            warns: Whether to warn if no loss was ever scaled.
         """
-        if step_outcome.around() is not None:
-            return super().are_gradients_scaled(optimizer)
+        in_step = _has_scaled_in_step(optimizer)
+        if in_step is not None:
+            return in_step
         if warns and not self._has_scaled:
             self._has_scaled = True
             rule = optimizer.rule
             if not (rules.is_constant(rule) and rule.lowest_scale == 1.0):
                 _users_code.warn(_NOT_SCALED)
         return True
+
+
+def _has_scaled_in_step(optimizer: Any) -> bool | None:
+    """Returns whether the step around has scaled a loss, `None` if none is."""
+    step = step_outcome.around()
+    return None if step is None else id(optimizer) in step.scaled
 
 
 _NOT_SCALED = (

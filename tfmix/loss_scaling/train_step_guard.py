@@ -207,8 +207,8 @@ class _Guard:
         """Records what the `apply`s of a block do, in a `step_outcome.Step`."""
         if self.asked_for:
             _check_optimizer(self._model)
-        is_own = training.has_own_step(self._model)
-        return step_outcome.step(is_own, counter, map(id, self._watched()))
+        watched = map(id, self._watched())
+        return step_outcome.step(self._model, counter, watched)
 
     def _put_back(
         self,
