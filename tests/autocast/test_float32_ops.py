@@ -209,7 +209,6 @@ def test_axis_keepdims_and_lists_pass_through():
     assert kops.norm(x, ord=2, axis=-1).shape == (4,)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("layer_class", "arguments"),
     [
