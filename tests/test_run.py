@@ -371,7 +371,7 @@ print(min(costs))
 
 
 @pytest.mark.costly
-def test_a_script_that_names_float32_is_asked_no_more(tmp_path):
+def test_a_script_in_float32_is_asked_no_more(tmp_path):
     source = 'import keras\nkeras.config.set_dtype_policy("float32")\n' + FITS
     source = source.replace("np.nan", "0") + COSTS
     data, done = measured(tmp_path, source, "--policy", "mixed_float16")
@@ -400,7 +400,7 @@ print(keras.layers.Dense(1).compute_dtype)
 
 
 @pytest.mark.costly
-def test_two_policies_stand_side_by_side(tmp_path):
+def test_two_runs_stand_side_by_side(tmp_path):
     data, done = measured(
         tmp_path, ASKS, "--policy", "mixed_float16", "--against", "float32"
     )
