@@ -196,3 +196,13 @@ def test_a_model_of_two_outputs_trains_on_two_replicas(dtype):
     x, y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
     history = model.fit(x, {"a": y, "b": y}, verbose=0).history
     assert np.isfinite(history["a_loss"]).all()
+
+
+def test_a_last_layer_in_16_bit_is_reported_once_per_process_and_dtype(caplog):
+    for name in (*NAMES, *NAMES):
+        made(name)(X)
+    found = [m for m in caplog.messages if "last layer" in m]
+    assert len(found) == 2
+    for message, name in zip(found, NAMES, strict=True):
+        assert f"is {name[6:]} (" in message
+        assert 'dtype="float32"' in message

@@ -4,12 +4,13 @@ import math
 
 import keras
 import pytest
+from keras import layers, ops
 
 import tfmix
 from benchmarks import compiled_steps
 from tests import helpers
 from tfmix._keras import compilation
-from tfmix.hardware import compiled_text, compilers
+from tfmix.hardware import compiled_text, compilers, lowering
 from tfmix.hardware import target as targets
 from tfmix.loss_scaling import all_finite, apply_if_finite
 
@@ -133,3 +134,75 @@ def test_a_separate_check_per_gradient_is_caught(monkeypatch):
         )
     with pytest.raises(AssertionError, match="too many kernels"):
         check(*compiled(FEW, "h200"), 7 + 10)
+
+
+def dense_and_batch_norm():
+    x = inputs = keras.Input((256,))
+    for _ in range(3):
+        x = layers.Dense(512)(x)
+        x = layers.BatchNormalization()(x)
+        x = layers.Activation("relu")(x)
+        x = layers.Dropout(0.1)(x)
+    return keras.Model(inputs, layers.Dense(10, dtype="float32")(x))
+
+
+def softmax_in_float32():
+    return keras.Sequential(
+        [
+            keras.Input((256,)),
+            layers.Dense(512, "relu"),
+            layers.BatchNormalization(),
+            layers.Dense(10, "softmax", dtype="float32"),
+        ]
+    )
+
+
+class Normalizes(layers.Layer):
+    """A layer normalization of one's own."""
+
+    def call(self, x):
+        gap = x - ops.mean(x, -1, keepdims=True)
+        variance = ops.mean(ops.square(gap), -1, keepdims=True)
+        return gap / ops.sqrt(variance + 1e-6)
+
+
+def normalized_by_own_code():
+    x = inputs = keras.Input((64, 256))
+    for _ in range(2):
+        x = x + layers.Dense(256)(Normalizes()(x))
+    return keras.Model(inputs, layers.Dense(10, dtype="float32")(x))
+
+
+# The kernels that `fit` launched, and the megabytes that it moved, before the
+# guard counted reports, losses used logits and small numbers were kept.
+STEPS = {
+    dense_and_batch_norm: (91, 41.57),
+    softmax_in_float32: (44, 9.10),
+    normalized_by_own_code: (51, 73.63),
+}
+if keras.backend.backend() == "jax":
+    STEPS = {
+        dense_and_batch_norm: (86, 41.51),
+        softmax_in_float32: (41, 8.26),
+        normalized_by_own_code: (48, 73.70),
+    }
+
+
+@pytest.mark.parametrize("build", STEPS)
+def test_a_step_of_fit_launches_no_more_kernels_and_moves_no_more(build):
+    skip_without("h200")
+    with tfmix.policy_scope("mixed_float16"):
+        model = build()
+    from_logits = build is not softmax_in_float32
+    model.compile(
+        "adam",
+        keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits),
+        metrics=["accuracy"],
+    )
+    (device,) = compilers.devices(targets.find("h200"), 1)
+    made = lowering.compile_training_step(model, 32, [device])
+    program = compiled_text.read(made.text)
+    kernels, megabytes = STEPS[build]
+    assert program.kernels <= kernels
+    assert program.bytes <= 1e6 * megabytes
+    assert program.conditionals == 0

@@ -32,7 +32,7 @@ class Value(NamedTuple):
         is_lost: Whether 16 bit loses the value. Then casts and sums use it,
             too; otherwise only ops with an unbounded derivative do.
         is_wide: Whether such an op computed it. Results that use it are then
-            computed in float32, up to the next product.
+            computed in float32, up to the next product or larger activations.
         is_exact: Whether it was made only of sums and float32 variables, and so
             is what float32 gives.
     """
