@@ -119,8 +119,8 @@ test-optimized: $(STAMP)
 mutations: $(STAMP)
 	@XLA_FLAGS='$(QUICK_XLA)' $(BIN)/python -m tests.mutations
 
-# Keras's own tests, under Keras's policy and under tfmix's: fails if one passes
-# only under Keras's. FOLDERS="optimizers layers/core" for some of `keras/src`.
+# Keras's own tests under tfmix's policy: fails if one fails that passes under
+# Keras's policy. FOLDERS="optimizers layers/core" for some of `keras/src`.
 FOLDERS ?=
 POLICY ?= mixed_float16
 KERAS_TESTS = XLA_FLAGS='$(QUICK_XLA)' $(BIN)/python -m tests.keras_suite

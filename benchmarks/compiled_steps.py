@@ -7,7 +7,7 @@ import keras
 
 import tfmix
 from benchmarks import gpu_models
-from tfmix.gradient_scaling import power
+from tfmix._keras import context_values
 from tfmix.hardware import (
     compiled_step,
     compiled_text,
@@ -77,7 +77,7 @@ def _by_jax(optimizer: Any, variables: list, device: Any) -> Any:
             _say_scaled(optimizer)
         gradients = _cast(narrow, variables)
         # `fit` also sets this. A custom loop has a branch that warns.
-        with power.placed(1.0):
+        with context_values.holding(in_fit=True):
             return optimizer.stateless_apply(held, gradients, trained)
 
     # Inputs must be in the order of the outputs: JAX overwrites donated inputs
@@ -136,7 +136,7 @@ def _by_tensorflow(optimizer: Any, variables: list, device: Any) -> Any:
     @tf.function(jit_compile=True, autograph=False)
     def step(*narrow: Any) -> None:
         _say_scaled(optimizer)
-        with power.placed(1.0):
+        with context_values.holding(in_fit=True):
             optimizer.apply(_cast(narrow, variables), variables)
 
     given = [tf.TensorSpec(one.shape, tf.bfloat16) for one in variables]

@@ -4,11 +4,13 @@ Functions import Keras themselves: with `pytest -n 2`, one process only
 distributes tests and does not need it, and all others wait for that process.
 """
 
+import functools
 import gc
 import importlib.util
 import itertools
 import os
 import re
+import tempfile
 import warnings
 
 # Both must be set before the backend is imported. Eight CPU devices for JAX
@@ -17,6 +19,13 @@ import warnings
 JAX_DEVICES = "--xla_force_host_platform_device_count=8"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {JAX_DEVICES}"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# JAX compiles each operation that it meets. All processes of a run share what
+# one of them has compiled.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="tfmix-jax-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Figures are drawn into files, even if there is a display.
 os.environ.setdefault("MPLBACKEND", "agg")
 
@@ -147,11 +156,16 @@ def _enough_under(item):
     if item.get_closest_marker("skipif"):
         # A test that one backend skips can only run under the other.
         return None
+    return _enough_for(item.nodeid.partition("::")[0])
+
+
+@functools.cache
+def _enough_for(file):
     for backend, parts in (
         ("tensorflow", TENSORFLOW_IS_ENOUGH),
         ("jax", JAX_IS_ENOUGH),
     ):
-        if any(f"tests/{part}" in item.nodeid for part in parts):
+        if any(f"tests/{part}" in file for part in parts):
             return backend
     return None
 

@@ -82,7 +82,7 @@ def requires_backend(name):
 
 def takes_scaled_gradients(optimizer):
     """Prepares an optimizer for gradients that a test scales itself."""
-    optimizer._has_scaled = True
+    optimizer.scale_loss(1.0)
 
 
 @functools.cache

@@ -1,11 +1,11 @@
-"""Float32 masters are created while TensorFlow traces a train step."""
+"""Optimizer state is created while TensorFlow traces a train step."""
 
 import keras
 import numpy as np
 import pytest
 
 import tfmix
-from tests import sixteen_bit
+from tests import helpers, sixteen_bit
 
 
 def mixed_model(way, inputs=True, **settings):
@@ -50,4 +50,29 @@ def test_fit_builds_the_optimizer_of_a_partly_16_bit_model(way, jit):
 @pytest.mark.costly
 @pytest.mark.parametrize("way", ["masters", "flat"])
 def test_fit_builds_model_and_optimizer_in_one_trace(way):
-    assert learns(mixed_model(way, inputs=False, jit_compile=False))
+    # JAX would not trace without.
+    jit = keras.backend.backend() == "jax"
+    assert learns(mixed_model(way, inputs=False, jit_compile=jit))
+
+
+class Counts(keras.layers.Layer):
+    calls = 0
+
+    def call(self, x):
+        type(self).calls += 1
+        return x
+
+
+@pytest.mark.parametrize("settings", [{}, {"auto_scale_loss": False}])
+@pytest.mark.parametrize("jit", [True, False])
+@helpers.requires_backend("tensorflow")
+def test_a_step_is_traced_once_though_it_builds_the_optimizer(jit, settings):
+    with tfmix.policy_scope("mixed_float16"):
+        model = keras.Sequential(
+            [keras.Input((4,)), Counts(), keras.layers.Dense(1)]
+        )
+    model.compile("adam", "mse", jit_compile=jit, **settings)
+    before = Counts.calls
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=4, verbose=0)
+    assert Counts.calls == before + 1
+    assert len(model.optimizer.variables) > 2

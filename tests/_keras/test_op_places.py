@@ -29,7 +29,7 @@ def test_an_op_that_two_modules_define_is_replaced_where_keras_calls_it():
 def test_only_conversions_of_the_core_are_replaced(name):
     ((owner, attribute),) = op_places.targets(name)
     core = getattr(owner, attribute)
-    copy = op_places.stand_in(core, lambda function, name: name)
+    copy = op_places.copy_module(core, lambda function, name: name)
     changed = {n for n in vars(core) if vars(copy)[n] is not vars(core)[n]}
     assert changed == set(op_places.CONVERSIONS)
     assert not op_places.is_op(name)
@@ -62,7 +62,7 @@ def test_a_copied_module_has_rules_for_functions_and_the_rest_unchanged():
         names.append(name)
         return lambda x: -function(x)
 
-    copy = op_places.stand_in(module, rule)
+    copy = op_places.copy_module(module, rule)
     assert names == ["f"]
     assert (copy.f(2), copy._g(2), copy.limit) == (-2, 2, 3)
     assert module.f(2) == 2

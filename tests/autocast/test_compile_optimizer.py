@@ -12,8 +12,9 @@ from keras import layers, optimizers
 
 import tfmix
 from tests import helpers
-from tfmix.autocast import interceptor, own_code
+from tfmix.autocast import interceptor
 from tfmix.autocast import model as mixed_model
+from tfmix.policy import layer_dtypes
 
 X = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -532,8 +533,8 @@ def test_a_graph_with_a_call_of_its_own_computes():
     dense = layers.Dense(2)
     plain = keras.Sequential([keras.Input((2,)), dense])
     own = CallsItself([keras.Input((2,)), dense])
-    assert own_code.layers_that_compute(plain) == [dense]
-    assert own_code.layers_that_compute(own) == [own, dense]
+    assert layer_dtypes.layers_that_compute(plain) == [dense]
+    assert layer_dtypes.layers_that_compute(own) == [own, dense]
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ BAD = X.copy()
 BAD[5] = np.nan
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 MODES = {
-    "eager": {"run_eagerly": True},
     "graph": {"jit_compile": False},
     "xla": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
 }
 if keras.backend.backend() == "jax":
     # JAX has no graph without XLA, and eager mode covers that.

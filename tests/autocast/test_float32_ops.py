@@ -547,7 +547,7 @@ def test_a_wrong_list_is_an_error(names, error, message):
 
 def test_kept_replacements_are_made_once_and_removed_by_an_install():
     before = touched_places()
-    interceptor.stand_by(frozenset(["normalize"]))
+    interceptor.keep(frozenset(["normalize"]))
     standing = touched_places()
     assert standing != before
     with interceptor.block(["normalize"]):

@@ -1,5 +1,7 @@
 """A layer reads and writes its own variables exactly."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import tfmix
 ON_JAX = keras.backend.backend() == "jax"
 NAMES = ("mixed_float16", "mixed_bfloat16")
 # They are eager, a compiled function, and XLA; JAX compiles only with XLA.
-WAYS = ("eager", "graph", "xla")
+WAYS = ("xla", "eager") if ON_JAX else ("eager", "graph", "xla")
 # A mean over many inputs that were rounded to 16 bit differs by this.
 ROUNDED_INPUTS = {"rtol": 1e-3}
 
@@ -170,4 +172,107 @@ def test_running_statistics_are_those_of_float32(name, spelling, way):
     found = averages_after(spelling, 0.98, way)
     for actual, expected in zip(found, right, strict=True):
         # The inputs of a layer are rounded to 16 bit, with random errors.
+        np.testing.assert_allclose(actual, expected, **ROUNDED_INPUTS)
+
+
+class Codebook(layers.Layer):
+    """Quantizes vectors; each code follows the mean of those nearest to it."""
+
+    def build(self, shape):
+        width = shape[-1]
+        add = functools.partial(self.add_weight, trainable=False)
+        self.counts = add(shape=(4,), initializer="ones")
+        self.totals = add(shape=(4, width), initializer=self.first)
+        self.codes = add(shape=(4, width), initializer=self.first)
+        self.statistics = [self.counts, self.totals, self.codes]
+
+    def first(self, shape, dtype):
+        corners = [[0.0, 0.0, 1.0], [0.0, 2.0, 0.0], [3.0, 0.0, 0.0], [4.0] * 3]
+        return ops.cast(corners, dtype)
+
+    def call(self, x, training=None):
+        gaps = ops.expand_dims(x, 1) - self.codes
+        nearest = ops.argmin(ops.sum(ops.square(gaps), -1), -1)
+        if training:
+            chosen = ops.one_hot(nearest, 4, dtype=x.dtype)
+            totals = ops.matmul(ops.transpose(chosen), x)
+            self.counts.assign(0.98 * self.counts + 0.02 * ops.sum(chosen, 0))
+            self.totals.assign(0.98 * self.totals + 0.02 * totals)
+            sizes = ops.expand_dims(self.counts, 1)
+            self.codes.assign(self.totals / (sizes + 1e-5))
+        return ops.take(self.codes, nearest, axis=0)
+
+
+class MomentumEncoder(layers.Layer):
+    """A second encoder follows the one that is trained."""
+
+    def build(self, shape):
+        third = keras.initializers.Constant(1 / 3)
+        self.encoder = layers.Dense(3, kernel_initializer=third)
+        self.slow = layers.Dense(3, kernel_initializer="zeros", trainable=False)
+        self.encoder.build(shape)
+        self.slow.build(shape)
+        self.statistics = self.slow.weights
+
+    def call(self, x, training=None):
+        if training:
+            pairs = zip(self.slow.weights, self.encoder.weights, strict=True)
+            for slow, fast in pairs:
+                slow.assign(0.999 * slow + (1 - 0.999) * fast)
+        return self.encoder(x) - self.slow(x)
+
+
+class Centres(layers.Layer):
+    """Moves the centre of each vector's class, as a centre loss does."""
+
+    def build(self, shape):
+        self.centres = self.add_weight(
+            shape=(4, shape[-1]), initializer="zeros", trainable=False
+        )
+        self.statistics = [self.centres]
+
+    def call(self, x, training=None):
+        classes = ops.arange(4)
+        gaps = x[:4] - ops.take(self.centres, classes, axis=0)
+        if training:
+            moved = ops.take(self.centres, classes, axis=0) + 0.01 * gaps
+            self.centres.assign(
+                ops.scatter_update(self.centres, classes[:, None], moved)
+            )
+        return x - ops.take(self.centres, classes[:1], axis=0)
+
+
+def statistics_after(make, way, steps=40, batch=8):
+    """Returns what a layer has assigned after training on clustered data."""
+    rng = np.random.default_rng(0)
+    centres = np.array([[0, 0, 1], [0, 2, 0], [3, 0, 0], [4, 4, 4]])
+    x = centres[np.arange(steps * batch) % 4] + rng.normal(
+        0.3, 0.05, (steps * batch, 3)
+    )
+    # Casts do not change these inputs.
+    x = np.array(ops.cast(ops.cast(x, "bfloat16"), "float32"))
+    y = np.zeros((len(x), 1), "float32")
+    layer = make()
+    model = keras.Sequential([layer, layers.Dense(1)])
+    # Nothing learns, so all that differs is what the layer assigns.
+    sgd = keras.optimizers.SGD(0.0)
+    model.compile(
+        sgd, "mse", run_eagerly=way == "eager", jit_compile=way == "xla"
+    )
+    model.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+    return [np.array(v) for v in layer.statistics]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [Codebook, MomentumEncoder, Centres])
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_is_assigned_to_float32_is_computed_in_float32(
+    name, make, way
+):
+    tfmix.set_global_policy("float32")
+    right = statistics_after(make, way)
+    tfmix.set_global_policy(name)
+    found = statistics_after(make, way)
+    for actual, expected in zip(found, right, strict=True):
         np.testing.assert_allclose(actual, expected, **ROUNDED_INPUTS)

@@ -26,6 +26,7 @@ def generalised_mean(power, constant):
 FUNCTIONS = {
     "log": lambda t: ops.log(ops.mean(ops.square(t), 1) + 1e-6),
     "log of 1e-10": lambda t: ops.log(ops.mean(ops.square(t), 1) + 1e-10),
+    "log of a relu": lambda t: ops.log(ops.relu(t) + 1e-6),
     "operators": lambda t: ops.log(ops.mean(t * t, 1) + 1e-10),
     "power": lambda t: ops.log(ops.sum(t**2, 1) + 1e-10),
     "used by a product": lambda t: ops.matmul(
@@ -102,8 +103,64 @@ def test_small_numbers_and_their_gradients_are_those_of_float32(
     assert not found[1][..., 0].any() or function == "entropy"
 
 
+def centred(t, axis):
+    mean = ops.mean(t, axis, keepdims=True)
+    return t - mean, ops.mean(ops.square(t - mean), axis, keepdims=True)
+
+
+def batch_normalized(t):
+    gap, variance = centred(t, 1)
+    return gap * ops.rsqrt(variance + 1e-5)
+
+
+def layer_normalized(t):
+    gap, variance = centred(t, -1)
+    return gap / ops.sqrt(variance + 1e-5)
+
+
+def root_mean_square_normalized(t):
+    return t * ops.rsqrt(ops.mean(t * t, -1, keepdims=True) + 1e-5)
+
+
+def unit(t):
+    return t / ops.sqrt(ops.sum(ops.square(t), -1, keepdims=True) + 1e-8)
+
+
+def attention_weights(t):
+    powers = ops.exp(t - ops.max(t, -1, keepdims=True))
+    return powers / ops.sum(powers, -1, keepdims=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "normalized",
+    [
+        *(batch_normalized, layer_normalized, root_mean_square_normalized),
+        *(unit, attention_weights),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_activations_divided_by_a_small_number_are_right(name, normalized, way):
+    dtype = name.removeprefix("mixed_")
+    x = activations(dtype)
+    # A row without a signal, as behind a relu.
+    x[:, 3] = 0.0
+
+    def cubed(t):
+        return ops.power(normalized(t), 3)
+
+    tfmix.set_global_policy("float32")
+    right = result_and_gradient(cubed, x, "eager")
+    tfmix.set_global_policy(name)
+    found = result_and_gradient(cubed, x, way)
+    for actual, expected in zip(found, right, strict=True):
+        largest = np.abs(expected).max()
+        rounded = 4 * ROUNDED[dtype]["rtol"] * largest
+        np.testing.assert_allclose(actual, expected, atol=rounded, rtol=0)
+
+
 @pytest.mark.costly
-@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("power", [2, 3])
 def test_pooling_of_powers_behind_a_relu_learns(power, jit):
     rng = np.random.default_rng(0)

@@ -76,7 +76,8 @@ def test_the_progress_bar_counts_in_whole_numbers(capsys):
         (
             ("mixed_float16", "float32"),
             {},
-            "mixed_float16: 1 of 2 layers in 16 bit; dynamic scale 2^15",
+            "mixed_float16: 1 of 2 layers in 16 bit; gradients are scaled "
+            "inside the model",
         ),
         (
             ("mixed_bfloat16", "mixed_bfloat16"),

@@ -36,10 +36,10 @@ STAGES = [
     (variables, "cast_in_place", 2),
     (layer_changes, "_set_spec", 2),
     (mixed_model, "set_policy", 1),
-    (compile_optimizer, "suited", 1),
+    (compile_optimizer, "choose", 1),
     (compile_method, "adopt_optimizer", 1),
     (optimizer_state, "give", 1),
-    (train_step_guard, "put_on", 1),
+    (train_step_guard, "attach", 1),
     (layer_changes, "forget_compiled", 1),
 ]
 

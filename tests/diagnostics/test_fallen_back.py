@@ -6,12 +6,12 @@ import pytest
 from keras import layers, ops
 
 import tfmix
-from tests.autocast import test_own_code
+from tests.autocast import test_float32_fallback
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 Y = X[:, :1]
 # The first falls back itself, the second because of an inner layer.
-KINDS = (test_own_code.Mixes, test_own_code.Block)
+KINDS = (test_float32_fallback.Mixes, test_float32_fallback.Block)
 
 
 def stack(kind):
@@ -51,7 +51,7 @@ def test_a_float32_model_does_not_change(kind, caplog):
 
 def test_a_layer_also_falls_back_in_another_format():
     with tfmix.policy_scope("mixed_float16"):
-        model = stack(test_own_code.Mixes)
+        model = stack(test_float32_fallback.Mixes)
     report = tfmix.check(model, X, Y, loss="mse", policy="mixed_bfloat16")
     assert report.healthy
     # `apply_policy` keeps fallbacks as well.
@@ -66,7 +66,9 @@ def test_a_layer_may_fall_back_at_run_time():
         def call(self, x):
             if not hasattr(x, "numpy") and keras.backend.backend() != "jax":
                 return x
-            return test_own_code.strict_add(x, ops.ones(x.shape, "float32"))
+            return test_float32_fallback.strict_add(
+                x, ops.ones(x.shape, "float32")
+            )
 
     with tfmix.policy_scope("mixed_float16"):
         model = stack(Later)

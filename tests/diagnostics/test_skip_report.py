@@ -14,8 +14,8 @@ from tfmix.loss_scaling import errors
 from tfmix.loss_scaling import optimizer as scaling
 
 ALL_BAD = (
-    "16 of 16 steps of epoch 1 were skipped at a loss scale of 4: `x` reaches "
-    "1e+05 and float16 ends at 65504; scale it, or use 'mixed_bfloat16'"
+    "16 of 16 steps of epoch 1 were skipped: `x` reaches 1e+05 and float16 "
+    "ends at 65504; scale it, or use 'mixed_bfloat16'"
 )
 
 
@@ -92,7 +92,7 @@ def test_bad_rows_and_another_cause_are_both_reported(said):
     data["x"][3] = np.nan
     compiled().fit(**data)
     (text,) = said
-    assert text.startswith("16 of 16 steps of epoch 1 were skipped at a loss")
+    assert text.startswith("16 of 16 steps of epoch 1 were skipped: ")
     assert "`x` holds NaN or infinity in 1 of 16 rows (3); drop or " in text
     assert text.endswith(
         "Also, `x` reaches 1e+05 and float16 ends at 65504; scale it, or use "
@@ -136,12 +136,12 @@ def test_rows_that_are_not_finite_are_named_after_the_first_epoch(
     model = compiled(policy, initial_scale=2.0**15)
     model.fit(**data, epochs=2)
     # Bad data does not lower the scale.
-    scale = 2.0**15
     assert said == [
-        f"2 of 16 steps of epoch 1 were skipped at a loss scale of {scale:g}: "
-        f"`{where}` holds NaN or infinity in 2 of 16 rows (3, 7); drop or fix "
-        "them",
+        f"2 of 16 steps of epoch 1 were skipped: `{where}` holds NaN or "
+        "infinity in 2 of 16 rows (3, 7); drop or fix them",
     ]
+    if policy == "mixed_float16":
+        assert model.optimizer.loss_scale == 2.0**15
 
 
 def test_targets_that_are_too_large_are_reported(said):
@@ -187,7 +187,7 @@ def test_a_sample_that_lowers_the_scale_is_reported_before_the_floor(said):
     data["x"][3] = np.inf
     model.fit(**data)
     (text,) = said
-    assert text.startswith("1 of 16 steps of epoch 1 was skipped at a loss")
+    assert text.startswith("1 of 16 steps of epoch 1 was skipped: ")
 
 
 def test_an_epoch_of_only_bad_rows_is_reported(said):
@@ -201,20 +201,6 @@ def test_an_epoch_of_only_bad_rows_is_reported(said):
 def scaled_outside(monkeypatch):
     """Multiplies the loss by the scale, as for models that do not scale."""
     monkeypatch.setattr(model_call, "scales", lambda variables: False)
-
-
-@pytest.mark.usefixtures("scaled_outside")
-def test_later_skips_of_a_search_are_not_reported(said):
-    # The gradient overflows at this scale, as if weights had grown.
-    model = compiled(initial_scale=2.0**15)
-    data = batches()
-    with model_call.left_out():
-        model.fit(**data, epochs=2)
-        model.optimizer.loss_scale = 2.0**22
-        data["y"][:] = 1.0
-        model.fit(**data, epochs=3)
-    assert model.optimizer.skipped_steps > 2
-    assert not said
 
 
 def test_few_skips_among_many_steps_are_not_reported(said):
@@ -241,7 +227,7 @@ def test_one_bad_row_of_many_is_reported_once(said, policy):
 
 @pytest.mark.usefixtures("scaled_outside")
 def test_trials_of_a_fast_growing_scale_are_not_reported(said):
-    model = compiled(initial_scale=2.0**15, dynamic_growth_steps=2)
+    model = compiled(initial_scale=2.0**8, dynamic_growth_steps=2)
     data = batches(64)
     data["y"][:] = 100.0
     with model_call.left_out():
@@ -302,7 +288,7 @@ def test_a_monitor_reports_skips_instead(said):
     model = compiled(initial_scale=2.0**15)
     model.fit(**batches(8, bad=range(8)), callbacks=[monitor])
     (text,) = said
-    assert text.startswith("no update was applied in the last 8 steps, at a ")
+    assert text.startswith("no update was applied in the last 8 steps: ")
     assert "`x` reaches 1e+05" in text
 
 

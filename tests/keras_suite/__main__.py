@@ -1,12 +1,12 @@
-"""Runs Keras's tests under Keras's policy and under tfmix's, and compares.
+"""Runs Keras's tests under tfmix's policy, and what fails under Keras's, too.
 
     python -m tests.keras_suite                        all folders, hours
     python -m tests.keras_suite optimizers layers/core
     python -m tests.keras_suite --policy=mixed_bfloat16 optimizers
 
 Many tests fail under either, because they expect the digits of float32. The
-exit status is 1 if one that passes under Keras's policy fails under tfmix's,
-unless `known.py` gives the reason.
+exit status is 1 if one that fails under tfmix's policy passes under Keras's or
+fails there with another error, unless `known.py` gives the reason.
 """
 
 import argparse
@@ -40,8 +40,15 @@ def folders_with_tests(source):
     return sorted({file.relative_to(source).parts[0] for file in files})
 
 
-def run(source, folder, system, policy):
-    """Runs the tests of one folder; returns a `comparison.Result` for each."""
+def run(source, tests, system, policy):
+    """Runs files, folders or single tests; returns the `Result` of each test.
+
+    Args:
+        source: The folder `keras/src`.
+        tests: What to run, by pytest's names below `source`.
+        system: Whose policy it is: `keras` or `tfmix`.
+        policy: Its name.
+    """
     with tempfile.TemporaryDirectory() as kept:
         out = pathlib.Path(kept) / "outcomes"
         out.touch()
@@ -49,9 +56,10 @@ def run(source, folder, system, policy):
         command += ["tests.keras_suite.plugin", "-p", "no:cacheprovider"]
         # The settings of our own tests do not hold for Keras's.
         command += [f"-c{os.devnull}", f"--rootdir={source}"]
-        # A file that cannot be imported fails under both policies.
+        # A file that cannot be imported is a failure like any other.
         command += ["--continue-on-collection-errors"]
-        command += ["--import-mode=importlib", str(source / folder)]
+        command += ["--import-mode=importlib"]
+        command += [str(source / test) for test in tests]
         done = subprocess.run(
             command,
             cwd=ROOT,
@@ -69,10 +77,18 @@ def run(source, folder, system, policy):
         lines = [*map(json.loads, out.read_text("utf-8").splitlines())]
     if done.returncode not in RAN:
         raise RuntimeError(
-            f"pytest ended with {done.returncode} for {folder} under "
+            f"pytest ended with {done.returncode} for {tests} under "
             f"{system}'s {policy}.\n{done.stdout[-4000:]}"
         )
     return comparison.results(lines)
+
+
+def compared(source, folder, policy):
+    """Runs a folder under tfmix's policy, and what fails under Keras's."""
+    tfmix = run(source, [folder], "tfmix", policy)
+    failing = comparison.not_passed(tfmix)
+    keras = run(source, failing, "keras", policy) if failing else {}
+    return comparison.compare(keras, tfmix, known.REASONS)
 
 
 def main():
@@ -92,21 +108,17 @@ def main():
     backend = os.environ.get("KERAS_BACKEND", "tensorflow")
     failed = False
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        pairs = [
-            [
-                pool.submit(run, source, folder, system, options.policy)
-                for system in ("keras", "tfmix")
-            ]
+        runs = [
+            pool.submit(compared, source, folder, options.policy)
             for folder in folders
         ]
-        for folder, pair in zip(folders, pairs, strict=True):
+        for folder, one in zip(folders, runs, strict=True):
             try:
-                both = [one.result() for one in pair]
+                found = one.result()
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 print(error, flush=True)
                 failed = True
                 continue
-            found = comparison.compare(*both, known.REASONS)
             title = f"{folder}, {backend}, {options.policy}"
             print(comparison.table(title, found), flush=True)
             failed = failed or bool(found.new) or not found.count

@@ -18,8 +18,17 @@ REASONS = {
         "The same: `tf.train.Checkpoint(model, optimizer=...)` has to be given "
         "`model.optimizer`, the loss scale, as under Keras's mixed_float16."
     ),
+    "trainers/trainer_test.py::TestTrainer::test_adds_loss_scaling_optimizer": (
+        "In bfloat16, too, `compile` puts a loss scale around the optimizer, "
+        "and the test wants the plain RMSprop there."
+    ),
     "models/functional_test.py::FunctionalTest::test_dtype_standardization": (
         "A model returns float32, also where its last layer computes in 16 bit."
+    ),
+    "saving/file_editor_test.py::SavingTest::test_scalar_weight": (
+        "The test counts the weights in the file of a compiled model. In "
+        "bfloat16, too, the loss scale around the optimizer has some, as under "
+        "Keras's mixed_float16."
     ),
     "saving/saving_lib_test.py::SavingTest::"
     "test_saved_module_paths_and_class_names": (

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests import helpers, sixteen_bit
-from tfmix.gradient_scaling import power
+from tfmix._keras import context_values
 from tfmix.loss_scaling import all_finite
 from tfmix.loss_scaling import optimizer as optimizers
 
@@ -30,7 +30,7 @@ def jax_program(model, optimizer):
 
     def step(*values):
         # `fit` does this, too; your own loop has a branch that warns.
-        with power.placed(1.0):
+        with context_values.holding(in_fit=True):
             return optimizer.stateless_apply(*values)
 
     return jax.jit(step, donate_argnums=(0, 2)).lower(state, grads, values)

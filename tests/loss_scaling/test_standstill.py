@@ -64,7 +64,9 @@ def test_the_eighth_skip_in_a_row_warns_once(way, wrap, said):
     assert said == []
     run([BAD] * 20, way, wrap)
     (line,) = said
-    assert line.startswith("'adam' has skipped 8 steps in a row")
+    assert line.startswith(
+        "no update was applied in the last 8 steps of 'adam'"
+    )
     assert "all gradients are NaN or infinite" in line
 
 
@@ -90,4 +92,4 @@ def test_fit_leaves_it_to_the_line_after_the_epoch(said):
     model.add(keras.layers.Dense(1))
     model.compile("sgd", "mse")
     model.fit(np.repeat(BAD, 8, 0), np.ones((16, 1)), batch_size=2, verbose=0)
-    assert not any("in a row, and no weight changes" in line for line in said)
+    assert not any("the last 8 steps of" in line for line in said)

@@ -1,5 +1,7 @@
 """8-bit codes: their range, their rounding and their stability."""
 
+import functools
+
 import hypothesis
 import keras
 import numpy as np
@@ -18,10 +20,24 @@ CODES = {
 NEAREST = np.int32(eight_bit.NEAREST)
 
 
+@functools.cache
+def both_ways(code):
+    """Returns the function that encodes and decodes, compiled as in a step."""
+
+    def both(value, noise):
+        return eight_bit.decode(*eight_bit.encode(value, code, noise), code)
+
+    if keras.backend.backend() != "jax":
+        return both
+    import jax
+
+    return jax.jit(both)
+
+
 def there_and_back(value, code, noise=NEAREST):
     value = ops.convert_to_tensor(np.array(value, "float32"))
-    coded = eight_bit.encode(value, code, ops.convert_to_tensor(noise))
-    return keras.ops.convert_to_numpy(eight_bit.decode(*coded, code))
+    found = both_ways(code)(value, ops.convert_to_tensor(noise))
+    return keras.ops.convert_to_numpy(found)
 
 
 def expected(value, code):

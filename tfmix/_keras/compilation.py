@@ -309,8 +309,18 @@ def is_host_readable(variable: keras.Variable) -> bool:
 def host_value(variable: Any) -> np.ndarray:
     """Returns the value of a host-readable variable or tensor."""
     # NumPy 2 warns about the conversion that TensorFlow's variables offer.
-    value = held(variable)
+    value = backend_variable(variable)
     return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+
+
+def number_or_value(variable: keras.Variable) -> Any:
+    """Returns a NumPy number for a variable of an eager step (TensorFlow)."""
+    if keras.backend.backend() != "tensorflow":
+        return variable.value
+    is_eager = tf.executing_eagerly() and not tf.distribute.has_strategy()
+    if is_eager and stateless_scope.get_stateless_scope() is None:
+        return host_value(variable)[()]
+    return variable.value
 
 
 def value_outside(variable: keras.Variable) -> np.ndarray | None:
@@ -321,7 +331,7 @@ def value_outside(variable: keras.Variable) -> np.ndarray | None:
         is_gone = value is None or getattr(value, "is_deleted", bool)()
         return None if is_gone else np.asarray(value)
     with tf.init_scope():
-        inner = held(variable)
+        inner = backend_variable(variable)
         if not (tf.executing_eagerly() and inner.is_initialized()):
             return None
         return np.asarray(inner.numpy())
@@ -375,19 +385,33 @@ def outside_of_tracing(
         return contextlib.nullcontext()
     with tf.init_scope():
         ready = tf.executing_eagerly() and all(
-            bool(held(variable).is_initialized()) for variable in variables
+            bool(backend_variable(variable).is_initialized())
+            for variable in variables
         )
-    return tf.init_scope() if ready else contextlib.nullcontext()
+    return _lifted() if ready else contextlib.nullcontext()
 
 
-def held(variable: Any) -> Any:
+@contextlib.contextmanager
+def _lifted() -> Iterator[None]:
+    """Creates variables as eager code does, within a traced function."""
+
+    def create(following: Callable, **kwargs: Any) -> Any:
+        # A function that lifts variables itself is traced a second time.
+        kwargs["experimental_enable_variable_lifting"] = False
+        return following(**kwargs)
+
+    with tf.init_scope(), tf.variable_creator_scope(create):
+        yield
+
+
+def backend_variable(variable: Any) -> Any:
     """Returns the `tf.Variable` of a Keras variable, or the one given."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def read(variable: Any) -> Any:
     """Returns a variable's current value, as a tensor that does not change."""
-    value = held(variable)
+    value = backend_variable(variable)
     return tf.convert_to_tensor(value) if hasattr(value, "handle") else value
 
 
@@ -427,7 +451,7 @@ def may_be_written(variable: Any) -> bool:
     graph = tf.compat.v1.get_default_graph()
     if tf.executing_eagerly() or not hasattr(graph, "capture"):
         return True
-    users = graph.capture(held(variable).handle).consumers()
+    users = graph.capture(backend_variable(variable).handle).consumers()
     return any(user.type not in _READS for user in users)
 
 

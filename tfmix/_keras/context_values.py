@@ -22,7 +22,9 @@ class Block:
         around: What the running model call is part of, `None` if of nothing.
         has_borders: Whether models scale their gradients at a border.
         placing: The factor by which gradients inside a border are placed higher
-            or lower; `None` if no rule sets one.
+            or lower.
+        in_fit: Whether `fit`, or another method of a model, runs its step, so
+            that a line after the epoch reports skipped steps.
         in_loop: Whether the code runs in each step of a loop.
         may_fall_back: Whether a user's layer is tried in 16 bit, and falls back
             to float32 if that fails.
@@ -35,7 +37,8 @@ class Block:
     policy: keras.DTypePolicy | None = None
     around: Any = None
     has_borders: bool = True
-    placing: Any = None
+    placing: Any = 1.0
+    in_fit: bool = False
     in_loop: bool = False
     may_fall_back: bool = False
     is_chosen: bool = False

@@ -5,6 +5,7 @@ and all wrappers of one role are attached and detached together.
 """
 
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -17,6 +18,13 @@ Wrapper = Callable[..., Any]
 # The first is the innermost. A layer that falls back to float32 is traced again
 # under the policy's rules, and the guard restores what ran under them.
 FALLBACK, RULES, GUARD = "fallback", "rules", "guard"
+# JAX compiles a function object once. A method of a class is a new object each
+# time it is read. Our wrapper is not, so each of these gets a new one: else a
+# model that is compiled again would go on with its first loss and metrics.
+_COMPILED = {
+    "make_train_function": "train_step",
+    "make_test_function": "test_step",
+}
 
 
 class Part(Protocol):
@@ -38,12 +46,12 @@ def by_role(model: keras.Model) -> dict[str, Part]:
     return {} if owner is None else dict(owner.parts)
 
 
-def put(model: keras.Model, role: str, part: Part) -> None:
+def attach(model: keras.Model, role: str, part: Part) -> None:
     """Attaches a part to a model, in place of the one that had the role."""
     restore(model, {**by_role(model), role: part})
 
 
-def take_off(model: keras.Model, role: str) -> None:
+def detach(model: keras.Model, role: str) -> None:
     """Detaches the part that has a role, if there is one."""
     restore(model, {r: part for r, part in by_role(model).items() if r != role})
 
@@ -68,6 +76,7 @@ class _Owner:
     def set(self, parts: Mapping[str, Part]) -> None:
         self.parts = dict(parts)
         wanted = {name for part in parts.values() for name in part.wrappers}
+        wanted |= {make for make, step in _COMPILED.items() if step in wanted}
         for name in set(self._installed) - wanted:
             self._remove(name)
         for name in wanted:
@@ -81,8 +90,16 @@ class _Owner:
         if own is not None:
             # The user set it, before or after us, so we wrap it.
             self._users[name] = own
+        self._attach(name)
+
+    def _attach(self, name: str) -> None:
         self._installed[name] = method = self._composed(name)
         object.__setattr__(self._model, name, method)
+
+    def _renew(self, name: str) -> None:
+        """Attaches a new object in place of a wrapped method."""
+        if vars(self._model).get(name) is self._installed.get(name):
+            self._attach(name)
 
     def _remove(self, name: str) -> None:
         method, users = self._installed.pop(name), self._users.pop(name, None)
@@ -95,12 +112,12 @@ class _Owner:
             object.__setattr__(self._model, name, users)
 
     def _composed(self, name: str) -> Callable:
-        @functools.wraps(getattr(self._model, name))
+        @functools.wraps(self._original(name))
         def method(*args: Any, **kwargs: Any) -> Any:
+            if name in _COMPILED:
+                self._renew(_COMPILED[name])
             # It is looked up in each call, because parts and hooks change.
-            call = self._users.get(name) or functools.partial(
-                getattr(type(self._model), name), self._model
-            )
+            call = self._original(name)
             for role in (FALLBACK, RULES, GUARD):
                 part = self.parts.get(role)
                 if part is not None and name in part.wrappers:
@@ -108,3 +125,8 @@ class _Owner:
             return call(*args, **kwargs)
 
         return method
+
+    def _original(self, name: str) -> Callable:
+        """Returns the user's own method, or that of the model's class."""
+        of_class = getattr(type(self._model), name)
+        return self._users.get(name) or types.MethodType(of_class, self._model)

@@ -73,7 +73,7 @@ def targets(name: str) -> tuple[replacements.Place, ...]:
     return _activation_class(name)
 
 
-def stand_in(module: types.ModuleType, make: Callable) -> types.ModuleType:
+def copy_module(module: types.ModuleType, make: Callable) -> types.ModuleType:
     """Copies a module, with `make(function, name=name)` for each op."""
     copy = types.ModuleType(module.__name__, module.__doc__)
     vars(copy).update(vars(module))

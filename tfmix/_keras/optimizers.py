@@ -36,12 +36,6 @@ def appliers() -> list[type]:
     return found
 
 
-def apply_count(optimizer: Optimizer) -> keras.Variable:
-    """Returns the counter of all `apply` calls, including accumulating ones."""
-    *_, innermost = chain(optimizer)
-    return innermost._iterations
-
-
 def paths(variables: Sequence) -> list[str]:
     """Returns the paths of variables, or the names of TensorFlow's own."""
     return [getattr(v, "path", v.name) for v in variables]
@@ -132,7 +126,9 @@ def positions(optimizer: Optimizer, variables: Sequence) -> list[int]:
 
 
 @contextlib.contextmanager
-def alone(optimizer: Optimizer | None, strategy: Any = None) -> Iterator[None]:
+def without_reduction(
+    optimizer: Optimizer | None, strategy: Any = None
+) -> Iterator[None]:
     """Stops an optimizer, and all in it, from summing over replicas."""
     # A strategy replaces the one that the optimizer has.
     with contextlib.ExitStack() as undo:

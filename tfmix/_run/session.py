@@ -19,9 +19,9 @@ import rich.console
 
 from tfmix._keras import global_state, layers, memory, replacements
 from tfmix._run import report, steps
-from tfmix.autocast import global_policy, model, own_code
+from tfmix.autocast import float32_fallback, global_policy, model
 from tfmix.diagnostics import skip_report
-from tfmix.policy import names
+from tfmix.policy import layer_dtypes, names
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices, suited_policy
 
@@ -137,9 +137,11 @@ class _Session:
     def _look_at_layers(self) -> None:
         """Notes the dtype of each layer, while it exists."""
         for layer, number in list(self._layers.items()):
-            computes = own_code.can_have(layer) and not layers.is_input(layer)
+            computes = layer_dtypes.has_code(layer) and not layers.is_input(
+                layer
+            )
             if layer.built and computes:
-                why = own_code.why(layer)
+                why = float32_fallback.reason(layer)
                 self._found[number] = (
                     type(layer).__name__,
                     layer.compute_dtype,

@@ -38,7 +38,7 @@ class Counter:
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._iterations = optimizers.apply_count(optimizer)
+        self._iterations = optimizers.applies(optimizer)
         self._start = compilation.value_outside(self._iterations)
         # A variable, or the counter of an unwrapped optimizer.
         self._skips: Any = None

@@ -14,9 +14,8 @@ import numpy as np
 from keras import ops
 
 from tfmix import _messages
-from tfmix._keras import compilation, optimizers
+from tfmix._keras import compilation, context_values, optimizers
 from tfmix._keras import variables as keras_variables
-from tfmix.gradient_scaling import power
 from tfmix.loss_scaling import (
     apply_if_finite,
     replicas,
@@ -102,7 +101,7 @@ class Skips:
             ended = ops.logical_and(in_a_row, ops.logical_not(is_bad))
             self._counts.assign(ops.where(ended, 0, counts))
         # The line after an epoch of `fit` says more.
-        in_fit = power.is_placed()
+        in_fit = context_values.block.get().in_fit
         if not (in_fit and _ON_TENSORFLOW):
             note = self._count if in_fit else self._count_and_watch
             standstill.call_if(is_bad, note, self.applies.value, bad)
@@ -163,7 +162,7 @@ def _apply(
     skips = _skips[optimizer]
     used = [*optimizer.variables, *optimizers.remembered(optimizer)]
     with replicas.one_replica([*used, *skips.variables], optimizer):
-        true = unscale.true_gradients(grads, these, None)
+        true = unscale.in_float32(grads, these)
         local = [*map(keras_variables.local, these)]
 
         def update() -> None:

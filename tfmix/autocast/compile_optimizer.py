@@ -6,13 +6,13 @@ import keras
 
 from tfmix import _messages
 from tfmix._keras import optimizers
-from tfmix.autocast import own_code
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import rules
 from tfmix.optimizers import master_weights, sixteen_bit_optimizer
+from tfmix.policy import layer_dtypes
 
 
-def suited(
+def choose(
     optimizer: keras.optimizers.Optimizer,
     model: keras.Layer,
     level: str | None = None,
@@ -24,13 +24,13 @@ def suited(
     wrappers stay. If tfmix's loss-scale optimizer lacks master weights, they
     are added inside it.
     """
-    pure = own_code.has_sixteen_bit_variables(model)
+    pure = layer_dtypes.has_sixteen_bit_variables(model)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if pure:
             _add_masters(optimizer)
         return optimizer
-    float16 = own_code.computes_in(model, "float16")
-    if not float16 and not own_code.computes_in(model, "bfloat16"):
+    float16 = layer_dtypes.computes_in(model, "float16")
+    if not float16 and not layer_dtypes.computes_in(model, "bfloat16"):
         return optimizer
     fixed = optimizer.loss_scale_factor
     if fixed is not None:
@@ -81,7 +81,7 @@ def refuse_two_scales(given: Any) -> None:
 def without_automatic(
     optimizer: keras.optimizers.Optimizer,
 ) -> keras.optimizers.Optimizer:
-    """Removes what `suited` put around an optimizer, or inside a user's."""
+    """Removes what `choose` put around an optimizer, or inside a user's."""
     fixed = None
     while getattr(optimizer, "is_automatic", False):
         rule = getattr(optimizer, "rule", None)

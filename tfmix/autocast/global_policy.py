@@ -318,7 +318,7 @@ def _initializer(original: Callable) -> Callable:
         original(self, *args, **kwargs)
         policy = _lookup()
         if policy is not None:
-            new_layers.settle(self, kwargs.get("dtype"), policy)
+            new_layers.prepare(self, kwargs.get("dtype"), policy)
 
     # Keras makes configurations out of constructors' arguments, with two
     # readers of signatures. One of them does not look through wrappers.

@@ -25,9 +25,9 @@ from tfmix._keras import (
 from tfmix.autocast import (
     bare_optimizers,
     finite_constants,
+    float32_fallback,
     float32_ops,
     losses_from_logits,
-    own_code,
     recomputation,
     small_numbers,
 )
@@ -106,7 +106,9 @@ _METHODS: dict[replacements.Place, list[Row]] = {
     **dict.fromkeys(
         bare_optimizers.PLACES, [Row(SIXTEEN_BIT, bare_optimizers.applying)]
     ),
-    layers.ASSIGN: [Row(SIXTEEN_BIT, own_code.assigning, on_shapes=False)],
+    layers.ASSIGN: [
+        Row(SIXTEEN_BIT, float32_fallback.assigning_exactly, on_shapes=False)
+    ],
     **dict.fromkeys(recomputation.PLACES, [Row(_ALWAYS, recomputation.alike)]),
     **{
         place: [Row(SIXTEEN_BIT, make, on_shapes=False)]
@@ -122,7 +124,7 @@ _installed: frozenset[str] = frozenset()
 # Rules of running blocks, counted over all threads.
 _running: Counter[frozenset[str]] = Counter()
 # These stay replaced until the next `install`, even without a block.
-_standing_by: frozenset[str] = frozenset()
+_kept: frozenset[str] = frozenset()
 _replaced: frozenset[str] = frozenset()
 
 
@@ -132,9 +134,9 @@ def install(rules: Iterable[str]) -> None:
     Functions traced earlier (`tf.function`, `jax.jit`, a model's compiled
     `train_step`) keep the rules they were traced under.
     """
-    global _installed, _standing_by
+    global _installed, _kept
     with _lock:
-        _installed, _standing_by = frozenset(rules), frozenset()
+        _installed, _kept = frozenset(rules), frozenset()
         _refresh()
 
 
@@ -143,16 +145,16 @@ def installed() -> frozenset[str]:
     return _installed
 
 
-def stand_by(rules: frozenset[str]) -> None:
+def keep(rules: frozenset[str]) -> None:
     """Keeps the replacements of these rules until the next `install`.
 
     A model with a policy runs each call in a block, and would otherwise replace
     and restore them each time.
     """
-    global _standing_by
-    if not rules <= _standing_by:
+    global _kept
+    if not rules <= _kept:
         with _lock:
-            _standing_by |= rules
+            _kept |= rules
             _refresh()
 
 
@@ -189,15 +191,15 @@ def _refresh() -> None:
     """Replaces exactly what active rules need."""
     global _replaced
     running = [rules for rules, blocks in _running.items() if blocks]
-    needed = _installed.union(_standing_by, *running)
+    needed = _installed.union(_kept, *running)
     if needed != _replaced:
-        _replacements.set(_stand_ins(needed) if needed else {})
+        _replacements.set(_makers_for(needed) if needed else {})
         _replaced = needed
 
 
-def _stand_ins(rules: frozenset[str]) -> dict[replacements.Place, Maker]:
+def _makers_for(rules: frozenset[str]) -> dict[replacements.Place, Maker]:
     """Returns what a set of rules replaces, with functions that make it."""
-    stand_ins: dict[replacements.Place, Maker] = {}
+    makers: dict[replacements.Place, Maker] = {}
     ops = set(rules) - {SIXTEEN_BIT}
     methods: dict[replacements.Place, list[Row]] = {}
     if SIXTEEN_BIT in rules:
@@ -208,15 +210,15 @@ def _stand_ins(rules: frozenset[str]) -> dict[replacements.Place, Maker]:
     for name in ops:
         # A module is copied as a whole, with a wrapper for each of its ops.
         make = functools.partial(_intercepted_op, name=name)
-        stand_ins |= dict.fromkeys(op_places.targets(name), make)
+        makers |= dict.fromkeys(op_places.targets(name), make)
     for place, rows in methods.items():
-        stand_ins[place] = functools.partial(_intercepted, rows=rows)
-    return stand_ins
+        makers[place] = functools.partial(_intercepted, rows=rows)
+    return makers
 
 
 def _intercepted_op(original: Any, name: str) -> Any:
     if inspect.ismodule(original):
-        return op_places.stand_in(original, _intercepted_op)
+        return op_places.copy_module(original, _intercepted_op)
     return _intercepted(original, rows_of_op(name))
 
 
@@ -228,10 +230,13 @@ def _intercepted(original: Any, rows: Sequence[Row]) -> Any:
         return staticmethod(_intercepted(original.__func__, rows))
     composed: dict[tuple[frozenset[str], bool], Callable] = {}
     differs = not all(row.on_shapes for row in rows)
+    sometimes = all(row.rule is not _ALWAYS for row in rows)
 
     @functools.wraps(original)
     def intercepted(*args: Any, **kwargs: Any) -> Any:
         rules = of_caller()
+        if sometimes and not rules:
+            return original(*args, **kwargs)
         on_shapes = differs and global_state.on_shapes_only()
         call = composed.get((rules, on_shapes))
         if call is None:

@@ -16,6 +16,7 @@ import keras
 from tfmix import _arguments, _formats, _messages
 from tfmix._keras import (
     compile_method,
+    context_values,
     global_state,
     layers,
     model_methods,
@@ -27,9 +28,9 @@ from tfmix.autocast import (
     compile_optimizer,
     exact_inputs,
     first_step,
+    float32_fallback,
     interceptor,
     model_outputs,
-    own_code,
     own_train_step,
 )
 from tfmix.float8 import chosen_layers
@@ -37,6 +38,7 @@ from tfmix.gradient_scaling import model_call, power, tensors
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import train_step_guard
 from tfmix.optimizers import sixteen_bit_optimizer
+from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices
 
@@ -67,11 +69,11 @@ def set_policy(model: keras.Model, policy: keras.DTypePolicy) -> None:
         layers.rematerialize_anew(model)
         exact_inputs.begin_exact(model)
         record = _MixedModel(model, policy)
-        model_methods.put(model, model_methods.RULES, record)
+        model_methods.attach(model, model_methods.RULES, record)
         record.wrap_what_swaps()
         model_call.note_scaling(model, True)
     else:
-        model_methods.take_off(model, model_methods.RULES)
+        model_methods.detach(model, model_methods.RULES)
         model_call.note_scaling(model, False)
 
 
@@ -79,7 +81,7 @@ def set_policy_inside(model: keras.Model, policy: keras.DTypePolicy) -> None:
     """Gives a record to those models inside one that compute in 16 bit."""
     for inner in models_inside(model):
         narrow = any(
-            own_code.computes_in(inner, x) for x in _formats.SIXTEEN_BIT
+            layer_dtypes.computes_in(inner, x) for x in _formats.SIXTEEN_BIT
         )
         set_policy(inner, policy if narrow else keras.DTypePolicy("float32"))
 
@@ -150,7 +152,7 @@ class _MixedModel:
     def _under_rules(
         self, original: Callable, *args: Any, **kwargs: Any
     ) -> Any:
-        interceptor.stand_by(self._rules)
+        interceptor.keep(self._rules)
         with interceptor.block(self._rules):
             return original(*args, **kwargs)
 
@@ -184,7 +186,7 @@ class _MixedModel:
         """Wraps further methods of the model."""
         if not more.keys() <= self.wrappers.keys():
             self.wrappers |= more
-            model_methods.put(self._model, model_methods.RULES, self)
+            model_methods.attach(self._model, model_methods.RULES, self)
 
     def _fit(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         fit = original
@@ -221,7 +223,10 @@ class _MixedModel:
             return original(*args, **kwargs)
 
     def _train_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        with power.placed(self._placing(args)):
+        with (
+            power.placement(self._placing(args)),
+            context_values.holding(in_fit=True),
+        ):
             return self._under_rules(original, *args, **kwargs)
 
     def _placing(self, args: tuple) -> Any:
@@ -257,7 +262,7 @@ class _MixedModel:
         shown = original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         show = given.get("print_fn") or print
-        for note in own_code.notes(self._model):
+        for note in float32_fallback.reasons(self._model):
             show(f" {note}")
         for layer, why in chosen_layers.reasons(self._model).items():
             place = f"not in float8: {why}" if why else "in float8"
@@ -329,8 +334,8 @@ def _adopt(model: keras.Model) -> None:
         if layers.marks(layer).fallback or (is_model and policy_of(layer)):
             continue
         exact_inputs.keep_exact(layer)
-        if own_code.can_have(layer):
-            own_code.put_on(layer)
+        if layer_dtypes.has_code(layer):
+            float32_fallback.attach(layer)
         if is_model and _policy_of_layers(layer):
             set_policy(layer, policy)
 
@@ -340,8 +345,8 @@ def _policy_of_layers(model: keras.Model) -> keras.DTypePolicy | None:
         if isinstance(layer, keras.Model) and policy_of(layer):
             return policy_of(layer)
     for dtype in _formats.SIXTEEN_BIT:
-        if own_code.computes_in(model, dtype):
-            pure = own_code.has_sixteen_bit_variables(model)
+        if layer_dtypes.computes_in(model, dtype):
+            pure = layer_dtypes.has_sixteen_bit_variables(model)
             return policies.Policy(dtype if pure else f"mixed_{dtype}")
     return None
 
@@ -384,14 +389,14 @@ def _compile(
             optimizer = optimizer.inner_optimizer
         level = None if record is None else record.level
         with interceptor.block(()):
-            optimizer = compile_optimizer.suited(optimizer, model, level)
+            optimizer = compile_optimizer.choose(optimizer, model, level)
         if optimizer is not model.optimizer:
             compile_method.adopt_optimizer(model, optimizer)
     if record is not None:
         record.wrap_what_swaps()
     is_ours = isinstance(optimizer, scaling.LossScaleOptimizer)
     if record is not None or is_ours:
-        train_step_guard.put_on(model)
+        train_step_guard.attach(model)
     if (
         record is not None
         and not is_ours
@@ -403,7 +408,7 @@ def _compile(
             "tfmix.LossScaleOptimizer(optimizer.inner_optimizer) instead."
         )
     if not any(
-        own_code.computes_in(model, dtype) for dtype in _formats.SIXTEEN_BIT
+        layer_dtypes.computes_in(model, dtype) for dtype in _formats.SIXTEEN_BIT
     ):
         is_told = record is None and _tell_of_late_policy(model)
         if is_told or model.built:

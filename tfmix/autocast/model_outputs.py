@@ -9,16 +9,10 @@ import keras
 
 from tfmix import _messages
 from tfmix._keras import global_state, layers, model_methods
-from tfmix.autocast import own_code
 from tfmix.gradient_scaling import heads, model_call, tensors
 from tfmix.loss_scaling import train_step_guard
+from tfmix.policy import layer_dtypes
 
-# These losses use the logits of these activations, whatever the dtype of the
-# probabilities.
-_THROUGH: dict[str, tuple[str, ...]] = {
-    "softmax": ("categorical_crossentropy", "sparse_categorical_crossentropy"),
-    "sigmoid": ("binary_crossentropy",),
-}
 _HOLDS = {"float16": "3 digits, up to 65504", "bfloat16": "2 digits"}
 
 
@@ -72,7 +66,7 @@ class Outputs:
         )
 
     def _is_float16(self) -> bool:
-        return own_code.computes_in(self._model, "float16")
+        return layer_dtypes.computes_in(self._model, "float16")
 
     def _kept_finite(self, *args: Any, **kwargs: Any) -> Any:
         compute = self._in_float32
@@ -97,18 +91,10 @@ class Outputs:
         self._told = True
         # This is Keras's order, by sorted keys for a dict.
         leaves = keras.tree.flatten_with_path(outputs)
-        if not any(tensors.is_16_bit(leaf) for _, leaf in leaves):
-            return
-        try:
-            losses = layers.losses(self._model, outputs)
-        except (KeyError, ValueError):
-            # Keras's own error about such losses is better.
-            return
         narrow = [
             place
-            for place, (path, leaf) in enumerate(leaves)
+            for place, (_, leaf) in enumerate(leaves)
             if tensors.is_16_bit(leaf)
-            and not is_undone(_last_layer(self._model, place), losses.get(path))
         ]
         if narrow:
             _, leaf = leaves[narrow[0]]
@@ -124,14 +110,6 @@ def _last_layer(model: keras.Model, place: int) -> keras.Layer | None:
     results = layers.results(model)
     made_by = layers.maker(results[place])[0] if place < len(results) else None
     return made_by if isinstance(made_by, keras.Layer) else None
-
-
-def is_undone(layer: keras.Layer | None, loss: Any) -> bool:
-    """Returns whether a loss ignores the last rounding of probabilities."""
-    activation = getattr(getattr(layer, "activation", None), "__name__", "")
-    function = getattr(getattr(loss, "fn", None), "__name__", "")
-    from_logits = getattr(loss, "from_logits", False)
-    return function in _THROUGH.get(activation, ()) and not from_logits
 
 
 def _line(model: keras.Model, narrow: list[int], dtype: str) -> str:

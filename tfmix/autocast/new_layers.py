@@ -8,12 +8,12 @@ import keras
 
 from tfmix import _formats
 from tfmix._keras import layer_policies, layers
-from tfmix.autocast import exact_inputs, model, own_code
-from tfmix.policy import float32_layers
+from tfmix.autocast import exact_inputs, float32_fallback, model
+from tfmix.policy import float32_layers, layer_dtypes
 from tfmix.policy import policy as policies
 
 
-def settle(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
+def prepare(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
     """Gives a layer that was just initialized its part of the policy."""
     if not layers.takes_casts(layer):
         exact_inputs.keep_exact(layer)
@@ -27,8 +27,8 @@ def settle(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
         layer_policies.set_policy(layer, policies.plain(dtype))
     if isinstance(layer, keras.Model):
         model.set_policy(layer, policy)
-    if policies.is_sixteen_bit(policy) and own_code.can_have(layer):
-        own_code.put_on(layer)
+    if policies.is_sixteen_bit(policy) and layer_dtypes.has_code(layer):
+        float32_fallback.attach(layer)
 
 
 def is_chosen(layer: keras.Layer) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfmix._keras import layers, training
-from tfmix.autocast import own_code
+from tfmix.autocast import float32_fallback
 
 
 class _First:
@@ -50,7 +50,7 @@ def traced(
                 # Variables created in a failed trace have no value.
                 raise
             trace = functools.partial(trace_anew, *arguments)
-            return own_code.mended_step(model, error, trace)
+            return float32_fallback.trace_again(model, error, trace)
         if model.train_function is first:
             model.train_function = function
         return logs

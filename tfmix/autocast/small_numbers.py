@@ -2,7 +2,8 @@
 
 Torch's autocast returns float32 from such ops. Here every op returns 16 bit, so
 that your code never meets another dtype. The float32 value is kept behind the
-result (`float32_values`) until a product uses it.
+result (`float32_values`) until a product uses it, or until it meets larger
+activations, as a norm does that they are divided by.
 """
 
 import functools
@@ -31,6 +32,9 @@ _CURVED = ("square", "exp", "expm1")
 # Only ops with an unbounded derivative use the float32 value of these. Their
 # argument is a probability p, or 1 - p, which 16 bit rounds.
 _SATURATING = ("softmax", "sigmoid", "tanh", "softplus", "hard_sigmoid")
+# The same holds for these. They multiply a gradient that may be beyond float16,
+# such as that of `log(relu(x) + 1e-6)`, by 0.
+_FLAT = ("relu", "abs", "absolute", "maximum", "minimum", "clip", "where")
 _TIMES = ("multiply", "__mul__", "__rmul__")
 _LINEAR = (
     *("add", "subtract", "maximum", "minimum", "clip", "where"),
@@ -47,7 +51,7 @@ OPS = (
     *(*_SATURATING, *_TIMES, *_LINEAR, *_ALIKE, "moments"),
 )
 _ELEMENTWISE = (*_TIMES, *_LINEAR, *_QUOTIENTS)
-_BEGIN = (*_SUMS, *_CURVED, *_POWERS, *_SATURATING, "moments")
+_LOSING = (*_SUMS, *_CURVED, *_POWERS, "moments")
 # A smaller number is one of a sum's last digits in bfloat16, and its powers in
 # a layer may underflow in float16.
 _SMALL = 2.0**-6
@@ -62,7 +66,8 @@ def followed(op: Callable, name: str) -> Callable:
         args = tuple(map(weight_gradients.snapshot, args))
         values = (*args, *kwargs.values())
         notes = float32_values.find(values)
-        begins = _begins(name, values)
+        loses = _loses(name, values)
+        begins = loses or name in (*_SATURATING, *_FLAT)
         if not (notes or begins or _has_copy(name, values)):
             return op(*args, **kwargs)
         if op_places.wanted_dtype(args, kwargs, dtype_at) is not None:
@@ -82,27 +87,31 @@ def followed(op: Callable, name: str) -> Callable:
             return _summed(op(*args, **kwargs), dtype)
         in_float32 = functools.partial(_computed, op, args, kwargs)
         if any(note.is_wide for note in notes) or _asks(name, args):
-            return _kept(in_float32({}), name, values, dtype)
+            value = in_float32({})
+            if _is_activation(value, values):
+                return tensors.narrow(value, dtype)
+            return _kept(value, name, values, dtype)
         result = op(*args, **kwargs)
+        is_same = any(result is value for value in values)
+        if is_same or _is_activation(result, values):
+            return result
         depth = 1 + max((note.depth for note in notes), default=0)
-        is_lost = (begins or not notes) and name not in _SATURATING
+        is_lost = loses or not begins and not notes
         is_lost = is_lost or any(note.is_lost for note in notes)
-        if not any(result is value for value in values):
-            exact = _is_exact(values)
-            note = Value(in_float32, depth, is_lost, is_exact=exact)
-            float32_values.put(result, note)
+        note = Value(in_float32, depth, is_lost, is_exact=_is_exact(values))
+        float32_values.put(result, note)
         return result
 
     return follow
 
 
-def _begins(name: str, values: tuple) -> bool:
-    """Returns whether an op on tensors without a note adds one."""
+def _loses(name: str, values: tuple) -> bool:
+    """Returns whether 16 bit may lose what an op computes of 16-bit tensors."""
     if name in _ELEMENTWISE:
         if name in _TIMES and values[0] is values[1]:
             return True
         return any(_is_small(value) for value in values)
-    return name in _BEGIN
+    return name in _LOSING
 
 
 def _is_small(value: Any) -> bool:
@@ -173,33 +182,35 @@ def _moments(op: Callable, args: tuple, kwargs: dict, dtype: str) -> tuple:
 
 
 def _kept(value: Any, name: str, values: tuple, dtype: str) -> Any:
-    """Rounds what was computed in float32, and keeps it if it stays small.
-
-    A result that is larger than the wide tensor it comes from, such as a
-    layer's activations divided by their norm, is not wide any more: both
-    versions of it would cost memory.
-    """
-    wide = [x for x in values if _is_wide(name, x)]
-    is_wide = name in _ROOTS or any(_is_alike(value, x) for x in wide)
-    if is_wide and name in _QUOTIENTS:
+    """Rounds what was computed in float32, and keeps it for what uses it."""
+    if name in _QUOTIENTS:
         # A small number beside 0 stays above 0, as `fitting` promises.
         result = finite_constants.finite(value, dtype)
     else:
         result = tensors.narrow(value, dtype)
     exact = _is_exact(values)
-    float32_values.keep(
-        result, value, is_lost=is_wide, is_wide=is_wide, is_exact=exact
-    )
+    float32_values.keep(result, value, is_wide=True, is_exact=exact)
     return result
 
 
-def _is_wide(name: str, value: Any) -> bool:
-    asked = name in (*_QUOTIENTS, *_POWERS)
-    notes = float32_values.find([value])
-    return any(note.is_wide or asked for note in notes)
+def _is_activation(result: Any, values: tuple) -> bool:
+    """Returns whether an op applied small numbers to activations.
+
+    Its result is as large as the activations, such as a layer's input divided
+    by its norm. A float32 version of it beside the 16-bit one would cost
+    memory.
+    """
+    notes = float32_values.find(values)
+    alike = [value for value in values if _is_alike(value, result)]
+    return (
+        any(note.is_lost for note in notes)
+        and not any(note.is_lost for note in float32_values.find(alike))
+        and any(map(tensors.is_16_bit, alike))
+        and not _is_exact(values)
+    )
 
 
 def _is_alike(value: Any, other: Any) -> bool:
     """Returns whether two tensors have the same shape."""
-    shape = getattr(other, "shape", None)
-    return shape is not None and bool(value.shape == shape)
+    shape = getattr(value, "shape", None)
+    return shape is not None and bool(other.shape == shape)

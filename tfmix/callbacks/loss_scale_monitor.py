@@ -11,10 +11,11 @@ import keras
 
 from tfmix import _arguments, _formats, _messages
 from tfmix._keras import variables
-from tfmix.autocast import own_code
 from tfmix.diagnostics import missing_scaler, progress_bar, skip_report
+from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import errors, rules, standstill
 from tfmix.loss_scaling import optimizer as scaling
+from tfmix.policy import layer_dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,10 +263,13 @@ class LossScaleMonitor(skip_report.SkipWatch):
         last, seconds = self._logged, time.monotonic()
         if now.loss_scale == last.loss_scale or seconds < self._quiet_until:
             return
+        inside = _scales_inside(self.model)
+        what = "Scale of gradients" if inside else "Loss scale"
         # A scale that is too high at first may change ten times in a row.
         self._logged, self._quiet_until = now, seconds + 10.0
         _messages.info(
-            "Loss scale %g -> %g by step %d; %d step(s) skipped since step %d.",
+            "%s %g -> %g by step %d; %d step(s) skipped since step %d.",
+            what,
             last.loss_scale,
             now.loss_scale,
             now.step,
@@ -283,10 +287,8 @@ class LossScaleMonitor(skip_report.SkipWatch):
             self._has_warned = self._has_reported = True
             progress_bar.warn(
                 self,
-                "no update was applied in the last %d steps, at a loss scale "
-                "of %g: %s",
-                waited,
-                now.loss_scale,
+                "%s: %s",
+                standstill.idle(waited),
                 self._why(now),
             )
 
@@ -297,7 +299,7 @@ class LossScaleMonitor(skip_report.SkipWatch):
 
 def _opening(model: keras.Model) -> str:
     """Describes a run's dtypes and its loss scaling in one line."""
-    layers = own_code.layers_that_compute(model)
+    layers = layer_dtypes.layers_that_compute(model)
     sixteen = [
         layer for layer in layers if layer.compute_dtype in _formats.SIXTEEN_BIT
     ]
@@ -307,6 +309,9 @@ def _opening(model: keras.Model) -> str:
     fraction, power = math.frexp(scale)
     size = f"2^{power - 1}" if fraction == 0.5 else f"{scale:g}"
     scaling_text = _RULES.get(type(rule), type(rule).__name__ + " {}")
+    is_off = isinstance(rule, rules.NoLossScale)
+    if _scales_inside(model) and not is_off:
+        scaling_text = "gradients are scaled inside the model"
     policy = " and ".join(names) or _formats.FLOAT32.name
     return (
         f"{policy}: {len(sixteen)} of {len(layers)} layers in 16 bit; "
@@ -320,6 +325,11 @@ _RULES: dict[type, str] = {
     rules.FixedLossScale: "fixed scale {}",
     rules.NoLossScale: "no loss scale",
 }
+
+
+def _scales_inside(model: keras.Model) -> bool:
+    """Returns whether a model scales its gradients, so that no loss is."""
+    return model_call.scales(model.trainable_variables)
 
 
 def _has_scale(model: keras.Model) -> bool:

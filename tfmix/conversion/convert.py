@@ -18,8 +18,8 @@ from tfmix._keras import (
 )
 from tfmix.autocast import (
     compile_optimizer,
+    float32_fallback,
     global_policy,
-    own_code,
 )
 from tfmix.autocast import model as mixed_model
 from tfmix.conversion import (
@@ -33,6 +33,7 @@ from tfmix.gradient_scaling import model_call
 from tfmix.loss_scaling import optimizer as scaling
 from tfmix.loss_scaling import train_step_guard
 from tfmix.optimizers import sixteen_bit_optimizer
+from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 
 
@@ -113,7 +114,7 @@ class ConversionReport(_tables.Printed):
     @property
     def rows(self) -> tuple[Row, ...]:
         """One row per layer."""
-        reasons = [own_code.why(layer) for layer in self._layers]
+        reasons = [float32_fallback.reason(layer) for layer in self._layers]
         reasons += [""] * (len(self._rows) - len(reasons))
         return tuple(
             dataclasses.replace(row, after="float32", why=why) if why else row
@@ -274,10 +275,10 @@ def _change(
         mixed_model.set_policy_inside(model, policy)
         installed = _wrap_optimizer(model, policy, state_before, optimizer)
         if isinstance(installed, scaling.LossScaleOptimizer):
-            train_step_guard.put_on(model)
+            train_step_guard.attach(model)
         elif installed is not before:
             # Only tfmix's wrapper could skip a step, and it is gone.
-            model_methods.take_off(model, model_methods.GUARD)
+            model_methods.detach(model, model_methods.GUARD)
         layer_changes.forget_compiled(model)
         failed.pop_all()
         undone = way_back.pop_all()
@@ -420,14 +421,14 @@ def _wrap_optimizer(
     level = policies.with_rules(policy).level
     current = optimizer_state.optimizer_of(model)
     if optimizer is not None:
-        wrapped = compile_optimizer.suited(optimizer, model, level)
+        wrapped = compile_optimizer.choose(optimizer, model, level)
         if current is not None:
             _adopt(model, wrapped)
         return wrapped
     if current is None:
         return None
     unwrapped, is_new = _unwrap_optimizer(current, model, state)
-    wrapped = compile_optimizer.suited(unwrapped, model, level)
+    wrapped = compile_optimizer.choose(unwrapped, model, level)
     if (
         not is_new
         and isinstance(wrapped, scaling.LossScaleOptimizer)
@@ -448,7 +449,7 @@ def _unwrap_optimizer(
     state: optimizer_state.Handover | None,
 ) -> tuple[keras.optimizers.Optimizer, bool]:
     """Returns the optimizer to wrap, and whether it is a new instance."""
-    pure = own_code.has_sixteen_bit_variables(model)
+    pure = layer_dtypes.has_sixteen_bit_variables(model)
     cast = state is not None and state.cast
     on_masters = sixteen_bit_optimizer.owner(optimizer) is not None
     if pure and on_masters and not cast:

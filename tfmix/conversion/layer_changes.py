@@ -11,8 +11,9 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import layer_policies, layers, variables
-from tfmix.autocast import exact_inputs, own_code
+from tfmix.autocast import exact_inputs, float32_fallback
 from tfmix.conversion import planned_policies
+from tfmix.policy import layer_dtypes
 
 Undo = Callable[[], None]
 
@@ -92,18 +93,18 @@ def _set_policy(
     names = [layer_policies.FIRST_CALLED]
     if not isinstance(layer, keras.Model):
         names += ["call", "compute_mask"]
-    fallback = own_code.take_off(layer)
+    fallback = float32_fallback.detach(layer)
     own = {name: vars(layer)[name] for name in names if name in vars(layer)}
     exact_call = layers.marks(layer).exact_call
 
     def restore() -> None:
-        own_code.take_off(layer)
+        float32_fallback.detach(layer)
         exact_inputs.forget_exact(layer)
         layer_policies.set_policy(layer, before)
         for name, value in own.items():
             layer_policies.put(layer, name, value)
         layers.mark(layer, exact_call=exact_call)
-        own_code.put_back(layer, fallback)
+        float32_fallback.reattach(layer, fallback)
 
     way_back.callback(restore)
     # The layer must not apply its former policy's rules at its first call.
@@ -114,8 +115,8 @@ def _set_policy(
         exact_inputs.keep_exact(layer)
         if policy.compute_dtype == "float32":
             exact_inputs.look_behind_casts(layer)
-        if own_code.can_have(layer):
-            own_code.put_on(layer)
+        if layer_dtypes.has_code(layer):
+            float32_fallback.attach(layer)
 
 
 def _cast_variables(

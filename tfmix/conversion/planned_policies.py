@@ -7,8 +7,8 @@ import keras
 
 from tfmix import _formats
 from tfmix._keras import layer_policies, layers
-from tfmix.autocast import new_layers, own_code
-from tfmix.policy import float32_layers
+from tfmix.autocast import float32_fallback, new_layers
+from tfmix.policy import float32_layers, layer_dtypes
 from tfmix.policy import policy as policies
 
 # These Keras layers hold layers of the user, which are decided one by one. In
@@ -111,7 +111,7 @@ class _Planner:
         # In a model with 16-bit layers, float32 layers are deliberate.
         self._mixed_before = any(
             layer.compute_dtype in _formats.SIXTEEN_BIT
-            for layer in own_code.layers_that_compute(model)
+            for layer in layer_dtypes.layers_that_compute(model)
         )
         self._seen: set[int] = set()
         self.steps: list[Step] = []
@@ -171,7 +171,7 @@ class _Planner:
         dtypes = (layer.compute_dtype, layer.variable_dtype)
         if any(dtype not in _formats.FORMATS for dtype in dtypes):
             return _OWN
-        chosen = new_layers.is_chosen(layer) or own_code.why(layer)
+        chosen = new_layers.is_chosen(layer) or float32_fallback.reason(layer)
         deliberate = self._mixed_before and not chosen
         if deliberate and current.name == "float32" and not self._is_float32:
             return _OWN
@@ -191,7 +191,7 @@ class _Planner:
         return "the model's output" if id(layer) in self._heads else None
 
     def _fell_back(self, layer: keras.Layer) -> str:
-        return "" if self._is_float32 else own_code.why(layer)
+        return "" if self._is_float32 else float32_fallback.reason(layer)
 
     def _ruled(self, layer: keras.Layer) -> str | None:
         path = layer_policies.path_of(layer)

@@ -6,8 +6,9 @@ import keras
 
 from tfmix import _arguments, _formats, _tables
 from tfmix._keras import layer_policies, layers
-from tfmix.autocast import own_code
+from tfmix.autocast import float32_fallback
 from tfmix.conversion import planned_policies
+from tfmix.policy import layer_dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +85,12 @@ def summary(model: keras.Model) -> ModelSummary:
         ('mixed_float16', 'float16', 'float32', 'float16')
     """
     _arguments.model(model)
-    computing = {*map(id, own_code.layers_that_compute(model))}
+    computing = {*map(id, layer_dtypes.layers_that_compute(model))}
     every = layers.flat_layers(model)
     listed = [layer for layer in every if id(layer) in computing]
-    return ModelSummary(tuple(map(_row, listed)), tuple(own_code.notes(model)))
+    return ModelSummary(
+        tuple(map(_row, listed)), tuple(float32_fallback.reasons(model))
+    )
 
 
 def _row(layer: keras.Layer) -> LayerDtypes:

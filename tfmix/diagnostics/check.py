@@ -14,10 +14,10 @@ from keras import ops
 from tfmix import _bad_rows, _formats, _messages, _progress
 from tfmix._keras import compilation, layers
 from tfmix.autocast import (
+    float32_fallback,
     global_policy,
     interceptor,
     model_outputs,
-    own_code,
 )
 from tfmix.autocast import model as mixed_model
 from tfmix.conversion import planned_policies
@@ -33,6 +33,7 @@ from tfmix.diagnostics import (
 )
 from tfmix.float8 import chosen_layers
 from tfmix.loss_scaling import rules
+from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 
 # More rows would cost memory and show nothing new.
@@ -191,7 +192,7 @@ def _narrow_layers(
 ) -> list[keras.Layer]:
     return [
         layer
-        for layer in own_code.layers_that_compute(model)
+        for layer in layer_dtypes.layers_that_compute(model)
         if planned_policies.dtype(sixteen, layer) in _formats.SIXTEEN_BIT
     ]
 
@@ -229,7 +230,7 @@ def _under_policy(
             names = {*chosen.float32_ops, interceptor.SIXTEEN_BIT}
             conditions.enter_context(interceptor.block(names))
         if chosen is not None:
-            conditions.enter_context(own_code.anew(model))
+            conditions.enter_context(float32_fallback.fresh(model))
             before = chosen_layers.reasons(model)
             conditions.callback(chosen_layers.restore, model, before)
             chosen_layers.restore(model, {})

@@ -4,7 +4,7 @@ import keras
 
 from tfmix import _formats
 from tfmix._keras import model_methods
-from tfmix.autocast import own_code
+from tfmix.policy import layer_dtypes
 
 
 def warning(model: keras.Model) -> str:
@@ -21,7 +21,7 @@ def warning(model: keras.Model) -> str:
         or isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or getattr(optimizer, "loss_scale_factor", None)
         or model_methods.part(model, model_methods.RULES) is not None
-        or not own_code.computes_in(model, "float16")
+        or not layer_dtypes.computes_in(model, "float16")
     ):
         return ""
     name = type(optimizer).__name__

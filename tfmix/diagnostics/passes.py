@@ -13,12 +13,12 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import variables
-from tfmix.autocast import own_code
 from tfmix.conversion import planned_policies
 from tfmix.diagnostics import batch as batches
 from tfmix.diagnostics import differentiation, probe, ranges, runs, verdicts
 from tfmix.gradient_scaling import tensors
 from tfmix.loss_scaling import rules
+from tfmix.policy import layer_dtypes
 
 _Findings = list[verdicts.Finding]
 LOWEST_SCALE = rules.DynamicLossScale().lowest_scale
@@ -52,7 +52,7 @@ def find(
     targets = probe.targets(batch.model)
     run = runs.sixteen_bit(batch, targets, planned, limits.name)
     is_inside = has_policy and not (
-        own_code.has_sixteen_bit_variables(batch.model)
+        layer_dtypes.has_sixteen_bit_variables(batch.model)
     )
     lowest = _LOWEST_INSIDE if is_inside else LOWEST_SCALE
     truth, scale = None, 1.0

@@ -11,7 +11,7 @@ from keras import ops
 
 from tfmix import _formats
 from tfmix._keras import compilation, layer_policies, layers
-from tfmix.autocast import own_code
+from tfmix.autocast import float32_fallback
 from tfmix.conversion import planned_policies
 from tfmix.diagnostics import batch as batches
 from tfmix.diagnostics import differentiation, probe, ranges
@@ -105,7 +105,7 @@ def sixteen_bit(
     with layers.policies(planned):
         fits = batch.runner.run(forward, batch.weights())
         ran = {layer: layer_policies.own(layer) for layer in planned}
-        fallbacks = own_code.notes(batch.model)
+        fallbacks = float32_fallback.reasons(batch.model)
     leaves = probe.floats(outputs)
     of_outputs = {makers[id(leaf)] for leaf in leaves if id(leaf) in makers}
     signatures = {

@@ -11,8 +11,8 @@ from keras import ops, tree
 
 from tfmix import _bad_rows, _formats
 from tfmix._keras import layers
-from tfmix.autocast import own_code
 from tfmix.diagnostics import probe, verdicts
+from tfmix.policy import layer_dtypes
 
 # So many rows are run if the batch size of `fit` is unknown.
 _ROWS = 32
@@ -75,7 +75,7 @@ def of_model(
         loss: The loss in the epoch's logs; NaN if unknown.
         overflowed: How often the gradient of each variable was not finite.
     """
-    is_float16 = own_code.computes_in(model, "float16")
+    is_float16 = layer_dtypes.computes_in(model, "float16")
     largest = _formats.FLOAT16.max if is_float16 else math.inf
     bad = None
     if "x" in data:

@@ -13,11 +13,7 @@ from tfmix import _arguments
 from tfmix._keras import compilation
 from tfmix.autocast import bare_optimizers
 from tfmix.diagnostics import progress_bar, skip_causes
-from tfmix.loss_scaling import rules
 
-# A scale that is too high costs the first steps of a run, and a few later on.
-# This many skips have another cause.
-_NOT_BY_ACCIDENT = 3
 # A smaller share of an epoch's steps may be skipped without a report.
 _FEW = 0.05
 _DATA = ("x", "y", "sample_weight")
@@ -37,12 +33,6 @@ class SkipWatch(keras.callbacks.Callback):
     def _reset(self) -> None:
         # The applied and skipped steps up to the end of the last epoch.
         self._counted: tuple[int, int] | None = None
-        # `_later` counts skips after the first epoch that applied a step.
-        self._trained, self._later = False, 0.0
-        # The number of skips in the last epochs, which applied no step.
-        self._idle = 0
-        # The loss scale at the end of the last epoch that skipped steps.
-        self._scale: float | None = None
         self._has_reported = False
         self._bad_data: skip_causes.BadData | None = None
         self._last_cause = ""
@@ -74,10 +64,9 @@ class SkipWatch(keras.callbacks.Callback):
         if (
             skipped
             and not self._has_reported
-            and self._is_unexplained(applied, skipped)
+            and self._needs_a_line(applied, skipped)
         ):
             self._report(epoch + 1, applied, skipped, _loss(logs or {}))
-        self._trained = self._trained or applied > 0
 
     def _count(self) -> tuple[int, int] | None:
         # Reading `self.model` updates the variables on JAX.
@@ -94,32 +83,14 @@ class SkipWatch(keras.callbacks.Callback):
         stepped = [x for x in every if any(steps(x))]
         return stepped or every
 
-    def _is_unexplained(self, applied: int, skipped: int) -> bool:
-        """Returns whether a search for a scale does not explain the skips."""
-        optimizer = self._optimizers()[0]
-        rule = optimizer.rule
-        is_dynamic = isinstance(rule, rules.DynamicLossScale)
-        is_lowest = is_dynamic and optimizer.loss_scale <= rule.lowest_scale
+    def _needs_a_line(self, applied: int, skipped: int) -> bool:
+        """Returns whether more than a few steps, or bad rows, were skipped."""
+        if not self._last_cause and self._find_bad_data().text:
+            return True
         # Each growth of the scale is a trial that may cost a step.
+        rule = self._optimizers()[0].rule
         trials = applied / getattr(rule, "growth_steps", math.inf)
-        self._idle = 0 if applied else self._idle + skipped
-        if self._trained:
-            self._later += max(skipped - trials, 0.0)
-        bad_data = self._find_bad_data().text
-        if bad_data and not self._last_cause:
-            # A search does not explain bad data, however few rows there are.
-            return True
-        if is_lowest or skipped <= _FEW * (applied + skipped) + trials:
-            return is_lowest
-        if isinstance(rule, rules.FixedLossScale | rules.NoLossScale):
-            return True
-        before, self._scale = self._scale, optimizer.loss_scale
-        first = float(rule.init()[0])
-        if is_dynamic and self._scale >= (before or first):
-            # The scale did not fall, so this was not a search.
-            return True
-        new = self._later if applied else self._idle
-        return bool(bad_data) or new >= _NOT_BY_ACCIDENT
+        return skipped > _FEW * (applied + skipped) + trials
 
     def _report(
         self, epoch: int, applied: int, skipped: int, loss: float
@@ -132,14 +103,9 @@ class SkipWatch(keras.callbacks.Callback):
         self._last_cause = cause.kind
         self._wait, self._silent_until = 2, epoch + 2
         self._since = epoch, applied, skipped
-        optimizer = self._optimizers()[0]
-        scale = f" at a loss scale of {optimizer.loss_scale:g}"
-        if isinstance(optimizer.rule, rules.NoLossScale):
-            scale = ""
         what = f"{_share(applied, skipped)} of epoch {epoch}"
         verb = "was" if skipped == 1 else "were"
-        text = cause.text
-        progress_bar.warn(self, "%s %s skipped%s: %s", what, verb, scale, text)
+        progress_bar.warn(self, "%s %s skipped: %s", what, verb, cause.text)
 
     def _report_again(self, epoch: int, applied: int, skipped: int) -> None:
         first, applied_before, skipped_before = self._since

@@ -9,7 +9,7 @@ from jax import lax
 from jax import numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from tfmix._keras import linear_maps
+from tfmix._keras import compilation, linear_maps
 from tfmix.gradient_scaling import jax_products, power
 
 # A function of arrays that returns float results, losses, and the rest.
@@ -135,7 +135,9 @@ def _gradients(
     by = power.of(results, losses, factor)
     scaled = jax.tree.map(lambda gradient: _times(by.up, gradient), upstream)
     inside = _pulled(function, pull, values, scaled)
-    return [_unscaled(by.down, gradient) for gradient in inside]
+    # XLA would otherwise repeat the division in every kernel that multiplies.
+    down = compilation.kept_apart(by.down)
+    return [_unscaled(down, gradient) for gradient in inside]
 
 
 def _pulled(

@@ -172,8 +172,8 @@ class _Run:
         """
         count = len(self._given)
         args, kwargs = _with_arrays(self._nest, self._given, values[:count])
-        stand_ins = values[count : count + len(self._mapped)]
-        mapped = dict(zip(self._mapped, stand_ins, strict=True))
+        new_values = values[count : count + len(self._mapped)]
+        mapped = dict(zip(self._mapped, new_values, strict=True))
         before = (start or {}) | self._states | mapped
         scope = None
         if start is not None or self._scope is not None or not _TENSORFLOW:

@@ -36,16 +36,10 @@ class Power(NamedTuple):
 
 def placing() -> Any:
     """Returns the factor that moves gradients in float16's range."""
-    factor = context_values.block.get().placing
-    return 1.0 if factor is None else factor
+    return context_values.block.get().placing
 
 
-def is_placed() -> bool:
-    """Returns whether a rule moves gradients in float16's range now."""
-    return context_values.block.get().placing is not None
-
-
-def placed(factor: Any) -> contextlib.AbstractContextManager[None]:
+def placement(factor: Any) -> contextlib.AbstractContextManager[None]:
     """Moves the gradients of a block within float16's range.
 
     Args:
@@ -66,7 +60,7 @@ def of(gradients: Sequence, losses: Sequence, factor: Any) -> Power:
         gradients: Float tensors of any shapes, one per result.
         losses: The same for losses that were added inside. They only count in
             the sum, because they are often far larger than the others.
-        factor: As for `placed`.
+        factor: As for `placement`.
 
     Returns:
         The power, which is `factor` if all are zero or one is not finite.

@@ -16,7 +16,7 @@ from tfmix._keras import (
     layers,
     optimizers,
 )
-from tfmix.autocast import compile_optimizer, global_policy, own_code
+from tfmix.autocast import compile_optimizer, global_policy
 from tfmix.autocast import model as mixed_model
 from tfmix.conversion import convert, copying
 from tfmix.hardware import (
@@ -28,6 +28,7 @@ from tfmix.hardware import (
     training_memory,
 )
 from tfmix.hardware import target as targets
+from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 
 
@@ -152,7 +153,7 @@ def _check_policy(
     policy: Any, model: keras.Model, target: targets.Target
 ) -> None:
     if policy is None:
-        float16 = own_code.computes_in(model, "float16")
+        float16 = layer_dtypes.computes_in(model, "float16")
     else:
         float16 = global_policy.accept(policy).compute_dtype == "float16"
     if float16 and target.kind == "TPU":
@@ -202,7 +203,7 @@ def _compile_copy(
             )
     elif optimizer is not None:
         level = accepted and policies.with_rules(accepted).level
-        wrapped = compile_optimizer.suited(optimizer, twin, level)
+        wrapped = compile_optimizer.choose(optimizer, twin, level)
         compile_method.adopt_optimizer(twin, wrapped)
     return twin
 
@@ -223,7 +224,8 @@ def _name(policy: Any, model: keras.Model) -> str:
         name = getattr(policy, "level", None) or getattr(policy, "name", None)
         return str(name or policy)
     names = [
-        layer.dtype_policy.name for layer in own_code.layers_that_compute(model)
+        layer.dtype_policy.name
+        for layer in layer_dtypes.layers_that_compute(model)
     ]
     # A few layers stay in float32 under every policy.
     narrow = [name for name in names if name != "float32"]

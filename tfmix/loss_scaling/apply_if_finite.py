@@ -47,13 +47,13 @@ def apply_if_finite(
     elif compilation.by_xla():
         before = [compilation.read(variable) for variable in variables]
         update()
-        put_back(applied, zip(variables, before, strict=True))
+        restore_unless(applied, zip(variables, before, strict=True))
     else:
         tf.cond(applied, _then(update), _then(None))
     return applied, bad
 
 
-def put_back(applied: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
+def restore_unless(applied: Any, pairs: Iterable[tuple[Any, Any]]) -> None:
     """Restores the values of variables, unless a step was applied.
 
     Args:
@@ -127,7 +127,9 @@ def is_chosen() -> bool:
 
 
 def _as_chosen(update: Callable[[], Any]) -> None:
-    with context_values.holding(is_chosen=True):
+    # An optimizer computes in the dtypes of its variables: the rules of a
+    # model's step only cost time here.
+    with context_values.holding(is_chosen=True, rules=context_values.NO_RULES):
         update()
 
 
@@ -150,7 +152,7 @@ def _known(condition: Any) -> Any:
 
 
 def _may_be_written(variable: Any, old: Any) -> bool:
-    value = compilation.held(variable)
+    value = compilation.backend_variable(variable)
     if hasattr(value, "handle"):
         return compilation.may_be_written(value)
     # The value is JAX's, or belongs to a scope that holds variables' values.

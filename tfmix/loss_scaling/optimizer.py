@@ -1,5 +1,6 @@
 """The optimizer that scales the loss and skips steps that overflowed."""
 
+import functools
 import inspect
 import numbers
 from collections.abc import Iterable, Sequence
@@ -9,8 +10,8 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from tfmix import _arguments, _users_code
-from tfmix._keras import compilation, optimizers
+from tfmix import _arguments
+from tfmix._keras import compilation, context_values, optimizers
 from tfmix._keras import variables as keras_variables
 from tfmix.gradient_scaling import model_call, power
 from tfmix.loss_scaling import (
@@ -19,6 +20,7 @@ from tfmix.loss_scaling import (
     replicas,
     rules,
     saving,
+    scaled_losses,
     standstill,
     step_outcome,
     unscale,
@@ -148,13 +150,11 @@ class LossScaleOptimizer(
         )
         self.reduce_dtype = reduce_dtype
         self._gradient_norm: keras.Variable | None = None
-        # Whether losses are multiplied and gradients divided by the scale
-        # rather than by 1, as `_is_scaling` has decided.
-        self._scales: bool | None = None
-        # True once a loss was scaled.
-        self._has_scaled = False
+        # `None` until it is decided.
+        self._losses: scaled_losses.Scaled | scaled_losses.Unscaled | None
+        self._losses = None
         # Whether `apply_gradients` gets unscaled gradients, as in tf.keras.
-        self._next_are_true = False
+        self._gets_unscaled = False
         # It warns if a user's own loop stands still.
         self._watch: standstill.Watch | None = None
         self._create_state(rule)
@@ -297,7 +297,7 @@ class LossScaleOptimizer(
             >>> float(optimizer.scale_loss(0.5))
             4.0
         """
-        self._next_are_true = False
+        self._gets_unscaled = False
         return self.get_scaled_loss(loss)
 
     @compilation.untouched
@@ -313,9 +313,9 @@ class LossScaleOptimizer(
             >>> float(LossScaleOptimizer("sgd", 64.0).current_scale())
             64.0
         """
-        if not self._is_scaling():
+        if not self._of_losses().are_scaled:
             return ops.ones((), "float32")
-        self._note_scaled()
+        self._of_losses().note(self)
         return self.rule_scale()
 
     def rule_scale(self) -> Any:
@@ -324,7 +324,7 @@ class LossScaleOptimizer(
         Raises:
             ValueError: If `jax.jit` would make a constant of it.
         """
-        if not _is_constant(self.rule) and any(
+        if not rules.is_constant(self.rule) and any(
             map(compilation.becomes_constant, self._scale_variables())
         ):
             raise ValueError(
@@ -344,7 +344,7 @@ class LossScaleOptimizer(
         It is the loss scale divided by its first value: a float, or a float32
         scalar tensor that is not copied to the host.
         """
-        if _is_constant(self.rule):
+        if rules.is_constant(self.rule):
             return 1.0
         return self.rule.current(self._scale_state()) / self.rule.init()[0]
 
@@ -379,8 +379,10 @@ class LossScaleOptimizer(
         variables: list = self._model_variables
         if len(variables) != len(grads):
             variables = [None] * len(grads)
-        scale = self.rule_scale() if self._are_scaled() else None
-        true = unscale.true_gradients(grads, variables, scale)
+        if self._of_losses().are_gradients_scaled(self):
+            true = unscale.unscaled(grads, variables, self.rule_scale())
+        else:
+            true = unscale.in_float32(grads, variables)
         return [
             after if after is before else unscale.without_infinities(after)
             for before, after in zip(grads, true, strict=True)
@@ -428,29 +430,16 @@ class LossScaleOptimizer(
             return
         variables = self._variables_of(grads, trainable_variables)
         step_outcome.note_update(variables)
-        unscaled = unscaled or not self._are_scaled(told=True)
-        # Gradients and counts are in the order of the build. If two networks
-        # share a trunk, each gives it a gradient, and the second is added at
-        # the end.
-        by_row: list = [None] * len(self._model_variables)
-        places: list[int] = []
-        repeated: list[int] = []
-        rows = optimizers.positions(self, variables)
-        for row, gradient in zip(rows, grads, strict=True):
-            if row in places:
-                places.append(len(by_row))
-                by_row.append(gradient)
-                repeated.append(row)
-            else:
-                places.append(row)
-                by_row[row] = gradient
+        if not unscaled:
+            losses = self._of_losses()
+            unscaled = not losses.are_gradients_scaled(self, warns=True)
         if compilation.becomes_constant(self._skipped_steps):
             raise ValueError(
                 "`apply` cannot assign variables inside a function that JAX "
                 "compiles. Write `optimizer.stateless_apply("
                 "optimizer_variables, grads, trainable_variables)` there."
             )
-        self._step(by_row, places, repeated, unscaled)
+        self._step(grads, variables, unscaled)
 
     def stateless_apply(
         self,
@@ -518,16 +507,15 @@ class LossScaleOptimizer(
         """
         pairs = list(grads_and_vars)
         grads, variables = [pair[0] for pair in pairs], [p[1] for p in pairs]
-        self.apply(grads, variables, unscaled=self._next_are_true)
+        self.apply(grads, variables, unscaled=self._gets_unscaled)
         return self.iterations
 
     @compilation.untouched
     def get_scaled_loss(self, loss: Any) -> Any:
         """Does what `scale_loss` does, under its old tf.keras name."""
-        if not self._is_scaling():
+        if not self._of_losses().are_scaled:
             return loss
-        self._note_scaled()
-        scale = self.rule_scale()
+        scale = self.current_scale()
 
         def scaled(value: Any) -> Any:
             value = unscale.to_float32(ops.convert_to_tensor(value))
@@ -542,21 +530,27 @@ class LossScaleOptimizer(
         After it, `apply_gradients` takes unscaled gradients until `scale_loss`
         is called again. Arguments and result are those of `unscale_gradients`.
         """
-        self._next_are_true = True
+        self._gets_unscaled = True
         return self.unscale_gradients(grads)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Creates the optimizer state and counts for a model's variables.
 
-        variables: The trainable variables, in the order of the gradients to
-            come. A second call changes nothing.
-                second call changes nothing.
+        A second call changes nothing.
+
+        Args:
+            variables: The trainable variables, in the order of the gradients
+                to come.
         """
         if self.built:
             return
         variables = list({id(v): v for v in variables}.values())
-        self.inner_optimizer.build(variables)
-        self._overflow_counts = self._counter("overflow_counts", len(variables))
+        # TensorFlow traces a function that creates variables a second time.
+        with compilation.outside_of_tracing(variables):
+            self.inner_optimizer.build(variables)
+            self._overflow_counts = self._counter(
+                "overflow_counts", len(variables)
+            )
         optimizers.remember(self, variables)
         self.built = True
 
@@ -604,53 +598,29 @@ class LossScaleOptimizer(
         """
         return ops.equal(self._consecutive_skips.value, 0)
 
-    def _is_scaling(self) -> bool:
-        """Returns whether losses are multiplied by the scale, not by 1."""
-        if self._scales is None:
-            # If a loss is scaled before the build, the variables are not known
-            # yet. To multiply and divide is right for any variables.
-            if not self.built and step_outcome.around() is not None:
-                return True
+    def _of_losses(self) -> scaled_losses.Scaled | scaled_losses.Unscaled:
+        """Returns whether the optimizer multiplies losses by its scale."""
+        if self._losses is None:
+            step = step_outcome.around()
+            if step is not None and not self.built:
+                variables = step.model.trainable_variables
+                is_its = not step.is_own and step.model.optimizer is self
+                if not (is_its and variables):
+                    # The variables are not known yet. This step multiplies the
+                    # loss and divides the gradients, which is right for any.
+                    return scaled_losses.Scaled()
+                self.build(variables)
             # The decision is final, because later compiled code has to agree
             # with earlier code.
-            variables = self._model_variables
-            self._scales = not (self.built and model_call.scales(variables))
-        return self._scales
+            inside = self.built and model_call.scales(self._model_variables)
+            self._losses = (
+                scaled_losses.Unscaled() if inside else scaled_losses.Scaled()
+            )
+        return self._losses
 
     def decide_anew(self) -> None:
         """Decides again whether to scale, since the model's dtypes changed."""
-        self._scales = None
-
-    def _note_scaled(self) -> None:
-        self._has_scaled = True
-        if (step := step_outcome.around()) is not None:
-            step.scaled.add(id(self))
-
-    def _are_scaled(self, told: bool = False) -> bool:
-        """Returns whether gradients are those of a scaled loss.
-
-        In a model's train step, they are if the step has scaled its loss.
-
-        Args:
-            told: Whether to warn if no loss was ever scaled.
-        """
-        if (step := step_outcome.around()) is not None:
-            return id(self) in step.scaled
-        if not self._is_scaling():
-            return False
-        is_one = _is_constant(self.rule) and self.rule.lowest_scale == 1.0
-        if told and not (self._has_scaled or is_one):
-            self._has_scaled = True
-            _users_code.warn(
-                "The gradients are divided by the loss scale, but the loss was "
-                "not multiplied by it, so every update is too small by that "
-                "factor. Take the gradients of the scaled loss: `scaled = "
-                "optimizer.scale_loss(loss)` inside the tape, then "
-                "`tape.gradient(scaled, ...)`; or, if the gradients are those "
-                "of the loss, write optimizer.apply(grads, variables, "
-                "unscaled=True)."
-            )
-        return True
+        self._losses = None
 
     def _variables_of(self, grads: list, trainable_variables: Any) -> list:
         """Returns the gradients' variables; builds the optimizer on them."""
@@ -681,23 +651,18 @@ class LossScaleOptimizer(
             )
         return variables
 
-    def _step(
-        self,
-        grads: list,
-        places: list[int],
-        repeated: list[int],
-        unscaled: bool,
-    ) -> None:
+    def _step(self, grads: list, variables: list, unscaled: bool) -> None:
         """Applies a step, or skips it.
 
         Args:
-            grads: Gradients in the order of the build, then second ones.
-            places: The indices of the gradients that were given.
-            repeated: The indices of the variables with a second gradient.
+            grads: The gradients. Two networks that share a trunk may each give
+                one for its variables.
+            variables: The variable of each.
             unscaled: Whether they are not gradients of a scaled loss.
         """
         own, rule = self._model_variables, self.rule
-        variables = own + [own[row] for row in repeated]
+        rows = optimizers.positions(self, variables)
+        variables = [own[row] for row in rows]
         used = self.variables + own
         if keras.backend.backend() == "tensorflow":
             replicas.check_replica_context()
@@ -709,32 +674,28 @@ class LossScaleOptimizer(
         grads = replicas.sum_gradients(
             grads, variables, self.reduce_dtype, factor
         )
-        is_data = self._blames_data(grads)
-        scale = None if unscaled else current
         with replicas.one_replica(used, self):
-            true = unscale.true_gradients(grads, variables, scale)
-
-            def update() -> None:
-                self.inner_optimizer.apply(
-                    [true[n] for n in places],
-                    [keras_variables.local(variables[n]) for n in places],
-                )
-
+            if unscaled:
+                true = unscale.in_float32(grads, variables)
+            else:
+                true = unscale.unscaled(grads, variables, current)
+            local = [*map(keras_variables.local, variables)]
+            update = functools.partial(self.inner_optimizer.apply, true, local)
             checked = unscale.narrow_if_dense(grads, true)
-            if scale is not None and rule.may_enlarge:
+            if rule.may_enlarge and not unscaled:
                 checked = true
             updated = own + self.inner_optimizer.variables
             applied, bad = apply_if_finite.apply_if_finite(
                 checked, update, updated
             )
-            rows = [*range(len(own)), *repeated]
             bad = apply_if_finite.by_variable(bad, rows, len(own))
             norm = None
             if self._gradient_norm is not None:
                 norm = unscale.norm(true, variables)
+            is_data = applied is not True and self._blames_data(grads)
             after = state.after(rule, applied, bad, norm, is_data)
             self._warn_if_still(state, after)
-            self._assign(after)
+            self._assign(state, after)
         # A flag of its own would keep XLA from counting in the kernel that
         # computes the logs.
         step_outcome.report(self.last_step_applied())
@@ -744,7 +705,7 @@ class LossScaleOptimizer(
 
         Outside models that scale their gradients, NaN may be an overflow.
         """
-        if _is_constant(self.rule) or self._is_scaling():
+        if rules.is_constant(self.rule) or self._of_losses().are_scaled:
             return False
         return power.blames_data(grads)
 
@@ -752,14 +713,17 @@ class LossScaleOptimizer(
         self, before: rules.StepState, after: rules.StepState
     ) -> None:
         """Warns of the eighth skipped step in a row of a user's own loop."""
-        if power.is_placed():
+        skips = after.consecutive_skips
+        if rules.is_number(skips) and skips != standstill.AFTER:
+            return
+        if context_values.block.get().in_fit:
             # The line after the epoch says more.
             return
         if self._watch is None:
             paths = optimizers.paths(self._model_variables)
             self._watch = standstill.Watch(self.inner_optimizer.name, paths)
         bad = ops.not_equal(before.overflow_counts, after.overflow_counts)
-        is_eighth = ops.equal(after.consecutive_skips, standstill.AFTER)
+        is_eighth = ops.equal(skips, standstill.AFTER)
         standstill.call_if(is_eighth, self._watch.warn, bad)
 
     def _create_state(self, rule: rules.LossScale) -> None:
@@ -817,22 +781,33 @@ class LossScaleOptimizer(
             variable.assign(value)
 
     def _state(self) -> rules.StepState:
+        """Returns the values of the state: numbers, if the step is eager."""
+        # Each operation on a scalar would take longer than its copy.
+        value = compilation.number_or_value
         norm = self._gradient_norm
         return rules.StepState(
-            scale=self._scale_state(),
-            skipped_steps=self._skipped_steps.value,
-            consecutive_skips=self._consecutive_skips.value,
-            overflow_counts=self._overflow_counts.value,
-            gradient_norm=None if norm is None else norm.value,
+            scale=self._state_type(*map(value, self._scale_variables())),
+            skipped_steps=value(self._skipped_steps),
+            consecutive_skips=value(self._consecutive_skips),
+            overflow_counts=value(self._overflow_counts),
+            gradient_norm=None if norm is None else value(norm),
         )
 
-    def _assign(self, state: rules.StepState) -> None:
-        self._assign_scale(state.scale)
-        self._skipped_steps.assign(state.skipped_steps)
-        self._consecutive_skips.assign(state.consecutive_skips)
-        self._overflow_counts.assign(state.overflow_counts)
-        if self._gradient_norm is not None:
-            self._gradient_norm.assign(state.gradient_norm)
+    def _assign(self, before: rules.StepState, after: rules.StepState) -> None:
+        """Assigns the state after a step, except numbers that stay."""
+        variables = [
+            *self._scale_variables(),
+            self._skipped_steps,
+            self._consecutive_skips,
+            self._overflow_counts,
+            self._gradient_norm,
+        ]
+        olds = *before.scale, *before[1:]
+        news = *after.scale, *after[1:]
+        for variable, old, new in zip(variables, olds, news, strict=True):
+            stays = rules.is_number(new) and np.array_equal(old, new)
+            if variable is not None and not stays:
+                variable.assign(new)
 
 
 def scalers(model: keras.Model) -> list[LossScaleOptimizer]:
@@ -858,10 +833,6 @@ def _refuse_misspelt(given: Iterable[str]) -> None:
             raise ValueError(
                 f"LossScaleOptimizer has no argument `{name}`.{hint}"
             )
-
-
-def _is_constant(rule: rules.LossScale) -> bool:
-    return isinstance(rule, rules.FixedLossScale | rules.NoLossScale)
 
 
 def _attribute(field: str) -> str:

@@ -200,12 +200,12 @@ def one_replica(
     # A TPU's step is traced once for all replicas, without local copies or
     # merge calls.
     if not tf.distribute.has_strategy() or compilation.for_tpu():
-        with optimizers.alone(optimizer):
+        with optimizers.without_reduction(optimizer):
             yield
         return
     context = _no_strategy()
     with (
-        optimizers.alone(optimizer, context.strategy),
+        optimizers.without_reduction(optimizer, context.strategy),
         keras_variables.local_copies(these),
         context,
     ):

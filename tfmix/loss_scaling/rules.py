@@ -221,7 +221,7 @@ class DynamicLossScale(LossScale):
         )
 
     def _bounded(self, scale: Any) -> Any:
-        if _is_number(scale):
+        if is_number(scale):
             return np.float32(min(max(scale, self.min_scale), self.max_scale))
         return ops.clip(scale, self.min_scale, self.max_scale)
 
@@ -335,13 +335,17 @@ class StepState(NamedTuple):
             scale=scale,
             skipped_steps=self.skipped_steps + _select(applied, 0, 1),
             consecutive_skips=_select(
-                applied,
-                ops.zeros_like(self.consecutive_skips),
-                self.consecutive_skips + 1,
+                applied, self.consecutive_skips * 0, self.consecutive_skips + 1
             ),
-            overflow_counts=self.overflow_counts + ops.cast(bad, "int32"),
+            overflow_counts=self.overflow_counts
+            + _select(applied is True, 0, ops.cast(bad, "int32")),
             gradient_norm=norm,
         )
+
+
+def is_constant(rule: LossScale) -> bool:
+    """Returns whether a scale stays as it is."""
+    return isinstance(rule, _ConstantLossScale)
 
 
 def _select_all(condition: Any, if_true: Any, if_false: Any) -> Any:
@@ -351,12 +355,12 @@ def _select_all(condition: Any, if_true: Any, if_false: Any) -> Any:
 
 def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
     """Returns one of two values, numbers or scalar tensors."""
-    if _is_number(condition):
+    if is_number(condition):
         return if_true if condition else if_false
     return ops.where(condition, if_true, if_false)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Returns whether a value is known now, rather than a tensor."""
     return isinstance(value, numbers.Number | np.generic | np.ndarray)
 
@@ -368,7 +372,7 @@ def _store(loss_scale: LossScale, name: str, value: float | int) -> None:
 
 def _constant_like(number: np.float32, like: Any) -> Any:
     """Returns the number in the form of `like`: a number or a tensor."""
-    return number if _is_number(like) else ops.convert_to_tensor(number)
+    return number if is_number(like) else ops.convert_to_tensor(number)
 
 
 def of_arguments(

@@ -63,11 +63,16 @@ class Watch:
         pairs = zip(self._paths, bad, strict=True)
         lost = [path for path, is_bad in pairs if is_bad]
         _messages.warn(
-            "%r has skipped %d steps in a row, and no weight changes: %s",
+            "%s of %r: %s",
+            idle(AFTER),
             self._name,
-            AFTER,
             _cause(lost, len(self._paths)),
         )
+
+
+def idle(skips: int) -> str:
+    """Returns how every message says that a run stands still."""
+    return f"no update was applied in the last {skips} steps"
 
 
 def _cause(lost: Sequence[str], count: int) -> str:
@@ -138,14 +143,13 @@ def check(optimizer: Any, limit: int) -> None:
     floor = rule.lowest_scale if is_dynamic else 0.0
     # One skip at the floor is a bad batch, but no scale saves two in a row.
     if skips > 1 and optimizer.loss_scale <= floor:
-        where = f"The loss scale has reached its floor, {floor:g}"
+        where = f", and their scale has reached its floor, {floor:g}"
     elif skips >= limit:
-        where = f"The loss scale is {optimizer.loss_scale:g}"
+        where = ""
     else:
         return
     raise errors.LossScaleError(
-        f"{where}, and the last {skips} step(s) were skipped: their "
-        "gradients were not finite. No update is being applied.\n"
+        f"{idle(skips).capitalize()}: the gradients were not finite{where}.\n"
         f"{_most_often(optimizer.overflow_counts)}\n{_ADVICE}"
     )
 

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from tfmix._keras import compilation, context_values, optimizers
+from tfmix._keras import compilation, context_values, optimizers, training
 from tfmix.loss_scaling import replicas
 
 
@@ -38,6 +38,7 @@ class Step:
     """A train step while it runs or is traced.
 
     Attributes:
+        model: The model whose step it is.
         is_own: Whether the user wrote the `train_step`. Keras's own applies
             gradients once, whatever happens.
         counter: TensorFlow's `Counter`; `None` under JAX, and where no branch
@@ -48,8 +49,10 @@ class Step:
         flags: What the `apply`s reported that the step itself called, not a
             branch in it.
         trace: The `compilation.trace` of the step.
+        counts: What the counter held when the step began.
     """
 
+    model: keras.Model
     is_own: bool
     counter: "Counter | None" = None
     watched: frozenset[int] = frozenset()
@@ -57,9 +60,12 @@ class Step:
     scaled: set[int] = dataclasses.field(default_factory=set)
     flags: list[Any] = dataclasses.field(default_factory=list)
     trace: Any = dataclasses.field(default_factory=compilation.trace)
+    counts: Any = None
 
     def outcome(self) -> Outcome:
-        """Returns what the `apply`s did that no branch called."""
+        """Returns what the `apply`s did; without a counter, in no branch."""
+        if self.counter is not None:
+            return self.counter.since(self.counts)
         skips = [ops.logical_not(applied) for applied in self.flags]
         return Outcome(_any(self.flags), _any(skips))
 
@@ -72,10 +78,15 @@ def around() -> Step | None:
 
 @contextlib.contextmanager
 def step(
-    is_own: bool, counter: "Counter | None", watched: Iterable[int]
+    model: keras.Model, counter: "Counter | None", watched: Iterable[int]
 ) -> Iterator[Step]:
     """Makes every `apply` inside a block report to one step."""
-    new = Step(is_own, counter, frozenset(watched))
+    if (outside := around()) is not None:
+        # What happens in this step happens in that one, too.
+        counter = outside.counter or counter
+    counts = None if counter is None else counter.read()
+    is_own = training.has_own_step(model)
+    new = Step(model, is_own, counter, frozenset(watched), counts=counts)
     with context_values.holding(step=new):
         yield new
 

@@ -1,5 +1,6 @@
 """Undoes what a bad batch has written in a train step, or in a call."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -72,7 +73,7 @@ def guard(model: keras.Model) -> keras.Model:
     _arguments.model(model)
     if getattr(model, "compiled", False):
         _check_optimizer(model)
-    put_on(model, asked_for=True)
+    attach(model, asked_for=True)
     return model
 
 
@@ -90,12 +91,12 @@ def _check_optimizer(model: keras.Model) -> None:
     )
 
 
-def put_on(model: keras.Model, *, asked_for: bool | None = None) -> None:
+def attach(model: keras.Model, *, asked_for: bool | None = None) -> None:
     """Guards a model; `None` keeps whether the user asked for that."""
     before = model_methods.part(model, model_methods.GUARD)
     if asked_for is None:
         asked_for = isinstance(before, _Guard) and before.asked_for
-    model_methods.put(model, model_methods.GUARD, _Guard(model, asked_for))
+    model_methods.attach(model, model_methods.GUARD, _Guard(model, asked_for))
     # A step that was compiled before would run without the guard.
     model.train_function = None
 
@@ -146,14 +147,9 @@ class _Guard:
         }
 
     def _on_tensorflow(self, original: Callable, data: Any) -> Any:
-        outside = step_outcome.around()
-        counter = outside.counter if outside else None
-        if counter is None and not self._applies_once():
-            counter = self._counter
-        counts = None if counter is None else counter.read()
         before = {
             id(variable): compilation.read(variable)
-            for variable in map(compilation.held, self._watched())
+            for variable in map(compilation.backend_variable, self._watched())
         }
 
         def note(create: Callable, **kwargs: Any) -> Any:
@@ -162,19 +158,20 @@ class _Guard:
                 before[id(variable)] = compilation.read(variable)
             return variable
 
-        # A model, or a metric, may be built in its first step.
-        with tf.variable_creator_scope(note):
-            logs, step = self._run(counter, original, data)
-
         def old(variable: Any) -> Any:
-            return before.get(id(compilation.held(variable)))
+            return before.get(id(compilation.backend_variable(variable)))
 
-        outcome = step.outcome() if counter is None else counter.since(counts)
+        counter = None if self._applies_once() else self._counter
+        # A model, or a metric, may be built in its first step.
+        with tf.variable_creator_scope(note), self._step(counter) as step:
+            logs = original(data)
+            outcome = step.outcome()
         return self._put_back(step, outcome, old, logs)
 
     def _on_jax(self, original: Callable, state: Any, data: Any) -> tuple:
         model = self._model
-        (logs, after), step = self._run(None, original, state, data)
+        with self._step() as step:
+            logs, after = original(state, data)
         groups = (
             model.trainable_variables,
             model.non_trainable_variables,
@@ -192,9 +189,8 @@ class _Guard:
 
         with keras.StatelessScope(state_mapping=mapping) as scope:
             value = scope.get_current_value
-            if self._applies_once():
-                outcome = step.outcome()
-            else:
+            outcome = step.outcome()
+            if not self._applies_once():
                 outcome = step_outcome.of_optimizer(
                     model.optimizer, step.is_own, held, value
                 )
@@ -207,17 +203,12 @@ class _Guard:
         is_own = training.has_own_step(model)
         return not is_own and optimizers.is_applied_in_place(model.optimizer)
 
-    def _run(
-        self, counter: Any, original: Callable, *args: Any
-    ) -> tuple[Any, step_outcome.Step]:
-        """Runs a step; returns its result and its record."""
+    def _step(self, counter: Any = None) -> contextlib.AbstractContextManager:
+        """Records what the `apply`s of a block do, in a `step_outcome.Step`."""
         if self.asked_for:
             _check_optimizer(self._model)
-        is_own = training.has_own_step(self._model)
         watched = map(id, self._watched())
-        with step_outcome.step(is_own, counter, watched) as step:
-            result = original(*args)
-        return result, step
+        return step_outcome.step(self._model, counter, watched)
 
     def _put_back(
         self,
@@ -242,34 +233,38 @@ class _Guard:
             )
 
         applied, skipped = outcome
-        if not step.is_own:
-            # The step's only `apply` decides.
-            applied = ops.logical_not(skipped)
-        model = self._model
         watched = pairs(v for v in self._watched() if id(v) not in step.updated)
-        reported = pairs(self._reported())
-        of_layers: list[list] = []
-        if step.is_own:
-            watched = _mended(watched)
+        with replicas.one_replica(self._model.metrics_variables):
+            if not step.is_own:
+                # The step's only `apply` decides.
+                stays = ops.logical_not(skipped)
+                apply_if_finite.restore_unless(stays, watched)
+                return self._logs(stays, logs)
             of_layers = [
                 pairs(filter(_is_watched, layer.non_trainable_variables))
-                for layer in model.layers
+                for layer in self._model.layers
             ]
-        stays = ops.logical_or(applied, ops.logical_not(skipped))
-        with replicas.one_replica(model.metrics_variables):
-            apply_if_finite.put_back(stays, watched)
-            if step.is_own:
-                # A batch without an `apply`, or one that only some optimizers
-                # skipped, is only known to be bad if something became NaN.
-                every = [*sum(of_layers, []), *reported]
-                for these, unless in (
-                    (every, applied),
-                    (reported, ops.logical_not(skipped)),
-                ):
-                    none_lost = _put_back_if_lost(these, unless)
-                    stays = ops.logical_and(stays, none_lost)
-            for of_layer in of_layers:
-                _put_back_if_lost(of_layer)
+            lost = [_any_lost(of_layer) for of_layer in of_layers]
+            reported = pairs(self._reported())
+            reports_lost = _any_lost(reported)
+            is_bad = functools.reduce(
+                ops.logical_or, [skipped, reports_lost, *lost]
+            )
+            # Without an `apply`, a batch is only known to be bad if something
+            # became NaN. What it adds to sums of gradients stays, so that their
+            # `apply` is skipped and counted.
+            only_skipped = ops.logical_and(skipped, ops.logical_not(applied))
+            apply_if_finite.restore_unless(
+                ops.logical_not(only_skipped), _mended(watched)
+            )
+            stays = ops.logical_or(applied, ops.logical_not(is_bad))
+            for of_layer, is_lost in zip(of_layers, lost, strict=True):
+                is_kept = ops.logical_and(stays, ops.logical_not(is_lost))
+                apply_if_finite.restore_unless(is_kept, of_layer)
+            # One of several optimizers may have skipped.
+            reports_lost = ops.logical_and(reports_lost, skipped)
+            stays = ops.logical_and(stays, ops.logical_not(reports_lost))
+            apply_if_finite.restore_unless(stays, reported)
             return self._logs(stays, logs)
 
     def _logs(self, stays: Any, logs: Any) -> Any:
@@ -292,7 +287,9 @@ class _Guard:
         """
         if keras.backend.is_float_dtype(own.dtype):
             own = ops.where(ops.logical_or(stays, fine), own, float("nan"))
-        stays = ops.logical_or(stays, ops.logical_not(self._is_measured()))
+        if counts := self._counts():
+            is_empty = ops.all(ops.equal(ops.stack(counts), 0))
+            stays = ops.logical_or(stays, is_empty)
         return ops.where(stays, own, without)
 
     def _metrics_result(self, original: Callable) -> Any:
@@ -301,21 +298,18 @@ class _Guard:
         Keras then uses the last step's logs, as it does for other keys.
         """
         results = original()
-        if not results:
+        counts = self._counts()
+        if not results or any(map(compilation.is_symbolic, counts)):
             return results
-        empty = ops.logical_not(self._is_measured())
-        return {} if not compilation.is_symbolic(empty) and empty else results
+        return {} if counts and not any(map(bool, counts)) else results
 
-    def _is_measured(self) -> Any:
-        """Boolean scalar: has a mean among the metrics seen any batch?"""
-        counts = [
-            metric.count
+    def _counts(self) -> list:
+        """Returns what the means among the metrics have counted so far."""
+        return [
+            compilation.read(metric.count)
             for metric in training.metrics(self._model)
             if isinstance(metric, keras.metrics.Mean)
         ]
-        if not counts:
-            return ops.convert_to_tensor(True)
-        return ops.any(ops.stack([ops.not_equal(c, 0) for c in counts]))
 
     def _watched(self) -> list[keras.Variable]:
         """Returns the variables that a skipped step must not change."""
@@ -344,19 +338,19 @@ class _Guard:
 def _mended(pairs: list) -> list:
     """Returns the values that a skipped step of the user's own restores.
 
-    If a value was NaN before the step, as in a sum of gradients, the zeros that
-    the step has written stay. Integers keep the count of the step.
+    If a sum of gradients was NaN before the step, the group of batches is lost:
+    the zeros that the step has written stay, and so do its integers, such as
+    the number of batches.
     """
     floats = [old for _, old in pairs if _is_float(old)]
-    begins_fine = all_finite.all_finite(floats)
-    mended = []
-    for variable, old in pairs:
-        new, stays = compilation.read(variable), begins_fine
-        if _is_float(old):
-            is_lost = ops.logical_not(ops.isfinite(new))
-            stays = ops.logical_or(ops.isfinite(old), is_lost)
-        mended.append((variable, ops.where(stays, old, new)))
-    return mended
+    begins_lost = ops.logical_not(all_finite.all_finite(floats))
+
+    def mended(variable: Any, old: Any) -> Any:
+        new = compilation.read(variable)
+        stays = _is_lost(new, old) if _is_float(old) else begins_lost
+        return ops.where(stays, new, old)
+
+    return [(variable, mended(variable, old)) for variable, old in pairs]
 
 
 def kept_finite(
@@ -401,7 +395,8 @@ def kept_finite(
     with layers.autocast(None), replicas.one_replica([]):
         written = apply_if_finite.written(before)
         if not one_by_one:
-            _put_back_if_lost(written)
+            stays = ops.logical_not(_any_lost(written))
+            apply_if_finite.restore_unless(stays, written)
             return outputs
         for variable, old in written:
             # This is fused with the kernel that computes the value.
@@ -411,19 +406,15 @@ def kept_finite(
     return outputs
 
 
-def _put_back_if_lost(written: list, unless: Any = False) -> Any:
-    """Restores all of these if a number was finite and is not any more.
+def _any_lost(written: list) -> Any:
+    """Returns whether a number was finite and is not any more.
 
     Args:
         written: Variables, each with its value before.
-        unless: Boolean scalar; if it is true, nothing is restored.
-
-    Returns:
-        Boolean scalar, whether they keep what was written.
     """
     floats = [(v, old) for v, old in written if _is_float(old)]
     if not floats:
-        return True
+        return False
     new = [compilation.read(variable) for variable, _ in floats]
 
     def none_lost() -> Any:
@@ -433,10 +424,9 @@ def _put_back_if_lost(written: list, unless: Any = False) -> Any:
         ]
         return ops.logical_not(ops.any(ops.stack(lost)))
 
-    fine = ops.logical_or(unless, all_finite.all_finite(new))
-    stays = apply_if_finite.either(fine, none_lost)
-    apply_if_finite.put_back(stays, written)
-    return stays
+    # Nearly every step ends here.
+    stays = apply_if_finite.either(all_finite.all_finite(new), none_lost)
+    return ops.logical_not(stays)
 
 
 def _is_lost(old: Any, new: Any) -> Any:
@@ -447,7 +437,7 @@ def _is_lost(old: Any, new: Any) -> Any:
 def _local(variable: Any) -> Any:
     """Returns this replica's copy of a variable (TensorFlow)."""
     on_jax = keras.backend.backend() == "jax"
-    held = variable if on_jax else compilation.held(variable)
+    held = variable if on_jax else compilation.backend_variable(variable)
     return keras_variables.local(held)
 
 

@@ -14,26 +14,39 @@ from tfmix.loss_scaling import all_finite
 _HALFWAY = 2.0**64
 
 
-def true_gradients(grads: Sequence, variables: Sequence, scale: Any) -> list:
-    """Returns gradients, dense or sparse, in float32, divided by the scale.
+def in_float32(grads: Sequence, variables: Sequence) -> list:
+    """Returns gradients, dense or sparse, in float32.
 
-    If the scale is `None`, nothing is divided. A value that overwrites its
-    variable stays unchanged.
+    A value that overwrites its variable stays unchanged.
+    """
+    return _of_gradients(widened, grads, variables)
+
+
+def unscaled(grads: Sequence, variables: Sequence, scale: Any) -> list:
+    """Returns gradients in float32, divided by the scale.
+
+    A value that overwrites its variable stays unchanged.
     """
     divided = _quotient(scale)
 
     def true(gradient: Any) -> Any:
         wide = widened(gradient)
-        if scale is None or not all_finite.is_sparse(gradient):
+        if not all_finite.is_sparse(gradient):
             return _on_values(divided, wide)
         # XLA may have to evaluate the scale at compile time
         # (`divides_gradients`), which a barrier would prevent.
         return _on_values(functools.partial(_divided, scale), wide)
 
+    return _of_gradients(true, grads, variables)
+
+
+def _of_gradients(
+    function: Callable[[Any], Any], grads: Sequence, variables: Sequence
+) -> list:
     return [
         gradient
         if gradient is None or keras_variables.is_overwritten(variable)
-        else true(gradient)
+        else function(gradient)
         for gradient, variable in zip(grads, variables, strict=True)
     ]
 
@@ -52,8 +65,6 @@ def narrow_if_dense(grads: Sequence, true: Sequence) -> list:
 
 def _quotient(scale: Any) -> Callable[[Any], Any]:
     """Returns a function that divides a tensor by a scale."""
-    if scale is None:
-        return lambda tensor: tensor
     # The reciprocal of a constant beyond 2^126 would be folded to zero.
     apart = compilation.kept_apart(scale)
     if compilation.by_xla():

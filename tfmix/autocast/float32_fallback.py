@@ -17,15 +17,15 @@ from tfmix import _formats, _messages, _users_code
 from tfmix._keras import (
     attempts,
     context_values,
-    global_state,
     layer_policies,
     layers,
     model_methods,
     replacements,
     variables,
 )
-from tfmix.autocast import exact_inputs, finite_constants
-from tfmix.gradient_scaling import float32_values, tensors, weight_gradients
+from tfmix.autocast import exact_inputs
+from tfmix.gradient_scaling import tensors, weight_gradients
+from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 
 _CALL = "call"
@@ -34,20 +34,20 @@ _FINAL = "_tfmix_final"
 _FLOAT32 = policies.Policy("float32")
 
 
-def put_on(layer: keras.Layer) -> None:
+def attach(layer: keras.Layer) -> None:
     """Makes a layer fall back to float32 where its code needs it."""
     if layers.marks(layer).fallback is None:
         layers.rematerialize_anew(layer)
-        put_back(layer, _State(layer))
+        reattach(layer, _Fallback(layer))
 
 
-def put_back(layer: keras.Layer, state: Any) -> None:
-    """Restores what `take_off` removed."""
+def reattach(layer: keras.Layer, state: Any) -> None:
+    """Restores what `detach` removed."""
     if state is None:
         return
     layers.mark(layer, fallback=state)
     if isinstance(layer, keras.Model):
-        model_methods.put(layer, model_methods.FALLBACK, state)
+        model_methods.attach(layer, model_methods.FALLBACK, state)
         return
     state.own_call, original = vars(layer).get(_CALL), layer.call
 
@@ -59,16 +59,16 @@ def put_back(layer: keras.Layer, state: Any) -> None:
     vars(layer)[_CALL] = call
 
 
-def take_off(layer: keras.Layer) -> Any:
+def detach(layer: keras.Layer) -> Any:
     """Removes a layer's fallback, and returns it."""
-    state: _State | None = layers.marks(layer).fallback
+    state: _Fallback | None = layers.marks(layer).fallback
     is_model = isinstance(layer, keras.Model)
     # Other code that has wrapped it since has to remove its own wrapper.
     if state is None or not (is_model or vars(layer).get(_CALL) is state.call):
         return None
     layers.mark(layer, fallback=None)
     if is_model:
-        model_methods.take_off(layer, model_methods.FALLBACK)
+        model_methods.detach(layer, model_methods.FALLBACK)
     elif state.own_call is not None:
         vars(layer)[_CALL] = state.own_call
     else:
@@ -77,66 +77,28 @@ def take_off(layer: keras.Layer) -> Any:
 
 
 @contextlib.contextmanager
-def anew(model: keras.Layer) -> Iterator[None]:
+def fresh(model: keras.Layer) -> Iterator[None]:
     """Gives a model's layers new fallbacks in a block, without messages."""
-    with_code = list(filter(can_have, layers.flat_layers(model)))
-    before = [(layer, take_off(layer)) for layer in with_code]
+    with_code = list(filter(layer_dtypes.has_code, layers.flat_layers(model)))
+    before = [(layer, detach(layer)) for layer in with_code]
     try:
         for layer, _ in before:
             if layers.marks(layer).fallback is None:
-                put_back(layer, _State(layer, tells=False))
+                reattach(layer, _Fallback(layer, tells=False))
         yield
     finally:
         for layer, state in before:
-            take_off(layer)
-            put_back(layer, state)
+            detach(layer)
+            reattach(layer, state)
 
 
-def can_have(layer: keras.Layer) -> bool:
-    """Returns whether a layer has code of its own; a graph has none."""
-    return not layers.is_structure(layer)
-
-
-def why(layer: keras.Layer) -> str:
+def reason(layer: keras.Layer) -> str:
     """Returns why a layer has fallen back to float32, "" if it has not."""
-    state: _State | None = layers.marks(layer).fallback
+    state: _Fallback | None = layers.marks(layer).fallback
     return state.why if state is not None and state.is_float32() else ""
 
 
-def returned_dtype(layer: keras.Layer) -> str:
-    """Returns the dtype of a layer's results, also after a fallback."""
-    state: _State | None = layers.marks(layer).fallback
-    if state is None or not state.is_float32():
-        return str(layer.compute_dtype)
-    return state.returns
-
-
-def layers_that_compute(model: keras.Layer) -> list[keras.Layer]:
-    """Lists the layers of a model that compute something, at any depth.
-
-    Functional and Sequential models only connect layers, whatever their own
-    dtype policy is; a subclassed model may compute in its `call`.
-    """
-    return list(filter(can_have, layers.called(model)))
-
-
-def computes_in(model: keras.Layer, dtype: str) -> bool:
-    """Returns whether a layer of a model computes, or returns, in a dtype."""
-    return any(
-        dtype in (layer.compute_dtype, returned_dtype(layer))
-        for layer in layers_that_compute(model)
-    )
-
-
-def has_sixteen_bit_variables(model: keras.Layer) -> bool:
-    """Returns whether a model has, or will have, 16-bit variables."""
-    return any(
-        layer.variable_dtype in _formats.SIXTEEN_BIT
-        for layer in layers_that_compute(model)
-    )
-
-
-def mended_step(
+def trace_again(
     model: keras.Model, error: Exception, trace: Callable[[], Any]
 ) -> Any:
     """Traces a failed `train_step` on layers that return float32 to it.
@@ -146,7 +108,7 @@ def mended_step(
     if _is_final(error):
         raise error
     with contextlib.ExitStack() as undo:
-        _own_code(model, undo)
+        _return_float32(model, undo)
         try:
             logs = trace()
         except Exception:
@@ -161,16 +123,16 @@ def mended_step(
     return logs
 
 
-def notes(model: keras.Layer) -> list[str]:
+def reasons(model: keras.Layer) -> list[str]:
     """Lists which layers of a model have fallen back to float32, and why."""
     return [
         f"{layer.name} computes in float32: {cause}"
         for layer in layers.flat_layers(model)
-        if (cause := why(layer))
+        if (cause := reason(layer))
     ]
 
 
-def assigning(original: Callable) -> Callable:
+def assigning_exactly(original: Callable) -> Callable:
     """Makes `assign` write exact float32 values to a float32 variable.
 
     If 16-bit numbers have no known float32 values, the layer whose code assigns
@@ -193,16 +155,15 @@ def assigning(original: Callable) -> Callable:
     return assign
 
 
-class _State:
+class _Fallback:
     """The dtype in which one layer's `call` computes; also a model's part."""
 
     def __init__(self, layer: keras.Layer, tells: bool = True) -> None:
         self._layer = layer
         self._tells = tells
         self.why = ""
-        # The float32 policy after a fallback, and the dtype it still returns.
+        # The float32 policy after a fallback.
         self._policy: keras.DTypePolicy | None = None
-        self.returns = ""
         # True if it returns float32, to the code of a layer that fell back.
         self.hands_float32 = False
         # True until the first call.
@@ -286,13 +247,13 @@ class _State:
         theirs = not _users_code.in_library(type(layer).__module__)
         if theirs and _may_change(layer):
             for inner in layers.own_layers(layer):
-                put_on(inner)
+                attach(inner)
                 layers.marks(inner).fallback.hands_float32 = True
 
     def _fall_back(self, cause: str, undo: contextlib.ExitStack) -> None:
         """Makes the layer float32, with inner layers that return float32."""
-        self.why, self.returns = cause, self._layer.compute_dtype
-        _own_code(self._layer, undo)
+        self.why = cause
+        _return_float32(self._layer, undo)
         _make_float32(self._layer, undo)
         self._policy = layer_policies.own(self._layer)
 
@@ -303,17 +264,7 @@ class _State:
             # Layers that it creates are float32, too.
             context_values.holding(policy=_FLOAT32),
         ):
-            outputs = original(*args, **kwargs)
-        is_model = isinstance(self._layer, keras.Model)
-        if is_model and global_state.is_outermost(self._layer):
-            return outputs
-        return tensors.map_leaves(outputs, self._narrow)
-
-    def _narrow(self, value: Any) -> Any:
-        """Rounds a result, and keeps its float32 value, like a loaded layer."""
-        result = finite_constants.finite(value, self.returns)
-        float32_values.keep(result, value, is_wide=True)
-        return result
+            return original(*args, **kwargs)
 
     def _tell(self) -> None:
         if not self._tells:
@@ -351,7 +302,7 @@ def _cause(error: Exception) -> str:
     return f"{_users_code.users_line(error)}{kind}{said}."
 
 
-def _own_code(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
+def _return_float32(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
     """Makes the layers inside one return float32 to its own code."""
     for inner in layers.own_layers(layer):
         if _is_cell(inner):
@@ -360,7 +311,7 @@ def _own_code(layer: keras.Layer, undo: contextlib.ExitStack) -> None:
                 if part.compute_dtype in _formats.SIXTEEN_BIT:
                     _make_float32(part, undo)
             continue
-        put_on(inner)
+        attach(inner)
         replacements.swap(
             undo, layers.marks(inner).fallback, "hands_float32", True
         )

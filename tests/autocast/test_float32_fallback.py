@@ -7,7 +7,7 @@ from keras import layers, ops
 
 import tfmix
 from tests import helpers
-from tfmix.autocast import own_code
+from tfmix.autocast import float32_fallback
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
 NAMES = ("mixed_float16", "mixed_bfloat16")
@@ -90,13 +90,10 @@ def test_a_layer_that_mixes_dtypes_computes_in_float32(name, caplog):
         layer = Mixes()
     outputs = [layer(X) for _ in range(2)]
     assert layer.compute_dtype == "float32"
-    # The layers after it get the same dtypes as before.
-    assert dtype_of(outputs[0]) == dtype_of(outputs[1]) == name[6:]
-    np.testing.assert_allclose(
-        ops.cast(outputs[1], "float32"), X + 0.25, atol=0.02
-    )
+    assert dtype_of(outputs[0]) == dtype_of(outputs[1]) == "float32"
+    np.testing.assert_allclose(outputs[1], X + 0.25, atol=0.02)
     (warning,) = warnings_in(caplog)
-    for part in ("'mixes'", "(Mixes)", "test_own_code.py:", "`return "):
+    for part in ("'mixes'", "(Mixes)", "test_float32_fallback.py:", "`return "):
         assert part in warning
     assert 'dtype="float32"' in warning
     assert "x.dtype" in warning
@@ -136,19 +133,33 @@ def test_a_subclassed_model_falls_back_and_returns_float32():
     assert model.dense.compute_dtype == "float16"
 
 
-def test_an_inner_layer_to_blame_leaves_the_outer_one_in_16_bit():
-    class Outer(layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = layers.Dense(8), Mixes()
+@keras.saving.register_keras_serializable("fallback")
+class Outer(layers.Layer):
+    """Calls a layer that falls back, and passes on or adds what it returns."""
 
-        def call(self, x):
-            return strict_add(x, self.second(self.first(x)))
+    def __init__(self, adds=False, **kwargs):
+        super().__init__(**kwargs)
+        self.adds = adds
+        self.first, self.second = layers.Dense(8), Mixes()
 
+    def build(self, shape):
+        self.first.build(shape)
+
+    def call(self, x):
+        y = self.second(self.first(x))
+        return strict_add(x, y) if self.adds else ops.relu(y)
+
+    def get_config(self):
+        return {**super().get_config(), "adds": self.adds}
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_an_inner_layer_that_fell_back_returns_float32_to_the_outer_one(adds):
     with tfmix.policy_scope("mixed_float16"):
-        layer = Outer()
-    layer(X)
-    assert layer.compute_dtype == "float16"
+        layer = Outer(adds)
+    assert dtype_of(layer(X)) == "float32"
+    # Only code that cannot take float32 falls back, too.
+    assert layer.compute_dtype == ("float32" if adds else "float16")
     assert layer.first.compute_dtype == "float16"
     assert layer.second.compute_dtype == "float32"
 
@@ -184,7 +195,7 @@ def test_a_cell_that_mixes_dtypes_makes_its_rnn_float32():
         layer = layers.RNN(Cell())
     outputs = layer(np.stack([X] * 3, 1))
     assert layer.compute_dtype == layer.cell.compute_dtype == "float32"
-    assert dtype_of(outputs) == "float16"
+    assert dtype_of(outputs) == "float32"
 
 
 def test_the_layer_is_traced_once_after_it_fell_back():
@@ -269,11 +280,11 @@ def test_summary_and_report_name_it():
         model = functional(Mixes(name="guilty"))
     lines = []
     model.summary(print_fn=lines.append)
-    assert "guilty computes in float32: test_own_code.py:" in lines[-1]
+    assert "guilty computes in float32: test_float32_fallback.py:" in lines[-1]
     report = tfmix.apply_policy(model, "mixed_float16")
     row = row_of("guilty", report)
     assert row.after == "float32"
-    assert "test_own_code.py" in row.why
+    assert "test_float32_fallback.py" in row.why
 
 
 def test_a_report_names_what_falls_back_after_it():
@@ -345,8 +356,7 @@ def test_the_text_of_an_error_does_not_matter(name, error):
     with tfmix.policy_scope(name):
         layer = Refuses()
     outputs = layer(X)
-    assert layer.compute_dtype == "float32"
-    assert dtype_of(outputs) == name[6:]
+    assert layer.compute_dtype == dtype_of(outputs) == "float32"
 
 
 class Epsilon(layers.Layer):
@@ -395,7 +405,7 @@ def test_the_warning_names_the_line_that_autograph_copied(caplog):
     with tfmix.policy_scope("mixed_float16"):
         Calls()(X)
     (warning,) = warnings_in(caplog)
-    assert "test_own_code.py:" in warning
+    assert "test_float32_fallback.py:" in warning
     assert "`return x + tf.ones(tf.shape(x))`: TypeError: Input" in warning
 
 
@@ -568,8 +578,8 @@ def test_a_layer_made_inside_a_call_in_float32_is_float32(name):
         layer = JoinsInCall()
         outputs = layer(X)
         assert layers.Dense(1).compute_dtype == name[6:]
-    assert layer.compute_dtype == "float32"
-    assert layer.dense.compute_dtype == dtype_of(outputs) == name[6:]
+    assert layer.compute_dtype == dtype_of(outputs) == "float32"
+    assert layer.dense.compute_dtype == name[6:]
 
 
 class Averages(layers.Layer):
@@ -674,7 +684,7 @@ def test_layers_that_only_take_float32_get_it(by, tmp_path):
     with tfmix.policy_scope("mixed_float16"):
         inputs = keras.Input((8,))
         model = keras.Model(inputs, by(layers.Dense(8)(inputs), tmp_path))
-    assert own_code.why(model.layers[-1])
+    assert float32_fallback.reason(model.layers[-1])
     model.compile("sgd", "mse")
     assert np.isfinite(model.train_on_batch(X, X))
 
@@ -717,7 +727,25 @@ def test_code_that_fails_runs_once_more_however_deep_it_is(error, depth):
     assert layer.compute_dtype == "float16"
 
 
-@pytest.mark.parametrize("then", ["nothing", "dense", "residual"])
+# What follows a layer that fell back: `x` is its input, and `y` its result.
+FOLLOWING = {
+    "nothing": lambda x, y: y,
+    "dense": lambda x, y: layers.Dense(4)(y),
+    "residual": lambda x, y: layers.Dense(4)(x + y),
+    "normalization": lambda x, y: layers.LayerNormalization()(y),
+    "float32 dense": lambda x, y: layers.Dense(4, dtype="float32")(y),
+    "float32 softmax": lambda x, y: layers.Softmax(dtype="float32")(y),
+    "float32 residual": lambda x, y: layers.Add(dtype="float32")([x, y]),
+    "float32 behind an op": lambda x, y: layers.Dense(4, dtype="float32")(
+        x * ops.mean(y, 1, keepdims=True)
+    ),
+    "another": lambda x, y: layers.Dense(4, dtype="float32")(Mixes()(y)),
+    "outer": lambda x, y: layers.Dense(4)(Outer()(x)),
+    "outer that adds": lambda x, y: layers.Dense(4)(Outer(adds=True)(x)),
+}
+
+
+@pytest.mark.parametrize("then", FOLLOWING)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_that_fell_back_predicts_the_same_once_loaded(
     name, then, tmp_path
@@ -725,12 +753,7 @@ def test_a_layer_that_fell_back_predicts_the_same_once_loaded(
     tfmix.set_global_policy(name)
     inputs = keras.Input((8,))
     x = layers.Dense(8)(inputs)
-    y = Mixes()(x)
-    if then == "dense":
-        y = layers.Dense(4)(y)
-    elif then == "residual":
-        y = layers.Dense(4)(x + y)
-    model = keras.Model(inputs, y)
+    model = keras.Model(inputs, FOLLOWING[then](x, Mixes()(x)))
     before = model.predict(X, verbose=0)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
