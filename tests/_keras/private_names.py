@@ -1,4 +1,4 @@
-"""Finds the private names of Keras and TensorFlow in source code.
+"""Finds the private names of Keras, TensorFlow and JAX in source code.
 
 A name is found as it is written: as an import, as an underscore attribute of an
 object that is not ours, or as a string. Strings count because most names in
@@ -9,7 +9,7 @@ import ast
 import functools
 import re
 
-ROOTS = r"keras\.src|tensorflow\.(?:python|compiler)"
+ROOTS = r"keras\.src|tensorflow\.(?:python|compiler)|jax\._src|jaxlib\.\w+"
 _DOTTED = re.compile(rf"(?<![\w.])(?:{ROOTS})(?:\.\w+)*")
 _UNDERSCORED = re.compile(r"_[a-z]\w*")
 # tfmix's own attributes on objects of others begin like this.

@@ -111,7 +111,7 @@ ORIGINS = {
     "a loaded model": (loaded, False),
     "a compiled model": (compiled, False),
 } | {
-    f"a model that was fitted in {mode}": (functools.partial(fitted, mode), 0)
+    f"a model fitted in {mode}": (functools.partial(fitted, mode), False)
     for mode in MODES
 }
 
