@@ -8,10 +8,12 @@ read and write, and how many operations have a result of more than one number.
 """
 
 import collections
+import contextlib
+import functools
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -21,6 +23,8 @@ from absl import flags
 from benchmarks import answers, results
 
 POLICIES = "mixed_float16", "mixed_bfloat16"
+# A replica's step, as `tf.distribute.MirroredStrategy` runs it.
+REPLICAS = "the same on two replicas"
 # TFLOP/s of a T4 in 16 bit, and in float32.
 _NARROW, _WIDE = 65.0, 8.1
 # Operations that launch no kernel.
@@ -38,6 +42,7 @@ def models() -> Iterator[tuple[str, Any, Any]]:
 
     last = layers.GlobalAveragePooling2D
     yield "three Dense", _dense(1024, 1024), (256, 512)
+    yield REPLICAS, _dense(1024, 1024), (256, 512)
     convolutions = [
         layers.Conv2D(size, 3, padding="same", activation="relu")
         for size in (64, 64, 128)
@@ -93,24 +98,35 @@ def _dense(*sizes: int) -> list:
 
 def counts(way: str, policy: str) -> dict[str, list[float]]:
     """Counts each model's step: seconds of products, bytes and kernels."""
-    import contextlib
-
     import keras
+    import tensorflow as tf
 
     if way == "tfmix":
         import tfmix
         from tfmix._keras import compilation
 
         tfmix.set_global_policy(policy)
-        gpu: Any = compilation.compiled_for("cuda")
+        gpu: Callable = functools.partial(compilation.compiled_for, "cuda")
     else:
         keras.config.set_dtype_policy(policy)
-        gpu = contextlib.nullcontext()
-    with gpu:
-        return {name: _counts(*model) for name, *model in models()}
+        gpu = contextlib.nullcontext
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * 2,
+    )
+    found = {}
+    for name, *model in models():
+        strategy = tf.distribute.get_strategy()
+        if name == REPLICAS:
+            strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        with strategy.scope():
+            found[name] = _counts(strategy, gpu, *model)
+    return found
 
 
-def _counts(stack: list, shape: tuple[int, ...]) -> list[float]:
+def _counts(
+    strategy: Any, gpu: Callable, stack: list, shape: tuple[int, ...]
+) -> list[float]:
     import keras
     import tensorflow as tf
 
@@ -124,7 +140,13 @@ def _counts(stack: list, shape: tuple[int, ...]) -> list[float]:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(), loss, jit_compile=False)
     model.optimizer.build(model.trainable_variables)
-    step = tf.function(lambda x, y: model.train_step((x, y)))
+
+    # Each replica is traced in a thread of its own.
+    def train_step(x: Any, y: Any) -> Any:
+        with gpu():
+            return model.train_step((x, y))
+
+    step = tf.function(lambda x, y: strategy.run(train_step, args=(x, y)))
     traced = step.get_concrete_function(
         tf.zeros(shape, inputs.dtype),
         tf.zeros((shape[0], *outputs.shape[1:-1]), "int32"),
