@@ -532,6 +532,7 @@ def assert_same(make, bad, leave_out, policy):
 
 QUICK = {
     ("fit", "graph"),
+    ("fit of two replicas", "graph"),
     ("loop, compiled", "xla"),
     ("OwnName", "graph"),
     ("GanOfLayers", "graph"),

@@ -288,7 +288,8 @@ class _Guard:
         if keras.backend.is_float_dtype(own.dtype):
             own = ops.where(ops.logical_or(stays, fine), own, float("nan"))
         if counts := self._counts():
-            is_empty = ops.all(ops.equal(ops.stack(counts), 0))
+            empty = [ops.equal(count, 0) for count in counts]
+            is_empty = ops.all(ops.stack(empty))
             stays = ops.logical_or(stays, is_empty)
         return ops.where(stays, own, without)
 
@@ -299,14 +300,15 @@ class _Guard:
         """
         results = original()
         counts = self._counts()
-        if not results or any(map(compilation.is_symbolic, counts)):
+        if not (results and all(map(compilation.is_host_readable, counts))):
             return results
-        return {} if counts and not any(map(bool, counts)) else results
+        is_measured = any(map(compilation.host_value, counts))
+        return {} if counts and not is_measured else results
 
-    def _counts(self) -> list:
+    def _counts(self) -> list[keras.Variable]:
         """Returns what the means among the metrics have counted so far."""
         return [
-            compilation.read(metric.count)
+            metric.count
             for metric in training.metrics(self._model)
             if isinstance(metric, keras.metrics.Mean)
         ]
