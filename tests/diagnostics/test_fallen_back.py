@@ -32,7 +32,9 @@ def test_a_16_bit_model_has_a_note_on_the_fallback(kind):
         model = stack(kind)
     report = tfmix.check(model, X, Y, loss="mse")
     assert report.healthy
-    assert note_of(report).startswith("guilty computes in float32: test_own")
+    assert note_of(report).startswith(
+        "guilty computes in float32: test_float32_fallback"
+    )
     assert "guilty computes in float32" in str(report)
     assert "guilty computes in float32" in report.to_json()
 
