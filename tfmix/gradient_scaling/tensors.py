@@ -26,10 +26,14 @@ def float_dtype(value: Any) -> str:
         name = _float_dtype(kind, dtype)
     except (TypeError, ValueError):
         return ""
-    # Layers and metrics have a dtype too, but no shape. A tensor's own shape
-    # may have to be made.
-    is_tensor = hasattr(kind, "shape") or hasattr(value, "shape")
-    return name if is_tensor else ""
+    # Layers and metrics have a dtype too, but no shape.
+    return name if has_shape(value) else ""
+
+
+def has_shape(value: Any) -> bool:
+    """Returns whether a value has a shape, as tensors and variables do."""
+    # A tensor's own shape may have to be made.
+    return hasattr(type(value), "shape") or hasattr(value, "shape")
 
 
 @functools.cache

@@ -73,9 +73,11 @@ def source(tensor: Any) -> Any:
 
     A variable is read first, as the calling layer reads it.
     """
-    if isinstance(tensor, keras.KerasTensor) or not tensors.is_16_bit(tensor):
+    # Nearly all tensors have no note, and a look at the dtype takes longer.
+    weight = global_state.note(tensor, SOURCE)
+    if weight is None or isinstance(tensor, keras.KerasTensor):
         return None
-    return global_state.note(tensor, SOURCE)
+    return weight if tensors.is_16_bit(tensor) else None
 
 
 def exact(value: Any, known: float32_values.Known | None = None) -> Any:
