@@ -135,7 +135,12 @@ def pytest_collection_modifyitems(config, items):
     kept = sampling.quick(items, _left_out, _is_shared, mine)
     left_out = [item for item in items if item not in kept]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item in kept]
+    # The longest file begins, so that no worker ends alone with it.
+    kept = set(kept)
+    items[:] = sorted(
+        (item for item in items if item in kept),
+        key=lambda item: item.path.name != "test_run.py",
+    )
 
 
 def _left_out(item):

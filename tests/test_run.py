@@ -321,6 +321,7 @@ print(float(loss))
 }
 
 
+@pytest.mark.costly
 def test_fit_is_counted_and_explained(tmp_path):
     data, done = measured(tmp_path, FITS, "--policy", "mixed_float16")
     found = data["run"]

@@ -50,6 +50,7 @@ def waited(caplog):
         ),
     ],
 )
+@pytest.mark.costly
 def test_a_long_first_step_says_once_what_it_waits_for(
     optimizer, cause, caplog, monkeypatch
 ):
@@ -66,6 +67,7 @@ def test_a_long_first_step_says_once_what_it_waits_for(
     assert function.__module__ != first_step.__name__
 
 
+@pytest.mark.costly
 def test_a_short_first_step_says_nothing(caplog, monkeypatch):
     monkeypatch.setattr(first_step, "_LONG", 120.0)
     compiled().fit(X, X, verbose=0)
@@ -73,6 +75,7 @@ def test_a_short_first_step_says_nothing(caplog, monkeypatch):
     assert not timers()
 
 
+@pytest.mark.costly
 def test_a_first_step_that_fails_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr(first_step, "_LONG", 120.0)
     model = compiled()
