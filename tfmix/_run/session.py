@@ -21,7 +21,7 @@ from tfmix._keras import global_state, layers, memory, replacements
 from tfmix._run import report, steps
 from tfmix.autocast import float32_fallback, global_policy, model
 from tfmix.diagnostics import skip_report
-from tfmix.policy import layer_dtypes, names
+from tfmix.policy import names
 from tfmix.policy import policy as policies
 from tfmix.policy.devices import devices, suited_policy
 
@@ -137,7 +137,7 @@ class _Session:
     def _look_at_layers(self) -> None:
         """Notes the dtype of each layer, while it exists."""
         for layer, number in list(self._layers.items()):
-            computes = layer_dtypes.has_code(layer) and not layers.is_input(
+            computes = not layers.is_structure(layer) and not layers.is_input(
                 layer
             )
             if layer.built and computes:

@@ -25,7 +25,6 @@ from tfmix._keras import (
 )
 from tfmix.autocast import exact_inputs
 from tfmix.gradient_scaling import tensors, weight_gradients
-from tfmix.policy import layer_dtypes
 from tfmix.policy import policy as policies
 
 _CALL = "call"
@@ -79,7 +78,9 @@ def detach(layer: keras.Layer) -> Any:
 @contextlib.contextmanager
 def fresh(model: keras.Layer) -> Iterator[None]:
     """Gives a model's layers new fallbacks in a block, without messages."""
-    with_code = list(filter(layer_dtypes.has_code, layers.flat_layers(model)))
+    with_code = [
+        x for x in layers.flat_layers(model) if not layers.is_structure(x)
+    ]
     before = [(layer, detach(layer)) for layer in with_code]
     try:
         for layer, _ in before:

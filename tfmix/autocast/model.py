@@ -334,7 +334,7 @@ def _adopt(model: keras.Model) -> None:
         if layers.marks(layer).fallback or (is_model and policy_of(layer)):
             continue
         exact_inputs.keep_exact(layer)
-        if layer_dtypes.has_code(layer):
+        if not layers.is_structure(layer):
             float32_fallback.attach(layer)
         if is_model and _policy_of_layers(layer):
             set_policy(layer, policy)

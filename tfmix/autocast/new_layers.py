@@ -9,7 +9,7 @@ import keras
 from tfmix import _formats
 from tfmix._keras import layer_policies, layers
 from tfmix.autocast import exact_inputs, float32_fallback, model
-from tfmix.policy import float32_layers, layer_dtypes
+from tfmix.policy import float32_layers
 from tfmix.policy import policy as policies
 
 
@@ -27,7 +27,7 @@ def prepare(layer: keras.Layer, dtype: Any, policy: keras.DTypePolicy) -> None:
         layer_policies.set_policy(layer, policies.plain(dtype))
     if isinstance(layer, keras.Model):
         model.set_policy(layer, policy)
-    if policies.is_sixteen_bit(policy) and layer_dtypes.has_code(layer):
+    if policies.is_sixteen_bit(policy) and not layers.is_structure(layer):
         float32_fallback.attach(layer)
 
 

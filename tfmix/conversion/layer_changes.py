@@ -13,7 +13,6 @@ from tfmix import _formats
 from tfmix._keras import layer_policies, layers, variables
 from tfmix.autocast import exact_inputs, float32_fallback
 from tfmix.conversion import planned_policies
-from tfmix.policy import layer_dtypes
 
 Undo = Callable[[], None]
 
@@ -115,7 +114,7 @@ def _set_policy(
         exact_inputs.keep_exact(layer)
         if policy.compute_dtype == "float32":
             exact_inputs.look_behind_casts(layer)
-        if layer_dtypes.has_code(layer):
+        if not layers.is_structure(layer):
             float32_fallback.attach(layer)
 
 

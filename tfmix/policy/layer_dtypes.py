@@ -6,18 +6,13 @@ from tfmix import _formats
 from tfmix._keras import layers
 
 
-def has_code(layer: keras.Layer) -> bool:
-    """Returns whether a layer has code of its own; a graph has none."""
-    return not layers.is_structure(layer)
-
-
 def layers_that_compute(model: keras.Layer) -> list[keras.Layer]:
     """Lists the layers of a model that compute something, at any depth.
 
     Functional and Sequential models only connect layers, whatever their own
     dtype policy is; a subclassed model may compute in its `call`.
     """
-    return list(filter(has_code, layers.called(model)))
+    return [x for x in layers.called(model) if not layers.is_structure(x)]
 
 
 def computes_in(model: keras.Layer, dtype: str) -> bool:
