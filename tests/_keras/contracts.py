@@ -222,6 +222,12 @@ FUNCTIONS = [
 # (owner, attribute, its type)
 CONSTANTS = [
     (f"{COMMON}.global_state", "GLOBAL_STATE_TRACKER", threading.local),
+    ("keras.src.dtype_policies", "dtype_policy", types.ModuleType),
+    (
+        "keras.src.dtype_policies.dtype_policy",
+        "global_state",
+        types.ModuleType,
+    ),
     (CORE_OWNER, "core", types.ModuleType),
     ("keras.src.backend", "ops", types.ModuleType),
     (f"{COMMON}.variables", "Variable", type),

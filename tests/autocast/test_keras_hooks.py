@@ -1,12 +1,16 @@
 """The hooks into Keras exist while a policy is active, and leave no trace."""
 
-import importlib
 import inspect
 
 import keras
 import pytest
 
-from tfmix._keras import compile_method, replacements, training
+from tfmix._keras import (
+    compile_method,
+    global_state,
+    replacements,
+    training,
+)
 from tfmix.autocast import global_policy
 
 
@@ -56,14 +60,14 @@ def test_code_that_hooks_on_top_of_us_keeps_its_hook():
 
 
 def test_a_keras_without_what_we_hook_is_named_and_left_alone(monkeypatch):
-    module = importlib.import_module("keras.src.backend.common.global_state")
-    original = module.get_global_attribute
+    owner, name = global_state.POLICY_STORE
+    original = getattr(owner, name)
     with monkeypatch.context() as patch:
         patch.delattr(training.TRAINER, "compile")
         patch.setattr(global_policy, "_hooks", replacements.Replacements())
         with pytest.raises(RuntimeError, match="no 'compile'"):
             global_policy._hook()
-    assert module.get_global_attribute is original
+    assert getattr(owner, name) is original
     assert not global_policy.hooks_keras()
 
 

@@ -19,6 +19,7 @@ from keras.src.layers.convolutional import base_conv
 from keras.src.models import functional
 from keras.src.trainers import compile_utils
 
+from tfmix import _formats
 from tfmix._keras import layer_policies, replacements
 
 _CALL_CONTEXT = "current_call_ctx"
@@ -366,13 +367,15 @@ def autocast(dtype: str | None) -> Any:
     return variables.AutocastScope(dtype)
 
 
-def autocast_dtype(variable: keras.Variable) -> str | None:
-    """Returns what the layer around the caller casts a float variable to."""
+def casts_to_16_bit(variable: keras.Variable) -> bool:
+    """Returns whether a read casts a float32 variable for a 16-bit layer."""
     scope = variables.get_autocast_scope()
-    if scope is None or not variable._autocast:
-        return None
-    dtype: str | None = scope.dtype
-    return dtype
+    return (
+        scope is not None
+        and scope.dtype in _formats.SIXTEEN_BIT
+        and bool(variable._autocast)
+        and variable._dtype == "float32"
+    )
 
 
 def as_tensor(value: Any) -> Any:

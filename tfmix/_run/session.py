@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import sys
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -92,7 +93,7 @@ class _Session:
         global_policy.decide_by(self._decide)
         self._replacements.set(
             {
-                global_state.SETTER: self._setter,
+                global_state.POLICY_STORE: self._store,
                 (keras.Layer, "__init__"): self._initializer,
             }
         )
@@ -110,17 +111,9 @@ class _Session:
             return self._policy
         return policy
 
-    def _setter(self, original: Callable) -> Callable:
+    def _store(self, original: types.ModuleType) -> types.ModuleType:
         """Makes the script set policies in tfmix rather than in Keras."""
-
-        @functools.wraps(original)
-        def set_global_attribute(name: str, value: Any) -> None:
-            if name != global_state.POLICY_KEY or not _is_new(value):
-                original(name, value)
-                return
-            global_policy.set_global_policy(value)
-
-        return set_global_attribute
+        return global_state.policy_store(original, lambda: None, _save)
 
     def _initializer(self, original: Callable) -> Callable:
         """Notes each layer that is created in 16 bit."""
@@ -229,6 +222,13 @@ class _Session:
 def _name(policy: keras.DTypePolicy) -> str:
     """Returns the name under which a policy can be set."""
     return str(getattr(policy, "level", None) or policy.name)
+
+
+def _save(policy: Any, save: Callable[[Any], None]) -> None:
+    if _is_new(policy):
+        global_policy.set_global_policy(policy)
+    else:
+        save(policy)
 
 
 def _is_new(policy: keras.DTypePolicy | None) -> bool:

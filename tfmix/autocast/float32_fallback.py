@@ -17,6 +17,7 @@ from tfmix import _formats, _messages, _users_code
 from tfmix._keras import (
     attempts,
     context_values,
+    global_state,
     layer_policies,
     layers,
     model_methods,
@@ -141,8 +142,9 @@ def assigning_exactly(original: Callable) -> Callable:
     """
 
     def assign(self: Any, value: Any) -> Any:
-        is_wide = variables.stored_dtype(self) == "float32"
-        if not is_wide or not tensors.is_16_bit(value):
+        if not tensors.is_16_bit(value) or global_state.on_shapes_only():
+            return original(self, value)
+        if variables.stored_dtype(self) != "float32":
             return original(self, value)
         value = tensors.uncast(value)
         may_fall_back = context_values.block.get().may_fall_back

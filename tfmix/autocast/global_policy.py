@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -274,8 +275,7 @@ def _hook() -> None:
     if hooks_keras():
         return
     wanted: dict[replacements.Place, Callable[[Any], Any]] = {
-        global_state.GETTER: _getter,
-        global_state.SETTER: _setter,
+        global_state.POLICY_STORE: _store,
         (keras.Layer, "__init__"): _initializer,
     }
     for owner, name in (*wanted, compile_method.PLACE):
@@ -289,27 +289,19 @@ def _hook() -> None:
     compile_method.watch()
 
 
-def _getter(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def get_global_attribute(name: str, *args: Any, **kwargs: Any) -> Any:
-        # This is called some ten times per layer call, with other names.
-        if name == global_state.POLICY_KEY:
-            policy = _lookup()
-            if policy is not None:
-                return policies.plain(policy)
-        return original(name, *args, **kwargs)
-
-    return get_global_attribute
+def _store(original: types.ModuleType) -> types.ModuleType:
+    return global_state.policy_store(original, _policy_for_keras, _save)
 
 
-def _setter(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def set_global_attribute(name: str, value: Any) -> None:
-        original(name, value)
-        if name == global_state.POLICY_KEY and value is not None:
-            _replaced_by_keras(value)
+def _policy_for_keras() -> keras.DTypePolicy | None:
+    policy = _lookup()
+    return None if policy is None else policies.plain(policy)
 
-    return set_global_attribute
+
+def _save(policy: Any, save: Callable[[Any], None]) -> None:
+    save(policy)
+    if policy is not None:
+        _replaced_by_keras(policy)
 
 
 def _initializer(original: Callable) -> Callable:

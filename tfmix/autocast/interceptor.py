@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from tfmix._keras import (
     context_values,
-    global_state,
     layers,
     op_places,
     penalties,
@@ -42,21 +41,17 @@ Maker = Callable[[Any], Any]
 
 
 class Row(NamedTuple):
-    """A rule, and the function that makes its replacement.
-
-    Symbolic shapes are left to Keras unless `on_shapes` is true.
-    """
+    """A rule, and the function that makes its replacement."""
 
     rule: str | None
     make: Maker
-    on_shapes: bool = True
 
 
 def rows_of_op(name: str) -> list[Row]:
     """Lists the rows that an op may run through, innermost first."""
     rows = []
     if name in weight_gradients.OPS:
-        rows.append(Row(SIXTEEN_BIT, weight_gradients.OPS[name], False))
+        rows.append(Row(SIXTEEN_BIT, weight_gradients.OPS[name]))
     if name != op_places.ATTENTION:
         rows.append(Row(name, float32_ops.in_float32))
     elif not op_places.has_float32_logits():
@@ -77,7 +72,7 @@ def rows_of_op(name: str) -> list[Row]:
 
 def _following(name: str) -> Row:
     follow = functools.partial(small_numbers.followed, name=name)
-    return Row(SIXTEEN_BIT, follow, on_shapes=False)
+    return Row(SIXTEEN_BIT, follow)
 
 
 def _rows_of_scalar(name: str) -> list[Row]:
@@ -106,12 +101,10 @@ _METHODS: dict[replacements.Place, list[Row]] = {
     **dict.fromkeys(
         bare_optimizers.PLACES, [Row(SIXTEEN_BIT, bare_optimizers.applying)]
     ),
-    layers.ASSIGN: [
-        Row(SIXTEEN_BIT, float32_fallback.assigning_exactly, on_shapes=False)
-    ],
+    layers.ASSIGN: [Row(SIXTEEN_BIT, float32_fallback.assigning_exactly)],
     **dict.fromkeys(recomputation.PLACES, [Row(_ALWAYS, recomputation.alike)]),
     **{
-        place: [Row(SIXTEEN_BIT, make, on_shapes=False)]
+        place: [Row(SIXTEEN_BIT, make)]
         for place, make in weight_gradients.METHODS.items()
     },
 }
@@ -228,8 +221,7 @@ def _intercepted(original: Any, rows: Sequence[Row]) -> Any:
         return property(_intercepted(original.fget, rows))
     if isinstance(original, staticmethod):
         return staticmethod(_intercepted(original.__func__, rows))
-    composed: dict[tuple[frozenset[str], bool], Callable] = {}
-    differs = not all(row.on_shapes for row in rows)
+    composed: dict[frozenset[str], Callable] = {}
     sometimes = all(row.rule is not _ALWAYS for row in rows)
 
     @functools.wraps(original)
@@ -237,15 +229,13 @@ def _intercepted(original: Any, rows: Sequence[Row]) -> Any:
         rules = of_caller()
         if sometimes and not rules:
             return original(*args, **kwargs)
-        on_shapes = differs and global_state.on_shapes_only()
-        call = composed.get((rules, on_shapes))
+        call = composed.get(rules)
         if call is None:
             call = original
             for row in rows:
-                holds = row.rule is _ALWAYS or row.rule in rules
-                if holds and (row.on_shapes or not on_shapes):
+                if row.rule is _ALWAYS or row.rule in rules:
                     call = row.make(call)
-            composed[rules, on_shapes] = call
+            composed[rules] = call
         return call(*args, **kwargs)
 
     return intercepted

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tfmix._keras import op_places
+from tfmix._keras import global_state, op_places
 from tfmix.autocast import finite_constants
 from tfmix.gradient_scaling import float32_values, tensors, weight_gradients
 from tfmix.gradient_scaling.float32_values import Known, Value
@@ -63,8 +63,10 @@ def followed(op: Callable, name: str) -> Callable:
 
     @functools.wraps(op)
     def follow(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(map(weight_gradients.snapshot, args))
+        args = tuple(map(tensors.snapshot, args))
         values = (*args, *kwargs.values())
+        if not tensors.holds_16_bit(values) or global_state.on_shapes_only():
+            return op(*args, **kwargs)
         notes = float32_values.find(values)
         loses = _loses(name, values)
         begins = loses or name in (*_SATURATING, *_FLAT)

@@ -62,9 +62,7 @@ def find(values: Iterable[Any]) -> list[Value]:
     for value in values:
         if isinstance(value, list | tuple):
             found += find(value)
-        elif tensors.has_shape(value) and not isinstance(
-            value, keras.KerasTensor
-        ):
+        elif not isinstance(value, keras.KerasTensor):
             note = global_state.note(value, tensors.UNCAST)
             if isinstance(note, Value):
                 found.append(note)

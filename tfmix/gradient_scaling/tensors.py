@@ -53,11 +53,23 @@ def is_16_bit(value: Any) -> bool:
     return float_dtype(value) in _formats.SIXTEEN_BIT
 
 
+def holds_16_bit(nest: Any) -> bool:
+    """Returns whether a tensor of a nest is 16-bit."""
+    return any(map(is_16_bit, _leaves(nest)))
+
+
 def only_16_bit(nest: Any) -> str | None:
     """Returns the 16-bit dtype all float tensors of a nest share, else None."""
     seen = {float_dtype(leaf) for leaf in _leaves(nest)} - {""}
     alike = len(seen) == 1 and seen <= set(_formats.SIXTEEN_BIT)
     return seen.pop() if alike else None
+
+
+def snapshot(value: Any) -> Any:
+    """Returns a variable's current value, and anything else unchanged."""
+    # TensorFlow's variable is a reference, which later assignments change.
+    is_variable = isinstance(value, keras.Variable)
+    return layers.as_tensor(value.value) if is_variable else value
 
 
 def widen(value: Any) -> Any:

@@ -23,7 +23,6 @@ from tfmix._keras import (
     layer_policies,
     layers,
     replacements,
-    variables,
 )
 from tfmix.gradient_scaling import contraction, float32_values, tensors
 
@@ -85,7 +84,7 @@ def exact(value: Any, known: float32_values.Known | None = None) -> Any:
 
     Anything else is returned unchanged.
     """
-    value = snapshot(value)
+    value = tensors.snapshot(value)
     if not tensors.is_16_bit(value):
         return value
     found = source(value)
@@ -112,20 +111,13 @@ def _copy(weight: Any, dtype: Any) -> Any:
     return copy
 
 
-def snapshot(value: Any) -> Any:
-    """Returns a variable's current value, and anything else unchanged."""
-    # TensorFlow's variable is a reference, which later assignments change.
-    is_variable = isinstance(value, keras.Variable)
-    return layers.as_tensor(value.value) if is_variable else value
-
-
 def _autocast(original: Callable) -> Callable:
     """Returns the function that casts variables for 16-bit layers."""
 
     def maybe_cast(self: Any, value: Any) -> Any:
-        if variables.stored_dtype(self) != "float32":
-            return original(self, value)
-        if layers.autocast_dtype(self) not in _formats.SIXTEEN_BIT:
+        casts = layers.casts_to_16_bit(self)
+        # Copies of symbols get no notes, so that ops leave them to Keras.
+        if not casts or global_state.on_shapes_only():
             return original(self, value)
         # The variable is read once, as the tensor that is then copied.
         weight = layers.as_tensor(value)
@@ -151,7 +143,7 @@ def _cast(original: Callable) -> Callable:
     """Makes a cast back to float32 return the value before rounding."""
 
     def cast(x: Any, dtype: Any) -> Any:
-        x = snapshot(x)
+        x = tensors.snapshot(x)
         weight = source(x)
         dtype = keras.backend.standardize_dtype(dtype)
         if dtype == "float32":
@@ -209,7 +201,7 @@ def _item(original: Callable) -> Callable:
 def _alone(original: Callable) -> Callable:
     def alone(x: Any, *args: Any, **kwargs: Any) -> Any:
         several = isinstance(x, list | tuple)
-        copies = [snapshot(one) for one in (x if several else [x])]
+        copies = [tensors.snapshot(one) for one in (x if several else [x])]
         weights = [source(one) for one in copies]
         if not weights or any(weight is None for weight in weights):
             return original(x if several else copies[0], *args, **kwargs)
@@ -224,7 +216,7 @@ def _alone(original: Callable) -> Callable:
 def _wide(original: Callable) -> Callable:
     def wide(*args: Any, **kwargs: Any) -> Any:
         def exact(x: Any) -> Any:
-            x = snapshot(x)
+            x = tensors.snapshot(x)
             weight = source(x)
             return x if weight is None else weight
 
@@ -252,7 +244,7 @@ def _factors(x1: Any, x2: Any) -> tuple[Any, Any, int | None]:
 
     The index is `None` if there is none. A product of two copies is a copy.
     """
-    x1, x2 = snapshot(x1), snapshot(x2)
+    x1, x2 = tensors.snapshot(x1), tensors.snapshot(x2)
     found = [n for n, x in enumerate((x1, x2)) if source(x) is not None]
     if not found:
         return x1, x2, None
@@ -301,7 +293,7 @@ def _multiplied(original: Callable, sums: Callable, x1: Any, x2: Any) -> Any:
         x1: The first factor.
         x2: The second.
     """
-    x1, x2 = snapshot(x1), snapshot(x2)
+    x1, x2 = tensors.snapshot(x1), tensors.snapshot(x2)
 
     def compute(function: Any, inputs: Any, weight: Any, place: int) -> Any:
         own = global_state.note((x1, x2)[place], _CHOSEN)
@@ -375,8 +367,8 @@ def _separable(original: Callable) -> Callable:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
-        kernel = snapshot(given.pop("depthwise_kernel"))
-        pointwise = snapshot(given.pop("pointwise_kernel"))
+        kernel = tensors.snapshot(given.pop("depthwise_kernel"))
+        pointwise = tensors.snapshot(given.pop("pointwise_kernel"))
         if source(kernel) is None and source(pointwise) is None:
             return original(*args, **kwargs)
         inner = keras.ops.depthwise_conv(kernel=kernel, **given)
@@ -404,7 +396,7 @@ def _elementwise(
         )
 
     def elementwise(x1: Any, x2: Any) -> Any:
-        x1, x2 = snapshot(x1), snapshot(x2)
+        x1, x2 = tensors.snapshot(x1), tensors.snapshot(x2)
         if isinstance(x2, int | float):
             return _alone(lambda x: original(x, x2))(x1)
         if isinstance(x1, int | float):
@@ -429,7 +421,9 @@ def _often_repeated(x1: Any, x2: Any) -> int | None:
     if not (tensors.is_16_bit(x1) and tensors.is_16_bit(x2)):
         return None
     sizes = [math.prod(x.shape) for x in (x1, x2)]
-    if max(sizes) <= _FEW * min(sizes):
+    # A program for any batch size has sizes that are no numbers.
+    numbers = all(isinstance(size, int) for size in sizes)
+    if not numbers or max(sizes) <= _FEW * min(sizes):
         return None
     return sizes.index(min(sizes))
 
@@ -537,7 +531,6 @@ _OF_METHODS: dict[replacements.Place, Maker] = {
     layers.LOOP: _loop,
     **dict.fromkeys(layers.ADAPTED_KERNELS, _adapted),
 }
-# What makes stand-ins of Keras's ops, by their names, and of its methods. They
-# leave mere shapes to Keras.
+# What makes stand-ins of Keras's ops, by their names, and of its methods.
 OPS = {name: _alike(make) for name, make in _OF_OPS.items()}
 METHODS = {place: _alike(make) for place, make in _OF_METHODS.items()}
