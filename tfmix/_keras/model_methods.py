@@ -5,6 +5,7 @@ and all wrappers of one role are attached and detached together.
 """
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from tfmix._keras import layers
 Wrapper = Callable[..., Any]
 # The first is the innermost. A layer that falls back to float32 is traced again
 # under the policy's rules, and the guard restores what ran under them.
-FALLBACK, RULES, GUARD = "fallback", "rules", "guard"
+FALLBACK, RULES, GUARD = _ROLES = "fallback", "rules", "guard"
 # JAX compiles a function object once. A method of a class is a new object each
 # time it is read. Our wrapper is not, so each of these gets a new one: else a
 # model that is compiled again would go on with its first loss and metrics.
@@ -44,6 +45,12 @@ def by_role(model: keras.Model) -> dict[str, Part]:
     """Returns a copy of the attached parts by role, for `restore`."""
     owner: _Owner | None = layers.marks(model).methods
     return {} if owner is None else dict(owner.parts)
+
+
+def wrapped(model: keras.Model, name: str, role: str) -> Callable:
+    """Returns the method that the wrapper of a role wraps now."""
+    owner: _Owner = layers.marks(model).methods
+    return owner.below(name, role)
 
 
 def attach(model: keras.Model, role: str, part: Part) -> None:
@@ -116,15 +123,21 @@ class _Owner:
         def method(*args: Any, **kwargs: Any) -> Any:
             if name in _COMPILED:
                 self._renew(_COMPILED[name])
-            # It is looked up in each call, because parts and hooks change.
-            call = self._original(name)
-            for role in (FALLBACK, RULES, GUARD):
-                part = self.parts.get(role)
-                if part is not None and name in part.wrappers:
-                    call = functools.partial(part.wrappers[name], call)
-            return call(*args, **kwargs)
+            return self.below(name)(*args, **kwargs)
 
         return method
+
+    def below(self, name: str, role: str = "") -> Callable:
+        """Returns a method in the wrappers that are inside of a role's.
+
+        It is looked up in each call, because parts and hooks change.
+        """
+        call = self._original(name)
+        for inner in itertools.takewhile(lambda r: r != role, _ROLES):
+            part = self.parts.get(inner)
+            if part is not None and name in part.wrappers:
+                call = functools.partial(part.wrappers[name], call)
+        return call
 
     def _original(self, name: str) -> Callable:
         """Returns the user's own method, or that of the model's class."""

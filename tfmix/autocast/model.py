@@ -118,7 +118,7 @@ class _MixedModel:
         # The float8 layers are chosen later.
         self._float8 = ruled if ruled.is_float8 else None
         self._rules = frozenset({*ruled.float32_ops, interceptor.SIXTEEN_BIT})
-        self._outputs = model_outputs.Outputs(model)
+        self._outputs = model_outputs.Outputs(model, self._own_call)
         self.is_compiling = False
         self.wrappers = self._wrappers()
 
@@ -164,8 +164,12 @@ class _MixedModel:
             args, kwargs = tensors.map_leaves((args, kwargs), tensors.uncast)
         if self._outputs.has_parts:
             self._wrap(**{layers.RUN_GRAPH: self._outputs.graph.run})
-        call = functools.partial(self._under_rules, original)
-        return self._outputs.of(call, *args, **kwargs)
+        return self._outputs.of(*args, **kwargs)
+
+    def _own_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model's own `call` under the rules."""
+        own = model_methods.wrapped(self._model, "call", model_methods.RULES)
+        return self._under_rules(own, *args, **kwargs)
 
     def _compile(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         # The record replaces what the file says.

@@ -38,12 +38,10 @@ def is_outermost(model: keras.Model) -> bool:
 class Outputs:
     """The results of one model's calls."""
 
-    def __init__(self, model: keras.Model) -> None:
-        self._model = model
+    def __init__(self, model: keras.Model, call: Callable[..., Any]) -> None:
+        self._model, self._call = model, call
         self.graph = heads.Graph(model)
         self._told = False
-        # The model's own method, the same in each call.
-        self._call: Callable[..., Any] = model.call
 
     @functools.cached_property
     def has_parts(self) -> bool:
@@ -51,12 +49,11 @@ class Outputs:
         several = len(layers.results(self._model)) > 1
         return several and self.graph.has_parts
 
-    def of(self, call: Callable, *args: Any, **kwargs: Any) -> Any:
+    def of(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model. Its outermost call returns float32."""
         if not is_outermost(self._model):
             with outputs_as_made():
-                return call(*args, **kwargs)
-        self._call = call
+                return self._call(*args, **kwargs)
         if self.has_parts:
             # Each part scales its own gradients.
             return self._kept_finite(*args, **kwargs)

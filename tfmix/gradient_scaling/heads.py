@@ -80,8 +80,7 @@ class Graph:
             made = model_call.call_inside(
                 model, part.run, arguments, {}, results.is_float16
             )
-            pairs = zip(made, part.dtypes, strict=True)
-            known.update(zip(part.gives, pairs, strict=True))
+            known.update(zip(part.gives, made, strict=True))
         symbols = layers.results(model)
         made = [results.as_made(*known[id(symbol)]) for symbol in symbols]
         return layers.packed_results(model, made)
@@ -95,11 +94,9 @@ class _Part:
 
     def __init__(self, nodes: list, takes: list[int], gives: list[int]) -> None:
         self._nodes, self.takes, self.gives = nodes, takes, gives
-        #: The original dtypes of its last results.
-        self.dtypes: list[str] = []
 
     def run(self, operation_fn: Callable, taken: list) -> list:
-        """Returns the part's results in float32.
+        """Returns the part's results in float32, each with its own dtype.
 
         Args:
             operation_fn: Gives an operation its arguments.
@@ -112,8 +109,7 @@ class _Part:
         for node in self._nodes:
             values.update(layers.run_node(node, values, operation_fn))
         made = [values[key] for key in self.gives]
-        self.dtypes = list(map(tensors.float_dtype, made))
-        return list(map(tensors.wide, made))
+        return [(tensors.wide(x), tensors.float_dtype(x)) for x in made]
 
 
 def _narrow(tensor: Any, dtype: str) -> Any:

@@ -1,9 +1,11 @@
 """Calls a float16 model so that its gradients are scaled inside it only."""
 
 import contextlib
+import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -97,145 +99,204 @@ def call_inside(
         return call(*args, **kwargs)
     if not gradients.may_be_asked():
         return call(*args, **kwargs)
-    run = _Run(model, call, (args, kwargs))
+    inputs = _inputs((args, kwargs))
+    values = _values(model, inputs)
+    function = _as_function(model, call, inputs)
     if _TENSORFLOW:
         # A second run starts from these values, so that it draws the same
         # random numbers. A graph needs no second run.
         frozen = model.non_trainable_variables if tf.executing_eagerly() else ()
         start = {id(v): tf.convert_to_tensor(v.value) for v in frozen}
-        floats, losses = tensorflow_border.call(
-            lambda *values: run(values)[:2],
-            run.values,
-            again=lambda *values: run(values, start)[:2],
+        floats, losses, rest = tensorflow_border.call(
+            function, values, again=functools.partial(function, start=start)
         )
-        rest = run.rest
     else:
         # An unbuilt model creates its variables in the call.
-        is_traced = any(map(compilation.is_symbolic, run.values))
+        is_traced = any(map(compilation.is_symbolic, values))
         if not is_traced or not layers.is_built(model):
             return call(*args, **kwargs)
-        floats, losses, rest = jax_border.call(
-            lambda *values: run(values), run.values
-        )
-    return run.finished(floats, losses, *rest)
+        floats, losses, rest = jax_border.call(function, values)
+    return _finished(model, inputs.scope, floats, losses, rest)
 
 
-class _Run:
-    """A model's call as a function of arrays, for a border.
+class _Inputs(NamedTuple):
+    """What a call depends on besides its model.
 
-    Under TensorFlow only values with gradients have to be arguments, and the
-    scope around the call is opened again only if there is one.
+    Attributes:
+        nest: The arguments of the call, and its keyword arguments.
+        given: Those arrays of the nest that are arguments of the function.
+        scope: The stateless scope around the call, if there is one.
+        states: The values that the scope has for variables.
+        mapped: The `id`s of those variables whose values are arguments.
+        context: What Keras knows of the call, such as `training`.
     """
 
-    def __init__(self, model: keras.Model, call: Any, nest: Any) -> None:
-        # JAX's compiled code holds this object. A strong reference to the model
-        # would keep it alive forever.
-        self._model, self._call = weakref.ref(model), weakref.WeakMethod(call)
-        nest = self._nest = tensors.map_leaves(nest, keras_variables.read)
-        self._state = layers.call_state()
-        self._scope = global_state.open_scope()
-        states = {} if self._scope is None else self._scope.state_mapping
-        self._states = dict(states)
-        self._given = list(filter(_is_argument, _arrays(nest)))
-        self._mapped = [k for k, v in states.items() if _is_argument(v)]
-        #: The arguments: those of the call, as exact as they are known, the
-        #: values of variables, and what layers hold.
-        self.values = [
-            *map(_copied, map(tensors.uncast, self._given)),
-            *(states[key] for key in self._mapped),
+    nest: Any
+    given: list
+    scope: keras.StatelessScope | None
+    states: States
+    mapped: list[int]
+    context: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rest:
+    """What a call leaves besides its float results and its losses.
+
+    Attributes:
+        others: Its other arrays.
+        updates: The values that it assigned to variables.
+        outputs: The nest of its results, by which they are put together.
+        left: What it left on layers, such as scores for a later loss.
+        added: The layers that added losses.
+    """
+
+    others: list
+    updates: States
+    outputs: Any
+    left: Attributes
+    added: list[tuple[keras.Layer, Any]]
+
+
+if not _TENSORFLOW:
+    jax.tree_util.register_dataclass(
+        _Rest, ["others", "updates"], ["outputs", "left", "added"]
+    )
+
+
+def _inputs(nest: Any) -> _Inputs:
+    nest = tensors.map_leaves(nest, keras_variables.read)
+    scope = global_state.open_scope()
+    states = {} if scope is None else dict(scope.state_mapping)
+    return _Inputs(
+        nest,
+        given=list(filter(_is_argument, _arrays(nest))),
+        scope=scope,
+        states=states,
+        mapped=[key for key, x in states.items() if _is_argument(x)],
+        context=layers.call_state(),
+    )
+
+
+def _values(model: keras.Model, inputs: _Inputs) -> list:
+    """Lists the arrays that a call is a function of.
+
+    They are the arguments of the call, as exact as they are known, the values
+    of variables, and what layers hold. Under TensorFlow only values with
+    gradients have to be among them.
+    """
+    values = [
+        *map(_copied, map(tensors.uncast, inputs.given)),
+        *(inputs.states[key] for key in inputs.mapped),
+    ]
+    if _TENSORFLOW:
+        known = set(map(id, values))
+        held = _held(model, inputs.nest)
+        values += [x for x in held if id(x) not in known]
+    return values
+
+
+def _as_function(model: keras.Model, call: Any, inputs: _Inputs) -> Callable:
+    """Returns a call as a function of arrays, for a border."""
+    # JAX's compiled code holds the function. A strong reference to the model
+    # would keep it alive forever.
+    model_of, call_of = weakref.ref(model), weakref.WeakMethod(call)
+
+    def function(
+        *values: Any, start: States | None = None
+    ) -> tuple[list, list, _Rest]:
+        return _run(model_of(), call_of(), inputs, values, start)
+
+    return function
+
+
+def _run(
+    model: Any, call: Any, inputs: _Inputs, values: tuple, start: States | None
+) -> tuple[list, list, _Rest]:
+    """Calls a model.
+
+    Args:
+        model: The model.
+        call: Computes its results.
+        inputs: What the call depends on.
+        values: Replace what `_values` returned.
+        start: The values of the other variables, for a run that must not change
+            anything.
+
+    Returns:
+        Its float results with what it left on layers, the losses it added, and
+        the rest.
+    """
+    count = len(inputs.given)
+    args, kwargs = _with_arrays(inputs.nest, inputs.given, values[:count])
+    new_values = values[count : count + len(inputs.mapped)]
+    mapped = dict(zip(inputs.mapped, new_values, strict=True))
+    before = (start or {}) | inputs.states | mapped
+    scope = None
+    if start is not None or inputs.scope is not None or not _TENSORFLOW:
+        scope = _new_scope(inputs.scope, before)
+    with scope or contextlib.nullcontext(), layers.as_called(inputs.context):
+        known = {id(loss) for _, loss in layers.added_losses(model)}
+        attributes = _attributes(model)
+        outputs = call(*args, **kwargs)
+        left = _taken_off(model, attributes)
+        added = [
+            (layer, loss)
+            for layer, loss in layers.added_losses(model)
+            if id(loss) not in known
         ]
-        if _TENSORFLOW:
-            known = set(map(id, self.values))
-            held = _held(model, nest)
-            self.values += [x for x in held if id(x) not in known]
-        # The first run sets these: its results, what it left on layers, and the
-        # layers that added losses.
-        self._outputs: Any = None
-        self._left: Attributes = {}
-        self._added: list[tuple[keras.Layer, Any]] | None = None
-        #: The other results of the first run.
-        self.rest: tuple[list, States] = ([], {})
+    after = {} if scope is None else scope.state_mapping
+    updates = {
+        key: value
+        for key, value in after.items()
+        if value is not before.get(key)
+    }
+    arrays = [*_arrays(outputs), *(array for _, array in left.values())]
+    floats = [x for x in arrays if _is_float(x)]
+    others = [x for x in arrays if not _is_float(x)]
+    rest = _Rest(others, updates, outputs, left, added)
+    return floats, [loss for _, loss in added], rest
 
-    def __call__(
-        self, values: tuple, start: States | None = None
-    ) -> tuple[list, list, tuple[list, States]]:
-        """Calls the model.
 
-        Args:
-            values: Replace `self.values`.
-            start: The values of the other variables, for a run that must not
-                change anything.
+def _new_scope(
+    outside: keras.StatelessScope | None, states: States
+) -> keras.StatelessScope:
+    scope = keras.StatelessScope(
+        collect_losses=outside is None or outside.collect_losses,
+        initialize_variables=False,
+    )
+    scope.state_mapping = dict(states)
+    return scope
 
-        Returns:
-            Its float results with what it left on layers, the losses it added,
-            and the rest: other results, and what it assigned.
-        """
-        count = len(self._given)
-        args, kwargs = _with_arrays(self._nest, self._given, values[:count])
-        new_values = values[count : count + len(self._mapped)]
-        mapped = dict(zip(self._mapped, new_values, strict=True))
-        before = (start or {}) | self._states | mapped
-        scope = None
-        if start is not None or self._scope is not None or not _TENSORFLOW:
-            scope = self._new_scope(before)
-        with scope or contextlib.nullcontext(), layers.as_called(self._state):
-            model: Any = self._model()
-            call: Any = self._call()
-            known = {id(loss) for _, loss in layers.added_losses(model)}
-            attributes = _attributes(model)
-            outputs = call(*args, **kwargs)
-            left = _taken_off(model, attributes)
-            added = layers.added_losses(model)
-        added = [(x, loss) for x, loss in added if id(loss) not in known]
-        after = {} if scope is None else scope.state_mapping
-        updates = {
-            key: value
-            for key, value in after.items()
-            if value is not before.get(key)
-        }
-        arrays = [*_arrays(outputs), *(array for _, array in left.values())]
-        rest = [x for x in arrays if not _is_float(x)], updates
-        if self._added is None:
-            self._outputs, self._left = outputs, left
-            self._added, self.rest = added, rest
-        floats = [x for x in arrays if _is_float(x)]
-        return floats, [loss for _, loss in added], rest
 
-    def finished(
-        self, floats: list, losses: list, others: list, updates: States
-    ) -> Any:
-        """Applies the effects of the call, with the results of the border.
+def _finished(
+    model: keras.Model,
+    scope: keras.StatelessScope | None,
+    floats: list,
+    losses: list,
+    rest: _Rest,
+) -> Any:
+    """Applies the effects of a call, with the arrays of the border.
 
-        Returns:
-            The results of the call.
-        """
-        for (layer, inner), loss in zip(self._added or [], losses, strict=True):
-            layers.put_loss(layer, inner, loss)
-        if self._scope is not None:
-            self._scope.state_mapping.update(updates)
-        model: Any = self._model()
-        for variable in model.variables if self._scope is None else ():
-            if id(variable) in updates:
-                variable.assign(updates[id(variable)])
-        new, rest = iter(floats), iter(others)
+    Returns:
+        The results of the call.
+    """
+    for (layer, inner), loss in zip(rest.added, losses, strict=True):
+        layers.put_loss(layer, inner, loss)
+    if scope is not None:
+        scope.state_mapping.update(rest.updates)
+    for variable in model.variables if scope is None else ():
+        if id(variable) in rest.updates:
+            variable.assign(rest.updates[id(variable)])
+    new, others = iter(floats), iter(rest.others)
 
-        def of_border(array: Any) -> Any:
-            return next(new if _is_float(array) else rest)
+    def of_border(array: Any) -> Any:
+        return next(new if _is_float(array) else others)
 
-        outputs = _rebuilt(self._outputs, of_border)
-        for (_, name), (attributes, array) in self._left.items():
-            attributes[name] = of_border(array)
-        self._outputs, self._left = None, {}
-        self._added, self.rest = [], ([], {})
-        return outputs
-
-    def _new_scope(self, states: States) -> keras.StatelessScope:
-        scope = keras.StatelessScope(
-            collect_losses=self._scope is None or self._scope.collect_losses,
-            initialize_variables=False,
-        )
-        scope.state_mapping = dict(states)
-        return scope
+    outputs = _rebuilt(rest.outputs, of_border)
+    for (_, name), (attributes, array) in rest.left.items():
+        attributes[name] = of_border(array)
+    return outputs
 
 
 def _attributes(model: keras.Model) -> Attributes:

@@ -11,8 +11,9 @@ import tensorflow as tf
 from tfmix._keras import compilation, context_values, gradients
 from tfmix.gradient_scaling import power
 
-# The float results of a function, and the losses that were added inside.
-Results = tuple[list, list]
+# The float results of a function, the losses that were added inside, and what
+# else it returns.
+Results = tuple[list, list, Any]
 # A function of float tensors.
 Function = Callable[..., Results]
 
@@ -29,20 +30,22 @@ def call(
     order.
 
     Args:
-        function: Takes tensors; returns results, and losses that were added
-            inside, whose gradients are often far larger.
+        function: Takes tensors; returns results, losses that were added
+            inside, whose gradients are often far larger, and anything else.
         tensors: Its arguments, float tensors.
         again: Runs the function again, without side effects. Defaults to the
             function.
 
     Returns:
-        The results of the function.
+        What the function returns.
     """
     # Eager tensors become part of the graph, so that it has their gradients.
     inside = _told_apart(map(tf.convert_to_tensor, tensors))
     run, variables = gradients.and_variables(_Run, function, inside)
-    border = _Border(again or function, inside, variables, run.results)
-    return border.results([] if run.tape is None else [run.tape])
+    results, losses, rest = run.results
+    border = _Border(again or function, inside, variables, (results, losses))
+    made = border.results([] if run.tape is None else [run.tape])
+    return (*made, rest)
 
 
 def _told_apart(tensors: Iterable) -> list:
@@ -84,7 +87,7 @@ class _Border:
         again: Function,
         tensors: Sequence,
         variables: Sequence,
-        results: Results,
+        results: tuple[list, list],
     ) -> None:
         self._again = again
         self._tensors, self._variables = list(tensors), list(variables)
@@ -93,7 +96,7 @@ class _Border:
         self._factor = power.placing()
         self._trace = compilation.trace()
 
-    def results(self, tapes: list) -> Results:
+    def results(self, tapes: list) -> tuple[list, list]:
         """Returns results whose gradients are scaled inside.
 
         Args:
@@ -162,7 +165,7 @@ class _Border:
     def _asked(
         self,
         tape: tf.GradientTape,
-        results: Results,
+        results: Sequence[list],
         tensors: Sequence,
         scaled: Sequence,
     ) -> list:
@@ -176,7 +179,7 @@ class _Border:
         tensors, scaled = given[:count], given[count:]
         run = _Run(self._again, tensors, taped=True)
         inside = self._asked(run.tape, run.results, tensors, scaled)
-        return [_values(inside[n]) for n in kept], []
+        return [_values(inside[n]) for n in kept], [], None
 
 
 def _values(gradient: Any) -> Any:
