@@ -6,9 +6,7 @@ writes it. Giving them a copy of that module reaches every thread and every
 caller, and leaves alone all else that Keras keeps there.
 """
 
-import functools
 import numbers
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -24,51 +22,16 @@ from keras.src.dtype_policies import dtype_policy
 
 from tfmix._keras import replacements
 
-_POLICY_KEY = "dtype_policy"
+POLICY_KEY = "dtype_policy"
 # The module by which Keras's two functions read and write the policy.
 POLICY_STORE: replacements.Place = (dtype_policy, "global_state")
 _ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 _DATA = (numbers.Number, np.generic, np.ndarray)
 
 
-def policy_store(
-    store: types.ModuleType,
-    read: Callable[[], keras.DTypePolicy | None],
-    write: Callable[[Any, Callable[[Any], None]], None],
-) -> types.ModuleType:
-    """Copies the module that keeps Keras's policy.
-
-    Args:
-        store: The module.
-        read: Returns the policy that Keras gets; `None` for its own.
-        write: Takes a policy that Keras saves, and the function that saves it.
-    """
-
-    def get_global_attribute(name: str, *args: Any, **kwargs: Any) -> Any:
-        policy = read() if name == _POLICY_KEY else None
-        if policy is not None:
-            return policy
-        return store.get_global_attribute(name, *args, **kwargs)
-
-    def set_global_attribute(name: str, value: Any) -> None:
-        save = functools.partial(store.set_global_attribute, name)
-        if name == _POLICY_KEY:
-            write(value, save)
-        else:
-            save(value)
-
-    copy = types.ModuleType(store.__name__, store.__doc__)
-    vars(copy).update(vars(store))
-    vars(copy).update(
-        get_global_attribute=get_global_attribute,
-        set_global_attribute=set_global_attribute,
-    )
-    return copy
-
-
 def policy_name() -> str:
     """Returns the name of Keras's own policy in the calling thread."""
-    own = getattr(global_state.GLOBAL_STATE_TRACKER, _POLICY_KEY, None)
+    own = getattr(global_state.GLOBAL_STATE_TRACKER, POLICY_KEY, None)
     return keras.config.floatx() if own is None else str(own.name)
 
 
@@ -76,7 +39,7 @@ def make_float32() -> None:
     """Sets Keras's own policy of this thread to float32."""
     if policy_name() != "float32":
         tracker = global_state.GLOBAL_STATE_TRACKER
-        setattr(tracker, _POLICY_KEY, keras.DTypePolicy("float32"))
+        setattr(tracker, POLICY_KEY, keras.DTypePolicy("float32"))
 
 
 def on_shapes_only() -> bool:

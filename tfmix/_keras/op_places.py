@@ -75,13 +75,13 @@ def targets(name: str) -> tuple[replacements.Place, ...]:
 
 def copy_module(module: types.ModuleType, make: Callable) -> types.ModuleType:
     """Copies a module, with `make(function, name=name)` for each op."""
-    copy = types.ModuleType(module.__name__, module.__doc__)
-    vars(copy).update(vars(module))
     is_core = module.__name__.endswith(".core")
-    for name in CONVERSIONS if is_core else list(vars(module)):
-        if not name.startswith("_") and _defines(module, name):
-            setattr(copy, name, make(vars(module)[name], name=name))
-    return copy
+    functions = {
+        name: make(vars(module)[name], name=name)
+        for name in (CONVERSIONS if is_core else vars(module))
+        if not name.startswith("_") and _defines(module, name)
+    }
+    return replacements.copy_module(module, functions)
 
 
 def writes_out(layer: keras.Layer, arguments: dict) -> bool:

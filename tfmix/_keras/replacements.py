@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,15 @@ def swap(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
     else:
         undo.callback(own.pop, name)
     own[name] = value
+
+
+def copy_module(
+    module: types.ModuleType, functions: Mapping[str, Callable]
+) -> types.ModuleType:
+    """Copies a module, with other functions in place of some."""
+    copy = types.ModuleType(module.__name__, module.__doc__)
+    vars(copy).update({**vars(module), **functions})
+    return copy
 
 
 def replaced() -> list[Place]:

@@ -113,7 +113,15 @@ class _Session:
 
     def _store(self, original: types.ModuleType) -> types.ModuleType:
         """Makes the script set policies in tfmix rather than in Keras."""
-        return global_state.policy_store(original, lambda: None, _save)
+
+        def save(name: str, value: Any) -> None:
+            if name == global_state.POLICY_KEY and _is_new(value):
+                global_policy.set_global_policy(value)
+            else:
+                original.set_global_attribute(name, value)
+
+        functions = {"set_global_attribute": save}
+        return replacements.copy_module(original, functions)
 
     def _initializer(self, original: Callable) -> Callable:
         """Notes each layer that is created in 16 bit."""
@@ -222,13 +230,6 @@ class _Session:
 def _name(policy: keras.DTypePolicy) -> str:
     """Returns the name under which a policy can be set."""
     return str(getattr(policy, "level", None) or policy.name)
-
-
-def _save(policy: Any, save: Callable[[Any], None]) -> None:
-    if _is_new(policy):
-        global_policy.set_global_policy(policy)
-    else:
-        save(policy)
 
 
 def _is_new(policy: keras.DTypePolicy | None) -> bool:

@@ -289,19 +289,20 @@ def _hook() -> None:
     compile_method.watch()
 
 
-def _store(original: types.ModuleType) -> types.ModuleType:
-    return global_state.policy_store(original, _policy_for_keras, _save)
+def _store(store: types.ModuleType) -> types.ModuleType:
+    def get(name: str, *args: Any, **kwargs: Any) -> Any:
+        policy = _lookup() if name == global_state.POLICY_KEY else None
+        if policy is None:
+            return store.get_global_attribute(name, *args, **kwargs)
+        return policies.plain(policy)
 
+    def set(name: str, value: Any) -> None:
+        store.set_global_attribute(name, value)
+        if name == global_state.POLICY_KEY and value is not None:
+            _replaced_by_keras(value)
 
-def _policy_for_keras() -> keras.DTypePolicy | None:
-    policy = _lookup()
-    return None if policy is None else policies.plain(policy)
-
-
-def _save(policy: Any, save: Callable[[Any], None]) -> None:
-    save(policy)
-    if policy is not None:
-        _replaced_by_keras(policy)
+    functions = {"get_global_attribute": get, "set_global_attribute": set}
+    return replacements.copy_module(store, functions)
 
 
 def _initializer(original: Callable) -> Callable:
