@@ -120,7 +120,7 @@ def call_inside(
 
 
 class _Inputs(NamedTuple):
-    """What a call depends on besides its model.
+    """Everything that a call depends on, besides its model.
 
     Attributes:
         nest: The arguments of the call, and its keyword arguments.
@@ -141,7 +141,7 @@ class _Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Rest:
-    """What a call leaves besides its float results and its losses.
+    """The results of a call, besides its float arrays and its losses.
 
     Attributes:
         others: Its other arrays.

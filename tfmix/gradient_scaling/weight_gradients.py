@@ -531,6 +531,6 @@ _OF_METHODS: dict[replacements.Place, Maker] = {
     layers.LOOP: _loop,
     **dict.fromkeys(layers.ADAPTED_KERNELS, _adapted),
 }
-# What makes stand-ins of Keras's ops, by their names, and of its methods.
+# Makers of replacements: of Keras's ops, by their names, and of its methods.
 OPS = {name: _alike(make) for name, make in _OF_OPS.items()}
 METHODS = {place: _alike(make) for place, make in _OF_METHODS.items()}
