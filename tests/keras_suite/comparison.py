@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 
 class Result(NamedTuple):
-    """What came of a test: `passed`, `failed` or `skipped`, and the message."""
+    """The outcome of a test: `passed`, `failed` or `skipped`, and the message."""
 
     outcome: str
     message: str
 
 
 class Comparison(NamedTuple):
-    """What came of a set of tests under tfmix's policy and under Keras's.
+    """The outcomes of a set of tests under tfmix's policy and under Keras's.
 
     Attributes:
         count: How many tests ran under tfmix's policy.
