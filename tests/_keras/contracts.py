@@ -81,168 +81,131 @@ PACKAGES = (
     OPS,
 )
 
-# (owner, attribute, its arguments; further ones have defaults)
+# Maps owners to functions and their arguments; further ones have defaults.
 SWAP = "keras.src.callbacks.swap_ema_weights"
-FUNCTIONS = [
-    (f"{COMMON}.global_state", "get_global_attribute", "name default"),
-    (f"{COMMON}.global_state", "set_global_attribute", "name value"),
-    (f"{COMMON}.masking", "get_keras_mask", "x"),
-    (f"{COMMON}.masking", "set_keras_mask", "x mask"),
-    (f"{COMMON}.name_scope", "current_path", ""),
-    (f"{COMMON}.stateless_scope", "get_stateless_scope", ""),
-    (f"{COMMON}.symbolic_scope", "in_symbolic_scope", ""),
-    (f"{COMMON}.tensor_attributes", "get_tensor_attr", "tensor attr"),
-    (f"{COMMON}.tensor_attributes", "set_tensor_attr", "tensor attr value"),
-    (f"{COMMON}.variables", "AutocastScope", "dtype"),
-    (f"{COMMON}.variables", "get_autocast_scope", ""),
-    (f"{COMMON}.variables.Variable", "_maybe_autocast", "self value"),
-    (f"{COMMON}.variables.Variable", "__getitem__", "self idx"),
-    (f"{COMMON}.variables.Variable", "assign", "self value"),
-    ("keras.src.backend", "compute_output_spec", "fn *args **kwargs"),
-    (f"{CORE_OWNER}.core", "cast", "x dtype"),
-    (f"{CORE_OWNER}.core", "convert_to_tensor", "x dtype"),
-    (f"{SWAP}.SwapEMAWeights", "_swap_variables", "self"),
-    (f"{SWAP}.SwapEMAWeights", "_finalize_ema_values", "self"),
-    ("keras.src.models.functional.Functional", "call", "self inputs"),
-    (
-        "keras.src.models.functional.Functional",
-        "_run_through_graph",
-        "self inputs operation_fn call_fn",
-    ),
-    ("keras.src.saving.serialization_lib", "SafeModeScope", "safe_mode"),
-    ("keras.src.trainers.compile_utils", "CompileLoss", "loss loss_weights"),
-    (TRAINER, "_aggregate_additional_loss", "self loss"),
-    (
-        TRAINER,
-        "_compute_loss",
-        "self x y y_pred sample_weight training",
-    ),
-    ("keras.Model", "_aggregate_additional_loss", "self loss"),
-    ("keras.Model", "_symbolic_build", "self iterator data_batch"),
-    ("keras.Model", "_maybe_symbolic_build", "self iterator data_batch"),
-    (
-        "keras.Model",
-        "_compute_loss",
-        "self x y y_pred sample_weight training",
-    ),
-    ("keras.Layer", "_check_super_called", "self"),
-    ("keras.Layer", "_get_own_losses", "self"),
-    (
-        "keras.Layer",
-        "rematerialized_call",
-        "self layer_call *args **kwargs",
-    ),
-    (
-        "keras.layers.MultiHeadAttention",
-        "_compute_attention",
-        "self query key value attention_mask training return_attention_scores",
-    ),
-    (
-        "keras.layers.GroupQueryAttention",
-        "_compute_attention",
-        "self query key value attention_mask training",
-    ),
-    ("keras.StatelessScope", "get_current_value", "self variable"),
-    ("keras.Variable", "_initialize", "self value"),
-    ("keras.Variable", "_restore_from_tensors", "self restored_tensors"),
-    ("keras.Variable", "_serialize_to_tensors", "self"),
-    (
-        "keras.Variable",
-        "_export_to_saved_model_graph",
-        "self object_map tensor_map options",
-    ),
-    ("keras.Variable", "_write_object_proto", "self proto options"),
-    (
-        "keras.optimizers.Optimizer",
-        "_all_reduce_sum_gradients",
-        "self grads_and_vars",
-    ),
-    (
-        "keras.optimizers.Optimizer",
-        "_check_variables_are_known",
-        "self variables",
-    ),
-    ("keras.optimizers.Optimizer", "_get_variable_index", "self variable"),
-    (
-        "keras.optimizers.Optimizer",
-        "_is_excluded_from_weight_decay",
-        "self variable",
-    ),
-    (
-        "keras.optimizers.Optimizer",
-        "_overwrite_variable_with_gradient",
-        "self variable",
-    ),
-    ("keras.optimizers.Optimizer", "_use_weight_decay", "self variable"),
-    ("keras.optimizers.Optimizer", "_var_key", "self variable"),
-    (XLA, "xla_optimization_barrier", "input name"),
-    (
-        XLA,
-        "xla_call_module",
-        "args version module Sout Tout",
-    ),
-    (
-        XLA,
-        "xla_reduce",
-        "input init_value dimensions_to_reduce reducer name",
-    ),
-    (
-        XLA,
-        "xla_variadic_reduce_v2",
-        "inputs init_values dimensions_to_reduce reducer",
-    ),
-    (
-        "tensorflow.python.ops.gradients_util",
-        "_GradientsHelper",
-        "ys xs grad_ys",
-    ),
-    (
-        "tensorflow.python.ops.custom_gradient",
-        "_eager_mode_decorator",
-        "f args kwargs",
-    ),
-    (
-        "tensorflow.python.ops.custom_gradient",
-        "_graph_mode_decorator",
-        "f args kwargs",
-    ),
-    ("tensorflow.Graph", "_get_control_flow_context", "self"),
-    ("tensorflow.__internal__.FuncGraph", "capture", "self tensor"),
-    ("tensorflow.python.eager.record", "could_possibly_record", ""),
-    ("tensorflow.python.eager.record", "should_record_backprop", "tensors"),
-    ("tensorflow.python.eager.record", "stop_recording", ""),
-    (
-        "tensorflow.python.eager.record",
-        "record_operation",
-        "op_type output_tensors input_tensors backward_function",
-    ),
-    ("tensorflow.python.eager.forwardprop_util", "pack_tangents", "tensors"),
-]
+FUNCTIONS = {
+    f"{COMMON}.global_state": {
+        "get_global_attribute": "name default",
+        "set_global_attribute": "name value",
+    },
+    f"{COMMON}.masking": {
+        "get_keras_mask": "x",
+        "set_keras_mask": "x mask",
+    },
+    f"{COMMON}.name_scope": {"current_path": ""},
+    f"{COMMON}.stateless_scope": {"get_stateless_scope": ""},
+    f"{COMMON}.symbolic_scope": {"in_symbolic_scope": ""},
+    f"{COMMON}.tensor_attributes": {
+        "get_tensor_attr": "tensor attr",
+        "set_tensor_attr": "tensor attr value",
+    },
+    f"{COMMON}.variables": {
+        "AutocastScope": "dtype",
+        "get_autocast_scope": "",
+    },
+    f"{COMMON}.variables.Variable": {
+        "_maybe_autocast": "self value",
+        "__getitem__": "self idx",
+        "assign": "self value",
+    },
+    "keras.src.backend": {"compute_output_spec": "fn *args **kwargs"},
+    f"{CORE_OWNER}.core": {
+        "cast": "x dtype",
+        "convert_to_tensor": "x dtype",
+    },
+    f"{SWAP}.SwapEMAWeights": {
+        "_swap_variables": "self",
+        "_finalize_ema_values": "self",
+    },
+    "keras.src.models.functional.Functional": {
+        "call": "self inputs",
+        "_run_through_graph": "self inputs operation_fn call_fn",
+    },
+    "keras.src.saving.serialization_lib": {"SafeModeScope": "safe_mode"},
+    "keras.src.trainers.compile_utils": {"CompileLoss": "loss loss_weights"},
+    TRAINER: {
+        "_aggregate_additional_loss": "self loss",
+        "_compute_loss": "self x y y_pred sample_weight training",
+    },
+    "keras.Model": {
+        "_aggregate_additional_loss": "self loss",
+        "_symbolic_build": "self iterator data_batch",
+        "_maybe_symbolic_build": "self iterator data_batch",
+        "_compute_loss": "self x y y_pred sample_weight training",
+    },
+    "keras.Layer": {
+        "_check_super_called": "self",
+        "_get_own_losses": "self",
+        "rematerialized_call": "self layer_call *args **kwargs",
+    },
+    "keras.layers.MultiHeadAttention": {
+        "_compute_attention": "self query key value attention_mask "
+        "training return_attention_scores"
+    },
+    "keras.layers.GroupQueryAttention": {
+        "_compute_attention": "self query key value attention_mask training"
+    },
+    "keras.StatelessScope": {"get_current_value": "self variable"},
+    "keras.Variable": {
+        "_initialize": "self value",
+        "_restore_from_tensors": "self restored_tensors",
+        "_serialize_to_tensors": "self",
+        "_export_to_saved_model_graph": "self object_map tensor_map options",
+        "_write_object_proto": "self proto options",
+    },
+    "keras.optimizers.Optimizer": {
+        "_all_reduce_sum_gradients": "self grads_and_vars",
+        "_check_variables_are_known": "self variables",
+        "_get_variable_index": "self variable",
+        "_is_excluded_from_weight_decay": "self variable",
+        "_overwrite_variable_with_gradient": "self variable",
+        "_use_weight_decay": "self variable",
+        "_var_key": "self variable",
+    },
+    XLA: {
+        "xla_optimization_barrier": "input name",
+        "xla_call_module": "args version module Sout Tout",
+        "xla_reduce": "input init_value dimensions_to_reduce reducer name",
+        "xla_variadic_reduce_v2": "inputs init_values "
+        "dimensions_to_reduce reducer",
+    },
+    "tensorflow.python.ops.gradients_util": {
+        "_GradientsHelper": "ys xs grad_ys"
+    },
+    "tensorflow.python.ops.custom_gradient": {
+        "_eager_mode_decorator": "f args kwargs",
+        "_graph_mode_decorator": "f args kwargs",
+    },
+    "tensorflow.Graph": {"_get_control_flow_context": "self"},
+    "tensorflow.__internal__.FuncGraph": {"capture": "self tensor"},
+    "tensorflow.python.eager.record": {
+        "could_possibly_record": "",
+        "should_record_backprop": "tensors",
+        "stop_recording": "",
+        "record_operation": "op_type output_tensors input_tensors "
+        "backward_function",
+    },
+    "tensorflow.python.eager.forwardprop_util": {"pack_tangents": "tensors"},
+}
 
-# (owner, attribute, its type)
-CONSTANTS = [
-    (f"{COMMON}.global_state", "GLOBAL_STATE_TRACKER", threading.local),
-    ("keras.src.dtype_policies", "dtype_policy", types.ModuleType),
-    (
-        "keras.src.dtype_policies.dtype_policy",
-        "global_state",
-        types.ModuleType,
-    ),
-    (CORE_OWNER, "core", types.ModuleType),
-    ("keras.src.backend", "ops", types.ModuleType),
-    (f"{COMMON}.variables", "Variable", type),
-    ("keras.src.layers.convolutional.base_conv", "BaseConv", type),
-    ("keras.src.layers.convolutional.base_conv.BaseConv", "kernel", property),
-    ("keras.src.models.functional", "Functional", type),
-    ("keras.src.models.functional.Functional", "operations", property),
-    ("keras.src.trainers.trainer", "BaseTrainer", type),
-    ("keras.src.trainers.trainer", "Trainer", type),
-    ("jax._src.array", "ArrayImpl", type),
-    ("keras.src.backend.jax.trainer", "jit", types.FunctionType),
-    ("tensorflow.python.eager.record", "VariableWatcher", type),
-    (FUNCTION, "Function", type),
-    (f"{FUNCTION}.Function", "_run_functions_eagerly", property),
-]
+# Maps owners to attributes and their types.
+CONSTANTS = {
+    f"{COMMON}.global_state": {"GLOBAL_STATE_TRACKER": threading.local},
+    "keras.src.dtype_policies.dtype_policy": {"global_state": types.ModuleType},
+    CORE_OWNER: {"core": types.ModuleType},
+    "keras.src.backend": {"ops": types.ModuleType},
+    f"{COMMON}.variables": {"Variable": type},
+    "keras.src.layers.convolutional.base_conv": {"BaseConv": type},
+    "keras.src.layers.convolutional.base_conv.BaseConv": {"kernel": property},
+    "keras.src.models.functional": {"Functional": type},
+    "keras.src.models.functional.Functional": {"operations": property},
+    "keras.src.trainers.trainer": {"BaseTrainer": type, "Trainer": type},
+    "jax._src.array": {"ArrayImpl": type},
+    "keras.src.backend.jax.trainer": {"jit": types.FunctionType},
+    "tensorflow.python.eager.record": {"VariableWatcher": type},
+    FUNCTION: {"Function": type},
+    f"{FUNCTION}.Function": {"_run_functions_eagerly": property},
+}
 
 
 def built(make):
@@ -323,96 +286,124 @@ def masked():
     return keras.layers.Masking()(keras.Input((3, 4)))
 
 
-# (the kind of object, how to make it, the attribute, its type)
+# (the kind of object, how to make it, its attributes and their types)
 ATTRIBUTES = [
-    ("a layer", built(dense), "_called", bool),
-    ("a layer", built(dense), "_call_has_training_arg", bool),
-    ("a layer", built(dense), "_dtype_policy", keras.DTypePolicy),
-    ("a layer", built(dense), "_inbound_nodes", list),
-    ("a layer", built(dense), "_kernel", keras.Variable),
-    ("a layer", built(dense), "_layers", list),
-    ("a layer", built(dense), "_non_trainable_variables", list),
-    ("a layer", built(dense), "_parent_path", str),
-    ("a layer", built(dense), "_path", str),
-    ("a layer", dense, "_parent_path", type(None)),
-    ("a layer", built(dense), "_seed_generators", list),
-    ("a layer", built(dense), "_losses", list),
-    ("a layer", built(dense), "_metrics", list),
-    ("a layer", built(dense), "_remat_mode", type(None)),
-    ("a layer", built(dense), "_loss_ids", set),
-    ("a layer", built(dense), "_trainable_variables", list),
-    ("a layer", built(dense), "_build_shapes_dict", dict),
-    ("a layer", dense, "_build_shapes_dict", type(None)),
-    ("a Functional", functional, "_inputs", list),
-    ("a Functional", functional, "_nodes_by_depth", dict),
-    ("a Functional", functional, "_inputs_struct", keras.KerasTensor),
-    ("a Functional", functional, "_outputs_struct", keras.KerasTensor),
-    ("a Sequential", sequential, "_functional", keras.Model),
-    ("a symbol", lambda: keras.Input((4,)), "_dtype", str),
-    ("a symbol", lambda: keras.Input((4,)), "_keras_history", tuple),
-    ("an InputLayer", lambda: functional().layers[0], "_dtype", str),
-    ("MultiHeadAttention", attention, "_attention_axes", tuple),
-    ("MultiHeadAttention", attention, "_dropout", float),
-    ("MultiHeadAttention", attention, "_value_dim", int),
-    ("MultiHeadAttention", attention, "_softmax", keras.layers.Softmax),
     (
-        "GroupQueryAttention",
-        lambda: attention("GroupQueryAttention"),
-        "_return_attention_scores",
-        bool,
+        "a layer",
+        built(dense),
+        {
+            "_called": bool,
+            "_call_has_training_arg": bool,
+            "_dtype_policy": keras.DTypePolicy,
+            "_inbound_nodes": list,
+            "_kernel": keras.Variable,
+            "_layers": list,
+            "_non_trainable_variables": list,
+            "_parent_path": str,
+            "_path": str,
+            "_seed_generators": list,
+            "_losses": list,
+            "_metrics": list,
+            "_remat_mode": type(None),
+            "_loss_ids": set,
+            "_trainable_variables": list,
+            "_build_shapes_dict": dict,
+        },
+    ),
+    (
+        "a layer",
+        dense,
+        {"_parent_path": type(None), "_build_shapes_dict": type(None)},
+    ),
+    (
+        "a Functional",
+        functional,
+        {
+            "_inputs": list,
+            "_nodes_by_depth": dict,
+            "_inputs_struct": keras.KerasTensor,
+            "_outputs_struct": keras.KerasTensor,
+        },
+    ),
+    ("a Sequential", sequential, {"_functional": keras.Model}),
+    (
+        "a symbol",
+        lambda: keras.Input((4,)),
+        {"_dtype": str, "_keras_history": tuple},
+    ),
+    ("an InputLayer", lambda: functional().layers[0], {"_dtype": str}),
+    (
+        "MultiHeadAttention",
+        attention,
+        {
+            "_attention_axes": tuple,
+            "_dropout": float,
+            "_value_dim": int,
+            "_softmax": keras.layers.Softmax,
+        },
     ),
     (
         "GroupQueryAttention",
         lambda: attention("GroupQueryAttention"),
-        "_softmax",
-        keras.layers.Softmax,
+        {"_return_attention_scores": bool, "_softmax": keras.layers.Softmax},
     ),
-    ("a callback", of_a_model, "_model", keras.Model),
-    ("a softmax", softmax, "_keras_logits", object),
-    ("a tensor", masked, "_keras_mask", object),
-    ("a model", compiled, "_compile_config", object),
-    ("a model", compiled, "_compile_metrics", type(None)),
-    ("a model", with_metrics, "_compile_metrics", keras.Metric),
-    ("a model", compiled, "_compile_loss", keras.Loss),
-    ("a model", sequential, "_compile_loss", type(None)),
+    ("a callback", of_a_model, {"_model": keras.Model}),
+    ("a softmax", softmax, {"_keras_logits": object}),
+    ("a tensor", masked, {"_keras_mask": object}),
+    (
+        "a model",
+        compiled,
+        {
+            "_compile_config": object,
+            "_compile_metrics": type(None),
+            "_compile_loss": keras.Loss,
+        },
+    ),
+    ("a model", with_metrics, {"_compile_metrics": keras.Metric}),
+    ("a model", sequential, {"_compile_loss": type(None)}),
     (
         "metrics",
         lambda: with_metrics()._compile_metrics,
-        "_user_metrics",
-        list,
+        {"_user_metrics": list, "_user_weighted_metrics": type(None)},
     ),
     (
-        "metrics",
-        lambda: with_metrics()._compile_metrics,
-        "_user_weighted_metrics",
-        type(None),
+        "a loss",
+        lambda: compiled()._compile_loss,
+        {
+            "_user_loss": str,
+            "_user_loss_weights": list,
+            "_flat_losses": type(None),
+        },
     ),
-    ("a loss", lambda: compiled()._compile_loss, "_user_loss", str),
-    ("a loss", lambda: compiled()._compile_loss, "_user_loss_weights", list),
-    ("a loss", lambda: compiled()._compile_loss, "_flat_losses", type(None)),
-    ("an optimizer", optimizer, "_iterations", keras.Variable),
-    ("an optimizer", optimizer, "_distribution_strategy", object),
-    ("an optimizer", optimizer, "_exclude_from_weight_decay", set),
-    ("an optimizer", optimizer, "_exclude_from_weight_decay_cache", dict),
-    ("an optimizer", averaging, "_model_variables_moving_average", list),
-    ("an optimizer", optimizer, "_iterations", keras.Variable),
-    ("an optimizer", optimizer, "_tracker", object),
-    ("an optimizer", optimizer, "_trainable_variables", list),
-    ("an optimizer", optimizer, "_trainable_variables_indices", dict),
-    ("an optimizer", optimizer, "_variables", list),
-    ("an optimizer", optimizer, "_weight_decay_by_var_key", dict),
-    ("a MultiOptimizer", multi_optimizer, "_var_to_optimizer_idx", dict),
-    ("a variable", lambda: keras.Variable([1.0]), "_autocast", bool),
-    ("a variable", lambda: keras.Variable([1.0]), "_dtype", str),
-    ("a variable", lambda: keras.Variable([1.0]), "_path", str),
-    ("a variable", lambda: keras.Variable([1.0]), "_trainable", bool),
-    ("a variable", lambda: keras.Variable([1.0]), "_value", object),
     (
-        "a tf.Variable",
-        lambda: keras.Variable([1.0]).value,
-        "_unique_id",
-        str,
+        "an optimizer",
+        optimizer,
+        {
+            "_iterations": keras.Variable,
+            "_distribution_strategy": object,
+            "_exclude_from_weight_decay": set,
+            "_exclude_from_weight_decay_cache": dict,
+            "_tracker": object,
+            "_trainable_variables": list,
+            "_trainable_variables_indices": dict,
+            "_variables": list,
+            "_weight_decay_by_var_key": dict,
+        },
     ),
+    ("an optimizer", averaging, {"_model_variables_moving_average": list}),
+    ("a MultiOptimizer", multi_optimizer, {"_var_to_optimizer_idx": dict}),
+    (
+        "a variable",
+        lambda: keras.Variable([1.0]),
+        {
+            "_autocast": bool,
+            "_dtype": str,
+            "_path": str,
+            "_trainable": bool,
+            "_value": object,
+        },
+    ),
+    ("a tf.Variable", lambda: keras.Variable([1.0]).value, {"_unique_id": str}),
 ]
 
 # These names have their own tests in the files below.
@@ -438,11 +429,20 @@ ELSEWHERE = {
 
 def contracts():
     """Returns every name that has a contract."""
-    rows = [(owner, name) for owner, name, _ in FUNCTIONS + CONSTANTS]
-    modules = {owner for owner, _ in rows if is_module(owner)}
-    inside = {f"{owner}.{name}" for owner, name in rows}
-    plain = {name for _, name in rows} | {row[2] for row in ATTRIBUTES}
+    owned = [row[:2] for row in rows(FUNCTIONS) + rows(CONSTANTS)]
+    modules = {owner for owner, _ in owned if is_module(owner)}
+    inside = {".".join(each) for each in owned}
+    plain = {name for _, name in owned}.union(*(a for *_, a in ATTRIBUTES))
     return {*modules, *inside, *plain, *PACKAGES, *ELSEWHERE}
+
+
+def rows(table):
+    """Returns a table's rows: the owner, the name, what is expected of it."""
+    return [
+        (owner, name, expected)
+        for owner, names in table.items()
+        for name, expected in names.items()
+    ]
 
 
 def is_module(owner):

@@ -7,6 +7,9 @@ import pytest
 import tfmix
 from tests import helpers, sixteen_bit
 
+# JAX would not trace `fit` without, which also builds a model without inputs.
+JAX_COMPILES = keras.backend.backend() == "jax"
+
 
 def mixed_model(way, inputs=True, **settings):
     """Returns bfloat16 layers below a float32 head, optimizer not built."""
@@ -32,27 +35,15 @@ def learns(model):
     return losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     "way",
-    [
-        "masters",
-        "flat",
-        pytest.param("split", marks=pytest.mark.slow),
-        pytest.param("stochastic", marks=pytest.mark.slow),
-    ],
+    helpers.quick_are({"masters", "flat"}, sixteen_bit.WAYS),
 )
-@pytest.mark.parametrize("jit", [True, False])
-def test_fit_builds_the_optimizer_of_a_partly_16_bit_model(way, jit):
-    assert learns(mixed_model(way, jit_compile=jit))
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("way", ["masters", "flat"])
-def test_fit_builds_model_and_optimizer_in_one_trace(way):
-    # JAX would not trace without.
-    jit = keras.backend.backend() == "jax"
-    assert learns(mixed_model(way, inputs=False, jit_compile=jit))
+@pytest.mark.parametrize(
+    ("inputs", "jit"), [(True, True), (True, False), (False, JAX_COMPILES)]
+)
+def test_fit_builds_the_optimizer_of_a_partly_16_bit_model(way, inputs, jit):
+    assert learns(mixed_model(way, inputs, jit_compile=jit))
 
 
 class Counts(keras.layers.Layer):

@@ -29,7 +29,4 @@ def test_a_graph_runs_in_parts_by_the_results_they_reach():
     assert keras.ops.all(found[1] == model(found[0])[1])
     packed = layers.packed_results(model, found)
     assert packed == found
-
-
-def test_one_result_is_one_part():
     assert len(layers.graph_parts(functional())) == 1

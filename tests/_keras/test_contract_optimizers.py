@@ -24,25 +24,16 @@ def test_the_tracker_adds_only_variables_it_does_not_know():
 
 
 @tensorflow_only
-def test_apply_sums_the_gradients_over_the_replicas_once():
+@pytest.mark.parametrize(("factor", "left"), [(1.0, 0.9), (2.0, 0.8)])
+def test_apply_takes_what_sums_the_gradients_over_the_replicas(factor, left):
     made, variables = ready()
     calls = []
 
-    def double(pairs):
-        calls.append(pairs)
-        return [(2.0 * gradient, variable) for gradient, variable in pairs]
+    def total(pairs):
+        calls.append([variable for _, variable in pairs])
+        return [(factor * gradient, variable) for gradient, variable in pairs]
 
-    vars(made)["_all_reduce_sum_gradients"] = double
+    vars(made)["_all_reduce_sum_gradients"] = total
     made.apply(ones(), variables)
-    assert len(calls) == 1
-    assert [pair[1] for pair in calls[0]] == [v.value for v in variables]
-    # Its result is applied.
-    assert float(variables[0].value[0]) == pytest.approx(0.8)
-
-
-@tensorflow_only
-def test_list_may_replace_the_sum_over_the_replicas():
-    made, variables = ready()
-    vars(made)["_all_reduce_sum_gradients"] = list
-    made.apply(ones(), variables)
-    assert float(variables[0].value[0]) == pytest.approx(0.9)
+    assert calls == [[v.value for v in variables]]
+    assert float(variables[0].value[0]) == pytest.approx(left)

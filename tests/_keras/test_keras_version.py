@@ -16,18 +16,20 @@ def test_supported_versions_and_backends_pass(version, backend):
     assert _host.require_supported(version, backend) is None
 
 
-@pytest.mark.parametrize("version", ["2.15.0", "3.0.5", "3.11.3"])
-def test_an_older_keras_is_refused_with_the_command_that_upgrades(version):
-    message = rf"3\.12 or newer.*'{version}'.*pip install --upgrade"
-    with pytest.raises(ImportError, match=message):
-        _host.require_supported(version, "tensorflow")
+OLD = r"3\.12 or newer.*'{}'.*pip install --upgrade"
+OTHER = r"'tensorflow' and 'jax'.*'{}'.*KERAS_BACKEND"
 
 
-@pytest.mark.parametrize("backend", ["torch", "numpy", "openvino"])
-def test_another_backend_is_refused_and_the_two_are_named(backend):
-    message = rf"'tensorflow' and 'jax'.*'{backend}'.*KERAS_BACKEND"
+@pytest.mark.parametrize(
+    ("version", "backend", "message"),
+    [
+        *((old, "tensorflow", OLD.format(old)) for old in ("2.15.0", "3.11.3")),
+        *(("3.15.1", one, OTHER.format(one)) for one in ("torch", "openvino")),
+    ],
+)
+def test_others_are_refused_with_what_to_do(version, backend, message):
     with pytest.raises(ImportError, match=message):
-        _host.require_supported("3.15.1", backend)
+        _host.require_supported(version, backend)
 
 
 @pytest.mark.costly
@@ -45,7 +47,21 @@ def test_importing_tfmix_on_another_backend_fails_with_that_message():
     assert last.startswith("ImportError: tfmix works on Keras's backends")
 
 
-def lacks_a_name(monkeypatch):
+def test_every_private_name_is_there():
+    assert _host.require_private_names() is None
+
+
+@pytest.mark.parametrize(
+    ("version", "error", "message"),
+    [
+        ("3.99.0", ImportError, r"'Trainer'.*pip install 'keras=="),
+        # This is our own fault, so it is raised unchanged.
+        ("3.15.1", AttributeError, "Trainer"),
+    ],
+)
+def test_a_newer_keras_without_a_private_name_is_refused(
+    monkeypatch, version, error, message
+):
     original = importlib.import_module
 
     def imported(name, *rest):
@@ -54,19 +70,5 @@ def lacks_a_name(monkeypatch):
         return original(name, *rest)
 
     monkeypatch.setattr(_host.importlib, "import_module", imported)
-
-
-def test_every_private_name_is_there():
-    assert _host.require_private_names() is None
-
-
-def test_a_newer_keras_without_a_private_name_is_refused(monkeypatch):
-    lacks_a_name(monkeypatch)
-    with pytest.raises(ImportError, match=r"'Trainer'.*pip install 'keras=="):
-        _host.require_private_names("3.99.0")
-
-
-def test_our_own_fault_is_raised_unchanged(monkeypatch):
-    lacks_a_name(monkeypatch)
-    with pytest.raises(AttributeError, match="Trainer"):
-        _host.require_private_names("3.15.1")
+    with pytest.raises(error, match=message):
+        _host.require_private_names(version)
